@@ -77,7 +77,7 @@ INTERNAL = {
 """Public members that other packages of Satrap call and users do not, by class."""
 RETURNED = {
     "Batch": "Streams yield batches, and `Reader` returns one for `Inputs`.",
-    "BestMetrics": "Returned by `Clicks.best`.",
+    "BestMetrics": "Returned by `Clicks.best_metrics`.",
     "Counters": "Returned by `Embeddings.counters` and `Stream.counters`.",
     "Evaluation": "Returned by `evaluate`.",
     "HybridOptimizer": "Returned by `Embeddings.optimizer`.",

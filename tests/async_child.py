@@ -17,7 +17,6 @@ from torch import Tensor
 
 from loop import Net, batches, loss_of, tables
 from satrap import Checkpoint, CheckpointError, Deployment, Embeddings, Inputs
-from satrap.worker.sharded_rows import ShardedWorker
 
 NUM_WHOLE = 5000
 
@@ -96,8 +95,7 @@ def main(rank: int, world_size: int, rendezvous: str, job: dict[str, Any]) -> No
     found |= {"dense": dense(model), "lost": embeddings.counters().lost}
     found["stats"] = embeddings.tables["dense.0"].stats()
     dist.barrier()
-    assert isinstance(embeddings.worker, ShardedWorker)
-    embeddings.worker.servers.close()
+    embeddings.worker.close()
     dist.destroy_process_group()
     say(found)
 

@@ -20,12 +20,13 @@ from one_row import F32, assert_step, fma
 from satrap.config.features import Features
 from satrap.config.tables import Feature, Pooling
 from satrap.data.inputs import Inputs
+from satrap.device.device_worker import DeviceWorker
 from satrap.worker.local_rows import LocalWorker
 from satrap.worker.sharded_rows import ShardedWorker
-from satrap.worker.worker import LookupResult
+from satrap.worker.worker import LookupResult, Worker
 
 UNIVERSE = np.array([*range(12), 2**63, 2**64 - 1], np.uint64)
-AnyWorker = LocalWorker | ShardedWorker
+AnyWorker = LocalWorker | ShardedWorker | DeviceWorker
 Rows = dict[str, dict[int, F32]]  # of each table: the values of each id
 
 
@@ -200,6 +201,14 @@ def draw_gradients(rng: np.random.Generator, looked: LookupResult) -> tuple[F32,
     return draw(looked.block), {name: draw(rows) for name, rows in looked.sequences.items()}
 
 
+def update(
+    worker: Worker, looked: LookupResult, block: F32 | None, sequences: dict[str, F32] | None = None, **options: Any
+) -> None:
+    """Applies the gradients of one batch."""
+    assert looked.ticket
+    worker.update([looked.ticket], [block], [sequences or {}], **options)
+
+
 def follow(
     worker: AnyWorker,
     rng: np.random.Generator,
@@ -210,11 +219,13 @@ def follow(
     batch_size: int = 6,
     **how: Any,
 ) -> None:
-    """Trains with random bags and gradients; checks block, sequences and every row."""
+    """Trains with random bags and gradients; checks block, sequences and every row. Every second step of bags of one
+    id goes without offsets."""
     cut = dict.fromkeys(worker.truncated, 0)
     for step in range(1, num_steps + 1):
         batches = [draw_bags(rng, worker.features, batch_size, **how) for _ in range(accumulate)]
-        looked = [worker.lookup(bags.inputs(), step=step) for bags in batches]
+        inputs = [bags.inputs(offsets=not how.get("single") or step % 2 == 0) for bags in batches]
+        looked = [worker.lookup(each, step=step) for each in inputs]
         before = read(worker)
         for bags, each in zip(batches, looked, strict=True):
             assert_pooled(bags, each, before)

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from satrap import Adagrad, Adam, Checkpoint, Embeddings, Inputs, MinCount, Position, Table
+from satrap.checkpoint.run_owner import OWNER
 
 SIZE, NUM_IDS = 16, 200
 
@@ -67,16 +68,22 @@ class Job:
             **options,
         )
 
+    def logits(self, batch: Any) -> torch.Tensor:
+        logits: torch.Tensor = self.model(torch.cat([batch.dense, batch.embeddings], 1)).squeeze(1)
+        return logits
+
+    def step(self, batch: Any) -> None:
+        loss = torch.nn.functional.binary_cross_entropy_with_logits(self.logits(batch), batch.label)
+        self.optimizer.zero_grad()
+        loss.backward()
+        self.optimizer.step()
+        self.scheduler.step()
+
     def train(self, every_steps: int = 1) -> None:
         """Train the remaining steps."""
         with self.embeddings.stream(self.source) as stream:
             for batch in stream:
-                logit = self.model(torch.cat([batch.dense, batch.embeddings], 1)).squeeze(1)
-                loss = torch.nn.functional.binary_cross_entropy_with_logits(logit, batch.label)
-                self.optimizer.zero_grad()
-                loss.backward()
-                self.optimizer.step()
-                self.scheduler.step()
+                self.step(batch)
                 self.run.save(every_steps=every_steps)
                 print(self.embeddings.step, flush=True)
 
@@ -94,6 +101,18 @@ class Job:
         found |= {"step": self.embeddings.step, "lr": [group["lr"] for group in self.optimizer.param_groups]}
         found["random"] = torch.get_rng_state().numpy()
         return found
+
+
+def names(run: Path) -> list[str]:
+    """Return the names in a run's folder, without the file of its owner."""
+    return sorted(path.name for path in run.iterdir() if path.name != OWNER)
+
+
+def same(one: Mapping[str, Any], other: Mapping[str, Any]) -> None:
+    """Check that two states are equal, bit for bit."""
+    assert set(one) == set(other)
+    for name in one:
+        np.testing.assert_array_equal(one[name], other[name], err_msg=name)
 
 
 if __name__ == "__main__":

@@ -1,17 +1,19 @@
-"""Generated click data that the tests of the sources share: samples as plain Python, a writer for each format, and the
-expected result of a loader, from a model of dicts and lists with its own implementation of XXH64.
+"""Generated click data that the tests of the sources share: samples as plain Python, a writer of each format, and the
+expected result of a loader, from a model of dicts and lists and the reference implementation of XXH64.
 """
 
 import csv
 import gzip
 import random
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.csv
 import pyarrow.parquet as pq
+from xxhash import xxh64_intdigest as xxh64
 
 from satrap.config.columns import IdColumn
 from satrap.data.arrow import Arrow
@@ -20,6 +22,7 @@ from satrap.data.inputs import Inputs
 from satrap.data.parquet import Parquet
 from satrap.data.source import Source
 
+KINDS = ("parquet", "arrow", "arrows", "csv", "tsv", "csv.gz")
 FEATURES = ("user", "item", "history", "tags")
 DENSE = ("age", "price")
 OPTIONS: dict[str, Any] = {
@@ -80,41 +83,6 @@ def make(n: int, seed: int, *, missing: float = 0.15, first: int = 0) -> list[Sa
     return samples
 
 
-def xxh64(data: bytes) -> int:
-    """Compute XXH64 with seed 0, after its specification."""
-    p1, p2, p3 = 0x9E3779B185EBCA87, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9
-    p4, p5, mask = 0x85EBCA77C2B2AE63, 0x27D4EB2F165667C5, 2**64 - 1
-
-    def rotate(x: int, bits: int) -> int:
-        return ((x << bits) | (x >> (64 - bits))) & mask
-
-    def step(lane: int, word: int) -> int:
-        return rotate((lane + word * p2) & mask, 31) * p1 & mask
-
-    at, h = 0, p5
-    if len(data) >= 32:
-        lanes = [(p1 + p2) & mask, p2, 0, -p1 & mask]
-        while at + 32 <= len(data):
-            for i in range(4):
-                lanes[i] = step(lanes[i], int.from_bytes(data[at : at + 8], "little"))
-                at += 8
-        h = sum(rotate(lane, bits) for lane, bits in zip(lanes, (1, 7, 12, 18), strict=True)) & mask
-        for lane in lanes:
-            h = ((h ^ step(0, lane)) * p1 + p4) & mask
-    h = (h + len(data)) & mask
-    while at + 8 <= len(data):
-        h = (rotate(h ^ step(0, int.from_bytes(data[at : at + 8], "little")), 27) * p1 + p4) & mask
-        at += 8
-    if at + 4 <= len(data):
-        h = (rotate(h ^ (int.from_bytes(data[at : at + 4], "little") * p1 & mask), 23) * p2 + p3) & mask
-        at += 4
-    for byte in data[at:]:
-        h = rotate(h ^ (byte * p5 & mask), 11) * p1 & mask
-    h = (h ^ (h >> 33)) * p2 & mask
-    h = (h ^ (h >> 29)) * p3 & mask
-    return h ^ (h >> 32)
-
-
 def expected(sample: Sample) -> SampleTuple:
     """Return the form in which a sample must be read: `session`, label, DENSE and FEATURES."""
     history = sample["history"] or []
@@ -166,21 +134,26 @@ def table(samples: Iterable[Sample]) -> pa.Table:
     return pa.Table.from_pylist(list(samples), SCHEMA)
 
 
-def write_parquet(path: Path, samples: Sequence[Sample], rows: int = 100) -> None:
-    pq.write_table(table(samples), path, row_group_size=rows)
+def write_table(path: Path, table: pa.Table, rows: int = 100) -> None:
+    """Write a table as Parquet, as an Arrow file or as a stream (.arrows), in parts of so many rows; or as CSV."""
+    if path.suffix == ".parquet":
+        pq.write_table(table, path, row_group_size=rows)
+    elif path.suffix == ".csv":
+        pa.csv.write_csv(table, str(path))
+    else:
+        new = pa.ipc.new_stream if path.suffix == ".arrows" else pa.ipc.new_file
+        with pa.OSFile(str(path), "wb") as file, new(file, table.schema) as writer:
+            writer.write_table(table, max_chunksize=rows)
 
 
-def write_arrow(path: Path, samples: Sequence[Sample], rows: int = 100, *, stream: bool = False) -> None:
-    new = pa.ipc.new_stream if stream else pa.ipc.new_file
-    with pa.OSFile(str(path), "wb") as file, new(file, SCHEMA) as writer:
-        writer.write_table(table(samples), max_chunksize=rows)
-
-
-def write_csv(path: Path, samples: Sequence[Sample], delimiter: str = ",") -> None:
-    """Write the samples with a header; .gz is compressed."""
+def write(path: Path, samples: Sequence[Sample]) -> None:
+    """Write samples in the format that the ending names, one of KINDS."""
+    if path.suffix in (".parquet", ".arrow", ".arrows"):
+        write_table(path, table(samples))
+        return
     opened: Any = gzip.open if path.suffix == ".gz" else open
     with opened(path, "wt", newline="", encoding="utf-8") as file:
-        writer = csv.writer(file, delimiter=delimiter, lineterminator="\n")
+        writer = csv.writer(file, delimiter="\t" if path.suffix == ".tsv" else ",", lineterminator="\n")
         writer.writerow(SCHEMA.names)
         for sample in samples:
             writer.writerow([_text(sample[name]) for name in SCHEMA.names])
@@ -190,16 +163,6 @@ def _text(value: Any) -> str:
     if isinstance(value, list):
         return "|".join(map(str, value))
     return "" if value is None else str(value)
-
-
-WRITERS: dict[str, Callable[[Path, list[Sample]], None]] = {
-    "parquet": write_parquet,
-    "arrow": write_arrow,
-    "arrows": lambda path, samples: write_arrow(path, samples, stream=True),
-    "csv": write_csv,
-    "tsv": lambda path, samples: write_csv(path, samples, "\t"),
-    "csv.gz": write_csv,
-}
 
 
 def source(kind: str, path: Any, **options: Any) -> Source:

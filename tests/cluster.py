@@ -83,12 +83,11 @@ def contents(worker: LocalWorker | ShardedWorker, ids: Any = IDS) -> dict[str, l
 
 def step_both(workers: list[Worker], rng: np.random.Generator, bags: list[Any], step: int) -> None:
     """Make the same lookups and one update on each worker; the looked-up rows must be the same bits."""
-    seen = []
     looked = [[worker.lookup(each.inputs(), step=step) for each in bags] for worker in workers]
-    for of_worker in looked:
-        seen.append(
-            [[each.block.tobytes(), *(rows.tobytes() for rows in each.sequences.values())] for each in of_worker]
-        )
+    seen = [
+        [[each.block.tobytes(), *(rows.tobytes() for rows in each.sequences.values())] for each in of_worker]
+        for of_worker in looked
+    ]
     assert all(each == seen[0] for each in seen)
     blocks = [rng.normal(size=each.block.shape).astype(np.float32) for each in looked[0]]
     sequences = [
@@ -129,12 +128,7 @@ class ServerProcess:
         which the process is killed, for a test that takes longer than most."""
         self._options, self._inside, self._most_seconds = options, inside, 4 * DEADLINE_SECONDS + most_seconds
         self.shared = shared
-        self._begin(listen)
-
-    def _begin(self, listen: str = ANYWHERE) -> None:
-        self._process = self._start(listen)
-        assert self._process.stdout is not None
-        self.address = self._process.stdout.readline().split()[-1]
+        self.address = self._start(listen)
 
     @property
     def pid(self) -> int:
@@ -143,14 +137,16 @@ class ServerProcess:
     def _command(self) -> list[str]:
         return ["server", "--shared", str(self.shared), "--checkpoints", "/", *self._options]
 
-    def _start(self, address: str) -> subprocess.Popen[str]:
+    def _start(self, address: str) -> str:
+        """Start the process, and return where it listens."""
         satrap = str(Path(sys.executable).with_name("satrap"))
         command = [satrap, *self._command(), "--listen", address, "--threads", "1"]
         with self._inside():
-            process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-        self._timer = threading.Timer(self._most_seconds, process.kill)
+            self._process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        self._timer = threading.Timer(self._most_seconds, self._process.kill)
         self._timer.start()
-        return process
+        assert self._process.stdout is not None
+        return self._process.stdout.readline().split()[-1]
 
     def kill(self) -> None:
         """Send SIGKILL, and return when the process has exited."""
@@ -159,9 +155,7 @@ class ServerProcess:
 
     def restart(self) -> None:
         """Start it again, and return when it listens."""
-        self._process = self._start(self.address)
-        assert self._process.stdout is not None
-        assert self._process.stdout.readline().split()[-1] == self.address
+        assert self._start(self.address) == self.address
 
     def stop(self) -> None:
         """Send SIGSTOP: the process is suspended until `resume`."""

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import numpy as np
 import pytest
 import torch
@@ -26,6 +27,7 @@ from hypothesis import HealthCheck, settings
 from logged import Records
 from satrap.config.tables import Table
 from satrap.table.store import Store
+from trainers import Trainers
 
 torch.set_num_threads(1)
 if not torch.cuda.is_available():
@@ -54,10 +56,10 @@ SLOWEST = (
     "test_examples.py",
     "test_trainers.py",
     "test_remote_worker_trainers.py",
-    "test_network_benchmark.py",
+    "test_cluster_network.py",
     "test_checkpoint.py",
     "test_docs.py",
-    "test_train_benchmark.py",
+    "test_train.py",
     "test_faults_midway.py",
 )
 """Files of tests that take tens of seconds, the longest first."""
@@ -116,6 +118,21 @@ def open_store() -> Iterator[Callable[..., Store]]:
     yield open_
     while stores:
         stores.pop().check()
+
+
+@pytest.fixture
+def memory() -> Iterator[Any]:
+    """fsspec's file system in memory."""
+    filesystem = fsspec.filesystem("memory")
+    yield filesystem
+    filesystem.store.clear()
+    filesystem.pseudo_dirs[:] = [""]
+
+
+@pytest.fixture(scope="module")
+def trainers() -> Iterator[Trainers]:
+    with Trainers(3) as found:
+        yield found
 
 
 def _children() -> set[str]:

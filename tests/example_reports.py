@@ -1,4 +1,5 @@
-"""Example reports: one of training with every field, one with an evaluation, one with only the required fields."""
+"""Example reports: one of training with every field, one with an evaluation, one with only the required fields; and a
+clock and a sink for tests of progress."""
 
 from dataclasses import replace
 
@@ -22,3 +23,26 @@ FULL = Report(
 )
 EVALUATED = replace(FULL, validation={"auc": 0.79, "log_loss": 0.43211}, is_best=True)
 BARE = Report(step=3, samples=30, seconds=3725.0, samples_per_second=0.0)
+
+
+class Clock:
+    """A clock that advances on request."""
+
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class ListSink:
+    """A sink that keeps its reports."""
+
+    def __init__(self) -> None:
+        self.reports: list[Report] = []
+        self.num_closed = 0
+
+    def write(self, report: Report) -> None:
+        self.reports.append(report)
+
+    def close(self) -> None:
+        self.num_closed += 1

@@ -100,12 +100,10 @@ def killed_at_random(
         yield servers, over
 
 
-def train_until(
-    over: threading.Event, local: LocalWorker, worker: ShardedWorker, rng: np.random.Generator, *, least: int = 20
-) -> int:
+def train_until(over: threading.Event, local: LocalWorker, worker: ShardedWorker, rng: np.random.Generator) -> int:
     """Train both on the same batches until `over`; the rows must be equal bit for bit. Returns the number of steps."""
     step = 0
-    while not over.is_set() or step < least:
+    while not over.is_set() or step < 20:
         step += 1
         step_both([local, worker], rng, [draw_bags(rng, local.features, 30)], step)
     assert contents(worker) == contents(local)

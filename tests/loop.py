@@ -1,7 +1,7 @@
-"""A user's own training loop over three features of two tables, and the same job in plain PyTorch."""
+"""A user's own training loop over three features of two tables."""
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import fields
 from typing import Any
 
@@ -11,7 +11,6 @@ from torch import Tensor
 
 from satrap import SGD, Deployment, Embeddings, Inputs, Table, Zeros
 from satrap.train.optimizer import HybridOptimizer
-from satrap.worker.sharded_rows import ShardedWorker
 
 BATCH, NUM_IDS, DIM = 8, 30, 4
 
@@ -46,6 +45,26 @@ def batches(num: int, seed: int = 0, size: int = BATCH) -> list[Inputs]:
             )
         )
     return made
+
+
+def join(parts: list[Inputs]) -> Inputs:
+    """Return one batch with the samples of several."""
+    num_features = len(parts[0].names)
+    values, lengths = [], []
+    for f in range(num_features):
+        for part in parts:
+            assert part.offsets is not None
+            begin, end = (part.offsets[i * part.batch_size] for i in (f, f + 1))
+            values.append(part.values[begin:end])
+            lengths.append(np.diff(part.offsets[f * part.batch_size : (f + 1) * part.batch_size + 1]))
+    return Inputs(
+        names=parts[0].names,
+        values=np.concatenate(values),
+        offsets=np.concatenate([[0], np.cumsum(np.concatenate(lengths))]).astype(np.int64),
+        batch_size=sum(part.batch_size for part in parts),
+        dense=np.concatenate([part.dense for part in parts if part.dense is not None]),
+        label=np.concatenate([part.label for part in parts if part.label is not None]),
+    )
 
 
 class Net(torch.nn.Module):
@@ -86,78 +105,28 @@ def bits(embeddings: Embeddings, model: torch.nn.Module) -> list[bytes]:
     return dense + [values.tobytes() for values in rows(embeddings).values()]
 
 
+def train_step(model: torch.nn.Module, optimizer: Any, batch: Any) -> float:
+    """Train on one batch, and return its loss."""
+    optimizer.zero_grad()
+    loss = loss_of(model, batch)
+    loss.backward()
+    optimizer.step()
+    return loss.item()
+
+
 def train(embeddings: Embeddings, model: Net, optimizer: HybridOptimizer, data: Any, **options: Any) -> list[float]:
-    losses = []
     with embeddings.stream(data, **options) as stream:
-        for batch in stream:
-            loss = loss_of(model, batch)
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            losses.append(loss.item())
-    return losses
-
-
-class Plain:
-    """The same job in plain PyTorch: weights as Parameters, gradients summed in the order of the ids."""
-
-    def __init__(self, embeddings: Embeddings) -> None:
-        every = np.arange(NUM_IDS, dtype=np.uint64)
-        self.weights = {
-            name: torch.from_numpy(store.lookup(every, train=False).copy()) for name, store in embeddings.tables.items()
-        }
-        self.features = [(name, embeddings.features[name]) for name in embeddings.features.names]
-
-    def block(self, inputs: Inputs) -> tuple[Tensor, list[tuple[str, int, int, float]]]:
-        assert inputs.offsets is not None
-        size, out, used = inputs.batch_size, [], []
-        for f, (_, feature) in enumerate(self.features):
-            for s in range(size):
-                a, b = inputs.offsets[f * size + s], inputs.offsets[f * size + s + 1]
-                total = torch.zeros(DIM)
-                for value in inputs.values[a:b]:
-                    total = total + self.weights[feature.table.name][int(value)]
-                    used.append((feature.table.name, int(value), f * size + s, float(b - a)))
-                out.append(total / float(b - a) if feature.pooling == "mean" and b > a else total)
-        return torch.stack(out).view(len(self.features), size, DIM).transpose(0, 1).reshape(size, -1), used
-
-    def train(self, model: Net, optimizer: torch.optim.Optimizer, data: list[Inputs], lr: float) -> list[float]:
-        losses = []
-        for inputs in data:
-            block, used = self.block(inputs)
-            leaf = block.requires_grad_()
-            assert inputs.dense is not None and inputs.label is not None
-            loss = torch.nn.functional.binary_cross_entropy_with_logits(
-                model(torch.from_numpy(inputs.dense), leaf), torch.from_numpy(inputs.label)
-            )
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            losses.append(loss.item())
-            assert leaf.grad is not None
-            gradients = leaf.grad.view(inputs.batch_size, len(self.features), DIM).transpose(0, 1).reshape(-1, DIM)
-            sums: dict[tuple[str, int], Tensor] = {}
-            for table, value, bag, length in used:
-                mean = self.features[bag // inputs.batch_size][1].pooling == "mean"
-                gradient = gradients[bag] / length if mean else gradients[bag]
-                known = sums.get((table, value))
-                sums[table, value] = gradient if known is None else known + gradient
-            for (table, value), total in sums.items():
-                self.weights[table][value].add_(total, alpha=-lr)
-        return losses
+        return [train_step(model, optimizer, batch) for batch in stream]
 
 
 @contextmanager
 def running(num_servers: int, **options: Any) -> Iterator[tuple[Any, Any, Any]]:
     """Yield a job on `num_servers` new servers; 0: with local rows."""
-    from cluster import running_servers  # not at the top: the tests of `satrap run` copy this file alone
+    from cluster import running_servers  # not at the top: scripts of `satrap run` have a copy of this file only
 
-    with ExitStack() as stack:
-        if num_servers:
-            from cluster import running_servers  # not at the top: scripts of `satrap run` have a copy of this file only
-
-            options["servers"] = [each.address for each in stack.enter_context(running_servers(num_servers))]
-        embeddings, model, optimizer = job(**options)
-        if isinstance(embeddings.worker, ShardedWorker):
-            stack.callback(embeddings.worker.servers.close)
-        yield embeddings, model, optimizer
+    with running_servers(num_servers) as services:
+        embeddings, model, optimizer = job(servers=[each.address for each in services] or None, **options)
+        try:
+            yield embeddings, model, optimizer
+        finally:
+            embeddings.worker.close()

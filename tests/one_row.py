@@ -77,39 +77,40 @@ def ulp(*operands: Any) -> F64:
     return np.asarray(np.maximum(largest * 2.0**-23, 2.0**-149), np.float64)
 
 
+def torch_optimizer(optimizer: Any, row: torch.nn.Parameter, lr: float) -> torch.optim.Optimizer:
+    """Returns torch's optimizer of a Parameter that holds only this row."""
+    options: dict[str, Any] = {"lr": lr, "weight_decay": optimizer.weight_decay}
+    match optimizer:
+        case SGD():
+            return torch.optim.SGD([row], momentum=optimizer.momentum, nesterov=optimizer.nesterov, **options)
+        case Adagrad():
+            start = optimizer.initial_accumulator_value
+            return torch.optim.Adagrad([row], eps=optimizer.eps, initial_accumulator_value=start, **options)
+        case Adam() | AdamW():
+            kind = torch.optim.AdamW if isinstance(optimizer, AdamW) else torch.optim.Adam
+            return kind([row], betas=optimizer.betas, eps=optimizer.eps, **options)
+    raise AssertionError(f"torch has no {optimizer!r}")
+
+
 def torch_step(optimizer: Any, values: F32, state: F32, gradient: F32, lr: float) -> tuple[F32, F32]:
     """Applies one step of torch.optim to a Parameter that holds only this row."""
     dim = len(values)
     row = torch.nn.Parameter(torch.from_numpy(values.copy()))
     row.grad = torch.from_numpy(gradient.copy())
     before = torch.from_numpy(state.copy())
-    decay = optimizer.weight_decay
+    stepper = torch_optimizer(optimizer, row, lr)
+    kept: dict[str, torch.Tensor] = {}
     match optimizer:
-        case SGD():
-            sgd = torch.optim.SGD(
-                [row], lr=lr, momentum=optimizer.momentum, nesterov=optimizer.nesterov, weight_decay=decay
-            )
-            if optimizer.momentum > 0:
-                sgd.state[row]["momentum_buffer"] = before
-            sgd.step()
-            after = [sgd.state[row]["momentum_buffer"]] if optimizer.momentum > 0 else []
+        case SGD() if optimizer.momentum > 0:
+            kept = {"momentum_buffer": before}
         case Adagrad():
-            adagrad = torch.optim.Adagrad([row], lr=lr, weight_decay=decay, eps=optimizer.eps)
-            adagrad.state[row]["sum"] = before
-            adagrad.step()
-            after = [adagrad.state[row]["sum"]]
+            kept = {"sum": before}
         case Adam() | AdamW():
-            kind = torch.optim.AdamW if isinstance(optimizer, AdamW) else torch.optim.Adam
-            adam = kind([row], lr=lr, betas=optimizer.betas, eps=optimizer.eps, weight_decay=decay)
-            adam.state[row] = {
-                "step": before[2 * dim].clone(), "exp_avg": before[:dim], "exp_avg_sq": before[dim : 2 * dim]
-            }  # fmt: skip
-            adam.step()
-            after = [adam.state[row][name].reshape(-1) for name in ("exp_avg", "exp_avg_sq", "step")]
-        case _:
-            raise AssertionError(f"torch has no {optimizer!r}")
-    new_state = torch.cat(after).numpy() if after else np.zeros(0, np.float32)
-    return row.detach().numpy(), new_state
+            kept = {"exp_avg": before[:dim], "exp_avg_sq": before[dim : 2 * dim], "step": before[2 * dim].clone()}
+    stepper.state[row].update(kept)
+    stepper.step()
+    after = [stepper.state[row][name].reshape(-1) for name in kept]
+    return row.detach().numpy(), torch.cat(after).numpy() if after else np.zeros(0, np.float32)
 
 
 def rowwise_state(optimizer: RowWiseAdagrad, values: F32, state: F32, gradient: F32) -> tuple[F64, F64]:

@@ -16,7 +16,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
 
-from cluster import ANYWHERE, DEADLINE_SECONDS, IDS, ServerProcess, features
+from cluster import ANYWHERE, DEADLINE_SECONDS, IDS, ServerProcess, features, running_servers
 from faults import kill, random_faults
 from loop import deployed
 from satrap import Embeddings, Feature, Parquet, Table
@@ -98,6 +98,14 @@ def working(num_workers: int = 1) -> Iterator[list[Working]]:
         yield found
 
 
+@contextmanager
+def serving(num_servers: int = 1, num_workers: int = 1) -> Iterator[tuple[dict[str, Any], list[Working]]]:
+    """Yield the addresses of servers and workers, as options of a job, and the workers."""
+    with running_servers(num_servers) as services, working(num_workers) as workers:
+        given: dict[str, list[Any]] = {"servers": services, "workers": workers}
+        yield {name: [each.address for each in found] for name, found in given.items() if found}, workers
+
+
 class KillableWorker(ServerProcess):
     """A worker process that can be restarted at the same address."""
 
@@ -146,10 +154,7 @@ def made(of: Mapping[str, Table | Feature], **options: Any) -> Iterator[Embeddin
     try:
         yield embeddings
     finally:
-        if isinstance(embeddings.worker, RemoteWorker):
-            embeddings.worker.close()
-        elif isinstance(embeddings.worker, ShardedWorker):
-            embeddings.worker.servers.close()
+        embeddings.worker.close()
 
 
 @contextmanager

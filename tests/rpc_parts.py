@@ -196,9 +196,10 @@ def server_process(address: str, *options: str) -> Iterator[tuple[subprocess.Pop
         process.wait(DEADLINE_SECONDS)
 
 
-def resident_bytes(process: int) -> int:
+def resident_bytes(process: int, *, field: str = "VmRSS") -> int:
+    """Returns the memory of a process; field="VmHWM" is its peak."""
     lines = Path(f"/proc/{process}/status").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmRSS:"))
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{field}:"))
 
 
 class FrameProxy:

@@ -8,7 +8,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -52,6 +52,12 @@ def wait_for_exit(process: subprocess.Popen[str]) -> tuple[int, str, str]:
     return process.returncode, out, err
 
 
+def run_to_its_end(folder: Path, script: Path, *options: str, arguments: tuple[str, ...] = ()) -> tuple[int, str, str]:
+    """Returns status, output and errors of a run."""
+    with start_run(folder, script, *options, arguments=arguments) as run:
+        return wait_for_exit(run)
+
+
 def wait_until(condition: Callable[[], object], run: subprocess.Popen[str] | None = None) -> None:
     """Waits until the condition holds, while the run is alive."""
     deadline = time.monotonic() + DEADLINE_SECONDS
@@ -90,6 +96,25 @@ def is_running(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] not in "ZX"
     except FileNotFoundError:
         return False
+
+
+def name_processes(pids: Iterable[str], *marks: str) -> dict[str, int]:
+    """Returns ids of a run's processes by name: "server 0", "trainer 1", "worker". Their commands hold the marks."""
+    found = {}
+    for pid in pids:
+        try:
+            words = Path(f"/proc/{pid}/cmdline").read_bytes().decode().split("\0")
+        except (OSError, UnicodeDecodeError):
+            continue
+        if not all(mark in " ".join(words) for mark in marks):
+            continue
+        if "trainer" in words:
+            found[f"trainer {json.loads(words[words.index('--context') + 1])['rank']}"] = int(pid)
+        elif "--shared" in words:
+            found[f"server {words[words.index('--shared') + 1][-1]}"] = int(pid)
+        elif "worker" in words:
+            found["worker"] = int(pid)
+    return found
 
 
 def assert_nothing_is_left(folder: Path, pids: list[int]) -> None:

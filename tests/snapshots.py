@@ -7,18 +7,45 @@ does not believe what it tests.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.ipc
+import pytest
 from numpy.typing import NDArray
 
+from oracle import as_ids
+from satrap.config.tables import MinCount, Table
+from satrap.errors import SnapshotError
 from satrap.table.store import Store
 
 Columns = dict[str, NDArray[Any]]
+TABLE = Table("item", dim=3, capacity=64, num_buckets=4, admission=MinCount(2), expire_after=15)
+
+
+def train(store: Store, rng: np.random.Generator, steps: int = 5, universe: int = 400, batch: int = 30) -> None:
+    """Looks up and updates random ids."""
+    for _ in range(steps):
+        ids = rng.integers(universe, size=batch).astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+        store.lookup(ids)
+        store.update(ids, rng.normal(size=(batch, store.table.dim)).astype(np.float32))
+
+
+def save_with_changes(folder: Path) -> tuple[Store, Store]:
+    """Returns a store, and its replica at its first snapshot (`folder`/full); saves the changes since (.../changes)."""
+    store = Store(TABLE, num_threads=2)
+    for step in range(1, 8):
+        store.lookup(as_ids(range(step, step + 12)), step=step)
+    version = store.save(folder / "full")
+    replica = Store.load(folder / "full", num_threads=1)
+    for step in range(8, 30):
+        store.lookup(as_ids(range(step, step + 12)), step=step)
+    store.save_changes(folder / "changes", since=version)
+    return store, replica
 
 
 def contents(store: Store) -> dict[str, Any]:
@@ -53,6 +80,19 @@ def assert_same(found: dict[str, Any], wanted: dict[str, Any]) -> None:
             assert found[name] == wanted[name], name
 
 
+@contextmanager
+def refused(replica: Store, *words: str) -> Iterator[None]:
+    """Checks that the call raises a SnapshotError with these words and leaves the replica unchanged."""
+    before, version = contents(replica), replica.version
+    with pytest.raises(SnapshotError) as raised:
+        yield
+    for word in words:
+        assert word in str(raised.value), f"{word!r} is not in: {raised.value}"
+    assert_same(contents(replica), before)
+    assert replica.version == version
+    replica.check()
+
+
 def manifest(folder: Path) -> dict[str, Any]:
     loaded: dict[str, Any] = json.loads((folder / "manifest.json").read_text())
     return loaded
@@ -63,12 +103,18 @@ def columns(folder: Path, kind: str) -> Columns:
     parts: list[Columns] = []
     for file in manifest(folder)["files"]:
         if file["kind"] == kind:
-            table = pa.ipc.open_file(pa.py_buffer((folder / file["name"]).read_bytes())).read_all()
-            parts.append({name: as_numpy(table.column(name).combine_chunks()) for name in table.column_names})
+            table = read_file(folder / file["name"])
+            parts.append({name: as_numpy(table.column(name)) for name in table.column_names})
     return by_id({name: np.concatenate([part[name] for part in parts]) for name in parts[0]})
 
 
-def as_numpy(column: Any) -> NDArray[Any]:
+def read_file(path: Path) -> Any:
+    """Returns the Arrow table of a data file."""
+    return pa.ipc.open_file(pa.py_buffer(path.read_bytes())).read_all()
+
+
+def as_numpy(chunks: Any) -> NDArray[Any]:
+    column = chunks.combine_chunks()
     if pa.types.is_fixed_size_list(column.type):
         array: NDArray[Any] = column.flatten().to_numpy().reshape(len(column), column.type.list_size)
         return array
@@ -105,7 +151,7 @@ def forge_file(folder: Path, kind: str, change: Callable[[Any], Any]) -> str:
     content = manifest(folder)
     file = next(file for file in content["files"] if file["kind"] == kind)
     path = folder / file["name"]
-    table = change(pa.ipc.open_file(pa.py_buffer(path.read_bytes())).read_all())
+    table = change(read_file(path))
     sink = pa.BufferOutputStream()
     with pa.ipc.new_file(sink, table.schema) as writer:
         writer.write_table(table)

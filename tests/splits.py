@@ -38,7 +38,6 @@ class Cluster:
     def __init__(self, features: Features, owners: NDArray[np.uint32], num_servers: int, **options: Any) -> None:
         self.features, self.owners, self.num_servers = features, owners, num_servers
         self.split = make_split(features, **options)
-        assert self.split.num_buckets == len(owners)
         self.servers = [TableGroup(features.tables, seed=SEED, num_threads=1) for _ in range(num_servers)]
         self.skipped = np.zeros(len(features.tables), np.int64)
         self._theirs: dict[int, list[Any]] = {}  # the servers' tickets of a split's ticket

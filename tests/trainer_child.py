@@ -18,8 +18,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from loop import NUM_IDS, Net, batches, counting_tables, loss_of, tables
 from satrap import CSV, Checkpoint, Deployment, Embeddings, IdColumn, Parquet, Validation
-from satrap.worker.remote.client import RemoteWorker
-from satrap.worker.sharded_rows import ShardedWorker
 
 
 def main(rank: int, world_size: int, rendezvous: str, job: dict[str, Any]) -> None:
@@ -78,7 +76,7 @@ def main(rank: int, world_size: int, rendezvous: str, job: dict[str, Any]) -> No
     found |= {"metrics": validation.metrics, "best": None if run is None else run.best}
     found |= state_of(embeddings, model)
     dist.barrier()
-    close(embeddings)
+    embeddings.worker.close()
     dist.destroy_process_group()
     print(json.dumps(found), flush=True)
 
@@ -104,13 +102,6 @@ def data_of(job: dict[str, Any]) -> Any:
     ids = {name: IdColumn(kind="integer") for name in ("user", "item")}
     ids["history"] = IdColumn(kind="integer", separator="|")
     return CSV(job["file"], block_bytes=500, ids=ids, **how)
-
-
-def close(embeddings: Embeddings) -> None:
-    if isinstance(embeddings.worker, RemoteWorker):
-        embeddings.worker.close()
-    elif isinstance(embeddings.worker, ShardedWorker):
-        embeddings.worker.servers.close()
 
 
 def counted_loss(model: torch.nn.Module, batch: Any, world_size: int) -> torch.Tensor:

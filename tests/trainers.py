@@ -13,7 +13,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from cluster import DEADLINE_SECONDS
+import numpy as np
+import torch
+
+from cluster import DEADLINE_SECONDS, running_servers
+from loop import rows
+from satrap import Embeddings
 
 CHILD = Path(__file__).with_name("trainer_child.py")
 
@@ -47,6 +52,11 @@ class Trainers:
         with self.at_work(world_size, folder, settings | options) as trainers:
             meanwhile(trainers)
             return [said(each) for each in trainers]
+
+    def run_on_servers(self, num_servers: int, world_size: int, folder: Path, **options: Any) -> list[dict[str, Any]]:
+        """Run a job on new servers."""
+        with running_servers(num_servers) as services:
+            return self.run(services, world_size, folder, **options)
 
     @contextmanager
     def at_work(self, world_size: int, folder: Path, job: dict[str, Any]) -> Iterator[list[subprocess.Popen[str]]]:
@@ -91,3 +101,13 @@ def said(trainer: subprocess.Popen[str]) -> dict[str, Any]:
     assert line, "the trainer exited, or was killed at the deadline"
     found: dict[str, Any] = json.loads(line)
     return found
+
+
+def require_result(found: dict[str, Any], embeddings: Embeddings, model: torch.nn.Module, tolerance: float = 1) -> None:
+    """Check that a trainer's parameters and rows are those of a job in this process, up to the rounding of sums in
+    another order. tolerance: how many times as much."""
+    near: dict[str, Any] = {"rtol": 1e-4 * tolerance, "atol": 1e-6 * tolerance}
+    for parameter, there in zip(model.parameters(), found["dense"], strict=True):
+        torch.testing.assert_close(torch.tensor(there).reshape(parameter.shape), parameter, **near)
+    for name, values in rows(embeddings).items():
+        np.testing.assert_allclose(found["rows"][name], values, **near)

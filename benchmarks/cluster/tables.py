@@ -9,12 +9,12 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.contenders import CAPACITY_SLACK, RANGE
-from benchmarks.contenders.satrap_table import FEATURES, inputs_of
+from benchmarks.contenders import satrap_table
+from benchmarks.contenders.satrap_table import inputs_of
 from benchmarks.harness.clock import available_bytes
 from benchmarks.store.plan import table_bytes
 from benchmarks.workload import BATCH_IDS, total_rows
-from satrap import RowWiseAdagrad, Table, Uniform
+from satrap import RowWiseAdagrad, Table
 from satrap.config.features import Features
 from satrap.config.job import Job
 from satrap.worker.server_group import ServerGroup
@@ -26,15 +26,7 @@ LR = 0.05
 
 def one_table(rows: int, dim: int) -> dict[str, Table]:
     """Return the features, as `satrap.Embeddings` accepts them."""
-    table = Table(
-        "ids",
-        dim=dim,
-        optimizer=RowWiseAdagrad(lr=LR),
-        initial=Uniform(low=-RANGE, high=RANGE),
-        capacity=int(total_rows(rows) * CAPACITY_SLACK),
-        on_full="evict",
-    )
-    return dict.fromkeys(FEATURES, table)
+    return satrap_table.one_table(rows, dim, RowWiseAdagrad(lr=LR))
 
 
 @contextmanager

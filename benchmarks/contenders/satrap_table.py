@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 
 import satrap
-from benchmarks.contenders import CAPACITY_SLACK, EPS, LR
+from benchmarks.contenders import CAPACITY_SLACK, EPS, LR, RANGE
 from benchmarks.workload import BATCH_IDS, NUM_FEATURES, Floats, RowNumbers, gradients, hashed_ids, total_rows
 from satrap.data.inputs import Inputs
 from satrap.table.store import Store
@@ -16,6 +16,19 @@ FEATURES = tuple(f"c{number}" for number in range(1, NUM_FEATURES + 1))
 def optimizer_of(name: str) -> Any:
     """Return the configuration of an optimizer."""
     return {"adagrad": satrap.Adagrad, "rowwise": satrap.RowWiseAdagrad}[name](lr=LR, eps=EPS)
+
+
+def one_table(rows: int, dim: int, optimizer: Any) -> dict[str, satrap.Table]:
+    """Return the features, as `satrap.Embeddings` accepts them: one id each, all over one table."""
+    table = satrap.Table(
+        "ids",
+        dim=dim,
+        optimizer=optimizer,
+        initial=satrap.Uniform(low=-RANGE, high=RANGE),
+        capacity=int(total_rows(rows) * CAPACITY_SLACK),
+        on_full="evict",
+    )
+    return dict.fromkeys(FEATURES, table)
 
 
 def fill(store: Any, count: int) -> None:

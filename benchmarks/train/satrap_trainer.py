@@ -7,8 +7,7 @@ import numpy as np
 import torch
 
 import satrap
-from benchmarks.contenders import CAPACITY_SLACK, RANGE
-from benchmarks.contenders.satrap_table import FEATURES, fill, inputs_of, optimizer_of
+from benchmarks.contenders.satrap_table import fill, inputs_of, one_table, optimizer_of
 from benchmarks.train.model import DenseStep, fixed_steps, plain_model, satrap_model
 from benchmarks.workload import Batches, Floats, RowNumbers, hashed_ids, total_rows
 from satrap.worker.local_rows import LocalWorker
@@ -24,21 +23,12 @@ class SatrapTrain:
 
     def __init__(self, *, rows: int, dim: int, optimizer: str, num_threads: int) -> None:
         torch.set_num_threads(num_threads)
-        count = total_rows(rows)
-        table = satrap.Table(
-            "ids",
-            dim=dim,
-            optimizer=optimizer_of(optimizer),
-            initial=satrap.Uniform(low=-RANGE, high=RANGE),
-            capacity=int(count * CAPACITY_SLACK),
-            on_full="evict",
-        )
         self.dim = dim
-        self.embeddings = satrap.Embeddings(dict.fromkeys(FEATURES, table), seed=1)
+        self.embeddings = satrap.Embeddings(one_table(rows, dim, optimizer_of(optimizer)), seed=1)
         worker = self.embeddings.worker
         assert isinstance(worker, LocalWorker)
         self.store = worker.tables["ids"]
-        fill(self.store, count)
+        fill(self.store, total_rows(rows))
 
     def trainer(self, mode: str, top: str, precision: str) -> "SatrapTrainer":
         return SatrapTrainer(self, mode, top, precision)

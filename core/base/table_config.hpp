@@ -9,8 +9,6 @@
 #include <optional>
 #include <string>
 
-#include "base/hash.hpp"
-
 namespace satrap {
 
 enum class Dtype : std::uint8_t { float32, float16, bfloat16 };

@@ -15,19 +15,9 @@
 
 namespace {
 
-using Steps = nb::ndarray<const std::uint32_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using Flags = nb::ndarray<bool, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 
-std::size_t checked_table(const Engine& engine, std::size_t t) {
-    if (t >= engine.num_tables()) refuse("table " + std::to_string(t) + " of " + std::to_string(engine.num_tables()));
-    return t;
-}
-
 Table& of_table(Engine& engine, std::size_t t) { return engine.table(checked_table(engine, t)); }
-
-Array<float, 2> empty_floats(Engine& engine, std::size_t rows, std::size_t dim) {
-    return empty_block(engine.blocks(), rows, dim);
-}
 
 std::unique_ptr<Ticket> lookup(Engine& engine, const Ids& ids, const Offsets& offsets, std::uint64_t step,
                                std::uint64_t oldest_open, bool train, const FloatsOut& out, bool ticket,
@@ -35,17 +25,11 @@ std::unique_ptr<Ticket> lookup(Engine& engine, const Ids& ids, const Offsets& of
     const std::vector<std::int64_t> at = checked_offsets(offsets, engine.num_tables(), ids.size());
     require_size("out", out.size(), engine.out_size(at));
     const LookupStep when = checked_step(step, oldest_open, train, ticket, first_epoch);
-    const std::uint64_t* id_data = ids.data();
-    float* out_data = out.data();
-    nb::gil_scoped_release release;
-    return engine.lookup(id_data, at, when, out_data, ticket);
+    return engine.lookup(ids.data(), at, when, out.data(), ticket);
 }
 
 std::unique_ptr<Ticket> prepare(Engine& engine, const Ids& ids, const Offsets& offsets) {
-    const std::vector<std::int64_t> at = checked_offsets(offsets, engine.num_tables(), ids.size());
-    const std::uint64_t* id_data = ids.data();
-    nb::gil_scoped_release release;
-    return engine.prepare(id_data, at);
+    return engine.prepare(ids.data(), checked_offsets(offsets, engine.num_tables(), ids.size()));
 }
 
 std::size_t num_floats(const Engine& engine, const Offsets& offsets, std::size_t num_ids) {
@@ -66,9 +50,7 @@ void update(Engine& engine, Ticket& ticket, const FloatsIn& gradients, std::uint
     for (std::size_t t = 0; t < lrs.size(); ++t) require_lr(engine, t, lrs[t]);
     if (!ticket.used.load() && engine.owns(ticket) && ticket.bags == nullptr)
         require_size("gradients", gradients.size(), ticket.num_floats);
-    const float* data = gradients.data();
-    nb::gil_scoped_release release;
-    engine.update(ticket, data, static_cast<std::uint32_t>(step), lrs, trainer.value_or(kNoTrainer));
+    engine.update(ticket, gradients.data(), static_cast<std::uint32_t>(step), lrs, trainer.value_or(kNoTrainer));
 }
 
 void read(Engine& engine, std::size_t t, const Ids& ids, const FloatsOut& values, const FloatsOut& state,
@@ -78,11 +60,8 @@ void read(Engine& engine, std::size_t t, const Ids& ids, const FloatsOut& values
     require_size("values", values.size(), n * dim);
     require_size("state", state.size(), n * state_dim);
     require_size("present", present.size(), n);
-    const std::uint64_t* id = ids.data();
-    float *value = values.data(), *of_state = state.data();
-    bool* flag = present.data();
-    nb::gil_scoped_release release;
-    for (std::size_t i = 0; i < n; ++i) flag[i] = table.read(id[i], value + i * dim, of_state + i * state_dim);
+    for (std::size_t i = 0; i < n; ++i)
+        present.data()[i] = table.read(ids.data()[i], values.data() + i * dim, state.data() + i * state_dim);
 }
 
 nb::dict stats(Engine& engine, std::size_t t) {
@@ -163,14 +142,12 @@ Array<std::uint64_t> export_removed(Engine& engine, std::size_t t, std::uint32_t
         nb::gil_scoped_release release;
         ids = engine.export_removed(t, first, last, since);
     }
-    BlockPool::Block block = engine.blocks()->take(ids.size() * 8);
-    if (!ids.empty()) std::memcpy(block.memory, ids.data(), ids.size() * 8);
-    return as_array<std::uint64_t>(engine.blocks(), block, {ids.size()});
+    return as_array(engine, ids);
 }
 
 using Values = nb::ndarray<nb::ro, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
 
-void import_rows(Engine& engine, std::size_t t, const Ids& ids, const Steps& steps, const Values& values,
+void import_rows(Engine& engine, std::size_t t, const Ids& ids, const Words& steps, const Values& values,
                  const FloatsIn& state) {
     const TableConfig& config = of_table(engine, t).config();
     const std::size_t n = ids.size(), width = config.element_bytes();
@@ -179,12 +156,7 @@ void import_rows(Engine& engine, std::size_t t, const Ids& ids, const Steps& ste
     require_size("state", state.size(), n * config.state_dim());
     if (values.itemsize() != width)
         refuse("values of " + std::to_string(values.itemsize()) + " bytes each, expected " + std::to_string(width));
-    const std::uint64_t* id = ids.data();
-    const std::uint32_t* step = steps.data();
-    const auto* value = static_cast<const std::byte*>(values.data());
-    const float* of_state = state.data();
-    nb::gil_scoped_release release;
-    engine.import_rows(t, n, id, step, value, of_state);
+    engine.import_rows(t, n, ids.data(), steps.data(), static_cast<const std::byte*>(values.data()), state.data());
 }
 
 nb::object error_class(const char* name) { return nb::module_::import_("satrap.errors").attr(name); }
@@ -255,51 +227,36 @@ void bind_saving(nb::class_<Engine>& engine) {
         .def(
             "removed_since", [](Engine& e, std::size_t t) { return e.removed_since(checked_table(e, t)); }, "table"_a)
         .def(
-            "import_rows", &import_rows, "table"_a, "id"_a, "step"_a, "values"_a, "state"_a,
+            "import_rows", &import_rows, "table"_a, "id"_a, "step"_a, "values"_a, "state"_a, WithoutGil(),
             nb::sig("def import_rows(self, table: int, id: NDArray[numpy.uint64], step: NDArray[numpy.uint32], values: "
                     "NDArray[typing.Any], state: NDArray[numpy.float32]) -> None"))
         .def(
             "import_removed",
             [](Engine& e, std::size_t t, const Ids& ids) {
-                std::span<const std::uint64_t> view(ids.data(), ids.size());
-                checked_table(e, t);
-                nb::gil_scoped_release release;
-                e.import_removed(t, view);
+                e.import_removed(checked_table(e, t), {ids.data(), ids.size()});
             },
-            "table"_a, "ids"_a)
+            "table"_a, "ids"_a, WithoutGil())
         .def(
             "import_sightings",
-            [](Engine& e, std::size_t t, const Ids& ids, const Steps& steps, const Steps& counts, bool clear) {
+            [](Engine& e, std::size_t t, const Ids& ids, const Words& steps, const Words& counts, bool clear) {
                 require_size("step", steps.size(), ids.size());
                 require_size("count", counts.size(), ids.size());
-                checked_table(e, t);
-                const std::size_t n = ids.size();
-                const std::uint64_t* id = ids.data();
-                const std::uint32_t *step = steps.data(), *count = counts.data();
-                nb::gil_scoped_release release;
-                e.import_sightings(t, n, id, step, count, clear);
+                e.import_sightings(checked_table(e, t), ids.size(), ids.data(), steps.data(), counts.data(), clear);
             },
-            "table"_a, "id"_a, "step"_a, "count"_a, "clear"_a)
+            "table"_a, "id"_a, "step"_a, "count"_a, "clear"_a, WithoutGil())
         .def(
             "expire_before", [](Engine& e, std::size_t t) { return of_table(e, t).expire_before(); }, "table"_a)
         .def(
             "restore",
             [](Engine& e, std::size_t t, std::uint32_t version, std::uint32_t latest_step, std::uint32_t expire_before,
-               double lr) {
-                checked_table(e, t);
-                nb::gil_scoped_release release;
-                e.restore(t, version, latest_step, expire_before, lr);
-            },
-            "table"_a, "version"_a, "latest_step"_a, "expire_before"_a, "lr"_a);
+               double lr) { e.restore(checked_table(e, t), version, latest_step, expire_before, lr); },
+            "table"_a, "version"_a, "latest_step"_a, "expire_before"_a, "lr"_a, WithoutGil());
 }
 
 void bind_ticket(nb::module_& m) {
     nb::class_<Ticket>(m, "Ticket", "A looked-up batch that waits for its gradients; pass it to update() once.")
-        .def_prop_ro("n", [](const Ticket& t) { return t.size; })
-        .def_prop_ro("num_unique", [](const Ticket& t) { return t.num_unique; })
-        .def_prop_ro(
-            "batch_size", [](const Ticket& t) { return t.batch_size; },
-            "The number of samples of a batch of bags; else 0.")
+        .def_ro("n", &Ticket::size)
+        .def_ro("batch_size", &Ticket::batch_size, "The number of samples of a batch of bags; else 0.")
         .def(
             "only_of", [](const Ticket& t, std::size_t table) { return t.size == 0 || t.table == table; }, "table"_a,
             "Whether all ids are that table's.")
@@ -309,13 +266,19 @@ void bind_ticket(nb::module_& m) {
 void bind_steps(nb::class_<Engine>& engine) {
     engine.def("next_step", &Engine::next_step)
         .def_prop_ro("latest_step", &Engine::latest_step)
-        .def_prop_ro("attempt", &Engine::attempt, "The attempt whose processes may call; 0 before the first.")
+        .def_prop_ro(
+            "attempt", [](Engine& e) { return e.arena().attempt().load(); },
+            "The attempt whose processes may call; 0 before the first.")
         .def(
-            "finished", [](Engine& e, std::uint32_t r, std::uint32_t s) { return e.finished(checked_trainer(r), s); },
+            "finished",
+            [](Engine& e, std::uint32_t r, std::uint32_t s) {
+                return e.applied_steps().finished(checked_trainer(r), s);
+            },
             "trainer"_a, "step"_a, "Whether finish() was called for this trainer and step, in this attempt.")
         .def(
-            "finish", [](Engine& e, std::uint32_t r, std::uint32_t s) { e.finish(checked_trainer(r), s); }, "trainer"_a,
-            "step"_a, "Records that every bucket has applied this update, for as long as the rows live.")
+            "finish",
+            [](Engine& e, std::uint32_t r, std::uint32_t s) { e.applied_steps().finish(checked_trainer(r), s); },
+            "trainer"_a, "step"_a, "Records that every bucket has applied this update, for as long as the rows live.")
         .def("begin_attempt", &Engine::begin_attempt, "attempt"_a,
              "Starts an attempt in which no update counts as applied. No update may run.");
 }
@@ -326,7 +289,7 @@ void bind_engine(nb::module_& m) {
         .def(nb::new_(&make_engine), "tables"_a, "seed"_a, "num_threads"_a, "simd"_a = "auto", "shared_path"_a = "",
              "shared_config"_a = nb::bytes("", 0), "complete"_a = true)
         .def_static("attach", &attach_engine, "path"_a, "tables"_a, "seed"_a, "num_threads"_a, "simd"_a = "auto")
-        .def_static("shared_unfinished", &SharedArena::unfinished, "path"_a, nb::call_guard<nb::gil_scoped_release>())
+        .def_static("shared_unfinished", &SharedArena::unfinished, "path"_a, WithoutGil())
         .def_static(
             "shared_config",
             [](const std::string& path) {
@@ -334,19 +297,21 @@ void bind_engine(nb::module_& m) {
                 return nb::bytes(blob.data(), blob.size());
             },
             "path"_a)
-        .def("set_complete", &Engine::set_complete, "complete"_a,
-             "False: the shared-memory file cannot be attached until this is True again.")
+        .def(
+            "set_complete", [](Engine& e, bool complete) { e.arena().set_complete(complete); }, "complete"_a,
+            "False: the shared-memory file cannot be attached until this is True again.")
         .def_prop_ro("simd", &Engine::simd)
         .def_prop_ro("num_threads", &Engine::num_threads)
-        .def("empty", &empty_floats, "rows"_a, "dim"_a,
-             "Returns an uninitialised float32 block, 64-byte aligned, recycled when it is freed.")
+        .def(
+            "empty", [](Engine& e, std::size_t rows, std::size_t dim) { return empty_block(e.blocks(), rows, dim); },
+            "rows"_a, "dim"_a, "Returns an uninitialised float32 block, 64-byte aligned, recycled when it is freed.")
         .def("lookup", &lookup, "ids"_a, "offsets"_a, "step"_a, "oldest_open"_a, "train"_a, "out"_a, "ticket"_a,
-             "first_epoch"_a = true)
+             "first_epoch"_a = true, WithoutGil())
         .def("num_floats", &num_floats, "offsets"_a, "num_ids"_a, "The number of floats in the rows of so many ids.")
-        .def("prepare", &prepare, "ids"_a, "offsets"_a)
-        .def("update", &update, "ticket"_a, "gradients"_a, "step"_a, "lrs"_a, "trainer"_a = nb::none(),
+        .def("prepare", &prepare, "ids"_a, "offsets"_a, WithoutGil())
+        .def("update", &update, "ticket"_a, "gradients"_a, "step"_a, "lrs"_a, "trainer"_a = nb::none(), WithoutGil(),
              "With a trainer: skips buckets that have already applied its update of this step.")
-        .def("read", &read, "table"_a, "ids"_a, "values"_a, "state"_a, "present"_a)
+        .def("read", &read, "table"_a, "ids"_a, "values"_a, "state"_a, "present"_a, WithoutGil())
         .def(
             "lr", [](Engine& e, std::size_t t) { return of_table(e, t).lr(); }, "table"_a)
         .def(
@@ -356,22 +321,10 @@ void bind_engine(nb::module_& m) {
         .def(
             "num_buckets", [](Engine& e, std::size_t t) { return of_table(e, t).config().num_buckets; }, "table"_a)
         .def(
-            "num_rows",
-            [](Engine& e, std::size_t t) {
-                checked_table(e, t);
-                nb::gil_scoped_release release;
-                return e.num_rows(t);
-            },
-            "table"_a)
+            "num_rows", [](Engine& e, std::size_t t) { return e.num_rows(checked_table(e, t)); }, "table"_a,
+            WithoutGil())
         .def("stats", &stats, "table"_a, nb::sig("def stats(self, table: int) -> dict[str, int]"))
-        .def(
-            "check",
-            [](Engine& e, std::size_t t) {
-                Table& table = of_table(e, t);
-                nb::gil_scoped_release release;
-                table.check();
-            },
-            "table"_a);
+        .def("check", [](Engine& e, std::size_t t) { of_table(e, t).check(); }, "table"_a, WithoutGil());
     bind_steps(engine);
     bind_saving(engine);
     bind_fp16(engine);
@@ -405,31 +358,22 @@ NB_MODULE(_core, m) {
         "Runs calls of this thread on the threads of the OpenMP library at this path, which must be loaded; None: on "
         "the core's threads again.");
     m.def(
-        "crc32c",
-        [](const nb::ndarray<const std::uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>& bytes,
-           std::uint32_t crc) {
-            const std::uint8_t* data = bytes.data();
-            const std::size_t n = bytes.size();
-            nb::gil_scoped_release release;
-            return crc32c(data, n, crc);
-        },
-        "data"_a, "crc"_a = 0, "Returns the CRC-32C of a byte buffer, chained from `crc`.");
+        "crc32c", [](const Bytes& bytes, std::uint32_t crc) { return crc32c(bytes.data(), bytes.size(), crc); },
+        "data"_a, "crc"_a = 0, WithoutGil(), "Returns the CRC-32C of a byte buffer, chained from `crc`.");
     m.def(
         "bucket_of",
         [](const Ids& ids, std::uint32_t num_buckets) {
             if (!std::has_single_bit(num_buckets))
                 refuse("num_buckets=" + std::to_string(num_buckets) + ", expected a power of two");
-            auto pool = std::make_shared<BlockPool>();
-            BlockPool::Block block = pool->take(ids.size() * 4);
-            auto* out = reinterpret_cast<std::uint32_t*>(block.memory);
             const std::uint64_t* id = ids.data();
             const std::size_t n = ids.size();
+            auto out = uncleared<std::uint32_t>(n);
             {
                 nb::gil_scoped_release release;
                 for (std::size_t i = 0; i < n; ++i)
                     out[i] = bucket_of(mix64(id[i]), static_cast<unsigned>(std::countr_zero(num_buckets)));
             }
-            return as_array<std::uint32_t>(pool, block, {n});
+            return as_array<std::uint32_t>(std::move(out), {n});
         },
         "ids"_a, "num_buckets"_a, "Returns the bucket of each id.");
     bind_hash(m);

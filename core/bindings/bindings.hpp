@@ -7,6 +7,7 @@
 
 #include <array>
 #include <initializer_list>
+#include <memory>
 #include <string>
 #include <utility>
 #include <vector>
@@ -30,8 +31,14 @@ void bind_migration(nb::class_<Engine>& engine);            // bindings_migratio
 
 using Ids = nb::ndarray<const std::uint64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using Offsets = nb::ndarray<const std::int64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using Words = nb::ndarray<const std::uint32_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using Bytes = nb::ndarray<const std::uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using FloatsIn = nb::ndarray<const float, nb::c_contig, nb::device::cpu>;
 using FloatsOut = nb::ndarray<float, nb::c_contig, nb::device::cpu>;
+
+// Releases the GIL while a function runs: its arguments are converted before, its result after. The function may use
+// the memory of arrays, and no other Python object.
+using WithoutGil = nb::call_guard<nb::gil_scoped_release>;
 
 [[noreturn]] inline void refuse(const std::string& message) { throw InputError(message); }
 
@@ -109,6 +116,11 @@ inline LookupStep checked_step(std::uint64_t step, std::uint64_t oldest_open, bo
     return {train, static_cast<std::uint32_t>(step), static_cast<std::uint32_t>(oldest_open), first_epoch};
 }
 
+inline std::size_t checked_table(const Engine& engine, std::size_t t) {
+    if (t >= engine.num_tables()) refuse("table " + std::to_string(t) + " of " + std::to_string(engine.num_tables()));
+    return t;
+}
+
 inline void require_lr(const Engine& engine, std::size_t t, double lr) {
     const TableConfig& config = engine.table(t).config();
     const bool divides = config.optimizer.kind == OptimizerKind::ftrl;
@@ -127,6 +139,22 @@ Array<T, Rank> as_array(const std::shared_ptr<BlockPool>& pool, BlockPool::Block
     auto* lease = new PooledBlock(pool, block);
     nb::capsule capsule(lease, [](void* p) noexcept { delete static_cast<PooledBlock*>(p); });
     return Array<T, Rank>(lease->template as<T>(), Rank, shape.data(), capsule);
+}
+
+// Returns memory of new[] as a numpy array, which owns it.
+template <typename T, std::size_t Rank = 1>
+Array<T, Rank> as_array(std::unique_ptr<T[]> memory, const std::array<std::size_t, Rank>& shape) {
+    T* data = memory.release();
+    nb::capsule owner(data, [](void* p) noexcept { delete[] static_cast<T*>(p); });
+    return Array<T, Rank>(data, Rank, shape.data(), owner);
+}
+
+template <typename T> std::unique_ptr<T[]> uncleared(std::size_t n) { return std::unique_ptr<T[]>(new T[n]); }
+
+inline Array<std::uint64_t> as_array(Engine& engine, const std::vector<std::uint64_t>& words) {
+    BlockPool::Block block = engine.blocks()->take(words.size() * 8);
+    if (!words.empty()) std::memcpy(block.memory, words.data(), words.size() * 8);
+    return as_array<std::uint64_t>(engine.blocks(), block, {words.size()});
 }
 
 inline Array<float, 2> empty_block(const std::shared_ptr<BlockPool>& pool, std::size_t rows, std::size_t dim) {

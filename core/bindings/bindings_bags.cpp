@@ -7,9 +7,8 @@
 namespace {
 
 std::shared_ptr<Bags> make_bags(const Engine& engine, const std::vector<NamedFeature>& named) {
-    std::vector<std::uint32_t> dims;
-    for (std::size_t t = 0; t < engine.num_tables(); ++t) dims.push_back(engine.table(t).config().dim);
-    return std::make_shared<Bags>(checked_features(dims, named), dims.size(), engine.identity());
+    return std::make_shared<Bags>(checked_features(engine.codec().dims(), named), engine.num_tables(),
+                                  engine.identity());
 }
 
 std::unique_ptr<Ticket> lookup_bags(Engine& engine, const std::shared_ptr<Bags>& bags, const Ids& values,
@@ -25,9 +24,7 @@ std::unique_ptr<Ticket> lookup_bags(Engine& engine, const std::shared_ptr<Bags>&
         require_size("a sequence", sequences[q].size(), sequence_size(*bags, q, batch_size));
         memory.push_back(sequences[q].data());
     }
-    float* floats = block.data();
-    nb::gil_scoped_release release;
-    return engine.lookup_bags(bags, inputs, when, floats, memory.data(), train);
+    return engine.lookup_bags(bags, inputs, when, block.data(), memory.data(), train);
 }
 
 void update_bags(Engine& engine, const std::vector<Ticket*>& tickets, const std::vector<GivenGradients>& gradients,
@@ -42,7 +39,6 @@ void update_bags(Engine& engine, const std::vector<Ticket*>& tickets, const std:
         of_table[t] = lr;
     }
     const std::vector<BagGradients> checked = checked_gradients_of(engine, tickets, gradients);
-    nb::gil_scoped_release release;
     engine.update_bags(tickets, checked, scale_of_all, static_cast<std::uint32_t>(step), of_table);
 }
 
@@ -51,7 +47,6 @@ void update_bags(Engine& engine, const std::vector<Ticket*>& tickets, const std:
 void bind_bags(nb::module_& m, nb::class_<Engine>& engine) {
     nb::class_<Bags>(m, "Bags", "The features of an engine's tables, as satrap.config.features.Features declares them.")
         .def(nb::new_(&make_bags), "engine"_a, "features"_a)
-        .def_prop_ro("total_dim", [](const Bags& bags) { return bags.total_dim; })
         .def(
             "made", [](const Bags& bags, const Ticket& ticket) { return ticket.bags.get() == &bags; }, "ticket"_a,
             "Returns whether the ticket is from a lookup of these bags.")
@@ -59,8 +54,8 @@ void bind_bags(nb::module_& m, nb::class_<Engine>& engine) {
                      "For each sequence the number of ids beyond its max_length, which were not looked up.");
     engine
         .def("lookup_bags", &lookup_bags, "bags"_a, "values"_a, "offsets"_a.none(), "weights"_a.none(), "batch_size"_a,
-             "step"_a, "oldest_open"_a, "train"_a, "block"_a, "sequences"_a, "first_epoch"_a = true)
-        .def("update_bags", &update_bags, "tickets"_a, "gradients"_a, "step"_a, "lrs"_a, "scale"_a)
+             "step"_a, "oldest_open"_a, "train"_a, "block"_a, "sequences"_a, "first_epoch"_a = true, WithoutGil())
+        .def("update_bags", &update_bags, "tickets"_a, "gradients"_a, "step"_a, "lrs"_a, "scale"_a, WithoutGil())
         .def(
             "drop", [](Engine& e, Ticket& ticket) { e.drop(ticket); }, "ticket"_a,
             "Releases a ticket that will not be updated.");

@@ -6,11 +6,9 @@
 #include "bindings/bindings.hpp"
 #include "kernels/fp16_codec.hpp"
 
-using Message = nb::ndarray<const std::uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
-
 inline std::vector<std::int64_t> checked_rows(const Fp16Codec& wire, const Offsets& offsets) {
     const std::size_t last = offsets.size() == 0 ? 0 : static_cast<std::size_t>(offsets.data()[offsets.size() - 1]);
-    return checked_offsets(offsets, wire.num_tables(), last);
+    return checked_offsets(offsets, wire.dims().size(), last);
 }
 
 inline Array<std::uint8_t> wire_message(const Fp16Codec& wire, const std::shared_ptr<BlockPool>& blocks,
@@ -26,7 +24,7 @@ inline Array<std::uint8_t> wire_message(const Fp16Codec& wire, const std::shared
 }
 
 inline Array<float> wire_rows(const Fp16Codec& wire, const std::shared_ptr<BlockPool>& blocks,
-                              const std::vector<std::int64_t>& at, const Message& message) {
+                              const std::vector<std::int64_t>& at, const Bytes& message) {
     require_size("message", message.size(), wire.num_bytes(at));
     const std::size_t floats = wire.num_floats(at);
     Array<float> rows = as_array<float>(blocks, blocks->take(floats * sizeof(float)), {floats});
@@ -50,7 +48,7 @@ template <typename Class> void bind_fp16(nb::class_<Class>& bound) {
             "Encodes rows, table by table, as scaled fp16: a message of 2 bytes for each value and 1 for each row.")
         .def(
             "decode_rows",
-            [](Class& own, const Offsets& offsets, const Message& message) {
+            [](Class& own, const Offsets& offsets, const Bytes& message) {
                 const auto& blocks = own.blocks();
                 return wire_rows(own.codec(), blocks, checked_rows(own.codec(), offsets), message);
             },

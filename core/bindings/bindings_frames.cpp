@@ -121,7 +121,6 @@ bool check_gradients(Engine& engine, const std::vector<Ticket*>& tickets, const 
     const float scale_of_all = checked_scale(scale);
     const std::vector<BagGradients> checked = checked_gradients_of(engine, tickets, gradients);
     bool filter = false;
-    nb::gil_scoped_release release;
     engine.check_gradients(tickets, checked, scale_of_all, filter);
     return filter;
 }
@@ -133,9 +132,7 @@ void initial_rows(Engine& engine, std::size_t t, const Ids& ids, const BytesOut&
     require_size("state", state.size(), ids.size() * config.state_dim());
     const std::span<const std::uint64_t> of_rows(ids.data(), ids.size());
     auto* bytes = static_cast<std::byte*>(values.data());
-    float* floats = state.data();
-    nb::gil_scoped_release release;
-    engine.initial_rows(t, of_rows, bytes, floats);
+    engine.initial_rows(t, of_rows, bytes, state.data());
 }
 
 nb::object read_frames(Engine& engine, std::size_t t, const Ids& ids) {
@@ -178,9 +175,9 @@ void bind_frames(nb::class_<Engine>& engine) {
             },
             "tickets"_a, nb::sig("def sum_bound(self, tickets: collections.abc.Sequence[Ticket]) -> float"),
             "Returns how many times the largest gradient a sum can be at most.")
-        .def("check_gradients", &check_gradients, "tickets"_a, "gradients"_a, "scale"_a,
+        .def("check_gradients", &check_gradients, "tickets"_a, "gradients"_a, "scale"_a, WithoutGil(),
              "Raises NonFiniteError as update_bags would. Returns whether gradients may have to be skipped.")
-        .def("initial_rows", &initial_rows, "table"_a, "ids"_a, "values"_a, "state"_a,
+        .def("initial_rows", &initial_rows, "table"_a, "ids"_a, "values"_a, "state"_a, WithoutGil(),
              nb::sig("def initial_rows(self, table: int, ids: NDArray[numpy.uint64], values: NDArray[typing.Any], "
                      "state: NDArray[numpy.float32]) -> None"))
         .def("read_frames", &read_frames, "table"_a, "ids"_a,

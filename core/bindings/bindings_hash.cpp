@@ -1,50 +1,37 @@
 // The Python binding of xxh64.hpp: ids from integers, and from the texts of an Arrow column. Validates and releases
 // the GIL; the one loop over values is the core's.
-#include <nanobind/nanobind.h>
-#include <nanobind/ndarray.h>
-
-#include <memory>
-#include <string>
-
-#include "base/errors.hpp"
 #include "bindings/bindings.hpp"
 #include "data/xxh64.hpp"
 
 namespace {
 
 template <typename T> using Column = nb::ndarray<const T, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
-using Hashes = nb::ndarray<nb::numpy, std::uint64_t, nb::ndim<1>, nb::c_contig>;
+using Hashes = Array<std::uint64_t>;
 
-Hashes as_array(std::unique_ptr<std::uint64_t[]> memory, std::size_t n) {
-    std::uint64_t* data = memory.release();
-    return Hashes(data, {n}, nb::capsule(data, [](void* p) noexcept { delete[] static_cast<std::uint64_t*>(p); }));
-}
-
-Hashes hash_integers(const Column<std::uint64_t>& values) {
+Hashes hash_integers(const Ids& values) {
     const std::size_t n = values.size();
     const std::uint64_t* from = values.data();
-    std::unique_ptr<std::uint64_t[]> out(new std::uint64_t[n]);
+    auto out = uncleared<std::uint64_t>(n);
     {
         nb::gil_scoped_release release;
         for (std::size_t i = 0; i < n; ++i) out[i] = hash_integer(from[i]);
     }
-    return as_array(std::move(out), n);
+    return as_array<std::uint64_t>(std::move(out), {n});
 }
 
-template <typename Offset> Hashes hash_column(const Column<Offset>& offsets, const Column<std::uint8_t>& data) {
-    if (offsets.size() == 0) throw InputError("offsets are empty, expected one more than there are texts");
+template <typename Offset> Hashes hash_column(const Column<Offset>& offsets, const Bytes& data) {
+    if (offsets.size() == 0) refuse("offsets are empty, expected one more than there are texts");
     const std::size_t n = offsets.size() - 1;
     const Offset* at = offsets.data();
     const auto* text = reinterpret_cast<const char*>(data.data());
-    std::unique_ptr<std::uint64_t[]> out(new std::uint64_t[n]);
+    auto out = uncleared<std::uint64_t>(n);
     bool rising;
     {
         nb::gil_scoped_release release;
         rising = hash_texts(at, n, text, data.size(), out.get());
     }
-    if (!rising)
-        throw InputError("offsets must rise within the " + std::to_string(data.size()) + " bytes of the texts");
-    return as_array(std::move(out), n);
+    if (!rising) refuse("offsets must rise within the " + std::to_string(data.size()) + " bytes of the texts");
+    return as_array<std::uint64_t>(std::move(out), {n});
 }
 
 } // namespace

@@ -55,10 +55,9 @@ void bind_interaction(nb::module_& m) {
                 const Sizes sizes(dim, first, block);
                 require_shape("out", out, sizes.batch, sizes.out_dim);
                 const float* head = first ? first->data() : nullptr;
-                nb::gil_scoped_release release;
                 self.forward(sizes.batch, sizes.num_block, dim, head, block.data(), out.data());
             },
-            "dim"_a, "first"_a.none(), "block"_a, "out"_a,
+            "dim"_a, "first"_a.none(), "block"_a, "out"_a, WithoutGil(),
             "Fills out: each sample's first vector, then the products of all pairs, row by row of the triangle.")
         .def(
             "backward",
@@ -72,10 +71,9 @@ void bind_interaction(nb::module_& m) {
                 if (of_first) require_shape("of_first", *of_first, sizes.batch, dim);
                 const float* head = first ? first->data() : nullptr;
                 float* of_head = of_first ? of_first->data() : nullptr;
-                nb::gil_scoped_release release;
                 self.backward(sizes.batch, sizes.num_block, dim, head, block.data(), gradient.data(), of_head,
                               of_block.data());
             },
-            "dim"_a, "first"_a.none(), "block"_a, "gradient"_a, "of_first"_a.none(), "of_block"_a,
+            "dim"_a, "first"_a.none(), "block"_a, "gradient"_a, "of_first"_a.none(), "of_block"_a, WithoutGil(),
             "Fills of_first and of_block with the gradients of first and block, given that of out.");
 }

@@ -1,18 +1,13 @@
 // The Python binding of the sources: decoded samples, the gathering of a batch from them, and the parser of
 // delimited text with its format. Validates and releases the GIL; returned arrays own their memory.
-#include <nanobind/nanobind.h>
-#include <nanobind/ndarray.h>
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/shared_ptr.h>
-#include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
-#include <array>
 #include <limits>
 
-#include "base/errors.hpp"
 #include "bindings/bindings.hpp"
 #include "data/delimited.hpp"
 #include "data/samples.hpp"
@@ -21,26 +16,13 @@ namespace {
 
 using Floats = nb::ndarray<const float, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using Rows = nb::ndarray<const float, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
-using Bytes = nb::ndarray<const std::uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using Bag = std::tuple<Ids, std::optional<Offsets>, std::optional<Floats>>;
-template <typename T, std::size_t Rank = 1> using Array = nb::ndarray<nb::numpy, T, nb::ndim<Rank>, nb::c_contig>;
-
-[[noreturn]] void refuse(const std::string& message) { throw InputError(message); }
-
-template <typename T, std::size_t Rank = 1>
-Array<T, Rank> as_array(std::unique_ptr<T[]> memory, const std::array<std::size_t, Rank>& shape) {
-    T* data = memory.release();
-    nb::capsule owner(data, [](void* p) noexcept { delete[] static_cast<T*>(p); });
-    return Array<T, Rank>(data, Rank, shape.data(), owner);
-}
 
 template <typename T> Array<T> view(const std::shared_ptr<T[]>& memory, std::size_t n) {
     auto* owner = new std::shared_ptr<T[]>(memory);
     nb::capsule capsule(owner, [](void* p) noexcept { delete static_cast<std::shared_ptr<T[]>*>(p); });
     return Array<T>(memory.get(), {n}, capsule);
 }
-
-template <typename T> std::unique_ptr<T[]> uncleared(std::size_t n) { return std::unique_ptr<T[]>(new T[n]); }
 
 void require_size(const std::string& what, std::size_t found, std::size_t expected) {
     if (found != expected) refuse(what + " are " + std::to_string(found) + ", expected " + std::to_string(expected));
@@ -158,11 +140,13 @@ void check_format(const TextFormat& format) {
             refuse("feature " + std::to_string(f) + " has " + std::to_string(features[f]) + " columns, expected 1");
 }
 
+std::string_view as_text(const Bytes& bytes) { return {reinterpret_cast<const char*>(bytes.data()), bytes.size()}; }
+
 nb::tuple parse_text(const TextFormat& format, const Bytes& text, std::size_t most_bad) {
     check_format(format);
-    const std::string_view whole{reinterpret_cast<const char*>(text.data()), text.size()};
     ParsedText parsed;
     {
+        const std::string_view whole = as_text(text);
         nb::gil_scoped_release release;
         parsed = DelimitedParser(format).parse(whole, most_bad);
     }
@@ -270,8 +254,6 @@ nb::tuple parse_numbers(const nb::ndarray<const Offset, nb::ndim<1>, nb::c_conti
     return nb::make_tuple(as_array<float>(std::move(numbers), {n}), as_array<bool>(std::move(malformed), {n}));
 }
 
-std::string_view as_text(const Bytes& bytes) { return {reinterpret_cast<const char*>(bytes.data()), bytes.size()}; }
-
 void bind_text(nb::module_& m) {
     m.def("parse_text", &parse_text, "format"_a, "text"_a, "most_bad"_a,
           nb::sig("def parse_text(format: TextFormat, text: NDArray[numpy.uint8], most_bad: int) -> tuple[Samples, "
@@ -279,38 +261,22 @@ void bind_text(nb::module_& m) {
                   "list[tuple[int, str, int, int, int, int, int]], int]"),
           "Parses whole rows of text to (samples, text columns, bad rows, number of dropped rows).");
     m.def(
-        "count_lines",
-        [](const Bytes& text) {
-            const std::string_view whole = as_text(text);
-            nb::gil_scoped_release release;
-            return count_lines(whole);
-        },
-        "text"_a, "Returns the number of newlines.");
+        "count_lines", [](const Bytes& text) { return count_lines(as_text(text)); }, "text"_a, WithoutGil(),
+        "Returns the number of newlines.");
     m.def(
-        "last_row_end",
-        [](const Bytes& text, int quote) {
-            const std::string_view whole = as_text(text);
-            nb::gil_scoped_release release;
-            return last_row_end(whole, quote);
-        },
-        "text"_a, "quote"_a, "Returns where the last whole row of the text ends; 0 if none does.");
+        "last_row_end", [](const Bytes& text, int quote) { return last_row_end(as_text(text), quote); }, "text"_a,
+        "quote"_a, WithoutGil(), "Returns where the last whole row of the text ends; 0 if none does.");
     m.def(
-        "count_rows",
-        [](const Bytes& text, int quote) {
-            const std::string_view whole = as_text(text);
-            nb::gil_scoped_release release;
-            return count_rows(whole, quote);
-        },
-        "text"_a, "quote"_a, "Returns the number of rows.");
+        "count_rows", [](const Bytes& text, int quote) { return count_rows(as_text(text), quote); }, "text"_a,
+        "quote"_a, WithoutGil(), "Returns the number of rows.");
     m.def(
         "rows_within",
         [](const Bytes& text, int quote, std::size_t begin, std::size_t end) {
-            const std::string_view whole = as_text(text);
-            nb::gil_scoped_release release;
-            const std::size_t low = row_begin(whole, quote, 0, begin);
-            return std::pair{low, row_begin(whole, quote, low, end - begin)};
+            const std::size_t low = row_begin(as_text(text), quote, 0, begin);
+            return std::pair{low, row_begin(as_text(text), quote, low, end - begin)};
         },
-        "text"_a, "quote"_a, "begin"_a, "end"_a, "Returns where the rows from `begin` to `end` begin and end.");
+        "text"_a, "quote"_a, "begin"_a, "end"_a, WithoutGil(),
+        "Returns where the rows from `begin` to `end` begin and end.");
     constexpr const char* numbers = "Parses each text data[offsets[i]:offsets[i + 1]] as a number: (numbers, NaN where "
                                     "empty or malformed; which are malformed).";
     m.def("parse_numbers", &parse_numbers<std::int32_t>, "offsets"_a, "data"_a,

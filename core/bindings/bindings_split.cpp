@@ -10,8 +10,6 @@
 
 namespace {
 
-using Owners = nb::ndarray<const std::uint32_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
-
 std::shared_ptr<Split> make_split(const std::vector<TableConfig>& tables, const std::vector<NamedFeature>& features,
                                   unsigned num_threads, const std::string& simd) {
     require_tables(tables.size());
@@ -20,7 +18,7 @@ std::shared_ptr<Split> make_split(const std::vector<TableConfig>& tables, const 
 }
 
 // The server of each bucket: a copy, so that the checked values are the ones used.
-std::vector<std::uint32_t> checked_owners(const Split& split, const Owners& owners, std::uint32_t num_servers) {
+std::vector<std::uint32_t> checked_owners(const Split& split, const Words& owners, std::uint32_t num_servers) {
     if (num_servers < 1 || num_servers > 65535)
         refuse("num_servers=" + std::to_string(num_servers) + ", expected 1..65535");
     require_size("owners", owners.size(), split.map().total());
@@ -33,12 +31,10 @@ std::vector<std::uint32_t> checked_owners(const Split& split, const Owners& owne
 }
 
 std::unique_ptr<SplitTicket> lookup(Split& split, const Ids& values, const std::optional<Offsets>& offsets,
-                                    const std::optional<FloatsIn>& weights, std::size_t batch_size,
-                                    const Owners& owners, std::uint32_t num_servers) {
+                                    const std::optional<FloatsIn>& weights, std::size_t batch_size, const Words& owners,
+                                    std::uint32_t num_servers) {
     const BagInputs inputs = checked_inputs(split.bags(), values, offsets, weights, batch_size);
-    std::vector<std::uint32_t> of_buckets = checked_owners(split, owners, num_servers);
-    nb::gil_scoped_release release;
-    return split.lookup(inputs, std::move(of_buckets), num_servers);
+    return split.lookup(inputs, checked_owners(split, owners, num_servers), num_servers);
 }
 
 void fill(Split& split, SplitTicket& ticket, const std::vector<FloatsIn>& rows, const FloatsOut& block,
@@ -60,13 +56,11 @@ void fill(Split& split, SplitTicket& ticket, const std::vector<FloatsIn>& rows, 
             memory.push_back(sequences[q].data());
         }
     }
-    float* floats = block.data();
-    nb::gil_scoped_release release;
-    split.fill(ticket, of_servers, floats, memory.data());
+    split.fill(ticket, of_servers, block.data(), memory.data());
 }
 
 std::unique_ptr<Sums> sums(Split& split, const std::vector<SplitTicket*>& tickets,
-                           const std::vector<GivenGradients>& gradients, double scale, const Owners& owners,
+                           const std::vector<GivenGradients>& gradients, double scale, const Words& owners,
                            std::uint32_t num_servers) {
     if (tickets.empty()) refuse("no ticket was given; expected at least one");
     require_size("gradients", gradients.size(), tickets.size());
@@ -78,7 +72,6 @@ std::unique_ptr<Sums> sums(Split& split, const std::vector<SplitTicket*>& ticket
         checked.push_back(split.owns(*tickets[k]) ? checked_gradients(tickets[k]->ticket, gradients[k])
                                                   : BagGradients{nullptr, {}}); // refused by the split
     }
-    nb::gil_scoped_release release;
     return std::make_unique<Sums>(split.sums(tickets, checked, scale_of_all, std::move(of_buckets), num_servers));
 }
 
@@ -124,21 +117,18 @@ void bind_again(nb::class_<Split>& split) {
     split
         .def(
             "reshard",
-            [](Split& split, SplitTicket& ticket, const Owners& owners, std::uint32_t num_servers) {
-                std::vector<std::uint32_t> of_buckets = checked_owners(split, owners, num_servers);
-                nb::gil_scoped_release release;
-                split.reshard(ticket, std::move(of_buckets), num_servers);
+            [](Split& split, SplitTicket& ticket, const Words& owners, std::uint32_t num_servers) {
+                split.reshard(ticket, checked_owners(split, owners, num_servers), num_servers);
             },
-            "ticket"_a, "owners"_a, "num_servers"_a, "Lays the ticket's ids out for other owners.")
+            "ticket"_a, "owners"_a, "num_servers"_a, WithoutGil(), "Lays the ticket's ids out for other owners.")
         .def(
             "reshard_sums",
-            [](Split& split, const Sums& own, const Owners& owners, std::uint32_t num_servers) {
+            [](Split& split, const Sums& own, const Words& owners, std::uint32_t num_servers) {
                 require_size("the sums' buckets", own.layout->owners.size(), split.map().total());
-                std::vector<std::uint32_t> of_buckets = checked_owners(split, owners, num_servers);
-                nb::gil_scoped_release release;
-                return std::make_unique<Sums>(split.reshard_sums(own, std::move(of_buckets), num_servers));
+                return std::make_unique<Sums>(
+                    split.reshard_sums(own, checked_owners(split, owners, num_servers), num_servers));
             },
-            "sums"_a, "owners"_a, "num_servers"_a, "Returns the same sums for other owners.");
+            "sums"_a, "owners"_a, "num_servers"_a, WithoutGil(), "Returns the same sums for other owners.");
 }
 
 } // namespace
@@ -168,21 +158,16 @@ void bind_split(nb::module_& m) {
         .def_prop_ro("num_threads", &Split::num_threads)
         .def_prop_ro("simd", &Split::simd)
         .def_prop_ro(
-            "num_buckets", [](const Split& s) { return s.map().total(); }, "Number of buckets of all tables.")
-        .def_prop_ro(
             "truncated", [](const Split& s) { return truncated(s.bags()); },
             "For each sequence the number of ids beyond its max_length, which were not looked up.")
         .def(
             "empty", [](Split& s, std::size_t rows, std::size_t dim) { return empty_block(s.blocks(), rows, dim); },
             "rows"_a, "dim"_a, "Returns an uninitialised block, like Engine.empty.")
-        .def(
-            "made", [](const Split& s, const SplitTicket& t) { return s.owns(t); }, "ticket"_a,
-            "Returns whether the ticket is from a lookup of this split.")
         .def("lookup", &lookup, "values"_a, "offsets"_a.none(), "weights"_a.none(), "batch_size"_a, "owners"_a,
-             "num_servers"_a)
-        .def("fill", &fill, "ticket"_a, "rows"_a, "block"_a, "sequences"_a,
+             "num_servers"_a, WithoutGil())
+        .def("fill", &fill, "ticket"_a, "rows"_a, "block"_a, "sequences"_a, WithoutGil(),
              "Writes what Engine.lookup_bags writes, from rows as each server's flat lookup returns them.")
-        .def("sums", &sums, "tickets"_a, "gradients"_a, "scale"_a, "owners"_a, "num_servers"_a,
+        .def("sums", &sums, "tickets"_a, "gradients"_a, "scale"_a, "owners"_a, "num_servers"_a, WithoutGil(),
              "Returns the sums that Engine.update_bags would apply to each id.")
         .def("drop", &Split::drop, "ticket"_a, "Releases a ticket that will not be updated.");
     bind_again(split);

@@ -9,10 +9,8 @@ namespace satrap {
 Engine::Engine(std::vector<TableConfig> configs, const Options& options, std::unique_ptr<Arena> arena)
     : identity_(next_identity()), kernels_(&kernels_named(options.simd)), arena_(std::move(arena)),
       scheduler_(options.num_threads), codec_(dims_of(configs), *kernels_, scheduler_.pool()) {
-    map_.first.push_back(0);
     for (TableConfig& config : configs) {
-        map_.first.push_back(map_.first.back() + config.num_buckets);
-        map_.bits.push_back(static_cast<std::uint8_t>(config.bucket_bits()));
+        map_.add_table(config.bucket_bits());
         while (config.frame_pool && *config.frame_pool >= frame_pools_.size())
             frame_pools_.push_back(std::make_unique<FramePool>());
         FramePool* frames = config.frame_pool ? frame_pools_[*config.frame_pool].get() : nullptr;
@@ -84,24 +82,16 @@ std::shared_ptr<Engine> Engine::owned(std::unique_ptr<Engine> engine) {
 }
 
 std::uint32_t Engine::next_step() {
-    fork_guard_.require_same_process();
-    std::uint32_t now = arena_->latest_step().load();
+    std::atomic<std::uint32_t>& latest = arena().latest_step();
+    std::uint32_t now = latest.load();
     do {
         if (now >= kLastStep) throw InputError("all " + std::to_string(kLastStep) + " steps are used");
-    } while (!arena_->latest_step().compare_exchange_weak(now, now + 1));
+    } while (!latest.compare_exchange_weak(now, now + 1));
     return now + 1;
 }
 
-void Engine::reach_step(std::uint32_t step) {
-    fork_guard_.require_same_process();
-    std::uint32_t now = arena_->latest_step().load();
-    while (now < step && !arena_->latest_step().compare_exchange_weak(now, step)) {
-    }
-}
-
 void Engine::begin_attempt(std::uint32_t attempt) {
-    fork_guard_.require_same_process();
-    applied_steps_.clear(); // first: if the process dies in between, the attempt has not started
+    applied_steps().clear(); // first: if the process dies in between, the attempt has not started
     arena_->attempt().store(attempt);
 }
 
@@ -114,13 +104,6 @@ std::uint32_t Engine::begin_version(std::size_t t) {
                              " versions are used");
     } while (!version.compare_exchange_weak(now, now + 1));
     return now + 1;
-}
-
-std::vector<std::size_t> Engine::float_offsets(std::span<const std::int64_t> offsets) const {
-    std::vector<std::size_t> at(tables_.size() + 1);
-    for (std::size_t t = 0; t < tables_.size(); ++t)
-        at[t + 1] = at[t] + static_cast<std::size_t>(offsets[t + 1] - offsets[t]) * tables_[t]->config().dim;
-    return at;
 }
 
 std::unique_ptr<Batch> Engine::group(const std::uint64_t* ids, std::span<const std::int64_t> offsets) {

@@ -101,14 +101,21 @@ class Engine {
     const Fp16Codec& codec() const { return codec_; }
     const char* simd() const { return kernels_->name; }
     unsigned num_threads() const { return scheduler_.num_threads(); }
-    std::uint32_t latest_step() {
+    Arena& arena() {
         fork_guard_.require_same_process();
-        return arena_->latest_step().load();
+        return *arena_;
     }
+    AppliedSteps& applied_steps() {
+        fork_guard_.require_same_process();
+        return applied_steps_;
+    }
+    std::uint32_t latest_step() { return arena().latest_step().load(); }
     std::uint32_t next_step();
-    void reach_step(std::uint32_t step);
+    void reach_step(std::uint32_t step) { raise_to(arena().latest_step(), step); }
     // Returns where each table's part of a lookup's result begins, in floats, and last where it ends.
-    std::vector<std::size_t> float_offsets(std::span<const std::int64_t> offsets) const;
+    std::vector<std::size_t> float_offsets(std::span<const std::int64_t> offsets) const {
+        return codec_.float_offsets(offsets);
+    }
     std::size_t out_size(std::span<const std::int64_t> offsets) const { return float_offsets(offsets).back(); }
 
     std::unique_ptr<Ticket> lookup(const std::uint64_t* ids, std::span<const std::int64_t> offsets,
@@ -149,26 +156,9 @@ class Engine {
 
     std::size_t num_rows(std::size_t t) { return stats(t).rows; }
     TableStats stats(std::size_t t);
-    // The attempt whose processes may call; 0 before the first. A new one starts with no update applied; none may run.
-    std::uint32_t attempt() {
-        fork_guard_.require_same_process();
-        return arena_->attempt().load();
-    }
+    // Starts an attempt in which no update counts as applied. No update may run.
     void begin_attempt(std::uint32_t attempt);
-    // Returns whether finish() has recorded an update of this trainer and step as applied whole.
-    bool finished(std::uint32_t trainer, std::uint32_t step) {
-        fork_guard_.require_same_process();
-        return applied_steps_.finished(trainer, step);
-    }
-    void finish(std::uint32_t trainer, std::uint32_t step) {
-        fork_guard_.require_same_process();
-        applied_steps_.finish(trainer, step);
-    }
     std::uint32_t begin_version(std::size_t t);
-    void set_complete(bool complete) {
-        fork_guard_.require_same_process();
-        arena_->set_complete(complete);
-    }
 
     // Sets the owner of each bucket, over all tables in order; this engine is server `self`. An engine without owners
     // owns all. Lookups and updates that touch a bucket of another server, or a frozen one, are refused before they
@@ -184,27 +174,10 @@ class Engine {
                         std::span<const std::uint64_t> words);
     std::vector<std::uint64_t> export_counters(std::span<const std::uint32_t> buckets);
     void import_counters(std::span<const std::uint32_t> buckets, std::span<const std::uint64_t> counters);
-    // See AppliedSteps.
-    void hand_over(std::span<const std::uint32_t> buckets) {
-        fork_guard_.require_same_process();
-        applied_steps_.hand_over(buckets);
-    }
-    void take_over(std::span<const std::uint32_t> buckets, bool first) {
-        fork_guard_.require_same_process();
-        applied_steps_.take_over(buckets, first);
-    }
     // Empties the buckets: no row, no sighting, no window, no count.
     void forget(std::span<const std::uint32_t> buckets);
     // Raises the table's version and expire_before to at least these.
     void reach_table(std::size_t t, std::uint32_t version, std::uint32_t expire_before);
-    std::string note() {
-        fork_guard_.require_same_process();
-        return arena_->note();
-    }
-    void set_note(const std::string& note) {
-        fork_guard_.require_same_process();
-        arena_->set_note(note);
-    }
 
     // others: include buckets that this engine does not own, which may be migrating to it or from it.
     RowColumns export_rows(std::size_t t, std::uint32_t first, std::uint32_t last, std::uint32_t since,

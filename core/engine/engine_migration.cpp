@@ -103,9 +103,8 @@ void Engine::forget(std::span<const std::uint32_t> buckets) {
 
 void Engine::reach_table(std::size_t t, std::uint32_t version, std::uint32_t expire_before) {
     TableLedger& ledger = table(t).ledger();
-    for (auto [to, target] : {std::pair{&ledger.version, version}, std::pair{&ledger.expire_before, expire_before}})
-        for (std::uint32_t now = to->load(); now < target && !to->compare_exchange_weak(now, target);) {
-        }
+    raise_to(ledger.version, version);
+    raise_to(ledger.expire_before, expire_before);
 }
 
 } // namespace satrap

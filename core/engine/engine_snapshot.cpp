@@ -200,9 +200,7 @@ void Engine::restore(std::size_t t, std::uint32_t version, std::uint32_t latest_
                      double lr) {
     Table& table = this->table(t);
     table.ledger().version.store(version);
-    std::atomic<std::uint32_t>& line = table.ledger().expire_before; // it never falls
-    for (std::uint32_t now = line.load(); now < expire_before && !line.compare_exchange_weak(now, expire_before);) {
-    }
+    raise_to(table.ledger().expire_before, expire_before); // it never falls
     table.set_lr(lr);
     reach_step(std::max(latest_step, expire_before)); // new rows are stamped with the larger
     for (std::uint32_t b = 0; b < table.config().num_buckets; ++b) {

@@ -9,7 +9,6 @@
 
 #include <atomic>
 #include <cmath>
-#include <memory>
 #include <optional>
 #include <string>
 #include <vector>

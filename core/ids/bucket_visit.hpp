@@ -37,7 +37,6 @@ struct Scratch {
     Buffer<std::uint32_t> dedupe;
     Buffer<std::uint64_t> hashes;
     Buffer<std::uint32_t> slots;
-    Buffer<std::uint32_t> misses;
     Buffer<const std::byte*> rows;
     Buffer<std::byte> absent;
     Buffer<float> values;

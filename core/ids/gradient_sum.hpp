@@ -25,7 +25,6 @@ class GradientSum {
     GradientSum(std::string table, std::uint32_t dim, OnNonfinite on_nonfinite, const Kernels& kernels)
         : table_(std::move(table)), dim_(dim), on_nonfinite_(on_nonfinite), kernels_(&kernels) {}
 
-    std::uint32_t dim() const { return dim_; }
     bool refuses_nonfinite() const { return on_nonfinite_ == OnNonfinite::raise; }
 
     // The entries of a visit that are to be summed.

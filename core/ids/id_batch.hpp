@@ -22,8 +22,12 @@ namespace satrap {
 
 // Numbers the buckets of all tables consecutively: table t has buckets first[t] .. first[t+1]-1.
 struct BucketNumbering {
-    std::vector<std::uint32_t> first;
+    std::vector<std::uint32_t> first{0};
     std::vector<std::uint8_t> bits;
+    void add_table(unsigned num_bits) {
+        bits.push_back(static_cast<std::uint8_t>(num_bits));
+        first.push_back(total() + (1U << num_bits));
+    }
     std::uint32_t total() const { return first.back(); }
     std::size_t num_tables() const { return bits.size(); }
 };
@@ -66,11 +70,6 @@ struct Batch {
     std::vector<std::uint32_t> counts; // [threads][buckets], scratch of group()
 
     std::size_t size() const { return static_cast<std::size_t>(offsets.back()); }
-    std::size_t unique_size() const {
-        std::size_t total = 0;
-        for (std::uint32_t n : num_unique) total += n;
-        return total;
-    }
 
     // Calls visit(table, first, last) for the parts of [from, to) that lie in one table.
     template <typename Visitor> void by_table(std::size_t from, std::size_t to, Visitor visit) const {

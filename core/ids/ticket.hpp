@@ -16,10 +16,9 @@ inline std::uint64_t next_identity() {
 }
 
 struct Ticket {
-    std::unique_ptr<Batch> batch; // touched only by the one call that set `used`
-    std::uint64_t maker;          // the identity of the engine or split that issued it
-    std::size_t size;             // ids
-    std::size_t num_unique;
+    std::unique_ptr<Batch> batch;     // touched only by the one call that set `used`
+    std::uint64_t maker;              // the identity of the engine or split that issued it
+    std::size_t size;                 // ids
     std::size_t num_floats;           // of its rows, and so of its gradients; of bags: of the block
     std::shared_ptr<const Bags> bags; // nullptr: of a flat lookup
     std::size_t batch_size;           // of bags
@@ -46,11 +45,11 @@ inline std::size_t size_of(Tickets tickets) {
 // The ticket of a lookup, after its batch was grouped and its ids made unique.
 inline Ticket ticket_of(std::unique_ptr<Batch> batch, std::uint64_t maker, std::size_t num_floats,
                         std::shared_ptr<const Bags> bags = nullptr, std::size_t batch_size = 0) {
-    const std::size_t size = batch->size(), num_unique = batch->unique_size(), num_tables = batch->offsets.size() - 1;
+    const std::size_t size = batch->size(), num_tables = batch->offsets.size() - 1;
     std::size_t table = 0;
     while (table < num_tables && static_cast<std::size_t>(batch->offsets[table + 1] - batch->offsets[table]) != size)
         ++table;
-    return {std::move(batch), maker, size, num_unique, num_floats, std::move(bags), batch_size, table};
+    return {std::move(batch), maker, size, num_floats, std::move(bags), batch_size, table};
 }
 
 // A call's claim to its tickets; keep() uses them up.

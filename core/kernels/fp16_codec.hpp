@@ -44,9 +44,15 @@ class Fp16Codec {
     Fp16Codec(std::vector<std::uint32_t> dims, const Kernels& kernels, ThreadPool& pool)
         : dims_(std::move(dims)), kernels_(kernels), pool_(pool) {}
 
-    std::size_t num_tables() const { return dims_.size(); }
-    // offsets: [tables + 1], where each table's rows begin, and where the last one's end.
-    std::size_t num_floats(std::span<const std::int64_t> offsets) const { return floats_before(offsets).back(); }
+    const std::vector<std::uint32_t>& dims() const { return dims_; }
+    // offsets: [tables + 1], where each table's rows begin, and where the last one's end. Returns the same in floats.
+    std::vector<std::size_t> float_offsets(std::span<const std::int64_t> offsets) const {
+        std::vector<std::size_t> before(dims_.size() + 1);
+        for (std::size_t t = 0; t < dims_.size(); ++t)
+            before[t + 1] = before[t] + static_cast<std::size_t>(offsets[t + 1] - offsets[t]) * dims_[t];
+        return before;
+    }
+    std::size_t num_floats(std::span<const std::int64_t> offsets) const { return float_offsets(offsets).back(); }
     std::size_t num_bytes(std::span<const std::int64_t> offsets) const {
         return first_half(offsets) + 2 * num_floats(offsets);
     }
@@ -97,18 +103,11 @@ class Fp16Codec {
         return r;
     }
 
-    std::vector<std::size_t> floats_before(std::span<const std::int64_t> offsets) const {
-        std::vector<std::size_t> before(dims_.size() + 1);
-        for (std::size_t t = 0; t < dims_.size(); ++t)
-            before[t + 1] = before[t] + static_cast<std::size_t>(offsets[t + 1] - offsets[t]) * dims_[t];
-        return before;
-    }
-
     // Runs on all threads; the split cannot matter, since rows are independent.
     template <typename Work> void for_each_run(std::span<const std::int64_t> offsets, Work work) const {
         constexpr std::size_t kGrain = 256;     // rows
         constexpr std::size_t kAlone = 1 << 15; // floats: for fewer, waking threads costs more than it saves
-        const std::vector<std::size_t> before = floats_before(offsets);
+        const std::vector<std::size_t> before = float_offsets(offsets);
         const auto n = static_cast<std::size_t>(offsets.back());
         std::atomic<std::size_t> next{0};
         auto job = [&](unsigned, unsigned) {

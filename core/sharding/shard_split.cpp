@@ -11,11 +11,9 @@ Split::Split(const std::vector<TableConfig>& tables, std::vector<BagFeature> fea
     : identity_(next_identity()), kernels_(&kernels_named(simd)), dims_(dims_of(tables)),
       bags_(std::make_shared<Bags>(std::move(features), tables.size(), identity_)), scheduler_(num_threads),
       codec_(dims_, *kernels_, scheduler_.pool()) {
-    map_.first.push_back(0);
     own_summations_.reserve(tables.size()); // so that pointers to them stay valid
     for (const TableConfig& table : tables) {
-        map_.first.push_back(map_.first.back() + table.num_buckets);
-        map_.bits.push_back(static_cast<std::uint8_t>(table.bucket_bits()));
+        map_.add_table(table.bucket_bits());
         own_summations_.emplace_back(table.name, table.dim, table.on_nonfinite, *kernels_);
         summations_.push_back(&own_summations_.back());
     }

@@ -14,7 +14,6 @@
 #include <cstring>
 #include <iterator>
 #include <map>
-#include <memory>
 #include <mutex>
 #include <new>
 #include <set>
@@ -42,6 +41,12 @@ struct TableLedger {
     std::atomic<std::uint32_t> expire_before; // rows stamped before this step have expired
     std::atomic<std::uint64_t> lr_bits;
 };
+
+// Raises a number to at least `least`, beside other threads that do.
+inline void raise_to(std::atomic<std::uint32_t>& number, std::uint32_t least) {
+    for (std::uint32_t now = number.load(); now < least && !number.compare_exchange_weak(now, least);) {
+    }
+}
 
 class Arena {
   public:
@@ -116,9 +121,7 @@ class AnonymousArena final : public Arena {
             return block;
         }
         fresh = true;
-        if (bytes > left_) {
-            add_region(bytes);
-        }
+        if (bytes > left_) add_region(bytes);
         std::byte* block = next_;
         next_ += bytes;
         left_ -= bytes;

@@ -19,7 +19,6 @@
 #include <algorithm>
 #include <atomic>
 #include <bit>
-#include <limits>
 #include <string>
 #include <vector>
 

@@ -27,10 +27,7 @@ Table::Table(TableConfig config, std::uint32_t number, std::uint64_t seed, const
 
 void Table::open_step(const LookupStep& at) {
     if (config_.expire_after == 0 || at.step <= config_.expire_after) return;
-    std::uint32_t line = std::min(at.step - config_.expire_after, at.oldest_open);
-    std::uint32_t now = ledger_->expire_before.load();
-    while (now < line && !ledger_->expire_before.compare_exchange_weak(now, line)) {
-    }
+    raise_to(ledger_->expire_before, std::min(at.step - config_.expire_after, at.oldest_open));
 }
 
 // Finds the slot of every unique id (kNoSlot: no row) in passes, so that the cache misses of a bucket overlap.

@@ -8,8 +8,6 @@
 // too. A gradient whose id has no row is counted and changes nothing.
 #pragma once
 
-#include <string>
-
 #include "ids/gradient_sum.hpp"
 #include "kernels/kernels.hpp"
 #include "table/bucket.hpp"

@@ -68,9 +68,7 @@ inline LookedBags lookup(Engine& engine, const std::shared_ptr<const Bags>& desc
 
 inline void update(Engine& engine, const std::vector<Ticket*>& tickets, const std::vector<BagGradients>& gradients,
                    float scale, std::uint32_t step) {
-    std::vector<double> lrs;
-    for (std::size_t t = 0; t < engine.num_tables(); ++t) lrs.push_back(engine.table(t).lr());
-    engine.update_bags(tickets, gradients, scale, step, lrs);
+    engine.update_bags(tickets, gradients, scale, step, lrs_of(engine));
 }
 
 // Which ids of a bag are looked up.

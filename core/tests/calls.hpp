@@ -76,16 +76,34 @@ inline std::unique_ptr<Ticket> prepare(Engine& engine, const IdsOfTables& tables
     return engine.prepare(flat.ids.data(), flat.offsets);
 }
 
-inline void update(Engine& engine, Ticket& ticket, const std::vector<float>& gradients, std::uint32_t step) {
+inline std::vector<double> lrs_of(Engine& engine) {
     std::vector<double> lrs;
     for (std::size_t t = 0; t < engine.num_tables(); ++t) lrs.push_back(engine.table(t).lr());
+    return lrs;
+}
+
+inline void update(Engine& engine, Ticket& ticket, const std::vector<float>& gradients, std::uint32_t step) {
     CHECK_EQ(gradients.size(), ticket.num_floats);
-    engine.update(ticket, gradients.data(), step, lrs);
+    engine.update(ticket, gradients.data(), step, lrs_of(engine));
 }
 
 inline void update(Engine& engine, const IdsOfTables& tables, const std::vector<float>& gradients, std::uint32_t step) {
     const auto ticket = prepare(engine, tables);
     update(engine, *ticket, gradients, step);
+}
+
+// Some calls, each with fewer than `most` ids of every table, of so many kinds.
+inline void train(Engine& engine, Random& random, unsigned calls, std::uint32_t most, std::uint32_t kinds) {
+    for (unsigned call = 0; call < calls; ++call) {
+        IdsOfTables ids(engine.num_tables());
+        for (Ids& each : ids)
+            for (unsigned i = random.below(most); i > 0; --i) each.push_back(satrap::mix64(random.below(kinds)));
+        const std::uint32_t step = engine.next_step();
+        const auto looked = lookup(engine, ids, step);
+        std::vector<float> gradients(looked.rows.size());
+        for (float& g : gradients) g = random.real(-1.0f, 1.0f);
+        update(engine, *looked.ticket, gradients, step);
+    }
 }
 
 // One row or sighting as it leaves the engine, bit for bit.

@@ -11,7 +11,7 @@ using testing::Random;
 
 namespace {
 
-void agrees_with_a_set(Random& random) {
+CASE(agrees_with_a_set, testing::scaled(400)) {
     StepWindow window{};
     std::set<std::uint32_t> applied;
     std::uint32_t around = random.chance(0.3) ? 0xfffffff0U - 400 : 1;
@@ -38,7 +38,7 @@ void is_the_set(const StepWindow& window, const std::set<std::uint32_t>& steps) 
         if (!window.forgot(step)) CHECK_EQ(window.applied(step), steps.contains(step));
 }
 
-void two_windows_together_and_both(Random& random) {
+CASE(two_windows_together_and_both, testing::scaled(2000)) {
     StepWindow windows[2] = {};
     std::set<std::uint32_t> steps[2], any, common;
     for (int w = 0; w < 2; ++w) {
@@ -66,7 +66,7 @@ void two_windows_together_and_both(Random& random) {
     is_the_set(copy, common);
 }
 
-void finished_is_what_every_bucket_has_applied(Random&) {
+CASE(finished_is_what_every_bucket_has_applied, 1) {
     AnonymousArena arena(1);
     AppliedSteps source, target;
     source.init(arena, 3);
@@ -85,7 +85,7 @@ void finished_is_what_every_bucket_has_applied(Random&) {
     CHECK_EQ(source.trainers().size(), 1);
 }
 
-void every_trainer_has_its_own(Random&) {
+CASE(every_trainer_has_its_own, 1) {
     AnonymousArena arena(1);
     AppliedSteps windows;
     windows.init(arena, 3);
@@ -105,7 +105,7 @@ void every_trainer_has_its_own(Random&) {
     CHECK_EQ(first[3].newest(), 0);
 }
 
-void chunks_come_back(Random&) {
+CASE(chunks_come_back, 1) {
     AnonymousArena arena(1);
     AppliedSteps windows;
     windows.init(arena, 2);
@@ -120,12 +120,3 @@ void chunks_come_back(Random&) {
 }
 
 } // namespace
-
-int main(int argc, char** argv) {
-    return testing::run(argc, argv,
-                        {{"agrees_with_a_set", testing::scaled(400), agrees_with_a_set},
-                         {"two_windows_together_and_both", testing::scaled(2000), two_windows_together_and_both},
-                         {"finished_is_what_every_bucket_has_applied", 1, finished_is_what_every_bucket_has_applied},
-                         {"every_trainer_has_its_own", 1, every_trainer_has_its_own},
-                         {"chunks_come_back", 1, chunks_come_back}});
-}

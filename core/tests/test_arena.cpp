@@ -24,7 +24,7 @@ struct Block {
     bool may_go;
 };
 
-void blocks_never_overlap(Random& random) {
+CASE(blocks_never_overlap, testing::scaled(40)) {
     AnonymousArena arena(0);
     std::map<std::byte*, Block> live;
     for (unsigned i = 0; i < 1500; ++i) {
@@ -52,7 +52,7 @@ void blocks_never_overlap(Random& random) {
     for (const auto& [memory, block] : live) CHECK(all_bytes_are(memory, block.bytes, block.filling));
 }
 
-void released_neighbours_join(Random& random) {
+CASE(released_neighbours_join, 50) {
     AnonymousArena arena(0);
     std::vector<std::pair<std::byte*, std::size_t>> blocks;
     std::size_t total = 0;
@@ -75,7 +75,7 @@ void released_neighbours_join(Random& random) {
     CHECK(arena.allocate_index(64) > wall); // and nothing of it is left
 }
 
-void smallest_fit_and_remainder(Random&) {
+CASE(smallest_fit_and_remainder, 1) {
     AnonymousArena arena(0);
     std::byte* const small = arena.allocate_index(640);
     arena.allocate_index(64);
@@ -88,7 +88,7 @@ void smallest_fit_and_remainder(Random&) {
     CHECK(arena.allocate_index(3200) == large + 3200);
 }
 
-void larger_than_a_region(Random&) {
+CASE(larger_than_a_region, 1) {
     AnonymousArena arena(0);
     constexpr std::size_t kBytes = (std::size_t{70} << 20) + 1;
     std::byte* const one = arena.allocate(kTag, 100);
@@ -99,17 +99,7 @@ void larger_than_a_region(Random&) {
     CHECK(all_bytes_are(one, 100, 0) && all_bytes_are(two, 100, 0));
 }
 
-void ledgers_start_empty(Random&) {
-    AnonymousArena arena(3);
-    for (std::size_t t = 0; t < 3; ++t)
-        CHECK_EQ(arena.ledger(t).version.load() + arena.ledger(t).expire_before.load(), 0);
-    arena.ledger(1).version = 5;
-    CHECK_EQ(arena.ledger(0).version.load() + arena.ledger(2).version.load(), 0);
-    CHECK_EQ(arena.latest_step().load(), 0);
-    CHECK(!arena.survives_process());
-}
-
-void threads_share_it(Random& random) {
+CASE(threads_share_it, 4) {
     AnonymousArena arena(0);
     const std::uint64_t seed = random.bits();
     testing::in_threads(3, [&](unsigned thread) {
@@ -133,13 +123,3 @@ void threads_share_it(Random& random) {
 }
 
 } // namespace
-
-int main(int argc, char** argv) {
-    return testing::run(argc, argv,
-                        {{"blocks_never_overlap", testing::scaled(40), blocks_never_overlap},
-                         {"released_neighbours_join", 50, released_neighbours_join},
-                         {"smallest_fit_and_remainder", 1, smallest_fit_and_remainder},
-                         {"larger_than_a_region", 1, larger_than_a_region},
-                         {"ledgers_start_empty", 1, ledgers_start_empty},
-                         {"threads_share_it", 4, threads_share_it}});
-}

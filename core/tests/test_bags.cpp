@@ -79,7 +79,7 @@ std::vector<Floats> run_steps(const Model& model, Engine& engine, Engine& flat, 
     return seen;
 }
 
-void equal_lookups_of_flat_ids(Random& random) {
+CASE(equal_lookups_of_flat_ids, testing::scaled(40)) {
     const Model model = testing::draw_model(random);
     const std::uint64_t seed = random.bits();
     const std::size_t most = random.chance(0.5) ? 20 : 500;
@@ -95,14 +95,14 @@ void equal_lookups_of_flat_ids(Random& random) {
 }
 
 // In a file every update goes through undo slots, whose size is settled before.
-void equal_lookups_in_memory(Random& random) {
+CASE(equal_lookups_in_memory, testing::scaled(12)) {
     const Model model = testing::draw_model(random);
     const testing::SharedFile file;
     const auto engine = file.create(model.tables, 2), flat = testing::make_engine(model.tables);
     run_steps(model, *engine, *flat, random.bits(), 200);
 }
 
-void bad_bags_change_nothing(Random&) {
+CASE(bad_bags_change_nothing, 1) {
     const Model model =
         testing::counting_model(2, {{Pooling::sum, false}, {Pooling::mean, true}, {Pooling::none, false}});
     const auto engine = testing::make_engine(model.tables);
@@ -131,7 +131,7 @@ void bad_bags_change_nothing(Random&) {
                  wide->lookup_bags(large.describe(*wide), huge, {true, 1, 1}, nullptr, nullptr, true));
 }
 
-void nonfinite_gradients_are_named(Random&) {
+CASE(nonfinite_gradients_are_named, 1) {
     const Model model =
         testing::counting_model(2, {{Pooling::sum, false}, {Pooling::mean, false}, {Pooling::none, false}});
     const auto engine = testing::make_engine(model.tables, 2);
@@ -171,7 +171,7 @@ void nonfinite_gradients_are_named(Random&) {
 }
 
 // Gradients that only the scale or a weight makes infinite.
-void products_may_overflow(Random&) {
+CASE(products_may_overflow, 1) {
     const Model model = testing::counting_model(1, {{Pooling::sum, true}});
     const auto engine = testing::make_engine(model.tables);
     const auto described = model.describe(*engine);
@@ -190,7 +190,7 @@ void products_may_overflow(Random&) {
     }
 }
 
-void missing_gradients_leave_rows_alone(Random&) {
+CASE(missing_gradients_leave_rows_alone, 1) {
     const Model model = testing::counting_model(1, {{Pooling::sum, false}, {Pooling::none, false}});
     const auto engine = testing::make_engine(model.tables);
     const auto described = model.describe(*engine);
@@ -208,7 +208,7 @@ void missing_gradients_leave_rows_alone(Random&) {
     CHECK_EQ(engine->stats(0).counters.not_applied_absent, 0);
 }
 
-void tickets_of_bags_are_good_once(Random&) {
+CASE(tickets_of_bags_are_good_once, 1) {
     const Model model = testing::counting_model(1, {{Pooling::sum, false}});
     const auto engine = testing::make_engine(model.tables), other = testing::make_engine(model.tables);
     const auto described = model.describe(*engine);
@@ -236,7 +236,7 @@ void tickets_of_bags_are_good_once(Random&) {
 }
 
 // Lookups and updates at the same time, by several callers: every gradient is applied once.
-void callers_lose_nothing(Random& random) {
+CASE(callers_lose_nothing, testing::scaled(6)) {
     const Model model =
         testing::counting_model(3, {{Pooling::sum, false}, {Pooling::sum, false}, {Pooling::none, false}});
     const auto engine = testing::make_engine(model.tables, 2);
@@ -272,15 +272,3 @@ void callers_lose_nothing(Random& random) {
 }
 
 } // namespace
-
-int main(int argc, char** argv) {
-    return testing::run(argc, argv,
-                        {{"equal_lookups_of_flat_ids", testing::scaled(40), equal_lookups_of_flat_ids},
-                         {"equal_lookups_in_memory", testing::scaled(12), equal_lookups_in_memory},
-                         {"bad_bags_change_nothing", 1, bad_bags_change_nothing},
-                         {"nonfinite_gradients_are_named", 1, nonfinite_gradients_are_named},
-                         {"products_may_overflow", 1, products_may_overflow},
-                         {"missing_gradients_leave_rows_alone", 1, missing_gradients_leave_rows_alone},
-                         {"tickets_of_bags_are_good_once", 1, tickets_of_bags_are_good_once},
-                         {"callers_lose_nothing", testing::scaled(6), callers_lose_nothing}});
-}

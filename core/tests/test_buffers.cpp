@@ -17,7 +17,7 @@ using namespace satrap;
 namespace {
 
 // A buffer that could not grow is as large as it was, with what it held; the next request makes it grow.
-void failed_growth(testing::Random& random) {
+CASE(failed_growth, 20) {
     Buffer<std::uint32_t> buffer;
     std::size_t held = 0;
     for (int i = 0; i < 200; ++i) {
@@ -37,5 +37,3 @@ void failed_growth(testing::Random& random) {
 }
 
 } // namespace
-
-int main(int argc, char** argv) { return testing::run(argc, argv, {{"failed_growth", 20, failed_growth}}); }

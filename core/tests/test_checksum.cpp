@@ -9,7 +9,7 @@ namespace {
 
 std::vector<std::uint8_t> bytes_of(const char* text) { return {text, text + std::strlen(text)}; }
 
-void known_vectors(Random&) {
+CASE(known_vectors, 1) {
     std::vector<std::uint8_t> zeros(32, 0), ones(32, 0xff), rising(32), falling(32); // RFC 3720, B.4
     for (std::uint8_t i = 0; i < 32; ++i) rising[i] = i, falling[i] = static_cast<std::uint8_t>(31 - i);
     const std::pair<std::vector<std::uint8_t>, std::uint32_t> vectors[] = {{{}, 0},
@@ -25,7 +25,7 @@ void known_vectors(Random&) {
     }
 }
 
-void chains_and_agrees(Random& random) {
+CASE(chains_and_agrees, 20) {
     std::vector<std::uint8_t> data(3000);
     for (std::uint8_t& byte : data) byte = static_cast<std::uint8_t>(random.word());
     for (int i = 0; i < 300; ++i) {
@@ -39,7 +39,7 @@ void chains_and_agrees(Random& random) {
     }
 }
 
-void sees_every_bit(Random& random) {
+CASE(sees_every_bit, 20) {
     std::vector<std::uint8_t> data(random.between(1, 40));
     for (std::uint8_t& byte : data) byte = static_cast<std::uint8_t>(random.word());
     const std::uint32_t before = crc32c(data.data(), data.size(), 0);
@@ -51,10 +51,3 @@ void sees_every_bit(Random& random) {
 }
 
 } // namespace
-
-int main(int argc, char** argv) {
-    return testing::run(argc, argv,
-                        {{"known_vectors", 1, known_vectors},
-                         {"chains_and_agrees", 20, chains_and_agrees},
-                         {"sees_every_bit", 20, sees_every_bit}});
-}

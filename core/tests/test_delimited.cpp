@@ -47,7 +47,7 @@ Fault only_fault(const ParsedText& parsed) {
 }
 
 // Fields of any characters, quoted where that is needed and sometimes where not, come back as they were.
-void quoting_is_undone(Random& random) {
+CASE(quoting_is_undone, testing::scaled(300)) {
     const std::string delimiter = random.pick(Strings{",", "\t", "::", "|~|"});
     TextFormat format = texts_only(random.between(1, 6), delimiter, '"');
     format.quoted_newlines = random.chance(0.5);
@@ -89,8 +89,7 @@ void quoting_is_undone(Random& random) {
         }
 }
 
-// -- columns of every kind, against a model that splits each line
-// --------------------------------------------------------
+// -- columns of every kind, against a model that splits each line ---------------------------------------------------
 
 struct Model {
     std::vector<std::vector<std::uint64_t>> bags[2];
@@ -184,7 +183,7 @@ void check_bags(const BagColumn& column, const std::vector<std::vector<std::uint
     }
 }
 
-void columns_are_the_models(Random& random) {
+CASE(columns_are_the_models, testing::scaled(600)) {
     const TextFormat format = mixed_format(random);
     const Strings labels{"0", "1", "1", "0.5", "", "x"}, numbers{"3", "-2.5", "1e3", "", "NA", "x"};
     const Strings lists{"7", "1|2|3", "18446744073709551615|5", "", "NA", "4||6", "8|x"};
@@ -224,10 +223,9 @@ void columns_are_the_models(Random& random) {
     check_bags(parsed.samples->ids[1], model.bags[1], nullptr);
 }
 
-// -- faults
-// --------------------------------------------------------------------------------------------------------------
+// -- faults ----------------------------------------------------------------------------------------------------------
 
-void every_fault_is_named(Random&) {
+CASE(every_fault_is_named, 1) {
     TextFormat format;
     format.quote = '"';
     format.num_dense = format.num_labels = format.num_features = format.num_texts = 1;
@@ -264,7 +262,7 @@ void every_fault_is_named(Random&) {
     CHECK_EQ(fault_name(only_fault(parse(format, ">50K,2,3,4\n>50k,2,3,4"))), std::string("label_text"));
 }
 
-void constants_are_fields_of_every_row(Random&) {
+CASE(constants_are_fields_of_every_row, 1) {
     TextFormat format = texts_only(4, ",", '"');
     format.constants = {"2024", ""};
     const ParsedText parsed = parse(format, "a,b\n1,2,3\nc,d");
@@ -285,7 +283,7 @@ void constants_are_fields_of_every_row(Random&) {
     CHECK_EQ(refused.bad[0].column, 2);
 }
 
-void numbers_are_strtods(Random& random) {
+CASE(numbers_are_strtods, 4) {
     CHECK(!parse_number("")); // a missing field is looked for before
     for (const char* text : {"-", "+", "+-1", "1e", "e5", "0x10", "1 ", " 1", "1,5", "--1", "1.2.3", "infx", "1e+"})
         CHECK(!parse_number(text));
@@ -310,7 +308,7 @@ void numbers_are_strtods(Random& random) {
     }
 }
 
-void log1p_is_close_and_fixed(Random& random) {
+CASE(log1p_is_close_and_fixed, 2) {
     CHECK_EQ(log1p_of(0.0F), 0.0F);
     CHECK_EQ(log1p_of(-3.0F), 0.0F);
     CHECK_EQ(log1p_of(1.0F), 0.693147182F);
@@ -322,16 +320,8 @@ void log1p_is_close_and_fixed(Random& random) {
     }
 }
 
-void rows_end_where_they_end(Random&) {
-    CHECK_EQ(last_row_end("ab\ncd\nef", -1), 6);
-    CHECK_EQ(last_row_end("ab", -1), 0);
-    CHECK_EQ(last_row_end("a\"b\nc\"d\ne\"\n", '"'), 8);
-    CHECK_EQ(last_row_end("\"a\n", '"'), 0);
-    CHECK_EQ(count_lines("a\n\nb"), 2);
-}
-
 // Against a walk over every byte; long texts without other characters overflow counts that are not added up in time.
-void rows_are_counted_and_found(Random& random) {
+CASE(rows_are_counted_and_found, testing::scaled(200)) {
     std::string text;
     const bool dense = random.below(2) != 0;
     for (std::size_t n = random.below(dense ? 9000 : 60); n != 0; --n) text += dense ? '\n' : "\n\"ax"[random.below(4)];
@@ -343,6 +333,7 @@ void rows_are_counted_and_found(Random& random) {
             if (text[i] == '\n' && (quote < 0 || !quoted)) begins.push_back(i + 1);
         }
         CHECK_EQ(count_rows(text, quote), begins.size() - (begins.back() == text.size() ? 1U : 0U));
+        CHECK_EQ(last_row_end(text, quote), begins.back());
         for (std::size_t row = 0; row < begins.size(); row += 1 + row / 8)
             CHECK_EQ(row_begin(text, quote, 0, row), begins[row]);
         CHECK_EQ(row_begin(text, quote, 0, begins.size()), text.size());
@@ -351,15 +342,3 @@ void rows_are_counted_and_found(Random& random) {
 }
 
 } // namespace
-
-int main(int argc, char** argv) {
-    return testing::run(argc, argv,
-                        {{"quoting_is_undone", testing::scaled(300), quoting_is_undone},
-                         {"columns_are_the_models", testing::scaled(600), columns_are_the_models},
-                         {"every_fault_is_named", 1, every_fault_is_named},
-                         {"constants_are_fields_of_every_row", 1, constants_are_fields_of_every_row},
-                         {"numbers_are_strtods", 4, numbers_are_strtods},
-                         {"log1p_is_close_and_fixed", 2, log1p_is_close_and_fixed},
-                         {"rows_end_where_they_end", 1, rows_end_where_they_end},
-                         {"rows_are_counted_and_found", testing::scaled(200), rows_are_counted_and_found}});
-}

@@ -5,8 +5,8 @@
 #include <limits>
 #include <set>
 
+#include "bag_draws.hpp"
 #include "base/errors.hpp"
-#include "calls.hpp"
 
 using namespace satrap;
 using testing::Contents, testing::Ids, testing::IdsOfTables, testing::Random;
@@ -14,25 +14,16 @@ using testing::Contents, testing::Ids, testing::IdsOfTables, testing::Random;
 namespace {
 
 TableConfig draw_config(Random& random, std::size_t number) {
-    TableConfig config;
-    config.name = "table " + std::to_string(number);
-    config.dim = random.chance(0.3) ? 16 * random.between(1, 3) : random.between(1, 20);
-    config.dtype = std::vector{Dtype::float32, Dtype::float32, Dtype::float16, Dtype::bfloat16}[random.below(4)];
+    TableConfig config = testing::draw_table(random, number);
     config.num_buckets = 1U << random.below(7);
-    config.optimizer.kind = static_cast<OptimizerKind>(random.below(6));
-    config.optimizer.lr = 0.05;
-    config.optimizer.momentum = random.chance(0.5) ? 0.9 : 0.0;
     config.optimizer.weight_decay = random.chance(0.5) ? 0.01 : 0.0;
     config.initial = random.chance(0.5) ? InitialKind::uniform : InitialKind::normal;
     config.admission = std::vector{AdmissionKind::always, AdmissionKind::always, AdmissionKind::probability,
                                    AdmissionKind::min_count}[random.below(4)];
     config.probability = 0.6;
-    config.min_count = 2;
     config.window = 1 + random.below(3000);
-    if (random.chance(0.6)) config.capacity = 4000 + random.below(3000);
+    config.capacity = random.chance(0.6) ? 4000 + random.below(3000) : 0;
     config.expire_after = random.chance(0.4) ? 3 : 0;
-    config.absent = random.chance(0.5) ? Absent::zeros : Absent::initial;
-    config.on_nonfinite = OnNonfinite::skip;
     return config;
 }
 
@@ -80,7 +71,7 @@ Outcome run_workload(const std::vector<TableConfig>& configs, unsigned threads, 
     return outcome;
 }
 
-void same_for_any_threads_and_path(Random& random) {
+CASE(same_for_any_threads_and_path, testing::scaled(20)) {
     std::vector<TableConfig> configs;
     while (configs.size() < 6) configs.push_back(draw_config(random, configs.size()));
     const std::uint64_t seed = random.bits();
@@ -91,7 +82,7 @@ void same_for_any_threads_and_path(Random& random) {
 }
 
 // A table alone and among others, and rows of other tables with the same ids: none disturbs another.
-void tables_are_apart(Random& random) {
+CASE(tables_are_apart, 5) {
     std::vector<TableConfig> configs;
     while (configs.size() < 3)
         configs.push_back(testing::counting_table(std::string(1, static_cast<char>('a' + configs.size())), 2, 4));
@@ -115,12 +106,11 @@ void tables_are_apart(Random& random) {
     testing::update(*together, {{}, {}, {}}, {}, 3);
 }
 
-void tickets_are_good_once_and_at_home(Random&) {
+CASE(tickets_are_good_once_and_at_home, 1) {
     const auto engine = testing::make_engine({testing::counting_table("home", 1, 4)});
     const auto other = testing::make_engine({testing::counting_table("home", 1, 4)});
     auto looked = testing::lookup(*engine, {{1, 2, 1}}, 1);
     CHECK_EQ(looked.ticket->size, 3);
-    CHECK_EQ(looked.ticket->num_unique, 2);
     const std::vector<float> ones(3, -1.0f);
     CHECK_THROWS(TicketError, "another store", testing::update(*other, *looked.ticket, ones, 1));
     CHECK(!looked.ticket->used);
@@ -135,7 +125,7 @@ void tickets_are_good_once_and_at_home(Random&) {
 }
 
 // Of many threads that bring the same ticket back, one is heard.
-void one_ticket_many_threads(Random&) {
+CASE(one_ticket_many_threads, 1) {
     const auto engine = testing::make_engine({testing::counting_table("contested", 1)}, 2);
     for (std::uint32_t step = 1; step <= testing::scaled(40); ++step) {
         const auto looked = testing::lookup(*engine, {{5}}, step);
@@ -152,11 +142,11 @@ void one_ticket_many_threads(Random&) {
     }
 }
 
-void unknown_path_is_refused(Random&) {
+CASE(unknown_path_is_refused, 1) {
     CHECK_THROWS(InputError, "simd='mmx'", testing::make_engine({testing::counting_table("t", 1)}, 1, "mmx"));
 }
 
-void steps_only_rise(Random&) {
+CASE(steps_only_rise, 1) {
     const auto engine = testing::make_engine({testing::counting_table("t", 1)});
     CHECK_EQ(engine->next_step(), 1);
     testing::lookup(*engine, {{1}}, 10);
@@ -171,13 +161,8 @@ void steps_only_rise(Random&) {
     CHECK_EQ(engine->latest_step(), 313);
 }
 
-// What several callers did, to be compared with what the tables hold.
-struct Tally {
-    std::atomic<std::uint64_t> applied{0};
-    std::atomic<bool> done{false};
-};
-
-void train(Engine& engine, Random random, unsigned calls, std::uint32_t ids_a_call, Tally& tally) {
+void train(Engine& engine, Random random, unsigned calls, std::uint32_t ids_a_call,
+           std::atomic<std::uint64_t>& applied) {
     for (unsigned call = 0; call < calls; ++call) {
         IdsOfTables ids(engine.num_tables());
         for (Ids& each : ids)
@@ -189,13 +174,13 @@ void train(Engine& engine, Random random, unsigned calls, std::uint32_t ids_a_ca
         const auto again = random.chance(0.3) ? testing::prepare(engine, ids) : nullptr;
         testing::update(engine, again == nullptr ? *looked.ticket : *again,
                         std::vector<float>(looked.rows.size(), -1.0f), step);
-        tally.applied += looked.rows.size();
+        applied += looked.rows.size();
     }
 }
 
 // Every row has the same number in all of its elements: it is never seen half-written.
-void watch(Engine& engine, Random random, Tally& tally) {
-    while (!tally.done) {
+void watch(Engine& engine, Random random, const std::atomic<unsigned>& training) {
+    while (training != 0) {
         const std::size_t t = random.below(engine.num_tables());
         const std::uint32_t dim = engine.table(t).config().dim;
         switch (random.below(6)) {
@@ -223,23 +208,30 @@ void watch(Engine& engine, Random random, Tally& tally) {
     }
 }
 
-void callers_lose_nothing(Random& random) {
+// Calls train(0) and train(1) on two threads, beside a third that watches.
+void train_and_watch(Engine& engine, std::uint64_t seed, const std::function<void(unsigned)>& train) {
+    std::atomic<unsigned> training{2};
+    testing::in_threads(3, [&](unsigned thread) {
+        if (thread == 2) return watch(engine, Random(seed), training);
+        try {
+            train(thread);
+        } catch (...) {
+            --training;
+            throw;
+        }
+        --training;
+    });
+}
+
+CASE(callers_lose_nothing, testing::scaled(8)) {
     std::vector<TableConfig> configs;
     for (std::uint32_t t = 0; t < 4; ++t)
         configs.push_back(testing::counting_table("shared " + std::to_string(t), 1 + 5 * t, 1U << (2 * t)));
     const auto engine = testing::make_engine(configs, 2);
-    Tally tally;
+    std::atomic<std::uint64_t> applied{0};
     const std::uint64_t seed = random.bits();
-    std::atomic<unsigned> training{2};
-    testing::in_threads(3, [&](unsigned thread) {
-        if (thread == 2) return watch(*engine, Random(seed), tally);
-        try {
-            train(*engine, Random(seed + 1 + thread), testing::scaled(120), 1200, tally);
-        } catch (...) {
-            tally.done = true;
-            throw;
-        }
-        if (--training == 0) tally.done = true;
+    train_and_watch(*engine, seed, [&](unsigned thread) {
+        train(*engine, Random(seed + 1 + thread), testing::scaled(120), 1200, applied);
     });
     double total = 0;
     for (std::size_t t = 0; t < configs.size(); ++t) {
@@ -247,11 +239,11 @@ void callers_lose_nothing(Random& random) {
         for (const testing::Line& line : testing::rows_of(*engine, t))
             for (std::uint32_t i = 0; i < configs[t].dim; ++i) total += line.value(i);
     }
-    CHECK_EQ(total, static_cast<double>(tally.applied.load()));
+    CHECK_EQ(total, static_cast<double>(applied.load()));
 }
 
 // The same with a table that evicts and one that expires: nothing to count, all invariants hold.
-void callers_with_rows_that_go(Random& random) {
+CASE(callers_with_rows_that_go, testing::scaled(8)) {
     std::vector<TableConfig> configs{testing::counting_table("small", 4, 4), testing::counting_table("short", 4, 8),
                                      testing::counting_table("slow", 4, 2)};
     configs[0].capacity = 3000; // less than there are ids, more than a few open batches need
@@ -260,29 +252,20 @@ void callers_with_rows_that_go(Random& random) {
     configs[2].min_count = 3;
     configs[2].window = 100;
     const auto engine = testing::make_engine(configs, 2);
-    Tally tally;
     const std::uint64_t seed = random.bits();
-    std::atomic<unsigned> training{2};
-    testing::in_threads(3, [&](unsigned thread) {
-        if (thread == 2) return watch(*engine, Random(seed), tally);
-        try {
-            for (unsigned round = 0; round < testing::scaled(60); ++round) {
-                Random own(seed + thread + 10 * round);
-                IdsOfTables ids(3);
-                for (Ids& each : ids)
-                    for (unsigned i = 0; i < 300; ++i) each.push_back(mix64(own.below(6000)));
-                const std::uint32_t step = engine->next_step();
-                try {
-                    const auto looked = testing::lookup(*engine, ids, step, step);
-                    testing::update(*engine, *looked.ticket, std::vector<float>(looked.rows.size(), -1.0f), step);
-                } catch (const CapacityError&) { // the other caller is so far ahead that all rows are of later steps
-                }
+    train_and_watch(*engine, seed, [&](unsigned thread) {
+        for (unsigned round = 0; round < testing::scaled(60); ++round) {
+            Random own(seed + thread + 10 * round);
+            IdsOfTables ids(3);
+            for (Ids& each : ids)
+                for (unsigned i = 0; i < 300; ++i) each.push_back(mix64(own.below(6000)));
+            const std::uint32_t step = engine->next_step();
+            try {
+                const auto looked = testing::lookup(*engine, ids, step, step);
+                testing::update(*engine, *looked.ticket, std::vector<float>(looked.rows.size(), -1.0f), step);
+            } catch (const CapacityError&) { // the other caller is so far ahead that all rows are of later steps
             }
-        } catch (...) {
-            tally.done = true;
-            throw;
         }
-        if (--training == 0) tally.done = true;
     });
     for (std::size_t t = 0; t < configs.size(); ++t) {
         const TableStats stats = engine->stats(t);
@@ -295,15 +278,3 @@ void callers_with_rows_that_go(Random& random) {
 }
 
 } // namespace
-
-int main(int argc, char** argv) {
-    return testing::run(argc, argv,
-                        {{"same_for_any_threads_and_path", testing::scaled(20), same_for_any_threads_and_path},
-                         {"tables_are_apart", 5, tables_are_apart},
-                         {"tickets_are_good_once_and_at_home", 1, tickets_are_good_once_and_at_home},
-                         {"one_ticket_many_threads", 1, one_ticket_many_threads},
-                         {"unknown_path_is_refused", 1, unknown_path_is_refused},
-                         {"steps_only_rise", 1, steps_only_rise},
-                         {"callers_lose_nothing", testing::scaled(8), callers_lose_nothing},
-                         {"callers_with_rows_that_go", testing::scaled(8), callers_with_rows_that_go}});
-}

@@ -114,7 +114,7 @@ void every_call_is_refused(Engine& engine, Ticket& ticket, const Ids& ids, pid_t
 }
 
 // Forks at random moments of other threads' calls, so that any of the locks may be held.
-void refused_and_left_whatever_is_held(Random& random) {
+CASE(refused_and_left_whatever_is_held, 6) {
     const SharedFile file;
     const bool shared = random.chance(0.5);
     std::shared_ptr<Engine> engine =
@@ -151,7 +151,7 @@ void refused_and_left_whatever_is_held(Random& random) {
     testing::update(*engine, *ticket, std::vector<float>(4 * ids.size(), -1.0f), engine->latest_step());
 }
 
-void the_file_is_as_its_process_left_it(Random&) {
+CASE(the_file_is_as_its_process_left_it, 1) {
     const SharedFile file;
     const Ids ids = many_ids();
     const Pipe begun, over;
@@ -175,7 +175,7 @@ void the_file_is_as_its_process_left_it(Random&) {
 }
 
 // A fork that let the engine go does not hold the file of a process that was killed.
-void a_killed_owner_leaves_the_file_free(Random&) {
+CASE(a_killed_owner_leaves_the_file_free, 1) {
     const SharedFile file;
     const Ids ids{1, 2, 3};
     const Pipe left, over;
@@ -197,10 +197,3 @@ void a_killed_owner_leaves_the_file_free(Random&) {
 }
 
 } // namespace
-
-int main(int argc, char** argv) {
-    return testing::run(argc, argv,
-                        {{"refused_and_left_whatever_is_held", 6, refused_and_left_whatever_is_held},
-                         {"the_file_is_as_its_process_left_it", 1, the_file_is_as_its_process_left_it},
-                         {"a_killed_owner_leaves_the_file_free", 1, a_killed_owner_leaves_the_file_free}});
-}

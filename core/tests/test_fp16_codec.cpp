@@ -113,11 +113,11 @@ std::vector<float> draw_row(Random& random, std::uint32_t dim) {
     return row;
 }
 
-void rows_are_what_the_text_says(Random& random) {
+CASE(rows_are_what_the_text_says, testing::scaled(200)) {
     for (std::uint32_t dim = 1; dim <= 70; ++dim) check_row(random, draw_row(random, dim));
 }
 
-void the_edges(Random& random) {
+CASE(the_edges, 5) {
     const float inf = std::numeric_limits<float>::infinity();
     for (float value : {0.0f, kSmallest, 0x1p-126f, 0x1.fffffep-113f, 0x1p-112f, 1.0f, 65504.0f, 0x1.ffep127f,
                         0x1.ffe001p127f, 0x1.fff000p127f, 3e38f, kLargest, inf})
@@ -134,7 +134,7 @@ void the_edges(Random& random) {
 }
 
 // Every fp16 number times a power of two, with the row's largest beside it, comes back; so does what came back.
-void what_fp16_holds_is_exact(Random& random) {
+CASE(what_fp16_holds_is_exact, testing::scaled(40)) {
     const int exponent = static_cast<int>(random.below(240)) - 126;
     std::vector<float> row;
     for (std::uint32_t magnitude = 0; magnitude < 0x7800; ++magnitude) { // below 2^15
@@ -157,7 +157,7 @@ void what_fp16_holds_is_exact(Random& random) {
 
 // Messages of several tables, empty ones among them: the same on every path and number of threads, row by row what
 // the kernels make of it, and of the size that is stated.
-void messages_are_rows_one_by_one(Random& random) {
+CASE(messages_are_rows_one_by_one, testing::scaled(60)) {
     std::vector<std::uint32_t> dims;
     std::vector<std::int64_t> offsets{0};
     std::vector<float> rows;
@@ -197,7 +197,7 @@ void messages_are_rows_one_by_one(Random& random) {
         }
 }
 
-void other_exponents_are_refused(Random& random) {
+CASE(other_exponents_are_refused, 20) {
     ThreadPool pool(2);
     const Fp16Codec wire({48, 32}, kernels_named("auto"), pool);
     const std::vector<std::int64_t> offsets{0, 700, 1001};
@@ -220,7 +220,7 @@ void other_exponents_are_refused(Random& random) {
 }
 
 // Any bytes: no bits depend on the path.
-void any_halves_are_decoded_alike(Random& random) {
+CASE(any_halves_are_decoded_alike, testing::scaled(400)) {
     Coded coded{static_cast<int>(random.below(240)) - 126, {}};
     while (coded.halves.size() < 67) coded.halves.push_back(static_cast<std::uint16_t>(random.word()));
     const std::vector<float> wanted = decoded(portable_kernels(), coded);
@@ -231,13 +231,3 @@ void any_halves_are_decoded_alike(Random& random) {
 }
 
 } // namespace
-
-int main(int argc, char** argv) {
-    return testing::run(argc, argv,
-                        {{"rows_are_what_the_text_says", testing::scaled(200), rows_are_what_the_text_says},
-                         {"the_edges", 5, the_edges},
-                         {"what_fp16_holds_is_exact", testing::scaled(40), what_fp16_holds_is_exact},
-                         {"messages_are_rows_one_by_one", testing::scaled(60), messages_are_rows_one_by_one},
-                         {"other_exponents_are_refused", 20, other_exponents_are_refused},
-                         {"any_halves_are_decoded_alike", testing::scaled(400), any_halves_are_decoded_alike}});
-}

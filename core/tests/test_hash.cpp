@@ -37,7 +37,7 @@ void check_even(const std::vector<std::uint32_t>& counts, double total) {
     CHECK(std::fabs(chi - (boxes - 1)) < 6 * std::sqrt(2 * (boxes - 1)));
 }
 
-void mix_is_a_bijection(Random& random) {
+CASE(mix_is_a_bijection, 5) {
     for (std::uint64_t x : {0ULL, 1ULL, ~0ULL, 1ULL << 63}) CHECK_EQ(unmix64(mix64(x)), x);
     for (int i = 0; i < 20000; ++i) {
         const std::uint64_t x = random.bits();
@@ -47,7 +47,7 @@ void mix_is_a_bijection(Random& random) {
 }
 
 // Buckets of saved files, initial values and roundings depend on these numbers: they must never change.
-void known_numbers(Random&) {
+CASE(known_numbers, 1) {
     CHECK_EQ(mix64(0), 0);
     CHECK_EQ(mix64(0x9e3779b97f4a7c15ULL), 0xe220a8397b1dcdafULL); // splitmix64's first output from seed 0
     CHECK_EQ(mix64(2 * 0x9e3779b97f4a7c15ULL), 0x6e789e6aa1b965f4ULL);
@@ -57,7 +57,7 @@ void known_numbers(Random&) {
     CHECK_EQ(unit_interval(~0ULL), 1.0 - 0x1p-53);
 }
 
-void buckets_are_the_top_bits(Random& random) {
+CASE(buckets_are_the_top_bits, 5) {
     for (unsigned bits = 0; bits <= 16; ++bits) {
         for (std::uint64_t h : {std::uint64_t{0}, ~std::uint64_t{0}, random.bits(), random.bits()})
             CHECK_EQ(bucket_of(h, bits), bits == 0 ? 0 : h >> (64 - bits));
@@ -71,7 +71,7 @@ void buckets_are_the_top_bits(Random& random) {
     }
 }
 
-void keys_differ(Random& random) {
+CASE(keys_differ, 100) {
     std::set<std::uint64_t> keys;
     const std::uint64_t seed = random.bits(), id = random.bits();
     const std::uint64_t table = table_key(seed, "a"), row = row_key(table, id);
@@ -81,7 +81,7 @@ void keys_differ(Random& random) {
         CHECK(keys.insert(key).second);
 }
 
-void draws_are_uniform(Random& random) {
+CASE(draws_are_uniform, testing::scaled(10)) {
     constexpr std::uint32_t kRows = 1024, kElements = 128;
     constexpr double kTotal = kRows * kElements;
     const std::uint64_t table = random.bits();
@@ -108,7 +108,7 @@ void draws_are_uniform(Random& random) {
     CHECK(std::fabs(sum / kRows - 0.5) < 6 / std::sqrt(12.0 * kRows));
 }
 
-void log_is_close(Random& random) {
+CASE(log_is_close, 5) {
     for (int i = 0; i < 20000; ++i) {
         const double x = std::ldexp(1.0 + unit_interval(random.bits()), static_cast<int>(random.below(200)) - 150);
         const double wanted = std::log(x);
@@ -118,13 +118,3 @@ void log_is_close(Random& random) {
 }
 
 } // namespace
-
-int main(int argc, char** argv) {
-    return testing::run(argc, argv,
-                        {{"mix_is_a_bijection", 5, mix_is_a_bijection},
-                         {"known_numbers", 1, known_numbers},
-                         {"buckets_are_the_top_bits", 5, buckets_are_the_top_bits},
-                         {"keys_differ", 100, keys_differ},
-                         {"draws_are_uniform", testing::scaled(10), draws_are_uniform},
-                         {"log_is_close", 5, log_is_close}});
-}

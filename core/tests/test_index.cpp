@@ -67,7 +67,7 @@ std::uint64_t draw_hash(Random& random, unsigned kind) {
     }
 }
 
-void agrees_with_a_map(Random& random) {
+CASE(agrees_with_a_map, testing::scaled(400)) {
     Indexed indexed(random.between(1, random.chance(0.5) ? 4 : 60));
     const unsigned kind = random.below(5);
     std::vector<std::uint64_t> there, gone;
@@ -96,7 +96,7 @@ void agrees_with_a_map(Random& random) {
 }
 
 // Group 0 overflowed into 1 and emptied, then 1 into 0: every group has been passed, and a missing id must still end.
-void search_ends_when_all_groups_were_passed(Random&) {
+CASE(search_ends_when_all_groups_were_passed, 1) {
     Indexed indexed(2);
     auto hash = [](std::uint64_t home, std::uint64_t n) { return (home << 39) | (n << 48) | 1; };
     for (std::uint64_t n = 0; n < 13; ++n) indexed.insert(hash(0, n));
@@ -109,7 +109,7 @@ void search_ends_when_all_groups_were_passed(Random&) {
 }
 
 // One home for hundreds of entries: its count sticks at 255, and nothing is lost when they go again.
-void passed_sticks_at_255(Random& random) {
+CASE(passed_sticks_at_255, 5) {
     Indexed indexed(50);
     std::vector<std::uint64_t> hashes;
     for (std::uint64_t n = 0; n < 400; ++n) hashes.push_back((n << 48) | random.between(1, 255));
@@ -122,7 +122,7 @@ void passed_sticks_at_255(Random& random) {
     for (std::size_t i = 0; i < 390; ++i) CHECK_EQ(indexed.find(hashes[i]), kNoSlot);
 }
 
-void candidate_is_in_the_home_group(Random& random) {
+CASE(candidate_is_in_the_home_group, 20) {
     Indexed indexed(8);
     while (indexed.slot_of.size() < 40) indexed.insert(random.bits());
     for (const auto& [hash, slot] : indexed.slot_of) {
@@ -136,7 +136,7 @@ void candidate_is_in_the_home_group(Random& random) {
     }
 }
 
-void room_is_as_promised(Random&) {
+CASE(room_is_as_promised, 1) {
     AnonymousArena arena(0);
     for (std::uint64_t entries = 1; entries < 5000; entries += entries < 200 ? 1 : 97) {
         Index index;
@@ -148,12 +148,3 @@ void room_is_as_promised(Random&) {
 }
 
 } // namespace
-
-int main(int argc, char** argv) {
-    return testing::run(argc, argv,
-                        {{"search_ends_when_all_groups_were_passed", 1, search_ends_when_all_groups_were_passed},
-                         {"agrees_with_a_map", testing::scaled(400), agrees_with_a_map},
-                         {"passed_sticks_at_255", 5, passed_sticks_at_255},
-                         {"candidate_is_in_the_home_group", 20, candidate_is_in_the_home_group},
-                         {"room_is_as_promised", 1, room_is_as_promised}});
-}

@@ -70,7 +70,7 @@ struct Batch {
     std::vector<float> first, block, gradient, out, of_first, of_block;
 };
 
-void every_path_is_right(Random& random) {
+CASE(every_path_is_right, 8) {
     for (const Kernels* kernels : available_kernels()) {
         DlrmInteraction dots(*kernels, 1);
         for (int shape = 0; shape < 40; ++shape) {
@@ -84,7 +84,7 @@ void every_path_is_right(Random& random) {
     }
 }
 
-void threads_do_not_matter(Random& random) {
+CASE(threads_do_not_matter, 8) {
     const Kernels& kernels = *available_kernels().front();
     Batch batch(random, 64 + random.below(200), 26, 16, true);
     DlrmInteraction alone(kernels, 1);
@@ -99,9 +99,3 @@ void threads_do_not_matter(Random& random) {
 }
 
 } // namespace
-
-int main(int argc, char** argv) {
-    return testing::run(
-        argc, argv,
-        {{"every_path_is_right", 8, every_path_is_right}, {"threads_do_not_matter", 8, threads_do_not_matter}});
-}

@@ -92,7 +92,12 @@ RowBlock run_steps(Random& random, const TableConfig& config, std::size_t rows, 
     return blocks[0];
 }
 
-void paths_agree_on_rows(Random& random) {
+CASE(there_is_a_portable_path, 1) {
+    for (const Kernels* kernels : available_kernels()) std::printf("path: %s\n", kernels->name);
+    CHECK(available_kernels().back() == &portable_kernels());
+}
+
+CASE(paths_agree_on_rows, testing::scaled(12)) {
     for (std::uint32_t dim = 1; dim <= kMostDim; ++dim)
         for (int kind = 0; kind <= static_cast<int>(OptimizerKind::ftrl); ++kind)
             for (Dtype dtype : kDtypes)
@@ -144,7 +149,7 @@ void step_in_double(const OptimizerConfig& o, std::uint32_t dim, std::vector<dou
     }
 }
 
-void formulas_are_right(Random& random) {
+CASE(formulas_are_right, testing::scaled(200)) {
     for (int kind = 0; kind <= static_cast<int>(OptimizerKind::ftrl); ++kind) {
         TableConfig config =
             draw_config(random, static_cast<OptimizerKind>(kind), Dtype::float32, random.between(1, kMostDim));
@@ -165,7 +170,7 @@ void formulas_are_right(Random& random) {
     }
 }
 
-void plain_sgd_is_exact(Random& random) {
+CASE(plain_sgd_is_exact, testing::scaled(200)) {
     TableConfig config;
     config.dim = random.between(1, kMostDim);
     config.optimizer.kind = OptimizerKind::sgd;
@@ -183,7 +188,7 @@ void plain_sgd_is_exact(Random& random) {
 }
 
 // Row-wise Adagrad's mean is the one sum over elements: sixteen lanes, then a tree of halves, on every path.
-void the_mean_is_summed_in_one_order(Random& random) {
+CASE(the_mean_is_summed_in_one_order, 10) {
     for (std::uint32_t dim = 1; dim <= kMostDim; ++dim) {
         TableConfig config;
         config.dim = dim;
@@ -204,7 +209,7 @@ void the_mean_is_summed_in_one_order(Random& random) {
 
 // The value that FTRL's closed form makes of a new row's z is the initial value, so that a zero gradient changes
 // little.
-void ftrl_starts_at_the_initial_value(Random& random) {
+CASE(ftrl_starts_at_the_initial_value, 20) {
     TableConfig config = draw_config(random, OptimizerKind::ftrl, Dtype::float32, 40);
     config.initial = InitialKind::uniform;
     RowBlock block(config, 1);
@@ -217,7 +222,7 @@ void ftrl_starts_at_the_initial_value(Random& random) {
     for (unsigned i = 0; i < 40; ++i) CHECK(std::fabs(values[i] - initial[i]) <= 1e-6f + 1e-5f * std::fabs(initial[i]));
 }
 
-void gather_copies_exactly(Random& random) {
+CASE(gather_copies_exactly, testing::scaled(40)) {
     for (std::uint32_t dim = 1; dim <= kMostDim; dim += random.between(1, 3))
         for (const Kernels* kernels : available_kernels()) {
             const std::size_t rows = random.between(1, 30), count = random.between(1, 60), first = random.below(17);
@@ -258,7 +263,7 @@ std::vector<Factor> draw_factors(Random& random, std::size_t n) {
 }
 
 // Gradients in any place, bare or scaled, with and without factors: always the order of the entries.
-void sum_adds_in_order(Random& random) {
+CASE(sum_adds_in_order, testing::scaled(20)) {
     for (std::uint32_t dim = 1; dim <= kMostDim; ++dim)
         for (const Kernels* kernels : available_kernels()) {
             const std::uint32_t ids = random.between(1, 10), count = random.between(1, 50);
@@ -293,7 +298,7 @@ void sum_adds_in_order(Random& random) {
         }
 }
 
-void pool_adds_in_order(Random& random) {
+CASE(pool_adds_in_order, testing::scaled(20)) {
     for (std::uint32_t dim = 1; dim <= kMostDim; ++dim)
         for (const Kernels* kernels : available_kernels()) {
             const std::uint32_t count = random.below(9);
@@ -319,7 +324,7 @@ void pool_adds_in_order(Random& random) {
 }
 
 // The largest magnitude's bits, wherever it lies: a number that is not finite is larger than all that are.
-void largest_is_found_anywhere(Random& random) {
+CASE(largest_is_found_anywhere, testing::scaled(8)) {
     for (const Kernels* kernels : available_kernels()) {
         CHECK_EQ(kernels->largest(nullptr, 0), 0);
         std::vector<float> values(9000);
@@ -343,7 +348,7 @@ void largest_is_found_anywhere(Random& random) {
     }
 }
 
-void initial_values_are_spread(Random& random) {
+CASE(initial_values_are_spread, testing::scaled(10)) {
     TableConfig config;
     config.dim = 64;
     config.optimizer.kind = OptimizerKind::sgd;
@@ -375,18 +380,3 @@ void initial_values_are_spread(Random& random) {
 }
 
 } // namespace
-
-int main(int argc, char** argv) {
-    for (const Kernels* kernels : available_kernels()) std::printf("path: %s\n", kernels->name);
-    return testing::run(argc, argv,
-                        {{"paths_agree_on_rows", testing::scaled(12), paths_agree_on_rows},
-                         {"formulas_are_right", testing::scaled(200), formulas_are_right},
-                         {"plain_sgd_is_exact", testing::scaled(200), plain_sgd_is_exact},
-                         {"the_mean_is_summed_in_one_order", 10, the_mean_is_summed_in_one_order},
-                         {"ftrl_starts_at_the_initial_value", 20, ftrl_starts_at_the_initial_value},
-                         {"gather_copies_exactly", testing::scaled(40), gather_copies_exactly},
-                         {"sum_adds_in_order", testing::scaled(20), sum_adds_in_order},
-                         {"pool_adds_in_order", testing::scaled(20), pool_adds_in_order},
-                         {"largest_is_found_anywhere", testing::scaled(8), largest_is_found_anywhere},
-                         {"initial_values_are_spread", testing::scaled(10), initial_values_are_spread}});
-}

@@ -90,7 +90,7 @@ void check_whole_buckets(Engine& engine, unsigned kills) {
         for (unsigned i = 1; i < 8; ++i) CHECK_EQ(row.value(i), row.value(0));
 }
 
-void no_bucket_is_half_applied(Random& random) {
+CASE(no_bucket_is_half_applied, testing::scaled(40)) {
     const SharedFile file;
     for (unsigned generation = 0; generation < 6; ++generation) {
         train_and_kill(file, generation == 0, random);
@@ -128,7 +128,7 @@ struct Opened {
 };
 
 // As if the process had died between arming and disarming: heads and bytes of all rows are spoilt half way.
-void an_armed_slot_is_undone(Random& random) {
+CASE(an_armed_slot_is_undone, 10) {
     TableConfig config = testing::counting_table("t", 5);
     config.optimizer.kind = OptimizerKind::adam;
     const SharedFile file;
@@ -165,7 +165,7 @@ void an_armed_slot_is_undone(Random& random) {
 }
 
 // Killed half way through a row of a snapshot that takes the place of a live one: when it comes to read the new state.
-void an_imported_row_is_whole_or_not(Random&) {
+CASE(an_imported_row_is_whole_or_not, 1) {
     TableConfig config = testing::counting_table("t", 5);
     config.optimizer.momentum = 0.5;
     const SharedFile file;
@@ -207,7 +207,7 @@ void an_imported_row_is_whole_or_not(Random&) {
 }
 
 // Killed between the birth of a row and the end of its sighting: the row counts.
-void a_row_outlives_its_sighting(Random&) {
+CASE(a_row_outlives_its_sighting, 1) {
     const SharedFile file;
     auto engine = file.create(tables());
     for (std::uint32_t step : {1, 2}) testing::lookup(*engine, {{}, {1, 2}}, step);
@@ -221,11 +221,3 @@ void a_row_outlives_its_sighting(Random&) {
 }
 
 } // namespace
-
-int main(int argc, char** argv) {
-    return testing::run(argc, argv,
-                        {{"an_armed_slot_is_undone", 10, an_armed_slot_is_undone},
-                         {"an_imported_row_is_whole_or_not", 1, an_imported_row_is_whole_or_not},
-                         {"a_row_outlives_its_sighting", 1, a_row_outlives_its_sighting},
-                         {"no_bucket_is_half_applied", testing::scaled(40), no_bucket_is_half_applied}});
-}

@@ -137,7 +137,7 @@ std::uint64_t draw_id(Random& random) {
     }
 }
 
-void agrees_with_a_map(Random& random) {
+CASE(agrees_with_a_map, testing::scaled(60)) {
     const bool limited = random.chance(0.5);
     const std::size_t most = random.chance(0.3) ? random.between(1, 40) : random.between(40, 2500);
     Modelled model(4 * std::size_t{random.below(10)}, limited ? most : 0);
@@ -176,7 +176,7 @@ void agrees_with_a_map(Random& random) {
 
 // The bucket is full and churns: for ever the oldest out, a new one in, with touches in between. Small ones above all,
 // where all groups of the index have overflowed at some time.
-void oldest_goes_first(Random& random) {
+CASE(oldest_goes_first, testing::scaled(200)) {
     const std::uint32_t most = random.chance(0.5) ? random.between(1, 130) : random.between(130, 1200);
     Modelled model(4, most);
     std::uint64_t next = random.bits();
@@ -195,7 +195,7 @@ void oldest_goes_first(Random& random) {
 }
 
 // No two rows share a byte, at every size around the chunks' boundaries; a limited bucket allocates what it needs.
-void chunks_fit(Random& random) {
+CASE(chunks_fit, testing::scaled(8)) {
     const std::size_t row_bytes = 4 * std::size_t{random.below(20)}, stride = sizeof(Head) + row_bytes;
     for (std::uint32_t most : {0U, 1U, 15U, 16U, 17U, 31U, 33U, 100U, 512U, 1023U, 1024U, 1025U, 1500U, 2048U, 3100U}) {
         Modelled model(row_bytes, most);
@@ -222,7 +222,7 @@ void chunks_fit(Random& random) {
 }
 
 // What a process finds whose predecessor was killed: chunks, some live heads, no index.
-void restart_finds_the_rows(Random& random) {
+CASE(restart_finds_the_rows, testing::scaled(100)) {
     const std::uint64_t limit = random.chance(0.5) ? random.between(1, 2000) : 0;
     Modelled before(8, limit);
     const std::uint32_t inserted = limit == 0 ? random.below(2500) : random.below(limit + 1);
@@ -241,7 +241,7 @@ void restart_finds_the_rows(Random& random) {
     after.check();
 }
 
-void foreign_chunks_are_refused(Random&) {
+CASE(foreign_chunks_are_refused, 1) {
     TestArena arena;
     Rows rows;
     rows.init(&arena, {ChunkKind::rows, 0, 0, 0}, 8, 0);
@@ -251,7 +251,7 @@ void foreign_chunks_are_refused(Random&) {
 }
 
 // Slots are 32-bit numbers: a bucket that has used them all up says so instead of beginning again at 0.
-void a_bucket_ends_before_its_slot_numbers(Random&) {
+CASE(a_bucket_ends_before_its_slot_numbers, 1) {
     TestArena arena;
     Rows rows;
     rows.init(&arena, {ChunkKind::rows, 0, 0, 0}, 8, 0);
@@ -264,7 +264,7 @@ void a_bucket_ends_before_its_slot_numbers(Random&) {
 }
 
 // Memory ends at any allocation: the insert throws, the rows are as they were, and go on when there is memory again.
-void full_memory_changes_nothing(Random& random) {
+CASE(full_memory_changes_nothing, 10) {
     Modelled model(4, 0);
     std::uint64_t id = random.bits();
     while (model.known.size() < 300) {
@@ -280,7 +280,7 @@ void full_memory_changes_nothing(Random& random) {
 }
 
 // Each breaks one invariant of a sound bucket of 40 rows, 10 of them free again.
-void check_sees_what_is_broken(Random&) {
+CASE(check_sees_what_is_broken, 1) {
     struct Break {
         const char* says;
         void (*by)(Modelled&);
@@ -313,15 +313,3 @@ void check_sees_what_is_broken(Random&) {
 }
 
 } // namespace
-
-int main(int argc, char** argv) {
-    return testing::run(argc, argv,
-                        {{"agrees_with_a_map", testing::scaled(60), agrees_with_a_map},
-                         {"oldest_goes_first", testing::scaled(200), oldest_goes_first},
-                         {"chunks_fit", testing::scaled(8), chunks_fit},
-                         {"restart_finds_the_rows", testing::scaled(100), restart_finds_the_rows},
-                         {"foreign_chunks_are_refused", 1, foreign_chunks_are_refused},
-                         {"a_bucket_ends_before_its_slot_numbers", 1, a_bucket_ends_before_its_slot_numbers},
-                         {"full_memory_changes_nothing", 10, full_memory_changes_nothing},
-                         {"check_sees_what_is_broken", 1, check_sees_what_is_broken}});
-}

@@ -102,7 +102,7 @@ void check_batch(const Gather& gather, const std::vector<const Sample*>& batch, 
     CHECK(found_label == label);
 }
 
-void gathers_what_was_asked_for(Random& random) {
+CASE(gathers_what_was_asked_for, testing::scaled(400)) {
     const std::size_t num_features = random.below(5), num_dense = random.below(4), num_labels = random.below(3);
     const bool only_single = random.chance(0.3);
     std::vector<std::unique_ptr<Block>> blocks;
@@ -131,7 +131,7 @@ void gathers_what_was_asked_for(Random& random) {
 }
 
 // What the builder keeps of arrays is what they were, whatever becomes of them.
-void the_builder_copies(Random& random) {
+CASE(the_builder_copies, 1) {
     std::vector<std::uint64_t> ids{1, 2, 3, 4, 5};
     std::vector<std::int64_t> offsets{1, 1, 3, 4};
     std::vector<float> weights{0, 1, 2, 3, 4}, dense{1, 2, 3, 4, 5, 6};
@@ -170,9 +170,3 @@ void the_builder_copies(Random& random) {
 }
 
 } // namespace
-
-int main(int argc, char** argv) {
-    return testing::run(argc, argv,
-                        {{"gathers_what_was_asked_for", testing::scaled(400), gathers_what_was_asked_for},
-                         {"the_builder_copies", 1, the_builder_copies}});
-}

@@ -29,26 +29,15 @@ std::vector<TableConfig> draw_tables(Random& random) {
     return configs;
 }
 
-void train(Engine& engine, Random& random, unsigned calls) {
-    for (unsigned call = 0; call < calls; ++call) {
-        testing::IdsOfTables ids(engine.num_tables());
-        for (Ids& each : ids)
-            for (unsigned i = random.below(900); i > 0; --i) each.push_back(mix64(random.below(3000)));
-        const std::uint32_t step = engine.next_step();
-        const auto looked = testing::lookup(engine, ids, step);
-        testing::update(engine, *looked.ticket, std::vector<float>(looked.rows.size(), random.real(-1.0f, 1.0f)), step);
-    }
-}
-
-void attached_is_as_it_was(Random& random) {
+CASE(attached_is_as_it_was, testing::scaled(12)) {
     const SharedFile file;
     const std::vector<TableConfig> configs = draw_tables(random);
     const auto beside = testing::make_engine(configs); // the same calls in memory
     auto engine = file.create(configs, 2);
     for (unsigned round = 0; round < 4; ++round) {
         Random same = random;
-        train(*engine, random, 5);
-        train(*beside, same, 5);
+        testing::train(*engine, random, 5, 900, 3000);
+        testing::train(*beside, same, 5, 900, 3000);
         engine->table(0).set_lr(0.5 + round);
         beside->table(0).set_lr(0.5 + round);
         engine->begin_version(0);
@@ -76,17 +65,17 @@ void write_at(const std::string& path, std::size_t offset, std::uint64_t value, 
     CHECK(file.good());
 }
 
-void the_note_is_the_last_one(Random& random) {
+CASE(the_note_is_the_last_one, testing::scaled(6)) {
     const SharedFile file;
     const std::vector<TableConfig> configs = draw_tables(random);
     auto engine = file.create(configs, 1);
     std::string note;
     std::size_t size = 0;
     for (unsigned round = 0; round < 40; ++round) {
-        CHECK(engine->note() == note);
+        CHECK(engine->arena().note() == note);
         note.assign(random.below(round % 10 == 9 ? 300000 : 2000), static_cast<char>('a' + round % 26));
-        engine->set_note(note);
-        CHECK(engine->note() == note);
+        engine->arena().set_note(note);
+        CHECK(engine->arena().note() == note);
         if (round == 20) size = std::filesystem::file_size(file.path);
         if (!random.chance(0.3)) continue;
         engine = nullptr;
@@ -95,7 +84,7 @@ void the_note_is_the_last_one(Random& random) {
     CHECK(std::filesystem::file_size(file.path) <= size + SharedArena::kMappingBytes); // places are used again
 }
 
-void files_that_are_not_ours(Random& random) {
+CASE(files_that_are_not_ours, 2) {
     const std::vector<TableConfig> one{testing::counting_table("t", 1)};
     const SharedFile file;
     CHECK_THROWS(SharedMemoryError, "cannot be opened", file.attach(one));
@@ -116,7 +105,7 @@ void files_that_are_not_ours(Random& random) {
     }
 }
 
-void files_that_are_in_use_or_of_others(Random&) {
+CASE(files_that_are_in_use_or_of_others, 1) {
     const std::vector<TableConfig> one{testing::counting_table("t", 1)}, two{one[0], testing::counting_table("u", 1)};
     const SharedFile file;
     auto engine = file.create(one);
@@ -132,7 +121,7 @@ void files_that_are_in_use_or_of_others(Random&) {
 constexpr std::size_t kMagicAt = 0, kHeaderBytesAt = 8, kTailAt = 32, kChunkBytes = 0, kChunkKind = 8, kChunkTable = 12,
                       kChunkBucket = 16, kChunkSequence = 20;
 
-void files_that_are_damaged(Random&) {
+CASE(files_that_are_damaged, 1) {
     const std::vector<TableConfig> one{testing::counting_table("t", 1, 2)};
     struct Damage {
         const char* says;
@@ -174,7 +163,7 @@ void files_that_are_damaged(Random&) {
 }
 
 // Raw chunks of all sizes over several pieces of the file: aligned, zeroed, found again in order with all their bytes.
-void chunks_come_back(Random& random) {
+CASE(chunks_come_back, testing::scaled(6)) {
     struct Chunk {
         ChunkTag tag;
         std::size_t bytes;
@@ -236,7 +225,7 @@ Ids range(std::uint64_t first, std::uint64_t n) {
     return ids;
 }
 
-void a_full_disk_loses_nothing(Random&) {
+CASE(a_full_disk_loses_nothing, 1) {
     constexpr std::uint32_t kDim = 600, kBatch = 100; // rows of 2.4 KB
     const std::vector<TableConfig> configs{testing::counting_table("t", kDim, 2)};
     const SharedFile file;
@@ -291,7 +280,7 @@ void a_full_disk_loses_nothing(Random&) {
     CHECK(Contents(*engine) == before);
 }
 
-void a_file_that_cannot_be_made_is_removed(Random&) {
+CASE(a_file_that_cannot_be_made_is_removed, 1) {
     const SharedFile file;
     const FullDisk full(1 << 20);
     CHECK_THROWS(SharedMemoryError, "cannot grow", file.create({testing::counting_table("t", 1)}));
@@ -299,7 +288,7 @@ void a_file_that_cannot_be_made_is_removed(Random&) {
 }
 
 // Several callers while the file grows piece by piece: what they read beside each other's growth stays sound.
-void callers_share_a_growing_file(Random& random) {
+CASE(callers_share_a_growing_file, testing::scaled(2)) {
     constexpr std::uint32_t kDim = 1000;
     const std::vector<TableConfig> configs{testing::counting_table("t", kDim, 16)};
     const SharedFile file;
@@ -326,16 +315,3 @@ void callers_share_a_growing_file(Random& random) {
 }
 
 } // namespace
-
-int main(int argc, char** argv) {
-    return testing::run(argc, argv,
-                        {{"attached_is_as_it_was", testing::scaled(12), attached_is_as_it_was},
-                         {"the_note_is_the_last_one", testing::scaled(6), the_note_is_the_last_one},
-                         {"files_that_are_not_ours", 2, files_that_are_not_ours},
-                         {"files_that_are_in_use_or_of_others", 1, files_that_are_in_use_or_of_others},
-                         {"files_that_are_damaged", 1, files_that_are_damaged},
-                         {"chunks_come_back", testing::scaled(6), chunks_come_back},
-                         {"a_full_disk_loses_nothing", 1, a_full_disk_loses_nothing},
-                         {"a_file_that_cannot_be_made_is_removed", 1, a_file_that_cannot_be_made_is_removed},
-                         {"callers_share_a_growing_file", testing::scaled(2), callers_share_a_growing_file}});
-}

@@ -75,7 +75,7 @@ StepScalars plain_sgd(Dtype dtype, std::uint32_t dim, std::uint32_t step, double
 }
 
 // Every finite code through gather, and through a step with a gradient of zeros: the same code again.
-void every_number_survives(Random& random) {
+CASE(every_number_survives, 3) {
     constexpr std::uint32_t kDim = 64, kRows = 1024;
     for (Dtype dtype : {Dtype::float16, Dtype::bfloat16})
         for (const Kernels* kernels : available_kernels()) {
@@ -126,7 +126,7 @@ Code encoded(const Kernels& kernels, Dtype dtype, float value) {
     return row[0];
 }
 
-void new_rows_round_to_nearest(Random& random) {
+CASE(new_rows_round_to_nearest, testing::scaled(12)) {
     for (unsigned i = 0; i < 3000; ++i)
         for (Dtype dtype : {Dtype::float16, Dtype::bfloat16}) {
             const float value = draw_float(random, dtype);
@@ -142,7 +142,7 @@ void new_rows_round_to_nearest(Random& random) {
 }
 
 // Between each two neighbours: half way goes to the even one, a hair off to the closer one.
-void every_half_way_rounds_right(Random& random) {
+CASE(every_half_way_rounds_right, 1) {
     for (Dtype dtype : {Dtype::float16, Dtype::bfloat16})
         for (const Kernels* kernels : available_kernels())
             for (std::uint32_t low = testing::kSanitized ? random.below(8) : 0; low + 1 < infinity_of(dtype);
@@ -159,7 +159,7 @@ void every_half_way_rounds_right(Random& random) {
 
 // A row of zeros after one step of lr 1 is minus the gradient, rounded: down or up to a neighbour, the same on all
 // paths.
-void updates_round_to_a_neighbour(Random& random) {
+CASE(updates_round_to_a_neighbour, testing::scaled(12)) {
     constexpr std::uint32_t kDim = 64;
     for (unsigned i = 0; i < 200; ++i)
         for (Dtype dtype : {Dtype::float16, Dtype::bfloat16}) {
@@ -186,7 +186,7 @@ void updates_round_to_a_neighbour(Random& random) {
 }
 
 // The mean of many roundings is the number itself: the odds are the distances.
-void rounding_is_unbiased(Random& random) {
+CASE(rounding_is_unbiased, testing::scaled(20)) {
     constexpr std::uint32_t kDim = 64, kRows = 500;
     for (Dtype dtype : {Dtype::float16, Dtype::bfloat16}) {
         const float value = random.chance(0.5) ? random.real(0.5f, 2.0f)
@@ -207,7 +207,7 @@ void rounding_is_unbiased(Random& random) {
     }
 }
 
-void beyond_the_largest(Random&) {
+CASE(beyond_the_largest, 1) {
     const float infinity = std::numeric_limits<float>::infinity(), nan = std::numeric_limits<float>::quiet_NaN();
     for (const Kernels* kernels : available_kernels())
         for (float sign : {1.0f, -1.0f}) {
@@ -228,13 +228,3 @@ void beyond_the_largest(Random&) {
 }
 
 } // namespace
-
-int main(int argc, char** argv) {
-    return testing::run(argc, argv,
-                        {{"every_number_survives", 3, every_number_survives},
-                         {"new_rows_round_to_nearest", testing::scaled(12), new_rows_round_to_nearest},
-                         {"every_half_way_rounds_right", 1, every_half_way_rounds_right},
-                         {"updates_round_to_a_neighbour", testing::scaled(12), updates_round_to_a_neighbour},
-                         {"rounding_is_unbiased", testing::scaled(20), rounding_is_unbiased},
-                         {"beyond_the_largest", 1, beyond_the_largest}});
-}

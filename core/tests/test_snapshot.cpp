@@ -2,8 +2,8 @@
 // ids with its bound. What files add to this is tested in Python.
 #include <map>
 
+#include "bag_draws.hpp"
 #include "base/errors.hpp"
-#include "calls.hpp"
 
 using namespace satrap;
 using testing::Contents, testing::Ids, testing::IdsOfTables, testing::Line, testing::Random;
@@ -11,33 +11,12 @@ using testing::Contents, testing::Ids, testing::IdsOfTables, testing::Line, test
 namespace {
 
 TableConfig draw_config(Random& random, std::size_t number) {
-    TableConfig config =
-        testing::counting_table("table " + std::to_string(number), random.between(1, 9), 1U << random.below(4));
-    config.dtype = std::vector{Dtype::float32, Dtype::float16, Dtype::bfloat16}[random.below(3)];
-    config.optimizer.kind = static_cast<OptimizerKind>(random.below(6));
-    config.optimizer.momentum = 0.5;
-    config.initial = InitialKind::uniform;
-    config.initial_a = -1.0;
-    config.initial_b = 1.0;
-    config.admission = random.chance(0.5) ? AdmissionKind::always : AdmissionKind::min_count;
-    config.min_count = 2;
+    TableConfig config = testing::draw_table(random, number);
+    config.num_buckets = 1U << random.below(4);
     config.window = random.between(8, 200);
-    if (random.chance(0.6)) config.capacity = random.between(200, 400);
+    config.capacity = random.chance(0.6) ? random.between(200, 400) : 0;
     if (random.chance(0.3)) config.expire_after = 6;
     return config;
-}
-
-void train(Engine& engine, Random& random, unsigned calls) {
-    for (unsigned call = 0; call < calls; ++call) {
-        IdsOfTables ids(engine.num_tables());
-        for (Ids& each : ids)
-            for (unsigned i = random.below(60); i > 0; --i) each.push_back(mix64(random.below(500)));
-        const std::uint32_t step = engine.next_step();
-        const auto looked = testing::lookup(engine, ids, step);
-        std::vector<float> gradients(looked.rows.size());
-        for (float& g : gradients) g = random.real(-1.0f, 1.0f);
-        testing::update(engine, *looked.ticket, gradients, step);
-    }
 }
 
 // The columns of a range of buckets, straight into another engine.
@@ -76,33 +55,33 @@ std::uint32_t copy(Random& random, Engine& from, Engine& to, std::size_t t, std:
     return version;
 }
 
-void a_copy_is_equal_and_goes_on_equally(Random& random) {
+CASE(a_copy_is_equal_and_goes_on_equally, testing::scaled(150)) {
     const std::vector<TableConfig> configs{draw_config(random, 0), draw_config(random, 1)};
     const auto from = testing::make_engine(configs, 2), to = testing::make_engine(configs, 1);
-    train(*from, random, 20);
+    testing::train(*from, random, 20, 60, 500);
     for (std::size_t t = 0; t < 2; ++t) copy(random, *from, *to, t, 0);
     CHECK(Contents(*from) == Contents(*to));
     Random same = random;
-    train(*from, random, 10); // evictions, draws and admissions go on as if nothing had happened
-    train(*to, same, 10);
+    testing::train(*from, random, 10, 60, 500); // evictions, draws and admissions go on as if nothing had happened
+    testing::train(*to, same, 10, 60, 500);
     CHECK(Contents(*from) == Contents(*to));
 }
 
-void changes_lead_from_copy_to_copy(Random& random) {
+CASE(changes_lead_from_copy_to_copy, testing::scaled(150)) {
     const std::vector<TableConfig> configs{draw_config(random, 0)};
     const auto from = testing::make_engine(configs), to = testing::make_engine(configs);
-    train(*from, random, 10);
+    testing::train(*from, random, 10, 60, 500);
     std::uint32_t since = copy(random, *from, *to, 0, 0);
     for (unsigned round = 0; round < 6; ++round) {
         CHECK(testing::rows_of(*from, 0, since).empty());
-        train(*from, random, random.below(12));
+        testing::train(*from, random, random.below(12), 60, 500);
         since = copy(random, *from, *to, 0, since);
         CHECK(Contents(*from) == Contents(*to));
     }
 }
 
 // Exactly the rows that a lookup or an update touched carry the new version; a look without training touches none.
-void changes_are_the_touched_rows(Random&) {
+CASE(changes_are_the_touched_rows, 1) {
     const auto engine = testing::make_engine({testing::counting_table("t", 2, 4)});
     testing::lookup(*engine, {{1, 2, 3, 4}}, 1);
     CHECK_EQ(engine->begin_version(0), 2);
@@ -119,7 +98,7 @@ void changes_are_the_touched_rows(Random&) {
 }
 
 // Evictions before the first save are not remembered, later ones are, each id once, until the log overflows.
-void removed_ids_are_remembered_up_to_a_bound(Random&) {
+CASE(removed_ids_are_remembered_up_to_a_bound, 1) {
     TableConfig config = testing::counting_table("t", 1);
     config.capacity = 100;
     const auto engine = testing::make_engine({config});
@@ -150,7 +129,7 @@ void removed_ids_are_remembered_up_to_a_bound(Random&) {
     engine->table(0).check();
 }
 
-void removed_rows_are_removed(Random&) {
+CASE(removed_rows_are_removed, 1) {
     TableConfig config = testing::counting_table("t", 1, 2);
     const auto engine = testing::make_engine({config});
     testing::lookup(*engine, {{1, 2, 3}}, 1);
@@ -161,7 +140,7 @@ void removed_rows_are_removed(Random&) {
     engine->table(0).check();
 }
 
-void too_many_rows_are_refused(Random&) {
+CASE(too_many_rows_are_refused, 1) {
     TableConfig config = testing::counting_table("narrow", 1);
     config.capacity = 2;
     const auto engine = testing::make_engine({config});
@@ -179,7 +158,7 @@ void too_many_rows_are_refused(Random&) {
 }
 
 // Sightings of a foreign or an overlapping save: beyond the window, twice, of ids with rows, counted zero or too far.
-void sightings_stay_in_their_window(Random& random) {
+CASE(sightings_stay_in_their_window, 40) {
     TableConfig config = testing::counting_table("patient", 1, 2);
     config.admission = AdmissionKind::min_count;
     config.min_count = 3;
@@ -205,15 +184,3 @@ void sightings_stay_in_their_window(Random& random) {
 }
 
 } // namespace
-
-int main(int argc, char** argv) {
-    return testing::run(
-        argc, argv,
-        {{"a_copy_is_equal_and_goes_on_equally", testing::scaled(150), a_copy_is_equal_and_goes_on_equally},
-         {"changes_lead_from_copy_to_copy", testing::scaled(150), changes_lead_from_copy_to_copy},
-         {"changes_are_the_touched_rows", 1, changes_are_the_touched_rows},
-         {"removed_ids_are_remembered_up_to_a_bound", 1, removed_ids_are_remembered_up_to_a_bound},
-         {"removed_rows_are_removed", 1, removed_rows_are_removed},
-         {"too_many_rows_are_refused", 1, too_many_rows_are_refused},
-         {"sightings_stay_in_their_window", 40, sightings_stay_in_their_window}});
-}

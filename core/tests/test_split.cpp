@@ -110,13 +110,11 @@ Sums update(Servers& servers, std::vector<LookedSplit>& looked, const std::vecto
         CHECK(std::equal(each.sent.begin(), each.sent.end(), each.ticket->ids->as<std::uint64_t>()));
     for (std::uint32_t s = 0; s < servers.count(); ++s) {
         Engine& engine = *servers.engines[s];
-        std::vector<double> lrs;
-        for (std::size_t t = 0; t < engine.num_tables(); ++t) lrs.push_back(engine.table(t).lr());
         std::unique_ptr<Ticket> own =
             sums.same_ids ? std::move(looked[0].of_servers[s])
                           : engine.prepare(sums.ids->as<std::uint64_t>() + layout.first_id[s], offsets_of(layout, s));
         CHECK_EQ(own->num_floats, layout.num_floats[s]);
-        engine.update(*own, sums.gradients->as<float>() + layout.first_float[s], step, lrs);
+        engine.update(*own, sums.gradients->as<float>() + layout.first_float[s], step, testing::lrs_of(engine));
     }
     return sums;
 }
@@ -182,7 +180,7 @@ void train_alike(Random& random, const Model& model, Servers& servers, Engine& e
         CHECK_EQ(servers.split->bags().truncated[f].load(), described->truncated[f].load());
 }
 
-void equal_one_engine(Random& random) {
+CASE(equal_one_engine, testing::scaled(40)) {
     const Model model = testing::draw_model(random);
     const std::uint64_t seed = random.bits();
     const std::size_t most = random.chance(0.5) ? 20 : 500;
@@ -196,7 +194,7 @@ void equal_one_engine(Random& random) {
 }
 
 // Sums for other owners than the lookup's: each id has the same, elsewhere.
-void owners_may_change_in_between(Random& random) {
+CASE(owners_may_change_in_between, testing::scaled(40)) {
     const Model model = testing::draw_model(random);
     Servers servers(random, model, 3, 2);
     Split& split = *servers.split;
@@ -229,7 +227,7 @@ void owners_may_change_in_between(Random& random) {
     CHECK(seen[0] == seen[1]);
 }
 
-void tickets_are_good_once(Random& random) {
+CASE(tickets_are_good_once, 1) {
     const Model model = testing::counting_model(2, {{Pooling::sum, false}, {Pooling::none, false}});
     Servers servers(random, model, 2), other(random, model, 2);
     Split& split = *servers.split;
@@ -278,7 +276,7 @@ void tickets_are_good_once(Random& random) {
 }
 
 // What was laid out for the servers is there when ticket and split are gone, and others have used their memory.
-void memory_outlives_the_split(Random& random) {
+CASE(memory_outlives_the_split, 1) {
     const Model model = testing::counting_model(16, {{Pooling::sum, false}});
     Servers servers(random, model, 2, 2);
     auto call = std::make_unique<BagCall>();
@@ -309,7 +307,7 @@ void memory_outlives_the_split(Random& random) {
 }
 
 // Lookups, fills and sums at the same time, by several callers: every gradient is applied once.
-void callers_lose_nothing(Random& random) {
+CASE(callers_lose_nothing, testing::scaled(6)) {
     const Model model =
         testing::counting_model(3, {{Pooling::sum, false}, {Pooling::sum, false}, {Pooling::none, false}});
     Servers servers(random, model, 2, 2);
@@ -342,7 +340,7 @@ void callers_lose_nothing(Random& random) {
 }
 
 // One ticket, several callers: one of them uses it, and none observes a half-finished call of another.
-void one_of_several_claims_a_ticket(Random& random) {
+CASE(one_of_several_claims_a_ticket, 1) {
     const Model model = testing::counting_model(2, {{Pooling::sum, false}});
     Servers servers(random, model, 1, 2);
     Split& split = *servers.split;
@@ -374,13 +372,3 @@ void one_of_several_claims_a_ticket(Random& random) {
 }
 
 } // namespace
-
-int main(int argc, char** argv) {
-    return testing::run(argc, argv,
-                        {{"equal_one_engine", testing::scaled(40), equal_one_engine},
-                         {"owners_may_change_in_between", testing::scaled(40), owners_may_change_in_between},
-                         {"tickets_are_good_once", 1, tickets_are_good_once},
-                         {"memory_outlives_the_split", 1, memory_outlives_the_split},
-                         {"callers_lose_nothing", testing::scaled(6), callers_lose_nothing},
-                         {"one_of_several_claims_a_ticket", 1, one_of_several_claims_a_ticket}});
-}

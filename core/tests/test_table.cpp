@@ -94,7 +94,7 @@ testing::Looked lookup_both(Engine& engine, Oracle& oracle, const Ids& ids, cons
 }
 
 // Training with staleness: steps lie between the oldest open one and the newest, in any order.
-void lives_as_the_oracle_says(Random& random) {
+CASE(lives_as_the_oracle_says, testing::scaled(1000)) {
     const TableConfig config = draw_config(random);
     const auto engine = testing::make_engine({config}, 1, random.pick(available_kernels())->name);
     Oracle oracle(config);
@@ -135,7 +135,7 @@ void lives_as_the_oracle_says(Random& random) {
 
 // A full bucket, new ids in order, and updates that come late to rows which are about to go: their stamps rise to the
 // middle of the order, which the table has partly worked out already.
-void late_updates_keep_the_order(Random& random) {
+CASE(late_updates_keep_the_order, testing::scaled(30)) {
     TableConfig config = testing::counting_table("late", 1);
     config.capacity = random.between(64, 300);
     config.admission = random.chance(0.5) ? AdmissionKind::always : AdmissionKind::min_count;
@@ -162,7 +162,7 @@ void late_updates_keep_the_order(Random& random) {
     check_same(*engine, oracle);
 }
 
-void pinned_rows_stay(Random&) {
+CASE(pinned_rows_stay, 1) {
     TableConfig config = testing::counting_table("pinned", 1);
     config.capacity = 4;
     const auto engine = testing::make_engine({config});
@@ -183,7 +183,7 @@ void pinned_rows_stay(Random&) {
     engine->table(0).check();
 }
 
-void on_full_raise_and_grow(Random&) {
+CASE(on_full_raise_and_grow, 1) {
     TableConfig config = testing::counting_table("bounded", 1);
     config.capacity = 3;
     config.on_full = OnFull::raise;
@@ -200,7 +200,7 @@ void on_full_raise_and_grow(Random&) {
     CHECK_EQ(engine->num_rows(0), 5);
 }
 
-void expires_at_the_exact_step(Random&) {
+CASE(expires_at_the_exact_step, 1) {
     TableConfig config = testing::counting_table("expiring", 1, 2);
     config.expire_after = 5;
     const auto engine = testing::make_engine({config});
@@ -226,7 +226,7 @@ void expires_at_the_exact_step(Random&) {
 
 // A row that a very late step inserts is stamped with the line of expiry: it lives, and no id of a batch takes the
 // place of another.
-void a_very_late_row_lives(Random&) {
+CASE(a_very_late_row_lives, 1) {
     TableConfig config = testing::counting_table("late", 1);
     config.expire_after = 5;
     config.capacity = 3;
@@ -243,7 +243,7 @@ void a_very_late_row_lives(Random&) {
 }
 
 // Whether an id gets in is a function of (seed, table, id, step), whatever came before, and about p of them do.
-void probability_is_pure(Random& random) {
+CASE(probability_is_pure, testing::scaled(20)) {
     TableConfig config = testing::counting_table("lottery", 1, 4);
     config.admission = AdmissionKind::probability;
     config.probability = random.real(0.05f, 0.95f);
@@ -265,7 +265,7 @@ void probability_is_pure(Random& random) {
 }
 
 // A full table must not cost an id its sightings: the call can be repeated once there is room.
-void a_failed_lookup_keeps_the_sightings(Random&) {
+CASE(a_failed_lookup_keeps_the_sightings, 1) {
     TableConfig config = testing::counting_table("patient", 1);
     config.admission = AdmissionKind::min_count;
     config.min_count = 3;
@@ -280,7 +280,7 @@ void a_failed_lookup_keeps_the_sightings(Random&) {
     engine->table(0).check();
 }
 
-void nonfinite_gradients(Random&) {
+CASE(nonfinite_gradients, 1) {
     const float infinity = std::numeric_limits<float>::infinity(), most = std::numeric_limits<float>::max();
     TableConfig config = testing::counting_table("strict", 3, 2);
     TableConfig skipping = testing::counting_table("lenient", 1, 2);
@@ -312,7 +312,7 @@ void nonfinite_gradients(Random&) {
     CHECK_EQ(engine->stats(0).counters.skipped, 4);
 }
 
-void check_sees_what_is_broken(Random&) {
+CASE(check_sees_what_is_broken, 1) {
     struct Break {
         const char* says;
         void (*by)(Engine&, Bucket&);
@@ -361,17 +361,3 @@ void check_sees_what_is_broken(Random&) {
 }
 
 } // namespace
-
-int main(int argc, char** argv) {
-    return testing::run(argc, argv,
-                        {{"lives_as_the_oracle_says", testing::scaled(1000), lives_as_the_oracle_says},
-                         {"late_updates_keep_the_order", testing::scaled(30), late_updates_keep_the_order},
-                         {"pinned_rows_stay", 1, pinned_rows_stay},
-                         {"on_full_raise_and_grow", 1, on_full_raise_and_grow},
-                         {"expires_at_the_exact_step", 1, expires_at_the_exact_step},
-                         {"a_very_late_row_lives", 1, a_very_late_row_lives},
-                         {"probability_is_pure", testing::scaled(20), probability_is_pure},
-                         {"a_failed_lookup_keeps_the_sightings", 1, a_failed_lookup_keeps_the_sightings},
-                         {"nonfinite_gradients", 1, nonfinite_gradients},
-                         {"check_sees_what_is_broken", 1, check_sees_what_is_broken}});
-}

@@ -1,7 +1,7 @@
-// What all core tests share: checks that say what was found, seeded random numbers, and a main that names the seed of
-// a failure. It knows nothing of tables.
+// What all core tests share: checks that say what was found, seeded random numbers, and the main of a test program,
+// which names the seed of a failure. It knows nothing of tables.
 //
-// A test program is a list of cases; a case runs `rounds` times, each with another seed. `test_x` runs all of
+// A test program is one file of cases; a case runs `rounds` times, each with another seed. `test_x` runs all of
 // them, `test_x 42` every case once with that seed, `test_x 42 name` one case. A case that hangs is a failure too.
 #pragma once
 
@@ -15,7 +15,6 @@
 #include <cstring>
 #include <exception>
 #include <functional>
-#include <initializer_list>
 #include <mutex>
 #include <sstream>
 #include <stdexcept>
@@ -26,14 +25,8 @@
 
 namespace testing {
 
-#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
+#ifdef SATRAP_SANITIZED
 inline constexpr bool kSanitized = true;
-#elif defined(__has_feature)
-#if __has_feature(address_sanitizer) || __has_feature(thread_sanitizer)
-inline constexpr bool kSanitized = true;
-#else
-inline constexpr bool kSanitized = false;
-#endif
 #else
 inline constexpr bool kSanitized = false;
 #endif
@@ -133,6 +126,18 @@ struct Case {
     void (*body)(Random&);
 };
 
+inline std::vector<Case> cases; // of this program, in the order of their definition
+
+struct Registration {
+    explicit Registration(const Case& one) { cases.push_back(one); }
+};
+
+// Defines a case, whose body draws from `random`: CASE(name, rounds) { ... }
+#define CASE(name, rounds)                                                                                             \
+    void name(::testing::Random& random);                                                                              \
+    const ::testing::Registration registration_of_##name({#name, rounds, name});                                       \
+    void name([[maybe_unused]] ::testing::Random& random)
+
 inline char now_running[256]; // for the signal handler below, which may not allocate
 
 inline void report_hang(int) {
@@ -142,7 +147,7 @@ inline void report_hang(int) {
     std::_Exit(1);
 }
 
-inline int run(int argc, char** argv, std::initializer_list<Case> cases) {
+inline int run(int argc, char** argv) {
     constexpr unsigned kMostSeconds = 240; // of one round, on a machine many times slower than ours
     const std::uint64_t given = argc > 1 ? std::strtoull(argv[1], nullptr, 10) : 0;
     bool found = false;
@@ -177,3 +182,5 @@ inline int run(int argc, char** argv, std::initializer_list<Case> cases) {
 }
 
 } // namespace testing
+
+int main(int argc, char** argv) { return testing::run(argc, argv); }

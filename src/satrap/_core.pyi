@@ -54,9 +54,6 @@ class Ticket:
     def n(self) -> int: ...
 
     @property
-    def num_unique(self) -> int: ...
-
-    @property
     def batch_size(self) -> int:
         """The number of samples of a batch of bags; else 0."""
 
@@ -271,9 +268,6 @@ class Bags:
 
     def __init__(self, engine: Engine, features: Sequence[tuple[str, int, str, bool, int, bool, int | None]]) -> None: ...
 
-    @property
-    def total_dim(self) -> int: ...
-
     def made(self, ticket: Ticket) -> bool:
         """Returns whether the ticket is from a lookup of these bags."""
 
@@ -354,10 +348,6 @@ class Split:
     def simd(self) -> str: ...
 
     @property
-    def num_buckets(self) -> int:
-        """Number of buckets of all tables."""
-
-    @property
     def truncated(self) -> list[int]:
         """
         For each sequence the number of ids beyond its max_length, which were not looked up.
@@ -365,9 +355,6 @@ class Split:
 
     def empty(self, rows: int, dim: int) -> Annotated[NDArray[numpy.float32], dict(shape=(None, None), order='C')]:
         """Returns an uninitialised block, like Engine.empty."""
-
-    def made(self, ticket: SplitTicket) -> bool:
-        """Returns whether the ticket is from a lookup of this split."""
 
     def lookup(self, values: Annotated[NDArray[numpy.uint64], dict(shape=(None,), order='C', device='cpu', writable=False)], offsets: Annotated[NDArray[numpy.int64], dict(shape=(None,), order='C', device='cpu', writable=False)] | None, weights: Annotated[NDArray[numpy.float32], dict(order='C', device='cpu', writable=False)] | None, batch_size: int, owners: Annotated[NDArray[numpy.uint32], dict(shape=(None,), order='C', device='cpu', writable=False)], num_servers: int) -> SplitTicket: ...
 

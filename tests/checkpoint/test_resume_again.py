@@ -9,13 +9,12 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from checkpoint_job import Job
+from checkpoint_job import Job, same
 from cluster import running_servers
 from loop import batches, bits, job, loss_of, tables
 from remote_worker_parts import working
@@ -24,12 +23,6 @@ from satrap.errors import CheckpointError, StreamError
 from trainers import Trainers
 
 NUM = 12
-
-
-def same(one: dict[str, Any], other: dict[str, Any]) -> None:
-    assert one.keys() == other.keys()
-    for name in one:
-        np.testing.assert_array_equal(one[name], other[name], err_msg=name)
 
 
 def train(job: Job, until: int, save_at: int | None = None) -> None:

@@ -16,17 +16,13 @@ import torch
 
 import satrap.checkpoint.run_directory
 import satrap.run_context
-from checkpoint_job import Job
+from checkpoint_job import Job, names, same
 from logged import logged
 from satrap import Checkpoint, Embeddings, Parquet, Table
 from satrap.checkpoint.run_directory import RunDirectory
 from satrap.checkpoint.run_owner import OWNER
 from satrap.errors import CheckpointError
 from satrap.run_context import RunContext
-
-
-def names(run: Path) -> list[str]:
-    return sorted(path.name for path in run.iterdir() if path.name != OWNER)
 
 
 def test_foreign_folders_are_neither_read_nor_removed(tmp_path: Path) -> None:
@@ -137,9 +133,7 @@ def test_a_random_state_that_cannot_be_loaded_changes_nothing(tmp_path: Path, mo
         patched.setattr(torch, "set_rng_state", lambda _: (_ for _ in ()).throw(RuntimeError("no such state")))
         with pytest.raises(RuntimeError, match="no such state"):
             job.run.resume()
-    after = job.state()
-    for name, value in before.items():
-        np.testing.assert_array_equal(after[name], value)
+    same(job.state(), before)
     assert job.run.resume()
 
 

@@ -12,12 +12,10 @@ import random
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import pytest
 
-from checkpoint_job import Job
+from checkpoint_job import Job, same
 from hostile_store import Hostile, KilledError, hostile
 from logged import logged
 from satrap.checkpoint.storage import open_storage
@@ -31,12 +29,6 @@ STEPS = 12
 def store() -> Iterator[Hostile]:
     with hostile() as store:
         yield store
-
-
-def same(one: dict[str, Any], other: dict[str, Any]) -> None:
-    assert one.keys() == other.keys()
-    for name in one:
-        np.testing.assert_array_equal(one[name], other[name], err_msg=name)
 
 
 class Never(random.Random):
@@ -322,12 +314,3 @@ def test_foreign_objects_are_neither_read_nor_removed(store: Hostile) -> None:
     store.settle()
     assert job.run.save()
     assert {path: store.objects[path] for path in foreign} == dict.fromkeys(foreign, b"mine")
-
-
-def test_local_copies_are_removed(store: Hostile) -> None:
-    job = Job(URL, 3)
-    job.train()
-    again = Job(URL, 3)
-    assert again.run.resume()
-    for each in (job, again):
-        assert not list(each.run._directory._storage.staging.iterdir())

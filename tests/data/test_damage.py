@@ -18,6 +18,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+import clicks
 from satrap.data.arrow import Arrow
 from satrap.data.inputs import Inputs
 from satrap.data.parquet import Parquet
@@ -90,35 +91,14 @@ def test_flipped_bytes_are_refused_by_file_name(kind: str, tmp_path: Path, rng: 
     assert refused > 10
 
 
-@pytest.mark.parametrize("sums", [True, False])
-@pytest.mark.parametrize("version", ["1.0", "2.0"])
-@pytest.mark.parametrize("compression", ["none", "zstd"])
-def test_the_page_checksum_detects_a_flipped_value(sums: bool, version: str, compression: str, tmp_path: Path) -> None:
-    path = tmp_path / "a.parquet"
-    numbers = np.arange(1000, 1100)
-    table = pa.table({"id": numbers, "x": numbers * 0.5})
-    pq.write_table(
-        table, path, row_group_size=50, use_dictionary=False, compression=compression, write_page_checksum=sums,
-        data_page_version=version,
-    )  # fmt: skip
-    data, whole = Parquet(path, dense="x", block_rows=50), path.read_bytes()
-    num_read = 0
-    for name, value in (("id", struct.pack("<q", 1077)), ("x", struct.pack("<d", 538.5))):
-        at = (
-            whole.find(value)
-            if compression == "none"
-            else pq.read_metadata(path).row_group(1).column(int(name == "x")).total_compressed_size // 2
-            + pq.read_metadata(path).row_group(1).column(int(name == "x")).data_page_offset
-        )
-        path.write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
-        batches = data.batches(["id"])
-        try:
-            num_read += sum(inputs.batch_size for inputs in batches)
-        except SourceError as error:
-            assert str(error).startswith(f"{path}, row group 1: cannot be read") or not sums
-            assert not sums or "CRC" in str(error) or "checksum" in str(error)
-    assert not sums or num_read == 0
-    assert sums or compression != "none" or num_read == 200, "nothing detects that these bytes were flipped"
+def test_the_page_checksum_detects_a_flipped_value(tmp_path: Path) -> None:
+    path, table = tmp_path / "a.parquet", pa.table({"id": np.arange(1000, 1100)})
+    pq.write_table(table, path, row_group_size=50, use_dictionary=False, compression="none", write_page_checksum=True)
+    whole = path.read_bytes()
+    at = whole.find(struct.pack("<q", 1077))
+    path.write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
+    with pytest.raises(SourceError, match=f"^{path}, row group 1: cannot be read.*(CRC|checksum)"):
+        list(Parquet(path, block_rows=50).batches(["id"]))
 
 
 def test_a_footer_that_contradicts_its_pages(tmp_path: Path) -> None:
@@ -191,12 +171,9 @@ DAMAGED: dict[str, Any] = {
 @pytest.mark.parametrize("case", DAMAGED)
 def test_damage_that_arrow_does_not_detect(case: str, use: str, kind: str, tmp_path: Path) -> None:
     """The error names file, rows and column. The samples before are returned: only data in use is checked."""
-    path = tmp_path / "a.arrow"
+    path = tmp_path / ("a.arrows" if kind == "stream" else "a.arrow")
     table = pa.table({"a": DAMAGED[case], "b": range(100)})
-    if kind != "memory":
-        new = pa.ipc.new_file if kind == "file" else pa.ipc.new_stream
-        with pa.OSFile(str(path), "wb") as file, new(file, table.schema) as writer:
-            writer.write_table(table)
+    clicks.write_table(path, table)
     data: Source = Arrow(table if kind == "memory" else path, block_rows=50, batch_size=50)
     features = ["a"] if use == "id" else ["b"]
     data = data.replace(extra="a") if use == "extra" else data
@@ -221,8 +198,7 @@ def test_a_union_is_refused_with_its_name(mode: str, tmp_path: Path) -> None:
     nested = pa.ListArray.from_arrays(pa.array([0, 1, 2], pa.int32()), union)
     for column in (union, nested):
         table = pa.table({"a": [1, 2], "u": column})
-        with pa.OSFile(str(tmp_path / "a.arrow"), "wb") as file, pa.ipc.new_file(file, table.schema) as writer:
-            writer.write_table(table)
+        clicks.write_table(tmp_path / "a.arrow", table)
         for data in (Arrow(tmp_path / "a.arrow", extra="u"), Arrow(table, extra="u")):
             with pytest.raises(
                 SourceError, match=f"(a.arrow|the table): column 'u' is of type .*{mode}_union.*; leave"

@@ -10,12 +10,11 @@ import numpy as np
 import pandas as pd
 import polars as pl
 import pyarrow as pa
-import pyarrow.feather
-import pyarrow.parquet as pq
 import pytest
 from hypothesis import HealthCheck, given, settings
 
 import satrap
+from clicks import write_table
 from satrap import _core
 from satrap.data.source import Source
 
@@ -29,12 +28,10 @@ MALFORMED = st.sampled_from(["x", "1,5", " 1", "1 ", "inf", "-inf", "1e99", "0x1
 
 def written(kind: str, table: pa.Table, folder: Path, **options: Any) -> Source:
     """Return a source of this table, in one of the forms that have types."""
-    if kind == "parquet":
-        pq.write_table(table, folder / "a.parquet", row_group_size=5)
-        return satrap.Parquet(folder / "a.parquet", block_rows=5, **options)
-    if kind == "arrow":
-        pa.feather.write_feather(table, str(folder / "a.arrow"), chunksize=5, compression="uncompressed")
-        return satrap.Arrow(folder / "a.arrow", block_rows=5, **options)
+    if kind in ("parquet", "arrow"):
+        path = folder / f"a.{kind}"
+        write_table(path, table, rows=5)
+        return (satrap.Parquet if kind == "parquet" else satrap.Arrow)(path, block_rows=5, **options)
     if kind == "items":
         return satrap.IterableSource(
             [table.slice(begin, 5).to_pydict() for begin in range(0, len(table), 5)], **options

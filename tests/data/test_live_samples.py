@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import hypothesis.strategies as st
-from hypothesis import given
+from hypothesis import given, settings
 
 from satrap.data.inputs import Position
 from satrap.data.iterable import IterableSource
@@ -46,6 +46,7 @@ def test_a_batch_waits_for_no_further_sample(
 
 
 @given(st.integers(0, 9000), st.integers(1, 5000), st.booleans())
+@settings(max_examples=30)
 def test_one_trainer_resumes_with_another_batch_size(consumed: int, size: int, offsets: bool) -> None:
     """Also at a position of an older release, which converted 4,096 samples together whatever the batch size."""
     n = 9000

@@ -1,20 +1,17 @@
 """Hive partitions: columns in the names of folders are columns of every row of the files below."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import fsspec
 import numpy as np
 import pyarrow as pa
-import pyarrow.csv
 import pyarrow.dataset as ds
-import pyarrow.feather
-import pyarrow.parquet as pq
 import pytest
 
 import satrap
+from clicks import write_table
 from satrap.data.hashing import hash_strings
 from satrap.data.source import FileSource
 
@@ -22,14 +19,9 @@ Rows = list[dict[str, Any]]
 KINDS: dict[str, type[FileSource]] = {"parquet": satrap.Parquet, "arrow": satrap.Arrow, "csv": satrap.CSV}
 
 
-def write(kind: str, table: pa.Table, path: Path) -> None:
+def write(table: pa.Table, path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    if kind == "parquet":
-        pq.write_table(table, path, row_group_size=7)
-    elif kind == "arrow":
-        pa.feather.write_feather(table, str(path), compression="uncompressed", chunksize=7)
-    else:
-        pa.csv.write_csv(table, str(path))
+    write_table(path, table, rows=7)
 
 
 @pytest.fixture(params=KINDS)
@@ -44,7 +36,7 @@ def clicks(kind: str, tmp_path: Path) -> Rows:
     for day in ("2024-01-01", "2024-01-02", "__HIVE_DEFAULT_PARTITION__"):
         for hour in ("00", "07", "12"):
             ids = np.arange(len(rows), len(rows) + 20)
-            write(kind, pa.table({"item": ids, "x": ids * 0.5}), tmp_path / f"data/day={day}/hour={hour}/0.{kind}")
+            write(pa.table({"item": ids, "x": ids * 0.5}), tmp_path / f"data/day={day}/hour={hour}/0.{kind}")
             rows += [{"item": int(i), "day": None if day[0] == "_" else day, "hour": int(hour)} for i in ids]
     return rows
 
@@ -109,7 +101,7 @@ def test_a_column_that_is_declared_as_text_keeps_its_text(kind: str, clicks: Row
 
 def test_the_type_depends_on_the_values_of_all_files(tmp_path: Path) -> None:
     for value in ("1", "2", "x"):
-        write("parquet", pa.table({"a": [int(value, 36)]}), tmp_path / f"data/k={value}/0.parquet")
+        write(pa.table({"a": [int(value, 36)]}), tmp_path / f"data/k={value}/0.parquet")
     data = satrap.Parquet(tmp_path / "data")
     assert [sample[0] for sample in found(data, ["k"])] == [(hashed(text),) for text in "12x"]
     data = data.replace(path=tmp_path / "data/k=[12]/*")
@@ -117,13 +109,13 @@ def test_the_type_depends_on_the_values_of_all_files(tmp_path: Path) -> None:
 
 
 def test_a_column_of_the_file_takes_precedence(kind: str, tmp_path: Path) -> None:
-    write(kind, pa.table({"day": [5, 6]}), tmp_path / f"day=1/0.{kind}")
+    write(pa.table({"day": [5, 6]}), tmp_path / f"day=1/0.{kind}")
     data = KINDS[kind](tmp_path / "day=1", ids={"day": satrap.IdColumn(kind="integer")})
     assert [sample[0] for sample in found(data, ["day"])] == [([5],), ([6],)]
 
 
 def test_escaped_names_and_values(kind: str, tmp_path: Path) -> None:
-    write(kind, pa.table({"a": [1]}), tmp_path / f"the%20day=a%2Fb%3D1/0.{kind}")
+    write(pa.table({"a": [1]}), tmp_path / f"the%20day=a%2Fb%3D1/0.{kind}")
     data = KINDS[kind](tmp_path, ids={"day": "the day"})
     assert [sample[0] for sample in found(data, ["day"])] == [(hashed("a/b=1"),)]
 
@@ -150,14 +142,6 @@ def test_partitions_on_a_remote_filesystem(kind: str, clicks: Rows, tmp_path: Pa
         assert found(KINDS[kind](url, num_threads=2), ["item", "day"]) == expected
 
 
-@pytest.fixture
-def memory() -> Iterator[Any]:
-    filesystem = fsspec.filesystem("memory")
-    yield filesystem
-    filesystem.store.clear()
-    filesystem.pseudo_dirs[:] = [""]
-
-
 ERRORS: list[tuple[Callable[[Any, Path], FileSource], str]] = [
     (lambda kind, path: kind(path, dense="dy"), r"has no column 'dy' \(dense\)"),
     (lambda kind, path: kind([path / "day=a", path / "none"], dense="day"), r"none/0.*has no column 'day' \(dense\)"),
@@ -168,6 +152,6 @@ ERRORS: list[tuple[Callable[[Any, Path], FileSource], str]] = [
 @pytest.mark.parametrize(("make", "message"), ERRORS)
 def test_errors_name_the_file(kind: str, make: Any, message: str, tmp_path: Path) -> None:
     for folder in ("day=a", "none"):
-        write(kind, pa.table({"a": [1]}), tmp_path / f"{folder}/0.{kind}")
+        write(pa.table({"a": [1]}), tmp_path / f"{folder}/0.{kind}")
     with pytest.raises(satrap.SourceError, match=message):
         list(make(KINDS[kind], tmp_path).batches(["a"]))

@@ -14,26 +14,10 @@ from satrap.config.columns import IdColumn
 from satrap.data.delimited import CSV
 from satrap.data.inputs import Position
 from satrap.data.rank_split import RowRange, assign, rank_share
-from satrap.data.shuffle_order import legacy_share, legacy_turns, permutation
 from satrap.errors import SourceError
 from uneven_source import UnevenSource, at, ids, uneven_sources
 
 FIXTURES = Path(__file__).parents[1] / "fixtures"
-
-
-@given(st.integers(0, 40), st.integers(1, 9), st.booleans(), st.integers(0, 9), st.integers(0, 3))
-def test_legacy_turns_assign_every_block_to_one_rank_or_to_all(
-    n: int, world_size: int, shuffle: bool, seed: int, epoch: int
-) -> None:
-    order = permutation(n, seed, epoch).tolist() if shuffle else list(range(n))
-    ranks = [legacy_turns(order, rank=rank, world_size=world_size) for rank in range(world_size)]
-    own = [turn.block for rank in ranks for turn in rank if not turn.is_shared]
-    shared = [[turn.block for turn in rank if turn.is_shared] for rank in ranks]
-    assert all(each == shared[0] for each in shared)
-    assert sorted(own + shared[0]) == list(range(n))
-    assert len(shared[0]) < world_size and len({len(rank) for rank in ranks}) == 1
-    if not shuffle:
-        assert all(rank == sorted(rank) for rank in ranks)
 
 
 @given(st.lists(st.integers(0, 30), max_size=30), st.integers(1, 9))
@@ -59,21 +43,12 @@ def test_shares_are_even_after_every_chunk(sizes: list[int], world_size: int) ->
         before += size
 
 
-@given(st.integers(0, 100), st.integers(0, 30), st.integers(1, 9))
-def test_legacy_shares_are_even_and_complete(n: int, number: int, world_size: int) -> None:
-    shares = [legacy_share(n, number, rank, world_size) for rank in range(world_size)]
-    assert sorted(chain.from_iterable(range(*each) for each in shares)) == list(range(n))
-    assert {end - begin for begin, end in shares} <= {n // world_size, -(-n // world_size)}
-
-
 @given(uneven_sources(), st.sampled_from([1, 2, 3, 7]))
 def test_ranks_partition_the_samples(data: UnevenSource, world_size: int) -> None:
     ranks = [list(data.batches(["a"], rank=rank, world_size=world_size)) for rank in range(world_size)]
     assert Counter(i for rank in ranks for i in ids(rank)) == dict.fromkeys(range(data.total), data.epochs)
     counts = [len(ids(rank)) // (data.epochs or 1) for rank in ranks]
     assert max(counts) - min(counts) <= 1, "equally many for each rank"
-    if world_size == 1:
-        assert ids(ranks[0]) == ids(data.batches(["a"]))
 
 
 @given(uneven_sources(), st.lists(st.sampled_from([1, 2, 3, 7]), min_size=2, max_size=4), st.data())

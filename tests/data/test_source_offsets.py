@@ -70,18 +70,9 @@ def read(items: list[Any]) -> list[Any]:
             lambda: IterableSource(lambda _: [], offsets=True, shuffle=True, batch_size=1),
             "offsets and shuffle are True, but",
         ),
-        (
-            lambda: list(IterableSource(lambda _: [{"a": [1]}], offsets=True).batches(["a"])),
-            "item 0 is .*; expected a pair",
-        ),
-        (
-            lambda: list(IterableSource(lambda _: [({"a": [1]}, {1})], offsets=True).batches(["a"])),
-            "its offset is .*JSON",
-        ),
-        (
-            lambda: list(IterableSource(lambda _: [({"a": [1]}, None)], offsets=True).batches(["a"])),
-            "its offset is None",
-        ),
+        (lambda: read([{"a": [1]}]), "item 0 is .*; expected a pair"),
+        (lambda: read([({"a": [1]}, {1})]), "its offset is .*JSON"),
+        (lambda: read([({"a": [1]}, None)]), "its offset is None"),
     ],
 )
 def test_offsets_that_cannot_be_used_are_refused(data: Callable[[], Any], message: str) -> None:

@@ -122,7 +122,7 @@ def test_it_has_the_bits_of_the_core(optimizer: Any, dtype: str, rng: np.random.
     assert_equal(workers)
 
 
-LIVES = {
+LIVES: dict[str, dict[str, Any]] = {
     "evicts": {"capacity": 8, "num_buckets": 2},
     "expires": {"expire_after": 2},
     "counts": {"admission": MinCount(2)},
@@ -136,8 +136,7 @@ LIVES = {
 @pytest.mark.parametrize("life", LIVES)
 def test_rows_live_as_in_the_core(life: str, rng: np.random.Generator) -> None:
     """Admission, eviction, expiry and absent rows; a feature without a gradient, dropped batches, and evaluation."""
-    options: dict[str, Any] = LIVES[life]
-    item = Table("item", dim=3, optimizer=Adagrad(lr=0.1), **options)
+    item = Table("item", dim=3, optimizer=Adagrad(lr=0.1), **LIVES[life])
     workers = pair(Features({"item": item, "path": item.sequence(2), "bag": item.bag("mean")}))
     for step in range(1, 25):
         bags = draw_bags(rng, workers[0].features, 1)
@@ -217,12 +216,13 @@ def test_what_is_refused_changes_nothing(rng: np.random.Generator) -> None:
     worker = DeviceWorker(features(), CPU, num_threads=1)
     inputs = draw_bags(rng, worker.features, 4).inputs()
     looked = worker.lookup(inputs, step=1)
+    ticket: Any = looked.ticket
     block = torch.ones_like(looked.block)
     before = contents(worker)
     refused: list[tuple[Any, type[SatrapError], str]] = [
-        (lambda: worker.update([looked.ticket], [block.numpy()]), InputError, "is a ndarray; expected a tensor on cpu"),
-        (lambda: worker.update([looked.ticket], [block[:2]]), InputError, r"of shape \(2, .*expected float32 of shape"),
-        (lambda: worker.update([looked.ticket], [block.double()]), InputError, "is torch.float64"),
+        (lambda: worker.update([ticket], [block.numpy()]), InputError, "is a ndarray; expected a tensor on cpu"),
+        (lambda: worker.update([ticket], [block[:2]]), InputError, r"of shape \(2, .*expected float32 of shape"),
+        (lambda: worker.update([ticket], [block.double()]), InputError, "is torch.float64"),
         (lambda: worker.lookup(inputs, step=2, block=block[:2]), InputError, "block is torch.float32 of shape"),
         (lambda: worker.tables["item"].lookup(UNIVERSE), InputError, "only a stream of `Embeddings` trains them"),
         (lambda: worker.tables["item"].update(UNIVERSE, np.ones((14, 5), np.float32)), InputError, "updates them"),
@@ -231,9 +231,9 @@ def test_what_is_refused_changes_nothing(rng: np.random.Generator) -> None:
         with pytest.raises(error, match=match):
             call()
     assert contents(worker) == before
-    worker.update([looked.ticket], [block])
+    worker.update([ticket], [block])
     with pytest.raises(TicketError, match="used already"):
-        worker.update([looked.ticket], [block])
+        worker.update([ticket], [block])
 
 
 def test_a_store_reads_rows_on_the_device(rng: np.random.Generator) -> None:

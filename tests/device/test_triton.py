@@ -38,7 +38,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 @pytest.fixture(scope="module")
 def kernels() -> Iterator[Any]:
-    """The kernels: compiled where there is a CUDA device, else interpreted with an exact fma (Triton's rounds twice)."""
+    """Compiled where there is a CUDA device, else interpreted with an exact fma (Triton's rounds twice)."""
     pytest.importorskip("triton")
     from satrap.device import triton_kernels
 
@@ -63,7 +63,7 @@ def on(device: str, each: Any) -> Any:
     """Return a copy of a tensor, or of each tensor of Runs or PooledFeatures, on the device."""
     if isinstance(each, Tensor):
         return each.clone().to(device)
-    if dataclasses.is_dataclass(each):
+    if isinstance(each, Runs | PooledFeatures):
         parts = {field.name: on(device, getattr(each, field.name)) for field in dataclasses.fields(each)}
         return type(each)(**parts)
     return each

@@ -24,8 +24,10 @@ from runs import (
     SATRAP,
     assert_same_result,
     is_running,
+    name_processes,
     num_checkpoints,
     request_scale,
+    run_to_its_end,
     scale_to,
     start_run,
     wait_for_exit,
@@ -48,13 +50,9 @@ def cluster() -> Iterator[Any]:
 
     cluster = Cluster()
     health_checks = {"health_check_period_ms": 1000, "health_check_failure_threshold": 10}  # to notice a lost node
-    node_options: dict[str, Any] = {
-        "object_store_memory": 100 << 20,
-        "include_dashboard": False,
-        "_system_config": health_checks,
-    }
+    head: dict[str, Any] = {"include_dashboard": False, "_system_config": health_checks}
     try:
-        cluster.add_node(num_cpus=4, num_gpus=2, **node_options)
+        cluster.add_node(num_cpus=4, num_gpus=2, object_store_memory=100 << 20, **head)
         cluster.add_node(num_cpus=2, num_gpus=0, object_store_memory=100 << 20)
         yield cluster
     finally:
@@ -65,8 +63,7 @@ def cluster() -> Iterator[Any]:
 def one_machine(tmp_path_factory: pytest.TempPathFactory) -> dict[str, np.ndarray]:
     """The result of the job without Ray."""
     folder = tmp_path_factory.mktemp("one_machine")
-    with start_run(folder, JOB, *SIZES, arguments=(str(folder), "100")) as run:
-        status, _, err = wait_for_exit(run)
+    status, _, err = run_to_its_end(folder, JOB, *SIZES, arguments=(str(folder), "100"))
     assert status == 0, err
     with np.load(folder / "end.npz") as results:
         return dict(results)
@@ -76,31 +73,10 @@ def on_cluster(cluster: Any, *options: str) -> tuple[str, ...]:
     return ("--cluster", "ray", "--address", cluster.address, *options)
 
 
-def name_of(folder: Path) -> str:
-    name = json.loads((folder / "run/run.json").read_text())["name"]
-    assert isinstance(name, str)
-    return name
-
-
 def children(folder: Path) -> dict[str, int]:
     """Returns the process ids of the run by name, on all nodes."""
-    pids = {}
-    for each in Path("/proc").glob("[0-9]*"):
-        try:
-            words = (each / "cmdline").read_bytes().decode().split("\0")
-        except (OSError, UnicodeDecodeError):
-            continue
-        if "--die-with" not in words or f"satrap-{name_of(folder)}-" not in " ".join(words):
-            continue
-        if "trainer" in words:
-            pids[f"trainer {json.loads(words[words.index('--context') + 1])['rank']}"] = int(each.name)
-        elif "--shared" in words:
-            pids[f"server {words[words.index('--shared') + 1][-1]}"] = int(each.name)
-    return pids
-
-
-def servers_of(folder: Path) -> set[str]:
-    return {name for name in children(folder) if name.startswith("server")}
+    run = json.loads((folder / "run/run.json").read_text())["name"]
+    return name_processes((each.name for each in Path("/proc").glob("[0-9]*")), "--die-with", f"satrap-{run}-")
 
 
 def actor_of(pid: int) -> int:
@@ -190,7 +166,7 @@ def test_a_run_that_loses_a_node_with_a_server_resumes_its_checkpoint(
         wait_until(lambda: num_checkpoints(tmp_path) >= 2, run)
         for number in (3, 1, 2):
             scale_to(tmp_path, run, number)
-        wait_until(lambda: {"server 0", "server 3"} == servers_of(tmp_path), run)
+        wait_until(lambda: children(tmp_path).keys() == {"server 0", "server 3", "trainer 0", "trainer 1"}, run)
         pids = children(tmp_path)
         on_lost = [each for each in (tmp_path / "memory").iterdir() if lost.node_id[:12] in each.name]
         assert sorted(each.suffix for each in on_lost) == ["", ".keys"], "one server, in the bundle of one that left"
@@ -242,16 +218,14 @@ def processes(run: subprocess.Popen[str], folder: Path) -> list[int]:
 
 def test_resources_that_the_cluster_lacks_are_refused(tmp_path: Path, cluster: Any) -> None:
     options = on_cluster(cluster, "--placement-seconds", "1", "--trainer-cpus", "64", "--server-memory", "2GiB")
-    with start_run(tmp_path, JOB, *SIZES, *options) as run:
-        status, _, err = wait_for_exit(run)
+    status, _, err = run_to_its_end(tmp_path, JOB, *SIZES, *options)
     assert status == 1
     assert "Ray could not place 2 x server with 1 CPU, 2.0 GiB memory, 2 x trainer with 64 CPU within 1 s" in err
     assert "2 GPU" in err and "Traceback" not in err
 
 
 def test_a_node_without_the_directory_for_rows(tmp_path: Path, cluster: Any) -> None:
-    with start_run(tmp_path, JOB, *on_cluster(cluster, "--memory", str(tmp_path / "nowhere"))) as run:
-        status, _, err = wait_for_exit(run)
+    status, _, err = run_to_its_end(tmp_path, JOB, *on_cluster(cluster, "--memory", str(tmp_path / "nowhere")))
     assert status == 1 and "nowhere', which cannot be written to on node " in err
     assert "Traceback" not in err
 

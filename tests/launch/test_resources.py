@@ -5,12 +5,14 @@ from __future__ import annotations
 import pytest
 
 from satrap.errors import ConfigError
-from satrap.launch.resources import Resources, RunResources, describe_resources, parse_size
+from satrap.launch.resources import Resources, describe_resources, describe_run, parse_size, total_cpus
 from satrap.launch.supervisor import Role, RunConfig
 
-RESOURCES = RunResources(
-    server=Resources(memory_bytes=3 << 29), worker=Resources(cpus=2), trainer=Resources(cpus=4, gpus=1)
-)
+RESOURCES = {
+    Role.SERVER: Resources(memory_bytes=3 << 29),
+    Role.WORKER: Resources(cpus=2),
+    Role.TRAINER: Resources(cpus=4, gpus=1),
+}
 
 
 def test_sizes() -> None:
@@ -39,9 +41,8 @@ def test_invalid_resources_are_refused(name: str, value: int) -> None:
 
 
 def test_resources_of_a_whole_run() -> None:
-    assert [RESOURCES.for_role(role) for role in Role] == [RESOURCES.server, RESOURCES.worker, RESOURCES.trainer]
     run_config = RunConfig(servers=3, workers=2, trainers=5)
-    assert RESOURCES.total_cpus(run_config) == 3 * 1 + 2 * 2 + 5 * 4
+    assert total_cpus(RESOURCES, run_config) == 3 * 1 + 2 * 2 + 5 * 4
     expected = "3 x server with 1 CPU, 1.5 GiB memory, 2 x worker with 2 CPU, 5 x trainer with 4 CPU, 1 GPU"
-    assert RESOURCES.describe(run_config) == expected
-    assert RESOURCES.describe(RunConfig(servers=1, workers=0, trainers=1)).count(" x ") == 2
+    assert describe_run(RESOURCES, run_config) == expected
+    assert describe_run(RESOURCES, RunConfig(servers=1, workers=0, trainers=1)).count(" x ") == 2

@@ -27,8 +27,10 @@ from runs import (
     assert_nothing_is_left,
     assert_same_result,
     is_running,
+    name_processes,
     num_checkpoints,
     request_scale,
+    run_to_its_end,
     scale_to,
     start_run,
     wait_for_exit,
@@ -44,27 +46,13 @@ ASYNC = JOB.with_name("async_job.py")
 
 
 def children(run: subprocess.Popen[str]) -> dict[str, int]:
-    """Returns the process ids of a run by name: "server 0", "trainer 1"."""
-    pids = {}
-    for pid in Path(f"/proc/{run.pid}/task/{run.pid}/children").read_text().split():
-        try:
-            words = Path(f"/proc/{pid}/cmdline").read_bytes().decode().split("\0")
-        except OSError:
-            continue
-        if "trainer" in words:
-            pids[f"trainer {json.loads(words[words.index('--context') + 1])['rank']}"] = int(pid)
-        elif "server" in words:
-            pids[f"server {words[words.index('--shared') + 1][-1]}"] = int(pid)
-        elif "worker" in words:
-            pids["worker"] = int(pid)
-    return pids
+    return name_processes(Path(f"/proc/{run.pid}/task/{run.pid}/children").read_text().split())
 
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, np.ndarray]:
     folder = tmp_path_factory.mktemp("undisturbed")
-    with start_run(folder, JOB, "--servers", "2", "--trainers", "2", arguments=(str(folder), "160")) as run:
-        status, out, err = wait_for_exit(run)
+    status, out, err = run_to_its_end(folder, JOB, "--servers", "2", "--trainers", "2", arguments=(str(folder), "160"))
     assert (status, out) == (0, "began\n"), err
     assert "launch 1: starting 2 trainers" in err
     assert_nothing_is_left(folder, [])
@@ -100,8 +88,8 @@ def test_processes_die_with_their_supervisor_and_the_next_run_resumes(
         run.wait()
     wait_until(lambda: not any(map(is_running, pids)))
     assert list((tmp_path / "memory").iterdir()), "the rows, which the next run removes"
-    with start_run(tmp_path, JOB, "--servers", "3", "--trainers", "2", arguments=(str(tmp_path), "160")) as run:
-        status, out, err = wait_for_exit(run)
+    options = ("--servers", "3", "--trainers", "2")
+    status, out, err = run_to_its_end(tmp_path, JOB, *options, arguments=(str(tmp_path), "160"))
     assert (status, out) == (0, "resumed\n"), err
     assert "launch 2: starting 2 trainers" in err
     assert_same_result(tmp_path, undisturbed)
@@ -231,8 +219,7 @@ def test_closing_the_embeddings_waits_for_the_others_checkpoints(tmp_path: Path)
     """The trainers' shares have unequal lengths, in both orders."""
     for name, lengths in (("a", "3,16"), ("b", "16,3")):
         (folder := tmp_path / name).mkdir()
-        with start_run(folder, ASYNC, "--trainers", "2", arguments=(str(folder), lengths, "4", "with")) as run:
-            status, _, err = wait_for_exit(run)
+        status, _, err = run_to_its_end(folder, ASYNC, "--trainers", "2", arguments=(str(folder), lengths, "4", "with"))
         assert status == 0 and "launch 2" not in err, err
         saved = sorted(each.name.partition("-")[2] for each in (folder / "checkpoints").glob("0*"))
         assert saved == ["step-12", "step-16", "step-4", "step-8"]
@@ -255,8 +242,7 @@ def test_a_trainer_that_finished_early_survives_a_failed_save(tmp_path: Path) ->
     script.write_text(text.replace("import Checkpoint,", "import Checkpoint, CheckpointError,"))
     for name in ("loop.py", "async_child.py"):
         (tmp_path / name).write_text(JOB.with_name(name).read_text())
-    with start_run(tmp_path, script, "--trainers", "2", arguments=(str(tmp_path), "2,16", "4")) as run:
-        status, _, err = wait_for_exit(run)
+    status, _, err = run_to_its_end(tmp_path, script, "--trainers", "2", arguments=(str(tmp_path), "2,16", "4"))
     assert status == 0 and "no checkpoint was saved: " in err, err
     saved = sorted(each.name.partition("-")[2] for each in (tmp_path / "checkpoints").glob("[0-9]*"))
     assert saved == ["step-12", "step-16", "step-4"]
@@ -316,14 +302,12 @@ def test_a_second_ctrl_c_kills_a_trainer_that_hangs(tmp_path: Path) -> None:
 def test_a_script_that_fails_ends_the_run_with_its_own_error(tmp_path: Path) -> None:
     script = tmp_path / "job.py"
     script.write_text("import sys\nprint(sys.argv[1:], __name__, flush=True)\nraise ValueError('a bug')\n")
-    with start_run(tmp_path, script, arguments=("--servers", "x")) as run:
-        status, out, err = wait_for_exit(run)
+    status, out, err = run_to_its_end(tmp_path, script, arguments=("--servers", "x"))
     assert (status, out) == (1, "['--servers', 'x'] __main__\n")
     assert "ValueError: a bug" in err and "trainer 0 exited with status 1, soon after it started" in err
     for how, expected in (("7", 7), ("''", 1)):
         script.write_text(f"raise SystemExit({how})\n")
-        with start_run(tmp_path, script) as run:
-            assert wait_for_exit(run)[0] == expected
+        assert run_to_its_end(tmp_path, script)[0] == expected
     assert_nothing_is_left(tmp_path, [])
 
 
@@ -347,8 +331,7 @@ def test_runs_in_directories_with_similar_names_stay_apart(tmp_path: Path) -> No
 
 def test_an_unwrapped_model_is_refused(tmp_path: Path) -> None:
     script = write_changed_job(tmp_path, ("embeddings.parallel(net)", "net"))
-    with start_run(tmp_path, script, "--trainers", "2", arguments=(str(tmp_path), "40")) as run:
-        status, _, err = wait_for_exit(run)
+    status, _, err = run_to_its_end(tmp_path, script, "--trainers", "2", arguments=(str(tmp_path), "40"))
     assert status == 1
     assert "so their models would diverge: wrap the model before creating the optimizer" in err
 
@@ -356,8 +339,7 @@ def test_an_unwrapped_model_is_refused(tmp_path: Path) -> None:
 def test_a_checkpoint_that_only_some_trainers_see_is_an_error(tmp_path: Path) -> None:
     script = write_changed_job(tmp_path, ('"checkpoints"', 'f"{embeddings.trainers.rank}/checkpoints"'))
     for attempt in (1, 2):
-        with start_run(tmp_path, script, "--trainers", "2", arguments=(str(tmp_path), "40")) as run:
-            status, _, err = wait_for_exit(run)
+        status, _, err = run_to_its_end(tmp_path, script, "--trainers", "2", arguments=(str(tmp_path), "40"))
         assert status == attempt - 1, err
     assert "some trainers find a checkpoint and others none; this one finds " in err, err
 
@@ -368,8 +350,7 @@ def test_compressed_gradients(tmp_path: Path) -> None:
         folder = tmp_path / str(how)
         folder.mkdir()
         script = write_changed_job(folder, ("parallel(net)", f"parallel(net, compress={how!r})"))
-        with start_run(folder, script, "--trainers", "2", arguments=(str(folder), "40")) as run:
-            status, _, err = wait_for_exit(run)
+        status, _, err = run_to_its_end(folder, script, "--trainers", "2", arguments=(str(folder), "40"))
         assert status == 0, err
         with np.load(folder / "end.npz") as loaded:
             results[how] = dict(loaded)
@@ -433,8 +414,7 @@ def test_a_run_that_has_ended_cannot_be_scaled(tmp_path: Path) -> None:
     command = [str(SATRAP), "scale", "--servers", "2", "--folder", str(tmp_path / "run")]
     script = tmp_path / "job.py"
     script.write_text("")
-    with start_run(tmp_path, script) as run:
-        assert wait_for_exit(run)[0] == 0
+    assert run_to_its_end(tmp_path, script)[0] == 0
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (1, "") and "has ended; start it again with --servers" in done.stderr
 
@@ -463,8 +443,7 @@ def test_concurrent_scale_requests_are_atomic(tmp_path: Path) -> None:
 def test_two_runs_in_one_directory(tmp_path: Path) -> None:
     with start_run(tmp_path, JOB, arguments=(str(tmp_path), "20000", "4")) as run:
         wait_until(lambda: num_checkpoints(tmp_path) >= 1, run)
-        with start_run(tmp_path, JOB) as other:
-            status, _, err = wait_for_exit(other)
+        status, _, err = run_to_its_end(tmp_path, JOB)
         assert status == 1 and "another run uses directory" in err
         run.send_signal(signal.SIGINT)
         assert wait_for_exit(run)[0] == 130

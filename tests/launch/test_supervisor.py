@@ -442,7 +442,7 @@ def test_invalid_run_configs_are_refused(option: str, value: int) -> None:
 def test_a_damaged_run_state_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "run.json"
     assert RunState.read(file) is None
-    trainers_know = replace(RUN_STATE, servers=("", "tcp://127.0.0.1:2")).next_launch()
+    trainers_know = replace(RUN_STATE, servers=("", "tcp://127.0.0.1:2"), launch=RUN_STATE.launch + 1)
     trainers_know.write(file)
     assert RunState.read(file) == trainers_know
     for text in ("{", "[]", '{"name": "../x"}', '{"name": "a", "launch": -1}', '{"name": "a", "color": 1}'):

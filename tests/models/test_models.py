@@ -120,21 +120,6 @@ def test_ffnn_by_hand() -> None:
 # -- the interaction ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("shape", [(5, 4, 3), (1, 2, 1), (3, 1, 4), (0, 3, 2), (6, 27, 16)])
-def test_the_interaction_is_the_lower_triangle(shape: tuple[int, int, int]) -> None:
-    pairs, mirror = pair_indices(shape[1])
-    vectors = torch.randn(shape).requires_grad_()
-    plain = vectors.detach().clone().requires_grad_()
-    found = dot_products(vectors, pairs, mirror)
-    i, j = torch.tril_indices(shape[1], shape[1], -1)
-    expected = (plain[:, i] * plain[:, j]).sum(2)
-    torch.testing.assert_close(found, expected)
-    weights = torch.randn_like(expected)
-    torch.autograd.backward((found * weights).sum())
-    torch.autograd.backward((expected * weights).sum())
-    torch.testing.assert_close(vectors.grad, plain.grad)
-
-
 def test_the_interaction_has_first_and_second_derivatives() -> None:
     pairs, mirror = pair_indices(4)
     vectors = torch.randn(3, 4, 2, dtype=torch.float64).requires_grad_()

@@ -17,38 +17,13 @@ import pytest
 import torch
 from hypothesis import example, given
 
-from example_reports import BARE, EVALUATED, FULL
+from example_reports import BARE, EVALUATED, FULL, Clock, ListSink
 from satrap.errors import ConfigError, InputError
 from satrap.monitor.meter import Meter
 from satrap.monitor.metrics import auc, normalised_entropy
 from satrap.monitor.progress import Progress
 from satrap.monitor.report import Counters, Report, bar, line, short
 from satrap.monitor.sinks import JsonLines, Screen, Sink, TensorBoard
-
-
-class Clock:
-    """A clock that advances on request."""
-
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
-class ListSink:
-    """A sink that keeps its reports."""
-
-    def __init__(self) -> None:
-        self.reports: list[Report] = []
-        self.num_closed = 0
-
-    def write(self, report: Report) -> None:
-        self.reports.append(report)
-
-    def close(self) -> None:
-        self.num_closed += 1
-
 
 # -- text --------------------------------------------------------------------------------------------------------------
 

@@ -90,8 +90,9 @@ def test_exceptions_keep_their_class_at_the_caller(shared: Client[Calls]) -> Non
         assert caught.value.__notes__ == [f"raised by Calls.fail at {shared.address}"]
     assert issubclass(NonFiniteError, InputError)
     for name in ("KeyError", "SystemExit"):
-        with pytest.raises(RpcError, match=rf"^Calls\.fail at {shared.address} failed with {name}: .*gone"):
+        with pytest.raises(RpcError, match=rf"^Calls\.fail at {shared.address} failed with {name}: .*gone") as caught:
             shared.call.fail(name, "gone")
+        assert type(caught.value) is RpcError
 
 
 def test_arguments_that_cannot_be_sent_fail_at_the_caller(shared: Client[Calls]) -> None:

@@ -148,11 +148,6 @@ def closing_all(peers: list[socket.socket]) -> Iterator[None]:
             each.close()
 
 
-def peak_bytes(process: int) -> int:
-    lines = Path(f"/proc/{process}/status").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:"))
-
-
 @pytest.mark.parametrize("secured", [False, True])
 def test_half_sent_messages_are_bounded_together(tmp_path: Path, secured: bool) -> None:
     """Eight strangers send 25 MB each of a frame of 50 MB; with keys, before they are authenticated."""
@@ -171,7 +166,7 @@ def test_half_sent_messages_are_bounded_together(tmp_path: Path, secured: bool) 
             sent = [pool.submit(send_half, address, 25 * MB, b"CURVE" if secured else b"NULL") for _ in range(8)]
             peers += [each.result() for each in sent]
         assert honest.call.add(1) == 2
-        assert peak_bytes(process.pid) < before + limit + 40 * MB
+        assert resident_bytes(process.pid, field="VmHWM") < before + limit + 40 * MB
         with Client(Calls, address, Keys.read(client) if secured else None) as another:
             assert another.with_deadline(DEADLINE_SECONDS).add(1) == 3
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from rpc_parts import INTS, JSON, REALS, Calls, arrays, same
-from satrap.errors import CapacityError, ConfigError, DeadlineError, InputError, RpcError
+from satrap.errors import ConfigError, InputError, RpcError
 from satrap.rpc.faults import decode_error, encode_error
 from satrap.rpc.header import Origin
 from satrap.rpc.methods import methods_of
@@ -286,13 +286,7 @@ def test_protocols_that_cannot_be_served(protocol: Any, words: str) -> None:
 # -- errors ------------------------------------------------------------------------------------------------------------
 
 
-def test_satrap_errors_keep_their_class_and_others_their_name() -> None:
-    decoded = decode_error(encode_error(CapacityError("full")), "Calls.add", "tcp://a:1")
-    assert type(decoded) is CapacityError and str(decoded) == "full"
-    assert decoded.__notes__ == ["raised by Calls.add at tcp://a:1"]
-    assert type(decode_error(encode_error(DeadlineError("x")), "m", "a")) is DeadlineError
-    other = decode_error(encode_error(KeyError("item")), "Calls.add", "tcp://a:1")
-    assert type(other) is RpcError and str(other) == "Calls.add at tcp://a:1 failed with KeyError: 'item'"
+def test_a_long_error_is_shortened() -> None:
     long = decode_error(encode_error(ValueError("x" * 10**6)), "m", "a")
     assert len(str(long)) < 10_000 and "(1000000 characters)" in str(long)
 

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from bag_oracle import update
 from cluster import batch, contents, features, one_table, running_servers, server_processes, sharded_worker
 from satrap.errors import ConfigError
 from satrap.rpc import Client, Origin
@@ -60,8 +61,7 @@ def test_a_late_duplicate_of_receive_does_not_discard_rows() -> None:
     with running_servers(2) as services, sharded_worker(one_table(), [services[0].address]) as worker:
         both = [each.address for each in services]
         looked = worker.lookup(batch(EXACT), step=1)
-        assert looked.ticket is not None
-        worker.update([looked.ticket], [np.ones((len(EXACT), 2), np.float32)], step=1)
+        update(worker, looked, np.ones((len(EXACT), 2), np.float32), step=1)
         wanted, begin = contents(worker, EXACT), Client.start
         made: list[tuple[Client[Any], tuple[Any, ...]]] = []
 

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from bag_oracle import draw_bags
+from bag_oracle import draw_bags, update
 from cluster import (
     ANYWHERE,
     batch,
@@ -25,7 +25,7 @@ from cluster import (
     sharded_worker,
     step_both,
 )
-from faults import killed_at_random, train_until
+from faults import killed_at_random
 from rpc_parts import FrameProxy
 from satrap import SGD, Constant, Deployment, Embeddings, Table
 from satrap.errors import ConfigError, SharedMemoryError
@@ -60,27 +60,13 @@ def test_a_faulty_network(seed: int, rng: np.random.Generator, drop: float, repe
 def test_a_restarted_server_continues(tmp_path: Path) -> None:
     """A restart between lookup and update: the tickets are lost, the rows are not."""
     local = LocalWorker(one_table(), num_threads=1)
-    service = Service(Server(shared=tmp_path / "rows"), ServerCalls, ANYWHERE)
-    try:
-        with sharded_worker(one_table(), [service.address]) as worker:
-            looked = [each.lookup(batch(range(30)), step=1) for each in (local, worker)]
-            service.close()
-            del service
-            service = Service(Server(shared=tmp_path / "rows"), ServerCalls, worker.servers.addresses[0])
-            for each, one in zip((local, worker), looked, strict=True):
-                each.update([one.ticket] if one.ticket else [], [np.ones((30, 2), np.float32)], step=1)
-            assert contents(worker) == contents(local)
-    finally:
-        service.close()
-
-
-def test_random_kills_lose_and_duplicate_no_update(tmp_path: Path, seed: int, rng: np.random.Generator) -> None:
-    local = LocalWorker(features(), num_threads=1)
-    with (
-        killed_at_random(tmp_path, seed, 6) as (servers, over),
-        sharded_worker(features(), [each.address for each in servers]) as worker,
-    ):
-        train_until(over, local, worker, rng, least=30)
+    with server_processes(tmp_path, 1) as (server,), sharded_worker(one_table(), [server.address]) as worker:
+        looked = [each.lookup(batch(range(30)), step=1) for each in (local, worker)]
+        server.kill()
+        server.restart()
+        for each, one in zip((local, worker), looked, strict=True):
+            update(each, one, np.ones((30, 2), np.float32), step=1)
+        assert contents(worker) == contents(local)
 
 
 def test_a_stale_loop_with_duplicate_messages_and_killed_servers(

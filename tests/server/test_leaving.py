@@ -38,25 +38,17 @@ def test_a_batch_without_a_loss_is_passed_in_order(overlap: bool, staleness: int
     assert embeddings.step == 8
 
 
-class Torn:
-    """A source that fails once."""
-
-    def __init__(self, data: list[Inputs], fail_at: int) -> None:
-        self.data, self.fail_at = data, fail_at
-
-    def __iter__(self) -> Iterator[Inputs]:
-        for i, each in enumerate(self.data):
-            if i == self.fail_at:
-                raise OSError("torn file")
-            yield each
-
-
 @each_way
 def test_after_an_error_the_next_stream_works(overlap: bool, tmp_path: Path) -> None:
     embeddings, model, optimizer = job(1)
     run = Checkpoint(tmp_path, model, optimizer, embeddings)
+
+    def torn() -> Iterator[Inputs]:
+        yield from batches(4)
+        raise OSError("torn file")
+
     with pytest.raises(OSError, match="torn file"):
-        train(embeddings, model, optimizer, Torn(batches(6), 4), overlap=overlap)
+        train(embeddings, model, optimizer, torn(), overlap=overlap)
     assert run.save()
     assert embeddings.counters().lost.keys() <= {"batches/closed"}
     train(embeddings, model, optimizer, batches(3), overlap=overlap)
@@ -201,11 +193,9 @@ def test_positions_belong_to_their_source(tmp_path: Path) -> None:
 
 
 def test_positions_never_go_back(tmp_path: Path) -> None:
-    embeddings, model, optimizer = job(4)
-    source = Source(8)
-    embeddings = Job(str(tmp_path), 8).embeddings
-    embeddings = Embeddings(dict(embeddings.features), staleness=4, num_threads=1)
-    optimizer = embeddings.optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    source, features = Source(8), Job(str(tmp_path), 8).embeddings.features
+    embeddings = Embeddings(dict(features), staleness=4, num_threads=1)
+    optimizer = embeddings.optimizer(torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1))
     session_of(embeddings).track_position(source)
     for batch in embeddings.stream(source, overlap=False):
         if batch.step != 6:

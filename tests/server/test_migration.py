@@ -8,6 +8,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -17,14 +18,14 @@ import pytest
 from numpy.typing import NDArray
 
 import rpc_parts  # noqa: F401  starts a thread that pyzmq keeps
-from bag_oracle import draw_bags
+from bag_oracle import draw_bags, update
 from cluster import ANYWHERE, DEADLINE_SECONDS, batch, contents, features, running_servers, sharded_worker, step_both
 from faults import killed_at_random
 from satrap.config.features import Features
 from satrap.config.tables import SGD, Adagrad, MinCount, Normal, Table, Zeros
 from satrap.errors import ConfigError, NotReadyError, SnapshotError
 from satrap.rpc import Client, Origin, Service
-from satrap.server.migration.coordinator import Migration, MigrationResult
+from satrap.server.migration.coordinator import Migration
 from satrap.server.protocol import ServerCalls
 from satrap.server.server import Server
 from satrap.worker.local_rows import LocalWorker
@@ -37,54 +38,32 @@ TOUR = (2, 3, 1, 2, 1, 3, 2, 1)  # the number of servers after each migration
 class Tour:
     """Migrates in a thread: from one server to each number of servers of the tour in turn."""
 
-    def __init__(self, addresses: list[str], tour: tuple[int, ...] = TOUR, **options: Any) -> None:
-        self.done: list[MigrationResult] = []
-        self.caught: BaseException | None = None
-        self._thread = threading.Thread(target=self._move, args=(addresses, tour), kwargs=options)
-        self._thread.start()
+    def __init__(self, addresses: list[str], **options: Any) -> None:
+        self._pool = ThreadPoolExecutor(1)
+        self._migrations = self._pool.submit(self._migrate, addresses, **options)
 
-    def _move(self, addresses: list[str], tour: tuple[int, ...], **options: Any) -> None:
+    def _migrate(self, addresses: list[str], **options: Any) -> None:
         now = addresses[:1]
-        try:
-            for num_servers in tour:
-                wanted = addresses[:num_servers]
-                self.done.append(Migration(now, wanted, deadline=DEADLINE_SECONDS, pause_ratio=0.0, **options).run())
-                now = wanted
-        except BaseException as error:
-            self.caught = error
+        for num_servers in TOUR:
+            wanted = addresses[:num_servers]
+            Migration(now, wanted, deadline=DEADLINE_SECONDS, pause_ratio=0.0, **options).run()
+            now = wanted
 
     def over(self) -> bool:
-        if self.caught is not None:
-            raise self.caught
-        return not self._thread.is_alive()
+        """Return whether the tour has ended; raise its error if it has failed."""
+        return self._migrations.done() and self._migrations.result() is None
 
     def __enter__(self) -> Tour:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._thread.join(2 * DEADLINE_SECONDS)
+        self._pool.shutdown()
 
 
 def table(**options: Any) -> Features:
     return Features(
         {"id": Table("t", dim=2, num_buckets=16, **{"optimizer": SGD(lr=0.25), "initial": Zeros(), **options})}
     )
-
-
-def test_rows_equal_those_of_a_local_worker(rng: np.random.Generator) -> None:
-    """With one synchronous trainer, every kind of feature, and optimizers with state."""
-    local = LocalWorker(features(), num_threads=1)
-    with running_servers(3) as services, sharded_worker(features(), [services[0].address]) as worker:
-        step = 0
-        with Tour([each.address for each in services], group_bytes=1000) as tour:
-            while not tour.over():
-                step += 1
-                bags = [draw_bags(rng, local.features, 60) for _ in range(1 + step % 2)]
-                step_both([local, worker], rng, bags, step)
-        assert contents(worker) == contents(local)
-        for each in worker.tables.values():
-            each.check()
-        assert len(worker.servers.topology) == TOUR[-1] and worker.tables.map_version > 50
 
 
 def test_admission_and_eviction_state_migrates(rng: np.random.Generator) -> None:
@@ -101,8 +80,7 @@ def test_admission_and_eviction_state_migrates(rng: np.random.Generator) -> None
                 for each in (local, worker):
                     looked = each.lookup(batch(ids), step=step)
                     blocks.append(looked.block.copy())
-                    assert looked.ticket
-                    each.update([looked.ticket], [looked.block + 1], step=step)
+                    update(each, looked, looked.block + 1, step=step)
                 assert blocks[0].tobytes() == blocks[1].tobytes()
         assert contents(worker, np.arange(2000, dtype=np.uint64)) == contents(local, np.arange(2000, dtype=np.uint64))
         found, wanted = worker.tables["t"].stats(), local.tables["t"].stats()
@@ -115,7 +93,7 @@ def train_exactly(workers: list[ShardedWorker], seed: int, ahead: int, over: Cal
     """Train each in a thread, with `ahead` steps looked up and not updated, until `over`. Returns EXACT's summed
     gradients."""
     total = np.zeros((len(workers), len(EXACT), 2))
-    ended, caught = [False] * len(workers), []
+    ended = [False] * len(workers)
     agreed = threading.Barrier(len(workers))
 
     def train(rank: int) -> None:
@@ -142,17 +120,15 @@ def train_exactly(workers: list[ShardedWorker], seed: int, ahead: int, over: Cal
     def guarded(rank: int) -> None:
         try:
             train(rank)
-        except BaseException as error:
-            caught.append(error)
+        except BaseException:
             agreed.abort()
+            raise
 
-    threads = [threading.Thread(target=guarded, args=(rank,)) for rank in range(len(workers))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(4 * DEADLINE_SECONDS)
-    if caught:
-        raise next((each for each in caught if not isinstance(each, threading.BrokenBarrierError)), caught[0])
+    with ThreadPoolExecutor(len(workers)) as pool:
+        threads = [pool.submit(guarded, rank) for rank in range(len(workers))]
+    errors = [error for error in (each.exception() for each in threads) if error is not None]
+    for error in sorted(errors, key=lambda each: isinstance(each, threading.BrokenBarrierError)):
+        raise error
     found: NDArray[np.float64] = total.sum(axis=0)
     return found
 
@@ -168,19 +144,8 @@ def trainers(num_trainers: int, addresses: list[str], barrier_size: int) -> Iter
 
 
 @pytest.mark.parametrize("barrier_size", [0, 3], ids=["stale", "synchronous"])
-def test_several_trainers(seed: int, barrier_size: int) -> None:
-    """Updates are exact, so their order does not matter."""
-    with running_servers(3) as services:
-        addresses = [each.address for each in services]
-        with trainers(3, addresses[:1], barrier_size) as workers, Tour(addresses, group_bytes=1) as tour:
-            total = train_exactly(workers, seed, 0 if barrier_size else 3, tour.over)
-            after = workers[0].tables["t"].read(EXACT).values
-            np.testing.assert_array_equal(after, (-0.25 * total).astype(np.float32))
-            assert len(tour.done) == len(TOUR)
-
-
-@pytest.mark.parametrize("barrier_size", [0, 3], ids=["stale", "synchronous"])
 def test_several_trainers_and_servers_killed_during_migrations(tmp_path: Path, seed: int, barrier_size: int) -> None:
+    """Updates are exact, so their order does not matter."""
     with killed_at_random(tmp_path, seed, 8, num_servers=3) as (servers, over):
         addresses = [each.address for each in servers]
         with trainers(3, addresses[:1], barrier_size) as workers, Tour(addresses, group_bytes=200) as tour:
@@ -244,7 +209,7 @@ def test_a_server_that_learns_a_version_midway_is_saved_with_the_others(tmp_path
         for step in (1, 2):
             for each in (local, worker):
                 looked = each.lookup(batch(EXACT[: 100 * step]), step=step)
-                each.update([looked.ticket] if looked.ticket else [], [looked.block + 1], step=step)
+                update(each, looked, looked.block + 1, step=step)
             told.times = 0
             if step == 1:
                 since = worker.tables["t"].save(tmp_path / "whole")
@@ -273,8 +238,7 @@ def test_a_restore_during_migrations(tmp_path: Path, rng: np.random.Generator) -
                 assert contents(worker) == wanted
                 num_restores += 1
                 looked = worker.lookup(draw_bags(rng, local.features, 60).inputs(), step=2)
-                assert looked.ticket
-                worker.update([looked.ticket], [looked.block + 1], step=2)
+                update(worker, looked, looked.block + 1, step=2)
         worker.tables.restore(folders)
         assert contents(worker) == wanted and num_restores > 5
 
@@ -288,7 +252,7 @@ def test_memory_of_outgoing_buckets_is_reused(rng: np.random.Generator) -> None:
             for step, (now, wanted) in enumerate(((1, 2), (2, 1), (1, 2)), 1):
                 for each in (local, worker):
                     looked = each.lookup(batch(ids[: 15_000 * step]), step=step)
-                    each.update([looked.ticket] if looked.ticket else [], [looked.block + 1], step=step)
+                    update(each, looked, looked.block + 1, step=step)
                 before = client.call.load(Origin())
                 Migration(addresses[:now], addresses[:wanted], pause_ratio=0.0).run()
                 sizes.append(client.call.load(Origin())["bytes"] / before["bytes"])
@@ -320,28 +284,22 @@ class Training:
     """A trainer in a thread, and its oracle, until the end of the `with` block."""
 
     def __init__(self, local: LocalWorker, worker: ShardedWorker, rng: np.random.Generator) -> None:
-        self.caught: BaseException | None = None
         self.step = 0
-        self._over = threading.Event()
-        self._thread = threading.Thread(target=self._train, args=(local, worker, rng))
+        self._over, self._pool = threading.Event(), ThreadPoolExecutor(1)
+        self._training = self._pool.submit(self._train, local, worker, rng)
 
     def _train(self, local: LocalWorker, worker: ShardedWorker, rng: np.random.Generator) -> None:
-        try:
-            while not self._over.is_set():
-                self.step += 1
-                step_both([local, worker], rng, [draw_bags(rng, local.features, 60)], self.step)
-        except BaseException as error:
-            self.caught = error
+        while not self._over.is_set():
+            self.step += 1
+            step_both([local, worker], rng, [draw_bags(rng, local.features, 60)], self.step)
 
     def __enter__(self) -> Training:
-        self._thread.start()
         return self
 
     def __exit__(self, *_: object) -> None:
         self._over.set()
-        self._thread.join(2 * DEADLINE_SECONDS)
-        if self.caught is not None:
-            raise self.caught
+        self._pool.shutdown()
+        self._training.result()
 
 
 def test_a_migration_killed_at_any_call_is_run_again(monkeypatch: pytest.MonkeyPatch, rng: np.random.Generator) -> None:
@@ -467,3 +425,4 @@ def test_servers_killed_during_migrations(tmp_path: Path, seed: int, rng: np.ran
         assert contents(worker) == contents(local)
         for each in worker.tables.values():
             each.check()
+        assert len(worker.servers.topology) == TOUR[-1] and worker.tables.map_version > 50

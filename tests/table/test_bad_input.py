@@ -10,9 +10,8 @@ from __future__ import annotations
 import copy
 import pickle
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from contextlib import contextmanager
 from fractions import Fraction
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,14 +19,12 @@ import pytest
 import torch
 
 from oracle import as_ids
-from satrap.config.tables import SGD, Adam, Constant, Ftrl, MinCount, Table
+from satrap.config.tables import SGD, Adam, Constant, Ftrl, MinCount, Normal, Table, Uniform
 from satrap.errors import (
     ConfigError,
     InputError,
     NonFiniteError,
     SatrapError,
-    SharedMemoryError,
-    SnapshotError,
     TicketError,
 )
 from satrap.table.store import Store
@@ -38,23 +35,10 @@ GOOD = np.ones((3, 4), np.float32)
 TABLE = Table("item", dim=4, optimizer=Adam(), capacity=64, admission=MinCount(2), num_buckets=2)
 
 
-@dataclass
-class Unchanged:
-    """Returns everything observable of a store, to compare it later."""
-
-    store: Store
-
-    def __post_init__(self) -> None:
-        self.seen = self._look()
-
-    def _look(self) -> Any:
-        store = self.store
-        read = [part.tolist() for part in store.read(as_ids(range(100)))]
-        return store.stats(), store.latest_step, store.lr, store.version, len(store), read
-
-    def verify(self) -> None:
-        self.store.check()
-        assert self._look() == self.seen, "a refused call changed the table"
+def visible(store: Store) -> Any:
+    """Returns everything observable of a store."""
+    read = [part.tolist() for part in store.read(as_ids(range(100)))]
+    return store.stats(), store.latest_step, store.lr, store.version, len(store), read
 
 
 @pytest.fixture
@@ -66,9 +50,19 @@ def store() -> Iterator[Store]:
         ids = rng.integers(90, size=30).astype(np.uint64)
         store.lookup(ids, step=step)
         store.update(ids, rng.normal(size=(30, 4)).astype(np.float32), step=step)
-    unchanged = Unchanged(store)
+    before = visible(store)
     yield store
-    unchanged.verify()
+    store.check()
+    assert visible(store) == before, "a refused call changed the table"
+
+
+@contextmanager
+def refused(error: type[SatrapError], *words: str) -> Iterator[None]:
+    """Checks that the block raises the error, with all of these words."""
+    with pytest.raises(error) as raised:
+        yield
+    for word in words:
+        assert word in str(raised.value)
 
 
 def sparse() -> Any:
@@ -121,10 +115,8 @@ def test_ids(store: Store, call: str, ids: Any, words: list[str]) -> None:
         "update": lambda: store.update(ids, GOOD),
         "read": lambda: store.read(ids),
     }
-    with pytest.raises(InputError) as raised:
+    with refused(InputError, "table 'item'", "ids", *words):
         calls[call]()
-    for word in ["table 'item'", "ids", *words]:
-        assert word in str(raised.value)
 
 
 BAD_GRADIENTS: list[tuple[Any, list[str]]] = [
@@ -155,10 +147,8 @@ BAD_GRADIENTS: list[tuple[Any, list[str]]] = [
 
 @pytest.mark.parametrize(("gradients", "words"), BAD_GRADIENTS)
 def test_gradients(store: Store, gradients: Any, words: list[str]) -> None:
-    with pytest.raises(InputError) as raised:
+    with refused(InputError, "table 'item'", "gradients", *words):
         store.update(IDS, gradients)
-    for word in ["table 'item'", "gradients", *words]:
-        assert word in str(raised.value)
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
@@ -167,10 +157,9 @@ def test_gradients(store: Store, gradients: Any, words: list[str]) -> None:
 def test_non_finite_gradients(store: Store, value: float, position: int, element: int) -> None:
     gradients = GOOD.copy()
     gradients[position, element] = value
-    with pytest.raises(NonFiniteError) as raised:
+    id_ = [10, 2**64 - 1, 3][position]
+    with refused(NonFiniteError, "table 'item'", f"id {id_} ", f"position {position}", "on_nonfinite"):
         store.update(as_ids([10, 2**64 - 1, 3]), gradients)
-    for word in ("table 'item'", f"id {[10, 2**64 - 1, 3][position]} ", f"position {position}", "on_nonfinite"):
-        assert word in str(raised.value)
 
 
 def test_the_first_of_several_non_finite_gradients_is_named(store: Store, rng: np.random.Generator) -> None:
@@ -182,18 +171,6 @@ def test_the_first_of_several_non_finite_gradients_is_named(store: Store, rng: n
         gradients[bad, rng.integers(4, size=len(bad))] = np.nan
         with pytest.raises(NonFiniteError, match=rf"id {ids[bad[0]]} .*position {bad[0]}\b"):
             store.update(ids, gradients)
-
-
-def test_a_non_finite_gradient_leaves_the_ticket_good(open_store: Callable[..., Store]) -> None:
-    """Nothing was applied, so the batch can still be updated, once."""
-    store = open_store(Table("t", dim=4, optimizer=SGD(lr=1.0), initial=Constant(0.0)))
-    _, ticket = store.lookup_for_update(IDS)
-    with pytest.raises(NonFiniteError):
-        store.update(ticket, np.full((3, 4), np.nan, np.float32))
-    store.update(ticket, GOOD)
-    assert np.all(store.read(IDS).values == -1)
-    with pytest.raises(TicketError, match="used"):
-        store.update(ticket, GOOD)
 
 
 def test_finite_gradients_whose_sum_is_not(open_store: Callable[..., Store]) -> None:
@@ -224,10 +201,8 @@ def test_steps(store: Store, call: str, step: Any) -> None:
         "update": lambda: store.update(IDS, GOOD, step=step),
         "oldest_open": lambda: store.lookup(IDS, oldest_open=step),
     }
-    with pytest.raises(InputError) as raised:
+    with refused(InputError, "table 'item'", "oldest_open" if call == "oldest_open" else "step", "expected", "1"):
         calls[call]()
-    for word in ("table 'item'", "oldest_open" if call == "oldest_open" else "step", "expected", "1"):
-        assert word in str(raised.value)
 
 
 def test_oldest_open_after_the_step(store: Store) -> None:
@@ -246,12 +221,6 @@ def test_integers_of_numpy_are_integers(open_store: Callable[..., Store]) -> Non
     assert store.latest_step == 6
 
 
-def _readonly() -> Any:
-    out = np.zeros((3, 4), np.float32)
-    out.flags.writeable = False
-    return out
-
-
 BAD_OUT: list[tuple[Any, list[str]]] = [
     (np.zeros((2, 4), np.float32), ["(2, 4)", "(3, 4)"]),
     (np.zeros((3, 5), np.float32), ["(3, 5)", "(3, 4)"]),
@@ -262,7 +231,7 @@ BAD_OUT: list[tuple[Any, list[str]]] = [
     (np.zeros((3, 8), np.float32)[:, ::2], ["contiguous"]),
     (np.zeros((3, 4), np.float32)[::-1], ["contiguous"]),
     (np.zeros(49, np.uint8)[1:].view(np.float32).reshape(3, 4), ["aligned"]),
-    (_readonly(), ["read-only"]),
+    (np.frombuffer(bytes(48), np.float32).reshape(3, 4), ["read-only"]),
     ([[0.0] * 4] * 3, ["a list", "float32"]),
     (torch.zeros(3, 4, requires_grad=True), ["out"]),
     (3, ["an int", "float32"]),
@@ -285,20 +254,35 @@ def test_lr(store: Store, call: str, lr: Any) -> None:
     """1e39 is a number, but not in float32, in which rows are computed."""
     if call == "update" and lr is None:
         return
-    with pytest.raises(InputError) as raised:
+    with refused(InputError, "table 'item'", "lr", "expected"):
         store.set_lr(lr) if call == "set_lr" else store.update(IDS, GOOD, lr=lr)
-    for word in ("table 'item'", "lr", "expected"):
-        assert word in str(raised.value)
 
 
 def test_ftrl_divides_by_lr() -> None:
     store = Store(Table("item", dim=4, optimizer=Ftrl()), num_threads=1)
     store.lookup(IDS)
-    with pytest.raises(InputError, match=r"lr.*above 0"):
-        store.set_lr(0.0)
-    with pytest.raises(InputError, match=r"lr.*above 0"):
-        store.update(IDS, GOOD, lr=0.0)
+    for lr in (0.0, 1e-39, 1e-320):
+        words = ("above 0",) if lr == 0.0 else (f"lr is {lr}", "at least 1.18e-38")
+        with refused(InputError, "lr", *words):
+            store.set_lr(lr)
+        with refused(InputError, "lr", *words):
+            store.update(IDS, GOOD, lr=lr)
     assert store.stats()["updated"] == 0
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: Ftrl(lr=1e-40), "lr is 1e-40"),
+        (lambda: Ftrl(lr=1e-3, beta=3e38), "beta / lr"),
+        (lambda: Table("item", dim=2, initial=Uniform(low=-3.4e38, high=3.4e38)), "high - low"),
+        (lambda: Table("item", dim=2, initial=Normal(std=3.4e38)), "holds at most"),
+        (lambda: Table("item", dim=2, dtype="float16", initial=Normal(std=1e6)), "holds at most 65504"),
+    ],
+)
+def test_numbers_that_float32_cannot_work_with(make: Callable[[], Any], words: str) -> None:
+    with refused(ConfigError, words):
+        make()
 
 
 @pytest.mark.parametrize("flag", [1, 0, None, "yes", np.True_])
@@ -323,9 +307,11 @@ def test_a_step_without_training(store: Store, name: str, value: Any) -> None:
 def test_a_ticket_is_used_once(open_store: Callable[..., Store]) -> None:
     store = open_store(Table("item", dim=4, optimizer=SGD(lr=1.0), initial=Constant(0.0)))
     _, ticket = store.lookup_for_update(IDS)
-    assert (ticket.n, ticket.num_unique, ticket.used) == (3, 3, False)
+    assert (ticket.n, ticket.used) == (3, False)
     with pytest.raises(InputError, match=r"\(2, 4\)"):
         store.update(ticket, GOOD[:2])
+    with pytest.raises(NonFiniteError):
+        store.update(ticket, GOOD * np.float32(np.nan))
     assert not ticket.used, "a refused update leaves the ticket good"
     store.update(ticket, GOOD)
     assert ticket.used
@@ -334,22 +320,17 @@ def test_a_ticket_is_used_once(open_store: Callable[..., Store]) -> None:
     assert np.all(store.read(IDS).values == -1)
 
 
-def test_a_ticket_of_another_store(store: Store, open_store: Callable[..., Store]) -> None:
-    other = open_store(TABLE)
-    _, ticket = other.lookup_for_update(IDS)
-    with pytest.raises(TicketError, match=r"table 'item': .*another store"):
-        store.update(ticket, GOOD)
-    other.update(ticket, GOOD)
-
-
-def test_a_ticket_outlives_its_store(store: Store) -> None:
-    """Another store refuses it, and dropping it is safe, because it owns its memory."""
+def test_a_ticket_of_another_store(store: Store) -> None:
+    """It outlives its store, because it owns its memory."""
     other = Store(TABLE, num_threads=2)
-    _, ticket = other.lookup_for_update(as_ids(range(1000, 5000)) if other.table.capacity is None else IDS)
+    first, second = (other.lookup_for_update(IDS)[1] for _ in range(2))
+    for ticket in (first, second):
+        with pytest.raises(TicketError, match=r"table 'item': .*another store"):
+            store.update(ticket, GOOD)
+    other.update(first, GOOD)
     del other
     with pytest.raises(TicketError, match="another store"):
-        store.update(ticket, GOOD)
-    del ticket
+        store.update(second, GOOD)
 
 
 @pytest.mark.parametrize(
@@ -358,14 +339,12 @@ def test_a_ticket_outlives_its_store(store: Store) -> None:
         *(({"seed": seed}, ["seed", "integer"]) for seed in (-1, 2**64, 1.0, "0", None, True)),
         *(({"num_threads": threads}, ["num_threads", "integer"]) for threads in (0, -1, 1025, 2**40, 1.5, "2", True)),
         *(({"simd": simd}, ["simd", "portable"]) for simd in ("sse2", "", None, 3, "AVX2")),
-        *(({"shared": path}, ["shared", "path"]) for path in (3, "", 1.5, ["x"])),
+        *(({"shared": path}, ["shared", "path"]) for path in (3, "", 1.5, ["x"], "a\0b", "\udcff")),
     ],
 )
 def test_options_of_a_store(options: dict[str, Any], words: list[str]) -> None:
-    with pytest.raises(ConfigError) as raised:
+    with refused(ConfigError, *words):
         Store(TABLE, **options)
-    for word in words:
-        assert word in str(raised.value)
 
 
 @pytest.mark.parametrize("table", [None, "item", {"name": "item", "dim": 4}, Table, [TABLE]])
@@ -393,16 +372,16 @@ def test_more_memory_than_there_is() -> None:
     store.check()
 
 
-@pytest.mark.parametrize("path", [None, 3, ["x"], "", b"x", "a\0b"])
+@pytest.mark.parametrize("path", [None, 3, ["x"], "", b"x", "a\0b", "\udcff"])
 def test_paths(store: Store, path: Any) -> None:
     for call in (store.save, Store.load, store.apply_changes, lambda p: store.save_changes(p, since=1)):
         with pytest.raises(InputError, match=r"path is .*expected the path of a snapshot's folder"):
             call(path)
 
 
-@pytest.mark.parametrize("path", [None, 3, ["x"], ""])
+@pytest.mark.parametrize("path", [None, 3, ["x"], "", "a\0b"])
 def test_paths_of_shared_memory(path: Any) -> None:
-    with pytest.raises(ConfigError, match=r"path is .*expected the path of a shared-memory file"):
+    with pytest.raises(ConfigError, match=r"path is .*expected the path of a shared-memory file, of Unicode .*NUL"):
         Store.attach(path)
 
 
@@ -413,21 +392,6 @@ def test_a_store_is_not_copied(store: Store) -> None:
             call(store)
         with pytest.raises(TypeError, match=r"tables 'item': .*save each and restore them"):
             call(tables)
-
-
-@pytest.mark.parametrize("since", [0, -1, 5, 2**40, 1.5, "1", None])
-def test_since(store: Store, since: Any, tmp_path: Path) -> None:
-    with pytest.raises(SatrapError, match="since"):
-        store.save_changes(tmp_path / "changes", since=since)
-    assert not (tmp_path / "changes").exists()
-
-
-def test_what_is_not_there(store: Store, tmp_path: Path) -> None:
-    for call in (Store.load, store.apply_changes):
-        with pytest.raises(SnapshotError, match="nothing"):
-            call(tmp_path / "nothing")
-    with pytest.raises(SharedMemoryError, match="nothing"):
-        Store.attach(tmp_path / "nothing")
 
 
 # -- and what is not bad -----------------------------------------------------------------------------------------------

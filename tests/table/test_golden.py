@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from checkpoint_job import Job
+from checkpoint_job import Job, same
 from golden import MORE_STEPS, STEPS, TABLES, method_numbers, recorded, state, train
 from satrap import Store, Table
 from satrap.launch.run_state import RunState
@@ -19,7 +19,7 @@ GOLDEN = Path(__file__).parents[1] / "fixtures/golden"
 each_table = pytest.mark.parametrize("table", TABLES, ids=[table.name for table in TABLES])
 
 
-def same(store: Store, name: str) -> None:
+def assert_recorded(store: Store, name: str) -> None:
     wanted, found = recorded(GOLDEN / store.table.name, name), state(store)
     assert found.keys() == wanted.keys()
     for key, value in wanted.items():
@@ -28,15 +28,15 @@ def same(store: Store, name: str) -> None:
 
 def goes_on(store: Store, table: Table) -> None:
     assert store.table == table
-    same(store, "changes")
+    assert_recorded(store, "changes")
     train(store, STEPS + MORE_STEPS, STEPS + MORE_STEPS + 1)
-    same(store, "next")
+    assert_recorded(store, "next")
 
 
 @each_table
 def test_a_snapshot_and_its_changes(table: Table) -> None:
     store = Store.load(GOLDEN / table.name / "full", num_threads=1)
-    same(store, "full")
+    assert_recorded(store, "full")
     store.apply_changes(GOLDEN / table.name / "changes")
     goes_on(store, table)
 
@@ -55,10 +55,7 @@ def test_a_run_folder(tmp_path: Path) -> None:
     job = Job(str(tmp_path / "run"), 4, full_every=3)
     assert job.run.resume()
     with np.load(GOLDEN / "run.npz", allow_pickle=True) as wanted:
-        found = job.state()
-        assert found.keys() == set(wanted)
-        for name in wanted:
-            np.testing.assert_array_equal(np.asarray(found[name]), wanted[name], err_msg=name)
+        same(job.state(), wanted)
 
 
 def test_the_state_of_satrap_run(tmp_path: Path) -> None:

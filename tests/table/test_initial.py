@@ -7,7 +7,6 @@ whether the row is read before it exists or after. Statistical bounds are six st
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -17,7 +16,6 @@ from satrap import _core
 from satrap.config.tables import Constant, Initial, Normal, ScaledUniform, Table, Uniform, Zeros
 from satrap.table.store import Store
 
-OpenStore = Callable[..., Store]
 RANDOM: list[Initial] = [Uniform(low=-0.5, high=2.0), Normal(mean=0.25, std=0.5), ScaledUniform()]
 
 
@@ -139,13 +137,3 @@ def test_16_bit_is_the_float32_value_rounded_to_nearest(initial: Initial, dtype:
         bits = exact.view(np.uint32)
         wanted = ((bits + 0x7FFF + ((bits >> 16) & 1)) & np.uint32(0xFFFF0000)).view(np.float32)
     np.testing.assert_array_equal(rounded, wanted)
-
-
-def test_an_evicted_row_comes_back_as_new(open_store: OpenStore) -> None:
-    store = open_store(Table("item", dim=4, capacity=2, num_buckets=1))
-    first = store.lookup(np.array([1], np.uint64)).copy()
-    store.update(np.array([1], np.uint64), np.ones((1, 4), np.float32))
-    store.lookup(np.array([2], np.uint64))
-    store.lookup(np.array([3], np.uint64))
-    assert not store.read(np.array([1], np.uint64)).present[0]
-    np.testing.assert_array_equal(store.lookup(np.array([1], np.uint64)), first)

@@ -15,7 +15,6 @@ import numpy as np
 import pytest
 
 from oracle import Full, Oracle, as_ids
-from satrap import _core
 from satrap.config.tables import SGD, Adagrad, Always, Constant, MinCount, Probability, Table
 from satrap.errors import CapacityError
 from satrap.table.store import Store
@@ -84,20 +83,6 @@ def test_what_an_absent_row_reads_as(absent: Any, open_store: OpenStore) -> None
     store.update(as_ids([2]), np.full((1, 2), -4, np.float32))
     np.testing.assert_array_equal(store.lookup(ids, train=False), [[wanted] * 2, [5, 5], [wanted] * 2])
     assert present(store, [1, 2, 3]) == [2]
-
-
-def test_evaluation_changes_nothing(open_store: OpenStore) -> None:
-    store = open_store(table(capacity=4, admission=MinCount(2), expire_after=3))
-    for step in range(1, 4):
-        store.lookup(as_ids(range(step, step + 4)), step=step)
-    before, ids = store.stats(), as_ids(range(20))
-    read = store.read(ids)
-    for _ in range(3):
-        store.lookup(ids, train=False)
-    assert store.stats() == before
-    assert store.latest_step == 3
-    for old, new in zip(read, store.read(ids), strict=True):
-        np.testing.assert_array_equal(old, new)
 
 
 def test_a_gradient_without_a_row_is_counted_and_dropped(open_store: OpenStore) -> None:
@@ -185,24 +170,6 @@ def test_min_count_window_forgets_the_least_recently_sighted(open_store: OpenSto
     assert present(store, [10, 11, 12, 20, 30]) == [11, 12]
 
 
-def test_the_window_is_shared_out_whole(open_store: OpenStore) -> None:
-    """7 ids over 4 buckets: no part of the window is lost to rounding."""
-    store = open_store(table(admission=MinCount(2, window=7), num_buckets=4))
-    store.lookup(as_ids(range(1000)))
-    assert store.stats()["sightings"] == 7
-
-
-def test_min_count_is_exact_while_the_window_holds_everybody(open_store: OpenStore, rng: np.random.Generator) -> None:
-    store = open_store(table(admission=MinCount(4, window=1 << 14), num_buckets=8), num_threads=2)
-    seen = np.zeros(2000, int)
-    for step in range(1, 60):
-        ids = rng.integers(2000, size=300)
-        store.lookup(ids.astype(np.uint64), step=step)
-        seen[np.unique(ids)] += 1
-    np.testing.assert_array_equal(store.read(np.arange(2000, dtype=np.uint64)).present, seen >= 4)
-    assert store.stats()["sightings"] == np.sum((seen > 0) & (seen < 4))
-
-
 def test_an_evicted_row_must_be_admitted_anew(open_store: OpenStore) -> None:
     store = open_store(table(admission=MinCount(2), capacity=1))
     store.lookup(as_ids([1]), step=1)
@@ -266,21 +233,6 @@ def test_large_buckets_evict_as_the_model_does(admission: Any, open_store: OpenS
         store.update(as_ids(some), np.zeros((40, 2), np.float32), step=step)
         model.compare(store, range(1500))
     assert store.stats()["evicted"] > 100
-
-
-@pytest.mark.parametrize("num_buckets", [1, 4])
-def test_capacity_holds_exactly(num_buckets: int, open_store: OpenStore, rng: np.random.Generator) -> None:
-    """Each bucket fills its share, and never more."""
-    capacity = 103
-    store = open_store(table(capacity=capacity, num_buckets=num_buckets))
-    for step in range(1, 200):
-        store.lookup(rng.integers(5000, size=9).astype(np.uint64), step=step)
-        assert len(store) <= capacity
-    rows = np.arange(5000, dtype=np.uint64)
-    shares = np.bincount(_core.bucket_of(rows[store.read(rows).present], num_buckets), minlength=num_buckets)
-    assert shares.tolist() == [capacity // num_buckets + (b < capacity % num_buckets) for b in range(num_buckets)]
-    stats = store.stats()
-    assert stats["inserted"] - stats["evicted"] == stats["rows"] == capacity
 
 
 def test_open_steps_pin_their_rows(open_store: OpenStore) -> None:
@@ -387,17 +339,6 @@ def test_expiry_waits_for_open_steps(open_store: OpenStore) -> None:
     assert present(store, [1, 2, 3]) == [3]
 
 
-def test_stats_are_exact_however_rows_expire(open_store: OpenStore, rng: np.random.Generator) -> None:
-    store = open_store(table(expire_after=5, capacity=300, num_buckets=4))
-    for step in range(1, 150):
-        store.lookup(rng.integers(600, size=40).astype(np.uint64), step=step)
-        if step % 7 == 0:
-            stats = store.stats()
-            assert stats["rows"] == len(store) == len(present(store, range(600)))
-            assert stats["inserted"] - stats["evicted"] - stats["expired"] == stats["rows"]
-            assert stats["lookups"] == stats["hits"] + stats["inserted"] + stats["refused"]
-
-
 def test_a_row_of_a_step_below_the_line_of_expiry_lives(open_store: OpenStore) -> None:
     """A row that a very late lookup inserts is stamped with expire_before, not with its step: its update finds it."""
     store = open_store(table(expire_after=2, capacity=3))
@@ -453,25 +394,6 @@ def test_the_last_step(open_store: OpenStore) -> None:
             store.lookup(as_ids([1]))
     assert store.latest_step == 2**32 - 2
     store.check()
-
-
-def test_an_update_before_any_lookup(open_store: OpenStore) -> None:
-    store = open_store(table())
-    store.update(as_ids([1, 2]), np.ones((2, 2), np.float32))
-    assert store.stats()["not_applied_absent"] == 2
-    assert len(store) == 0
-
-
-def test_empty_batches(open_store: OpenStore) -> None:
-    store = open_store(table())
-    rows, ticket = store.lookup_for_update(as_ids([]))
-    assert rows.shape == (0, 2)
-    assert ticket.n == ticket.num_unique == 0
-    store.update(ticket, np.zeros((0, 2), np.float32))
-    store.update(as_ids([]), np.zeros((0, 2), np.float32))
-    assert store.lookup(as_ids([]), train=False).shape == (0, 2)
-    assert store.read(as_ids([])).values.shape == (0, 2)
-    assert store.stats()["lookups"] == store.stats()["updated"] == 0
 
 
 def test_a_refused_capacity_costs_no_sighting(open_store: OpenStore) -> None:

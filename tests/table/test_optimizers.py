@@ -14,7 +14,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -151,24 +150,6 @@ def test_every_parameter_has_an_effect(optimizer: Any, name: str, value: Any) ->
 def test_the_table_of_effects_is_complete() -> None:
     listed = {(type(optimizer).__name__, name) for optimizer, name, _ in EFFECTS}
     assert listed == {(type(kind).__name__, name) for kind in KINDS for name in kind.__slots__}
-
-
-def test_sgd_is_bit_exact_over_many_steps(open_store: OpenStore, rng: np.random.Generator) -> None:
-    """No re-synchronising here: 300 steps, with duplicates, end in the very bits of index_add_ and fma."""
-    num_ids, dim, rate = 50, 24, 0.0371
-    store = open_store(Table("t", dim=dim, optimizer=SGD(lr=rate), initial=Normal()), num_threads=3)
-    ids = np.arange(num_ids, dtype=np.uint64)
-    values = store.lookup(ids)
-    for _ in range(300):
-        some = rng.integers(num_ids, size=64)
-        gradients = rng.normal(size=(64, dim)).astype(np.float32)
-        store.update(some.astype(np.uint64), gradients)
-        unique, inverse = np.unique(some, return_inverse=True)
-        total = (
-            torch.zeros(len(unique), dim).index_add_(0, torch.from_numpy(inverse), torch.from_numpy(gradients)).numpy()
-        )
-        values[unique] = fma(np.full_like(total, -np.float32(rate)), total, values[unique])
-    np.testing.assert_array_equal(store.read(ids).values, values)
 
 
 def test_the_fma_of_the_reference() -> None:

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import re
 import sys
-import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -24,18 +24,11 @@ from satrap.errors import CapacityError, SnapshotError
 from satrap.table.snapshot import writer
 from satrap.table.store import Store
 from satrap.table.table_group import TableGroup
-from snapshots import assert_same, columns, contents, crc32c, forge, manifest
+from snapshots import assert_same, columns, contents, crc32c, forge, manifest, train
 
 ROOT = Path(__file__).parents[2]
 
 OPTIMIZERS: list[Any] = [SGD(), SGD(momentum=0.9), Adagrad(), RowWiseAdagrad(), Adam(), Ftrl()]
-
-
-def train(store: Store, rng: np.random.Generator, steps: int = 5, universe: int = 400, batch: int = 30) -> None:
-    for _ in range(steps):
-        ids = rng.integers(universe, size=batch).astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)
-        store.lookup(ids)
-        store.update(ids, rng.normal(size=(batch, store.table.dim)).astype(np.float32))
 
 
 @pytest.fixture
@@ -284,14 +277,11 @@ def test_changes_are_exact_once_training_has_paused(tmp_path: Path) -> None:
 
     @contextmanager
     def in_training(seed: int) -> Iterator[None]:
-        threads = [threading.Thread(target=train_meanwhile, args=(seed + i,)) for i in range(2)]
-        for thread in threads:
-            thread.start()
-        try:
+        with ThreadPoolExecutor(2) as pool:
+            threads = [pool.submit(train_meanwhile, seed + i) for i in range(2)]
             yield
-        finally:
-            for thread in threads:
-                thread.join()
+        for each in threads:
+            each.result()
 
     with in_training(10):
         primary.save(tmp_path / "full")
@@ -358,6 +348,19 @@ def test_changes_do_not_set_the_line_of_expiry_back(tmp_path: Path) -> None:
         each.check()
 
 
+def test_rows_that_expired_in_a_copy_are_a_change(tmp_path: Path) -> None:
+    store = Store(Table("item", dim=1, expire_after=100), num_threads=1)
+    store.lookup(as_ids(range(300)), step=200)
+    version = store.save(tmp_path / "full")
+    store.save_changes(tmp_path / "changes", since=version)
+    copy = Store.load(tmp_path / "full", num_threads=1)
+    copy.lookup(as_ids([]), step=400)
+    with pytest.raises(SnapshotError, match="was changed after version"):
+        copy.apply_changes(tmp_path / "changes")
+    assert copy._engine.expire_before(0) == 300
+    copy.check()
+
+
 def test_a_line_of_expiry_beyond_the_latest_step() -> None:
     """A foreign snapshot may have it: rows are stamped with expire_before, so the latest step follows it."""
     store = Store(Table("item", dim=1, expire_after=10), num_threads=1)
@@ -377,7 +380,7 @@ def test_a_table_among_others_is_saved_alone(tmp_path: Path) -> None:
 
 
 def test_loading_into_shared_memory(tmp_path: Path, rng: np.random.Generator) -> None:
-    store = Store(Table("item", dim=4), num_threads=1)
+    store = Store(Table("item", dim=4, capacity=64, admission=MinCount(2)), num_threads=1)
     train(store, rng)
     version = store.save(tmp_path / "a")
     Store.load(tmp_path / "a", num_threads=1, shared=tmp_path / "shared")
@@ -392,11 +395,8 @@ def test_loading_into_shared_memory(tmp_path: Path, rng: np.random.Generator) ->
 def test_saving_from_several_threads(tmp_path: Path, rng: np.random.Generator) -> None:
     store = Store(Table("item", dim=4), num_threads=2)
     train(store, rng)
-    threads = [threading.Thread(target=store.save, args=(tmp_path / str(i % 2),)) for i in range(6)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(6) as pool:
+        list(pool.map(store.save, [tmp_path / str(i % 2) for i in range(6)]))
     for i in range(2):
         assert_same(contents(Store.load(tmp_path / str(i), num_threads=1)), contents(store))
 

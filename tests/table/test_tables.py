@@ -39,6 +39,7 @@ def test_a_batch_does_to_each_table_what_its_own_calls_do(num_threads: int, rng:
         tables.update(ticket, gradients, lrs={"item": 0.25})
         of_each = tables.split(gradients, offsets)
         for i, (name, rows) in enumerate(zip(tables, tables.split(flat, offsets), strict=True)):
+            assert rows.size == 0 or np.shares_memory(rows, flat)
             own = ids[offsets[i] : offsets[i + 1]]
             np.testing.assert_array_equal(alone[name].lookup(own, step=step), rows)
             alone[name].update(own, of_each[i], lr=0.25 if name == "item" else None)
@@ -76,8 +77,8 @@ def test_prepare_and_out(rng: np.random.Generator) -> None:
 
 
 def test_bad_tables() -> None:
-    for bad in ([], [TABLES[0], TABLES[0]], [TABLES[0], "item"]):
-        with pytest.raises(ConfigError, match=r"tables are called|expected a satrap\.Table"):
+    for bad in ([], [TABLES[0], TABLES[0]], [TABLES[0], "item"], None, (each for each in TABLES)):
+        with pytest.raises(ConfigError, match=r"tables are called|expected a satrap\.Table|tables is a (None|gen)"):
             TableGroup(bad)  # type: ignore[arg-type]
 
 
@@ -103,6 +104,11 @@ BAD_CALLS: list[tuple[Any, str]] = [
     (lambda t: t.update(prepared(t), np.zeros(5, np.float32)), "5 .*expected 4"),
     (lambda t: t.update(prepared(t), np.zeros((1, 4), np.float32)), r"shape \(1, 4\)"),
     (lambda t: t.update(prepared(t), np.zeros(4, np.float32), lrs={"x": 1.0}), "'x'"),
+    (lambda t: t.update(prepared(t), np.zeros(4, np.float32), lrs={"user": 1.0, 7: 2.0}), "7"),
+    (lambda t: t.update(prepared(t), np.zeros(4, np.float32), lrs=[1.0]), "lrs is a list"),
+    (lambda t: t.split(np.zeros(5, np.float32), [0, 1]), "offsets"),
+    (lambda t: t.split(np.zeros(5, np.float32), np.array([0, 1, 1, 1, 1])), "flat holds 5 floats"),
+    (lambda t: t.split([1.0], np.array([0, 1, 1, 1, 1])), "flat is a list"),
     (lambda t: t.update(prepared(t), np.zeros(4, np.float32), lrs={"word": 0}), "table 'word': lr is 0; .* above 0"),
 ]  # fmt: skip
 

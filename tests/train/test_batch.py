@@ -9,25 +9,21 @@ import pytest
 import torch
 
 from bag_oracle import draw_bags
-from loop import batches, bits, job, loss_of
+from loop import batches, bits, job, train_step
 from satrap import Adagrad, Batch, Embeddings, InputError, Normal, Table
 from satrap.train.batch import Sequence
 
 
-def embeddings() -> Embeddings:
-    """Return features of other dims and tables, among them two sequences, in an order that tables change."""
+def looked_up() -> Batch:
+    """Return a batch of features of other dims and tables, two of them sequences, in an order that tables change."""
     item = Table("item", dim=3, optimizer=Adagrad(), initial=Normal())
     user = Table("user", dim=5, optimizer=Adagrad(), initial=Normal())
-    return Embeddings(
+    ours = Embeddings(
         {"item": item, "path": item.sequence(2), "user": user, "bag": item.bag("mean"), "past": user.sequence(3)},
         num_threads=1,
     )
-
-
-def looked_up(seed: int = 0) -> Batch:
-    ours = embeddings()
     ours.optimizer(torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1))
-    inputs = draw_bags(np.random.default_rng(seed), ours.features, 7).inputs()
+    inputs = draw_bags(np.random.default_rng(0), ours.features, 7).inputs()
     return next(ours.stream([inputs], overlap=False))
 
 
@@ -83,8 +79,7 @@ def test_a_model_of_the_parts_trains_like_one_of_the_block() -> None:
 def test_a_part_looks_up_a_batch_that_was_read_ahead(overlap: bool) -> None:
     ours, model, optimizer = job(staleness=0)
     first, second = islice(ours.stream(batches(2), overlap=overlap), 2)
-    loss_of(model, first).backward()
-    optimizer.step()
+    train_step(model, optimizer, first)
     assert "not looked up yet" in repr(second) or overlap
     assert list(second) == ["user", "item", "history"]  # names need no rows
     second["item"].sum().backward()

@@ -21,7 +21,7 @@ import torch
 import satrap.run_context
 from cluster import ANYWHERE, DEADLINE_SECONDS, features, running_servers, sharded_worker
 from forks import in_fork
-from loop import batches, job, loss_of, tables
+from loop import batches, job, tables, train_step
 from remote_worker_parts import Net, source, working, write
 from rpc_parts import Calls, Served, wait_until
 from satrap import Deployment, Embeddings, InputError, Inputs, SnapshotError, StreamError
@@ -53,9 +53,7 @@ def train_some_steps(way: str, overlap: bool, **options: Any) -> None:
         embeddings.tables.clear()  # type: ignore[union-attr]
     stream = embeddings.stream(batches(8), overlap=overlap)
     for batch in stream:
-        optimizer.zero_grad()
-        loss_of(model, batch).backward()
-        optimizer.step()
+        train_step(model, optimizer, batch)
         if batch.step == 3 and way != "dropped after":
             break
     if way == "closed":
@@ -65,7 +63,7 @@ def train_some_steps(way: str, overlap: bool, **options: Any) -> None:
 WAYS = ("closed", "dropped in the middle", "dropped after")
 
 
-@pytest.mark.parametrize(("where", "num_made"), [("here", 6), ("shared", 6), ("servers", 50)])
+@pytest.mark.parametrize(("where", "num_made"), [("here", 6), ("shared", 6), ("servers", 12)])
 def test_many_embeddings_leak_nothing(where: str, num_made: int, tmp_path: Path) -> None:
     """Alternates with and without threads, closed, dropped at the end, or dropped with a live stream."""
     with ExitStack() as stack:
@@ -113,17 +111,15 @@ def test_a_worker_stops_reading_for_a_trainer_that_exits_early(tmp_path: Path, c
 NOTEBOOK = """
 import gc, sys
 sys.path.insert(0, {tests!r})
-from loop import batches, job, loss_of, tables, train
+from loop import batches, job, train_step
 
 def cell(steps):
     global embeddings, model, optimizer, stream
     embeddings, model, optimizer = job(servers=sys.argv[1:], staleness=2)
-    embeddings.tables.clear()  # type: ignore[union-attr]
+    embeddings.tables.clear()
     stream = embeddings.stream(batches(20), overlap=True)
     for batch in stream:
-        optimizer.zero_grad()
-        loss_of(model, batch).backward()
-        optimizer.step()
+        train_step(model, optimizer, batch)
         if batch.step == steps:
             break
 
@@ -154,9 +150,7 @@ def test_closing_applies_submitted_updates(overlap: bool, tmp_path: Path) -> Non
             embeddings, model, optimizer = job(servers=addresses, staleness=3, deterministic=True)
             with embeddings:
                 for batch in embeddings.stream(batches(9), overlap=overlap):
-                    optimizer.zero_grad()
-                    loss_of(model, batch).backward()
-                    optimizer.step()
+                    train_step(model, optimizer, batch)
                     if batch.step == 4:
                         break
                 if not closes:
@@ -369,7 +363,7 @@ def test_a_process_exits_while_its_threads_call(tmp_path: Path) -> None:
         "for _ in range(8):\n"
         "    began.acquire()\n"
     )
-    for _ in range(5):
+    for _ in range(3):
         command = [sys.executable, "-c", code, f"ipc://{tmp_path}/sockets/none"]
         run = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_SECONDS)
         assert run.returncode == 0, run.stderr

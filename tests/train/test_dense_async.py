@@ -14,7 +14,8 @@ import torch
 
 from cluster import IDS, batch, running_servers
 from faults import killed_at_random
-from loop import Net, batches, bits, deployed, loss_of, rows, tables, train
+from loop import Net, batches, bits, deployed, loss_of, rows, tables, train, train_step
+from loop import job as synchronous_job
 from one_row import ulp
 from satrap import Checkpoint, ConfigError, Deployment, Embeddings, StreamError, Table
 from satrap.config.features import Features
@@ -49,8 +50,7 @@ def job(
     try:
         yield embeddings, model, optimizer
     finally:
-        assert isinstance(embeddings.worker, ShardedWorker)
-        embeddings.worker.servers.close()
+        embeddings.worker.close()
 
 
 @contextmanager
@@ -60,16 +60,12 @@ def job_on_servers(num_servers: int = 2, **options: Any) -> Iterator[tuple[Embed
         yield made
 
 
-def local_job(kind: Kind, num: int, **options: Any) -> tuple[list[float], torch.nn.Module, Embeddings]:
+def local_job(kind: Kind, num: int) -> tuple[list[float], torch.nn.Module, Embeddings]:
     """Return the same job with everything in this process."""
     torch.manual_seed(0)
-    embeddings = Embeddings(tables(), num_threads=1)
-    model = Net()
-    return (
-        train(embeddings, model, embeddings.optimizer(kind(model.parameters())), batches(num), **options),
-        model,
-        embeddings,
-    )
+    embeddings, model = Embeddings(tables(), num_threads=1), Net()
+    losses = train(embeddings, model, embeddings.optimizer(kind(model.parameters())), batches(num))
+    return losses, model, embeddings
 
 
 def values_of(model: torch.nn.Module) -> list[np.ndarray]:
@@ -216,9 +212,7 @@ def test_evaluation_uses_the_latest_parameters() -> None:
     with job_on_servers(staleness=2) as (embeddings, model, optimizer):
         for one in embeddings.stream(batches(4), overlap=False):
             before = values_of(model)
-            optimizer.zero_grad()
-            loss_of(model, one).backward()
-            optimizer.step()
+            train_step(model, optimizer, one)
             assert all(map(np.array_equal, before, values_of(model)))
             embeddings.eval()
             with embeddings.stream(batches(1)):
@@ -241,9 +235,7 @@ def test_a_resumed_run_equals_an_uninterrupted_one(kind: Kind, tmp_path: Path) -
         for one in embeddings.stream(data):
             if one.step == 8:
                 break
-            optimizer.zero_grad()
-            loss_of(model, one).backward()
-            optimizer.step()
+            train_step(model, optimizer, one)
             if run.save(every_steps=3):
                 saved = values_of(model)
     with job_on_servers(3, kind=kind) as (embeddings, model, optimizer):
@@ -262,9 +254,7 @@ def test_a_checkpoint_of_the_other_dense_option_is_refused(tmp_path: Path) -> No
     with job_on_servers(1) as (embeddings, model, optimizer):
         train(embeddings, model, optimizer, batches(2))
         Checkpoint(tmp_path, model, optimizer, embeddings).save()
-    embeddings = Embeddings(tables(), num_threads=1)
-    model = Net()
-    optimizer = embeddings.optimizer(KINDS["SGD"](model.parameters()))
+    embeddings, model, optimizer = synchronous_job()
     with pytest.raises(CheckpointError, match=r"has tables \['dense.0', 'item', 'user'\]; this job has"):
         Checkpoint(tmp_path, model, optimizer, embeddings).resume()
 
@@ -278,9 +268,7 @@ def test_killed_servers_lose_nothing(tmp_path: Path, seed: int) -> None:
         job([each.address for each in servers], KINDS["Adam"]) as (embeddings, model, optimizer),
     ):
         for number, one in enumerate(embeddings.stream(batches(80)), 1):
-            optimizer.zero_grad()
-            loss_of(model, one).backward()
-            optimizer.step()
+            train_step(model, optimizer, one)
             if number == 70:
                 over.wait()
         assert all(map(np.array_equal, expected, values_of(model)))

@@ -18,7 +18,10 @@ ADDRESS = "tcp://127.0.0.1:1"
         ({"workers": ADDRESS}, f"workers is '{ADDRESS}'; expected a list"),
         ({"wire": "fp16"}, r"Deployment: wire is 'fp16' \(str\); expected one of 'float32', 'float16'"),
         ({"take_over": 1}, r"Deployment: take_over is 1 \(int\); expected True or False"),
-        ({"servers": [ADDRESS], "shared": "rows"}, "shared is a file for local rows, but servers hold them"),
+        (
+            {"servers": [ADDRESS], "shared": "rows"},
+            "shared is .*, but servers hold them: pass it to `satrap server`",
+        ),
     ],
 )
 def test_invalid_options_are_refused_when_it_is_made(options: dict[str, Any], message: str) -> None:

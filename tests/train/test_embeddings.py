@@ -1,15 +1,12 @@
 """Training by a user's own loop, compared with the same model in plain PyTorch, and with torch's own tools."""
 
-import copy
-import gc
-import itertools
 import signal
 import subprocess
 import sys
-import threading
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from itertools import islice, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from loop import BATCH, NUM_IDS, Plain, batches, job, loss_of, rows, tables, train
-from rpc_parts import wait_until
+from loop import BATCH, NUM_IDS, batches, bits, job, join, loss_of, rows, tables, train, train_step
 from satrap import ConfigError, Embeddings, InputError, Inputs, IterableSource, Position, StreamError
 from satrap.train.embeddings import session_of
 
@@ -40,51 +36,20 @@ def test_a_trainer_of_torchrun_that_trains_alone_warns(monkeypatch: pytest.Monke
         job()
 
 
-def test_synchronous_training_equals_plain_pytorch() -> None:
-    embeddings, model, optimizer = job()
-    plain, plain_model = Plain(embeddings), copy.deepcopy(model)
-    data = batches(12)
-    losses = train(embeddings, model, optimizer, data)
-    expected = plain.train(plain_model, torch.optim.SGD(plain_model.parameters(), lr=0.05), data, 0.1)
-    assert losses == expected
-    seen = {name: {int(v) for inputs in data for v in inputs.values} for name in ("user", "item")}
-    for name, values in rows(embeddings).items():
-        present = embeddings.tables[name].read(np.arange(NUM_IDS, dtype=np.uint64)).present
-        assert present.any() and seen
-        np.testing.assert_array_equal(values[present], plain.weights[name].numpy()[present])
-    for one, other in zip(model.parameters(), plain_model.parameters(), strict=True):
-        assert torch.equal(one, other)
-
-
-@pytest.mark.parametrize("overlap", [False, True], ids=["inline", "overlap"])
-@pytest.mark.parametrize("staleness", [0, 1, 4])
-def test_deterministic_runs_repeat_exactly(overlap: bool, staleness: int) -> None:
-    def run() -> tuple[list[float], dict[str, np.ndarray], dict[int, int]]:
+@pytest.mark.parametrize("staleness", [0, 1, 2, 4])
+def test_deterministic_runs_repeat_exactly_inline_and_overlapped(staleness: int) -> None:
+    found = []
+    for overlap in (False, True, False, True):
         embeddings, model, optimizer = job(staleness, deterministic=True)
-        losses = train(embeddings, model, optimizer, batches(15), overlap=overlap)
-        return losses, rows(embeddings), {}
-
-    first, again = run(), run()
-    assert first[0] == again[0]
-    for name in first[1]:
-        np.testing.assert_array_equal(first[1][name], again[1][name])
-
-
-def test_deterministic_staleness_is_the_same_inline_and_overlapped() -> None:
-    results = []
-    for overlap in (False, True):
-        embeddings, model, optimizer = job(2, deterministic=True)
-        results.append((train(embeddings, model, optimizer, batches(15), overlap=overlap), rows(embeddings)))
-    assert results[0][0] == results[1][0]
-    np.testing.assert_array_equal(results[0][1]["item"], results[1][1]["item"])
+        found.append((train(embeddings, model, optimizer, batches(15), overlap=overlap), bits(embeddings, model)))
+    assert all(each == found[0] for each in found)
 
 
 def test_the_staleness_seen_is_a_histogram() -> None:
     embeddings, model, optimizer = job(3, deterministic=True)
     with embeddings.stream(batches(10), overlap=True) as stream:
         for batch in stream:
-            loss_of(model, batch).backward()
-            optimizer.step()
+            train_step(model, optimizer, batch)
         assert stream.staleness_seen == {0: 1, 1: 1, 2: 1, 3: 7}
 
 
@@ -99,28 +64,7 @@ def test_accumulation_sums_and_applies_once() -> None:
                 optimizer.zero_grad()
         assert one.step == 2 and not stream.dropped
     other, twin, twin_optimizer = job()
-
-    def joined(a: Inputs, b: Inputs) -> Inputs:
-        assert a.offsets is not None and b.offsets is not None and a.dense is not None and b.dense is not None
-        values, lengths = [], []
-        for f in range(3):
-            for inputs in (a, b):
-                assert inputs.offsets is not None
-                size = inputs.batch_size
-                part = inputs.offsets[f * size : (f + 1) * size + 1]
-                values.append(inputs.values[part[0] : part[-1]])
-                lengths.append(np.diff(part))
-        assert a.label is not None and b.label is not None
-        return Inputs(
-            names=a.names,
-            values=np.concatenate(values),
-            offsets=np.concatenate([[0], np.cumsum(np.concatenate(lengths))]).astype(np.int64),
-            batch_size=a.batch_size + b.batch_size,
-            dense=np.concatenate([a.dense, b.dense]),
-            label=np.concatenate([a.label, b.label]),
-        )
-
-    train(other, twin, twin_optimizer, [joined(data[0], data[1]), joined(data[2], data[3])])
+    train(other, twin, twin_optimizer, [join(data[:2]), join(data[2:])])
     for name, values in rows(one).items():
         np.testing.assert_allclose(values, rows(other)[name], rtol=0, atol=1e-6)
 
@@ -146,27 +90,6 @@ def test_a_last_incomplete_group_may_be_stepped() -> None:
     optimizer.step()
     stream.close()
     assert embeddings.step == 2 and not stream.dropped
-
-
-def test_a_batch_that_no_loss_reached_is_dropped_and_counted() -> None:
-    embeddings, model, optimizer = job()
-    with embeddings.stream(batches(6)) as stream:
-        for i, batch in enumerate(stream):
-            if i % 2 == 1:
-                continue
-            loss_of(model, batch).backward()
-            optimizer.step()
-    assert stream.dropped == {"unused": 3}
-
-
-def test_a_loss_without_a_step_raises_instead_of_waiting() -> None:
-    embeddings, model, _ = job()
-    stream = embeddings.stream(batches(6))
-    loss_of(model, next(stream)).backward()
-    second = next(stream)
-    with pytest.raises(StreamError, match=r"optimizer\.step\(\) was not called"):
-        _ = second.embeddings
-    stream.close()
 
 
 def test_cleared_gradients_drop_the_batch() -> None:
@@ -206,9 +129,7 @@ def test_a_scheduler_changes_the_lr_of_tables() -> None:
     states = []
     with embeddings.stream(batches(4)) as stream:
         for batch in stream:
-            optimizer.zero_grad()
-            loss_of(model, batch).backward()
-            optimizer.step()
+            train_step(model, optimizer, batch)
             scheduler.step()
             states.append(rows(embeddings)["user"].copy())
     assert not np.array_equal(states[0], states[1])
@@ -228,20 +149,20 @@ def test_clipping_includes_the_gradients_of_embeddings() -> None:
         optimizer.step()
 
 
-def test_an_overflowed_step_touches_neither_half() -> None:
+@pytest.mark.parametrize("ahead", [False, True])
+def test_an_overflowed_step_touches_neither_half(ahead: bool) -> None:
     embeddings, model, optimizer = job()
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
     with embeddings.stream(batches(4)) as stream:
-        for i, batch in enumerate(stream):
+        for i, batch in enumerate(list(stream) if ahead else stream):
             optimizer.zero_grad()
-            before = rows(embeddings), [p.detach().clone() for p in model.parameters()]
             loss = loss_of(model, batch) * (float("inf") if i == 1 else 1.0)
             scaler.scale(loss).backward()
+            before = bits(embeddings, model)
             scaler.step(optimizer)
             scaler.update()
-            same = all(torch.equal(a, b) for a, b in zip(before[1], model.parameters(), strict=True))
-            assert same == (i == 1)
-        assert stream.dropped == {"overflow": 1}
+            assert (bits(embeddings, model) == before) == (i == 1)
+        assert stream.dropped == {"overflow": 1} and embeddings.step == 4
     assert scaler.get_scale() == 512.0
 
 
@@ -281,33 +202,6 @@ def test_a_compiled_dense_part() -> None:
     assert losses == train(plain_embeddings, plain_model, plain_optimizer, batches(3))
 
 
-def test_evaluation_changes_nothing() -> None:
-    embeddings, model, optimizer = job()
-    train(embeddings, model, optimizer, batches(3))
-    sizes = {name: len(store) for name, store in embeddings.tables.items()}
-    before = rows(embeddings)
-    embeddings.eval()
-    for batch in embeddings.stream(batches(5, seed=9)):
-        assert not batch.embeddings.requires_grad
-        assert batch.step == 0
-    assert {name: len(store) for name, store in embeddings.tables.items()} == sizes
-    np.testing.assert_array_equal(before["item"], rows(embeddings)["item"])
-    embeddings.train()
-    train(embeddings, model, optimizer, batches(1))
-    assert embeddings.step == 4
-
-
-def test_no_threads_leak() -> None:
-    before = set(threading.enumerate())
-    embeddings, model, optimizer = job(2)
-    stream = embeddings.stream(batches(9), overlap=True)
-    loss_of(model, next(stream)).backward()
-    optimizer.step()
-    del stream, embeddings, optimizer
-    gc.collect()
-    wait_until(lambda: {each.name for each in set(threading.enumerate()) - before} <= {"satrap-collected"})
-
-
 @pytest.mark.parametrize("overlap", [False, True], ids=["inline", "overlap"])
 def test_an_error_of_the_source_reaches_the_loop(overlap: bool) -> None:
     def torn() -> Iterator[Inputs]:
@@ -324,16 +218,9 @@ def test_a_list_and_a_generator_train_equally() -> None:
     found = []
     for data in (batches(5), iter(batches(5)), (each for each in batches(5)), IterableSource(batches(5))):
         embeddings, model, optimizer = job()
-        losses, positions = [], []
-        for batch in embeddings.stream(data):
-            losses.append(loss_of(model, batch))
-            optimizer.zero_grad()
-            losses[-1].backward()
-            optimizer.step()
-            positions.append(batch.position)
-        found.append(([loss.item() for loss in losses], positions))
+        found.append([(train_step(model, optimizer, batch), batch.position) for batch in embeddings.stream(data)])
     assert all(each == found[0] for each in found)
-    assert found[0][1] == [Position(0, 0, number, number * BATCH, end=1) for number in range(1, 6)]
+    assert [position for _, position in found[0]] == [Position(0, 0, i, i * BATCH, end=1) for i in range(1, 6)]
 
 
 @pytest.mark.parametrize("data", [list, iter, IterableSource], ids=["list", "iterator", "IterableSource"])
@@ -352,11 +239,8 @@ def test_a_position_of_a_list_holds_in_an_iterable_over_it(declared: bool) -> No
     embeddings, model, optimizer = job()
     session_of(embeddings).track_position(first)
     with embeddings.stream(first) as stream:
-        for batch in stream:
-            loss_of(model, batch).backward()
-            optimizer.step()
-            if batch.step == 4:
-                break
+        for batch in islice(stream, 4):
+            train_step(model, optimizer, batch)
     position = session_of(embeddings).position_of(first)
     again, model, _ = job()
     session_of(again).resume_at(4, second, position)
@@ -415,7 +299,7 @@ def test_a_mapping_of_ids_is_a_batch() -> None:
     inputs = batches(1)[0]
     assert inputs.offsets is not None
     cuts = inputs.offsets.reshape(-1)[[0, BATCH, 2 * BATCH, 3 * BATCH]]
-    parts = [inputs.values[a:b] for a, b in itertools.pairwise(cuts)]
+    parts = [inputs.values[a:b] for a, b in pairwise(cuts)]
     history = parts[2], torch.from_numpy(inputs.offsets[2 * BATCH :] - cuts[2])
     batch = embeddings({"history": history, "item": torch.from_numpy(parts[1].view(np.int64)), "user": parts[0]})
     assert torch.equal(batch.embeddings, embeddings(inputs).embeddings)
@@ -460,8 +344,7 @@ def test_evaluating_without_rows_is_warned_of_unless_training_follows() -> None:
         stream = embeddings.stream(batches(1))
         embeddings.stream(batches(1), train=False).close()
         for batch in stream:
-            loss_of(model, batch).backward()
-            optimizer.step()
+            train_step(model, optimizer, batch)
         embeddings.close()
     embeddings, _, _ = job()
     embeddings.stream(batches(1), train=False).close()

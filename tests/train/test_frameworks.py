@@ -13,7 +13,7 @@ from accelerate.state import AcceleratorState, GradientState
 from torch import Tensor, nn
 
 import satrap
-from loop import Net, batches, bits, job, loss_of
+from loop import Net, batches, bits, job, loss_of, train, train_step
 from satrap import Batch, Embeddings, StreamError
 from satrap.train.optimizer import HybridOptimizer
 
@@ -203,18 +203,14 @@ def test_loading_an_accelerate_state_without_rows_raises(holds: bool, safe: bool
 @pytest.mark.parametrize("what", ["stream", "step", "evaluation"])
 def test_a_model_state_without_rows_is_refused_before_use(what: str) -> None:
     embeddings, model, optimizer = job()
-    for batch in embeddings.stream(items(True)):
-        loss_of(model, batch).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    train(embeddings, model, optimizer, items(True))
     state = ModelWithEmbeddings(embeddings, model).state_dict()
     embeddings, model, optimizer = job()
     stream = embeddings.stream(items(True))
     ModelWithEmbeddings(embeddings, model).load_state_dict(state)
     with stream, pytest.raises(StreamError, match=f"state of step {NUM}, .* tables are at step 0"):
         if what == "step":
-            loss_of(model, next(stream)).backward()
-            optimizer.step()
+            train_step(model, optimizer, next(stream))
         else:
             embeddings.stream(items(True), train=what == "stream")
 
@@ -223,6 +219,5 @@ def test_stream_train_overrides_the_evaluation_mode() -> None:
     embeddings, model, optimizer = job()
     embeddings.eval()
     with embeddings.stream(batches(2), train=True) as stream:
-        loss_of(model, next(stream)).backward()
-        optimizer.step()
+        train_step(model, optimizer, next(stream))
     assert embeddings.step == 1 and not torch.is_inference_mode_enabled()

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import satrap
-from loop import DIM, batches, job, loss_of, rows
+from loop import DIM, batches, job, loss_of, rows, train, train_step
 from runs import JOB, start_run, wait_for_exit
 from satrap import SGD, Embeddings, Inputs, Table
 
@@ -25,11 +25,7 @@ def trained(device: str, staleness: int, overlap: bool | None = None) -> tuple[l
     with embeddings.stream(batches(30), device=device, overlap=overlap) as stream:
         for batch in stream:
             assert {each.device.type for each in (batch.dense, batch.label, batch.embeddings)} == {device}
-            loss = loss_of(model, batch)
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            losses.append(loss.item())
+            losses.append(train_step(model, optimizer, batch))
     return losses, rows(embeddings)
 
 
@@ -84,9 +80,7 @@ def test_an_overflow_in_half_precision_drops_the_batch() -> None:
 
 def test_evaluation_on_a_device() -> None:
     embeddings, model, optimizer = job()
-    for batch in embeddings.stream(batches(10)):
-        loss_of(model, batch).backward()
-        optimizer.step()
+    train(embeddings, model, optimizer, batches(10))
     embeddings.eval()
     here = satrap.evaluate(model, embeddings.stream(batches(5)))
     there = satrap.evaluate(model.to(DEVICE), embeddings.stream(batches(5), device=DEVICE))

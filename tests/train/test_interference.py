@@ -23,14 +23,13 @@ import pytest
 
 import satrap.table.snapshot.reader
 from oracle import as_ids
+from rpc_parts import DEADLINE_SECONDS
 from satrap import _core
 from satrap.config.tables import SGD, Constant, Table, Zeros
 from satrap.errors import InputError, SatrapError, SharedMemoryError, SnapshotError, TicketError
 from satrap.table.snapshot.directory import read_manifest
 from satrap.table.store import Store
 from satrap.table.table_group import TableGroup
-
-DEADLINE_SECONDS = 240.0
 
 
 def run(program: str, *arguments: object) -> str:

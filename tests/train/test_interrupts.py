@@ -31,8 +31,6 @@ from satrap.errors import InputError, StreamError
 from satrap.interrupts import Uninterrupted
 from satrap.rpc import Client, Service
 from satrap.train.embeddings import session_of
-from satrap.worker.remote.client import RemoteWorker
-from satrap.worker.sharded_rows import ShardedWorker
 
 BATCH, NUM_BATCHES = 4, 5
 CALLS = ("next", "step", "drop", "drain", "pause", "close")
@@ -56,12 +54,9 @@ def embeddings_over(rows: str, staleness: int) -> Iterator[Embeddings]:
         if rows != "local":
             how["deployment"] = Deployment([each.address for each in stack.enter_context(running_servers(2))])
         made = Embeddings({"id": table}, **how)
-        if isinstance(made.worker, ShardedWorker):
-            stack.callback(made.worker.servers.close)
         if rows == "worker":
             send_through(made, stack.enter_context(working())[0].address)
-            assert isinstance(made.worker, RemoteWorker)
-            stack.callback(made.worker.close)
+        stack.callback(made.worker.close)
         yield made
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import csv
 import gzip
-from collections.abc import Iterator
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -18,8 +17,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cluster import running_servers
-from loop import NUM_IDS, batches, job, loss_of, rows
+from loop import NUM_IDS, batches, job, loss_of, train, train_step
 from satrap import Inputs
 from satrap.data.inputs import Position
 from satrap.errors import StreamError
@@ -29,15 +27,9 @@ from satrap.train.joint_step import PADDING_ROWS, JointBatches, JointStep, descr
 from satrap.train.process_group import ProcessGroup
 from satrap.train.staleness_gate import StalenessGate
 from satrap.train.stream import Stream
-from trainers import Trainers
+from trainers import Trainers, require_result
 
 N = 143
-
-
-@pytest.fixture(scope="module")
-def trainers() -> Iterator[Trainers]:
-    with Trainers(3) as found:
-        yield found
 
 
 def samples() -> dict[str, Any]:
@@ -99,8 +91,7 @@ def write(folder: Path, kind: str) -> str:
 def test_every_sample_is_trained_on_once_with_equal_weight(
     trainers: Trainers, tmp_path: Path, kind: str, world_size: int, how: dict[str, Any]
 ) -> None:
-    with running_servers(2) as services:
-        found = trainers.run(services, world_size, tmp_path, batches=0, file=write(tmp_path / "data", kind), how=how)
+    found = trainers.run_on_servers(2, world_size, tmp_path, batches=0, file=write(tmp_path / "data", kind), how=how)
     steps = [list(chain(*each)) for each in zip(*(each["seen"] for each in found), strict=True)]
     assert sorted(chain(*steps)) == list(range(N))
     size = world_size * how.get("batch_size", 8)
@@ -108,15 +99,8 @@ def test_every_sample_is_trained_on_once_with_equal_weight(
     assert all(each["lost"] == {} for each in found)
     embeddings, model, optimizer = job()
     columns = samples()
-    with embeddings.stream([inputs_of(columns, step) for step in steps]) as stream:
-        for batch in stream:
-            optimizer.zero_grad()
-            loss_of(model, batch).backward()
-            optimizer.step()
-    for parameter, there in zip(model.parameters(), found[0]["dense"], strict=True):
-        torch.testing.assert_close(torch.tensor(there).reshape(parameter.shape), parameter, rtol=1e-4, atol=1e-6)
-    for name, values in rows(embeddings).items():
-        np.testing.assert_allclose(found[0]["rows"][name], values, rtol=1e-4, atol=1e-6)
+    train(embeddings, model, optimizer, [inputs_of(columns, step) for step in steps])
+    require_result(found[0], embeddings, model)
 
 
 @pytest.mark.parametrize("kind", ["parquet", "csv.gz"])
@@ -131,8 +115,7 @@ def test_another_number_of_trainers_resumes(trainers: Trainers, tmp_path: Path, 
     trained: list[int] = []
     before = 0
     for world_size, until, saved in ((2, 4, 2), (3, 7, 6), (1, None, None)):
-        with running_servers(2) as services:
-            found = trainers.run(services, world_size, tmp_path, until=until, **options)
+        found = trainers.run_on_servers(2, world_size, tmp_path, until=until, **options)
         assert all(each["resumed"] == (before > 0) for each in found)
         kept = None if saved is None else saved - before
         trained += [number for each in found for batch in each["seen"][:kept] for number in batch]
@@ -142,8 +125,7 @@ def test_another_number_of_trainers_resumes(trainers: Trainers, tmp_path: Path, 
 
 def test_accumulation_ends_where_the_batches_end(trainers: Trainers, tmp_path: Path) -> None:
     """Two trainers have five batches, two per step: the last step has one batch of one trainer, and padding."""
-    with running_servers(2) as services:
-        found = trainers.run(services, 2, tmp_path, batches=5, accumulate=2, whole_steps=False)
+    found = trainers.run_on_servers(2, 2, tmp_path, batches=5, accumulate=2, whole_steps=False)
     assert [len(each["seen"]) for each in found] == [3, 3]
     assert found[0]["dense"] == found[1]["dense"] and all(each["lost"] == {} for each in found)
     embeddings, model, optimizer = job()
@@ -157,8 +139,7 @@ def test_accumulation_ends_where_the_batches_end(trainers: Trainers, tmp_path: P
                     (loss_of(model, next(stream)) / len(step)).backward()
             optimizer.step()
             optimizer.zero_grad()
-    for name, values in rows(embeddings).items():
-        np.testing.assert_allclose(found[0]["rows"][name], values, rtol=1e-4, atol=1e-6)
+    require_result(found[0], embeddings, model)
 
 
 def test_a_weight_applies_until_the_batchs_backward_pass() -> None:
@@ -195,8 +176,7 @@ def test_a_weight_applies_until_the_batchs_backward_pass() -> None:
     assert weights[3:] == [1.0], "the weight no longer applies"
     padding = next(stream)
     assert len(padding) == 0 and padding.embeddings.shape[0] == padding.dense.shape[0] == PADDING_ROWS
-    loss_of(model, padding).backward()
-    optimizer.step()
+    train_step(model, optimizer, padding)
     assert weights[4:] == [0.0, 1.0]
     with pytest.raises(StopIteration):
         next(stream)

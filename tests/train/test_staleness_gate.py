@@ -2,7 +2,6 @@
 
 import random
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -88,17 +87,6 @@ def test_no_lookup_misses_more_than_the_staleness(
     assert gate.oldest_open >= last_step + 1 + (num_batches // accumulate)
 
 
-def test_synchronous_steps_alternate() -> None:
-    gate = StalenessGate(0)
-    for step in range(1, 5):
-        assert gate.may_look_up()
-        assert gate.look_up() == step
-        assert not gate.may_look_up()
-        assert gate.oldest_open == step
-        gate.settle(step)
-    assert gate.seen == {0: 4}
-
-
 def test_the_staleness_seen_counts_open_steps() -> None:
     gate = StalenessGate(2, accumulate=2)
     steps = []
@@ -112,30 +100,6 @@ def test_the_staleness_seen_counts_open_steps() -> None:
     gate.settle(1)
     gate.settle(1)
     assert gate.look_up() == 4
-
-
-def test_a_started_step_is_open_until_its_last_batch() -> None:
-    gate = StalenessGate(0, accumulate=3)
-    gate.settle(gate.look_up())
-    assert gate.oldest_open == 1
-    gate.look_up()
-    gate.exhaust()
-    assert gate.oldest_open == 1
-    gate.settle(1)
-    assert gate.oldest_open == gate.next_step
-
-
-@pytest.mark.parametrize("staleness", [1, 3])
-def test_a_deterministic_update_waits_for_earlier_lookups(staleness: int) -> None:
-    gate = StalenessGate(staleness, deterministic=True)
-    for step in range(1, staleness + 1):
-        gate.look_up()
-        assert not gate.may_update(1), f"the lookup of step {step + 1} is not yet started"
-    gate.look_up()
-    assert gate.may_update(1)
-    assert not gate.may_update(2)
-    gate.exhaust()
-    assert gate.may_update(2)
 
 
 def test_lookups_and_updates_may_overlap_unless_deterministic() -> None:

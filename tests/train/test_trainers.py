@@ -6,47 +6,18 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from cluster import DEADLINE_SECONDS, batch, one_table, running_servers, server_processes, sharded_worker
 from faults import killed_at_random, random_faults, stop_and_go
-from loop import batches, job, loss_of, rows
-from satrap import Inputs
+from loop import BATCH, batches, job, join, loss_of
 from satrap.errors import CapacityError
-from trainers import Trainers
-
-
-@pytest.fixture(scope="module")
-def trainers() -> Iterator[Trainers]:
-    with Trainers(3) as found:
-        yield found
-
-
-def join(parts: list[Inputs]) -> Inputs:
-    """Return one batch with the samples of several."""
-    num_features = len(parts[0].names)
-    values, lengths = [], []
-    for f in range(num_features):
-        for part in parts:
-            assert part.offsets is not None
-            begin, end = (part.offsets[i * part.batch_size] for i in (f, f + 1))
-            values.append(part.values[begin:end])
-            lengths.append(np.diff(part.offsets[f * part.batch_size : (f + 1) * part.batch_size + 1]))
-    return Inputs(
-        names=parts[0].names,
-        values=np.concatenate(values),
-        offsets=np.concatenate([[0], np.cumsum(np.concatenate(lengths))]).astype(np.int64),
-        batch_size=sum(part.batch_size for part in parts),
-        dense=np.concatenate([part.dense for part in parts if part.dense is not None]),
-        label=np.concatenate([part.label for part in parts if part.label is not None]),
-    )
+from trainers import Trainers, require_result
 
 
 def alone(found: list[dict[str, Any]], num: int, without: tuple[int, ...] = ()) -> tuple[Any, Any]:
@@ -57,13 +28,10 @@ def alone(found: list[dict[str, Any]], num: int, without: tuple[int, ...] = ()) 
     for step, each in enumerate(seen, 1):
         whole = join([known[json.dumps(values)] for values in each if values])
         with embeddings.stream([whole]) as stream:
-            for one in stream:
-                optimizer.zero_grad()
-                loss_of(model, one).backward()
-                if step in without:
-                    optimizer.zero_grad()
-                else:
-                    optimizer.step()
+            loss_of(model, next(stream)).backward()
+            if step not in without:
+                optimizer.step()
+            optimizer.zero_grad()
     return embeddings, model
 
 
@@ -71,29 +39,23 @@ def alone(found: list[dict[str, Any]], num: int, without: tuple[int, ...] = ()) 
 def test_synchronous_trainers_equal_one_on_the_joined_batch(
     trainers: Trainers, world_size: int, overlap: bool, tmp_path: Path
 ) -> None:
-    with running_servers(2) as services:
-        found = trainers.run(services, world_size, tmp_path, batches=6 * world_size, overlap=overlap)
+    found = trainers.run_on_servers(2, world_size, tmp_path, batches=6 * world_size, overlap=overlap)
     assert all(len(each["seen"]) == 6 for each in found)
     assert len({json.dumps(values) for each in found for values in each["seen"]}) == 6 * world_size, (
         "each batch goes to one trainer"
     )
-    assert all(each["dense"] == found[0]["dense"] and each["rows"] == found[0]["rows"] for each in found)
-    embeddings, model = alone(found, 6 * world_size)
-    for parameter, there in zip(model.parameters(), found[0]["dense"], strict=True):
-        torch.testing.assert_close(torch.tensor(there).reshape(parameter.shape), parameter, rtol=1e-4, atol=1e-6)
-    for name, values in rows(embeddings).items():
-        np.testing.assert_allclose(found[0]["rows"][name], values, rtol=1e-4, atol=1e-6)
-    assert found[0]["updated"] == {name: table.stats()["updated"] for name, table in embeddings.tables.items()}
+    require_same_as_alone(found, 6 * world_size)
 
 
 WAITED_FOR = """
-import sys, time
+import datetime, sys, time
 from pathlib import Path
 import torch.distributed as dist
 from satrap.train.process_group import ProcessGroup
 
 rank, folder = int(sys.argv[1]), Path(sys.argv[2])
 dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=2)
+dist.distributed_c10d.default_pg_timeout = datetime.timedelta(seconds=1)  # for groups created from now on
 trainers = ProcessGroup()
 if rank == 0:
     (folder / "first").touch()
@@ -104,32 +66,35 @@ else:
 
 def work():
     assert (folder / "second").exists(), "the other trainer may still use what this changes"
+    time.sleep(3)
 
 trainers.run_first(work, RuntimeError)
+assert trainers.all(True)
 dist.destroy_process_group()
 """
 
 
-def test_run_first_starts_once_all_other_trainers_wait(tmp_path: Path) -> None:
+def test_run_first_starts_once_all_other_trainers_wait_and_may_outlast_torchs_timeout(tmp_path: Path) -> None:
     trainers = [subprocess.Popen([sys.executable, "-c", WAITED_FOR, str(rank), str(tmp_path)]) for rank in (0, 1)]
-    assert [each.wait(DEADLINE_SECONDS) for each in trainers] == [0, 0]
+    try:
+        assert [each.wait(DEADLINE_SECONDS) for each in trainers] == [0, 0]
+    finally:
+        for each in trainers:
+            each.kill()
+            each.wait()
 
 
 def require_same_as_alone(found: list[dict[str, Any]], num: int, without: tuple[int, ...] = ()) -> None:
     """Check that one trainer on all samples of each step ends with the same parameters and rows."""
     embeddings, model = alone(found, num, without)
-    for parameter, there in zip(model.parameters(), found[0]["dense"], strict=True):
-        torch.testing.assert_close(torch.tensor(there).reshape(parameter.shape), parameter, rtol=1e-4, atol=1e-6)
-    for name, values in rows(embeddings).items():
-        np.testing.assert_allclose(found[0]["rows"][name], values, rtol=1e-4, atol=1e-6)
+    require_result(found[0], embeddings, model)
     assert all(each["dense"] == found[0]["dense"] and each["rows"] == found[0]["rows"] for each in found)
     assert found[0]["updated"] == {name: table.stats()["updated"] for name, table in embeddings.tables.items()}
 
 
 @pytest.mark.parametrize("ahead", [False, True])
 def test_a_step_that_all_drop_and_uneven_data(trainers: Trainers, tmp_path: Path, ahead: bool) -> None:
-    with running_servers(2) as services:
-        found = trainers.run(services, 2, tmp_path, batches=9, dropped=[[None, 2]], ahead=ahead)
+    found = trainers.run_on_servers(2, 2, tmp_path, batches=9, dropped=[[None, 2]], ahead=ahead)
     assert [len(each["seen"]) for each in found] == [5, 5] and found[1]["seen"][-1] == [], (
         "one trainer has padding at the end"
     )
@@ -142,8 +107,7 @@ def test_a_step_that_all_drop_and_uneven_data(trainers: Trainers, tmp_path: Path
 def test_trainers_with_fewer_or_no_batches_join_each_step(
     trainers: Trainers, tmp_path: Path, batches: int, staleness: int, overlap: bool
 ) -> None:
-    with running_servers(2) as services:
-        found = trainers.run(services, 3, tmp_path, batches=batches, staleness=staleness, overlap=overlap)
+    found = trainers.run_on_servers(2, 3, tmp_path, batches=batches, staleness=staleness, overlap=overlap)
     seen = [[len(values) for values in each["seen"]] for each in found]
     assert [len(each) for each in seen] == [1 + (batches - 1) // 3] * 3 and sum(map(bool, chain(*seen))) == batches
     assert [each["lost"] for each in found] == [{}] * 3
@@ -153,8 +117,7 @@ def test_trainers_with_fewer_or_no_batches_join_each_step(
 
 def test_uneven_epochs_and_a_save_between(trainers: Trainers, tmp_path: Path) -> None:
     """Both trainers are at the same step in the second epoch, and at the save."""
-    with running_servers(2) as services:
-        found = trainers.run(services, 2, tmp_path, batches=5, epochs=2, checkpoint=str(tmp_path / "run"))
+    found = trainers.run_on_servers(2, 2, tmp_path, batches=5, epochs=2, checkpoint=str(tmp_path / "run"))
     assert [len(each["seen"]) for each in found] == [6, 6]
     assert [each["lost"] for each in found] == [{}, {}]
     require_same_as_alone(found, 5)
@@ -163,50 +126,40 @@ def test_uneven_epochs_and_a_save_between(trainers: Trainers, tmp_path: Path) ->
 @pytest.mark.parametrize("dropped", [[[0, 3]], [[None, 1]]], ids=["the last, one of them", "the first, all"])
 @pytest.mark.parametrize("ahead", [False, True])
 def test_drops_by_some_trainers(trainers: Trainers, tmp_path: Path, dropped: list[Any], ahead: bool) -> None:
-    with running_servers(2) as services:
-        found = trainers.run(services, 2, tmp_path, batches=6, dropped=dropped, ahead=ahead)
+    found = trainers.run_on_servers(2, 2, tmp_path, batches=6, dropped=dropped, ahead=ahead)
     assert all(len(each["seen"]) == 3 for each in found)
     assert all(each["rows"] == found[0]["rows"] for each in found)
 
 
+def updates_of(steps: list[list[list[int]]], num: int) -> dict[str, int]:
+    """Return the number of updates of each table, if each step is one update by the batches with these ids."""
+    known = {json.dumps(each.values.tolist()): each for each in batches(num)}
+    updated = {"user": 0, "item": 0}
+    for step in steps:
+        ids = [np.split(known[json.dumps(values)].values, [BATCH]) for values in step]
+        for table, each in zip(updated, zip(*ids, strict=True), strict=True):
+            updated[table] += len(np.unique(np.concatenate(each)))
+    return updated
+
+
 def test_a_dropped_micro_batch_leaves_the_others_of_its_step(trainers: Trainers, tmp_path: Path) -> None:
-    with running_servers(2) as services:
-        found = trainers.run(services, 2, tmp_path, batches=8, accumulate=2, dropped=[[None, 1]])
-    known = {json.dumps(each.values.tolist()): each for each in batches(8)}
-    kept = [[known[json.dumps(each["seen"][k])] for each in found] for k in (1, 2, 3)]
-    updated = dict.fromkeys(found[0]["updated"], 0)
-    for step in ([kept[0]], kept[1:]):
-        ids = [np.split(one.values, [one.batch_size]) for pair in step for one in pair]
-        updated["user"] += len(np.unique(np.concatenate([user for user, _ in ids])))
-        updated["item"] += len(np.unique(np.concatenate([others for _, others in ids])))
-    assert found[0]["updated"] == updated
+    found = trainers.run_on_servers(2, 2, tmp_path, batches=8, accumulate=2, dropped=[[None, 1]])
+    first, *second = [[each["seen"][k] for each in found] for k in (1, 2, 3)]
+    assert found[0]["updated"] == updates_of([first, list(chain(*second))], 8)
 
 
 def test_stale_trainers_apply_each_update_once(trainers: Trainers, tmp_path: Path) -> None:
-    with running_servers(2) as services:
-        found = trainers.run(services, 2, tmp_path, batches=20, staleness=3, overlap=True)
-    known = {json.dumps(each.values.tolist()): each for each in batches(20)}
-    updated = dict.fromkeys(found[0]["updated"], 0)
-    for each in found:
-        for values in each["seen"]:
-            inputs = known[json.dumps(values)]
-            assert inputs.offsets is not None
-            user, others = np.split(inputs.values, [inputs.batch_size])
-            updated["user"] += len(np.unique(user))
-            updated["item"] += len(np.unique(others))
-    assert found[0]["updated"] == updated
+    found = trainers.run_on_servers(2, 2, tmp_path, batches=20, staleness=3, overlap=True)
+    assert found[0]["updated"] == updates_of([[values] for each in found for values in each["seen"]], 20)
     assert all(each["dense"] == found[0]["dense"] for each in found)
 
 
 def test_trainers_resume_together_on_other_servers(trainers: Trainers, tmp_path: Path) -> None:
     """The results are equal bit for bit: each trainer continues at its own position, all at the same step."""
     folder = tmp_path / "run"
-    with running_servers(2) as services:
-        whole = trainers.run(services, 2, tmp_path, batches=16)
-    with running_servers(2) as services:
-        first = trainers.run(services, 2, tmp_path, batches=16, checkpoint=str(folder), until=6)
-    with running_servers(3) as services:
-        rest = trainers.run(services, 2, tmp_path, batches=16, checkpoint=str(folder))
+    whole = trainers.run_on_servers(2, 2, tmp_path, batches=16)
+    first = trainers.run_on_servers(2, 2, tmp_path, batches=16, checkpoint=str(folder), until=6)
+    rest = trainers.run_on_servers(3, 2, tmp_path, batches=16, checkpoint=str(folder))
     assert not any(each["resumed"] for each in first) and all(each["resumed"] for each in rest)
     for before, after, once in zip(first, rest, whole, strict=True):
         assert before["seen"][:4] + after["seen"] == once["seen"]
@@ -217,11 +170,7 @@ def test_killed_servers_under_synchronous_trainers(trainers: Trainers, tmp_path:
     """Half of a step may be waiting on the server, and half of it may be applied."""
     with killed_at_random(tmp_path, seed, 8) as (servers, _):
         found = trainers.run(servers, 2, tmp_path, batches=600)
-    embeddings, model = alone(found, 600)
-    for parameter, there in zip(model.parameters(), found[0]["dense"], strict=True):
-        torch.testing.assert_close(torch.tensor(there).reshape(parameter.shape), parameter, rtol=1e-3, atol=1e-5)
-    for name, values in rows(embeddings).items():
-        np.testing.assert_allclose(found[0]["rows"][name], values, rtol=1e-3, atol=1e-5)
+    require_result(found[0], *alone(found, 600), tolerance=10)
 
 
 def test_synchronous_trainers_and_suspended_servers(trainers: Trainers, tmp_path: Path, seed: int) -> None:
@@ -234,15 +183,12 @@ def test_synchronous_trainers_and_suspended_servers(trainers: Trainers, tmp_path
                 assert over.wait(DEADLINE_SECONDS)
 
         found = trainers.run(servers, 2, tmp_path, stop_some, batches=600)
-    embeddings, _ = alone(found, 600)
-    for name, values in rows(embeddings).items():
-        np.testing.assert_allclose(found[0]["rows"][name], values, rtol=1e-3, atol=1e-5)
+    require_result(found[0], *alone(found, 600), tolerance=10)
 
 
 def test_an_overflow_of_one_trainer(trainers: Trainers, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """torch's scaler for several trainers spreads the overflow; with the plain GradScaler it is refused."""
-    with running_servers(1) as services:
-        found = trainers.run(services, 2, tmp_path, batches=6, scaler="sharded", overflow=[1, 2])
+    found = trainers.run_on_servers(1, 2, tmp_path, batches=6, scaler="sharded", overflow=[1, 2])
     assert [each["scale"] for each in found] == [512.0, 512.0]
     assert [each["lost"] for each in found] == [{"batches/overflow": 1}] * 2
     assert found[0]["dense"] == found[1]["dense"]
@@ -253,32 +199,6 @@ def test_an_overflow_of_one_trainer(trainers: Trainers, tmp_path: Path, capfd: p
     ):
         others.run(services, 2, tmp_path, batches=6, scaler="common", overflow=[1, 2])
     assert "StreamError: 1 of 2 trainers found an overflow" in capfd.readouterr().err
-
-
-LATE = """
-import datetime, sys, threading
-import torch.distributed as dist
-from satrap.train.process_group import ProcessGroup
-
-dist.init_process_group("gloo", init_method="file://" + sys.argv[2], rank=int(sys.argv[1]), world_size=2)
-dist.distributed_c10d.default_pg_timeout = datetime.timedelta(seconds=1)  # for groups created from now on
-trainers = ProcessGroup()
-trainers.run_first(lambda: threading.Event().wait(3), RuntimeError)
-assert trainers.all(True)
-print("both have arrived")
-dist.destroy_process_group()
-"""
-
-
-def test_trainer_0_may_take_longer_than_torchs_timeout(tmp_path: Path) -> None:
-    command = [sys.executable, "-c", LATE]
-    both = [subprocess.Popen([*command, str(rank), str(tmp_path / "meeting")], stdout=-1, text=True) for rank in (0, 1)]
-    try:
-        assert [each.communicate(timeout=DEADLINE_SECONDS)[0] for each in both] == ["both have arrived\n"] * 2
-    finally:
-        for each in both:
-            each.kill()
-            each.wait()
 
 
 def test_rows_of_another_trainers_open_step_are_not_evicted() -> None:

@@ -18,10 +18,9 @@ import torch
 from hypothesis import given
 
 from checkpoint_job import Job, Source
-from cluster import running_servers
-from loop import batches, bits, job, loss_of
+from example_reports import Clock, ListSink
+from loop import batches, bits, job, loss_of, train_step
 from satrap import Checkpoint, CheckpointError, ConfigError, JsonLines, Progress, Reader, Validation, evaluate
-from satrap.monitor.report import Report
 from trainers import Trainers
 
 METRICS = ("auc", "log_loss", "normalised_entropy")
@@ -144,9 +143,7 @@ def train(
     model = WithDropout(net)
     with embeddings.stream(batches(steps), overlap=overlap) as stream:
         for batch in stream:
-            optimizer.zero_grad()
-            loss_of(model, batch).backward()
-            optimizer.step()
+            train_step(model, optimizer, batch)
             during(embeddings, model)
             assert [each.training for each in (model, net, model.dropout, model.frozen)] == [True, True, True, False]
     embeddings.drain()
@@ -214,25 +211,9 @@ def test_an_error_leaves_the_model_training() -> None:
 # -- with progress and checkpoints -------------------------------------------------------------------------------------
 
 
-class Clock:
-    now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
 def test_progress_reports_it_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The time that it takes is not training's."""
-    reports: list[Report] = []
-
-    class Kept:
-        def write(self, report: Report) -> None:
-            reports.append(report)
-
-        def close(self) -> None:
-            pass
-
-    clock = Clock()
+    clock, kept = Clock(), ListSink()
     monkeypatch.setattr("time.monotonic", clock)
     validation = Evaluated([0.75, 0.5])
     evaluate_ = validation._evaluate
@@ -242,14 +223,14 @@ def test_progress_reports_it_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyP
         return evaluate_()
 
     monkeypatch.setattr(validation, "_evaluate", slowly)
-    with Progress(None, [Kept(), JsonLines(tmp_path / "log")], clock=clock, every_seconds=1e6) as progress:
+    with Progress(None, [kept, JsonLines(tmp_path / "log")], clock=clock, every_seconds=1e6) as progress:
         for step in (1, 2):
             clock.now += 2.0
             progress.step(type("B", (), {"step": step, "__len__": lambda _: 10})())
             validation._embeddings.step = step  # type: ignore[misc]
             validation.step(progress=progress)
-    assert [report.samples_per_second for report in reports] == [5.0, 5.0]
-    assert [(report.step, report.validation, report.is_best) for report in reports] == [
+    assert [report.samples_per_second for report in kept.reports] == [5.0, 5.0]
+    assert [(report.step, report.validation, report.is_best) for report in kept.reports] == [
         (1, {"auc": 0.75}, True),
         (2, {"auc": 0.5}, False),
     ]
@@ -267,11 +248,7 @@ class Validated(Job):
             def _evaluate(self) -> dict[str, float]:
                 return super()._evaluate() | {"auc": results[self._embeddings.step]}
 
-        def score(batch: Any) -> torch.Tensor:
-            logits: torch.Tensor = self.model(torch.cat([batch.dense, batch.embeddings], 1)).squeeze(1)
-            return logits
-
-        self.validation = Given(self.model, self.embeddings, Source(3), patience=patience, score=score)
+        self.validation = Given(self.model, self.embeddings, Source(3), patience=patience, score=self.logits)
         extra_state = {"scheduler": self.scheduler, "validation": self.validation}
         self.run = Checkpoint(
             run, self.model, self.optimizer, self.embeddings, self.source, keep=1, full_every=2, extra_state=extra_state
@@ -280,11 +257,7 @@ class Validated(Job):
     def train(self, every_steps: int = 1) -> None:
         with self.embeddings.stream(self.source) as stream:
             for batch in stream:
-                logit = self.model(torch.cat([batch.dense, batch.embeddings], 1)).squeeze(1)
-                self.optimizer.zero_grad()
-                torch.nn.functional.binary_cross_entropy_with_logits(logit, batch.label).backward()
-                self.optimizer.step()
-                self.scheduler.step()
+                self.step(batch)
                 self.validation.step(every_steps=2, checkpoint=self.run)
                 if self.validation.is_over:
                     break
@@ -338,19 +311,9 @@ def test_a_best_checkpoint_of_another_run_is_not_mine(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("staleness", [0, 2])
-def test_several_trainers_agree(staleness: int, tmp_path: Path) -> None:
-    (tmp_path / "run").mkdir()
-    with Trainers(2) as trainers, running_servers(2) as services:
-        one, other = trainers.run(
-            services,
-            2,
-            tmp_path,
-            batches=24,
-            staleness=staleness,
-            overlap=bool(staleness),
-            patience=2,
-            checkpoint=str(tmp_path / "run"),
-        )
+def test_several_trainers_agree(trainers: Trainers, staleness: int, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"batches": 24, "patience": 2, "checkpoint": str(tmp_path / "run")}
+    one, other = trainers.run_on_servers(2, 2, tmp_path, staleness=staleness, overlap=bool(staleness), **options)
     assert one["validation"] == other["validation"] and len(one["seen"]) == len(other["seen"])
     assert one["metrics"] == other["metrics"] and set(one["metrics"]) == set(METRICS)
     assert one["validation"]["best_step"] > 0

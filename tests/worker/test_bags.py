@@ -15,8 +15,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 
-from bag_oracle import Bags, assert_pooled, assert_stepped, draw_bags, draw_gradients, follow, read, summed
-from one_row import F32, fma
+from bag_oracle import Bags, assert_pooled, assert_stepped, draw_bags, draw_gradients, follow, read, summed, update
+from one_row import F32
 from satrap import _core
 from satrap.config.features import Features
 from satrap.config.tables import SGD, Adagrad, Adam, AdamW, Feature, Ftrl, Normal, RowWiseAdagrad, Table
@@ -109,24 +109,9 @@ def test_any_features(features: list[Feature], batch_size: int, accumulate: int,
     follow(worker, rng, num_steps=2, batch_size=batch_size, accumulate=accumulate, single=bool(draw % 2))
 
 
-def test_one_id_in_each_bag_needs_no_offsets(rng: np.random.Generator) -> None:
-    """Both forms of the same batch have the same result, for any pooling."""
-    for pooling, weighted in POOLINGS:
-        with_, without = make(pooling, weighted, Adagrad(), 16), make(pooling, weighted, Adagrad(), 16)
-        for step in range(1, 4):
-            bags = draw_bags(rng, with_.features, 40, single=True)
-            one, other = with_.lookup(bags.inputs(), step=step), without.lookup(bags.inputs(offsets=False), step=step)
-            np.testing.assert_array_equal(one.block, other.block)
-            for name in one.sequences:
-                np.testing.assert_array_equal(one.sequences[name], other.sequences[name])
-                np.testing.assert_array_equal(one.masks[name], other.masks[name])
-            block, sequences = draw_gradients(rng, one)
-            assert one.ticket and other.ticket
-            with_.update([one.ticket], [block], [sequences])
-            without.update([other.ticket], [block], [sequences])
-        for table in with_.tables:
-            for a, b in zip(read(with_)[table].values(), read(without)[table].values(), strict=True):
-                np.testing.assert_array_equal(np.concatenate(a), np.concatenate(b))
+@pytest.mark.parametrize(("pooling", "weighted"), POOLINGS)
+def test_one_id_in_each_bag_needs_no_offsets(pooling: Any, weighted: bool, rng: np.random.Generator) -> None:
+    follow(make(pooling, weighted, Adagrad(), 16), rng, num_steps=4, batch_size=40, single=True)
 
 
 def test_features_at_most_one_id(rng: np.random.Generator) -> None:
@@ -138,8 +123,7 @@ def test_features_at_most_one_id(rng: np.random.Generator) -> None:
     before = read(worker)
     assert_pooled(bags, looked, before)
     gradients = draw_gradients(rng, looked)
-    assert looked.ticket
-    worker.update([looked.ticket], [gradients[0]])
+    update(worker, looked, gradients[0])
     assert_stepped(worker, before, summed([bags], [gradients], 1.0))
 
 
@@ -155,8 +139,7 @@ def test_a_missing_gradient_differs_from_zero(rng: np.random.Generator) -> None:
         if without == "block":
             block = None
         sequences.pop(without, None)
-        assert looked.ticket
-        worker.update([looked.ticket], [block], [sequences])
+        update(worker, looked, block, sequences)
         assert_stepped(worker, before, summed([bags], [(block, sequences)], 1.0))
 
 
@@ -197,30 +180,10 @@ def test_trains_like_an_embedding_bag(optimizer: Any, mode: Any, weighted: bool,
             torch_optimizer.zero_grad()
             block.backward(torch.from_numpy(gradient))
             torch_optimizer.step()
-        assert looked.ticket
-        worker.update([looked.ticket], [gradient])
+        update(worker, looked, gradient)
     np.testing.assert_allclose(
         worker.tables["item"].read(everyone).values, module.weight.detach().numpy(), rtol=1e-3, atol=1e-3
     )
-
-
-def test_sgd_is_bit_exact_over_many_steps(rng: np.random.Generator) -> None:
-    """Nothing is read back in between: 100 steps end in exactly the bits of index_add_ and fma."""
-    num_ids, dim, rate = 50, 16, 0.0371
-    table = Table("t", dim=dim, optimizer=SGD(lr=rate), initial=Normal())
-    worker = LocalWorker(Features({"a": table, "b": table.bag("mean"), "c": table}), num_threads=2)
-    everyone = np.arange(num_ids, dtype=np.uint64)
-    values = worker.tables["t"].lookup(everyone)
-    for _ in range(100):
-        some = [[rng.integers(num_ids, size=n).tolist() for n in sizes] for sizes in ([1] * 30, [4] * 30, [1] * 30)]
-        bags = Bags(worker.features, [[[(id_, np.float32(1)) for id_ in bag] for bag in each] for each in some])
-        looked = worker.lookup(bags.inputs())
-        gradients = rng.normal(size=looked.block.shape).astype(np.float32)
-        assert looked.ticket
-        worker.update([looked.ticket], [gradients])
-        for id_, total in summed([bags], [(gradients, {})], 1.0)["t"].items():
-            values[id_] = fma(np.full_like(total, -np.float32(rate)), total, values[id_])
-    np.testing.assert_array_equal(worker.tables["t"].read(everyone).values, values)
 
 
 def test_a_history_keeps_its_last_ids_and_ignores_padding() -> None:
@@ -332,8 +295,7 @@ def tiny_numbers(num_threads: int, flush: bool) -> str:
                 batch_size=500,
             )
             looked = worker.lookup(inputs)
-            assert looked.ticket
-            worker.update([looked.ticket], [rng.normal(size=(500, 48)).astype(np.float32)], scale=1e-39)
+            update(worker, looked, rng.normal(size=(500, 48)).astype(np.float32), scale=1e-39)
             seen.update(looked.block.tobytes())
             assert np.mean(looked.block.view(np.uint32) << 1 != 0) > 0.5
     finally:

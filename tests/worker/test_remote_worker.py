@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -12,21 +13,17 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from cluster import running_servers
-from remote_worker_parts import BATCH, bits, evaluate, made, running, source, train, working, write
-from satrap import Checkpoint, MinCount, Parquet, Table
+from remote_worker_parts import BATCH, Net, bits, evaluate, made, running, serving, source, train, write
+from satrap import Checkpoint, Embeddings, MinCount, Parquet, Table
 from satrap.errors import StreamError
 from satrap.worker.remote.client import RemoteBatches, RemoteInputs, RemoteWorker
 
 
-def addresses(stack: ExitStack, num_servers: int, num_workers: int) -> dict[str, Any]:
-    """Return the options of a job with so many servers and workers."""
-    if not num_servers:
-        return {}
-    options: dict[str, Any] = {"servers": [each.address for each in stack.enter_context(running_servers(num_servers))]}
-    if num_workers:
-        options["workers"] = [each.address for each in stack.enter_context(working(num_workers))]
-    return options
+@contextmanager
+def running_on(num_servers: int, num_workers: int, **options: Any) -> Iterator[tuple[Embeddings, Net, Any]]:
+    """Yield a job with so many servers and workers."""
+    with serving(num_servers, num_workers) as (where, _), running(**where, **options) as job:
+        yield job
 
 
 WHERE = [(0, 0), (1, 0), (1, 1), (2, 1)]
@@ -34,8 +31,7 @@ WHERE = [(0, 0), (1, 0), (1, 1), (2, 1)]
 
 def test_a_stream_that_a_worker_reads_has_a_length(tmp_path: Path) -> None:
     data = source(write(tmp_path / "a.parquet", 12), epochs=2)
-    with ExitStack() as stack:
-        embeddings, *_ = stack.enter_context(running(**addresses(stack, 1, 1)))
+    with running_on(1, 1) as (embeddings, *_):
         stream = embeddings.stream(data)
         assert len(stream) == 24
         next(stream)
@@ -60,8 +56,7 @@ def test_a_remote_worker_has_the_bits_of_a_local_one(
     given = {name: value for name, value in options.items() if name != "accumulate"}
     found = []
     for where in WHERE[1:] if "wire" in options else WHERE:
-        with ExitStack() as stack:
-            job = stack.enter_context(running(**given, **addresses(stack, *where)))
+        with running_on(*where, **given) as job:
             seen = train(job, data, **how)
             scores = evaluate(job, test)
             seen += train(job, data.replace(epochs=1, seed=5), **how)
@@ -76,8 +71,7 @@ def test_dense_parameters_on_servers_have_the_same_bits(tmp_path: Path) -> None:
     data = source(write(tmp_path / "a.parquet", 12))
     found = []
     for num_workers in (0, 1):
-        with ExitStack() as stack:
-            job = stack.enter_context(running(dense="async", **addresses(stack, 2, num_workers)))
+        with running_on(2, num_workers, dense="async") as job:
             found.append((train(job, data), bits(job)))
     assert len(found[0][0]) == 12 and found[0] == found[1]
 
@@ -92,8 +86,7 @@ def test_sightings_of_the_first_epoch_only(tmp_path: Path, only: bool, where: tu
     data = Parquet(path, label="click", batch_size=8, block_rows=20, epochs=3)
     table = Table("t", dim=2, admission=MinCount(2, first_epoch_only=only))
     found = []
-    with ExitStack() as stack:
-        embeddings = stack.enter_context(made({"id": table}, **addresses(stack, *where)))
+    with serving(*where) as (options, _), made({"id": table}, **options) as embeddings:
         model = torch.nn.Linear(2, 1)
         optimizer = embeddings.optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
         for batch in embeddings.stream(data):
@@ -113,10 +106,8 @@ def test_the_worker_holds_prefetched_batches(tmp_path: Path, staleness: int) -> 
     data = source(write(tmp_path / "a.parquet", 12))
     found = []
     for where, ahead in (((0, 0), False), ((0, 0), True), ((2, 1), True)):
-        with ExitStack() as stack:
-            job = stack.enter_context(running(staleness=staleness, deterministic=True, **addresses(stack, *where)))
-            embeddings, model, optimizer = job
-            stream = stack.enter_context(embeddings.stream(data))
+        with running_on(*where, staleness=staleness, deterministic=True) as job, job[0].stream(data) as stream:
+            _, model, optimizer = job
             seen = []
             for batch in list(stream) if ahead else stream:
                 loss = torch.nn.functional.binary_cross_entropy_with_logits(model(batch), batch.label)
@@ -131,9 +122,8 @@ def test_the_worker_holds_prefetched_batches(tmp_path: Path, staleness: int) -> 
 
 
 def test_the_ids_stay_with_the_worker(tmp_path: Path) -> None:
-    with ExitStack() as stack:
-        embeddings, _, _ = stack.enter_context(running(**addresses(stack, 1, 1)))
-        stream = stack.enter_context(embeddings.stream(source(write(tmp_path / "a.parquet", 2))))
+    data = source(write(tmp_path / "a.parquet", 2))
+    with running_on(1, 1) as (embeddings, _, _), embeddings.stream(data) as stream:
         batch = next(stream)
         assert isinstance(batch.inputs, RemoteInputs) and len(batch) == BATCH
         for name in ("values", "offsets", "weights"):
@@ -146,8 +136,8 @@ def test_a_batch_that_is_looked_up_again_can_be_updated(tmp_path: Path) -> None:
     """By `forward`, in the middle of its step; and then the worker is restarted."""
     data = source(write(tmp_path / "a.parquet", 4))
     found = []
-    with running_servers(1) as services, working() as (worker,):
-        for where in ({}, {"servers": [services[0].address], "workers": [worker.address]}):
+    with serving() as (addresses, (worker,)):
+        for where in ({}, addresses):
             with running(**where) as job:
                 again: list[bytes] = []
 
@@ -171,8 +161,7 @@ def test_a_checkpoint_resumes_with_or_without_a_worker(tmp_path: Path, workers: 
         wanted = bits(job)
     seen: list[Any] = []
     for num_workers, until in zip(workers, (8, 16, None), strict=True):
-        with ExitStack() as stack:
-            job = stack.enter_context(running(**addresses(stack, 2, num_workers)))
+        with running_on(2, num_workers) as job:
             embeddings, model, optimizer = job
             run = Checkpoint(tmp_path / "run", model, optimizer, embeddings, data)
             assert run.resume() == bool(seen)
@@ -197,8 +186,8 @@ def test_batches_without_a_declared_source_are_looked_up_by_the_trainer(tmp_path
     data = source(write(tmp_path / "a.parquet", 6))
     found = []
     for where in WHERE:
-        with ExitStack() as stack:
-            embeddings, model, optimizer = job = stack.enter_context(running(**addresses(stack, *where)))
+        with running_on(*where) as job:
+            embeddings, model, optimizer = job
             names = embeddings.features
             seen = train(job, data)
             with embeddings.stream(list(data.batches(names))) as stream:

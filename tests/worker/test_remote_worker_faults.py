@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ from remote_worker_parts import (
     evaluate,
     running,
     send_through,
+    serving,
     source,
     train,
     working,
@@ -47,15 +49,15 @@ from satrap.worker.remote.client import RemoteWorker, WorkerConnection
 from satrap.worker.server_group import ServerGroup
 
 each_way = pytest.mark.parametrize(
-    "given",
-    [{"overlap": False}, {"overlap": True}, {"overlap": True, "staleness": 3, "deterministic": True}],
+    ("overlap", "how"),
+    [(False, {}), (True, {}), (True, {"staleness": 3, "deterministic": True})],
     ids=["inline", "sync", "stale"],
 )
 
 
 @each_way
 def test_a_worker_killed_at_random_moments(
-    tmp_path: Path, seed: int, given: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, seed: int, overlap: bool, how: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     handshakes, handshake = [], WorkerConnection.handshake
 
@@ -64,7 +66,6 @@ def test_a_worker_killed_at_random_moments(
         handshake(at)
 
     monkeypatch.setattr(WorkerConnection, "handshake", counted)
-    overlap, how = given["overlap"], {name: value for name, value in given.items() if name != "overlap"}
     data = source(write(tmp_path / "a.parquet", 40), shuffle=True, shuffle_blocks=2, epochs=12)
     test = source(write(tmp_path / "b.parquet", 40, seed=1))
     with running(**how) as job:
@@ -103,9 +104,8 @@ def test_servers_and_their_worker_are_killed(tmp_path: Path, seed: int) -> None:
 @each_way
 @pytest.mark.parametrize("moment", ["looked up", "updated"])
 @pytest.mark.parametrize("accumulate", [1, 3])
-def test_a_restarted_worker(tmp_path: Path, moment: str, given: dict[str, Any], accumulate: int) -> None:
+def test_a_restarted_worker(tmp_path: Path, moment: str, overlap: bool, how: dict[str, Any], accumulate: int) -> None:
     """After many batches, at one moment of the trainer's loop."""
-    overlap, how = given["overlap"], {name: value for name, value in given.items() if name != "overlap"}
     data = source(write(tmp_path / "a.parquet", 12), shuffle=True, shuffle_blocks=2, epochs=2)
     with running(**how) as job:
         wanted = train(job, data, overlap=overlap, accumulate=accumulate), bits(job), job[0].counters().lost
@@ -122,12 +122,11 @@ def test_a_restarted_worker(tmp_path: Path, moment: str, given: dict[str, Any], 
 
 
 @each_way
-def test_a_stream_closed_while_it_is_read_is_reopened(tmp_path: Path, given: dict[str, Any]) -> None:
-    overlap, how = given["overlap"], {name: value for name, value in given.items() if name != "overlap"}
+def test_a_stream_closed_while_it_is_read_is_reopened(tmp_path: Path, overlap: bool, how: dict[str, Any]) -> None:
     data = source(write(tmp_path / "a.parquet", 40))
     with running(**how) as job:
         wanted = train(job, data, overlap=overlap), bits(job)
-    with running_servers(2) as services, working() as (worker,):
+    with serving(2) as (where, (worker,)):
 
         def at(now: str, number: int) -> None:
             for session in worker.host._sessions.values():
@@ -137,7 +136,6 @@ def test_a_stream_closed_while_it_is_read_is_reopened(tmp_path: Path, given: dic
                         reader.batch(1000)
                     del session.readers[stream]
 
-        where = {"servers": [each.address for each in services], "workers": [worker.address]}
         with running(**where, **how) as job:
             assert (train(job, data, at, overlap=overlap), bits(job)) == wanted
 
@@ -149,7 +147,7 @@ def test_a_worker_killed_during_an_update(tmp_path: Path, server: int, monkeypat
     with running() as job:
         wanted = train(job, data, accumulate=2), bits(job)
     update, died = satrap.worker.remote.service._update, []
-    with running_servers(2) as services, working() as (worker,):
+    with serving(2) as (where, (worker,)):
 
         def dies(remote: Any, batches: Any, step: int, *rest: Any) -> None:
             first = step not in died
@@ -165,7 +163,6 @@ def test_a_worker_killed_during_an_update(tmp_path: Path, server: int, monkeypat
                 raise NotReadyError("killed")
 
         monkeypatch.setattr(satrap.worker.remote.service, "_update", dies)
-        where = {"servers": [each.address for each in services], "workers": [worker.address]}
         with running(**where) as job:
             assert (train(job, data, accumulate=2), bits(job)) == wanted
             repeated = sum(table.stats()["repeated"] for table in job[0].tables.values())
@@ -238,9 +235,8 @@ def test_rows_that_are_left_out_are_counted_once(tmp_path: Path) -> None:
     malformed, no_label = labels.count("x") + labels.count("7"), labels.count("")
     left_over = 2 * ((len(labels) - malformed - no_label) % 16)
     found = []
-    with running_servers(1) as services, working() as (worker,):
-        wheres: list[dict[str, Any]] = [{}, {"servers": [services[0].address], "workers": [worker.address]}]
-        for where in wheres:
+    with serving() as (addresses, (worker,)):
+        for where in ({}, addresses):
             embeddings = Embeddings(dict(one_table()), num_threads=1, **deployed(where))
             model = torch.nn.Linear(3, 1)
             optimizer = embeddings.optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
@@ -268,29 +264,27 @@ def test_rows_that_are_left_out_are_counted_once(tmp_path: Path) -> None:
 
 
 def test_a_file_that_the_worker_does_not_have(tmp_path: Path) -> None:
-    with running_servers(1) as services, working() as (worker,):
-        where = {"servers": [services[0].address], "workers": [worker.address]}
-        with running(**where) as job:
-            message = f"^the worker at {worker.address} cannot read the source: {tmp_path}/none.parquet.* no such file"
-            with pytest.raises(SourceError, match=message):
-                train(job, source(tmp_path / "none.parquet"))
-            run = Checkpoint(tmp_path / "run", job[1], job[2], job[0], source(tmp_path / "none.parquet"))
-            with pytest.raises(SourceError, match=message):
-                run.save()
-            path = write(tmp_path / "a.parquet", 8)
-            with pytest.raises(
-                SourceError, match=f"the worker at {worker.address} cannot read the source: .*has no column"
-            ):
-                job[0].stream(source(path).replace(dense="height"))
-            assert len(train(job, source(path))) == 8
+    with serving() as (where, (worker,)), running(**where) as job:
+        message = f"^the worker at {worker.address} cannot read the source: {tmp_path}/none.parquet.* no such file"
+        with pytest.raises(SourceError, match=message):
+            train(job, source(tmp_path / "none.parquet"))
+        run = Checkpoint(tmp_path / "run", job[1], job[2], job[0], source(tmp_path / "none.parquet"))
+        with pytest.raises(SourceError, match=message):
+            run.save()
+        path = write(tmp_path / "a.parquet", 8)
+        with pytest.raises(
+            SourceError, match=f"the worker at {worker.address} cannot read the source: .*has no column"
+        ):
+            job[0].stream(source(path).replace(dense="height"))
+        assert len(train(job, source(path))) == 8
 
-            def cut(_: str, number: int) -> None:
-                if number == 1:
-                    worker.restart()
-                    path.write_bytes(b"PAR1")
+        def cut(_: str, number: int) -> None:
+            if number == 1:
+                worker.restart()
+                path.write_bytes(b"PAR1")
 
-            with pytest.raises(SourceError, match=f"^the worker at {worker.address} cannot read the source: {path}"):
-                train(job, source(path), cut)
+        with pytest.raises(SourceError, match=f"^the worker at {worker.address} cannot read the source: {path}"):
+            train(job, source(path), cut)
 
 
 def test_another_job_is_refused_field_by_field() -> None:
@@ -332,17 +326,15 @@ def far(of: Features, service: Any, worker: Any, seed: int = 0, **options: Any) 
 def test_a_replaced_trainer_reads_no_more(tmp_path: Path) -> None:
     """A trainer that starts a new attempt, by a restore, continues."""
     data = source(write(tmp_path / "a.parquet", 12))
-    with running_servers(1) as services, working() as (worker,):
-        where = {"servers": [services[0].address], "workers": [worker.address]}
-        with running(**where) as old, running(**where) as new:
-            seen = train(new, data)
-            with pytest.raises(AttemptError, match="this process was replaced"):
-                train(old, data)
-            new[0].tables.clear()  # type: ignore[union-attr]
-            session_of(new[0]).resume_at(0, data, None)
-            with running() as alone:
-                assert len(seen) == len(train(new, data)) == len(train(alone, data))
-            assert len(worker.host._sessions) == 1 and not worker.host._sessions[0].readers
+    with serving() as (where, (worker,)), running(**where) as old, running(**where) as new:
+        seen = train(new, data)
+        with pytest.raises(AttemptError, match="this process was replaced"):
+            train(old, data)
+        new[0].tables.clear()  # type: ignore[union-attr]
+        session_of(new[0]).resume_at(0, data, None)
+        with running() as alone:
+            assert len(seen) == len(train(new, data)) == len(train(alone, data))
+        assert len(worker.host._sessions) == 1 and not worker.host._sessions[0].readers
 
 
 def test_servers_that_were_started_empty(tmp_path: Path) -> None:
@@ -366,51 +358,25 @@ def test_a_worker_that_was_suspended_and_replaced(tmp_path: Path) -> None:
     """It resumes with an update of the older attempt in flight, which the servers refuse."""
     data = source(write(tmp_path / "a.parquet", 12))
     worker = KillableWorker()
-    try:
-        with running_servers(1) as services, working() as (replacing,):
-            servers = [services[0].address]
-            with running(servers=servers, workers=[worker.address]) as old:
-                stream = old[0].stream(data, overlap=False)
-                batch = next(stream)
-                old[1](batch).sum().backward()
-                worker.stop()
-                stepping = threading.Thread(target=lambda: told.append(raised(old[2].step)))
-                told: list[Any] = []
-                stepping.start()
-                with running(servers=servers, workers=[replacing.address]) as new, running() as alone:
-                    new[0].tables.clear()  # type: ignore[union-attr]
-                    found = train(new, data), bits(new)
-                    worker.resume()
-                    stepping.join()
-                    assert isinstance(told[0], AttemptError)
-                    assert found == (train(alone, data), bits(alone)) and bits(new) == found[1]
-                stream.close()
-                assert stream.counters().lost == {"batches/failed": 1}, "and step() has said so"
-    finally:
-        worker.end()
-
-
-def raised(call: Any) -> BaseException | None:
-    try:
-        call()
-    except BaseException as error:
-        return error
-    return None
-
-
-@pytest.mark.parametrize(
-    ("options", "found"),
-    [
-        ({"workers": ["tcp://127.0.0.1:1"]}, "found workers but no servers"),
-        (
-            {"workers": "tcp://127.0.0.1:1", "servers": ["tcp://127.0.0.1:1"]},
-            "workers is 'tcp://127.0.0.1:1'; expected",
-        ),
-    ],
-)
-def test_options_that_cannot_be_honoured(options: dict[str, Any], found: str) -> None:
-    with pytest.raises(ConfigError, match=found):
-        Embeddings(dict(one_table()), **deployed(options))
+    with (
+        ending([worker]),
+        running_servers(1) as services,
+        working() as (replacing,),
+        running(servers=[services[0].address], workers=[worker.address]) as old,
+        ThreadPoolExecutor(1) as pool,
+    ):
+        stream = old[0].stream(data, overlap=False)
+        old[1](next(stream)).sum().backward()
+        worker.stop()
+        stepping = pool.submit(old[2].step)
+        with running(servers=[services[0].address], workers=[replacing.address]) as new, running() as alone:
+            new[0].tables.clear()  # type: ignore[union-attr]
+            found = train(new, data), bits(new)
+            worker.resume()
+            assert isinstance(stepping.exception(), AttemptError)
+            assert found == (train(alone, data), bits(alone)) and bits(new) == found[1]
+        stream.close()
+        assert stream.counters().lost == {"batches/failed": 1}, "and step() has said so"
 
 
 # -- the command -------------------------------------------------------------------------------------------------------
@@ -422,23 +388,18 @@ def test_keys(tmp_path: Path) -> None:
     create_keys(tmp_path / "others")
     data = source(write(tmp_path / "a.parquet", 4))
     key = tmp_path / "keys" / "server.key"
-    worker = KillableWorker("--keys", str(key))
-    try:
-        with Service(Server(num_threads=1), ServerCalls, "tcp://127.0.0.1:0", Keys.read(key)) as service:
-            where = {"servers": [service.address], "workers": [worker.address]}
-            with running(**where, keys=tmp_path / "keys" / "client.key") as job:
-                assert len(train(job, data)) == 4
-            of = features()
-            servers = ServerGroup(
-                Job(tables=of.tables), [service.address], keys=Keys.read(tmp_path / "keys" / "client.key")
-            )
-            with pytest.raises(DeadlineError, match="no connection"):
-                RemoteWorker(
-                    of, servers, worker.address, keys=Keys.read(tmp_path / "others" / "client.key"), deadline=1.0
-                )
-            servers.close()
-    finally:
-        worker.end()
+    worker, client = KillableWorker("--keys", str(key)), tmp_path / "keys" / "client.key"
+    with (
+        ending([worker]),
+        Service(Server(num_threads=1), ServerCalls, "tcp://127.0.0.1:0", Keys.read(key)) as service,
+    ):
+        with running(servers=[service.address], workers=[worker.address], keys=client) as job:
+            assert len(train(job, data)) == 4
+        of, others = features(), Keys.read(tmp_path / "others" / "client.key")
+        servers = ServerGroup(Job(tables=of.tables), [service.address], keys=Keys.read(client))
+        with pytest.raises(DeadlineError, match="no connection"):
+            RemoteWorker(of, servers, worker.address, keys=others, deadline=1.0)
+        servers.close()
 
 
 def test_a_worker_without_the_other_key_does_not_start(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

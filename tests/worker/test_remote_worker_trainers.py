@@ -40,10 +40,6 @@ def file(tmp_path: Path) -> str:
     return str(path)
 
 
-def both(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    return [{name: value for name, value in each.items() if name != "resumed"} for each in found]
-
-
 @pytest.mark.parametrize("num_workers", [1, 2])
 def test_two_trainers_have_the_bits_of_two_without_workers(
     trainers: Trainers, tmp_path: Path, file: str, num_workers: int

@@ -10,8 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-import satrap.server.server
-from bag_oracle import draw_bags, follow
+from bag_oracle import draw_bags, update
 from cluster import ANYWHERE, IDS, batch, contents, features, one_table, running_servers, sharded_worker, step_both
 from satrap.config.job import Job
 from satrap.errors import (
@@ -42,14 +41,6 @@ def worker(request: pytest.FixtureRequest) -> Iterator[ShardedWorker]:
         yield worker
 
 
-def test_it_equals_torch(worker: ShardedWorker, rng: np.random.Generator) -> None:
-    follow(worker, rng, num_steps=3, scale=0.5)
-
-
-def test_accumulated_batches_are_one_step(worker: ShardedWorker, rng: np.random.Generator) -> None:
-    follow(worker, rng, num_steps=2, accumulate=3)
-
-
 def test_it_has_the_bits_of_a_local_worker(worker: ShardedWorker, rng: np.random.Generator) -> None:
     """Rows, counters, and evaluation; with a batch that is dropped and gradients that are missing."""
     local = LocalWorker(features(), num_threads=1)
@@ -64,9 +55,7 @@ def test_it_has_the_bits_of_a_local_worker(worker: ShardedWorker, rng: np.random
         with pytest.raises(TicketError, match="used already"):
             each.update([looked.ticket], [looked.block])
         looked = each.lookup(half, step=7)
-        each.update(
-            [looked.ticket] if looked.ticket else [], [None], [{"path": np.ones_like(looked.sequences["path"])}]
-        )
+        update(each, looked, None, {"path": np.ones_like(looked.sequences["path"])})
     assert contents(worker) == contents(local)
     for name, table in worker.tables.items():
         mine = local.tables[name].stats()
@@ -85,7 +74,7 @@ def test_steps_are_numbered_by_default(worker: ShardedWorker, rng: np.random.Gen
         inputs = draw_bags(rng, local.features, 5).inputs()
         for each in (local, worker):
             looked = each.lookup(inputs)
-            each.update([looked.ticket] if looked.ticket else [], [np.ones_like(looked.block)])
+            update(each, looked, np.ones_like(looked.block))
     assert contents(worker) == contents(local)
     assert worker._rows.latest_step == local._rows.latest_step == 3
 
@@ -93,7 +82,7 @@ def test_steps_are_numbered_by_default(worker: ShardedWorker, rng: np.random.Gen
 def test_empty_batches_and_empty_reads(worker: ShardedWorker, rng: np.random.Generator) -> None:
     looked = worker.lookup(draw_bags(rng, worker.features, 0).inputs(), step=1)
     assert looked.block.shape == (0, worker.features.total_dim)
-    worker.update([looked.ticket] if looked.ticket else [], [looked.block], step=1)
+    update(worker, looked, looked.block, step=1)
     assert worker.tables["item"].read(IDS[:0]).values.shape == (0, 0)
     assert len(worker.tables["item"]) == 0
 
@@ -109,23 +98,11 @@ def test_learning_rates(worker: ShardedWorker, rng: np.random.Generator) -> None
         inputs = draw_bags(rng, local.features, 5).inputs()
         for each in (local, worker):
             looked = each.lookup(inputs, step=step)
-            each.update([looked.ticket] if looked.ticket else [], [np.ones_like(looked.block)], step=step, lrs=lrs)
+            update(each, looked, np.ones_like(looked.block), step=step, lrs=lrs)
     assert contents(worker) == contents(local)
 
 
 # -- faults ----------------------------------------------------------------------------------------------------------
-
-
-def test_ids_replace_a_ticket_that_the_server_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(satrap.server.server, "MAX_TICKETS", 1)
-    local = LocalWorker(one_table(), num_threads=1)
-    with running_servers(2) as services, sharded_worker(one_table(), [each.address for each in services]) as worker:
-        for each in (local, worker):
-            looked = [each.lookup(batch(range(k, k + 20)), step=k) for k in (1, 2, 3)]
-            for k, one in enumerate(looked, 1):
-                assert one.ticket
-                each.update([one.ticket], [np.full((20, 2), 0.5, np.float32)], step=k)
-        assert contents(worker) == contents(local)
 
 
 def test_a_refused_gradient_has_the_local_error_and_changes_nothing() -> None:
@@ -136,12 +113,11 @@ def test_a_refused_gradient_has_the_local_error_and_changes_nothing() -> None:
         for each in (LocalWorker(one_table()), worker):
             looked = each.lookup(batch([5, 6, 7, 8]), step=1)
             before = contents(each)
-            assert looked.ticket
             with pytest.raises(NonFiniteError) as caught:
-                each.update([looked.ticket], [wrong])
+                update(each, looked, wrong)
             told.append(str(caught.value))
-            assert contents(each) == before and not looked.ticket.used
-            each.update([looked.ticket], [np.ones((4, 2), np.float32)])
+            assert contents(each) == before
+            update(each, looked, np.ones((4, 2), np.float32))  # the ticket was not used
     assert told[0] == told[1] and "sample 2 of feature 'id'" in told[0]
 
 
@@ -153,7 +129,7 @@ def test_skipped_gradients_are_counted_as_locally() -> None:
     with running_servers(2) as services, sharded_worker(skipping, [each.address for each in services]) as worker:
         for each in (LocalWorker(skipping), worker):
             looked = each.lookup(batch([5, 6, 7, 5]), step=1)
-            each.update([looked.ticket] if looked.ticket else [], [wrong], step=1)
+            update(each, looked, wrong, step=1)
             stats = each.tables["t"].stats()
             found.append((contents(each), stats["skipped"], stats["updated"]))
     assert found[0] == found[1] and found[0][1] == 1
@@ -206,14 +182,11 @@ def test_an_interrupted_update_resumes(monkeypatch: pytest.MonkeyPatch) -> None:
             raise KeyboardInterrupt
 
         monkeypatch.setattr(PendingCall, "result", interrupted)
-        ticket = looked[1].ticket
-        assert ticket
         with pytest.raises(KeyboardInterrupt):
-            worker.update([ticket], [looked[1].block], step=1)
-        assert not ticket.used
+            update(worker, looked[1], looked[1].block, step=1)
         for each, one in zip((local, worker), looked, strict=True):
-            each.update([one.ticket] if one.ticket else [], [one.block], step=1)
-        assert ticket.used and contents(worker) == contents(local)
+            update(each, one, one.block, step=1)
+        assert contents(worker) == contents(local)
 
 
 def test_a_duplicate_save_is_one(tmp_path: Path) -> None:
@@ -233,18 +206,17 @@ def test_a_replaced_process_cannot_write() -> None:
         addresses = [each.address for each in services]
         with sharded_worker(one_table(), addresses) as old:
             looked = old.lookup(batch(range(20)))
-            assert looked.ticket
             with sharded_worker(one_table(), addresses) as new:
                 before = contents(new)
                 with pytest.raises(
                     AttemptError, match="of attempt 1; expected the server's, 2: this process was replaced"
                 ):
-                    old.update([looked.ticket], [looked.block])
+                    update(old, looked, looked.block)
                 with pytest.raises(AttemptError):
                     old.lookup(batch(range(40)))
                 assert contents(new) == before
                 again = new.lookup(batch(range(20)), step=1)
-                new.update([again.ticket] if again.ticket else [], [again.block], step=1)
+                update(new, again, again.block, step=1)
                 assert contents(new) != before, "step 1 of the new attempt is no duplicate of the old one's"
 
 
@@ -275,16 +247,11 @@ def test_a_duplicate_update_is_applied_once(with_ticket: bool) -> None:
 def test_a_step_too_far_behind_is_refused_whole() -> None:
     with running_servers(1) as services, sharded_worker(one_table(), [services[0].address]) as worker:
         looked = {step: worker.lookup(batch(range(64)), step=step) for step in (1, 2, 40)}
-        for step in (40, 2):
-            before = contents(worker)
-            ticket = looked[step].ticket
-            assert ticket
-            if step == 40:
-                worker.update([ticket], [looked[step].block], step=step)
-                continue
-            with pytest.raises(InputError, match="step 2 of trainer 0 is too far behind its step 40: at most 32"):
-                worker.update([ticket], [looked[step].block], step=step)
-            assert contents(worker) == before
+        update(worker, looked[40], looked[40].block, step=40)
+        before = contents(worker)
+        with pytest.raises(InputError, match="step 2 of trainer 0 is too far behind its step 40: at most 32"):
+            update(worker, looked[2], looked[2].block, step=2)
+        assert contents(worker) == before
 
 
 def test_an_attempt_that_was_restored_is_not_the_next_one() -> None:

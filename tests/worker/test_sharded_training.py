@@ -18,6 +18,7 @@ from satrap import Checkpoint, ConfigError, Embeddings, StreamError, Table
 from satrap.errors import SnapshotError
 from satrap.server.migration.coordinator import Migration
 from satrap.worker.sharded_rows import ShardedRows, ShardedWorker
+from satrap.worker.worker import UpdateRequest
 
 each_way = pytest.mark.parametrize("overlap", [False, True], ids=["inline", "overlap"])
 
@@ -51,10 +52,10 @@ def test_lookups_overlap_updates(monkeypatch: pytest.MonkeyPatch) -> None:
             came.set()
         return found
 
-    def updated(rows: ShardedRows, tickets: Any, gradients: Any, step: int, *rest: Any) -> None:
+    def updated(rows: ShardedRows, request: UpdateRequest) -> None:
         threads.add(threading.current_thread().name)
-        assert step != 2 or came.wait(DEADLINE_SECONDS)
-        update(rows, tickets, gradients, step, *rest)
+        assert request.step != 2 or came.wait(DEADLINE_SECONDS)
+        update(rows, request)
 
     monkeypatch.setattr(ShardedRows, "lookup", looked_up)
     monkeypatch.setattr(ShardedRows, "update", updated)
@@ -190,10 +191,8 @@ def test_rows_of_an_earlier_run_are_not_trained_by_mistake() -> None:
 @pytest.mark.parametrize(
     ("options", "found"),
     [
-        ({"servers": []}, r"servers is \[\]; expected a list of at least one"),
-        ({"servers": "tcp://127.0.0.1:1"}, "servers is 'tcp://127.0.0.1:1'; expected a list of"),
+        ({"workers": ["tcp://127.0.0.1:1"]}, "found workers but no servers"),
         ({"keys": "client.key"}, "found keys but no servers"),
-        ({"servers": ["tcp://127.0.0.1:1"], "shared": "rows"}, "pass it to `satrap server`"),
         ({"servers": ["tcp://127.0.0.1:1"], "staleness": 32}, "staleness is 32; expected at most 31 with servers"),
         ({"servers": ["127.0.0.1"]}, "127.0.0.1"),
     ],

@@ -9,6 +9,7 @@ import gc
 import os
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
@@ -136,7 +137,6 @@ def test_bad_rows_leave_the_ticket_unchanged() -> None:
 def test_tickets_are_used_once_and_by_their_owner() -> None:
     split, other = make_split(FEATURES), make_split(FEATURES)
     first, second, third = (split.lookup(**GOOD) for _ in range(3))
-    assert split.made(first) and not other.made(first)
     whole: list[Given] = [(BLOCK, [PATH])]
     with pytest.raises(TicketError, match="another store"):
         other.sums([first], whole, 1.0, **WHERE)
@@ -233,23 +233,20 @@ def test_arrays_live_as_long_as_they_are_referenced(rng: np.random.Generator) ->
 
 def in_threads(*works: Callable[[], object]) -> list[object]:
     """Run each in a thread, and return their results or errors."""
-    found: list[object] = [None] * len(works)
-    barrier_size = threading.Barrier(len(works))
+    barrier = threading.Barrier(len(works))
 
-    def run(i: int) -> None:
-        barrier_size.wait(DEADLINE_SECONDS)
+    def run(work: Callable[[], object]) -> object:
+        barrier.wait(DEADLINE_SECONDS)
         try:
-            found[i] = works[i]()
+            return work()
         except Exception as error:
-            found[i] = error
+            return error
 
-    threads = [threading.Thread(target=run, args=(i,)) for i in range(len(works))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(DEADLINE_SECONDS)
-        assert not thread.is_alive()
-    return found
+    pool = ThreadPoolExecutor(len(works))
+    try:
+        return list(pool.map(run, works, timeout=DEADLINE_SECONDS))
+    finally:
+        pool.shutdown(wait=False)
 
 
 def test_several_threads_of_one_split(seed: int) -> None:

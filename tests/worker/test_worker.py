@@ -9,21 +9,22 @@ import gc
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from pathlib import Path
+from queue import Queue
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from bag_oracle import update
 from oracle import as_ids
 from satrap._core import Ticket
 from satrap.config.features import Features
 from satrap.config.tables import SGD, Adagrad, Constant, Ftrl, Table
 from satrap.data.inputs import Inputs
-from satrap.errors import ConfigError, InputError, NonFiniteError, SharedMemoryError, TicketError
-from satrap.table.table_group import TableGroup
+from satrap.errors import ConfigError, InputError, NonFiniteError, TicketError
 from satrap.worker.local_rows import LocalWorker
 from satrap.worker.worker import LookupResult
 
@@ -57,9 +58,7 @@ def contents(worker: LocalWorker) -> Any:
 def worker() -> Iterator[LocalWorker]:
     """A worker that has trained, and that no test here may change."""
     made = LocalWorker(FEATURES, num_threads=2)
-    looked = made.lookup(GOOD)
-    assert looked.ticket
-    made.update([looked.ticket], [BLOCK], [{"path": PATH}])
+    update(made, made.lookup(GOOD), BLOCK, {"path": PATH})
     before = contents(made)
     yield made
     for store in made.tables.values():
@@ -204,7 +203,6 @@ def test_bad_updates(options: Any, words: str) -> None:
 def test_nonfinite_gradients_are_named() -> None:
     worker = LocalWorker(FEATURES)
     looked = worker.lookup(GOOD)
-    assert looked.ticket
     before = contents(worker)
     for bad, words in (
         ((1, 0), "table 'item': the gradient of id 2 in sample 1 of feature 'item' holds nan; .* on_nonfinite='skip'"),
@@ -214,12 +212,13 @@ def test_nonfinite_gradients_are_named() -> None:
         gradients = BLOCK.copy()
         gradients[bad] = np.nan
         with pytest.raises(NonFiniteError, match=words):
-            worker.update([looked.ticket], [gradients])
+            update(worker, looked, gradients)
     path = PATH.copy()
     path[0, 1, 0] = np.inf
     with pytest.raises(NonFiniteError, match="the gradient of id 7 in sample 0 of feature 'path' holds inf"):
-        worker.update([looked.ticket], [BLOCK], [{"path": path}])
-    assert contents(worker) == before and not looked.ticket.used
+        update(worker, looked, BLOCK, {"path": path})
+    assert contents(worker) == before
+    update(worker, looked, BLOCK)  # the ticket was not used
 
 
 def test_nonfinite_gradients_can_be_skipped() -> None:
@@ -228,9 +227,7 @@ def test_nonfinite_gradients_can_be_skipped() -> None:
     looked = worker.lookup(
         Inputs(names=("item", "seen"), values=as_ids([1, 2, 3]), offsets=offsets(0, 1, 3), batch_size=1)
     )
-    gradients = np.array([[-1, -1, np.nan, 0]], np.float32)
-    assert looked.ticket
-    worker.update([looked.ticket], [gradients])
+    update(worker, looked, np.array([[-1, -1, np.nan, 0]], np.float32))
     assert worker.tables["item"].read(as_ids([1, 2, 3])).values.tolist() == [[1, 1], [0, 0], [0, 0]]
     assert worker.tables["item"].stats()["skipped"] == 2
 
@@ -282,8 +279,7 @@ def test_learning_rates_and_scale() -> None:
     worker.tables["two"].set_lr(2.0)
     for lrs, wanted in ((None, [-0.5, -2.0]), ({"one": 1.0}, [-1.0, -2.0]), ({"two": 0.0, "one": 3.0}, [-3.0, 0.0])):
         before = worker.lookup(Inputs(names=("a", "b"), values=as_ids([1, 1]), batch_size=1))
-        assert before.ticket
-        worker.update([before.ticket], [np.full((1, 2), 4, np.float32)], lrs=lrs, scale=0.25)
+        update(worker, before, np.full((1, 2), 4, np.float32), lrs=lrs, scale=0.25)
         after = worker.lookup(Inputs(names=("a", "b"), values=as_ids([1, 1]), batch_size=1), train=False)
         assert (after.block - before.block).tolist() == [wanted]
     assert worker.tables["two"].lr == 2.0
@@ -316,9 +312,7 @@ def test_only_sequences() -> None:
     assert looked.masks["a"].tolist() == [[True, True]] and looked.masks["b"].tolist() == [[True, False, False]]
     assert worker.truncated == {"a": 1, "b": 0}
     assert len(worker.tables["item"]) == 3, "an id that was truncated has no row"
-    assert looked.ticket
-    gradients = {name: -np.ones_like(rows) for name, rows in looked.sequences.items()}
-    worker.update([looked.ticket], [looked.block], [gradients])
+    update(worker, looked, looked.block, {name: -np.ones_like(rows) for name, rows in looked.sequences.items()})
     assert worker.tables["item"].read(as_ids([1, 2, 3, 4])).values.tolist() == [[0, 0], [1, 1], [1, 1], [1, 1]]
 
 
@@ -343,106 +337,67 @@ def test_memory_of_the_caller_and_memory_of_the_engine() -> None:
 
 def test_gradients_may_be_tensors_and_strided() -> None:
     worker, other = LocalWorker(FEATURES), LocalWorker(FEATURES)
-    block, path = torch.arange(14.0).reshape(7, 2).T, torch.arange(8.0).reshape(2, 2, 2)
-    first, second = worker.lookup(GOOD).ticket, other.lookup(GOOD).ticket
-    assert first and second
-    worker.update([first], [block], [{"path": path}])
-    other.update([second], [block.numpy().copy()], [{"path": path.numpy()}])
+    block: Any = torch.arange(14.0).reshape(7, 2).T
+    path: Any = torch.arange(8.0).reshape(2, 2, 2)
+    update(worker, worker.lookup(GOOD), block, {"path": path})
+    update(other, other.lookup(GOOD), block.numpy().copy(), {"path": path.numpy()})
     assert contents(worker) == contents(other)
-
-
-def test_rows_survive_in_shared_memory(tmp_path: Path) -> None:
-    worker = LocalWorker(FEATURES, shared=tmp_path / "rows", seed=4)
-    tickets = [worker.lookup(GOOD).ticket for _ in range(2)]
-    worker.update([each for each in tickets if each], [BLOCK, BLOCK], [{"path": PATH}] * 2)
-    wanted = contents(worker)[2]
-    del worker, tickets
-    again = TableGroup.attach(tmp_path / "rows")
-    assert [store.table for store in again.values()] == list(FEATURES.tables)
-    found = [[part.tolist() for part in store.read(as_ids(range(12)))] for store in again.values()]
-    assert found == [rows for _, rows in wanted]
-    with pytest.raises(SharedMemoryError):
-        LocalWorker(FEATURES, shared=tmp_path / "rows")
 
 
 # -- threads and cost --------------------------------------------------------------------------------------------------
 
 
-class ConcurrentUse:
-    """A worker that one thread looks up, others update and one only reads; rows count the updates of their elements."""
+def test_lookups_and_updates_at_the_same_time(rng: np.random.Generator) -> None:
+    """One thread looks up, two update and one only reads: every gradient is applied once, by any thread. Rows count the
+    updates of their elements."""
+    table = Table("t", dim=8, optimizer=SGD(lr=1.0), initial=Constant(0.0))
+    worker = LocalWorker(Features({"a": table, "b": table.bag("sum"), "c": table.sequence(2)}), num_threads=2)
+    waiting: Queue[list[LookupResult]] = Queue()
+    done = threading.Event()
 
-    def __init__(self, seed: int) -> None:
-        table = Table("t", dim=8, optimizer=SGD(lr=1.0), initial=Constant(0.0))
-        self.worker = LocalWorker(Features({"a": table, "b": table.bag("sum"), "c": table.sequence(2)}), num_threads=2)
-        self.rng = np.random.default_rng(seed)
-        self.applied = 0
-        self.waiting: list[LookupResult] = []
-        self.errors: list[BaseException] = []
-        self.done = threading.Event()
-        self.changed = threading.Condition()
-
-    def run(self, *works: Callable[[], None]) -> None:
-        threads = [threading.Thread(target=self._watched, args=(work,)) for work in works]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(DEADLINE_SECONDS)
-            assert not thread.is_alive()
-        if self.errors:
-            raise self.errors[0]
-
-    def _watched(self, work: Callable[[], None]) -> None:
-        try:
-            work()
-        except BaseException as error:
-            self.errors.append(error)
-            self.done.set()
-
-    def _draw(self) -> Inputs:
-        lengths = np.stack([np.ones(300, np.int64), self.rng.integers(0, 4, 300), self.rng.integers(0, 3, 300)])
+    def draw() -> Inputs:
+        lengths = np.stack([np.ones(300, np.int64), rng.integers(0, 4, 300), rng.integers(0, 3, 300)])
         ends = np.concatenate([[0], np.cumsum(lengths.reshape(-1))]).astype(np.int64)
-        values = self.rng.integers(400, size=ends[-1]).astype(np.uint64)
+        values = rng.integers(400, size=ends[-1]).astype(np.uint64)
         return Inputs(names=("a", "b", "c"), values=values, offsets=ends, batch_size=300)
 
-    def look_up(self) -> None:
-        for _ in range(60):
-            looked = self.worker.lookup(self._draw())
-            assert isinstance(looked.ticket, Ticket) and np.array_equal(looked.block, np.floor(looked.block))
-            with self.changed:
-                self.applied += looked.ticket.n
-                self.waiting.append(looked)
-                self.changed.notify()
-        self.done.set()
-        with self.changed:
-            self.changed.notify_all()
+    def look_up() -> int:
+        num_gradients = 0
+        try:
+            for i in range(40):
+                looked = [worker.lookup(draw()) for _ in range(1 + i % 2)]
+                assert all(np.array_equal(each.block, np.floor(each.block)) for each in looked)
+                num_gradients += sum(each.ticket.n for each in looked if isinstance(each.ticket, Ticket))
+                waiting.put(looked)
+        finally:
+            done.set()
+            waiting.put([])
+            waiting.put([])
+        return num_gradients
 
-    def bring_back(self) -> None:
-        while True:
-            with self.changed:
-                assert self.changed.wait_for(lambda: self.waiting or self.done.is_set(), DEADLINE_SECONDS)
-                if not self.waiting:
-                    return
-                looked = [self.waiting.pop() for _ in range(min(2, len(self.waiting)))]
-            self.worker.update(
+    def bring_back() -> None:
+        while looked := waiting.get(timeout=DEADLINE_SECONDS):
+            worker.update(
                 [each.ticket for each in looked if each.ticket],
                 [-np.ones_like(each.block) for each in looked],
                 [{"c": -np.ones_like(each.sequences["c"])} for each in looked],
             )
 
-    def peek(self) -> None:
+    def peek() -> None:
         inputs = Inputs(names=("a", "b", "c"), values=as_ids(range(30)), batch_size=10)
-        while not self.done.is_set():
-            rows = self.worker.lookup(inputs, train=False).block.reshape(10, 2, 8)
+        while not done.is_set():
+            rows = worker.lookup(inputs, train=False).block.reshape(10, 2, 8)
             assert np.array_equal(rows, np.repeat(rows[:, :, :1], 8, axis=2)), "a row was seen half-written"
 
-
-def test_lookups_and_updates_at_the_same_time(seed: int) -> None:
-    """Every gradient is applied once, by any thread."""
-    road = ConcurrentUse(seed)
-    road.run(road.look_up, road.bring_back, road.bring_back, road.peek)
-    total = road.worker.tables["t"].read(np.arange(400, dtype=np.uint64)).values
+    pool = ThreadPoolExecutor(4)
+    try:
+        threads = [pool.submit(each) for each in (look_up, bring_back, bring_back, peek)]
+        num_gradients, *_ = [each.result(DEADLINE_SECONDS) for each in threads]
+    finally:
+        pool.shutdown(wait=False)
+    total = worker.tables["t"].read(np.arange(400, dtype=np.uint64)).values
     np.testing.assert_array_equal(total, np.repeat(total[:, :1], 8, axis=1))
-    assert total[:, 0].sum() == road.applied
+    assert total[:, 0].sum() == num_gradients
 
 
 def calls_of(work: Callable[[], Any]) -> int:
@@ -477,9 +432,7 @@ def test_python_work_does_not_grow_with_features() -> None:
         gradients = np.ones((8, features.total_dim), np.float32)
 
         def step() -> None:
-            looked = worker.lookup(inputs)
-            assert looked.ticket
-            worker.update([looked.ticket], [gradients])
+            update(worker, worker.lookup(inputs), gradients)
 
         step()
         return calls_of(step)

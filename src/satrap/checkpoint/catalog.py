@@ -51,11 +51,8 @@ class Catalog:
         """
         self.parents = parents
         self._best = [each for each in _sorted_versions(best) if each.name in parents]
-        self._complete, self._torn, self._used = (
-            _sorted_versions(parents),
-            _sorted_versions(torn),
-            _sorted_versions(used),
-        )
+        self._complete, self._torn = _sorted_versions(parents), _sorted_versions(torn)
+        self._used = _sorted_versions(used)
 
     @property
     def newest(self) -> str | None:

@@ -81,6 +81,11 @@ class Checkpoint:
             raise CheckpointError(
                 f"optimizer is {kind_of(optimizer)}; expected the one that embeddings.optimizer(...) returned"
             )
+        if not isinstance(embeddings, Embeddings):
+            raise CheckpointError(
+                f"embeddings is {kind_of(embeddings)}; expected the satrap.Embeddings: "
+                "Checkpoint(path, model, optimizer, embeddings, data)"
+            )
         taken = {"model", "optimizer"} & set(extra_state or {})
         if taken:
             raise CheckpointError(f"extra_state has the reserved names {sorted(taken)}: use other names")
@@ -245,7 +250,11 @@ class Checkpoint:
 
     def _checked_state(self, entry: CheckpointManifest) -> Any:
         """Return the state of a checkpoint; raise CheckpointError if it is of another job."""
-        state, names = self._read_state(entry), list(self._session.worker.tables)
+        path, names = entry.folder / STATE, list(self._session.worker.tables)
+        state = read_state(path, entry.state_crc32c, entry.where)
+        if self._objects.keys() != state["objects"].keys():
+            raise CheckpointError(f"{path} has {sorted(state['objects'])}; this job has {sorted(self._objects)}")
+        require_model(path, state["objects"]["model"], self._objects["model"].state_dict())
         if sorted(entry.tables) != sorted(names):
             raise CheckpointError(f"{entry.where} has tables {sorted(entry.tables)}; this job has {sorted(names)}")
         self._require_same_source(entry)
@@ -357,15 +366,6 @@ class Checkpoint:
         objects = {name: each.state_dict() for name, each in self._objects.items()}
         del objects["optimizer"]["rows"]  # the checkpoint has the rows, and restores them after the optimizer
         return {"objects": objects, "random": randoms}
-
-    def _read_state(self, entry: CheckpointManifest) -> Any:
-        path = entry.folder / STATE
-        state = read_state(path, entry.state_crc32c, entry.where)
-        missing = self._objects.keys() ^ state["objects"].keys()
-        if missing:
-            raise CheckpointError(f"{path} has {sorted(state['objects'])}; this job has {sorted(self._objects)}")
-        require_model(path, state["objects"]["model"], self._objects["model"].state_dict())
-        return state
 
 
 def _require_count(name: str, value: object) -> None:

@@ -200,6 +200,8 @@ class RunDirectory:
 
     def __init__(self, path: str) -> None:
         self._storage = open_storage(path)
+        self.local = self._storage.staging
+        """The folder itself, or the local folder in which checkpoints for another file system are prepared."""
         self._this_owner = RunOwner()
         self._has_claim = False  # whether this process has resumed or saved
         self._previous_writer: str | None = None  # the previous writer, the only one from which this process takes over
@@ -207,11 +209,6 @@ class RunDirectory:
         self._known_parents: dict[str, str | None] = {}  # parent of each version known to be complete
         self._known_best: set[str] = set()  # versions that were the best of the run when they were saved
         self._warned_about: set[str] = set()
-
-    @property
-    def local(self) -> Path:
-        """The folder itself, or the local folder in which checkpoints for another file system are prepared."""
-        return self._storage.staging
 
     @property
     def name(self) -> str:
@@ -406,11 +403,8 @@ class RunDirectory:
     def _require_alone(self) -> None:
         """Raise CheckpointError if another process has saved here since this one resumed or saved."""
         found = self._owner()
-        if (
-            self._has_claim
-            and found is not None
-            and found.writer not in (self._this_owner.writer, self._previous_writer)
-        ):
+        is_known = found is None or found.writer in (self._this_owner.writer, self._previous_writer)
+        if self._has_claim and not is_known:
             raise self._two_owners(found)
 
     def _claim(self, name: str) -> None:
@@ -421,10 +415,7 @@ class RunDirectory:
         self._announced.add(name)
 
     def _require_owned(self) -> None:
-        if (found := self._owner()) is None or (found.writer, found.announced) != (
-            self._this_owner.writer,
-            self._this_owner.announced,
-        ):
+        if (found := self._owner()) != self._this_owner:
             raise self._two_owners(found)
 
     def _two_owners(self, found: RunOwner | None) -> CheckpointError:

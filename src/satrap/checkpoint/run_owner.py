@@ -25,9 +25,8 @@ class RunOwner:
     writer: str = field(default_factory=lambda: secrets.token_hex(16))
     """32 hex digits that each saving process draws at random."""
     host: str = field(default_factory=socket.gethostname)
-    """The name of its machine."""
     pid: int = field(default_factory=os.getpid)
-    """Its process id on that machine."""
+    """Its process id on that host."""
     announced: str | None = None
     """The name of the checkpoint that it is writing, or wrote last."""
 
@@ -35,7 +34,6 @@ class RunOwner:
         return f"process {self.pid} on {self.host} (writer {self.writer[:8]})"
 
     def to_json(self) -> bytes:
-        """Return the content of the owner object."""
         return json.dumps({"format": _FORMAT, **asdict(self)}, indent=1).encode()
 
     @classmethod

@@ -44,41 +44,32 @@ class Storage(Protocol):
 
     def names(self) -> list[str]:
         """Return the names directly in the folder; may lag."""
-        ...
 
     def keys(self, tree: str) -> list[str]:
         """Return the keys of the objects below a subfolder; may lag."""
-        ...
 
     def read(self, key: str) -> bytes:
         """Return the content of an object; raise FileNotFoundError if there is none."""
-        ...
 
     def write(self, key: str, data: bytes) -> None:
         """Write an object, replacing any with the same key."""
-        ...
 
     def publish(self, staged: Path, tree: str, last: str, check: Callable[[], None]) -> None:
         """Write the files of a staged folder as the folder `tree`: first all but `last`, then, unless check() raises,
         the one called `last`."""
-        ...
 
     def remove(self, tree: str, first: str) -> None:
         """Remove a folder, its object `first` before all others. Missing objects are ignored."""
-        ...
 
     def local_copy(self, tree: str, keys: Iterable[str]) -> Path:
         """Return a local folder that holds these objects of a tree under their names."""
-        ...
 
     def drop_copies(self) -> None:
         """Remove the copies that `local_copy` made."""
-        ...
 
     @contextmanager
     def locked(self, seconds: float) -> Iterator[None]:
         """Exclude other processes where the storage can; raise TimeoutError after waiting for `seconds`."""
-        ...
 
 
 def open_storage(path: str) -> Storage:
@@ -247,10 +238,8 @@ class _Objects:
         try:
             yield
         except Exception as error:
-            code = getattr(error, "errno", None) or (
-                errno.ENOENT if isinstance(error, FileNotFoundError) else errno.EIO
-            )
-            text = (
-                os.strerror(code) if isinstance(error, OSError) and error.errno else f"{type(error).__name__}: {error}"
-            )
+            usual = errno.ENOENT if isinstance(error, FileNotFoundError) else errno.EIO
+            code = getattr(error, "errno", None) or usual
+            is_coded = isinstance(error, OSError) and error.errno
+            text = os.strerror(code) if is_coded else f"{type(error).__name__}: {error}"
             raise OSError(code, text, f"{self.url}/{key}".rstrip("/")) from error

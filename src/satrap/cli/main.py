@@ -12,6 +12,7 @@ import resource
 import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -153,14 +154,13 @@ def _worker(options: argparse.Namespace) -> Iterator[str]:
     _prepare_to_listen(options)
     keys = None if options.keys is None else Keys.read(options.keys)
     client_keys = None if options.keys is None else Keys.read(Path(options.keys).with_name("client.key"))
-    worker_service = WorkerService(keys=client_keys, num_threads=options.threads, data=options.data)
     service_options: dict[str, Any] = {"insecure": options.insecure, "num_threads": _NUM_CALL_THREADS}
-    try:
-        with Service(worker_service, WorkerCalls, options.listen, keys, **service_options) as service:
-            yield f"satrap worker: listening at {service.address}"
-            wait_for_stop()
-    finally:
-        worker_service.close()
+    with (
+        closing(WorkerService(keys=client_keys, num_threads=options.threads, data=options.data)) as served,
+        Service(served, WorkerCalls, options.listen, keys, **service_options) as service,
+    ):
+        yield f"satrap worker: listening at {service.address}"
+        wait_for_stop()
 
 
 def _prepare_to_listen(options: argparse.Namespace) -> None:

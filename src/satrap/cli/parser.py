@@ -9,7 +9,6 @@ _Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 
 def command_parser() -> argparse.ArgumentParser:
-    """Returns the parser of the whole command line."""
     parser = argparse.ArgumentParser(
         prog="satrap",
         description="Train recommender models whose embeddings do not fit one machine.",

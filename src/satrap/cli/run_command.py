@@ -11,7 +11,7 @@ from satrap.errors import ConfigError
 from satrap.launch.local_launcher import LocalLauncher
 from satrap.launch.logs import RunLogs
 from satrap.launch.process_command import Script
-from satrap.launch.resources import RayConfig, Resources, RunResources, parse_size
+from satrap.launch.resources import RayConfig, Resources, parse_size
 from satrap.launch.run_loop import lock_run_folder, run
 from satrap.launch.scaler import Scaler
 from satrap.launch.supervisor import Role, RunConfig
@@ -51,18 +51,18 @@ def _run_on_ray(options: argparse.Namespace, arguments: Sequence[str], run_confi
         from satrap.launch.ray_launcher import open_ray_launcher
     except ImportError as error:
         raise ConfigError(f"--cluster ray requires Ray ({error}); run pip install 'ray>=2.52'") from error
-    resources = RunResources(**{role.value: _resources(options, role) for role in Role})
+    resources = {role: _resources(options, role) for role in Role}
     seconds = 60.0 if options.placement_seconds is None else options.placement_seconds
     ray_config = RayConfig(
         address=options.address, memory=options.memory, placement_seconds=seconds, resources=resources
     )
-    script = _script(options, arguments, {role: resources.for_role(role).cpus for role in Role})
+    script = _script(options, arguments, {role: resources[role].cpus for role in Role})
     with (
         lock_run_folder(options.folder),
         RunLogs(options.folder / "logs") as logs,
         open_ray_launcher(script, run_config, ray_config, logs) as launcher,
     ):
-        scaler = _scaler(options, launcher.keys, resources.server.memory_bytes)
+        scaler = _scaler(options, launcher.keys, resources[Role.SERVER].memory_bytes)
         return run(script, run_config, options.folder, launcher, scaler)
 
 

@@ -14,10 +14,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from satrap.config.tables import LAST_STEP, SMALLEST_FTRL_LR, Ftrl, Optimizer
-from satrap.config.validation import check_integer, kind_of
+from satrap.config.validation import LARGEST_FLOAT32, check_integer, kind_of
 from satrap.errors import InputError
 
-_LARGEST_FLOAT32 = float(np.finfo(np.float32).max)
 _ROUNDS_TO_0 = 2.0**-150  # half the smallest float32 above 0
 
 
@@ -98,10 +97,8 @@ def as_step(where: str, name: str, step: object, low: int = 1, high: int = LAST_
 def as_scale(where: str, scale: object) -> float:
     """Returns the factor that all gradients of an update are multiplied by."""
     expected = "a number above 0 that float32 can hold"
-    if isinstance(scale, bool) or not isinstance(scale, numbers.Real):
-        raise InputError(f"{where}: scale is {scale!r} ({type(scale).__name__}); expected {expected}")
-    number: Any = scale
-    if not _ROUNDS_TO_0 < number <= _LARGEST_FLOAT32:
+    number = _as_real(where, "scale", scale, expected)
+    if not _ROUNDS_TO_0 < number <= LARGEST_FLOAT32:
         raise InputError(f"{where}: scale is {number}; expected {expected}")
     return float(number)
 
@@ -112,12 +109,16 @@ def as_lr(where: str, lr: object, optimizer: Optimizer) -> float:
     expected = f"a number {'above' if above else 'of at least'} 0 that float32 can hold"
     if above:
         expected += f", at least {SMALLEST_FTRL_LR:.3g}, because Ftrl divides by it"
-    if isinstance(lr, bool) or not isinstance(lr, numbers.Real):
-        raise InputError(f"{where}: lr is {lr!r} ({type(lr).__name__}); expected {expected}")
-    number: Any = lr
-    if not 0 <= number <= _LARGEST_FLOAT32 or (above and number < SMALLEST_FTRL_LR):
+    number = _as_real(where, "lr", lr, expected)
+    if not 0 <= number <= LARGEST_FLOAT32 or (above and number < SMALLEST_FTRL_LR):
         raise InputError(f"{where}: lr is {number}; expected {expected}")
     return float(number)
+
+
+def _as_real(where: str, name: str, value: object, expected: str) -> Any:
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        raise InputError(f"{where}: {name} is {value!r} ({type(value).__name__}); expected {expected}")
+    return value
 
 
 def _as_array(where: str, name: str, value: object, expected: str) -> NDArray[Any]:

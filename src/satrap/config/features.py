@@ -5,6 +5,7 @@ table are adjacent, so that a batch's ids arrive grouped by table. Reads no data
 """
 
 from collections.abc import Iterator, Mapping
+from itertools import accumulate
 from typing import Any, Self
 
 from satrap.config.tables import Feature, Table
@@ -19,21 +20,6 @@ class Features(Serializable, Mapping[str, Feature]):
 
     A block of pooled rows has one line for each sample: feature f is block[:, columns[f] : columns[f] + dims[f]].
     """
-
-    names: tuple[str, ...]
-    """The features' names, in this order."""
-    tables: tuple[Table, ...]
-    """The tables, each once."""
-    table_index: tuple[int, ...]
-    """For each feature the index in `tables` of the table that it looks rows up in. Never falls."""
-    dims: tuple[int, ...]
-    """For each feature the number of elements of a row."""
-    columns: tuple[int, ...]
-    """For each feature the column where it begins in a block; -1 for a sequence, which is in no block."""
-    pooled: dict[str, int]
-    """The features of a block, in its order, each with its dim."""
-    total_dim: int
-    """Number of columns of a block."""
 
     def __init__(self, features: Mapping[str, Feature | Table]) -> None:
         """Orders the features. A bare table stands for Feature(table, "sum")."""
@@ -55,16 +41,21 @@ class Features(Serializable, Mapping[str, Feature]):
         ordered = sorted(by_name, key=lambda name: ranks[by_name[name].table.name])  # stable
         self._features = {name: by_name[name] for name in ordered}
         self.names = tuple(ordered)
+        """The features' names, in this order."""
         self.tables = tuple(tables.values())
+        """The tables, each once."""
         self.table_index = tuple(ranks[feature.table.name] for feature in self._features.values())
+        """For each feature the index in `tables` of the table that it looks rows up in. Never falls."""
         self.dims = tuple(feature.table.dim for feature in self._features.values())
-        columns, at = [], 0
-        for feature in self._features.values():
-            pooled = feature.pooling != "none"
-            columns.append(at if pooled else -1)
-            at += feature.table.dim if pooled else 0
-        self.columns, self.total_dim = tuple(columns), at
-        self.pooled = {name: each.table.dim for name, each in self._features.items() if each.pooling != "none"}
+        """For each feature the number of elements of a row."""
+        pooled = {name: each.table.dim for name, each in self._features.items() if each.pooling != "none"}
+        begins = dict(zip(pooled, accumulate(pooled.values(), initial=0), strict=False))
+        self.columns = tuple(begins.get(name, -1) for name in ordered)
+        """For each feature the column where it begins in a block; -1 for a sequence, which is in no block."""
+        self.pooled: dict[str, int] = pooled
+        """The features of a block, in its order, each with its dim."""
+        self.total_dim: int = sum(pooled.values())
+        """Number of columns of a block."""
 
     def __getitem__(self, name: str) -> Feature:
         return self._features[name]

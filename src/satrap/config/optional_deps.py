@@ -2,15 +2,16 @@
 
 from typing import Any
 
-from satrap.errors import InputError
+from satrap.errors import InputError, SatrapError
 
 
-def pyarrow_for(purpose: str) -> Any:
-    """Returns the module pyarrow; imports it only where data is read."""
+def pyarrow_for(purpose: str, missing: type[SatrapError] = InputError) -> Any:
+    """Returns the module pyarrow, which is imported only where it is used; raises `missing` if it is not installed."""
     try:
         import pyarrow
         import pyarrow.compute
         import pyarrow.fs
+        import pyarrow.ipc
     except ImportError as error:
-        raise InputError(f"{purpose} needs pyarrow ({error}): pip install pyarrow") from error
+        raise missing(f"{purpose} needs pyarrow ({error}): pip install pyarrow") from error
     return pyarrow

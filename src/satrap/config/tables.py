@@ -344,8 +344,7 @@ class Table(Serializable):
             raise ConfigError(
                 f"{where}: on_full is 'raise' and there is no capacity to reach: set a capacity, or leave on_full out"
             )
-        _check_num_buckets(where, self.num_buckets, self.capacity)
-        _check_bucket_rows(where, self.resolved_num_buckets, self.capacity)
+        _check_buckets(where, self)
         _check_initial_fits(where, self.initial, self.dtype)
 
     @property
@@ -444,21 +443,19 @@ def _betas(where: str, value: object) -> tuple[float, float]:
     return first, second
 
 
-def _check_num_buckets(where: str, num_buckets: int | None, capacity: int | None) -> None:
-    if num_buckets is None:
-        return
+def _check_buckets(where: str, table: Table) -> None:
+    num_buckets, capacity = table.resolved_num_buckets, table.capacity
     if num_buckets & (num_buckets - 1):
         below = 1 << (num_buckets.bit_length() - 1)
         raise ConfigError(f"{where}: num_buckets is {num_buckets}; expected a power of two: {below} or {2 * below}")
-    if capacity is not None and num_buckets > capacity:
+    if capacity is None:
+        return
+    if num_buckets > capacity:
         raise ConfigError(
             f"{where}: num_buckets is {num_buckets} and capacity {capacity}, so some buckets could hold no row: "
             "give fewer buckets or more capacity"
         )
-
-
-def _check_bucket_rows(where: str, num_buckets: int, capacity: int | None) -> None:
-    if capacity is not None and capacity > num_buckets * _MAX_BUCKET_ROWS:
+    if capacity > num_buckets * _MAX_BUCKET_ROWS:
         needed = 1 << ((capacity - 1) // _MAX_BUCKET_ROWS).bit_length()
         raise ConfigError(
             f"{where}: capacity is {capacity} in {num_buckets} buckets; expected at most {_MAX_BUCKET_ROWS} in each: "

@@ -40,7 +40,7 @@ class Arrow(FileSource, RowBlockSource):
         self, file: File, partition: Mapping[str, Any], columns: Columns
     ) -> tuple[list[Block], TableDecoder]:
         with file.open(mapped=True) as opened:
-            ipc = _ipc()
+            ipc = pyarrow_for("reading Arrow data").ipc
             is_file = bytes(opened.read(len(_FILE_MAGIC))) == _FILE_MAGIC
             opened.seek(0)
             reader = ipc.open_file(opened) if is_file else ipc.open_stream(opened)
@@ -71,21 +71,14 @@ class Arrow(FileSource, RowBlockSource):
     def _read_batches(self, file: File, decoder: TableDecoder, batches: range) -> Iterator[TableRows]:
         part = f"record batch {batches[0]}" + ("" if len(batches) == 1 else f" to {batches[-1]}")
         with file.open(mapped=True, part=part) as opened:
-            reader = _ipc().open_file(opened)
             arrow, decoder = pyarrow_for("reading Arrow data"), replace(decoder, where=f"{file.name}, {part}")
+            reader = arrow.ipc.open_file(opened)
             table = arrow.Table.from_batches(map(reader.get_batch, batches), reader.schema)
             yield from decoder.split(table.select(decoder.names), self.block_rows)
 
     def _read_stream(self, file: File, decoder: TableDecoder) -> Iterator[TableRows]:
         before = 0
         with file.open(mapped=True) as opened:
-            for batch in _ipc().open_stream(opened):
+            for batch in pyarrow_for("reading Arrow data").ipc.open_stream(opened):
                 yield from decoder.split(batch.select(decoder.names), self.block_rows, before)
                 before += batch.num_rows
-
-
-def _ipc() -> Any:
-    pyarrow_for("reading Arrow data")
-    import pyarrow.ipc
-
-    return pyarrow.ipc

@@ -70,35 +70,6 @@ class BatchAssembler:
             at = Position(at.epoch + 1, 0, 0, before=at.before)
 
 
-@dataclass(frozen=True, slots=True)
-class _Window:
-    """Samples that are permuted together."""
-
-    block: int
-    """The block at which its group starts, as a position counts blocks."""
-    end: int
-    """The block after its group, as a position counts blocks."""
-    rows: int
-    """How many rows were assigned before its group."""
-    before: int
-    """Samples of the group in earlier windows."""
-    number: int
-    """How many windows of the group come before it."""
-    group: int
-    """The number of its group, from 1 in this iteration."""
-    offset: Any
-    """The data's own offset before its group."""
-    chunks: list[Chunk]
-    """The chunks, without their `extra`."""
-    order: NDArray[np.int64]
-    extra: dict[str, Any]
-    ready_batch: Inputs | None
-    """The data's own batch with exactly these samples in this order, if there is one."""
-
-    def __len__(self) -> int:
-        return len(self.order)
-
-
 @dataclass(slots=True)
 class _WindowGroup:
     """A group to which windows are being added."""
@@ -114,6 +85,28 @@ class _WindowGroup:
     num_samples: int = 0
     """Samples in its windows so far."""
     num_windows: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Window:
+    """Samples that are permuted together."""
+
+    group: _WindowGroup
+    end: int
+    """The block after its group, as a position counts blocks."""
+    before: int
+    """Samples of the group in earlier windows."""
+    number: int
+    """How many windows of the group come before it."""
+    chunks: list[Chunk]
+    """The chunks, without their `extra`."""
+    order: NDArray[np.int64]
+    extra: dict[str, Any]
+    ready_batch: Inputs | None
+    """The data's own batch with exactly these samples in this order, if there is one."""
+
+    def __len__(self) -> int:
+        return len(self.order)
 
 
 class _GroupShares:
@@ -181,7 +174,7 @@ class _EpochReader:
         num_pending = 0
         for window in windows:
             begin = 0
-            if window.group == 1:
+            if window.group.number == 1:
                 begin = min(max(0, self.start.sample - window.before), len(window))
             if begin == len(window):
                 continue
@@ -282,7 +275,7 @@ class _EpochReader:
         self.num_bad += chunk.num_bad
         self.skipped_rows.malformed += chunk.num_bad
 
-    def _window(self, group: "_WindowGroup", end: int, chunks: list[Chunk]) -> _Window:
+    def _window(self, group: _WindowGroup, end: int, chunks: list[Chunk]) -> _Window:
         """Close a window of these chunks and add it to its group."""
         n = sum(map(len, chunks))
         if self.assembler.shuffle:
@@ -298,13 +291,10 @@ class _EpochReader:
         ready_batch = chunks[0].ready_batch if not self.assembler.shuffle and len(chunks) == 1 else None
         bare = [replace(chunk, extra={}, describe_bad=str) for chunk in chunks]
         window = _Window(
-            block=group.block,
+            group=group,
             end=end,
-            rows=group.rows,
             before=group.num_samples,
             number=group.num_windows,
-            group=group.number,
-            offset=group.offset,
             chunks=bare,
             order=order,
             extra=extra,
@@ -327,15 +317,16 @@ class _EpochReader:
             if current.begin == current.end:
                 pending.popleft()
         last = taken[-1]
+        group, num_consumed = last.window.group, last.window.before + last.end
         position = Position(
             self.start.epoch,
-            last.window.block,
+            group.block,
             number,
-            last.window.before + last.end,
+            num_consumed,
             last.window.end,
-            last.window.rows,
+            group.rows,
             self.before,
-            last.window.offset,
+            group.offset,
         )
         if last.window.ready_batch is not None and last.begin == 0 and last.end == n == len(last.window):
             return replace(last.window.ready_batch, position=position)

@@ -257,8 +257,7 @@ class _Decoder:
         numbers = known[_numpy(index.fill_null(len(texts)))]
         present = _numpy(array.is_valid())
         if column.other_value is None:
-            unknown = np.isnan(numbers)
-            unknown &= present
+            unknown = np.isnan(numbers) & present
             self._fault(column.name, unknown, array, "one of " + ", ".join(map(repr, texts)))
             numbers = np.where(unknown, np.float32(0), numbers)
         return np.where(present, numbers, np.float32(np.nan))

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from satrap import _core
-from satrap.config.columns import Columns, DenseColumn, LabelColumn, as_names
+from satrap.config.columns import Columns, LabelColumn, as_names
 from satrap.config.optional_deps import pyarrow_for
 from satrap.config.validation import check_choice, check_flag, check_integer, describe, set_field
 from satrap.data.block import Block, Chunk
@@ -192,7 +192,9 @@ _HINTS = {
 def _uses(columns: Columns) -> Iterator[tuple[str, _core.FieldUse]]:
     """Yield each column that is used, with its use."""
     for i, dense in enumerate(columns.dense):
-        yield dense.name, _dense_use(i, dense)
+        use = _core.FieldUse("dense", i)
+        use.missing, use.log1p = dense.missing, dense.log1p
+        yield dense.name, use
     for i, label in enumerate(columns.label):
         yield label.name, _label_use(i, label)
     for i, ids in enumerate(columns.ids):
@@ -206,12 +208,6 @@ def _uses(columns: Columns) -> Iterator[tuple[str, _core.FieldUse]]:
             yield ids.weights, weights
     for i, extra in enumerate(columns.extra):
         yield extra, _core.FieldUse("text", i)
-
-
-def _dense_use(i: int, column: DenseColumn) -> _core.FieldUse:
-    use = _core.FieldUse("dense", i)
-    use.missing, use.log1p = column.missing, column.log1p
-    return use
 
 
 def _label_use(i: int, column: LabelColumn) -> _core.FieldUse:
@@ -234,21 +230,15 @@ class _TextRows:
     chunk: TextChunk
 
     def count_rows(self) -> int:
-        return int(_core.count_rows(self.chunk.text, self._quote))
+        return int(_core.count_rows(self.chunk.text, self.file.layout.newline_quote))
 
     def slice(self, begin: int, end: int) -> "_TextRows":
         text, first_line = self.chunk.text, self.chunk.first_line
-        low, high = _core.rows_within(text, self._quote, begin, end)
+        low, high = _core.rows_within(text, self.file.layout.newline_quote, begin, end)
         return replace(self, chunk=TextChunk(text[low:high], lambda: first_line() + int(_core.count_lines(text[:low]))))
 
     def decode(self) -> Chunk:
         return self.parser.decode(self.file, self.chunk)
-
-    @property
-    def _quote(self) -> int:
-        """The quote that may enclose a newline which does not end a row; -1: none."""
-        layout = self.file.layout
-        return layout.quote_byte if layout.newlines_in_values else -1
 
 
 def _text_array(offsets: Any, data: Any, present: Any) -> Any:

@@ -9,6 +9,7 @@ fields.
 import csv
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,8 +42,9 @@ class TextLayout:
     max_line_bytes: int
 
     @property
-    def quote_byte(self) -> int:
-        return -1 if self.quote is None else ord(self.quote)
+    def newline_quote(self) -> int:
+        """The quote that may enclose a newline which does not end a row; -1: none."""
+        return -1 if self.quote is None or not self.newlines_in_values else ord(self.quote)
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,8 +149,14 @@ class TextFile:
             names = next(csv.reader([text], delimiter=layout.delimiter, quotechar=layout.quote))
         return [name.strip() for name in names]
 
-    def _opened(self) -> Any:
-        return _DecompressedStream(self.file, self._codec)
+    @contextmanager
+    def _opened(self) -> Iterator[Any]:
+        """Open the file to read it from its start, decompressed. Errors while it is open name the file."""
+        with self.file.open() as opened:
+            if self._codec is None:
+                yield opened
+            else:
+                yield pyarrow_for("reading files").CompressedInputStream(opened, self._codec)
 
     def _decoded(self, text: NDArray[np.uint8]) -> NDArray[np.uint8]:
         if self.layout.encoding == "utf-8":
@@ -180,23 +188,6 @@ def _refuse_long_line(name: str, line: int, most: int) -> None:
     raise SourceError(f"{name}, line {line}: it is longer than max_line_bytes={most}; allow more, or fix the file")
 
 
-class _DecompressedStream:
-    """A file that is read from its start and decompressed. Errors while it is open name the file."""
-
-    def __init__(self, file: File, codec: str | None) -> None:
-        self._opened = file.open()
-        self._codec = codec
-
-    def __enter__(self) -> Any:
-        opened = self._opened.__enter__()
-        return (
-            opened if self._codec is None else pyarrow_for("reading files").CompressedInputStream(opened, self._codec)
-        )
-
-    def __exit__(self, *error: Any) -> Any:
-        return self._opened.__exit__(*error)
-
-
 class _LineSplitter:
     """Splits a stream after newlines."""
 
@@ -224,8 +215,7 @@ class _LineSplitter:
         while not at_end:
             at_end = not self._fill(num_bytes)
             text = np.frombuffer(self._buffer, np.uint8)
-            quote = layout.quote_byte if layout.newlines_in_values else -1
-            end = len(text) if at_end else int(_core.last_row_end(text, quote))
+            end = len(text) if at_end else int(_core.last_row_end(text, layout.newline_quote))
             if end == 0 and not at_end:
                 if len(text) > layout.max_line_bytes:
                     _refuse_long_line(self._name, self._number + 1, layout.max_line_bytes)

@@ -250,8 +250,7 @@ def _expand(path: str, filesystem: Any) -> list[File]:
     found = []
     for each, size in sorted(storage.find(base or ("/" if inner.startswith("/") else ""))):
         below = each[len(base.rstrip("/")) :]
-        hidden = any(part.startswith((".", "_")) for part in below.split("/"))
-        if matcher.match(each[len(base) :]) and not (hidden and not _names_hidden(inner[len(base) :])):
+        if matcher.match(each[len(base) :]) and (not _names_hidden(below) or _names_hidden(inner[len(base) :])):
             found.append(File(storage, each, size))
     if not found:
         raise SourceError(
@@ -261,8 +260,8 @@ def _expand(path: str, filesystem: Any) -> list[File]:
     return found
 
 
-def _names_hidden(pattern: str) -> bool:
-    return any(part.startswith((".", "_")) for part in pattern.split("/"))
+def _names_hidden(path: str) -> bool:
+    return any(part.startswith((".", "_")) for part in path.split("/"))
 
 
 def _pattern(glob: str) -> str:

@@ -30,6 +30,9 @@ class Frame(RowBlockSource):
     column is an array of one or (for lists of one length, or several dense numbers) two dimensions, a list, or (values,
     offsets) for lists of ids."""
 
+    __eq__ = object.__eq__  # rows in memory are not compared
+    __hash__ = object.__hash__
+
     def __post_init__(self) -> None:
         super().__post_init__()
         kind = type(self.data).__name__
@@ -50,8 +53,9 @@ class Frame(RowBlockSource):
 
     def _blocks(self, columns: Columns, position: Position | None = None) -> Sequence[Block]:
         arrow = pyarrow_for("reading frames")
-        if isinstance(self.data, arrow.Table):
-            return table_blocks(self.data, columns, self.block_rows, self.max_bad_rows, "the frame")
+        if isinstance(self.data, arrow.Table | arrow.RecordBatch):
+            table = arrow.table(self.data)
+            return table_blocks(table, columns, self.block_rows, self.max_bad_rows, "the frame")
         rows = (_DatasetRows if _is_dataset(self.data) else _FrameRows)(self.data, columns)
         decoder = TableDecoder.for_schema(rows.table(0, 0).schema, columns, "the frame", self.max_bad_rows)
 

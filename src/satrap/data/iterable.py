@@ -59,6 +59,9 @@ class IterableSource(Source):
     _optional: ClassVar[tuple[str, ...]] = (*Source._optional, "batch_size")
     _used: list[bool] = field(default_factory=list, init=False, repr=False, compare=False)
 
+    __eq__ = object.__eq__  # items are not compared
+    __hash__ = object.__hash__
+
     def __post_init__(self) -> None:
         for name in ("samples", "offsets"):
             check_flag("IterableSource", name, getattr(self, name))
@@ -304,7 +307,10 @@ def _samples_of(where: str, item: Inputs, columns: Columns) -> _core.Samples:
             bags.append((values[begin : begin + n], None, weights))
         else:
             bags.append((values, offsets[begin : begin + n + 1], item.weights))
-    return _samples(where, n, bags, item.dense, item.label)
+    try:
+        return _core.Samples(n, bags, _numbers(item.dense), _numbers(item.label))
+    except InputError as error:
+        raise SourceError(f"{where}: {error}") from error
 
 
 def _decode_jagged(where: str, item: tuple[Any, Any, Any], columns: Columns) -> Chunk:
@@ -320,11 +326,10 @@ def _decode_jagged(where: str, item: tuple[Any, Any, Any], columns: Columns) -> 
     n, rest = divmod(len(offsets) - 1, max(1, len(keys)))
     if rest or len(offsets) == 0:
         raise SourceError(f"{where}: {len(offsets)} offsets of {len(keys)} keys; expected one batch size for all keys")
-    bags = []
-    for column in columns.ids:
-        begin = _feature_index(where, column, keys) * n
-        bags.append((values, offsets[begin : begin + n + 1], weights))
-    return Chunk(samples=_samples(where, n, bags, dense, label), is_label_flat=_is_flat(label))
+    inputs = Inputs(
+        names=tuple(keys), values=values, offsets=offsets, weights=weights, batch_size=n, dense=dense, label=label
+    )
+    return Chunk(samples=_samples_of(where, inputs, columns), is_label_flat=_is_flat(label))
 
 
 def _refuse_declared(where: str, columns: Columns) -> None:
@@ -340,13 +345,6 @@ def _feature_index(where: str, column: IdColumn, names: Sequence[str]) -> int:
         nearest = suggest(column.name, list(names)) if names else "it has none"
         raise SourceError(f"{where} has no feature {column.name!r}; {nearest}")
     return list(names).index(column.name)
-
-
-def _samples(where: str, n: int, bags: list[Any], dense: Any, label: Any) -> _core.Samples:
-    try:
-        return _core.Samples(n, bags, _numbers(dense), _numbers(label))
-    except InputError as error:
-        raise SourceError(f"{where}: {error}") from error
 
 
 def _integers(where: str, name: str, numbers: Any) -> Any:

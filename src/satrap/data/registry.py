@@ -14,10 +14,10 @@ from satrap.data.criteo import Criteo
 from satrap.data.delimited import CSV
 from satrap.data.file_source import PermittedFiles, make_absolute
 from satrap.data.parquet import Parquet
-from satrap.data.source import Source
+from satrap.data.source import FileSource
 from satrap.errors import ConfigError
 
-_KINDS: dict[str, type[Source]] = {kind.__name__: kind for kind in (Arrow, Criteo, CSV, Parquet)}
+_KINDS: dict[str, type[FileSource]] = {kind.__name__: kind for kind in (Arrow, Criteo, CSV, Parquet)}
 
 
 def is_portable(data: Any) -> bool:
@@ -28,13 +28,12 @@ def is_portable(data: Any) -> bool:
     return all(isinstance(each, str | PathLike) for each in paths)
 
 
-def source_to_dict(source: Any) -> dict[str, Any]:
+def source_to_dict(source: FileSource) -> dict[str, Any]:
     """Return a source that another process can read as plain JSON types, with absolute paths."""
-    result: dict[str, Any] = source.replace(path=make_absolute(source.path)).to_dict()
-    return result
+    return source.replace(path=make_absolute(source.path)).to_dict()
 
 
-def source_from_dict(data: Mapping[str, Any]) -> Source:
+def source_from_dict(data: Mapping[str, Any]) -> FileSource:
     """Return the source that `source_to_dict` wrote."""
     kind = require_mapping("source", data).get("type")
     if kind not in _KINDS:
@@ -42,9 +41,8 @@ def source_from_dict(data: Mapping[str, Any]) -> Source:
     return _KINDS[kind].from_dict(data)
 
 
-def restrict(source: Any, permitted: PathAllowlist) -> Source:
+def restrict(source: FileSource, permitted: PathAllowlist) -> FileSource:
     """Return the same source, restricted to the permitted paths: it raises for any other."""
     if not is_portable(source):
         raise ConfigError(f"source: its path is {source.path!r}; expected paths or URLs, and no filesystem")
-    guarded: Source = source.replace(filesystem=PermittedFiles(permitted))
-    return guarded
+    return source.replace(filesystem=PermittedFiles(permitted))

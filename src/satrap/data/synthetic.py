@@ -27,6 +27,7 @@ from typing import Any, NamedTuple, Self
 import numpy as np
 from numpy.typing import NDArray
 
+from satrap.config.optional_deps import pyarrow_for
 from satrap.errors import ConfigError
 from satrap.monitor.metrics import Evaluation
 
@@ -136,14 +137,16 @@ class Clicks:
 
         An id is 8 hex digits, a missing count is empty. A file whose name ends with .gz is compressed.
         """
-        arrow = _pyarrow("write_criteo")
+        arrow = pyarrow_for("Clicks.write_criteo", ConfigError)
+        from pyarrow import csv
+
         schema = self._schema(arrow, arrow.string())
-        options = arrow.csv.WriteOptions(include_header=False, delimiter="\t", quoting_style="none")
+        options = csv.WriteOptions(include_header=False, delimiter="\t", quoting_style="none")
         compression = "gzip" if str(path).endswith(".gz") else None
         with (
             _atomic_write(path) as part,
             arrow.output_stream(str(part), compression=compression) as file,
-            arrow.csv.CSVWriter(file, schema, write_options=options) as writer,
+            csv.CSVWriter(file, schema, write_options=options) as writer,
         ):
             for block in self.blocks():
                 texts = [_hex(arrow, feature, ranks) for feature, ranks in enumerate(block["ranks"].T)]
@@ -151,9 +154,11 @@ class Clicks:
 
     def write_parquet(self, path: str | os.PathLike[str]) -> None:
         """Write Parquet: label (int8), I1... (int32, null where missing), C1... (uint64, the ids)."""
-        arrow = _pyarrow("write_parquet")
+        arrow = pyarrow_for("Clicks.write_parquet", ConfigError)
+        from pyarrow.parquet import ParquetWriter
+
         schema = self._schema(arrow, arrow.uint64())
-        with _atomic_write(path) as part, arrow.parquet.ParquetWriter(str(part), schema) as writer:
+        with _atomic_write(path) as part, ParquetWriter(str(part), schema) as writer:
             for block in self.blocks():
                 ids = [arrow.array(np.ascontiguousarray(column)) for column in block["ids"].T]
                 writer.write_batch(_record_batch(arrow, schema, block, ids))
@@ -184,7 +189,8 @@ class _TrueModel:
     def __init__(self, clicks: Clicks) -> None:
         self._strength, self._num_factors = clicks.strength, clicks.num_factors
         dense, ids = range(clicks.num_dense), range(clicks.num_ids)
-        self._zipfs = [_Zipf(cardinality, clicks.zipf) for cardinality in _sequence(clicks.cardinalities)]
+        cardinalities: Any = clicks.cardinalities  # one for each feature: __post_init__ has spread a total
+        self._zipfs = [_Zipf(cardinality, clicks.zipf) for cardinality in cardinalities]
         self._dense = _keys(clicks.seed, _DENSE, dense)
         self._missing = _keys(clicks.seed, _MISSING, dense)
         self._missing_rate = 0.4 * _uniform(_keys(clicks.seed, _MISSING, dense))
@@ -376,16 +382,6 @@ def _atomic_write(path: str | os.PathLike[str]) -> Iterator[Path]:
         part.unlink(missing_ok=True)
 
 
-def _pyarrow(what: str) -> Any:
-    try:
-        import pyarrow
-        import pyarrow.csv
-        import pyarrow.parquet
-    except ImportError as error:
-        raise ConfigError(f"Clicks.{what} needs pyarrow ({error}): pip install pyarrow") from error
-    return pyarrow
-
-
 # -- settings ----------------------------------------------------------------------------------------------------------
 
 
@@ -404,11 +400,6 @@ def _cardinalities(value: object, num_ids: int) -> tuple[int, ...]:
     rounded = [max(_SMALLEST, int(_SMALLEST * low**at)) for at in range(num_ids)]
     rounded[-1] += total - sum(rounded)
     return tuple(_integer(f"cardinalities[{at}]", each, 1, 1 << 32) for at, each in enumerate(rounded))
-
-
-def _sequence(cardinalities: int | Sequence[int]) -> Sequence[int]:
-    assert not isinstance(cardinalities, int)  # __post_init__ has spread a total
-    return cardinalities
 
 
 def _integer(name: str, value: object, low: int, high: int) -> int:

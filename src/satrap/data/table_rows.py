@@ -157,7 +157,8 @@ def _check_types(schema: Any, columns: Columns, where: str) -> dict[str, str]:
     arrow = pyarrow_for("reading data")
     empty = {}
     for name in columns.required():
-        kind = _storage_type(arrow, schema.field(name).type)
+        kind = schema.field(name).type
+        kind = kind.storage_type if isinstance(kind, arrow.BaseExtensionType) else kind
         try:
             empty[name] = arrow.array([], kind)
         except (arrow.ArrowException, LookupError, TypeError) as error:  # a union
@@ -206,7 +207,3 @@ def _arrays_of(table: Any) -> dict[str, Any]:
 def _item_type(arrow: Any, kind: Any) -> Any:
     kind = kind.value_type if arrow.types.is_dictionary(kind) else kind
     return _item_type(arrow, kind.value_type) if is_list(arrow, kind) else kind
-
-
-def _storage_type(arrow: Any, kind: Any) -> Any:
-    return kind.storage_type if isinstance(kind, arrow.BaseExtensionType) else kind

@@ -5,7 +5,6 @@ the device in the order in which this object is called, which is what makes a fr
 puts into it comes after every earlier use.
 """
 
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -19,7 +18,7 @@ from satrap.device.device_engine import DeviceEngine
 from satrap.device.kernels import kernels_of
 from satrap.device.row_memory import RowMemory
 from satrap.device.runs import PooledFeatures, Runs
-from satrap.worker.worker import BagRequest, native_features
+from satrap.worker.worker import BagRequest, TicketGradients, UpdateRequest, native_features
 
 _LARGEST = float(np.finfo(np.float32).max)
 
@@ -79,25 +78,19 @@ class DeviceRows:
     def owns_ticket(self, ticket: object) -> bool:
         return isinstance(ticket, _core.Ticket) and self._bags.made(ticket)
 
-    def update(
-        self,
-        tickets: Sequence[_core.Ticket],
-        gradients: list[tuple[Tensor | None, list[Tensor | None]]],
-        step: int,
-        lrs: list[tuple[int, float]],
-        scale: float,
-    ) -> None:
-        given = [(block is not None, [each is not None for each in sequences]) for block, sequences in gradients]
-        rates = dict(lrs)
-        scale = float(np.float32(scale))
+    def update(self, request: UpdateRequest) -> None:
+        given = [
+            (block is not None, [each is not None for each in sequences]) for block, sequences in request.gradients
+        ]
+        rates, scale = dict(request.lrs), float(np.float32(request.scale))
         with self._engine.lock:
-            flat = self._flat(gradients)
-            skips = self._check(list(tickets), gradients, flat, scale)
-            runs = Runs.to_device(self._engine.core.update_frames(list(tickets), given, step), self.device)
+            flat = self._flat(request.gradients)
+            skips = self._check(request, flat, scale)
+            runs = Runs.to_device(self._engine.core.update_frames(request.tickets, given, request.step), self.device)
             for number, table in enumerate(self._tables):
                 lr = rates.get(number, self._engine.core.lr(number))
                 skip = skips and table.on_nonfinite == "skip"
-                self._step(number, runs.of_table(number), flat, scale, lr, step, skip_nonfinite=skip)
+                self._step(number, runs.of_table(number), flat, scale, lr, request.step, skip_nonfinite=skip)
 
     def drop(self, ticket: _core.Ticket) -> None:
         self._engine.core.drop(ticket)
@@ -150,15 +143,9 @@ class DeviceRows:
 
     # -- update --------------------------------------------------------------------------------------------------------
 
-    def _check(
-        self,
-        tickets: list[_core.Ticket],
-        gradients: list[tuple[Tensor | None, list[Tensor | None]]],
-        flat: Tensor,
-        scale: float,
-    ) -> bool:
+    def _check(self, request: UpdateRequest, flat: Tensor, scale: float) -> bool:
         """Raise NonFiniteError if a table refuses a gradient; return whether gradients may have to be skipped."""
-        bound = abs(scale) * self._engine.core.sum_bound(tickets)
+        bound = abs(scale) * self._engine.core.sum_bound(request.tickets)
         largest = float(flat.abs().max()) if len(flat) else 0.0
         if largest * bound < _LARGEST:  # not true of a NaN
             return False
@@ -167,11 +154,11 @@ class DeviceRows:
                 None if block is None else block.cpu().numpy(),
                 [None if g is None else g.cpu().numpy() for g in sequences],
             )
-            for block, sequences in gradients
+            for block, sequences in request.gradients
         ]
-        return self._engine.core.check_gradients(tickets, on_cpu, scale)
+        return self._engine.core.check_gradients(request.tickets, on_cpu, scale)
 
-    def _flat(self, gradients: list[tuple[Tensor | None, list[Tensor | None]]]) -> Tensor:
+    def _flat(self, gradients: list[TicketGradients]) -> Tensor:
         """Return all gradients as one tensor in the order of their places."""
         parts = [part.reshape(-1) for block, sequences in gradients for part in (block, *sequences) if part is not None]
         return parts[0] if len(parts) == 1 else torch.cat(parts or [torch.empty(0, device=self.device)])

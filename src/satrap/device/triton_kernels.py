@@ -153,7 +153,7 @@ def _power(base, count):
 
 @triton.jit
 def _row_total(squares, BLOCK: tl.constexpr):
-    """Return the sum of squares: element i in lane i % 16, the lanes added up as a tree. squares: g, [BLOCK / 16, 16]."""
+    """Return the sum of squares: element i in lane i % 16, the lanes added as a tree. squares: g, shaped (-1, 16)."""
     lanes = tl.zeros((16,), dtype=tl.float32)
     number = tl.arange(0, BLOCK // 16)[:, None]
     for i in tl.static_range(BLOCK // 16):

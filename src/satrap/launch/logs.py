@@ -46,7 +46,6 @@ class RunLogs:
         self._stderr.close()
 
     def path(self, process: Process) -> Path:
-        """Returns the path of a process's log file."""
         return self.folder / f"{process.role}-{process.number}.log"
 
     def record_start(self, process: Process) -> None:
@@ -88,11 +87,9 @@ class RunLogs:
         and both the terminal and the log file report them."""
         path = self.path(process)
         unwritten = self._unwritten_bytes.pop(path, 0)
-        gap = (
-            f"\n--- up to {unwritten} bytes are missing here: they could not be written\n".encode()
-            if unwritten
-            else b""
-        )
+        gap = b""
+        if unwritten:
+            gap = f"\n--- up to {unwritten} bytes are missing here: they could not be written\n".encode()
         try:
             with open(path, "ab") as file:
                 file.write(gap + data)

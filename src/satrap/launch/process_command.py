@@ -83,11 +83,9 @@ class ProcessSpec:
         if previous.startswith((f"{folder}/", f"{folder}:")) and (has_rows or self.process.role is not Role.SERVER):
             return previous
         process = self.process
-        return (
-            f"{folder}:0"
-            if folder.startswith("tcp:")
-            else f"{folder}/{process.role}-{process.number}.{process.incarnation}"
-        )
+        if folder.startswith("tcp:"):
+            return f"{folder}:0"
+        return f"{folder}/{process.role}-{process.number}.{process.incarnation}"
 
     def arguments(self, site: LaunchSite) -> list[str]:
         """Returns the arguments of the command `satrap`."""

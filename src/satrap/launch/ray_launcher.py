@@ -32,7 +32,7 @@ from satrap.errors import ConfigError, SatrapError
 from satrap.launch.child_processes import GRACE_SECONDS, ChildExited, ChildProcesses, ProcessOutput, Report
 from satrap.launch.logs import RunLogs
 from satrap.launch.process_command import LaunchSite, ProcessSpec, Script
-from satrap.launch.resources import RayConfig, describe_resources
+from satrap.launch.resources import RayConfig, describe_resources, describe_run, total_cpus
 from satrap.launch.rows_file import has_rows, remove_rows, rows_file
 from satrap.launch.supervisor import Event, PlacementFailed, Process, Role, RunConfig, StopMode
 from satrap.rpc.keys import Keys, create_keys
@@ -64,7 +64,6 @@ class _ProcessActor:
         return f"tcp://{self._host}:{self._listener.getsockname()[1]}"
 
     def start(self, spec: ProcessSpec, memory: Path, keys: dict[str, bytes], rendezvous: str | None) -> list[Report]:
-        """Starts the child process."""
         if not os.access(memory, os.W_OK | os.X_OK):
             raise ConfigError(
                 f"memory is {os.fspath(memory)!r}, which cannot be written to on node {self._host}; choose another "
@@ -97,7 +96,6 @@ class _ProcessActor:
         return [] if warning is None else [ProcessOutput(process, "stderr", f"satrap: {warning}\n".encode())]
 
     def stop(self, process: Process, mode: StopMode, release: bool) -> None:
-        """Stops the child process."""
         self._children.stop(process, mode, release)
 
     def poll(self) -> list[Report]:
@@ -109,7 +107,6 @@ class _ProcessActor:
 
 
 def _remove_node_files(memory: Path, name: str) -> None:
-    """Removes the files of a run from this node."""
     for path in memory.glob(f"satrap-{name}-*"):
         if path.is_dir() and not path.is_symlink() and path.stat().st_uid == os.geteuid():
             shutil.rmtree(path, ignore_errors=True)  # an actor that exits may remove it at the same time
@@ -150,12 +147,12 @@ class RayLauncher:
         deadline = time.monotonic() + self._ray_config.placement_seconds
         for role, strategy in _STRATEGIES.items():
             if count := self._run_config.counts[role]:
-                bundles = [self._resources.for_role(role).bundle()] * count
+                bundles = [self._resources[role].bundle()] * count
                 self._groups[role] = placement_group(bundles, strategy=strategy)
         for group in self._groups.values():
             while not group.wait(1):  # in short waits, so that Ctrl-C is handled
                 if time.monotonic() > deadline:
-                    raise ConfigError(self._placement_error(self._resources.describe(self._run_config)))
+                    raise ConfigError(self._placement_error(describe_run(self._resources, self._run_config)))
 
     def remove_files(self, name: str) -> None:
         remove_files: Any = ray.remote(_remove_node_files)
@@ -212,7 +209,7 @@ class RayLauncher:
         if number not in self._bundles:
             taken = {index for group, index in self._bundles.values() if group == first}
             free = [index for index in range(self._run_config.servers) if index not in taken]
-            own = [self._resources.server.bundle()]
+            own = [self._resources[role].bundle()]
             self._bundles[number] = (first, free[0]) if free else (placement_group(own), 0)
         return self._bundles[number]
 
@@ -245,13 +242,11 @@ class RayLauncher:
             self._release_bundle(process)
         if record.is_placed:
             return PlacementFailed(process, f"Ray placed {process} but did not start it within {_START_SECONDS:g} s")
-        return PlacementFailed(
-            process, self._placement_error(f"{process} with {self._resources.for_role(process.role)}")
-        )
+        return PlacementFailed(process, self._placement_error(f"{process} with {self._resources[process.role]}"))
 
     def _create_actor(self, spec: ProcessSpec, waiting_since: float) -> None:
         process, role = spec.process, spec.process.role
-        resources = self._resources.for_role(role)
+        resources = self._resources[role]
         actor: Any = (
             ray.remote(_ProcessActor)
             .options(
@@ -328,7 +323,7 @@ def open_ray_launcher(
     options: dict[str, Any] = {"runtime_env": {"working_dir": str(script_folder), "excludes": excludes}}
     if ray_config.address is None:
         # More CPUs than there are, if need be: processes share the cores, as without Ray.
-        cpus = max(len(os.sched_getaffinity(0)), ray_config.resources.total_cpus(run_config))
+        cpus = max(len(os.sched_getaffinity(0)), total_cpus(ray_config.resources, run_config))
         options |= {"address": "local", "num_cpus": cpus}
         options |= {"include_dashboard": False, "object_store_memory": _STORE_BYTES}
     else:

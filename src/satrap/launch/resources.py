@@ -1,7 +1,8 @@
 """Resources of a run's processes on a cluster: CPUs, GPUs and memory of each, by role. Values only."""
 
 import re
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -44,44 +45,36 @@ class Resources:
         return describe_resources(self.bundle())
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RunResources:
-    """Resources of one process of each role."""
-
-    server: Resources = field(default_factory=Resources)
-    worker: Resources = field(default_factory=Resources)
-    trainer: Resources = field(default_factory=Resources)
-
-    def for_role(self, role: Role) -> Resources:
-        """Returns the resources of one process of the role."""
-        return {Role.SERVER: self.server, Role.WORKER: self.worker, Role.TRAINER: self.trainer}[role]
-
-    def describe(self, run_config: RunConfig) -> str:
-        """Returns the resources of the whole run in words."""
-        counts = run_config.counts.items()
-        return ", ".join(f"{count} x {role} with {self.for_role(role)}" for role, count in counts if count)
-
-    def total_cpus(self, run_config: RunConfig) -> int:
-        """Returns the CPUs of the whole run, with as many servers as it may scale to."""
-        counts = run_config.counts | {Role.SERVER: run_config.max_servers or run_config.servers}
-        return sum(count * self.for_role(role).cpus for role, count in counts.items())
+RunResources = Mapping[Role, Resources]
+"""Resources of one process of each role."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RayConfig:
     """The Ray cluster of a run."""
 
-    address: str | None = None
+    address: str | None
     """Address of the head node, or "auto"; None: a private Ray on this machine."""
     memory: Path
     """Directory in shared memory on every node, for the servers' rows."""
-    placement_seconds: float = 60.0
+    placement_seconds: float
     """Time for Ray to find a node for a process."""
-    resources: RunResources = field(default_factory=RunResources)
+    resources: RunResources
 
     def __post_init__(self) -> None:
         if not self.placement_seconds > 0:
             raise ConfigError(f"placement-seconds is {self.placement_seconds}; expected more than 0")
+
+
+def describe_run(resources: RunResources, run_config: RunConfig) -> str:
+    """Returns the resources of the whole run in words."""
+    return ", ".join(f"{count} x {role} with {resources[role]}" for role, count in run_config.counts.items() if count)
+
+
+def total_cpus(resources: RunResources, run_config: RunConfig) -> int:
+    """Returns the CPUs of the whole run, with as many servers as it may scale to."""
+    counts = run_config.counts | {Role.SERVER: run_config.max_servers or run_config.servers}
+    return sum(count * resources[role].cpus for role, count in counts.items())
 
 
 def describe_resources(amounts: dict[str, Any]) -> str:

@@ -100,7 +100,8 @@ def run(script: Script, run_config: RunConfig, folder: Path, launcher: Launcher,
                             scaler.migrate(current, target)
                         case ExitRun(status):
                             return status
-                events = [*launcher.poll(_POLL_SECONDS), *scaler.poll(), *_drain(stop_requests)]
+                events = [*launcher.poll(_POLL_SECONDS), *scaler.poll()]
+                events += [stop_requests.pop(0) for _ in range(len(stop_requests))]
                 commands = [command for event in events for command in supervisor.handle(event, time.monotonic())]
     finally:
         scaler.close()
@@ -124,9 +125,3 @@ def _stop_signals() -> Iterator[list[StopRequested]]:
     finally:
         for number, handler in zip(numbers, handlers, strict=True):
             signal.signal(number, handler)
-
-
-def _drain(requests: list[StopRequested]) -> list[StopRequested]:
-    drained = requests[:]
-    del requests[: len(drained)]
-    return drained

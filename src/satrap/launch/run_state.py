@@ -5,7 +5,7 @@ launch and knows which files in shared memory are left over.
 """
 
 import json
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
@@ -36,10 +36,6 @@ class RunState(Serializable):
         set_field(self, "workers", tuple(self.workers))
         if not (isinstance(self.name, str) and self.name.isalnum()):
             raise ConfigError(f"RunState: name is {self.name!r}; expected letters and digits")
-
-    def next_launch(self) -> Self:
-        """Returns the state with one more launch."""
-        return replace(self, launch=self.launch + 1)
 
     def write(self, path: Path) -> None:
         """Replaces the file atomically; it is on disk when this returns."""

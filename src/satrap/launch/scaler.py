@@ -104,17 +104,13 @@ class Scaler:
         return loads
 
 
-def _is_unlocked(folder: Path) -> bool:
-    """Returns whether no run holds the lock of `satrap.launch.run_loop.lock_run_folder`."""
-    with opened(folder) as file:
-        return try_lock(file, shared=True)
-
-
 def request_servers(folder: Path, servers: int) -> None:
     """Requests this number of servers from the live run in the directory."""
     if not (folder / "run.json").exists():
         raise ConfigError(f"there is no run in {str(folder)!r}; expected the --folder of a live run")
-    if _is_unlocked(folder):
+    with opened(folder) as file:
+        has_ended = try_lock(file, shared=True)  # a live run holds the lock of `satrap.launch.run_loop.lock_run_folder`
+    if has_ended:
         raise ConfigError(
             f"the run in {str(folder)!r} has ended; start it again with --servers {servers}, or give the --folder of a "
             "live run"

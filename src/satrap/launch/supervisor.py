@@ -410,7 +410,7 @@ class Supervisor:
 
     def _start_launch(self, now: float) -> list[Command]:
         self._phase, self._failure, self._servers_have_rows = _Phase.TRAINING, _LaunchFailure(), True
-        self.run_state = self.run_state.next_launch()
+        self.run_state = replace(self.run_state, launch=self.run_state.launch + 1)
         launch, trainers = self.run_state.launch, range(self._config.trainers)
         processes = [Process(Role.TRAINER, number, launch) for number in trainers]
         self._running |= {(Role.TRAINER, each.number): _RunningProcess(each, now) for each in processes}

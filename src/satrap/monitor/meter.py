@@ -7,7 +7,7 @@ for the AUC.
 
 import math
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -67,7 +67,8 @@ class Meter:
         seconds, samples = now - self._last_report, self._samples - self._samples_reported
         auc, entropy = self._window_metrics()
         counters = counters or Counters()
-        seen = _difference(counters.staleness, self._counters.staleness)
+        before = self._counters.staleness
+        seen = {n: new for n, count in counters.staleness.items() if (new := count - before.get(n, 0)) > 0}
         report = Report(
             step=self._step,
             samples=self._samples,
@@ -115,11 +116,6 @@ class Meter:
         if not self._window.num_samples:
             return None, None
         return self._window.auc(), self._window.normalised_entropy()
-
-
-def _difference(now: Mapping[int, int], before: Mapping[int, int]) -> dict[int, int]:
-    found = {n: count - before.get(n, 0) for n, count in now.items()}
-    return {n: count for n, count in found.items() if count > 0}
 
 
 def _detached(value: Any) -> Any:

@@ -34,7 +34,7 @@ def log_loss(labels: ArrayLike, logits: ArrayLike) -> float:
     """Return the mean of -log p(label), where p(1) = sigmoid(logit), in nats; infinite after one infinitely sure
     mistake."""
     truth, sure = _checked("log_loss", labels, logits)
-    return _mean(float(_losses(truth, sure).sum()), truth.size)
+    return _ratio(float(_losses(truth, sure).sum()), truth.size)
 
 
 def normalised_entropy(labels: ArrayLike, logits: ArrayLike) -> float:
@@ -141,7 +141,7 @@ class Evaluation:
 
     def log_loss(self) -> float:
         """Return the log loss of all samples."""
-        return _mean(self._loss, self._num_samples)
+        return _ratio(self._loss, self._num_samples)
 
     def normalised_entropy(self) -> float:
         """Return the normalised entropy of all samples."""
@@ -179,18 +179,18 @@ class _Bins:
         # Floats: the number of pairs outgrows 64 bits at about 4e9 samples.
         zeros, ones = self._zeros.astype(np.float64), self._ones.astype(np.float64)
         below = np.cumsum(zeros) - zeros
-        return _share(float(ones @ (below + zeros / 2)), float(zeros.sum() * ones.sum()))
+        return _ratio(float(ones @ (below + zeros / 2)), float(zeros.sum() * ones.sum()))
 
     def auc_error(self) -> float:
         zeros, ones = self._zeros.astype(np.float64), self._ones.astype(np.float64)
-        return _share(float(zeros[::2] @ ones[::2]) / 2, float(zeros.sum() * ones.sum()))
+        return _ratio(float(zeros[::2] @ ones[::2]) / 2, float(zeros.sum() * ones.sum()))
 
 
 def _auc(labels: _Labels, scores: _Scores) -> float:
     ones, zeros = np.sort(scores[labels]), np.sort(scores[~labels])
     # Sorted needles keep the binary searches in the cache. Twice the count of wins, so that halves stay integers.
     wins = np.searchsorted(zeros, ones, "left").sum() + np.searchsorted(zeros, ones, "right").sum()
-    return _share(int(wins), 2 * ones.size * zeros.size)
+    return _ratio(int(wins), 2 * ones.size * zeros.size)
 
 
 def _losses(labels: _Labels, logits: _Scores) -> _Scores:
@@ -205,12 +205,8 @@ def _over_entropy(loss: float, num_ones: int, num_samples: int) -> float:
     return loss / -(rate * math.log(rate) + (1 - rate) * math.log1p(-rate))
 
 
-def _share(part: float, whole: float) -> float:
+def _ratio(part: float, whole: float) -> float:
     return part / whole if whole else math.nan
-
-
-def _mean(total: float, count: int) -> float:
-    return total / count if count else math.nan
 
 
 def _checked(where: str, labels: ArrayLike, scores: ArrayLike) -> tuple[_Labels, _Scores]:

@@ -34,11 +34,9 @@ class Screen:
         self._as_bar = self._stream is not None and self._stream.isatty() if as_bar is None else as_bar
         self.every_seconds = BAR_SECONDS if self._as_bar else LINE_SECONDS
         self._marks = "#."
-        try:
+        with suppress(UnicodeEncodeError, LookupError):
             "█░".encode(getattr(self._stream, "encoding", None) or "ascii")
             self._marks = "█░"
-        except (UnicodeEncodeError, LookupError):
-            pass
         self._open = False  # whether the line of a bar is unfinished
 
     def write(self, report: Report) -> None:

@@ -18,7 +18,6 @@ MAX_PATH_BYTES = 107
 
 
 def is_unix(address: str) -> bool:
-    """Returns whether this is the address of a Unix socket."""
     return isinstance(address, str) and address.startswith(_IPC)
 
 

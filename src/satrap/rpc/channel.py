@@ -163,7 +163,6 @@ class Channel:
         self._fail_all(DeadlineError(self.refusal))
 
     def _receive(self) -> None:
-        """Receives one message."""
         try:
             first = self.socket.recv(_NOW, copy=False)
         except zmq.Again:
@@ -211,7 +210,6 @@ class PendingCall:
         client: object,
         channel: Channel,
         method: Method,
-        method_number: int,
         origin: Origin,
         frames: Sequence[memoryview],
         schedule: Schedule,
@@ -223,7 +221,7 @@ class PendingCall:
         self.frames: Sequence[memoryview] = frames
         self._client = client  # keeps the client from being collected before its calls have ended
         self._channel, self._method, self._seconds = channel, method, seconds
-        self._method_number, self._origin = method_number, origin
+        self._origin = origin
         self._num_bytes = sum(frame.nbytes for frame in frames)
         self.unwarned_since = schedule.due
 
@@ -232,7 +230,7 @@ class PendingCall:
         left = math.ceil(1000 * (self.schedule.deadline - now))
         return Header(
             kind=Kind.REQUEST,
-            method=self._method_number,
+            method=self._method.number,
             client=self._channel.client,
             call=self.number,
             num_frames=len(self.frames),

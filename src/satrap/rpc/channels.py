@@ -71,6 +71,5 @@ class Channels:
             self._local = threading.local()  # drops the references of all threads
             for channel in list(self._open):
                 self._close_one(channel)
-            self._context.destroy(
-                0
-            )  # including a socket whose creation was interrupted, which would keep the context open
+            # Including a socket whose creation was interrupted, which would keep the context open.
+            self._context.destroy(0)

@@ -24,6 +24,7 @@ arrays of a call before it has its result; received arrays are read-only views.
 import time
 from collections.abc import Callable
 from functools import partial
+from types import SimpleNamespace
 from typing import Any, Generic, Self, TypeVar, cast
 
 from satrap.collected import close_when_collected
@@ -69,7 +70,7 @@ class Client(Generic[P]):
         deadline: default time limit of a call, in seconds.
         retry_seconds: interval at which an unanswered request is sent again.
         """
-        self._methods = {name: (method, method.number) for name, method in methods_of(protocol).items()}
+        self._methods = methods_of(protocol)
         self._keys = keys
         if is_unix(address):
             path = unix_path(address)
@@ -93,7 +94,8 @@ class Client(Generic[P]):
 
     def with_deadline(self, deadline: float) -> P:
         """Returns the Protocol's methods with another deadline in seconds: `client.with_deadline(5).lookup(ids)`."""
-        return cast(P, _Calls(self, _check_seconds("deadline", deadline)))
+        seconds = _check_seconds("deadline", deadline)
+        return cast(P, SimpleNamespace(**{name: partial(_call, self, name, seconds) for name in self._methods}))
 
     def start(
         self, name: str, /, *arguments: Any, deadline: float | None = None, patient: bool = False, **named: Any
@@ -105,7 +107,7 @@ class Client(Generic[P]):
         """
         if name not in self._methods:
             raise InputError(f"there is no method {name!r}; {suggest(name, list(self._methods))}")
-        method, number = self._methods[name]
+        method = self._methods[name]
         origin, frames = method.encode_arguments(arguments, named)
         largest = max((frame.nbytes for frame in frames), default=0)
         if largest > _MAX_FRAME_BYTES:
@@ -128,7 +130,7 @@ class Client(Generic[P]):
         schedule = Schedule(deadline=now + seconds, retry_seconds=self._retry_seconds, due=now, patience=patience)
         schedule.observe(now)
         channel = self._channels.for_this_thread(min(seconds, _CONNECT_SECONDS))
-        pending = PendingCall(self, channel, method, number, origin, frames, schedule, seconds)
+        pending = PendingCall(self, channel, method, origin, frames, schedule, seconds)
         with Uninterrupted(), channel.lock:
             channel.require_open()
             channel.waiting[pending.number] = pending
@@ -145,14 +147,6 @@ class Client(Generic[P]):
         """Closes the connections of all threads; waiting calls raise RpcError. Idempotent; does nothing in a fork. A
         client is also closed when it is collected and at the end of the process."""
         self._channels.close()
-
-
-class _Calls:
-    """The methods of the Protocol as attributes."""
-
-    def __init__(self, client: Client[Any], deadline: float) -> None:
-        for name in client._methods:
-            setattr(self, name, partial(_call, client, name, deadline))
 
 
 def _call(client: Client[Any], name: str, deadline: float, /, *arguments: Any, **named: Any) -> Any:

@@ -46,11 +46,8 @@ class Connections:
     """The TCP connections of one service, by file descriptor."""
 
     def __init__(self, *, max_connections: int, max_silent: int, max_unfinished_bytes: int) -> None:
-        self._max_connections, self._max_silent, self._max_unfinished_bytes = (
-            max_connections,
-            max_silent,
-            max_unfinished_bytes,
-        )
+        self._max_connections, self._max_silent = max_connections, max_silent
+        self._max_unfinished_bytes = max_unfinished_bytes
         self._peers: dict[int, _Peer] = {}  # in the order of their creation
         self._clock = 0.0
         self._checked_at: float | None = None
@@ -68,12 +65,10 @@ class Connections:
         return any(peer.unfinished_since is not None for peer in self._peers.values())
 
     def record_accepted(self, fd: int, inode: int) -> None:
-        """Records a new connection."""
         self._peers.pop(fd, None)
         self._peers[fd] = _Peer(inode, self._clock, progress_at=self._clock)
 
     def record_closed(self, fd: int) -> None:
-        """Records that a connection was closed."""
         self._peers.pop(fd, None)
 
     def inode(self, fd: int) -> int | None:

@@ -15,8 +15,7 @@ import struct
 import sys
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 
 import zmq
 from zmq.utils.monitor import recv_monitor_message
@@ -125,19 +124,13 @@ def _is_open(fd: int, inode: int | None) -> bool:
     return False
 
 
-@contextmanager
-def _borrowed(fd: int) -> Iterator[socket.socket]:
-    """Wraps ZeroMQ's socket, which stays open."""
-    borrowed = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP, fd)
-    try:
-        yield borrowed
-    finally:
-        borrowed.detach()
-
-
 def _received_bytes(fd: int) -> int:
     """Returns the number of bytes that TCP has received on the connection."""
-    with suppress(OSError), _borrowed(fd) as connection:
-        info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _RECEIVED_OFFSET + 8)
-        return int(struct.unpack_from("Q", info, _RECEIVED_OFFSET)[0])
+    with suppress(OSError):
+        connection = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP, fd)
+        try:
+            info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _RECEIVED_OFFSET + 8)
+            return int(struct.unpack_from("Q", info, _RECEIVED_OFFSET)[0])
+        finally:
+            connection.detach()  # ZeroMQ's socket stays open
     return 0

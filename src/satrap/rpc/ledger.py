@@ -20,7 +20,6 @@ from dataclasses import asdict, dataclass, field
 from enum import Enum
 
 from satrap.config.validation import check_integer
-from satrap.errors import ConfigError
 from satrap.rpc.header import MAX_FRAMES, Header
 from satrap.rpc.values import Buffer
 
@@ -47,9 +46,9 @@ class Limits:
             ("max_bytes", 1 << 62),
             ("max_frame_bytes", 1 << 62),
             ("max_partial_bytes", 1 << 62),
+            ("max_frames", MAX_FRAMES),
         ):
-            check_integer("Limits", name, getattr(self, name), 1, high, ConfigError)
-        check_integer("Limits", "max_frames", self.max_frames, 1, MAX_FRAMES, ConfigError)
+            check_integer("Limits", name, getattr(self, name), 1, high)
 
 
 @dataclass(slots=True)
@@ -82,7 +81,6 @@ class Request:
 
     header: Header
     frames: Sequence[Buffer]
-    num_bytes: int
     deadline: float
 
     @property
@@ -138,10 +136,10 @@ class Ledger:
         if not self._has_room(header.body_bytes, now):
             self.counts.busy += 1
             return Admission.BUSY
-        request = Request(header, frames, header.body_bytes, deadline)
+        request = Request(header, frames, deadline)
         self._queued.append(request)
         self._open[request.name] = request
-        self.open_bytes += request.num_bytes
+        self.open_bytes += header.body_bytes
         self._callers.setdefault(header.client, _Caller(route)).num_open += 1
         self.counts.arrived += 1
         return Admission.QUEUED
@@ -200,7 +198,7 @@ class Ledger:
 
     def _remove(self, request: Request) -> bytes:
         del self._open[request.name]
-        self.open_bytes -= request.num_bytes
+        self.open_bytes -= request.header.body_bytes
         caller = self._callers[request.header.client]
         caller.num_open -= 1
         if not caller.num_open:
@@ -212,11 +210,11 @@ class Ledger:
         return {**asdict(self.counts), "queued": self.num_queued, "running": self.num_running}
 
     def check(self) -> None:
-        """Verifies the invariants."""
         queued = {id(request) for request in self._queued}
         assert len(queued) == len(self._queued) <= len(self._open) <= self.limits.max_requests
         assert queued <= {id(request) for request in self._open.values()}
-        assert self.open_bytes == sum(request.num_bytes for request in self._open.values()) <= self.limits.max_bytes
+        num_bytes = sum(request.header.body_bytes for request in self._open.values())
+        assert self.open_bytes == num_bytes <= self.limits.max_bytes
         assert all(name == request.name for name, request in self._open.items())
         clients = [client for client, _ in self._open]
         assert {client: caller.num_open for client, caller in self._callers.items()} == {

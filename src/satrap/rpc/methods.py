@@ -10,6 +10,7 @@ import inspect
 import typing
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from hashlib import blake2b
 from typing import Any
 
@@ -18,7 +19,7 @@ from satrap.rpc.header import NO_ORIGIN, Origin
 from satrap.rpc.values import Buffer, ValueType, decode, encode, read_type
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class Method:
     """A method of a Protocol. Encodes and decodes its arguments and results."""
 
@@ -40,7 +41,7 @@ class Method:
         result = f"({', '.join(map(str, self.result))})" if isinstance(self.result, tuple) else str(self.result)
         return f"{self.name}({parts}) -> {result}"
 
-    @property
+    @cached_property
     def number(self) -> int:
         return int.from_bytes(blake2b(str(self).encode(), digest_size=8).digest(), "little")
 

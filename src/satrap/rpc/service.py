@@ -140,7 +140,8 @@ class Service:
         self._guard = None if is_unix(address) else Guard(router, self._limits.max_partial_bytes)
         try:
             self._authenticator = None if keys is None else _enable_curve(self._context, router, keys)
-            self._address = self._bind(address)
+            self.address = self._bind(address)
+            """The address for clients, with the real port; with this machine's name if all its addresses are served."""
         except BaseException:
             self._release_sockets()
             raise
@@ -175,11 +176,6 @@ class Service:
             self._authenticator.stop()
         if self._socket_file is not None:
             self._socket_file.release()
-
-    @property
-    def address(self) -> str:
-        """The address for clients, with the real port; with this machine's name if all its addresses are served."""
-        return self._address
 
     def counts(self) -> dict[str, int]:
         """Returns the counters of messages, see Counts, and the numbers of queued and running requests."""
@@ -228,7 +224,7 @@ class Service:
             self._socket_file.release()
         if still_running:
             raise RpcError(
-                f"{self._address}: {len(still_running)} methods still ran {self._close_seconds:g} s after close(); "
+                f"{self.address}: {len(still_running)} methods still ran {self._close_seconds:g} s after close(); "
                 "their replies are lost, and their threads end when they return: let methods end, or return a Future"
             )
 

@@ -58,33 +58,30 @@ class PlainType:
 
 
 ValueType = ArrayType | PlainType
+_UNIONS = typing.Union, types.UnionType
 
 
 def read_type(where: str, annotation: Any) -> ValueType:
     """Returns the type of an annotation; ConfigError if it cannot be encoded."""
-    if typing.get_origin(annotation) is np.ndarray:
-        return _read_array(where, annotation)
-    if typing.get_origin(annotation) in (typing.Union, types.UnionType):
-        arms = typing.get_args(annotation)
-        arrays = [arm for arm in arms if typing.get_origin(arm) is np.ndarray]
-        if arrays:
-            if set(arms) != {arrays[0], types.NoneType}:
-                raise ConfigError(f"{where}: found {annotation}; an array may be in a union with None only")
-            return ArrayType(_read_array(where, arrays[0]).dtype, optional=True)
-        plain = [_read_plain(where, arm) for arm in arms]
-        return PlainType(" | ".join(map(str, plain)), lambda value: any(arm.fits(value) for arm in plain))
-    return _read_plain(where, annotation)
+    is_union = typing.get_origin(annotation) in _UNIONS
+    arms = typing.get_args(annotation) if is_union else (annotation,)
+    arrays = [arm for arm in arms if typing.get_origin(arm) is np.ndarray]
+    if not arrays:
+        return _read_plain(where, annotation)
+    if is_union and set(arms) != {arrays[0], types.NoneType}:
+        raise ConfigError(f"{where}: found {annotation}; an array may be in a union with None only")
+    return ArrayType(_read_dtype(where, arrays[0]), optional=is_union)
 
 
-def _read_array(where: str, annotation: Any) -> ArrayType:
+def _read_dtype(where: str, annotation: Any) -> np.dtype[Any]:
     scalar = typing.get_args(typing.get_args(annotation)[1])[0]
     try:
-        dtype = np.dtype(scalar)
+        dtype: np.dtype[Any] = np.dtype(scalar)
         if dtype.kind not in "biuf" or dtype.itemsize > 8:
             raise TypeError
     except TypeError:
         raise ConfigError(f"{where}: found an array of {scalar}; expected e.g. NDArray[np.float32]") from None
-    return ArrayType(dtype)
+    return dtype
 
 
 def _read_plain(where: str, annotation: Any) -> PlainType:
@@ -92,14 +89,13 @@ def _read_plain(where: str, annotation: Any) -> PlainType:
     if known is not None:
         return known
     outer, inner = typing.get_origin(annotation), typing.get_args(annotation)
-    if outer in (typing.Union, types.UnionType):
-        nested = read_type(where, annotation)
-        if isinstance(nested, PlainType):
-            return nested
-    elif outer is list:
+    if outer in _UNIONS:
+        arms = [_read_plain(where, arm) for arm in inner]
+        return PlainType(" | ".join(map(str, arms)), lambda value: any(arm.fits(value) for arm in arms))
+    if outer is list:
         item = _read_plain(where, inner[0])
         return PlainType(f"list[{item}]", lambda value: type(value) is list and all(map(item.fits, value)))
-    elif outer is dict and inner[0] is str:
+    if outer is dict and inner[0] is str:
         item = _read_plain(where, inner[1])
         return PlainType(
             f"dict[str, {item}]",

@@ -38,12 +38,10 @@ class CallFence:
     def _exclusive(self) -> Iterator[None]:
         """Run the body while no admitted call is running, and admit none meanwhile."""
         with self._condition:
-            while self._paused:
-                self._condition.wait()
+            self._condition.wait_for(lambda: not self._paused)
             self._paused = True
             try:
-                while self._running:
-                    self._condition.wait()
+                self._condition.wait_for(lambda: not self._running)
                 yield
             finally:
                 self._paused = False
@@ -57,8 +55,7 @@ class CallFence:
         reads: the call changes nothing, so it may belong to no attempt."""
         is_reader = reads and origin is not None and origin.attempt == NO_ATTEMPT
         with self._condition:
-            while self._paused:
-                self._condition.wait()
+            self._condition.wait_for(lambda: not self._paused)
             state = self._require_state(needs_handshake=not is_reader)
             if origin is not None and not is_reader:
                 self._require_current(state, origin)

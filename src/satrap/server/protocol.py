@@ -41,23 +41,19 @@ class ServerCalls(Protocol):
         Returns `attempt`, `latest_step`, `lrs` and `leases`: for each process that trains, its location and the seconds
             until its lease expires. Ignores the origin.
         """
-        ...
 
     def get_shard_map(self, origin: Origin, than: int) -> dict[str, Any]:
         """Return what this server knows: `version` of its shard map (0 if it has no job), `greeted` (whether there was
         a handshake since the process started), `turn` (the newest fencing token). If the version is higher than `than`,
         also the shard map as `members`, the `job` and its `state`: `attempt`, `restored` (whether a restore started
         that attempt), `latest_step`, and for each table `versions`, `expire_before` and `lrs`. Ignores the origin."""
-        ...
 
     def renew_lease(self, origin: Origin, process: str, where: str, seconds: float) -> None:
         """Note that the process trains in the origin's attempt, and hold its lease for `seconds` from now on."""
-        ...
 
     def begin_attempt(self, origin: Origin) -> None:
         """Start the origin's attempt: calls of older attempts are refused from now on, and none of its updates is
         marked as applied."""
-        ...
 
     def lookup(
         self,
@@ -74,7 +70,6 @@ class ServerCalls(Protocol):
 
         ticket: a number, unique to the trainer, that the update will name; 0 for none.
         first_epoch: whether to count sightings in tables that count only those of the first epoch."""
-        ...
 
     def update(
         self,
@@ -94,53 +89,42 @@ class ServerCalls(Protocol):
         barrier_size: how many trainers' updates form one step, or 0 if this one does alone. Parts are answered once the
             last part has arrived and all are applied as one update, with each id's gradients summed in rank order.
         """
-        ...
 
     def drop(self, origin: Origin, tickets: list[int]) -> None:
         """Forget these tickets: no update will name them."""
-        ...
 
     def read(self, origin: Origin, table: int, ids: Ids) -> tuple[Floats, Floats, Flags]:
         """Return the values, state and presence of the rows, never rounded."""
-        ...
 
     def stats(self, origin: Origin, table: int) -> dict[str, int]:
         """Return what `Store.stats` does."""
-        ...
 
     def version(self, origin: Origin, table: int) -> int:
         """Return what `Store.version` does."""
-        ...
 
     def save(self, origin: Origin, table: int, folder: str, since: int | None, version: int) -> int:
         """Write this server's part of a table into a subfolder of `folder`, which all machines share, and return the
         version, which is `version`: a call with the same arguments is a duplicate, with another version another save.
 
         since: write only the changes since that version."""
-        ...
 
     def require_permitted(self, origin: Origin, folder: str) -> None:
         """Raise ConfigError unless the server may write checkpoints below the folder."""
-        ...
 
     def verify(self, origin: Origin, folders: list[list[str]], checksums: list[list[int]]) -> None:
         """Raise unless `restore` could read these folders. Reads them completely, and changes nothing.
 
         checksums: `checksum_of` each folder, as the trainer sees it."""
-        ...
 
     def restore(self, origin: Origin, folders: list[list[str]], checksums: list[list[int]]) -> bool:
         """Start the origin's attempt with new tables: empty ones, or for each table this server's buckets from a full
         snapshot and the changes after it, saved by any number of servers. Returns what `Tables.restore` does."""
-        ...
 
     def set_lr(self, origin: Origin, table: int, lr: float) -> None:
         """Set the learning rate that is saved with a table."""
-        ...
 
     def check(self, origin: Origin, table: int) -> None:
         """Check the table's invariants; AssertionError if one is broken."""
-        ...
 
     # -- calls of `satrap.server.migration.coordinator`. Buckets are numbered over all tables. `migration` is a random
     # number that identifies one run of the migration's steps. The origin's step is the coordinator's fencing token:
@@ -150,12 +134,10 @@ class ServerCalls(Protocol):
     def take_fencing_token(self, origin: Origin, holder: int) -> None:
         """Take the origin's step as the newest fencing token, which the coordinator of that random number holds.
         Returns once no call under an older token is running."""
-        ...
 
     def freeze(self, origin: Origin, migration: int, buckets: Numbers) -> None:
         """Refuse calls that would change these buckets (MovedError) until they have left or another migration starts.
         Returns once no such call is running. The origin names the shard map."""
-        ...
 
     def export_rows(
         self, origin: Origin, buckets: Numbers, table: int, begin: int
@@ -163,16 +145,13 @@ class ServerCalls(Protocol):
         """Return rows of a table from buckets that are frozen or were handed over: as many as fit into an answer, from
         row number `begin` on, and the number of all rows. The answer holds ids, steps, values as bytes, state; with the
         last rows also the ids, steps and counts of the sightings."""
-        ...
 
     def export_metadata(self, origin: Origin, buckets: Numbers) -> tuple[Numbers, Ids, Ids, Numbers]:
         """Return the metadata of buckets that were handed over: the trainers and, for each, its windows; the counters;
         and pairs of a trainer and its oldest open step."""
-        ...
 
     def expect_buckets(self, origin: Origin, migration: int, buckets: Numbers, state: dict[str, Any]) -> None:
         """Expect these buckets from a server in that `state`, and discard what is here of them."""
-        ...
 
     def import_rows(
         self,
@@ -188,24 +167,19 @@ class ServerCalls(Protocol):
         counts: Numbers,
     ) -> None:
         """Insert what `export_rows` returned."""
-        ...
 
     def import_metadata(
         self, origin: Origin, migration: int, trainers: Numbers, windows: Ids, counters: Ids, oldest_open: Numbers
     ) -> None:
         """Insert what `export_metadata` returned, which completes the migration's buckets."""
-        ...
 
     def install_map(self, origin: Origin, shard_map: dict[str, Any], server: int, migration: int) -> None:
         """Adopt the next shard map, in which this server has the number `server`, -1 for none. NotReadyError unless the
         outgoing buckets are frozen and the incoming ones complete, both by this `migration`."""
-        ...
 
     def discard_buckets(self, origin: Origin) -> None:
         """Discard all buckets that other servers own, if the server is at the origin's shard map."""
-        ...
 
     def load(self, origin: Origin) -> dict[str, float]:
         """Return what `satrap.sharding.autoscaler` decides by: `rows`, `bytes` of the tables, `memory_bytes` of the
-        machine, `calls` in flight, `work_seconds` of all calls since the process started, and `latest_step`."""
-        ...
+        machine, `work_seconds` of all calls since the process started, and `latest_step`."""

@@ -236,8 +236,7 @@ class Server(MigrationCalls):
         with self._admit(origin) as state:
             store = state.store(table)
             part = Path(folder) / part_name(state.number, len(state.shard_map.addresses))
-            last = state.last_saves.get(table)
-            if last == (folder, since, version):
+            if state.last_saves.get(table) == (folder, since, version):
                 return version  # a duplicate
             self.require_permitted(origin, os.fspath(part))
             state.engine.reach_table(table, check_integer("save", "version", version, 2, 2**32 - 2) - 1, 0)

@@ -84,7 +84,6 @@ class ServerState:
         return cls(job, tables, engine, ShardMap.from_dict(stored["members"]), stored["number"]), token
 
     def store(self, table: int) -> Store:
-        """Return the table of that number."""
         names = list(self.tables)
         return self.tables[names[check_integer("a call", "table", table, 0, len(names) - 1, InputError)]]
 

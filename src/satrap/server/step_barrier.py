@@ -73,11 +73,9 @@ class StepBarrier:
 
 
 def concatenate_parts(parts: list[TrainerPart], dims: list[int]) -> TrainerPart:
-    """Concatenate the parts table by table."""
-    num_tables = len(dims)
     ids, gradients, counts = [], [], [0]
     starts = [np.concatenate([[0], np.cumsum(np.diff(part.offsets) * dims)]) for part in parts]
-    for t in range(num_tables):
+    for t in range(len(dims)):
         for part, at in zip(parts, starts, strict=True):
             ids.append(part.ids[part.offsets[t] : part.offsets[t + 1]])
             gradients.append(part.gradients[at[t] : at[t + 1]])

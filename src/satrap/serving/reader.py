@@ -12,7 +12,7 @@ import weakref
 from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 import torch
@@ -119,7 +119,7 @@ class Reader:
             raise ConfigError("Reader: path is empty; expected the folder of a run or of a table's snapshot")
         self._closed = False
         self._streams: weakref.WeakSet[Stream] = weakref.WeakSet()
-        self._rows: _Rows = (
+        self._rows: _OnServers | _InFolder = (
             _OnServers(servers, keys, num_threads) if path is None else _InFolder(os.fspath(path), num_threads)
         )
         self.tables: Mapping[str, ReaderTable] = {name: ReaderTable(each) for name, each in self._rows.tables.items()}
@@ -199,7 +199,7 @@ class Reader:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _open(self) -> "_Rows":
+    def _open(self) -> "_OnServers | _InFolder":
         if self._closed:
             raise StreamError("this Reader is closed: create a new one")
         return self._rows
@@ -209,28 +209,6 @@ class Reader:
         if self._worker is None:
             raise ConfigError("this Reader has no features, which a batch needs: create it with features=...")
         return self._worker
-
-
-class _Rows(Protocol):
-    """The source of a Reader's rows."""
-
-    where: str
-    """Describes the source in messages."""
-    job: Job
-
-    @property
-    def tables(self) -> "Mapping[str, Store | ShardedTable]": ...
-
-    @property
-    def step(self) -> int: ...
-
-    def rows_for(self, features: Features) -> Rows:
-        """Return the rows of these features, whose tables are in the job's order."""
-        ...
-
-    def load_model(self, model: torch.nn.Module) -> None: ...
-
-    def close(self) -> None: ...
 
 
 class _OnServers:

@@ -24,8 +24,6 @@ class ServerLoad:
     used_bytes: float
     limit_bytes: float
     """How much of its machine's memory the server may use."""
-    calls: float = 0.0
-    """Calls in flight on average. Those beyond the server's number of threads wait."""
     work_seconds: float = 0.0
     """Time that the server spent on all calls of one step."""
 
@@ -41,7 +39,6 @@ class ServerLoad:
             rows=int(after["rows"]),
             used_bytes=after["bytes"],
             limit_bytes=after["memory_bytes"] if limit_bytes is None else limit_bytes,
-            calls=(before["calls"] + after["calls"]) / 2,
             work_seconds=worked / num_steps if num_steps > 0 and worked >= 0 else 0.0,  # negative after a restart
         )
 
@@ -113,7 +110,7 @@ def decide(
     if not servers:
         raise ConfigError("there are no servers; expected the load of at least one")
     found = _wanted(servers, step_seconds, bounds)
-    same = past.same + 1 if found.change and _sign(found.change) == _sign(past.change) else int(found.change != 0)
+    same = past.same + 1 if found.change * past.change > 0 else int(found.change != 0)
     then = replace(past, same=same, change=found.change)
     outside = not bounds.min_servers <= len(servers) <= bounds.max_servers
     if not found.change or (same < bounds.patience and not outside):
@@ -142,7 +139,3 @@ def _wanted(servers: Sequence[ServerLoad], step_seconds: float, bounds: ScaleLim
         return Decision(add=wanted - have, reason=why)
     least = sorted(servers, key=lambda each: each.rows)  # so that the fewest rows move
     return Decision(remove=tuple(each.address for each in least[: have - wanted]), reason=why)
-
-
-def _sign(number: int) -> int:
-    return (number > 0) - (number < 0)

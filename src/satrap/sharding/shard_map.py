@@ -42,27 +42,22 @@ class ShardMap(Serializable):
         """The version of the bucket map, which rises with each change."""
         return self.bucket_map.version
 
-    def number(self, address: str) -> int | None:
-        """Return the number of the server at this address; None if there is none."""
-        return self.addresses.index(address) if address in self.addresses else None
+    def number(self, address: str) -> int:
+        """Return the number of the server at this address; NO_MEMBER if there is none."""
+        return self.addresses.index(address) if address in self.addresses else NO_MEMBER
 
     def owner(self) -> list[str]:
         """Return the address of each bucket's owner, one table after the other."""
         return [self.addresses[server] for server in self.bucket_map.flat()]
-
-    def with_servers(self, addresses: Sequence[str]) -> Self:
-        """Return the next shard map, with additional servers that own nothing yet."""
-        every = (*self.addresses, *addresses)
-        same = {server: server for server in range(len(self.addresses))}
-        return type(self)(bucket_map=self.bucket_map.renumbered(same, len(every)), addresses=every)
 
     def with_owners(self, to: Mapping[int, str]) -> Self:
         """Return the next shard map, in which these buckets belong to the servers at these addresses."""
         numbers = {bucket: self.addresses.index(address) for bucket, address in to.items()}
         return type(self)(bucket_map=self.bucket_map.with_owners(numbers), addresses=self.addresses)
 
-    def restricted_to(self, addresses: Sequence[str]) -> Self:
-        """Return the next shard map, with these servers only, in this order. The others must own nothing."""
+    def with_servers(self, addresses: Sequence[str]) -> Self:
+        """Return the next shard map, with these servers in this order. Those that join own nothing yet; those that
+        leave must own nothing."""
         numbers = {server: addresses.index(each) for server, each in enumerate(self.addresses) if each in addresses}
         return type(self)(bucket_map=self.bucket_map.renumbered(numbers, len(addresses)), addresses=tuple(addresses))
 

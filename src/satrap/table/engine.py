@@ -11,7 +11,7 @@ import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -95,28 +95,8 @@ def shared_note(path: str | os.PathLike[str]) -> dict[str, int]:
     return _read_shared_blob(path, _core.Engine.shared_config(path))[2]
 
 
-def lookup_step(
-    where: str, engine: _core.Engine, *, train: bool, step: int | None, oldest_open: int | None
-) -> tuple[int, int]:
-    """Returns a lookup's (step, oldest open step) from the caller's arguments; takes no step if those are invalid."""
-    step, oldest_open = resolve_step(where, engine, train=train, step=step, oldest_open=oldest_open)
-    if not train:
-        return 0, 0
-    at = engine.next_step() if step is None else step
-    return at, at if oldest_open is None else oldest_open
-
-
-class HasLatestStep(Protocol):
-    """Anything that numbers steps."""
-
-    @property
-    def latest_step(self) -> int:
-        """The largest step so far."""
-        ...
-
-
 def resolve_step(
-    where: str, engine: HasLatestStep, *, train: bool, step: int | None, oldest_open: int | None
+    where: str, latest_step: int, *, train: bool, step: int | None, oldest_open: int | None
 ) -> tuple[int | None, int | None]:
     """Checks the step and the oldest open step that the caller passed to a lookup; returns them."""
     if not train:
@@ -130,9 +110,9 @@ def resolve_step(
     if step is not None:
         step = as_step(where, "step", step)
     if oldest_open is not None:
-        high = engine.latest_step + 1 if step is None else step
+        high = latest_step + 1 if step is None else step
         oldest_open = as_step(where, "oldest_open", oldest_open, high=high)
-    if step is None and engine.latest_step >= LAST_STEP:
+    if step is None and latest_step >= LAST_STEP:
         raise InputError(f"{where}: the latest step is {LAST_STEP}, the largest possible; pass a step yourself")
     return step, oldest_open
 
@@ -156,8 +136,13 @@ def look_up(
         rows = as_out(where, out, shape)
     else:
         rows = np.asarray(engine.empty(math.prod(shape[:-1]), shape[-1])).reshape(shape)
-    at = lookup_step(where, engine, train=train, step=step, oldest_open=oldest_open)
-    ticket = engine.lookup(ids, offsets, *at, train, rows, with_ticket)
+    step, oldest_open = resolve_step(where, engine.latest_step, train=train, step=step, oldest_open=oldest_open)
+    if not train:
+        step = 0
+    elif step is None:
+        step = engine.next_step()
+    oldest_open = step if oldest_open is None else oldest_open
+    ticket = engine.lookup(ids, offsets, step, oldest_open, train, rows, with_ticket)
     return rows if out is None else out, ticket
 
 

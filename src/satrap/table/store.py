@@ -295,17 +295,9 @@ class Store:
     ) -> Self:
         """Loads the table that `save` wrote, bit for bit, and verifies it first. The options are those of `Store`."""
         saved = Snapshot.open(folder_path("Store.load", path), "full", num_threads)
-        store = cls.__new__(cls)
-        store._begin(
-            open_engine(
-                [saved.table],
-                seed=saved.manifest.seed,
-                num_threads=num_threads,
-                simd=simd,
-                shared=shared,
-                complete=False,
-            )[0]
-        )
+        seed = saved.manifest.seed
+        slots = open_engine([saved.table], seed=seed, num_threads=num_threads, simd=simd, shared=shared, complete=False)
+        store = cls.in_engine(slots[0])
         try:
             fill_levels(store._slot, [[saved]], None)
             store._engine.set_complete(True)

@@ -50,27 +50,20 @@ class TableGroup(Mapping[str, Store]):
     @classmethod
     def attach(cls, path: _PathLike, *, num_threads: int | None = None, simd: str = "auto") -> Self:
         """Attaches the tables in the shared-memory file of a process that has exited or was killed."""
-        tables = cls.__new__(cls)
-        tables._begin(attach_engine(path, num_threads=num_threads, simd=simd))
-        return tables
+        return cls.in_engine(attach_engine(path, num_threads=num_threads, simd=simd))
 
     @classmethod
     def in_engine(cls, slots: list[Slot], renew: Callable[[], list[Slot]] | None = None) -> Self:
         """Returns a group of all tables of an existing engine. renew: replaces the engine by an empty one; without it
         a restore refuses used tables."""
         tables = cls.__new__(cls)
-        tables._begin(slots)
-        tables._renew = renew
+        tables._begin(slots, renew)
         return tables
 
-    _renew: Callable[[], list[Slot]] | None = None
-
-    def _begin(self, slots: list[Slot]) -> None:
-        self._engine = slots[0].engine
+    def _begin(self, slots: list[Slot], renew: Callable[[], list[Slot]] | None = None) -> None:
+        self._engine, self._renew = slots[0].engine, renew
         self._slots = {slot.table.name: slot for slot in slots}
         self._stores = {slot.table.name: Store.in_engine(slot) for slot in slots}
-        self._dims = [slot.table.dim for slot in slots]
-        self._optimizers = [slot.table.optimizer for slot in slots]
         self._where = f"tables {', '.join(map(repr, self._stores))}" if len(slots) < 5 else f"{len(slots)} tables"
 
     def __getitem__(self, name: str) -> Store:
@@ -210,8 +203,8 @@ class TableGroup(Mapping[str, Store]):
                 f"{self._where}: lrs names {sorted(map(str, unknown))}, which are not tables of this group"
             )
         return [
-            array_args.as_lr(f"table {name!r}", lrs[name], optimizer) if name in lrs else self._engine.lr(i)
-            for i, (name, optimizer) in enumerate(zip(self._stores, self._optimizers, strict=True))
+            array_args.as_lr(f"table {name!r}", lrs[name], store.table.optimizer) if name in lrs else store.lr
+            for name, store in self._stores.items()
         ]
 
     def split(self, flat: NDArray[np.float32], offsets: ArrayLike) -> list[NDArray[np.float32]]:
@@ -224,5 +217,6 @@ class TableGroup(Mapping[str, Store]):
             raise InputError(
                 f"{self._where}: flat holds {len(flat)} floats; expected the {expected} of a lookup with these offsets"
             )
-        parts = np.split(flat, np.cumsum(np.diff(offset_array) * self._dims)[:-1])
-        return [part.reshape(-1, dim) for part, dim in zip(parts, self._dims, strict=True)]
+        dims = [store.table.dim for store in self._stores.values()]
+        parts = np.split(flat, np.cumsum(np.diff(offset_array) * dims)[:-1])
+        return [part.reshape(-1, dim) for part, dim in zip(parts, dims, strict=True)]

@@ -39,11 +39,6 @@ class Sequence:
 class InFlightBatch:
     """A batch as its stream tracks it, until it is updated or dropped."""
 
-    __slots__ = (
-        *("_batch", "dense", "drop_reason", "embeddings", "features", "inputs", "is_training", "is_used", "label"),
-        *("sequences", "step", "ticket", "weight"),
-    )
-
     def __init__(self, inputs: Inputs, step: int, dense: Tensor, label: Tensor | None, features: Features) -> None:
         """step: the optimizer step that the batch belongs to; 0 in evaluation."""
         self.inputs, self.step, self.dense, self.label, self.features = inputs, step, dense, label, features

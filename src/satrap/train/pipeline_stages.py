@@ -2,7 +2,7 @@
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import Generic, TypeVar
 
@@ -42,9 +42,6 @@ class Seconds:
     inside: float = 0.0
     """Time that the user's thread spent in next() and submit(): waiting, or without threads doing all the work
     above."""
-
-    def __add__(self, other: "Seconds") -> "Seconds":
-        return Seconds(*(getattr(self, each.name) + getattr(other, each.name) for each in fields(self)))
 
 
 @dataclass(slots=True)

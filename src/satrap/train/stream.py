@@ -221,9 +221,7 @@ class Stream(Iterator[Batch]):
 
     def _is_last(self) -> bool:
         """Return whether this trainer has no other batch. Reads one batch ahead to find out."""
-        if self._pipeline.is_last():
-            return True
-        return self._joint is not None and self._joint.num_left == 0
+        return self._pipeline.is_last() or (self._joint is not None and self._joint.num_left == 0)
 
     def _mark_submitted(self, batches: list[InFlightBatch]) -> None:
         """Record that the pipeline has taken over the update of these batches."""

@@ -13,7 +13,7 @@ from satrap.config.tables import Table
 from satrap.errors import ConfigError
 from satrap.table.engine import Slot, open_engine
 from satrap.table.table_group import TableGroup
-from satrap.worker.worker import BagRequest, Floats, TicketGradients, Worker, native_features
+from satrap.worker.worker import BagRequest, Floats, UpdateRequest, Worker, native_features
 
 
 class LocalRows:
@@ -59,15 +59,8 @@ class LocalRows:
     def owns_ticket(self, ticket: object) -> bool:
         return isinstance(ticket, _core.Ticket) and self._bags.made(ticket)
 
-    def update(
-        self,
-        tickets: Sequence[_core.Ticket],
-        gradients: list[TicketGradients],
-        step: int,
-        lrs: list[tuple[int, float]],
-        scale: float,
-    ) -> None:
-        self._engine.update_bags(tickets, gradients, step, lrs, scale)
+    def update(self, request: UpdateRequest) -> None:
+        self._engine.update_bags(request.tickets, request.gradients, request.step, request.lrs, request.scale)
 
     def drop(self, ticket: _core.Ticket) -> None:
         self._engine.drop(ticket)

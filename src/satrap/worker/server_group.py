@@ -205,7 +205,6 @@ class ServerGroup:
         return Origin(attempt=self.attempt, trainer=self.trainer, step=step, map_version=version)
 
     def add_skipped(self, counts: Sequence[int]) -> None:
-        """Add to `num_skipped`."""
         with self._lock:
             self.num_skipped = [sum(each) for each in zip(self.num_skipped, counts, strict=True)]
 
@@ -349,7 +348,6 @@ class ServerGroup:
         self._handshake(topology, server)
 
     def _failure(self, topology: Topology, failed: Mapping[int, SatrapError], patient: bool) -> SatrapError:
-        """Return the error to raise for these."""
         own = {server: error for server, error in failed.items() if not isinstance(error, MovedError)} or failed
         first = next(iter(own.values()))
         if not patient or isinstance(first, MovedError):

@@ -28,7 +28,7 @@ from satrap.server.protocol import Coded
 from satrap.table.engine import native_config
 from satrap.worker.server_group import ServerGroup, Topology
 from satrap.worker.sharded_tables import ShardedTables
-from satrap.worker.worker import BagRequest, Floats, TicketGradients, Worker, native_features
+from satrap.worker.worker import BagRequest, Floats, UpdateRequest, Worker, native_features
 
 _NO_IDS = np.zeros(0, np.uint64)
 _NO_OFFSETS = np.zeros(0, np.int64)
@@ -67,13 +67,9 @@ class ShardedRows:
         self._skipped_steps: list[int] = []  # steps for which the other trainers wait for this one's empty part
         # Starts at random: lookups of a killed predecessor may still be in flight under its numbers.
         self._numbers = itertools.count(1 + secrets.randbits(62))
-        self._latest_step = servers.latest_step
-        self._lock = threading.Lock()
-
-    @property
-    def latest_step(self) -> int:
+        self.latest_step = servers.latest_step
         """The latest step of this process and of the servers before it."""
-        return self._latest_step
+        self._lock = threading.Lock()
 
     @property
     def truncated(self) -> list[int]:
@@ -123,25 +119,19 @@ class ShardedRows:
     def owns_ticket(self, ticket: object) -> bool:
         return getattr(ticket, "owner", None) is self
 
-    def update(
-        self,
-        tickets: Sequence[ShardedTicket],
-        gradients: list[TicketGradients],
-        step: int,
-        lrs: list[tuple[int, float]],
-        scale: float,
-    ) -> None:
+    def update(self, request: UpdateRequest) -> None:
         """Raises if a server cannot be reached; the others may have applied the step then."""
+        tickets: Sequence[ShardedTicket] = request.tickets
         rates = list(self._servers.lrs)
-        for table, lr in lrs:
+        for table, lr in request.lrs:
             rates[table] = lr
-        self._servers.claim(step, tickets[0])
+        self._servers.claim(request.step, tickets[0])
 
         def send(topology: Topology) -> _core.Sums:
             with Uninterrupted():
-                sums = self._sums(tickets, gradients, scale, topology)
+                sums = self._sums(request, topology)
             number = tickets[0].number if sums.same_ids else 0  # new owners get ids
-            self._send(sums, number, self._advance_step(step), rates, topology)
+            self._send(sums, number, self._advance_step(request.step), rates, topology)
             return sums
 
         sums = self._servers.follow(send)
@@ -151,24 +141,18 @@ class ShardedRows:
         if not sums.same_ids:
             self._drop_at_servers(tickets)
 
-    def _sums(
-        self,
-        tickets: Sequence[ShardedTicket],
-        gradients: list[TicketGradients],
-        scale: float,
-        topology: Topology,
-    ) -> _core.Sums:
+    def _sums(self, request: UpdateRequest, topology: Topology) -> _core.Sums:
         """Return the sums for the topology's servers, computed once: an update that was started resumes with them."""
-        known = tickets[0].sums
+        known: tuple[_core.Sums, Topology] | None = request.tickets[0].sums
         if known is None:
-            given = [ticket.split for ticket in tickets]
-            sums = self._split.sums(given, gradients, scale, topology.owners, len(topology))
+            splits = [ticket.split for ticket in request.tickets]
+            sums = self._split.sums(splits, request.gradients, request.scale, topology.owners, len(topology))
             self._servers.add_skipped(sums.skipped)
         elif known[1] is topology:
             return known[0]
         else:
             sums = self._split.reshard_sums(known[0], topology.owners, len(topology))
-        for ticket in tickets:
+        for ticket in request.tickets:
             ticket.sums, ticket.num_skipped = (sums, topology), list(sums.skipped)
         return sums
 
@@ -239,8 +223,8 @@ class ShardedRows:
 
     def _advance_step(self, step: int | None) -> int:
         with self._lock:
-            at: int = self._latest_step + 1 if step is None else step
-            self._latest_step = max(self._latest_step, at)
+            at: int = self.latest_step + 1 if step is None else step
+            self.latest_step = max(self.latest_step, at)
             return at
 
 
@@ -263,7 +247,6 @@ class ShardedWorker(Worker):
         super().__init__(features, self._sharded_rows)
 
     def close(self) -> None:
-        """Close the connections."""
         self.servers.close()
 
     def renew(self, inputs: Inputs) -> ShardedTicket:

@@ -46,12 +46,10 @@ class Ticket(Protocol):
     @property
     def used(self) -> bool:
         """Whether it was updated or dropped."""
-        ...
 
     @property
     def batch_size(self) -> int:
         """Number of samples in the batch."""
-        ...
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -73,6 +71,19 @@ class BagRequest:
     """Whether to count sightings in tables that count only those of the first epoch."""
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class UpdateRequest:
+    """One optimizer step, with checked arguments."""
+
+    tickets: Sequence[Any]
+    gradients: list[TicketGradients]
+    """For each ticket."""
+    step: int
+    lrs: list[tuple[int, float]]
+    """Pairs of a table's number and its rate."""
+    scale: float
+
+
 class Rows(Protocol):
     """Where the rows of a worker's features are. Does not check its arguments."""
 
@@ -82,49 +93,31 @@ class Rows(Protocol):
     @property
     def latest_step(self) -> int:
         """The largest step of any training lookup or update so far; 0 before the first."""
-        ...
 
     @property
     def truncated(self) -> list[int]:
         """For each sequence, the number of ids beyond its max_length so far."""
-        ...
 
     def empty(self, lines: int, floats: int) -> Block:
         """Return aligned memory, which is reused once the array is collected."""
-        ...
 
     def lookup(self, request: BagRequest, block: Block, sequences: list[Block]) -> Ticket | None:
         """Fill `block` and `sequences`, and return a ticket if the request trains."""
-        ...
 
     def owns_ticket(self, ticket: object) -> bool:
         """Return whether the ticket comes from a lookup of this object."""
-        ...
 
-    def update(
-        self,
-        tickets: Sequence[Any],
-        gradients: list[TicketGradients],
-        step: int,
-        lrs: list[tuple[int, float]],
-        scale: float,
-    ) -> None:
-        """Apply one optimizer step.
-
-        gradients: for each ticket. lrs: pairs of a table's number and its rate."""
-        ...
+    def update(self, request: UpdateRequest) -> None:
+        """Apply one optimizer step."""
 
     def drop(self, ticket: Any) -> None:
         """Give up a ticket without an update."""
-        ...
 
     def skip(self, step: int) -> None:
         """Note that this step has no update. The next `settle` or lookup tells processes that wait for it."""
-        ...
 
     def settle(self) -> None:
         """Return once all processes that wait for a skipped step know that it has no update."""
-        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -155,17 +148,14 @@ class Worker:
         """rows: of the tables of these features."""
         self.features = features
         self._rows = rows
+        self.num_threads = rows.num_threads
+        """Threads of one call on the tables."""
         self._sequences = [
             _Sequence(name, index, feature)
             for index, (name, feature) in enumerate(features.items())
             if feature.pooling == "none"
         ]
         self._numbers = {table.name: (i, table.optimizer) for i, table in enumerate(features.tables)}
-
-    @property
-    def num_threads(self) -> int:
-        """Threads of one call on the tables."""
-        return self._rows.num_threads
 
     @property
     def truncated(self) -> dict[str, int]:
@@ -210,17 +200,14 @@ class Worker:
         if block is None:
             block = self._rows.empty(*shape)
         memory = self._check_block(block, shape)
-        sequences = [self._rows.empty(batch_size, each.floats) for each in self._sequences]
-        ticket = self._rows.lookup(request, memory, sequences)
-        lengths = [each.lengths(request) for each in self._sequences]
+        sequences = [(each, self._rows.empty(batch_size, each.floats)) for each in self._sequences]
+        ticket = self._rows.lookup(request, memory, [rows for _, rows in sequences])
+        lengths = [(each, each.lengths(request)) for each in self._sequences]
         return LookupResult(
             block=block,
-            sequences={
-                each.name: rows.reshape(each.shape(batch_size))
-                for each, rows in zip(self._sequences, sequences, strict=True)
-            },
-            masks={each.name: each.mask(its) for each, its in zip(self._sequences, lengths, strict=True)},
-            truncated=[each.count_truncated(its) for each, its in zip(self._sequences, lengths, strict=True)],
+            sequences={each.name: rows.reshape(each.shape(batch_size)) for each, rows in sequences},
+            masks={each.name: each.mask(its) for each, its in lengths},
+            truncated=[each.count_truncated(its) for each, its in lengths],
             ticket=ticket,
         )
 
@@ -262,7 +249,7 @@ class Worker:
         ]
         at = max(1, self._rows.latest_step) if step is None else array_args.as_step(_UPDATE, "step", step)
         rates = [] if lrs is None else self._learning_rates(lrs)
-        self._rows.update(list(tickets), gradients, at, rates, array_args.as_scale(_UPDATE, scale))
+        self._rows.update(UpdateRequest(list(tickets), gradients, at, rates, array_args.as_scale(_UPDATE, scale)))
 
     def drop(self, ticket: Ticket) -> None:
         """Give up a batch that will not be updated. Its rows stay as the lookup left them."""
@@ -300,7 +287,8 @@ class Worker:
             offsets = array_args.as_offsets(_WHERE, offsets, len(self.features) * batch_size + 1, meaning)
         weights = None if inputs.weights is None else array_args.as_weights(_WHERE, inputs.weights)
         check_flag(_WHERE, "train", train, InputError)
-        step, oldest_open = resolve_step(_WHERE, self._rows, train=train, step=step, oldest_open=oldest_open)
+        latest = self._rows.latest_step
+        step, oldest_open = resolve_step(_WHERE, latest, train=train, step=step, oldest_open=oldest_open)
         first_epoch = inputs.position is None or inputs.position.epoch == 0
         return BagRequest(values, offsets, weights, batch_size, step, oldest_open, train, first_epoch)
 

@@ -6,11 +6,12 @@ import time
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from satrap.errors import ConfigError, InputError, MovedError, NotReadyError
 from satrap.rpc import Origin
 from satrap.server.call_fence import CallFence
-from satrap.server.migration.participant import BucketChunk, BucketMetadata
+from satrap.server.migration.participant import BucketChunk
 from satrap.server.protocol import Coded, Floats, Ids, Numbers
 from satrap.server.state import FencingToken
 from satrap.sharding.shard_map import ShardMap
@@ -61,9 +62,10 @@ class MigrationCalls(CallFence):
             server_state.participant.check_buckets(buckets)
             if server_state.owned()[buckets].any():
                 raise NotReadyError("export_metadata: expected buckets that were handed over, found some owned here")
-            found = server_state.participant.export_metadata(buckets, server_state.oldest_open)
-        oldest = [number for pair in found.oldest_open.items() for number in pair]
-        return np.array(found.trainers, np.uint32), found.windows, found.counters, np.array(oldest, np.uint32)
+            trainers, windows = server_state.engine.export_windows(buckets)
+            counters = server_state.engine.export_counters(buckets)
+            oldest = [number for pair in server_state.oldest_open.items() for number in pair]
+        return np.array(trainers, np.uint32), windows, counters, np.array(oldest, np.uint32)
 
     def expect_buckets(self, origin: Origin, migration: int, buckets: Numbers, state: dict[str, Any]) -> None:
         with self._condition:
@@ -82,36 +84,22 @@ class MigrationCalls(CallFence):
             for t, (version, line) in enumerate(zip(state["versions"], state["expire_before"], strict=True)):
                 server_state.engine.reach_table(t, version, line)
 
-    def import_rows(
-        self,
-        origin: Origin,
-        migration: int,
-        table: int,
-        ids: Ids,
-        steps: Numbers,
-        values: Coded,
-        state: Floats,
-        sighted: Ids,
-        sighted_at: Numbers,
-        counts: Numbers,
-    ) -> None:
+    def import_rows(self, origin: Origin, migration: int, table: int, *columns: NDArray[Any]) -> None:
         with self._admit(None) as server_state:  # keeps the map from changing meanwhile
             server_state.store(table)
             server_state.participant.require_migration(migration)
-            server_state.participant.import_chunk(
-                table, BucketChunk(ids, steps, values, state, sighted, sighted_at, counts)
-            )
+            server_state.participant.import_chunk(table, BucketChunk(*columns))
 
     def import_metadata(
         self, origin: Origin, migration: int, trainers: Numbers, windows: Ids, counters: Ids, oldest_open: Numbers
     ) -> None:
-        pairs = dict(zip(oldest_open[::2].tolist(), oldest_open[1::2].tolist(), strict=True))
+        pairs = oldest_open.reshape(-1, 2).tolist()
         with self._condition:
             server_state = self._require_state()
             server_state.participant.require_migration(migration)
-            server_state.participant.import_metadata(
-                BucketMetadata(trainers.tolist(), windows, counters, pairs), server_state.oldest_open
-            )
+            server_state.participant.import_metadata(trainers.tolist(), windows, counters)
+            for trainer, step in pairs:
+                server_state.oldest_open[trainer] = max(step, server_state.oldest_open.get(trainer, 0))
 
     def install_map(self, origin: Origin, shard_map: dict[str, Any], server: int, migration: int) -> None:
         after = ShardMap.from_dict(shard_map)
@@ -156,7 +144,6 @@ class MigrationCalls(CallFence):
                 "rows": sum(each["rows"] for each in stats),
                 "bytes": sum(each["bytes"] for each in stats),
                 "memory_bytes": os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
-                "calls": self._running - 1,
                 "work_seconds": self._work_seconds,
                 "latest_step": server_state.engine.latest_step,
             }

@@ -96,7 +96,7 @@ class Migration:
             self._apply_map(job, shard_map)  # completes a change that an earlier run started
             new = [address for address in self._target if address not in shard_map.addresses]
             if new:
-                shard_map = self._apply_map(job, shard_map.with_servers(new), shard_map)
+                shard_map = self._apply_map(job, shard_map.with_servers((*shard_map.addresses, *new)), shard_map)
             servers = [shard_map.addresses.index(address) for address in self._target]
             moves = shard_map.bucket_map.spread(servers)
             to = {bucket: shard_map.addresses[server] for bucket, server in moves.items()}
@@ -106,7 +106,7 @@ class Migration:
                 shard_map = self._apply_map(job, after, shard_map)
                 time.sleep(self._pause_ratio * (time.monotonic() - at))
             if shard_map.addresses != self._target:
-                shard_map = self._apply_map(job, shard_map.restricted_to(self._target), shard_map)
+                shard_map = self._apply_map(job, shard_map.with_servers(self._target), shard_map)
             self._clients.clear()
         seconds = time.monotonic() - start_time
         return MigrationResult(
@@ -191,22 +191,19 @@ class Migration:
         """Try 1 to 6 once."""
         answers = {address: self._query(address) for address in (*self._current, *self._target, *after.addresses)}
         if before is None:
-            maps = [each.shard_map for each in answers.values() if each.shard_map is not None]
-            older = [each for each in maps if each.version == after.version - 1]
-            before = older[-1] if older else after
+            older = [each["members"] for each in answers.values() if 0 < each["version"] == after.version - 1]
+            before = ShardMap.from_dict(older[-1]) if older else after
         for address in before.addresses:
             answers.setdefault(address, self._query(address))
-        self._add_servers(
-            job, answers, [address for address in after.addresses if address not in before.addresses], after
-        )
-        behind = [
-            address for address in answers if address in before.addresses and answers[address].version < after.version
-        ]
+        self._add_servers(job, answers, [each for each in after.addresses if each not in before.addresses], after)
+        behind = [each for each in before.addresses if answers[each]["version"] < after.version]
         start_time = time.monotonic()
         migration = 1 + secrets.randbits(62)
         moves = {pair: np.array(b, np.uint32) for pair, b in before.changes(after).items() if pair[1] in behind}
         for (source, target), buckets in moves.items():
-            self._copy_rows(before, after, source, target, buckets, migration, frozen=source in behind)
+            if source in behind:
+                self._call(source).freeze(self._origin(before.version), migration, buckets)
+            self._copy_rows(source, target, buckets, migration)
         for source in dict.fromkeys(source for source, _ in moves):
             self._install_map(source, after, migration)
         for (source, target), buckets in moves.items():
@@ -218,53 +215,35 @@ class Migration:
         if moves:
             self._longest_freeze = max(self._longest_freeze, time.monotonic() - start_time)
             self._num_buckets += sum(map(len, moves.values()))
-        for address in answers:
-            if address in before.addresses:
-                self._call(address).discard_buckets(self._origin(after.version))
+        for address in before.addresses:
+            self._call(address).discard_buckets(self._origin(after.version))
 
-    def _copy_rows(
-        self,
-        before: ShardMap,
-        after: ShardMap,
-        source: str,
-        target: str,
-        buckets: Numbers,
-        migration: int,
-        *,
-        frozen: bool,
-    ) -> None:
-        """Do 1 and 2."""
-        if frozen:
-            self._call(source).freeze(self._origin(before.version), migration, buckets)
+    def _copy_rows(self, source: str, target: str, buckets: Numbers, migration: int) -> None:
+        """Do 2."""
         state = self._call(source).get_shard_map(Origin(), 0)["state"]
         self._call(target).expect_buckets(self._origin(), migration, buckets, state)
         for table in range(len(state["versions"])):
             begin, total = 0, 1
             while begin < total:
-                ids, steps, values, floats, seen, seen_at, counts, total = self._call(source).export_rows(
-                    Origin(), buckets, table, begin
-                )
-                self._call(target).import_rows(
-                    Origin(), migration, table, ids, steps, values, floats, seen, seen_at, counts
-                )
+                answer = self._call(source).export_rows(Origin(), buckets, table, begin)
+                ids, _, values, floats, *_, total = answer
+                self._call(target).import_rows(Origin(), migration, table, *answer[:-1])
                 begin += max(1, len(ids))
                 self._num_rows += len(ids)
                 self._num_bytes += values.nbytes + floats.nbytes
 
-    def _query(self, address: str) -> "_ServerAnswer":
-        """Return what a server knows. Repeats the handshake with a restarted server of the job."""
+    def _query(self, address: str) -> dict[str, Any]:
+        """Return a server's answer to `get_shard_map`. Repeats the handshake with a restarted server of the job."""
         answer = self._call(address).get_shard_map(Origin(), 0)
-        if not answer["version"]:
-            return _ServerAnswer(0, None, {})
-        shard_map = ShardMap.from_dict(answer["members"])
-        number = shard_map.number(address)
-        if not answer["greeted"] and number is not None:
-            self._call(address).hello(self._origin(), answer["job"], answer["members"], number, True)
-        return _ServerAnswer(shard_map.version, shard_map, answer["state"])
+        if answer["version"] and not answer["greeted"]:
+            number = ShardMap.from_dict(answer["members"]).number(address)
+            if number != NO_MEMBER:
+                self._call(address).hello(self._origin(), answer["job"], answer["members"], number, True)
+        return answer
 
-    def _add_servers(self, job: Job, answers: "Mapping[str, _ServerAnswer]", new: list[str], after: ShardMap) -> None:
+    def _add_servers(self, job: Job, answers: Mapping[str, Any], new: list[str], after: ShardMap) -> None:
         """Give servers that join the job, its attempt and its learning rates."""
-        state = next(each.state for address, each in answers.items() if each.version and address not in new)
+        state = next(each["state"] for address, each in answers.items() if each["version"] and address not in new)
         for address in new:
             number = after.addresses.index(address)
             answer = self._call(address).hello(self._origin(), job.to_dict(), after.to_dict(), number, True)
@@ -276,16 +255,4 @@ class Migration:
                 )
 
     def _install_map(self, address: str, after: ShardMap, migration: int) -> None:
-        number = after.number(address)
-        self._call(address).install_map(
-            self._origin(), after.to_dict(), NO_MEMBER if number is None else number, migration
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class _ServerAnswer:
-    """The answer of a server to `get_shard_map`; version 0 if it has no job."""
-
-    version: int
-    shard_map: ShardMap | None
-    state: dict[str, Any]
+        self._call(address).install_map(self._origin(), after.to_dict(), after.number(address), migration)

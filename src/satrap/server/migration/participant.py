@@ -38,16 +38,6 @@ class BucketChunk(NamedTuple):
     counts: NDArray[np.uint32]
 
 
-@dataclass(frozen=True, slots=True)
-class BucketMetadata:
-    """What migrates with buckets besides their rows."""
-
-    trainers: list[int]
-    windows: NDArray[np.uint64]
-    counters: NDArray[np.uint64]
-    oldest_open: dict[int, int]
-
-
 @dataclass(slots=True)
 class MigrationParticipant:
     """The buckets that a server is giving away and receiving."""
@@ -122,23 +112,16 @@ class MigrationParticipant:
         first, end = self._first_buckets[table], self._first_buckets[table + 1]
         own = np.sort(buckets[(first <= buckets) & (buckets < end)]) - first
         rows, sighted = [], []
-        for begin, stop in _runs(own.tolist()):
+        for begin, stop in _runs(own.tolist()) or [(0, 0)]:
             rows.append(self.engine.export_rows(table, begin, stop, 0, others=True))
             sighted.append(self.engine.export_sightings(table, begin, stop, others=True))
-        if not rows:
-            rows, sighted = [self.engine.export_rows(table, 0, 0, 0)], [self.engine.export_sightings(table, 0, 0)]
-        columns = {name: _concatenate([each[name] for each in rows]) for name in rows[0]}
+        columns = {name: np.concatenate([each[name] for each in rows]) for name in rows[0]}
         columns |= {
-            to: _concatenate([each[name] for each in sighted])
+            to: np.concatenate([each[name] for each in sighted])
             for name, to in (("id", "sighted"), ("step", "sighted_at"), ("count", "count"))
         }
         self._cached_columns = (*key, columns)
         return columns
-
-    def export_metadata(self, buckets: Buckets, oldest_open: dict[int, int]) -> BucketMetadata:
-        """Return what migrates besides the rows."""
-        trainers, windows = self.engine.export_windows(buckets)
-        return BucketMetadata(trainers, windows, self.engine.export_counters(buckets), dict(oldest_open))
 
     # -- incoming buckets --------------------------------------------------------------------------------------------
 
@@ -149,12 +132,8 @@ class MigrationParticipant:
         if attempt < self.engine.attempt:
             raise AttemptError(f"found rows of attempt {attempt}; expected the server's, {self.engine.attempt}")
         self.engine.forget(buckets)
-        self.incoming, self.incoming_migration, self.incoming_attempt, self.is_complete = (
-            buckets,
-            migration,
-            attempt,
-            False,
-        )
+        self.incoming, self.incoming_migration = buckets, migration
+        self.incoming_attempt, self.is_complete = attempt, False
 
     def require_migration(self, migration: int) -> None:
         """Raise NotReadyError unless rows of that migration are expected."""
@@ -170,12 +149,10 @@ class MigrationParticipant:
         self.engine.import_rows(table, chunk.ids, chunk.steps, values, state)
         self.engine.import_sightings(table, chunk.sighted, chunk.sighted_at, chunk.counts, clear=False)
 
-    def import_metadata(self, metadata: BucketMetadata, oldest_open: dict[int, int]) -> None:
+    def import_metadata(self, trainers: list[int], windows: NDArray[np.uint64], counters: NDArray[np.uint64]) -> None:
         """Insert the metadata, which completes the buckets; only the change of the map is missing then."""
-        self.engine.import_windows(self.incoming, metadata.trainers, metadata.windows)
-        self.engine.import_counters(self.incoming, metadata.counters)
-        for trainer, step in metadata.oldest_open.items():
-            oldest_open[trainer] = max(step, oldest_open.get(trainer, 0))
+        self.engine.import_windows(self.incoming, trainers, windows)
+        self.engine.import_counters(self.incoming, counters)
         self.is_complete = True
 
     # -- the change of the map ---------------------------------------------------------------------------------------
@@ -211,7 +188,3 @@ def _runs(buckets: Sequence[int]) -> list[tuple[int, int]]:
         else:
             found.append((b, b + 1))
     return found
-
-
-def _concatenate(arrays: list[NDArray[Any]]) -> NDArray[Any]:
-    return arrays[0] if len(arrays) == 1 else np.concatenate(arrays)

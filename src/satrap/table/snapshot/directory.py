@@ -16,7 +16,6 @@ import re
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 import numpy as np
@@ -110,16 +109,15 @@ class SnapshotDirectory:
             raise SnapshotError(f"{file} is a file; expected a folder to save into") from None
         self._fd = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
         try:
-            self._lock()
+            if not try_lock(self._fd, required=False):  # without locks, keeping rule 1 is up to the user
+                raise SnapshotError(f"{self.path}: another save is writing; wait for it, or give another folder")
             self._require_same_table()
         except BaseException:
             os.close(self._fd)
             raise
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         try:
             if not self._committed and not self._may_be_committed():
                 self._sweep(lambda name: self._token in name)
@@ -151,10 +149,6 @@ class SnapshotDirectory:
         except SnapshotError:
             return os.path.lexists(self.path / FILE_NAME)
 
-    def _lock(self) -> None:
-        if not try_lock(self._fd, required=False):  # without locks, keeping rule 1 is up to the user
-            raise SnapshotError(f"{self.path}: another save is writing; wait for it, or give another folder")
-
     def _require_same_table(self) -> None:
         """Applies rule 2. A folder without a manifest may be used: it is new, or a save was killed in it."""
         if not (self.path / FILE_NAME).exists():
@@ -163,11 +157,8 @@ class SnapshotDirectory:
             held = read_manifest(self.path)
         except SnapshotError as error:
             raise SnapshotError(f"{error}; it is not overwritten: remove it, or give another folder") from error
-        name, expected, kind = (
-            held.config.get("name"),
-            self._config["name"],
-            "full" if self._since is None else "changes",
-        )
+        name, expected = held.config.get("name"), self._config["name"]
+        kind = "full" if self._since is None else "changes"
         if name != expected:
             raise SnapshotError(f"{self.path} holds the table {name!r}, not {expected!r}; give another folder")
         if held.kind != kind:
@@ -224,10 +215,6 @@ class ChecksumFile:
     def flush(self) -> None:
         """Does nothing: no data is buffered."""
 
-    def sync(self) -> None:
-        """Returns when the file is on disk."""
-        self._call(os.fsync)
-
     def close(self) -> None:
         if not self.closed:
             fd, self._fd = self._fd, -1
@@ -236,12 +223,10 @@ class ChecksumFile:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         try:
             if kind is None:
-                self.sync()
+                self._call(os.fsync)
         finally:
             self.close()
 

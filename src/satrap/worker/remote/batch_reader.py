@@ -37,12 +37,10 @@ class ReadStart:
 
     def to_dict(self) -> dict[str, Any]:
         """Return this start as plain JSON types."""
-        position = None if self.position is None else self.position.to_dict()
-        skipped_rows = None if self.skipped_rows is None else self.skipped_rows.to_list()
         return {
             "number": self.number,
-            "position": position,
-            "skipped_rows": skipped_rows,
+            "position": self.position and self.position.to_dict(),
+            "skipped_rows": self.skipped_rows and self.skipped_rows.to_list(),
             "rank": self.rank,
             "world_size": self.world_size,
         }
@@ -85,7 +83,6 @@ class BatchReader:
         self._skipped_rows = start.skipped_rows
         self._skipped_before = SkippedRows()  # what was left out before, without what is counted again
         self._held: dict[int, HeldBatch] = {}
-        self._settled = start.number
         self._ended = self._closed = False
         self._pending_read: Future[None] | None = None  # the read in flight, or the error that ended reading
         self._lock = threading.Lock()
@@ -127,16 +124,14 @@ class BatchReader:
                     self._pending_read = None
 
     def held_batch(self, number: int) -> HeldBatch | None:
-        """Return the batch if it is here."""
         with self._lock:
             return self._held.get(number)
 
     def forget(self, settled: int) -> None:
         """Drop all batches below this number, which are settled."""
         with self._lock:
-            for number in range(self._settled, min(settled, self._next)):
-                self._held.pop(number, None)
-            self._settled = max(self._settled, min(settled, self._next))
+            for number in [each for each in self._held if each < settled]:
+                del self._held[number]
 
     def close(self) -> None:
         """Stop reading, and return once the read in flight has ended. Idempotent."""

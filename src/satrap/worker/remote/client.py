@@ -32,7 +32,7 @@ from satrap.worker.remote.protocol import Flags, Floats, WorkerCalls, as_one, co
 from satrap.worker.remote.worker_spec import WorkerSpec
 from satrap.worker.server_group import ServerGroup
 from satrap.worker.sharded_rows import ShardedRows, ShardedWorker
-from satrap.worker.worker import LookupResult, TicketGradients
+from satrap.worker.worker import LookupResult, UpdateRequest
 
 DEADLINE_SECONDS = 150.0
 """Deadline of a call. The worker may wait for a server as long as a trainer would, once for skipped steps and once for
@@ -121,7 +121,6 @@ class WorkerConnection:
                 self.best_effort.close_stream(self.servers.origin(0), stream)
 
     def close(self) -> None:
-        """Close the connection."""
         self._client.close()
 
 
@@ -176,16 +175,12 @@ class RemoteBatches(Iterator[RemoteInputs]):
         self._read: dict[int, _ReadBatch] = {}  # batches from which reading may have to restart
         self._open: set[int] = set()  # batches neither updated nor dropped
         self._tickets: set[int] = set()  # open batches that have a ticket
-        self._skipped_rows = SkippedRows()
+        self.skipped_rows = SkippedRows()
+        """What was left out so far, as in `Batches.skipped_rows`."""
         self._ended = False
         self._lock = threading.Lock()
         self.stream = connection.open_stream(self)
         """The number by which the worker knows this stream."""
-
-    @property
-    def skipped_rows(self) -> SkippedRows:
-        """What was left out so far, as in `Batches.skipped_rows`."""
-        return self._skipped_rows
 
     @property
     def settled(self) -> int:
@@ -220,7 +215,7 @@ class RemoteBatches(Iterator[RemoteInputs]):
             )
         skipped_rows = SkippedRows.from_list(description["skipped_rows"])
         if description["found"] == "end":
-            self._skipped_rows, self._ended = skipped_rows, True
+            self.skipped_rows, self._ended = skipped_rows, True
             raise StopIteration
         position, size = Position.from_dict(description["position"]), description["size"]
         inputs = RemoteInputs(
@@ -234,7 +229,7 @@ class RemoteBatches(Iterator[RemoteInputs]):
             number=number,
         )
         with Uninterrupted(), self._lock:
-            self._skipped_rows = skipped_rows
+            self.skipped_rows = skipped_rows
             self._read[number] = _ReadBatch(position, skipped_rows)
             self._open.add(number)
             self._last = number
@@ -260,21 +255,15 @@ class RemoteBatches(Iterator[RemoteInputs]):
             self._settle(number)
         return found
 
-    def update(
-        self,
-        tickets: Sequence[RemoteTicket],
-        gradients: list[TicketGradients],
-        step: int,
-        lrs: list[tuple[int, float]],
-        scale: float,
-    ) -> None:
+    def update(self, request: UpdateRequest) -> None:
         """Implements `satrap.worker.worker.Rows.update` for the tickets of this stream."""
         servers, call = self.servers, self.connection.call
-        servers.claim(step, tickets[0])
-        origin, tables = servers.origin(step), self._features.tables  # the first ones of the servers' job
+        tickets: Sequence[RemoteTicket] = request.tickets
+        servers.claim(request.step, tickets[0])
+        origin, tables = servers.origin(request.step), self._features.tables  # the first ones of the servers' job
         rates = {table.name: lr for table, lr in zip(tables, servers.lrs, strict=False)}
-        rates |= {tables[table].name: lr for table, lr in lrs}
-        parts = [[block, *sequences] for block, sequences in gradients]
+        rates |= {tables[table].name: lr for table, lr in request.lrs}
+        parts = [[block, *sequences] for block, sequences in request.gradients]
         flat = [as_one(each, np.float32) for each in parts]
         present = [[part is not None for part in each] for each in parts]
         numbers = [ticket.number for ticket in tickets]
@@ -282,7 +271,7 @@ class RemoteBatches(Iterator[RemoteInputs]):
         def send() -> list[int]:
             for i in range(len(tickets) - 1):
                 call.send_gradients(origin, self.stream, numbers[i], present[i], flat[i])
-            return call.update(origin, self.stream, numbers, present[-1], flat[-1], rates, scale)
+            return call.update(origin, self.stream, numbers, present[-1], flat[-1], rates, request.scale)
 
         skipped = self.connection.call_with_retry(send)
         with Uninterrupted():
@@ -292,7 +281,6 @@ class RemoteBatches(Iterator[RemoteInputs]):
                 self._settle(ticket.number)
 
     def drop(self, ticket: RemoteTicket) -> None:
-        """Implements `satrap.worker.worker.Rows.drop`."""
         if ticket.used:
             raise TicketError("drop of a batch: this ticket was used already")
         with Uninterrupted():
@@ -327,19 +315,12 @@ class RemoteRows(ShardedRows):
         owner = getattr(ticket, "owner", None)
         return owner is self or getattr(owner, "servers", None) is self._servers
 
-    def update(
-        self,
-        tickets: Sequence[Any],
-        gradients: list[TicketGradients],
-        step: int,
-        lrs: list[tuple[int, float]],
-        scale: float,
-    ) -> None:
-        owner = tickets[0].owner
-        if any(ticket.owner is not owner for ticket in tickets):
+    def update(self, request: UpdateRequest) -> None:
+        owner = request.tickets[0].owner
+        if any(ticket.owner is not owner for ticket in request.tickets):
             raise TicketError("update of a batch: the tickets belong to several streams; update those of each alone")
         update = super().update if owner is self else owner.update
-        update(tickets, gradients, step, lrs, scale)
+        update(request)
 
     def drop(self, ticket: Any) -> None:
         drop = super().drop if ticket.owner is self else ticket.owner.drop
@@ -376,7 +357,6 @@ class RemoteWorker(ShardedWorker):
         self.connection = WorkerConnection(address, servers, spec, keys, deadline, retry_seconds)
 
     def close(self) -> None:
-        """Close the connections."""
         self.connection.close()
         super().close()
 

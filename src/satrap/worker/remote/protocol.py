@@ -29,11 +29,9 @@ class WorkerCalls(Protocol):
 
     def hello(self, origin: Origin, assignment: dict[str, Any]) -> None:
         """Handshake: start a session for the trainer in the origin's attempt; sessions of older attempts end."""
-        ...
 
     def open(self, origin: Origin, stream: int, source: dict[str, Any], start: dict[str, Any]) -> None:
         """Start reading a source. Does nothing if the stream is open."""
-        ...
 
     def read(
         self, origin: Origin, stream: int, number: int, settled: int
@@ -42,22 +40,18 @@ class WorkerCalls(Protocol):
 
         The dict's "found" is "batch", "end", or "nothing" if the source has not yielded the batch yet.
         """
-        ...
 
     def length(self, origin: Origin, stream: int) -> dict[str, Any]:
         """Return the stream's number of batches from its first one on as "batches"; or as "why" the reason that it is
         not known."""
-        ...
 
     def lookup(
         self, origin: Origin, stream: int, number: int, settled: int, oldest_open: int, train: bool
     ) -> tuple[Floats, Floats, Flags, list[int]]:
         """Return the block, the sequences, their masks, and for each sequence the number of ids beyond its length."""
-        ...
 
     def send_gradients(self, origin: Origin, stream: int, number: int, present: list[bool], gradients: Floats) -> None:
         """Keep the gradients of a batch until the update that ends with a later batch."""
-        ...
 
     def update(
         self,
@@ -75,19 +69,15 @@ class WorkerCalls(Protocol):
         present: whether there is a gradient for the block and for each sequence.
         Returns for each table how many gradients were not finite and were left out.
         """
-        ...
 
     def drop(self, origin: Origin, stream: int, number: int) -> None:
         """Give up a batch, which will not be updated."""
-        ...
 
     def close_stream(self, origin: Origin, stream: int) -> None:
         """Stop reading."""
-        ...
 
     def signature(self, origin: Origin, source: dict[str, Any]) -> dict[str, Any]:
         """Return `Source.signature` of the files as the worker sees them."""
-        ...
 
 
 def as_one(arrays: Sequence[NDArray[Any] | None], dtype: type) -> NDArray[Any]:

@@ -173,11 +173,10 @@ class WorkerService:
                     before, held.ticket = held.ticket, found.ticket
                     if before is not None:  # its answer was lost, and this is a retry
                         session.worker.drop(before)
-            names = list(found.sequences)
             return (
                 found.block.reshape(-1),
-                as_one([found.sequences[name] for name in names], np.float32),
-                as_one([found.masks[name] for name in names], np.bool_),
+                as_one(list(found.sequences.values()), np.float32),
+                as_one(list(found.masks.values()), np.bool_),
                 found.truncated,
             )
 
@@ -297,17 +296,14 @@ def _require_batch(reader: BatchReader, number: int) -> HeldBatch:
 
 
 def _update(worker: ShardedWorker, batches: list[HeldBatch], step: int, lrs: dict[str, float], scale: float) -> None:
-    blocks, sequences, tickets = [], [], []
     for each in batches:
         if each.inputs is None or each.gradients is None:
             raise NotReadyError(
                 "this process lacks the gradients of a batch of this step: send those of all batches again"
             )
         each.ticket = worker.renew(each.inputs) if each.ticket is None else each.ticket
-        block, of_sequences = each.gradients
-        blocks.append(block)
-        sequences.append(of_sequences)
-        tickets.append(each.ticket)
+    tickets = [each.ticket for each in batches]
+    blocks, sequences = zip(*(each.gradients for each in batches), strict=True)
     worker.update(tickets, blocks, sequences, step=step, lrs=lrs, scale=scale)
     answer = tickets[0].num_skipped
     for each in batches:
@@ -318,7 +314,6 @@ def _update(worker: ShardedWorker, batches: list[HeldBatch], step: int, lrs: dic
 def _split_gradients(
     worker: ShardedWorker, batch_size: int, present: list[bool], flat: Floats
 ) -> tuple[Floats | None, dict[str, Floats]]:
-    """Split flat gradients into the block's and each sequence's."""
     shapes: dict[str, tuple[int, ...]] = {"": (batch_size, worker.features.total_dim)}
     for name, feature in worker.features.items():
         if feature.max_length is not None:

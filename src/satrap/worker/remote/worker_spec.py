@@ -9,7 +9,6 @@ from satrap.config.features import Features
 from satrap.config.job import Job
 from satrap.config.tables import Table
 from satrap.config.validation import Serializable, check_integer, flat, set_field
-from satrap.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,8 +27,6 @@ class WorkerSpec(Serializable):
     """Tables that the servers have in addition to the features'."""
 
     def __post_init__(self) -> None:
-        if not isinstance(self.features, Features):
-            raise ConfigError(f"WorkerSpec: features is a {type(self.features).__name__}; expected Features")
         check_integer("WorkerSpec", "barrier_size", self.barrier_size, 0, 2**32 - 1)
         set_field(self, "servers", tuple(self.servers))
 

@@ -83,7 +83,7 @@ def main(rank: int, world_size: int, rendezvous: str, job: dict[str, Any]) -> No
 
 def embeddings_of(job: dict[str, Any]) -> Embeddings:
     if job.get("machines"):
-        trainer_server._is_own_folder = lambda _: False
+        trainer_server._is_own_folder = lambda name: False
     where = Deployment(job["servers"], workers=job.get("workers"))
     features = counting_tables() if job.get("counted") else tables()
     return Embeddings(features, num_threads=1, staleness=job["staleness"], deployment=where)

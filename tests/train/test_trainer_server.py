@@ -86,7 +86,7 @@ with satrap.Embeddings({"item": item}) as embeddings:
 def test_torchrun_alone_trains_over_the_trainers(fails: bool, tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", script]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
     done = subprocess.run(
         [*command, *(["fail"] if fails else [])],
         capture_output=True,

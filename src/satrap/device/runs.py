@@ -40,9 +40,9 @@ class Runs:
         }
         return cls(tables=tuple(arrays["tables"].tolist()), **tensors)
 
-    def of_table(self, table: int) -> Self:
-        """Return the runs of one table."""
-        part = slice(self.tables[table], self.tables[table + 1])
+    def of_tables(self, tables: range) -> Self:
+        """Return the runs of some tables."""
+        part = slice(self.tables[tables.start], self.tables[tables.stop])
         return replace(
             self,
             frames=self.frames[part],

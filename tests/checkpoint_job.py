@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from lean_torch import skip_compiler
 from satrap import Adagrad, Adam, Checkpoint, Embeddings, Inputs, MinCount, Position, Table
 from satrap.checkpoint.run_owner import OWNER
 
@@ -116,6 +117,7 @@ def same(one: Mapping[str, Any], other: Mapping[str, Any]) -> None:
 
 
 if __name__ == "__main__":
+    skip_compiler()
     job = Job(sys.argv[1], int(sys.argv[2]), keep=2, full_every=3)
     job.run.resume()
     job.train()

@@ -62,6 +62,7 @@ OUTSIDE: dict[str, str | None] = {
     "fsspec": "checkpoint.storage data.file_source",
     "zmq": "rpc",
     "ray": "launch.ray_launcher",
+    "triton": "device.triton_kernels",
 }
 # The standard library only: what decides, apart from what does.
 PURE = [

@@ -191,7 +191,8 @@ void bind_frames(nb::class_<Engine>& engine) {
             "frames_used", [](Engine& e, std::size_t p) { return e.frame_pool(checked_pool(e, p)).used(); }, "pool"_a,
             "How many frames the device's memory must have.")
         .def(
-            "frames_free", [](Engine& e, std::size_t p) { return e.frame_pool(checked_pool(e, p)).num_free(); }, "pool"_a)
+            "frames_free", [](Engine& e, std::size_t p) { return e.frame_pool(checked_pool(e, p)).num_free(); },
+            "pool"_a)
         .def(
             "set_frame_limit",
             [](Engine& e, std::size_t p, std::uint32_t limit) { e.frame_pool(checked_pool(e, p)).set_limit(limit); },

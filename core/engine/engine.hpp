@@ -137,7 +137,8 @@ class Engine {
     void update_bags(Tickets tickets, std::span<const BagGradients> gradients, float scale, std::uint32_t step,
                      std::span<const double> lrs);
 
-    // The same for rows on a device (engine_frames.cpp). frames[i] is that of id i, without what was cut; -1: it reads
+    // The same for rows on a device (engine_frames.cpp), for which the calls above, migration and shared memory are
+    // refused. frames[i] is that of id i, without what was cut; -1: it reads
     // zeros; -2 - k: it reads the initial values of absent[k].
     FrameLookup lookup_frames(const std::shared_ptr<const Bags>& bags, const BagInputs& inputs, LookupStep at,
                               std::int32_t* frames, bool want_ticket);
@@ -151,7 +152,10 @@ class Engine {
     void check_gradients(Tickets tickets, std::span<const BagGradients> gradients, float scale, bool& filter);
     void initial_rows(std::size_t t, std::span<const std::uint64_t> ids, std::byte* values, float* state);
     void check_frames(); // throws InvariantError unless each frame is free or of one row
-    FramePool& frame_pool(std::size_t p) { return *frame_pools_[p]; }
+    FramePool& frame_pool(std::size_t p) {
+        fork_guard_.require_same_process();
+        return *frame_pools_[p];
+    }
     std::size_t num_frame_pools() const { return frame_pools_.size(); }
 
     std::size_t num_rows(std::size_t t) { return stats(t).rows; }
@@ -205,6 +209,11 @@ class Engine {
                 owner != self && has(b) && (changes || (owner & ~kFrozen) != self))
                 refuse_moved(b, owner, self);
     }
+    // Throws InputError unless the rows are in this memory, or on a device: an engine's tables are alike in this.
+    void require_rows_here() const {
+        if (!frame_pools_.empty()) tables_[0]->require_rows_here();
+    }
+    void require_rows_on_device() const;
     [[noreturn]] void refuse_moved(std::uint32_t b, std::uint32_t owner, std::uint32_t self) const;
     bool owned(std::size_t t, std::uint32_t b) const {
         return (owners_[map_.first[t] + b].load(std::memory_order_relaxed) & ~kFrozen) == self_.load();

@@ -1,7 +1,5 @@
 // Lookups and updates of bags whose rows are on a device. The core finds the frame of each id, and for an update the
 // places of each frame's gradients in order of appearance. The device pools, sums and steps.
-#include <limits>
-
 #include "bags/bag_gradients.hpp"
 #include "base/errors.hpp"
 #include "engine/engine.hpp"
@@ -106,9 +104,15 @@ std::vector<InsertedRow> Engine::take_inserted() {
     return std::exchange(inserted_, {});
 }
 
+void Engine::require_rows_on_device() const {
+    if (frame_pools_.empty())
+        throw InputError("table '" + tables_[0]->config().name + "': its rows are not on a device");
+}
+
 FrameLookup Engine::lookup_frames(const std::shared_ptr<const Bags>& bags, const BagInputs& inputs, LookupStep at,
                                   std::int32_t* frames, bool want_ticket) {
     fork_guard_.require_same_process();
+    require_rows_on_device();
     std::unique_ptr<BagPlan> plan = plans_.take();
     plan->make(*bags, inputs, *kernels_, scheduler_.pool());
     if (at.train && at.step == 0) at.step = next_step();
@@ -167,8 +171,7 @@ void Engine::find_frames(Batch& batch, const LookupStep& at, std::int32_t* frame
 
 FrameRuns Engine::update_frames(Tickets tickets, std::span<const GivenParts> given, std::uint32_t step) {
     fork_guard_.require_same_process();
-    for (const Ticket* ticket : tickets)
-        if (ticket->bags == nullptr) throw TicketError("this ticket came from a flat lookup; its update is update");
+    require_rows_on_device();
     Claim claim(tickets, identity_);
     std::vector<GivenPlaces> places;
     for (std::size_t k = 0; k < tickets.size(); ++k)
@@ -237,9 +240,10 @@ FrameRuns Engine::reserve_runs(Tickets tickets) const {
 }
 
 double Engine::sum_bound(Tickets tickets) const {
+    fork_guard_.require_same_process();
+    const Claim claim(tickets, identity_);
     double entries = 0.0, weight = 1.0;
     for (const Ticket* ticket : tickets) {
-        if (ticket->batch == nullptr) return std::numeric_limits<double>::infinity();
         entries += static_cast<double>(ticket->batch->size());
         weight = std::max(weight, static_cast<double>(ticket->batch->bags.largest_weight));
     }
@@ -248,6 +252,7 @@ double Engine::sum_bound(Tickets tickets) const {
 
 void Engine::check_gradients(Tickets tickets, std::span<const BagGradients> gradients, float scale, bool& filter) {
     fork_guard_.require_same_process();
+    const Claim claim(tickets, identity_); // until the end of the call: another thread may use or drop a ticket
     const FloatMode mode;
     BagSource source(map_, tickets, gradients, scale);
     source.open();

@@ -133,6 +133,7 @@ std::uint32_t Engine::removed_since(std::size_t t) {
 void Engine::import_rows(std::size_t t, std::size_t n, const std::uint64_t* ids, const std::uint32_t* steps,
                          const std::byte* values, const float* state) {
     Table& table = this->table(t);
+    table.require_rows_here();
     const std::size_t value_bytes = table.config().dim * table.config().element_bytes();
     const std::size_t state_dim = table.config().state_dim();
     UndoSet undo(undo_, *arena_);

@@ -114,12 +114,15 @@ void Table::insert_misses(Bucket& bucket, const BucketVisit& visit, const Lookup
             continue;
         }
         make_room(bucket, visit.bucket, at, version, visit.num_unique - i);
-        if (bucket.frames != nullptr) inserted->push_back({id, number_, take_frame(*bucket.frames)});
-        const std::uint32_t slot = bucket.rows.insert(id, hash);
-        if (bucket.frames != nullptr)
-            bucket.set_frame(slot, inserted->back().frame);
-        else
+        std::uint32_t slot;
+        if (bucket.frames != nullptr) {
+            inserted->reserve(visit.num_unique); // nothing may throw once the id has a row
+            slot = insert_frame(bucket, id, hash);
+            inserted->push_back({id, number_, bucket.frame_of(slot)});
+        } else {
+            slot = bucket.rows.insert(id, hash);
             kernels_->initialise(initial_, id, bucket.rows.row(slot), values);
+        }
         bucket.rows.publish(slot, std::max(at.step, line), version); // the row of a very late step would expire at once
         if (config_.admission == AdmissionKind::min_count) bucket.forget(id, hash);
         ++bucket.counters.inserted;
@@ -254,7 +257,15 @@ void Table::require_room(const Bucket& bucket, std::uint32_t b, std::uint64_t id
                             std::to_string(id) + "; its share of the capacity is " + std::to_string(row_share(b)));
 }
 
+void Table::require_rows_here() const {
+    if (config_.frame_pool)
+        throw InputError("table '" + config_.name +
+                         "': its rows are on a device and this call works on rows in the engine's memory: use "
+                         "lookup_frames, update_frames and import_frames");
+}
+
 bool Table::read(std::uint64_t id, float* values, float* state) {
+    require_rows_here();
     Bucket& bucket = buckets_[hash_bucket(id)];
     std::lock_guard lock(bucket.mutex);
     const std::uint32_t slot = bucket.rows.find(id, mix64(id));

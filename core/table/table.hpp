@@ -76,6 +76,8 @@ class Table {
     std::uint64_t row_key_of(std::uint64_t id) const { return row_key(key_, id); }
     StepScalars step_scalars(std::uint32_t step, double lr) const { return StepScalars::of(config_, key_, step, lr); }
 
+    // Throws InputError if the rows are on a device: only the calls of frames know them.
+    void require_rows_here() const;
     // Throws CapacityError if the bucket has no room for the row of a snapshot.
     void require_room(const Bucket& bucket, std::uint32_t b, std::uint64_t id) const;
     // The frame of the id's row; kNoFrame if it has no row.
@@ -97,6 +99,7 @@ class Table {
     void insert_misses(Bucket& bucket, const BucketVisit& visit, const LookupStep& at, std::uint32_t version,
                        std::vector<InsertedRow>* inserted, Scratch& scratch);
     std::uint32_t take_frame(FramePool& frames) const;
+    std::uint32_t insert_frame(Bucket& bucket, std::uint64_t id, std::uint64_t hash) const;
     bool admit(Bucket& bucket, std::uint64_t id, std::uint64_t hash, const LookupStep& at);
     void make_room(Bucket& bucket, std::uint32_t b, const LookupStep& at, std::uint32_t version, std::size_t needed);
     [[noreturn]] void fail_full(Bucket& bucket, std::uint32_t b, const LookupStep& at, std::size_t needed) const;

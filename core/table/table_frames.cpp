@@ -12,6 +12,19 @@ std::uint32_t Table::take_frame(FramePool& frames) const {
     return frame;
 }
 
+// Inserts a row and gives it a frame; if that fails, the frame is free again.
+std::uint32_t Table::insert_frame(Bucket& bucket, std::uint64_t id, std::uint64_t hash) const {
+    const std::uint32_t frame = take_frame(*bucket.frames);
+    try {
+        const std::uint32_t slot = bucket.rows.insert(id, hash);
+        bucket.set_frame(slot, frame);
+        return slot;
+    } catch (...) {
+        bucket.frames->give({&frame, 1});
+        throw;
+    }
+}
+
 void Table::lookup_frames(const BucketVisit& visit, const LookupStep& at, std::uint32_t* frames,
                           std::vector<InsertedRow>& inserted, Scratch& scratch) {
     Bucket& bucket = buckets_[visit.bucket];
@@ -61,9 +74,7 @@ std::uint32_t Table::import_frame(std::uint64_t id, std::uint32_t step) {
     std::uint32_t slot = bucket.rows.find(id, mix64(id));
     if (slot == kNoSlot) {
         require_room(bucket, b, id);
-        const std::uint32_t frame = take_frame(*bucket.frames);
-        slot = bucket.rows.insert(id, mix64(id));
-        bucket.set_frame(slot, frame);
+        slot = insert_frame(bucket, id, mix64(id));
     }
     bucket.rows.publish(slot, step, ledger_->version.load());
     bucket.swept_before = std::min(bucket.swept_before, step);

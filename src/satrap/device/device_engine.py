@@ -5,7 +5,8 @@ rows, and passes every other call on.
 """
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, cast
 
 import numpy as np
@@ -17,6 +18,7 @@ from satrap.config.cores import thread_count
 from satrap.config.tables import Table
 from satrap.device.row_memory import RowMemory, memories_of
 from satrap.errors import InputError
+from satrap.interrupts import Uninterrupted
 from satrap.table.engine import Slot, native_config
 
 _CORRECTED = ("skipped", "updated", "not_applied_absent")
@@ -33,8 +35,8 @@ class DeviceEngine:
         pools = {number: pool for pool, memory in enumerate(self.memories) for number in memory.tables}
         configs = [native_config(table, pools[number]) for number, table in enumerate(tables)]
         self.core = _core.Engine(configs, seed, thread_count(num_threads))
-        self.lock = threading.Lock()
-        """Held while frames are chosen, and until the calls that use them are on the device's queue."""
+        self._lock = threading.Lock()
+        self._inserted: list[dict[str, NDArray[Any]]] = []  # rows whose frames have no values yet
         self._pools = pools
         self._corrections = [dict.fromkeys(_CORRECTED, 0) for _ in tables]
 
@@ -47,7 +49,24 @@ class DeviceEngine:
         ]
 
     def __getattr__(self, name: str) -> Any:
+        if name == "core":  # an object that is being copied has none yet
+            raise AttributeError(name)
         return getattr(self.core, name)
+
+    @contextmanager
+    def exclusive(self) -> Iterator[None]:
+        """Exclude other calls while frames are chosen, and until the kernels that use them are on the device's queue.
+
+        Before that, write the rows that a call could not write which an error or Ctrl-C ended. In a fork, where the
+        lock may be held forever, raise ForkError."""
+        self.require_same_process()
+        with self._lock:
+            self.initialise_inserted()
+            yield
+
+    def require_same_process(self) -> None:
+        """Raise ForkError in a fork of the process that created the engine."""
+        self.core.version(0)
 
     def memory(self, table: int) -> RowMemory:
         """Return the memory of a table's rows."""
@@ -66,10 +85,14 @@ class DeviceEngine:
 
     def initialise_inserted(self) -> None:
         """Write the initial values and states of the rows that lookups have inserted."""
-        inserted = self.core.take_inserted()
-        for table in np.unique(inserted["tables"]).tolist():
-            of_table = inserted["tables"] == table
-            self.memory(table).write(inserted["frames"][of_table], *self.initial_rows(table, inserted["ids"][of_table]))
+        with Uninterrupted():
+            self._inserted.append(self.core.take_inserted())
+        while self._inserted:
+            inserted = self._inserted[0]
+            for table in np.unique(inserted["tables"]).tolist():
+                rows = inserted["tables"] == table
+                self.memory(table).write(inserted["frames"][rows], *self.initial_rows(table, inserted["ids"][rows]))
+            del self._inserted[0]
 
     def initial_rows(self, table: int, ids: NDArray[np.uint64]) -> tuple[NDArray[Any], NDArray[np.float32]]:
         """Return the values, of 16 bits as uint16, and states that rows of the ids begin with."""
@@ -95,7 +118,7 @@ class DeviceEngine:
         present: NDArray[np.bool_],
     ) -> None:
         """Fill the lines of ids that have a row."""
-        with self.lock:
+        with self.exclusive():
             frames = self.core.read_frames(table, ids)
             present[:] = frames >= 0
             values[present], state[present] = self.memory(table).read_floats(frames[present])
@@ -138,7 +161,7 @@ class DeviceEngine:
 
     def export_rows(self, table: int, first: int, last: int, since: int) -> dict[str, NDArray[Any]]:
         """Return the rows of some buckets as columns, as the core does."""
-        with self.lock:
+        with self.exclusive():
             columns = self.core.export_rows(table, first, last, since)
             columns["values"], columns["state"] = self.memory(table).read(columns.pop("frame"))
         return columns
@@ -152,7 +175,7 @@ class DeviceEngine:
         state: NDArray[np.float32],
     ) -> None:
         """Insert or replace rows."""
-        with self.lock:
+        with self.exclusive():
             counts = np.zeros(len(self.tables), np.int64)
             counts[table] = len(ids)
             self.reserve(counts)
@@ -169,7 +192,7 @@ class DeviceEngine:
     def check(self, table: int) -> None:
         """Raise AssertionError if an invariant does not hold."""
         self.core.check(table)
-        with self.lock:
+        with self.exclusive():
             self.core.check_frames()
             for pool, memory in enumerate(self.memories):
                 assert self.core.frames_used(pool) <= len(memory.values), "a frame is beyond the memory"

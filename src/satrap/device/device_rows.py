@@ -52,11 +52,11 @@ class DeviceRows:
         return self._bags.truncated
 
     def empty(self, lines: int, floats: int) -> Tensor:
-        return torch.empty((lines, floats), device=self.device)
+        return torch.empty((lines, floats), dtype=torch.float32, device=self.device)
 
     def lookup(self, request: BagRequest, block: Tensor, sequences: list[Tensor]) -> _core.Ticket | None:
         frames = np.empty(len(request.values), np.int32)
-        with self._engine.lock:
+        with self._engine.exclusive():
             if request.train:
                 self._reserve(request)
             try:
@@ -86,7 +86,7 @@ class DeviceRows:
             (block is not None, [each is not None for each in sequences]) for block, sequences in request.gradients
         ]
         scale = float(np.float32(request.scale))
-        with self._engine.lock:
+        with self._engine.exclusive():
             flat = self._flat(request.gradients)
             skips = self._check(request, flat, scale)
             runs = Runs.to_device(self._engine.core.update_frames(request.tickets, given, request.step), self.device)
@@ -162,7 +162,11 @@ class DeviceRows:
     def _flat(self, gradients: list[TicketGradients]) -> Tensor:
         """Return all gradients as one tensor in the order of their places."""
         parts = [part.reshape(-1) for block, sequences in gradients for part in (block, *sequences) if part is not None]
-        return parts[0] if len(parts) == 1 else torch.cat(parts or [torch.empty(0, device=self.device)])
+        return (
+            parts[0]
+            if len(parts) == 1
+            else torch.cat(parts or [torch.empty(0, dtype=torch.float32, device=self.device)])
+        )
 
     def _fused_tables(self, lrs: dict[int, float], *, skips: bool) -> Iterator[tuple[range, Optimizer, float, bool]]:
         """Yield tables that one kernel updates: neighbours with one memory, optimizer and rate."""

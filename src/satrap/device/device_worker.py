@@ -8,7 +8,8 @@ from torch import Tensor
 from satrap.config.features import Features
 from satrap.device.device_engine import DeviceEngine
 from satrap.device.device_rows import DeviceRows
-from satrap.errors import InputError
+from satrap.device.torch_device import resolve_device
+from satrap.errors import ConfigError, InputError
 from satrap.table.engine import Slot
 from satrap.table.table_group import TableGroup
 from satrap.worker.worker import Worker
@@ -20,12 +21,17 @@ class DeviceWorker(Worker):
     servers: None = None
 
     def __init__(
-        self, features: Features, device: torch.device, *, seed: int = 0, num_threads: int | None = None
+        self, features: Features, device: torch.device | str, *, seed: int = 0, num_threads: int | None = None
     ) -> None:
         """Create empty tables. seed and num_threads are those of `Store`."""
+        if not isinstance(features, Features):
+            raise ConfigError(
+                f"features is a {type(features).__name__}; expected a satrap.config.features.Features of it"
+            )
+        resolved = resolve_device(device)
 
         def create() -> DeviceEngine:
-            return DeviceEngine(features.tables, device, seed=seed, num_threads=num_threads)
+            return DeviceEngine(features.tables, resolved, seed=seed, num_threads=num_threads)
 
         engine = create()
         rows = DeviceRows(features, engine)
@@ -35,7 +41,7 @@ class DeviceWorker(Worker):
             rows.use(engine)
             return engine.slots(seed)
 
-        self.device = device
+        self.device = resolved
         self.tables = TableGroup.in_engine(engine.slots(seed), renew)
         super().__init__(features, rows)
 
@@ -43,7 +49,10 @@ class DeviceWorker(Worker):
         """Do nothing: the rows are freed with the last reference to them."""
 
     def _check_block(self, block: Any, shape: tuple[int, ...]) -> Any:
-        return _tensor_of("block", block, shape, self.device)
+        found = _tensor_of("block", block, shape, self.device)
+        if not found.is_contiguous():
+            raise InputError(f"block has the strides {found.stride()}; expected a contiguous tensor")
+        return found
 
     def _check_gradient(self, where: str, gradient: Any, shape: tuple[int, ...]) -> Any:
         return _tensor_of(f"{where}: the gradient", gradient, shape, self.device).contiguous()
@@ -52,7 +61,7 @@ class DeviceWorker(Worker):
 def _tensor_of(where: str, given: Any, shape: tuple[int, ...], device: torch.device) -> Tensor:
     if not isinstance(given, Tensor):
         raise InputError(f"{where} is a {type(given).__name__}; expected a tensor on {device}, where the rows are")
-    if tuple(given.shape) != shape or given.dtype != torch.float32 or given.device.type != device.type:
+    if tuple(given.shape) != shape or given.dtype != torch.float32 or given.device != device:
         raise InputError(
             f"{where} is {given.dtype} of shape {tuple(given.shape)} on {given.device}; expected float32 of shape "
             f"{shape} on {device}, where the rows are"

@@ -4,6 +4,7 @@ them. Bit for bit the kernels of the core (core/kernels/kernels_body.hpp): the s
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -17,7 +18,7 @@ def read_rows(values: Tensor, absent: Tensor, frames: Tensor) -> Tensor:
     found = frames >= 0
     if bool(found.all()):
         return values[frames].float()
-    rows = torch.zeros((len(frames), values.shape[1]), device=frames.device)
+    rows = torch.zeros((len(frames), values.shape[1]), dtype=torch.float32, device=frames.device)
     rows[found] = values[frames[found]].float()
     without = frames < -1
     rows[without] = absent[-2 - frames[without]]
@@ -118,14 +119,14 @@ def _sum_runs(runs: Runs, gradients: Tensor, dim: int, scale: float, *, skip_non
     """Return the sum of each run, float32 [runs, dim], and how many gradients it has."""
     lines = gradients.as_strided((max(0, len(gradients) - dim + 1), dim), (1, 1))
     lengths = runs.end - runs.begin
-    sums = torch.zeros((len(lengths), dim), device=gradients.device)
+    sums = torch.zeros((len(lengths), dim), dtype=torch.float32, device=gradients.device)
     summed = torch.zeros_like(lengths)
     for k in range(int(lengths.max()) if len(lengths) else 0):
         active = (lengths > k).nonzero()[:, 0]
         entries = runs.begin[active] + k
         rows = lines[runs.places[entries]]
         if runs.factors is not None or scale != 1.0:
-            rows = rows * torch.tensor(scale)
+            rows = rows * _tensor(scale, rows)
         if runs.factors is not None:
             weight, divisor = runs.factors[entries].unbind(1)
             rows = rows * weight[:, None] / divisor[:, None]
@@ -179,7 +180,7 @@ def _adagrad(p: Tensor, total: Tensor, gradient: Tensor, optimizer: Adagrad, lr:
 def _row_wise_adagrad(p: Tensor, total: Tensor, gradient: Tensor, optimizer: RowWiseAdagrad, lr: float) -> Tensor:
     dim = p.shape[1]
     g = fma(_float(optimizer.weight_decay), p, gradient)
-    lanes = torch.zeros((len(p), 16), device=p.device)
+    lanes = torch.zeros((len(p), 16), dtype=torch.float32, device=p.device)
     for i in range(0, dim, 16):
         part = g[:, i : i + 16]
         width = part.shape[1]
@@ -240,7 +241,7 @@ def _powers(base: float, counts: Tensor) -> Tensor:
 
 def _float(number: float) -> float:
     """Return the number rounded to float32."""
-    return float(torch.tensor(number, dtype=torch.float32))
+    return float(np.float32(number))
 
 
 def _tensor(number: float, like: Tensor) -> Tensor:

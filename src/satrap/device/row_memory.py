@@ -17,6 +17,7 @@ from satrap.errors import CapacityError
 
 _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 _GROWTH = 1.5
+_MOST_FRAMES = 2**31 - 1  # of the core
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,27 +57,33 @@ class RowMemory:
     """float32 [frames, state_dim]"""
 
     def __post_init__(self) -> None:
-        self.values = torch.empty((0, self.layout.dim), dtype=_DTYPES[self.layout.dtype], device=self.device)
-        self.state = torch.empty((0, self.layout.state_dim), device=self.device)
+        self.values, self.state = self._empty(0)
 
     def reserve(self, frames: int, names: Sequence[str]) -> None:
         """Make room for so many frames; names: of the tables, for the error."""
         if frames <= len(self.values):
             return
-        wanted = max(frames, int(len(self.values) * _GROWTH))
+        grown = max(frames, min(int(len(self.values) * _GROWTH), _MOST_FRAMES))
         try:
-            values, state = (
-                torch.empty((wanted, each.shape[1]), dtype=each.dtype, device=self.device)
-                for each in (self.values, self.state)
-            )
-        except RuntimeError as error:  # torch.OutOfMemoryError is one, and so is what the CPU's allocator raises
-            raise CapacityError(
-                f"tables {', '.join(map(repr, names))}: {self.device} has no memory for {wanted} rows, "
-                f"{wanted * self.layout.row_bytes:,} bytes; it holds {len(self.values)} of them now. Give the tables a "
-                "capacity, or use a smaller dtype or dim"
-            ) from error
-        values[: len(self.values)], state[: len(self.state)] = self.values, self.state
-        self.values, self.state = values, state
+            larger = self._empty(grown)
+        except RuntimeError:  # torch.OutOfMemoryError is one, and so is what the CPU's allocator raises
+            try:
+                larger = self._empty(frames)
+            except RuntimeError as error:
+                raise CapacityError(
+                    f"tables {', '.join(map(repr, names))}: {self.device} has no memory for {frames} rows, "
+                    f"{frames * self.layout.row_bytes:,} bytes, beside the {len(self.values)} that it holds now, which "
+                    "are copied. Give the tables a capacity, or use a smaller dtype or dim"
+                ) from error
+        for old, new in zip((self.values, self.state), larger, strict=True):
+            new[: len(old)] = old
+        self.values, self.state = larger
+
+    @torch.inference_mode(False)  # a tensor of inference could never be updated
+    def _empty(self, frames: int) -> tuple[Tensor, Tensor]:
+        """Return memory for so many frames."""
+        values = torch.empty((frames, self.layout.dim), dtype=_DTYPES[self.layout.dtype], device=self.device)
+        return values, torch.empty((frames, self.layout.state_dim), dtype=torch.float32, device=self.device)
 
     def write(self, frames: NDArray[np.int32], values: NDArray[Any], state: NDArray[np.float32]) -> None:
         """Replace rows. values: of 16 bits as uint16."""

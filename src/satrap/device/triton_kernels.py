@@ -5,6 +5,7 @@ where the core's formula is fused it says `fma`. Division and square root are th
 program owns a row, and adds gradients in the order of their places.
 """
 
+import numpy as np
 import torch
 import triton
 import triton.language as tl
@@ -257,7 +258,7 @@ _OPTIONS = {"enable_fp_fusion": False}
 
 def _rounded(number: float) -> float:
     """Return the number as float32 holds it: a kernel may take it as float64."""
-    return float(torch.tensor(number, dtype=torch.float32))
+    return float(np.float32(number))
 
 
 def _as_bits(values: Tensor) -> Tensor:

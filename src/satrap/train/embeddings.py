@@ -20,6 +20,7 @@ from satrap.config.features import Feature, Features
 from satrap.config.tables import Table
 from satrap.config.validation import check_choice, kind_of
 from satrap.data.inputs import Inputs, as_inputs
+from satrap.device.torch_device import resolve_device
 from satrap.errors import ConfigError
 from satrap.monitor.report import Counters
 from satrap.table.table_group import TableGroup
@@ -81,7 +82,7 @@ class Embeddings(torch.nn.Module):
         self.dense, self._strategy = dense, _STRATEGIES[dense]
         if not isinstance(deployment, Deployment | None):
             raise ConfigError(f"deployment is {kind_of(deployment)}; expected a satrap.Deployment, or None")
-        self.device = None if device is None else torch.device(device)
+        self.device = None if device is None else resolve_device(device)
         rows = (deployment or Deployment()).in_context()
         self._require_possible(dense, rows.servers is not None or self.trainers.world_size > 1)
         if num_threads is None and staleness > 0 and spare_cores() > 0:
@@ -173,7 +174,7 @@ class Embeddings(torch.nn.Module):
             session.join_attempt()
         session.require_expected_rows()
         target = torch.device(device or self.worker.device or "cpu")
-        if self.worker.device is not None and target != self.worker.device:
+        if self.worker.device is not None and resolve_device(target) != self.worker.device:
             raise ConfigError(f"device is {str(target)!r}; expected {str(self.worker.device)!r}, where the rows are")
         if overlap is None:
             overlap = target.type != "cpu" or (spare_cores() > 0 and self.staleness > 0) or self.worker.can_read(data)

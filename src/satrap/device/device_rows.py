@@ -17,6 +17,7 @@ from satrap import _core
 from satrap.config.features import Features
 from satrap.config.tables import Optimizer
 from satrap.device.device_engine import DeviceEngine
+from satrap.device.host_copy import to_device
 from satrap.device.kernels import kernels_of
 from satrap.device.row_memory import RowMemory
 from satrap.device.runs import PooledFeatures, Runs
@@ -134,7 +135,7 @@ class DeviceRows:
     def _gather(self, batch_size: int, found: dict[str, Any], block: Tensor, sequences: list[Tensor]) -> None:
         """Pool and copy the rows of all features."""
         at, offsets, weights = (
-            None if array is None else torch.from_numpy(array).to(self.device)
+            None if array is None else to_device(array, self.device)
             for array in (found["frames"], found["offsets"], found["weights"])
         )
         assert at is not None

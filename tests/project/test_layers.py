@@ -31,7 +31,7 @@ ARROWS: dict[str, str] = {
     "worker": "config rpc sharding table table.snapshot data server",
     "worker.remote": "config rpc data worker",
     "device": "config table worker",
-    "train": "config rpc monitor sharding table data worker worker.remote device",
+    "train": "config rpc monitor sharding table data server worker worker.remote device",
     "models": "train",
     "checkpoint": "config table.snapshot data train",
     "serving": "config rpc table table.snapshot data worker train checkpoint",
@@ -62,7 +62,7 @@ OUTSIDE: dict[str, str | None] = {
     "fsspec": "checkpoint.storage data.file_source",
     "zmq": "rpc",
     "ray": "launch.ray_launcher",
-    "triton": "device.triton_kernels",
+    "triton": "device.triton_kernels device.triton_optimizers device.triton_rounding",
 }
 # The standard library only: what decides, apart from what does.
 PURE = [

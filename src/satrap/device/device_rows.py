@@ -5,6 +5,8 @@ the device in the order in which this object is called, which is what makes a fr
 puts into it comes after every earlier use.
 """
 
+from collections.abc import Iterator
+from itertools import groupby
 from typing import Any
 
 import numpy as np
@@ -14,6 +16,7 @@ from torch import Tensor
 
 from satrap import _core
 from satrap.config.features import Features
+from satrap.config.tables import Optimizer
 from satrap.device.device_engine import DeviceEngine
 from satrap.device.kernels import kernels_of
 from satrap.device.row_memory import RowMemory
@@ -82,15 +85,14 @@ class DeviceRows:
         given = [
             (block is not None, [each is not None for each in sequences]) for block, sequences in request.gradients
         ]
-        rates, scale = dict(request.lrs), float(np.float32(request.scale))
+        scale = float(np.float32(request.scale))
         with self._engine.exclusive():
             flat = self._flat(request.gradients)
             skips = self._check(request, flat, scale)
-            runs = Runs.to_device(self._engine.core.update_frames(request.tickets, given, request.step), self.device)
-            for number, table in enumerate(self._tables):
-                lr = rates.get(number, self._engine.core.lr(number))
-                skip = skips and table.on_nonfinite == "skip"
-                self._step(number, runs.of_table(number), flat, scale, lr, request.step, skip_nonfinite=skip)
+            found = self._engine.core.update_frames(request.tickets, given, request.step, skips)
+            runs = Runs.to_device(found, self.device)
+            for tables, optimizer, lr, skip in self._fused_tables(dict(request.lrs), skips=skips):
+                self._step(tables, runs, flat, scale, optimizer, lr, request.step, skip_nonfinite=skip)
 
     def drop(self, ticket: _core.Ticket) -> None:
         self._engine.core.drop(ticket)
@@ -161,26 +163,41 @@ class DeviceRows:
     def _flat(self, gradients: list[TicketGradients]) -> Tensor:
         """Return all gradients as one tensor in the order of their places."""
         parts = [part.reshape(-1) for block, sequences in gradients for part in (block, *sequences) if part is not None]
-        return (
-            parts[0]
-            if len(parts) == 1
-            else torch.cat(parts or [torch.empty(0, dtype=torch.float32, device=self.device)])
-        )
+        return parts[0] if len(parts) == 1 else torch.cat(parts or [self.empty(0, 0).view(-1)])
+
+    def _fused_tables(self, lrs: dict[int, float], *, skips: bool) -> Iterator[tuple[range, Optimizer, float, bool]]:
+        """Yield tables that one kernel updates: neighbours with one memory, optimizer and rate."""
+
+        def same(number: int) -> tuple[int, Optimizer, float, bool]:
+            table, lr = self._tables[number], lrs.get(number, self._engine.core.lr(number))
+            return id(self._engine.memory(number)), table.optimizer, lr, skips and table.on_nonfinite == "skip"
+
+        for (_, optimizer, lr, skip), numbers in groupby(range(len(self._tables)), same):
+            first, *others = numbers
+            yield range(first, [first, *others][-1] + 1), optimizer, lr, skip
 
     def _step(
-        self, number: int, runs: Runs, flat: Tensor, scale: float, lr: float, step: int, *, skip_nonfinite: bool
+        self,
+        tables: range,
+        runs: Runs,
+        flat: Tensor,
+        scale: float,
+        optimizer: Optimizer,
+        lr: float,
+        step: int,
+        *,
+        skip_nonfinite: bool,
     ) -> None:
-        """Sum the gradients of one table's rows, and apply its optimizer."""
-        table, memory = self._tables[number], self._engine.memory(number)
+        """Sum the gradients of some tables' rows, and apply their optimizer."""
+        memory, part = self._engine.memory(tables.start), runs.of_tables(tables)
         summed = self._kernels.update(
-            memory.values, memory.state, runs, flat, table.optimizer, lr, scale, step, skip_nonfinite=skip_nonfinite
+            memory.values, memory.state, part, flat, optimizer, lr, scale, step, skip_nonfinite=skip_nonfinite
         )
-        if summed is not None:
-            lengths = runs.end - runs.begin
-            none_left = (lengths > 0) & (summed == 0)
-            self._engine.correct(
-                number,
-                skipped=int((lengths - summed).sum()),
-                updated=-int((none_left & (runs.frames >= 0)).sum()),
-                not_applied_absent=-int((none_left & (runs.frames < 0)).sum()),
-            )
+        if summed is None:
+            return
+        assert part.ids is not None
+        left_out, is_summed = (part.end - part.begin - summed).cpu().numpy(), summed.cpu().numpy() > 0
+        for number in tables:
+            rows = slice(*(runs.tables[number + i] - runs.tables[tables.start] for i in (0, 1)))
+            ids = part.ids[rows][is_summed[rows]]
+            self._engine.core.settle_frames(number, ids, int(left_out[rows].sum()), step)

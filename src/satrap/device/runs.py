@@ -4,7 +4,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from satrap.config.features import Features
@@ -30,6 +32,8 @@ class Runs:
     """int64 [runs]: keys of the random draws of each row; None: no table has 16-bit values."""
     tables: tuple[int, ...]
     """Where the runs of each table begin, and where the last end."""
+    ids: NDArray[np.uint64] | None = None
+    """[runs], in this process: the id of each run, if gradients may have to be skipped."""
 
     @classmethod
     def to_device(cls, arrays: dict[str, Any], device: torch.device) -> Self:
@@ -38,17 +42,18 @@ class Runs:
         tensors: Any = {
             name: None if arrays[name] is None else torch.from_numpy(arrays[name]).to(device) for name in names
         }
-        return cls(tables=tuple(arrays["tables"].tolist()), **tensors)
+        return cls(tables=tuple(arrays["tables"].tolist()), ids=arrays["ids"], **tensors)
 
-    def of_table(self, table: int) -> Self:
-        """Return the runs of one table."""
-        part = slice(self.tables[table], self.tables[table + 1])
+    def of_tables(self, tables: range) -> Self:
+        """Return the runs of some tables."""
+        part = slice(self.tables[tables.start], self.tables[tables.stop])
         return replace(
             self,
             frames=self.frames[part],
             begin=self.begin[part],
             end=self.end[part],
             keys=None if self.keys is None else self.keys[part],
+            ids=None if self.ids is None else self.ids[part],
         )
 
 

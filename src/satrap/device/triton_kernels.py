@@ -12,6 +12,8 @@ import triton.language as tl
 from torch import Tensor
 
 from satrap.config.tables import SGD, Adagrad, Adam, AdamW, Ftrl, Optimizer, RowWiseAdagrad
+from satrap.device import triton_optimizers as optimizers
+from satrap.device import triton_rounding as rounding
 from satrap.device.exact import signed
 from satrap.device.runs import PooledFeatures, Runs
 
@@ -101,69 +103,36 @@ def _sequence_kernel(
 
 
 @triton.jit
-def _draw(key, element):
-    """Return 32 random bits: `draw_element` of the core."""
-    x = key.to(tl.uint32) + element.to(tl.uint32) * 0x9E3779B9
-    x = x ^ (x >> 16)
-    x = x * 0x7FEB352D
-    x = x ^ (x >> 15) ^ (key >> 32).to(tl.uint32)
-    x = x * 0x846CA68B
-    return x ^ (x >> 16)
+def _sum_of_run(
+    gradients, places, factors, begin, end, column, inside, scale, FACTORS: tl.constexpr, SCALED: tl.constexpr,
+    SKIP: tl.constexpr, UNROLL: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Return the sum of a run's gradients in order, and how many were added."""
+    g = tl.zeros((BLOCK,), dtype=tl.float32)
+    count = begin * 0
+    for first in range(begin, end, UNROLL):
+        for u in tl.static_range(UNROLL):  # no branches, so that the loads go ahead of the additions
+            entry = first + u
+            there = entry < end
+            place = tl.load(places + entry, mask=there, other=0).to(tl.int64)
+            row = tl.load(gradients + place + column, mask=inside & there, other=0.0)
+            if SCALED:
+                row = row * scale
+            if FACTORS:
+                row = row * tl.load(factors + 2 * entry, mask=there, other=1.0)
+                row = tl.div_rn(row, tl.load(factors + 2 * entry + 1, mask=there, other=1.0) + tl.zeros_like(row))
+            if SKIP:
+                there = there & _is_finite(row)
+            g = tl.where(there, tl.where(count == 0, row, g + row), g)
+            count += there.to(tl.int32)
+    if SKIP:
+        count = tl.where(_is_finite(g), count, 0)
+    return g, count
 
 
 @triton.jit
-def _mix(x):
-    x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9
-    x = (x ^ (x >> 27)) * 0x94D049BB133111EB
-    return x ^ (x >> 31)
-
-
-@triton.jit
-def _to_bfloat16(value, noise):
-    bits = value.to(tl.uint32, bitcast=True)
-    magnitude = bits & 0x7FFFFFFF
-    rounded = (bits + (noise & 0xFFFF)) >> 16
-    cut = bits >> 16
-    return tl.where(magnitude > 0x7F800000, cut | 0x40, tl.where(magnitude >= 0x7F7F0000, cut, rounded))
-
-
-@triton.jit
-def _to_float16(value, noise):
-    bits = value.to(tl.uint32, bitcast=True)
-    magnitude = bits & 0x7FFFFFFF
-    normal = (magnitude - (112 << 23) + (noise & 0x1FFF)) >> 13
-    scaled = tl.where(magnitude < 0x38800000, tl.abs(value), 0.0) * 16777216.0
-    whole = scaled.to(tl.int32)
-    up = (noise >> 8).to(tl.int32).to(tl.float32) * 5.9604644775390625e-08 < scaled - whole.to(tl.float32)
-    half = tl.where(magnitude >= 0x38800000, normal, (whole + up.to(tl.int32)).to(tl.uint32))
-    half = tl.where(magnitude >= 0x477FE000, 0x7BFF, half)
-    half = tl.where(magnitude > 0x7F800000, 0x7E00, half)
-    return half | ((bits >> 16) & 0x8000)
-
-
-@triton.jit
-def _power(base, count):
-    """Return base ** count by squaring: `power` of the core. base: float64."""
-    result = base * 0.0 + 1.0
-    while count != 0:
-        result = tl.where(count & 1 == 1, result * base, result)
-        base = base * base
-        count = count >> 1
-    return result
-
-
-@triton.jit
-def _row_total(squares, BLOCK: tl.constexpr):
-    """Return the sum of squares: element i in lane i % 16, the lanes added as a tree. squares: g, shaped (-1, 16)."""
-    lanes = tl.zeros((16,), dtype=tl.float32)
-    number = tl.arange(0, BLOCK // 16)[:, None]
-    for i in tl.static_range(BLOCK // 16):
-        g = tl.sum(tl.where(number == i, squares, 0.0), axis=0)
-        lanes = tl.fma(g, g, lanes)
-    lanes = tl.sum(tl.reshape(lanes, (2, 8)), axis=0)
-    lanes = tl.sum(tl.reshape(lanes, (2, 4)), axis=0)
-    lanes = tl.sum(tl.reshape(lanes, (2, 2)), axis=0)
-    return tl.sum(lanes, axis=0)
+def _is_finite(row):
+    return tl.max((tl.abs(row) <= 3.4028234663852886e38).to(tl.int32) ^ 1) == 0
 
 
 @triton.jit(do_not_specialize=["step_mark"])
@@ -183,99 +152,35 @@ def _update_kernel(
         return
     column = tl.arange(0, BLOCK)
     inside = column < dim
-    g = tl.zeros((BLOCK,), dtype=tl.float32)
-    count = begin * 0
-    for first in range(begin, end, UNROLL):
-        for u in tl.static_range(UNROLL):  # no branches, so that the loads go ahead of the additions
-            entry = first + u
-            there = entry < end
-            place = tl.load(places + entry, mask=there, other=0).to(tl.int64)
-            row = tl.load(gradients + place + column, mask=inside & there, other=0.0)
-            if SCALED:
-                row = row * scale
-            if FACTORS:
-                row = row * tl.load(factors + 2 * entry, mask=there, other=1.0)
-                row = tl.div_rn(row, tl.load(factors + 2 * entry + 1, mask=there, other=1.0) + tl.zeros_like(row))
-            if SKIP:
-                there = there & (tl.max((tl.abs(row) <= 3.4028234663852886e38).to(tl.int32) ^ 1) == 0)
-            g = tl.where(there, tl.where(count == 0, row, g + row), g)
-            count += there.to(tl.int32)
+    g, count = _sum_of_run(
+        gradients, places, factors, begin, end, column, inside, scale, FACTORS, SCALED, SKIP, UNROLL, BLOCK
+    )
     if SKIP:
-        overflows = tl.max((tl.abs(g) <= 3.4028234663852886e38).to(tl.int32) ^ 1) != 0
-        count = tl.where(overflows, 0, count)
         tl.store(summed + run, count)
     frame = tl.load(frames + run).to(tl.int64)
     if (frame < 0) | (count == 0):
         return
     at = frame * dim + column
     p = _values(values, at, inside, DTYPE)
-    zeros = tl.zeros_like(g)
-    lrs = zeros + lr
-    decays = zeros + decay
     if KIND == 0:
-        g = tl.where(decay == 0.0, g, tl.fma(decays, p, g))
-        p = tl.fma(-lrs, g, p)
+        p = optimizers.sgd(p, g, lr, decay)
     elif KIND == 1:
-        g = tl.fma(decays, p, g)
-        buffer = tl.load(state + at, mask=inside, other=0.0) * momentum + g
-        tl.store(state + at, buffer, mask=inside)
-        if NESTEROV:
-            buffer = tl.fma(zeros + momentum, buffer, g)
-        p = tl.fma(-lrs, buffer, p)
+        p = optimizers.momentum_sgd(p, g, state, at, inside, lr, momentum, decay, NESTEROV)
     elif KIND == 2:
-        g = tl.fma(decays, p, g)
-        total = tl.load(state + at, mask=inside, other=1.0) + g * g
-        tl.store(state + at, total, mask=inside)
-        p = tl.fma(-lrs, tl.div_rn(g, tl.sqrt_rn(total) + eps), p)
+        p = optimizers.adagrad(p, g, state, at, inside, lr, decay, eps)
     elif KIND == 3:
-        g = tl.fma(decays, p, g)
-        squares = _row_total(tl.reshape(tl.where(inside, g, 0.0), (BLOCK // 16, 16)), BLOCK)
-        total = tl.load(state + frame) + tl.div_rn(squares, l1)  # l1 is the dim
-        tl.store(state + frame, total)
-        factor = tl.div_rn(tl.cast(lr, tl.float32), tl.sqrt_rn(total) + eps)
-        p = tl.fma(zeros - factor, g, p)
+        p = optimizers.row_wise_adagrad(p, g, state + frame, inside, lr, decay, eps, l1, BLOCK)  # l1 is the dim
     elif KIND == 4 or KIND == 5:
-        row = frame * (2 * dim + 1)
-        steps = tl.load(state + row + 2 * dim) + 1.0
-        tl.store(state + row + 2 * dim, steps)
-        number = steps.to(tl.int32)
-        lr_double, beta1, beta2 = tl.load(doubles), tl.load(doubles + 1), tl.load(doubles + 2)
-        step_size = (lr_double / (1.0 - _power(beta1, number))).to(tl.float32)
-        correction = tl.sqrt(1.0 - _power(beta2, number)).to(tl.float32)
-        weight = (1.0 - beta1).to(tl.float32)
-        average = tl.load(state + row + column, mask=inside, other=0.0)
-        square = tl.load(state + row + dim + column, mask=inside, other=0.0)
-        if KIND == 5:
-            p = p * (1.0 - lr_double * tl.cast(decay, tl.float64)).to(tl.float32)
-            g = tl.fma(zeros, p, g)
-        else:
-            g = tl.fma(decays, p, g)
-        coefficient = tl.where(weight < 0.5, weight, weight - 1.0)
-        average = tl.fma(zeros + coefficient, g - average, tl.where(weight < 0.5, average, g))
-        square = tl.fma((1.0 - beta2).to(tl.float32) * g, g, square * beta2.to(tl.float32))
-        tl.store(state + row + column, average, mask=inside)
-        tl.store(state + row + dim + column, square, mask=inside)
-        p = tl.fma(zeros - step_size, tl.div_rn(average, tl.div_rn(tl.sqrt_rn(square), zeros + correction) + eps), p)
+        row = state + frame * (2 * dim + 1)
+        p = optimizers.adam(p, g, row, column, inside, dim, doubles, decay, eps, KIND == 5)
     else:
-        row = frame * (2 * dim)
-        z = tl.load(state + row + column, mask=inside, other=0.0)
-        n = tl.load(state + row + dim + column, mask=inside, other=1.0)
-        inverse_lr = (1.0 / tl.load(doubles)).to(tl.float32)
-        new_n = tl.fma(g, g, n)
-        root = tl.sqrt_rn(new_n)
-        sigma = (root - tl.sqrt_rn(n)) * inverse_lr
-        z = tl.fma(-sigma, p, z + g)
-        magnitude = tl.abs(z)
-        shrunk = tl.where(z.to(tl.uint32, bitcast=True) >> 31 == 0, 1.0, -1.0) * tl.abs(magnitude - l1)
-        p = tl.where(magnitude <= l1, 0.0, tl.div_rn(-shrunk, (momentum + root) * inverse_lr + l2))  # momentum is beta
-        tl.store(state + row + column, z, mask=inside)
-        tl.store(state + row + dim + column, new_n, mask=inside)
+        p = optimizers.ftrl(p, g, state + frame * (2 * dim), column, inside, dim, doubles, momentum, l1, l2)
     if DTYPE == 0:
         tl.store(values + at, p, mask=inside)
     else:
         key = tl.load(keys + run).to(tl.uint64, bitcast=True)
-        noise = _draw(_mix(key + step_mark.to(tl.uint64, bitcast=True)), column)
-        bits = _to_float16(p, noise) if DTYPE == 1 else _to_bfloat16(p, noise)
+        noise = rounding.draw(rounding.mix(key + step_mark.to(tl.uint64, bitcast=True)), column)
+        bits = rounding.to_float16(p, noise) if DTYPE == 1 else rounding.to_bfloat16(p, noise)
         tl.store(values + at, bits.to(tl.uint16).to(tl.int16, bitcast=True), mask=inside)
 
 

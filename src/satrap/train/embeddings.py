@@ -84,7 +84,7 @@ class Embeddings(torch.nn.Module):
             raise ConfigError(f"deployment is {kind_of(deployment)}; expected a satrap.Deployment, or None")
         self.device = None if device is None else resolve_device(device)
         rows = (deployment or Deployment()).in_context()
-        self._require_possible(dense, rows.servers is not None)
+        self._require_possible(dense, rows.servers is not None or self.trainers.world_size > 1)
         if num_threads is None and staleness > 0 and spare_cores() > 0:
             num_threads = spare_cores()
         self._session = TrainingSession(

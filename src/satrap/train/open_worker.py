@@ -1,10 +1,12 @@
 """The choice of a trainer's worker: one with rows in this process, or with rows on servers, here or in another
 process."""
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
 
+from satrap.collected import close_when_collected
 from satrap.config.features import Features
 from satrap.config.job import Job
 from satrap.config.tables import Table
@@ -16,6 +18,7 @@ from satrap.worker.local_rows import LocalWorker
 
 if TYPE_CHECKING:
     from satrap.device.device_worker import DeviceWorker
+    from satrap.rpc import Keys
     from satrap.worker.server_group import ServerGroup
     from satrap.worker.sharded_rows import ShardedWorker
 
@@ -39,30 +42,62 @@ def open_worker(
     if device is not None:
         return _open_on_device(features, rows, trainers, seed, num_threads, device)
     if rows.servers is None:
-        if trainers.world_size > 1:
+        if trainers.world_size == 1:
+            return LocalWorker(features, seed=seed, num_threads=num_threads, shared=rows.shared)
+        if rows.shared is not None:
             raise ConfigError(
-                f"found {trainers.world_size} trainers under torch.distributed but no servers, so each would train its "
-                "own tables: pass Deployment(servers=[...]) to share them"
+                f"shared is a file for the rows of one process, and there are {trainers.world_size} trainers: leave it "
+                "out, or give each `satrap server` such a file and pass Deployment(servers=[...])"
             )
-        return LocalWorker(features, seed=seed, num_threads=num_threads, shared=rows.shared)
+    from satrap.rpc import Keys
     from satrap.worker.sharded_rows import MOST_STALENESS, ShardedWorker
 
     if staleness > MOST_STALENESS:
-        raise ConfigError(f"staleness is {staleness}; expected at most {MOST_STALENESS} with servers")
+        raise ConfigError(
+            f"staleness is {staleness}; expected at most {MOST_STALENESS} with several trainers or servers"
+        )
     job = Job(tables=(*features.tables, *dense), seed=seed)
-    servers = _connect_servers(job, rows, trainers, synchronous=staleness == 0 and not dense)
+    synchronous = staleness == 0 and not dense
+    if rows.servers is None:
+        return _open_among_trainers(features, job, rows, trainers, num_threads, synchronous=synchronous)
+    keys = None if rows.keys is None else Keys.read(rows.keys)
+    servers = _connect_servers(job, rows, trainers, keys, synchronous=synchronous)
     if not rows.workers:
         return ShardedWorker(features, servers, num_threads=num_threads)
-    from satrap.rpc import Keys
     from satrap.worker.remote.client import RemoteWorker
 
     try:
         address = rows.workers[trainers.rank % len(rows.workers)]
-        client_keys = None if rows.keys is None else Keys.read(rows.keys)
-        return RemoteWorker(features, servers, address, keys=client_keys, num_threads=num_threads)
+        return RemoteWorker(features, servers, address, keys=keys, num_threads=num_threads)
     except BaseException:
         servers.close()
         raise
+
+
+def _open_among_trainers(
+    features: Features,
+    job: Job,
+    rows: Deployment,
+    trainers: ProcessGroup,
+    num_threads: int | None,
+    *,
+    synchronous: bool,
+) -> "ShardedWorker":
+    """Shard the rows over the trainers' own memory: each runs a server in its process."""
+    from satrap.train.trainer_server import TrainerServer
+    from satrap.worker.sharded_rows import ShardedWorker
+
+    server = TrainerServer(trainers, num_threads)
+    try:
+        rows = replace(rows, servers=server.addresses)
+        servers = _connect_servers(job, rows, trainers, server.keys, synchronous=synchronous)
+        worker = ShardedWorker(features, servers, num_threads=server.num_threads)
+    except BaseException:
+        server.close()
+        raise
+    worker.stop_own_server = server.close
+    close_when_collected(worker, server.close)
+    return worker
 
 
 def _open_on_device(
@@ -86,10 +121,11 @@ def _open_on_device(
     return DeviceWorker(features, device, seed=seed, num_threads=num_threads)
 
 
-def _connect_servers(job: Job, rows: Deployment, trainers: ProcessGroup, *, synchronous: bool) -> "ServerGroup":
+def _connect_servers(
+    job: Job, rows: Deployment, trainers: ProcessGroup, keys: "Keys | None", *, synchronous: bool
+) -> "ServerGroup":
     """Connect to the servers, in the attempt that trainer 0 starts. A lone trainer starts it only when it trains,
     restores or saves: until then it may read beside another process that trains."""
-    from satrap.rpc import Keys
     from satrap.worker.server_group import ServerGroup
 
     assert rows.servers is not None
@@ -105,7 +141,7 @@ def _connect_servers(job: Job, rows: Deployment, trainers: ProcessGroup, *, sync
             begin=trainers.world_size > 1 or bool(rows.workers),
             take_over=rows.take_over,
             launch=0 if context is None else context.launch,
-            keys=None if rows.keys is None else Keys.read(rows.keys),
+            keys=keys,
             wire=rows.wire,
         )
 

@@ -7,7 +7,7 @@ import logging
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -300,8 +300,15 @@ class TrainingSession:
             self._leave_stream("the embeddings were closed")
             if finish:
                 self._finish()
+                self._wait_for_readers()
                 if self._has_evaluated_nothing:
                     warnings.warn(_NO_ROWS, stacklevel=3)
+
+    def _wait_for_readers(self) -> None:
+        """Wait until no other trainer needs rows of this process."""
+        if getattr(self._worker, "stop_own_server", None) is not None:
+            with suppress(RuntimeError):  # another trainer has failed
+                self.trainers.all(True, patient=True)
 
 
 @dataclass(slots=True)

@@ -89,7 +89,7 @@ nb::dict take_inserted(Engine& engine) {
 }
 
 nb::dict update_frames(Engine& engine, const std::vector<Ticket*>& tickets,
-                       const std::vector<std::pair<bool, std::vector<bool>>>& given, std::uint64_t step) {
+                       const std::vector<std::pair<bool, std::vector<bool>>>& given, std::uint64_t step, bool filter) {
     require_step("step", step);
     if (tickets.empty()) refuse("no ticket was given; expected at least one");
     require_size("given", given.size(), tickets.size());
@@ -103,7 +103,7 @@ nb::dict update_frames(Engine& engine, const std::vector<Ticket*>& tickets,
     FrameRuns runs;
     {
         nb::gil_scoped_release release;
-        runs = engine.update_frames(tickets, parts, static_cast<std::uint32_t>(step));
+        runs = engine.update_frames(tickets, parts, static_cast<std::uint32_t>(step), filter);
     }
     nb::dict out;
     out["tables"] = moved<std::int32_t>(std::move(runs.first_run_of_table));
@@ -113,7 +113,14 @@ nb::dict update_frames(Engine& engine, const std::vector<Ticket*>& tickets,
     out["places"] = moved<std::int32_t>(std::move(runs.places));
     out["factors"] = moved_or_none<float>(std::move(runs.factors));
     out["keys"] = moved_or_none<std::int64_t>(std::move(runs.keys));
+    out["ids"] = moved_or_none<std::uint64_t>(std::move(runs.ids));
     return out;
+}
+
+void settle_frames(Engine& engine, std::size_t t, const Ids& ids, std::uint64_t skipped, std::uint64_t step) {
+    require_step("step", step);
+    engine.settle_frames(checked_device_table(engine, t), {ids.data(), ids.size()}, skipped,
+                         static_cast<std::uint32_t>(step));
 }
 
 bool check_gradients(Engine& engine, const std::vector<Ticket*>& tickets, const std::vector<GivenGradients>& gradients,
@@ -162,9 +169,10 @@ void bind_frames(nb::class_<Engine>& engine) {
                      "dict[str, typing.Any]"))
         .def("take_inserted", &take_inserted, nb::sig("def take_inserted(self) -> dict[str, NDArray[typing.Any]]"),
              "Returns the rows whose frames have no values yet.")
-        .def("update_frames", &update_frames, "tickets"_a, "given"_a, "step"_a,
+        .def("update_frames", &update_frames, "tickets"_a, "given"_a, "step"_a, "filter"_a,
              nb::sig("def update_frames(self, tickets: collections.abc.Sequence[Ticket], given: "
-                     "collections.abc.Sequence[tuple[bool, collections.abc.Sequence[bool]]], step: int) -> dict[str, "
+                     "collections.abc.Sequence[tuple[bool, collections.abc.Sequence[bool]]], step: int, filter: bool) "
+                     "-> dict[str, "
                      "typing.Any]"))
         .def(
             "sum_bound",
@@ -175,6 +183,8 @@ void bind_frames(nb::class_<Engine>& engine) {
             },
             "tickets"_a, nb::sig("def sum_bound(self, tickets: collections.abc.Sequence[Ticket]) -> float"),
             "Returns how many times the largest gradient a sum can be at most.")
+        .def("settle_frames", &settle_frames, "table"_a, "ids"_a, "skipped"_a, "step"_a, WithoutGil(),
+             "Stamps and counts the rows of a table whose gradients were not all skipped.")
         .def("check_gradients", &check_gradients, "tickets"_a, "gradients"_a, "scale"_a, WithoutGil(),
              "Raises NonFiniteError as update_bags would. Returns whether gradients may have to be skipped.")
         .def("initial_rows", &initial_rows, "table"_a, "ids"_a, "values"_a, "state"_a, WithoutGil(),

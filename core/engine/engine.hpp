@@ -67,6 +67,7 @@ struct FrameRuns {
     std::vector<std::uint64_t> keys;                   // [runs] row_key of the id; empty unless values have 16 bits
     std::vector<std::uint32_t> places;                 // [entries]
     std::vector<Factor> factors;                       // [entries]; empty: all are 1
+    std::vector<std::uint64_t> ids;                    // [runs]; empty unless gradients may have to be skipped
 };
 
 struct Options {
@@ -144,8 +145,12 @@ class Engine {
                               std::int32_t* frames, bool want_ticket);
     // The rows inserted since the last call, whose frames have no values yet. Also of lookups that failed.
     std::vector<InsertedRow> take_inserted();
-    // Does all of an update but the optimizer.
-    FrameRuns update_frames(Tickets tickets, std::span<const GivenParts> given, std::uint32_t step);
+    // Does all of an update but the optimizer. `filter`: gradients may have to be skipped; then rows of tables that
+    // skip are neither stamped nor counted before settle_frames.
+    FrameRuns update_frames(Tickets tickets, std::span<const GivenParts> given, std::uint32_t step,
+                            bool filter = false);
+    // Called with the ids that had a gradient to apply, after some were skipped.
+    void settle_frames(std::size_t t, std::span<const std::uint64_t> ids, std::uint64_t skipped, std::uint32_t step);
     // A sum of these tickets' gradients is at most this many times the largest gradient times the scale.
     double sum_bound(Tickets tickets) const;
     // Throws NonFiniteError as update_bags would; sets `filter` if gradients may have to be skipped.

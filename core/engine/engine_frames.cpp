@@ -169,7 +169,7 @@ void Engine::find_frames(Batch& batch, const LookupStep& at, std::int32_t* frame
     batch.hinted = true;
 }
 
-FrameRuns Engine::update_frames(Tickets tickets, std::span<const GivenParts> given, std::uint32_t step) {
+FrameRuns Engine::update_frames(Tickets tickets, std::span<const GivenParts> given, std::uint32_t step, bool filter) {
     fork_guard_.require_same_process();
     require_rows_on_device();
     Claim claim(tickets, identity_);
@@ -180,6 +180,7 @@ FrameRuns Engine::update_frames(Tickets tickets, std::span<const GivenParts> giv
         throw InputError("the gradients of one step hold " + std::to_string(places.back().end()) +
                          " floats; at most 2^31-1 fit on a device: make smaller batches");
     FrameRuns runs = reserve_runs(tickets);
+    if (filter) runs.ids.resize(runs.frames.size());
     bool hinted = true;
     for (const Ticket* ticket : tickets) hinted &= ticket->batch->hinted;
     BucketScheduler::ScratchLease lease(scheduler_, size_of(tickets));
@@ -204,7 +205,9 @@ FrameRuns Engine::update_frames(Tickets tickets, std::span<const GivenParts> giv
                                     .local = nullptr,
                                     .count = 0,
                                     .hints = scratch.joined_hints.data()};
-            tables_[t]->update_frames(visit, started, step, hinted, runs.frames.data() + run, scratch);
+            const bool settled = !filter || tables_[t]->config().on_nonfinite != OnNonfinite::skip;
+            tables_[t]->update_frames(visit, started, step, hinted, settled, runs.frames.data() + run, scratch);
+            if (filter) std::copy_n(scratch.joined_ids.data(), n, runs.ids.data() + run);
             entries.write(t, runs.places.data() + entry, runs.factors.empty() ? nullptr : runs.factors.data() + entry);
         });
     for (Ticket* ticket : tickets) batches_.give(std::move(ticket->batch));
@@ -237,6 +240,16 @@ FrameRuns Engine::reserve_runs(Tickets tickets) const {
     if (scaled) runs.factors.resize(num_entries);
     if (rounded) runs.keys.resize(num_runs);
     return runs;
+}
+
+void Engine::settle_frames(std::size_t t, std::span<const std::uint64_t> ids, std::uint64_t skipped,
+                           std::uint32_t step) {
+    fork_guard_.require_same_process();
+    require_rows_on_device();
+    for (const std::uint64_t id : ids) tables_[t]->settle_frame(id, step);
+    Bucket& bucket = tables_[t]->bucket(0); // the table's count is the sum over buckets
+    std::lock_guard lock(bucket.mutex);
+    bucket.counters.skipped += skipped;
 }
 
 double Engine::sum_bound(Tickets tickets) const {

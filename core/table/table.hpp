@@ -65,10 +65,12 @@ class Table {
     // inserts are added to `inserted`, also if it throws; their frames have no values yet.
     void lookup_frames(const BucketVisit& visit, const LookupStep& at, std::uint32_t* frames,
                        std::vector<InsertedRow>& inserted, Scratch& scratch);
-    // Does all of an update but the optimizer: stamps, marks and counts the rows of the unique ids with `started`, and
-    // writes their frames, or kNoFrame for an id without a row or not started.
+    // Does all of an update but the optimizer: stamps, marks and counts the rows of the unique ids with `started`,
+    // unless these are not settled yet, and writes their frames, or kNoFrame for an id without a row or not started.
     void update_frames(const BucketVisit& visit, const std::uint8_t* started, std::uint32_t step, bool hinted,
-                       std::uint32_t* frames, Scratch& scratch);
+                       bool settled, std::uint32_t* frames, Scratch& scratch);
+    // Stamps, marks and counts the row of an id that turned out to have a gradient.
+    void settle_frame(std::uint64_t id, std::uint32_t step);
     // Writes the values that a new row of the id gets, and its state.
     void initial_row(std::uint64_t id, std::byte* row, float* scratch) const {
         kernels_->initialise(initial_, id, row, scratch);
@@ -98,6 +100,10 @@ class Table {
                    Scratch& scratch);
     void insert_misses(Bucket& bucket, const BucketVisit& visit, const LookupStep& at, std::uint32_t version,
                        std::vector<InsertedRow>* inserted, Scratch& scratch);
+    bool is_live(const Bucket& bucket, std::uint32_t slot) const { // false: there is no row, or it has expired
+        return slot != kNoSlot && bucket.rows.head(slot).stamp >= expire_before();
+    }
+    bool stamp_updated(Bucket& bucket, std::uint32_t slot, std::uint32_t step);
     std::uint32_t take_frame(FramePool& frames) const;
     std::uint32_t insert_frame(Bucket& bucket, std::uint64_t id, std::uint64_t hash) const;
     bool admit(Bucket& bucket, std::uint64_t id, std::uint64_t hash, const LookupStep& at);

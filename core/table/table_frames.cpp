@@ -31,40 +31,45 @@ void Table::lookup_frames(const BucketVisit& visit, const LookupStep& at, std::u
     std::lock_guard lock(bucket.mutex);
     find_rows(bucket, visit, at, &inserted, scratch);
     const std::uint32_t* slots = scratch.slots.data();
-    const std::uint32_t line = expire_before();
-    for (std::uint32_t i = 0; i < visit.num_unique; ++i) {
-        const bool found = slots[i] != kNoSlot && bucket.rows.head(slots[i]).stamp >= line;
-        frames[i] = found ? bucket.frame_of(slots[i]) : kNoFrame;
+    for (std::uint32_t i = 0; i < visit.num_unique; ++i)
+        frames[i] = is_live(bucket, slots[i]) ? bucket.frame_of(slots[i]) : kNoFrame;
+}
+
+// Stamps, marks and counts a row that is updated, under the bucket's lock; returns false if there is no row.
+bool Table::stamp_updated(Bucket& bucket, std::uint32_t slot, std::uint32_t step) {
+    if (!is_live(bucket, slot)) {
+        ++bucket.counters.not_applied_absent;
+        return false;
     }
+    bucket.rows.touch(slot, step);
+    bucket.rows.head(slot).changed = ledger_->version.load();
+    ++bucket.counters.updated;
+    return true;
 }
 
 void Table::update_frames(const BucketVisit& visit, const std::uint8_t* started, std::uint32_t step, bool hinted,
-                          std::uint32_t* frames, Scratch& scratch) {
+                          bool settled, std::uint32_t* frames, Scratch& scratch) {
     Bucket& bucket = buckets_[visit.bucket];
     std::lock_guard lock(bucket.mutex);
     locate(bucket, visit, hinted, scratch);
     const std::uint32_t* slots = scratch.slots.data();
-    const std::uint32_t line = expire_before(), version = ledger_->version.load();
     for (std::uint32_t i = 0; i < visit.num_unique; ++i) {
-        frames[i] = kNoFrame;
-        if (!started[i]) continue;
-        if (slots[i] == kNoSlot || bucket.rows.head(slots[i]).stamp < line) {
-            ++bucket.counters.not_applied_absent;
-            continue;
-        }
-        bucket.rows.touch(slots[i], step);
-        bucket.rows.head(slots[i]).changed = version;
-        frames[i] = bucket.frame_of(slots[i]);
-        ++bucket.counters.updated;
+        const bool found = started[i] && (settled ? stamp_updated(bucket, slots[i], step) : is_live(bucket, slots[i]));
+        frames[i] = found ? bucket.frame_of(slots[i]) : kNoFrame;
     }
+}
+
+void Table::settle_frame(std::uint64_t id, std::uint32_t step) {
+    Bucket& bucket = buckets_[hash_bucket(id)];
+    std::lock_guard lock(bucket.mutex);
+    stamp_updated(bucket, bucket.rows.find(id, mix64(id)), step);
 }
 
 std::uint32_t Table::frame_of(std::uint64_t id) {
     Bucket& bucket = buckets_[hash_bucket(id)];
     std::lock_guard lock(bucket.mutex);
     const std::uint32_t slot = bucket.rows.find(id, mix64(id));
-    const bool found = slot != kNoSlot && bucket.rows.head(slot).stamp >= expire_before();
-    return found ? bucket.frame_of(slot) : kNoFrame;
+    return is_live(bucket, slot) ? bucket.frame_of(slot) : kNoFrame;
 }
 
 std::uint32_t Table::import_frame(std::uint64_t id, std::uint32_t step) {

@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <limits>
 #include <map>
 #include <utility>
 #include <vector>
@@ -230,6 +231,15 @@ inline Ids draw_ids(Random& random, std::uint32_t kinds, std::uint32_t most) {
     Ids ids;
     for (std::uint32_t n = random.below(most); n > 0; --n) ids.push_back(random.below(kinds) * 0x9e3779b97f4a7c15ULL);
     return ids;
+}
+
+inline std::vector<float> draw_gradients(Random& random, const TableConfig& config, std::size_t n) {
+    std::vector<float> gradients(n);
+    for (float& g : gradients) g = random.real(-1.0f, 1.0f);
+    if (config.on_nonfinite == satrap::OnNonfinite::skip && random.chance(0.3))
+        for (float& g : gradients)
+            if (random.chance(0.2)) g = random.chance(0.5) ? std::numeric_limits<float>::infinity() : std::nanf("");
+    return gradients;
 }
 
 } // namespace testing

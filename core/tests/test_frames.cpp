@@ -23,7 +23,7 @@ struct Found {
 };
 
 // An engine whose rows are elsewhere: one number in each frame. A table has one feature, a sequence of one sample, so
-// that each id has a gradient of its own.
+// that each id has its gradient.
 class Device {
   public:
     explicit Device(const std::vector<TableConfig>& configs, unsigned threads = 1)
@@ -64,15 +64,27 @@ class Device {
             std::copy(gradients[t].begin(), gradients[t].end(), flat.begin() + static_cast<std::ptrdiff_t>(t * kMost));
         Ticket* const tickets[] = {&ticket};
         const GivenParts given[] = {{false, std::vector<bool>(pools_.size(), true)}};
-        const FrameRuns runs = engine->update_frames(tickets, given, step);
-        for (std::size_t t = 0; t < pools_.size(); ++t)
+        const bool filter = std::any_of(flat.begin(), flat.end(), [](float g) { return !std::isfinite(g); });
+        const FrameRuns runs = engine->update_frames(tickets, given, step, filter);
+        for (std::size_t t = 0; t < pools_.size(); ++t) {
+            Ids summed;
+            std::uint64_t skipped = 0;
             for (std::uint32_t r = runs.first_run_of_table[t]; r < runs.first_run_of_table[t + 1]; ++r) {
-                if (runs.frames[r] == kNoFrame || runs.begin[r] == runs.end[r]) continue;
-                float sum = flat[runs.places[runs.begin[r]]];
-                for (std::uint32_t e = runs.begin[r] + 1; e < runs.end[r]; ++e) sum = sum + flat[runs.places[e]];
+                std::vector<float> finite;
+                for (std::uint32_t e = runs.begin[r]; e < runs.end[r]; ++e)
+                    if (std::isfinite(flat[runs.places[e]])) finite.push_back(flat[runs.places[e]]);
+                skipped += runs.end[r] - runs.begin[r] - finite.size();
+                if (finite.empty()) continue;
+                if (filter) summed.push_back(runs.ids[r]);
+                if (runs.frames[r] == kNoFrame) continue;
+                float sum = finite[0];
+                for (std::size_t i = 1; i < finite.size(); ++i) sum = sum + finite[i];
                 float& value = memory[pools_[t]].at(runs.frames[r]);
                 value = std::fma(-static_cast<float>(engine->table(t).lr()), sum, value);
             }
+            if (filter && engine->table(t).config().on_nonfinite == OnNonfinite::skip)
+                engine->settle_frames(t, summed, skipped, step);
+        }
     }
 
     // Gives the frames of new rows their values.
@@ -136,12 +148,11 @@ std::vector<TableConfig> draw_tables(Random& random) {
     return configs;
 }
 
-std::vector<std::vector<float>> draw_gradients(Random& random, const IdsOfTables& ids) {
+std::vector<std::vector<float>> draw_gradients(Random& random, const std::vector<TableConfig>& configs,
+                                               const IdsOfTables& ids) {
     std::vector<std::vector<float>> gradients;
-    for (const Ids& each : ids) {
-        gradients.emplace_back(each.size());
-        for (float& g : gradients.back()) g = random.real(-1.0f, 1.0f);
-    }
+    for (std::size_t t = 0; t < ids.size(); ++t)
+        gradients.push_back(testing::draw_gradients(random, configs[t], ids[t].size()));
     return gradients;
 }
 
@@ -194,7 +205,7 @@ CASE(live_as_the_oracle_says, testing::scaled(400)) {
             if (random.chance(0.2)) {
                 device.engine->drop(*open.back().ticket);
             } else {
-                const auto gradients = draw_gradients(random, open.back().ids);
+                const auto gradients = draw_gradients(random, configs, open.back().ids);
                 for (std::size_t t = 0; t < configs.size(); ++t)
                     oracles[t].update(open.back().ids[t], gradients[t], at.step);
                 device.update(*open.back().ticket, gradients, at.step);
@@ -218,7 +229,7 @@ CASE(rows_are_imported_with_their_values, testing::scaled(40)) {
     Device from(configs), to(configs);
     for (std::uint32_t step = 1; step < 10; ++step) {
         const IdsOfTables ids{testing::draw_ids(random, 100, 20)};
-        from.update(*from.lookup(ids, {true, step, step}).ticket, draw_gradients(random, ids), step);
+        from.update(*from.lookup(ids, {true, step, step}).ticket, draw_gradients(random, configs, ids), step);
         to.lookup({testing::draw_ids(random, 100, 20)}, {true, step, step});
     }
     to.engine->import_removed(0, [&] {

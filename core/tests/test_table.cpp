@@ -7,19 +7,10 @@
 #include "table_oracle.hpp"
 
 using namespace satrap;
-using testing::check_same, testing::draw_config, testing::draw_ids, testing::Ids, testing::kInitial, testing::Line,
-    testing::Oracle, testing::Random;
+using testing::check_same, testing::draw_config, testing::draw_gradients, testing::draw_ids, testing::Ids,
+    testing::kInitial, testing::Line, testing::Oracle, testing::Random;
 
 namespace {
-
-std::vector<float> draw_gradients(Random& random, const TableConfig& config, std::size_t n) {
-    std::vector<float> gradients(n);
-    for (float& g : gradients) g = random.real(-1.0f, 1.0f);
-    if (config.on_nonfinite == OnNonfinite::skip && random.chance(0.3))
-        for (float& g : gradients)
-            if (random.chance(0.2)) g = random.chance(0.5) ? std::numeric_limits<float>::infinity() : std::nanf("");
-    return gradients;
-}
 
 // The same lookup in both; without a ticket if both are full.
 testing::Looked lookup_both(Engine& engine, Oracle& oracle, const Ids& ids, const LookupStep& at) {

@@ -187,10 +187,15 @@ class Engine:
     def take_inserted(self) -> dict[str, NDArray[Any]]:
         """Returns the rows whose frames have no values yet."""
 
-    def update_frames(self, tickets: Sequence[Ticket], given: Sequence[tuple[bool, Sequence[bool]]], step: int) -> dict[str, Any]: ...
+    def update_frames(self, tickets: Sequence[Ticket], given: Sequence[tuple[bool, Sequence[bool]]], step: int, filter: bool) -> dict[str, Any]: ...
 
     def sum_bound(self, tickets: Sequence[Ticket]) -> float:
         """Returns how many times the largest gradient a sum can be at most."""
+
+    def settle_frames(self, table: int, ids: Annotated[NDArray[numpy.uint64], dict(shape=(None,), order='C', device='cpu', writable=False)], skipped: int, step: int) -> None:
+        """
+        Stamps and counts the rows of a table whose gradients were not all skipped.
+        """
 
     def check_gradients(self, tickets: Sequence[Ticket], gradients: Sequence[tuple[Annotated[NDArray[numpy.float32], dict(order='C', device='cpu', writable=False)] | None, Sequence[Annotated[NDArray[numpy.float32], dict(order='C', device='cpu', writable=False)] | None]]], scale: float) -> bool:
         """

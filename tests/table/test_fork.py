@@ -167,7 +167,8 @@ def frame_calls() -> dict[str, Callable[[], object]]:
     return {
         "lookup_frames": look_up,
         "take_inserted": engine.take_inserted,
-        "update_frames": lambda: engine.update_frames(tickets, [(True, [])], 1),
+        "update_frames": lambda: engine.update_frames(tickets, [(True, [])], 1, False),
+        "settle_frames": lambda: engine.settle_frames(0, IDS, 0, 1),
         "sum_bound": lambda: engine.sum_bound(tickets),
         "check_gradients": lambda: engine.check_gradients(tickets, [(GRADIENTS.reshape(-1), [])], 1.0),
         "initial_rows": lambda: engine.initial_rows(0, IDS, values, state),

@@ -21,8 +21,6 @@ from satrap.errors import InputError
 from satrap.interrupts import Uninterrupted
 from satrap.table.engine import Slot, native_config
 
-_CORRECTED = ("skipped", "updated", "not_applied_absent")
-
 
 class DeviceEngine:
     """The engine of some tables, and the memory of their rows."""
@@ -38,7 +36,6 @@ class DeviceEngine:
         self._lock = threading.Lock()
         self._inserted: list[dict[str, NDArray[Any]]] = []  # rows whose frames have no values yet
         self._pools = pools
-        self._corrections = [dict.fromkeys(_CORRECTED, 0) for _ in tables]
 
     def slots(self, seed: int) -> list[Slot]:
         """Return the tables for a TableGroup."""
@@ -101,11 +98,6 @@ class DeviceEngine:
         state = np.empty((len(ids), layout.state_dim), np.float32)
         self.core.initial_rows(table, ids, values, state)
         return values, state
-
-    def correct(self, table: int, **counts: int) -> None:
-        """Correct the core's counts by what only the device knew."""
-        for name, count in counts.items():
-            self._corrections[table][name] += count
 
     # -- as an engine --------------------------------------------------------------------------------------------------
 
@@ -183,9 +175,7 @@ class DeviceEngine:
 
     def stats(self, table: int) -> dict[str, int]:
         """Return the counts of a table; its bytes include its rows on the device."""
-        counts = self.core.stats(table)
-        for name, correction in self._corrections[table].items():
-            counts[name] += correction
+        counts: dict[str, int] = self.core.stats(table)
         counts["bytes"] += counts["rows"] * self.memory(table).layout.row_bytes
         return counts
 

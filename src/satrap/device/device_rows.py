@@ -78,7 +78,8 @@ class DeviceRows:
         with self._engine.exclusive():
             flat = self._flat(request.gradients)
             skips = self._check(request, flat, scale)
-            runs = Runs.to_device(self._engine.core.update_frames(request.tickets, given, request.step), self.device)
+            found = self._engine.core.update_frames(request.tickets, given, request.step, skips)
+            runs = Runs.to_device(found, self.device)
             for tables, optimizer, lr, skip in self._fused_tables(dict(request.lrs), skips=skips):
                 self._step(tables, runs, flat, scale, optimizer, lr, request.step, skip_nonfinite=skip)
 
@@ -171,11 +172,7 @@ class DeviceRows:
     def _flat(self, gradients: list[TicketGradients]) -> Tensor:
         """Return all gradients as one tensor in the order of their places."""
         parts = [part.reshape(-1) for block, sequences in gradients for part in (block, *sequences) if part is not None]
-        return (
-            parts[0]
-            if len(parts) == 1
-            else torch.cat(parts or [torch.empty(0, dtype=torch.float32, device=self.device)])
-        )
+        return parts[0] if len(parts) == 1 else torch.cat(parts or [self.empty(0, 0).view(-1)])
 
     def _fused_tables(self, lrs: dict[int, float], *, skips: bool) -> Iterator[tuple[range, Optimizer, float, bool]]:
         """Yield tables that one kernel updates: neighbours with one memory, optimizer and rate."""
@@ -207,14 +204,9 @@ class DeviceRows:
         )
         if summed is None:
             return
-        lengths = part.end - part.begin
-        none_left = (lengths > 0) & (summed == 0)
+        assert part.ids is not None
+        left_out, is_summed = (part.end - part.begin - summed).cpu().numpy(), summed.cpu().numpy() > 0
         for number in tables:
-            of_table = slice(*(runs.tables[number + i] - runs.tables[tables.start] for i in (0, 1)))
-            has_row = part.frames[of_table] >= 0
-            self._engine.correct(
-                number,
-                skipped=int((lengths - summed)[of_table].sum()),
-                updated=-int((none_left[of_table] & has_row).sum()),
-                not_applied_absent=-int((none_left[of_table] & ~has_row).sum()),
-            )
+            rows = slice(*(runs.tables[number + i] - runs.tables[tables.start] for i in (0, 1)))
+            ids = part.ids[rows][is_summed[rows]]
+            self._engine.core.settle_frames(number, ids, int(left_out[rows].sum()), step)

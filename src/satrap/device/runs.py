@@ -4,7 +4,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from satrap.config.features import Features
@@ -31,13 +33,15 @@ class Runs:
     """int64 [runs]: keys of the random draws of each row; None: no table has 16-bit values."""
     tables: tuple[int, ...]
     """Where the runs of each table begin, and where the last end."""
+    ids: NDArray[np.uint64] | None = None
+    """[runs], in this process: the id of each run, if gradients may have to be skipped."""
 
     @classmethod
     def to_device(cls, arrays: dict[str, Any], device: torch.device) -> Self:
         """Copy what the core returned to the device."""
         names = ("frames", "begin", "end", "places", "factors", "keys")
         tensors: Any = {name: None if arrays[name] is None else to_device(arrays[name], device) for name in names}
-        return cls(tables=tuple(arrays["tables"].tolist()), **tensors)
+        return cls(tables=tuple(arrays["tables"].tolist()), ids=arrays["ids"], **tensors)
 
     def of_tables(self, tables: range) -> Self:
         """Return the runs of some tables."""
@@ -48,6 +52,7 @@ class Runs:
             begin=self.begin[part],
             end=self.end[part],
             keys=None if self.keys is None else self.keys[part],
+            ids=None if self.ids is None else self.ids[part],
         )
 
 

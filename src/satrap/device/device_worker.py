@@ -8,6 +8,7 @@ from torch import Tensor
 from satrap.config.features import Features
 from satrap.device.device_engine import DeviceEngine
 from satrap.device.device_rows import DeviceRows
+from satrap.device.kernels import require_possible
 from satrap.device.torch_device import resolve_device
 from satrap.errors import ConfigError, InputError
 from satrap.table.engine import Slot
@@ -29,6 +30,7 @@ class DeviceWorker(Worker):
                 f"features is a {type(features).__name__}; expected a satrap.config.features.Features of it"
             )
         resolved = resolve_device(device)
+        require_possible(features.tables, resolved)
 
         def create() -> DeviceEngine:
             return DeviceEngine(features.tables, resolved, seed=seed, num_threads=num_threads)

@@ -30,7 +30,7 @@ ARROWS: dict[str, str] = {
     "server.migration": "config rpc sharding table server",
     "worker": "config rpc sharding table table.snapshot data server",
     "worker.remote": "config rpc data worker",
-    "device": "config table worker",
+    "device": "config table data worker",
     "train": "config rpc monitor sharding table data server worker worker.remote device",
     "models": "train",
     "checkpoint": "config table.snapshot data train",

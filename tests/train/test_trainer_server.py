@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from cluster import DEADLINE_SECONDS
@@ -58,44 +59,63 @@ def test_a_checkpoint_resumes_on_more_trainers_on_one_and_on_servers(trainers: T
 
 
 SCRIPT = """
-import sys
+import os, signal, sys
+from pathlib import Path
 import numpy
 import torch
 import satrap
 
 torch.distributed.init_process_group("gloo")
-rank = torch.distributed.get_rank()
-item = satrap.Table("item", dim=4)
-with satrap.Embeddings({"item": item}) as embeddings:
+rank, folder, mode = torch.distributed.get_rank(), Path(sys.argv[1]), sys.argv[2]
+torch.manual_seed(0)
+with satrap.Embeddings({"item": satrap.Table("item", dim=4)}) as embeddings:
     model = embeddings.parallel(torch.nn.Linear(4, 1))
     optimizer = embeddings.optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
     data = satrap.Frame({"item": list(range(64)), "label": [0.0, 1.0] * 32}, label="label", batch_size=4)
+    run = satrap.Checkpoint(folder / "run", model, optimizer, embeddings, data)
+    resumed = run.resume()
     for batch in embeddings.stream(data):
-        if rank == 1 and batch.step == 5 and "fail" in sys.argv:
-            raise SystemExit(7)
+        if rank == 1 and batch.step == 5 and not resumed:
+            if mode == "exits":
+                raise SystemExit(7)
+            if mode == "is killed":
+                os.kill(os.getpid(), signal.SIGKILL)
         model(batch.embeddings).mean().backward()
         optimizer.step()
-    print(f"trainer {rank}: {len(embeddings.tables['item'])} rows")
-    if rank == 0:  # the others wait for it, since it reads their rows
-        rows = embeddings.tables["item"].read(numpy.arange(64))
-        assert rows.present.all()
+        optimizer.zero_grad()
+        run.save(every_steps=2)
+    print(f"trainer {rank}: {len(embeddings.tables['item'])} rows, resumed: {resumed}")
+    if rank == 0:  # the other one waits, since this reads its rows
+        numpy.save(folder / "rows.npy", embeddings.tables["item"].read(numpy.arange(64)).values)
 """
 
 
-@pytest.mark.parametrize("fails", [False, True])
-def test_torchrun_alone_trains_over_the_trainers(fails: bool, tmp_path: Path) -> None:
-    script = tmp_path / "train.py"
-    script.write_text(SCRIPT)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
-    done = subprocess.run(
-        [*command, *(["fail"] if fails else [])],
+def torchrun(folder: Path, mode: str, *options: str) -> subprocess.CompletedProcess[str]:
+    folder.mkdir()
+    (folder / "train.py").write_text(SCRIPT)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *options]
+    return subprocess.run(
+        [*command, str(folder / "train.py"), str(folder), mode],
         capture_output=True,
         text=True,
-        timeout=DEADLINE_SECONDS,
+        timeout=2 * DEADLINE_SECONDS,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
-    if fails:
-        assert done.returncode != 0 and "exitcode  : 7" in done.stderr
-    else:
-        assert done.returncode == 0, done.stderr
-        assert sorted(done.stdout.splitlines()) == ["trainer 0: 64 rows", "trainer 1: 64 rows"]
+
+
+def test_torchrun_alone_trains_and_after_a_kill_resumes_to_the_same_bits(tmp_path: Path) -> None:
+    whole = torchrun(tmp_path / "whole", "ends")
+    assert whole.returncode == 0, whole.stderr
+    lines = [f"trainer {rank}: 64 rows, resumed: False" for rank in (0, 1)]
+    assert sorted(whole.stdout.splitlines()) == lines
+    killed = torchrun(tmp_path / "killed", "is killed", "--max-restarts", "1")
+    assert killed.returncode == 0, killed.stderr
+    assert "(exitcode: -9) local_rank: 1" in killed.stderr
+    assert sorted(killed.stdout.splitlines()) == [line.replace("False", "True") for line in lines]
+    found, expected = (np.load(tmp_path / name / "rows.npy") for name in ("killed", "whole"))
+    np.testing.assert_array_equal(found, expected)
+
+
+def test_a_trainer_that_ends_with_an_error_ends_the_others_with_its_name(tmp_path: Path) -> None:
+    done = torchrun(tmp_path / "run", "exits")
+    assert done.returncode != 0 and "exitcode  : 7" in done.stderr, done.stderr

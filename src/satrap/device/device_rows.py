@@ -11,13 +11,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from satrap import _core
 from satrap.config.features import Features
 from satrap.config.tables import Optimizer
 from satrap.device.device_engine import DeviceEngine
+from satrap.device.host_copy import to_device
 from satrap.device.kernels import kernels_of
 from satrap.device.row_memory import RowMemory
 from satrap.device.runs import PooledFeatures, Runs
@@ -55,28 +55,17 @@ class DeviceRows:
         return torch.empty((lines, floats), dtype=torch.float32, device=self.device)
 
     def lookup(self, request: BagRequest, block: Tensor, sequences: list[Tensor]) -> _core.Ticket | None:
-        frames = np.empty(len(request.values), np.int32)
         with self._engine.exclusive():
-            if request.train:
-                self._reserve(request)
-            try:
-                found = self._engine.core.lookup_frames(
-                    self._bags,
-                    request.values,
-                    request.offsets,
-                    request.weights,
-                    request.batch_size,
-                    request.step or 0,
-                    request.oldest_open or 0,
-                    request.train,
-                    frames,
-                    request.first_epoch,
-                )
-            finally:  # a lookup that fails has inserted rows too
-                self._engine.initialise_inserted()
-            self._gather(request.batch_size, frames[: found["num_ids"]], found, block, sequences)
+            found: dict[str, Any] = request.resolved or self._find_frames(request)
+            self._gather(request.batch_size, found, block, sequences)
         ticket: _core.Ticket | None = found["ticket"]
         return ticket
+
+    def resolve(self, request: BagRequest) -> dict[str, Any]:
+        """Find the frames of a lookup's ids; the lookup reads them. A frame that it takes from an evicted row was last
+        used by calls that are on the device's queue already."""
+        with self._engine.exclusive():
+            return self._find_frames(request)
 
     def owns_ticket(self, ticket: object) -> bool:
         return isinstance(ticket, _core.Ticket) and self._bags.made(ticket)
@@ -105,6 +94,28 @@ class DeviceRows:
 
     # -- lookup --------------------------------------------------------------------------------------------------------
 
+    def _find_frames(self, request: BagRequest) -> dict[str, Any]:
+        """Return what `lookup_frames` of the core returns, and the frames."""
+        frames = np.empty(len(request.values), np.int32)
+        if request.train:
+            self._reserve(request)
+        try:
+            found = self._engine.core.lookup_frames(
+                self._bags,
+                request.values,
+                request.offsets,
+                request.weights,
+                request.batch_size,
+                request.step or 0,
+                request.oldest_open or 0,
+                request.train,
+                frames,
+                request.first_epoch,
+            )
+        finally:  # a lookup that fails has inserted rows too
+            self._engine.initialise_inserted()
+        return {**found, "frames": frames[: found["num_ids"]]}
+
     def _reserve(self, request: BagRequest) -> None:
         """Make room for the rows that the lookup may insert, before it changes anything."""
         bounds = np.arange(len(self._features) + 1) * request.batch_size
@@ -122,13 +133,11 @@ class DeviceRows:
             rows.write(at, *self._engine.initial_rows(number, found["absent_ids"][at]))
         return rows.values.float()
 
-    def _gather(
-        self, batch_size: int, frames: NDArray[np.int32], found: dict[str, Any], block: Tensor, sequences: list[Tensor]
-    ) -> None:
+    def _gather(self, batch_size: int, found: dict[str, Any], block: Tensor, sequences: list[Tensor]) -> None:
         """Pool and copy the rows of all features."""
         at, offsets, weights = (
-            None if array is None else torch.from_numpy(array).to(self.device)
-            for array in (frames, found["offsets"], found["weights"])
+            None if array is None else to_device(array, self.device)
+            for array in (found["frames"], found["offsets"], found["weights"])
         )
         assert at is not None
         absent = [self._absent(found, memory) for memory in self._engine.memories]

@@ -1,11 +1,14 @@
 """A worker whose rows are on a device. Its blocks and gradients are tensors there."""
 
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from satrap.config.features import Features
+from satrap.config.tables import Always
+from satrap.data.inputs import Inputs
 from satrap.device.device_engine import DeviceEngine
 from satrap.device.device_rows import DeviceRows
 from satrap.device.kernels import require_possible
@@ -13,7 +16,7 @@ from satrap.device.torch_device import resolve_device
 from satrap.errors import ConfigError, InputError
 from satrap.table.engine import Slot
 from satrap.table.table_group import TableGroup
-from satrap.worker.worker import Worker
+from satrap.worker.worker import BagRequest, Worker
 
 
 class DeviceWorker(Worker):
@@ -36,7 +39,7 @@ class DeviceWorker(Worker):
             return DeviceEngine(features.tables, resolved, seed=seed, num_threads=num_threads)
 
         engine = create()
-        rows = DeviceRows(features, engine)
+        self._device_rows = rows = DeviceRows(features, engine)
 
         def renew() -> list[Slot]:  # must not refer to the worker or the tables: they would keep each other alive
             engine = create()
@@ -46,6 +49,17 @@ class DeviceWorker(Worker):
         self.device = resolved
         self.tables = TableGroup.in_engine(engine.slots(seed), renew)
         super().__init__(features, rows)
+
+    @property
+    def resolves_ahead(self) -> bool:
+        """Whether no row depends on the order of earlier updates and later lookups: every id is admitted, and none
+        expires."""
+        return all(isinstance(table.admission, Always) and table.expire_after is None for table in self.features.tables)
+
+    def resolve(self, inputs: Inputs, *, step: int, oldest_open: int) -> BagRequest:
+        """Find the frames of a training batch's rows, and insert those that are new."""
+        request = self._request(inputs, step, oldest_open, train=True)
+        return replace(request, resolved=self._device_rows.resolve(request))
 
     def close(self) -> None:
         """Do nothing: the rows are freed with the last reference to them."""

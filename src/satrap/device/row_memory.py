@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from satrap.config.tables import Table
+from satrap.device.host_copy import to_device
 from satrap.errors import CapacityError
 
 _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
@@ -87,13 +88,13 @@ class RowMemory:
 
     def write(self, frames: NDArray[np.int32], values: NDArray[Any], state: NDArray[np.float32]) -> None:
         """Replace rows. values: of 16 bits as uint16."""
-        at = torch.from_numpy(frames).to(self.device)
+        at = to_device(frames, self.device)
         self.values[at] = self._as_tensor(values).to(self.device)
-        self.state[at] = torch.from_numpy(np.require(state, requirements="W")).to(self.device)
+        self.state[at] = to_device(np.require(state, requirements="W"), self.device)
 
     def read(self, frames: NDArray[np.int32]) -> tuple[NDArray[Any], NDArray[np.float32]]:
         """Return the values and states of rows as they are stored; of 16 bits as uint16."""
-        at = torch.from_numpy(frames).to(self.device)
+        at = to_device(frames, self.device)
         values = self.values[at].cpu()
         as_stored = (
             values.numpy() if values.dtype == torch.float32 else values.view(torch.int16).numpy().view(np.uint16)

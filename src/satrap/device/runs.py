@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from satrap.config.features import Features
+from satrap.device.host_copy import to_device
 
 POOLINGS = ("sum", "mean", "sqrtn")
 
@@ -39,9 +40,7 @@ class Runs:
     def to_device(cls, arrays: dict[str, Any], device: torch.device) -> Self:
         """Copy what the core returned to the device."""
         names = ("frames", "begin", "end", "places", "factors", "keys")
-        tensors: Any = {
-            name: None if arrays[name] is None else torch.from_numpy(arrays[name]).to(device) for name in names
-        }
+        tensors: Any = {name: None if arrays[name] is None else to_device(arrays[name], device) for name in names}
         return cls(tables=tuple(arrays["tables"].tolist()), ids=arrays["ids"], **tensors)
 
     def of_tables(self, tables: range) -> Self:

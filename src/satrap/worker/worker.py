@@ -69,6 +69,8 @@ class BagRequest:
     train: bool = False
     first_epoch: bool = True
     """Whether to count sightings in tables that count only those of the first epoch."""
+    resolved: Any = None
+    """What `Worker.resolve` found ahead of the lookup."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -179,6 +181,16 @@ class Worker:
         found: Mapping[str, Any] | None = source.signature() if hasattr(source, "signature") else None
         return found
 
+    @property
+    def resolves_ahead(self) -> bool:
+        """Whether `resolve` may be called ahead of a training lookup, with the same result."""
+        return False
+
+    def resolve(self, inputs: Inputs, *, step: int, oldest_open: int) -> BagRequest:
+        """Do the part of a training lookup that needs no row's values, while earlier steps are in progress. Pass the
+        result to `lookup_resolved`, in the same order."""
+        raise NotImplementedError
+
     def lookup(
         self,
         inputs: Inputs,
@@ -194,7 +206,13 @@ class Worker:
         block: memory to write pooled rows into, float32 [batch_size, total_dim], best aligned to 64 bytes. None: a new
             aligned array, whose memory is reused once the array is collected.
         """
-        request = self._request(inputs, step, oldest_open, train)
+        return self._look_up(self._request(inputs, step, oldest_open, train), block)
+
+    def lookup_resolved(self, request: BagRequest) -> LookupResult:
+        """Look up the rows of a batch that was resolved."""
+        return self._look_up(request, None)
+
+    def _look_up(self, request: BagRequest, block: Block | None) -> LookupResult:
         batch_size = request.batch_size
         shape = (batch_size, self.features.total_dim)
         if block is None:

@@ -148,7 +148,7 @@ class DeviceRows:
             if feature.max_length is None:
                 continue
             memory = self._engine.memory(self._features.table_index[number])
-            out = next(left).view(batch_size, feature.max_length, -1)
+            out = next(left).view(batch_size, feature.max_length, memory.layout.dim)
             rows = absent[self._engine.memories.index(memory)]
             self._kernels.copy_sequence(memory.values, rows, at, offsets, number, out)
 

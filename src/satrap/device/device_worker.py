@@ -11,6 +11,7 @@ from satrap.config.tables import Always
 from satrap.data.inputs import Inputs
 from satrap.device.device_engine import DeviceEngine
 from satrap.device.device_rows import DeviceRows
+from satrap.device.kernels import require_possible
 from satrap.device.torch_device import resolve_device
 from satrap.errors import ConfigError, InputError
 from satrap.table.engine import Slot
@@ -32,6 +33,7 @@ class DeviceWorker(Worker):
                 f"features is a {type(features).__name__}; expected a satrap.config.features.Features of it"
             )
         resolved = resolve_device(device)
+        require_possible(features.tables, resolved)
 
         def create() -> DeviceEngine:
             return DeviceEngine(features.tables, resolved, seed=seed, num_threads=num_threads)

@@ -18,7 +18,6 @@ from satrap.device.exact import signed
 from satrap.device.runs import PooledFeatures, Runs
 
 _UNROLL = 8  # gradients of one row whose loads are in flight at a time
-_MOST_DIM = 4096  # of a row that one program holds
 
 
 @triton.jit

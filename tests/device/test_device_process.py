@@ -33,7 +33,8 @@ DEADLINE_SECONDS = 120
 
 
 def one_table(**options: Any) -> Features:
-    return Features({"one": Table("t", **{"dim": 3, "optimizer": Adagrad(0.1), "initial": Normal(std=0.5)} | options)})
+    how: dict[str, Any] = {"dim": 3, "optimizer": Adagrad(0.1), "initial": Normal(std=0.5)}
+    return Features({"one": Table("t", **how | options)})
 
 
 def batch(ids: Any) -> Inputs:
@@ -126,7 +127,7 @@ def test_rows_are_freed_without_the_collector() -> None:
         del worker, looked
         assert engine() is None
         embeddings = Embeddings({"one": Table("t", dim=3)}, num_threads=1, device="cpu")
-        engine = weakref.ref(embeddings.worker._rows._engine)  # type: ignore[union-attr]
+        engine = weakref.ref(embeddings.worker._rows._engine)  # type: ignore[attr-defined]
         embeddings.worker.lookup(batch(UNIVERSE))
         next(embeddings.stream([batch(UNIVERSE)], train=False))
         del embeddings

@@ -134,7 +134,7 @@ def float64() -> Iterator[None]:
         torch.set_default_dtype(torch.float32)
 
 
-STATES = {
+STATES: dict[str, Any] = {
     "float64": float64,
     "a default device": lambda: torch.device("meta"),
     "inference mode": torch.inference_mode,

@@ -89,6 +89,7 @@ def test_a_fork_is_refused_whatever_is_held(tmp_path: Path) -> None:
         lambda: worker.lookup(batch(UNIVERSE)),
         lambda: worker.lookup(batch(UNIVERSE), train=False),
         lambda: worker.update([ticket], [zeros]),
+        lambda: worker.update([ticket], [zeros], step=1),
         lambda: worker.drop(ticket),
         lambda: store.read(UNIVERSE),
         lambda: store.lookup(UNIVERSE, train=False),

@@ -217,8 +217,8 @@ def test_a_run_goes_back_to_an_earlier_checkpoint(tmp_path: Path) -> None:
 
 
 def test_checkpoints_of_a_loop_that_finds_rows_ahead(tmp_path: Path) -> None:
-    """A checkpoint may have new rows of batches that were not looked up yet, and lack those that they evicted. A run that
-    resumes any of them ends with the bits of one in memory that was never interrupted."""
+    """A checkpoint may have new rows of batches that were not looked up yet, and lack those that they evicted. A run
+    that resumes any of them ends with the bits of one in memory that was never interrupted."""
 
     def run(device: str | None, folder: Path, resume: str | None = None) -> list[bytes]:
         torch.manual_seed(0)

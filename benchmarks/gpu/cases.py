@@ -40,9 +40,9 @@ def full_cases() -> list[Case]:
 
 def quick_cases() -> list[Case]:
     """Return small cases, which show in a minute or two that all of it runs."""
-    few = {"num_warmup": 1, "num_steps": 3}
+    kernels, train = (replace(case, rows=100_000, num_warmup=1, num_steps=3) for case in (_KERNELS, _TRAIN))
     return [
         replace(_RESOLVE, rows=MILLION, ids="zipf", num_warmup=2, num_steps=10),
-        replace(_KERNELS, rows=100_000, ids="uniform", **few),
-        *(replace(_TRAIN, rows=100_000, ids="zipf", precision=precision, **few) for precision in PRECISIONS[:2]),
+        replace(kernels, ids="uniform"),
+        *(replace(train, ids="zipf", precision=precision) for precision in PRECISIONS[:2]),
     ]

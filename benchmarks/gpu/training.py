@@ -27,7 +27,7 @@ def measure(job: dict[str, Any]) -> dict[str, Any]:
     device = torch.device(job["device"])
     torch.manual_seed(1)
     torch.backends.cuda.matmul.allow_tf32 = True
-    contender = {"satrap": SatrapJob, "torch": TorchJob}[job["contender"]](job, device)
+    contender = SatrapJob(job, device) if job["contender"] == "satrap" else TorchJob(job, device)
     num_steps = job["num_warmup"] + job["num_steps"]
     numbers = row_numbers(job["rows"], job["ids"], num_steps, job["part"], job["samples"])
     rng = np.random.default_rng(job["part"])

@@ -33,8 +33,8 @@ DEADLINE_SECONDS = 120
 
 
 def one_table(**options: Any) -> Features:
-    how: dict[str, Any] = {"dim": 3, "optimizer": Adagrad(0.1), "initial": Normal(std=0.5)}
-    return Features({"one": Table("t", **how | options)})
+    given: dict[str, Any] = {"dim": 3, "optimizer": Adagrad(0.1), "initial": Normal(std=0.5)}
+    return Features({"one": Table("t", **given | options)})
 
 
 def batch(ids: Any) -> Inputs:
@@ -89,6 +89,7 @@ def test_a_fork_is_refused_whatever_is_held(tmp_path: Path) -> None:
         lambda: worker.lookup(batch(UNIVERSE)),
         lambda: worker.lookup(batch(UNIVERSE), train=False),
         lambda: worker.update([ticket], [zeros]),
+        lambda: worker.update([ticket], [zeros], step=1),
         lambda: worker.drop(ticket),
         lambda: store.read(UNIVERSE),
         lambda: store.lookup(UNIVERSE, train=False),
@@ -97,7 +98,7 @@ def test_a_fork_is_refused_whatever_is_held(tmp_path: Path) -> None:
         lambda: store.save(tmp_path / "saved"),
         lambda: worker.tables.restore({"t": [tmp_path / "saved"]}),
     ]
-    with worker._rows._engine.exclusive():  # type: ignore[attr-defined]
+    with worker._device_rows._engine.exclusive():
 
         def body() -> None:
             for call in calls:
@@ -123,11 +124,11 @@ def test_rows_are_freed_without_the_collector() -> None:
     try:
         worker = DeviceWorker(one_table(), "cpu", num_threads=1)
         looked = worker.lookup(batch(UNIVERSE))
-        engine = weakref.ref(worker._rows._engine)  # type: ignore[attr-defined]
+        engine = weakref.ref(worker._device_rows._engine)
         del worker, looked
         assert engine() is None
         embeddings = Embeddings({"one": Table("t", dim=3)}, num_threads=1, device="cpu")
-        engine = weakref.ref(embeddings.worker._rows._engine)  # type: ignore[attr-defined]
+        engine = weakref.ref(embeddings.worker._device_rows._engine)  # type: ignore[union-attr]
         embeddings.worker.lookup(batch(UNIVERSE))
         next(embeddings.stream([batch(UNIVERSE)], train=False))
         del embeddings
@@ -140,7 +141,7 @@ def test_a_restore_frees_the_rows_before(tmp_path: Path) -> None:
     worker = DeviceWorker(one_table(), "cpu", num_threads=1)
     worker.lookup(batch(UNIVERSE))
     worker.tables["t"].save(tmp_path)
-    before = weakref.ref(worker._rows._engine)  # type: ignore[attr-defined]
+    before = weakref.ref(worker._device_rows._engine)
     worker.tables.restore({"t": [tmp_path]})
     gc.collect()
     assert before() is None

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 import satrap
-from checkpoint_job import Job, names, same
+from checkpoint_job import Job, Source, names, same
 from cluster import running_servers
 from loop import DIM, NUM_IDS, Net, batches, bits, job, loss_of, train
 from satrap import SGD, Adagrad, Deployment, Embeddings, Inputs, RowWiseAdagrad, Table
@@ -214,6 +214,41 @@ def test_a_run_goes_back_to_an_earlier_checkpoint(tmp_path: Path) -> None:
         run.train()
         found.append(run.state())
     same(*found)
+
+
+def test_checkpoints_of_a_loop_that_finds_rows_ahead(tmp_path: Path) -> None:
+    """A checkpoint may have new rows of batches that were not looked up yet, and lack those that they evicted. A run
+    that resumes any of them ends with the bits of one in memory that was never interrupted."""
+
+    def run(device: str | None, folder: Path, resume: str | None = None) -> list[bytes]:
+        torch.manual_seed(0)
+        user = Table("user", dim=DIM, optimizer=Adagrad(0.1), capacity=80, num_buckets=2)
+        item = Table("item", dim=DIM, optimizer=SGD(0.1), dtype="bfloat16", capacity=90, num_buckets=2)
+        embeddings = Embeddings({"user": user, "item": item}, num_threads=1, device=device)
+        model, source = Net(2 * DIM + 1), Source(12)
+        optimizer = embeddings.optimizer(torch.optim.SGD(model.parameters(), lr=0.05))
+        checkpoint = satrap.Checkpoint(folder, model, optimizer, embeddings, source, keep=100, full_every=3)
+        assert resume is None or checkpoint.resume(resume)
+        with embeddings.stream(source, overlap=True) as stream:
+            for batch in stream:
+                optimizer.zero_grad()
+                loss_of(model, batch).backward()
+                optimizer.step()
+                if resume is None:
+                    checkpoint.save()
+        every = np.arange(200, dtype=np.uint64)
+        found = [part.tobytes() for store in embeddings.tables.values() for part in store.read(every)]
+        for store in embeddings.tables.values():
+            store.check()
+        embeddings.close()
+        return found + [parameter.detach().numpy().tobytes() for parameter in model.parameters()]
+
+    expected = run(None, tmp_path / "memory")
+    assert run("cpu", tmp_path / "device") == expected
+    saved = names(tmp_path / "device")
+    for name in (saved[0], saved[4], saved[-2]):
+        assert run("cpu", tmp_path / "device", name) == expected
+        assert run(None, tmp_path / "device", name) == expected
 
 
 def test_what_is_refused() -> None:

@@ -251,7 +251,14 @@ class TrainingSession:
         yield from training_samples(past if training is None else past + training.counters())
         yield Sample("satrap_step", self._step if training is None else training.last_step)
         yield Sample("satrap_staleness_bound_steps", self._staleness)
-        if worker is not None and worker.servers is None:  # the rows are in this process
+        if worker is None:
+            return
+        for feature, count in worker.truncated.items():
+            yield Sample("satrap_lost", count, {"what": f"ids/{feature}"})
+        if worker.servers is not None:  # trainers leave gradients out before servers see them
+            for table, count in zip(worker.servers.job.tables, worker.servers.num_skipped, strict=True):
+                yield Sample("satrap_table_skipped", count, {"table": table.name})
+        else:
             stores: Mapping[str, Any] = worker.tables
             yield from table_samples({name: store.stats() for name, store in stores.items()})
             yield from snapshot_samples([progress_of(store).to_dict() for store in stores.values()])

@@ -1,0 +1,207 @@
+"""`satrap status` and `--http` of a live run: what they show is what happens, and training does not notice."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import pty
+import re
+import signal
+import struct
+import subprocess
+import termios
+import threading
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cluster import batch, one_table, running_servers, sharded_worker
+from runs import (
+    JOB,
+    SATRAP,
+    assert_nothing_is_left,
+    name_processes,
+    num_checkpoints,
+    scale_to,
+    start_run,
+    wait_for_exit,
+    wait_for_output,
+    wait_until,
+)
+from satrap.cli.main import main
+from satrap.cli.status import RunReader
+from satrap.cli.status_table import as_lines, fit, summarize
+from scrape import get, number, scrape
+
+
+def status_of(folder: Path) -> dict[str, Any]:
+    command = [SATRAP, "status", "--folder", str(folder / "run"), "--json", "--seconds", "0.2"]
+    found: dict[str, Any] = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+    return found
+
+
+def processes(status: dict[str, Any], key: str) -> dict[str, Any]:
+    return {f"{each['role']} {each['number']}": each[key] for each in status["processes"]}
+
+
+def targets(url: str) -> dict[str, str]:
+    """Return the URL of each process's metrics, as Prometheus discovers them."""
+    with urllib.request.urlopen(url, timeout=60) as answer:
+        found = json.load(answer)
+    return {
+        f"{each['labels']['role']} {each['labels']['number']}": f"http://{each['targets'][0]}/metrics" for each in found
+    }
+
+
+def watch_in_a_terminal(folder: Path, columns: int, lines: int) -> bytes:
+    """Return what `--watch` writes to a terminal until it has drawn three tables and gets a Ctrl-C."""
+    primary, secondary = pty.openpty()
+    fcntl.ioctl(secondary, termios.TIOCSWINSZ, struct.pack("HHHH", lines, columns, 0, 0))
+    command = [SATRAP, "status", "--watch", "--seconds", "0.1", "--folder", str(folder / "run")]
+    process = subprocess.Popen(command, stdin=secondary, stdout=secondary, stderr=secondary, start_new_session=True)
+    timer = threading.Timer(120, process.kill)
+    timer.start()
+    try:
+        written = b""
+        while written.count(b"\x1b[H") < 4:
+            written += os.read(primary, 1 << 16)
+        process.send_signal(signal.SIGINT)
+        assert process.wait() == 0
+    finally:
+        timer.cancel()
+        timer.join()
+        process.kill()
+        process.wait()
+        os.close(secondary)
+        os.close(primary)
+    return written
+
+
+def test_status_and_metrics_of_a_live_run(tmp_path: Path) -> None:
+    (tmp_path / "hold").touch()
+    options = ("--servers", "2", "--workers", "1", "--trainers", "1", "--http", "0")
+    with start_run(tmp_path, JOB, *options, arguments=(str(tmp_path), "60", "2")) as run:
+        assert run.stderr is not None
+        first = run.stderr.readline()
+        match = re.search(r"metrics at (\S+); those of all processes: (\S+)\n", first)
+        assert match is not None, first
+        wait_until(lambda: num_checkpoints(tmp_path) == 6, run)  # it waits at step 30
+        urls = targets(match[2])
+        assert urls.keys() == {"run 0", "server 0", "server 1", "worker 0", "trainer 0"} and urls["run 0"] == match[1]
+        assert all(get(url.replace("metrics", "readyz")) == (200, "ready\n") for url in urls.values())
+        # The trainer.
+        numbers = scrape(urls["trainer 0"])
+        wait_until(lambda: number(scrape(urls["trainer 0"]), "satrap_checkpoints_total") == 6, run)
+        assert number(numbers, "satrap_step") == 30
+        assert number(numbers, "satrap_staleness_bound_steps") == 2
+        assert 30 <= number(numbers, "satrap_staleness_steps_count") <= 33
+        assert number(numbers, "satrap_staleness_steps_bucket", le="2.0") == number(
+            numbers, "satrap_staleness_steps_count"
+        )
+        assert all(
+            number(numbers, "satrap_stage_seconds_total", stage=stage) > 0 for stage in ("read", "lookup", "update")
+        )
+        assert number(scrape(urls["trainer 0"]), "satrap_last_checkpoint_step") == 30
+        # The worker and the run.
+        assert number(scrape(urls["worker 0"]), "satrap_sessions") == 1
+        numbers = scrape(urls["run 0"])
+        assert number(numbers, "satrap_run_launches_total") == 1 and number(numbers, "satrap_run_faults_total") == 0
+        assert number(numbers, "satrap_run_processes", role="server", state="ready") == 2
+        # The status.
+        before = status_of(tmp_path)
+        assert before["phase"] == "trainers are running" and before["launch"] == 1
+        servers = [scrape(urls[name]) for name in ("server 0", "server 1")]
+        rows = [sum(value for (name, _), value in each.items() if name == "satrap_table_rows") for each in servers]
+        assert before["rows"] == sum(rows) > 0 and before["step"] >= 30
+        assert [processes(before, "rows")[name] for name in ("server 0", "server 1")] == rows
+        assert processes(before, "metrics") == {name: url for name, url in urls.items() if name != "run 0"}
+        assert before["rows_per_second"] == 0.0 and before["faults"] == {"count": 0, "last": []}
+        last = before["last_checkpoint"]
+        assert last["name"] == "000006-step-30" and last["is_published"] and Path(last["folder"]).is_dir()
+        pids = name_processes(Path(f"/proc/{run.pid}/task/{run.pid}/children").read_text().split())
+        places = processes(before, "where")
+        assert all(places[name].startswith(f"process {pid} on ") for name, pid in pids.items() if name != "worker")
+        # In a terminal.
+        written = watch_in_a_terminal(tmp_path, 70, 9).decode()
+        tables = [re.sub(r"\x1b\[[0-9]*[A-Z]", "", each) for each in written.split("\x1b[H")[1:-1]]
+        for table in tables:
+            lines = table.splitlines()
+            assert len(lines) == 8 and max(map(len, lines)) <= 70 and lines[-1].startswith("... ")
+            assert "trainers are running" in lines[0] and lines[2].startswith("last checkpoint: 000006-step-30")
+        attempt = number(scrape(urls["server 0"]), "satrap_attempt")
+        # A fault, and more servers.
+        os.kill(pids["server 1"], signal.SIGKILL)
+        wait_for_output(run, "server 1: listening at")
+        wait_until(lambda: processes(status_of(tmp_path), "state")["server 1"] != "no answer", run)
+        scale_to(tmp_path, run, 3)
+        after = status_of(tmp_path)
+        assert after["faults"]["count"] == 1 and after["faults"]["last"][0]["what"] == "server 1 was killed by signal 9"
+        assert processes(after, "restarts")["server 1"] == 1 and "server 2" in processes(after, "rows")
+        assert after["rows"] == before["rows"] and after["moves"]["rows_received"] > 0
+        numbers = scrape(urls["run 0"])
+        assert number(numbers, "satrap_run_restarts_total", role="server") == 1
+        assert number(numbers, "satrap_run_faults_total") == 1
+        urls = targets(match[2])
+        assert number(scrape(urls["server 2"]), "satrap_moved_rows_total", direction="in") > 0
+        assert number(scrape(urls["server 0"]), "satrap_attempt") == attempt
+        (tmp_path / "hold").unlink()
+        status, out, err = wait_for_exit(run)
+    assert (status, out) == (0, "began\n"), err
+    assert "launch 2" not in err and "AttemptError" not in err
+    assert_nothing_is_left(tmp_path, [])
+    assert not (tmp_path / "run/status.json").exists()
+
+
+def test_servers_by_hand_are_found_by_one_address(capsys: pytest.CaptureFixture[str]) -> None:
+    with running_servers(2) as services:
+        addresses = [each.address for each in services]
+        assert main(["status", "--servers", addresses[1], "--seconds", "0.1"]) == 0
+        assert "no trainer has given this server its job yet" in capsys.readouterr().out
+        with sharded_worker(one_table(), addresses) as worker:
+            found = worker.lookup(batch(np.arange(100)), step=1)
+            assert found.ticket is not None
+            with RunReader(None, [addresses[1]]) as reader:
+                before = reader.read()
+                worker.lookup(batch(np.arange(50)), step=2, oldest_open=1)
+                summary = summarize(reader.read(), before)
+        assert summary["rows"] == 100 and summary["step"] == 2 and summary["staleness"] == {"0": 1}
+        assert [each["address"] for each in summary["processes"][:2]] == [addresses[1], addresses[0]]
+        seconds = 50 / summary["rows_per_second"]
+        assert 0 < seconds < 60 and summary["steps_per_second"] == pytest.approx(1 / seconds)
+        lines = as_lines(summary)
+        assert "servers started by hand" in lines[0] and any(f"process {os.getpid()} on" in line for line in lines)
+
+
+def test_a_server_that_does_not_answer_is_shown() -> None:
+    with running_servers(2) as services:
+        addresses = [each.address for each in services]
+        with sharded_worker(one_table(), addresses), RunReader(None, addresses) as reader:
+            reader.read()
+            services[1].close()
+            summary = summarize(reader.read(), None)
+    assert [each["state"] for each in summary["processes"][:2]] == ["ready", "no answer"]
+    assert summary["rows_per_second"] is None and any("server" in line for line in as_lines(summary)[-1:])
+
+
+def test_a_run_that_is_not_live(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["status", "--folder", str(tmp_path)]) == 1
+    assert "there is no run in" in capsys.readouterr().err
+    (tmp_path / "run.json").write_text("{}")
+    assert main(["status", "--folder", str(tmp_path)]) == 1
+    assert "has ended" in capsys.readouterr().err
+    assert main(["status", "--servers", "ipc:///nowhere"]) == 1
+    assert main(["status", "--seconds", "0", "--folder", str(tmp_path)]) == 1
+
+
+@given(st.lists(st.text(max_size=20), max_size=12), st.integers(1, 15), st.integers(2, 10))
+def test_a_table_fits_its_terminal(lines: list[str], columns: int, rows: int) -> None:
+    found = fit(lines, columns, rows)
+    assert len(found) == min(len(lines), rows) and all(len(line) <= columns for line in found)
+    kept = found if len(lines) <= rows else found[:-1]
+    assert kept == [line[:columns] for line in lines[: len(kept)]]

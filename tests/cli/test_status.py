@@ -41,7 +41,7 @@ from scrape import get, number, scrape
 
 
 def status_of(folder: Path) -> dict[str, Any]:
-    command = [SATRAP, "status", "--folder", str(folder / "run"), "--json", "--seconds", "0.2"]
+    command = [str(SATRAP), "status", "--folder", str(folder / "run"), "--json", "--seconds", "0.2"]
     found: dict[str, Any] = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
     return found
 
@@ -63,7 +63,7 @@ def watch_in_a_terminal(folder: Path, columns: int, lines: int) -> bytes:
     """Return what `--watch` writes to a terminal until it has drawn three tables and gets a Ctrl-C."""
     primary, secondary = pty.openpty()
     fcntl.ioctl(secondary, termios.TIOCSWINSZ, struct.pack("HHHH", lines, columns, 0, 0))
-    command = [SATRAP, "status", "--watch", "--seconds", "0.1", "--folder", str(folder / "run")]
+    command = [str(SATRAP), "status", "--watch", "--seconds", "0.1", "--folder", str(folder / "run")]
     process = subprocess.Popen(command, stdin=secondary, stdout=secondary, stderr=secondary, start_new_session=True)
     timer = threading.Timer(120, process.kill)
     timer.start()

@@ -95,6 +95,17 @@ def test_promtool_accepts_the_rules() -> None:
     assert done.returncode == 0 and f"{len(rules())} rules found" in done.stdout, done.stdout + done.stderr
 
 
+@needs_promtool
+def test_promtool_accepts_the_configuration() -> None:
+    done = subprocess.run(
+        ["promtool", "check", "config", str(ALERTS.with_name("prometheus.yml"))],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0 and "is valid prometheus config" in done.stdout, done.stdout + done.stderr
+
+
 # Series of one minute each, the time in minutes, and the alerts that fire then.
 FIRING: list[tuple[dict[str, str], int, set[str]]] = [
     ({'satrap_memory_used_bytes{of="rows"}': "79x30", 'satrap_memory_allowed_bytes{of="rows"}': "100x30"}, 20, set()),

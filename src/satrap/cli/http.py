@@ -82,11 +82,13 @@ def serve_trainer(address: str | None, rank: int) -> Iterator[None]:
 
 
 @contextmanager
-def monitor_run(address: str | None, folder: Path, logs: "RunLogs") -> Iterator["RunMonitor"]:
-    """Yield what records a run, and serve its metrics if there is an address."""
+def monitor_run(
+    address: str | None, folder: Path, logs: "RunLogs", client_key: bytes | None = None
+) -> Iterator["RunMonitor"]:
+    """Yield what records a run, and serve its metrics if there is an address. client_key: of servers with keys."""
     from satrap.launch.run_monitor import RunMonitor
 
-    monitor = RunMonitor(folder, logs.places, logs.metrics)
+    monitor = RunMonitor(folder, logs.places, logs.metrics, client_key)
     if address is None:
         yield monitor
         return

@@ -64,7 +64,7 @@ def _run_on_ray(options: argparse.Namespace, arguments: Sequence[str], run_confi
         lock_run_folder(options.folder),
         RunLogs(options.folder / "logs") as logs,
         open_ray_launcher(script, run_config, ray_config, logs) as launcher,
-        monitor_run(options.http, options.folder, logs) as monitor,
+        monitor_run(options.http, options.folder, logs, launcher.client_key) as monitor,
     ):
         scaler = _scaler(options, launcher.keys, resources[Role.SERVER].memory_bytes)
         return run(script, run_config, options.folder, launcher, scaler, monitor)

@@ -18,7 +18,7 @@ from typing import Any, TextIO
 from satrap.cli.status_table import as_lines, fit, summarize
 from satrap.config.validation import check_number
 from satrap.errors import ConfigError, DeadlineError, SatrapError
-from satrap.launch.run_monitor import STATUS
+from satrap.launch.run_monitor import CLIENT_KEY, STATUS
 from satrap.launch.run_state import is_live
 from satrap.rpc import Client, Keys, Origin, PendingCall
 from satrap.server.protocol import ServerCalls
@@ -36,6 +36,8 @@ class RunReader:
         """folder: the directory of a live run. servers: or the addresses of one or more servers."""
         if folder is None:
             check_addresses(servers)
+        if folder is not None and keys is None and (folder / CLIENT_KEY).exists():
+            keys = Keys.read(folder / CLIENT_KEY)
         self._folder, self._servers, self._keys = folder, list(servers), keys
         self._clients: dict[str, Client[Any]] = {}
         self._stack = ExitStack()

@@ -34,7 +34,7 @@ from satrap.launch.supervisor import (
 from satrap.monitor.memory import memory
 from satrap.monitor.samples import Sample, memory_samples
 
-STATUS = "status.json"
+STATUS, CLIENT_KEY = "status.json", "client.key"
 _LOG = logging.getLogger("satrap.launch")
 _MAX_FAULTS = 20
 
@@ -42,10 +42,22 @@ _MAX_FAULTS = 20
 class RunMonitor:
     """Records what a run does."""
 
-    def __init__(self, folder: Path, places: Mapping[Process, str], metrics: Mapping[Process, str]) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        places: Mapping[Process, str],
+        metrics: Mapping[Process, str],
+        client_key: bytes | None = None,
+    ) -> None:
         """folder: the run's directory. places, metrics: where each process runs, and the URL of its metrics, as
-        `satrap.launch.logs.RunLogs` learns them."""
+        `satrap.launch.logs.RunLogs` learns them. client_key: content of the key file with which to call the run's
+        servers, which only this user may read while the run lives; None: they have no keys."""
         self._path, self._places, self._metrics = folder / STATUS, places, metrics
+        self._key_path = folder / CLIENT_KEY
+        self._key_path.unlink(missing_ok=True)  # of a run that was killed
+        if client_key is not None:
+            with open(os.open(self._key_path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+                file.write(client_key)
         self.url: str | None = None
         """URL of the run's own metrics."""
         self._processes: dict[Process, dict[str, Any]] = {}
@@ -81,8 +93,9 @@ class RunMonitor:
             self._write()
 
     def close(self) -> None:
-        """Remove the file."""
+        """Remove the files."""
         self._path.unlink(missing_ok=True)
+        self._key_path.unlink(missing_ok=True)
 
     # -- what the endpoint serves, in its threads ----------------------------------------------------------------------
 

@@ -83,57 +83,61 @@ def watch_in_a_terminal(folder: Path, columns: int, lines: int) -> bytes:
     return written
 
 
+def check_metrics(urls: dict[str, str], run: subprocess.Popen[str]) -> None:
+    """Check the numbers of a run that waits at step 30."""
+    assert urls.keys() == {"run 0", "server 0", "server 1", "worker 0", "trainer 0"}
+    assert all(get(url.replace("metrics", "readyz")) == (200, "ready\n") for url in urls.values())
+    wait_until(lambda: number(scrape(urls["trainer 0"]), "satrap_checkpoints_total") == 6, run)
+    numbers = scrape(urls["trainer 0"])
+    assert number(numbers, "satrap_step") == number(numbers, "satrap_last_checkpoint_step") == 30
+    assert number(numbers, "satrap_staleness_bound_steps") == 2
+    looked_up = number(numbers, "satrap_staleness_steps_count")
+    assert 30 <= looked_up <= 33 and number(numbers, "satrap_staleness_steps_bucket", le="2.0") == looked_up
+    stages = ("read", "lookup", "update")
+    assert all(number(numbers, "satrap_stage_seconds_total", stage=stage) > 0 for stage in stages)
+    assert number(scrape(urls["worker 0"]), "satrap_sessions") == 1
+    numbers = scrape(urls["run 0"])
+    assert number(numbers, "satrap_run_launches_total") == 1 and number(numbers, "satrap_run_faults_total") == 0
+    assert number(numbers, "satrap_run_processes", role="server", state="ready") == 2
+
+
+def check_status(status: dict[str, Any], urls: dict[str, str], pids: dict[str, int]) -> None:
+    """Check the status of a run that waits at step 30."""
+    assert status["phase"] == "trainers are running" and status["launch"] == 1
+    servers = [scrape(urls[name]) for name in ("server 0", "server 1")]
+    rows = [sum(value for (name, _), value in each.items() if name == "satrap_table_rows") for each in servers]
+    assert status["rows"] == sum(rows) > 0 and status["step"] >= 30
+    assert [processes(status, "rows")[name] for name in ("server 0", "server 1")] == rows
+    assert processes(status, "metrics") == {name: url for name, url in urls.items() if name != "run 0"}
+    assert status["rows_per_second"] == 0.0 and status["faults"] == {"count": 0, "last": []}
+    last = status["last_checkpoint"]
+    assert last["name"] == "000006-step-30" and last["is_published"] and Path(last["folder"]).is_dir()
+    places = processes(status, "where")
+    assert all(places[name].startswith(f"process {pid} on ") for name, pid in pids.items() if name != "worker")
+
+
+def check_terminal(written: str, columns: int, lines: int) -> None:
+    for drawn in written.split("\x1b[H")[1:-1]:
+        table = re.sub(r"\x1b\[[0-9]*[A-Z]", "", drawn).splitlines()
+        assert len(table) == lines - 1 and max(map(len, table)) <= columns and table[-1].startswith("... ")
+        assert "trainers are running" in table[0] and table[2].startswith("last checkpoint: 000006-step-30")
+
+
 def test_status_and_metrics_of_a_live_run(tmp_path: Path) -> None:
     (tmp_path / "hold").touch()
     options = ("--servers", "2", "--workers", "1", "--trainers", "1", "--http", "0")
     with start_run(tmp_path, JOB, *options, arguments=(str(tmp_path), "60", "2")) as run:
         assert run.stderr is not None
-        first = run.stderr.readline()
-        match = re.search(r"metrics at (\S+); those of all processes: (\S+)\n", first)
-        assert match is not None, first
+        match = re.search(r"metrics at (\S+); those of all processes: (\S+)\n", run.stderr.readline())
+        assert match is not None
         wait_until(lambda: num_checkpoints(tmp_path) == 6, run)  # it waits at step 30
         urls = targets(match[2])
-        assert urls.keys() == {"run 0", "server 0", "server 1", "worker 0", "trainer 0"} and urls["run 0"] == match[1]
-        assert all(get(url.replace("metrics", "readyz")) == (200, "ready\n") for url in urls.values())
-        # The trainer.
-        numbers = scrape(urls["trainer 0"])
-        wait_until(lambda: number(scrape(urls["trainer 0"]), "satrap_checkpoints_total") == 6, run)
-        assert number(numbers, "satrap_step") == 30
-        assert number(numbers, "satrap_staleness_bound_steps") == 2
-        assert 30 <= number(numbers, "satrap_staleness_steps_count") <= 33
-        assert number(numbers, "satrap_staleness_steps_bucket", le="2.0") == number(
-            numbers, "satrap_staleness_steps_count"
-        )
-        assert all(
-            number(numbers, "satrap_stage_seconds_total", stage=stage) > 0 for stage in ("read", "lookup", "update")
-        )
-        assert number(scrape(urls["trainer 0"]), "satrap_last_checkpoint_step") == 30
-        # The worker and the run.
-        assert number(scrape(urls["worker 0"]), "satrap_sessions") == 1
-        numbers = scrape(urls["run 0"])
-        assert number(numbers, "satrap_run_launches_total") == 1 and number(numbers, "satrap_run_faults_total") == 0
-        assert number(numbers, "satrap_run_processes", role="server", state="ready") == 2
-        # The status.
-        before = status_of(tmp_path)
-        assert before["phase"] == "trainers are running" and before["launch"] == 1
-        servers = [scrape(urls[name]) for name in ("server 0", "server 1")]
-        rows = [sum(value for (name, _), value in each.items() if name == "satrap_table_rows") for each in servers]
-        assert before["rows"] == sum(rows) > 0 and before["step"] >= 30
-        assert [processes(before, "rows")[name] for name in ("server 0", "server 1")] == rows
-        assert processes(before, "metrics") == {name: url for name, url in urls.items() if name != "run 0"}
-        assert before["rows_per_second"] == 0.0 and before["faults"] == {"count": 0, "last": []}
-        last = before["last_checkpoint"]
-        assert last["name"] == "000006-step-30" and last["is_published"] and Path(last["folder"]).is_dir()
+        assert urls["run 0"] == match[1]
+        check_metrics(urls, run)
         pids = name_processes(Path(f"/proc/{run.pid}/task/{run.pid}/children").read_text().split())
-        places = processes(before, "where")
-        assert all(places[name].startswith(f"process {pid} on ") for name, pid in pids.items() if name != "worker")
-        # In a terminal.
-        written = watch_in_a_terminal(tmp_path, 70, 9).decode()
-        tables = [re.sub(r"\x1b\[[0-9]*[A-Z]", "", each) for each in written.split("\x1b[H")[1:-1]]
-        for table in tables:
-            lines = table.splitlines()
-            assert len(lines) == 8 and max(map(len, lines)) <= 70 and lines[-1].startswith("... ")
-            assert "trainers are running" in lines[0] and lines[2].startswith("last checkpoint: 000006-step-30")
+        before = status_of(tmp_path)
+        check_status(before, urls, pids)
+        check_terminal(watch_in_a_terminal(tmp_path, 70, 9).decode(), 70, 9)
         attempt = number(scrape(urls["server 0"]), "satrap_attempt")
         # A fault, and more servers.
         os.kill(pids["server 1"], signal.SIGKILL)
@@ -147,8 +151,7 @@ def test_status_and_metrics_of_a_live_run(tmp_path: Path) -> None:
         numbers = scrape(urls["run 0"])
         assert number(numbers, "satrap_run_restarts_total", role="server") == 1
         assert number(numbers, "satrap_run_faults_total") == 1
-        urls = targets(match[2])
-        assert number(scrape(urls["server 2"]), "satrap_moved_rows_total", direction="in") > 0
+        assert number(scrape(targets(match[2])["server 2"]), "satrap_moved_rows_total", direction="in") > 0
         assert number(scrape(urls["server 0"]), "satrap_attempt") == attempt
         (tmp_path / "hold").unlink()
         status, out, err = wait_for_exit(run)

@@ -32,14 +32,14 @@ This page, the dashboard `deploy/grafana/dashboard.json` and the rules `deploy/g
 """
 # The panels of the dashboard: group, title, unit in Grafana, and queries with their legends.
 _PANELS: tuple[tuple[str, str, str, tuple[tuple[str, str], ...]], ...] = (
-    ("Run", "Processes", "short", (("sum by (role, state) ({satrap_run_processes})", "{{role}} {{state}}"),)),
+    ("Run", "Processes", "short", (("sum by (process, state) ({satrap_run_processes})", "{{process}} {{state}}"),)),
     ("Run", "Ready", "short", (("{satrap_ready}", "{{instance}}"),)),
     (
         "Run",
         "Restarts and faults in 10 minutes",
         "short",
         (
-            ("sum by (role) (increase({satrap_run_restarts}[10m]))", "{{role}} restarts"),
+            ("sum by (process) (increase({satrap_run_restarts}[10m]))", "{{process}} restarts"),
             ("increase({satrap_run_faults}[10m])", "faults"),
         ),
     ),
@@ -202,18 +202,18 @@ _RULES = (
     ),
     (
         "SatrapRestarts",
-        "sum by (instance, role) (increase({satrap_run_restarts}[15m])) > 0",
+        "sum by (instance, process) (increase({satrap_run_restarts}[15m])) > 0",
         "0m",
         "warning",
-        "processes of the run were started again: {{ $labels.role }}",
+        "processes of the run were started again: {{ $labels.process }}",
         "Read the end of the process's log in the run's logs/.",
     ),
     (
         "SatrapRestartsRepeatedly",
-        "sum by (instance, role) (increase({satrap_run_restarts}[15m])) > 3",
+        "sum by (instance, process) (increase({satrap_run_restarts}[15m])) > 3",
         "0m",
         "critical",
-        "processes of the run are started again and again: {{ $labels.role }}",
+        "processes of the run are started again and again: {{ $labels.process }}",
         "Stop the run and read the end of the process's log in its logs/.",
     ),
     (

@@ -98,7 +98,7 @@ def check_metrics(urls: dict[str, str], run: subprocess.Popen[str]) -> None:
     assert number(scrape(urls["worker 0"]), "satrap_sessions") == 1
     numbers = scrape(urls["run 0"])
     assert number(numbers, "satrap_run_launches_total") == 1 and number(numbers, "satrap_run_faults_total") == 0
-    assert number(numbers, "satrap_run_processes", role="server", state="ready") == 2
+    assert number(numbers, "satrap_run_processes", process="server", state="ready") == 2
 
 
 def check_status(status: dict[str, Any], urls: dict[str, str], pids: dict[str, int]) -> None:
@@ -149,7 +149,7 @@ def test_status_and_metrics_of_a_live_run(tmp_path: Path) -> None:
         assert processes(after, "restarts")["server 1"] == 1 and "server 2" in processes(after, "rows")
         assert after["rows"] == before["rows"] and after["moves"]["rows_received"] > 0
         numbers = scrape(urls["run 0"])
-        assert number(numbers, "satrap_run_restarts_total", role="server") == 1
+        assert number(numbers, "satrap_run_restarts_total", process="server") == 1
         assert number(numbers, "satrap_run_faults_total") == 1
         assert number(scrape(targets(match[2])["server 2"]), "satrap_moved_rows_total", direction="in") > 0
         assert number(scrape(urls["server 0"]), "satrap_attempt") == attempt
@@ -190,6 +190,22 @@ def test_a_server_that_does_not_answer_is_shown() -> None:
             summary = summarize(reader.read(), None)
     assert [each["state"] for each in summary["processes"][:2]] == ["ready", "no answer"]
     assert summary["rows_per_second"] is None and any("server" in line for line in as_lines(summary)[-1:])
+
+
+def test_json_is_one_object_per_line_until_the_reader_leaves() -> None:
+    with running_servers(1) as services, sharded_worker(one_table(), [services[0].address]) as worker:
+        worker.lookup(batch([1, 2, 3]), step=1)
+        command = [str(SATRAP), "status", "--watch", "--json", "--seconds", "0.1", "--servers", services[0].address]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+            timer = threading.Timer(120, process.kill)
+            timer.start()
+            assert process.stdout is not None and process.stderr is not None
+            seen = [json.loads(process.stdout.readline()) for _ in range(3)]
+            process.stdout.close()
+            assert process.wait() == 1 and process.stderr.read() == ""
+            timer.cancel()
+            timer.join()
+    assert [each["rows"] for each in seen] == [3, 3, 3] and seen[0]["at"] < seen[1]["at"] < seen[2]["at"]
 
 
 def test_a_run_that_is_not_live(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -134,6 +134,7 @@ def test_names_and_units_agree() -> None:
     assert len(METRICS) == sum(map(len, GROUPS.values()))
     for metric in METRICS.values():
         assert metric.name.startswith("satrap_") and not metric.name.endswith("_total") and metric.help.endswith(".")
+        assert not {"job", "instance", "role", "number"} & set(metric.labels), "Prometheus adds these to each target"
         for unit in ("seconds", "bytes"):
             assert metric.name.endswith(f"_{unit}") == (metric.unit == unit), metric.name
 

@@ -149,9 +149,9 @@ FIRING: list[tuple[dict[str, str], int, set[str]]] = [
         {"SatrapNeverSaved"},
     ),
     ({"process_start_time_seconds": "60x200"}, 130, set()),
-    ({'satrap_run_restarts_total{role="server"}': "0x10 1x20"}, 20, {"SatrapRestarts"}),
-    ({'satrap_run_restarts_total{role="server"}': "0x10 1x30"}, 35, set()),
-    ({'satrap_run_restarts_total{role="server"}': "0+1x30"}, 20, {"SatrapRestarts", "SatrapRestartsRepeatedly"}),
+    ({'satrap_run_restarts_total{process="server"}': "0x10 1x20"}, 20, {"SatrapRestarts"}),
+    ({'satrap_run_restarts_total{process="server"}': "0x10 1x30"}, 35, set()),
+    ({'satrap_run_restarts_total{process="server"}': "0+1x30"}, 20, {"SatrapRestarts", "SatrapRestartsRepeatedly"}),
     ({"satrap_ready": "0x30"}, 20, {"SatrapNotReady"}),
     ({"satrap_ready": "1x30"}, 20, set()),
 ]

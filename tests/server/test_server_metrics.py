@@ -16,6 +16,7 @@ from cluster import ANYWHERE, batch, one_table, sharded_worker
 from satrap.cli.http import StatusEndpoint
 from satrap.config.tables import MinCount
 from satrap.errors import SatrapError
+from satrap.monitor.samples import call_samples
 from satrap.rpc import Client, Origin, Service
 from satrap.server.protocol import ServerCalls
 from satrap.server.server import Server
@@ -104,6 +105,23 @@ def test_scraped_numbers_are_what_was_done(tmp_path: Path, seed: int) -> None:
         for of in ("machine", "rows"):
             allowed = number(numbers, "satrap_memory_allowed_bytes", of=of)
             assert 0 < number(numbers, "satrap_memory_used_bytes", of=of) < allowed
+
+
+def test_every_counter_of_a_service_has_its_metric() -> None:
+    """The numbers differ, so no two can be exchanged. What a closed service counts is not served."""
+    with Service(Server(num_threads=1), ServerCalls, ANYWHERE) as service:
+        counts = {name: number for number, name in enumerate(service.counts(), 1)}
+    found = {each.name: each.value for each in call_samples(counts, (), {})}
+    names = {
+        **{name: f"satrap_calls_{name}" for name in ("queued", "running", "busy", "expired", "failed", "unsent")},
+        **{name: f"satrap_{name}" for name in ("received_bytes", "sent_bytes")},
+        "arrived": "satrap_calls",
+        "duplicates": "satrap_calls_duplicate",
+        "bad": "satrap_frames_bad",
+        "ended_connections": "satrap_connections_ended",
+    }
+    assert found == {name: counts[key] for key, name in names.items()}
+    assert counts.keys() - names.keys() == {"dropped", "replied"}
 
 
 def test_faulty_calls_are_counted() -> None:

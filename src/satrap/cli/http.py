@@ -104,5 +104,5 @@ def monitor_run(
 
 
 def info(role: str) -> Sample:
-    """Return the sample that names a process's role and release."""
-    return Sample("satrap_info", 1, {"role": role, "version": version("satrap")})
+    """Return the sample that names the kind of process and its release."""
+    return Sample("satrap_info", 1, {"process": role, "version": version("satrap")})

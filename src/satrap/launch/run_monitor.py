@@ -109,9 +109,9 @@ class RunMonitor:
             *memory_samples(memory()),
             Sample("satrap_run_launches", status["launches"]),
             Sample("satrap_run_faults", status["faults"]["count"]),
-            *(Sample("satrap_run_restarts", restarts[role], {"role": role}) for role in Role),
+            *(Sample("satrap_run_restarts", restarts[role], {"process": role}) for role in Role),
             *(
-                Sample("satrap_run_processes", processes[role, state], {"role": role, "state": state})
+                Sample("satrap_run_processes", processes[role, state], {"process": role, "state": state})
                 for role in Role
                 for state in ("starting", "ready")
             ),

@@ -173,7 +173,14 @@ GROUPS: dict[str, tuple[Metric, ...]] = {
         ),
     ),
     "Processes": (
-        Metric("satrap_info", "gauge", "", "1, labelled with the role and the release.", _ALL, ("role", "version")),
+        Metric(
+            "satrap_info",
+            "gauge",
+            "",
+            "1, labelled with the kind of process and the release.",
+            _ALL,
+            ("process", "version"),
+        ),
         Metric("satrap_ready", "gauge", "", "1 if /readyz answers that the process is ready, else 0.", _ALL),
         Metric(
             "satrap_memory_used_bytes",
@@ -185,9 +192,9 @@ GROUPS: dict[str, tuple[Metric, ...]] = {
         ),
         Metric("satrap_memory_allowed_bytes", "gauge", "bytes", "Memory that may be used.", _ALL, ("of",)),
         Metric("satrap_run_launches", "counter", "launches", "Launches of the trainers.", (RUN,)),
-        Metric("satrap_run_restarts", "counter", "restarts", "Processes started again.", (RUN,), ("role",)),
+        Metric("satrap_run_restarts", "counter", "restarts", "Processes started again.", (RUN,), ("process",)),
         Metric("satrap_run_faults", "counter", "faults", "Processes and migrations that failed.", (RUN,)),
-        Metric("satrap_run_processes", "gauge", "processes", "Processes of the run.", (RUN,), ("role", "state")),
+        Metric("satrap_run_processes", "gauge", "processes", "Processes of the run.", (RUN,), ("process", "state")),
     ),
 }
 METRICS: dict[str, Metric] = {metric.name: metric for group in GROUPS.values() for metric in group}

@@ -224,3 +224,46 @@ def test_a_table_fits_its_terminal(lines: list[str], columns: int, rows: int) ->
     assert len(found) == min(len(lines), rows) and all(len(line) <= columns for line in found)
     kept = found if len(lines) <= rows else found[:-1]
     assert kept == [line[:columns] for line in lines[: len(kept)]]
+
+
+def test_work_in_progress_is_shown() -> None:
+    """A save, a migration and faults, as a supervisor and two servers report them."""
+    saving = {"running": 1, "rows": 1000, "rows_done": 400, "finished": 0, "seconds": 0.0, "ended_at": 0.0}
+    idle = {"running": 0, "rows": 0, "rows_done": 0, "finished": 0, "seconds": 0.0, "ended_at": 0.0}
+    answer = {
+        "where": "process 1 on a",
+        "not_ready": "",
+        "memory": {"machine": [1, 4]},
+        "leases": {},
+        "step": 12,
+        "tables": {"t": {"rows": 500, "bytes": 1 << 21, "lookups": 900}},
+        "staleness": {"0": 3},
+        "snapshots": {"t": {"save": saving, "restore": idle}},
+        "moved_rows": {"in": 7000, "out": 0},
+        "buckets": {"owned": 8, "frozen": 2, "incoming": 0},
+    }
+    process = {"role": "server", "where": None, "state": "ready", "metrics": None, "restarts": 0}
+    run = {
+        "phase": "trainers are running",
+        "launch": 2,
+        "started_at": 0.0,
+        "migration": {"moved": 12, "all": 64},
+        "processes": [
+            {**process, "number": 1, "address": "b"},
+            {**process, "number": 0, "address": "a"},
+            {**process, "number": 2, "address": None, "state": "starting"},
+            {**process, "role": "trainer", "number": 0, "address": None},
+        ],
+        "faults": {"count": 5, "last": [{"at": 90.0 + i, "what": f"fault {i}"} for i in range(5)]},
+    }
+    reading = {"at": 3700.0, "clock": 10.0, "run": run, "answers": {"a": answer, "b": answer}, "checkpoint": None}
+    summary = summarize(reading, {**reading, "clock": 8.0, "answers": {"a": answer}})
+    lines = as_lines(summary)
+    assert lines[0].endswith("| trainers are running | launch 2 | running for 1:01:40")
+    assert lines[1] == "step 12 | 0.0 steps/s | 1k rows | 4 MiB"  # no rate: one of the servers was not read before
+    assert lines[2].endswith("| save in progress: 40% of 2k rows")
+    assert lines[3] == "moves: 12 of 64 buckets | 14k rows moved so far"
+    assert lines[4:8] == ["faults: 5", *(f"  1:00:0{10 - i} ago: fault {i}" for i in (2, 3, 4))]
+    assert [line.split()[:2] for line in lines[10:]] == [["server", str(i)] for i in (0, 1, 2)] + [["trainer", "0"]]
+    assert [each["rows_per_second"] for each in summary["processes"]] == [0.0, None, None, None]
+    assert summary["processes"][3]["staleness"] == 3

@@ -181,6 +181,18 @@ def test_a_restore_in_progress_is_shown_and_delays_no_status(tmp_path: Path, mon
         assert client.call.status(Origin())["tables"]["t"]["rows"] == 50
 
 
+def test_tables_that_a_restore_removes_meanwhile_are_left_out() -> None:
+    server = Server(num_threads=1)
+    with served(server) as (service, url), sharded_worker(one_table(), [service.address]):
+        state = server._state
+        assert state is not None
+        tables = state.tables
+        del state.tables
+        assert number(scrape(url), "satrap_ready") == 0 and "tables" not in server.status(Origin())
+        state.tables = tables
+        assert number(scrape(url), "satrap_ready") == 1
+
+
 def test_status_starts_no_attempt_and_takes_no_lease() -> None:
     server = Server(num_threads=1)
     with Service(server, ServerCalls, ANYWHERE) as service, Client(ServerCalls, service.address) as client:

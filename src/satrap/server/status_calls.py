@@ -37,7 +37,12 @@ class StatusCalls(CallFence):
             "memory": memory(self._shared),
             "leases": self._leases.remaining(),
         }
-        return found if state is None else found | _state_of(state)
+        if state is None:
+            return found
+        try:
+            return found | _state_of(state)
+        except AttributeError:  # a restore has just removed these tables, see Server._recreate_tables
+            return found | {"not_ready": "a restore is running"}
 
     def _not_ready(self, state: ServerState | None, is_restoring: bool) -> str:
         """Return why this server has no rows to serve; "" if it has."""

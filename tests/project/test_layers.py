@@ -26,17 +26,17 @@ ARROWS: dict[str, str] = {
     "table": "config table.snapshot",
     "table.snapshot": "config table",
     "data": "config monitor",
-    "server": "config rpc sharding table table.snapshot server.migration",
+    "server": "config rpc monitor sharding table table.snapshot server.migration",
     "server.migration": "config rpc sharding table server",
     "worker": "config rpc sharding table table.snapshot data server",
-    "worker.remote": "config rpc data worker",
+    "worker.remote": "config rpc monitor data worker",
     "device": "config table data worker",
     "train": "config rpc monitor sharding table data server worker worker.remote device",
     "models": "train",
-    "checkpoint": "config table.snapshot data train",
+    "checkpoint": "config monitor table.snapshot data train",
     "serving": "config rpc table table.snapshot data worker train checkpoint",
-    "launch": "config rpc sharding server server.migration",
-    "cli": "config rpc sharding data server server.migration worker.remote train models launch",
+    "launch": "config rpc monitor sharding server server.migration",
+    "cli": "config rpc monitor sharding data server server.migration worker.remote train models checkpoint launch",
     "__main__": "cli",
 }
 # The same for the folders of the core and their includes.
@@ -63,6 +63,7 @@ OUTSIDE: dict[str, str | None] = {
     "zmq": "rpc",
     "ray": "launch.ray_launcher",
     "triton": "device.triton_kernels device.triton_optimizers device.triton_rounding",
+    "prometheus_client": "monitor.endpoint",
 }
 # The standard library only: what decides, apart from what does.
 PURE = [
@@ -81,6 +82,8 @@ PURE = [
     "worker.remote.worker_spec",
     "launch.run_state",
     "launch.supervisor",
+    "monitor.metric_table",
+    "monitor.samples",
 ]
 MAX_FILE_LINES = 500
 MAX_FUNCTION_LINES = 60

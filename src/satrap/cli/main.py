@@ -1,5 +1,6 @@
-"""The commands of `satrap`. `run` runs a script on a cluster, and `scale` changes its number of servers; `keys`,
-`server`, `worker` and `migrate` are for a cluster that is managed by hand; `doctor` checks this machine.
+"""The commands of `satrap`. `run` runs a script on a cluster, `scale` changes its number of servers, and `status` shows
+what it does; `keys`, `server`, `worker` and `migrate` are for a cluster that is managed by hand; `doctor` checks this
+machine.
 
 Carries out the commands that `parser` reads, and prints plain lines.
 """
@@ -12,7 +13,7 @@ import resource
 import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -63,9 +64,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print(f"satrap: interrupted{_RERUN_HINT if options.command == 'migrate' else ''}", file=sys.stderr)
         return 130
+    from satrap.cli.http import serve_trainer
     from satrap.launch.trainer_main import run_trainer
 
-    run_trainer(RunContext.from_dict(json.loads(options.context)), options.script, script_arguments, options.listener)
+    context = RunContext.from_dict(json.loads(options.context))
+    with serve_trainer(options.http, context.rank):
+        run_trainer(context, options.script, script_arguments, options.listener)
     return 0
 
 
@@ -80,6 +84,8 @@ def _output_lines(options: argparse.Namespace) -> Iterator[str]:
             return _keys(options.folder)
         case "scale":
             return _scale(options.folder, options.servers)
+        case "status":
+            return _status(options)
         case "migrate":
             return _migrate(options.current, options.target, options.keys)
         case "worker":
@@ -110,6 +116,21 @@ def _scale(folder: Path, servers: int) -> Iterator[str]:
     yield f"number of servers requested: {servers}; the output of the run reports the result"
 
 
+def _status(options: argparse.Namespace) -> Iterator[str]:
+    """Prints the status itself, since a terminal is drawn in place."""
+    from satrap.cli.status import RunReader, show_status
+    from satrap.rpc import Keys
+
+    keys = None if options.keys is None else Keys.read(options.keys)
+    folder = None if options.servers else options.folder
+    with (
+        suppress(*([KeyboardInterrupt] if options.watch else [])),  # the way to end --watch
+        RunReader(folder, options.servers or (), keys) as reader,
+    ):
+        show_status(reader, watch=options.watch, as_json=options.json, seconds=options.seconds)
+    yield from ()
+
+
 def _migrate(current: Sequence[str], target: Sequence[str], keys: str | None) -> Iterator[str]:
     from satrap.rpc import Keys
     from satrap.server.migration.coordinator import Migration
@@ -131,24 +152,32 @@ def _keys(folder: str) -> Iterator[str]:
 
 
 def _server(options: argparse.Namespace) -> Iterator[str]:
-    from satrap.rpc import Keys, Limits, Service
+    from satrap.cli.http import StatusEndpoint
+    from satrap.rpc import Keys, Limits, Origin, Service
     from satrap.server.protocol import ServerCalls
     from satrap.server.server import Server
+    from satrap.server.status_calls import server_samples
 
     wait_for_stop = _install_stop_handler()
     _prepare_to_listen(options)
     keys = None if options.keys is None else Keys.read(options.keys)
     server = Server(shared=options.shared, num_threads=options.threads, checkpoints=options.checkpoints)
     limits = Limits(max_bytes=16 << 30)  # the parts of all trainers wait until the last one has arrived
-    with Service(server, ServerCalls, options.listen, keys, insecure=options.insecure, limits=limits) as service:
+    with (
+        StatusEndpoint("server", options.http, lambda: server.status(Origin()), server_samples) as endpoint,
+        Service(server, ServerCalls, options.listen, keys, insecure=options.insecure, limits=limits) as service,
+    ):
+        yield from endpoint.attach(service)
         yield f"satrap server: listening at {service.address}"
         wait_for_stop()
+        endpoint.drain()
 
 
 def _worker(options: argparse.Namespace) -> Iterator[str]:
-    from satrap.rpc import Keys, Service
+    from satrap.cli.http import StatusEndpoint
+    from satrap.rpc import Keys, Origin, Service
     from satrap.worker.remote.protocol import WorkerCalls
-    from satrap.worker.remote.service import WorkerService
+    from satrap.worker.remote.service import WorkerService, worker_samples
 
     wait_for_stop = _install_stop_handler()
     _prepare_to_listen(options)
@@ -157,10 +186,13 @@ def _worker(options: argparse.Namespace) -> Iterator[str]:
     service_options: dict[str, Any] = {"insecure": options.insecure, "num_threads": _NUM_CALL_THREADS}
     with (
         closing(WorkerService(keys=client_keys, num_threads=options.threads, data=options.data)) as served,
+        StatusEndpoint("worker", options.http, lambda: served.status(Origin()), worker_samples) as endpoint,
         Service(served, WorkerCalls, options.listen, keys, **service_options) as service,
     ):
+        yield from endpoint.attach(service)
         yield f"satrap worker: listening at {service.address}"
         wait_for_stop()
+        endpoint.drain()
 
 
 def _prepare_to_listen(options: argparse.Namespace) -> None:

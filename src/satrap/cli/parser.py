@@ -19,6 +19,7 @@ def command_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(title="commands", dest="command", metavar="COMMAND")
     _add_run(commands)
     _add_scale(commands)
+    _add_status(commands)
     _add_server(commands)
     _add_worker(commands)
     _add_migrate(commands)
@@ -26,6 +27,7 @@ def command_parser() -> argparse.ArgumentParser:
     trainer = commands.add_parser("trainer")  # not for users: `satrap run` starts it
     trainer.add_argument("--context", required=True)
     trainer.add_argument("--listener", type=int)
+    _add_http(trainer, "")
     trainer.add_argument("script")
     return parser
 
@@ -70,6 +72,10 @@ def _add_run(commands: _Commands) -> None:
         metavar="GIB",
         help="memory in GiB that each server may use for rows; requires --max-servers (default: --server-memory, or "
         "all memory of the machine)",
+    )
+    _add_http(
+        run.add_argument_group("monitoring"),
+        "; each process of the run serves its own on a free port of the same host, and /targets lists them all",
     )
     _add_paths(run.add_argument_group("files and directories"))
     _add_cluster(run)
@@ -150,6 +156,33 @@ def _add_scale(commands: _Commands) -> None:
     _add_folder(scale, "the directory of the run, its --folder")
 
 
+def _add_status(commands: _Commands) -> None:
+    status = commands.add_parser(
+        "status",
+        help="show what a live run does",
+        description="Show the processes of a live run, their rows and memory, the rate of lookups, the staleness, the "
+        "last checkpoint, moves and faults. Training does not notice it.",
+    )
+    _add_folder(status, "the directory of the run, its --folder")
+    status.add_argument(
+        "--servers",
+        nargs="+",
+        action="extend",
+        metavar="ADDRESS",
+        help="addresses of one or more servers that were started by hand, instead of --folder",
+    )
+    status.add_argument("--keys", metavar="FILE", help="path of client.key; required for servers with keys")
+    status.add_argument("--watch", action="store_true", help="show it repeatedly, until Ctrl-C")
+    status.add_argument("--json", action="store_true", help="print JSON: one object for each time that it is shown")
+    status.add_argument(
+        "--seconds",
+        type=float,
+        default=1.0,
+        metavar="SECONDS",
+        help="time over which rates are measured, and between two tables of --watch (default: %(default)s)",
+    )
+
+
 def _add_server(commands: _Commands) -> None:
     server = commands.add_parser(
         "server",
@@ -164,6 +197,7 @@ def _add_server(commands: _Commands) -> None:
         help="keep the rows in this shared-memory file, and continue with the rows that it already has, for example "
         "/dev/shm/rows (default: rows are lost when the server exits)",
     )
+    _add_http(server, "")
     _add_allowed(server, "--checkpoints", "write and read checkpoints")
     _add_threads(server)
 
@@ -178,6 +212,7 @@ def _add_worker(commands: _Commands) -> None:
     _add_listen(
         worker, "path of server.key, with client.key in the same directory; required for tcp:// without --insecure"
     )
+    _add_http(worker, "")
     _add_allowed(worker, "--data", "read training data")
     _add_threads(worker)
 
@@ -196,6 +231,15 @@ def _add_listen(command: argparse.ArgumentParser, keys: str) -> None:
         action="store_true",
         help="serve tcp:// without keys: anyone who can reach the port can read and change rows, read the allowed "
         "files and stop the job; traffic is not encrypted",
+    )
+
+
+def _add_http(command: argparse._ActionsContainer, more: str) -> None:
+    command.add_argument(
+        "--http",
+        metavar="[HOST:]PORT",
+        help="serve /metrics for Prometheus, /healthz and /readyz at this port; 0 chooses a free one, HOST is loopback "
+        f"by default{more}",
     )
 
 

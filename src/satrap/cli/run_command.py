@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from satrap.cli.http import monitor_run
 from satrap.errors import ConfigError
 from satrap.launch.local_launcher import LocalLauncher
 from satrap.launch.logs import RunLogs
@@ -15,6 +16,7 @@ from satrap.launch.resources import RayConfig, Resources, parse_size
 from satrap.launch.run_loop import lock_run_folder, run
 from satrap.launch.scaler import Scaler
 from satrap.launch.supervisor import Role, RunConfig
+from satrap.monitor.endpoint import any_port
 from satrap.rpc import Keys
 from satrap.sharding.autoscaler import ScaleLimits
 
@@ -43,7 +45,8 @@ def run_script(options: argparse.Namespace, arguments: Sequence[str]) -> int:
     script = _script(options, arguments, threads)
     with lock_run_folder(options.folder), RunLogs(options.folder / "logs") as logs:
         launcher = LocalLauncher(options.folder, logs, options.memory)
-        return run(script, run_config, options.folder, launcher, _scaler(options))
+        with monitor_run(options.http, options.folder, logs) as monitor:
+            return run(script, run_config, options.folder, launcher, _scaler(options), monitor)
 
 
 def _run_on_ray(options: argparse.Namespace, arguments: Sequence[str], run_config: RunConfig) -> int:
@@ -61,9 +64,10 @@ def _run_on_ray(options: argparse.Namespace, arguments: Sequence[str], run_confi
         lock_run_folder(options.folder),
         RunLogs(options.folder / "logs") as logs,
         open_ray_launcher(script, run_config, ray_config, logs) as launcher,
+        monitor_run(options.http, options.folder, logs, launcher.client_key) as monitor,
     ):
         scaler = _scaler(options, launcher.keys, resources[Role.SERVER].memory_bytes)
-        return run(script, run_config, options.folder, launcher, scaler)
+        return run(script, run_config, options.folder, launcher, scaler, monitor)
 
 
 def _check_server_gib(options: argparse.Namespace) -> None:
@@ -89,6 +93,7 @@ def _script(options: argparse.Namespace, arguments: Sequence[str], threads: Mapp
         threads=threads,
         checkpoints=tuple(options.checkpoints),
         data=tuple(options.data),
+        http=None if options.http is None else any_port(options.http),
     )
 
 

@@ -10,7 +10,14 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Self
 
-from satrap.launch.child_processes import ChildExited, ProcessOutput, Report, Stream
+from satrap.launch.child_processes import (
+    ChildExited,
+    MetricsServed,
+    ProcessOutput,
+    ProcessPlaced,
+    Report,
+    Stream,
+)
 from satrap.launch.supervisor import Event, Process, ProcessExited, Role
 from satrap.launch.terminal import Terminal
 
@@ -31,6 +38,10 @@ class RunLogs:
         self._handler = _TerminalHandler(self._stderr)
         self._start_offsets: dict[Process, int] = {}  # in its log file
         self._unwritten_bytes: dict[Path, int] = {}  # of log files on a full disk
+        self.places: dict[Process, str] = {}
+        """Process id and machine of each process that runs."""
+        self.metrics: dict[Process, str] = {}
+        """URL of the metrics of each process that serves them."""
 
     def __enter__(self) -> Self:
         logging.getLogger("satrap").addHandler(self._handler)
@@ -62,7 +73,13 @@ class RunLogs:
         for report in reports:
             if isinstance(report, ProcessOutput):
                 self._on_output(report.process, report.stream, report.data)
+            elif isinstance(report, ProcessPlaced):
+                self.places[report.process] = report.where
+            elif isinstance(report, MetricsServed):
+                self.metrics[report.process] = report.url
             elif isinstance(report, ChildExited):
+                self.places.pop(report.process, None)
+                self.metrics.pop(report.process, None)
                 self._on_exit(report.process, failed=report.status != 0 and not report.was_stopped)
                 exits.append(ProcessExited(report.process, report.status))
             else:

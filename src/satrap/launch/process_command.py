@@ -29,6 +29,8 @@ class Script:
     """Directories and URLs that servers may write below, besides those on the command line."""
     data: tuple[str, ...] = ()
     """Directories and URLs that workers may read below, besides those on the command line."""
+    http: str | None = None
+    """Where each process serves its metrics: a host and the port 0; None: nowhere."""
 
     def __post_init__(self) -> None:
         if not self.path.is_file():
@@ -90,16 +92,17 @@ class ProcessSpec:
     def arguments(self, site: LaunchSite) -> list[str]:
         """Returns the arguments of the command `satrap`."""
         script, role = self.script, self.process.role
+        http = [] if script.http is None else ["--http", script.http]
         if role is Role.TRAINER:
             listener = [] if site.listener is None else ["--listener", str(site.listener)]
             context = ["--context", json.dumps(self._run_context(site).to_dict())]
-            return ["trainer", *context, *listener, str(site.script), "--", *script.arguments]
+            return ["trainer", *context, *listener, *http, str(site.script), "--", *script.arguments]
         keys = [] if site.keys is None else ["--keys", str(site.keys)]
         threads = ["--threads", str(script.threads[role])] if role in script.threads else []
         shared = ["--shared", str(site.rows)] if role is Role.SERVER else []
         flag, paths = ("--checkpoints", script.checkpoints) if role is Role.SERVER else ("--data", script.data)
         allowed = [f"{flag}={each}" for each in (os.path.abspath(site.script.parent), *script.named_paths(), *paths)]
-        return [role.value, "--listen", site.listen, *shared, *keys, *threads, *allowed]
+        return [role.value, "--listen", site.listen, *http, *shared, *keys, *threads, *allowed]
 
     def _run_context(self, site: LaunchSite) -> RunContext:
         return RunContext(

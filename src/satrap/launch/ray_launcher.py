@@ -141,6 +141,8 @@ class RayLauncher:
             self._keys = {path.name: path.read_bytes() for path in create_keys(folder)}
             self.keys = Keys.read(Path(folder) / "client.key")
             """The client's keys, for calls to the run's servers."""
+            self.client_key = self._keys["client.key"]
+            """The same, as the content of a key file."""
 
     def reserve(self) -> None:
         """Reserves the resources of the run; ConfigError if Ray cannot."""

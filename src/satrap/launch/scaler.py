@@ -14,8 +14,8 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from satrap.config.durable import opened, try_lock
 from satrap.errors import ConfigError, SatrapError
+from satrap.launch.run_state import is_live
 from satrap.launch.supervisor import Event, MigrationEnded, ScaleRequested
 from satrap.rpc import Client, Keys, Origin
 from satrap.server.migration.coordinator import Migration
@@ -41,6 +41,7 @@ class Scaler:
         in each server."""
         self._folder, self._keys, self._limits, self._server_bytes = folder, keys, limits, server_bytes
         self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
+        self._migration: Migration | None = None
         self._watcher: threading.Thread | None = None
         self._closed = threading.Event()
         (folder / _REQUEST).unlink(missing_ok=True)
@@ -54,6 +55,12 @@ class Scaler:
     def migrate(self, current: Sequence[str], target: Sequence[str]) -> None:
         """Starts to migrate the buckets of the current servers to the target servers."""
         threading.Thread(target=self._migrate, args=(current, target), daemon=True).start()
+
+    @property
+    def progress(self) -> tuple[int, int] | None:
+        """How many buckets of the migration in progress were moved, and of how many; None if there is none."""
+        migration = self._migration
+        return None if migration is None else migration.progress
 
     def poll(self) -> list[Event]:
         """Returns the events since the last call."""
@@ -73,9 +80,12 @@ class Scaler:
     def _migrate(self, current: Sequence[str], target: Sequence[str]) -> None:
         failure = None
         try:
-            Migration(current, target, keys=self._keys).run()
+            self._migration = Migration(current, target, keys=self._keys)
+            self._migration.run()
         except SatrapError as error:
             failure = str(error)
+        finally:
+            self._migration = None
         self._events.put(MigrationEnded(failure))
 
     def _watch(self, servers: Callable[[], Sequence[str]], limits: ScaleLimits) -> None:
@@ -106,11 +116,7 @@ class Scaler:
 
 def request_servers(folder: Path, servers: int) -> None:
     """Requests this number of servers from the live run in the directory."""
-    if not (folder / "run.json").exists():
-        raise ConfigError(f"there is no run in {str(folder)!r}; expected the --folder of a live run")
-    with opened(folder) as file:
-        has_ended = try_lock(file, shared=True)  # a live run holds the lock of `satrap.launch.run_loop.lock_run_folder`
-    if has_ended:
+    if not is_live(folder):
         raise ConfigError(
             f"the run in {str(folder)!r} has ended; start it again with --servers {servers}, or give the --folder of a "
             "live run"

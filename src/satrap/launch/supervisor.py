@@ -226,6 +226,11 @@ class Supervisor:
         self._exit_status = 0
         self._is_stopping = False
 
+    @property
+    def phase(self) -> str:
+        """What the run is doing, in words."""
+        return self._phase.value
+
     def start(self, now: float) -> list[Command]:
         """Returns the first commands."""
         return [self._start_process(Role.SERVER, number, now) for number in range(self._config.servers)]
@@ -323,7 +328,7 @@ class Supervisor:
 
     def _restart(self, running: _RunningProcess, status: int, now: float) -> list[Command]:
         role, number = running.process.role, running.process.number
-        failure = f"{running.process} {_describe_exit(status)}"
+        failure = f"{running.process} {describe_exit(status)}"
         if self._exceeds_restarts(role, number, running.started_at, now):
             return self._fail(f"{failure}, {self._early_exits[role, number]} times soon after it started; giving up", 1)
         address = self._addresses.get((role, number))
@@ -438,7 +443,7 @@ class Supervisor:
         if not self._failure.causes or status < 0:
             self._failure.status = status if status > 0 else 128 - status
         self._failure.is_script_error &= status > 0
-        self._failure.causes.append(f"{running.process} {_describe_exit(status)}")
+        self._failure.causes.append(f"{running.process} {describe_exit(status)}")
 
     def _relaunch(self, started_at: float, now: float) -> list[Command]:
         failure = ", ".join([*self._failure.causes, *self._failure.finished])
@@ -483,7 +488,8 @@ class Supervisor:
         return _count(len(self._servers), "server")
 
 
-def _describe_exit(status: int) -> str:
+def describe_exit(status: int) -> str:
+    """Returns how a process ended, in words."""
     return f"was killed by signal {-status}" if status < 0 else f"exited with status {status}"
 
 

@@ -35,6 +35,7 @@ import zmq
 from satrap.config.validation import check_integer, check_number
 from satrap.errors import ConfigError, RpcError
 from satrap.rpc.address import is_unix, is_wildcard, join_address, resolve_host, split_address
+from satrap.rpc.call_times import CallTimes
 from satrap.rpc.faults import encode_error
 from satrap.rpc.guard import Guard
 from satrap.rpc.header import Header, Kind
@@ -92,7 +93,8 @@ class Service:
         self._methods = {method.number: (method, getattr(served, name)) for name, method in methods.items()}
         self._limits = limits or Limits()
         self._ledger = Ledger(self._limits)
-        self._changed = threading.Condition(threading.Lock())  # guards the ledger, the socket, the eventfd and these:
+        self._times = CallTimes({method.number: name for name, method in methods.items()})
+        self._changed = threading.Condition(threading.Lock())  # guards ledger, times, socket, eventfd and these:
         self._busy: set[threading.Thread] = set()  # threads that run methods
         self._is_stopping = self._closed = False
         self._last_reply = 0.0
@@ -182,6 +184,12 @@ class Service:
         with self._changed:
             closed = 0 if self._guard is None else self._guard.num_closed
             return {**self._ledger.to_dict(), "ended_connections": closed}
+
+    def call_times(self) -> dict[str, tuple[list[int], float]]:
+        """Returns for each method the histogram of the seconds from the start of its calls to the reply: the number of
+        calls in each bin, see `satrap.rpc.call_times.BOUNDS`, and their sum."""
+        with self._changed:
+            return self._times.to_dict()
 
     def __enter__(self) -> Self:
         return self
@@ -284,6 +292,7 @@ class Service:
                 frames.append(frame.buffer)
             else:
                 num_surplus += 1
+        self._ledger.counts.received_bytes += num_bytes
         if self._guard is not None:
             self._guard.record_message(first, num_bytes)
         header = None
@@ -324,10 +333,12 @@ class Service:
             self._router.send(route, _MORE | _NOW)
         except zmq.ZMQError:  # EAGAIN, or an unknown route
             return False
-        self._router.send(header.pack(), _MORE if frames else 0)
+        packed = header.pack()
+        self._router.send(packed, _MORE if frames else 0)
         for i, frame in enumerate(frames, 1):
             self._router.send(frame, _MORE if i < len(frames) else 0, copy=False)
         self._last_reply = time.monotonic()
+        self._ledger.counts.sent_bytes += len(packed) + header.body_bytes
         return True
 
     # -- running methods, without the lock ---------------------------------------------------------------------------
@@ -377,6 +388,7 @@ class Service:
         with self._changed:
             if self._is_stopping or (route := self._ledger.finish(request)) is None:
                 return
+            self._times.record(request.header.method, time.monotonic() - request.started_at)
             if not self._send(route, header, frames):
                 self._ledger.record_unsent()
             if threading.current_thread() not in self._busy:  # this thread will not receive what arrived meanwhile

@@ -126,6 +126,10 @@ class ServerCalls(Protocol):
     def check(self, origin: Origin, table: int) -> None:
         """Check the table's invariants; AssertionError if one is broken."""
 
+    def status(self, origin: Origin) -> dict[str, Any]:
+        """Return the server's state, which `satrap.server.status_calls` describes. Changes nothing, waits for no other
+        call, and needs no job, attempt or shard map."""
+
     # -- calls of `satrap.server.migration.coordinator`. Buckets are numbered over all tables. `migration` is a random
     # number that identifies one run of the migration's steps. The origin's step is the coordinator's fencing token:
     # once a server has seen a newer token, it refuses all calls, hello included, that would change something under an

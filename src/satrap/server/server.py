@@ -30,6 +30,7 @@ from satrap.server.lease import Leases
 from satrap.server.migration.calls import MigrationCalls
 from satrap.server.protocol import NO_ATTEMPT, WIRES, Coded, Flags, Floats, Ids, Offsets
 from satrap.server.state import PendingLookup, ServerState, decode_gradients
+from satrap.server.status_calls import StatusCalls
 from satrap.server.step_barrier import TrainerPart, concatenate_parts
 from satrap.sharding.shard_map import ShardMap
 from satrap.table.engine import attach_engine, open_engine, remove_unfinished, shared_note
@@ -41,7 +42,7 @@ MAX_TICKETS = 1024
 """Tickets kept for one trainer. Beyond that the oldest is dropped; the worker then sends the ids with the update."""
 
 
-class Server(MigrationCalls):
+class Server(MigrationCalls, StatusCalls):
     """Implements `satrap.server.protocol.ServerCalls` on one engine."""
 
     def __init__(
@@ -290,11 +291,14 @@ class Server(MigrationCalls):
     def _restore_tables(self, state: ServerState, chains: dict[str, list[str]]) -> bool:
         """Read this server's buckets. On failure all rows are removed, and the next handshake creates new tables."""
         owned = [np.array(table) == state.number for table in state.shard_map.bucket_map.owners]
+        self._restoring = state
         try:
             return state.tables.restore(chains, owned)
         except BaseException:
             self._remove_rows()
             raise
+        finally:
+            self._restoring = None
 
     def set_lr(self, origin: Origin, table: int, lr: float) -> None:
         with self._admit(origin) as state:
@@ -347,11 +351,13 @@ class Server(MigrationCalls):
         """Drop the tickets, open steps and waiting parts of the previous attempt."""
         state.tickets.clear()
         state.oldest_open.clear()
+        state.staleness.clear()
         state.barrier.refuse(lambda: AttemptError(f"attempt {origin.attempt} has started: this process was replaced"))
 
     def _oldest_open(self, state: ServerState, origin: Origin, given: int) -> int:
         with self._condition:
             state.oldest_open[origin.trainer] = given
+            state.staleness[origin.trainer] = origin.step - given
             return min(origin.step, *state.oldest_open.values())
 
     def _require_same_job(

@@ -61,6 +61,8 @@ class ServerState:
     """For each trainer, its pending lookups by ticket number."""
     oldest_open: dict[int, int] = field(default_factory=dict)
     """For each trainer, the oldest open step as of its last lookup. Rows of open steps are never evicted."""
+    staleness: dict[int, int] = field(default_factory=dict)
+    """For each trainer, the number of earlier steps whose updates its last lookup may have missed."""
     barrier: StepBarrier = field(default_factory=StepBarrier)
     last_saves: dict[int, tuple[str, int | None, int]] = field(default_factory=dict)
     """For each table, the folder, the `since` and the version of the last save."""

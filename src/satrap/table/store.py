@@ -26,6 +26,7 @@ from satrap.table.engine import Slot, attach_engine, look_up, open_engine, updat
 from satrap.table.snapshot.directory import folder_path
 from satrap.table.snapshot.reader import History, Snapshot, fill_levels
 from satrap.table.snapshot.writer import save_table
+from satrap.table.snapshot_progress import SnapshotProgress
 
 _PathLike = str | os.PathLike[str]
 
@@ -359,3 +360,8 @@ class Store:
         offsets = np.zeros(self._slot.num_tables + 1, np.int64)
         offsets[self._slot.index + 1 :] = n
         return offsets
+
+
+def progress_of(store: Store) -> SnapshotProgress:
+    """Returns the progress of a store's saves and restores, for status and metrics."""
+    return store._slot.progress

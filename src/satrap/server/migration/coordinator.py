@@ -85,8 +85,13 @@ class Migration:
         self._pause_ratio = check_number("Migration", "pause_ratio", pause_ratio, 0.0)
         self._clients: dict[str, Client[ServerCalls]] = {}
         self._fencing_token = 0
-        self._num_buckets = self._num_rows = self._num_bytes = 0
+        self._num_buckets = self._num_rows = self._num_bytes = self._num_moves = 0
         self._longest_freeze = 0.0
+
+    @property
+    def progress(self) -> tuple[int, int]:
+        """Number of buckets moved so far, and of those to move; 0 of 0 until that is known."""
+        return self._num_buckets, max(self._num_buckets, self._num_moves)
 
     def run(self) -> MigrationResult:
         """Migrate, and return the figures. Raises if a server does not answer; may be run again."""
@@ -99,6 +104,7 @@ class Migration:
                 shard_map = self._apply_map(job, shard_map.with_servers((*shard_map.addresses, *new)), shard_map)
             servers = [shard_map.addresses.index(address) for address in self._target]
             moves = shard_map.bucket_map.spread(servers)
+            self._num_moves = self._num_buckets + len(moves)
             to = {bucket: shard_map.addresses[server] for bucket, server in moves.items()}
             for group in self._groups(shard_map, to):
                 at = time.monotonic()

@@ -170,6 +170,8 @@ class Snapshot:
     def _import(self, slot: Slot, mapped: _Mapped, owned: NDArray[np.bool_] | None) -> None:
         engine, index = slot.engine, slot.index
         for columns in batches(mapped.reader):
+            if mapped.file.kind == "rows":
+                slot.progress.restore.add(len(columns["id"]))
             if owned is not None:
                 is_owned = owned[np.asarray(bucket_of(columns["id"], self.manifest.num_buckets))]
                 columns = {name: column[is_owned] for name, column in columns.items()}
@@ -266,10 +268,11 @@ def open_levels(slot: Slot, paths: Sequence[Path]) -> list[list[Snapshot]]:
 def fill_levels(slot: Slot, levels: Sequence[Sequence[Snapshot]], owned: NDArray[np.bool_] | None) -> None:
     """Puts the levels into a new table: for each bucket what its owner saved. Every level holds all sightings."""
     none = np.empty(0, np.uint32)
-    for level in levels:
-        slot.engine.import_sightings(slot.index, np.empty(0, np.uint64), none, none, clear=True)
-        for saved in level:
-            saved.fill(slot, owned)
+    with slot.progress.restore.running(sum(saved.manifest.rows for level in levels for saved in level)):
+        for level in levels:
+            slot.engine.import_sightings(slot.index, np.empty(0, np.uint64), none, none, clear=True)
+            for saved in level:
+                saved.fill(slot, owned)
 
 
 def _changed_since(slot: Slot, version: int) -> bool:

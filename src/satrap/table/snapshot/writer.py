@@ -41,7 +41,10 @@ def save_table(slot: Slot, path: Path, since: Since | None = None, owned: NDArra
     saver = _Saver(slot=slot, folder=path, kind=kind, id=token, since=since, owned=owned)
     saver.require_removals()  # first: what a killed save left in the folder must not hide this error
     try:
-        with SnapshotDirectory(path, token, table.to_dict(), slot.seed, since) as folder:
+        with (
+            slot.progress.save.running(slot.engine.num_rows(slot.index)),
+            SnapshotDirectory(path, token, table.to_dict(), slot.seed, since) as folder,
+        ):
             manifest = saver.run()
             folder.commit(manifest)
     except OSError as error:
@@ -140,6 +143,8 @@ class _Saver:
             for columns in self._export(kind, begin, end):
                 writer.write_batch(as_batch(arrow, columns, schema))
                 rows += len(columns["id"])
+                if kind == "rows":
+                    self.slot.progress.save.add(len(columns["id"]))
         return DataFile(
             name=name, kind=kind, bytes=file.bytes, rows=rows, crc32c=file.crc32c, bucket_begin=begin, bucket_end=end
         )  # fmt: skip

@@ -79,6 +79,10 @@ class WorkerCalls(Protocol):
     def signature(self, origin: Origin, source: dict[str, Any]) -> dict[str, Any]:
         """Return `Source.signature` of the files as the worker sees them."""
 
+    def status(self, origin: Origin) -> dict[str, Any]:
+        """Return `where` this process runs, `not_ready` (why it has no work; "" if it has), `memory`, `attempt`, and
+        the ranks of its `trainers`. Needs no session and waits for no other call."""
+
 
 def as_one(arrays: Sequence[NDArray[Any] | None], dtype: type) -> NDArray[Any]:
     """Concatenate the arrays that are not None, flat."""

@@ -9,8 +9,9 @@ with an earlier process is read again, and its update sends the ids.
 
 import math
 import os
+import socket
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -22,6 +23,8 @@ from satrap.config.cores import thread_count
 from satrap.config.path_allowlist import PathAllowlist
 from satrap.data.registry import restrict, source_from_dict
 from satrap.errors import AttemptError, ConfigError, InputError, NotReadyError
+from satrap.monitor.memory import memory
+from satrap.monitor.samples import Sample, memory_samples
 from satrap.rpc import Keys, Origin
 from satrap.worker.remote.batch_reader import BatchReader, HeldBatch, ReadStart
 from satrap.worker.remote.protocol import Bytes, Flags, Floats, as_one, columns_as_bytes, split_one
@@ -239,6 +242,16 @@ class WorkerService:
         session, given = self._session(origin), restrict(source_from_dict(source), self._permitted)
         return session.run(given.signature)
 
+    def status(self, origin: Origin) -> dict[str, Any]:
+        trainers = sorted(self._sessions)
+        return {
+            "where": f"process {os.getpid()} on {socket.gethostname()}",
+            "not_ready": "" if trainers else "no trainer has a session with this worker yet",
+            "memory": memory(),
+            "attempt": self._attempt,
+            "trainers": trainers,
+        }
+
     # -- internals ---------------------------------------------------------------------------------------------------
 
     def _session(self, origin: Origin) -> _TrainerSession:
@@ -260,6 +273,12 @@ class WorkerService:
     def _submit(self, origin: Origin, stream: int, work: Callable[[_TrainerSession, BatchReader], _R]) -> "Future[_R]":
         session = self._session(origin)
         return session.run(lambda: work(session, session.reader(stream)))
+
+
+def worker_samples(status: Mapping[str, Any]) -> list[Sample]:
+    """Return the samples of a worker's status."""
+    sessions = Sample("satrap_sessions", len(status["trainers"]))
+    return [*memory_samples(status["memory"]), Sample("satrap_attempt", status["attempt"]), sessions]
 
 
 def _read(

@@ -16,7 +16,6 @@ from satrap.errors import InputError, SnapshotError
 from satrap.rpc import Service
 from satrap.server.protocol import ServerCalls
 from satrap.server.server import Server
-from satrap.table.snapshot import directory
 from satrap.table.snapshot.saved_table import checksum_of
 from satrap.table.snapshot.verified_file import VerifiedFile
 from satrap.worker.sharded_rows import ShardedWorker
@@ -62,7 +61,7 @@ def cluster(tmp_path: Path) -> Iterator[Cluster]:
 def reads(monkeypatch: pytest.MonkeyPatch) -> Counter[Path]:
     """The bytes of data files that were verified, by path; of manifests, how often they were read."""
     found: Counter[Path] = Counter()
-    verify, read = VerifiedFile.__init__, directory.Path.read_bytes
+    verify, read = VerifiedFile.__init__, Path.read_bytes
 
     def counted_verify(self: VerifiedFile, path: Path, *arguments: Any) -> None:
         verify(self, path, *arguments)

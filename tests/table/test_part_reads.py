@@ -223,7 +223,7 @@ def test_a_mapped_file_is_its_own_index(num_buckets: int, rows: int, tmp_path: P
         assert np.all(keys[1:] > keys[:-1]) and len(keys) == len(wanted)
         found, rounds = interpolate(keys, wanted)
         np.testing.assert_array_equal(keys[found], wanted)
-        close += np.count_nonzero(rounds <= 3)
+        close += int(np.count_nonzero(rounds <= 3))
     assert close >= 0.99 * len(ids)
 
 

@@ -119,11 +119,11 @@ def gradients(dim: int) -> Floats:
     return np.random.default_rng(11).uniform(0.5e-4, 1.5e-4, (BATCH_IDS, dim)).astype(np.float32)
 
 
-def row_numbers(rows: int, distribution: str, num_steps: int, part: int) -> RowNumbers:
-    """Draw int64[num_steps, BATCH_IDS]; another `part` draws other batches from the same popularity."""
+def row_numbers(rows: int, distribution: str, num_steps: int, part: int, samples: int = SAMPLES) -> RowNumbers:
+    """Draw int64[num_steps, 26 * samples]; another `part` draws other batches from the same popularity."""
     count = rows_per_feature(rows)
     rng = np.random.default_rng([rows, part, 1 if distribution == "zipf" else 0])
-    shape = (num_steps, NUM_FEATURES, SAMPLES)
+    shape = (num_steps, NUM_FEATURES, samples)
     if distribution == "uniform":
         local = rng.integers(0, count, shape)
     elif distribution == "zipf":
@@ -134,7 +134,7 @@ def row_numbers(rows: int, distribution: str, num_steps: int, part: int) -> RowN
     else:
         raise ValueError(f"expected the distribution 'uniform' or 'zipf', found {distribution!r}")
     first = np.arange(NUM_FEATURES, dtype=np.int64) * count
-    return np.ascontiguousarray((local + first[None, :, None]).reshape(num_steps, BATCH_IDS), dtype=np.int64)
+    return np.ascontiguousarray((local + first[None, :, None]).reshape(num_steps, -1), dtype=np.int64)
 
 
 def _coprime_stride(count: int) -> int:

@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 
 from async_child import IntegerModel
+from lean_torch import skip_compiler
 from loop import batches, tables
 from satrap import Checkpoint, Embeddings
 
@@ -35,6 +36,7 @@ def main(embeddings: Embeddings, folder: Path, lengths: list[int], every: int) -
 
 
 if __name__ == "__main__":
+    skip_compiler()
     embeddings = Embeddings(tables(), staleness=2, num_threads=1, dense="async")
     with embeddings if "with" in sys.argv[4:] else nullcontext():
         sys.exit(main(embeddings, Path(sys.argv[1]), [int(each) for each in sys.argv[2].split(",")], int(sys.argv[3])))

@@ -20,12 +20,13 @@ from one_row import F32, assert_step, fma
 from satrap.config.features import Features
 from satrap.config.tables import Feature, Pooling
 from satrap.data.inputs import Inputs
+from satrap.device.device_worker import DeviceWorker
 from satrap.worker.local_rows import LocalWorker
 from satrap.worker.sharded_rows import ShardedWorker
 from satrap.worker.worker import LookupResult, Worker
 
 UNIVERSE = np.array([*range(12), 2**63, 2**64 - 1], np.uint64)
-AnyWorker = LocalWorker | ShardedWorker
+AnyWorker = LocalWorker | ShardedWorker | DeviceWorker
 Rows = dict[str, dict[int, F32]]  # of each table: the values of each id
 
 

@@ -7,11 +7,13 @@ import random
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 import torch
 
+from lean_torch import skip_compiler
 from satrap import Adagrad, Adam, Checkpoint, Embeddings, Inputs, MinCount, Position, Table
 from satrap.checkpoint.run_owner import OWNER
 
@@ -45,13 +47,22 @@ class Job:
     object."""
 
     def __init__(
-        self, run: str, num_steps: int, *, dim: int = 4, seed: int = 0, hidden: int = 8, **options: Any
+        self,
+        run: str,
+        num_steps: int,
+        *,
+        dim: int = 4,
+        seed: int = 0,
+        hidden: int = 8,
+        rows: Mapping[str, Any] = MappingProxyType({}),
+        **options: Any,
     ) -> None:
+        """rows: options of `Embeddings` that say where the rows are. options: of `Checkpoint`."""
         torch.manual_seed(1)
         random.seed(1)
         user = Table("user", dim=dim, optimizer=Adagrad(lr=0.1), capacity=120, num_buckets=2)
         item = Table("item", dim=dim, optimizer=Adam(lr=0.01), admission=MinCount(2, window=64), dtype="bfloat16")
-        self.embeddings = Embeddings({"user": user, "item": item}, seed=seed, num_threads=1)
+        self.embeddings = Embeddings({"user": user, "item": item}, seed=seed, num_threads=1, **rows)
         self.model = torch.nn.Sequential(
             torch.nn.Linear(3 + 2 * dim, hidden), torch.nn.Dropout(0.5), torch.nn.Linear(hidden, 1)
         )
@@ -116,6 +127,7 @@ def same(one: Mapping[str, Any], other: Mapping[str, Any]) -> None:
 
 
 if __name__ == "__main__":
+    skip_compiler()
     job = Job(sys.argv[1], int(sys.argv[2]), keep=2, full_every=3)
     job.run.resume()
     job.train()

@@ -30,6 +30,10 @@ from satrap.table.store import Store
 from trainers import Trainers
 
 torch.set_num_threads(1)
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = (
+        "1"  # read by Triton's decorators, its own library's too, so before any import of it
+    )
 settings.register_profile(
     "laptop",
     deadline=None,

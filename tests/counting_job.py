@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from checkpoint_job import NUM_IDS, Source
+from lean_torch import skip_compiler
 from satrap import SGD, Checkpoint, Constant, Embeddings, Table
 
 STALENESS = 3
@@ -40,4 +41,5 @@ def main(run: str, steps: int) -> None:
 
 
 if __name__ == "__main__":
+    skip_compiler()
     main(sys.argv[1], int(sys.argv[2]))

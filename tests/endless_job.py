@@ -6,9 +6,11 @@ import signal
 import numpy as np
 import torch
 
+from lean_torch import skip_compiler
 from satrap import Embeddings, Inputs, Table
 
 if __name__ == "__main__":
+    skip_compiler()
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs inherit an ignored SIGINT
     embeddings = Embeddings({"item": Table("item", dim=4)}, staleness=2, num_threads=1)
     model = torch.nn.Linear(4, 1)

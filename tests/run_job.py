@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from lean_torch import skip_compiler
 from loop import NUM_IDS, Net, batches, loss_of, tables
 from satrap import Checkpoint, Embeddings, Parquet
 
@@ -46,5 +47,6 @@ def main(folder: Path, num_batches: int, staleness: int = 0, file: str = "", dev
 
 
 if __name__ == "__main__":
+    skip_compiler()
     given = [*sys.argv[1:], "0"][:3]
     main(Path(given[0]), int(given[1]), int(given[2]), *sys.argv[4:6])

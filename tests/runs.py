@@ -26,7 +26,8 @@ def write_changed_job(folder: Path, *changes: tuple[str, str]) -> Path:
         assert before in text, f"{JOB.name} has no {before!r} any more"
         text = text.replace(before, after)
     (script := folder / "job.py").write_text(text)
-    (folder / "loop.py").write_text(JOB.with_name("loop.py").read_text())
+    for module in ("loop.py", "lean_torch.py"):
+        (folder / module).write_text(JOB.with_name(module).read_text())
     return script
 
 

@@ -6,6 +6,7 @@ import sys
 
 import torch
 
+from lean_torch import skip_compiler
 from loop import batches, job, loss_of
 from satrap import Checkpoint
 
@@ -25,4 +26,5 @@ def main(servers: list[str], run: str, save_at: int) -> None:
 
 
 if __name__ == "__main__":
+    skip_compiler()
     main(json.loads(sys.argv[1]), sys.argv[2], int(sys.argv[3]))

@@ -3,7 +3,8 @@ result as one line of JSON. Each line of its input is a job as JSON: rank, world
 
 With "ahead" it takes all batches of an epoch before the first step. With "counted" the embeddings' gradients are
 integers, so that rows are exact in any order of updates. With "tells" a trainer also prints a line at its third step.
-With "patience" it evaluates every second step.
+With "patience" it evaluates every second step. Without servers the trainers share the rows; with "machines" as if each
+were on another one.
 """
 
 import json
@@ -18,15 +19,14 @@ from torch.nn.parallel import DistributedDataParallel
 
 from loop import NUM_IDS, Net, batches, counting_tables, loss_of, tables
 from satrap import CSV, Checkpoint, Deployment, Embeddings, IdColumn, Parquet, Validation
+from satrap.train import trainer_server
 
 
 def main(rank: int, world_size: int, rendezvous: str, job: dict[str, Any]) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=world_size)
     torch.manual_seed(0)
-    where = Deployment(job["servers"], workers=job.get("workers"))
-    features = counting_tables() if job.get("counted") else tables()
-    embeddings = Embeddings(features, num_threads=1, staleness=job["staleness"], deployment=where)
+    embeddings = embeddings_of(job)
     net = Net()
     if job.get("patience"):
         net.register_buffer("unused", torch.zeros(1))  # DistributedDataParallel broadcasts it before each forward pass
@@ -79,6 +79,14 @@ def main(rank: int, world_size: int, rendezvous: str, job: dict[str, Any]) -> No
     embeddings.worker.close()
     dist.destroy_process_group()
     print(json.dumps(found), flush=True)
+
+
+def embeddings_of(job: dict[str, Any]) -> Embeddings:
+    if job.get("machines"):
+        trainer_server._is_own_folder = lambda name: False
+    where = Deployment(job["servers"], workers=job.get("workers"))
+    features = counting_tables() if job.get("counted") else tables()
+    return Embeddings(features, num_threads=1, staleness=job["staleness"], deployment=where)
 
 
 def state_of(embeddings: Embeddings, model: torch.nn.Module) -> dict[str, Any]:

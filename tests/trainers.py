@@ -4,6 +4,7 @@ new ones."""
 
 from __future__ import annotations
 
+import itertools
 import json
 import subprocess
 import sys
@@ -17,7 +18,7 @@ import numpy as np
 import torch
 
 from cluster import DEADLINE_SECONDS, running_servers
-from loop import rows
+from loop import batches, job, join, loss_of, rows
 from satrap import Embeddings
 
 CHILD = Path(__file__).with_name("trainer_child.py")
@@ -28,6 +29,7 @@ class Trainers:
 
     def __init__(self, max_trainers: int, child: Path = CHILD) -> None:
         self._max_trainers, self._child = max_trainers, child
+        self._jobs = itertools.count()  # torch removes the file of a rendezvous some time after its end
         self._start()
 
     def __enter__(self) -> Trainers:
@@ -47,8 +49,22 @@ class Trainers:
         **options: Any,
     ) -> list[dict[str, Any]]:
         """Return the result of each of `world_size` trainers for a job of trainer_child.py."""
-        settings = {"servers": [each.address for each in services], "staleness": 0, "overlap": False, "dropped": []}
-        settings |= {"checkpoint": None, "until": None, "epochs": 1, "accumulate": 1, "workers": None, "file": None}
+        settings = {
+            "servers": [each.address for each in services] or None,
+            "staleness": 0,
+            "overlap": False,
+            "dropped": [],
+        }
+        settings |= {
+            "overlap": False,
+            "dropped": [],
+            "checkpoint": None,
+            "until": None,
+            "epochs": 1,
+            "accumulate": 1,
+            "workers": None,
+            "file": None,
+        }
         with self.at_work(world_size, folder, settings | options) as trainers:
             meanwhile(trainers)
             return [said(each) for each in trainers]
@@ -62,7 +78,7 @@ class Trainers:
     def at_work(self, world_size: int, folder: Path, job: dict[str, Any]) -> Iterator[list[subprocess.Popen[str]]]:
         """Yield `world_size` trainers that have received a job. One that hangs is killed, and its missing output fails
         the test."""
-        rendezvous, trainers = folder / f"rendezvous-{len(list(folder.iterdir()))}", self._processes[:world_size]
+        rendezvous, trainers = folder / f"rendezvous-{next(self._jobs)}", self._processes[:world_size]
         timers = [threading.Timer(2 * DEADLINE_SECONDS, each.kill) for each in trainers]
         for timer in timers:
             timer.start()
@@ -111,3 +127,26 @@ def require_result(found: dict[str, Any], embeddings: Embeddings, model: torch.n
         torch.testing.assert_close(torch.tensor(there).reshape(parameter.shape), parameter, **near)
     for name, values in rows(embeddings).items():
         np.testing.assert_allclose(found["rows"][name], values, **near)
+
+
+def alone(found: list[dict[str, Any]], num: int, without: tuple[int, ...] = ()) -> tuple[Any, Any]:
+    """Train one trainer with its own rows on the samples of all trainers at each step."""
+    known = {json.dumps(each.values.tolist()): each for each in batches(num)}
+    seen = zip(*(each["seen"] for each in found), strict=True)
+    embeddings, model, optimizer = job()
+    for step, each in enumerate(seen, 1):
+        whole = join([known[json.dumps(values)] for values in each if values])
+        with embeddings.stream([whole]) as stream:
+            loss_of(model, next(stream)).backward()
+            if step not in without:
+                optimizer.step()
+            optimizer.zero_grad()
+    return embeddings, model
+
+
+def require_same_as_alone(found: list[dict[str, Any]], num: int, without: tuple[int, ...] = ()) -> None:
+    """Check that one trainer on all samples of each step ends with the same parameters and rows."""
+    embeddings, model = alone(found, num, without)
+    require_result(found[0], embeddings, model)
+    assert all(each["dense"] == found[0]["dense"] and each["rows"] == found[0]["rows"] for each in found)
+    assert found[0]["updated"] == {name: table.stats()["updated"] for name, table in embeddings.tables.items()}

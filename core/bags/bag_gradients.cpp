@@ -75,16 +75,14 @@ std::string BagSource::where(std::uint64_t order) const {
                                  : " (batch " + std::to_string(k + 1) + " of " + std::to_string(tickets_.size()) + ")");
 }
 
-// Writes the unique ids of bucket b over all tickets, with a hint each, to scratch.joined_*; joined_numbers has the
-// number of each ticket's first, second, ... unique id, ticket after ticket. Returns how many there are.
-std::uint32_t BagSource::join_ids(std::uint32_t b, Scratch& scratch) const {
+std::uint32_t join_ids(Tickets tickets, std::uint32_t b, Scratch& scratch) {
     std::uint32_t total = 0;
-    for (const Ticket* ticket : tickets_) total += ticket->batch->num_unique[b];
+    for (const Ticket* ticket : tickets) total += ticket->batch->num_unique[b];
     std::uint64_t* ids = scratch.joined_ids.reserve(total);
     std::uint32_t* hints = scratch.joined_hints.reserve(total);
     std::uint32_t* numbers = scratch.joined_numbers.reserve(total);
     std::uint32_t at = 0;
-    for (const Ticket* ticket : tickets_) {
+    for (const Ticket* ticket : tickets) {
         const Batch& batch = *ticket->batch;
         const std::uint32_t first = batch.begin[b], count = batch.num_unique[b];
         std::copy_n(batch.unique.data() + first, count, ids + at);
@@ -104,7 +102,7 @@ BucketGradients BagSource::joined(std::size_t t, std::uint32_t b, Scratch& scrat
         most += ticket->batch->begin[b + 1] - ticket->batch->begin[b];
         scaled |= ticket->batch->bags.scaled[t] != 0;
     }
-    const std::uint32_t unique = join_ids(b, scratch);
+    const std::uint32_t unique = join_ids(tickets_, b, scratch);
     std::uint32_t* local = scratch.joined_local.reserve(most);
     const float** from = scratch.from.reserve(most);
     Factor* factors = scaled ? scratch.joined_factors.reserve(most) : nullptr;

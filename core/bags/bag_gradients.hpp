@@ -15,6 +15,10 @@ struct BagGradients {
     std::vector<const float*> sequences;
 };
 
+// Writes the unique ids of bucket b over all tickets, with a hint each, to scratch.joined_*; joined_numbers has the
+// number of each ticket's first, second, ... unique id, ticket after ticket. Returns how many there are.
+std::uint32_t join_ids(Tickets tickets, std::uint32_t b, Scratch& scratch);
+
 class BagSource final : public GradientSource {
   public:
     BagSource(const BucketNumbering& map, Tickets tickets, std::span<const BagGradients> gradients, float scale)
@@ -32,7 +36,6 @@ class BagSource final : public GradientSource {
 
   private:
     BucketGradients joined(std::size_t t, std::uint32_t b, Scratch& scratch) const;
-    std::uint32_t join_ids(std::uint32_t b, Scratch& scratch) const;
 
     const BucketNumbering& map_;
     Tickets tickets_;

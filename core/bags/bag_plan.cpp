@@ -185,10 +185,28 @@ void BagPlan::keep_inputs() {
     inputs_.ids = nullptr;
 }
 
-void BagPlan::group(Batch& batch, const BucketNumbering& map, ThreadPool& pool) const {
+namespace {
+
+struct IndexedCursor {
+    BagCursor cursor;
+    std::uint32_t* indexes;
+    std::uint32_t next;
+    void put(std::uint32_t e) {
+        indexes[e] = next++;
+        cursor.put(e);
+    }
+};
+
+} // namespace
+
+void BagPlan::group(Batch& batch, const BucketNumbering& map, ThreadPool& pool, bool with_indexes) const {
     describe(batch);
-    batch.group(inputs_.ids, map, pool,
-                [&](std::size_t t, std::size_t first) { return BagCursor(*this, batch, t, first); });
+    auto cursor_at = [&](std::size_t t, std::size_t first) { return BagCursor(*this, batch, t, first); };
+    if (!with_indexes) return batch.group(inputs_.ids, map, pool, cursor_at);
+    std::uint32_t* indexes = batch.indexes.reserve(batch.size());
+    batch.group(inputs_.ids, map, pool, [&](std::size_t t, std::size_t first) {
+        return IndexedCursor{cursor_at(t, first), indexes, static_cast<std::uint32_t>(first)};
+    });
 }
 
 // Tells the batch where each table's ids begin, and which data its entries have.

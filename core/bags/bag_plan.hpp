@@ -45,8 +45,10 @@ class BagPlan {
 
     std::size_t batch_size() const { return inputs_.batch_size; }
     std::uint64_t loose_floats() const { return loose_floats_; }
-    // Groups the ids by bucket, with the place of each.
-    void group(Batch& batch, const BucketNumbering& map, ThreadPool& pool) const;
+    const BagInputs& inputs() const { return inputs_; } // without what was cut
+    std::size_t num_ids() const { return inputs_.begin(inputs_.num_bags); }
+    // Groups the ids by bucket, with the place of each, and if asked its index.
+    void group(Batch& batch, const BucketNumbering& map, ThreadPool& pool, bool with_indexes = false) const;
     // For a plan that outlives its inputs: copies what finish() needs of them; it does not need the ids.
     void keep_inputs();
     // Called when the rows have arrived: pools the loose ones into the block, and writes zeros where there are no rows.

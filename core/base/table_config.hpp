@@ -6,6 +6,7 @@
 #include <bit>
 #include <cstddef>
 #include <cstdint>
+#include <optional>
 #include <string>
 
 namespace satrap {
@@ -52,7 +53,8 @@ struct TableConfig {
     std::uint32_t expire_after = 0; // steps; 0: never
     Absent absent = Absent::initial;
     OnNonfinite on_nonfinite = OnNonfinite::raise;
-    std::uint32_t num_buckets = 1; // a power of two
+    std::uint32_t num_buckets = 1;           // a power of two
+    std::optional<std::uint32_t> frame_pool; // the pool of its rows' frames on a device; none: rows are in this memory
 
     unsigned bucket_bits() const { return static_cast<unsigned>(std::countr_zero(num_buckets)); }
     bool bounded() const { return capacity != 0 && on_full != OnFull::grow; }
@@ -75,6 +77,8 @@ struct TableConfig {
     // Bytes of the values part, padded to 4 so that the state is aligned.
     std::size_t value_bytes() const { return (dim * element_bytes() + 3) & ~static_cast<std::size_t>(3); }
     std::size_t row_bytes() const { return value_bytes() + 4 * static_cast<std::size_t>(state_dim()); }
+    // Bytes of a row in this memory: the whole row, or the number of its frame.
+    std::size_t payload_bytes() const { return frame_pool ? sizeof(std::uint32_t) : row_bytes(); }
 };
 
 } // namespace satrap

@@ -109,6 +109,10 @@ nb::dict export_rows(Engine& engine, std::size_t t, std::uint32_t first, std::ui
     nb::dict out;
     out["id"] = as_array<std::uint64_t>(pool, columns.id, {n});
     out["step"] = as_array<std::uint32_t>(pool, columns.step, {n});
+    if (config.frame_pool) {
+        out["frame"] = as_array<std::int32_t>(pool, columns.values, {n});
+        return out;
+    }
     out["values"] = config.dtype == Dtype::float32
                         ? nb::cast(as_array<float, 2>(pool, columns.values, {n, config.dim}))
                         : nb::cast(as_array<std::uint16_t, 2>(pool, columns.values, {n, config.dim}));
@@ -325,6 +329,7 @@ void bind_engine(nb::module_& m) {
     bind_saving(engine);
     bind_fp16(engine);
     bind_bags(m, engine);
+    bind_frames(engine);
     bind_migration(engine);
 }
 

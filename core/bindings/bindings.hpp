@@ -26,6 +26,7 @@ void bind_hash(nb::module_& m);                             // bindings_hash.cpp
 void bind_samples(nb::module_& m);                          // bindings_samples.cpp
 void bind_split(nb::module_& m);                            // bindings_split.cpp
 void bind_bags(nb::module_& m, nb::class_<Engine>& engine); // bindings_bags.cpp
+void bind_frames(nb::class_<Engine>& engine);               // bindings_frames.cpp
 void bind_migration(nb::class_<Engine>& engine);            // bindings_migration.cpp
 
 using Ids = nb::ndarray<const std::uint64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;

@@ -11,19 +11,12 @@ std::shared_ptr<Bags> make_bags(const Engine& engine, const std::vector<NamedFea
                                   engine.identity());
 }
 
-void require_own(const Engine& engine, const Bags& bags) {
-    if (bags.engine != engine.identity()) refuse("these bags describe the tables of another engine");
-}
-
 std::unique_ptr<Ticket> lookup_bags(Engine& engine, const std::shared_ptr<Bags>& bags, const Ids& values,
                                     const std::optional<Offsets>& offsets, const std::optional<FloatsIn>& weights,
                                     std::size_t batch_size, std::uint64_t step, std::uint64_t oldest_open, bool train,
                                     const FloatsOut& block, const std::vector<FloatsOut>& sequences, bool first_epoch) {
-    require_own(engine, *bags);
-    const BagInputs inputs = checked_inputs(*bags, values, offsets, weights, batch_size);
-    LookupStep when{train, static_cast<std::uint32_t>(step), static_cast<std::uint32_t>(oldest_open), first_epoch};
-    if (step != 0) when = checked_step(step, oldest_open == 0 ? step : oldest_open, train, train, first_epoch);
-    if (oldest_open > kLastStep) require_step("oldest_open", oldest_open);
+    const auto [inputs, when] =
+        checked_lookup(engine, *bags, values, offsets, weights, batch_size, step, oldest_open, train, first_epoch);
     require_size("block", block.size(), batch_size * bags->total_dim);
     require_size("sequences", sequences.size(), bags->sequences.size());
     std::vector<float*> memory;
@@ -37,8 +30,6 @@ std::unique_ptr<Ticket> lookup_bags(Engine& engine, const std::shared_ptr<Bags>&
 void update_bags(Engine& engine, const std::vector<Ticket*>& tickets, const std::vector<GivenGradients>& gradients,
                  std::uint64_t step, const std::vector<std::pair<std::size_t, double>>& lrs, double scale) {
     require_step("step", step);
-    if (tickets.empty()) refuse("no ticket was given; expected at least one");
-    require_size("gradients", gradients.size(), tickets.size());
     const float scale_of_all = checked_scale(scale);
     std::vector<double> of_table;
     for (std::size_t t = 0; t < engine.num_tables(); ++t) of_table.push_back(engine.table(t).lr());
@@ -47,12 +38,7 @@ void update_bags(Engine& engine, const std::vector<Ticket*>& tickets, const std:
         require_lr(engine, t, lr);
         of_table[t] = lr;
     }
-    std::vector<BagGradients> checked;
-    for (std::size_t k = 0; k < tickets.size(); ++k) {
-        if (tickets[k] == nullptr) refuse("a ticket is None");
-        const bool ours = tickets[k]->bags != nullptr && engine.owns(*tickets[k]); // the engine refuses others
-        checked.push_back(ours ? checked_gradients(*tickets[k], gradients[k]) : BagGradients{nullptr, {}});
-    }
+    const std::vector<BagGradients> checked = checked_gradients_of(engine, tickets, gradients);
     engine.update_bags(tickets, checked, scale_of_all, static_cast<std::uint32_t>(step), of_table);
 }
 

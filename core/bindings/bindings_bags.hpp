@@ -105,6 +105,33 @@ inline BagGradients checked_gradients(const Ticket& ticket, const GivenGradients
     return gradients;
 }
 
+inline std::vector<BagGradients> checked_gradients_of(const Engine& engine, const std::vector<Ticket*>& tickets,
+                                                      const std::vector<GivenGradients>& gradients) {
+    if (tickets.empty()) refuse("no ticket was given; expected at least one");
+    require_size("gradients", gradients.size(), tickets.size());
+    std::vector<BagGradients> checked;
+    for (std::size_t k = 0; k < tickets.size(); ++k) {
+        if (tickets[k] == nullptr) refuse("a ticket is None");
+        const bool ours = tickets[k]->bags != nullptr && engine.owns(*tickets[k]); // the engine refuses others
+        checked.push_back(ours ? checked_gradients(*tickets[k], gradients[k]) : BagGradients{nullptr, {}});
+    }
+    return checked;
+}
+
+// The inputs and the step of a lookup of bags.
+inline std::pair<BagInputs, LookupStep> checked_lookup(const Engine& engine, const Bags& bags, const Ids& values,
+                                                       const std::optional<Offsets>& offsets,
+                                                       const std::optional<FloatsIn>& weights, std::size_t batch_size,
+                                                       std::uint64_t step, std::uint64_t oldest_open, bool train,
+                                                       bool first_epoch) {
+    if (bags.engine != engine.identity()) refuse("these bags describe the tables of another engine");
+    const BagInputs inputs = checked_inputs(bags, values, offsets, weights, batch_size);
+    LookupStep when{train, static_cast<std::uint32_t>(step), static_cast<std::uint32_t>(oldest_open), first_epoch};
+    if (step != 0) when = checked_step(step, oldest_open == 0 ? step : oldest_open, train, train, first_epoch);
+    if (oldest_open > kLastStep) require_step("oldest_open", oldest_open);
+    return {inputs, when};
+}
+
 inline float checked_scale(double given) {
     const FloatMode mode;
     const volatile double scale = given; // volatile: the compiler must not round before or after the mode

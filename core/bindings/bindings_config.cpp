@@ -1,6 +1,7 @@
 // The Python binding of a table's configuration: reads the dict that satrap.Table.to_dict() returns, field by field, by
 // the names that Python uses. A field that the core does not know is refused.
 #include <nanobind/stl/array.h>
+#include <nanobind/stl/optional.h>
 
 #include "bindings/bindings.hpp"
 
@@ -99,8 +100,10 @@ void require_valid(const std::string& where, const TableConfig& config) {
                " rows for each of num_buckets=" + std::to_string(config.num_buckets));
 }
 
-TableConfig read_table(const nb::typed<nb::dict, std::string, nb::any>& table) {
+TableConfig read_table(const nb::typed<nb::dict, std::string, nb::any>& table,
+                       const std::optional<std::uint32_t>& frame_pool) {
     TableConfig config;
+    config.frame_pool = frame_pool;
     Fields("table: ", table).read("name", config.name);
     const std::string where = "table '" + config.name + "': ";
     Fields fields(where, table);
@@ -127,6 +130,7 @@ TableConfig read_table(const nb::typed<nb::dict, std::string, nb::any>& table) {
 
 void bind_config(nb::module_& m) {
     nb::class_<TableConfig>(m, "TableConfig", "A table's configuration in the core.")
-        .def(nb::new_(&read_table), "table"_a, "table: what satrap.Table.to_dict() returns, with its num_buckets.")
+        .def(nb::new_(&read_table), "table"_a, "frame_pool"_a = nb::none(),
+             "table: what satrap.Table.to_dict() returns, with its num_buckets. frame_pool: of rows on a device.")
         .def_prop_ro("state_dim", &TableConfig::state_dim, "Number of floats of optimizer state in a row.");
 }

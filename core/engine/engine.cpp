@@ -6,13 +6,36 @@
 
 namespace satrap {
 
+// Refuses tables some of whose rows are on a device and some in this memory, or in a file that another process
+// attaches.
+static void require_alike(std::span<const TableConfig> configs, bool survives_process) {
+    for (const TableConfig& config : configs) {
+        const std::string where = "table '" + config.name + "': ";
+        if (config.frame_pool.has_value() != configs[0].frame_pool.has_value())
+            throw InputError(where + (config.frame_pool ? "its rows are" : "its rows are not") +
+                             " on a device, unlike those of table '" + configs[0].name +
+                             "': an engine has the rows of all its tables in one place");
+        if (!config.frame_pool) continue;
+        if (survives_process)
+            throw InputError(where + "its rows are on a device, whose memory ends with the process: they cannot be in "
+                                     "a shared-memory file");
+        if (*config.frame_pool >= configs.size())
+            throw InputError(where + "frame pool " + std::to_string(*config.frame_pool) + "; expected one below " +
+                             std::to_string(configs.size()) + ", the number of tables");
+    }
+}
+
 Engine::Engine(std::vector<TableConfig> configs, const Options& options, std::unique_ptr<Arena> arena)
     : identity_(next_identity()), kernels_(&kernels_named(options.simd)), arena_(std::move(arena)),
       scheduler_(options.num_threads), codec_(dims_of(configs), *kernels_, scheduler_.pool()) {
+    require_alike(configs, arena_->survives_process());
     for (TableConfig& config : configs) {
         map_.add_table(config.bucket_bits());
+        while (config.frame_pool && *config.frame_pool >= frame_pools_.size())
+            frame_pools_.push_back(std::make_unique<FramePool>());
+        FramePool* frames = config.frame_pool ? frame_pools_[*config.frame_pool].get() : nullptr;
         tables_.push_back(std::make_unique<Table>(std::move(config), static_cast<std::uint32_t>(tables_.size()),
-                                                  options.seed, *kernels_, *arena_));
+                                                  options.seed, *kernels_, *arena_, frames));
         summations_.push_back(&tables_.back()->summation());
     }
     applied_steps_.init(*arena_, map_.total());
@@ -105,6 +128,7 @@ std::uint32_t Engine::begin_version(std::size_t t) {
 
 std::unique_ptr<Batch> Engine::group(const std::uint64_t* ids, std::span<const std::int64_t> offsets) {
     fork_guard_.require_same_process();
+    require_rows_here();
     std::unique_ptr<Batch> batch = batches_.take();
     batch->offsets.assign(offsets.begin(), offsets.end());
     batch->group(ids, map_, scheduler_.pool());
@@ -228,6 +252,7 @@ void Engine::reserve_update(BucketScheduler::ScratchLease& lease, Tickets ticket
 void Engine::apply(GradientSource&& source, Tickets tickets, std::uint32_t step, std::span<const double> lrs,
                    std::uint32_t trainer) {
     fork_guard_.require_same_process();
+    require_rows_here();
     Claim claim(tickets, identity_);
     require_owned([&](std::uint32_t b) { return occupied(tickets, b); }, true);
     const FloatMode mode;

@@ -36,6 +36,40 @@ struct TableStats {
     std::size_t bytes = 0;
 };
 
+// An id that has no row, and reads the values that its row would begin with.
+struct AbsentRow {
+    std::uint64_t id;
+    std::uint32_t table;
+};
+
+// A lookup of rows on a device: the ids that were looked up, without what was cut, and those without a row.
+struct FrameLookup {
+    std::unique_ptr<Ticket> ticket; // of a training lookup
+    std::size_t num_ids = 0;
+    std::vector<std::int64_t> offsets; // empty: each bag holds one id
+    std::vector<float> weights;        // empty: nothing is weighted
+    std::vector<AbsentRow> absent;
+};
+
+// Which parts of a ticket have a gradient.
+struct GivenParts {
+    bool block;
+    std::vector<bool> sequences;
+};
+
+// An update of rows on a device. Run r takes the sum of the gradients at places[begin[r]] .. places[end[r] - 1], in
+// this order, to the row in frames[r]; a run without a row or an entry has kNoFrame. A place
+// counts floats through the given gradients of all tickets.
+struct FrameRuns {
+    std::vector<std::uint32_t> first_run_of_table;     // [tables + 1]
+    std::vector<std::uint32_t> first_run, first_entry; // of each bucket
+    std::vector<std::uint32_t> frames, begin, end;     // [runs]
+    std::vector<std::uint64_t> keys;                   // [runs] row_key of the id; empty unless values have 16 bits
+    std::vector<std::uint32_t> places;                 // [entries]
+    std::vector<Factor> factors;                       // [entries]; empty: all are 1
+    std::vector<std::uint64_t> ids;                    // [runs]; empty unless gradients may have to be skipped
+};
+
 struct Options {
     std::uint64_t seed = 0;
     unsigned num_threads = 1;
@@ -104,6 +138,31 @@ class Engine {
     void update_bags(Tickets tickets, std::span<const BagGradients> gradients, float scale, std::uint32_t step,
                      std::span<const double> lrs);
 
+    // The same for rows on a device (engine_frames.cpp), for which the calls above, migration and shared memory are
+    // refused. frames[i] is that of id i, without what was cut; -1: it reads
+    // zeros; -2 - k: it reads the initial values of absent[k].
+    FrameLookup lookup_frames(const std::shared_ptr<const Bags>& bags, const BagInputs& inputs, LookupStep at,
+                              std::int32_t* frames, bool want_ticket);
+    // The rows inserted since the last call, whose frames have no values yet. Also of lookups that failed.
+    std::vector<InsertedRow> take_inserted();
+    // Does all of an update but the optimizer. `filter`: gradients may have to be skipped; then rows of tables that
+    // skip are neither stamped nor counted before settle_frames.
+    FrameRuns update_frames(Tickets tickets, std::span<const GivenParts> given, std::uint32_t step,
+                            bool filter = false);
+    // Called with the ids that had a gradient to apply, after some were skipped.
+    void settle_frames(std::size_t t, std::span<const std::uint64_t> ids, std::uint64_t skipped, std::uint32_t step);
+    // A sum of these tickets' gradients is at most this many times the largest gradient times the scale.
+    double sum_bound(Tickets tickets) const;
+    // Throws NonFiniteError as update_bags would; sets `filter` if gradients may have to be skipped.
+    void check_gradients(Tickets tickets, std::span<const BagGradients> gradients, float scale, bool& filter);
+    void initial_rows(std::size_t t, std::span<const std::uint64_t> ids, std::byte* values, float* state);
+    void check_frames(); // throws InvariantError unless each frame is free or of one row
+    FramePool& frame_pool(std::size_t p) {
+        fork_guard_.require_same_process();
+        return *frame_pools_[p];
+    }
+    std::size_t num_frame_pools() const { return frame_pools_.size(); }
+
     std::size_t num_rows(std::size_t t) { return stats(t).rows; }
     TableStats stats(std::size_t t);
     // Starts an attempt in which no update counts as applied. No update may run.
@@ -147,7 +206,8 @@ class Engine {
                  double lr);
 
   private:
-    static constexpr std::uint32_t kFrozen = 1U << 31; // a bit of owners_
+    static constexpr std::uint64_t kMostPlaces = 0x7fffffffU; // the device counts them in int32
+    static constexpr std::uint32_t kFrozen = 1U << 31;        // a bit of owners_
     template <typename Has> void require_owned(Has has, bool changes) const {
         const std::uint32_t self = self_.load(std::memory_order_relaxed);
         for (std::uint32_t b = 0; b < map_.total(); ++b)
@@ -155,6 +215,11 @@ class Engine {
                 owner != self && has(b) && (changes || (owner & ~kFrozen) != self))
                 refuse_moved(b, owner, self);
     }
+    // Throws InputError unless the rows are in this memory, or on a device: an engine's tables are alike in this.
+    void require_rows_here() const {
+        if (!frame_pools_.empty()) tables_[0]->require_rows_here();
+    }
+    void require_rows_on_device() const;
     [[noreturn]] void refuse_moved(std::uint32_t b, std::uint32_t owner, std::uint32_t self) const;
     bool owned(std::size_t t, std::uint32_t b) const {
         return (owners_[map_.first[t] + b].load(std::memory_order_relaxed) & ~kFrozen) == self_.load();
@@ -168,6 +233,9 @@ class Engine {
         const std::size_t t = table_of(b);
         return tables_[t]->bucket(b - map_.first[t]);
     }
+    void find_frames(Batch& batch, const LookupStep& at, std::int32_t* frames, std::vector<AbsentRow>& absent);
+    void keep_inserted(std::span<const InsertedRow> rows);
+    FrameRuns reserve_runs(Tickets tickets) const;
     void reserve_update(BucketScheduler::ScratchLease& lease, Tickets tickets, bool filter) const;
     std::size_t undo_bytes(Tickets tickets) const;
     void adopt(SharedArena& arena);
@@ -184,6 +252,7 @@ class Engine {
     std::shared_ptr<BlockPool> blocks_ = std::make_shared<BlockPool>();
     const Kernels* kernels_;
     std::unique_ptr<Arena> arena_;
+    std::vector<std::unique_ptr<FramePool>> frame_pools_; // outlive the tables
     std::vector<std::unique_ptr<Table>> tables_;
     std::vector<const GradientSum*> summations_; // of the tables
     BucketNumbering map_;
@@ -194,6 +263,8 @@ class Engine {
     AppliedSteps applied_steps_;
     std::vector<std::atomic<std::uint32_t>> owners_; // [buckets]
     std::atomic<std::uint32_t> self_{0};
+    std::mutex inserted_mutex_;
+    std::vector<InsertedRow> inserted_;
     BucketScheduler scheduler_;
     Fp16Codec codec_;
 };

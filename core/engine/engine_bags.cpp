@@ -9,6 +9,7 @@ namespace satrap {
 std::unique_ptr<Ticket> Engine::lookup_bags(const std::shared_ptr<const Bags>& bags, const BagInputs& inputs,
                                             LookupStep at, float* block, float* const* sequences, bool want_ticket) {
     fork_guard_.require_same_process();
+    require_rows_here();
     std::unique_ptr<BagPlan> plan = plans_.take();
     plan->make(*bags, inputs, *kernels_, scheduler_.pool());
     if (at.train && at.step == 0) at.step = next_step();

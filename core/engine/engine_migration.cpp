@@ -13,12 +13,14 @@ static_assert(sizeof(Counters) == Counters::kCount * sizeof(std::uint64_t));
 
 void Engine::set_owners(std::span<const std::uint32_t> owners, std::uint32_t self) {
     fork_guard_.require_same_process();
+    require_rows_here();
     self_.store(self);
     for (std::uint32_t b = 0; b < map_.total(); ++b) owners_[b].store(owners[b]);
 }
 
 void Engine::freeze(std::span<const std::uint32_t> buckets, bool frozen) {
     fork_guard_.require_same_process();
+    require_rows_here();
     for (std::uint32_t b : buckets) {
         if (frozen)
             owners_[b].fetch_or(kFrozen);
@@ -39,6 +41,7 @@ void Engine::refuse_moved(std::uint32_t b, std::uint32_t owner, std::uint32_t se
 std::vector<std::uint64_t> Engine::export_windows(std::span<const std::uint32_t> buckets,
                                                   std::vector<std::uint32_t>& trainers) {
     fork_guard_.require_same_process();
+    require_rows_here();
     trainers = applied_steps_.trainers();
     std::vector<std::uint64_t> words;
     words.reserve(trainers.size() * buckets.size());
@@ -52,6 +55,7 @@ std::vector<std::uint64_t> Engine::export_windows(std::span<const std::uint32_t>
 void Engine::import_windows(std::span<const std::uint32_t> buckets, std::span<const std::uint32_t> trainers,
                             std::span<const std::uint64_t> words) {
     fork_guard_.require_same_process();
+    require_rows_here();
     for (std::uint32_t trainer : applied_steps_.trainers()) {
         StepWindow* windows = applied_steps_.of(trainer);
         for (std::uint32_t b : buckets) windows[b].clear();
@@ -64,6 +68,7 @@ void Engine::import_windows(std::span<const std::uint32_t> buckets, std::span<co
 
 std::vector<std::uint64_t> Engine::export_counters(std::span<const std::uint32_t> buckets) {
     fork_guard_.require_same_process();
+    require_rows_here();
     std::vector<std::uint64_t> counters(buckets.size() * Counters::kCount);
     for (std::size_t i = 0; i < buckets.size(); ++i) {
         Bucket& bucket = bucket_at(buckets[i]);
@@ -75,6 +80,7 @@ std::vector<std::uint64_t> Engine::export_counters(std::span<const std::uint32_t
 
 void Engine::import_counters(std::span<const std::uint32_t> buckets, std::span<const std::uint64_t> counters) {
     fork_guard_.require_same_process();
+    require_rows_here();
     for (std::size_t i = 0; i < buckets.size(); ++i) {
         Bucket& bucket = bucket_at(buckets[i]);
         std::lock_guard lock(bucket.mutex);
@@ -86,6 +92,7 @@ void Engine::import_counters(std::span<const std::uint32_t> buckets, std::span<c
 
 void Engine::forget(std::span<const std::uint32_t> buckets) {
     fork_guard_.require_same_process();
+    require_rows_here();
     for (std::uint32_t b : buckets) {
         Bucket& bucket = bucket_at(b);
         std::lock_guard lock(bucket.mutex);
@@ -100,6 +107,7 @@ void Engine::forget(std::span<const std::uint32_t> buckets) {
 }
 
 void Engine::reach_table(std::size_t t, std::uint32_t version, std::uint32_t expire_before) {
+    require_rows_here();
     TableLedger& ledger = table(t).ledger();
     raise_to(ledger.version, version);
     raise_to(ledger.expire_before, expire_before);

@@ -81,8 +81,10 @@ class HashOrder {
 RowColumns Engine::export_rows(std::size_t t, std::uint32_t first, std::uint32_t last, std::uint32_t since,
                                bool others) {
     Table& table = this->table(t);
-    const std::size_t value_bytes = table.config().dim * table.config().element_bytes();
-    const std::size_t state_bytes = table.config().state_dim() * sizeof(float), state_at = table.config().value_bytes();
+    const TableConfig& config = table.config();
+    const std::size_t value_bytes = config.frame_pool ? config.payload_bytes() : config.dim * config.element_bytes();
+    const std::size_t state_bytes = config.frame_pool ? 0 : config.state_dim() * sizeof(float);
+    const std::size_t state_at = config.value_bytes();
     ExportBuffers draft(*blocks_);
     RowColumns& out = draft.columns;
     HashOrder order;
@@ -180,6 +182,7 @@ std::uint32_t Engine::removed_since(std::size_t t) {
 void Engine::import_rows(std::size_t t, std::size_t n, const std::uint64_t* ids, const std::uint32_t* steps,
                          const std::byte* values, const float* state) {
     Table& table = this->table(t);
+    table.require_rows_here();
     const std::size_t value_bytes = table.config().dim * table.config().element_bytes();
     const std::size_t state_dim = table.config().state_dim();
     UndoSet undo(undo_, *arena_);
@@ -197,10 +200,7 @@ void Engine::import_rows(std::size_t t, std::size_t n, const std::uint64_t* ids,
             const std::uint64_t hash = mix64(ids[i]);
             std::uint32_t slot = bucket.rows.find(ids[i], hash);
             if (slot == kNoSlot) {
-                if (bucket.rows.full())
-                    throw CapacityError("table '" + table.config().name + "': bucket " + std::to_string(b) +
-                                        " has no room for id " + std::to_string(ids[i]) +
-                                        "; its share of the capacity is " + std::to_string(table.row_share(b)));
+                table.require_room(bucket, b, ids[i]);
                 slot = bucket.rows.insert(ids[i], hash);
             } else if (kept != nullptr) {
                 kept->open(static_cast<std::uint32_t>(t), b, bucket.rows.row_bytes());

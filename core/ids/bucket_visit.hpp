@@ -51,6 +51,8 @@ struct Scratch {
     Buffer<std::uint64_t> joined_ids; // of several tickets
     Buffer<std::uint32_t> joined_numbers, joined_hints, joined_local;
     Buffer<Factor> joined_factors;
+    Buffer<std::uint32_t> frames; // of the unique ids
+    Buffer<std::uint32_t> run_begin;
     UndoSlot* undo = nullptr; // the thread's slot during an update
 
     // Reserves all memory that the update of a bucket may need, so that none fails after others were updated.

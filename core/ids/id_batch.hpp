@@ -63,8 +63,9 @@ struct Batch {
     Buffer<std::uint64_t> unique; // while grouping: the ids of all entries
     Buffer<std::uint32_t> positions;
     Buffer<std::uint32_t> local;
-    Buffer<std::uint32_t> hints; // slots found by the lookup, for the update
-    BagEntries bags;             // of a batch of bags
+    Buffer<std::uint32_t> hints;   // slots found by the lookup, for the update
+    Buffer<std::uint32_t> indexes; // of each entry's id in the call, for rows on a device
+    BagEntries bags;               // of a batch of bags
     bool hinted = false;
     std::vector<std::uint32_t> counts; // [threads][buckets], scratch of group()
 

@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "base/table_config.hpp"
+#include "table/frame_pool.hpp"
 #include "table/rows.hpp"
 
 namespace satrap {
@@ -53,6 +54,7 @@ struct Bucket {
     Rows rows;
     Rows sightings;
     Counters counters;
+    FramePool* frames = nullptr; // of rows on a device, whose payload is the number of their frame
     std::vector<Removed> removed;
     std::uint32_t log_start = 2;    // the oldest version whose removals are all in the log; 2 is the first ever saved
     std::uint32_t swept_before = 0; // rows stamped before this step have been removed
@@ -60,8 +62,24 @@ struct Bucket {
     // Removes a row and, if the table has been saved (version > 1), logs the id for save_changes.
     void remove(std::uint32_t slot, std::uint32_t version) {
         if (version > 1) log_removal(rows.head(slot).id(), version);
+        erase(slot);
+    }
+
+    // Removes a row without a trace.
+    void erase(std::uint32_t slot) {
+        if (frames != nullptr) {
+            const std::uint32_t frame = frame_of(slot);
+            frames->give({&frame, 1});
+        }
         rows.erase(slot);
     }
+
+    std::uint32_t frame_of(std::uint32_t slot) const {
+        std::uint32_t frame;
+        std::memcpy(&frame, rows.row(slot), sizeof(frame));
+        return frame;
+    }
+    void set_frame(std::uint32_t slot, std::uint32_t frame) { std::memcpy(rows.row(slot), &frame, sizeof(frame)); }
 
     void log_removal(std::uint64_t id, std::uint32_t version) {
         const std::size_t most = std::max<std::size_t>(4096, rows.size()); // with more, a full save is smaller

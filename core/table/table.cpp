@@ -6,7 +6,8 @@
 
 namespace satrap {
 
-Table::Table(TableConfig config, std::uint32_t number, std::uint64_t seed, const Kernels& kernels, Arena& arena)
+Table::Table(TableConfig config, std::uint32_t number, std::uint64_t seed, const Kernels& kernels, Arena& arena,
+             FramePool* frames)
     : config_(std::move(config)), summation_(config_.name, config_.dim, config_.on_nonfinite, kernels),
       key_(table_key(seed, config_.name)), number_(number), kernels_(&kernels), arena_(&arena),
       ledger_(&arena.ledger(number)), buckets_(std::make_unique<Bucket[]>(config_.num_buckets)) {
@@ -18,7 +19,8 @@ Table::Table(TableConfig config, std::uint32_t number, std::uint64_t seed, const
         ledger_->version.store(1);
     }
     for (std::uint32_t b = 0; b < config_.num_buckets; ++b) {
-        buckets_[b].rows.init(&arena, {ChunkKind::rows, number, b, 0}, config_.row_bytes(), row_share(b));
+        buckets_[b].rows.init(&arena, {ChunkKind::rows, number, b, 0}, config_.payload_bytes(), row_share(b));
+        buckets_[b].frames = frames;
         buckets_[b].sightings.init(&arena, {ChunkKind::sightings, number, b, 0}, 0, window_share(b));
     }
 }
@@ -43,7 +45,9 @@ void Table::locate(Bucket& bucket, const BucketVisit& visit, bool hinted, Scratc
         }
         for (std::uint32_t i = 0; i < n; ++i) slots[i] = rows.index().candidate(hashes[i]);
     }
-    const std::size_t bytes = sizeof(Head) + (hinted ? config_.row_bytes() : config_.value_bytes());
+    const std::size_t payload =
+        hinted ? config_.payload_bytes() : std::min(config_.payload_bytes(), config_.value_bytes());
+    const std::size_t bytes = sizeof(Head) + payload;
     for (std::uint32_t i = 0; i < n; ++i) {
         if (slots[i] >= rows.used()) continue;
         const auto* head = reinterpret_cast<const std::byte*>(&rows.head(slots[i]));
@@ -56,16 +60,21 @@ void Table::locate(Bucket& bucket, const BucketVisit& visit, bool hinted, Scratc
 void Table::lookup(const BucketVisit& visit, const LookupStep& at, float* const* to, Scratch& scratch) {
     Bucket& bucket = buckets_[visit.bucket];
     std::lock_guard lock(bucket.mutex);
-    locate(bucket, visit, false, scratch);
-    std::uint32_t* slots = scratch.slots.data();
-    if (at.train) {
-        const std::uint32_t version = ledger_->version.load(); // under the lock: see begin_version
-        touch_hits(bucket, visit, at.step, version, slots);
-        insert_misses(bucket, visit, at, version, scratch);
-        for (std::uint32_t i = 0; i < visit.num_unique; ++i) visit.hints[i] = slots[i];
-    }
+    find_rows(bucket, visit, at, nullptr, scratch);
     point_rows(bucket, visit, scratch);
     kernels_->gather(scratch.rows.data(), visit.local, to, visit.count, config_.dim, config_.dtype);
+}
+
+// Finds the rows of a lookup: scratch.slots.
+void Table::find_rows(Bucket& bucket, const BucketVisit& visit, const LookupStep& at,
+                      std::vector<InsertedRow>* inserted, Scratch& scratch) {
+    locate(bucket, visit, false, scratch);
+    if (!at.train) return;
+    std::uint32_t* slots = scratch.slots.data();
+    const std::uint32_t version = ledger_->version.load(); // under the lock: see begin_version
+    touch_hits(bucket, visit, at.step, version, slots);
+    insert_misses(bucket, visit, at, version, inserted, scratch);
+    for (std::uint32_t i = 0; i < visit.num_unique; ++i) visit.hints[i] = slots[i];
 }
 
 // Stamps hits before it inserts any miss, so that no id of a batch evicts another.
@@ -91,7 +100,7 @@ void Table::touch_hits(Bucket& bucket, const BucketVisit& visit, std::uint32_t s
 }
 
 void Table::insert_misses(Bucket& bucket, const BucketVisit& visit, const LookupStep& at, std::uint32_t version,
-                          Scratch& scratch) {
+                          std::vector<InsertedRow>* inserted, Scratch& scratch) {
     std::uint32_t* slots = scratch.slots.data();
     float* values = scratch.values.reserve(config_.dim);
     const std::uint32_t line = expire_before();
@@ -105,8 +114,15 @@ void Table::insert_misses(Bucket& bucket, const BucketVisit& visit, const Lookup
             continue;
         }
         make_room(bucket, visit.bucket, at, version, visit.num_unique - i);
-        const std::uint32_t slot = bucket.rows.insert(id, hash);
-        kernels_->initialise(initial_, id, bucket.rows.row(slot), values);
+        std::uint32_t slot;
+        if (bucket.frames != nullptr) {
+            inserted->reserve(visit.num_unique); // nothing may throw once the id has a row
+            slot = insert_frame(bucket, id, hash);
+            inserted->push_back({id, number_, bucket.frame_of(slot)});
+        } else {
+            slot = bucket.rows.insert(id, hash);
+            kernels_->initialise(initial_, id, bucket.rows.row(slot), values);
+        }
         bucket.rows.publish(slot, std::max(at.step, line), version); // the row of a very late step would expire at once
         if (config_.admission == AdmissionKind::min_count) bucket.forget(id, hash);
         ++bucket.counters.inserted;
@@ -235,7 +251,21 @@ void Table::apply(Bucket& bucket, std::uint32_t b, const StepScalars& scalars, s
     bucket.counters.updated += count;
 }
 
+void Table::require_room(const Bucket& bucket, std::uint32_t b, std::uint64_t id) const {
+    if (bucket.rows.full())
+        throw CapacityError("table '" + config_.name + "': bucket " + std::to_string(b) + " has no room for id " +
+                            std::to_string(id) + "; its share of the capacity is " + std::to_string(row_share(b)));
+}
+
+void Table::require_rows_here() const {
+    if (config_.frame_pool)
+        throw InputError("table '" + config_.name +
+                         "': its rows are on a device and this call works on rows in the engine's memory: use "
+                         "lookup_frames, update_frames and import_frames");
+}
+
 bool Table::read(std::uint64_t id, float* values, float* state) {
+    require_rows_here();
     Bucket& bucket = buckets_[hash_bucket(id)];
     std::lock_guard lock(bucket.mutex);
     const std::uint32_t slot = bucket.rows.find(id, mix64(id));

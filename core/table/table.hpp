@@ -25,9 +25,18 @@ struct LookupStep {
     bool first_epoch = true; // of the batch's source
 };
 
+// A row without values on the device yet.
+struct InsertedRow {
+    std::uint64_t id;
+    std::uint32_t table;
+    std::uint32_t frame;
+};
+
 class Table {
   public:
-    Table(TableConfig config, std::uint32_t number, std::uint64_t seed, const Kernels& kernels, Arena& arena);
+    // frames: the pool of the rows' frames, if they are on a device.
+    Table(TableConfig config, std::uint32_t number, std::uint64_t seed, const Kernels& kernels, Arena& arena,
+          FramePool* frames = nullptr);
 
     const TableConfig& config() const { return config_; }
     const GradientSum& summation() const { return summation_; }
@@ -46,13 +55,37 @@ class Table {
     // Called before the buckets of a training lookup: advances expire_before.
     void open_step(const LookupStep& at);
 
-    // Copies the row of entry e of the visit to to[e].
+    // Copies the row of entry e of the visit to to[e]. Of rows in this memory.
     void lookup(const BucketVisit& visit, const LookupStep& at, float* const* to, Scratch& scratch);
     // `filter`: some gradient or sum may be not finite; it is left out and counted. `mark`: one whose window says that
     // this step was applied is counted and changes nothing.
     void update(const BucketVisit& visit, const Gradients& gradients, const StepScalars& scalars, bool hinted,
                 bool filter, const UpdateMark& mark, Scratch& scratch);
+    // Of rows on a device: writes the frame of unique id i to frames[i], or kNoFrame if it has no row. Rows that this
+    // inserts are added to `inserted`, also if it throws; their frames have no values yet.
+    void lookup_frames(const BucketVisit& visit, const LookupStep& at, std::uint32_t* frames,
+                       std::vector<InsertedRow>& inserted, Scratch& scratch);
+    // Does all of an update but the optimizer: stamps, marks and counts the rows of the unique ids with `started`,
+    // unless these are not settled yet, and writes their frames, or kNoFrame for an id without a row or not started.
+    void update_frames(const BucketVisit& visit, const std::uint8_t* started, std::uint32_t step, bool hinted,
+                       bool settled, std::uint32_t* frames, Scratch& scratch);
+    // Stamps, marks and counts the row of an id that turned out to have a gradient.
+    void settle_frame(std::uint64_t id, std::uint32_t step);
+    // Writes the values that a new row of the id gets, and its state.
+    void initial_row(std::uint64_t id, std::byte* row, float* scratch) const {
+        kernels_->initialise(initial_, id, row, scratch);
+    }
+    std::uint64_t row_key_of(std::uint64_t id) const { return row_key(key_, id); }
     StepScalars step_scalars(std::uint32_t step, double lr) const { return StepScalars::of(config_, key_, step, lr); }
+
+    // Throws InputError if the rows are on a device: only the calls of frames know them.
+    void require_rows_here() const;
+    // Throws CapacityError if the bucket has no room for the row of a snapshot.
+    void require_room(const Bucket& bucket, std::uint32_t b, std::uint64_t id) const;
+    // The frame of the id's row; kNoFrame if it has no row.
+    std::uint32_t frame_of(std::uint64_t id);
+    // Inserts the id's row, or finds it, as that of a snapshot; returns its frame.
+    std::uint32_t import_frame(std::uint64_t id, std::uint32_t step);
 
     // Reads one row as floats; returns false and writes nothing if the id has no row.
     bool read(std::uint64_t id, float* values, float* state);
@@ -63,8 +96,16 @@ class Table {
     void locate(Bucket& bucket, const BucketVisit& visit, bool hinted, Scratch& scratch);
     void touch_hits(Bucket& bucket, const BucketVisit& visit, std::uint32_t step, std::uint32_t version,
                     std::uint32_t* slots);
+    void find_rows(Bucket& bucket, const BucketVisit& visit, const LookupStep& at, std::vector<InsertedRow>* inserted,
+                   Scratch& scratch);
     void insert_misses(Bucket& bucket, const BucketVisit& visit, const LookupStep& at, std::uint32_t version,
-                       Scratch& scratch);
+                       std::vector<InsertedRow>* inserted, Scratch& scratch);
+    bool is_live(const Bucket& bucket, std::uint32_t slot) const { // false: there is no row, or it has expired
+        return slot != kNoSlot && bucket.rows.head(slot).stamp >= expire_before();
+    }
+    bool stamp_updated(Bucket& bucket, std::uint32_t slot, std::uint32_t step);
+    std::uint32_t take_frame(FramePool& frames) const;
+    std::uint32_t insert_frame(Bucket& bucket, std::uint64_t id, std::uint64_t hash) const;
     bool admit(Bucket& bucket, std::uint64_t id, std::uint64_t hash, const LookupStep& at);
     void make_room(Bucket& bucket, std::uint32_t b, const LookupStep& at, std::uint32_t version, std::size_t needed);
     [[noreturn]] void fail_full(Bucket& bucket, std::uint32_t b, const LookupStep& at, std::size_t needed) const;

@@ -1,10 +1,11 @@
 // A model of one table with dim 1, SGD and a constant initial value, as simple as possible: the oracle of
-// test_table.cpp. Maps instead of a bucket's memory, a search for the oldest at every eviction, rows that expire gone
-// at once instead of when a reader finds out.
+// test_table.cpp and test_frames.cpp. Maps instead of a bucket's memory, a search for the oldest at every eviction,
+// rows that expire gone at once instead of when a reader finds out.
 #pragma once
 
 #include <algorithm>
 #include <cmath>
+#include <limits>
 #include <map>
 #include <utility>
 #include <vector>
@@ -26,11 +27,16 @@ class Oracle {
     explicit Oracle(const TableConfig& config)
         : config_(config), rows_(config.num_buckets), sightings_(config.num_buckets) {}
 
-    // What the lookup reads; throws Full where the table must raise.
-    std::vector<float> lookup(const Ids& ids, const LookupStep& at) {
+    // What a training lookup does to every table before any of them is searched.
+    void open_step(const LookupStep& at) {
         if (config_.expire_after != 0 && at.step > config_.expire_after)
             expire_before_ = std::max(expire_before_, std::min(at.step - config_.expire_after, at.oldest_open));
         expire();
+    }
+
+    // What the lookup reads; throws Full where the table must raise.
+    std::vector<float> lookup(const Ids& ids, const LookupStep& at) {
+        open_step(at);
         for (std::uint32_t b = 0; b < config_.num_buckets; ++b) {
             Ids misses;
             for (std::uint64_t id : unique_of(ids, b)) {
@@ -161,5 +167,79 @@ class Oracle {
     std::vector<std::map<std::uint64_t, Row>> rows_;
     std::vector<std::map<std::uint64_t, Sighting>> sightings_;
 };
+
+inline constexpr float kInitial = 0.25f;
+
+inline TableConfig draw_config(Random& random) {
+    using satrap::Absent, satrap::AdmissionKind, satrap::OnFull, satrap::OnNonfinite;
+    TableConfig config = counting_table("table " + std::to_string(random.below(5)), 1, 1U << random.below(4));
+    config.initial_a = kInitial;
+    config.optimizer.lr = 0.5;
+    config.admission =
+        std::vector{AdmissionKind::always, AdmissionKind::probability, AdmissionKind::min_count}[random.below(3)];
+    config.probability = random.real(0.1f, 1.0f);
+    config.min_count = random.between(1, 4);
+    config.first_epoch_only = random.chance(0.5);
+    config.window = random.between(1, random.chance(0.5) ? 30 : 400);
+    if (random.chance(0.8)) config.capacity = config.num_buckets + random.below(random.chance(0.5) ? 300 : 40);
+    config.on_full = random.chance(0.8) ? OnFull::evict : random.chance(0.5) ? OnFull::raise : OnFull::grow;
+    if (random.chance(0.4)) config.expire_after = random.between(1, 30);
+    config.absent = random.chance(0.5) ? Absent::zeros : Absent::initial;
+    config.on_nonfinite = random.chance(0.5) ? OnNonfinite::skip : OnNonfinite::raise;
+    return config;
+}
+
+// value_of: returns the value of an exported row.
+template <typename ValueOf>
+void check_same(Engine& engine, std::size_t t, const Oracle& oracle, const ValueOf& value_of) {
+    const auto [found, num_rows, num_sightings, bytes] = engine.stats(t); // sweeps what expired
+    engine.table(t).check();
+    const auto rows = oracle.rows();
+    CHECK_EQ(num_rows, rows.size());
+    const std::vector<Line> lines = rows_of(engine, t);
+    CHECK_EQ(lines.size(), rows.size());
+    for (const Line& line : lines) {
+        CHECK(rows.contains(line.id));
+        CHECK_EQ(line.step, rows.at(line.id).stamp);
+        CHECK_EQ(value_of(line), rows.at(line.id).value);
+    }
+    const auto sightings = oracle.sightings();
+    CHECK_EQ(num_sightings, sightings.size());
+    for (const Line& line : sightings_of(engine, t)) {
+        CHECK(sightings.contains(line.id));
+        std::uint32_t count;
+        std::memcpy(&count, line.values.data(), 4);
+        CHECK_EQ(line.step, sightings.at(line.id).stamp);
+        CHECK_EQ(count, sightings.at(line.id).count);
+    }
+    CHECK_EQ(found.lookups, oracle.counters.lookups);
+    CHECK_EQ(found.hits, oracle.counters.hits);
+    CHECK_EQ(found.inserted, oracle.counters.inserted);
+    CHECK_EQ(found.refused, oracle.counters.refused);
+    CHECK_EQ(found.evicted, oracle.counters.evicted);
+    CHECK_EQ(found.expired, oracle.counters.expired);
+    CHECK_EQ(found.updated, oracle.counters.updated);
+    CHECK_EQ(found.not_applied_absent, oracle.counters.not_applied_absent);
+    CHECK_EQ(found.skipped, oracle.counters.skipped);
+}
+
+inline void check_same(Engine& engine, const Oracle& oracle) {
+    check_same(engine, 0, oracle, [](const Line& line) { return line.value(); });
+}
+
+inline Ids draw_ids(Random& random, std::uint32_t kinds, std::uint32_t most) {
+    Ids ids;
+    for (std::uint32_t n = random.below(most); n > 0; --n) ids.push_back(random.below(kinds) * 0x9e3779b97f4a7c15ULL);
+    return ids;
+}
+
+inline std::vector<float> draw_gradients(Random& random, const TableConfig& config, std::size_t n) {
+    std::vector<float> gradients(n);
+    for (float& g : gradients) g = random.real(-1.0f, 1.0f);
+    if (config.on_nonfinite == satrap::OnNonfinite::skip && random.chance(0.3))
+        for (float& g : gradients)
+            if (random.chance(0.2)) g = random.chance(0.5) ? std::numeric_limits<float>::infinity() : std::nanf("");
+    return gradients;
+}
 
 } // namespace testing

@@ -113,6 +113,36 @@ void every_call_is_refused(Engine& engine, Ticket& ticket, const Ids& ids, pid_t
     CHECK_THROWS(ForkError, says, engine.import_sightings(0, ids.size(), id, words.data(), words.data(), true));
 }
 
+CASE(rows_on_a_device_are_refused, 1) {
+    TableConfig config = testing::counting_table("item", 1);
+    config.frame_pool = 0;
+    const std::shared_ptr<Engine> engine = Engine::owned(testing::make_engine({config}, 2));
+    const auto bags =
+        std::make_shared<Bags>(std::vector<BagFeature>{{"item", 0, Pooling::sum, false, 0, false, 1, 0, {}}},
+                               std::size_t{1}, engine->identity());
+    const std::uint64_t id = 1;
+    std::int32_t frame = 5;
+    const BagInputs inputs{&id, nullptr, nullptr, 1, 1};
+    const auto ticket = engine->lookup_frames(bags, inputs, {true, 1, 1}, &frame, true).ticket;
+    const std::string says = "created in process " + std::to_string(::getpid());
+    Child fork([&] {
+        Ticket* const tickets[] = {ticket.get()};
+        const GivenParts given[] = {{true, {}}};
+        float value = 0.0f;
+        bool filter = false;
+        CHECK_THROWS(ForkError, says, engine->lookup_frames(bags, inputs, {true, 2, 2}, &frame, true));
+        CHECK_THROWS(ForkError, says, engine->update_frames(tickets, given, 1));
+        CHECK_THROWS(ForkError, says, engine->sum_bound(tickets));
+        CHECK_THROWS(ForkError, says, engine->check_gradients(tickets, {}, 1.0f, filter));
+        CHECK_THROWS(ForkError, says, engine->take_inserted());
+        CHECK_THROWS(ForkError, says, engine->initial_rows(0, {&id, 1}, reinterpret_cast<std::byte*>(&value), nullptr));
+        CHECK_THROWS(ForkError, says, engine->frame_pool(0));
+        CHECK_THROWS(ForkError, says, engine->check_frames());
+        CHECK(!ticket->used.load());
+    });
+    CHECK_EQ(fork.end(), 0);
+}
+
 // Forks at random moments of other threads' calls, so that any of the locks may be held.
 CASE(refused_and_left_whatever_is_held, 6) {
     const SharedFile file;

@@ -7,76 +7,10 @@
 #include "table_oracle.hpp"
 
 using namespace satrap;
-using testing::Ids, testing::Line, testing::Oracle, testing::Random;
+using testing::check_same, testing::draw_config, testing::draw_gradients, testing::draw_ids, testing::Ids,
+    testing::kInitial, testing::Line, testing::Oracle, testing::Random;
 
 namespace {
-
-constexpr float kInitial = 0.25f;
-
-TableConfig draw_config(Random& random) {
-    TableConfig config = testing::counting_table("table " + std::to_string(random.below(5)), 1, 1U << random.below(4));
-    config.initial_a = kInitial;
-    config.optimizer.lr = 0.5;
-    config.admission =
-        std::vector{AdmissionKind::always, AdmissionKind::probability, AdmissionKind::min_count}[random.below(3)];
-    config.probability = random.real(0.1f, 1.0f);
-    config.min_count = random.between(1, 4);
-    config.first_epoch_only = random.chance(0.5);
-    config.window = random.between(1, random.chance(0.5) ? 30 : 400);
-    if (random.chance(0.8)) config.capacity = config.num_buckets + random.below(random.chance(0.5) ? 300 : 40);
-    config.on_full = random.chance(0.8) ? OnFull::evict : random.chance(0.5) ? OnFull::raise : OnFull::grow;
-    if (random.chance(0.4)) config.expire_after = random.between(1, 30);
-    config.absent = random.chance(0.5) ? Absent::zeros : Absent::initial;
-    config.on_nonfinite = random.chance(0.5) ? OnNonfinite::skip : OnNonfinite::raise;
-    return config;
-}
-
-void check_same(Engine& engine, const Oracle& oracle) {
-    const auto [found, num_rows, num_sightings, bytes] = engine.stats(0); // sweeps what expired
-    engine.table(0).check();
-    const auto rows = oracle.rows();
-    CHECK_EQ(num_rows, rows.size());
-    const std::vector<Line> lines = testing::rows_of(engine, 0);
-    CHECK_EQ(lines.size(), rows.size());
-    for (const Line& line : lines) {
-        CHECK(rows.contains(line.id));
-        CHECK_EQ(line.step, rows.at(line.id).stamp);
-        CHECK_EQ(line.value(), rows.at(line.id).value);
-    }
-    const auto sightings = oracle.sightings();
-    CHECK_EQ(num_sightings, sightings.size());
-    for (const Line& line : testing::sightings_of(engine, 0)) {
-        CHECK(sightings.contains(line.id));
-        std::uint32_t count;
-        std::memcpy(&count, line.values.data(), 4);
-        CHECK_EQ(line.step, sightings.at(line.id).stamp);
-        CHECK_EQ(count, sightings.at(line.id).count);
-    }
-    CHECK_EQ(found.lookups, oracle.counters.lookups);
-    CHECK_EQ(found.hits, oracle.counters.hits);
-    CHECK_EQ(found.inserted, oracle.counters.inserted);
-    CHECK_EQ(found.refused, oracle.counters.refused);
-    CHECK_EQ(found.evicted, oracle.counters.evicted);
-    CHECK_EQ(found.expired, oracle.counters.expired);
-    CHECK_EQ(found.updated, oracle.counters.updated);
-    CHECK_EQ(found.not_applied_absent, oracle.counters.not_applied_absent);
-    CHECK_EQ(found.skipped, oracle.counters.skipped);
-}
-
-Ids draw_ids(Random& random, std::uint32_t kinds, std::uint32_t most) {
-    Ids ids;
-    for (std::uint32_t n = random.below(most); n > 0; --n) ids.push_back(random.below(kinds) * 0x9e3779b97f4a7c15ULL);
-    return ids;
-}
-
-std::vector<float> draw_gradients(Random& random, const TableConfig& config, std::size_t n) {
-    std::vector<float> gradients(n);
-    for (float& g : gradients) g = random.real(-1.0f, 1.0f);
-    if (config.on_nonfinite == OnNonfinite::skip && random.chance(0.3))
-        for (float& g : gradients)
-            if (random.chance(0.2)) g = random.chance(0.5) ? std::numeric_limits<float>::infinity() : std::nanf("");
-    return gradients;
-}
 
 // The same lookup in both; without a ticket if both are full.
 testing::Looked lookup_both(Engine& engine, Oracle& oracle, const Ids& ids, const LookupStep& at) {

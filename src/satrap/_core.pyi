@@ -41,8 +41,10 @@ def hash_texts(offsets: Annotated[NDArray[numpy.int64], dict(shape=(None,), orde
 class TableConfig:
     """A table's configuration in the core."""
 
-    def __init__(self, table: dict[str, Any]) -> None:
-        """table: what satrap.Table.to_dict() returns, with its num_buckets."""
+    def __init__(self, table: dict[str, Any], frame_pool: int | None = None) -> None:
+        """
+        table: what satrap.Table.to_dict() returns, with its num_buckets. frame_pool: of rows on a device.
+        """
 
     @property
     def state_dim(self) -> int:
@@ -184,6 +186,44 @@ class Engine:
 
     def drop(self, ticket: Ticket) -> None:
         """Releases a ticket that will not be updated."""
+
+    def lookup_frames(self, bags: Bags, values: NDArray[numpy.uint64], offsets: NDArray[numpy.int64] | None, weights: NDArray[numpy.float32] | None, batch_size: int, step: int, oldest_open: int, train: bool, frames: NDArray[numpy.int32], first_epoch: bool = True) -> dict[str, Any]: ...
+
+    def take_inserted(self) -> dict[str, NDArray[Any]]:
+        """Returns the rows whose frames have no values yet."""
+
+    def update_frames(self, tickets: Sequence[Ticket], given: Sequence[tuple[bool, Sequence[bool]]], step: int, filter: bool) -> dict[str, Any]: ...
+
+    def sum_bound(self, tickets: Sequence[Ticket]) -> float:
+        """Returns how many times the largest gradient a sum can be at most."""
+
+    def settle_frames(self, table: int, ids: Annotated[NDArray[numpy.uint64], dict(shape=(None,), order='C', device='cpu', writable=False)], skipped: int, step: int) -> None:
+        """
+        Stamps and counts the rows of a table whose gradients were not all skipped.
+        """
+
+    def check_gradients(self, tickets: Sequence[Ticket], gradients: Sequence[tuple[Annotated[NDArray[numpy.float32], dict(order='C', device='cpu', writable=False)] | None, Sequence[Annotated[NDArray[numpy.float32], dict(order='C', device='cpu', writable=False)] | None]]], scale: float) -> bool:
+        """
+        Raises NonFiniteError as update_bags would. Returns whether gradients may have to be skipped.
+        """
+
+    def initial_rows(self, table: int, ids: NDArray[numpy.uint64], values: NDArray[Any], state: NDArray[numpy.float32]) -> None: ...
+
+    def read_frames(self, table: int, ids: NDArray[numpy.uint64]) -> NDArray[numpy.int32]:
+        """Returns the frame of each id's row; -1: it has none."""
+
+    def import_frames(self, table: int, ids: NDArray[numpy.uint64], steps: NDArray[numpy.uint32]) -> NDArray[numpy.int32]:
+        """Inserts or replaces rows of a snapshot; returns their frames."""
+
+    def frames_used(self, pool: int) -> int:
+        """How many frames the device's memory must have."""
+
+    def frames_free(self, pool: int) -> int: ...
+
+    def set_frame_limit(self, pool: int, limit: int) -> None: ...
+
+    def check_frames(self) -> None:
+        """Raises AssertionError unless each frame is free or of one row."""
 
     def set_owners(self, owners: Annotated[NDArray[numpy.uint32], dict(shape=(None,), order='C', device='cpu', writable=False)], number: int) -> None:
         """

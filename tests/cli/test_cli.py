@@ -30,6 +30,44 @@ def test_the_report_of_the_installation(capsys: pytest.CaptureFixture[str]) -> N
     assert "short run" not in text
 
 
+def gpu_lines(capsys: pytest.CaptureFixture[str]) -> list[str]:
+    assert main(["doctor", "--no-run"]) == 0
+    return [line for line in capsys.readouterr().out.splitlines() if re.match(r"(GPU|Triton|NCCL)\b", line)]
+
+
+def test_the_report_without_a_gpu_is_one_line(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
+    for cuda, built in ((None, "is built without CUDA"), ("12.8", "is built for CUDA 12.8")):
+        monkeypatch.setattr("torch.version.cuda", cuda)
+        assert gpu_lines(capsys) == [f"GPU          none found; torch {torch.__version__} {built}"]
+
+
+@pytest.mark.parametrize("is_complete", [True, False])
+def test_the_report_of_gpus(
+    is_complete: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    monkeypatch.setattr("torch.cuda.mem_get_info", lambda number: ((number + 1) << 30, 80 << 30))
+    monkeypatch.setattr("torch.cuda.get_device_name", lambda number: f"Model {number}")
+    monkeypatch.setattr("torch.distributed.is_nccl_available", lambda: is_complete)
+    monkeypatch.setattr("torch.cuda.nccl.version", lambda: (2, 27, 5))
+    versions = {"triton": "3.7.1"} if is_complete else {}
+    monkeypatch.setattr("satrap.cli.doctor._version", lambda package: versions.get(package, "not installed"))
+    monkeypatch.setitem(versions, "torch", torch.__version__)
+    assert gpu_lines(capsys) == [
+        "GPU          cuda:0 Model 0, 80.0 GiB of memory, 1.0 GiB free",
+        "GPU          cuda:1 Model 1, 80.0 GiB of memory, 2.0 GiB free",
+        "Triton       3.7.1"
+        if is_complete
+        else "Triton       not installed; rows on a GPU need it: pip install triton",
+        "NCCL         2.27.5"
+        if is_complete
+        else "NCCL         not in this torch; several trainers with a GPU each need it",
+    ]
+
+
 def test_the_stages_of_the_short_run_add_up(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", "--dim", "4"]) == 0
     text = capsys.readouterr().out

@@ -129,6 +129,7 @@ SETUP: dict[str, Callable[[], Any]] = {
     "docs/sources.md": clicks,
     "docs/loops.md": clicks,
     "docs/checkpoints.md": clicks,
+    "docs/gpu.md": clicks,
     "docs/tutorial.md": adult,
     "docs/cluster.md": cluster,
 }
@@ -152,11 +153,16 @@ def after_checkpoints(out: str, namespace: dict[str, Any]) -> None:
     assert namespace["embeddings"].step == 40 and sorted(os.listdir("run"))[-1].endswith("step-40")
 
 
+def after_gpu(out: str, namespace: dict[str, Any]) -> None:
+    assert out.startswith("continues after step 40 with 100 items")
+
+
 CHECKS: dict[str, Callable[[str, dict[str, Any]], None]] = {
     "README.md": after_readme,
     "docs/training.md": after_training,
     "docs/tutorial.md": after_tutorial,
     "docs/checkpoints.md": after_checkpoints,
+    "docs/gpu.md": after_gpu,
 }
 
 

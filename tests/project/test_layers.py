@@ -30,7 +30,8 @@ ARROWS: dict[str, str] = {
     "server.migration": "config rpc sharding table server",
     "worker": "config rpc sharding table table.snapshot data server",
     "worker.remote": "config rpc data worker",
-    "train": "config rpc monitor sharding table data worker worker.remote",
+    "device": "config table data worker",
+    "train": "config rpc monitor sharding table data server worker worker.remote device",
     "models": "train",
     "checkpoint": "config table.snapshot data train",
     "serving": "config rpc table table.snapshot data worker train checkpoint",
@@ -56,11 +57,12 @@ CORE_ARROWS = {
 OUTSIDE: dict[str, str | None] = {
     "numpy": None,
     "pyarrow": "config.optional_deps data table.snapshot.arrow_files",
-    "torch": "train models checkpoint serving launch.trainer_main cli.doctor monitor.sinks",
+    "torch": "device train models checkpoint serving launch.trainer_main cli.doctor monitor.sinks",
     "safetensors": "checkpoint.state_dict_file",
     "fsspec": "checkpoint.storage data.file_source",
     "zmq": "rpc",
     "ray": "launch.ray_launcher",
+    "triton": "device.triton_kernels device.triton_optimizers device.triton_rounding",
 }
 # The standard library only: what decides, apart from what does.
 PURE = [

@@ -168,6 +168,9 @@ def test_the_error_of_a_deadline_with_a_connection() -> None:
             DeadlineError, match=r"there was a connection, but no answer within 0\.1 s \(sent 1 times\)"
         ):
             client.with_deadline(0.1).add(100)
+        wait_until(lambda: service.counts()["queued"] == 1)  # its deadline counts from here
+        expired = time.monotonic() + 0.1
+        wait_until(lambda: time.monotonic() > expired)
         served.go.set()
         assert running.result() == 5
         wait_until(lambda: service.counts()["expired"] == 1)

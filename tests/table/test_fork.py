@@ -22,6 +22,7 @@ from forks import DEADLINE_SECONDS, expect_refusal, in_fork
 from satrap import _core
 from satrap.config.tables import SGD, Constant, Table
 from satrap.errors import ForkError
+from satrap.table.engine import native_config
 from satrap.table.store import Store
 
 TABLE = Table("forked", dim=4, optimizer=SGD(lr=1.0), initial=Constant(0.0), num_buckets=8)
@@ -153,10 +154,37 @@ def moving_calls(engine: _core.Engine) -> dict[str, Callable[[], object]]:
     }
 
 
+def frame_calls() -> dict[str, Callable[[], object]]:
+    """Returns the calls of an engine whose rows are on a device."""
+    engine = _core.Engine([native_config(TABLE, 0)], 0, 2)
+    bags = _core.Bags(engine, [("a", 0, "sum", False, 0, False, None)])
+    frames = np.zeros(len(IDS), np.int32)
+
+    def look_up() -> Any:
+        return engine.lookup_frames(bags, IDS, None, None, len(IDS), 1, 1, True, frames)["ticket"]
+
+    tickets, values, state = [look_up()], np.zeros_like(GRADIENTS), np.zeros((len(IDS), 0), np.float32)
+    return {
+        "lookup_frames": look_up,
+        "take_inserted": engine.take_inserted,
+        "update_frames": lambda: engine.update_frames(tickets, [(True, [])], 1, False),
+        "settle_frames": lambda: engine.settle_frames(0, IDS, 0, 1),
+        "sum_bound": lambda: engine.sum_bound(tickets),
+        "check_gradients": lambda: engine.check_gradients(tickets, [(GRADIENTS.reshape(-1), [])], 1.0),
+        "initial_rows": lambda: engine.initial_rows(0, IDS, values, state),
+        "read_frames": lambda: engine.read_frames(0, IDS),
+        "import_frames": lambda: engine.import_frames(0, IDS, np.ones(len(IDS), np.uint32)),
+        "frames_used": lambda: engine.frames_used(0),
+        "frames_free": lambda: engine.frames_free(0),
+        "set_frame_limit": lambda: engine.set_frame_limit(0, 9),
+        "check_frames": engine.check_frames,
+    }
+
+
 def test_every_call_of_the_engine_is_refused(store: Store) -> None:
     """A new method must be added to `engine_calls`, unless it works on no rows."""
     engine, home = store._engine, os.getpid()
-    calls = engine_calls(engine)
+    calls = engine_calls(engine) | frame_calls()
     of_no_rows = {"attach", "shared_config", "shared_unfinished", "simd", "num_threads", "num_floats"}
     assert {name for name in dir(engine) if not name.startswith("_")} - of_no_rows == set(calls)
 

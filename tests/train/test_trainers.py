@@ -15,24 +15,9 @@ import pytest
 
 from cluster import DEADLINE_SECONDS, batch, one_table, running_servers, server_processes, sharded_worker
 from faults import killed_at_random, random_faults, stop_and_go
-from loop import BATCH, batches, job, join, loss_of
+from loop import BATCH, batches
 from satrap.errors import CapacityError
-from trainers import Trainers, require_result
-
-
-def alone(found: list[dict[str, Any]], num: int, without: tuple[int, ...] = ()) -> tuple[Any, Any]:
-    """Train one trainer with its own rows on the samples of all trainers at each step."""
-    known = {json.dumps(each.values.tolist()): each for each in batches(num)}
-    seen = zip(*(each["seen"] for each in found), strict=True)
-    embeddings, model, optimizer = job()
-    for step, each in enumerate(seen, 1):
-        whole = join([known[json.dumps(values)] for values in each if values])
-        with embeddings.stream([whole]) as stream:
-            loss_of(model, next(stream)).backward()
-            if step not in without:
-                optimizer.step()
-            optimizer.zero_grad()
-    return embeddings, model
+from trainers import Trainers, alone, require_result, require_same_as_alone
 
 
 @pytest.mark.parametrize(("world_size", "overlap"), [(2, False), (3, True)])
@@ -82,14 +67,6 @@ def test_run_first_starts_once_all_other_trainers_wait_and_may_outlast_torchs_ti
         for each in trainers:
             each.kill()
             each.wait()
-
-
-def require_same_as_alone(found: list[dict[str, Any]], num: int, without: tuple[int, ...] = ()) -> None:
-    """Check that one trainer on all samples of each step ends with the same parameters and rows."""
-    embeddings, model = alone(found, num, without)
-    require_result(found[0], embeddings, model)
-    assert all(each["dense"] == found[0]["dense"] and each["rows"] == found[0]["rows"] for each in found)
-    assert found[0]["updated"] == {name: table.stats()["updated"] for name, table in embeddings.tables.items()}
 
 
 @pytest.mark.parametrize("ahead", [False, True])

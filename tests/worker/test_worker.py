@@ -331,7 +331,7 @@ def test_memory_of_the_caller_and_memory_of_the_engine() -> None:
         assert looked.block is mine
         np.testing.assert_array_equal(mine, worker.lookup(inputs, train=False).block)
     tensor = torch.empty(30_000, 32)
-    worker.lookup(inputs, block=tensor, train=False)  # type: ignore[arg-type]
+    worker.lookup(inputs, block=tensor, train=False)
     np.testing.assert_array_equal(tensor.numpy(), mine)
 
 

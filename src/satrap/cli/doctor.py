@@ -41,8 +41,7 @@ def examine(dim: int, *, run: bool) -> Iterator[str]:
 
     from satrap.train.torch_threads import spare_cores
 
-    devices = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
-    yield f"devices      {', '.join(devices) or 'none'}"
+    yield from _gpus()
     spare = spare_cores()
     table_threads = f"{cores} between dense steps" + (f"; with staleness, {spare} during them" if spare else "")
     yield f"threads      torch {torch.get_num_threads()}, tables {table_threads}"
@@ -54,6 +53,26 @@ def examine(dim: int, *, run: bool) -> Iterator[str]:
                 "are available; use a smaller --dim, or --no-run"
             )
         yield from _short_run(dim)
+
+
+def _gpus() -> Iterator[str]:
+    """Yields what rows and dense networks on GPUs need; one line if there is none."""
+    import torch
+
+    count = torch.cuda.device_count()
+    if count == 0:
+        built = f"is built for CUDA {torch.version.cuda}" if torch.version.cuda else "is built without CUDA"
+        yield f"GPU          none found; torch {torch.__version__} {built}"
+        return
+    for number in range(count):
+        free, total = torch.cuda.mem_get_info(number)
+        name = torch.cuda.get_device_name(number)
+        yield f"GPU          cuda:{number} {name}, {total / 2**30:.1f} GiB of memory, {free / 2**30:.1f} GiB free"
+    triton, missing = _version("triton"), "not installed; rows on a GPU need it: pip install triton"
+    yield f"Triton       {missing if triton == 'not installed' else triton}"
+    has_nccl = torch.distributed.is_available() and torch.distributed.is_nccl_available()
+    version = ".".join(map(str, torch.cuda.nccl.version())) if has_nccl else ""
+    yield f"NCCL         {version or 'not in this torch; several trainers with a GPU each need it'}"
 
 
 def _short_run(dim: int) -> Iterator[str]:

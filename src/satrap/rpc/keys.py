@@ -54,7 +54,39 @@ class Keys:
                 text = file.read(4096)
         except OSError as error:
             raise ConfigError(f"{path}: the key cannot be read: {error}; create keys with `satrap keys DIR`") from None
-        return _parse(path, text)
+        return cls.parse(text, path)
+
+    @classmethod
+    def draw(cls) -> tuple["Keys", "Keys"]:
+        """Returns new keys of the servers and of their clients."""
+        server, client = zmq.curve_keypair(), zmq.curve_keypair()
+        return (
+            cls(role="server", public=server[0], secret=server[1], peer=client[0]),
+            cls(role="client", public=client[0], secret=client[1], peer=server[0]),
+        )
+
+    @classmethod
+    def parse(cls, text: bytes, where: object = "the keys") -> "Keys":
+        """Returns the keys in the content of a key file. where: its path, for the error."""
+        damaged = ConfigError(f"{where}: not a key file, or a damaged one; copy it again, or create new keys")
+        try:
+            data = json.loads(text)
+            values = [data[name] for name in _FIELDS]
+            if data["checksum"] != _checksum(values) or values[0] != _FORMAT or values[1] not in ROLES:
+                raise damaged
+            secret, public, peer = (value.encode("ascii") for value in values[2:])
+            if {len(secret), len(public), len(peer)} != {_KEY_CHARACTERS} or zmq.curve_public(secret) != public:
+                raise damaged
+        except (ValueError, KeyError, TypeError, AttributeError, zmq.ZMQError, RecursionError):
+            raise damaged from None
+        return cls(role=values[1], secret=secret, public=public, peer=peer)
+
+    def text(self) -> bytes:
+        """Returns the content of a key file."""
+        values = [_FORMAT, self.role, *(key.decode() for key in (self.secret, self.public, self.peer))]
+        return (
+            json.dumps(dict(zip(_FIELDS, values, strict=True)) | {"checksum": _checksum(values)}, indent=1) + "\n"
+        ).encode()
 
     def require_role(self, role: str) -> None:
         if self.role != role:
@@ -66,7 +98,6 @@ def create_keys(folder: str | Path) -> list[Path]:
     alone, if it is missing. Never replaces a file."""
     folder = Path(folder)
     paths = [folder / f"{role}.key" for role in ROLES]
-    server, client = zmq.curve_keypair(), zmq.curve_keypair()
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with suppress(FileExistsError):
@@ -74,8 +105,8 @@ def create_keys(folder: str | Path) -> list[Path]:
         for path in paths:
             if os.path.lexists(path):
                 raise ConfigError(f"{path} already exists; choose another folder, or remove both key files")
-        for path, pair, peer in ((paths[0], server, client), (paths[1], client, server)):
-            _write(path, Keys(role=path.stem, public=pair[0], secret=pair[1], peer=peer[0]))
+        for path, keys in zip(paths, Keys.draw(), strict=True):
+            _write(path, keys)
     except OSError as error:
         raise ConfigError(
             f"keys cannot be written to {folder}: {error}; choose a folder that can be written to"
@@ -83,27 +114,10 @@ def create_keys(folder: str | Path) -> list[Path]:
     return paths
 
 
-def _parse(path: object, text: bytes) -> Keys:
-    damaged = ConfigError(f"{path}: not a key file, or a damaged one; copy it again, or create new keys")
-    try:
-        data = json.loads(text)
-        values = [data[name] for name in _FIELDS]
-        if data["checksum"] != _checksum(values) or values[0] != _FORMAT or values[1] not in ROLES:
-            raise damaged
-        secret, public, peer = (value.encode("ascii") for value in values[2:])
-        if {len(secret), len(public), len(peer)} != {_KEY_CHARACTERS} or zmq.curve_public(secret) != public:
-            raise damaged
-    except (ValueError, KeyError, TypeError, AttributeError, zmq.ZMQError, RecursionError):
-        raise damaged from None
-    return Keys(role=values[1], secret=secret, public=public, peer=peer)
-
-
 def _write(path: Path, keys: Keys) -> None:
-    values = [_FORMAT, keys.role, *(key.decode() for key in (keys.secret, keys.public, keys.peer))]
-    text = json.dumps(dict(zip(_FIELDS, values, strict=True)) | {"checksum": _checksum(values)}, indent=1) + "\n"
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        write_file(temporary, text.encode(), 0o600)
+        write_file(temporary, keys.text(), 0o600)
         os.link(temporary, path)  # unlike a rename, it replaces no file
     finally:
         temporary.unlink(missing_ok=True)

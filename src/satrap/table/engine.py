@@ -162,8 +162,8 @@ def update(
         raise TicketError(f"{where}: {error}") from None
 
 
-def native_config(table: Table) -> _core.TableConfig:
-    """Returns the table's configuration in the core."""
+def native_config(table: Table, frame_pool: int | None = None) -> _core.TableConfig:
+    """Returns the table's configuration in the core. frame_pool: that of its rows, if they are on a device."""
     initial = table.initial
     match initial:
         case Zeros():
@@ -171,7 +171,8 @@ def native_config(table: Table) -> _core.TableConfig:
         case ScaledUniform():
             bound = 1.0 / math.sqrt(table.dim)
             initial = Uniform(low=-bound, high=bound)
-    return _core.TableConfig(replace(table, initial=initial, num_buckets=table.resolved_num_buckets).to_dict())
+    resolved = replace(table, initial=initial, num_buckets=table.resolved_num_buckets)
+    return _core.TableConfig(resolved.to_dict(), frame_pool)
 
 
 def _slots(engine: _core.Engine, tables: Sequence[Table], seed: int) -> list[Slot]:

@@ -211,11 +211,17 @@ def _never_released() -> object:
     return _never_released
 
 
-def gradient_array(leaf: Tensor, weight: float = 1.0) -> NDArray[np.float32] | None:
-    """Return a leaf's gradient in CPU memory times a weight, or None if no loss used the leaf. Waits for a device."""
+def gradient_of(leaf: Tensor, weight: float = 1.0) -> Tensor | None:
+    """Return a leaf's gradient times a weight, or None if no loss used the leaf."""
     if leaf.grad is None:
         return None
-    gradient = leaf.grad.detach() if weight == 1.0 else leaf.grad.detach() * weight
-    gradient = gradient.to(device="cpu", dtype=torch.float32).contiguous()
-    array: NDArray[np.float32] = gradient.numpy()
+    return (leaf.grad.detach() if weight == 1.0 else leaf.grad.detach() * weight).float()
+
+
+def gradient_array(leaf: Tensor, weight: float = 1.0) -> NDArray[np.float32] | None:
+    """Return `gradient_of` in CPU memory. Waits for a device."""
+    gradient = gradient_of(leaf, weight)
+    if gradient is None:
+        return None
+    array: NDArray[np.float32] = gradient.cpu().contiguous().numpy()
     return array

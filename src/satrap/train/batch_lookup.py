@@ -13,11 +13,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from satrap.data.inputs import Inputs
-from satrap.train.batch import InFlightBatch, Sequence, gradient_array
+from satrap.errors import CapacityError
+from satrap.train.batch import InFlightBatch, Sequence, gradient_array, gradient_of
 from satrap.train.dense_strategy import DenseStrategy
 from satrap.train.joint_step import PADDING_ROWS, JointStep, Padding
 from satrap.train.torch_threads import torch_threads
-from satrap.worker.worker import Worker
+from satrap.worker.worker import BagRequest, Worker
 
 
 class BatchLookup:
@@ -39,9 +40,26 @@ class BatchLookup:
         self._worker, self._device, self._train, self._dense = worker, device, train, dense or DenseStrategy()
         same_threads = not overlap and worker.num_threads == torch.get_num_threads()
         self._threads: Callable[[], AbstractContextManager[None]] = torch_threads if same_threads else nullcontext
+        self._resolves_ahead = train and worker.resolves_ahead
+        self._resolved: dict[int, BagRequest] = {}  # by id() of the inputs, which wait for their lookup
         on_gpu = device.type == "cuda"
         self._batch_copies = torch.cuda.Stream(device) if on_gpu else None  # copies batches to the device
         self._gradient_copies = torch.cuda.Stream(device) if on_gpu else None  # copies gradients back
+
+    def resolve(self, inputs: Inputs, step: int, oldest_open: int) -> None:
+        """Do the part of a training lookup that needs no row's values. Runs in the thread that reads."""
+        if not self._resolves_ahead or isinstance(inputs, Padding):
+            return
+        try:
+            self._resolved[id(inputs)] = self._worker.resolve(inputs, step=step, oldest_open=oldest_open)
+        except CapacityError:  # there may be room after the steps in progress; no later batch may come before this one
+            self._resolves_ahead = False
+
+    def drop_resolved(self) -> None:
+        """Give up the batches that were resolved and will not be looked up."""
+        while self._resolved:
+            _, request = self._resolved.popitem()
+            self._worker.drop(request.resolved["ticket"])
 
     def __call__(
         self, inputs: Inputs, step: int, oldest_open: int, ahead: InFlightBatch | None = None
@@ -54,7 +72,10 @@ class BatchLookup:
         with self._threads():
             if self._train:
                 self._dense.look_up(step, oldest_open, self._to_device)
-                rows = self._worker.lookup(inputs, step=step, oldest_open=oldest_open, train=True)
+                if request := self._resolved.pop(id(inputs), None):
+                    rows = self._worker.lookup_resolved(request)
+                else:
+                    rows = self._worker.lookup(inputs, step=step, oldest_open=oldest_open, train=True)
             else:
                 rows = self._worker.lookup(inputs, step=None, oldest_open=None, train=False)
         batch = self.read_ahead(inputs, step) if ahead is None else ahead
@@ -94,7 +115,9 @@ class BatchLookup:
             dense, label = step.padding()
             batch.dense, batch.label = self._to_device(dense), None if label is None else self._to_device(label)
 
-    def _to_device(self, array: NDArray[Any]) -> Tensor:
+    def _to_device(self, array: NDArray[Any] | Tensor) -> Tensor:
+        if isinstance(array, Tensor):  # the rows are there
+            return array
         host = torch.from_numpy(array)
         if self._batch_copies is None:
             return host
@@ -146,15 +169,16 @@ class BatchLookup:
 
     def _copy_gradients(
         self, batches: list[InFlightBatch], ready: torch.cuda.Event | None
-    ) -> tuple[list[NDArray[np.float32] | None], list[dict[str, NDArray[np.float32] | None]]]:
+    ) -> tuple[list[Any], list[dict[str, Any]]]:
         """Copy the gradients to CPU memory; from a device on a CUDA stream of their own, which waits for `ready`
-        alone."""
+        alone. Gradients of rows on a device stay there."""
+        take = gradient_of if self._worker.device is not None else gradient_array
         if ready is not None:
             ready.synchronize()
         with self._gradient_stream():
-            blocks = [gradient_array(each.embeddings, each.weight) for each in batches]
+            blocks = [take(each.embeddings, each.weight) for each in batches]
             return blocks, [
-                {name: gradient_array(sequence.values, each.weight) for name, sequence in each.sequences.items()}
+                {name: take(sequence.values, each.weight) for name, sequence in each.sequences.items()}
                 for each in batches
             ]
 

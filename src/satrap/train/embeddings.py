@@ -20,6 +20,7 @@ from satrap.config.features import Feature, Features
 from satrap.config.tables import Table
 from satrap.config.validation import check_choice, kind_of
 from satrap.data.inputs import Inputs, as_inputs
+from satrap.device.torch_device import resolve_device
 from satrap.errors import ConfigError
 from satrap.monitor.report import Counters
 from satrap.table.table_group import TableGroup
@@ -36,6 +37,7 @@ from satrap.train.stream import Stream
 from satrap.train.torch_threads import spare_cores
 
 if TYPE_CHECKING:
+    from satrap.device.device_worker import DeviceWorker
     from satrap.worker.local_rows import LocalWorker
     from satrap.worker.sharded_rows import ShardedWorker
     from satrap.worker.sharded_tables import ShardedTables
@@ -55,6 +57,7 @@ class Embeddings(torch.nn.Module):
         seed: int = 0,
         num_threads: int | None = None,
         dense: Literal["sync", "async"] = "sync",
+        device: torch.device | str | None = None,
         deployment: Deployment | None = None,
         **unknown: Never,
     ) -> None:
@@ -66,6 +69,8 @@ class Embeddings(torch.nn.Module):
         num_threads: threads for table work; None: the cores that torch leaves free if the two overlap, else all cores.
         dense: "sync" keeps a copy of the dense parameters in each trainer, synchronized by DDP. "async" stores them in
             tables on the servers, and no trainer waits for another; the worker is opened by `optimizer`.
+        device: keeps the rows on this device, and computes their lookups and updates there; None: in the memory of this
+            process or of servers. Streams return batches on this device.
         deployment: where the rows are; None: in this process, or under `satrap run` on the run's servers.
         """
         super().__init__()
@@ -77,14 +82,15 @@ class Embeddings(torch.nn.Module):
         self.dense, self._strategy = dense, _STRATEGIES[dense]
         if not isinstance(deployment, Deployment | None):
             raise ConfigError(f"deployment is {kind_of(deployment)}; expected a satrap.Deployment, or None")
+        self.device = None if device is None else resolve_device(device)
         rows = (deployment or Deployment()).in_context()
-        self._require_possible(dense, rows.servers is not None)
+        self._require_possible(dense, rows.servers is not None or self.trainers.world_size > 1)
         if num_threads is None and staleness > 0 and spare_cores() > 0:
             num_threads = spare_cores()
         self._session = TrainingSession(
             self.features,
             self.trainers,
-            partial(open_worker, self.features, rows, self.trainers, seed, staleness, num_threads),
+            partial(open_worker, self.features, rows, self.trainers, seed, staleness, num_threads, self.device),
             staleness=staleness,
             deterministic=deterministic,
         )
@@ -106,7 +112,7 @@ class Embeddings(torch.nn.Module):
         self._strategy.require_possible(self.features, has_servers=has_servers)
 
     @property
-    def worker(self) -> "LocalWorker | ShardedWorker":
+    def worker(self) -> "LocalWorker | ShardedWorker | DeviceWorker":
         """The worker that looks up and updates rows."""
         return self._session.worker
 
@@ -167,7 +173,9 @@ class Embeddings(torch.nn.Module):
         if train and session.dense.joins_attempt:
             session.join_attempt()
         session.require_expected_rows()
-        target = torch.device("cpu" if device is None else device)
+        target = torch.device(device or self.worker.device or "cpu")
+        if self.worker.device is not None and resolve_device(target) != self.worker.device:
+            raise ConfigError(f"device is {str(target)!r}; expected {str(self.worker.device)!r}, where the rows are")
         if overlap is None:
             overlap = target.type != "cpu" or (spare_cores() > 0 and self.staleness > 0) or self.worker.can_read(data)
             self._warn_of_no_core(train and not overlap)
@@ -227,12 +235,13 @@ class Embeddings(torch.nn.Module):
         self._session.drain()
 
     def forward(self, inputs: Inputs | Mapping[str, Any]) -> Batch:
-        """Look up one batch without training, on the CPU: for serving or a quick look, outside any stream.
+        """Look up one batch without training, on the CPU or where the rows are: for serving or a quick look, outside
+        any stream.
 
         inputs: `Inputs`, or by feature an array with one id per sample, or (ids, offsets), where sample s has
             ids[offsets[s] : offsets[s + 1]].
         """
-        look_up = BatchLookup(self.worker, torch.device("cpu"), train=False, overlap=False)
+        look_up = BatchLookup(self.worker, self.worker.device or torch.device("cpu"), train=False, overlap=False)
         return look_up(as_inputs(self.features, inputs), 0, 0).hand_over(None)
 
     def extra_repr(self) -> str:

@@ -1,8 +1,12 @@
 """The choice of a trainer's worker: one with rows in this process, or with rows on servers, here or in another
 process."""
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
+import torch
+
+from satrap.collected import close_when_collected
 from satrap.config.features import Features
 from satrap.config.job import Job
 from satrap.config.tables import Table
@@ -13,6 +17,8 @@ from satrap.train.process_group import ProcessGroup
 from satrap.worker.local_rows import LocalWorker
 
 if TYPE_CHECKING:
+    from satrap.device.device_worker import DeviceWorker
+    from satrap.rpc import Keys
     from satrap.worker.server_group import ServerGroup
     from satrap.worker.sharded_rows import ShardedWorker
 
@@ -24,44 +30,102 @@ def open_worker(
     seed: int,
     staleness: int,
     num_threads: int | None,
+    device: torch.device | None = None,
     dense: tuple[Table, ...] = (),
-) -> "LocalWorker | ShardedWorker":
+) -> "LocalWorker | ShardedWorker | DeviceWorker":
     """Open the worker of a trainer. All trainers call this, and the first one starts an attempt at the servers.
 
     rows: with what the run gives.
+    device: of the rows; None: the memory of this process, or servers.
     dense: the tables of dense parameters on the servers; then trainers do not wait for each other.
     """
+    if device is not None:
+        return _open_on_device(features, rows, trainers, seed, num_threads, device)
     if rows.servers is None:
-        if trainers.world_size > 1:
+        if trainers.world_size == 1:
+            return LocalWorker(features, seed=seed, num_threads=num_threads, shared=rows.shared)
+        if rows.shared is not None:
             raise ConfigError(
-                f"found {trainers.world_size} trainers under torch.distributed but no servers, so each would train its "
-                "own tables: pass Deployment(servers=[...]) to share them"
+                f"shared is a file for the rows of one process, and there are {trainers.world_size} trainers: leave it "
+                "out, or give each `satrap server` such a file and pass Deployment(servers=[...])"
             )
-        return LocalWorker(features, seed=seed, num_threads=num_threads, shared=rows.shared)
+    from satrap.rpc import Keys
     from satrap.worker.sharded_rows import MOST_STALENESS, ShardedWorker
 
     if staleness > MOST_STALENESS:
-        raise ConfigError(f"staleness is {staleness}; expected at most {MOST_STALENESS} with servers")
+        raise ConfigError(
+            f"staleness is {staleness}; expected at most {MOST_STALENESS} with several trainers or servers"
+        )
     job = Job(tables=(*features.tables, *dense), seed=seed)
-    servers = _connect_servers(job, rows, trainers, synchronous=staleness == 0 and not dense)
+    synchronous = staleness == 0 and not dense
+    if rows.servers is None:
+        return _open_among_trainers(features, job, rows, trainers, num_threads, synchronous=synchronous)
+    keys = None if rows.keys is None else Keys.read(rows.keys)
+    servers = _connect_servers(job, rows, trainers, keys, synchronous=synchronous)
     if not rows.workers:
         return ShardedWorker(features, servers, num_threads=num_threads)
-    from satrap.rpc import Keys
     from satrap.worker.remote.client import RemoteWorker
 
     try:
         address = rows.workers[trainers.rank % len(rows.workers)]
-        client_keys = None if rows.keys is None else Keys.read(rows.keys)
-        return RemoteWorker(features, servers, address, keys=client_keys, num_threads=num_threads)
+        return RemoteWorker(features, servers, address, keys=keys, num_threads=num_threads)
     except BaseException:
         servers.close()
         raise
 
 
-def _connect_servers(job: Job, rows: Deployment, trainers: ProcessGroup, *, synchronous: bool) -> "ServerGroup":
+def _open_among_trainers(
+    features: Features,
+    job: Job,
+    rows: Deployment,
+    trainers: ProcessGroup,
+    num_threads: int | None,
+    *,
+    synchronous: bool,
+) -> "ShardedWorker":
+    """Shard the rows over the trainers' own memory: each runs a server in its process."""
+    from satrap.train.trainer_server import TrainerServer
+    from satrap.worker.sharded_rows import ShardedWorker
+
+    server = TrainerServer(trainers, num_threads)
+    try:
+        rows = replace(rows, servers=server.addresses)
+        servers = _connect_servers(job, rows, trainers, server.keys, synchronous=synchronous)
+        worker = ShardedWorker(features, servers, num_threads=server.num_threads)
+    except BaseException:
+        server.close()
+        raise
+    worker.stop_own_server = server.close
+    close_when_collected(worker, server.close)
+    return worker
+
+
+def _open_on_device(
+    features: Features,
+    rows: Deployment,
+    trainers: ProcessGroup,
+    seed: int,
+    num_threads: int | None,
+    device: torch.device,
+) -> "DeviceWorker":
+    from satrap.device.device_worker import DeviceWorker
+
+    for found, what in ((rows.servers, "servers"), (rows.shared, "a shared-memory file")):
+        if found is not None:
+            raise ConfigError(f"device is {str(device)!r} and the rows are in {what}: leave one of them out")
+    if trainers.world_size > 1:
+        raise ConfigError(
+            f"device is {str(device)!r} and there are {trainers.world_size} trainers, each of which would train its "
+            "own tables: use one trainer, or servers"
+        )
+    return DeviceWorker(features, device, seed=seed, num_threads=num_threads)
+
+
+def _connect_servers(
+    job: Job, rows: Deployment, trainers: ProcessGroup, keys: "Keys | None", *, synchronous: bool
+) -> "ServerGroup":
     """Connect to the servers, in the attempt that trainer 0 starts. A lone trainer starts it only when it trains,
     restores or saves: until then it may read beside another process that trains."""
-    from satrap.rpc import Keys
     from satrap.worker.server_group import ServerGroup
 
     assert rows.servers is not None
@@ -77,7 +141,7 @@ def _connect_servers(job: Job, rows: Deployment, trainers: ProcessGroup, *, sync
             begin=trainers.world_size > 1 or bool(rows.workers),
             take_over=rows.take_over,
             launch=0 if context is None else context.launch,
-            keys=None if rows.keys is None else Keys.read(rows.keys),
+            keys=keys,
             wire=rows.wire,
         )
 

@@ -60,6 +60,7 @@ class PrefetchPipeline(Generic[Item]):
         look_up: Callable[[Inputs, int, int, Item | None], Item],
         *,
         read_ahead: Callable[[Inputs, int], Item],
+        resolve: Callable[[Inputs, int, int], None] = lambda *_: None,
         overlap: bool,
         remote: bool = False,
     ) -> None:
@@ -67,11 +68,13 @@ class PrefetchPipeline(Generic[Item]):
         next() has already returned.
 
         read_ahead(inputs, step) creates the item that next() returns before the lookup of its batch.
+        resolve(inputs, step, oldest_open) does the part of a lookup that may run ahead of it, in the thread that reads.
         remote: lookups and updates wait for a network, each mostly in one direction; run both concurrently if the gate
             allows.
         """
         self.seconds = Seconds()
         self._inputs, self._gate, self._look_up, self._read_ahead_of = inputs, gate, look_up, read_ahead
+        self._resolve = resolve
         self._state: State[Item] = State()
         self._changed = threading.Condition()
         self._threads: list[threading.Thread] = []
@@ -442,7 +445,11 @@ class PrefetchPipeline(Generic[Item]):
                         self._changed.wait()
                     if self._state.closed:
                         return
+                    step = self._gate.step_after(len(self._state.ahead) + len(self._state.waiting))
+                    oldest_open = self._gate.oldest_open
                 inputs = self._read()
+                if inputs is not None:
+                    self._resolve(inputs, step, oldest_open)
                 with self._changed:
                     self._admit(inputs)
                     self._changed.notify_all()

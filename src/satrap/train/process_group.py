@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Callable, Iterable, Sequence
 from typing import Literal
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -69,16 +70,16 @@ class ProcessGroup:
         if not self.broadcast_int(int(caught is None), self._patient_group):
             raise caught or error("trainer 0 failed; its own error says why")
 
-    def count(self, flag: bool) -> int:
-        """Return on how many trainers the flag is true."""
+    def count(self, flag: bool, *, patient: bool = False) -> int:
+        """Return on how many trainers the flag is true. patient: allow a trainer to come much later than another."""
         tensor = torch.tensor([int(flag)])
         if self._group is not None:
-            dist.all_reduce(tensor, group=self._group)
+            dist.all_reduce(tensor, group=self._patient_group if patient else self._group)
         return int(tensor.item())
 
-    def all(self, flag: bool) -> bool:
+    def all(self, flag: bool, *, patient: bool = False) -> bool:
         """Return whether the flag is true on all trainers."""
-        return self.count(flag) == self.world_size
+        return self.count(flag, patient=patient) == self.world_size
 
     def joint_step(self, batch: Sequence[int]) -> JointStep:
         """Return the step that this trainer's batch, as `describe` returns it, makes with the other trainers'
@@ -98,7 +99,7 @@ class ProcessGroup:
         dist.all_gather(sizes, torch.tensor([len(data)]), group=group)
         max_size = int(max(size.item() for size in sizes))
         own = torch.zeros(max_size, dtype=torch.uint8)
-        own[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        own[: len(data)] = torch.from_numpy(np.frombuffer(data, np.uint8).copy())
         gathered = [torch.empty_like(own) for _ in range(self.world_size)]
         dist.all_gather(gathered, own, group=group)
         return [each[: int(size.item())].numpy().tobytes() for each, size in zip(gathered, sizes, strict=True)]

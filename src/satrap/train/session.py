@@ -7,7 +7,7 @@ import logging
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +27,7 @@ from satrap.train.staleness_gate import StalenessGate
 from satrap.train.stream import Stream
 
 if TYPE_CHECKING:
+    from satrap.device.device_worker import DeviceWorker
     from satrap.worker.local_rows import LocalWorker
     from satrap.worker.sharded_rows import ShardedWorker
 
@@ -41,7 +42,7 @@ class TrainingSession:
         self,
         features: Features,
         trainers: ProcessGroup,
-        open_worker: "Callable[[tuple[Table, ...]], LocalWorker | ShardedWorker]",
+        open_worker: "Callable[[tuple[Table, ...]], LocalWorker | ShardedWorker | DeviceWorker]",
         *,
         staleness: int,
         deterministic: bool,
@@ -57,7 +58,7 @@ class TrainingSession:
         self.expected_rows: Any = None
         """The rows that a loaded state_dict expects, as `rows_state` returns them; None if they were found."""
         self._open_worker, self._staleness, self._deterministic = open_worker, staleness, deterministic
-        self._worker: LocalWorker | ShardedWorker | None = None
+        self._worker: LocalWorker | ShardedWorker | DeviceWorker | None = None
         self._step = 0
         self._past_counters = Counters()  # totals of ended training streams
         self._tracked: dict[int, _TrackedSource] = {}  # by id(): a list can be a source, and is not hashable
@@ -78,7 +79,7 @@ class TrainingSession:
             dense.connect(self._worker.servers)
 
     @property
-    def worker(self) -> "LocalWorker | ShardedWorker":
+    def worker(self) -> "LocalWorker | ShardedWorker | DeviceWorker":
         """The worker that looks up and updates rows."""
         if self._closed:
             raise StreamError("these embeddings are closed: create new ones")
@@ -299,8 +300,15 @@ class TrainingSession:
             self._leave_stream("the embeddings were closed")
             if finish:
                 self._finish()
+                self._wait_for_readers()
                 if self._has_evaluated_nothing:
                     warnings.warn(_NO_ROWS, stacklevel=3)
+
+    def _wait_for_readers(self) -> None:
+        """Wait until no other trainer needs rows of this process."""
+        if getattr(self._worker, "stop_own_server", None) is not None:
+            with suppress(RuntimeError):  # another trainer has failed
+                self.trainers.all(True, patient=True)
 
 
 @dataclass(slots=True)

@@ -106,7 +106,13 @@ class Stream(Iterator[Batch]):
         remote = train and worker.servers is not None  # an evaluation has no updates
         with Uninterrupted():
             self._pipeline: PrefetchPipeline[InFlightBatch] = PrefetchPipeline(
-                inputs, gate, self._look_up, read_ahead=self._look_up.read_ahead, overlap=overlap, remote=remote
+                inputs,
+                gate,
+                self._look_up,
+                read_ahead=self._look_up.read_ahead,
+                resolve=self._look_up.resolve,
+                overlap=overlap,
+                remote=remote,
             )
             close_when_collected(self, self._pipeline.close)
 
@@ -287,6 +293,7 @@ class Stream(Iterator[Batch]):
                 self._finished = True
         finally:
             self._pipeline.close()
+            self._look_up.drop_resolved()
 
     def __enter__(self) -> Self:
         return self

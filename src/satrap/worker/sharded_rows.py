@@ -11,7 +11,7 @@ migration the same ids and sums are split again for the current owners and sent 
 import itertools
 import secrets
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -232,6 +232,8 @@ class ShardedWorker(Worker):
     """A worker over tables on servers."""
 
     servers: ServerGroup
+    stop_own_server: Callable[[], None] | None = None
+    """Stops the server in this process, where trainers serve each other their rows."""
     _rows_type = ShardedRows
 
     def __init__(self, features: Features, servers: ServerGroup, *, num_threads: int | None = None) -> None:
@@ -248,6 +250,8 @@ class ShardedWorker(Worker):
 
     def close(self) -> None:
         self.servers.close()
+        if self.stop_own_server is not None:
+            self.stop_own_server()
 
     def renew(self, inputs: Inputs) -> ShardedTicket:
         """Return a ticket for a batch that an earlier process looked up."""

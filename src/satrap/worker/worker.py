@@ -34,7 +34,9 @@ _WHERE = "lookup of a batch"
 _UPDATE = "update of a batch"
 Gradients = Mapping[str, ArrayLike | None]
 Floats = NDArray[np.float32]
-TicketGradients = tuple[Floats | None, list[Floats | None]]
+Block = Any
+"""float32 [lines, floats]: a numpy array, or a tensor if the rows are on a device."""
+TicketGradients = tuple[Block | None, list[Block | None]]
 """Gradients of one ticket's block and of each of its sequences; None leaves the ids unchanged."""
 
 
@@ -67,6 +69,8 @@ class BagRequest:
     train: bool = False
     first_epoch: bool = True
     """Whether to count sightings in tables that count only those of the first epoch."""
+    resolved: Any = None
+    """What `Worker.resolve` found ahead of the lookup."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -96,10 +100,10 @@ class Rows(Protocol):
     def truncated(self) -> list[int]:
         """For each sequence, the number of ids beyond its max_length so far."""
 
-    def empty(self, lines: int, floats: int) -> Floats:
+    def empty(self, lines: int, floats: int) -> Block:
         """Return aligned memory, which is reused once the array is collected."""
 
-    def lookup(self, request: BagRequest, block: Floats, sequences: list[Floats]) -> Ticket | None:
+    def lookup(self, request: BagRequest, block: Block, sequences: list[Block]) -> Ticket | None:
         """Fill `block` and `sequences`, and return a ticket if the request trains."""
 
     def owns_ticket(self, ticket: object) -> bool:
@@ -122,9 +126,9 @@ class Rows(Protocol):
 class LookupResult:
     """The result of one lookup."""
 
-    block: NDArray[np.float32]
+    block: Block
     """[batch_size, total_dim]: pooled rows, feature after feature; see `Features`."""
-    sequences: dict[str, NDArray[np.float32]]
+    sequences: dict[str, Block]
     """For each sequence [batch_size, max_length, dim]; 0 where there is no id."""
     masks: dict[str, NDArray[np.bool_]]
     """For each sequence [batch_size, max_length]: where there is an id."""
@@ -139,6 +143,8 @@ class Worker:
 
     servers: "ServerGroup | None" = None
     """The servers of the rows; None if the rows are in this process."""
+    device: Any = None
+    """The torch device of the rows, of blocks and of gradients; None: they are numpy arrays in this process."""
 
     def __init__(self, features: Features, rows: Rows) -> None:
         """rows: of the tables of these features."""
@@ -175,6 +181,16 @@ class Worker:
         found: Mapping[str, Any] | None = source.signature() if hasattr(source, "signature") else None
         return found
 
+    @property
+    def resolves_ahead(self) -> bool:
+        """Whether `resolve` may be called ahead of a training lookup, with the same result."""
+        return False
+
+    def resolve(self, inputs: Inputs, *, step: int, oldest_open: int) -> BagRequest:
+        """Do the part of a training lookup that needs no row's values, while earlier steps are in progress. Pass the
+        result to `lookup_resolved`, in the same order."""
+        raise NotImplementedError
+
     def lookup(
         self,
         inputs: Inputs,
@@ -182,7 +198,7 @@ class Worker:
         step: int | None = None,
         oldest_open: int | None = None,
         train: bool = True,
-        block: NDArray[np.float32] | None = None,
+        block: Block | None = None,
     ) -> LookupResult:
         """Look up the rows of the batch's ids. `step`, `oldest_open` and `train` are those of `Store.lookup`. The batch
         belongs to the first epoch if its position says so, or if it has no position.
@@ -190,12 +206,18 @@ class Worker:
         block: memory to write pooled rows into, float32 [batch_size, total_dim], best aligned to 64 bytes. None: a new
             aligned array, whose memory is reused once the array is collected.
         """
-        request = self._request(inputs, step, oldest_open, train)
+        return self._look_up(self._request(inputs, step, oldest_open, train), block)
+
+    def lookup_resolved(self, request: BagRequest) -> LookupResult:
+        """Look up the rows of a batch that was resolved."""
+        return self._look_up(request, None)
+
+    def _look_up(self, request: BagRequest, block: Block | None) -> LookupResult:
         batch_size = request.batch_size
         shape = (batch_size, self.features.total_dim)
         if block is None:
             block = self._rows.empty(*shape)
-        memory = array_args.as_out(_WHERE, block, shape, "block")
+        memory = self._check_block(block, shape)
         sequences = [(each, self._rows.empty(batch_size, each.floats)) for each in self._sequences]
         ticket = self._rows.lookup(request, memory, [rows for _, rows in sequences])
         lengths = [(each, each.lengths(request)) for each in self._sequences]
@@ -297,15 +319,21 @@ class Worker:
         if unknown:
             raise InputError(f"{_UPDATE}: sequence gradients name {sorted(unknown)}; expected names of sequences")
         shape = (ticket.batch_size, self.features.total_dim)
-        of_block = None if block is None else array_args.as_gradients(_UPDATE, block, shape)
-        of_sequences: list[NDArray[np.float32] | None] = []
+        of_block = None if block is None else self._check_gradient(_UPDATE, block, shape)
+        of_sequences: list[Block | None] = []
         for each in self._sequences:
             given = sequences.get(each.name)
             where = f"{_UPDATE}, feature {each.name!r}"
             of_sequences.append(
-                None if given is None else array_args.as_gradients(where, given, each.shape(ticket.batch_size))
+                None if given is None else self._check_gradient(where, given, each.shape(ticket.batch_size))
             )
         return of_block, of_sequences
+
+    def _check_block(self, block: Any, shape: tuple[int, ...]) -> Block:
+        return array_args.as_out(_WHERE, block, shape, "block")
+
+    def _check_gradient(self, where: str, gradient: Any, shape: tuple[int, ...]) -> Block:
+        return array_args.as_gradients(where, gradient, shape)
 
     def _learning_rates(self, lrs: Mapping[str, float]) -> list[tuple[int, float]]:
         if not isinstance(lrs, Mapping):

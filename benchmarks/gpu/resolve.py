@@ -1,0 +1,57 @@
+"""Resolving ids to frames in the core, in turn with a store's lookup of the same ids: a run of the GPU benchmark."""
+
+from typing import Any
+
+import numpy as np
+
+from benchmarks.contenders.satrap_table import FEATURES, SatrapTable
+from benchmarks.harness.clock import time_steps
+from benchmarks.harness.ranks import use_threads
+from benchmarks.workload import BATCH_IDS, SAMPLES, hashed_ids, row_numbers, total_rows
+from satrap import _core
+from satrap.config.features import Features
+from satrap.table.engine import native_config
+from satrap.worker.worker import native_features
+
+TURN = 10
+"""Steps of one contender before the other's."""
+
+
+class Directory:
+    """The core's part of rows on a device: which frame each id has."""
+
+    def __init__(self, store: SatrapTable, rows: int, num_threads: int) -> None:
+        features = Features(dict.fromkeys(FEATURES, store.store.table))
+        self.engine = _core.Engine([native_config(store.store.table, 0)], 1, num_threads)
+        self.bags = _core.Bags(self.engine, native_features(features, features.tables))
+        self.frames = np.empty(BATCH_IDS, np.int32)
+        count = total_rows(rows)
+        for begin in range(0, count, BATCH_IDS):
+            self.resolve(hashed_ids(np.arange(begin, begin + BATCH_IDS) % count))
+
+    def resolve(self, ids: Any) -> None:
+        found = self.engine.lookup_frames(self.bags, ids, None, None, SAMPLES, 0, 0, True, self.frames)
+        self.engine.drop(found["ticket"])
+        self.engine.take_inserted()
+
+
+def measure(job: dict[str, Any]) -> dict[str, Any]:
+    """Time both in turn, on tables with all rows."""
+    use_threads(job["num_threads"], 0)
+    store = SatrapTable(rows=job["rows"], dim=job["dim"], optimizer="adagrad", num_threads=job["num_threads"])
+    directory = Directory(store, job["rows"], job["num_threads"])
+    num_steps = job["num_warmup"] + job["num_steps"]
+    batches = [hashed_ids(batch) for batch in row_numbers(job["rows"], job["ids"], num_steps, job["part"])]
+    streams: dict[str, list[Any]] = {"resolve": [], "lookup": []}
+    for begin in range(job["num_warmup"], num_steps, TURN):
+        part = batches[max(0, begin - job["num_warmup"]) : begin + TURN]
+        warmup = len(part) - min(TURN, num_steps - begin)
+        for label, step in (("resolve", directory.resolve), ("lookup", store.lookup)):
+            streams[label].append(time_steps(step, part, num_warmup=warmup, ids_per_step=BATCH_IDS))
+    return {"streams": {f"{job['ids']}:{label}": _together(turns) for label, turns in streams.items()}}
+
+
+def _together(turns: list[Any]) -> dict[str, Any]:
+    """Return the median turn, noisy if any turn was."""
+    middle = sorted(turns, key=lambda turn: turn["rows_per_s"])[len(turns) // 2]
+    return {**middle, "noisy": any(turn["noisy"] for turn in turns)}

@@ -1,0 +1,211 @@
+// The Python binding of rows on a device: satrap.device.device_rows drives it.
+#include <nanobind/stl/pair.h>
+#include <nanobind/stl/shared_ptr.h>
+#include <nanobind/stl/unique_ptr.h>
+
+#include "bindings/bindings_bags.hpp"
+
+namespace {
+
+using FramesOut = nb::ndarray<std::int32_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using Stamps = nb::ndarray<const std::uint32_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using BytesOut = nb::ndarray<nb::ndim<2>, nb::c_contig, nb::device::cpu>;
+
+// Moves a vector into a numpy array of elements of the same size.
+template <typename T, typename Element> nb::object moved(std::vector<Element> elements) {
+    static_assert(sizeof(Element) % sizeof(T) == 0);
+    auto* owner = new std::vector<Element>(std::move(elements));
+    nb::capsule capsule(owner, [](void* p) noexcept { delete static_cast<std::vector<Element>*>(p); });
+    constexpr std::size_t width = sizeof(Element) / sizeof(T);
+    T* data = reinterpret_cast<T*>(owner->data());
+    if constexpr (width == 1) {
+        const std::size_t shape[] = {owner->size()};
+        return nb::cast(nb::ndarray<nb::numpy, T, nb::ndim<1>>(data, 1, shape, capsule));
+    } else {
+        const std::size_t shape[] = {owner->size(), width};
+        return nb::cast(nb::ndarray<nb::numpy, T, nb::ndim<2>>(data, 2, shape, capsule));
+    }
+}
+
+template <typename T, typename Element> nb::object moved_or_none(std::vector<Element> elements) {
+    return elements.empty() ? nb::object(nb::none()) : moved<T>(std::move(elements));
+}
+
+std::size_t checked_pool(const Engine& engine, std::size_t p) {
+    if (p >= engine.num_frame_pools())
+        refuse("frame pool " + std::to_string(p) + " of " + std::to_string(engine.num_frame_pools()));
+    return p;
+}
+
+std::size_t checked_device_table(Engine& engine, std::size_t t) {
+    if (t >= engine.num_tables() || !engine.table(t).config().frame_pool)
+        refuse("table " + std::to_string(t) + " has no rows on a device");
+    return t;
+}
+
+nb::dict lookup_frames(Engine& engine, const std::shared_ptr<Bags>& bags, const Ids& values,
+                       const std::optional<Offsets>& offsets, const std::optional<FloatsIn>& weights,
+                       std::size_t batch_size, std::uint64_t step, std::uint64_t oldest_open, bool train,
+                       const FramesOut& frames, bool first_epoch) {
+    const auto [inputs, when] =
+        checked_lookup(engine, *bags, values, offsets, weights, batch_size, step, oldest_open, train, first_epoch);
+    require_size("frames", frames.size(), values.size());
+    for (std::size_t t = 0; t < engine.num_tables(); ++t) checked_device_table(engine, t);
+    std::int32_t* memory = frames.data();
+    FrameLookup found;
+    {
+        nb::gil_scoped_release release;
+        found = engine.lookup_frames(bags, inputs, when, memory, train);
+    }
+    std::vector<std::uint64_t> ids;
+    std::vector<std::uint32_t> tables;
+    for (const AbsentRow& row : found.absent) {
+        ids.push_back(row.id);
+        tables.push_back(row.table);
+    }
+    nb::dict out;
+    out["ticket"] = std::move(found.ticket);
+    out["num_ids"] = found.num_ids;
+    out["offsets"] = moved_or_none<std::int64_t>(std::move(found.offsets));
+    out["weights"] = moved_or_none<float>(std::move(found.weights));
+    out["absent_ids"] = moved<std::uint64_t>(std::move(ids));
+    out["absent_tables"] = moved<std::uint32_t>(std::move(tables));
+    return out;
+}
+
+nb::dict take_inserted(Engine& engine) {
+    std::vector<std::uint64_t> ids;
+    std::vector<std::uint32_t> tables, frames;
+    for (const InsertedRow& row : engine.take_inserted()) {
+        ids.push_back(row.id);
+        tables.push_back(row.table);
+        frames.push_back(row.frame);
+    }
+    nb::dict out;
+    out["ids"] = moved<std::uint64_t>(std::move(ids));
+    out["tables"] = moved<std::uint32_t>(std::move(tables));
+    out["frames"] = moved<std::int32_t>(std::move(frames));
+    return out;
+}
+
+nb::dict update_frames(Engine& engine, const std::vector<Ticket*>& tickets,
+                       const std::vector<std::pair<bool, std::vector<bool>>>& given, std::uint64_t step, bool filter) {
+    require_step("step", step);
+    if (tickets.empty()) refuse("no ticket was given; expected at least one");
+    require_size("given", given.size(), tickets.size());
+    std::vector<GivenParts> parts;
+    for (std::size_t k = 0; k < tickets.size(); ++k) {
+        if (tickets[k] == nullptr) refuse("a ticket is None");
+        if (tickets[k]->bags != nullptr)
+            require_size("given sequences", given[k].second.size(), tickets[k]->bags->sequences.size());
+        parts.push_back({given[k].first, given[k].second});
+    }
+    FrameRuns runs;
+    {
+        nb::gil_scoped_release release;
+        runs = engine.update_frames(tickets, parts, static_cast<std::uint32_t>(step), filter);
+    }
+    nb::dict out;
+    out["tables"] = moved<std::int32_t>(std::move(runs.first_run_of_table));
+    out["frames"] = moved<std::int32_t>(std::move(runs.frames));
+    out["begin"] = moved<std::int32_t>(std::move(runs.begin));
+    out["end"] = moved<std::int32_t>(std::move(runs.end));
+    out["places"] = moved<std::int32_t>(std::move(runs.places));
+    out["factors"] = moved_or_none<float>(std::move(runs.factors));
+    out["keys"] = moved_or_none<std::int64_t>(std::move(runs.keys));
+    out["ids"] = moved_or_none<std::uint64_t>(std::move(runs.ids));
+    return out;
+}
+
+void settle_frames(Engine& engine, std::size_t t, const Ids& ids, std::uint64_t skipped, std::uint64_t step) {
+    require_step("step", step);
+    engine.settle_frames(checked_device_table(engine, t), {ids.data(), ids.size()}, skipped,
+                         static_cast<std::uint32_t>(step));
+}
+
+bool check_gradients(Engine& engine, const std::vector<Ticket*>& tickets, const std::vector<GivenGradients>& gradients,
+                     double scale) {
+    const float scale_of_all = checked_scale(scale);
+    const std::vector<BagGradients> checked = checked_gradients_of(engine, tickets, gradients);
+    bool filter = false;
+    engine.check_gradients(tickets, checked, scale_of_all, filter);
+    return filter;
+}
+
+void initial_rows(Engine& engine, std::size_t t, const Ids& ids, const BytesOut& values, const FloatsOut& state) {
+    const TableConfig& config = engine.table(checked_device_table(engine, t)).config();
+    require_size("values", values.size(), ids.size() * config.dim);
+    require_size("the bytes of values", values.nbytes(), ids.size() * config.dim * config.element_bytes());
+    require_size("state", state.size(), ids.size() * config.state_dim());
+    const std::span<const std::uint64_t> of_rows(ids.data(), ids.size());
+    auto* bytes = static_cast<std::byte*>(values.data());
+    engine.initial_rows(t, of_rows, bytes, state.data());
+}
+
+nb::object read_frames(Engine& engine, std::size_t t, const Ids& ids) {
+    Table& table = engine.table(checked_device_table(engine, t));
+    std::vector<std::uint32_t> frames;
+    for (std::size_t i = 0; i < ids.size(); ++i) frames.push_back(table.frame_of(ids.data()[i]));
+    return moved<std::int32_t>(std::move(frames));
+}
+
+nb::object import_frames(Engine& engine, std::size_t t, const Ids& ids, const Stamps& steps) {
+    Table& table = engine.table(checked_device_table(engine, t));
+    require_size("step", steps.size(), ids.size());
+    std::vector<std::uint32_t> frames;
+    for (std::size_t i = 0; i < ids.size(); ++i) frames.push_back(table.import_frame(ids.data()[i], steps.data()[i]));
+    return moved<std::int32_t>(std::move(frames));
+}
+
+} // namespace
+
+void bind_frames(nb::class_<Engine>& engine) {
+    engine
+        .def("lookup_frames", &lookup_frames, "bags"_a, "values"_a, "offsets"_a.none(), "weights"_a.none(),
+             "batch_size"_a, "step"_a, "oldest_open"_a, "train"_a, "frames"_a, "first_epoch"_a = true,
+             nb::sig("def lookup_frames(self, bags: Bags, values: NDArray[numpy.uint64], offsets: "
+                     "NDArray[numpy.int64] | None, weights: NDArray[numpy.float32] | None, batch_size: int, step: int, "
+                     "oldest_open: int, train: bool, frames: NDArray[numpy.int32], first_epoch: bool = True) -> "
+                     "dict[str, typing.Any]"))
+        .def("take_inserted", &take_inserted, nb::sig("def take_inserted(self) -> dict[str, NDArray[typing.Any]]"),
+             "Returns the rows whose frames have no values yet.")
+        .def("update_frames", &update_frames, "tickets"_a, "given"_a, "step"_a, "filter"_a,
+             nb::sig("def update_frames(self, tickets: collections.abc.Sequence[Ticket], given: "
+                     "collections.abc.Sequence[tuple[bool, collections.abc.Sequence[bool]]], step: int, filter: bool) "
+                     "-> dict[str, "
+                     "typing.Any]"))
+        .def(
+            "sum_bound",
+            [](const Engine& e, const std::vector<Ticket*>& tickets) {
+                for (const Ticket* ticket : tickets)
+                    if (ticket == nullptr) refuse("a ticket is None");
+                return e.sum_bound(tickets);
+            },
+            "tickets"_a, nb::sig("def sum_bound(self, tickets: collections.abc.Sequence[Ticket]) -> float"),
+            "Returns how many times the largest gradient a sum can be at most.")
+        .def("settle_frames", &settle_frames, "table"_a, "ids"_a, "skipped"_a, "step"_a, WithoutGil(),
+             "Stamps and counts the rows of a table whose gradients were not all skipped.")
+        .def("check_gradients", &check_gradients, "tickets"_a, "gradients"_a, "scale"_a, WithoutGil(),
+             "Raises NonFiniteError as update_bags would. Returns whether gradients may have to be skipped.")
+        .def("initial_rows", &initial_rows, "table"_a, "ids"_a, "values"_a, "state"_a, WithoutGil(),
+             nb::sig("def initial_rows(self, table: int, ids: NDArray[numpy.uint64], values: NDArray[typing.Any], "
+                     "state: NDArray[numpy.float32]) -> None"))
+        .def("read_frames", &read_frames, "table"_a, "ids"_a,
+             nb::sig("def read_frames(self, table: int, ids: NDArray[numpy.uint64]) -> NDArray[numpy.int32]"),
+             "Returns the frame of each id's row; -1: it has none.")
+        .def("import_frames", &import_frames, "table"_a, "ids"_a, "steps"_a,
+             nb::sig("def import_frames(self, table: int, ids: NDArray[numpy.uint64], steps: NDArray[numpy.uint32]) -> "
+                     "NDArray[numpy.int32]"),
+             "Inserts or replaces rows of a snapshot; returns their frames.")
+        .def(
+            "frames_used", [](Engine& e, std::size_t p) { return e.frame_pool(checked_pool(e, p)).used(); }, "pool"_a,
+            "How many frames the device's memory must have.")
+        .def(
+            "frames_free", [](Engine& e, std::size_t p) { return e.frame_pool(checked_pool(e, p)).num_free(); },
+            "pool"_a)
+        .def(
+            "set_frame_limit",
+            [](Engine& e, std::size_t p, std::uint32_t limit) { e.frame_pool(checked_pool(e, p)).set_limit(limit); },
+            "pool"_a, "limit"_a)
+        .def("check_frames", &Engine::check_frames, "Raises AssertionError unless each frame is free or of one row.");
+}

@@ -1,0 +1,319 @@
+// Lookups and updates of bags whose rows are on a device. The core finds the frame of each id, and for an update the
+// places of each frame's gradients in order of appearance. The device pools, sums and steps.
+#include "bags/bag_gradients.hpp"
+#include "base/errors.hpp"
+#include "engine/engine.hpp"
+
+namespace satrap {
+
+namespace {
+
+// Where the gradients of a ticket's places are among the floats of all gradients: tickets and their parts that have a
+// gradient, one after another.
+class GivenPlaces {
+  public:
+    GivenPlaces(const Ticket& ticket, const GivenParts& given, std::uint64_t begin) : end_(begin) {
+        const Bags& bags = *ticket.bags;
+        add(ticket.batch_size * bags.total_dim, given.block);
+        for (std::size_t q = 0; q < bags.sequences.size(); ++q) {
+            const BagFeature& feature = bags.features[bags.sequences[q]];
+            add(std::uint64_t{ticket.batch_size} * feature.max_length * feature.dim, given.sequences[q]);
+        }
+    }
+
+    std::uint64_t end() const { return end_; }
+    bool has(std::uint32_t place) const { return of(place).given; }
+    std::uint32_t at(std::uint32_t place) const { return static_cast<std::uint32_t>(of(place).begin + place); }
+
+  private:
+    struct Part {
+        std::uint64_t last;  // the place after it
+        std::uint64_t begin; // of its gradient, less its first place: the sum wraps around
+        bool given;
+    };
+
+    void add(std::uint64_t floats, bool given) {
+        const std::uint64_t first = parts_.empty() ? 0 : parts_.back().last;
+        parts_.push_back({first + floats, end_ - first, given});
+        if (given) end_ += floats;
+    }
+    const Part& of(std::uint32_t place) const {
+        const Part* part = parts_.data();
+        while (place >= part->last) ++part;
+        return *part;
+    }
+
+    std::vector<Part> parts_;
+    std::uint64_t end_;
+};
+
+// The entries of one bucket over all tickets that have a gradient, ordered by unique id: a stable counting sort.
+class BucketRuns {
+  public:
+    // The joined ids of the bucket are in the scratch.
+    BucketRuns(Tickets tickets, std::span<const GivenPlaces> given, std::uint32_t b, std::uint32_t num_unique,
+               Scratch& scratch)
+        : tickets_(tickets), given_(given), b_(b), numbers_(scratch.joined_numbers.data()) {
+        begin_ = scratch.run_begin.reserve(num_unique + 1);
+        std::memset(begin_, 0, (num_unique + 1) * sizeof(std::uint32_t));
+        for_each([&](std::uint32_t number, const Batch&, std::uint32_t, std::uint32_t) { ++begin_[number + 1]; });
+        for (std::uint32_t i = 0; i < num_unique; ++i) begin_[i + 1] += begin_[i];
+    }
+
+    bool started(std::uint32_t i) const { return begin_[i] != begin_[i + 1]; }
+    std::uint32_t begin(std::uint32_t i) const { return begin_[i]; }
+
+    // Writes the gradient's place and factor of each entry; begin() is undefined afterwards.
+    void write(std::size_t t, std::uint32_t* places, Factor* factors) {
+        for_each([&](std::uint32_t number, const Batch& batch, std::uint32_t e, std::uint32_t place) {
+            const std::uint32_t at = begin_[number]++;
+            places[at] = place;
+            if (factors != nullptr) factors[at] = batch.bags.scaled[t] != 0 ? batch.bags.factors[e] : Factor{};
+        });
+    }
+
+  private:
+    template <typename Visit> void for_each(Visit visit) const {
+        const std::uint32_t* numbers = numbers_;
+        for (std::size_t k = 0; k < tickets_.size(); ++k) {
+            const Batch& batch = *tickets_[k]->batch;
+            for (std::uint32_t e = batch.begin[b_]; e < batch.begin[b_ + 1]; ++e)
+                if (const std::uint32_t place = batch.positions[e]; given_[k].has(place))
+                    visit(numbers[batch.local[e]], batch, e, given_[k].at(place));
+            numbers += batch.num_unique[b_];
+        }
+    }
+
+    Tickets tickets_;
+    std::span<const GivenPlaces> given_;
+    std::uint32_t b_;
+    const std::uint32_t* numbers_;
+    std::uint32_t* begin_;
+};
+
+} // namespace
+
+void Engine::keep_inserted(std::span<const InsertedRow> rows) {
+    std::lock_guard lock(inserted_mutex_);
+    inserted_.insert(inserted_.end(), rows.begin(), rows.end());
+}
+
+std::vector<InsertedRow> Engine::take_inserted() {
+    fork_guard_.require_same_process();
+    std::lock_guard lock(inserted_mutex_);
+    return std::exchange(inserted_, {});
+}
+
+void Engine::require_rows_on_device() const {
+    if (frame_pools_.empty())
+        throw InputError("table '" + tables_[0]->config().name + "': its rows are not on a device");
+}
+
+FrameLookup Engine::lookup_frames(const std::shared_ptr<const Bags>& bags, const BagInputs& inputs, LookupStep at,
+                                  std::int32_t* frames, bool want_ticket) {
+    fork_guard_.require_same_process();
+    require_rows_on_device();
+    std::unique_ptr<BagPlan> plan = plans_.take();
+    plan->make(*bags, inputs, *kernels_, scheduler_.pool());
+    if (at.train && at.step == 0) at.step = next_step();
+    if (at.train && at.oldest_open == 0) at.oldest_open = at.step;
+    std::unique_ptr<Batch> batch = batches_.take();
+    plan->group(*batch, map_, scheduler_.pool(), true);
+    FrameLookup found;
+    found.num_ids = plan->num_ids();
+    const BagInputs& kept = plan->inputs();
+    if (kept.offsets != nullptr) found.offsets.assign(kept.offsets, kept.offsets + kept.num_bags + 1);
+    if (kept.weights != nullptr) found.weights.assign(kept.weights, kept.weights + found.num_ids);
+    find_frames(*batch, at, frames, found.absent);
+    plan->count_cut();
+    plans_.give(std::move(plan));
+    if (want_ticket) {
+        const std::size_t num_floats = inputs.batch_size * bags->total_dim;
+        found.ticket.reset(new Ticket(ticket_of(std::move(batch), identity_, num_floats, bags, inputs.batch_size)));
+    } else {
+        batches_.give(std::move(batch));
+    }
+    return found;
+}
+
+// Writes the frame of each id. An id without a row reads the initial values that are added to `absent`, or zeros.
+void Engine::find_frames(Batch& batch, const LookupStep& at, std::int32_t* frames, std::vector<AbsentRow>& absent) {
+    BucketScheduler::ScratchLease lease(scheduler_, batch.size());
+    std::mutex absent_mutex;
+    open_step(at);
+    scheduler_.for_each_bucket(
+        map_, lease, [&](std::uint32_t b) { return occupied(batch, b); },
+        [&](std::size_t t, std::uint32_t b, Scratch& scratch) {
+            batch.deduplicate(b, scratch.dedupe);
+            const BucketVisit visit = visit_of(batch, map_.first[t], b);
+            std::uint32_t* unique = scratch.frames.reserve(visit.num_unique);
+            std::vector<InsertedRow> inserted;
+            try {
+                tables_[t]->lookup_frames(visit, at, unique, inserted, scratch);
+            } catch (...) {
+                keep_inserted(inserted);
+                throw;
+            }
+            keep_inserted(inserted);
+            if (tables_[t]->config().absent == Absent::initial)
+                for (std::uint32_t i = 0; i < visit.num_unique; ++i) {
+                    if (unique[i] != kNoFrame) continue;
+                    std::lock_guard lock(absent_mutex);
+                    absent.push_back({visit.unique[i], static_cast<std::uint32_t>(t)});
+                    unique[i] = kNoFrame - static_cast<std::uint32_t>(absent.size()); // -2 reads absent[0], and so on
+                }
+            const std::uint32_t* indexes = batch.indexes.data() + batch.begin[b];
+            for (std::uint32_t e = 0; e < visit.count; ++e)
+                frames[indexes[e]] = static_cast<std::int32_t>(unique[visit.local[e]]);
+        });
+    batch.hinted = true;
+}
+
+FrameRuns Engine::update_frames(Tickets tickets, std::span<const GivenParts> given, std::uint32_t step, bool filter) {
+    fork_guard_.require_same_process();
+    require_rows_on_device();
+    Claim claim(tickets, identity_);
+    std::vector<GivenPlaces> places;
+    for (std::size_t k = 0; k < tickets.size(); ++k)
+        places.emplace_back(*tickets[k], given[k], places.empty() ? 0 : places.back().end());
+    if (places.back().end() > kMostPlaces)
+        throw InputError("the gradients of one step hold " + std::to_string(places.back().end()) +
+                         " floats; at most 2^31-1 fit on a device: make smaller batches");
+    FrameRuns runs = reserve_runs(tickets);
+    if (filter) runs.ids.resize(runs.frames.size());
+    bool hinted = true;
+    for (const Ticket* ticket : tickets) hinted &= ticket->batch->hinted;
+    BucketScheduler::ScratchLease lease(scheduler_, size_of(tickets));
+    claim.keep();
+    reach_step(step);
+    scheduler_.for_each_bucket(
+        map_, lease, [&](std::uint32_t b) { return occupied(tickets, b); },
+        [&](std::size_t t, std::uint32_t b, Scratch& scratch) {
+            const std::uint32_t n = join_ids(tickets, b, scratch);
+            BucketRuns entries(tickets, places, b, n, scratch);
+            std::uint8_t* started = scratch.started.reserve(n);
+            const std::uint32_t run = runs.first_run[b], entry = runs.first_entry[b];
+            for (std::uint32_t i = 0; i < n; ++i) {
+                started[i] = entries.started(i);
+                runs.begin[run + i] = entry + entries.begin(i);
+                runs.end[run + i] = entry + entries.begin(i + 1);
+                if (!runs.keys.empty()) runs.keys[run + i] = tables_[t]->row_key_of(scratch.joined_ids[i]);
+            }
+            const BucketVisit visit{.bucket = b - map_.first[t],
+                                    .unique = scratch.joined_ids.data(),
+                                    .num_unique = n,
+                                    .local = nullptr,
+                                    .count = 0,
+                                    .hints = scratch.joined_hints.data()};
+            const bool settled = !filter || tables_[t]->config().on_nonfinite != OnNonfinite::skip;
+            tables_[t]->update_frames(visit, started, step, hinted, settled, runs.frames.data() + run, scratch);
+            if (filter) std::copy_n(scratch.joined_ids.data(), n, runs.ids.data() + run);
+            entries.write(t, runs.places.data() + entry, runs.factors.empty() ? nullptr : runs.factors.data() + entry);
+        });
+    for (Ticket* ticket : tickets) batches_.give(std::move(ticket->batch));
+    return runs;
+}
+
+// Reserves the runs of each bucket: one for each id of each ticket, those that tickets share too.
+FrameRuns Engine::reserve_runs(Tickets tickets) const {
+    FrameRuns runs;
+    bool scaled = false, rounded = false;
+    std::uint32_t num_runs = 0, num_entries = 0;
+    for (std::size_t t = 0; t < tables_.size(); ++t) {
+        runs.first_run_of_table.push_back(num_runs);
+        rounded |= tables_[t]->config().dtype != Dtype::float32;
+        for (const Ticket* ticket : tickets) scaled |= ticket->batch->bags.scaled[t] != 0;
+        for (std::uint32_t b = map_.first[t]; b < map_.first[t + 1]; ++b) {
+            runs.first_run.push_back(num_runs);
+            runs.first_entry.push_back(num_entries);
+            for (const Ticket* ticket : tickets) {
+                num_runs += ticket->batch->num_unique[b];
+                num_entries += ticket->batch->begin[b + 1] - ticket->batch->begin[b];
+            }
+        }
+    }
+    runs.first_run_of_table.push_back(num_runs);
+    runs.frames.assign(num_runs, kNoFrame);
+    runs.begin.assign(num_runs, 0);
+    runs.end.assign(num_runs, 0);
+    runs.places.resize(num_entries);
+    if (scaled) runs.factors.resize(num_entries);
+    if (rounded) runs.keys.resize(num_runs);
+    return runs;
+}
+
+void Engine::settle_frames(std::size_t t, std::span<const std::uint64_t> ids, std::uint64_t skipped,
+                           std::uint32_t step) {
+    fork_guard_.require_same_process();
+    require_rows_on_device();
+    for (const std::uint64_t id : ids) tables_[t]->settle_frame(id, step);
+    Bucket& bucket = tables_[t]->bucket(0); // the table's count is the sum over buckets
+    std::lock_guard lock(bucket.mutex);
+    bucket.counters.skipped += skipped;
+}
+
+double Engine::sum_bound(Tickets tickets) const {
+    fork_guard_.require_same_process();
+    const Claim claim(tickets, identity_);
+    double entries = 0.0, weight = 1.0;
+    for (const Ticket* ticket : tickets) {
+        entries += static_cast<double>(ticket->batch->size());
+        weight = std::max(weight, static_cast<double>(ticket->batch->bags.largest_weight));
+    }
+    return entries * weight;
+}
+
+void Engine::check_gradients(Tickets tickets, std::span<const BagGradients> gradients, float scale, bool& filter) {
+    fork_guard_.require_same_process();
+    const Claim claim(tickets, identity_); // until the end of the call: another thread may use or drop a ticket
+    const FloatMode mode;
+    BagSource source(map_, tickets, gradients, scale);
+    source.open();
+    filter = !all_sums_finite(source, size_of(tickets), *kernels_, scheduler_.pool());
+    if (filter) refuse_nonfinite(source, tickets, map_, summations_);
+}
+
+// Writes the values and states that new rows of the ids begin with, side by side.
+void Engine::initial_rows(std::size_t t, std::span<const std::uint64_t> ids, std::byte* values, float* state) {
+    const TableConfig& config = table(t).config();
+    const std::size_t value_bytes = config.dim * config.element_bytes(),
+                      state_bytes = config.state_dim() * sizeof(float);
+    scheduler_.pool().run([&](unsigned thread, unsigned threads) {
+        const FloatMode mode;
+        std::vector<std::byte> row(config.row_bytes());
+        std::vector<float> scratch(config.dim);
+        for (std::size_t i = ids.size() * thread / threads; i < ids.size() * (thread + 1) / threads; ++i) {
+            tables_[t]->initial_row(ids[i], row.data(), scratch.data());
+            std::memcpy(values + i * value_bytes, row.data(), value_bytes);
+            if (state_bytes != 0)
+                std::memcpy(state + i * config.state_dim(), row.data() + config.value_bytes(), state_bytes);
+        }
+    });
+}
+
+void Engine::check_frames() {
+    fork_guard_.require_same_process();
+    std::vector<std::vector<bool>> taken;
+    for (const auto& pool : frame_pools_) {
+        taken.emplace_back(pool->used(), false);
+        for (const std::uint32_t frame : pool->free()) taken.back()[frame] = true;
+    }
+    for (const auto& table : tables_)
+        for (std::uint32_t b = 0; table->config().frame_pool && b < table->config().num_buckets; ++b) {
+            std::vector<bool>& of_pool = taken[*table->config().frame_pool];
+            Bucket& bucket = table->bucket(b);
+            std::lock_guard lock(bucket.mutex);
+            bucket.rows.for_each([&](std::uint32_t slot, const Head&) {
+                const std::uint32_t frame = bucket.frame_of(slot);
+                if (frame >= of_pool.size() || of_pool[frame])
+                    throw InvariantError("table '" + table->config().name + "': frame " + std::to_string(frame) +
+                                         " belongs to two rows, or to none");
+                of_pool[frame] = true;
+            });
+        }
+    for (const std::vector<bool>& of_pool : taken)
+        if (std::find(of_pool.begin(), of_pool.end(), false) != of_pool.end())
+            throw InvariantError("a frame is neither free nor of a row");
+}
+
+} // namespace satrap

@@ -1,0 +1,415 @@
+// Tables whose rows are on a device, which here is a vector: the oracle of test_table.cpp with several tables and
+// pools, and after each call the same rows, sightings and counters, and no frame of two rows. Then what such an engine
+// refuses.
+#include "base/errors.hpp"
+#include "shared_file.hpp"
+#include "table_oracle.hpp"
+
+using namespace satrap;
+using testing::Ids, testing::IdsOfTables, testing::Line, testing::Oracle, testing::Random;
+
+namespace {
+
+constexpr std::uint32_t kMost = 60; // ids of a table in a call
+
+TableConfig on_device(TableConfig config, std::uint32_t pool = 0) {
+    config.frame_pool = pool;
+    return config;
+}
+
+struct Found {
+    std::vector<float> rows; // table after table
+    std::unique_ptr<Ticket> ticket;
+};
+
+// An engine whose rows are elsewhere: one number in each frame. A table has one feature, a sequence of one sample, so
+// that each id has its gradient.
+class Device {
+  public:
+    explicit Device(const std::vector<TableConfig>& configs, unsigned threads = 1)
+        : engine(testing::make_engine(configs, threads)) {
+        for (const TableConfig& config : configs) {
+            const auto table = static_cast<std::uint32_t>(features_.size());
+            features_.push_back({config.name, table, Pooling::none, false, kMost, false, 1, 0, {}});
+            pools_.push_back(*config.frame_pool);
+        }
+        memory.resize(engine->num_frame_pools());
+        bags = std::make_shared<Bags>(features_, configs.size(), engine->identity());
+    }
+
+    Found lookup(const IdsOfTables& tables, const LookupStep& at) {
+        const testing::Flat flat(tables);
+        std::vector<std::int32_t> frames(flat.ids.size());
+        const BagInputs inputs{flat.ids.data(), flat.offsets.data(), nullptr, 1, tables.size()};
+        FrameLookup found;
+        try {
+            found = engine->lookup_frames(bags, inputs, at, frames.data(), at.train);
+        } catch (...) {
+            initialise();
+            throw;
+        }
+        initialise();
+        CHECK_EQ(found.num_ids, flat.ids.size());
+        Found out{{}, std::move(found.ticket)};
+        for (std::size_t t = 0, i = 0; t < tables.size(); ++t)
+            for (; i < static_cast<std::size_t>(flat.offsets[t + 1]); ++i)
+                out.rows.push_back(read(t, flat.ids[i], frames[i], found.absent));
+        return out;
+    }
+
+    // One gradient for each id of the ticket.
+    void update(Ticket& ticket, const std::vector<std::vector<float>>& gradients, std::uint32_t step) {
+        std::vector<float> flat(pools_.size() * kMost);
+        for (std::size_t t = 0; t < gradients.size(); ++t)
+            std::copy(gradients[t].begin(), gradients[t].end(), flat.begin() + static_cast<std::ptrdiff_t>(t * kMost));
+        Ticket* const tickets[] = {&ticket};
+        const GivenParts given[] = {{false, std::vector<bool>(pools_.size(), true)}};
+        const bool filter = std::any_of(flat.begin(), flat.end(), [](float g) { return !std::isfinite(g); });
+        const FrameRuns runs = engine->update_frames(tickets, given, step, filter);
+        for (std::size_t t = 0; t < pools_.size(); ++t) {
+            Ids summed;
+            std::uint64_t skipped = 0;
+            for (std::uint32_t r = runs.first_run_of_table[t]; r < runs.first_run_of_table[t + 1]; ++r) {
+                std::vector<float> finite;
+                for (std::uint32_t e = runs.begin[r]; e < runs.end[r]; ++e)
+                    if (std::isfinite(flat[runs.places[e]])) finite.push_back(flat[runs.places[e]]);
+                skipped += runs.end[r] - runs.begin[r] - finite.size();
+                if (finite.empty()) continue;
+                if (filter) summed.push_back(runs.ids[r]);
+                if (runs.frames[r] == kNoFrame) continue;
+                float sum = finite[0];
+                for (std::size_t i = 1; i < finite.size(); ++i) sum = sum + finite[i];
+                float& value = memory[pools_[t]].at(runs.frames[r]);
+                value = std::fma(-static_cast<float>(engine->table(t).lr()), sum, value);
+            }
+            if (filter && engine->table(t).config().on_nonfinite == OnNonfinite::skip)
+                engine->settle_frames(t, summed, skipped, step);
+        }
+    }
+
+    // Gives the frames of new rows their values.
+    void initialise() {
+        for (const InsertedRow& row : engine->take_inserted()) {
+            float value;
+            engine->initial_rows(row.table, {&row.id, 1}, reinterpret_cast<std::byte*>(&value), nullptr);
+            write(row.table, row.frame, value);
+        }
+    }
+
+    void write(std::size_t t, std::uint32_t frame, float value) {
+        std::vector<float>& values = memory[pools_[t]];
+        values.resize(std::max<std::size_t>(values.size(), engine->frame_pool(pools_[t]).used()), std::nanf(""));
+        values.at(frame) = value;
+    }
+
+    float value(std::size_t t, const Line& line) const { return memory[pools_[t]].at(frame_of(line)); }
+    static std::uint32_t frame_of(const Line& line) {
+        std::uint32_t frame;
+        std::memcpy(&frame, line.values.data(), sizeof(frame));
+        return frame;
+    }
+
+    // A frame is free or of one row.
+    void check() {
+        engine->check_frames();
+        std::vector<std::size_t> rows(memory.size());
+        for (std::size_t t = 0; t < pools_.size(); ++t) rows[pools_[t]] += engine->num_rows(t); // sweeps what expired
+        for (std::uint32_t p = 0; p < rows.size(); ++p)
+            CHECK_EQ(engine->frame_pool(p).used() - engine->frame_pool(p).num_free(), rows[p]);
+    }
+
+    std::unique_ptr<Engine> engine;
+    std::shared_ptr<const Bags> bags;
+    std::vector<std::vector<float>> memory; // of each pool, by frame
+
+  private:
+    float read(std::size_t t, std::uint64_t id, std::int32_t frame, const std::vector<AbsentRow>& absent) const {
+        if (frame >= 0) return memory[pools_[t]].at(static_cast<std::uint32_t>(frame));
+        if (frame == -1) return 0.0f;
+        const AbsentRow& row = absent.at(static_cast<std::size_t>(-2 - frame));
+        CHECK_EQ(row.id, id);
+        CHECK_EQ(row.table, t);
+        float value;
+        engine->initial_rows(t, {&id, 1}, reinterpret_cast<std::byte*>(&value), nullptr);
+        return value;
+    }
+
+    std::vector<BagFeature> features_;
+    std::vector<std::uint32_t> pools_; // of each table
+};
+
+std::vector<TableConfig> draw_tables(Random& random) {
+    std::vector<TableConfig> configs;
+    const std::uint32_t n = random.between(1, 3);
+    for (std::uint32_t t = 0; t < n; ++t) {
+        configs.push_back(on_device(testing::draw_config(random), random.below(n)));
+        configs[t].name += std::to_string(t);
+    }
+    return configs;
+}
+
+std::vector<std::vector<float>> draw_gradients(Random& random, const std::vector<TableConfig>& configs,
+                                               const IdsOfTables& ids) {
+    std::vector<std::vector<float>> gradients;
+    for (std::size_t t = 0; t < ids.size(); ++t)
+        gradients.push_back(testing::draw_gradients(random, configs[t], ids[t].size()));
+    return gradients;
+}
+
+// Of a training lookup; nothing if both are full, which the oracles are table after table as the engine is.
+std::vector<float> oracle_lookup(std::vector<Oracle>& oracles, const IdsOfTables& ids, const LookupStep& at) {
+    std::vector<float> rows;
+    for (Oracle& oracle : oracles) oracle.open_step(at);
+    for (std::size_t t = 0; t < ids.size(); ++t)
+        for (const float row : oracles[t].lookup(ids[t], at)) rows.push_back(row);
+    return rows;
+}
+
+CASE(live_as_the_oracle_says, testing::scaled(400)) {
+    const std::vector<TableConfig> configs = draw_tables(random);
+    Device device(configs);
+    std::vector<Oracle> oracles(configs.begin(), configs.end());
+    struct Open {
+        std::unique_ptr<Ticket> ticket;
+        IdsOfTables ids;
+    };
+    std::vector<Open> open;
+    const std::uint32_t kinds = random.pick(std::vector{30U, 300U, 1000U}), staleness = random.below(20);
+    std::uint32_t newest = 1, oldest = 1;
+    auto check = [&] {
+        device.check();
+        for (std::size_t t = 0; t < configs.size(); ++t)
+            testing::check_same(*device.engine, t, oracles[t], [&](const Line& line) { return device.value(t, line); });
+    };
+    for (unsigned call = 0; call < 120; ++call) {
+        newest += random.below(3) + (random.chance(0.02) ? 20 : 0);
+        oldest = std::max(oldest, newest > staleness ? newest - staleness : 1);
+        const LookupStep at{true, random.between(oldest, newest), oldest, random.chance(0.5)};
+        IdsOfTables ids;
+        for (std::size_t t = 0; t < configs.size(); ++t) // a table without an id, too
+            ids.push_back(random.chance(0.2) ? Ids{} : testing::draw_ids(random, kinds, kMost));
+        const unsigned kind = random.below(10);
+        if (kind < 5) {
+            std::vector<float> expected;
+            try {
+                expected = oracle_lookup(oracles, ids, at);
+            } catch (const Oracle::Full&) {
+                CHECK_THROWS(CapacityError, "set capacity to at least", device.lookup(ids, at));
+                continue;
+            }
+            Found found = device.lookup(ids, at);
+            CHECK(found.rows == expected);
+            open.push_back({std::move(found.ticket), ids});
+        } else if (kind < 9 && !open.empty()) { // a ticket that may be old: its rows may have gone
+            std::swap(open[random.below(open.size())], open.back());
+            if (random.chance(0.2)) {
+                device.engine->drop(*open.back().ticket);
+            } else {
+                const auto gradients = draw_gradients(random, configs, open.back().ids);
+                for (std::size_t t = 0; t < configs.size(); ++t)
+                    oracles[t].update(open.back().ids[t], gradients[t], at.step);
+                device.update(*open.back().ticket, gradients, at.step);
+            }
+            open.pop_back();
+        } else if (kind == 9) {
+            std::vector<float> expected;
+            for (std::size_t t = 0; t < configs.size(); ++t)
+                for (const float row : oracles[t].read(ids[t])) expected.push_back(row);
+            CHECK(device.lookup(ids, {false, 0, 0}).rows == expected);
+        }
+        if (call % 20 == 0) check();
+    }
+    check();
+}
+
+// Rows pass from one engine to another as those of a snapshot; removed ones leave their frames.
+CASE(rows_are_imported_with_their_values, testing::scaled(40)) {
+    std::vector<TableConfig> configs{on_device(testing::counting_table("item", 1, 4))};
+    if (random.chance(0.5)) configs[0].capacity = 64;
+    Device from(configs), to(configs);
+    for (std::uint32_t step = 1; step < 10; ++step) {
+        const IdsOfTables ids{testing::draw_ids(random, 100, 20)};
+        from.update(*from.lookup(ids, {true, step, step}).ticket, draw_gradients(random, configs, ids), step);
+        to.lookup({testing::draw_ids(random, 100, 20)}, {true, step, step});
+    }
+    to.engine->import_removed(0, [&] {
+        Ids ids;
+        for (const Line& line : testing::rows_of(*to.engine, 0)) ids.push_back(line.id);
+        return ids;
+    }());
+    to.check();
+    CHECK_EQ(to.engine->num_rows(0), 0);
+    const std::vector<Line> lines = testing::rows_of(*from.engine, 0);
+    for (const Line& line : lines) {
+        const std::uint32_t frame = to.engine->table(0).import_frame(line.id, line.step);
+        CHECK_EQ(to.engine->table(0).import_frame(line.id, line.step), frame); // it replaces the row
+        CHECK_EQ(to.engine->table(0).frame_of(line.id), frame);
+        to.write(0, frame, from.value(0, line));
+    }
+    to.check();
+    const std::vector<Line> arrived = testing::rows_of(*to.engine, 0);
+    CHECK_EQ(arrived.size(), lines.size());
+    for (std::size_t i = 0; i < lines.size(); ++i) {
+        CHECK_EQ(arrived[i].id, lines[i].id);
+        CHECK_EQ(arrived[i].step, lines[i].step);
+        CHECK_EQ(to.value(0, arrived[i]), from.value(0, lines[i]));
+    }
+    CHECK_EQ(to.engine->table(0).frame_of(1), kNoFrame);
+}
+
+CASE(frames_are_used_again, 1) {
+    TableConfig config = testing::counting_table("small", 1, 2);
+    config.capacity = 8;
+    TableConfig expiring = testing::counting_table("expiring", 1);
+    expiring.expire_after = 2;
+    Device device({on_device(config), on_device(expiring)});
+    for (std::uint32_t step = 1; step < 200; ++step) device.lookup({{2 * step}, {step}}, {true, step, step});
+    device.check();
+    CHECK(device.engine->frame_pool(0).used() <= 8 + 4);
+    for (std::size_t t = 0; t < 2; ++t) CHECK(device.engine->stats(t).counters.inserted == 199);
+}
+
+CASE(the_limit_of_frames_refuses_a_row, 1) {
+    Device device({on_device(testing::counting_table("item", 1))});
+    FramePool& pool = device.engine->frame_pool(0);
+    pool.set_limit(3);
+    CHECK_THROWS(CapacityError, "table 'item': all 3 frames of the device's memory are in use",
+                 device.lookup({{1, 2, 3, 4}}, {true, 1, 1}));
+    device.check();
+    CHECK_EQ(device.engine->num_rows(0), 3); // those that were inserted before stay, and have their values
+    CHECK(device.lookup({{1, 2, 3}}, {false, 0, 0}).rows == std::vector<float>(3, 0.0f));
+    CHECK_THROWS(CapacityError, "all 3 frames", device.engine->table(0).import_frame(4, 1));
+    device.check();
+    pool.set_limit(1); // never below what is used
+    CHECK_EQ(pool.limit(), 3);
+    pool.set_limit(kNoFrame);
+    CHECK_EQ(pool.limit(), kMostFrames);
+    device.lookup({{1, 2, 3, 4}}, {true, 2, 2});
+    device.check();
+}
+
+// Threads look up, update and drop in the same buckets, while rows are evicted and their frames taken by others.
+CASE(threads_never_share_a_frame, testing::scaled(8)) {
+    TableConfig config = testing::counting_table("item", 1, 4);
+    config.capacity = 400;
+    Device device({on_device(config), on_device(testing::counting_table("user", 1, 2))}, 2);
+    const std::uint64_t seed = random.bits();
+    testing::in_threads(4, [&](unsigned thread) {
+        Random own(seed + thread);
+        for (unsigned call = 0; call < 200; ++call) {
+            const IdsOfTables ids{testing::draw_ids(own, 1000, 40), testing::draw_ids(own, 300, 40)};
+            const testing::Flat flat(ids);
+            std::vector<std::int32_t> frames(flat.ids.size());
+            const std::uint32_t step = device.engine->next_step();
+            FrameLookup found;
+            try {
+                const BagInputs inputs{flat.ids.data(), flat.offsets.data(), nullptr, 1, 2};
+                const LookupStep at{true, step, step > 5 ? step - 5 : 1};
+                found = device.engine->lookup_frames(device.bags, inputs, at, frames.data(), true);
+            } catch (const CapacityError&) { // the other threads were far ahead, and their rows are pinned
+                continue;
+            }
+            std::map<std::int32_t, std::uint64_t> of;
+            for (std::size_t i = 0; i < frames.size(); ++i) {
+                const std::uint64_t id = flat.ids[i] * 2 + (i >= static_cast<std::size_t>(flat.offsets[1]));
+                CHECK(frames[i] >= 0 && of.try_emplace(frames[i], id).first->second == id);
+            }
+            Ticket* const tickets[] = {found.ticket.get()};
+            if (own.chance(0.3)) {
+                device.engine->drop(*found.ticket);
+                continue;
+            }
+            const GivenParts given[] = {{false, {true, own.chance(0.5)}}};
+            const FrameRuns runs = device.engine->update_frames(tickets, given, step);
+            const std::uint32_t used = device.engine->frame_pool(0).used();
+            for (const std::uint32_t frame : runs.frames) CHECK(frame == kNoFrame || frame < used);
+        }
+    });
+    CHECK(device.engine->take_inserted().size() >= device.engine->num_rows(0) + device.engine->num_rows(1));
+    device.check();
+}
+
+CASE(tickets_are_used_once, 1) {
+    Device device({on_device(testing::counting_table("item", 1))}), other({on_device(testing::counting_table("b", 1))});
+    Found found = device.lookup({{1, 2}}, {true, 1, 1}), foreign = other.lookup({{1}}, {true, 1, 1});
+    Ticket* const tickets[] = {found.ticket.get()};
+    const float gradients[kMost] = {};
+    const BagGradients given[] = {{nullptr, {gradients}}};
+    bool filter = true;
+    CHECK_EQ(device.engine->sum_bound(tickets), 2.0);
+    device.engine->check_gradients(tickets, given, 1.0f, filter);
+    CHECK(!filter);
+    device.update(*found.ticket, {{1.0f, 1.0f}}, 1); // neither of them has used it
+    CHECK_THROWS(TicketError, "used already", device.update(*found.ticket, {{1.0f, 1.0f}}, 1));
+    CHECK_THROWS(TicketError, "used already", device.engine->sum_bound(tickets));
+    CHECK_THROWS(TicketError, "used already", device.engine->check_gradients(tickets, given, 1.0f, filter));
+    CHECK_THROWS(TicketError, "another store", device.update(*foreign.ticket, {{1.0f}}, 1));
+}
+
+CASE(flat_calls_memory_files_and_migration_are_refused, 1) {
+    Device device({on_device(testing::counting_table("item", 1))});
+    Engine& engine = *device.engine;
+    Found found = device.lookup({{1, 2}}, {true, 1, 1});
+    Ticket* const tickets[] = {found.ticket.get()};
+    const std::uint64_t id = 1;
+    const std::uint32_t bucket = 0, step = 1;
+    const std::int64_t offsets[] = {0, 1};
+    const double lr = 1.0;
+    float value = 5.0f, rows[kMost] = {};
+    float* const sequences[] = {rows};
+    const BagGradients gradients[] = {{nullptr, {rows}}};
+    const BagInputs inputs{&id, nullptr, nullptr, 1, 1};
+    auto refused = [](auto call) { CHECK_THROWS(InputError, "table 'item': its rows are on a device", call()); };
+    refused([&] { engine.lookup(&id, offsets, {true, 2, 2}, &value, true); });
+    refused([&] { engine.lookup(&id, offsets, {false, 0, 0}, &value, false); });
+    refused([&] { engine.prepare(&id, offsets); });
+    refused([&] { engine.lookup_bags(device.bags, inputs, {true, 2, 2}, nullptr, sequences, true); });
+    refused([&] { engine.update_bags(tickets, gradients, 1.0f, 1, {&lr, 1}); });
+    CHECK_THROWS(TicketError, "came from a lookup of bags", engine.update(*found.ticket, &value, 1, {&lr, 1}));
+    refused([&] { engine.table(0).read(id, &value, nullptr); });
+    refused([&] { engine.import_rows(0, 1, &id, &step, reinterpret_cast<std::byte*>(&value), nullptr); });
+    std::vector<std::uint32_t> trainers;
+    refused([&] { engine.set_owners({&bucket, 1}, 1); });
+    refused([&] { engine.freeze({&bucket, 1}, true); });
+    refused([&] { engine.export_windows({&bucket, 1}, trainers); });
+    refused([&] { engine.import_windows({&bucket, 1}, {}, {}); });
+    refused([&] { engine.export_counters({&bucket, 1}); });
+    refused([&] { engine.import_counters({&bucket, 1}, {}); });
+    refused([&] { engine.forget({&bucket, 1}); });
+    refused([&] { engine.reach_table(0, 2, 2); });
+    CHECK_EQ(value, 5.0f);
+    CHECK_EQ(engine.num_rows(0), 2);
+    device.check();
+    device.update(*found.ticket, {{-1.0f, -2.0f}}, 1); // the ticket is still good
+    CHECK(device.lookup({{1, 2}}, {false, 0, 0}).rows == (std::vector<float>{1.0f, 2.0f}));
+    const testing::SharedFile file;
+    CHECK_THROWS(InputError, "cannot be in a shared-memory file",
+                 file.create({on_device(testing::counting_table("item", 1))}));
+}
+
+CASE(an_engine_has_its_rows_in_one_place, 1) {
+    const TableConfig here = testing::counting_table("here", 1);
+    TableConfig there = on_device(testing::counting_table("there", 1));
+    CHECK_THROWS(InputError, "table 'there': its rows are on a device, unlike those of table 'here'",
+                 testing::make_engine({here, there}));
+    CHECK_THROWS(InputError, "table 'here': its rows are not on a device", testing::make_engine({there, here}));
+    there.frame_pool = 1;
+    CHECK_THROWS(InputError, "frame pool 1; expected one below 1", testing::make_engine({there}));
+    const auto engine = testing::make_engine({here});
+    const auto bags =
+        std::make_shared<Bags>(std::vector<BagFeature>{{"here", 0, Pooling::sum, false, 0, false, 1, 0, {}}},
+                               std::size_t{1}, engine->identity());
+    const std::uint64_t id = 1;
+    std::int32_t frame = 5;
+    float row = 5.0f;
+    const BagInputs inputs{&id, nullptr, nullptr, 1, 1};
+    CHECK_THROWS(InputError, "table 'here': its rows are not on a device",
+                 engine->lookup_frames(bags, inputs, {true, 1, 1}, &frame, true));
+    const auto ticket = engine->lookup_bags(bags, inputs, {true, 1, 1}, &row, nullptr, true);
+    Ticket* const tickets[] = {ticket.get()};
+    const GivenParts given[] = {{true, {}}};
+    CHECK_THROWS(InputError, "table 'here': its rows are not on a device", engine->update_frames(tickets, given, 1));
+    CHECK_EQ(frame, 5);
+}
+
+} // namespace

@@ -1,0 +1,212 @@
+"""A worker's rows on a device: implements `satrap.worker.worker.Rows` with tensors in place of arrays.
+
+The core finds the frame of each id and keeps everything else that a row has but its numbers. Lookups and updates run on
+the device in the order in which this object is called, which is what makes a frame safe to reuse: the row that a lookup
+puts into it comes after every earlier use.
+"""
+
+from collections.abc import Iterator
+from itertools import groupby
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from satrap import _core
+from satrap.config.features import Features
+from satrap.config.tables import Optimizer
+from satrap.device.device_engine import DeviceEngine
+from satrap.device.host_copy import to_device
+from satrap.device.kernels import kernels_of
+from satrap.device.row_memory import RowMemory
+from satrap.device.runs import PooledFeatures, Runs
+from satrap.worker.worker import BagRequest, TicketGradients, UpdateRequest, native_features
+
+_LARGEST = float(np.finfo(np.float32).max)
+
+
+class DeviceRows:
+    """The rows of some tables on a device."""
+
+    def __init__(self, features: Features, engine: DeviceEngine) -> None:
+        """engine: of the features' tables."""
+        self.num_threads = int(engine.core.num_threads)
+        self.device = engine.device
+        self._kernels = kernels_of(engine.device)
+        self._features, self._tables = features, features.tables
+        self.use(engine)
+
+    def use(self, engine: DeviceEngine) -> None:
+        """Look up and update the rows of this engine from now on."""
+        self._engine = engine
+        self._bags = _core.Bags(engine.core, native_features(self._features, self._tables))
+        self._pooled = [PooledFeatures.of(self._features, memory.tables, self.device) for memory in engine.memories]
+
+    @property
+    def latest_step(self) -> int:
+        return self._engine.core.latest_step
+
+    @property
+    def truncated(self) -> list[int]:
+        return self._bags.truncated
+
+    def empty(self, lines: int, floats: int) -> Tensor:
+        return torch.empty((lines, floats), dtype=torch.float32, device=self.device)
+
+    def lookup(self, request: BagRequest, block: Tensor, sequences: list[Tensor]) -> _core.Ticket | None:
+        with self._engine.exclusive():
+            found: dict[str, Any] = request.resolved or self._find_frames(request)
+            self._gather(request.batch_size, found, block, sequences)
+        ticket: _core.Ticket | None = found["ticket"]
+        return ticket
+
+    def resolve(self, request: BagRequest) -> dict[str, Any]:
+        """Find the frames of a lookup's ids; the lookup reads them. A frame that it takes from an evicted row was last
+        used by calls that are on the device's queue already."""
+        with self._engine.exclusive():
+            return self._find_frames(request)
+
+    def owns_ticket(self, ticket: object) -> bool:
+        return isinstance(ticket, _core.Ticket) and self._bags.made(ticket)
+
+    def update(self, request: UpdateRequest) -> None:
+        given = [
+            (block is not None, [each is not None for each in sequences]) for block, sequences in request.gradients
+        ]
+        scale = float(np.float32(request.scale))
+        with self._engine.exclusive():
+            flat = self._flat(request.gradients)
+            skips = self._check(request, flat, scale)
+            found = self._engine.core.update_frames(request.tickets, given, request.step, skips)
+            runs = Runs.to_device(found, self.device)
+            for tables, optimizer, lr, skip in self._fused_tables(dict(request.lrs), skips=skips):
+                self._step(tables, runs, flat, scale, optimizer, lr, request.step, skip_nonfinite=skip)
+
+    def drop(self, ticket: _core.Ticket) -> None:
+        self._engine.core.drop(ticket)
+
+    def skip(self, step: int) -> None:
+        """Do nothing: no other process waits for this one's steps."""
+
+    def settle(self) -> None:
+        """Do nothing: `skip` left nothing to send."""
+
+    # -- lookup --------------------------------------------------------------------------------------------------------
+
+    def _find_frames(self, request: BagRequest) -> dict[str, Any]:
+        """Return what `lookup_frames` of the core returns, and the frames."""
+        frames = np.empty(len(request.values), np.int32)
+        if request.train:
+            self._reserve(request)
+        try:
+            found = self._engine.core.lookup_frames(
+                self._bags,
+                request.values,
+                request.offsets,
+                request.weights,
+                request.batch_size,
+                request.step or 0,
+                request.oldest_open or 0,
+                request.train,
+                frames,
+                request.first_epoch,
+            )
+        finally:  # a lookup that fails has inserted rows too
+            self._engine.initialise_inserted()
+        return {**found, "frames": frames[: found["num_ids"]]}
+
+    def _reserve(self, request: BagRequest) -> None:
+        """Make room for the rows that the lookup may insert, before it changes anything."""
+        bounds = np.arange(len(self._features) + 1) * request.batch_size
+        bounds = bounds if request.offsets is None else request.offsets[bounds]
+        counts = np.zeros(len(self._tables), np.int64)
+        np.add.at(counts, list(self._features.table_index), np.diff(bounds))
+        self._engine.reserve(counts)
+
+    def _absent(self, found: dict[str, Any], memory: RowMemory) -> Tensor:
+        """Return the initial values of ids that have no row."""
+        rows = RowMemory(memory.layout, self.device)
+        rows.reserve(len(found["absent_ids"]), [])
+        for number in np.intersect1d(found["absent_tables"], memory.tables).tolist():
+            at = np.flatnonzero(found["absent_tables"] == number).astype(np.int32)
+            rows.write(at, *self._engine.initial_rows(number, found["absent_ids"][at]))
+        return rows.values.float()
+
+    def _gather(self, batch_size: int, found: dict[str, Any], block: Tensor, sequences: list[Tensor]) -> None:
+        """Pool and copy the rows of all features."""
+        at, offsets, weights = (
+            None if array is None else to_device(array, self.device)
+            for array in (found["frames"], found["offsets"], found["weights"])
+        )
+        assert at is not None
+        absent = [self._absent(found, memory) for memory in self._engine.memories]
+        for memory, rows, pooled in zip(self._engine.memories, absent, self._pooled, strict=True):
+            self._kernels.pool(memory.values, rows, at, offsets, weights, pooled, batch_size, block)
+        left = iter(sequences)
+        for number, feature in enumerate(self._features.values()):
+            if feature.max_length is None:
+                continue
+            memory = self._engine.memory(self._features.table_index[number])
+            out = next(left).view(batch_size, feature.max_length, memory.layout.dim)
+            rows = absent[self._engine.memories.index(memory)]
+            self._kernels.copy_sequence(memory.values, rows, at, offsets, number, out)
+
+    # -- update --------------------------------------------------------------------------------------------------------
+
+    def _check(self, request: UpdateRequest, flat: Tensor, scale: float) -> bool:
+        """Raise NonFiniteError if a table refuses a gradient; return whether gradients may have to be skipped."""
+        bound = abs(scale) * self._engine.core.sum_bound(request.tickets)
+        largest = float(flat.abs().max()) if len(flat) else 0.0
+        if largest * bound < _LARGEST:  # not true of a NaN
+            return False
+        on_cpu = [
+            (
+                None if block is None else block.cpu().numpy(),
+                [None if g is None else g.cpu().numpy() for g in sequences],
+            )
+            for block, sequences in request.gradients
+        ]
+        return self._engine.core.check_gradients(request.tickets, on_cpu, scale)
+
+    def _flat(self, gradients: list[TicketGradients]) -> Tensor:
+        """Return all gradients as one tensor in the order of their places."""
+        parts = [part.reshape(-1) for block, sequences in gradients for part in (block, *sequences) if part is not None]
+        return parts[0] if len(parts) == 1 else torch.cat(parts or [self.empty(0, 0).view(-1)])
+
+    def _fused_tables(self, lrs: dict[int, float], *, skips: bool) -> Iterator[tuple[range, Optimizer, float, bool]]:
+        """Yield tables that one kernel updates: neighbours with one memory, optimizer and rate."""
+
+        def same(number: int) -> tuple[int, Optimizer, float, bool]:
+            table, lr = self._tables[number], lrs.get(number, self._engine.core.lr(number))
+            return id(self._engine.memory(number)), table.optimizer, lr, skips and table.on_nonfinite == "skip"
+
+        for (_, optimizer, lr, skip), numbers in groupby(range(len(self._tables)), same):
+            first, *others = numbers
+            yield range(first, [first, *others][-1] + 1), optimizer, lr, skip
+
+    def _step(
+        self,
+        tables: range,
+        runs: Runs,
+        flat: Tensor,
+        scale: float,
+        optimizer: Optimizer,
+        lr: float,
+        step: int,
+        *,
+        skip_nonfinite: bool,
+    ) -> None:
+        """Sum the gradients of some tables' rows, and apply their optimizer."""
+        memory, part = self._engine.memory(tables.start), runs.of_tables(tables)
+        summed = self._kernels.update(
+            memory.values, memory.state, part, flat, optimizer, lr, scale, step, skip_nonfinite=skip_nonfinite
+        )
+        if summed is None:
+            return
+        assert part.ids is not None
+        left_out, is_summed = (part.end - part.begin - summed).cpu().numpy(), summed.cpu().numpy() > 0
+        for number in tables:
+            rows = slice(*(runs.tables[number + i] - runs.tables[tables.start] for i in (0, 1)))
+            ids = part.ids[rows][is_summed[rows]]
+            self._engine.core.settle_frames(number, ids, int(left_out[rows].sum()), step)

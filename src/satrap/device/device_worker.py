@@ -1,0 +1,85 @@
+"""A worker whose rows are on a device. Its blocks and gradients are tensors there."""
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from satrap.config.features import Features
+from satrap.config.tables import Always
+from satrap.data.inputs import Inputs
+from satrap.device.device_engine import DeviceEngine
+from satrap.device.device_rows import DeviceRows
+from satrap.device.kernels import require_possible
+from satrap.device.torch_device import resolve_device
+from satrap.errors import ConfigError, InputError
+from satrap.table.engine import Slot
+from satrap.table.table_group import TableGroup
+from satrap.worker.worker import BagRequest, Worker
+
+
+class DeviceWorker(Worker):
+    """A worker that owns the tables of its features."""
+
+    servers: None = None
+
+    def __init__(
+        self, features: Features, device: torch.device | str, *, seed: int = 0, num_threads: int | None = None
+    ) -> None:
+        """Create empty tables. seed and num_threads are those of `Store`."""
+        if not isinstance(features, Features):
+            raise ConfigError(
+                f"features is a {type(features).__name__}; expected a satrap.config.features.Features of it"
+            )
+        resolved = resolve_device(device)
+        require_possible(features.tables, resolved)
+
+        def create() -> DeviceEngine:
+            return DeviceEngine(features.tables, resolved, seed=seed, num_threads=num_threads)
+
+        engine = create()
+        self._device_rows = rows = DeviceRows(features, engine)
+
+        def renew() -> list[Slot]:  # must not refer to the worker or the tables: they would keep each other alive
+            engine = create()
+            rows.use(engine)
+            return engine.slots(seed)
+
+        self.device = resolved
+        self.tables = TableGroup.in_engine(engine.slots(seed), renew)
+        super().__init__(features, rows)
+
+    @property
+    def resolves_ahead(self) -> bool:
+        """Whether no row depends on the order of earlier updates and later lookups: every id is admitted, and none
+        expires."""
+        return all(isinstance(table.admission, Always) and table.expire_after is None for table in self.features.tables)
+
+    def resolve(self, inputs: Inputs, *, step: int, oldest_open: int) -> BagRequest:
+        """Find the frames of a training batch's rows, and insert those that are new."""
+        request = self._request(inputs, step, oldest_open, train=True)
+        return replace(request, resolved=self._device_rows.resolve(request))
+
+    def close(self) -> None:
+        """Do nothing: the rows are freed with the last reference to them."""
+
+    def _check_block(self, block: Any, shape: tuple[int, ...]) -> Any:
+        found = _tensor_of("block", block, shape, self.device)
+        if not found.is_contiguous():
+            raise InputError(f"block has the strides {found.stride()}; expected a contiguous tensor")
+        return found
+
+    def _check_gradient(self, where: str, gradient: Any, shape: tuple[int, ...]) -> Any:
+        return _tensor_of(f"{where}: the gradient", gradient, shape, self.device).contiguous()
+
+
+def _tensor_of(where: str, given: Any, shape: tuple[int, ...], device: torch.device) -> Tensor:
+    if not isinstance(given, Tensor):
+        raise InputError(f"{where} is a {type(given).__name__}; expected a tensor on {device}, where the rows are")
+    if tuple(given.shape) != shape or given.dtype != torch.float32 or given.device != device:
+        raise InputError(
+            f"{where} is {given.dtype} of shape {tuple(given.shape)} on {given.device}; expected float32 of shape "
+            f"{shape} on {device}, where the rows are"
+        )
+    return given

@@ -1,0 +1,66 @@
+"""The server that each of several trainers runs in its own process, if no other servers were named.
+
+So `torchrun train.py` alone shards the rows over the trainers' memory. Trainers reach each other's rows by the same
+calls as those of separate servers: through Unix sockets on one machine, otherwise over TCP with keys of this run.
+"""
+
+import os
+import socket
+import tempfile
+from contextlib import suppress
+from pathlib import Path
+
+from satrap.config.cores import thread_count
+from satrap.errors import RpcError
+from satrap.rpc import Keys, Service
+from satrap.server.protocol import ServerCalls
+from satrap.server.server import Server
+from satrap.train.process_group import ProcessGroup
+
+_ANYWHERE = "192.0.2.1"  # beyond the default route: an address reserved for documents
+
+
+class TrainerServer:
+    """The server of this trainer's rows, and the addresses of all trainers' servers."""
+
+    def __init__(self, trainers: ProcessGroup, num_threads: int | None) -> None:
+        """All trainers call this together.
+
+        num_threads: None: an equal share of the cores for each trainer on this machine."""
+        self._folder = tempfile.TemporaryDirectory(prefix="satrap-trainer-")
+        self.keys: Keys | None = None
+        """The key of the servers' clients; None on one machine, where they use Unix sockets."""
+        hosts = trainers.gather(socket.gethostname().encode())
+        if trainers.all(all(map(_is_own_folder, trainers.gather(self._folder.name.encode())))):
+            address, keys = f"ipc://{self._folder.name}/trainer-{trainers.rank}", None
+        else:
+            address = f"tcp://{_own_address(hosts)}:0"
+            drawn = [each.text() for each in Keys.draw()] if trainers.rank == 0 else []
+            keys, self.keys = map(Keys.parse, trainers.gather(b"\0".join(drawn))[0].split(b"\0"))
+        share = max(1, thread_count(None) // hosts.count(hosts[trainers.rank]))
+        self.num_threads = share if num_threads is None else num_threads
+        """Threads of one call."""
+        server = Server(num_threads=self.num_threads, checkpoints=["/"])  # it may write what the trainer may
+        self._service = Service(server, ServerCalls, address, keys)
+        self.addresses = tuple(each.decode() for each in trainers.gather(self._service.address.encode()))
+
+    def close(self) -> None:
+        """Stop the server, and free its rows. Idempotent."""
+        self._service.close()
+        self._folder.cleanup()
+
+
+def _is_own_folder(name: bytes) -> bool:
+    folder = Path(name.decode())
+    return folder.is_dir() and folder.stat().st_uid == os.geteuid()
+
+
+def _own_address(hosts: list[bytes]) -> str:
+    """Return the address from which this machine reaches another one of these, or any."""
+    own = socket.gethostname()
+    others = [host.decode() for host in hosts if host.decode() != own]
+    for host in (*others[:1], _ANYWHERE, own):
+        with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect((host, 9))  # sends nothing
+            return str(probe.getsockname()[0])
+    raise RpcError(f"{own} has no address at which other trainers can reach it: connect it to a network")

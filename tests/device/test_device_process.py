@@ -1,0 +1,197 @@
+"""Rows on a device and the process that has them: threads, forks, copies, the collector, Ctrl-C and memory that runs
+out."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import os
+import pickle
+import weakref
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from bag_oracle import UNIVERSE
+from device_workers import assert_equal, pair
+from forks import expect_refusal, in_fork
+from rpc_parts import wait_until
+from satrap import Embeddings
+from satrap.config.features import Features
+from satrap.config.tables import SGD, Adagrad, Normal, Table, Zeros
+from satrap.data.inputs import Inputs
+from satrap.device.device_worker import DeviceWorker
+from satrap.device.row_memory import RowMemory
+from satrap.errors import CapacityError
+
+DEADLINE_SECONDS = 120
+
+
+def one_table(**options: Any) -> Features:
+    given: dict[str, Any] = {"dim": 3, "optimizer": Adagrad(0.1), "initial": Normal(std=0.5)}
+    return Features({"one": Table("t", **given | options)})
+
+
+def batch(ids: Any) -> Inputs:
+    return Inputs(names=("one",), values=np.asarray(ids, np.uint64), batch_size=len(ids))
+
+
+def test_threads_lose_no_update(tmp_path: Path) -> None:
+    """Rows become minus the sum of their gradients, whatever the order; others read, save and check meanwhile."""
+    worker = DeviceWorker(one_table(optimizer=SGD(1.0), initial=Zeros(), num_buckets=4), "cpu", num_threads=2)
+    store, universe, steps, callers = worker.tables["t"], 200, 60, 3
+    done = np.zeros(universe)
+
+    def train(seed: int) -> np.ndarray[Any, Any]:
+        rng, counts = np.random.default_rng(seed), np.zeros(universe)
+        for _ in range(steps):
+            ids = rng.integers(0, universe, 50)
+            looked = worker.lookup(batch(ids))
+            assert looked.ticket is not None
+            if rng.random() < 0.2:
+                worker.drop(looked.ticket)
+                continue
+            worker.update([looked.ticket], [-torch.ones(50, 3)])
+            np.add.at(counts, ids, 1)
+        return counts
+
+    def watch(number: int) -> None:
+        for i in range(10):
+            rows = store.read(np.arange(universe, dtype=np.uint64))
+            assert (rows.values == np.floor(rows.values)).all()
+            assert store.stats()["rows"] <= universe
+            store.check()
+            store.save(tmp_path / f"{number}-{i}")
+            worker.lookup(batch(np.arange(universe)), train=False)
+
+    with ThreadPoolExecutor(callers + 2) as threads:
+        watched = [threads.submit(watch, i) for i in range(2)]
+        for each in [threads.submit(train, i) for i in range(callers)]:
+            done += each.result(DEADLINE_SECONDS)
+        for watching in watched:
+            watching.result(DEADLINE_SECONDS)
+    store.check()
+    np.testing.assert_array_equal(store.read(np.arange(universe, dtype=np.uint64)).values, done[:, None].repeat(3, 1))
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
+def test_a_fork_is_refused_whatever_is_held(tmp_path: Path) -> None:
+    worker = DeviceWorker(one_table(), "cpu", num_threads=2)
+    looked = worker.lookup(batch(UNIVERSE))
+    ticket: Any = looked.ticket
+    store, home, zeros = worker.tables["t"], os.getpid(), torch.zeros(len(UNIVERSE), 3)
+    calls: list[Callable[[], object]] = [
+        lambda: worker.lookup(batch(UNIVERSE)),
+        lambda: worker.lookup(batch(UNIVERSE), train=False),
+        lambda: worker.update([ticket], [zeros]),
+        lambda: worker.update([ticket], [zeros], step=1),
+        lambda: worker.drop(ticket),
+        lambda: store.read(UNIVERSE),
+        lambda: store.lookup(UNIVERSE, train=False),
+        lambda: store.stats(),
+        lambda: store.check(),
+        lambda: store.save(tmp_path / "saved"),
+        lambda: worker.tables.restore({"t": [tmp_path / "saved"]}),
+    ]
+    with worker._device_rows._engine.exclusive():
+
+        def body() -> None:
+            for call in calls:
+                expect_refusal(home, call)
+            gc.collect()
+
+        in_fork(body)
+    worker.update([ticket], [zeros])
+
+
+def test_they_can_be_neither_copied_nor_pickled() -> None:
+    for each in (
+        DeviceWorker(one_table(), "cpu", num_threads=1),
+        Embeddings({"one": Table("t", dim=3)}, num_threads=1, device="cpu"),
+    ):
+        for attempt in (copy.deepcopy, pickle.dumps):
+            with pytest.raises(TypeError, match=r"neither copied nor pickled|cannot pickle"):
+                attempt(each)
+
+
+def test_rows_are_freed_without_the_collector() -> None:
+    gc.disable()
+    try:
+        worker = DeviceWorker(one_table(), "cpu", num_threads=1)
+        looked = worker.lookup(batch(UNIVERSE))
+        engine = weakref.ref(worker._device_rows._engine)
+        del worker, looked
+        assert engine() is None
+        embeddings = Embeddings({"one": Table("t", dim=3)}, num_threads=1, device="cpu")
+        engine = weakref.ref(embeddings.worker._device_rows._engine)  # type: ignore[union-attr]
+        embeddings.worker.lookup(batch(UNIVERSE))
+        next(embeddings.stream([batch(UNIVERSE)], train=False))
+        del embeddings
+        wait_until(lambda: engine() is None)  # a thread closes the stream
+    finally:
+        gc.enable()
+
+
+def test_a_restore_frees_the_rows_before(tmp_path: Path) -> None:
+    worker = DeviceWorker(one_table(), "cpu", num_threads=1)
+    worker.lookup(batch(UNIVERSE))
+    worker.tables["t"].save(tmp_path)
+    before = weakref.ref(worker._device_rows._engine)
+    worker.tables.restore({"t": [tmp_path]})
+    gc.collect()
+    assert before() is None
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError, KeyboardInterrupt])
+def test_rows_whose_values_could_not_be_written_get_them_later(
+    error: type[BaseException], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A lookup inserts rows and fails before their initial values are on the device: no reader sees what was there."""
+    workers = pair(one_table())
+    write = RowMemory.write
+
+    def fail(*_: object) -> None:
+        raise error("no memory, or Ctrl-C")
+
+    later: list[Callable[[Any], object]] = [
+        lambda worker: worker.lookup(batch(UNIVERSE[:3]), step=2),
+        lambda worker: worker.lookup(batch(UNIVERSE[:3]), train=False),
+        lambda worker: worker.tables["t"].read(UNIVERSE[:3]),
+    ]
+    for call in later:
+        ids = UNIVERSE[:3]
+        workers[0].lookup(batch(ids), step=1)
+        monkeypatch.setattr(RowMemory, "write", fail)
+        with pytest.raises(error):
+            workers[1].lookup(batch(ids), step=1)
+        with pytest.raises(error):  # it is still full
+            call(workers[1])
+        monkeypatch.setattr(RowMemory, "write", write)
+        for worker in workers:
+            call(worker)
+        assert_equal(workers)
+        workers = pair(one_table())
+
+
+def test_memory_for_the_rows_that_are_needed_is_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory grows by half, and by what a batch needs where that does not fit."""
+    worker = DeviceWorker(one_table(), "cpu", num_threads=1)
+    worker.lookup(batch(np.arange(100)))
+    empty = RowMemory._empty
+
+    def limited(memory: RowMemory, frames: int) -> Any:
+        if frames > 110:
+            raise torch.OutOfMemoryError("full")
+        return empty(memory, frames)
+
+    monkeypatch.setattr(RowMemory, "_empty", limited)
+    worker.lookup(batch(np.arange(100, 110)))
+    assert len(worker.tables["t"]) == 110
+    with pytest.raises(CapacityError, match="tables 't': cpu has no memory for 111 rows, 2,664 bytes"):
+        worker.lookup(batch([110]))
+    assert len(worker.tables["t"]) == 110

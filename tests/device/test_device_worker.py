@@ -1,0 +1,269 @@
+"""Rows on a device against rows in the core: the same bits, counters, errors and snapshots, for every option of a table
+and of a feature. The device is the CPU, on which the same code runs as on any other."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from bag_oracle import UNIVERSE, draw_bags, follow
+from cluster import features, step_both
+from device_workers import ArrayWorker, assert_equal, contents, pair
+from satrap.config.features import Features
+from satrap.config.tables import (
+    SGD,
+    Adagrad,
+    Adam,
+    AdamW,
+    Constant,
+    Feature,
+    Ftrl,
+    MinCount,
+    Normal,
+    Probability,
+    RowWiseAdagrad,
+    Table,
+    Uniform,
+)
+from satrap.data.inputs import Inputs
+from satrap.device.device_worker import DeviceWorker
+from satrap.errors import CapacityError, InputError, NonFiniteError, SatrapError, TicketError
+from satrap.table.store import Store
+from snapshots import assert_same
+from snapshots import contents as stored
+
+CPU = torch.device("cpu")
+OPTIMIZERS = [
+    SGD(lr=0.1),
+    SGD(lr=0.1, weight_decay=0.1),
+    SGD(lr=0.1, momentum=0.9),
+    SGD(lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.01),
+    Adagrad(lr=0.1),
+    Adagrad(lr=0.1, weight_decay=0.1, initial_accumulator_value=0.5),
+    RowWiseAdagrad(lr=0.1),
+    RowWiseAdagrad(lr=0.1, weight_decay=0.2),
+    Adam(lr=0.01),
+    Adam(lr=0.1, betas=(0.3, 0.9), weight_decay=0.1),
+    AdamW(lr=0.01),
+    Ftrl(lr=0.1, l1=0.01),
+    Ftrl(lr=0.05, l2=0.1),
+]
+
+
+def tables_like(table: Table, optimizer: Any, dtype: Any) -> Features:
+    """Features of every pooling over a table, and over one with another dim."""
+    user = replace(table, name="user", dim=17, optimizer=optimizer, dtype=dtype)
+    item = replace(table, optimizer=optimizer, dtype=dtype)
+    return Features(
+        {
+            "item": item,
+            "mean": item.bag("mean", weighted=True, padding_id=3),
+            "path": item.sequence(3),
+            "user": user.bag("sqrtn"),
+            "padded": user.sequence(2, keep="first", padding_id=4),
+        }
+    )
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=lambda each: type(each).__name__)
+def test_it_has_the_bits_of_the_core(optimizer: Any, dtype: str, rng: np.random.Generator) -> None:
+    table = Table("item", dim=int(rng.integers(1, 40)), initial=Normal(std=0.5), num_buckets=4)
+    workers = pair(tables_like(table, optimizer, dtype))
+    for step in range(1, 6):
+        step_both(workers, rng, [draw_bags(rng, workers[0].features, 7) for _ in range(1 + step % 2)], step)
+    assert_equal(workers)
+
+
+LIVES: dict[str, dict[str, Any]] = {
+    "evicts": {"capacity": 8, "num_buckets": 2},
+    "expires": {"expire_after": 2},
+    "counts": {"admission": MinCount(2)},
+    "draws": {"admission": Probability(0.4)},
+    "zeros": {"admission": Probability(0.4), "absent": "zeros"},
+    "uniform": {"initial": Uniform(-2.0, 3.0)},
+    "constant": {"initial": Constant(0.25)},
+}
+
+
+@pytest.mark.parametrize("life", LIVES)
+def test_rows_live_as_in_the_core(life: str, rng: np.random.Generator) -> None:
+    """Admission, eviction, expiry and absent rows; a feature without a gradient, dropped batches, and evaluation."""
+    item = Table("item", dim=3, optimizer=Adagrad(lr=0.1), **LIVES[life])
+    workers = pair(Features({"item": item, "path": item.sequence(2), "bag": item.bag("mean")}))
+    for step in range(1, 25):
+        bags = draw_bags(rng, workers[0].features, 1)
+        evaluated = [worker.lookup(bags.inputs(), train=False) for worker in workers]
+        np.testing.assert_array_equal(evaluated[0].block, evaluated[1].block)
+        try:
+            looked = [worker.lookup(bags.inputs(), step=step) for worker in workers]
+        except CapacityError:  # more ids in one bucket than it has rows: the other must refuse it too
+            with pytest.raises(CapacityError):
+                workers[1].lookup(bags.inputs(), step=step)
+            assert_equal(workers)
+            continue
+        np.testing.assert_array_equal(looked[0].block, looked[1].block)
+        np.testing.assert_array_equal(looked[0].sequences["path"], looked[1].sequences["path"])
+        gradient, of_path = rng.normal(size=(1, 6)).astype(np.float32), rng.normal(size=(1, 2, 3)).astype(np.float32)
+        for worker, each in zip(workers, looked, strict=True):
+            if step % 5 == 0:
+                worker.drop(each.ticket)
+            else:
+                block = None if step % 7 == 0 else gradient
+                paths = [] if step % 3 == 0 else [{"path": of_path}]
+                worker.update([each.ticket], [block], paths or None, step=step, lrs={"item": 0.2}, scale=0.5)
+        assert_equal(workers)
+
+
+@pytest.mark.parametrize("accumulate", [1, 3])
+def test_it_equals_torch(accumulate: int, rng: np.random.Generator) -> None:
+    follow(ArrayWorker(features(), CPU, num_threads=1), rng, num_steps=3, accumulate=accumulate, scale=0.5)
+
+
+def test_updates_later_than_other_lookups(rng: np.random.Generator) -> None:
+    """With staleness: an id that was refused, and is admitted before its gradient arrives, is updated."""
+    item = Table("item", dim=3, admission=MinCount(2), capacity=6, num_buckets=1)
+    workers = pair(Features({"item": item}))
+    open_batches: list[tuple[int, list[Any]]] = []
+    for step in range(1, 20):
+        inputs = Inputs(names=("item",), values=rng.choice(UNIVERSE[:9], 2), batch_size=2)
+        oldest = open_batches[0][0] if open_batches else step
+        looked = [worker.lookup(inputs, step=step, oldest_open=oldest) for worker in workers]
+        np.testing.assert_array_equal(looked[0].block, looked[1].block)
+        open_batches.append((step, looked))
+        if len(open_batches) > 2:
+            earlier, tickets = open_batches.pop(0)
+            gradient = rng.normal(size=(2, 3)).astype(np.float32)
+            for worker, each in zip(workers, tickets, strict=True):
+                worker.update([each.ticket], [gradient], step=earlier)
+        assert_equal(workers)
+
+
+@pytest.mark.parametrize("on_nonfinite", ["raise", "skip"])
+@pytest.mark.parametrize("bad", [np.nan, np.inf, 3e38])
+def test_gradients_that_are_not_finite(on_nonfinite: Any, bad: float, rng: np.random.Generator) -> None:
+    """3e38 is finite, the sum of several is not."""
+    item = Table("item", dim=3, on_nonfinite=on_nonfinite, optimizer=Adagrad(lr=0.1))
+    workers = pair(Features({"item": item, "path": item.sequence(4)}))
+    for step in range(1, 6):
+        ids = rng.choice(UNIVERSE[:4], 20)
+        offsets = np.array([0, 1, 2, 3, 4, 8, 12, 16, 20])
+        inputs = Inputs(names=("item", "path"), values=ids, offsets=offsets, batch_size=4)
+        gradient = rng.normal(size=(4, 3)).astype(np.float32)
+        of_path = rng.normal(size=(4, 4, 3)).astype(np.float32)
+        of_path[rng.random(of_path.shape) < 0.2] = bad
+        errors = []
+        for worker in workers:
+            looked = worker.lookup(inputs, step=step)
+            try:
+                worker.update([looked.ticket], [gradient], [{"path": of_path}], step=step)
+            except NonFiniteError as error:
+                errors.append(str(error))
+                worker.drop(looked.ticket)  # it is still unused
+        assert len(set(errors)) <= 1 and len(errors) in (0, 2)
+        assert on_nonfinite == "raise" or not errors
+        assert_equal(workers)
+
+
+def test_what_is_refused_changes_nothing(rng: np.random.Generator) -> None:
+    worker = DeviceWorker(features(), CPU, num_threads=1)
+    inputs = draw_bags(rng, worker.features, 4).inputs()
+    looked = worker.lookup(inputs, step=1)
+    ticket: Any = looked.ticket
+    block = torch.ones_like(looked.block)
+    before = contents(worker)
+    refused: list[tuple[Any, type[SatrapError], str]] = [
+        (lambda: worker.update([ticket], [block.numpy()]), InputError, "is a ndarray; expected a tensor on cpu"),
+        (lambda: worker.update([ticket], [block[:2]]), InputError, r"of shape \(2, .*expected float32 of shape"),
+        (lambda: worker.update([ticket], [block.double()]), InputError, "is torch.float64"),
+        (lambda: worker.lookup(inputs, step=2, block=block[:2]), InputError, "block is torch.float32 of shape"),
+        (lambda: worker.tables["item"].lookup(UNIVERSE), InputError, "only a stream of `Embeddings` trains them"),
+        (lambda: worker.tables["item"].update(UNIVERSE, np.ones((14, 5), np.float32)), InputError, "updates them"),
+    ]
+    for call, error, match in refused:
+        with pytest.raises(error, match=match):
+            call()
+    assert contents(worker) == before
+    worker.update([ticket], [block])
+    with pytest.raises(TicketError, match="used already"):
+        worker.update([ticket], [block])
+
+
+def test_a_store_reads_rows_on_the_device(rng: np.random.Generator) -> None:
+    workers = pair(features())
+    for step in range(1, 4):
+        step_both(workers, rng, [draw_bags(rng, workers[0].features, 9)], step)
+    for name, store in workers[0].tables.items():
+        other = workers[1].tables[name]
+        assert len(other) == len(store) and other.version == store.version
+        np.testing.assert_array_equal(other.lookup(UNIVERSE, train=False), store.lookup(UNIVERSE, train=False))
+        assert other.stats()["bytes"] > len(other) * 4 * store.table.dim
+    offsets = np.array([0, 3, 5, 9])
+    np.testing.assert_array_equal(*(worker.tables.lookup(UNIVERSE[:9], offsets, train=False) for worker in workers))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_snapshots_are_those_of_the_core(dtype: Any, rng: np.random.Generator, tmp_path: Path) -> None:
+    """Full ones and changes, saved from either and loaded into either."""
+    item = Table("item", dim=5, optimizer=Adam(), dtype=dtype, admission=MinCount(2), capacity=12, num_buckets=2)
+    declared = Features({"item": Feature(item), "bag": item.bag("sum")})
+    workers = pair(declared)
+    stores = [worker.tables["item"] for worker in workers]
+    for step in range(1, 9):
+        step_both(workers, rng, [draw_bags(rng, declared, 1)], step)
+        if step == 4:
+            versions = [store.save(tmp_path / f"full{i}") for i, store in enumerate(stores)]
+    for i, store in enumerate(stores):
+        store.save_changes(tmp_path / f"changes{i}", since=versions[i])
+    expected = stored(stores[0])
+    for i in (0, 1):
+        loaded = Store.load(tmp_path / f"full{i}", num_threads=1)
+        loaded.apply_changes(tmp_path / f"changes{i}")
+        assert_same(stored(loaded), expected)
+        again = ArrayWorker(declared, CPU, seed=3, num_threads=1)
+        again.tables.restore({"item": [tmp_path / f"full{i}", tmp_path / f"changes{i}"]})
+        assert_same(stored(again.tables["item"]), expected)
+        again.tables["item"].check()
+        again.tables.restore({"item": [tmp_path / f"full{i}"]})  # once more, over used tables
+        again.tables["item"].apply_changes(tmp_path / f"changes{i}")
+        assert_same(stored(again.tables["item"]), expected)
+
+
+def test_memory_grows_with_the_rows_and_frames_are_used_again() -> None:
+    item = Table("item", dim=4, capacity=64, num_buckets=1)
+    worker = DeviceWorker(Features({"item": item}), CPU, num_threads=1)
+    for step in range(1, 50):
+        ids = np.arange(step * 10, step * 10 + 16, dtype=np.uint64)
+        looked = worker.lookup(Inputs(names=("item",), values=ids, batch_size=16), step=step)
+        assert looked.ticket is not None
+        worker.drop(looked.ticket)
+        worker.tables["item"].check()
+    store = worker.tables["item"]
+    assert len(store) == 64 and store.stats()["evicted"] > 300
+    assert len(worker._rows._engine.memory(0).values) <= 120  # type: ignore[attr-defined]
+
+
+def test_a_device_without_memory_is_an_error_that_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    item = Table("item", dim=4)
+    worker = DeviceWorker(Features({"item": item}), CPU, num_threads=1)
+    first = Inputs(names=("item",), values=UNIVERSE, batch_size=len(UNIVERSE))
+    worker.lookup(first, step=1)
+    before = contents(worker)
+
+    def full(*_: object, **__: object) -> Any:
+        raise torch.OutOfMemoryError("out of memory")
+
+    many = Inputs(names=("item",), values=np.arange(100, 200, dtype=np.uint64), batch_size=100)
+    with monkeypatch.context() as patched:
+        patched.setattr("satrap.device.row_memory.torch.empty", full)
+        patched.setattr(worker._rows, "empty", lambda lines, floats: torch.zeros((lines, floats)))
+        with pytest.raises(CapacityError, match=r"tables 'item': cpu has no memory for 1\d\d rows, [\d,]+ bytes"):
+            worker.lookup(many, step=2)
+    assert contents(worker) == before
+    worker.lookup(many, step=2)
+    assert len(worker.tables["item"]) == len(UNIVERSE) + 100

@@ -1,0 +1,165 @@
+"""The Triton kernels against the torch reference: the same bits. Compiled on a GPU, else in Triton's interpreter."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from one_row import fma, state_dim
+from satrap.config.tables import SGD, Adagrad, Adam, AdamW, Ftrl, RowWiseAdagrad
+from satrap.device import reference
+from satrap.device.runs import PooledFeatures, Runs
+
+OPTIMIZERS = [
+    SGD(lr=0.1),
+    SGD(lr=0.1, weight_decay=0.1),
+    SGD(lr=0.1, momentum=0.9),
+    SGD(lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.01),
+    Adagrad(lr=0.1),
+    Adagrad(lr=0.1, weight_decay=0.1),
+    RowWiseAdagrad(lr=0.1, weight_decay=0.1),
+    Adam(lr=0.01),
+    Adam(lr=0.1, betas=(0.3, 0.9), weight_decay=0.1),
+    AdamW(lr=0.01),
+    Ftrl(lr=0.1, l1=0.01),
+    Ftrl(lr=0.05, l2=0.1),
+]
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+DIMS = [1, 5, 16, 37]
+FRAMES = 30
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+@pytest.fixture(scope="module")
+def kernels() -> Iterator[Any]:
+    """Compiled where there is a CUDA device, else interpreted with an exact fma (Triton's rounds twice)."""
+    pytest.importorskip("triton")
+    from satrap.device import triton_kernels
+
+    if torch.cuda.is_available():
+        yield triton_kernels
+        return
+    from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+
+    def fused(_: Any, x: Any, y: Any, z: Any) -> Any:
+        return TensorHandle(fma(*np.broadcast_arrays(x.data, y.data, z.data)), z.dtype.scalar)
+
+    with pytest.MonkeyPatch.context() as patched, np.errstate(all="ignore"):
+        patched.setattr(InterpreterBuilder, "create_fma", fused)
+        yield triton_kernels
+
+
+def tensor(array: Any) -> Tensor:
+    return torch.from_numpy(np.ascontiguousarray(array))
+
+
+def on(device: str, each: Any) -> Any:
+    """Return a copy of a tensor, or of each tensor of Runs or PooledFeatures, on the device."""
+    if isinstance(each, Tensor):
+        return each.clone().to(device)
+    if isinstance(each, Runs | PooledFeatures):
+        parts = {field.name: on(device, getattr(each, field.name)) for field in dataclasses.fields(each)}
+        return type(each)(**parts)
+    return each
+
+
+def bits(each: Tensor) -> list[Any]:
+    found: list[Any] = each.view(torch.int32 if each.dtype == torch.float32 else torch.int16).tolist()
+    return found
+
+
+def draw_rows(rng: np.random.Generator, optimizer: Any, dim: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    values = tensor(rng.standard_normal((FRAMES, dim)).astype(np.float32)).to(dtype)
+    state = tensor(np.abs(rng.standard_normal((FRAMES, state_dim(optimizer, dim)))).astype(np.float32))
+    if isinstance(optimizer, Adam | AdamW):
+        state[:, -1] = tensor(rng.integers(0, 9, FRAMES).astype(np.float32))
+    return values, state
+
+
+def draw_runs(rng: np.random.Generator, gradients: int, dim: int, *, factors: bool) -> Runs:
+    """Draw runs: one is longer than the kernel unrolls, one may be empty, one has no row."""
+    lengths = rng.integers(0, 6, 12)
+    lengths[0] = 19
+    ends = np.cumsum(lengths)
+    frames = rng.permutation(FRAMES)[:12].astype(np.int32)
+    frames[3] = -1
+    return Runs(
+        frames=tensor(frames),
+        begin=tensor((ends - lengths).astype(np.int32)),
+        end=tensor(ends.astype(np.int32)),
+        places=tensor(rng.integers(0, gradients - dim, ends[-1]).astype(np.int32)),
+        factors=tensor(rng.standard_normal((ends[-1], 2)).astype(np.float32)) if factors else None,
+        keys=tensor(rng.integers(-(2**63), 2**63, 12)),
+        tables=(0, 12),
+    )
+
+
+@pytest.mark.parametrize("skip_nonfinite", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=lambda each: type(each).__name__)
+def test_update(
+    kernels: Any, optimizer: Any, dtype: torch.dtype, skip_nonfinite: bool, rng: np.random.Generator
+) -> None:
+    for dim in (int(rng.choice(DIMS)), 16):
+        values, state = draw_rows(rng, optimizer, dim, dtype)
+        gradients = tensor(rng.standard_normal(400).astype(np.float32))
+        if skip_nonfinite:
+            gradients[::97], gradients[5::71] = float("nan"), 3e38
+        runs = draw_runs(rng, 400, dim, factors=dim != 16)
+        found = []
+        for each, device in ((reference, "cpu"), (kernels, DEVICE)):
+            own_values, own_state, own_runs, own_gradients = (on(device, x) for x in (values, state, runs, gradients))
+            summed = each.update(
+                own_values, own_state, own_runs, own_gradients, optimizer, 0.03, 0.7, 7, skip_nonfinite=skip_nonfinite
+            )
+            found.append((bits(own_values), bits(own_state), None if summed is None else summed.tolist()))
+        assert found[0] == found[1]
+
+
+def draw_lookup(
+    rng: np.random.Generator, dim: int, dtype: torch.dtype, bags: int, *, uniform: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Draw values, initial values of absent ids, the frames of some bags' ids, and offsets of the bags."""
+    values, _ = draw_rows(rng, SGD(), dim, dtype)
+    absent = tensor(rng.standard_normal((4, dim)).astype(np.float32))
+    lengths = np.ones(bags, np.int64) if uniform else rng.integers(0, 6, bags)
+    frames = tensor(rng.integers(-5, FRAMES, lengths.sum()).astype(np.int32))
+    return values, absent, frames, None if uniform else tensor(np.append(0, np.cumsum(lengths)))
+
+
+@pytest.mark.parametrize("uniform", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dim", DIMS)
+def test_pool(kernels: Any, dim: int, dtype: torch.dtype, uniform: bool, rng: np.random.Generator) -> None:
+    """Every pooling and weights; rows that are absent, with initial values and without."""
+    samples, line = 21, 2 + 3 * dim
+    rows = draw_lookup(rng, dim, dtype, 3 * samples, uniform=uniform)
+    weights = tensor(rng.standard_normal(len(rows[2])).astype(np.float32))
+    lines = ([0, 2, 1], [2, 2 + 2 * dim, 2 + dim], [0, 1, 2], [0, 1, 0])
+    features = PooledFeatures(*(torch.tensor(each, dtype=torch.int32) for each in lines))
+    blocks = []
+    for each, device in ((reference, "cpu"), (kernels, DEVICE)):
+        block = torch.full((samples, line), 7.0, device=device)
+        given = [on(device, x) for x in (*rows, weights, features)]
+        each.pool(*given, samples, block)
+        blocks.append(bits(block))
+    assert blocks[0] == blocks[1]
+
+
+@pytest.mark.parametrize("uniform", [False, True])
+@pytest.mark.parametrize("dim", DIMS)
+def test_copy_sequence(kernels: Any, dim: int, uniform: bool, rng: np.random.Generator) -> None:
+    samples, length = 7, 5
+    rows = draw_lookup(rng, dim, torch.bfloat16, 3 * samples, uniform=uniform)
+    outs = []
+    for each, device in ((reference, "cpu"), (kernels, DEVICE)):
+        out = torch.full((samples, length, dim), 7.0, device=device)
+        each.copy_sequence(*(on(device, x) for x in rows), 1, out)
+        outs.append(bits(out))
+    assert outs[0] == outs[1]

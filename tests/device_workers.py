@@ -1,0 +1,56 @@
+"""Workers with rows on a device, here the CPU, beside workers with rows in the core."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from bag_oracle import UNIVERSE
+from satrap.config.features import Features
+from satrap.device.device_worker import DeviceWorker
+from satrap.worker.local_rows import LocalWorker
+from satrap.worker.worker import LookupResult
+
+
+class ArrayWorker(DeviceWorker):
+    """A worker on the CPU that takes and returns arrays, as the other workers do."""
+
+    def lookup(self, *args: Any, **options: Any) -> LookupResult:
+        found = super().lookup(*args, **options)
+        sequences = {name: rows.numpy() for name, rows in found.sequences.items()}
+        return replace(found, block=found.block.numpy(), sequences=sequences)
+
+    def update(self, tickets: Any, block_gradients: Any, sequence_gradients: Any = None, **options: Any) -> None:
+        blocks = [None if block is None else torch.from_numpy(block) for block in block_gradients]
+        if sequence_gradients is not None:
+            sequence_gradients = [
+                {name: torch.from_numpy(rows) for name, rows in each.items()} for each in sequence_gradients
+            ]
+        super().update(tickets, blocks, sequence_gradients, **options)
+
+
+def pair(declared: Features, seed: int = 3) -> list[Any]:
+    return [
+        LocalWorker(declared, seed=seed, num_threads=2),
+        ArrayWorker(declared, "cpu", seed=seed, num_threads=2),
+    ]
+
+
+def contents(worker: Any, ids: NDArray[np.uint64] = UNIVERSE) -> Any:
+    found = []
+    for store in worker.tables.values():
+        store.check()
+        counts = {name: count for name, count in store.stats().items() if name != "bytes"}
+        found.append((counts, [part.tobytes() for part in store.read(ids)]))
+    return found, worker.truncated, worker.tables.latest_step
+
+
+def assert_equal(workers: Sequence[Any]) -> None:
+    expected, *others = [contents(worker) for worker in workers]
+    for found in others:
+        assert found == expected

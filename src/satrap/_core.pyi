@@ -23,6 +23,11 @@ def crc32c(data: Annotated[NDArray[numpy.uint8], dict(shape=(None,), order='C', 
 def bucket_of(ids: Annotated[NDArray[numpy.uint64], dict(shape=(None,), order='C', device='cpu', writable=False)], num_buckets: int) -> Annotated[NDArray[numpy.uint32], dict(shape=(None,), order='C')]:
     """Returns the bucket of each id."""
 
+def mixed_order(ids: Annotated[NDArray[numpy.uint64], dict(shape=(None,), order='C', device='cpu', writable=False)]) -> int:
+    """
+    Returns how many of the first ids are in rising order of their hashes, none twice.
+    """
+
 def hash_integers(values: Annotated[NDArray[numpy.uint64], dict(shape=(None,), order='C', device='cpu', writable=False)]) -> Annotated[NDArray[numpy.uint64], dict(shape=(None,), order='C')]:
     """XXH64 (seed 0) of each integer's 8 bytes, the lowest first."""
 

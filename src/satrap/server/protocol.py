@@ -112,7 +112,8 @@ class ServerCalls(Protocol):
         """Raise ConfigError unless the server may write checkpoints below the folder."""
 
     def verify(self, origin: Origin, folders: list[list[str]], checksums: list[list[int]]) -> None:
-        """Raise unless `restore` could read these folders. Reads them completely, and changes nothing.
+        """Raise unless `restore` could fill this server's buckets from these folders. Reads what they need of them,
+        and keeps it open for `restore`; changes nothing.
 
         checksums: `checksum_of` each folder, as the trainer sees it."""
 

@@ -35,8 +35,7 @@ from satrap.server.step_barrier import TrainerPart, concatenate_parts
 from satrap.sharding.shard_map import ShardMap
 from satrap.table.engine import attach_engine, open_engine, remove_unfinished, shared_note
 from satrap.table.snapshot.directory import part_name
-from satrap.table.snapshot.saved_table import require_same_snapshots
-from satrap.table.table_group import TableGroup
+from satrap.table.table_group import Chains, TableGroup
 
 MAX_TICKETS = 1024
 """Tickets kept for one trainer. Beyond that the oldest is dropped; the worker then sends the ids with the update."""
@@ -132,7 +131,7 @@ class Server(MigrationCalls, StatusCalls):
             if origin.attempt < state.engine.attempt:
                 raise self._attempt_error(state, origin)
             self._discard_calls(state, origin)
-            state.restored = None
+            state.restored = state.verified = None
             state.engine.begin_attempt(origin.attempt)
 
     def lookup(
@@ -240,6 +239,7 @@ class Server(MigrationCalls, StatusCalls):
             if state.last_saves.get(table) == (folder, since, version):
                 return version  # a duplicate
             self.require_permitted(origin, os.fspath(part))
+            state.verified = None
             state.engine.reach_table(table, check_integer("save", "version", version, 2, 2**32 - 2) - 1, 0)
             owned = np.array(state.shard_map.bucket_map.owners[table]) == state.number
             saved_version = store.save_part(part, owned, since=since)
@@ -254,11 +254,11 @@ class Server(MigrationCalls, StatusCalls):
     def verify(self, origin: Origin, folders: list[list[str]], checksums: list[list[int]]) -> None:
         self._require_all_permitted(origin, folders)
         with self._admit(origin) as state:
-            require_same_snapshots(folders, checksums)
-            state.tables.verify(dict(zip(state.tables, folders, strict=False)))
+            self._require_all_tables(state, folders)
+            state.verify(folders, checksums)
 
     def restore(self, origin: Origin, folders: list[list[str]], checksums: list[list[int]]) -> bool:
-        """Drop the old rows before reading the new ones, because memory may not hold both.
+        """Drop the old rows before inserting the new ones, because memory may not hold both.
 
         A restore belongs to a shard map: if the map changes meanwhile, the caller repeats it, in the same attempt."""
         self._require_all_permitted(origin, folders)
@@ -276,24 +276,21 @@ class Server(MigrationCalls, StatusCalls):
                 )
             if origin.attempt < state.engine.attempt:
                 raise self._attempt_error(state, origin)
-            names = list(state.tables)
-            if len(folders) not in (0, len(names)):
-                raise InputError(f"restore: folders of {len(folders)} tables; expected of {len(names)}, or none")
-            require_same_snapshots(folders, checksums)
-            chains = dict(zip(names, folders, strict=False))
+            if folders:
+                self._require_all_tables(state, folders)
+            chains = state.take_verified(folders, checksums) if folders else None
             new_state = self._recreate_tables(state, origin)
             new_state.engine.begin_attempt(origin.attempt)
-            answer = self._restore_tables(new_state, chains) if chains else True
+            answer = self._fill_tables(new_state, chains) if chains else True
             new_state.restored = origin.map_version, answer
             self._state = new_state
             return answer
 
-    def _restore_tables(self, state: ServerState, chains: dict[str, list[str]]) -> bool:
-        """Read this server's buckets. On failure all rows are removed, and the next handshake creates new tables."""
-        owned = [np.array(table) == state.number for table in state.shard_map.bucket_map.owners]
+    def _fill_tables(self, state: ServerState, chains: Chains) -> bool:
+        """Insert this server's rows. On failure all rows are removed, and the next handshake creates new tables."""
         self._restoring = state
         try:
-            return state.tables.restore(chains, owned)
+            return state.tables.fill(chains)
         except BaseException:
             self._remove_rows()
             raise
@@ -314,6 +311,10 @@ class Server(MigrationCalls, StatusCalls):
         for chain in folders:
             for folder in chain:
                 self.require_permitted(origin, folder)
+
+    def _require_all_tables(self, state: ServerState, folders: list[list[str]]) -> None:
+        if len(folders) != len(state.tables):
+            raise InputError(f"found folders of {len(folders)} tables; expected of all {len(state.tables)}")
 
     def _create_tables(self, job: Job, shard_map: ShardMap, number: int) -> ServerState:
         slots = open_engine(

@@ -300,7 +300,7 @@ class Store:
         slots = open_engine([saved.table], seed=seed, num_threads=num_threads, simd=simd, shared=shared, complete=False)
         store = cls.in_engine(slots[0])
         try:
-            fill_levels(store._slot, [[saved]], None)
+            fill_levels(store._slot, [[saved]])
             store._engine.set_complete(True)
         except BaseException:
             if shared is not None:  # the file holds half a table, and this call created it
@@ -322,14 +322,14 @@ class Store:
         with self._one_at_a_time():
             saved = Snapshot.open(folder, "changes", self.num_threads)
             saved.require_next(self._slot, self._snapshots)
-            fill_levels(self._slot, [[saved]], None)
+            fill_levels(self._slot, [[saved]])
             self._snapshots.add(saved.manifest)
 
-    def fill(self, levels: Sequence[Sequence[Snapshot]], owned: NDArray[np.bool_] | None = None) -> None:
-        """Puts a full snapshot and the changes after it, each maybe in parts, into this table, which must be new; only
-        the owned buckets (None: all). The caller marks the engine incomplete meanwhile."""
+    def fill(self, levels: Sequence[Sequence[Snapshot]]) -> None:
+        """Puts a full snapshot and the changes after it, each maybe in parts, into this table, which must be new. The
+        caller marks the engine incomplete meanwhile."""
         with self._one_at_a_time():
-            fill_levels(self._slot, levels, owned)
+            fill_levels(self._slot, levels)
             for level in levels:
                 if len(level) == 1:  # of several parts none is what this table holds
                     self._snapshots.add(level[0].manifest)

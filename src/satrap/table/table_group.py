@@ -25,6 +25,8 @@ from satrap.table.snapshot.reader import Snapshot, open_levels
 from satrap.table.store import Store
 
 _PathLike = str | os.PathLike[str]
+Chains = dict[str, list[list[Snapshot]]]
+"""For each table its levels: the full snapshots of all parts, then their changes."""
 
 
 class TableGroup(Mapping[str, Store]):
@@ -90,15 +92,12 @@ class TableGroup(Mapping[str, Store]):
     def require_permitted(self, folder: _PathLike) -> None:
         """Permits every folder. Only tables on servers restrict the folders that they write to."""
 
-    def restore(
-        self, folders: Mapping[str, Sequence[_PathLike]], owned: Sequence[NDArray[np.bool_]] | None = None
-    ) -> bool:
+    def restore(self, folders: Mapping[str, Sequence[_PathLike]]) -> bool:
         """Fills these tables, which must be new or of an `Embeddings`, bit for bit as they were saved; returns whether
         `save_changes` since then is possible, which it is not if several servers saved them.
 
         folders: for every table the folder of its full snapshot, then those of the changes after it. All of them are
             verified before any table is modified.
-        owned: for each table and each of its buckets, whether its rows are restored here. None: all are.
         """
         used = [name for name, store in self._stores.items() if store.latest_step > 0 or store.stats()["rows"] > 0]
         if used and self._renew is None:
@@ -111,20 +110,45 @@ class TableGroup(Mapping[str, Store]):
             self._engine, self._slots = slots[0].engine, {slot.table.name: slot for slot in slots}
             for slot in slots:  # in place: the caller may hold them
                 self._stores[slot.table.name]._begin(slot)
-        self._engine.set_complete(False)  # if this process is killed here, its shared-memory file cannot be attached
-        for t, (name, levels) in enumerate(chains.items()):
-            self._stores[name].fill(levels, None if owned is None else owned[t])
-        self._engine.set_complete(True)
-        return all(len(level) == 1 for levels in chains.values() for level in levels)
+        return self.fill(chains)
 
-    def verify(self, folders: Mapping[str, Sequence[_PathLike]]) -> dict[str, list[list[Snapshot]]]:
-        """Raises unless `restore` could fill tables like these from the folders. Reads every file whole."""
+    def verify(
+        self,
+        folders: Mapping[str, Sequence[_PathLike]],
+        owned: Sequence[NDArray[np.bool_]] | None = None,
+        checksums: Sequence[Sequence[int]] | None = None,
+    ) -> Chains:
+        """Opens what `fill` reads; raises unless tables like these can be filled from it. Reads the files' bytes that
+        the owned buckets need, each once: `fill` takes them from memory, where the system keeps what it has read.
+
+        owned: for each table and each of its buckets, whether its rows are needed. None: all are.
+        checksums: for each table and folder the `checksum_of` it that the caller sees.
+        """
         if folders.keys() != self._stores.keys():
             raise InputError(f"{self._where}: folders are of {sorted(folders)}; expected one list for each table here")
+        counts = [len(folders[name]) for name in self._stores]
+        if checksums is not None and counts != [len(chain) for chain in checksums]:
+            raise InputError(
+                f"{self._where}: {counts} folders come with checksums of {[len(chain) for chain in checksums]}; "
+                "expected one for each folder"
+            )
         return {
-            name: open_levels(self._slots[name], [folder_path(f"table {name!r}", folder) for folder in folders[name]])
-            for name in self._stores
+            name: open_levels(
+                self._slots[name],
+                [folder_path(f"table {name!r}", folder) for folder in folders[name]],
+                None if owned is None else owned[t],
+                None if checksums is None else checksums[t],
+            )
+            for t, name in enumerate(self._stores)
         }
+
+    def fill(self, chains: Chains) -> bool:
+        """Fills these tables, which must be new, from what `verify` returned; returns what `restore` does."""
+        self._engine.set_complete(False)  # if this process is killed here, its shared-memory file cannot be attached
+        for name, levels in chains.items():
+            self._stores[name].fill(levels)
+        self._engine.set_complete(True)
+        return all(len(level) == 1 for levels in chains.values() for level in levels)
 
     @property
     def latest_step(self) -> int:

@@ -6,7 +6,7 @@ specifies the columns.
 
 import mmap
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
@@ -77,17 +77,15 @@ def as_batch(arrow: Any, columns: Columns, schema: Any) -> Any:
     return arrow.RecordBatch.from_arrays(arrays, schema=schema)
 
 
-def batches(reader: Any) -> Iterator[Columns]:
-    """Yields the record batches of a verified file as views of its mapping."""
-    for i in range(reader.num_record_batches):
-        batch = reader.get_batch(i)
-        columns = {}
-        for name, column in zip(batch.schema.names, batch.columns, strict=True):
-            if name in ("values", "state"):
-                columns[name] = column.flatten().to_numpy().reshape(batch.num_rows, column.type.list_size)
-            else:
-                columns[name] = column.to_numpy()
-        yield columns
+def as_columns(batch: Any) -> Columns:
+    """Returns the columns of a record batch without nulls, as views of its memory."""
+    columns = {}
+    for name, column in zip(batch.schema.names, batch.columns, strict=True):
+        if name in ("values", "state"):
+            columns[name] = column.flatten().to_numpy().reshape(batch.num_rows, column.type.list_size)
+        else:
+            columns[name] = column.to_numpy()
+    return columns
 
 
 def mapped_file(path: Path, file: DataFile) -> mmap.mmap:

@@ -21,7 +21,7 @@ from typing import Any, Self
 import numpy as np
 
 from satrap._core import crc32c
-from satrap.config.durable import put_on_disk, try_lock
+from satrap.config.durable import checksum, put_on_disk, try_lock
 from satrap.config.validation import describe, is_path
 from satrap.errors import InputError, SnapshotError
 from satrap.table.snapshot.manifest import FILE_NAME, Manifest, Since, is_ours, temporary_name
@@ -69,6 +69,11 @@ def parts_of(folder: Path) -> list[Path]:
 
 def read_manifest(folder: Path) -> Manifest:
     """Reads the manifest of the snapshot in the folder."""
+    return read_manifest_with_checksum(folder)[0]
+
+
+def read_manifest_with_checksum(folder: Path) -> tuple[Manifest, int]:
+    """Reads the manifest of the snapshot in the folder, once; returns it with the CRC-32C of all its bytes."""
     path = folder / FILE_NAME
     try:
         text = path.read_bytes()
@@ -82,7 +87,7 @@ def read_manifest(folder: Path) -> Manifest:
         raise SnapshotError(f"{folder} is a file; expected the folder of a snapshot") from None
     except OSError as error:
         raise SnapshotError(f"{path} cannot be read: {error.strerror}") from error
-    return Manifest.from_json(text, str(path))
+    return Manifest.from_json(text, str(path)), checksum(text)
 
 
 class SnapshotDirectory:

@@ -97,7 +97,7 @@ def test_tables_whose_rows_depend_on_the_order_are_not_resolved_ahead(rng: np.ra
     data = batches(rng, 12)
     for options in ({"admission": MinCount(2)}, {"expire_after": 3}):
         found = train(data, features(**options), overlap=True, device="cpu")
-        assert not found[0].worker.resolves_ahead
+        assert found[0].worker.resolve(data[0], step=100, oldest_open=100) is None
         assert contents(*found) == contents(*train(data, features(**options), overlap=False, device=None))
 
 

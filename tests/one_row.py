@@ -23,6 +23,23 @@ from numpy.typing import NDArray
 
 from satrap.config.tables import SGD, Adagrad, Adam, AdamW, Ftrl, RowWiseAdagrad
 
+OPTIMIZERS: list[Any] = [
+    SGD(lr=0.1),
+    SGD(lr=0.1, weight_decay=0.1),
+    SGD(lr=0.1, momentum=0.9),
+    SGD(lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.01),
+    Adagrad(lr=0.1),
+    Adagrad(lr=0.1, weight_decay=0.1, initial_accumulator_value=0.5),
+    RowWiseAdagrad(lr=0.1),
+    RowWiseAdagrad(lr=0.1, weight_decay=0.2),
+    Adam(lr=0.01),
+    Adam(lr=0.1, betas=(0.3, 0.9), weight_decay=0.1),
+    AdamW(lr=0.01),
+    Ftrl(lr=0.1, l1=0.01),
+    Ftrl(lr=0.05, l2=0.1),
+]
+"""Every optimizer, with each option that changes its formula."""
+
 F32 = NDArray[np.float32]
 F64 = NDArray[np.float64]
 

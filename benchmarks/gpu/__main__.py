@@ -4,7 +4,7 @@ import sys
 from dataclasses import replace
 
 from benchmarks.gpu.cases import full_cases, quick_cases
-from benchmarks.gpu.plan import kinds
+from benchmarks.gpu.plan import KINDS
 from benchmarks.harness.case import Case
 from benchmarks.harness.suite import Suite
 
@@ -19,7 +19,7 @@ SUITE = Suite(
     purpose="Measure rows on a device: resolving ids, kernels, whole steps of a DLRM; one JSON line per case.",
     full_cases=full_cases,
     quick_cases=quick_cases,
-    kinds=kinds(),
+    kinds=KINDS,
     contenders=("satrap", "torch"),
     with_threads=with_threads,
 )

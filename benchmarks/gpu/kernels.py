@@ -65,6 +65,7 @@ def _runs(rows: Any, samples: int, dim: int, device: torch.device) -> tuple[Runs
         "places": places.astype(np.int32),
         "factors": None,
         "keys": None,
+        "ids": None,
         "tables": np.array([0, len(unique)]),
     }
     return Runs.to_device(arrays, device), len(unique)

@@ -1,7 +1,6 @@
 """The processes of a round of the GPU benchmark, and the figures of a case. Starts nothing."""
 
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ from benchmarks.harness.suite import Kind
 from benchmarks.store.plan import table_bytes
 
 FRAMEWORK_BYTES = 4 << 30
+NEEDS_GPU = "import torch; assert torch.cuda.is_available()"
 CONTENDERS = {"resolve": ("satrap",), "kernels": ("satrap",), "train": ("satrap", "torch")}
 MODULES = {"resolve": "resolve", "kernels": "kernels", "train": "training"}
 
@@ -24,7 +24,7 @@ def device() -> str:
 
 
 def plan(group: Sequence[Case], number: int, batches: Path) -> list[Run]:
-    """Return the runs of a case: each contender once."""
+    """Return the runs of a case: each contender once. At full size a device is a GPU."""
     case = group[0]
     job: dict[str, Any] = {
         "module": f"benchmarks.gpu.{MODULES[case.kind]}",
@@ -36,15 +36,17 @@ def plan(group: Sequence[Case], number: int, batches: Path) -> list[Run]:
     }
     in_memory = case.kind == "resolve" or device() == "cpu"
     needed = table_bytes(case.rows, case.dim, "adagrad") if in_memory else case.rows * 64
+    needs = () if case.kind == "resolve" or case.rows < MILLION else (NEEDS_GPU,)
     return [
-        Run(label=name, contender=name, job={**job, "contender": name}, needed_bytes=needed + FRAMEWORK_BYTES)
+        Run(
+            label=name,
+            contender=name,
+            job={**job, "contender": name},
+            needed_bytes=needed + FRAMEWORK_BYTES,
+            needs=needs,
+        )
         for name in CONTENDERS[case.kind]
     ]
-
-
-def unable() -> str | None:
-    """Return why the cases of a device's memory cannot be measured here at full size."""
-    return None if torch.cuda.is_available() else "there is no CUDA device; --quick runs it on the CPU"
 
 
 def record_resolve(case: Case, rounds: Rounds) -> dict[str, Any]:
@@ -71,11 +73,8 @@ def describe_device() -> str:
     return torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
 
 
-def kinds() -> dict[str, Kind]:
-    """Return how the cases of each kind are measured."""
-    one = partial(Kind, plan=plan)
-    return {
-        "resolve": one(record=record_resolve),
-        "kernels": one(record=record_kernels),
-        "train": one(record=record_train, required="satrap"),
-    }
+KINDS = {
+    "resolve": Kind(plan=plan, record=record_resolve),
+    "kernels": Kind(plan=plan, record=record_kernels),
+    "train": Kind(plan=plan, record=record_train, required="satrap"),
+}

@@ -14,19 +14,16 @@ import torch
 from bag_oracle import UNIVERSE, draw_bags, follow
 from cluster import features, step_both
 from device_workers import ArrayWorker, assert_equal, contents, pair
+from one_row import OPTIMIZERS
 from satrap.config.features import Features
 from satrap.config.tables import (
-    SGD,
     Adagrad,
     Adam,
-    AdamW,
     Constant,
     Feature,
-    Ftrl,
     MinCount,
     Normal,
     Probability,
-    RowWiseAdagrad,
     Table,
     Uniform,
 )
@@ -38,21 +35,6 @@ from snapshots import assert_same
 from snapshots import contents as stored
 
 CPU = torch.device("cpu")
-OPTIMIZERS = [
-    SGD(lr=0.1),
-    SGD(lr=0.1, weight_decay=0.1),
-    SGD(lr=0.1, momentum=0.9),
-    SGD(lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.01),
-    Adagrad(lr=0.1),
-    Adagrad(lr=0.1, weight_decay=0.1, initial_accumulator_value=0.5),
-    RowWiseAdagrad(lr=0.1),
-    RowWiseAdagrad(lr=0.1, weight_decay=0.2),
-    Adam(lr=0.01),
-    Adam(lr=0.1, betas=(0.3, 0.9), weight_decay=0.1),
-    AdamW(lr=0.01),
-    Ftrl(lr=0.1, l1=0.01),
-    Ftrl(lr=0.05, l2=0.1),
-]
 
 
 def tables_like(table: Table, optimizer: Any, dtype: Any) -> Features:

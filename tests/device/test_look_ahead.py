@@ -97,7 +97,7 @@ def test_tables_whose_rows_depend_on_the_order_are_not_resolved_ahead(rng: np.ra
     data = batches(rng, 12)
     for options in ({"admission": MinCount(2)}, {"expire_after": 3}):
         found = train(data, features(**options), overlap=True, device="cpu")
-        assert not found[0].worker.resolves_ahead
+        assert found[0].worker.resolve(data[0], step=100, oldest_open=100) is None
         assert contents(*found) == contents(*train(data, features(**options), overlap=False, device=None))
 
 
@@ -124,6 +124,28 @@ def test_a_checkpoint_in_the_middle_resumes_to_the_same_end(tmp_path: Path, rng:
         found, dense = contents(embeddings, model)
         ends.append(([rows for _, rows in found], dense))
     assert ends[0] == ends[1]
+
+
+def test_a_pause_waits_for_rows_that_are_being_found(rng: np.random.Generator) -> None:
+    """A save would have them in some tables only."""
+    embeddings = Embeddings(features(), device="cpu", num_threads=1)
+    embeddings.optimizer(torch.optim.SGD(Net().parameters(), lr=0.05))
+    started, is_paused, found_in_a_pause = threading.Event(), threading.Event(), []
+    resolve = embeddings.worker.resolve
+
+    def watched(inputs: Inputs, **at: int) -> Any:
+        if at["step"] == 2:
+            started.set()
+            found_in_a_pause.append(is_paused.wait(0.3))
+        return resolve(inputs, **at)
+
+    embeddings.worker.resolve = watched  # type: ignore[method-assign]
+    with embeddings.stream(batches(rng, 4), overlap=True) as stream:
+        next(stream)
+        assert started.wait(30)
+        with stream._pipeline.pause():
+            is_paused.set()
+    assert found_in_a_pause == [False]
 
 
 def test_batches_found_ahead_are_dropped_with_the_stream(rng: np.random.Generator) -> None:

@@ -11,25 +11,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from one_row import fma, state_dim
-from satrap.config.tables import SGD, Adagrad, Adam, AdamW, Ftrl, RowWiseAdagrad
+from one_row import OPTIMIZERS, fma, state_dim
+from satrap.config.tables import SGD, Adam, AdamW
 from satrap.device import reference
 from satrap.device.runs import PooledFeatures, Runs
 
-OPTIMIZERS = [
-    SGD(lr=0.1),
-    SGD(lr=0.1, weight_decay=0.1),
-    SGD(lr=0.1, momentum=0.9),
-    SGD(lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.01),
-    Adagrad(lr=0.1),
-    Adagrad(lr=0.1, weight_decay=0.1),
-    RowWiseAdagrad(lr=0.1, weight_decay=0.1),
-    Adam(lr=0.01),
-    Adam(lr=0.1, betas=(0.3, 0.9), weight_decay=0.1),
-    AdamW(lr=0.01),
-    Ftrl(lr=0.1, l1=0.01),
-    Ftrl(lr=0.05, l2=0.1),
-]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 DIMS = [1, 5, 16, 37]
 FRAMES = 30

@@ -193,7 +193,10 @@ def test_rows_of_an_earlier_run_are_not_trained_by_mistake() -> None:
     [
         ({"workers": ["tcp://127.0.0.1:1"]}, "found workers but no servers"),
         ({"keys": "client.key"}, "found keys but no servers"),
-        ({"servers": ["tcp://127.0.0.1:1"], "staleness": 32}, "staleness is 32; expected at most 31 with servers"),
+        (
+            {"servers": ["tcp://127.0.0.1:1"], "staleness": 32},
+            "staleness is 32; expected at most 31 with several trainers or servers",
+        ),
         ({"servers": ["127.0.0.1"]}, "127.0.0.1"),
     ],
 )

@@ -50,14 +50,12 @@ class DeviceWorker(Worker):
         self.tables = TableGroup.in_engine(engine.slots(seed), renew)
         super().__init__(features, rows)
 
-    @property
-    def resolves_ahead(self) -> bool:
-        """Whether no row depends on the order of earlier updates and later lookups: every id is admitted, and none
-        expires."""
-        return all(isinstance(table.admission, Always) and table.expire_after is None for table in self.features.tables)
-
-    def resolve(self, inputs: Inputs, *, step: int, oldest_open: int) -> BagRequest:
-        """Find the frames of a training batch's rows, and insert those that are new."""
+    def resolve(self, inputs: Inputs, *, step: int, oldest_open: int) -> BagRequest | None:
+        """Find the frames of a training batch's rows, and insert those that are new. Return None if a row depends on
+        the order of this and the updates of earlier steps: if not every id is admitted, or rows expire."""
+        tables = self.features.tables
+        if not all(isinstance(table.admission, Always) and table.expire_after is None for table in tables):
+            return None
         request = self._request(inputs, step, oldest_open, train=True)
         return replace(request, resolved=self._device_rows.resolve(request))
 

@@ -40,7 +40,7 @@ class BatchLookup:
         self._worker, self._device, self._train, self._dense = worker, device, train, dense or DenseStrategy()
         same_threads = not overlap and worker.num_threads == torch.get_num_threads()
         self._threads: Callable[[], AbstractContextManager[None]] = torch_threads if same_threads else nullcontext
-        self._resolves_ahead = train and worker.resolves_ahead
+        self._resolves_ahead = train
         self._resolved: dict[int, BagRequest] = {}  # by id() of the inputs, which wait for their lookup
         on_gpu = device.type == "cuda"
         self._batch_copies = torch.cuda.Stream(device) if on_gpu else None  # copies batches to the device
@@ -51,9 +51,13 @@ class BatchLookup:
         if not self._resolves_ahead or isinstance(inputs, Padding):
             return
         try:
-            self._resolved[id(inputs)] = self._worker.resolve(inputs, step=step, oldest_open=oldest_open)
-        except CapacityError:  # there may be room after the steps in progress; no later batch may come before this one
-            self._resolves_ahead = False
+            request = self._worker.resolve(inputs, step=step, oldest_open=oldest_open)
+        except CapacityError:  # there may be room after the steps in progress
+            request = None
+        if request is None:
+            self._resolves_ahead = False  # no later batch may come before this one
+        else:
+            self._resolved[id(inputs)] = request
 
     def drop_resolved(self) -> None:
         """Give up the batches that were resolved and will not be looked up."""

@@ -1,6 +1,7 @@
 """Where the rows of a model are, and how its process reaches them.
 
-A script leaves this out: alone, the rows are in its process, and under `satrap run` they are on the run's servers.
+A script leaves this out: alone, the rows are in its process, several trainers shard them over their processes, and
+under `satrap run` they are on the run's servers.
 """
 
 from collections.abc import Sequence
@@ -15,8 +16,8 @@ from satrap.run_context import current_context
 
 @dataclass(frozen=True, slots=True)
 class Deployment:
-    """Where the rows of an `Embeddings` are, and how to reach them. The default is this process, or under `satrap run`
-    the run's servers and workers."""
+    """Where the rows of an `Embeddings` are, and how to reach them. The default is this process; with several trainers,
+    the processes of all of them; under `satrap run`, the run's servers and workers."""
 
     servers: Sequence[str] | None = None
     """Addresses of the `satrap server` processes that hold the rows, "ipc:///folder/name" or "tcp://host:port", always

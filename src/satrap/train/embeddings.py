@@ -71,7 +71,8 @@ class Embeddings(torch.nn.Module):
             tables on the servers, and no trainer waits for another; the worker is opened by `optimizer`.
         device: keeps the rows on this device, and computes their lookups and updates there; None: in the memory of this
             process or of servers. Streams return batches on this device.
-        deployment: where the rows are; None: in this process, or under `satrap run` on the run's servers.
+        deployment: where the rows are; None: in this process, sharded over several trainers, or under `satrap run` on
+            the run's servers.
         """
         super().__init__()
         _refuse(unknown)
@@ -84,7 +85,7 @@ class Embeddings(torch.nn.Module):
             raise ConfigError(f"deployment is {kind_of(deployment)}; expected a satrap.Deployment, or None")
         self.device = None if device is None else resolve_device(device)
         rows = (deployment or Deployment()).in_context()
-        self._require_possible(dense, rows.servers is not None or self.trainers.world_size > 1)
+        self._require_possible(dense, rows.servers is not None)
         if num_threads is None and staleness > 0 and spare_cores() > 0:
             num_threads = spare_cores()
         self._session = TrainingSession(

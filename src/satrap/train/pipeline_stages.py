@@ -53,6 +53,7 @@ class State(Generic[Item]):
     ready: deque[Item] = field(default_factory=deque)
     updates: deque[Update] = field(default_factory=deque)
     running: set[Stage] = field(default_factory=set)  # table work that the pipeline's threads are doing
+    is_resolving: bool = False  # in the thread that reads
     unfinished_lookup: tuple[Inputs, int, int, Item | None] | None = None  # a lookup in the user's thread
     exhausted: bool = False
     paused: int | None = None  # ident of the thread that paused table work

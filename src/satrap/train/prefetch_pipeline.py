@@ -222,7 +222,7 @@ class PrefetchPipeline(Generic[Item]):
         try:
             with self._locked() as held:
                 self._state.paused = threading.get_ident()
-                while self._state.running:
+                while self._state.running or self._state.is_resolving:
                     self._wait(held)
             yield
         finally:
@@ -449,14 +449,19 @@ class PrefetchPipeline(Generic[Item]):
                     oldest_open = self._gate.oldest_open
                 inputs = self._read()
                 if inputs is not None:
+                    with self._changed:
+                        self._changed.wait_for(lambda: self._state.paused is None or self._state.closed)
+                        self._state.is_resolving = True
                     self._resolve(inputs, step, oldest_open)
                 with self._changed:
+                    self._state.is_resolving = False
                     self._admit(inputs)
                     self._changed.notify_all()
                     if inputs is None:
                         return
         except BaseException as error:
             with self._changed:
+                self._state.is_resolving = False
                 self._fail(Stage.READ, error)
 
     def _work(self, stages: Sequence[Stage]) -> None:

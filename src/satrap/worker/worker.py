@@ -181,15 +181,10 @@ class Worker:
         found: Mapping[str, Any] | None = source.signature() if hasattr(source, "signature") else None
         return found
 
-    @property
-    def resolves_ahead(self) -> bool:
-        """Whether `resolve` may be called ahead of a training lookup, with the same result."""
-        return False
-
-    def resolve(self, inputs: Inputs, *, step: int, oldest_open: int) -> BagRequest:
+    def resolve(self, inputs: Inputs, *, step: int, oldest_open: int) -> BagRequest | None:
         """Do the part of a training lookup that needs no row's values, while earlier steps are in progress. Pass the
-        result to `lookup_resolved`, in the same order."""
-        raise NotImplementedError
+        result to `lookup_resolved`, in the same order; None: `lookup` does all of it."""
+        return None
 
     def lookup(
         self,

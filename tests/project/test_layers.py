@@ -77,6 +77,7 @@ PURE = [
     "train.staleness_gate",
     "checkpoint.catalog",
     "worker.remote.worker_spec",
+    "launch.run_events",
     "launch.run_state",
     "launch.supervisor",
 ]

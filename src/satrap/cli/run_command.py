@@ -12,9 +12,10 @@ from satrap.launch.local_launcher import LocalLauncher
 from satrap.launch.logs import RunLogs
 from satrap.launch.process_command import Script
 from satrap.launch.resources import RayConfig, Resources, parse_size
+from satrap.launch.run_events import Role
 from satrap.launch.run_loop import lock_run_folder, run
 from satrap.launch.scaler import Scaler
-from satrap.launch.supervisor import Role, RunConfig
+from satrap.launch.supervisor import RunConfig
 from satrap.rpc import Keys
 from satrap.sharding.autoscaler import ScaleLimits
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import IO, Literal
 
 from satrap.errors import ConfigError
-from satrap.launch.supervisor import Process, ProcessReady, Role, StopMode
+from satrap.launch.run_events import Process, ProcessReady, Role, StopMode
 
 GRACE_SECONDS = 10.0
 """Grace period: a process that has not exited this long after it was stopped is killed."""

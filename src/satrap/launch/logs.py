@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Self
 
 from satrap.launch.child_processes import ChildExited, ProcessOutput, Report, Stream
-from satrap.launch.supervisor import Event, Process, ProcessExited, Role
+from satrap.launch.run_events import Event, Process, ProcessExited, Role
 from satrap.launch.terminal import Terminal
 
 _LOG = logging.getLogger("satrap.launch")

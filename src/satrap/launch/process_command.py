@@ -12,8 +12,9 @@ from pathlib import Path
 
 from satrap.config.path_allowlist import is_url, without_glob
 from satrap.errors import ConfigError
+from satrap.launch.run_events import Process, Role
 from satrap.launch.run_state import RunState
-from satrap.launch.supervisor import Process, Role, RunConfig
+from satrap.launch.supervisor import RunConfig
 from satrap.run_context import RunContext
 
 

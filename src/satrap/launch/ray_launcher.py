@@ -34,7 +34,8 @@ from satrap.launch.logs import RunLogs
 from satrap.launch.process_command import LaunchSite, ProcessSpec, Script
 from satrap.launch.resources import RayConfig, describe_resources, describe_run, total_cpus
 from satrap.launch.rows_file import has_rows, remove_rows, rows_file
-from satrap.launch.supervisor import Event, PlacementFailed, Process, Role, RunConfig, StopMode
+from satrap.launch.run_events import Event, PlacementFailed, Process, Role, StopMode
+from satrap.launch.supervisor import RunConfig
 from satrap.rpc.keys import Keys, create_keys
 
 _LOG = logging.getLogger("satrap.launch")

@@ -16,9 +16,9 @@ from pathlib import Path
 
 from satrap.config.durable import opened, try_lock
 from satrap.errors import ConfigError, SatrapError
-from satrap.launch.supervisor import Event, MigrationEnded, ScaleRequested
+from satrap.launch.run_events import Event, MigrationDue, MigrationEnded, ScaleRequested
 from satrap.rpc import Client, Keys, Origin
-from satrap.server.migration.coordinator import Migration
+from satrap.server.migration.coordinator import Migration, NoJobError
 from satrap.server.protocol import ServerCalls
 from satrap.sharding.autoscaler import ScaleHistory, ScaleLimits, ServerLoad, decide
 
@@ -55,6 +55,12 @@ class Scaler:
         """Starts to migrate the buckets of the current servers to the target servers."""
         threading.Thread(target=self._migrate, args=(current, target), daemon=True).start()
 
+    def pause(self, seconds: float) -> None:
+        """Causes a `MigrationDue` event after so many seconds."""
+        timer = threading.Timer(seconds, self._events.put, (MigrationDue(),))
+        timer.daemon = True
+        timer.start()
+
     def poll(self) -> list[Event]:
         """Returns the events since the last call."""
         events = [self._events.get_nowait() for _ in range(self._events.qsize())]
@@ -71,12 +77,12 @@ class Scaler:
             self._watcher.join()
 
     def _migrate(self, current: Sequence[str], target: Sequence[str]) -> None:
-        failure = None
+        failure, has_no_job = None, False
         try:
             Migration(current, target, keys=self._keys).run()
         except SatrapError as error:
-            failure = str(error)
-        self._events.put(MigrationEnded(failure))
+            failure, has_no_job = str(error), isinstance(error, NoJobError)
+        self._events.put(MigrationEnded(failure, has_no_job))
 
     def _watch(self, servers: Callable[[], Sequence[str]], limits: ScaleLimits) -> None:
         history, before, window_start = ScaleHistory(), dict[str, dict[str, float]](), time.monotonic()

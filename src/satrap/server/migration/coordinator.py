@@ -43,6 +43,10 @@ T = TypeVar("T")
 _PAUSES = 0.01, 0.5  # between retries: the first and the longest
 
 
+class NoJobError(NotReadyError):
+    """No trainer has called the servers yet, so they have no buckets to migrate."""
+
+
 @dataclass(frozen=True, slots=True)
 class MigrationResult:
     """The figures of a migration."""
@@ -140,7 +144,7 @@ class Migration:
             answers |= {address: self._call(address).get_shard_map(Origin(), 0) for address in new}
             newest = max(answers.values(), key=lambda answer: int(answer["version"]))
             if newest["version"] == 0:
-                raise NotReadyError(
+                raise NoJobError(
                     f"none of the servers at {', '.join(self._current)} has a job: start a trainer on them first"
                 )
             shard_map = ShardMap.from_dict(newest["members"])

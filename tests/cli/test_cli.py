@@ -79,6 +79,18 @@ def test_misuse_is_refused(arguments: list[str], capsys: pytest.CaptureFixture[s
     assert "usage: satrap" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("typed", "expected"), [("servr", "the nearest known one is 'server'"), ("x", "known are 'run'")]
+)
+def test_an_unknown_command_names_those_that_users_call(
+    typed: str, expected: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        main([typed])
+    error = capsys.readouterr().err
+    assert f"there is no command {typed!r}; {expected}" in error and "trainer" not in error
+
+
 def test_a_bad_dim_is_a_one_line_error(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", "--dim", "0"]) == 1
     assert capsys.readouterr().err.startswith("satrap: ")

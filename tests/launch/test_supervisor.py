@@ -206,7 +206,8 @@ def test_the_run_continues_or_ends_after_any_events(
                 failure = draw.choice([None, None, "a server does not answer"])
                 machine.handle(MigrationEnded(failure, failure is not None and draw.random() < 0.5))
             else:
-                machine.handle(draw.choice([ScaleRequested(draw.randrange(0, 6), "at random"), MigrationDue()]))
+                either: list[Event] = [ScaleRequested(draw.randrange(0, 6), "at random"), MigrationDue()]
+                machine.handle(draw.choice(either))
         elif chance < 0.95 and machine.running:
             one = draw.choice(sorted(machine.running, key=str))
             if draw.random() < 0.3:

@@ -3,7 +3,9 @@
 import argparse
 from importlib.metadata import version
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, TypeAlias
+
+from satrap.config.validation import suggest
 
 _Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 
@@ -16,7 +18,7 @@ def command_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"satrap {version('satrap')}")
     parser.add_argument("--die-with", type=int, help=argparse.SUPPRESS)
-    commands = parser.add_subparsers(title="commands", dest="command", metavar="COMMAND")
+    commands = parser.add_subparsers(title="commands", dest="command", metavar="COMMAND", action=_CommandAction)
     _add_run(commands)
     _add_scale(commands)
     _add_server(commands)
@@ -27,7 +29,24 @@ def command_parser() -> argparse.ArgumentParser:
     trainer.add_argument("--context", required=True)
     trainer.add_argument("--listener", type=int)
     trainer.add_argument("script")
+    commands.choices = None  # `_CommandAction` refuses unknown commands; argparse would list `trainer`, too
     return parser
+
+
+class _CommandAction(argparse._SubParsersAction):  # type: ignore[type-arg]
+    """Selects a command, and names the nearest one instead of one that does not exist."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: Any,
+        option_string: str | None = None,
+    ) -> None:
+        known = [each.dest for each in self._choices_actions]  # those with a help text
+        if values[0] not in self._name_parser_map:
+            parser.error(f"there is no command {values[0]!r}; {suggest(values[0], known)}")
+        super().__call__(parser, namespace, values, option_string)
 
 
 def _add_run(commands: _Commands) -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from satrap.config.validation import suggest
+from satrap.event_log import FORMATS
 
 _Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 
@@ -29,7 +30,8 @@ def command_parser() -> argparse.ArgumentParser:
     trainer.add_argument("--context", required=True)
     trainer.add_argument("--listener", type=int)
     trainer.add_argument("script")
-    commands.choices = None  # `_CommandAction` refuses unknown commands; argparse would list `trainer`, too
+    _add_log_format(trainer)
+    commands.choices = None  # type: ignore[assignment]  # `_CommandAction` refuses others; argparse lists `trainer`, too
     return parser
 
 
@@ -92,6 +94,22 @@ def _add_run(commands: _Commands) -> None:
     )
     _add_paths(run.add_argument_group("files and directories"))
     _add_cluster(run)
+    _add_log_format(run.add_argument_group("log"))
+
+
+def _add_log_format(group: argparse._ActionsContainer) -> None:
+    group.add_argument(
+        "--log-format",
+        choices=FORMATS,
+        default="text",
+        help="form of the log's lines, on standard error and in log files (default: %(default)s)",
+    )
+
+
+def _add_process_number(command: argparse.ArgumentParser, default: str) -> None:
+    command.add_argument(
+        "--number", type=int, metavar="N", help=f"number of this process in its log (default: {default})"
+    )
 
 
 def _add_number(group: argparse._ArgumentGroup, option: str, what: str, default: int) -> None:
@@ -185,6 +203,8 @@ def _add_server(commands: _Commands) -> None:
     )
     _add_allowed(server, "--checkpoints", "write and read checkpoints")
     _add_threads(server)
+    _add_process_number(server, "that of the server in its job")
+    _add_log_format(server)
 
 
 def _add_worker(commands: _Commands) -> None:
@@ -199,6 +219,8 @@ def _add_worker(commands: _Commands) -> None:
     )
     _add_allowed(worker, "--data", "read training data")
     _add_threads(worker)
+    _add_process_number(worker, "none")
+    _add_log_format(worker)
 
 
 def _add_listen(command: argparse.ArgumentParser, keys: str) -> None:
@@ -251,6 +273,7 @@ def _add_migrate(commands: _Commands) -> None:
             help=f"addresses of {which}, in order",
         )
     migrate.add_argument("--keys", metavar="FILE", help="path of client.key; required for servers with keys")
+    _add_log_format(migrate)
 
 
 def _add_keys_and_doctor(commands: _Commands) -> None:

@@ -42,7 +42,7 @@ def run_script(options: argparse.Namespace, arguments: Sequence[str]) -> int:
     cores = len(os.sched_getaffinity(0))
     threads = {role: max(1, cores // max(1, count)) for role, count in run_config.counts.items()}
     script = _script(options, arguments, threads)
-    with lock_run_folder(options.folder), RunLogs(options.folder / "logs") as logs:
+    with lock_run_folder(options.folder), RunLogs(options.folder / "logs", options.log_format) as logs:
         launcher = LocalLauncher(options.folder, logs, options.memory)
         return run(script, run_config, options.folder, launcher, _scaler(options))
 
@@ -60,7 +60,7 @@ def _run_on_ray(options: argparse.Namespace, arguments: Sequence[str], run_confi
     script = _script(options, arguments, {role: resources[role].cpus for role in Role})
     with (
         lock_run_folder(options.folder),
-        RunLogs(options.folder / "logs") as logs,
+        RunLogs(options.folder / "logs", options.log_format) as logs,
         open_ray_launcher(script, run_config, ray_config, logs) as launcher,
     ):
         scaler = _scaler(options, launcher.keys, resources[Role.SERVER].memory_bytes)
@@ -90,6 +90,7 @@ def _script(options: argparse.Namespace, arguments: Sequence[str], threads: Mapp
         threads=threads,
         checkpoints=tuple(options.checkpoints),
         data=tuple(options.data),
+        log_format=options.log_format,
     )
 
 

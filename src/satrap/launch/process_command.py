@@ -30,6 +30,8 @@ class Script:
     """Directories and URLs that servers may write below, besides those on the command line."""
     data: tuple[str, ...] = ()
     """Directories and URLs that workers may read below, besides those on the command line."""
+    log_format: str = "text"
+    """The form of the processes' logs."""
 
     def __post_init__(self) -> None:
         if not self.path.is_file():
@@ -91,16 +93,18 @@ class ProcessSpec:
     def arguments(self, site: LaunchSite) -> list[str]:
         """Returns the arguments of the command `satrap`."""
         script, role = self.script, self.process.role
+        log_format = ["--log-format", script.log_format]
         if role is Role.TRAINER:
             listener = [] if site.listener is None else ["--listener", str(site.listener)]
             context = ["--context", json.dumps(self._run_context(site).to_dict())]
-            return ["trainer", *context, *listener, str(site.script), "--", *script.arguments]
+            return ["trainer", *context, *listener, *log_format, str(site.script), "--", *script.arguments]
         keys = [] if site.keys is None else ["--keys", str(site.keys)]
         threads = ["--threads", str(script.threads[role])] if role in script.threads else []
         shared = ["--shared", str(site.rows)] if role is Role.SERVER else []
         flag, paths = ("--checkpoints", script.checkpoints) if role is Role.SERVER else ("--data", script.data)
         allowed = [f"{flag}={each}" for each in (os.path.abspath(site.script.parent), *script.named_paths(), *paths)]
-        return [role.value, "--listen", site.listen, *shared, *keys, *threads, *allowed]
+        number = ["--number", str(self.process.number)]
+        return [role.value, "--listen", site.listen, *shared, *keys, *threads, *allowed, *number, *log_format]
 
     def _run_context(self, site: LaunchSite) -> RunContext:
         return RunContext(

@@ -19,6 +19,7 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from satrap.errors import ConfigError, DeadlineError, ForkError, InputError, RpcError
+from satrap.event_log import event
 from satrap.interrupts import Uninterrupted
 from satrap.rpc.address import is_unix, join_address, resolve_host, split_address
 from satrap.rpc.faults import decode_error
@@ -277,6 +278,9 @@ class PendingCall:
             raise DeadlineError(self._timeout_message())
         if isinstance(self.answer, RpcError):
             raise self.answer
+        if self.unwarned_since == math.inf:
+            back = event("peer_back", peer=self._channel.address, method=self._method.name)
+            _LOG.info("%s answers again", self._channel.address, extra=back)
         kind, frames = self.answer
         if kind == Kind.ERROR:
             raise decode_error(frames, self._method.name, channel.address)
@@ -291,7 +295,8 @@ class PendingCall:
         late = f"{self._no_connection_message(seconds)} It"
         if self.schedule.num_sent:
             late = f"{self._method.name} at {self._channel.address}: the connection was lost. A new one"
-        _LOG.warning("%s is waited for until %g s have passed", late, self._seconds)
+        lost = event("peer_lost", peer=self._channel.address, method=self._method.name)
+        _LOG.warning("%s is waited for until %g s have passed", late, self._seconds, extra=lost)
 
     def _no_connection_message(self, seconds: float) -> str:
         where = f"{self._method.name} at {self._channel.address}"

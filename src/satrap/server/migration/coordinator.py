@@ -21,6 +21,7 @@ Only one coordinator is active at a time: before it looks how far the previous o
 all servers, which refuse calls under older tokens from then on.
 """
 
+import logging
 import secrets
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -37,8 +38,11 @@ from satrap.errors import AttemptError, DeadlineError, NotReadyError
 from satrap.rpc import Backoff, Client, Keys, Origin
 from satrap.server.protocol import Numbers, ServerCalls
 from satrap.sharding.shard_map import NO_MEMBER, ShardMap, check_addresses
+from satrap.transfer import Transfer
 
 T = TypeVar("T")
+
+_LOG = logging.getLogger("satrap.server")
 
 _PAUSES = 0.01, 0.5  # between retries: the first and the longest
 
@@ -104,11 +108,16 @@ class Migration:
             servers = [shard_map.addresses.index(address) for address in self._target]
             moves = shard_map.bucket_map.spread(servers)
             to = {bucket: shard_map.addresses[server] for bucket, server in moves.items()}
-            for group in self._groups(shard_map, to):
-                at = time.monotonic()
-                after = shard_map.with_owners({bucket: to[bucket] for bucket in group})
-                shard_map = self._apply_map(job, after, shard_map)
-                time.sleep(self._pause_ratio * (time.monotonic() - at))
+            servers_before, moved = len(self._current), 0
+            what = f"move of {len(to)} buckets, from {servers_before} to {len(self._target)} servers,"
+            with Transfer(_LOG, "move", what, total=len(to)) as transfer:
+                for group in self._groups(shard_map, to):
+                    at = time.monotonic()
+                    after = shard_map.with_owners({bucket: to[bucket] for bucket in group})
+                    shard_map = self._apply_map(job, after, shard_map)
+                    moved += len(group)
+                    transfer.reach(moved, len(to), self._num_bytes)
+                    time.sleep(self._pause_ratio * (time.monotonic() - at))
             if shard_map.addresses != self._target:
                 shard_map = self._apply_map(job, shard_map.with_servers(self._target), shard_map)
             self._clients.clear()

@@ -7,6 +7,7 @@ name, so the windows of the rows' buckets record what was applied, whatever happ
 with an earlier process is read again, and its update sends the ids.
 """
 
+import logging
 import math
 import os
 import threading
@@ -21,7 +22,8 @@ import numpy as np
 from satrap.config.cores import thread_count
 from satrap.config.path_allowlist import PathAllowlist
 from satrap.data.registry import restrict, source_from_dict
-from satrap.errors import AttemptError, ConfigError, InputError, NotReadyError
+from satrap.errors import AttemptError, ConfigError, InputError, NotReadyError, SatrapError
+from satrap.event_log import LimitedLog, describe_process, event
 from satrap.rpc import Keys, Origin
 from satrap.worker.remote.batch_reader import BatchReader, HeldBatch, ReadStart
 from satrap.worker.remote.protocol import Bytes, Flags, Floats, as_one, columns_as_bytes, split_one
@@ -29,6 +31,7 @@ from satrap.worker.remote.worker_spec import WorkerSpec
 from satrap.worker.server_group import ServerGroup
 from satrap.worker.sharded_rows import ShardedWorker
 
+_LOG = logging.getLogger("satrap.worker")
 _READ_SECONDS = 10.0  # after which a trainer that waits for a batch is answered that there is none yet
 _CALLS = 8  # concurrent calls of one trainer: two streams, each with one read and two calls to its tables, and its own
 _R = TypeVar("_R")
@@ -81,7 +84,8 @@ class WorkerService:
         thread_count(num_threads)
         self._permitted = PathAllowlist(data, "--data")
         self._keys, self._num_threads = keys, num_threads
-        self._attempt = 0
+        self._attempt = self._latest_step = 0
+        self._log_refusal = LimitedLog(_LOG.warning)
         self._spec: WorkerSpec | None = None
         self._sessions: dict[int, _TrainerSession] = {}
         self._lock = threading.Lock()
@@ -95,6 +99,14 @@ class WorkerService:
             session.close(wait=True)
 
     def hello(self, origin: Origin, assignment: dict[str, Any]) -> None:
+        try:
+            self._hello(origin, assignment)
+        except SatrapError as error:
+            refused = event("hello_refused", trainer=origin.trainer, attempt=origin.attempt, why=str(error))
+            self._log_refusal("hello refused: %s", error, extra=refused)
+            raise
+
+    def _hello(self, origin: Origin, assignment: dict[str, Any]) -> None:
         spec = WorkerSpec.from_dict(assignment)
         with self._handshake_lock:
             with self._lock:
@@ -117,10 +129,25 @@ class WorkerService:
             session = _TrainerSession(ShardedWorker(spec.features, servers, num_threads=self._num_threads))
             with self._lock:
                 outdated = list(self._sessions.values()) if origin.attempt != self._attempt else []
+                self._log_session(origin, spec)
                 self._sessions = ({} if outdated else self._sessions) | {origin.trainer: session}
                 self._attempt, self._spec = origin.attempt, spec
         for each in outdated:
             each.close(wait=False)
+
+    def _log_session(self, origin: Origin, spec: WorkerSpec) -> None:
+        """Log the trainer's session, and before it the job or the attempt if it is new."""
+        job = spec.job.fingerprint
+        describe_process("worker", job=job, step=lambda: self._latest_step)
+        if self._spec is None:
+            servers = len(spec.servers)
+            got = event("job", tables=len(spec.job.tables), servers=servers)
+            _LOG.info("job: %d tables on %d servers", len(spec.job.tables), servers, extra=got)
+        if origin.attempt != self._attempt:
+            started = event("attempt", attempt=origin.attempt, previous=self._attempt)
+            _LOG.info("attempt %d replaces attempt %d", origin.attempt, self._attempt, extra=started)
+        began = event("session", trainer=origin.trainer, attempt=origin.attempt)
+        _LOG.info("trainer %d has a session in attempt %d", origin.trainer, origin.attempt, extra=began)
 
     def _require_same_job(self, origin: Origin, spec: WorkerSpec) -> None:
         """Raise unless the trainer's job is this worker's. A new attempt may bring other features, servers and
@@ -214,6 +241,7 @@ class WorkerService:
                 if last.inputs is not None:
                     last.gradients = _split_gradients(session.worker, last.inputs.batch_size, present, gradients)
                 _update(session.worker, batches, origin.step, lrs, scale)
+            self._latest_step = max(self._latest_step, origin.step)
             return last.answer
 
         return self._submit(origin, stream, work)

@@ -8,6 +8,7 @@ started without `satrap` may do the same: `handler.setFormatter(satrap.event_log
 
 import json
 import logging
+import re
 import threading
 import time
 from collections.abc import Callable
@@ -16,6 +17,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 FORMATS = ("text", "json")
+_ROUTINE = re.compile(r'\d{4}-\d\d-\d\dT\S+Z (?:DEBUG|INFO) |\{"time": "[^"]*", "level": "(?:DEBUG|INFO)"')
 _TRAINER = "trainer"
 # Control characters, which a peer may have put into a name: a line stays one line, and moves no cursor.
 _ESCAPES = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160))} | {0x2028: "\\u2028", 0x2029: "\\u2029"}
@@ -59,6 +61,11 @@ def event(name: str, /, **values: Any) -> dict[str, Any]:
     """Returns the `extra` of a log record: the name of its event, and values that JSON lines have beside the message.
     `number`, `job` and `step` replace those of the process."""
     return {"event": name, "event_values": values}
+
+
+def is_routine(line: str) -> bool:
+    """Returns whether a line of either format has a level below WARNING."""
+    return _ROUTINE.match(line) is not None
 
 
 def formatter(name: str) -> logging.Formatter:

@@ -57,7 +57,8 @@ class Transfer:
         seconds = time.monotonic() - self._start
         figures = {"bytes": self._bytes, "seconds": round(seconds, 3)}
         if kind is None:
-            self._log(logging.INFO, "done", f" done: {format_bytes(self._bytes)} in {seconds:.1f} s", **figures)
+            size = f": {format_bytes(self._bytes)}" if self._bytes else ""
+            self._log(logging.INFO, "done", f" done{size} in {seconds:.1f} s", **figures)
         else:
             why = str(error) or kind.__name__
             self._log(logging.WARNING, "failed", f" failed after {seconds:.1f} s: {why}", why=why, **figures)

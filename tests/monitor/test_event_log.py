@@ -19,7 +19,7 @@ from logged import Records
 from satrap import event_log
 from satrap.config.job import Job
 from satrap.config.tables import Adagrad, Ftrl, Table
-from satrap.event_log import FORMATS, LimitedLog, describe_process, event, formatter, set_role
+from satrap.event_log import FORMATS, LimitedLog, describe_process, event, formatter, is_routine, set_role
 
 LINE = re.compile(
     r"(?P<time>\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z) (?P<level>[A-Z]+) (?P<role>\S+) (?P<number>\S+) "
@@ -53,6 +53,9 @@ def test_a_line_is_one_line_whatever_the_message_holds(message: str, name: str) 
     assert parse(text)["message"].isprintable() or not message.isprintable()
     read = json.loads(line)
     assert (read["message"], read["name"], read["event"]) == (message, name, "job")
+    assert is_routine(text) and is_routine(line)
+    made.levelname = "WARNING"
+    assert not any(is_routine(formatter(form).format(made)) for form in FORMATS)
     assert read.keys() >= {"time", "level", "role", "number", "job", "step", "logger"}
 
 

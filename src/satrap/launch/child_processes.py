@@ -121,10 +121,10 @@ class ChildProcesses:
                 reports += self._on_output(child, source, data)
         return reports + [report for child in exited for report in self._reap(child)]
 
-    def close(self) -> None:
-        """Kills the remaining children and waits for them."""
+    def close(self, *, release: bool = False) -> None:
+        """Kills the remaining children and waits for them. release: remove their rows."""
         for child in list(self._children.values()):
-            child.was_stopped = True
+            child.was_stopped, child.release = True, child.release or release
             child.popen.kill()
             child.popen.wait()
             self._reap(child)

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Self
 
-from satrap.event_log import event, formatter, set_role
+from satrap.event_log import event, formatter, is_routine, set_role
 from satrap.launch.child_processes import ChildExited, ProcessOutput, Report, Stream
 from satrap.launch.run_events import Event, Process, ProcessExited, Role
 from satrap.launch.terminal import Terminal
@@ -113,11 +113,13 @@ class RunLogs:
                 )
 
     def _tail(self, process: Process, start_offset: int) -> list[str]:
+        """Returns the last lines of a process, except log lines of routine events."""
         try:
             with open(self.path(process), "rb") as file:
                 size = file.seek(0, 2)
                 file.seek(max(start_offset, size - _TAIL_BYTES))
-                return file.read().decode(errors="replace").splitlines()[-_TAIL_LINES:]
+                lines = file.read().decode(errors="replace").splitlines()
+                return [line for line in lines if not is_routine(line)][-_TAIL_LINES:]
         except OSError:  # the file was never written, or was removed
             return []
 

@@ -379,7 +379,7 @@ class Supervisor:
 
     def _on_stop_requested(self, reason: str) -> list[Command]:
         if self._is_stopping:
-            return [StopProcess(each, "kill") for each in self._with_role(*Role)]
+            return [StopProcess(each, "kill", release=True) for each in self._with_role(*Role)]
         self._is_stopping = True
         return self._fail(f"{reason}: stopping the run; the same command resumes from the last checkpoint", 130)
 
@@ -392,12 +392,12 @@ class Supervisor:
         return [StopProcess(each, "interrupt") for each in trainers] if trainers else self._stop_remaining()
 
     def _stop_remaining(self) -> list[Command]:
-        """Stops servers and workers after the trainers, which call them."""
+        """Stops servers and workers after the trainers, which call them. Their rows go with them."""
         if not self._running:
             return [ExitRun(self._exit_status)]
         if self._with_role(Role.TRAINER):
             return []
-        return [StopProcess(each, "terminate") for each in self._with_role(*Role)]
+        return [StopProcess(each, "terminate", release=True) for each in self._with_role(*Role)]
 
     def _with_role(self, *roles: Role) -> list[Process]:
         return [running.process for (role, _), running in self._running.items() if role in roles]

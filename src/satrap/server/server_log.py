@@ -4,6 +4,8 @@ and restores are logged by `satrap.table`, as `satrap.transfer` has it."""
 import logging
 import os
 from collections.abc import Callable
+from functools import partial
+from weakref import ref
 
 from satrap.errors import SatrapError
 from satrap.event_log import LimitedLog, describe_process, event
@@ -63,8 +65,13 @@ class ServerLog:
         self._log_move(text, version, outgoing, incoming, owned, buckets, extra=moved)
 
     def _describe(self, state: ServerState) -> None:
-        describe_process("server", number=state.number, job=state.job.fingerprint, step=self._latest_step)
+        describe_process("server", number=state.number, job=state.job.fingerprint, step=partial(_step, ref(self)))
 
-    def _latest_step(self) -> int | None:
+    def latest_step(self) -> int | None:
+        """Returns the latest step of the server's rows."""
         state = self._state()
         return None if state is None else state.engine.latest_step
+
+
+def _step(log: ref[ServerLog]) -> int | None:
+    return None if (alive := log()) is None else alive.latest_step()

@@ -11,6 +11,7 @@ import logging
 import math
 import os
 import threading
+import weakref
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
@@ -21,6 +22,7 @@ import numpy as np
 
 from satrap.config.cores import thread_count
 from satrap.config.path_allowlist import PathAllowlist
+from satrap.data.inputs import Inputs
 from satrap.data.registry import restrict, source_from_dict
 from satrap.errors import AttemptError, ConfigError, InputError, NotReadyError, SatrapError
 from satrap.event_log import LimitedLog, describe_process, event
@@ -138,7 +140,8 @@ class WorkerService:
     def _log_session(self, origin: Origin, spec: WorkerSpec) -> None:
         """Log the trainer's session, and before it the job or the attempt if it is new."""
         job = spec.job.fingerprint
-        describe_process("worker", job=job, step=lambda: self._latest_step)
+        own = weakref.ref(self)
+        describe_process("worker", job=job, step=lambda: None if (me := own()) is None else me._latest_step)
         if self._spec is None:
             servers = len(spec.servers)
             got = event("job", tables=len(spec.job.tables), servers=servers)
@@ -186,8 +189,10 @@ class WorkerService:
 
     def lookup(
         self, origin: Origin, stream: int, number: int, settled: int, oldest_open: int, train: bool
-    ) -> "Future[tuple[Floats, Floats, Flags, list[int]]]":
-        def work(session: _TrainerSession, reader: BatchReader) -> tuple[Floats, Floats, Flags, list[int]]:
+    ) -> "Future[tuple[Floats | None, Floats | None, Bytes | None, Flags, list[int]]]":
+        def work(
+            session: _TrainerSession, reader: BatchReader
+        ) -> tuple[Floats | None, Floats | None, Bytes | None, Flags, list[int]]:
             reader.forget(settled)
             held = _require_batch(reader, number)
             with held.lock:
@@ -200,23 +205,29 @@ class WorkerService:
                     before, held.ticket = held.ticket, found.ticket
                     if before is not None:  # its answer was lost, and this is a retry
                         session.worker.drop(before)
-            return (
-                found.block.reshape(-1),
-                as_one(list(found.sequences.values()), np.float32),
-                as_one(list(found.masks.values()), np.bool_),
-                found.truncated,
-            )
+            masks, sequences = as_one(list(found.masks.values()), np.bool_), list(found.sequences.values())
+            codec = session.worker.pooled_codec
+            if not codec.is_coded:
+                return found.block.reshape(-1), as_one(sequences, np.float32), None, masks, found.truncated
+            flat, present = as_one([found.block, *sequences], np.float32), [True] * (1 + len(sequences))
+            return None, None, codec.encode(flat, inputs.batch_size, present)[1], masks, found.truncated
 
         return self._submit(origin, stream, work)
 
     def send_gradients(
-        self, origin: Origin, stream: int, number: int, present: list[bool], gradients: Floats
+        self,
+        origin: Origin,
+        stream: int,
+        number: int,
+        present: list[bool],
+        gradients: Floats | None,
+        coded: Bytes | None = None,
     ) -> "Future[None]":
         def work(session: _TrainerSession, reader: BatchReader) -> None:
             held = _require_batch(reader, number)
             with held.lock:
                 if held.inputs is not None:
-                    held.gradients = _split_gradients(session.worker, held.inputs.batch_size, present, gradients)
+                    held.gradients = _split_gradients(session.worker, held.inputs, present, gradients, coded)
 
         return self._submit(origin, stream, work)
 
@@ -226,9 +237,10 @@ class WorkerService:
         stream: int,
         numbers: list[int],
         present: list[bool],
-        gradients: Floats,
+        gradients: Floats | None,
         lrs: dict[str, float],
         scale: float,
+        coded: Bytes | None = None,
     ) -> "Future[list[int]]":
         def work(session: _TrainerSession, reader: BatchReader) -> list[int]:
             batches = [_require_batch(reader, number) for number in numbers]
@@ -239,7 +251,7 @@ class WorkerService:
                 if all(each.inputs is None for each in batches):
                     return last.answer  # a retry: the first answer was lost
                 if last.inputs is not None:
-                    last.gradients = _split_gradients(session.worker, last.inputs.batch_size, present, gradients)
+                    last.gradients = _split_gradients(session.worker, last.inputs, present, gradients, coded)
                 _update(session.worker, batches, origin.step, lrs, scale)
             self._latest_step = max(self._latest_step, origin.step)
             return last.answer
@@ -340,8 +352,10 @@ def _update(worker: ShardedWorker, batches: list[HeldBatch], step: int, lrs: dic
 
 
 def _split_gradients(
-    worker: ShardedWorker, batch_size: int, present: list[bool], flat: Floats
+    worker: ShardedWorker, inputs: Inputs, present: list[bool], gradients: Floats | None, coded: Bytes | None
 ) -> tuple[Floats | None, dict[str, Floats]]:
+    batch_size = inputs.batch_size
+    flat = worker.pooled_codec.decode(gradients, coded, batch_size, present)
     shapes: dict[str, tuple[int, ...]] = {"": (batch_size, worker.features.total_dim)}
     for name, feature in worker.features.items():
         if feature.max_length is not None:

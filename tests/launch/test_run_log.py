@@ -51,8 +51,8 @@ EXPECTED = {
     },
     "run.log": {
         "started": r"started: process \d+, logs in .*/run/logs",
-        "move_begun": r"move of \d+ buckets, from 1 to 2 servers, begun",
-        "move_done": r"move of \d+ buckets, from 1 to 2 servers, done: [\d.]+ \w+ in [\d.]+ s",
+        "move_begun": r"move of \d+ buckets from 1 to 2 servers begun",
+        "move_done": r"move of \d+ buckets from 1 to 2 servers done: [\d.]+ \w+ in [\d.]+ s",
     },
 }
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import random
 import signal
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -486,15 +485,3 @@ def test_a_run_continues_the_count_of_launches() -> None:
 def test_invalid_run_configs_are_refused(option: str, value: int) -> None:
     with pytest.raises(ConfigError, match=f"run: {option} is {value}"):
         replace(RunConfig(servers=1, workers=0, trainers=1), **{option: value})
-
-
-def test_a_damaged_run_state_is_refused(tmp_path: Path) -> None:
-    file = tmp_path / "run.json"
-    assert RunState.read(file) is None
-    trainers_know = replace(RUN_STATE, servers=("", "tcp://127.0.0.1:2"), launch=RUN_STATE.launch + 1)
-    trainers_know.write(file)
-    assert RunState.read(file) == trainers_know
-    for text in ("{", "[]", '{"name": "../x"}', '{"name": "a", "launch": -1}', '{"name": "a", "color": 1}'):
-        file.write_text(text)
-        with pytest.raises(ConfigError, match=r"run\.json is not the state of a run"):
-            RunState.read(file)

@@ -108,8 +108,8 @@ class Migration:
             servers = [shard_map.addresses.index(address) for address in self._target]
             moves = shard_map.bucket_map.spread(servers)
             to = {bucket: shard_map.addresses[server] for bucket, server in moves.items()}
-            servers_before, moved = len(self._current), 0
-            what = f"move of {len(to)} buckets, from {servers_before} to {len(self._target)} servers,"
+            moved = 0
+            what = f"move of {len(to)} buckets from {len(self._current)} to {len(self._target)} servers"
             with Transfer(_LOG, "move", what, total=len(to)) as transfer:
                 for group in self._groups(shard_map, to):
                     at = time.monotonic()

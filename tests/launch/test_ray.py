@@ -224,10 +224,12 @@ def test_a_stopped_run_leaves_nothing_behind(tmp_path: Path, cluster: Any, whose
     assert_nothing_is_left(stopped, pids)
 
 
+@pytest.mark.parametrize("how", ["finished", "interrupted", "failed"])
 def test_actors_are_named_by_role_and_remove_their_own_files(
-    tmp_path: Path, cluster: Any, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, cluster: Any, how: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """At the end of a run, no task for cleaning is started: with the last process its rows and keys are gone."""
+    script = write_changed_job(tmp_path, ("embeddings.drain()", "1 / 0")) if how == "failed" else JOB
     without_task = tmp_path / "satrap"
     patch = "import satrap.launch.ray_launcher as launcher; launcher._remove_node_files = None"
     without_task.write_text(
@@ -236,8 +238,8 @@ def test_actors_are_named_by_role_and_remove_their_own_files(
     without_task.chmod(0o755)
     monkeypatch.setattr("runs.SATRAP", without_task)
     (tmp_path / "hold").touch()
-    options = (*SIZES, "--workers", "1", *on_cluster(cluster))
-    with start_run(tmp_path, JOB, *options, arguments=(str(tmp_path), "40")) as run:
+    options = ("--servers", "2", "--workers", "1", *on_cluster(cluster))
+    with start_run(tmp_path, script, *options, arguments=(str(tmp_path), "40")) as run:
         wait_until(lambda: num_checkpoints(tmp_path) >= 6, run)  # the script waits at step 30
         pids = list(children(tmp_path).values())
         listed = subprocess.run(
@@ -247,11 +249,14 @@ def test_actors_are_named_by_role_and_remove_their_own_files(
             check=True,
             timeout=300,
         )
+        assert len(list((tmp_path / "memory").iterdir())) == 6, "rows of two servers, keys of four processes"
+        if how == "interrupted":
+            run.send_signal(signal.SIGINT)
         (tmp_path / "hold").unlink()
         status, _, err = wait_for_exit(run)
-    assert status == 0, err
+    assert status == {"finished": 0, "interrupted": 130, "failed": 1}[how], err
     expected = {("ServerActor", "server-0.1"), ("ServerActor", "server-1.1"), ("WorkerActor", "worker-0.1")}
-    expected |= {("TrainerActor", f"trainer-{number}.1") for number in (0, 1)}
+    expected |= {("TrainerActor", "trainer-0.1")}
     assert {tuple(each) for each in json.loads(listed.stdout.splitlines()[-1])} == expected
     assert f"Ray at {cluster.address}, without a dashboard; its messages in {tmp_path / 'run/logs/ray.log'}" in err
     assert_nothing_is_left(tmp_path, pids)

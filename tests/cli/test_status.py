@@ -128,8 +128,9 @@ def test_status_and_metrics_of_a_live_run(tmp_path: Path) -> None:
     options = ("--servers", "2", "--workers", "1", "--trainers", "1", "--http", "0")
     with start_run(tmp_path, JOB, *options, arguments=(str(tmp_path), "60", "2")) as run:
         assert run.stderr is not None
-        match = re.search(r"metrics at (\S+); those of all processes: (\S+)\n", run.stderr.readline())
-        assert match is not None
+        lines = iter(run.stderr.readline, "")
+        found = (re.search(r"metrics at (\S+); those of all processes: (\S+)\n", line) for line in lines)
+        match = next(each for each in found if each is not None)
         wait_until(lambda: num_checkpoints(tmp_path) == 6, run)  # it waits at step 30
         urls = targets(match[2])
         assert urls["run 0"] == match[1]

@@ -24,7 +24,7 @@ from satrap.config.cores import thread_count
 from satrap.config.job import Job
 from satrap.config.path_allowlist import PathAllowlist
 from satrap.config.validation import check_choice, check_integer
-from satrap.errors import AttemptError, ConfigError, InputError, MovedError, TicketError
+from satrap.errors import AttemptError, ConfigError, InputError, MovedError, SatrapError, TicketError
 from satrap.rpc import Origin
 from satrap.server.lease import Leases
 from satrap.server.migration.calls import MigrationCalls
@@ -37,6 +37,7 @@ from satrap.table.engine import attach_engine, open_engine, remove_unfinished, s
 from satrap.table.snapshot.directory import part_name
 from satrap.table.snapshot.saved_table import require_same_snapshots
 from satrap.table.table_group import TableGroup
+from satrap.transfer import running_figures
 
 MAX_TICKETS = 1024
 """Tickets kept for one trainer. Beyond that the oldest is dropped; the worker then sends the ids with the update."""
@@ -75,8 +76,20 @@ class Server(MigrationCalls, StatusCalls):
                 self._remove_rows()
         elif shared is not None:
             _require_creatable(os.fspath(shared))
+        self._log.record_start(shared)
 
     def hello(
+        self, origin: Origin, job: dict[str, Any], shard_map: dict[str, Any], server: int, commit: bool
+    ) -> dict[str, Any]:
+        try:
+            return self._hello(origin, job, shard_map, server, commit)
+        except MovedError:
+            raise  # the caller takes the newer map, and calls again
+        except SatrapError as error:
+            self._log.record_refusal(origin, error)
+            raise
+
+    def _hello(
         self, origin: Origin, job: dict[str, Any], shard_map: dict[str, Any], server: int, commit: bool
     ) -> dict[str, Any]:
         own_job, new_map = Job.from_dict(job), ShardMap.from_dict(shard_map)
@@ -95,6 +108,7 @@ class Server(MigrationCalls, StatusCalls):
                     lrs = [table.optimizer.lr for table in own_job.tables]
                     return {"attempt": NO_ATTEMPT, "latest_step": 0, "lrs": lrs, "leases": self._leases.remaining()}
                 self._state = self._create_tables(own_job, new_map, server)
+                self._log.record_job(self._state)
             state = self._state
             self._require_same_job(state, own_job, new_map, server, by_coordinator)
             if commit:
@@ -133,6 +147,7 @@ class Server(MigrationCalls, StatusCalls):
                 raise self._attempt_error(state, origin)
             self._discard_calls(state, origin)
             state.restored = None
+            self._log.record_attempt(state, origin.attempt)
             state.engine.begin_attempt(origin.attempt)
 
     def lookup(
@@ -281,6 +296,7 @@ class Server(MigrationCalls, StatusCalls):
                 raise InputError(f"restore: folders of {len(folders)} tables; expected of {len(names)}, or none")
             require_same_snapshots(folders, checksums)
             chains = dict(zip(names, folders, strict=False))
+            self._log.record_attempt(state, origin.attempt, ", to restore rows" if chains else ", with empty tables")
             new_state = self._recreate_tables(state, origin)
             new_state.engine.begin_attempt(origin.attempt)
             answer = self._restore_tables(new_state, chains) if chains else True
@@ -307,6 +323,9 @@ class Server(MigrationCalls, StatusCalls):
     def check(self, origin: Origin, table: int) -> None:
         with self._admit(origin, reads=True) as state:
             state.store(table).check()
+
+    def progress(self, origin: Origin) -> dict[str, int]:
+        return running_figures("satrap.table")
 
     # -- internals ---------------------------------------------------------------------------------------------------
 

@@ -7,8 +7,10 @@ table of the engine has one, and a Store that a user creates is the only one of 
 share all code but that of the batch, and neither calls the other.
 """
 
+import logging
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Never, Self
 
 import numpy as np
@@ -20,10 +22,12 @@ from satrap.config.tables import Table
 from satrap.config.validation import kind_of
 from satrap.errors import ConfigError, InputError, SnapshotError
 from satrap.table.engine import Slot, attach_engine, look_up, open_engine, update
-from satrap.table.snapshot.directory import folder_path
+from satrap.table.snapshot.directory import folder_bytes, folder_path
 from satrap.table.snapshot.reader import Snapshot, open_levels
 from satrap.table.store import Store
+from satrap.transfer import Transfer
 
+_LOG = logging.getLogger("satrap.table")
 _PathLike = str | os.PathLike[str]
 
 
@@ -105,8 +109,18 @@ class TableGroup(Mapping[str, Store]):
             raise SnapshotError(
                 f"{self._where}: {used[0]!r} was already used; restore into new tables, before any step"
             )
+        with Transfer(_LOG, "restore", f"restore of {self._where}", total=2 * _total_bytes(folders)):
+            return self._restore(folders, owned, is_used=bool(used))
+
+    def _restore(
+        self,
+        folders: Mapping[str, Sequence[_PathLike]],
+        owned: Sequence[NDArray[np.bool_]] | None,
+        *,
+        is_used: bool,
+    ) -> bool:
         chains = self.verify(folders)
-        if used and self._renew is not None:
+        if is_used and self._renew is not None:
             slots = self._renew()
             self._engine, self._slots = slots[0].engine, {slot.table.name: slot for slot in slots}
             for slot in slots:  # in place: the caller may hold them
@@ -121,10 +135,11 @@ class TableGroup(Mapping[str, Store]):
         """Raises unless `restore` could fill tables like these from the folders. Reads every file whole."""
         if folders.keys() != self._stores.keys():
             raise InputError(f"{self._where}: folders are of {sorted(folders)}; expected one list for each table here")
-        return {
-            name: open_levels(self._slots[name], [folder_path(f"table {name!r}", folder) for folder in folders[name]])
-            for name in self._stores
-        }
+        with Transfer(_LOG, "verify", f"verification of the files of {self._where}", total=_total_bytes(folders)):
+            return {
+                name: open_levels(self._slots[name], [folder_path(f"table {name!r}", each) for each in folders[name]])
+                for name in self._stores
+            }
 
     @property
     def latest_step(self) -> int:
@@ -220,3 +235,9 @@ class TableGroup(Mapping[str, Store]):
         dims = [store.table.dim for store in self._stores.values()]
         parts = np.split(flat, np.cumsum(np.diff(offset_array) * dims)[:-1])
         return [part.reshape(-1, dim) for part, dim in zip(parts, dims, strict=True)]
+
+
+def _total_bytes(folders: Mapping[str, Sequence[_PathLike]]) -> int:
+    """Returns the size of all files of the snapshots, 0 for a folder that cannot be read."""
+    paths = [each for chain in folders.values() for each in chain if isinstance(each, str | os.PathLike)]
+    return sum(folder_bytes(Path(os.fspath(each))) for each in paths)

@@ -7,6 +7,7 @@ from satrap.config.features import Features
 from satrap.config.job import Job
 from satrap.config.tables import Table
 from satrap.errors import ConfigError, StreamError
+from satrap.event_log import describe_process
 from satrap.run_context import current_context
 from satrap.train.deployment import Deployment
 from satrap.train.process_group import ProcessGroup
@@ -31,6 +32,8 @@ def open_worker(
     rows: with what the run gives.
     dense: the tables of dense parameters on the servers; then trainers do not wait for each other.
     """
+    job = Job(tables=(*features.tables, *dense), seed=seed)
+    describe_process("trainer", job=job.fingerprint)
     if rows.servers is None:
         if trainers.world_size > 1:
             raise ConfigError(
@@ -42,7 +45,6 @@ def open_worker(
 
     if staleness > MOST_STALENESS:
         raise ConfigError(f"staleness is {staleness}; expected at most {MOST_STALENESS} with servers")
-    job = Job(tables=(*features.tables, *dense), seed=seed)
     servers = _connect_servers(job, rows, trainers, synchronous=staleness == 0 and not dense)
     if not rows.workers:
         return ShardedWorker(features, servers, num_threads=num_threads)

@@ -20,6 +20,7 @@ from satrap.table.snapshot.arrow_files import batches, in_threads, items, mapped
 from satrap.table.snapshot.directory import parts_of, read_manifest
 from satrap.table.snapshot.manifest import DataFile, Kind, Manifest, Since
 from satrap.table.snapshot.saved_table import require_each_bucket_once
+from satrap.transfer import advance
 
 _MOST_READS = 100  # of a folder into which other processes save
 
@@ -172,6 +173,7 @@ class Snapshot:
         for columns in batches(mapped.reader):
             if mapped.file.kind == "rows":
                 slot.progress.restore.add(len(columns["id"]))
+            num_lines = len(columns["id"])
             if owned is not None:
                 is_owned = owned[np.asarray(bucket_of(columns["id"], self.manifest.num_buckets))]
                 columns = {name: column[is_owned] for name, column in columns.items()}
@@ -183,12 +185,14 @@ class Snapshot:
                     engine.import_sightings(index, columns["id"], columns["step"], columns["count"], clear=False)
                 case "removed":
                     engine.import_removed(index, columns["id"])
+            advance(mapped.file.bytes * num_lines // max(1, mapped.file.rows))
 
     def _verify(self, file: DataFile) -> _Mapped:
         """Raises unless the file is byte for byte what was saved, and its lines fit the table."""
         path = self.path / file.name
         mapping = mapped_file(path, file)
         found = crc32c(np.frombuffer(mapping, np.uint8))
+        advance(file.bytes)
         if found != file.crc32c:
             raise SnapshotError(f"{path} is damaged: its crc32c is {found}; expected {file.crc32c}")
         try:

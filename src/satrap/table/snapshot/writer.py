@@ -10,6 +10,7 @@ All rows are taken before the removed ids, so that applying both never overfills
 cleared no marks: the changes since an older version are still all there.
 """
 
+import logging
 import secrets
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -19,12 +20,15 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from satrap.config.tables import Table
 from satrap.errors import ChangesError, InputError, SnapshotError
-from satrap.table.engine import Slot
+from satrap.table.engine import Slot, native_config
 from satrap.table.snapshot.arrow_files import Columns, as_batch, in_threads, pyarrow_or_error, schema_of
 from satrap.table.snapshot.directory import ChecksumFile, SnapshotDirectory
 from satrap.table.snapshot.manifest import DataFile, FileKind, Kind, Manifest, Since
+from satrap.transfer import Transfer
 
+_LOG = logging.getLogger("satrap.table")
 _BATCH_BYTES = 16 << 20  # of a record batch, unless one bucket alone is larger: the memory that a thread needs
 _FILE_BYTES = 256 << 20  # of a rows file, so that loading has work for more threads than saving had
 _MAX_FILES = 64
@@ -41,8 +45,10 @@ def save_table(slot: Slot, path: Path, since: Since | None = None, owned: NDArra
     saver = _Saver(slot=slot, folder=path, kind=kind, id=token, since=since, owned=owned)
     saver.require_removals()  # first: what a killed save left in the folder must not hide this error
     try:
+        what = f"save of table {table.name!r}{'' if since is None else f', changes since version {since.version},'}"
         with (
             slot.progress.save.running(slot.engine.num_rows(slot.index)),
+            Transfer(_LOG, "save", f"{what} into {path}", total=saver.total_bytes, table=table.name),
             SnapshotDirectory(path, token, table.to_dict(), slot.seed, since) as folder,
         ):
             manifest = saver.run()
@@ -53,6 +59,11 @@ def save_table(slot: Slot, path: Path, since: Since | None = None, owned: NDArra
             "what the folder held is still valid, and no changes are forgotten: free some space, or give another folder"
         ) from error
     return manifest
+
+
+def row_bytes(table: Table) -> int:
+    """Returns the bytes of one row in a snapshot, with its id and its step."""
+    return table.dim * (4 if table.dtype == "float32" else 2) + 4 * native_config(table).state_dim + 12
 
 
 @dataclass(kw_only=True)
@@ -70,11 +81,18 @@ class _Saver:
     bucket_bytes: int = field(init=False)
     """Average size of the rows of one bucket."""
 
-    def run(self) -> Manifest:
+    def __post_init__(self) -> None:
         slot, engine, index = self.slot, self.slot.engine, self.slot.index
         self.state_dim = engine.state_dim(index)
-        row_bytes = slot.table.dim * (4 if slot.table.dtype == "float32" else 2) + 4 * self.state_dim + 12
-        self.bucket_bytes = engine.num_rows(index) * row_bytes // engine.num_buckets(index) + 1
+        self.bucket_bytes = engine.num_rows(index) * row_bytes(slot.table) // engine.num_buckets(index) + 1
+
+    @property
+    def total_bytes(self) -> int | None:
+        """About how much a whole save writes; None: not known, of changes."""
+        return self.bucket_bytes * self.slot.engine.num_buckets(self.slot.index) if self.since is None else None
+
+    def run(self) -> Manifest:
+        slot, engine, index = self.slot, self.slot.engine, self.slot.index
         try:
             version = engine.begin_version(index)
         except InputError as error:

@@ -8,9 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from logged import logged
-from satrap.launch.run_monitor import CLIENT_KEY, STATUS, RunMonitor
-from satrap.launch.run_state import RunState
-from satrap.launch.supervisor import (
+from satrap.launch.run_events import (
     Event,
     MigrationEnded,
     PlacementFailed,
@@ -18,12 +16,13 @@ from satrap.launch.supervisor import (
     ProcessExited,
     ProcessReady,
     Role,
-    RunConfig,
     ScaleRequested,
     StartProcess,
     StopRequested,
-    Supervisor,
 )
+from satrap.launch.run_monitor import CLIENT_KEY, STATUS, RunMonitor
+from satrap.launch.run_state import RunState
+from satrap.launch.supervisor import RunConfig, Supervisor
 from satrap.monitor.samples import Sample
 
 SERVERS = [Process(Role.SERVER, number, 1) for number in (0, 1)]

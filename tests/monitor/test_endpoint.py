@@ -17,6 +17,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from logged import logged
 from satrap.errors import ConfigError
+from satrap.monitor import samples
 from satrap.monitor.endpoint import HttpEndpoint, any_port, split_http_address
 from satrap.monitor.memory import _limits, memory
 from satrap.monitor.metric_table import GROUPS, METRICS
@@ -149,7 +150,9 @@ def test_staleness_is_binned(seen: dict[int, int]) -> None:
     assert (found.counts, found.total) == (expected, sum(observations))
 
 
-def test_samples_of_several_objects_become_one() -> None:
+def test_samples_of_several_objects_become_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(samples, "_sources", [])  # not those that other tests left
+
     class Source:
         def __init__(self, steps: int, reason: str) -> None:
             self._counters = Counters(staleness={steps: 2}, stages={"read": 1.5}, inside=2.0, lost={"batches/x": 1})

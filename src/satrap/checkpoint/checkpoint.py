@@ -46,12 +46,15 @@ from satrap.config.durable import checksum, put_on_disk, write_file
 from satrap.config.validation import kind_of
 from satrap.data.inputs import Position
 from satrap.errors import ChangesError, CheckpointError, SatrapError, SnapshotError
+from satrap.event_log import event
 from satrap.monitor.samples import Sample, register
 from satrap.run_context import current_context
 from satrap.table.snapshot.saved_table import SavedTable
+from satrap.table.snapshot.writer import row_bytes
 from satrap.train.embeddings import Embeddings, session_of
 from satrap.train.optimizer import HybridOptimizer
 from satrap.train.process_group import unwrap
+from satrap.transfer import Transfer
 
 _LOG = logging.getLogger("satrap.checkpoint")
 _ENDED = 0  # in place of every_steps: the trainer is at the end of its script
@@ -180,6 +183,14 @@ class Checkpoint:
         return every_steps in requests or (every_steps is None and not requests)
 
     def _write(self, step: int, positions: Sequence[Any], randoms: list[bytes], is_best: bool) -> None:
+        total = None
+        if self._last is None or self._since_full >= self._full_every:  # else deltas, of an unknown size
+            total = sum(len(table) * row_bytes(table.table) for table in self._session.worker.tables.values())
+        what = f"save of step {step} into {self._directory.name}"
+        with Transfer(_LOG, "save", what, total=total or None, step=step):
+            self._write_folder(step, positions, randoms, is_best)
+
+    def _write_folder(self, step: int, positions: Sequence[Any], randoms: list[bytes], is_best: bool) -> None:
         with self._directory.new(step, None if self._last is None else self._last[0]) as folder:
             parent = self._last if self._last is not None and self._since_full < self._full_every else None
             tables, layout = self._session.worker.tables, self._session.worker.tables.map_version
@@ -255,7 +266,8 @@ class Checkpoint:
             self._figures.at = time.time()
         if trainers.rank == 0:
             launch = "" if (context := current_context()) is None else f"launch {context.launch} "
-            _LOG.info("%scontinues after step %d, from %s", launch, newest.step, newest.where)
+            resumed = event("resumed", checkpoint=newest.where, resumed_step=newest.step)
+            _LOG.info("%scontinues after step %d, from %s", launch, newest.step, newest.where, extra=resumed)
         return True
 
     def _checked_state(self, entry: CheckpointManifest) -> Any:
@@ -293,7 +305,8 @@ class Checkpoint:
         newest, tables = chain[-1], self._session.worker.tables
         folders = table_folders(chain)
         self._layout = tables.map_version
-        changes_may_follow = tables.restore(folders)
+        with Transfer(_LOG, "restore", f"restore of step {newest.step} from {newest.where}", step=newest.step):
+            changes_may_follow = tables.restore(folders)
         require_rows(chain, {name: len(table) for name, table in tables.items()})
         self._last = newest.folder.name, {name: tables[name].version for name in tables}
         self._since_full = len(chain) if changes_may_follow else self._full_every

@@ -15,14 +15,17 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, suppress
 from functools import partial
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 from satrap.cli.parser import command_parser
 from satrap.config.validation import check_integer
 from satrap.errors import ConfigError, SatrapError
+from satrap.event_log import event, formatter, set_role
 from satrap.run_context import RunContext
 
+_LOG = logging.getLogger("satrap.cli")
 _RERUN_HINT = "; run the same command again to finish the migration"
 _MAX_OPEN_FILES = 1 << 16  # of a server or worker: one for each connection
 _NUM_CALL_THREADS = 4  # threads of a worker that receive calls and pass them to its sessions
@@ -38,8 +41,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if unrecognized:
         hint = "; put the script's own arguments after --" if options.command == "run" else ""
         parser.error(f"unrecognized arguments: {' '.join(unrecognized)}{hint}")
-    if options.command in ("server", "worker", "trainer"):
-        _show_log()
+    if options.command in ("server", "worker", "trainer", "migrate"):
+        set_role(options.command, getattr(options, "number", None))
+        _show_log(options.log_format)
     try:
         if options.die_with is not None:
             from satrap.launch.child_processes import die_with_parent
@@ -94,10 +98,10 @@ def _output_lines(options: argparse.Namespace) -> Iterator[str]:
             return _server(options)
 
 
-def _show_log() -> None:
+def _show_log(log_format: str) -> None:
     """Shows Satrap's log on standard error, unless the script configures logging."""
     handler, logger = logging.StreamHandler(), logging.getLogger("satrap")
-    handler.setFormatter(logging.Formatter("%(name)s: %(message)s"))
+    handler.setFormatter(formatter(log_format))
     handler.addFilter(lambda _: not logging.getLogger().handlers)
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
@@ -169,8 +173,10 @@ def _server(options: argparse.Namespace) -> Iterator[str]:
     ):
         yield from endpoint.attach(service)
         yield f"satrap server: listening at {service.address}"
+        _log_start(service.address)
         wait_for_stop()
         endpoint.drain()
+    _LOG.info("stopped", extra=event("stopped"))
 
 
 def _worker(options: argparse.Namespace) -> Iterator[str]:
@@ -191,8 +197,15 @@ def _worker(options: argparse.Namespace) -> Iterator[str]:
     ):
         yield from endpoint.attach(service)
         yield f"satrap worker: listening at {service.address}"
+        _log_start(service.address)
         wait_for_stop()
         endpoint.drain()
+    _LOG.info("stopped", extra=event("stopped"))
+
+
+def _log_start(address: str) -> None:
+    text = "started: satrap %s, process %d, listening at %s"
+    _LOG.info(text, version("satrap"), os.getpid(), address, extra=event("started", pid=os.getpid(), address=address))
 
 
 def _prepare_to_listen(options: argparse.Namespace) -> None:

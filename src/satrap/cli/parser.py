@@ -3,7 +3,10 @@
 import argparse
 from importlib.metadata import version
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, TypeAlias
+
+from satrap.config.validation import suggest
+from satrap.event_log import FORMATS
 
 _Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 
@@ -16,7 +19,7 @@ def command_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"satrap {version('satrap')}")
     parser.add_argument("--die-with", type=int, help=argparse.SUPPRESS)
-    commands = parser.add_subparsers(title="commands", dest="command", metavar="COMMAND")
+    commands = parser.add_subparsers(title="commands", dest="command", metavar="COMMAND", action=_CommandAction)
     _add_run(commands)
     _add_scale(commands)
     _add_status(commands)
@@ -29,7 +32,25 @@ def command_parser() -> argparse.ArgumentParser:
     trainer.add_argument("--listener", type=int)
     _add_http(trainer, "")
     trainer.add_argument("script")
+    _add_log_format(trainer)
+    commands.choices = None  # type: ignore[assignment]  # `_CommandAction` refuses others; argparse lists `trainer`, too
     return parser
+
+
+class _CommandAction(argparse._SubParsersAction):  # type: ignore[type-arg]
+    """Selects a command, and names the nearest one instead of one that does not exist."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: Any,
+        option_string: str | None = None,
+    ) -> None:
+        known = [each.dest for each in self._choices_actions]  # those with a help text
+        if values[0] not in self._name_parser_map:
+            parser.error(f"there is no command {values[0]!r}; {suggest(values[0], known)}")
+        super().__call__(parser, namespace, values, option_string)
 
 
 def _add_run(commands: _Commands) -> None:
@@ -79,6 +100,22 @@ def _add_run(commands: _Commands) -> None:
     )
     _add_paths(run.add_argument_group("files and directories"))
     _add_cluster(run)
+    _add_log_format(run.add_argument_group("log"))
+
+
+def _add_log_format(group: argparse._ActionsContainer) -> None:
+    group.add_argument(
+        "--log-format",
+        choices=FORMATS,
+        default="text",
+        help="form of the log's lines, on standard error and in log files (default: %(default)s)",
+    )
+
+
+def _add_process_number(command: argparse.ArgumentParser, default: str) -> None:
+    command.add_argument(
+        "--number", type=int, metavar="N", help=f"number of this process in its log (default: {default})"
+    )
 
 
 def _add_number(group: argparse._ArgumentGroup, option: str, what: str, default: int) -> None:
@@ -200,6 +237,8 @@ def _add_server(commands: _Commands) -> None:
     _add_http(server, "")
     _add_allowed(server, "--checkpoints", "write and read checkpoints")
     _add_threads(server)
+    _add_process_number(server, "that of the server in its job")
+    _add_log_format(server)
 
 
 def _add_worker(commands: _Commands) -> None:
@@ -215,6 +254,8 @@ def _add_worker(commands: _Commands) -> None:
     _add_http(worker, "")
     _add_allowed(worker, "--data", "read training data")
     _add_threads(worker)
+    _add_process_number(worker, "none")
+    _add_log_format(worker)
 
 
 def _add_listen(command: argparse.ArgumentParser, keys: str) -> None:
@@ -276,6 +317,7 @@ def _add_migrate(commands: _Commands) -> None:
             help=f"addresses of {which}, in order",
         )
     migrate.add_argument("--keys", metavar="FILE", help="path of client.key; required for servers with keys")
+    _add_log_format(migrate)
 
 
 def _add_keys_and_doctor(commands: _Commands) -> None:

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import IO, Literal
 
 from satrap.errors import ConfigError
-from satrap.launch.supervisor import Process, ProcessReady, Role, StopMode
+from satrap.launch.run_events import Process, ProcessReady, Role, StopMode
 
 GRACE_SECONDS = 10.0
 """Grace period: a process that has not exited this long after it was stopped is killed."""
@@ -146,10 +146,10 @@ class ChildProcesses:
                 reports += self._on_output(child, source, data)
         return reports + [report for child in exited for report in self._reap(child)]
 
-    def close(self) -> None:
-        """Kills the remaining children and waits for them."""
+    def close(self, *, release: bool = False) -> None:
+        """Kills the remaining children and waits for them. release: remove their rows."""
         for child in list(self._children.values()):
-            child.was_stopped = True
+            child.was_stopped, child.release = True, child.release or release
             child.popen.kill()
             child.popen.wait()
             self._reap(child)

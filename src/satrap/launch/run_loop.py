@@ -16,22 +16,22 @@ from typing import Protocol
 from satrap.config.durable import opened, try_lock
 from satrap.errors import ConfigError
 from satrap.launch.process_command import ProcessSpec, Script
-from satrap.launch.run_monitor import RunMonitor
-from satrap.launch.run_state import RunState
-from satrap.launch.scaler import Scaler
-from satrap.launch.supervisor import (
+from satrap.launch.run_events import (
     Event,
     ExitRun,
     LogMessage,
     MigrateBuckets,
+    PauseMigration,
     Process,
-    RunConfig,
     StartProcess,
     StopMode,
     StopProcess,
     StopRequested,
-    Supervisor,
 )
+from satrap.launch.run_monitor import RunMonitor
+from satrap.launch.run_state import RunState
+from satrap.launch.scaler import Scaler
+from satrap.launch.supervisor import RunConfig, Supervisor
 
 _LOG = logging.getLogger("satrap.launch")
 _POLL_SECONDS = 0.5  # the longest delay of a Ctrl-C
@@ -102,6 +102,8 @@ def run(
                             launcher.stop(process, mode, release)
                         case MigrateBuckets(current, target):
                             scaler.migrate(current, target)
+                        case PauseMigration(seconds):
+                            scaler.pause(seconds)
                         case ExitRun(status):
                             return status
                 events = [*launcher.poll(_POLL_SECONDS), *scaler.poll()]

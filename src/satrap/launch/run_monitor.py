@@ -17,7 +17,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from satrap.launch.supervisor import (
+from satrap.launch.run_events import (
     Command,
     Event,
     MigrationEnded,
@@ -28,9 +28,8 @@ from satrap.launch.supervisor import (
     Role,
     StartProcess,
     StopProcess,
-    Supervisor,
-    describe_exit,
 )
+from satrap.launch.supervisor import Supervisor, describe_exit
 from satrap.monitor.memory import memory
 from satrap.monitor.samples import Sample, memory_samples
 

@@ -15,10 +15,10 @@ from contextlib import suppress
 from pathlib import Path
 
 from satrap.errors import ConfigError, SatrapError
+from satrap.launch.run_events import Event, MigrationDue, MigrationEnded, ScaleRequested
 from satrap.launch.run_state import is_live
-from satrap.launch.supervisor import Event, MigrationEnded, ScaleRequested
 from satrap.rpc import Client, Keys, Origin
-from satrap.server.migration.coordinator import Migration
+from satrap.server.migration.coordinator import Migration, NoJobError
 from satrap.server.protocol import ServerCalls
 from satrap.sharding.autoscaler import ScaleHistory, ScaleLimits, ServerLoad, decide
 
@@ -62,6 +62,12 @@ class Scaler:
         migration = self._migration
         return None if migration is None else migration.progress
 
+    def pause(self, seconds: float) -> None:
+        """Causes a `MigrationDue` event after so many seconds."""
+        timer = threading.Timer(seconds, self._events.put, (MigrationDue(),))
+        timer.daemon = True
+        timer.start()
+
     def poll(self) -> list[Event]:
         """Returns the events since the last call."""
         events = [self._events.get_nowait() for _ in range(self._events.qsize())]
@@ -78,15 +84,15 @@ class Scaler:
             self._watcher.join()
 
     def _migrate(self, current: Sequence[str], target: Sequence[str]) -> None:
-        failure = None
+        failure, has_no_job = None, False
         try:
             self._migration = Migration(current, target, keys=self._keys)
             self._migration.run()
         except SatrapError as error:
-            failure = str(error)
+            failure, has_no_job = str(error), isinstance(error, NoJobError)
         finally:
             self._migration = None
-        self._events.put(MigrationEnded(failure))
+        self._events.put(MigrationEnded(failure, has_no_job))
 
     def _watch(self, servers: Callable[[], Sequence[str]], limits: ScaleLimits) -> None:
         history, before, window_start = ScaleHistory(), dict[str, dict[str, float]](), time.monotonic()

@@ -21,6 +21,7 @@ over TCP also silent connections and incomplete messages (connections.py). Only 
 its connections are not watched.
 """
 
+import logging
 import os
 import select
 import threading
@@ -34,6 +35,7 @@ import zmq
 
 from satrap.config.validation import check_integer, check_number
 from satrap.errors import ConfigError, RpcError
+from satrap.event_log import LimitedLog, event
 from satrap.rpc.address import is_unix, is_wildcard, join_address, resolve_host, split_address
 from satrap.rpc.call_times import CallTimes
 from satrap.rpc.faults import encode_error
@@ -45,6 +47,7 @@ from satrap.rpc.methods import Method, methods_of
 from satrap.rpc.unix_socket import SocketFile
 from satrap.rpc.values import MAX_JSON_BYTES, PIECE_BYTES, in_pieces
 
+_LOG = logging.getLogger("satrap.rpc")
 _MAX_QUEUED_MESSAGES = 64  # of one connection, in either direction
 _HEARTBEAT_MS, _HEARTBEAT_TIMEOUT_MS = 2_000, 10_000
 _HANDSHAKE_MS = 10_000
@@ -415,8 +418,12 @@ def _enable_curve(context: "zmq.Context[zmq.Socket[bytes]]", router: "zmq.Socket
     """Enables encryption, and starts the authenticator, which accepts only the client's key. Fails closed."""
     from zmq.auth.thread import ThreadAuthenticator  # imports asyncio
 
+    log = LimitedLog(_LOG.warning)
+
     class OnlyClient:
         def callback(self, domain: str, key: bytes) -> bool:
+            if key != keys.peer:
+                log("a client with an unknown key was refused", extra=event("hello_refused", why="unknown key"))
             return key == keys.peer
 
     authenticator = ThreadAuthenticator(context)

@@ -6,6 +6,7 @@ record. Neither decides anything: `satrap.worker.server_group` refuses to replac
 lease.
 """
 
+import logging
 import os
 import queue
 import secrets
@@ -17,11 +18,13 @@ from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from satrap.errors import SatrapError
+from satrap.event_log import event
 
 if TYPE_CHECKING:
     from satrap.rpc import Client, Origin, PendingCall
     from satrap.server.protocol import ServerCalls
 
+_LOG = logging.getLogger("satrap.server")
 LEASE_SECONDS = 5.0
 _RENEW_SECONDS = 1.0
 _RELEASE_SECONDS = 1.0
@@ -89,14 +92,36 @@ class Leases:
         self._lock = threading.Lock()
         self._attempt = 0
         self._until: dict[str, tuple[str, float]] = {}
+        self._watcher: threading.Thread | None = None
 
     def renew(self, attempt: int, process: str, where: str, seconds: float) -> None:
         """Hold the process's lease of this attempt for `seconds` from now on, unless a newer attempt replaced it."""
         with self._lock:
             if attempt >= self._attempt:
                 self._attempt = attempt
-                self._until[process] = where, time.monotonic() + seconds
-            self._until = {each: held for each, held in self._until.items() if held[1] > time.monotonic()}
+                if seconds:
+                    self._until[process] = where, time.monotonic() + seconds
+                else:
+                    self._until.pop(process, None)
+            if self._until and self._watcher is None:
+                self._watcher = threading.Thread(target=self._watch, name="satrap-leases", daemon=True)
+                self._watcher.start()
+
+    def _watch(self) -> None:
+        """Log the leases that expire, until there are none."""
+        while True:
+            with self._lock:
+                now = time.monotonic()
+                for process, (where, until) in list(self._until.items()):
+                    if until <= now:
+                        del self._until[process]
+                        lost = event("peer_lost", peer=where, attempt=self._attempt)
+                        _LOG.warning("%s is lost, or was replaced: its lease has expired", where, extra=lost)
+                if not self._until:
+                    self._watcher = None
+                    return
+                pause = min(until for _, until in self._until.values()) - now
+            time.sleep(pause)
 
     def remaining(self) -> dict[str, list[str | float]]:
         """Return for each process its location and the seconds until its lease expires."""

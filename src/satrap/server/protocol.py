@@ -185,6 +185,9 @@ class ServerCalls(Protocol):
     def discard_buckets(self, origin: Origin) -> None:
         """Discard all buckets that other servers own, if the server is at the origin's shard map."""
 
+    def progress(self, origin: Origin) -> dict[str, int]:
+        """Return how far saves and restores in progress are: `done` of `total` (0: not known), and `bytes`."""
+
     def load(self, origin: Origin) -> dict[str, float]:
         """Return what `satrap.sharding.autoscaler` decides by: `rows`, `bytes` of the tables, `memory_bytes` of the
         machine, `work_seconds` of all calls since the process started, and `latest_step`."""

@@ -24,7 +24,7 @@ from satrap.config.cores import thread_count
 from satrap.config.job import Job
 from satrap.config.path_allowlist import PathAllowlist
 from satrap.config.validation import check_choice, check_integer
-from satrap.errors import AttemptError, ConfigError, InputError, MovedError, TicketError
+from satrap.errors import AttemptError, ConfigError, InputError, MovedError, SatrapError, TicketError
 from satrap.rpc import Origin
 from satrap.server.lease import Leases
 from satrap.server.migration.calls import MigrationCalls
@@ -36,6 +36,7 @@ from satrap.sharding.shard_map import ShardMap
 from satrap.table.engine import attach_engine, open_engine, remove_unfinished, shared_note
 from satrap.table.snapshot.directory import part_name
 from satrap.table.table_group import Chains, TableGroup
+from satrap.transfer import running_figures
 
 MAX_TICKETS = 1024
 """Tickets kept for one trainer. Beyond that the oldest is dropped; the worker then sends the ids with the update."""
@@ -74,8 +75,20 @@ class Server(MigrationCalls, StatusCalls):
                 self._remove_rows()
         elif shared is not None:
             _require_creatable(os.fspath(shared))
+        self._log.record_start(shared)
 
     def hello(
+        self, origin: Origin, job: dict[str, Any], shard_map: dict[str, Any], server: int, commit: bool
+    ) -> dict[str, Any]:
+        try:
+            return self._hello(origin, job, shard_map, server, commit)
+        except MovedError:
+            raise  # the caller takes the newer map, and calls again
+        except SatrapError as error:
+            self._log.record_refusal(origin, error)
+            raise
+
+    def _hello(
         self, origin: Origin, job: dict[str, Any], shard_map: dict[str, Any], server: int, commit: bool
     ) -> dict[str, Any]:
         own_job, new_map = Job.from_dict(job), ShardMap.from_dict(shard_map)
@@ -94,6 +107,7 @@ class Server(MigrationCalls, StatusCalls):
                     lrs = [table.optimizer.lr for table in own_job.tables]
                     return {"attempt": NO_ATTEMPT, "latest_step": 0, "lrs": lrs, "leases": self._leases.remaining()}
                 self._state = self._create_tables(own_job, new_map, server)
+                self._log.record_job(self._state)
             state = self._state
             self._require_same_job(state, own_job, new_map, server, by_coordinator)
             if commit:
@@ -132,6 +146,7 @@ class Server(MigrationCalls, StatusCalls):
                 raise self._attempt_error(state, origin)
             self._discard_calls(state, origin)
             state.restored = state.verified = None
+            self._log.record_attempt(state, origin.attempt)
             state.engine.begin_attempt(origin.attempt)
 
     def lookup(
@@ -279,6 +294,7 @@ class Server(MigrationCalls, StatusCalls):
             if folders:
                 self._require_all_tables(state, folders)
             chains = state.take_verified(folders, checksums) if folders else None
+            self._log.record_attempt(state, origin.attempt, ", to restore rows" if chains else ", with empty tables")
             new_state = self._recreate_tables(state, origin)
             new_state.engine.begin_attempt(origin.attempt)
             answer = self._fill_tables(new_state, chains) if chains else True
@@ -304,6 +320,9 @@ class Server(MigrationCalls, StatusCalls):
     def check(self, origin: Origin, table: int) -> None:
         with self._admit(origin, reads=True) as state:
             state.store(table).check()
+
+    def progress(self, origin: Origin) -> dict[str, int]:
+        return running_figures("satrap.table")
 
     # -- internals ---------------------------------------------------------------------------------------------------
 

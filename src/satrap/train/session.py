@@ -18,6 +18,7 @@ from satrap.config.features import Features
 from satrap.config.tables import Table
 from satrap.data.inputs import Position
 from satrap.errors import ConfigError, StreamError
+from satrap.event_log import describe_process
 from satrap.interrupts import Uninterrupted
 from satrap.monitor.report import Counters
 from satrap.monitor.samples import Sample, register, snapshot_samples, table_samples, training_samples
@@ -62,6 +63,8 @@ class TrainingSession:
         self._open_worker, self._staleness, self._deterministic = open_worker, staleness, deterministic
         self._worker: LocalWorker | ShardedWorker | DeviceWorker | None = None
         self._step = 0
+        own = weakref.ref(self)
+        describe_process("trainer", number=trainers.rank, step=lambda: None if (me := own()) is None else me.step)
         self._past_counters = Counters()  # totals of ended training streams
         self._tracked: dict[int, _TrackedSource] = {}  # by id(): a list can be a source, and is not hashable
         self._training: Stream | None = None

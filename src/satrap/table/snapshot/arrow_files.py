@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from satrap.config.tables import Table
 from satrap.errors import SnapshotError
 from satrap.table.snapshot.manifest import FORMAT, FORMAT_VERSION, DataFile, FileKind, Kind
+from satrap.transfer import in_context
 
 _T = TypeVar("_T")
 _R = TypeVar("_R")
@@ -106,7 +107,7 @@ def in_threads(num_threads: int, work: Callable[[_T], _R], items: Sequence[_T]) 
     if num_threads == 1 or len(items) <= 1:
         return [work(item) for item in items]
     with ThreadPoolExecutor(min(num_threads, len(items)), thread_name_prefix="satrap-snapshot") as pool:
-        futures = [pool.submit(work, item) for item in items]
+        futures = [pool.submit(in_context(work), item) for item in items]
         try:
             return [future.result() for future in futures]
         except BaseException:

@@ -25,6 +25,7 @@ from satrap.config.durable import checksum, put_on_disk, try_lock
 from satrap.config.validation import describe, is_path
 from satrap.errors import InputError, SnapshotError
 from satrap.table.snapshot.manifest import FILE_NAME, Manifest, Since, is_ours, temporary_name
+from satrap.transfer import advance
 
 _PART = re.compile(r"(0|[1-9]\d*)-of-([1-9]\d*)")
 _CHUNK = 1 << 20  # bytes that are checksummed, then written while they are still in the processor's cache
@@ -36,6 +37,16 @@ def folder_path(where: str, path: object) -> Path:
     if not isinstance(text, str) or not text or not is_path(text):
         raise InputError(f"{where}: path is {describe(path)}; expected the path of a snapshot's folder")
     return Path(text)
+
+
+def folder_bytes(folder: Path) -> int:
+    """Returns the size of the files in a folder and below it, as far as they can be read."""
+    found = 0
+    for parent, _, names in os.walk(folder):
+        for name in names:
+            with suppress(OSError):
+                found += os.stat(os.path.join(parent, name)).st_size
+    return found
 
 
 def part_name(part: int, num_parts: int) -> str:
@@ -215,6 +226,7 @@ class ChecksumFile:
             while len(piece) > 0:
                 piece = piece[self._call(os.write, piece) :]
         self.bytes += len(view)
+        advance(len(view))
         return len(view)
 
     def flush(self) -> None:

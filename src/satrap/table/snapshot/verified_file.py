@@ -17,6 +17,7 @@ from satrap._core import bucket_of, crc32c, mixed_order
 from satrap.errors import SnapshotError
 from satrap.table.snapshot.arrow_files import Columns, as_columns, items, mapped_file, pyarrow_or_error
 from satrap.table.snapshot.manifest import DataFile, Manifest, RecordBatch
+from satrap.transfer import advance
 
 
 class VerifiedFile:
@@ -60,13 +61,15 @@ class VerifiedFile:
         return bool(_needed(file.batches, owned))
 
     def batches(self) -> Iterator[Columns]:
-        """Yields the lines of the needed buckets."""
-        for i in range(self._reader.num_record_batches) if self.file.batches is None else self._needed:
+        """Yields the lines of the needed buckets; each batch then counts as moved."""
+        numbers = range(self._reader.num_record_batches) if self.file.batches is None else self._needed
+        for done, i in enumerate(numbers):
             columns = as_columns(self._reader.get_batch(i))
             if self._owned is not None and not self._is_owned_whole(i):
                 is_owned = self._owned[np.asarray(bucket_of(columns["id"], self._manifest.num_buckets))]
                 columns = {name: column[is_owned] for name, column in columns.items()}
             yield columns
+            advance(self.bytes_read * (done + 1) // len(numbers) - self.bytes_read * done // len(numbers))
 
     def _is_owned_whole(self, i: int) -> bool:
         assert self._owned is not None
@@ -91,6 +94,7 @@ class VerifiedFile:
 
     def _checksum(self, data: NDArray[np.uint8], begin: int, end: int, before: int) -> int:
         self.bytes_read += end - begin
+        advance(end - begin)
         return crc32c(data[begin:end], before)
 
     def _raise_damaged(self, data: NDArray[np.uint8], known: tuple[RecordBatch, ...], first: int, last: int) -> None:

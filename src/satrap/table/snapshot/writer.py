@@ -10,6 +10,7 @@ All rows are taken before the removed ids, so that applying both never overfills
 cleared no marks: the changes since an older version are still all there.
 """
 
+import logging
 import secrets
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -20,13 +21,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from satrap._core import bucket_of
+from satrap.config.tables import Table
 from satrap.errors import ChangesError, InputError, SnapshotError
-from satrap.table.engine import Slot
+from satrap.table.engine import Slot, native_config
 from satrap.table.snapshot.arrow_files import Columns, as_batch, in_threads, pyarrow_or_error, schema_of
 from satrap.table.snapshot.batch_cuts import cut_batches
 from satrap.table.snapshot.directory import ChecksumFile, SnapshotDirectory
 from satrap.table.snapshot.manifest import DataFile, FileKind, Kind, Manifest, RecordBatch, Since
+from satrap.transfer import Transfer
 
+_LOG = logging.getLogger("satrap.table")
 _EXPORT_BYTES = 16 << 20  # of an export, unless one bucket alone is larger: the memory that a thread needs
 _FILE_BYTES = 256 << 20  # of a rows file, so that loading has work for more threads than saving had
 _MAX_FILES = 64
@@ -43,8 +47,10 @@ def save_table(slot: Slot, path: Path, since: Since | None = None, owned: NDArra
     saver = _Saver(slot=slot, folder=path, kind=kind, id=token, since=since, owned=owned)
     saver.require_removals()  # first: what a killed save left in the folder must not hide this error
     try:
+        what = f"save of table {table.name!r}{'' if since is None else f', changes since version {since.version},'}"
         with (
             slot.progress.save.running(slot.engine.num_rows(slot.index)),
+            Transfer(_LOG, "save", f"{what} into {path}", total=saver.total_bytes, table=table.name),
             SnapshotDirectory(path, token, table.to_dict(), slot.seed, since) as folder,
         ):
             manifest = saver.run()
@@ -55,6 +61,11 @@ def save_table(slot: Slot, path: Path, since: Since | None = None, owned: NDArra
             "what the folder held is still valid, and no changes are forgotten: free some space, or give another folder"
         ) from error
     return manifest
+
+
+def row_bytes(table: Table) -> int:
+    """Returns the bytes of one row in a snapshot, with its id and its step."""
+    return table.dim * (4 if table.dtype == "float32" else 2) + 4 * native_config(table).state_dim + 12
 
 
 @dataclass(kw_only=True)
@@ -76,19 +87,27 @@ class _Saver:
     ranges: tuple[tuple[int, int], ...] = field(init=False)
     """The saved buckets, as rising ranges."""
 
-    def run(self) -> Manifest:
+    def __post_init__(self) -> None:
         slot, engine, index = self.slot, self.slot.engine, self.slot.index
         self.state_dim = engine.state_dim(index)
-        buckets = engine.num_buckets(index)
-        row_bytes = slot.table.dim * (4 if slot.table.dtype == "float32" else 2) + 4 * self.state_dim + 12
-        self.line_bytes = {"rows": row_bytes, "sightings": 16, "removed": 8}
-        self.ranges = ((0, buckets),) if self.owned is None else _ranges(self.owned)
+        self.line_bytes = {"rows": row_bytes(slot.table), "sightings": 16, "removed": 8}
+        self.ranges = ((0, engine.num_buckets(index)),) if self.owned is None else _ranges(self.owned)
         num_owned = sum(end - begin for begin, end in self.ranges)
-        self.bucket_bytes = engine.num_rows(index) * row_bytes // max(1, num_owned) + 1
+        self.bucket_bytes = engine.num_rows(index) * row_bytes(slot.table) // max(1, num_owned) + 1
+
+    @property
+    def total_bytes(self) -> int | None:
+        """About how much a whole save writes; None: not known, of changes."""
+        engine, index = self.slot.engine, self.slot.index
+        return engine.num_rows(index) * self.line_bytes["rows"] if self.since is None else None
+
+    def run(self) -> Manifest:
+        slot, engine, index = self.slot, self.slot.engine, self.slot.index
         try:
             version = engine.begin_version(index)
         except InputError as error:
             raise SnapshotError(f"{error}: it can no longer be saved") from None
+        buckets = engine.num_buckets(index)
         names = [(f"part-{self.id}-{i:05d}.arrow", *each) for i, each in enumerate(self._file_ranges())]
         files = in_threads(slot.engine.num_threads, lambda each: self._write("rows", *each), names)
         files.append(self._write("sightings", f"sightings-{self.id}.arrow", 0, buckets))

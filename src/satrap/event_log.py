@@ -12,6 +12,7 @@ import re
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
@@ -103,7 +104,7 @@ def _fields(form: logging.Formatter, record: logging.LogRecord) -> dict[str, Any
         "role": _process.role,
         "number": _process.number,
         "job": _process.job,
-        "step": _process.step() if _process.step is not None else None,
+        "step": _latest_step(),
         "logger": record.name,
         "event": getattr(record, "event", None),
         "message": record.getMessage(),
@@ -112,6 +113,12 @@ def _fields(form: logging.Formatter, record: logging.LogRecord) -> dict[str, Any
     if record.exc_info:
         line["exception"] = form.formatException(record.exc_info)
     return line
+
+
+def _latest_step() -> int | None:
+    with suppress(Exception):  # in a fork, or while the process ends: the event matters more
+        return None if _process.step is None else _process.step()
+    return None
 
 
 class LimitedLog:

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from benchmarks.cluster.proxy import CountingProxy
 
+from logged import logged
 from rpc_parts import DEADLINE_SECONDS, LOOPBACK, Calls, FrameProxy, Served
 from satrap.errors import DeadlineError
 from satrap.rpc import Client, Keys, Service
@@ -88,7 +89,7 @@ def test_only_the_client_key_is_accepted(tmp_path: Path) -> None:
     knows_the_server = Keys(role="client", secret=stranger.secret, public=stranger.public, peer=server.public)
     takes_another = Keys(role="client", secret=client.secret, public=client.public, peer=foreign.public)
     served = Served()
-    with Service(served, Calls, LOOPBACK, server) as service:
+    with logged("satrap.rpc", match="refused") as records, Service(served, Calls, LOOPBACK, server) as service:
         with Client(Calls, service.address, client, deadline=DEADLINE_SECONDS) as good:
             assert good.call.add(1) == 1
             refusals = {
@@ -104,6 +105,8 @@ def test_only_the_client_key_is_accepted(tmp_path: Path) -> None:
                             refused.call.add(100)
             assert good.call.add(1) == 2
         assert served.num_runs == 2
+    messages = {record.getMessage() for record in records}
+    assert any("unknown key" in each for each in messages) and any("keys of another pair" in each for each in messages)
 
 
 def test_a_client_that_was_refused_connects_to_the_next_server(tmp_path: Path) -> None:

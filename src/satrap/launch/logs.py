@@ -8,6 +8,7 @@ import logging
 import os
 import sys
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import Self
 
@@ -146,6 +147,14 @@ class _RunLog(logging.FileHandler):
 
     def __init__(self, path: Path) -> None:
         super().__init__(path, delay=True)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        with suppress(OSError):  # the file cannot be opened
+            super().emit(record)
+
+    def close(self) -> None:
+        with suppress(OSError):  # what is still buffered cannot be written
+            super().close()
 
     def handleError(self, record: logging.LogRecord) -> None:
         """Do nothing."""

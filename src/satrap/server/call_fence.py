@@ -7,6 +7,7 @@ keeps new ones waiting meanwhile.
 
 import threading
 import time
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -27,7 +28,8 @@ class CallFence:
         self._work_seconds = 0.0
         self._state: ServerState | None = None
         self._fencing_token = FencingToken()
-        self._log = ServerLog(lambda: self._state)
+        own = weakref.ref(self)  # without a cycle, so that the last reference to a server frees its tables
+        self._log = ServerLog(lambda: None if (me := own()) is None else me._state)
 
     def _require_state(self, needs_handshake: bool = True) -> ServerState:
         if self._state is None or (needs_handshake and not self._state.has_handshake):

@@ -13,6 +13,7 @@ import secrets
 import socket
 import threading
 import time
+import weakref
 from collections.abc import Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING
@@ -28,6 +29,7 @@ _LOG = logging.getLogger("satrap.server")
 LEASE_SECONDS = 5.0
 _RENEW_SECONDS = 1.0
 _RELEASE_SECONDS = 1.0
+_WATCH_SECONDS = 0.5
 
 _process = (0, "")
 
@@ -92,7 +94,7 @@ class Leases:
         self._lock = threading.Lock()
         self._attempt = 0
         self._until: dict[str, tuple[str, float]] = {}
-        self._watcher: threading.Thread | None = None
+        self._is_watched = False
 
     def renew(self, attempt: int, process: str, where: str, seconds: float) -> None:
         """Hold the process's lease of this attempt for `seconds` from now on, unless a newer attempt replaced it."""
@@ -103,28 +105,31 @@ class Leases:
                     self._until[process] = where, time.monotonic() + seconds
                 else:
                     self._until.pop(process, None)
-            if self._until and self._watcher is None:
-                self._watcher = threading.Thread(target=self._watch, name="satrap-leases", daemon=True)
-                self._watcher.start()
+            if self._until and not self._is_watched:
+                self._is_watched = True
+                threading.Thread(target=_watch, args=(weakref.ref(self),), name="satrap-leases", daemon=True).start()
 
-    def _watch(self) -> None:
-        """Log the leases that expire, until there are none."""
-        while True:
-            with self._lock:
-                now = time.monotonic()
-                for process, (where, until) in list(self._until.items()):
-                    if until <= now:
-                        del self._until[process]
-                        lost = event("peer_lost", peer=where, attempt=self._attempt)
-                        _LOG.warning("%s is lost, or was replaced: its lease has expired", where, extra=lost)
-                if not self._until:
-                    self._watcher = None
-                    return
-                pause = min(until for _, until in self._until.values()) - now
-            time.sleep(pause)
+    def remove_expired(self) -> bool:
+        """Log the leases that have expired, and remove them. Return whether there are others."""
+        with self._lock:
+            now = time.monotonic()
+            for process, (where, until) in list(self._until.items()):
+                if until <= now:
+                    del self._until[process]
+                    lost = event("peer_lost", peer=where, attempt=self._attempt)
+                    _LOG.warning("%s is lost, or was replaced: its lease has expired", where, extra=lost)
+            self._is_watched = bool(self._until)
+            return self._is_watched
 
     def remaining(self) -> dict[str, list[str | float]]:
         """Return for each process its location and the seconds until its lease expires."""
         now = time.monotonic()
         with self._lock:
             return {each: [where, until - now] for each, (where, until) in self._until.items() if until > now}
+
+
+def _watch(leases: weakref.ref[Leases]) -> None:
+    """Remove expired leases until there are none, or until they are collected with their server."""
+    while (alive := leases()) is not None and alive.remove_expired():
+        del alive
+        time.sleep(_WATCH_SECONDS)

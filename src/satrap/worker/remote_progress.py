@@ -17,8 +17,7 @@ class RemoteProgress:
     """Queries servers every two seconds for the transfer in progress, if there is one."""
 
     def __init__(self, clients: Sequence[Client[ServerCalls]]) -> None:
-        """clients: of the servers; if there are none, nothing is queried."""
-        self._clients, self._transfer = clients, current_transfer() if clients else None
+        self._clients, self._transfer = clients, current_transfer()
         self._calls: list[PendingCall] = []
         self._figures: list[dict[str, int]] = []
         self._due = time.monotonic() + _QUERY_SECONDS

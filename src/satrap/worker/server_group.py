@@ -301,9 +301,10 @@ class ServerGroup:
         retries: defaultdict[int, RetryState] = defaultdict(lambda: RetryState(until))
         answers: dict[int, Any] = {}
         failed: dict[int, SatrapError] = {}
-        progress = RemoteProgress(topology.clients if patient else ())
+        progress = RemoteProgress(topology.clients) if patient else None
         while pending:
-            progress.poll()
+            if progress is not None:
+                progress.poll()
             for server, call in list(pending.items()):
                 if not call.wait(_POLL_SECONDS / len(pending)):
                     continue
@@ -319,7 +320,8 @@ class ServerGroup:
                     if isinstance(error, DeadlineError) or (isinstance(error, MovedError) and not patient):
                         pending.clear()  # the other servers may take long
                         break
-        progress.end()
+        if progress is not None:
+            progress.end()
         if failed:
             raise self._failure(topology, failed, patient)
         return answers

@@ -13,6 +13,7 @@ import subprocess
 import termios
 import threading
 import urllib.request
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -65,20 +66,23 @@ def watch_in_a_terminal(folder: Path, columns: int, lines: int) -> bytes:
     fcntl.ioctl(secondary, termios.TIOCSWINSZ, struct.pack("HHHH", lines, columns, 0, 0))
     command = [str(SATRAP), "status", "--watch", "--seconds", "0.1", "--folder", str(folder / "run")]
     process = subprocess.Popen(command, stdin=secondary, stdout=secondary, stderr=secondary, start_new_session=True)
+    os.close(secondary)
     timer = threading.Timer(120, process.kill)
     timer.start()
+    written, is_interrupted = b"", False
     try:
-        written = b""
-        while written.count(b"\x1b[H") < 4:
-            written += os.read(primary, 1 << 16)
-        process.send_signal(signal.SIGINT)
+        with suppress(OSError):  # at its end
+            while True:  # a terminal reads on: otherwise the process could not write its last lines
+                written += os.read(primary, 1 << 16)
+                if not is_interrupted and written.count(b"\x1b[H") >= 4:
+                    process.send_signal(signal.SIGINT)
+                    is_interrupted = True
         assert process.wait() == 0
     finally:
         timer.cancel()
         timer.join()
         process.kill()
         process.wait()
-        os.close(secondary)
         os.close(primary)
     return written
 

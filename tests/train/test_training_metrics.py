@@ -5,17 +5,20 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
+import pytest
 import torch
 
 from satrap import Checkpoint, Embeddings, Inputs, Table
+from satrap.monitor import samples
 from satrap.monitor.samples import Distribution, Sample, collect, not_ready
 
 
-def numbers(samples: list[Sample]) -> dict[str, float | Distribution]:
-    return {".".join((each.name.removeprefix("satrap_"), *each.labels.values())): each.value for each in samples}
+def numbers(found: list[Sample]) -> dict[str, float | Distribution]:
+    return {".".join((each.name.removeprefix("satrap_"), *each.labels.values())): each.value for each in found}
 
 
-def test_samples_of_a_trainer(tmp_path: Path) -> None:
+def test_samples_of_a_trainer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(samples, "_sources", [])  # not those that other tests left
     embeddings = Embeddings({"item": Table("item", dim=4)}, staleness=2, deterministic=True, num_threads=1)
     model = torch.nn.Linear(4, 1)
     optimizer = embeddings.optimizer(torch.optim.SGD(model.parameters(), lr=0.1))

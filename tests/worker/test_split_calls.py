@@ -322,7 +322,7 @@ def test_every_call_is_refused_in_a_fork() -> None:
     split.fill(other, rows_for(other), *floats_for())
     sums = split.sums([other], [(BLOCK, [PATH])], 1.0, **WHERE)
     no_rows = np.zeros(3, np.int64)
-    no_dims, no_runs = np.zeros(0, np.uint64), np.zeros(1, np.int64)
+    no_dims, no_runs = np.zeros(0, np.uint32), np.zeros(1, np.int64)
     calls: dict[str, Callable[[], object]] = {
         "empty": lambda: split.empty(1, 1),
         "lookup": lambda: split.lookup(**GOOD),

@@ -67,6 +67,7 @@ SLOWEST = (
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--seed", type=int, default=None, help="seed of the tests' random draws (default: a new one)")
+    parser.addoption("--draw", action="store_true", help="run only some of the tests marked `draw`, by the seed")
     parser.addoption(
         "--faults-seconds", type=float, default=8.0, help="how long faults are drawn at random (default 8)"
     )
@@ -88,9 +89,26 @@ def pytest_report_header(config: pytest.Config) -> str:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Puts the slowest files first, so that no worker of `-n` starts one at the end. The tests of a file stay together
-    and in order, because they share fixtures."""
+    """With `--draw`, draws some of the tests that are marked `draw`. Puts the slowest files first, so that no worker of
+    `-n` starts one at the end. The tests of a file stay together and in order, because they share fixtures."""
+    if config.getoption("--draw"):
+        left_out = _not_drawn(items, config.stash[SEED])
+        config.hook.pytest_deselected(items=[item for item in items if item in left_out])
+        items[:] = [item for item in items if item not in left_out]
     items.sort(key=lambda item: SLOWEST.index(item.path.name) if item.path.name in SLOWEST else len(SLOWEST))
+
+
+def _not_drawn(items: list[pytest.Item], seed: int) -> set[pytest.Item]:
+    """Returns the tests that a run with this seed leaves out: `draw(number)` marks a function with several variants, or
+    a module, of whose tests so many run."""
+    groups: dict[tuple[str, int], list[pytest.Item]] = {}
+    for item in items:
+        for node, mark in item.iter_markers_with_node("draw"):
+            groups.setdefault((node.nodeid.partition("[")[0], mark.args[0]), []).append(item)
+    left_out: set[pytest.Item] = set()
+    for (name, number), group in groups.items():
+        left_out |= set(group) - set(random.Random(f"{seed} {name}").sample(group, min(number, len(group))))
+    return left_out
 
 
 @pytest.fixture

@@ -41,6 +41,7 @@ if importlib.util.find_spec("ray") is None:
     pytest.skip("Ray is not installed: pip install 'ray>=2.52'", allow_module_level=True)
 
 SIZES = ("--servers", "2", "--trainers", "2")
+pytestmark = pytest.mark.draw(9)
 LIST_ACTORS = """
 import json, sys, ray
 from ray._private.state import actors
@@ -201,6 +202,7 @@ def test_a_run_that_loses_a_node_with_a_server_resumes_its_checkpoint(
     assert_nothing_is_left(tmp_path, list(pids.values()))
 
 
+@pytest.mark.draw(1)
 @pytest.mark.parametrize("whose", ["the cluster's", "its own"])
 def test_a_stopped_run_leaves_nothing_behind(tmp_path: Path, cluster: Any, whose: str) -> None:
     stopped, killed = (tmp_path / name for name in ("told", "killed"))
@@ -224,6 +226,7 @@ def test_a_stopped_run_leaves_nothing_behind(tmp_path: Path, cluster: Any, whose
     assert_nothing_is_left(stopped, pids)
 
 
+@pytest.mark.draw(1)
 @pytest.mark.parametrize("how", ["finished", "interrupted", "failed"])
 def test_actors_are_named_by_role_and_remove_their_own_files(
     tmp_path: Path, cluster: Any, how: str, monkeypatch: pytest.MonkeyPatch

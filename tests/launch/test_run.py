@@ -43,6 +43,7 @@ from satrap.launch.run_loop import lock_run_folder
 from satrap.launch.scaler import Scaler, request_servers
 
 ASYNC = JOB.with_name("async_job.py")
+pytestmark = pytest.mark.draw(18)
 
 
 def children(run: subprocess.Popen[str]) -> dict[str, int]:
@@ -139,6 +140,7 @@ def lose_server(folder: Path, run: subprocess.Popen[str], server: int) -> None:
     os.kill(children(run)[f"server {server}"], signal.SIGKILL)
 
 
+@pytest.mark.draw(1)
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_server_lost_with_its_rows_after_buckets_have_moved(
     tmp_path: Path, undisturbed: dict[str, np.ndarray], victim: int

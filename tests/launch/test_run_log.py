@@ -57,6 +57,7 @@ EXPECTED = {
 }
 
 
+@pytest.mark.draw(1)
 @pytest.mark.parametrize("form", ["text", "json"])
 def test_every_event_of_a_run_is_a_line(tmp_path: Path, form: str) -> None:
     (tmp_path / "hold").touch()

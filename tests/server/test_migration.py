@@ -143,6 +143,7 @@ def trainers(num_trainers: int, addresses: list[str], barrier_size: int) -> Iter
         yield workers
 
 
+@pytest.mark.draw(1)
 @pytest.mark.parametrize("barrier_size", [0, 3], ids=["stale", "synchronous"])
 def test_several_trainers_and_servers_killed_during_migrations(tmp_path: Path, seed: int, barrier_size: int) -> None:
     """Updates are exact, so their order does not matter."""

@@ -63,8 +63,10 @@ import os, signal, sys
 from pathlib import Path
 import numpy
 import torch
+import lean_torch
 import satrap
 
+lean_torch.skip_compiler()
 torch.distributed.init_process_group("gloo")
 rank, folder, mode = torch.distributed.get_rank(), Path(sys.argv[1]), sys.argv[2]
 torch.manual_seed(0)
@@ -99,7 +101,7 @@ def torchrun(folder: Path, mode: str) -> subprocess.CompletedProcess[str]:
         capture_output=True,
         text=True,
         timeout=2 * DEADLINE_SECONDS,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[1])},
     )
 
 

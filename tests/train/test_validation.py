@@ -310,6 +310,7 @@ def test_a_best_checkpoint_of_another_run_is_not_mine(tmp_path: Path) -> None:
 # -- several trainers --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.draw(1)
 @pytest.mark.parametrize("staleness", [0, 2])
 def test_several_trainers_agree(trainers: Trainers, staleness: int, tmp_path: Path) -> None:
     options: dict[str, Any] = {"batches": 24, "patience": 2, "checkpoint": str(tmp_path / "run")}

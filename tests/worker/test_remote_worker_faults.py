@@ -55,6 +55,7 @@ each_way = pytest.mark.parametrize(
 )
 
 
+@pytest.mark.draw(1)
 @each_way
 def test_a_worker_killed_at_random_moments(
     tmp_path: Path, seed: int, overlap: bool, how: dict[str, Any], monkeypatch: pytest.MonkeyPatch
@@ -101,6 +102,7 @@ def test_servers_and_their_worker_are_killed(tmp_path: Path, seed: int) -> None:
             assert (train(job, data), bits(job), job[0].counters().lost) == wanted
 
 
+@pytest.mark.draw(4)
 @each_way
 @pytest.mark.parametrize("moment", ["looked up", "updated"])
 @pytest.mark.parametrize("accumulate", [1, 3])

@@ -40,6 +40,7 @@ def file(tmp_path: Path) -> str:
     return str(path)
 
 
+@pytest.mark.draw(1)
 @pytest.mark.parametrize("num_workers", [1, 2])
 def test_two_trainers_have_the_bits_of_two_without_workers(
     trainers: Trainers, tmp_path: Path, file: str, num_workers: int
@@ -73,6 +74,7 @@ def test_trainers_resume_with_workers_a_run_started_without(trainers: Trainers, 
         assert (after["dense"], after["rows"]) == (once["dense"], once["rows"])
 
 
+@pytest.mark.draw(1)
 @pytest.mark.parametrize("staleness", [0, 3])
 def test_everything_is_killed_under_two_trainers(
     trainers: Trainers, tmp_path: Path, file: str, seed: int, staleness: int

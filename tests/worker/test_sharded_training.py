@@ -92,6 +92,7 @@ def test_the_next_checkpoint_after_a_migration_is_whole(known: bool, tmp_path: P
         embeddings.worker.servers.close()
 
 
+@pytest.mark.draw(4)
 @pytest.mark.parametrize(("before", "after"), [(2, 3), (3, 1), (1, 2), (2, 2), (0, 3), (2, 0)])
 @pytest.mark.parametrize("full_every", [1, 3])
 def test_a_checkpoint_of_any_number_of_servers_goes_into_any_other(

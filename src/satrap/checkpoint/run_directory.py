@@ -236,8 +236,10 @@ class RunDirectory:
                 try:
                     yield folder
                 except BaseException as error:
-                    if storage.is_atomic or isinstance(error, Exception):
+                    if storage.is_atomic or isinstance(error, Exception):  # a death can remove nothing
                         storage.discard(folder)
+                    if not storage.is_atomic and isinstance(error, SatrapError):
+                        self._require_owned()  # else another process has removed what was missing
                     raise
         except OSError as error:
             raise CheckpointError(

@@ -32,10 +32,11 @@ class ObjectDirectory:
         self._folder, self._token = folder, token
         self._config, self._seed, self._since = config, seed, since
         self._is_part = is_part
-        self._may_be_committed = False
+        self._replaces = self._may_be_committed = False
 
     def __enter__(self) -> Self:
         if not self._is_part and (record := read_record(self._folder)) is not None:
+            self._replaces = True
             if [part["folder"] for part in record] != [""]:
                 raise SnapshotError(f"{self._folder} holds parts that servers saved; give another folder")
             require_same_table(read_manifest(self._folder), self._folder, self._config, self._seed, self._since)
@@ -53,7 +54,8 @@ class ObjectDirectory:
         self._may_be_committed = True
         if not self._is_part:
             write_record(self._folder, [SavedPart.of("", manifest, checksum(data)).to_dict()])
-            self._sweep(lambda name: is_of_other(name, [self._token]))
+            if self._replaces:
+                self._sweep(lambda name: is_of_other(name, [self._token]))
 
     def _sweep(self, unwanted: Callable[[str], bool]) -> None:
         with suppress(OSError):  # what is left costs space only

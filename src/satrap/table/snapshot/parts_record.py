@@ -2,7 +2,7 @@
 
 On a disk the folder itself says so: there are subfolders "k-of-n", and each holds the one manifest that a rename put
 there. Under a URL lists may lag, and a server that was replaced may still be writing. So each snapshot's manifest has a
-name of its own, and this object names those that count. One process writes it, after all manifests.
+name that is never used again, and this object names those that count. One process writes it, after all manifests.
 """
 
 import json

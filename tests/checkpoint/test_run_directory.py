@@ -20,10 +20,10 @@ from checkpoint_job import Job, names, same
 from logged import logged
 from satrap import Checkpoint, Embeddings, Parquet, Table
 from satrap.checkpoint.run_directory import RunDirectory
-from satrap.storage.folder import Folder
 from satrap.checkpoint.run_owner import OWNER
 from satrap.errors import CheckpointError
 from satrap.run_context import RunContext
+from satrap.storage.folder import Folder
 
 
 def test_foreign_folders_are_neither_read_nor_removed(tmp_path: Path) -> None:

@@ -294,9 +294,7 @@ def test_a_checkpoint_written_with_an_error_is_not_taken_for_another_runs(store:
             raise TimeoutError(errno.ETIMEDOUT, "no answer")
 
     store.after_write = lose_the_answer
-    with pytest.raises(
-        CheckpointError, match=r"cannot be written: no answer at .*/000004-step-3-\w+/checkpoint\.json"
-    ):
+    with pytest.raises(CheckpointError, match=r"cannot be written: no answer at .*/000004-step-3-\w+/checkpoint\.json"):
         job.run.save()
     store.after_write, store.fail_at = lambda path: None, lambda operation, path: None
     assert published(store)[-1].startswith("000004-step-3-")

@@ -9,7 +9,6 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import fsspec
@@ -76,19 +75,23 @@ class HostileFileSystem(fsspec.AbstractFileSystem):  # type: ignore[misc]
             raise FileNotFoundError(path)
         return [{"name": n, "type": t, "size": 0} for n, t in found.items()] if detail else list(found)
 
-    def cat_file(self, path: str, **_: Any) -> bytes:
+    def cat_file(self, path: str, start: int | None = None, end: int | None = None, **_: Any) -> bytes:
         self._fail("read", path)
         if path not in self.store.objects:
             raise FileNotFoundError(path)
-        return self.store.objects[path]
+        return self.store.objects[path][start:end]
 
-    def get_file(self, rpath: str, lpath: str, **_: Any) -> None:
-        Path(lpath).write_bytes(self.cat_file(rpath))
+    def size(self, path: str) -> int:
+        return len(self.cat_file(path))
+
+    def _open(self, path: str, mode: str = "rb", **_: Any) -> HostileFile:
+        assert mode == "wb"
+        self._require_folder(path)
+        return HostileFile(self, path)
 
     def pipe_file(self, path: str, value: bytes, **_: Any) -> None:
         store = self.store
-        if store.requires_folders and path.rpartition("/")[0] not in store.folders:
-            raise FileNotFoundError(path.rpartition("/")[0])
+        self._require_folder(path)
         store.before_write(path)
         try:
             self._fail("write", path)
@@ -97,9 +100,6 @@ class HostileFileSystem(fsspec.AbstractFileSystem):  # type: ignore[misc]
             raise
         store.change(path, value)
         store.after_write(path)
-
-    def put_file(self, lpath: str, rpath: str, **_: Any) -> None:
-        self.pipe_file(rpath, Path(lpath).read_bytes())
 
     def rm_file(self, path: str) -> None:
         self._fail("remove", path)
@@ -120,12 +120,35 @@ class HostileFileSystem(fsspec.AbstractFileSystem):  # type: ignore[misc]
     def _refuse(self, *_: Any, **__: Any) -> Any:
         raise NotImplementedError("there is no such operation here")
 
-    mv = move = cp_file = copy = glob = expand_path = rm = put = get = exists = info = _refuse
+    mv = move = cp_file = copy = glob = expand_path = rm = put = put_file = get = get_file = exists = info = _refuse
+
+    def _require_folder(self, path: str) -> None:
+        if self.store.requires_folders and path.rpartition("/")[0] not in self.store.folders:
+            raise FileNotFoundError(path.rpartition("/")[0])
 
     def _fail(self, operation: str, path: str) -> None:
         error = self.store.fail_at(operation, path)
         if error is not None:
             raise error(f"{operation} of {path} failed")
+
+
+class HostileFile:
+    """An object that is written in parts, and is there once it is closed."""
+
+    def __init__(self, files: HostileFileSystem, path: str) -> None:
+        self._files, self._path, self._parts = files, path, bytearray()
+        self.closed = False
+
+    def write(self, part: memoryview) -> None:
+        self._files._fail("part", self._path)
+        self._parts += part
+
+    def close(self) -> None:
+        self._files.pipe_file(self._path, bytes(self._parts))
+        self.closed = True
+
+    def discard(self) -> None:
+        self._parts.clear()
 
 
 @contextmanager

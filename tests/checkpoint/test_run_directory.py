@@ -23,6 +23,7 @@ from satrap.checkpoint.run_directory import RunDirectory
 from satrap.checkpoint.run_owner import OWNER
 from satrap.errors import CheckpointError
 from satrap.run_context import RunContext
+from satrap.storage.folder import Folder
 
 
 def test_foreign_folders_are_neither_read_nor_removed(tmp_path: Path) -> None:
@@ -105,8 +106,8 @@ def test_a_published_save_has_succeeded(tmp_path: Path, monkeypatch: pytest.Monk
     job.train()
     publish = RunDirectory.publish
 
-    def with_another_owner(home: RunDirectory, folder: Path) -> str:
-        name = publish(home, folder)
+    def with_another_owner(home: RunDirectory, folder: Folder, manifest: bytes) -> str:
+        name = publish(home, folder, manifest)
         (tmp_path / OWNER).write_text('{"format": "of a later Satrap"}')
         return name
 

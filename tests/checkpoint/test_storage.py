@@ -19,7 +19,7 @@ from checkpoint_job import Job, same
 from hostile_store import Hostile, KilledError, hostile
 from logged import logged
 from satrap.checkpoint.storage import open_storage
-from satrap.errors import CheckpointError
+from satrap.errors import CheckpointError, SnapshotError
 
 URL = "hostile://bucket/run"
 STEPS = 12
@@ -65,12 +65,12 @@ def test_a_run_over_a_randomly_failing_store_ends_with_the_same_bits(
     store.fail_at = fail_at
     monkeypatch.setattr(logging.getLogger("satrap.checkpoint"), "disabled", True)
     while saved < STEPS:
-        job = Job(URL, STEPS, keep=2, full_every=3)
         try:
+            job = Job(URL, STEPS, keep=2, full_every=3)
             assert job.run.resume() or saved == 0
             assert job.embeddings.step >= saved
             job.train()
-        except (KilledError, CheckpointError):
+        except (KilledError, CheckpointError, SnapshotError):
             pass
         saved = max(saved, job.run._saved_step)
     assert failures > 0
@@ -193,7 +193,8 @@ def test_a_process_that_lost_ownership_during_a_write_publishes_nothing(store: H
         if "state.safetensors" in path:
             store.before_write = lambda path: None
             other = Job(URL, 1)
-            other.train()
+            with logged("satrap.checkpoint", match="has no complete"):
+                other.train()
 
     store.before_write = taken_over
     with pytest.raises(CheckpointError, match=BOTH):
@@ -273,11 +274,11 @@ def test_a_removal_starts_with_the_manifest(store: Hostile) -> None:
 
     store.fail_at = note
     for name in ("a", "z", "b"):
-        storage.write(f"v/{name}", b"x")
+        storage.folder.write(f"v/{name}", b"x")
     storage.remove("v", "z")
     assert removed[0] == "bucket/run/v/z" and not store.objects
     store.lag(Never())
-    storage.write("w/z", b"x")
+    storage.folder.write("w/z", b"x")
     storage.remove("w", "z")
     assert not store.objects
 
@@ -293,9 +294,7 @@ def test_a_checkpoint_written_with_an_error_is_not_taken_for_another_runs(store:
             raise TimeoutError(errno.ETIMEDOUT, "no answer")
 
     store.after_write = lose_the_answer
-    with pytest.raises(
-        CheckpointError, match=r"cannot be written: Connection timed out at .*/000004-step-3-\w+/checkpoint\.json"
-    ):
+    with pytest.raises(CheckpointError, match=r"cannot be written: no answer at .*/000004-step-3-\w+/checkpoint\.json"):
         job.run.save()
     store.after_write, store.fail_at = lambda path: None, lambda operation, path: None
     assert published(store)[-1].startswith("000004-step-3-")

@@ -11,8 +11,8 @@ files are written into a hidden folder and flushed to disk. 3. One rename publis
 and checkpoints beyond `keep` are removed, except the parents of those kept. A process killed at any moment leaves the
 published checkpoints, and hidden folders that the next save removes.
 
-A path with a protocol ("s3://...") is any fsspec file system: the same folder is first written locally and then copied,
-checkpoint.json last, without which the checkpoint does not count.
+Under a URL ("s3://...") the folder is not hidden: it does not count until checkpoint.json is there, which is written
+last. Every process reads and writes its part of it under that URL itself.
 """
 
 import copy
@@ -20,19 +20,16 @@ import json
 import logging
 import os
 import random
-import shutil
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
 from satrap.checkpoint.run_directory import (
-    MANIFEST,
     STATE,
     TABLES,
     CheckpointManifest,
@@ -42,13 +39,13 @@ from satrap.checkpoint.run_directory import (
     table_key,
 )
 from satrap.checkpoint.state_dict_file import read_state, require_model, save_state, state_bytes, state_of
-from satrap.config.durable import checksum, put_on_disk, write_file
 from satrap.config.validation import kind_of
 from satrap.data.inputs import Position
 from satrap.errors import ChangesError, CheckpointError, SatrapError, SnapshotError
 from satrap.event_log import event
 from satrap.monitor.samples import Sample, register
 from satrap.run_context import current_context
+from satrap.storage.folder import Folder
 from satrap.table.snapshot.saved_table import SavedTable
 from satrap.table.snapshot.writer import row_bytes
 from satrap.train.embeddings import Embeddings, session_of
@@ -106,6 +103,8 @@ class Checkpoint:
         self._directory = RunDirectory(path)
         self._objects = {"model": unwrap(model), "optimizer": optimizer, **(extra_state or {})}
         self._session, self._data = session_of(embeddings), data
+        if not self._directory.folder.is_local:
+            self._require_usable()
         self._keep, self._full_every = keep, full_every
         self._session.track_position(data)
         self._last: tuple[str, dict[str, int]] | None = None  # the newest checkpoint and its tables' versions
@@ -137,7 +136,7 @@ class Checkpoint:
         if every_steps is not None and (step == 0 or step % every_steps != 0 or step == self._saved_step):
             if self._saved_step < 0 and self._session.trainers.rank == 0:
                 self._directory.require_mine(None)  # fails early, before there is work that cannot be saved
-                self._session.worker.tables.require_permitted(self._directory.local)
+                self._session.worker.tables.require_permitted(self._directory.folder)
             self._saved_step = max(0, self._saved_step)
             return False
         started_at = time.monotonic()
@@ -148,6 +147,12 @@ class Checkpoint:
         figures.number, figures.step, figures.at = figures.number + 1, step, time.time()
         figures.seconds = time.monotonic() - started_at
         return True
+
+    def _require_usable(self) -> None:
+        """Raise CheckpointError, within seconds, unless this process and the servers can use the URL."""
+        self._directory.require_usable()
+        if self._session.trainers.rank == 0:
+            self._session.worker.tables.require_permitted(self._directory.folder)
 
     def _join_saves_until_end(self) -> None:
         """Join the other trainers' saves until all trainers are at the end of their scripts."""
@@ -204,13 +209,12 @@ class Checkpoint:
                 if parent is None or not unknown:
                     raise
                 # A server restarted, rows have migrated, or more rows were removed than the tables remember.
-                shutil.rmtree(folder / TABLES, ignore_errors=True)
+                (folder / TABLES).delete_all()
                 parent, layout = None, tables.map_version
                 versions = self._save_tables(folder, None)
-            save_state(folder / STATE, self._state([state_of(each) for each in randoms]))
+            state_crc32c = save_state(folder, STATE, self._state([state_of(each) for each in randoms]))
             entry = CheckpointManifest(
                 folder=folder,
-                where=str(folder),
                 name=self._directory.name_of(folder),
                 step=step,
                 parent=None if parent is None else parent[0],
@@ -219,12 +223,10 @@ class Checkpoint:
                 source=self._signature(),
                 tables=tuple(self._session.worker.tables),
                 saved=self._saved_tables(folder, is_full=parent is None),
-                state_crc32c=checksum((folder / STATE).read_bytes()),
+                state_crc32c=state_crc32c,
                 is_best=is_best,
             )
-            write_file(folder / MANIFEST, entry.to_json())
-            put_on_disk(folder / STATE)
-            name = self._directory.publish(folder)
+            name = self._directory.publish(folder, entry.to_json())
             self._last, self._layout = (name, versions), layout
             self._since_full = 1 if parent is None else self._since_full + 1
             self._directory.remove_beyond(self._keep)
@@ -272,8 +274,8 @@ class Checkpoint:
 
     def _checked_state(self, entry: CheckpointManifest) -> Any:
         """Return the state of a checkpoint; raise CheckpointError if it is of another job."""
-        path, names = entry.folder / STATE, list(self._session.worker.tables)
-        state = read_state(path, entry.state_crc32c, entry.where)
+        path, names = f"{entry.folder}/{STATE}", list(self._session.worker.tables)
+        state = read_state(entry.folder, STATE, entry.state_crc32c)
         if self._objects.keys() != state["objects"].keys():
             raise CheckpointError(f"{path} has {sorted(state['objects'])}; this job has {sorted(self._objects)}")
         require_model(path, state["objects"]["model"], self._objects["model"].state_dict())
@@ -363,7 +365,7 @@ class Checkpoint:
                 "declare the source as before, or leave it out of Checkpoint(...) to start from its beginning"
             )
 
-    def _save_tables(self, folder: Path, parent: tuple[str, dict[str, int]] | None) -> dict[str, int]:
+    def _save_tables(self, folder: Folder, parent: tuple[str, dict[str, int]] | None) -> dict[str, int]:
         versions = {}
         tables = self._session.worker.tables
         for i, name in enumerate(tables):
@@ -371,7 +373,7 @@ class Checkpoint:
             versions[name] = store.save(to) if parent is None else store.save_changes(to, since=parent[1][name])
         return versions
 
-    def _saved_tables(self, folder: Path, *, is_full: bool) -> tuple[SavedTable, ...]:
+    def _saved_tables(self, folder: Folder, *, is_full: bool) -> tuple[SavedTable, ...]:
         """Return what the folder holds of each table; raise SnapshotError if a full save lacks some rows."""
         found = []
         tables = self._session.worker.tables

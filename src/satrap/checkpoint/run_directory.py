@@ -1,18 +1,15 @@
 """The folder of a run: finds its checkpoints, publishes new ones, removes old ones, and checks which process saves into
 it.
 
-The folder knows checkpoint.json, and leaves the other content of a checkpoint to `checkpoint`. `storage` reads and
-writes, locally or on any fsspec system; `catalog` decides which checkpoints count and which are removed; `run_owner`
-records which process saves. A save has these steps: 1. scan, and refuse another run's folder; 2. write the owner file
-with the name of the new checkpoint; 3. fill a local folder; 4. write all of it but checkpoint.json; 5. check that this
-process is still the owner, and write checkpoint.json (where there is a rename, it does 4 and 5 at once); 6. remove
-checkpoints beyond `keep`.
+The folder knows checkpoint.json, and leaves the other content of a checkpoint to `checkpoint`. `storage` publishes and
+removes, on a disk or under a URL; `catalog` decides which checkpoints count and which are removed; `run_owner` records
+which process saves. A save has these steps: 1. scan, and refuse another run's folder; 2. write the owner file with the
+name of the new checkpoint; 3. all processes write their parts of it; 4. check that this process is still the owner, and
+write checkpoint.json (on a disk, with the rename of the folder); 5. remove checkpoints beyond `keep`.
 """
 
 import json
 import logging
-import secrets
-import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -25,7 +22,8 @@ from satrap.checkpoint.storage import open_storage
 from satrap.config.durable import checksum, json_checksum, json_with_checksum
 from satrap.data.inputs import Position
 from satrap.errors import CheckpointError, SatrapError
-from satrap.table.snapshot.manifest import FILE_NAME, Manifest
+from satrap.storage.folder import Folder
+from satrap.storage.open_folder import require_usable
 from satrap.table.snapshot.saved_table import SavedTable
 
 MANIFEST, STATE, TABLES = "checkpoint.json", "state.safetensors", "tables"
@@ -39,10 +37,7 @@ _INDENT = 1
 class CheckpointManifest:
     """The content of one complete checkpoint, as its checkpoint.json declares it."""
 
-    folder: Path
-    """A local folder that holds the checkpoint, or a copy of it."""
-    where: str
-    """Its path or URL, for messages."""
+    folder: Folder
     name: str | None
     """The name under which it was saved; None if an older release did not record it."""
     step: int
@@ -61,8 +56,9 @@ class CheckpointManifest:
     """Whether it was the best of its run when it was saved: it is kept until there is a better one."""
 
     @classmethod
-    def parse(cls, data: bytes, folder: Path, where: str) -> "CheckpointManifest":
+    def parse(cls, data: bytes, folder: Folder) -> "CheckpointManifest":
         """Parse the bytes of a checkpoint.json; raise CheckpointError if it is torn or of another format."""
+        where = str(folder)
         path = f"{where}/{MANIFEST}"
         try:
             content = json.loads(data)
@@ -80,7 +76,6 @@ class CheckpointManifest:
             has_snapshots = version != _UNBOUND_VERSION
             return cls(
                 folder=folder,
-                where=where,
                 name=content.get("name"),
                 step=content["step"],
                 parent=parent["name"] if has_snapshots and parent is not None else parent,
@@ -102,6 +97,11 @@ class CheckpointManifest:
             raise CheckpointError(
                 f"{path} cannot be read ({error}); remove {where} to use an older checkpoint"
             ) from error
+
+    @property
+    def where(self) -> str:
+        """Its path or URL, for messages."""
+        return str(self.folder)
 
     def to_json(self) -> bytes:
         """Return the bytes of checkpoint.json."""
@@ -138,29 +138,19 @@ class CheckpointManifest:
                 f"expected {self.parent_crc32c}: restore the original parent, or remove {self.where}"
             )
 
-    def keys(self, read: Any) -> Iterator[str]:
-        """Yield the keys of all objects of the checkpoint. read(key) returns a manifest's bytes."""
-        yield STATE
-        for i, table in enumerate(self.saved or ()):
-            for part in table.parts:
-                folder = f"{table_key(i)}/{part.folder}".rstrip("/")
-                yield f"{folder}/{FILE_NAME}"
-                manifest = Manifest.from_json(read(f"{folder}/{FILE_NAME}"), f"{self.where}/{folder}/{FILE_NAME}")
-                yield from (f"{folder}/{file.name}" for file in manifest.files)
-
 
 def table_key(number: int) -> str:
     """Return the folder of a table within a checkpoint."""
     return f"{TABLES}/{number}"
 
 
-def table_folders(chain: Sequence[CheckpointManifest]) -> dict[str, list[Path]]:
+def table_folders(chain: Sequence[CheckpointManifest]) -> dict[str, list[Folder]]:
     """Return the folders from which to restore each table, oldest first. Raise CheckpointError unless each folder holds
     what its checkpoint was saved with.
 
     chain: the newest checkpoint and its parents, oldest first.
     """
-    found: dict[str, list[Path]] = {name: [] for name in chain[-1].tables}
+    found: dict[str, list[Folder]] = {name: [] for name in chain[-1].tables}
     for entry in chain:
         if sorted(entry.tables) != sorted(found):
             raise CheckpointError(
@@ -200,8 +190,7 @@ class RunDirectory:
 
     def __init__(self, path: str) -> None:
         self._storage = open_storage(path)
-        self.local = self._storage.staging
-        """The folder itself, or the local folder in which checkpoints for another file system are prepared."""
+        self.folder = self._storage.folder
         self._this_owner = RunOwner()
         self._has_claim = False  # whether this process has resumed or saved
         self._previous_writer: str | None = None  # the previous writer, the only one from which this process takes over
@@ -213,10 +202,21 @@ class RunDirectory:
     @property
     def name(self) -> str:
         """The last part of its path, which is the same on all machines."""
-        return Path(self._storage.url.rpartition("://")[2]).absolute().name
+        return Path(str(self.folder).rpartition("://")[2]).absolute().name
+
+    def require_usable(self) -> None:
+        """Raise CheckpointError unless this process can write, read, list and delete objects under the URL."""
+        try:
+            require_usable(self.folder)
+        except OSError as error:
+            raise CheckpointError(
+                f"{self.folder} cannot be used: {error.strerror or error} at {error.filename or self.folder}; expected "
+                "a place where this process may write, read, list and delete objects: correct the URL, or the "
+                "credentials and the endpoint in the environment of this process"
+            ) from error
 
     @contextmanager
-    def new(self, step: int, last: str | None) -> Iterator[Path]:
+    def new(self, step: int, last: str | None) -> Iterator[Folder]:
         """Yield a folder for a new checkpoint of the step, and remove it unless it is published. Only one save may run
         at a time.
 
@@ -224,26 +224,27 @@ class RunDirectory:
         """
         storage = self._storage
         try:
-            with self._name_originals(), self._locked():
+            with self._locked():
                 catalog = self._scan(last)
                 self._require_alone()
                 self._require_mine(catalog, last)
                 self._warn_of_skipped(catalog)
-                for leftover in storage.staging.iterdir():  # left by saves that were killed
-                    if _is_hidden(leftover.name):
-                        shutil.rmtree(leftover, ignore_errors=True)
+                storage.remove_hidden(_is_hidden)  # left by saves that were killed
                 name = catalog.next(step, "" if storage.is_atomic else self._this_owner.writer[:8]).name
                 self._claim(name)
-                folder = storage.staging / f".{secrets.token_hex(4)}.{name}"
+                folder = storage.begin(name)
                 try:
-                    folder.mkdir()
                     yield folder
-                finally:
-                    shutil.rmtree(folder, ignore_errors=True)
+                except BaseException as error:
+                    if storage.is_atomic or isinstance(error, Exception):  # a death can remove nothing
+                        storage.discard(folder)
+                    if not storage.is_atomic and isinstance(error, SatrapError):
+                        self._require_owned()  # else another process has removed what was missing
+                    raise
         except OSError as error:
             raise CheckpointError(
-                f"step {step}: {storage.url} cannot be written: {error.strerror or error} at "
-                f"{error.filename or storage.url}; its checkpoints are unchanged"
+                f"step {step}: {self.folder} cannot be written: {error.strerror or error} at "
+                f"{error.filename or self.folder}; its checkpoints are unchanged"
             ) from error
 
     def require_mine(self, last: str | None) -> None:
@@ -258,20 +259,14 @@ class RunDirectory:
         return None if data is None else checksum(data)
 
     @staticmethod
-    def name_of(folder: Path) -> str:
+    def name_of(folder: Folder) -> str:
         """Return the name under which `publish` publishes a folder of `new`."""
-        return folder.name.split(".", 2)[2]
+        return folder.name.split(".", 2)[2] if folder.is_local else folder.name
 
-    def publish(self, folder: Path) -> str:
-        """Publish the folder as a checkpoint; return its name."""
+    def publish(self, folder: Folder, manifest: bytes) -> str:
+        """Publish the folder as a checkpoint; return its name. manifest: the bytes of its checkpoint.json."""
         name = self.name_of(folder)
-        try:
-            self._storage.publish(folder, name, MANIFEST, self._require_owned)
-        except Exception:
-            if not self._storage.is_atomic:  # what this cannot remove is removed after a newer save
-                with suppress(Exception):
-                    self._storage.remove(name, MANIFEST)
-            raise
+        self._storage.publish(folder, name, MANIFEST, manifest, self._require_owned)
         return name
 
     def newest_name(self) -> str | None:
@@ -286,28 +281,22 @@ class RunDirectory:
 
     @contextmanager
     def chain_of(self, name: str | None = None) -> Iterator[list[CheckpointManifest]]:
-        """Yield a checkpoint and its parents, oldest first, in local folders; the newest one, or nothing if there is
-        none. This process may then save, also if there are newer ones."""
+        """Yield a checkpoint and its parents, oldest first; the newest one, or nothing if there is none. This process
+        may then save, also if there are newer ones."""
         chain: list[CheckpointManifest] = []
-        try:
-            with self._name_originals():
-                with self._read_errors():
-                    catalog = self._scan(None)
-                    owner = self._owner()
-                    self._has_claim, self._previous_writer = True, None if owner is None else owner.writer
-                    self._warn_of_skipped(catalog)
-                    if name is not None and name not in catalog.parents:
-                        raise CheckpointError(
-                            f"{self._storage.url} has no checkpoint {name!r}; it has {sorted(catalog.parents)}"
-                        )
-                    self._announced |= {catalog.newest} if name is not None and catalog.newest is not None else set()
-                    name = name or catalog.newest
-                    while name is not None:
-                        chain.insert(0, self._entry(name, chain[0] if chain else None))
-                        name = chain[0].parent
-                yield chain
-        finally:
-            self._storage.drop_copies()
+        with self._read_errors():
+            catalog = self._scan(None)
+            owner = self._owner()
+            self._has_claim, self._previous_writer = True, None if owner is None else owner.writer
+            self._warn_of_skipped(catalog)
+            if name is not None and name not in catalog.parents:
+                raise CheckpointError(f"{self.folder} has no checkpoint {name!r}; it has {sorted(catalog.parents)}")
+            self._announced |= {catalog.newest} if name is not None and catalog.newest is not None else set()
+            name = name or catalog.newest
+            while name is not None:
+                chain.insert(0, self._entry(name, chain[0] if chain else None))
+                name = chain[0].parent
+        yield chain
 
     def remove_beyond(self, keep: int) -> None:
         """Remove old checkpoints, except the parents of those kept. The next save retries removals that fail."""
@@ -318,13 +307,13 @@ class RunDirectory:
                 self._storage.remove(name, MANIFEST)
         except (OSError, SatrapError) as error:
             why = f"{error.strerror or error} at {error.filename}" if isinstance(error, OSError) else str(error)
-            _LOG.warning("%s: old checkpoints could not be removed: %s; the next save retries", self._storage.url, why)
+            _LOG.warning("%s: old checkpoints could not be removed: %s; the next save retries", self.folder, why)
 
     # -- reading ------------------------------------------------------------------------------------------------------
 
     def _scan(self, last: str | None) -> Catalog:
         """Scan the folder. A list may lag, so names known from elsewhere are looked up, too."""
-        listed, owner = set(self._storage.names()), self._owner()
+        listed, owner = set(self.folder.names()), self._owner()
         used = {*self._announced, *(each for each in (last, owner and owner.announced) if each)}
         versions = sorted(version for name in listed | used if (version := Version.parse(name)) is not None)
         parents: dict[str, str | None] = {}
@@ -344,31 +333,27 @@ class RunDirectory:
 
     def _read(self, name: str) -> bytes | None:
         try:
-            return self._storage.read(f"{name}/{MANIFEST}")
+            return self.folder.read(f"{name}/{MANIFEST}")
         except (FileNotFoundError, NotADirectoryError):
             return None
 
     def _entry(self, name: str, child: CheckpointManifest | None) -> CheckpointManifest:
-        """Read a checkpoint, and copy it here if it is elsewhere. child: the checkpoint that has it as its parent."""
-        where, data = f"{self._storage.url}/{name}", self._read(name)
+        """Read a checkpoint. child: the checkpoint that has it as its parent."""
+        folder, data = self.folder / name, self._read(name)
         if data is None:
-            missing = f"{child.where} needs its parent {name!r}" if child else f"{where} was just removed"
-            raise CheckpointError(f"{missing}, which is not in {self._storage.url}")
-        entry = CheckpointManifest.parse(data, Path(), where)
+            missing = f"{child.where} needs its parent {name!r}" if child else f"{folder} was just removed"
+            raise CheckpointError(f"{missing}, which is not in {self.folder}")
+        entry = CheckpointManifest.parse(data, folder)
         entry.require_name(name)
         if child is not None:
             child.require_parent(data)
-        if entry.saved is None:
-            keys: Iterator[str] = iter(self._storage.keys(name))
-        else:
-            keys = entry.keys(lambda key: self._storage.read(f"{name}/{key}"))
-        return replace(entry, folder=self._storage.local_copy(name, keys))
+        return entry
 
     def _require_mine(self, catalog: Catalog, last: str | None) -> None:
         newest = catalog.newest
         if newest is not None and newest not in self._announced and catalog.is_newer(newest, last):
             raise CheckpointError(
-                f"{self._storage.url} holds {newest}, which this run neither saved nor resumed: call resume() first, "
+                f"{self.folder} holds {newest}, which this run neither saved nor resumed: call resume() first, "
                 "or use another folder"
             )
 
@@ -376,7 +361,7 @@ class RunDirectory:
         for name in set(catalog.skipped) - self._warned_about - self._announced:
             self._warned_about.add(name)
             _LOG.warning(
-                f"{self._storage.url}/{name} has no complete {MANIFEST}: its save or its copy was cut short. It is "
+                f"{self.folder}/{name} has no complete {MANIFEST}: its save or its copy was cut short. It is "
                 f"skipped; {catalog.newest or 'no checkpoint'} is the newest before it. "
                 f"{'The next save removes it' if name in catalog.removed_later else 'Complete it, or remove it'}"
             )
@@ -390,14 +375,14 @@ class RunDirectory:
                 stack.enter_context(self._storage.locked(_LOCK_SECONDS))
             except TimeoutError as error:
                 raise CheckpointError(
-                    f"{self._storage.url}: another process has been saving into it for {_LOCK_SECONDS:g} s; terminate "
+                    f"{self.folder}: another process has been saving into it for {_LOCK_SECONDS:g} s; terminate "
                     "it if it is suspended, or belongs to an earlier launch of this run"
                 ) from error
             yield
 
     def _owner(self) -> RunOwner | None:
         with suppress(FileNotFoundError):
-            return RunOwner.from_json(self._storage.read(OWNER), f"{self._storage.url}/{OWNER}")
+            return RunOwner.from_json(self.folder.read(OWNER), f"{self.folder}/{OWNER}")
         return None
 
     def _require_alone(self) -> None:
@@ -410,7 +395,7 @@ class RunDirectory:
     def _claim(self, name: str) -> None:
         """Record this process as the owner, and the name of its next checkpoint."""
         self._this_owner = replace(self._this_owner, announced=name)
-        self._storage.write(OWNER, self._this_owner.to_json())
+        self.folder.write(OWNER, self._this_owner.to_json())
         self._has_claim, self._previous_writer = True, None
         self._announced.add(name)
 
@@ -421,7 +406,7 @@ class RunDirectory:
     def _two_owners(self, found: RunOwner | None) -> CheckpointError:
         other = f"{found} saves into it" if found else f"its {OWNER} was removed"
         return CheckpointError(
-            f"{self._storage.url}: {other}, and so did this process, {self._this_owner}, which now stops saving here; "
+            f"{self.folder}: {other}, and so did this process, {self._this_owner}, which now stops saving here; "
             "terminate one of the two, and give each run its own folder"
         )
 
@@ -431,18 +416,8 @@ class RunDirectory:
             yield
         except OSError as error:
             raise CheckpointError(
-                f"{self._storage.url} cannot be read: {error.strerror or error} at {error.filename}"
+                f"{self.folder} cannot be read: {error.strerror or error} at {error.filename}"
             ) from error
-
-    @contextmanager
-    def _name_originals(self) -> Iterator[None]:
-        """Add a note to errors that name a local copy, with the URL of the original."""
-        try:
-            yield
-        except SatrapError as error:
-            if str(self._storage.staging) != self._storage.url:
-                error.add_note(f"{self._storage.staging} holds copies of what is in {self._storage.url}")
-            raise
 
 
 def _is_hidden(name: str) -> bool:

@@ -13,27 +13,37 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from satrap.config.durable import checksum
+from satrap.config.durable import checksum, put_on_disk
 from satrap.errors import CheckpointError
+from satrap.storage.folder import Folder
+from satrap.storage.local_folder import LocalFolder
 
 _TENSOR, _TUPLE, _PAIRS, _FLOAT = "__tensor__", "__tuple__", "__pairs__", "__float__"
 
 
-def save_state(path: Path, state: Any) -> None:
-    """Write the state to a file; raise CheckpointError if a value is neither a tensor nor plain data."""
+def save_state(folder: Folder, name: str, state: Any) -> int:
+    """Write the state to an object; return its checksum. Raise CheckpointError if a value is neither a tensor nor plain
+    data."""
+    if not isinstance(folder, LocalFolder):
+        data = state_bytes(state)
+        folder.write(name, data)
+        return checksum(data)
     from safetensors import SafetensorError
     from safetensors.torch import save_file
 
+    path = folder.path / name
     tensors: dict[str, Tensor] = {}
     tree = _flatten(state, "state", tensors)
     try:
         save_file(tensors, path, metadata={"tree": json.dumps(tree)})
     except SafetensorError as error:
         raise CheckpointError(f"{path} cannot be written: {error}") from error
+    put_on_disk(path)
+    return checksum(path.read_bytes())
 
 
 def load_state(path: Path) -> Any:
-    """Return the state that `save_state` wrote, with its tensors on the CPU."""
+    """Return the state that `save_state` wrote to a file, with its tensors on the CPU."""
     from safetensors import SafetensorError, safe_open
 
     try:
@@ -44,16 +54,17 @@ def load_state(path: Path) -> Any:
         raise CheckpointError(f"{path} cannot be read: {error}") from error
 
 
-def read_state(path: Path, crc32c: int, checkpoint: str) -> Any:
+def read_state(folder: Folder, name: str, crc32c: int) -> Any:
     """Return what `save_state` wrote if its checksum matches; else raise CheckpointError with the checkpoint to
-    remove."""
+    remove, which is the folder."""
+    path = f"{folder}/{name}"
     try:
-        found = checksum(path.read_bytes())
+        data = folder.read(name)
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
-    if found != crc32c:
-        raise CheckpointError(f"{path} is damaged: its checksum does not match; remove {checkpoint}")
-    return load_state(path)
+    if checksum(data) != crc32c:
+        raise CheckpointError(f"{path} is damaged: its checksum does not match; remove {folder}")
+    return load_state(folder.path / name) if isinstance(folder, LocalFolder) else state_of(data)
 
 
 def require_model(path: Path | str, found: Mapping[str, Any], expected: Mapping[str, Any]) -> None:

@@ -6,16 +6,11 @@ paths only, and opens nothing.
 
 import os
 import re
-import stat
-import tempfile
 from collections.abc import Iterable
-from pathlib import Path
 from urllib.parse import unquote
 
 from satrap.errors import ConfigError
 
-STAGING_PREFIX = "satrap-checkpoint-"
-"""Prefix of the private temporary folders in which trainers assemble a checkpoint for a URL."""
 URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+)://")
 GLOB_CHARACTER = re.compile(r"[*?\[]")
 _LOCAL = re.compile(r"(file|local)://", re.IGNORECASE)
@@ -54,7 +49,7 @@ class PathAllowlist:
         if is_url(path):
             return _is_plain(path) and any(path == root or path.startswith(f"{root}/") for root in self._urls)
         real = os.path.realpath(_local(path))
-        return any(_is_below(real, root) for root in self._folders) or (bool(self._urls) and _is_staged(real))
+        return any(_is_below(real, root) for root in self._folders)
 
 
 def is_url(path: str) -> bool:
@@ -85,15 +80,3 @@ def _is_below(real: str, root: str) -> bool:
 def _is_plain(url: str) -> bool:
     """Returns whether a URL names what it seems to: no "..", and no second URL inside (fsspec chains them)."""
     return "::" not in url and ".." not in unquote(unquote(url)).split("/")
-
-
-def _is_staged(real: str) -> bool:
-    """Returns whether the path is in a temporary folder that this user created and no other user may enter."""
-    place = os.path.realpath(tempfile.gettempdir())
-    if not real.startswith(f"{place}/{STAGING_PREFIX}"):
-        return False
-    try:
-        found = os.lstat(Path(*Path(real).parts[: len(Path(place).parts) + 1]))
-    except OSError:
-        return False
-    return stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid() and not stat.S_IMODE(found.st_mode) & 0o077

@@ -103,13 +103,18 @@ class ServerCalls(Protocol):
         """Return what `Store.version` does."""
 
     def save(self, origin: Origin, table: int, folder: str, since: int | None, version: int) -> int:
-        """Write this server's part of a table into a subfolder of `folder`, which all machines share, and return the
-        version, which is `version`: a call with the same arguments is a duplicate, with another version another save.
+        """Write this server's part of a table into a subfolder of `folder`, which is a URL or which all machines share,
+        and return the version, which is `version`: a call with the same arguments is a duplicate, with another version
+        another save.
 
         since: write only the changes since that version."""
 
     def require_permitted(self, origin: Origin, folder: str) -> None:
-        """Raise ConfigError unless the server may write checkpoints below the folder."""
+        """Raise ConfigError unless the server may write checkpoints below the folder; and if it is a URL, SnapshotError
+        within seconds unless the server can write, read, list and delete objects there."""
+
+    def snapshot_id(self, origin: Origin, table: int, version: int) -> str | None:
+        """Return the id of the snapshot of that version which `save` wrote; None if this process did not."""
 
     def verify(self, origin: Origin, folders: list[list[str]], checksums: list[list[int]]) -> None:
         """Raise unless `restore` could fill this server's buckets from these folders. Reads what they need of them,

@@ -22,9 +22,9 @@ import numpy as np
 
 from satrap.config.cores import thread_count
 from satrap.config.job import Job
-from satrap.config.path_allowlist import PathAllowlist
+from satrap.config.path_allowlist import PathAllowlist, is_url
 from satrap.config.validation import check_choice, check_integer
-from satrap.errors import AttemptError, ConfigError, InputError, MovedError, SatrapError, TicketError
+from satrap.errors import AttemptError, ConfigError, InputError, MovedError, SatrapError, SnapshotError, TicketError
 from satrap.rpc import Origin
 from satrap.server.lease import Leases
 from satrap.server.migration.calls import MigrationCalls
@@ -33,6 +33,7 @@ from satrap.server.state import PendingLookup, ServerState, decode_gradients
 from satrap.server.status_calls import StatusCalls
 from satrap.server.step_barrier import TrainerPart, concatenate_parts
 from satrap.sharding.shard_map import ShardMap
+from satrap.storage.open_folder import open_folder, require_usable
 from satrap.table.engine import attach_engine, open_engine, remove_unfinished, shared_note
 from satrap.table.snapshot.directory import part_name
 from satrap.table.table_group import Chains, TableGroup
@@ -250,10 +251,10 @@ class Server(MigrationCalls, StatusCalls):
     def save(self, origin: Origin, table: int, folder: str, since: int | None, version: int) -> int:
         with self._admit(origin) as state:
             store = state.store(table)
-            part = Path(folder) / part_name(state.number, len(state.shard_map.addresses))
+            part = open_folder(folder) / part_name(state.number, len(state.shard_map.addresses))
             if state.last_saves.get(table) == (folder, since, version):
                 return version  # a duplicate
-            self.require_permitted(origin, os.fspath(part))
+            self._require_permitted(os.fspath(part))
             state.verified = None
             state.engine.reach_table(table, check_integer("save", "version", version, 2, 2**32 - 2) - 1, 0)
             owned = np.array(state.shard_map.bucket_map.owners[table]) == state.number
@@ -261,13 +262,28 @@ class Server(MigrationCalls, StatusCalls):
             state.last_saves[table] = folder, since, version
             return saved_version
 
+    def snapshot_id(self, origin: Origin, table: int, version: int) -> str | None:
+        with self._admit(origin) as state:
+            return state.store(table).snapshot_id(version)
+
     def require_permitted(self, origin: Origin, folder: str) -> None:
-        if folder != os.path.abspath(folder):
+        self._require_permitted(folder)
+        try:
+            require_usable(folder)
+        except OSError as error:
+            raise SnapshotError(
+                f"this server cannot use {folder}: {error.strerror or error} at {error.filename or folder}; expected a "
+                "place where it may write, read, list and delete objects: correct the URL, or the credentials and the "
+                "endpoint in the environment of the server"
+            ) from error
+
+    def _require_permitted(self, folder: str) -> None:
+        if not is_url(folder) and folder != os.path.abspath(folder):
             raise InputError(f"the folder is {folder!r}; expected an absolute path without '..'")
         self._permitted.require(folder)
 
     def verify(self, origin: Origin, folders: list[list[str]], checksums: list[list[int]]) -> None:
-        self._require_all_permitted(origin, folders)
+        self._require_all_permitted(folders)
         with self._admit(origin) as state:
             self._require_all_tables(state, folders)
             state.verify(folders, checksums)
@@ -276,7 +292,7 @@ class Server(MigrationCalls, StatusCalls):
         """Drop the old rows before inserting the new ones, because memory may not hold both.
 
         A restore belongs to a shard map: if the map changes meanwhile, the caller repeats it, in the same attempt."""
-        self._require_all_permitted(origin, folders)
+        self._require_all_permitted(folders)
         with self._exclusive():
             state = self._require_state()
             self._require_map(state, origin)
@@ -326,10 +342,10 @@ class Server(MigrationCalls, StatusCalls):
 
     # -- internals ---------------------------------------------------------------------------------------------------
 
-    def _require_all_permitted(self, origin: Origin, folders: list[list[str]]) -> None:
+    def _require_all_permitted(self, folders: list[list[str]]) -> None:
         for chain in folders:
             for folder in chain:
-                self.require_permitted(origin, folder)
+                self._require_permitted(folder)
 
     def _require_all_tables(self, state: ServerState, folders: list[list[str]]) -> None:
         if len(folders) != len(state.tables):

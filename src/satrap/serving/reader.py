@@ -27,9 +27,11 @@ from satrap.config.validation import suggest
 from satrap.data.inputs import Inputs, as_inputs
 from satrap.errors import CheckpointError, ConfigError, InputError, SatrapError, StreamError
 from satrap.run_context import current_context
+from satrap.storage.folder import Folder
+from satrap.storage.open_folder import open_folder
 from satrap.table.engine import open_engine
-from satrap.table.snapshot.directory import parts_in, parts_of, read_manifest
-from satrap.table.snapshot.manifest import FILE_NAME
+from satrap.table.snapshot.directory import holds_snapshot
+from satrap.table.snapshot.saved_table import find_parts
 from satrap.table.store import Store, StoredRows
 from satrap.table.table_group import TableGroup
 from satrap.train.batch import Batch
@@ -249,8 +251,13 @@ class _InFolder:
     def __init__(self, path: str, num_threads: int | None) -> None:
         self.where, self._num_threads = path, num_threads
         self._model: Mapping[str, Any] | None = None  # the model's state_dict
-        if (Path(path) / FILE_NAME).exists() or parts_in(Path(path)):
-            self._fill({"": [Path(path)]})
+        folder = open_folder(path)
+        try:
+            is_snapshot = holds_snapshot(folder)
+        except OSError as error:
+            raise CheckpointError(f"{folder} cannot be read: {error.strerror}") from error
+        if is_snapshot:
+            self._fill({"": [folder]})
         else:
             self._take_newest(path)
 
@@ -267,7 +274,7 @@ class _InFolder:
                     self._fill(table_folders(chain))
                     require_rows(chain, {each: len(table) for each, table in self.tables.items()})
                     self.where = chain[-1].where
-                    state = read_state(chain[-1].folder / STATE, chain[-1].state_crc32c, self.where)
+                    state = read_state(chain[-1].folder, STATE, chain[-1].state_crc32c)
                     self._model = state["objects"]["model"]
                     return
             except (SatrapError, OSError):
@@ -275,8 +282,8 @@ class _InFolder:
                 if attempts_left == 1 or directory.newest_name() == name:
                     raise
 
-    def _fill(self, folders: Mapping[str, list[Path]]) -> None:
-        manifests = [read_manifest(parts_of(chain[0])[0]) for chain in folders.values()]
+    def _fill(self, folders: Mapping[str, list[Folder]]) -> None:
+        manifests = [find_parts(chain[0])[0].manifest for chain in folders.values()]
         tables = [Table.from_dict(each.config) for each in manifests]
         self.job = Job(tables=tuple(tables), seed=manifests[0].seed)
         self._slots = open_engine(tables, seed=self.job.seed, num_threads=self._num_threads, shared=None)

@@ -24,6 +24,7 @@ from satrap.config.tables import Table
 from satrap.errors import SharedMemoryError, TicketError
 from satrap.table.engine import Slot, attach_engine, look_up, open_engine, update
 from satrap.table.snapshot.directory import folder_path
+from satrap.table.snapshot.held_bytes import HeldBytes
 from satrap.table.snapshot.reader import History, Snapshot, fill_levels
 from satrap.table.snapshot.writer import save_table
 from satrap.table.snapshot_progress import SnapshotProgress
@@ -320,7 +321,7 @@ class Store:
         """
         folder = folder_path(self._where, path)
         with self._one_at_a_time():
-            saved = Snapshot.open(folder, "changes", self.num_threads)
+            saved = Snapshot.open(folder, "changes", self.num_threads, held=HeldBytes())
             saved.require_next(self._slot, self._snapshots)
             fill_levels(self._slot, [[saved]])
             self._snapshots.add(saved.manifest)
@@ -333,6 +334,10 @@ class Store:
             for level in levels:
                 if len(level) == 1:  # of several parts none is what this table holds
                     self._snapshots.add(level[0].manifest)
+
+    def snapshot_id(self, version: int) -> str | None:
+        """Returns the id of the snapshot of that version, if this store has saved or loaded it."""
+        return self._snapshots.id_of(version)
 
     def forget_saves(self) -> None:
         """Requires the next save to be a full one: the changes since an earlier one are no longer all known here."""

@@ -10,7 +10,6 @@ share all code but that of the batch, and neither calls the other.
 import logging
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any, Never, Self
 
 import numpy as np
@@ -21,8 +20,10 @@ from satrap.config import array_args
 from satrap.config.tables import Table
 from satrap.config.validation import kind_of
 from satrap.errors import ConfigError, InputError, SnapshotError
+from satrap.storage.open_folder import open_folder
 from satrap.table.engine import Slot, attach_engine, look_up, open_engine, update
 from satrap.table.snapshot.directory import folder_bytes, folder_path
+from satrap.table.snapshot.held_bytes import HeldBytes
 from satrap.table.snapshot.reader import Snapshot, open_levels
 from satrap.table.store import Store
 from satrap.transfer import Transfer
@@ -136,12 +137,14 @@ class TableGroup(Mapping[str, Store]):
                 f"{self._where}: {counts} folders come with checksums of {[len(chain) for chain in checksums]}; "
                 "expected one for each folder"
             )
+        held = HeldBytes(is_new=not any(len(store) for store in self._stores.values()))
         total = _needed_bytes([folders[name] for name in self._stores], owned)
         with Transfer(_LOG, "verify", f"verification of the files of {self._where}", total=total):
             return {
                 name: open_levels(
                     self._slots[name],
                     [folder_path(f"table {name!r}", folder) for folder in folders[name]],
+                    held,
                     None if owned is None else owned[t],
                     None if checksums is None else checksums[t],
                 )
@@ -257,5 +260,5 @@ class TableGroup(Mapping[str, Store]):
 def _needed_bytes(chains: Sequence[Sequence[_PathLike]], owned: Sequence[NDArray[np.bool_]] | None) -> int:
     """Returns about how many bytes of each table's snapshots the owned buckets need, 0 for a folder that is missing."""
     shares = [1.0] * len(chains) if owned is None else [float(each.mean()) for each in owned]
-    paths = [[Path(os.fspath(each)) for each in chain if isinstance(each, str | os.PathLike)] for chain in chains]
+    paths = [[open_folder(each) for each in chain if isinstance(each, str | os.PathLike)] for chain in chains]
     return sum(round(share * sum(map(folder_bytes, chain))) for share, chain in zip(shares, paths, strict=True))

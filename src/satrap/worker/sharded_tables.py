@@ -1,16 +1,14 @@
 """The tables of a job on servers, with the interface of `Store` and `Tables` as far as no row must move for it.
 
 The servers save: each writes a snapshot of its buckets into a subfolder "k-of-n" of the table's folder. To restore,
-each server reads all parts and keeps the buckets that it owns now. So all machines must share the folder.
+each server reads what its buckets need of all parts. So all machines must share the folder, or it is a URL.
 """
 
 import logging
 import os
-import shutil
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
@@ -20,7 +18,10 @@ from satrap.config import array_args
 from satrap.config.tables import Table
 from satrap.errors import InputError, MovedError, SnapshotError
 from satrap.sharding.owner_split import OwnedIds
+from satrap.storage.folder import Folder
+from satrap.storage.open_folder import absolute, open_folder
 from satrap.table.snapshot.directory import folder_bytes, part_name, parts_of
+from satrap.table.snapshot.object_directory import name_parts
 from satrap.table.snapshot.saved_table import checksum_of
 from satrap.table.store import StoredRows
 from satrap.transfer import Transfer, advance
@@ -111,35 +112,44 @@ class ShardedTable:
         return self._save(path, since)
 
     def _save(self, path: str | os.PathLike[str], since: int | None) -> int:
-        folder = os.path.abspath(path)
+        folder = open_folder(absolute(path))
         self._servers.begin_attempt()
         self._servers.require_reachable()  # all servers, before one of them writes
-        # Repeated if a server answered with the version of an earlier save, or buckets moved and some were not saved.
-        while len(set(versions := self._servers.follow(partial(self._save_parts, folder, since)))) > 1:
-            pass
-        if len(parts_of(Path(folder))) != len(versions) or not (Path(folder) / part_name(0, len(versions))).is_dir():
-            raise SnapshotError(
-                f"table {self.table.name!r}: the servers wrote their parts to {folder} and this process does not see "
-                "them: name a folder that all machines share"
-            )
-        advance(folder_bytes(Path(folder)))
+        # Repeated if a server answered with the version of an earlier save, or was restarted after it had saved, or
+        # buckets moved and some were not saved.
+        saved: list[tuple[int, str | None]] = []
+        while not saved or len({version for version, _ in saved}) > 1 or None in (known for _, known in saved):
+            saved = self._servers.follow(partial(self._save_parts, folder, since))
+        versions, ids = zip(*saved, strict=True)
+        if folder.is_local:
+            if len(parts_of(folder)) != len(saved) or not os.path.isdir(folder / part_name(0, len(saved))):
+                raise SnapshotError(
+                    f"table {self.table.name!r}: the servers wrote their parts to {folder} and this process does not "
+                    "see them: name a folder that all machines share"
+                )
+            advance(folder_bytes(folder))
+        else:
+            advance(name_parts(folder, ids))
         return int(versions[0])
 
-    def _save_parts(self, folder: str, since: int | None, topology: Topology) -> list[int]:
-        """Let each server save its part, and return their versions."""
+    def _save_parts(self, folder: Folder, since: int | None, topology: Topology) -> list[tuple[int, str | None]]:
+        """Let each server save its part; return their versions, and under a URL the ids of the snapshots."""
         servers = range(len(topology))
         call = partial(self._servers.call_servers, step=0, topology=topology)
         try:
             versions = call("version", arguments=dict.fromkeys(servers, (self._number,)))
             version = 1 + max(versions.values())  # servers that joined later have lower versions
-            calls = dict.fromkeys(servers, (self._number, folder, since, version))
+            calls = dict.fromkeys(servers, (self._number, os.fspath(folder), since, version))
             answers = call("save", arguments=calls, patient=True)
+            ids: dict[int, str | None] = dict.fromkeys(servers, "")
+            if not folder.is_local:
+                ids = call("snapshot_id", arguments={s: (self._number, answers[s]) for s in servers})
         except MovedError:
-            if len(self._servers.topology) != len(topology):
+            if folder.is_local and len(self._servers.topology) != len(topology):
                 for server in servers:
-                    shutil.rmtree(Path(folder) / part_name(server, len(topology)), ignore_errors=True)
+                    (folder / part_name(server, len(topology))).delete_all()
             raise
-        return [answers[server] for server in servers]
+        return [(answers[server], ids[server]) for server in servers]
 
 
 class ShardedTables(Mapping[str, ShardedTable]):
@@ -165,17 +175,17 @@ class ShardedTables(Mapping[str, ShardedTable]):
 
     def require_permitted(self, folder: str | os.PathLike[str]) -> None:
         """Raise ConfigError unless all servers may write checkpoints below the folder."""
-        self._servers.call_all("require_permitted", os.path.abspath(folder))
+        self._servers.call_all("require_permitted", absolute(folder))
 
     def restore(self, folders: Mapping[str, Sequence[str | os.PathLike[str]]]) -> bool:
         """Restore as `Tables.restore` does. The tables may have been used; their rows are discarded."""
         if folders.keys() != self._tables.keys():
             raise InputError(f"folders are of {sorted(folders)}; expected one list for each of {sorted(self._tables)}")
-        chains = [[os.path.abspath(folder) for folder in folders[name]] for name in self._tables]
-        checksums = [[checksum_of(Path(folder)) for folder in chain] for chain in chains]
+        chains = [[absolute(folder) for folder in folders[name]] for name in self._tables]
+        checksums = [[checksum_of(folder) for folder in chain] for chain in chains]
         self._servers.begin_attempt()
         self._servers.require_reachable()
-        num_bytes = sum(folder_bytes(Path(folder)) for chain in chains for folder in chain)
+        num_bytes = sum(folder_bytes(open_folder(folder)) for chain in chains for folder in chain)
         with Transfer(_LOG, "verify", "verification of the files by the servers"):  # by all, before one is changed
             self._servers.call_all("verify", chains, checksums, patient=True)
         with Transfer(_LOG, "restore", "restore of rows by the servers"):

@@ -4,17 +4,16 @@ Of the package `table` only this file imports pyarrow, and only when something i
 specifies the columns.
 """
 
-import mmap
-import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from numpy.typing import NDArray
 
 from satrap.config.tables import Table
 from satrap.errors import SnapshotError
+from satrap.storage.folder import Folder, Readable
 from satrap.table.snapshot.manifest import FORMAT, FORMAT_VERSION, DataFile, FileKind, Kind
 from satrap.transfer import in_context
 
@@ -89,13 +88,23 @@ def as_columns(batch: Any) -> Columns:
     return columns
 
 
-def mapped_file(path: Path, file: DataFile) -> mmap.mmap:
+def open_file(folder: Folder, file: DataFile) -> Readable:
+    """Opens a data file of the size that its manifest gives."""
+    with read_errors(folder, file):
+        opened = folder.open(file.name)
+    if opened.size != file.bytes or opened.size == 0:
+        raise SnapshotError(
+            f"{folder}/{file.name} has {opened.size} bytes; expected {file.bytes}: it is not as it was saved"
+        )
+    return opened
+
+
+@contextmanager
+def read_errors(folder: Folder, file: DataFile) -> Iterator[None]:
+    """Converts the errors of reading a data file."""
+    path = f"{folder}/{file.name}"
     try:
-        with path.open("rb") as opened:
-            size = os.fstat(opened.fileno()).st_size
-            if size != file.bytes or size == 0:
-                raise SnapshotError(f"{path} has {size} bytes; expected {file.bytes}: it is not as it was saved")
-            return mmap.mmap(opened.fileno(), size, access=mmap.ACCESS_READ)
+        yield
     except FileNotFoundError:
         raise SnapshotError(f"{path} is missing; the manifest names it") from None
     except OSError as error:

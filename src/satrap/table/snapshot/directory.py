@@ -1,5 +1,5 @@
-"""The folder of a snapshot on disk: which save may write into it, when the new snapshot becomes visible, what is
-removed.
+"""The folder of a snapshot: its manifest, its parts; and on a disk, which save may write into it, when the new snapshot
+becomes visible, what is removed. (`object_directory` is the same for a URL.)
 
 Knows files, locks and the manifest, but not the content of data files: `writer` writes them through `ChecksumFile`.
 These rules hold whatever fails and whenever the process dies:
@@ -24,29 +24,30 @@ from satrap._core import crc32c
 from satrap.config.durable import checksum, put_on_disk, try_lock
 from satrap.config.validation import describe, is_path
 from satrap.errors import InputError, SnapshotError
-from satrap.table.snapshot.manifest import FILE_NAME, Manifest, Since, is_ours, temporary_name
+from satrap.storage.folder import Folder, Writer
+from satrap.storage.local_folder import LocalFolder, LocalWriter
+from satrap.storage.open_folder import open_folder
+from satrap.table.snapshot.manifest import FILE_NAME, Manifest, Since, is_ours, object_name, temporary_name
+from satrap.table.snapshot.parts_record import PARTS, read_record
 from satrap.transfer import advance
 
 _PART = re.compile(r"(0|[1-9]\d*)-of-([1-9]\d*)")
 _CHUNK = 1 << 20  # bytes that are checksummed, then written while they are still in the processor's cache
 
 
-def folder_path(where: str, path: object) -> Path:
-    """Returns the folder that a caller passed as a path."""
+def folder_path(where: str, path: object) -> Folder:
+    """Returns the folder that a caller passed as a path or URL."""
     text = os.fspath(path) if isinstance(path, str | os.PathLike) else None
     if not isinstance(text, str) or not text or not is_path(text):
         raise InputError(f"{where}: path is {describe(path)}; expected the path of a snapshot's folder")
-    return Path(text)
+    return open_folder(text)
 
 
-def folder_bytes(folder: Path) -> int:
+def folder_bytes(folder: Folder) -> int:
     """Returns the size of the files in a folder and below it, as far as they can be read."""
-    found = 0
-    for parent, _, names in os.walk(folder):
-        for name in names:
-            with suppress(OSError):
-                found += os.stat(os.path.join(parent, name)).st_size
-    return found
+    with suppress(OSError):
+        return sum(folder.sizes().values())
+    return 0
 
 
 def part_name(part: int, num_parts: int) -> str:
@@ -54,17 +55,19 @@ def part_name(part: int, num_parts: int) -> str:
     return f"{part}-of-{num_parts}"
 
 
-def parts_in(folder: Path) -> list[Path]:
+def parts_in(folder: Folder) -> list[Folder]:
     """Returns the folders in it whose names are those of parts."""
     try:
-        return [each for each in folder.iterdir() if _PART.fullmatch(each.name)]
-    except OSError:
-        return []
+        return [folder / name for name in folder.names() if _PART.fullmatch(name)]
+    except OSError as error:
+        if folder.is_local:
+            return []
+        raise SnapshotError(f"{folder} cannot be listed: {error.strerror}") from error
 
 
-def parts_of(folder: Path) -> list[Path]:
+def parts_of(folder: Folder) -> list[Folder]:
     """Returns the folders of the parts that a table was saved in, each a snapshot: its own folder, unless servers saved
-    it."""
+    it. The folder has no `parts_record`."""
     names = {each.name for each in parts_in(folder)}
     if not names:
         return [folder]  # if it cannot be read, reading its manifest raises the error
@@ -78,27 +81,61 @@ def parts_of(folder: Path) -> list[Path]:
     return [folder / name for name in expected]
 
 
-def read_manifest(folder: Path) -> Manifest:
+def holds_snapshot(folder: Folder) -> bool:
+    """Returns whether the folder is that of a saved table."""
+    names = folder.names() if not folder.is_local or os.path.isdir(folder) else []
+    return FILE_NAME in names or PARTS in names or any(map(_PART.fullmatch, names))
+
+
+def read_manifest(path: str | os.PathLike[str]) -> Manifest:
     """Reads the manifest of the snapshot in the folder."""
+    folder = open_folder(path)
+    for part in read_record(folder) or []:
+        if part["folder"] == "":
+            return read_manifest_with_checksum(folder, object_name(part["id"]))[0]
     return read_manifest_with_checksum(folder)[0]
 
 
-def read_manifest_with_checksum(folder: Path) -> tuple[Manifest, int]:
+def read_manifest_with_checksum(folder: Folder, name: str = FILE_NAME) -> tuple[Manifest, int]:
     """Reads the manifest of the snapshot in the folder, once; returns it with the CRC-32C of all its bytes."""
-    path = folder / FILE_NAME
     try:
-        text = path.read_bytes()
+        text = folder.read(name)
     except FileNotFoundError:
-        if not folder.exists():
+        if folder.is_local and not os.path.exists(folder):
             raise SnapshotError(f"{folder} does not exist; expected the folder of a snapshot") from None
         raise SnapshotError(
-            f"{folder} has no {FILE_NAME}: it is no snapshot, or its save did not finish (the manifest is written last)"
+            f"{folder} has no {name}: it is no snapshot, or its save did not finish (the manifest is written last)"
         ) from None
     except NotADirectoryError:
         raise SnapshotError(f"{folder} is a file; expected the folder of a snapshot") from None
     except OSError as error:
-        raise SnapshotError(f"{path} cannot be read: {error.strerror}") from error
-    return Manifest.from_json(text, str(path)), checksum(text)
+        raise SnapshotError(f"{folder}/{name} cannot be read: {error.strerror}") from error
+    return Manifest.from_json(text, f"{folder}/{name}"), checksum(text)
+
+
+def require_same_table(held: Manifest, where: Folder, config: dict[str, Any], seed: int, since: Since | None) -> None:
+    """Raises unless a new snapshot of the table with this configuration may replace the one held."""
+    name, expected = held.config.get("name"), config["name"]
+    kind = "full" if since is None else "changes"
+    if name != expected:
+        raise SnapshotError(f"{where} holds the table {name!r}, not {expected!r}; give another folder")
+    if held.kind != kind:
+        words = {"full": "a full snapshot", "changes": "the changes of a save_changes"}
+        raise SnapshotError(
+            f"{where} holds {words[held.kind]} of the table {name!r}, not {words[kind]}: "
+            "one folder holds one snapshot, give another"
+        )
+    differ = held.differences(config, seed)
+    if differ:
+        raise SnapshotError(
+            f"{where} holds another table called {name!r}: {'; '.join(differ)}; it is not replaced: "
+            "remove it, or give another folder"
+        )
+    if since is not None and since != (held.since, held.since_id):
+        raise SnapshotError(
+            f"{where} holds the changes since version {held.since} of the snapshot {held.since_id}, not since "
+            f"version {since.version} of {since.id}: give each link of a chain another folder"
+        )
 
 
 class SnapshotDirectory:
@@ -146,7 +183,7 @@ class SnapshotDirectory:
     def commit(self, manifest: Manifest) -> None:
         """Makes this snapshot the one that the folder holds. Its data files are on disk already."""
         temporary = self.path / temporary_name(self._token)
-        with ChecksumFile(temporary) as file:
+        with ChecksumFile(LocalWriter(temporary)) as file:
             file.write(manifest.to_json())
         os.replace(temporary, self.path / FILE_NAME)
         self._committed = True
@@ -167,33 +204,15 @@ class SnapshotDirectory:
 
     def _require_same_table(self) -> None:
         """Applies rule 2. A folder without a manifest may be used: it is new, or a save was killed in it."""
+        if (self.path / PARTS).exists():
+            raise SnapshotError(f"{self.path} holds a copy of what was saved under a URL; give another folder")
         if not (self.path / FILE_NAME).exists():
             return
         try:
             held = read_manifest(self.path)
         except SnapshotError as error:
             raise SnapshotError(f"{error}; it is not overwritten: remove it, or give another folder") from error
-        name, expected = held.config.get("name"), self._config["name"]
-        kind = "full" if self._since is None else "changes"
-        if name != expected:
-            raise SnapshotError(f"{self.path} holds the table {name!r}, not {expected!r}; give another folder")
-        if held.kind != kind:
-            words = {"full": "a full snapshot", "changes": "the changes of a save_changes"}
-            raise SnapshotError(
-                f"{self.path} holds {words[held.kind]} of the table {name!r}, not {words[kind]}: "
-                "one folder holds one snapshot, give another"
-            )
-        differ = held.differences(self._config, self._seed)
-        if differ:
-            raise SnapshotError(
-                f"{self.path} holds another table called {name!r}: {'; '.join(differ)}; it is not replaced: "
-                "remove it, or give another folder"
-            )
-        if self._since is not None and self._since != (held.since, held.since_id):
-            raise SnapshotError(
-                f"{self.path} holds the changes since version {held.since} of the snapshot {held.since_id}, not since "
-                f"version {self._since.version} of {self._since.id}: give each link of a chain another folder"
-            )
+        require_same_table(held, LocalFolder(self.path), self._config, self._seed, self._since)
 
     def _sweep(self, unwanted: Callable[[str], bool]) -> None:
         """Removes files that saves have left. The next save retries what cannot be removed: it costs only space."""
@@ -205,17 +224,13 @@ class SnapshotDirectory:
 
 
 class ChecksumFile:
-    """A new file, written from start to end and checksummed on the way; closing it flushes it to disk."""
+    """A new file, checksummed while it is written from start to end; leaving the `with` block completes it."""
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    def __init__(self, writer: Writer) -> None:
         self.bytes = 0
         self.crc32c = 0
-        self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
-
-    @property
-    def closed(self) -> bool:
-        return self._fd < 0
+        self.closed = False
+        self._writer = writer
 
     def write(self, data: object) -> int:
         """Writes any object with a buffer. Large data is not copied; the GIL is released meanwhile."""
@@ -223,19 +238,18 @@ class ChecksumFile:
         for start in range(0, len(view), _CHUNK):
             piece = view[start : start + _CHUNK]
             self.crc32c = crc32c(np.frombuffer(piece, np.uint8), self.crc32c)
-            while len(piece) > 0:
-                piece = piece[self._call(os.write, piece) :]
+            self._writer.write(piece)
         self.bytes += len(view)
         advance(len(view))
         return len(view)
 
     def flush(self) -> None:
-        """Does nothing: no data is buffered."""
+        """Does nothing: no data is buffered here."""
 
     def close(self) -> None:
         if not self.closed:
-            fd, self._fd = self._fd, -1
-            os.close(fd)
+            self.closed = True
+            self._writer.abort()
 
     def __enter__(self) -> Self:
         return self
@@ -243,12 +257,7 @@ class ChecksumFile:
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         try:
             if kind is None:
-                self._call(os.fsync)
+                self._writer.complete()
+                self.closed = True
         finally:
             self.close()
-
-    def _call(self, function: Callable[..., Any], *arguments: object) -> Any:
-        try:
-            return function(self._fd, *arguments)
-        except OSError as error:  # a call by file descriptor reports no file name
-            raise OSError(error.errno, error.strerror, str(self.path)) from None

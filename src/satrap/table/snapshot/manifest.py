@@ -6,7 +6,7 @@ does that; `writer` fills the files). docs/format.md is the specification; a cha
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, NamedTuple, Self, get_args
 
@@ -31,17 +31,28 @@ _NAMES: dict[FileKind, re.Pattern[str]] = {
     "removed": re.compile(r"removed-([0-9a-f]{16})\.arrow"),
 }
 _TEMPORARY = re.compile(r"manifest-[0-9a-f]{16}\.tmp")
+_OBJECT = re.compile(r"manifest-([0-9a-f]{16})\.json")
 _LARGEST = 2**64 - 1
 
 
 def is_ours(name: str) -> bool:
     """Returns whether only a save can have left a file of this name."""
-    return any(pattern.fullmatch(name) for pattern in (*_NAMES.values(), _TEMPORARY))
+    return any(pattern.fullmatch(name) for pattern in (*_NAMES.values(), _TEMPORARY, _OBJECT))
 
 
 def temporary_name(token: str) -> str:
     """Returns the manifest's file name until it is complete."""
     return f"manifest-{token}.tmp"
+
+
+def object_name(snapshot_id: str) -> str:
+    """Returns the manifest's name under a URL, where no rename protects one snapshot's manifest from another's."""
+    return f"manifest-{snapshot_id}.json"
+
+
+def is_of_other(name: str, ids: Iterable[str]) -> bool:
+    """Returns whether only a save of another snapshot than these can have left an object of this name."""
+    return is_ours(name) and not any(each in name for each in ids)
 
 
 class Since(NamedTuple):

@@ -5,7 +5,6 @@ else. `writer` wrote the snapshot, `manifest` describes it; docs/format.md speci
 """
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Self
 
 import numpy as np
@@ -15,9 +14,11 @@ from satrap.config.array_args import as_lr
 from satrap.config.cores import thread_count
 from satrap.config.tables import Table
 from satrap.errors import ConfigError, InputError, SatrapError, SnapshotError
+from satrap.storage.folder import Folder
 from satrap.table.engine import Slot, native_config
 from satrap.table.snapshot.arrow_files import in_threads, pyarrow_or_error, schema_of
 from satrap.table.snapshot.directory import read_manifest
+from satrap.table.snapshot.held_bytes import HeldBytes
 from satrap.table.snapshot.manifest import DataFile, FileKind, Kind, Manifest, Since
 from satrap.table.snapshot.saved_table import FoundPart, find_parts, require_each_bucket_once, require_same_snapshots
 from satrap.table.snapshot.verified_file import VerifiedFile
@@ -57,35 +58,45 @@ class Snapshot:
     """A verified snapshot on disk, or the part of it that some buckets need; `fill` puts it into a table."""
 
     def __init__(
-        self, path: Path, manifest: Manifest, table: Table, num_threads: int, owned: NDArray[np.bool_] | None
+        self,
+        path: Folder,
+        manifest: Manifest,
+        table: Table,
+        num_threads: int,
+        owned: NDArray[np.bool_] | None,
+        held: HeldBytes,
     ) -> None:
         """owned: for each bucket whether it is needed; None: all."""
         self.path = path
         self.manifest = manifest
         self.table = table
         self._owned = owned
+        self._held = held
         needed = [file for file in manifest.files if VerifiedFile.is_needed(file, manifest, owned)]
         self._files = in_threads(num_threads, self._verify, needed)
 
     @classmethod
     def open(
         cls,
-        path: Path,
+        path: Folder,
         kind: Kind,
         num_threads: int | None,
         owned: NDArray[np.bool_] | None = None,
         manifest: Manifest | None = None,
+        held: HeldBytes | None = None,
     ) -> Self:
         """Verifies every byte of the files that the buckets need. If a save replaces the snapshot meanwhile, removing
         its files, reads the new one.
 
-        manifest: the folder's, if it was read already."""
+        manifest: the folder's, if it was read already. held: None: of a table without rows."""
+        is_fixed = manifest is not None and not path.is_local  # under a URL it has a name that is never used again
+        held = HeldBytes(is_new=True) if held is None else held
         for _ in range(_MOST_READS):
             manifest = read_manifest(path) if manifest is None else manifest
             try:
-                return cls._verified(path, manifest, kind, num_threads, owned)
+                return cls._verified(path, manifest, kind, num_threads, owned, held)
             except SnapshotError:
-                if read_manifest(path).id == manifest.id:
+                if is_fixed or read_manifest(path).id == manifest.id:
                     raise
             manifest = None
         raise SnapshotError(f"{path} was replaced {_MOST_READS} times while it was read: pause the saves into it")
@@ -97,7 +108,13 @@ class Snapshot:
 
     @classmethod
     def _verified(
-        cls, path: Path, manifest: Manifest, kind: Kind, num_threads: int | None, owned: NDArray[np.bool_] | None
+        cls,
+        path: Folder,
+        manifest: Manifest,
+        kind: Kind,
+        num_threads: int | None,
+        owned: NDArray[np.bool_] | None,
+        held: HeldBytes,
     ) -> Self:
         if manifest.kind != kind:
             raise SnapshotError(
@@ -117,7 +134,7 @@ class Snapshot:
             raise SnapshotError(
                 f"{path}: num_buckets is {manifest.num_buckets}, but its config gives {table.resolved_num_buckets}"
             )
-        return cls(path, manifest, table, thread_count(num_threads), owned)
+        return cls(path, manifest, table, thread_count(num_threads), owned, held)
 
     def require_same_table(self, slot: Slot) -> None:
         """Raises unless the snapshot is of a table configured alike."""
@@ -196,12 +213,13 @@ class Snapshot:
     def _verify(self, file: DataFile) -> VerifiedFile:
         manifest, state_dim = self.manifest, native_config(self.table).state_dim
         schema = schema_of(pyarrow_or_error(), file.kind, manifest.kind, manifest.id, self.table, state_dim)
-        return VerifiedFile(self.path / file.name, file, manifest, schema, self._owned)
+        return VerifiedFile(self.path, file, manifest, schema, self._owned, self._held)
 
 
 def open_levels(
     slot: Slot,
-    paths: Sequence[Path],
+    paths: Sequence[Folder],
+    held: HeldBytes,
     owned: NDArray[np.bool_] | None = None,
     checksums: Sequence[int] | None = None,
 ) -> list[list[Snapshot]]:
@@ -220,7 +238,7 @@ def open_levels(
             f"{paths[0]} and the changes after it have {', '.join(str(len(parts)) for parts in found)} parts; expected "
             "a chain saved by one number of servers"
         )
-    chains = [_open_chain(slot, chain, owned) for chain in zip(*found, strict=True)]
+    chains = [_open_chain(slot, chain, owned, held) for chain in zip(*found, strict=True)]
     levels = [list(level) for level in zip(*chains, strict=True)]
     for path, parts, level in zip(paths, found, levels, strict=True):
         if checksums is not None and any(a.manifest.id != b.manifest.id for a, b in zip(parts, level, strict=True)):
@@ -229,11 +247,13 @@ def open_levels(
     return levels
 
 
-def _open_chain(slot: Slot, parts: Sequence[FoundPart], owned: NDArray[np.bool_] | None) -> list[Snapshot]:
+def _open_chain(
+    slot: Slot, parts: Sequence[FoundPart], owned: NDArray[np.bool_] | None, held: HeldBytes
+) -> list[Snapshot]:
     chain: list[Snapshot] = []
     for part in parts:
         kind: Kind = "changes" if chain else "full"
-        saved = Snapshot.open(part.path, kind, slot.engine.num_threads, owned, part.manifest)
+        saved = Snapshot.open(part.path, kind, slot.engine.num_threads, owned, part.manifest, held)
         saved.require_same_table(slot)
         if chain:
             before, now = chain[-1].manifest, saved.manifest

@@ -4,9 +4,9 @@ A folder of another checkpoint, or of another server, is as whole as the one tha
 only this record tells the two apart.
 """
 
+import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import NamedTuple, Self
 
 import numpy as np
@@ -14,8 +14,15 @@ import numpy as np
 from satrap.config.durable import checksum
 from satrap.config.validation import Serializable
 from satrap.errors import ConfigError, SnapshotError
+from satrap.storage.folder import Folder
+from satrap.storage.open_folder import open_folder
+from satrap.table.snapshot.arrow_files import in_threads
 from satrap.table.snapshot.directory import part_name, parts_of, read_manifest_with_checksum
-from satrap.table.snapshot.manifest import Manifest
+from satrap.table.snapshot.manifest import FILE_NAME, Manifest, object_name
+from satrap.table.snapshot.parts_record import read_record
+
+_READS_AT_A_TIME = 16
+"""Manifests under a URL that are read at a time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,11 +59,12 @@ class SavedTable(Serializable):
     """The snapshots, in the order of their servers."""
 
     @classmethod
-    def from_folder(cls, folder: Path, rows: int) -> Self:
+    def from_folder(cls, folder: Folder, rows: int) -> Self:
         """Reads the record of the snapshots in a folder, of a table with that many rows."""
-        return cls(rows=rows, parts=saved_parts(folder))
+        record = None if folder.is_local else read_record(folder)  # whose writer has read the manifests
+        return cls(rows=rows, parts=saved_parts(folder) if record is None else tuple(map(SavedPart.from_dict, record)))
 
-    def require(self, folder: Path, checkpoint: str) -> None:
+    def require(self, folder: Folder, checkpoint: str) -> None:
         """Raises unless the folder holds exactly these snapshots."""
         expected = {part.folder: part for part in self.parts}
         found = {part.folder: part for part in saved_parts(folder)}
@@ -67,8 +75,9 @@ class SavedTable(Serializable):
             )
         for name, part in expected.items():
             if found[name] != part:
+                path = folder / name if name else folder
                 raise SnapshotError(
-                    f"{folder / name} is not what {checkpoint} was saved with, but {found[name]}; expected {part}: it "
+                    f"{path} is not what {checkpoint} was saved with, but {found[name]}; expected {part}: it "
                     f"comes from another checkpoint or was changed; put the right one back, or remove {checkpoint} to "
                     "use an older one"
                 )
@@ -85,35 +94,50 @@ class SavedTable(Serializable):
 class FoundPart(NamedTuple):
     """One snapshot of a table's folder, whose data files have not been opened yet."""
 
-    path: Path
+    path: Folder
     manifest: Manifest
     record: SavedPart
 
 
-def find_parts(folder: Path) -> list[FoundPart]:
+def find_parts(folder: Folder) -> list[FoundPart]:
     """Reads the manifests of a table's folder, each once; raises unless all parts of one save are there."""
-    found = []
-    for path in parts_of(folder):
-        manifest, number = read_manifest_with_checksum(path)
-        found.append(FoundPart(path, manifest, SavedPart.of("" if path == folder else path.name, manifest, number)))
-    return found
+    record = read_record(folder)
+    if record is None:
+        manifests = [(path, FILE_NAME) for path in parts_of(folder)]
+    else:
+        manifests = [
+            (folder / part["folder"] if part["folder"] else folder, object_name(part["id"])) for part in record
+        ]
+
+    return read_parts(folder, manifests)
 
 
-def saved_parts(folder: Path) -> tuple[SavedPart, ...]:
+def read_parts(folder: Folder, manifests: Sequence[tuple[Folder, str]]) -> list[FoundPart]:
+    """Reads the manifests of a table's parts: objects of these names in these folders, the table's own or within it."""
+
+    def read(each: tuple[Folder, str]) -> FoundPart:
+        path, name = each
+        manifest, number = read_manifest_with_checksum(path, name)
+        return FoundPart(path, manifest, SavedPart.of("" if path == folder else path.name, manifest, number))
+
+    return in_threads(1 if folder.is_local else _READS_AT_A_TIME, read, manifests)
+
+
+def saved_parts(folder: Folder) -> tuple[SavedPart, ...]:
     """Reads which snapshots a table's folder holds; raises unless all parts of one save are there."""
     return tuple(part.record for part in find_parts(folder))
 
 
-def checksum_of(folder: Path) -> int:
+def checksum_of(folder: str | os.PathLike[str]) -> int:
     """Returns a number that differs where `saved_parts` does, to compare what two machines see."""
-    return _checksum(saved_parts(folder))
+    return _checksum(saved_parts(open_folder(folder)))
 
 
 def _checksum(parts: Iterable[SavedPart]) -> int:
     return checksum(repr([part.to_dict() for part in parts]).encode())
 
 
-def require_same_snapshots(folder: Path, parts: Sequence[FoundPart], expected: int) -> None:
+def require_same_snapshots(folder: Folder, parts: Sequence[FoundPart], expected: int) -> None:
     """Raises unless the parts found in the folder on this machine are those of the one that took `checksum_of` it."""
     if _checksum(part.record for part in parts) != expected:
         raise SnapshotError(
@@ -122,7 +146,7 @@ def require_same_snapshots(folder: Path, parts: Sequence[FoundPart], expected: i
         )
 
 
-def require_each_bucket_once(folder: Path, parts: Sequence[Manifest]) -> None:
+def require_each_bucket_once(folder: Folder, parts: Sequence[Manifest]) -> None:
     """Raises unless every bucket of the table is in exactly one part. Snapshots that record no buckets pass."""
     if any(part.buckets is None for part in parts):
         return

@@ -1,51 +1,74 @@
-"""A data file of a snapshot, or the part of it that some buckets need: verified, mapped into memory, read in batches.
+"""A data file of a snapshot, or the part of it that some buckets need: verified, read in batches.
 
 The manifest names the buckets, the bytes and the checksum of each record batch (`RecordBatch`). So a server that owns
 some buckets reads the batches of these and the file's footer, each once, and no other byte. The lines of such a file
 are in the order of their mixed ids; a file of an earlier Satrap names no batches, and is read whole.
+
+A file on a disk is mapped into memory. One under a URL is read in pieces of adjacent batches; a piece that is not kept
+after its verification (`held_bytes`) is read and verified again when its batches are.
 """
 
-import mmap
 from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from satrap._core import bucket_of, crc32c, mixed_order
 from satrap.errors import SnapshotError
-from satrap.table.snapshot.arrow_files import Columns, as_columns, items, mapped_file, pyarrow_or_error
+from satrap.storage.folder import Folder
+from satrap.table.snapshot.arrow_files import Columns, as_columns, items, open_file, pyarrow_or_error, read_errors
+from satrap.table.snapshot.held_bytes import HeldBytes
 from satrap.table.snapshot.manifest import DataFile, Manifest, RecordBatch
 from satrap.transfer import advance
 
+_PIECE_BYTES = 16 << 20  # of a URL at a time, unless one batch is larger: the memory that a thread needs
+
+
+class _Piece(NamedTuple):
+    """Adjacent record batches that are read together: these numbers, these bytes."""
+
+    first: int
+    last: int
+    begin: int
+    end: int
+
 
 class VerifiedFile:
-    """A data file whose needed bytes are what was saved. Its batches are views of the mapping."""
+    """A data file whose needed bytes are what was saved. Its batches are views of the file's memory."""
 
     def __init__(
-        self, path: Path, file: DataFile, manifest: Manifest, schema: Any, owned: NDArray[np.bool_] | None
+        self,
+        folder: Folder,
+        file: DataFile,
+        manifest: Manifest,
+        schema: Any,
+        owned: NDArray[np.bool_] | None,
+        held: HeldBytes,
     ) -> None:
         """Raises unless the file is byte for byte what was saved, and its lines fit the table.
 
         schema: what the file must have.
         owned: for each bucket whether its lines are needed; None: all.
         """
-        self.path, self.file, self.bytes_read = path, file, 0
-        self._manifest, self._owned, self._arrow = manifest, owned, pyarrow_or_error()
-        self._needed = _needed(file.batches or (), owned)
-        mapping = mapped_file(path, file)
-        self._verify_bytes(mapping)
+        self.path, self.file, self.bytes_read = f"{folder}/{file.name}", file, 0
+        self._folder, self._manifest, self._owned, self._arrow = folder, manifest, owned, pyarrow_or_error()
+        self._opened = opened = open_file(folder, file)
+        self._memory = np.frombuffer(opened.memory, np.uint8)[: file.bytes]
+        limit = file.bytes if opened.is_local else _PIECE_BYTES
+        self._pieces = list(_pieces(_needed(file.batches or (), owned), file.batches or (), limit))
+        self._is_held = [True for _ in self._pieces]
+        self._verify_footer()
         try:
-            self._reader = self._arrow.ipc.open_file(self._arrow.py_buffer(mapping))
+            self._reader = self._arrow.ipc.open_file(self._arrow.py_buffer(opened.memory)[: file.bytes])
             if not self._reader.schema.equals(schema, check_metadata=True):
-                raise SnapshotError(f"{path} has the schema\n{self._reader.schema}\nexpected\n{schema}")
+                raise SnapshotError(f"{self.path} has the schema\n{self._reader.schema}\nexpected\n{schema}")
             if file.batches is None:
                 self._verify_unsorted()
             else:
-                self._verify_sorted(file.batches, np.frombuffer(mapping, np.uint8).ctypes.data)
+                self._verify_sorted(file.batches, held)
         except (self._arrow.ArrowException, OSError) as error:
-            raise SnapshotError(f"{path} cannot be read as an Arrow file: {error}") from error
+            raise SnapshotError(f"{self.path} cannot be read as an Arrow file: {error}") from error
 
     @staticmethod
     def is_needed(file: DataFile, manifest: Manifest, owned: NDArray[np.bool_] | None) -> bool:
@@ -61,15 +84,23 @@ class VerifiedFile:
         return bool(_needed(file.batches, owned))
 
     def batches(self) -> Iterator[Columns]:
-        """Yields the lines of the needed buckets; each batch then counts as moved."""
-        numbers = range(self._reader.num_record_batches) if self.file.batches is None else self._needed
-        for done, i in enumerate(numbers):
-            columns = as_columns(self._reader.get_batch(i))
-            if self._owned is not None and not self._is_owned_whole(i):
-                is_owned = self._owned[np.asarray(bucket_of(columns["id"], self._manifest.num_buckets))]
-                columns = {name: column[is_owned] for name, column in columns.items()}
-            yield columns
-            advance(self.bytes_read * (done + 1) // len(numbers) - self.bytes_read * done // len(numbers))
+        """Yields the lines of the needed buckets; each batch then counts as moved, and its memory is released."""
+        count = self._reader.num_record_batches if self.file.batches is None else sum(map(_length, self._pieces))
+        done = 0
+        for n, piece in enumerate(self._pieces or [_Piece(0, count - 1, 0, self.file.bytes)]):
+            if self._pieces and not self._is_held[n]:
+                self._load(piece)
+                self._is_held[n] = True
+            for i in range(piece.first, piece.last + 1):
+                columns = as_columns(self._reader.get_batch(i))
+                if self._owned is not None and not self._is_owned_whole(i):
+                    is_owned = self._owned[np.asarray(bucket_of(columns["id"], self._manifest.num_buckets))]
+                    columns = {name: column[is_owned] for name, column in columns.items()}
+                yield columns
+                done += 1
+                advance(self.bytes_read * done // count - self.bytes_read * (done - 1) // count)
+            if self._pieces:
+                self._release(n)
 
     def _is_owned_whole(self, i: int) -> bool:
         assert self._owned is not None
@@ -78,58 +109,81 @@ class VerifiedFile:
         batch = self.file.batches[i]
         return bool(self._owned[batch.bucket_begin : batch.bucket_end].all())
 
-    def _verify_bytes(self, mapping: mmap.mmap) -> None:
-        """Verifies adjacent record batches together, then the footer. A checksum continues the one before."""
-        data, known = np.frombuffer(mapping, np.uint8), self.file.batches or ()
-        at, ends = 0, {0: 0} | {batch.end: batch.crc32c for batch in known}
-        for first, last in _runs(self._needed):
-            begin = 0 if first == 0 else known[first - 1].end
-            if self._checksum(data, begin, known[last].end, ends[begin]) != known[last].crc32c:
-                self._raise_damaged(data, known, first, last)
-        at = known[-1].end if known else 0
-        found = self._checksum(data, at, len(data), ends[at])
+    def _verify_footer(self) -> None:
+        """Verifies what follows the last record batch; of a file without them, and of an older one, all of it."""
+        known = self.file.batches or ()
+        at, before = (known[-1].end, known[-1].crc32c) if known else (0, 0)
+        with read_errors(self._folder, self.file):
+            self._opened.load(at, self.file.bytes)
+        found = self._checksum(at, self.file.bytes, before)
         if found != self.file.crc32c:
-            where = "" if self.file.batches is None else f" in its footer (bytes {at} to {len(data)})"
+            for piece in self._pieces:  # to name the first record batch that is damaged, if one is
+                self._load(piece)
+            where = "" if self.file.batches is None else f" in its footer (bytes {at} to {self.file.bytes})"
             raise SnapshotError(f"{self.path} is damaged{where}: its crc32c is {found}; expected {self.file.crc32c}")
 
-    def _checksum(self, data: NDArray[np.uint8], begin: int, end: int, before: int) -> int:
+    def _load(self, piece: _Piece) -> int:
+        """Reads adjacent record batches and verifies them together; returns the number of their bytes. A checksum
+        continues the one before."""
+        known = self.file.batches or ()
+        with read_errors(self._folder, self.file):
+            self._opened.load(piece.begin, piece.end)
+        before = 0 if piece.first == 0 else known[piece.first - 1].crc32c
+        if crc32c(self._memory[piece.begin : piece.end], before) != known[piece.last].crc32c:
+            self._raise_damaged(known, piece)
+        return piece.end - piece.begin
+
+    def _release(self, n: int) -> None:
+        self._opened.release(self._pieces[n].begin, self._pieces[n].end)
+        self._is_held[n] = self._opened.is_local
+
+    def _checksum(self, begin: int, end: int, before: int) -> int:
         self.bytes_read += end - begin
         advance(end - begin)
-        return crc32c(data[begin:end], before)
+        return crc32c(self._memory[begin:end], before)
 
-    def _raise_damaged(self, data: NDArray[np.uint8], known: tuple[RecordBatch, ...], first: int, last: int) -> None:
-        for i in range(first, last + 1):
+    def _raise_damaged(self, known: tuple[RecordBatch, ...], piece: _Piece) -> None:
+        for i in range(piece.first, piece.last + 1):
             begin, before = (0, 0) if i == 0 else (known[i - 1].end, known[i - 1].crc32c)
-            found = crc32c(data[begin : known[i].end], before)
+            found = crc32c(self._memory[begin : known[i].end], before)
             if found != known[i].crc32c:
                 raise SnapshotError(
                     f"{self.path} is damaged in record batch {i} (bytes {begin} to {known[i].end}): its crc32c is "
                     f"{found}; expected {known[i].crc32c}"
                 )
 
-    def _verify_sorted(self, known: tuple[RecordBatch, ...], address: int) -> None:
+    def _verify_sorted(self, known: tuple[RecordBatch, ...], held: HeldBytes) -> None:
         if self._reader.num_record_batches != len(known):
             raise SnapshotError(
                 f"{self.path} has {self._reader.num_record_batches} record batches; expected {len(known)}"
             )
-        for i in self._needed:
-            batch, begin = self._verified_batch(i), 0 if i == 0 else known[i - 1].end
-            where, expected = f"{self.path}: record batch {i}", known[i]
-            if batch.num_rows != expected.rows:
-                raise SnapshotError(f"{where} holds {batch.num_rows} lines; expected {expected.rows}")
-            for buffer in (each for column in batch.columns for each in column.buffers() if each is not None):
-                if not begin <= buffer.address - address <= expected.end - buffer.size:
-                    raise SnapshotError(f"{where} has data outside of its bytes, {begin} to {expected.end}")
-            ids = batch.column(0).to_numpy()
-            if (ordered := mixed_order(ids)) < len(ids):
-                raise SnapshotError(
-                    f"{where} holds an id twice or out of order at line {ordered}; expected ids in the order of their "
-                    "hashes, each at most once"
-                )
-            low, high = np.asarray(bucket_of(ids[[0, -1]], self._manifest.num_buckets)).tolist()
-            if not expected.bucket_begin <= low <= high < expected.bucket_end:
-                wanted_buckets = f"{expected.bucket_begin} to {expected.bucket_end - 1}"
-                raise SnapshotError(f"{where} holds ids of the buckets {low} to {high}; expected {wanted_buckets}")
+        for n, piece in enumerate(self._pieces):
+            num_bytes = self._load(piece)
+            self.bytes_read += num_bytes
+            advance(num_bytes)
+            for i in range(piece.first, piece.last + 1):
+                self._verify_lines(known, i)
+            if not self._opened.is_local and not held.take(num_bytes, is_full=self._manifest.kind == "full"):
+                self._release(n)
+
+    def _verify_lines(self, known: tuple[RecordBatch, ...], i: int) -> None:
+        batch, begin, address = self._verified_batch(i), 0 if i == 0 else known[i - 1].end, self._memory.ctypes.data
+        where, expected = f"{self.path}: record batch {i}", known[i]
+        if batch.num_rows != expected.rows:
+            raise SnapshotError(f"{where} holds {batch.num_rows} lines; expected {expected.rows}")
+        for buffer in (each for column in batch.columns for each in column.buffers() if each is not None):
+            if not begin <= buffer.address - address <= expected.end - buffer.size:
+                raise SnapshotError(f"{where} has data outside of its bytes, {begin} to {expected.end}")
+        ids = batch.column(0).to_numpy()
+        if (ordered := mixed_order(ids)) < len(ids):
+            raise SnapshotError(
+                f"{where} holds an id twice or out of order at line {ordered}; expected ids in the order of their "
+                "hashes, each at most once"
+            )
+        low, high = np.asarray(bucket_of(ids[[0, -1]], self._manifest.num_buckets)).tolist()
+        if not expected.bucket_begin <= low <= high < expected.bucket_end:
+            wanted_buckets = f"{expected.bucket_begin} to {expected.bucket_end - 1}"
+            raise SnapshotError(f"{where} holds ids of the buckets {low} to {high}; expected {wanted_buckets}")
 
     def _verify_unsorted(self) -> None:
         rows, ids = 0, [np.empty(0, np.uint64)]
@@ -179,10 +233,16 @@ def _needed(batches: tuple[RecordBatch, ...], owned: NDArray[np.bool_] | None) -
     return [i for i, each in enumerate(batches) if count[each.bucket_end] > count[each.bucket_begin]]
 
 
-def _runs(numbers: list[int]) -> Iterator[tuple[int, int]]:
-    """Yields the first and the last of adjacent numbers."""
+def _pieces(numbers: list[int], batches: tuple[RecordBatch, ...], limit: int) -> Iterator[_Piece]:
+    """Yields the pieces of these record batches: adjacent ones, of at most `limit` bytes together unless it is one."""
     begin = 0
     for i in range(1, len(numbers) + 1):
-        if i == len(numbers) or numbers[i] != numbers[i - 1] + 1:
-            yield numbers[begin], numbers[i - 1]
+        start = 0 if numbers[begin] == 0 else batches[numbers[begin] - 1].end
+        is_last = i == len(numbers) or numbers[i] != numbers[i - 1] + 1
+        if is_last or batches[numbers[i]].end - start > limit:
+            yield _Piece(numbers[begin], numbers[i - 1], start, batches[numbers[i - 1]].end)
             begin = i
+
+
+def _length(piece: _Piece) -> int:
+    return piece.last - piece.first + 1

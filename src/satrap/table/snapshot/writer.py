@@ -14,7 +14,6 @@ import logging
 import secrets
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -23,11 +22,14 @@ from numpy.typing import NDArray
 from satrap._core import bucket_of
 from satrap.config.tables import Table
 from satrap.errors import ChangesError, InputError, SnapshotError
+from satrap.storage.folder import Folder
+from satrap.storage.local_folder import LocalFolder
 from satrap.table.engine import Slot, native_config
 from satrap.table.snapshot.arrow_files import Columns, as_batch, in_threads, pyarrow_or_error, schema_of
 from satrap.table.snapshot.batch_cuts import cut_batches
 from satrap.table.snapshot.directory import ChecksumFile, SnapshotDirectory
 from satrap.table.snapshot.manifest import DataFile, FileKind, Kind, Manifest, RecordBatch, Since
+from satrap.table.snapshot.object_directory import ObjectDirectory
 from satrap.transfer import Transfer
 
 _LOG = logging.getLogger("satrap.table")
@@ -36,7 +38,9 @@ _FILE_BYTES = 256 << 20  # of a rows file, so that loading has work for more thr
 _MAX_FILES = 64
 
 
-def save_table(slot: Slot, path: Path, since: Since | None = None, owned: NDArray[np.bool_] | None = None) -> Manifest:
+def save_table(
+    slot: Slot, path: Folder, since: Since | None = None, owned: NDArray[np.bool_] | None = None
+) -> Manifest:
     """Writes the table, or what changed since a snapshot, into the folder.
 
     owned: for each bucket whether this engine owns it; None: all. The engine knows it too, and exports no other.
@@ -51,16 +55,26 @@ def save_table(slot: Slot, path: Path, since: Since | None = None, owned: NDArra
         with (
             slot.progress.save.running(slot.engine.num_rows(slot.index)),
             Transfer(_LOG, "save", f"{what} into {path}", total=saver.total_bytes, table=table.name),
-            SnapshotDirectory(path, token, table.to_dict(), slot.seed, since) as folder,
+            _directory(slot, path, token, since, is_part=owned is not None) as folder,
         ):
             manifest = saver.run()
             folder.commit(manifest)
     except OSError as error:
+        advice = "free some space, or give another folder" if path.is_local else "save again, or give another URL"
         raise SnapshotError(
             f"table {table.name!r}: saving into {path} failed at {error.filename or path}: {error.strerror}; "
-            "what the folder held is still valid, and no changes are forgotten: free some space, or give another folder"
+            f"what the folder held is still valid, and no changes are forgotten: {advice}"
         ) from error
     return manifest
+
+
+def _directory(
+    slot: Slot, path: Folder, token: str, since: Since | None, *, is_part: bool
+) -> SnapshotDirectory | ObjectDirectory:
+    config, seed = slot.table.to_dict(), slot.seed
+    if isinstance(path, LocalFolder):
+        return SnapshotDirectory(path.path, token, config, seed, since)
+    return ObjectDirectory(path, token, config, seed, since, is_part=is_part)
 
 
 def row_bytes(table: Table) -> int:
@@ -73,7 +87,7 @@ class _Saver:
     """One save. Writes data files; the folder's owner removes them if the save fails."""
 
     slot: Slot
-    folder: Path
+    folder: Folder
     kind: Kind
     id: str
     since: Since | None
@@ -164,7 +178,7 @@ class _Saver:
         schema = schema_of(arrow, kind, self.kind, self.id, self.slot.table, self.state_dim)
         batches = []
         with (
-            ChecksumFile(self.folder / name) as file,
+            ChecksumFile(self.folder.create(name)) as file,
             arrow.ipc.new_file(arrow.PythonFile(file, mode="w"), schema) as writer,
         ):
             for bucket_begin, bucket_end, columns in self._batches(kind, begin, end):

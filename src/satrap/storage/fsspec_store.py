@@ -1,0 +1,83 @@
+"""An object store over any file system of fsspec, opened by its URL. Imported only when one is used."""
+
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from typing import Any
+
+import fsspec
+
+_PART_BYTES = 8 << 20
+
+
+class FsspecStore:
+    """A file system of fsspec. Its keys are the paths that fsspec knows."""
+
+    def __init__(self, url: str) -> None:
+        self._files, path = fsspec.core.url_to_fs(url)
+        self.prefix = str(path).rstrip("/")
+        """The key that the URL names."""
+
+    def get(self, key: str) -> bytes:
+        return bytes(self._files.cat_file(key))
+
+    def get_range(self, key: str, begin: int, end: int) -> Any:
+        return self._files.cat_file(key, start=begin, end=end)
+
+    def size(self, key: str) -> int:
+        return int(self._files.size(key))
+
+    def put(self, key: str, data: bytes) -> None:
+        self._in_folder(key, lambda: self._files.pipe_file(key, data))
+
+    def open_writer(self, key: str) -> "_FsspecWriter":
+        return _FsspecWriter(self._in_folder(key, lambda: self._files.open(key, "wb", block_size=_PART_BYTES)))
+
+    def names(self, prefix: str) -> list[str]:
+        self._files.invalidate_cache()
+        found = [_within(str(path), prefix) for path in self._files.ls(prefix, detail=False)]
+        return [name for name in found if name and "/" not in name]
+
+    def sizes(self, prefix: str) -> Mapping[str, int]:
+        self._files.invalidate_cache()
+        found = self._files.find(prefix, detail=True)
+        return {key: int(info.get("size") or 0) for path, info in found.items() if (key := _within(str(path), prefix))}
+
+    def delete(self, key: str) -> None:
+        self._files.rm_file(key)
+
+    def delete_folder(self, prefix: str) -> None:
+        self._files.rmdir(prefix)
+
+    def _in_folder(self, key: str, write: Callable[[], Any]) -> Any:
+        try:
+            return write()
+        except FileNotFoundError:  # this file system requires the folder to exist
+            self._files.makedirs(key.rpartition("/")[0], exist_ok=True)
+            return write()
+
+
+class _FsspecWriter:
+    """An object that is uploaded in parts while it is written, as far as its file system can."""
+
+    def __init__(self, file: Any) -> None:
+        self._file = file
+
+    def write(self, piece: memoryview) -> None:
+        self._file.write(piece)
+
+    def complete(self) -> None:
+        self._file.close()
+
+    def abort(self) -> None:
+        with suppress(AttributeError, NotImplementedError):
+            self._file.discard()
+        self._file.closed = True  # else it is completed when it is collected
+
+
+def _within(path: str, top: str) -> str:
+    """Return the key below `top` of a listed path; "" if the path is not below it."""
+    stripped, start = path.rstrip("/"), top.rstrip("/") + "/"
+    for each in (stripped, "/" + stripped):  # some lists omit the first slash
+        if each.startswith(start):
+            return each[len(start) :]
+    return ""

@@ -1,0 +1,184 @@
+"""Checkpoints in S3: by moto's HTTP server, servers in processes that are killed, and errors that take seconds."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from checkpoint_job import NUM_IDS, Job, same
+from cluster import ANYWHERE, DEADLINE_SECONDS, running_servers, server_processes
+from logged import logged
+from moto_s3 import BUCKET, S3, running_s3, use
+from satrap import Deployment, Reader
+from satrap.checkpoint.run_owner import OWNER
+from satrap.errors import CheckpointError, ConfigError, SnapshotError
+from satrap.storage.object_folder import ObjectFolder
+from satrap.storage.open_folder import _bucket
+
+ROOT = f"s3://{BUCKET}"
+PERMITTED = ANYWHERE, ["--checkpoints", ROOT]
+IDS = np.arange(NUM_IDS, dtype=np.uint64)
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3]:
+    with running_s3(tmp_path_factory.mktemp("s3")) as server:
+        yield server
+
+
+@pytest.fixture
+def s3(server: S3, monkeypatch: pytest.MonkeyPatch) -> Iterator[S3]:
+    use(monkeypatch, server.endpoint)
+    yield server
+    _bucket.cache_clear()
+
+
+def rows(addresses: list[str]) -> dict[str, Deployment]:
+    return {"deployment": Deployment(addresses)}
+
+
+def versions(s3: S3, run: str) -> set[str]:
+    """The folders of the run; not the file of its owner."""
+    names = {key.removeprefix(f"{run}/").split("/")[0] for key in s3.sizes(f"{run}/")}
+    return names - {OWNER}
+
+
+# -- the probe ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_place_that_cannot_be_used_is_refused_within_seconds(s3: S3, monkeypatch: pytest.MonkeyPatch) -> None:
+    began = time.monotonic()
+    with pytest.raises(
+        CheckpointError, match=r"s3://none/run cannot be used: NoSuchBucket: .* at s3://none/run/\.probe"
+    ):
+        Job("s3://none/run", 1)
+    with s3.refused(), pytest.raises(CheckpointError, match=rf"{ROOT}/run cannot be used: AccessDenied: Access Denied"):
+        Job(f"{ROOT}/run", 1)
+    use(monkeypatch, "http://127.0.0.1:1")
+    with pytest.raises(CheckpointError, match=rf"{ROOT}/run cannot be used: .* PUT http://127\.0\.0\.1:1/{BUCKET}/run"):
+        Job(f"{ROOT}/run", 1)
+    assert time.monotonic() - began < 30
+    with pytest.raises(ConfigError, match=r"nothing://x/run cannot be opened: Protocol not known: nothing"):
+        Job("nothing://x/run", 1)
+    assert not s3.sizes("run/")
+
+
+def test_a_server_that_cannot_use_it_is_named_at_once(s3: S3) -> None:
+    words = rf"'{ROOT}/run' is refused: expected a path below '/'; allow .* with --checkpoints"
+    with running_servers(1, checkpoints=["/"]) as services, pytest.raises(ConfigError, match=words):
+        Job(f"{ROOT}/run", 1, rows=rows([services[0].address]))
+    assert not s3.sizes("run/"), "the trainer has removed what it wrote"
+
+
+# -- servers -----------------------------------------------------------------------------------------------------------
+
+
+def test_servers_write_and_read_their_parts(s3: S3, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The trainer stages nothing. Any number of servers, the process itself and a `Reader` read what others wrote."""
+    whole = Job(str(tmp_path / "run"), 6)
+    whole.train(every_steps=10**6)
+    written: Counter[str] = Counter()
+    write, staged = ObjectFolder.write, set(os.listdir(tempfile.gettempdir()))
+
+    def counted(folder: ObjectFolder, key: str, data: bytes) -> None:
+        written[key.rpartition("/")[2]] += len(data)
+        write(folder, key, data)
+
+    url = f"{ROOT}/parts/run"
+    with server_processes(tmp_path, 3, *PERMITTED) as servers, monkeypatch.context() as patched:
+        patched.setattr(ObjectFolder, "write", counted)
+        patched.setattr(ObjectFolder, "create", None)  # the servers write all data files
+        job = Job(url, 6, keep=2, full_every=4, rows=rows([each.address for each in servers]))
+        job.train(every_steps=2)
+        expected = job.state()
+        job.embeddings.close()
+    same(expected, whole.state())
+    assert len(versions(s3, "parts/run")) == 3, "two, and a parent of theirs"
+    probes = [name for name in written if name.startswith(".probe-")]
+    assert written.keys() == {"parts.json", "state.safetensors", "checkpoint.json", ".owner.json", *probes}
+    assert not {name for name in set(os.listdir(tempfile.gettempdir())) - staged if "checkpoint" in name}
+    with running_servers(2, checkpoints=[ROOT]) as services:
+        again = Job(url, 6, rows=rows([each.address for each in services]))
+        assert again.run.resume() and again.embeddings.step == 6
+        same(again.state(), expected)
+        again.embeddings.close()
+    alone = Job(url, 6)
+    assert alone.run.resume()
+    same(alone.state(), expected)
+    with Reader(url) as reader:
+        for name, table in alone.embeddings.tables.items():
+            np.testing.assert_array_equal(reader.lookup(name, IDS), table.lookup(IDS, train=False))
+
+
+def test_a_server_that_is_killed_during_a_save_tears_nothing(s3: S3, tmp_path: Path) -> None:
+    """The server that replaces it saves again, while its last request still arrives."""
+    url = f"{ROOT}/killed/run"
+    with server_processes(tmp_path, 2, *PERMITTED) as servers, ThreadPoolExecutor(1) as pool:
+        job = Job(url, 4, keep=3, full_every=3, rows=rows([each.address for each in servers]))
+        job.train(every_steps=2)
+        with s3.held(r"000003-step-4.*/tables/1/1-of-2/part-.*\.arrow$") as (wait, let_go):
+            saving = pool.submit(job.run.save)
+            wait()
+            servers[1].kill()
+            let_go()
+            servers[1].restart()
+            assert saving.result(DEADLINE_SECONDS)
+        expected = job.state()
+        job.embeddings.close()
+    alone = Job(url, 4)
+    assert alone.run.resume() and alone.embeddings.step == 4
+    same(alone.state(), expected)
+
+
+def test_a_trainer_that_is_killed_during_a_save_leaves_a_version_that_is_swept(s3: S3, tmp_path: Path) -> None:
+    whole = Job(str(tmp_path / "run"), 4)
+    whole.train(every_steps=10**6)
+    url = f"{ROOT}/torn/run"
+    script = Path(__file__).parents[1] / "checkpoint_job.py"
+    with s3.held(r"000002-step-2.*/state\.safetensors$") as (wait, _):
+        child = subprocess.Popen([sys.executable, str(script), url, "4"], stdout=subprocess.DEVNULL)
+        wait()
+        child.kill()
+        child.wait()
+    (torn,) = {name for name in versions(s3, "torn/run") if name.startswith("000002")}
+    job = Job(url, 4, keep=2)
+    with logged(
+        "satrap.checkpoint", match=rf"{url}/{torn} has no complete checkpoint\.json: .* The next save removes it"
+    ):
+        assert job.run.resume() and job.embeddings.step == 1
+    job.train()
+    same(job.state(), whole.state())
+    assert {name[:13] for name in versions(s3, "torn/run")} == {"000004-step-3", "000005-step-4"}
+
+
+def test_damage_is_named_by_its_url_and_changes_nothing(s3: S3) -> None:
+    url = f"{ROOT}/damaged/run"
+    with running_servers(2, checkpoints=[ROOT]) as services:
+        job = Job(url, 2, rows=rows([each.address for each in services]))
+        job.train(every_steps=2)
+        before = job.state()
+        key = next(key for key in s3.sizes("damaged/run/") if "/tables/0/1-of-2/part-" in key)
+        good = s3.get(key)
+        for bad, words in (
+            (good[:40] + bytes([good[40] ^ 1]) + good[41:], r"is damaged in record batch 0 \(bytes"),
+            (good[:-1], rf"has {len(good) - 1} bytes; expected {len(good)}"),
+        ):
+            s3.put(key, bad)
+            with pytest.raises(SnapshotError, match=rf"{re.escape(f's3://{BUCKET}/{key}')} {words}"):
+                job.run.resume()
+            same(job.state(), before)
+        s3.put(key, good)
+        assert job.run.resume()
+        same(job.state(), before)
+        job.embeddings.close()

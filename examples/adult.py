@@ -26,6 +26,7 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, default=3)
     parser.add_argument("--staleness", type=int, default=0)
     parser.add_argument("--run", help="folder or URL for checkpoints")
+    parser.add_argument("--record", help="folder for the record from which `satrap report` makes a page")
     args = parser.parse_args()
 
     torch.manual_seed(0)
@@ -52,7 +53,8 @@ def main() -> None:
     if run is not None and run.resume():
         print(f"continues after step {embeddings.step}")
 
-    with satrap.Progress(embeddings, sinks=None if trainers.rank == 0 else []) as progress:
+    sinks = None if trainers.rank == 0 else []
+    with satrap.Progress(embeddings, sinks, record=args.record, settings=vars(args)) as progress:
         for batch in embeddings.stream(data):
             logits = model(batch.dense, batch.embeddings)
             loss = torch.nn.functional.binary_cross_entropy_with_logits(logits, batch.label)

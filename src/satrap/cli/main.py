@@ -1,6 +1,6 @@
 """The commands of `satrap`. `run` runs a script on a cluster, `scale` changes its number of servers, `status` shows
-what it does, and `report` what it did; `keys`, `server`, `worker` and `migrate` are for a cluster that is managed by hand; `doctor` checks this
-machine.
+what it does, and `report` what it did; `keys`, `server`, `worker` and `migrate` are for a cluster that is managed by
+hand; `doctor` checks this machine.
 
 Carries out the commands that `parser` reads, and prints plain lines.
 """

@@ -110,7 +110,7 @@ class ChildProcesses:
             if is_trainer:
                 reader, writer = os.pipe()
                 stack.callback(os.close, writer)
-                pipes["record"] = open(reader, "rb", buffering=0)
+                pipes["record"] = os.fdopen(reader, "rb", buffering=0)
                 command += ["--record", str(writer)]
                 pass_fds = (*pass_fds, writer)
             popen = subprocess.Popen(

@@ -143,7 +143,7 @@ class RunLogs:
                 )
 
     def _append_record(self, process: Process, data: bytes) -> None:
-        """Appends to a trainer's record. The lines that did not fit on a full disk are counted, and the report says so."""
+        """Appends to a trainer's record. Lines that did not fit on a full disk are counted, and the report says so."""
         path = self.record_path(process)
         unwritten = self._unwritten_records.pop(path, 0)
         gap = b"\n" + encode({"kind": "gap", "missing": unwritten}) if unwritten else b""

@@ -1,5 +1,5 @@
-"""What a run is doing, for `satrap status` and `--http`: its processes, restarts, faults and migration; and what it did,
-for `satrap report`.
+"""What a run is doing, for `satrap status` and `--http`: its processes, restarts, faults and migration; and what it
+did, for `satrap report`.
 
     run_loop ──events, commands──> RunMonitor ──> status.json and records/run.jsonl in the run's directory,
                                                   samples, targets
@@ -56,7 +56,8 @@ class RunMonitor:
     ) -> None:
         """folder: the run's directory. places, metrics: where each process runs, and the URL of its metrics, as
         `satrap.launch.logs.RunLogs` learns them. client_key: content of the key file with which to call the run's
-        servers, which only this user may read while the run lives; None: they have no keys. settings: the run's, for its record."""
+        servers, which only this user may read while the run lives; None: they have no keys.
+        settings: the run's, for its record."""
         self._path, self._places, self._metrics = folder / STATUS, places, metrics
         self._key_path = folder / CLIENT_KEY
         self._key_path.unlink(missing_ok=True)  # of a run that was killed

@@ -90,7 +90,7 @@ class Progress:
         now = clock()
         self._meter = Meter(now, counters=self._counters(), window=window, total_samples=total_samples)
         self._due, self._closed = now + self._every, False
-        known = embeddings.settings() if isinstance(embeddings, HasSettings) else {}
+        known: Mapping[str, Any] = embeddings.settings() if isinstance(embeddings, HasSettings) else {}
         file = open_record(record, known.get("rank", 0))
         self._record = None
         if file is not None:

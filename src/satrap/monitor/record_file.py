@@ -1,9 +1,9 @@
-"""Records: lines of JSON that a run appends while it trains, from which `satrap report` is made afterwards.
+"""Records: lines of JSON that a run appends while it trains, from which `satrap report` makes its page.
 
-    TrainingRecord, RunMonitor ──append──> records/trainer-N.jsonl, records/run.jsonl ──read_records──> satrap.html_report
+    TrainingRecord, RunMonitor ──append──> records/trainer-N.jsonl, run.jsonl ──read_records──> satrap.html_report
 
-Each line has a checksum. A process may be killed at any moment, so a file may end in the middle of a line; the next line
-starts on a new one. A disk that is full, or a pipe that is not read, costs records and never stops training.
+Each line has a checksum. A process may be killed at any moment, so a file may end in the middle of a line; the next
+record starts a new one. A disk that is full, or a pipe that is not read, costs records and never stops training.
 """
 
 import json

@@ -28,7 +28,6 @@ _TIMES_COST = 200.0
 """Length of an interval, in times of what the last record took."""
 _MAX_ERROR = 500  # characters
 _PROCESS = secrets.token_hex(4)
-_Number = float | int
 
 
 class TrainingRecord:
@@ -76,7 +75,14 @@ class TrainingRecord:
         self._left_out += seconds
         elapsed = now - self._started
         self._file.append(
-            "evaluation", id=self._id, seconds=elapsed, step=step, metrics=metrics, is_best=is_best, took=seconds
+            "evaluation",
+            id=self._id,
+            at=time.time(),
+            seconds=elapsed,
+            step=step,
+            metrics=metrics,
+            is_best=is_best,
+            took=seconds,
         )
 
     def close(self, now: float, error: BaseException | None = None) -> None:
@@ -84,13 +90,13 @@ class TrainingRecord:
         if error is None and self._meter.has_news:
             self._write_interval(now)
         text = None if error is None else f"{type(error).__name__}: {error}"[:_MAX_ERROR]
-        self._file.append("end", id=self._id, seconds=now - self._started, error=text)
+        self._file.append("end", id=self._id, at=time.time(), seconds=now - self._started, error=text)
         self._file.close()
 
     def _write_interval(self, now: float) -> None:
         report = self._meter.report(now, self._counters())
         trained = max(0.0, now - self._last - self._left_out)
-        self._file.append("interval", id=self._id, trained=trained, **_values(report))
+        self._file.append("interval", id=self._id, at=time.time(), trained=trained, **_values(report))
         elapsed, cost = now - self._started, self._clock() - now
         self._last, self._left_out = now, 0.0
         length = min(max(_OF_ELAPSED * elapsed, _MIN_SECONDS), _MAX_SECONDS)

@@ -8,6 +8,7 @@ import json
 import os
 import select
 import shutil
+import signal
 import subprocess
 import time
 from collections.abc import Iterator
@@ -138,7 +139,7 @@ def running_browser(folder: Path) -> Iterator[Browser]:
     try:
         yield Browser(to_browser, from_browser)
     finally:
-        process.kill()
+        os.killpg(process.pid, signal.SIGKILL)  # its helpers as well
         process.wait()
         for file in (to_browser, from_browser):
             os.close(file)

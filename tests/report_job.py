@@ -1,6 +1,6 @@
 """A training script with a `Progress` that is given all it takes: `report_job.py FOLDER NUM_STEPS`.
 
-It waits at step 30 while the file FOLDER/hold exists. Its settings have markup in their names and values.
+It waits at step 60 while the file FOLDER/hold exists. Its settings have markup in their names and values.
 """
 
 import sys
@@ -14,6 +14,7 @@ from lean_torch import skip_compiler
 from loop import Net, batches, loss_of, tables
 from satrap import Checkpoint, Embeddings, Progress
 
+STEP_SECONDS = 0.05  # of a clock that makes an interval of every five steps
 SETTINGS = {"<script>alert(1)</script>": "</script><img src=x onerror=alert(2)>", "folder": Path("data")}
 
 
@@ -26,17 +27,19 @@ def main(folder: Path, num_steps: int) -> None:
     run = Checkpoint(folder / "checkpoints", model, optimizer, embeddings, data)
     run.resume()
     record = folder / "plain" if "--plain" in sys.argv else None
-    with Progress(embeddings, [], record=record, settings=SETTINGS) as progress:
+    with Progress(
+        embeddings, [], record=record, settings=SETTINGS, clock=lambda: STEP_SECONDS * embeddings.step
+    ) as progress:
         for batch in embeddings.stream(data, overlap=True):
             optimizer.zero_grad()
             loss = loss_of(model, batch)
             loss.backward()
             optimizer.step()
             progress.step(batch, loss=loss, scores=model(batch.dense, batch.embeddings))
-            run.save(every_steps=10)
-            if embeddings.step == 20:
-                progress.report_evaluation(20, {"auc": 0.625}, is_best=True)
-            while embeddings.step == 30 and (folder / "hold").exists():
+            run.save(every_steps=20)
+            if embeddings.step == 40:
+                progress.report_evaluation(40, {"auc": 0.625}, is_best=True)
+            while embeddings.step == 60 and (folder / "hold").exists():
                 time.sleep(0.01)
 
 

@@ -32,18 +32,21 @@ def axis(
     *,
     from_zero: bool = False,
     is_snug: bool = False,
+    is_whole: bool = False,
     num_ticks: int = 5,
 ) -> Axis:
-    """Return an axis that holds all values, with ticks at round numbers. from_zero: it starts at 0. is_snug: it ends at
-    the last value, else at a tick."""
+    """Return an axis that holds all values, with ticks at round numbers.
+
+    from_zero: it starts at 0. is_snug: it ends at the last value, else at a tick. is_whole: its ticks are integers.
+    """
     held = list(values)
     low, high = min(held, default=0.0), max(held, default=1.0)
     if from_zero or (is_snug and 0 < low < high / 10):
         low, high = min(low, 0.0), max(high, 0.0)
-    if not high - low > 1e-9 * max(abs(low), abs(high)):
-        low, high = (low, low + 1.0) if low == 0 else (low - abs(low) / 10, high + abs(high) / 10)
-        low = 0.0 if from_zero and held and min(held) >= 0 else low
-    step = _step((high - low) / num_ticks)
+    if not high - low > max(1e-9 * max(abs(low), abs(high)), 1e-290):
+        room = abs(low) / 10 if abs(low) > 1e-290 else 1.0
+        low, high = 0.0 if from_zero else low - room, high + room
+    step = max(_step((high - low) / num_ticks), float(is_whole))
     first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
     ticks = tuple(each * step for each in range(first, last + 1))
     if is_snug:

@@ -111,7 +111,7 @@ def _line_svg(chart: LineChart) -> Markup:
     limit = max(30, MAX_POINTS // max(1, sum(1 + bool(each.superseded) for each in chart.series)))
     drawn = [(thin(each.points, limit), thin(each.superseded, limit)) for each in chart.series]
     every = [point for parts in drawn for part in parts for point in part]
-    across = axis((x for x, _ in every), _LEFT, _RIGHT, is_snug=True, num_ticks=6)
+    across = axis((x for x, _ in every), _LEFT, _RIGHT, is_snug=True, is_whole=chart.x == "step", num_ticks=6)
     up = axis((y for _, y in every if y is not None), _BOTTOM, _TOP, from_zero=chart.from_zero)
     parts = [_grid(across, up, chart.x, chart.y)]
     parts += [

@@ -31,10 +31,11 @@ class Part:
 
 def parts_of(run: RunRecords) -> list[Part]:
     """Return all parts of the page that are charts, in order."""
-    give = "was given to Progress.step"
     return [
-        Part(_curves(run, "loss", "Loss", "loss, mean of an interval"), f"No loss {give}(loss=...)."),
-        Part(_auc(run), f"No scores {give}(scores=...), so there is no AUC."),
+        Part(
+            _curves(run, "loss", "Loss", "loss, mean of an interval"), "No loss was given to Progress.step(loss=...)."
+        ),
+        Part(_auc(run), "No scores were given to Progress.step(scores=...), so there is no AUC."),
         Part(_throughput(run), "No steps were recorded."),
         *_validation(run),
         Part(_staleness(run), "No staleness was recorded: Progress was created without embeddings."),
@@ -64,7 +65,7 @@ def cuts(loops: Sequence[Loop]) -> list[float]:
 
 
 def split(loops: Sequence[Loop], points_of: Callable[[Loop], Iterable[Point]]) -> tuple[list[Point], list[Point]]:
-    """Return the points over steps that count, and those that were superseded; the curve is interrupted between loops."""
+    """Return the points over steps that count, and those that were superseded. Both are interrupted between loops."""
     kept: list[Point] = []
     superseded: list[Point] = []
     for loop, cut in zip(loops, cuts(loops), strict=True):

@@ -74,12 +74,13 @@ def tiles(run: RunRecords) -> list[Tile]:
     if not intervals:
         return []
     ranks = by_rank(run)
-    first = [each for loop in next(iter(ranks.values())) for each in loop.intervals]
+    first_loops = next(iter(ranks.values()))
+    first = [each for loop in first_loops for each in loop.intervals]
     samples = sum(loop.intervals[-1].samples for loop in run.loops if loop.intervals)
     trained = sum(each.trained for each in intervals) / len(ranks)
     begin = min(at for loop in run.loops if loop.intervals and (at := loop.began_at) is not None)
     found = [
-        Tile("Steps", f"{first[-1].step:,}"),
+        Tile("Last step", f"{last_step(first_loops[-1]):,}"),
         Tile("Samples trained on", short(samples), f"{samples:,}"),
         Tile("Time", duration(max(each.at for each in intervals) - begin), "from the first record to the last"),
     ]
@@ -105,6 +106,13 @@ def tiles(run: RunRecords) -> list[Tile]:
     launches = launches or {loop.launch_number for loops in ranks.values() for loop in loops}
     found.append(Tile("Launches", str(len(launches))))
     return found
+
+
+def last_step(loop: Loop) -> int:
+    """Return the last step of which the loop recorded anything."""
+    end = loop.end.get("step") if loop.end is not None else None
+    steps = [each.step for each in (*loop.intervals[-1:], *loop.evaluations[-1:])]
+    return max([*steps, end if isinstance(end, int) else 0])
 
 
 def _last(intervals: list[Interval], key: str) -> str | None:
@@ -169,7 +177,8 @@ def events(run: RunRecords) -> Listing:
             resumed.add(loop.launch)
         if loop.end is not None and (loop.end.get("error") or (not run.events and loop.rank == 0)):
             error = loop.end.get("error")
-            found.append((loop.end["at"], f"Trainer {loop.rank} ended{f' with {error}' if error else ''}."))
+            cause = f" with {error}" if error else ""
+            found.append((loop.end["at"], f"Trainer {loop.rank} ended after step {last_step(loop):,}{cause}."))
     found.sort(key=lambda each: each[0])
     listing = Listing("Faults and launches", ("time (UTC)", "after", "event"), style="events")
     if not found:

@@ -48,6 +48,7 @@ class TrainingRecord:
         self._meter = Meter(self._started, counters=counters(), window=window)
         self._due = self._started + _MIN_SECONDS
         self._left_out = 0.0  # seconds of the current interval without training
+        self._step: int | None = None  # the last one
         self._id = secrets.token_hex(4)
         context = current_context()
         file.append(
@@ -64,6 +65,7 @@ class TrainingRecord:
     def step(self, now: float, step: int, samples: int, loss: Any, labels: Any, scores: Any) -> None:
         """Record one step, as `Meter.step`."""
         self._meter.step(step, samples, loss, labels, scores)
+        self._step = step
         if now >= self._due:
             self._write_interval(now)
 
@@ -86,11 +88,11 @@ class TrainingRecord:
         )
 
     def close(self, now: float, error: BaseException | None = None) -> None:
-        """Record the end: of the last steps as well, unless the loop ended with an error."""
+        """Record the end, and the steps since the last interval, unless the loop ended with an error."""
         if error is None and self._meter.has_news:
             self._write_interval(now)
         text = None if error is None else f"{type(error).__name__}: {error}"[:_MAX_ERROR]
-        self._file.append("end", id=self._id, at=time.time(), seconds=now - self._started, error=text)
+        self._file.append("end", id=self._id, at=time.time(), seconds=now - self._started, step=self._step, error=text)
         self._file.close()
 
     def _write_interval(self, now: float) -> None:

@@ -1,11 +1,13 @@
 """Adult census income: predicts from a person's answers whether they earn more than 50,000 dollars a year.
 
 The data is next to this file (CC BY 4.0, see data/adult/README.md). The script trains a DLRM in a plain PyTorch loop
-and prints the AUC on the test file. `--run FOLDER` saves checkpoints there and resumes from the newest. The same script
-runs under `satrap run`, with any number of servers, workers and trainers.
+and prints the AUC on the test file. `--run FOLDER` saves checkpoints there and resumes from the newest; `--record
+FOLDER` records there what `satrap report FOLDER` makes a page of. The same script runs under `satrap run`, with any
+number of servers, workers and trainers, which records by itself.
 """
 
 import argparse
+import time
 from pathlib import Path
 
 import torch
@@ -64,11 +66,12 @@ def main() -> None:
             progress.step(batch, loss=loss, scores=logits)
             if run is not None:
                 run.save(every_steps=100)
-
-    embeddings.eval()
-    model.eval()
-    test = data.replace(path=FOLDER / "adult.test.gz", shuffle=False, epochs=1)
-    auc = satrap.auc(model, embeddings.stream(test))  # every trainer tests on the whole file
+        embeddings.eval()
+        model.eval()
+        test = data.replace(path=FOLDER / "adult.test.gz", shuffle=False, epochs=1)
+        start = time.monotonic()
+        auc = satrap.auc(model, embeddings.stream(test))  # every trainer tests on the whole file
+        progress.report_evaluation(embeddings.step, {"test AUC": auc}, seconds=time.monotonic() - start)
     if trainers.rank == 0:
         print(f"{embeddings.step} steps, {sum(map(len, embeddings.tables.values()))} rows; test AUC {auc:.4f}")
 

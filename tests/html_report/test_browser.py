@@ -73,7 +73,7 @@ def test_what_a_run_records(folder: Path) -> None:
         lines = lines_of(folder, rank)
         assert [line["launch"] for line in lines if line["kind"] == "start"] == [1, 2]
         intervals = [line for line in lines if line["kind"] == "interval"]
-        assert [line["step"] for line in intervals] == list(range(5, 101, 5)), "launch 2 continues after step 60"
+        assert [line["step"] for line in intervals] == list(range(4, 101, 4)), "launch 2 continues after step 60"
         assert sum(sum(line["staleness"].values()) for line in intervals) >= 100
         assert intervals[-1]["rows"] == {"user": 30, "item": 30} and min(intervals[-1]["bytes"].values()) > 1000
     assert lines_of(folder, 0)[-1]["kind"] == "end"

@@ -2,8 +2,8 @@
 
 A line for each interval of steps: its loss, AUC, samples per second, staleness, seconds of each stage, rows and bytes.
 The record has its own intervals, since a screen's are too long for a curve of a short run: they grow with the run, from
-a quarter of a second to a minute, and are long enough that the time to summarize one is below half a percent. A step
-costs two microseconds more.
+a sixteenth of a second to a minute, and are long enough that all summaries together take 50 ms and half a percent of
+the time. A step costs two microseconds more.
 """
 
 import os
@@ -21,11 +21,11 @@ from satrap.monitor.record_file import FOLDER, RecordFile
 from satrap.monitor.report import Counters, Report
 from satrap.run_context import current_context, record_pipe
 
-_MIN_SECONDS, _MAX_SECONDS = 0.25, 60.0
+_MIN_SECONDS, _MAX_SECONDS = 0.0625, 60.0
 _OF_ELAPSED = 0.01
 """Length of an interval, as a share of the time since the start."""
-_TIMES_COST = 200.0
-"""Length of an interval, in times of what the last record took."""
+_FREE_SECONDS, _COST_SHARE = 0.05, 0.005
+"""Time that all summaries may take: so many seconds, and this share of the time since the start."""
 _MAX_ERROR = 500  # characters
 _PROCESS = secrets.token_hex(4)
 
@@ -47,6 +47,7 @@ class TrainingRecord:
         self._started = self._last = clock()
         self._meter = Meter(self._started, counters=counters(), window=window)
         self._due = self._started + _MIN_SECONDS
+        self._spent = 0.0  # seconds in summaries
         self._left_out = 0.0  # seconds of the current interval without training
         self._step: int | None = None  # the last one
         self._id = secrets.token_hex(4)
@@ -100,9 +101,10 @@ class TrainingRecord:
         trained = max(0.0, now - self._last - self._left_out)
         self._file.append("interval", id=self._id, at=time.time(), trained=trained, **_values(report))
         elapsed, cost = now - self._started, self._clock() - now
-        self._last, self._left_out = now, 0.0
+        self._last, self._left_out, self._spent = now, 0.0, self._spent + cost
         length = min(max(_OF_ELAPSED * elapsed, _MIN_SECONDS), _MAX_SECONDS)
-        self._due = now + max(length, _TIMES_COST * cost)
+        affordable = (self._spent + cost - _FREE_SECONDS) / _COST_SHARE  # if the next one costs as much
+        self._due = max(now + length, self._started + affordable)
 
 
 def open_record(folder: str | os.PathLike[str] | None, rank: int) -> RecordFile | None:

@@ -55,8 +55,8 @@ def main() -> None:
     if run is not None and run.resume():
         print(f"continues after step {embeddings.step}")
 
-    sinks = None if trainers.rank == 0 else []
-    with satrap.Progress(embeddings, sinks, record=args.record, settings=vars(args)) as progress:
+    sinks = [satrap.Screen()] if trainers.rank == 0 else []
+    with satrap.Progress(embeddings, sinks=sinks, record=args.record, settings=vars(args)) as progress:
         for batch in embeddings.stream(data):
             logits = model(batch.dense, batch.embeddings)
             loss = torch.nn.functional.binary_cross_entropy_with_logits(logits, batch.label)

@@ -170,5 +170,6 @@ def test_the_report_of_a_script_without_satrap_run(tmp_path: Path) -> None:
     command = [str(SATRAP.with_name("python")), str(SCRIPT), str(tmp_path), "30", "--plain"]
     subprocess.run(command, check=True, timeout=120)
     text = report(tmp_path / "plain").read_text()
+    assert "<title>report_job.py in plain</title>" in text
     assert "Training ended." in text and "Trainer 0 ended after step 30." in text
     assert "Faults are recorded by satrap run only." in text

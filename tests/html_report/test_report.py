@@ -189,7 +189,7 @@ def test_the_state_of_a_script(tmp_path: Path, end: dict[str, Any] | None, expec
     write(tmp_path, "trainer-0", start(), interval(3), *ends)
     run = read_run(tmp_path)
     assert state_of(run, AT + 10) == expected
-    rows = [row[2] for row in events(run).rows]
+    rows = [str(row[2]) for row in events(run).rows]
     assert rows[0] == "Training started at step 3 (a trainer)."
     assert [row.partition(" with")[0].rstrip(".") for row in rows[1:]] == ["Trainer 0 ended after step 4"] * len(ends)
 
@@ -225,7 +225,7 @@ def test_names_with_markup_are_text(tmp_path: Path) -> None:
     tables = [{"name": bad, "dim": bad, "optimizer": {bad: bad}}]
     settings = {bad: bad, "tables": tables, "script": {bad: [bad]}, "features": {bad: {"table": bad, "pooling": bad}}}
     write(folder, "trainer-0", start(settings=settings, where=bad, version=bad))
-    maps = {"rows": {bad: 1}, "bytes": {bad: 1}, "stages": {bad: 1.0}, "lost": {bad: 1}}
+    maps: dict[str, Any] = {"rows": {bad: 1}, "bytes": {bad: 1}, "stages": {bad: 1.0}, "lost": {bad: 1}}
     write(folder, "trainer-0", interval(1, loss=0.5, **maps), interval(2, loss=0.5, **maps))
     write(folder, "trainer-0", {"kind": "evaluation", "id": "a", "at": AT, "step": 1, "metrics": {bad: 0.5}})
     write(folder, "trainer-0", {"kind": "end", "id": "a", "at": AT, "error": bad})

@@ -39,8 +39,10 @@ class Listing:
 
 def title_of(run: RunRecords) -> str:
     """Return the title of the page."""
-    scripts = [settings.get("script") for each in run.events if isinstance(settings := each.get("settings"), dict)]
-    return f"{str(scripts[-1]).rpartition('/')[2]} in {run.name}" if scripts and scripts[-1] else f"Run {run.name}"
+    scripts = [loop.start.get("script") for loop in run.loops]
+    scripts += [settings.get("script") for each in run.events if isinstance(settings := each.get("settings"), dict)]
+    names = [str(script).rpartition("/")[2] for script in scripts if script]
+    return f"{names[-1]} in {run.name}" if names and names[-1] else f"Run {run.name}"
 
 
 def state_of(run: RunRecords, now: float) -> tuple[str, str]:
@@ -111,7 +113,7 @@ def tiles(run: RunRecords) -> list[Tile]:
 def last_step(loop: Loop) -> int:
     """Return the last step of which the loop recorded anything."""
     end = loop.end.get("step") if loop.end is not None else None
-    steps = [each.step for each in (*loop.intervals[-1:], *loop.evaluations[-1:])]
+    steps = [each.step for each in loop.intervals[-1:]] + [each.step for each in loop.evaluations[-1:]]
     return max([*steps, end if isinstance(end, int) else 0])
 
 

@@ -9,6 +9,7 @@ the time. A step costs two microseconds more.
 import os
 import secrets
 import socket
+import sys
 import time
 from collections.abc import Callable, Mapping
 from importlib.metadata import version
@@ -60,6 +61,7 @@ class TrainingRecord:
             where=f"process {os.getpid()} on {socket.gethostname()}",
             launch=None if context is None else context.launch,
             version=version("satrap"),
+            script=sys.argv[0],
             settings=settings,
         )
 

@@ -181,7 +181,7 @@ def loop(rank: int, launch: int, first: int, lengths: list[int], begin: float = 
                 samples=10 * done,
                 rate=10.0,
                 numbers={"loss": float(launch)},
-                maps={},
+                tables={},
             )
         )
     return found

@@ -231,10 +231,7 @@ def _validation(run: RunRecords) -> list[Part]:
 
 
 def _staleness(run: RunRecords) -> BarChart:
-    counts: Counter[int] = Counter()
-    for loop in run.loops:
-        for each in loop.intervals:
-            counts.update({int(steps): int(batches) for steps, batches in each.maps.get("staleness", {}).items()})
+    counts = sum((loop.staleness for loop in run.loops), Counter[int]())
     found = bins(counts, _MAX_BINS)
     total = sum(counts.values()) or 1
     bounds = {loop.settings.get("staleness") for loop in run.loops if "staleness" in loop.settings}
@@ -255,15 +252,13 @@ def _staleness(run: RunRecords) -> BarChart:
 
 
 def _stages(run: RunRecords) -> BarChart:
-    intervals = [each for loop in run.loops for each in loop.intervals if each.steps]
-    steps: Counter[str] = Counter()
-    seconds: dict[str, float] = {}
-    for each in intervals:
-        for stage, mean in each.maps.get("stages", {}).items():
-            steps[stage] += each.steps
-            seconds[stage] = seconds.get(stage, 0.0) + mean * each.steps
+    intervals = [each for loop in run.loops for each in loop.intervals]
+    steps, seconds = Counter[str](), Counter[str]()
+    for loop in run.loops:
+        steps.update(loop.stage_steps)
+        seconds.update(loop.stage_seconds)
     whole = 1e3 * sum(each.trained for each in intervals) / (sum(each.steps for each in intervals) or 1)
-    bars = [(stage, 1e3 * seconds[stage] / steps[stage]) for stage in seconds]
+    bars = [(stage, 1e3 * seconds[stage] / (steps[stage] or 1)) for stage in seconds]
     return BarChart(
         title="Time of each stage",
         category="stage",
@@ -283,7 +278,7 @@ def last_maps(run: RunRecords, key: str) -> dict[str, float]:
     """Return the last recorded rows or bytes of each table."""
     loops = _loops_with(run, key)
     return next(
-        (each.maps[key] for loop in reversed(loops) for each in reversed(loop.intervals) if key in each.maps), {}
+        (each.tables[key] for loop in reversed(loops) for each in reversed(loop.intervals) if key in each.tables), {}
     )
 
 
@@ -293,7 +288,7 @@ def _loops_with(run: RunRecords, key: str) -> list[Loop]:
         (
             loops
             for loops in by_rank(run).values()
-            if any(key in each.maps for loop in loops for each in loop.intervals)
+            if any(key in each.tables for loop in loops for each in loop.intervals)
         ),
         [],
     )
@@ -303,7 +298,7 @@ def _tables(run: RunRecords, key: str) -> LineChart:
     loops, last = _loops_with(run, key), last_maps(run, key)
     names = sorted(last, key=lambda name: (-last[name], name))
     chosen = names if len(names) <= MAX_SERIES else names[: MAX_SERIES - 1]
-    largest = max((sum(each.maps.get(key, {}).values()) for loop in loops for each in loop.intervals), default=0.0)
+    largest = max((sum(each.tables.get(key, {}).values()) for loop in loops for each in loop.intervals), default=0.0)
     scale, unit = (
         (1.0, "rows") if key == "rows" else next(each for each in _UNITS if largest >= each[0] or each[0] == 1)
     )
@@ -312,7 +307,7 @@ def _tables(run: RunRecords, key: str) -> LineChart:
         kept, superseded = split(
             loops,
             lambda loop: [
-                (float(each.step), value(each.maps[key]) / scale) for each in loop.intervals if key in each.maps
+                (float(each.step), value(each.tables[key]) / scale) for each in loop.intervals if key in each.tables
             ],
         )
         return Series(name=name, points=kept, superseded=superseded)

@@ -7,15 +7,18 @@ counted. A kind that this release does not know is ignored.
 """
 
 import re
+import sys
+from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from satrap.errors import ConfigError
-from satrap.monitor.record_file import FOLDER, read_records
+from satrap.monitor.record_file import FOLDER, Records, scan_records
 
 _TRAINER = re.compile(r"trainer-(\d{1,9})")
-_NUMBERS, _MAPS = ("loss", "auc", "ne", "window"), ("staleness", "stages", "rows", "bytes", "lost")
+_NUMBERS, _MAPS, _TABLES = ("loss", "auc", "ne", "window"), ("staleness", "stages", "lost"), ("rows", "bytes")
 _EVENTS = ("run", "launch", "servers", "restart", "fault", "exit")
 
 
@@ -38,8 +41,8 @@ class Interval:
     """Samples per second."""
     numbers: dict[str, float | None]
     """loss, auc, ne and window, as far as they were given; None: not finite."""
-    maps: dict[str, dict[str, float]]
-    """staleness, stages, rows, bytes and lost."""
+    tables: dict[str, dict[str, float]]
+    """rows and bytes of each table at its end. They are read of one trainer only, since each sees whole tables."""
 
     @property
     def first_step(self) -> int:
@@ -67,6 +70,14 @@ class Loop:
     evaluations: list[Evaluation] = field(default_factory=list)
     end: dict[str, Any] | None = None
     """The record of its end, if there is one."""
+    staleness: Counter[int] = field(default_factory=Counter)
+    """Number of batches that missed n steps."""
+    stage_seconds: Counter[str] = field(default_factory=Counter)
+    """Seconds of each stage."""
+    stage_steps: Counter[str] = field(default_factory=Counter)
+    """Number of steps that `stage_seconds` covers."""
+    lost: dict[str, float] = field(default_factory=dict)
+    """What was not trained on, by the last record: counters of the process, which never start again."""
     launch: tuple[int, int] = (0, 0)
     """Orders the launches of a trainer: the run's number, or how many processes recorded before."""
 
@@ -120,26 +131,32 @@ def read_run(folder: Path, is_live: bool | None = None) -> RunRecords:
         match = _TRAINER.fullmatch(path.stem)
         if match is None and path.stem != "run":
             continue
+        counts = Records()
+        lines = scan_records(path, counts)
         try:
-            content = read_records(path)
+            if match is None:
+                found.events, refused = _events(lines)
+            else:
+                has_tables = any(each.tables for loop in found.loops for each in loop.intervals)
+                loops, refused = loops_of(int(match[1]), lines, keeps_tables=not has_tables)
+                found.loops += loops
         except OSError as error:
             found.unreadable.append(f"{FOLDER}/{path.name} cannot be read ({error.strerror}).")
             continue
-        damaged = content.damaged
-        if match is None:
-            found.events = [each for each in content.lines if each["kind"] in _EVENTS and _is_number(each.get("at"))]
-            damaged += sum(each["kind"] in _EVENTS and not _is_number(each.get("at")) for each in content.lines)
-        else:
-            loops, refused = loops_of(int(match[1]), content.lines)
-            found.loops += loops
-            damaged += refused
-        found.missing += content.missing
-        if damaged:
-            found.damaged[f"{FOLDER}/{path.name}"] = damaged
+        found.missing += counts.missing
+        if counts.damaged + refused:
+            found.damaged[f"{FOLDER}/{path.name}"] = counts.damaged + refused
     return found
 
 
-def loops_of(rank: int, lines: list[dict[str, Any]]) -> tuple[list[Loop], int]:
+def _events(lines: Iterable[dict[str, Any]]) -> tuple[list[dict[str, Any]], int]:
+    """Return the events of a run, and the number of records that lack something."""
+    known = [each for each in lines if each["kind"] in _EVENTS]
+    found = [each for each in known if _is_number(each.get("at"))]
+    return found, len(known) - len(found)
+
+
+def loops_of(rank: int, lines: Iterable[dict[str, Any]], *, keeps_tables: bool = True) -> tuple[list[Loop], int]:
     """Return the loops of one trainer, and the number of records that lack something."""
     loops: dict[str, Loop] = {}
     refused = 0
@@ -155,7 +172,7 @@ def loops_of(rank: int, lines: list[dict[str, Any]]) -> tuple[list[Loop], int]:
         elif line["kind"] == "end":
             loop.end = line
         elif line["kind"] == "interval" and (interval := _interval(line)) is not None:
-            loop.intervals.append(interval)
+            _add(loop, interval, line, keeps_tables)
         elif line["kind"] == "evaluation" and (evaluation := _evaluation(line)) is not None:
             loop.evaluations.append(evaluation)
         else:
@@ -170,21 +187,34 @@ def loops_of(rank: int, lines: list[dict[str, Any]]) -> tuple[list[Loop], int]:
     return list(loops.values()), refused
 
 
+def _add(loop: Loop, interval: Interval, line: dict[str, Any], keeps_tables: bool) -> None:
+    loop.intervals.append(interval)
+    if keeps_tables:
+        interval.tables = {
+            key: {sys.intern(name): value for name, value in line[key].items()} for key in _TABLES if line.get(key)
+        }
+    loop.staleness.update({int(steps): int(batches) for steps, batches in line.get("staleness", {}).items()})
+    for stage, mean in line.get("stages", {}).items():
+        loop.stage_steps[stage] += interval.steps
+        loop.stage_seconds[stage] += mean * interval.steps
+    loop.lost = line.get("lost", loop.lost)
+
+
 def _interval(line: dict[str, Any]) -> Interval | None:
     counts = [line.get(name) for name in ("step", "steps", "samples")]
     measures = [line.get(name) for name in ("seconds", "trained", "rate")]
     if not all(isinstance(each, int) for each in counts) or not all(map(_is_number, measures)):
         return None
     numbers: dict[str, float | None] = {name: line[name] for name in _NUMBERS if name in line}
-    maps: dict[str, dict[str, float]] = {name: line[name] for name in _MAPS if name in line}
+    maps = [line[name] for name in (*_MAPS, *_TABLES) if name in line]
     if not all(each is None or _is_number(each) for each in numbers.values()):
         return None
-    if not all(isinstance(each, dict) and all(map(_is_number, each.values())) for each in maps.values()):
+    if not all(isinstance(each, dict) and all(map(_is_number, each.values())) for each in maps):
         return None
-    if not all(key.isdecimal() and len(key) < 10 for key in maps.get("staleness", {})):
+    if not all(key.isdecimal() and len(key) < 10 for key in line.get("staleness", {})):
         return None
     kept = {name: line[name] for name in ("at", "seconds", "trained", "step", "steps", "samples", "rate")}
-    return Interval(**kept, numbers=numbers, maps=maps)
+    return Interval(**kept, numbers=numbers, tables={})
 
 
 def _evaluation(line: dict[str, Any]) -> Evaluation | None:

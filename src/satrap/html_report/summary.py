@@ -326,11 +326,7 @@ def _feature_listing(features: Mapping[str, Any]) -> Listing:
 
 def _lost_listing(run: RunRecords) -> Listing:
     """Return what was not trained on, of the last record of each process: its counters never start again."""
-    last: dict[tuple[int, tuple[int, int]], dict[str, float]] = {}
-    for loop in run.loops:
-        for each in loop.intervals:
-            if "lost" in each.maps:
-                last[loop.rank, loop.launch] = each.maps["lost"]
+    last = {(loop.rank, loop.launch): loop.lost for loop in run.loops if loop.lost}
     totals: dict[str, float] = {}
     for counts in last.values():
         for what, count in counts.items():

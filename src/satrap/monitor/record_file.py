@@ -11,7 +11,7 @@ import logging
 import math
 import os
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
@@ -75,17 +75,23 @@ class Records:
 def read_records(path: Path) -> Records:
     """Read a file of records; OSError if it cannot be read."""
     found = Records()
-    for line in path.read_bytes().split(b"\n"):
-        if not line:
-            continue
-        record = decode(line)
-        if record is None:
-            found.damaged += 1
-            continue
-        missing = record.pop("missing", 0)
-        found.missing += missing if isinstance(missing, int) else 0
-        found.lines.append(record)
+    found.lines = list(scan_records(path, found))
     return found
+
+
+def scan_records(path: Path, counts: Records) -> Iterator[dict[str, Any]]:
+    """Yield the records of a file, of which there may be too many to hold, and count what is damaged and missing."""
+    with path.open("rb") as file:
+        for line in file:
+            if line == b"\n":
+                continue
+            record = decode(line.rstrip(b"\n"))
+            if record is None:
+                counts.damaged += 1
+                continue
+            missing = record.pop("missing", 0)
+            counts.missing += missing if isinstance(missing, int) else 0
+            yield record
 
 
 def encode(record: Mapping[str, Any]) -> bytes:

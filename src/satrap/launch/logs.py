@@ -8,6 +8,7 @@ import logging
 import os
 import sys
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import Self
 
@@ -175,6 +176,11 @@ class _RunLog(logging.FileHandler):
 
     def handleError(self, record: logging.LogRecord) -> None:
         """Do nothing."""
+
+    def close(self) -> None:
+        """Close the file. Lines that did not fit are lost."""
+        with suppress(OSError):
+            super().close()
 
 
 class _TerminalHandler(logging.Handler):

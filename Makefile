@@ -72,12 +72,15 @@ check: setup
 bench: setup
 	$(bin)/python -m benchmarks.store
 
-# A DLRM on the Adult census data, in one process, with what training needs and nothing else.
+# A DLRM on the Adult census data, in one process, with what training needs and nothing else; then the report of that run.
 demo: .venv/.built
-	$(bin)/python examples/adult.py
+	rm -rf build/demo
+	$(bin)/python examples/adult.py --record build/demo
+	@echo
+	$(bin)/satrap report build/demo
 	@echo
 	@echo "Shown: examples/adult.py read 32,561 people's answers from a .gz file and trained a DLRM for three epochs; the AUC is"
-	@echo "that of 16,281 others. Next, the same script on two servers with two trainers:"
+	@echo "that of 16,281 others. The report above is a page for any browser. Next, the same script on two servers with two trainers:"
 	@echo "    $(bin)/pip install pyzmq && $(bin)/satrap run examples/adult.py --servers 2 --trainers 2"
 
 # dist/: the sdist, and a manylinux wheel that was built from it and tested without a compiler.

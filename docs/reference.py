@@ -63,7 +63,7 @@ GROUPS = {
 }
 """The sections of the page and what each describes: the public names, and the types of what public calls return."""
 INTERNAL = {
-    "Embeddings": "extra_repr get_extra_state set_extra_state worker",
+    "Embeddings": "extra_repr get_extra_state set_extra_state settings worker",
     "HybridOptimizer": "hold",
     "LabelColumn": "expected find_invalid other_value text_values",
     "Position": "after is_of_older_release",

@@ -1,11 +1,13 @@
 """Adult census income: predicts from a person's answers whether they earn more than 50,000 dollars a year.
 
 The data is next to this file (CC BY 4.0, see data/adult/README.md). The script trains a DLRM in a plain PyTorch loop
-and prints the AUC on the test file. `--run FOLDER` saves checkpoints there and resumes from the newest. The same script
-runs under `satrap run`, with any number of servers, workers and trainers.
+and prints the AUC on the test file. `--run FOLDER` saves checkpoints there and resumes from the newest; `--record
+FOLDER` records there what `satrap report FOLDER` makes a page of. The same script runs under `satrap run`, with any
+number of servers, workers and trainers, which records by itself.
 """
 
 import argparse
+import time
 from pathlib import Path
 
 import torch
@@ -26,6 +28,7 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, default=3)
     parser.add_argument("--staleness", type=int, default=0)
     parser.add_argument("--run", help="folder or URL for checkpoints")
+    parser.add_argument("--record", help="folder for the record from which `satrap report` makes a page")
     args = parser.parse_args()
 
     torch.manual_seed(0)
@@ -52,7 +55,8 @@ def main() -> None:
     if run is not None and run.resume():
         print(f"continues after step {embeddings.step}")
 
-    with satrap.Progress(embeddings, sinks=None if trainers.rank == 0 else []) as progress:
+    sinks = [satrap.Screen()] if trainers.rank == 0 else []
+    with satrap.Progress(embeddings, sinks=sinks, record=args.record, settings=vars(args)) as progress:
         for batch in embeddings.stream(data):
             logits = model(batch.dense, batch.embeddings)
             loss = torch.nn.functional.binary_cross_entropy_with_logits(logits, batch.label)
@@ -62,11 +66,12 @@ def main() -> None:
             progress.step(batch, loss=loss, scores=logits)
             if run is not None:
                 run.save(every_steps=100)
-
-    embeddings.eval()
-    model.eval()
-    test = data.replace(path=FOLDER / "adult.test.gz", shuffle=False, epochs=1)
-    auc = satrap.auc(model, embeddings.stream(test))  # every trainer tests on the whole file
+        embeddings.eval()
+        model.eval()
+        test = data.replace(path=FOLDER / "adult.test.gz", shuffle=False, epochs=1)
+        start = time.monotonic()
+        auc = satrap.auc(model, embeddings.stream(test))  # every trainer tests on the whole file
+        progress.report_evaluation(embeddings.step, {"test AUC": auc}, seconds=time.monotonic() - start)
     if trainers.rank == 0:
         print(f"{embeddings.step} steps, {sum(map(len, embeddings.tables.values()))} rows; test AUC {auc:.4f}")
 

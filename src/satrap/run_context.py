@@ -57,6 +57,7 @@ class RunContext(Serializable):
 
 
 _here: RunContext | None = None
+_record_pipe: int | None = None
 _before_end: list[Callable[[], None]] = []
 
 
@@ -65,10 +66,15 @@ def current_context() -> RunContext | None:
     return _here
 
 
-def enter_context(context: RunContext) -> None:
-    """Sets this process's context."""
-    global _here
-    _here = context
+def record_pipe() -> int | None:
+    """Returns the pipe to which this process writes its record of training; None if the run gave it none."""
+    return _record_pipe
+
+
+def enter_context(context: RunContext, record: int | None = None) -> None:
+    """Sets this process's context. record: file descriptor of the pipe for its record of training."""
+    global _here, _record_pipe
+    _here, _record_pipe = context, record
 
 
 def register_exit_hook(hook: Callable[[], None]) -> None:

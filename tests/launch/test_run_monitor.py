@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from logged import logged
+from satrap.launch.child_processes import ProcessOutput
+from satrap.launch.logs import RunLogs
 from satrap.launch.run_events import (
     Event,
     MigrationEnded,
@@ -23,6 +25,7 @@ from satrap.launch.run_events import (
 from satrap.launch.run_monitor import CLIENT_KEY, STATUS, RunMonitor
 from satrap.launch.run_state import RunState
 from satrap.launch.supervisor import RunConfig, Supervisor
+from satrap.monitor.record_file import encode, read_records
 from satrap.monitor.samples import Sample
 
 SERVERS = [Process(Role.SERVER, number, 1) for number in (0, 1)]
@@ -82,7 +85,7 @@ def test_processes_and_their_places(tmp_path: Path) -> None:
         {"targets": ["127.0.0.1:9101"], "labels": {"role": "server", "number": "1"}},
     ]
     run.monitor.close()
-    assert not list(tmp_path.iterdir())
+    assert [each.name for each in tmp_path.iterdir()] == ["records"]
 
 
 def test_restarts_and_faults_are_counted_and_stops_are_none(tmp_path: Path) -> None:
@@ -147,4 +150,78 @@ def test_the_key_of_a_run_is_private_and_removed(tmp_path: Path) -> None:
     run = Run(tmp_path, client_key=b"key")
     assert (tmp_path / CLIENT_KEY).read_bytes() == b"key" and (tmp_path / CLIENT_KEY).stat().st_mode & 0o777 == 0o600
     run.monitor.close()
-    assert not list(tmp_path.iterdir())
+    assert [each.name for each in tmp_path.iterdir()] == ["records"]
+
+
+def test_a_run_records_its_launches_faults_and_end(tmp_path: Path) -> None:
+    run = Run(tmp_path, settings={"script": "a.py"})
+    run.start()
+    run.handle(ProcessExited(SERVERS[0], -9))
+    run.handle(ProcessReady(Process(Role.SERVER, 0, 2), "ipc:///folder/0"))
+    run.handle(ProcessExited(Process(Role.TRAINER, 0, 5), -11))
+    run.handle(ProcessExited(Process(Role.TRAINER, 0, 6), 0))
+    for server in (Process(Role.SERVER, 0, 2), SERVERS[1]):
+        run.handle(ProcessExited(server, 0))
+    run.monitor.close()
+    lines = read_records(tmp_path / "records" / "run.jsonl").lines
+    assert all(each.pop("at") > 1e9 for each in lines)
+    assert lines[0]["settings"] == {"script": "a.py"} and lines[0]["where"].startswith("process ")
+    assert [{name: value for name, value in each.items() if name != "first_launch"} for each in lines[1:]] == [
+        {"kind": "launch", "launch": 5, "servers": 2},
+        {"kind": "fault", "what": "server 0 was killed by signal 9"},
+        {"kind": "restart", "process": "server 0"},
+        {"kind": "fault", "what": "trainer 0 was killed by signal 11"},
+        {"kind": "launch", "launch": 6, "servers": 2},
+        {"kind": "exit", "status": 0},
+    ]
+
+
+def test_a_run_that_fails_itself_records_an_end_without_status(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    run.monitor.close()
+    assert [each["kind"] for each in read_records(tmp_path / "records" / "run.jsonl").lines] == ["run", "exit"]
+
+
+def test_a_record_that_cannot_be_opened_ends_nothing(tmp_path: Path) -> None:
+    (tmp_path / "records").touch()
+    with logged("satrap.launch", r"run\.jsonl cannot be written"):
+        run = Run(tmp_path)
+    run.start()
+    run.monitor.close()
+
+
+def test_records_of_trainers_come_through_the_run(tmp_path: Path) -> None:
+    """Also if the disk is full for a while, for which a directory of the file's name stands."""
+    path = tmp_path / "records" / "trainer-0.jsonl"
+    with RunLogs(tmp_path / "logs") as logs:
+        write_records(logs, path, tmp_path / "kept")
+    found = read_records(path)
+    assert [each["number"] for each in found.lines if each["kind"] == "a"] == [1, 2, 6, 7]
+    assert (found.missing, found.damaged) == (3, 2)
+    assert b"number" not in (tmp_path / "logs" / "trainer-0.log").read_bytes()
+
+
+def write_records(logs: RunLogs, path: Path, kept: Path) -> None:
+    trainer = Process(Role.TRAINER, 0, 1)
+
+    def write(*numbers: int) -> None:
+        data = b"".join(encode({"kind": "a", "number": number}) for number in numbers)
+        assert logs.handle([ProcessOutput(trainer, "record", data)]) == []
+
+    logs.record_start(trainer)
+    write(1, 2)
+    path.rename(kept)
+    path.mkdir()
+    with logged("satrap.launch", r"trainer-0\.jsonl cannot be written") as warnings:
+        write(3, 4)
+        write(5)
+    assert len(warnings) == 1
+    path.rmdir()
+    kept.rename(path)
+    with path.open("ab") as torn:
+        torn.write(b'{"kind": "a", "nu')
+    write(6)
+    with path.open("ab") as torn:
+        torn.write(b'{"kind": "a", "nu')
+    logs.record_start(Process(Role.TRAINER, 0, 2))
+    write(7)

@@ -37,7 +37,9 @@ ARROWS: dict[str, str] = {
     "checkpoint": "config monitor storage table.snapshot data train",
     "serving": "config rpc storage table table.snapshot data worker train checkpoint",
     "launch": "config rpc monitor sharding server server.migration",
-    "cli": "config rpc monitor sharding data server server.migration worker.remote train models checkpoint launch",
+    "html_report": "monitor",
+    "cli": "config rpc monitor sharding data server server.migration worker.remote train models checkpoint launch "
+    "html_report",
     "__main__": "cli",
 }
 # The same for the folders of the core and their includes.
@@ -87,6 +89,12 @@ PURE = [
     "launch.supervisor",
     "monitor.metric_table",
     "monitor.samples",
+    "html_report.axis",
+    "html_report.chart",
+    "html_report.figures",
+    "html_report.markup",
+    "html_report.summary",
+    "html_report.thinning",
 ]
 MAX_FILE_LINES = 500
 MAX_FUNCTION_LINES = 60

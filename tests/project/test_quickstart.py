@@ -24,16 +24,26 @@ def test_nothing_is_installed_by_a_name_that_is_not_registered() -> None:
 OTHERS = ("duckdb", "hypothesis", "mypy", "onnx", "pandas", "polars", "pytest", "ray", "tensorboard", "zmq")
 
 
-def test_the_adult_example_reaches_its_auc_with_the_packages_of_the_demo_alone() -> None:
+def test_the_adult_example_reaches_its_auc_with_the_packages_of_the_demo_alone(tmp_path: Path) -> None:
     script = ROOT / "examples/adult.py"
-    hide = (
-        f"import runpy, sys; sys.modules.update(dict.fromkeys({OTHERS})); sys.argv = {[str(script), '--epochs', '1']}"
-    )
-    command = [sys.executable, "-c", f"{hide}; runpy.run_path({str(script)!r}, run_name='__main__')"]
+    arguments = [str(script), "--epochs", "1", "--record", str(tmp_path)]
+    hide = f"import runpy, sys; sys.modules.update(dict.fromkeys({OTHERS})); sys.argv = "
+    trained = python(f"{hide}{arguments}; runpy.run_path({str(script)!r}, run_name='__main__')")
+    auc = float(trained.split()[-1])
+    assert auc > 0.89
+    reported = python(f"{hide}['satrap', 'report', {str(tmp_path)!r}]; from satrap.cli.main import main; main()")
+    assert reported.startswith(f"report: {tmp_path / 'report.html'} (")
+    page = (tmp_path / "report.html").read_text()
+    assert "Training ended." in page and "Validation: test AUC" in page and f"<td>{auc:.4f}" in page
+
+
+def python(code: str) -> str:
+    """Run the code in another process; return what it prints."""
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", code]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
     assert done.returncode == 0, done.stderr
-    assert float(done.stdout.split()[-1]) > 0.89
+    return done.stdout
 
 
 def test_make_demo_installs_what_training_needs_and_says_what_to_try_next() -> None:
@@ -41,4 +51,5 @@ def test_make_demo_installs_what_training_needs_and_says_what_to_try_next() -> N
     lines = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines()
     installed = [line.partition("constraints.txt ")[2] for line in lines if " install " in line and "echo" not in line]
     assert installed == ["scikit-build-core nanobind cmake ninja", "--no-build-isolation -e '.[train]'"]
+    assert any(line.endswith("satrap report build/demo") for line in lines)
     assert "satrap run examples/adult.py --servers 2 --trainers 2" in lines[-1]

@@ -83,12 +83,17 @@ def serve_trainer(address: str | None, rank: int) -> Iterator[None]:
 
 @contextmanager
 def monitor_run(
-    address: str | None, folder: Path, logs: "RunLogs", client_key: bytes | None = None
+    address: str | None,
+    folder: Path,
+    logs: "RunLogs",
+    settings: Mapping[str, Any],
+    client_key: bytes | None = None,
 ) -> Iterator["RunMonitor"]:
-    """Yield what records a run, and serve its metrics if there is an address. client_key: of servers with keys."""
+    """Yield what records a run, and serve its metrics if there is an address. settings: the run's, for its record.
+    client_key: of servers with keys."""
     from satrap.launch.run_monitor import RunMonitor
 
-    monitor = RunMonitor(folder, logs.places, logs.metrics, client_key)
+    monitor = RunMonitor(folder, logs.places, logs.metrics, client_key, settings)
     if address is None:
         yield monitor
         return

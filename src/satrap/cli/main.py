@@ -1,6 +1,6 @@
-"""The commands of `satrap`. `run` runs a script on a cluster, `scale` changes its number of servers, and `status` shows
-what it does; `keys`, `server`, `worker` and `migrate` are for a cluster that is managed by hand; `doctor` checks this
-machine.
+"""The commands of `satrap`. `run` runs a script on a cluster, `scale` changes its number of servers, `status` shows
+what it does, and `report` what it did; `keys`, `server`, `worker` and `migrate` are for a cluster that is managed by
+hand; `doctor` checks this machine.
 
 Carries out the commands that `parser` reads, and prints plain lines.
 """
@@ -73,7 +73,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     context = RunContext.from_dict(json.loads(options.context))
     with serve_trainer(options.http, context.rank):
-        run_trainer(context, options.script, script_arguments, options.listener)
+        run_trainer(context, options.script, script_arguments, options.listener, options.record)
     return 0
 
 
@@ -90,6 +90,8 @@ def _output_lines(options: argparse.Namespace) -> Iterator[str]:
             return _scale(options.folder, options.servers)
         case "status":
             return _status(options)
+        case "report":
+            return _report(options)
         case "migrate":
             return _migrate(options.current, options.target, options.keys)
         case "worker":
@@ -133,6 +135,12 @@ def _status(options: argparse.Namespace) -> Iterator[str]:
     ):
         show_status(reader, watch=options.watch, as_json=options.json, seconds=options.seconds)
     yield from ()
+
+
+def _report(options: argparse.Namespace) -> Iterator[str]:
+    from satrap.cli.report import write_report
+
+    yield write_report(options.folder, options.output)
 
 
 def _migrate(current: Sequence[str], target: Sequence[str], keys: str | None) -> Iterator[str]:

@@ -19,10 +19,12 @@ def command_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"satrap {version('satrap')}")
     parser.add_argument("--die-with", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--record", type=int, help=argparse.SUPPRESS)
     commands = parser.add_subparsers(title="commands", dest="command", metavar="COMMAND", action=_CommandAction)
     _add_run(commands)
     _add_scale(commands)
     _add_status(commands)
+    _add_report(commands)
     _add_server(commands)
     _add_worker(commands)
     _add_migrate(commands)
@@ -217,6 +219,29 @@ def _add_status(commands: _Commands) -> None:
         default=1.0,
         metavar="SECONDS",
         help="time over which rates are measured, and between two tables of --watch (default: %(default)s)",
+    )
+
+
+def _add_report(commands: _Commands) -> None:
+    report = commands.add_parser(
+        "report",
+        help="write a page about a run, live or not",
+        description="Write one HTML page about a run, which any browser shows without a network: curves of loss, AUC "
+        "and samples per second, validation, staleness, time of each stage, rows and memory of each table, faults and "
+        "launches, settings. A run in progress may be reported as often as you like; training does not notice it. The "
+        "page shows the script's arguments and settings: look at them before you share it.",
+    )
+    report.add_argument(
+        "folder",
+        nargs="?",
+        type=Path,
+        default=Path("satrap-run"),
+        metavar="RUN",
+        help="the directory of the run: the --folder of satrap run, or the directory that the script gave to "
+        "satrap.Progress(record=...) (default: %(default)s)",
+    )
+    report.add_argument(
+        "--output", type=Path, metavar="FILE", help="where to write the page (default: report.html in RUN)"
     )
 
 

@@ -46,7 +46,8 @@ def run_script(options: argparse.Namespace, arguments: Sequence[str]) -> int:
     script = _script(options, arguments, threads)
     with lock_run_folder(options.folder), RunLogs(options.folder / "logs", options.log_format) as logs:
         launcher = LocalLauncher(options.folder, logs, options.memory)
-        with monitor_run(options.http, options.folder, logs) as monitor:
+        settings = _settings(options, arguments, run_config)
+        with monitor_run(options.http, options.folder, logs, settings) as monitor:
             return run(script, run_config, options.folder, launcher, _scaler(options), monitor)
 
 
@@ -65,10 +66,26 @@ def _run_on_ray(options: argparse.Namespace, arguments: Sequence[str], run_confi
         lock_run_folder(options.folder),
         RunLogs(options.folder / "logs", options.log_format) as logs,
         open_ray_launcher(script, run_config, ray_config, logs) as launcher,
-        monitor_run(options.http, options.folder, logs, launcher.client_key) as monitor,
+        monitor_run(
+            options.http, options.folder, logs, _settings(options, arguments, run_config), launcher.client_key
+        ) as monitor,
     ):
         scaler = _scaler(options, launcher.keys, resources[Role.SERVER].memory_bytes)
         return run(script, run_config, options.folder, launcher, scaler, monitor)
+
+
+def _settings(options: argparse.Namespace, arguments: Sequence[str], run_config: RunConfig) -> dict[str, Any]:
+    """Returns the settings of a run, for its record."""
+    return {
+        "script": str(options.script),
+        "arguments": list(arguments),
+        "cluster": options.cluster,
+        "servers": run_config.servers,
+        "workers": run_config.workers,
+        "trainers": run_config.trainers,
+        "restarts": run_config.restarts,
+        "max_servers": run_config.max_servers,
+    }
 
 
 def _check_server_gib(options: argparse.Namespace) -> None:

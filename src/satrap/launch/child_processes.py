@@ -14,7 +14,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Literal
@@ -30,7 +30,8 @@ _SERVED = re.compile(rb"metrics at (http://\S+?/metrics)\b")
 _MAX_PRINTED = 1 << 16  # bytes of a trainer's output in which its address is looked for
 _LISTENING = re.compile(rb"satrap (?:server|worker): listening at (\S+)\n")
 
-Stream = Literal["stdout", "stderr"]
+Stream = Literal["stdout", "stderr", "record"]
+"""What a process writes: "record" is what a trainer records of its training."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,18 +103,27 @@ class ChildProcesses:
 
         rows_file: shared-memory file that a server creates.
         """
-        popen = subprocess.Popen(
-            [sys.executable, "-u", "-m", "satrap", "--die-with", str(os.getpid()), *arguments],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            bufsize=0,
-            start_new_session=True,  # only the supervisor receives Ctrl-C
-            pass_fds=pass_fds,
-        )
-        assert popen.stdout is not None and popen.stderr is not None
-        pipes: dict[Stream, IO[bytes]] = {"stdout": popen.stdout, "stderr": popen.stderr}
         is_trainer = process.role is Role.TRAINER
+        command = [sys.executable, "-u", "-m", "satrap", "--die-with", str(os.getpid())]
+        pipes: dict[Stream, IO[bytes]] = {}
+        with ExitStack() as stack:
+            if is_trainer:
+                reader, writer = os.pipe()
+                stack.callback(os.close, writer)
+                pipes["record"] = os.fdopen(reader, "rb", buffering=0)
+                command += ["--record", str(writer)]
+                pass_fds = (*pass_fds, writer)
+            popen = subprocess.Popen(
+                [*command, *arguments],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                bufsize=0,
+                start_new_session=True,  # only the supervisor receives Ctrl-C
+                pass_fds=pass_fds,
+            )
+        assert popen.stdout is not None and popen.stderr is not None
+        pipes |= {"stdout": popen.stdout, "stderr": popen.stderr}
         announces_on: Stream | None = ("stderr" if "--http" in arguments else None) if is_trainer else "stdout"
         child = _Child(process, popen, os.pidfd_open(popen.pid), pipes, rows_file, announces_on=announces_on)
         self._children[process] = child

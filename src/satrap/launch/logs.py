@@ -23,6 +23,7 @@ from satrap.launch.child_processes import (
 )
 from satrap.launch.run_events import Event, Process, ProcessExited, Role
 from satrap.launch.terminal import Terminal
+from satrap.monitor.record_file import FOLDER, encode
 
 _LOG = logging.getLogger("satrap.launch")
 _TAIL_LINES = 20
@@ -34,10 +35,12 @@ class RunLogs:
     and on exit it is flushed."""
 
     def __init__(self, folder: Path, log_format: str = "text") -> None:
-        """folder: directory for the log files. All incarnations of a process append to one file.
+        """folder: directory for the log files, beside that of the records. All incarnations of a process append to one
+            file.
         log_format: of run.log, which has the run's own events; as "json" also of standard error."""
         folder.mkdir(parents=True, exist_ok=True)
-        self.folder = folder
+        self.folder, self._records = folder, folder.with_name(FOLDER)
+        self._records.mkdir(parents=True, exist_ok=True)
         self._stdout, self._stderr = Terminal(sys.stdout), Terminal(sys.stderr)
         self._handlers: list[logging.Handler] = [_TerminalHandler(self._stderr), _RunLog(folder / "run.log")]
         self._handlers[1].setFormatter(formatter(log_format))
@@ -45,6 +48,7 @@ class RunLogs:
             self._handlers[0].setFormatter(formatter(log_format))
         self._start_offsets: dict[Process, int] = {}  # in its log file
         self._unwritten_bytes: dict[Path, int] = {}  # of log files on a full disk
+        self._unwritten_records: dict[Path, int] = {}
         self.places: dict[Process, str] = {}
         """Process id and machine of each process that runs."""
         self.metrics: dict[Process, str] = {}
@@ -72,9 +76,15 @@ class RunLogs:
     def path(self, process: Process) -> Path:
         return self.folder / f"{process.role}-{process.number}.log"
 
+    def record_path(self, process: Process) -> Path:
+        """Returns the file of what a trainer records, which `satrap report` reads."""
+        return self._records / f"{process.role}-{process.number}.jsonl"
+
     def record_start(self, process: Process) -> None:
         """Marks the start of a process in its log file."""
         self._append(process, f"--- {process}, start {process.incarnation}\n".encode())
+        if process.role is Role.TRAINER:
+            self._append_record(process, b"\n")  # ends a line that an earlier incarnation did not complete
         path = self.path(process)
         self._start_offsets[process] = path.stat().st_size if path.exists() else 0
 
@@ -100,6 +110,9 @@ class RunLogs:
         return events + sorted(exits, key=lambda event: event.status > 0)
 
     def _on_output(self, process: Process, stream: Stream, data: bytes) -> None:
+        if stream == "record":
+            self._append_record(process, data)
+            return
         self._append(process, data)
         if _is_shown(process):
             (self._stdout if stream == "stdout" else self._stderr).write(data)
@@ -130,6 +143,19 @@ class RunLogs:
                     "%s cannot be written (%s); output of %s is not logged until it can", path, error.strerror, process
                 )
 
+    def _append_record(self, process: Process, data: bytes) -> None:
+        """Appends to a trainer's record. Lines that did not fit on a full disk are counted, and the report says so."""
+        path = self.record_path(process)
+        unwritten = self._unwritten_records.pop(path, 0)
+        gap = b"\n" + encode({"kind": "gap", "missing": unwritten}) if unwritten else b""
+        try:
+            with open(path, "ab") as file:
+                file.write(gap + data)
+        except OSError as error:
+            self._unwritten_records[path] = unwritten + data.count(b"\n")
+            if not unwritten:
+                _LOG.warning("%s cannot be written (%s); satrap report will lack this", path, error.strerror)
+
     def _tail(self, process: Process, start_offset: int) -> list[str]:
         """Returns the last lines of a process, except log lines of routine events."""
         try:
@@ -158,6 +184,11 @@ class _RunLog(logging.FileHandler):
 
     def handleError(self, record: logging.LogRecord) -> None:
         """Do nothing."""
+
+    def close(self) -> None:
+        """Close the file. Lines that did not fit are lost."""
+        with suppress(OSError):
+            super().close()
 
 
 class _TerminalHandler(logging.Handler):

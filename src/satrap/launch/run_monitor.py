@@ -1,9 +1,11 @@
-"""What a run is doing, for `satrap status` and `--http`: its processes, restarts, faults and migration.
+"""What a run is doing, for `satrap status` and `--http`: its processes, restarts, faults and migration; and what it
+did, for `satrap report`.
 
-    run_loop ──events, commands──> RunMonitor ──> status.json in the run's directory, samples, targets
+    run_loop ──events, commands──> RunMonitor ──> status.json and records/run.jsonl in the run's directory,
+                                                  samples, targets
 
-It observes the supervisor and decides nothing. The file is for readers beside the run: it is replaced whole, is not
-flushed to disk, and is removed at the end of the run.
+It observes the supervisor and decides nothing. status.json is for readers beside the run: it is replaced whole, is not
+flushed to disk, and is removed at the end of the run. The record remains.
 """
 
 import json
@@ -14,12 +16,14 @@ import time
 from collections import Counter, deque
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 from satrap.launch.run_events import (
     Command,
     Event,
+    ExitRun,
     MigrationEnded,
     PlacementFailed,
     Process,
@@ -31,6 +35,7 @@ from satrap.launch.run_events import (
 )
 from satrap.launch.supervisor import Supervisor, describe_exit
 from satrap.monitor.memory import memory
+from satrap.monitor.record_file import FOLDER, RecordFile
 from satrap.monitor.samples import Sample, memory_samples
 
 STATUS, CLIENT_KEY = "status.json", "client.key"
@@ -47,10 +52,12 @@ class RunMonitor:
         places: Mapping[Process, str],
         metrics: Mapping[Process, str],
         client_key: bytes | None = None,
+        settings: Mapping[str, Any] | None = None,
     ) -> None:
         """folder: the run's directory. places, metrics: where each process runs, and the URL of its metrics, as
         `satrap.launch.logs.RunLogs` learns them. client_key: content of the key file with which to call the run's
-        servers, which only this user may read while the run lives; None: they have no keys."""
+        servers, which only this user may read while the run lives; None: they have no keys.
+        settings: the run's, for its record."""
         self._path, self._places, self._metrics = folder / STATUS, places, metrics
         self._key_path = folder / CLIENT_KEY
         self._key_path.unlink(missing_ok=True)  # of a run that was killed
@@ -67,6 +74,10 @@ class RunMonitor:
         self._num_faults = 0
         self._started_at = time.time()
         self._has_failed = False  # to write the file
+        self._has_exited = False
+        self._launch = self._num_servers = 0  # as recorded
+        self._record = self._open_record(folder / FOLDER / "run.jsonl")
+        self._append("run", where=_here(), version=version("satrap"), settings=settings or {})
         self._status: dict[str, Any] = self._summary("servers and workers are starting", 0, 0, None)
 
     def observe(
@@ -84,7 +95,15 @@ class RunMonitor:
                 self._stopped.add(command.process)
             elif isinstance(command, StartProcess):
                 self._on_start(command.process)
+            elif isinstance(command, ExitRun):
+                self._append_exit(command.status)
         state = supervisor.run_state
+        if state.launch != self._launch and state.launch >= state.first_launch:
+            self._append("launch", launch=state.launch, first_launch=state.first_launch, servers=len(state.servers))
+        elif self._launch and len(state.servers) != self._num_servers:
+            self._append("servers", servers=len(state.servers))
+        self._launch = state.launch if state.launch >= state.first_launch else 0
+        self._num_servers = len(state.servers)
         launches = max(0, state.launch - state.first_launch + 1)
         status = self._summary(supervisor.phase, state.launch, launches, migration)
         if status != self._status:
@@ -92,7 +111,12 @@ class RunMonitor:
             self._write()
 
     def close(self) -> None:
-        """Remove the files."""
+        """Remove the files, except the record."""
+        if not self._has_exited:
+            self._append_exit(None)
+        if self._record is not None:
+            self._record.close()
+            self._record = None
         self._path.unlink(missing_ok=True)
         self._key_path.unlink(missing_ok=True)
 
@@ -153,6 +177,8 @@ class RunMonitor:
         self._starts[process.role, process.number] += 1
         restarts = self._starts[process.role, process.number] - 1
         self._restarts[process.role] += restarts > 0
+        if restarts and process.role is not Role.TRAINER:
+            self._append("restart", process=str(process))
         self._processes[process] = {
             "role": process.role.value,
             "number": process.number,
@@ -170,10 +196,27 @@ class RunMonitor:
     def _add_fault(self, what: str) -> None:
         self._num_faults += 1
         self._faults.append({"at": time.time(), "what": what})
+        self._append("fault", what=what)
+
+    def _append_exit(self, status: int | None) -> None:
+        """status: None: the run itself failed."""
+        self._has_exited = True
+        self._append("exit", status=status)
+
+    def _append(self, kind: str, **values: Any) -> None:
+        if self._record is not None:
+            self._record.append(kind, at=time.time(), **values)
+
+    def _open_record(self, path: Path) -> RecordFile | None:
+        try:
+            return RecordFile.open(path)
+        except OSError as error:
+            _LOG.warning("%s cannot be written (%s); satrap report will lack it", path, error.strerror)
+            return None
 
     def _summary(self, phase: str, launch: int, launches: int, migration: Sequence[int] | None) -> dict[str, Any]:
         return {
-            "where": f"process {os.getpid()} on {socket.gethostname()}",
+            "where": _here(),
             "started_at": self._started_at,
             "phase": phase,
             "launch": launch,
@@ -199,3 +242,7 @@ class RunMonitor:
             if not self._has_failed:
                 _LOG.warning("%s cannot be written (%s); satrap status is not current", self._path, error.strerror)
             self._has_failed = True
+
+
+def _here() -> str:
+    return f"process {os.getpid()} on {socket.gethostname()}"

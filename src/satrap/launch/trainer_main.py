@@ -19,12 +19,22 @@ _LOG = logging.getLogger("satrap.train")
 _SETTLE_SECONDS = 0.5
 
 
-def run_trainer(context: RunContext, script: str, arguments: Sequence[str], listener: int | None = None) -> None:
+def run_trainer(
+    context: RunContext,
+    script: str,
+    arguments: Sequence[str],
+    listener: int | None = None,
+    record: int | None = None,
+) -> None:
     """Runs the script as Python would, in this context. Several trainers form a torch.distributed group first.
 
     listener: file descriptor that already listens at the rendezvous; given to the first trainer if it hosts the
         rendezvous.
+    record: file descriptor of the pipe for this trainer's record of training.
     """
+    if record is not None:
+        os.set_inheritable(record, False)
+        os.set_blocking(record, False)  # a run that is suspended does not suspend training
     if context.num_threads is not None:
         torch.set_num_threads(context.num_threads)
     if context.world_size > 1:
@@ -35,7 +45,7 @@ def run_trainer(context: RunContext, script: str, arguments: Sequence[str], list
         store = _rendezvous_store(context, context.rendezvous, listener)
         dist.init_process_group(backend, rank=context.rank, world_size=context.world_size, store=store)
         world_group = dist.new_group(backend="gloo", timeout=COLLECTIVE_TIMEOUT)
-    enter_context(context)
+    enter_context(context, record)
     describe_process("trainer", number=context.rank)
     text = "started: process %d, trainer %d of %d, launch %d, script %s"
     began = event("started", pid=os.getpid(), world_size=context.world_size, launch=context.launch)

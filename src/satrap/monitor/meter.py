@@ -72,6 +72,7 @@ class Meter:
         report = Report(
             step=self._step,
             samples=self._samples,
+            steps=self._steps,
             total_samples=self._total,
             seconds=now - self._started,
             samples_per_second=samples / seconds if seconds > 0 else 0.0,
@@ -81,7 +82,9 @@ class Meter:
             normalised_entropy=entropy,
             staleness=sum(n * count for n, count in seen.items()) / sum(seen.values()) if seen else None,
             max_staleness=max(seen) if seen else None,
+            staleness_counts=seen,
             rows=dict(counters.rows),
+            bytes=dict(counters.bytes),
             stages=self._stages(counters, seconds),
             lost=dict(counters.lost),
         )

@@ -1,21 +1,25 @@
-"""Progress of a training loop: a bar on a terminal, periodic lines elsewhere, TensorBoard, JSON lines.
+"""Progress of a training loop: a bar on a terminal, periodic lines elsewhere, TensorBoard, JSON lines, and the record
+from which `satrap report` makes a page.
 
     user's loop --step(batch)--> Meter --report(now, Counters)--> Report --> each sink's write()
+                              `-> TrainingRecord, with a Meter and intervals that differ from those of the sinks
 
 `Progress` is the only part with a clock. `meter` summarizes an interval of steps, `report` has its numbers and text,
 and `sinks` show them. Numbers that were not passed are not shown.
 """
 
+import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from typing import Any, Protocol, Self
+from typing import Any, Protocol, Self, runtime_checkable
 
 from satrap.errors import ConfigError, InputError
 from satrap.monitor.meter import Meter, require_column
 from satrap.monitor.report import Counters
 from satrap.monitor.sinks import LINE_SECONDS, Screen, Sink
+from satrap.monitor.training_record import TrainingRecord, open_record
 
 
 class HasCounters(Protocol):
@@ -23,6 +27,14 @@ class HasCounters(Protocol):
 
     def counters(self) -> Counters:
         """Return the current counters."""
+
+
+@runtime_checkable
+class HasSettings(Protocol):
+    """An object with settings that a report shows: `Embeddings`."""
+
+    def settings(self) -> dict[str, Any]:
+        """Return the settings by name, among them `rank`."""
 
 
 class SteppedBatch(Protocol):
@@ -56,6 +68,8 @@ class Progress:
         total_samples: int | None = None,
         every_seconds: float | None = None,
         window: int = 1 << 16,
+        record: str | os.PathLike[str] | None = None,
+        settings: Mapping[str, Any] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """embeddings: source of table rows, staleness and the seconds of each stage in a report.
@@ -63,6 +77,9 @@ class Progress:
         sinks: None: a Screen on standard error.
         every_seconds: interval of reports; None: the shortest that a sink requests, or else 10; a bar requests 1.
         window: number of recent samples for AUC and normalised entropy.
+        record: local directory in which this trainer records the run for `satrap report`, below `records/`; None: under
+            `satrap run` that of the run, elsewhere no record.
+        settings: settings of your own that the report shows beside those of the embeddings, such as `vars(args)`.
         """
         if every_seconds is not None and not every_seconds > 0:
             raise ConfigError(f"Progress: every_seconds is {every_seconds!r}; expected a number above 0")
@@ -73,6 +90,12 @@ class Progress:
         now = clock()
         self._meter = Meter(now, counters=self._counters(), window=window, total_samples=total_samples)
         self._due, self._closed = now + self._every, False
+        known: Mapping[str, Any] = embeddings.settings() if isinstance(embeddings, HasSettings) else {}
+        file = open_record(record, known.get("rank", 0))
+        self._record = None
+        if file is not None:
+            shown = {**known, "script": dict(settings or {})}
+            self._record = TrainingRecord(file, self._counters, clock, window=window, settings=shown)
 
     def step(self, batch: SteppedBatch, *, loss: Any = None, scores: Any = None, labels: Any = None) -> None:
         """Record a batch after its step. loss: a tensor or number; scores: the logits; labels: the batch's own if None.
@@ -87,6 +110,8 @@ class Progress:
             loss = labels = scores = None
         self._meter.step(batch.step, len(batch), loss, labels, scores)
         now = self._clock()
+        if self._record is not None:
+            self._record.step(now, batch.step, len(batch), loss, labels, scores)
         if now >= self._due:
             self._report(now)
 
@@ -102,6 +127,8 @@ class Progress:
         if self._closed:
             raise InputError("Progress.report_evaluation: this Progress is closed; create a new one")
         self._meter.leave_out(seconds)
+        if self._record is not None:
+            self._record.add_evaluation(self._clock(), step, metrics, is_best, seconds)
         self._report(self._clock(), {"step": step, "validation": dict(metrics), "is_best": is_best})
 
     def close(self) -> None:
@@ -115,9 +142,9 @@ class Progress:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: object, trace: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         # After an error nothing is read any more, which might raise another error and hide the first.
-        self.close() if kind is None else self._close()
+        self.close() if kind is None else self._close(error)
 
     def _report(self, now: float, evaluation: Mapping[str, Any] | None = None) -> None:
         report = replace(self._meter.report(now, self._counters()), **(evaluation or {}))
@@ -128,10 +155,12 @@ class Progress:
     def _counters(self) -> Counters | None:
         return None if self._embeddings is None else self._embeddings.counters()
 
-    def _close(self) -> None:
+    def _close(self, error: BaseException | None = None) -> None:
         if self._closed:
             return
         self._closed = True
         with ExitStack() as stack:  # closes each sink, whatever the others raise
+            if self._record is not None:
+                stack.callback(self._record.close, self._clock(), error)
             for sink in self._sinks:
                 stack.callback(sink.close)

@@ -17,6 +17,8 @@ class Counters:
 
     rows: Mapping[str, int] = field(default_factory=dict)
     """Current number of rows in each table."""
+    bytes: Mapping[str, int] = field(default_factory=dict)
+    """Current memory of each table."""
     staleness: Mapping[int, int] = field(default_factory=dict)
     """Number of batches that were looked up while n earlier steps were not yet applied."""
     stages: Mapping[str, float] = field(default_factory=dict)
@@ -30,6 +32,7 @@ class Counters:
     def __add__(self, other: "Counters") -> "Counters":
         return Counters(
             rows=other.rows,
+            bytes=other.bytes,
             staleness=_sum_counts(self.staleness, other.staleness),
             stages=_sum_counts(self.stages, other.stages),
             inside=other.inside if self.inside is None else self.inside + (other.inside or 0.0),
@@ -49,6 +52,8 @@ class Report:
     """The last step."""
     samples: int
     """Number of samples so far."""
+    steps: int = 0
+    """Number of steps in the interval."""
     total_samples: int | None = None
     """Expected number of samples in the whole run."""
     seconds: float
@@ -65,8 +70,12 @@ class Report:
     """Mean over the batches looked up in the interval."""
     max_staleness: int | None = None
     """Maximum in the interval."""
+    staleness_counts: Mapping[int, int] = field(default_factory=dict)
+    """Number of batches of the interval that missed n earlier steps."""
     rows: Mapping[str, int] = field(default_factory=dict)
     """Number of rows in each table."""
+    bytes: Mapping[str, int] = field(default_factory=dict)
+    """Memory of each table."""
     stages: Mapping[str, float] = field(default_factory=dict)
     """Seconds per step of each stage, mean over the interval. "dense" is the time between calls of the stream."""
 
@@ -84,6 +93,7 @@ class Report:
         found |= {f"validation/{name}": value for name, value in self.validation.items()}
         found["validation/is_best"] = None if self.is_best is None else int(self.is_best)
         found |= {f"rows/{table}": rows for table, rows in self.rows.items()}
+        found |= {f"bytes/{table}": size for table, size in self.bytes.items()}
         found |= {f"seconds/{stage}": seconds for stage, seconds in self.stages.items()}
         found |= {f"lost/{what}": count for what, count in self.lost.items()}
         return {name: value for name, value in found.items() if value is not None}

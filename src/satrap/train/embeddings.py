@@ -214,8 +214,26 @@ class Embeddings(torch.nn.Module):
         """Return totals over all training streams: rows, seconds of each stage, staleness, and what was lost."""
         so_far = self._session.counters()
         cut = {f"ids/{name}": count for name, count in self.worker.truncated.items() if count}
-        rows = {name: len(store) for name, store in self.tables.items()}
-        return replace(so_far, rows=rows, lost={**so_far.lost, **cut})
+        held = {name: store.stats() for name, store in self.tables.items()}
+        rows, memory = ({name: stats[key] for name, stats in held.items()} for key in ("rows", "bytes"))
+        return replace(so_far, rows=rows, bytes=memory, lost={**so_far.lost, **cut})
+
+    def settings(self) -> dict[str, Any]:
+        """Return what the report of a run shows as settings, in plain JSON types."""
+        deployed = self.worker.servers
+        return {
+            "rank": self.trainers.rank,
+            "world_size": self.trainers.world_size,
+            "staleness": self.staleness,
+            "deterministic": self.deterministic,
+            "dense": self.dense,
+            "device": None if self.device is None else str(self.device),
+            "servers": 0 if deployed is None else len(deployed.addresses),
+            "torch": torch.__version__,
+            "torch_threads": torch.get_num_threads(),
+            "tables": [table.to_dict() for table in self.features.tables],
+            "features": {name: _feature_settings(feature) for name, feature in self.features.items()},
+        }
 
     def close(self) -> None:
         """End the streams, apply submitted updates, and close the connections to servers and workers. Rows in this
@@ -253,6 +271,10 @@ class Embeddings(torch.nn.Module):
 def session_of(embeddings: Embeddings) -> TrainingSession:
     """Return the session, for a checkpoint."""
     return embeddings._session
+
+
+def _feature_settings(feature: Feature) -> dict[str, Any]:
+    return feature.to_dict() | {"table": feature.table.name}
 
 
 def _refuse(unknown: Mapping[str, Any]) -> None:

@@ -1,0 +1,91 @@
+"""The page of a report: one HTML file without any external resource, light or dark as the browser prefers. Pure.
+
+Its Content-Security-Policy permits the style and the script of this package by their hashes and nothing else, so even a
+text that was not escaped could neither run nor load anything.
+"""
+
+import base64
+import hashlib
+from importlib.metadata import version
+from pathlib import Path
+
+from satrap.html_report.chart import MAX_POINTS, draw
+from satrap.html_report.figures import Part, parts_of
+from satrap.html_report.markup import Markup, element, table
+from satrap.html_report.run_records import RunRecords
+from satrap.html_report.summary import Listing, Tile, events, listings, state_of, tiles, time_text, title_of, warnings
+
+_STYLE, _SCRIPT = (Path(__file__).with_name(f"page.{end}").read_text(encoding="utf-8") for end in ("css", "js"))
+
+
+def page(run: RunRecords, now: float) -> str:
+    """Return the page about a run. now: Unix time of the page."""
+    title = title_of(run)
+    kind, sentence = state_of(run, now)
+    notes = warnings(run)
+    header = [
+        element("h1", title),
+        element("p", element("span", sentence, class_=f"state {kind}".strip())),
+        element("p", f"This page was made by satrap report at {time_text(now)} UTC.", class_="soft"),
+        element("ul", *(element("li", note) for note in notes), class_="warnings") if notes else "",
+        element("dl", *map(_tile, tiles(run)), class_="tiles"),
+    ]
+    parts = parts_of(run)
+    main = element(
+        "main",
+        *header,
+        element("h2", "Training"),
+        element("div", *map(_part, parts), class_="charts"),
+        element("h2", "Run"),
+        _listing(events(run)),
+        element("h2", "Settings and tables"),
+        element("div", *map(_listing, listings(run))),
+        _footer(),
+    )
+    head = element(
+        "head",
+        element("meta", charset="utf-8"),
+        element("meta", http_equiv="Content-Security-Policy", content=_policy()),
+        element("meta", name="viewport", content="width=device-width, initial-scale=1"),
+        element("link", rel="icon", href="data:,"),
+        element("title", title),
+        element("style", Markup(_STYLE)),
+    )
+    body = element("body", main, element("script", Markup(_SCRIPT)))
+    return f"<!doctype html>\n{element('html', head, body, lang='en')}\n"
+
+
+def _policy() -> str:
+    style, script = (_hash(text) for text in (_STYLE, _SCRIPT))
+    allowed = f"style-src '{style}'; script-src '{script}'; img-src data:"
+    return f"default-src 'none'; {allowed}; base-uri 'none'; form-action 'none'"
+
+
+def _hash(text: str) -> str:
+    return f"sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}"
+
+
+def _tile(tile: Tile) -> Markup:
+    more = element("small", tile.more) if tile.more else ""
+    return element("div", element("dt", tile.name), element("dd", tile.value, more), class_="tile")
+
+
+def _part(part: Part) -> Markup:
+    if part.chart.has_points:
+        return draw(part.chart)
+    return element("section", element("h3", part.chart.title), element("p", part.absent, class_="note"), class_="chart")
+
+
+def _listing(listing: Listing) -> Markup:
+    note = element("p", listing.note, class_="note") if listing.note else ""
+    rows = table(listing.header, listing.rows, listing.style) if listing.rows else ""
+    return element("section", element("h3", listing.title), note, rows, class_="listing")
+
+
+def _footer() -> Markup:
+    text = (
+        f"satrap {version('satrap')}. Dotted vertical lines are starts of launches. A chart shows at most "
+        f"{MAX_POINTS:,} points: of a longer curve the lowest and the highest of each run of neighbours, so that no "
+        "peak is lost. Its figures are values at even distances. The files in records/ have all values."
+    )
+    return element("footer", element("p", text))

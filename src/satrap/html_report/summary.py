@@ -1,0 +1,349 @@
+"""What a report says beside its charts: the state of the run, its main numbers, what is missing, its events and its
+settings. Pure."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from typing import Any
+
+from satrap.html_report.axis import duration, number, size
+from satrap.html_report.figures import by_rank, cuts, last_maps
+from satrap.html_report.run_records import Interval, Loop, RunRecords
+from satrap.monitor.report import short
+
+_MAX_EVENTS = 200
+_MAX_TABLES = 200
+_MAX_VALUE = 300  # characters of a setting
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """A number of the run."""
+
+    name: str
+    value: str
+    more: str = ""
+
+
+@dataclass(slots=True)
+class Listing:
+    """A table of the page, or the sentence that stands for it."""
+
+    title: str
+    header: tuple[str, ...]
+    rows: list[tuple[object, ...]] = field(default_factory=list)
+    note: str = ""
+    style: str | None = None
+    """Class of the table."""
+
+
+def title_of(run: RunRecords) -> str:
+    """Return the title of the page."""
+    scripts = [loop.start.get("script") for loop in run.loops]
+    scripts += [settings.get("script") for each in run.events if isinstance(settings := each.get("settings"), dict)]
+    names = [str(script).rpartition("/")[2] for script in scripts if script]
+    return f"{names[-1]} in {run.name}" if names and names[-1] else f"Run {run.name}"
+
+
+def state_of(run: RunRecords, now: float) -> tuple[str, str]:
+    """Return the kind of the run's state, which chooses its colour, and the sentence. now: Unix time."""
+    last = max((each.at for loop in run.loops for each in loop.intervals), default=None)
+    age = "" if last is None else f" The last record was {duration(max(0.0, now - last))} old."
+    if run.is_live:
+        return "live", f"The run was in progress.{age}"
+    runs = [index for index, each in enumerate(run.events) if each["kind"] == "run"]
+    if run.events:
+        ends = [each for each in run.events[runs[-1] if runs else 0 :] if each["kind"] == "exit"]
+        if not ends:
+            return "failed", f"No end was recorded: satrap run was killed.{age}"
+        status = ends[-1].get("status")
+        if status == 0:
+            return "done", "The run ended with exit status 0."
+        return "failed", "satrap run ended with an error." if status is None else f"The run ended with status {status}."
+    loops = [each for each in run.loops if each.launch == max(other.launch for other in run.loops)]
+    open_ends = [each for each in loops if each.end is None]
+    if not loops or len(open_ends) == len(loops):
+        return "failed" if loops else "", f"No end was recorded: training was killed, or still ran.{age}"
+    errors = [str(each.end["error"]) for each in loops if each.end is not None and each.end.get("error")]
+    if errors:
+        return "failed", f"Training ended with {errors[-1]}"
+    return "done", "Training ended."
+
+
+def tiles(run: RunRecords) -> list[Tile]:
+    """Return the main numbers of the run, as far as they were recorded."""
+    intervals = [each for loop in run.loops for each in loop.intervals]
+    if not intervals:
+        return []
+    ranks = by_rank(run)
+    first_loops = next(iter(ranks.values()))
+    first = [each for loop in first_loops for each in loop.intervals]
+    samples = sum(loop.intervals[-1].samples for loop in run.loops if loop.intervals)
+    trained = sum(each.trained for each in intervals) / len(ranks)
+    begin = min(at for loop in run.loops if loop.intervals and (at := loop.began_at) is not None)
+    found = [
+        Tile("Last step", f"{last_step(first_loops[-1]):,}"),
+        Tile("Samples trained on", short(samples), f"{samples:,}"),
+        Tile("Time", duration(max(each.at for each in intervals) - begin), "from the first record to the last"),
+    ]
+    if trained > 0:
+        found.append(Tile("Samples per second", short(samples / trained), "mean, without evaluations"))
+    for key, name in (("loss", "Loss"), ("auc", "AUC in training"), ("ne", "Normalised entropy")):
+        if (last := _last(first, key)) is not None:
+            found.append(Tile(name, last, "last interval of trainer 0" if key == "loss" else "last window"))
+    best = [each for loop in run.loops for each in loop.evaluations if each.is_best]
+    evaluations = best or [each for loop in run.loops for each in loop.evaluations]
+    if evaluations:
+        name, value = next(iter(evaluations[-1].metrics.items()), ("", None))
+        which = "best" if best else "last"
+        found.append(Tile(f"Validation {name}", number(value), f"{which}, step {evaluations[-1].step:,}"))
+    rows, memory = last_maps(run, "rows"), last_maps(run, "bytes")
+    if rows:
+        found.append(Tile("Rows", short(sum(rows.values())), f"in {len(rows)} tables"))
+    if memory:
+        found.append(Tile("Memory of tables", size(sum(memory.values()))))
+    if run.events:
+        found.append(Tile("Faults", str(sum(each["kind"] == "fault" for each in run.events))))
+    launches = {each.get("launch") for each in run.events if each["kind"] == "launch"}
+    launches = launches or {loop.launch_number for loops in ranks.values() for loop in loops}
+    found.append(Tile("Launches", str(len(launches))))
+    return found
+
+
+def last_step(loop: Loop) -> int:
+    """Return the last step of which the loop recorded anything."""
+    end = loop.end.get("step") if loop.end is not None else None
+    steps = [each.step for each in loop.intervals[-1:]] + [each.step for each in loop.evaluations[-1:]]
+    return max([*steps, end if isinstance(end, int) else 0])
+
+
+def _last(intervals: list[Interval], key: str) -> str | None:
+    given = [each.numbers[key] for each in intervals if key in each.numbers]
+    return None if not given else number(given[-1])
+
+
+def warnings(run: RunRecords) -> list[str]:
+    """Return what a reader must know before reading the charts."""
+    found = list(run.unreadable)
+    for file, count in run.damaged.items():
+        found.append(
+            f"{_count(count, 'line')} of {file} {'is' if count == 1 else 'are'} damaged and left out; a process that "
+            "is killed may leave one."
+        )
+    if run.missing:
+        found.append(f"{_count(run.missing, 'record')} could not be written, for example because a disk was full.")
+    for key, name in (("loss", "loss"), ("auc", "AUC")):
+        steps = [
+            each.step
+            for loop in run.loops
+            for each in loop.intervals
+            if key in each.numbers and each.numbers[key] is None
+        ]
+        if steps:
+            what = "not finite" if key == "loss" else "not defined, or scores were not finite,"
+            found.append(f"The {name} was {what} in {_count(len(steps), 'interval')}, first at step {min(steps):,}.")
+    again = 0
+    for loops in list(by_rank(run).values())[:1]:
+        again = sum(
+            each.steps
+            for loop, cut in zip(loops, cuts(loops), strict=True)
+            for each in loop.intervals
+            if each.step >= cut
+        )
+    if again:
+        found.append(
+            f"Later launches trained about {again:,} steps again. The charts show the earlier attempts paler; totals "
+            "include them."
+        )
+    return found
+
+
+def _count(count: int, what: str) -> str:
+    return f"{count:,} {what}" if count == 1 else f"{count:,} {what}s"
+
+
+# -- events ------------------------------------------------------------------------------------------------------------
+
+
+def events(run: RunRecords) -> Listing:
+    """Return the launches, faults and ends of the run, in the order of time."""
+    found = [(each["at"], text) for each in run.events if (text := _event_text(each))]
+    resumed: set[tuple[int, int]] = set()
+    for loop in sorted(run.loops, key=lambda each: each.began_at or 0.0):
+        at = loop.began_at
+        if at is None:
+            continue
+        if loop.launch not in resumed and loop.intervals:
+            where = loop.start.get("where", "a trainer")
+            found.append((at, f"Training started at step {loop.intervals[0].first_step:,} ({where})."))
+            resumed.add(loop.launch)
+        if loop.end is not None and (loop.end.get("error") or (not run.events and loop.rank == 0)):
+            error = loop.end.get("error")
+            cause = f" with {error}" if error else ""
+            found.append((loop.end["at"], f"Trainer {loop.rank} ended after step {last_step(loop):,}{cause}."))
+    found.sort(key=lambda each: each[0])
+    listing = Listing("Faults and launches", ("time (UTC)", "after", "event"), style="events")
+    if not found:
+        listing.note = "No launch was recorded."
+        return listing
+    if not any(each["kind"] == "fault" for each in run.events):
+        listing.note = "No fault was recorded." if run.events else "Faults are recorded by satrap run only."
+    begin = found[0][0]
+    if len(found) > _MAX_EVENTS:
+        listing.note += f" These are the last {_MAX_EVENTS} of {len(found):,} events."
+    for at, text in found[-_MAX_EVENTS:]:
+        listing.rows.append((time_text(at), duration(at - begin), text))
+    return listing
+
+
+def _event_text(event: Mapping[str, Any]) -> str:
+    match event["kind"]:
+        case "run":
+            return f"satrap run started ({event.get('where', 'unknown place')})."
+        case "launch":
+            return f"Launch {event.get('launch')} of the trainers, on {event.get('servers')} server(s)."
+        case "servers":
+            return f"The run has {event.get('servers')} server(s) now."
+        case "restart":
+            return f"Restart of {event.get('process')}."
+        case "fault":
+            return f"Fault: {event.get('what')}"
+        case "exit" if event.get("status") is None:
+            return "satrap run ended with an error."
+        case "exit":
+            return f"The run ended with status {event['status']}."
+    return ""
+
+
+def time_text(at: float) -> str:
+    """Return a Unix time as text."""
+    try:
+        return f"{datetime.fromtimestamp(at, UTC):%Y-%m-%d %H:%M:%S}"
+    except (OverflowError, OSError, ValueError):
+        return "unknown"
+
+
+# -- settings ----------------------------------------------------------------------------------------------------------
+
+
+def listings(run: RunRecords) -> list[Listing]:
+    """Return the tables of settings, of tables and of what was not trained on."""
+    loops = sorted(run.loops, key=lambda each: (each.launch, -each.rank))
+    latest = next((loop for loop in reversed(loops) if loop.settings), None)
+    settings = {} if latest is None else dict(latest.settings)
+    script, tables, features = (settings.pop(name, None) for name in ("script", "tables", "features"))
+    settings.pop("rank", None)
+    if latest is not None:
+        settings["satrap"] = latest.start.get("version")
+    started = [each for each in run.events if each["kind"] == "run"]
+    of_run = started[-1].get("settings") if started else None
+    found = [_pairs("Settings of the script", script, "The script gave none: Progress(settings=...).")]
+    if of_run:
+        found.append(_pairs("Settings of satrap run", of_run, ""))
+    found.append(_pairs("Settings of the embeddings", settings, "None were recorded."))
+    if changes := _changes(loops):
+        found.append(Listing("Settings that changed between launches", ("setting", "before", "now"), changes))
+    found.append(_table_listing(run, tables))
+    if isinstance(features, Mapping) and features:
+        found.append(_feature_listing(features))
+    found.append(_lost_listing(run))
+    return found
+
+
+def _pairs(title: str, values: object, absent: str) -> Listing:
+    listing = Listing(title, ("setting", "value"))
+    if isinstance(values, Mapping) and values:
+        listing.rows = [(name, _shown(value)) for name, value in values.items()]
+    else:
+        listing.note = absent
+    return listing
+
+
+def _changes(loops: list[Loop]) -> list[tuple[object, ...]]:
+    found: list[tuple[object, ...]] = []
+    known: dict[str, object] = {}
+    for loop in loops:
+        now = (
+            _flat("", {name: each for name, each in loop.settings.items() if name != "rank"}) if loop.rank == 0 else {}
+        )
+        found += [
+            (name, _shown(known[name]), _shown(now[name])) for name in now if now[name] != known.get(name, now[name])
+        ]
+        known |= now
+    return found[-50:]
+
+
+def _flat(where: str, value: object) -> dict[str, object]:
+    """Return the leaves of settings by their path."""
+    if isinstance(value, Mapping):
+        pairs = [(f"{where}.{key}" if where else str(key), each) for key, each in value.items()]
+    elif isinstance(value, list) and all(isinstance(each, Mapping) and "name" in each for each in value) and value:
+        pairs = [(f"{where} {each['name']}", {k: v for k, v in each.items() if k != "name"}) for each in value]
+    else:
+        return {where: value}
+    return {name: leaf for path, each in pairs for name, leaf in _flat(path, each).items()}
+
+
+def _table_listing(run: RunRecords, tables: object) -> Listing:
+    rows, memory = last_maps(run, "rows"), last_maps(run, "bytes")
+    declared = {
+        str(each["name"]): each
+        for each in (tables if isinstance(tables, list) else [])
+        if isinstance(each, Mapping) and "name" in each
+    }
+    names = sorted(declared.keys() | rows.keys(), key=lambda name: (-rows.get(name, 0.0), name))
+    listing = Listing("Tables", ("table", "rows", "memory", "bytes per row", "dim", "optimizer", "other settings"))
+    if not names:
+        listing.note = "No tables were recorded: Progress was created without embeddings."
+    if len(names) > _MAX_TABLES:
+        listing.note = f"These are the {_MAX_TABLES} largest of {len(names):,} tables."
+    for name in names[:_MAX_TABLES]:
+        table = {key: value for key, value in declared.get(name, {}).items() if key != "name" and value is not None}
+        held, used = rows.get(name), memory.get(name)
+        listing.rows.append(
+            (
+                name,
+                "" if held is None else number(held),
+                "" if used is None else size(used),
+                number(round(used / held)) if held and used else "",
+                table.pop("dim", ""),
+                _shown(table.pop("optimizer", "")),
+                ", ".join(f"{key}: {_shown(value)}" for key, value in table.items()),
+            )
+        )
+    return listing
+
+
+def _feature_listing(features: Mapping[str, Any]) -> Listing:
+    listing = Listing("Features", ("feature", "table", "pooling"))
+    for name, each in list(features.items())[:_MAX_TABLES]:
+        feature = each if isinstance(each, Mapping) else {}
+        listing.rows.append((name, feature.get("table", ""), feature.get("pooling", "")))
+    if len(features) > _MAX_TABLES:
+        listing.note = f"These are the first {_MAX_TABLES} of {len(features):,} features."
+    return listing
+
+
+def _lost_listing(run: RunRecords) -> Listing:
+    """Return what was not trained on, of the last record of each process: its counters never start again."""
+    last = {(loop.rank, loop.launch): loop.lost for loop in run.loops if loop.lost}
+    totals: dict[str, float] = {}
+    for counts in last.values():
+        for what, count in counts.items():
+            totals[what] = totals.get(what, 0.0) + count
+    listing = Listing("Not trained on", ("what/why", "count"), style="numbers")
+    listing.rows = [(what, number(count)) for what, count in totals.items() if count]
+    listing.note = "" if listing.rows else "Nothing was recorded as lost, dropped or cut."
+    return listing
+
+
+def _shown(value: object) -> str:
+    if isinstance(value, Mapping):
+        kind = value.get("type", "")
+        rest = ", ".join(f"{key}={_shown(each)}" for key, each in value.items() if key != "type" and each is not None)
+        text = f"{kind}({rest})" if kind and rest else str(kind) or rest
+    elif isinstance(value, list):
+        text = ", ".join(map(_shown, value))
+    else:
+        text = "none" if value is None else str(value)
+    return text if len(text) <= _MAX_VALUE else f"{text[: _MAX_VALUE - 3]}..."

@@ -1,0 +1,146 @@
+"""The record of a training loop, which `Progress` writes and `satrap report` reads.
+
+A line for each interval of steps: its loss, AUC, samples per second, staleness, seconds of each stage, rows and bytes.
+The record has its own intervals, since a screen's are too long for a curve of a short run: they grow with the run, from
+a sixteenth of a second to a minute, and are long enough that all summaries together take 50 ms and half a percent of
+the time. A step costs two microseconds more.
+"""
+
+import os
+import secrets
+import socket
+import sys
+import time
+from collections.abc import Callable, Mapping
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from satrap.errors import ConfigError
+from satrap.monitor.meter import Meter
+from satrap.monitor.record_file import FOLDER, RecordFile
+from satrap.monitor.report import Counters, Report
+from satrap.run_context import current_context, record_pipe
+
+_MIN_SECONDS, _MAX_SECONDS = 0.0625, 60.0
+_OF_ELAPSED = 0.01
+"""Length of an interval, as a share of the time since the start."""
+_FREE_SECONDS, _COST_SHARE = 0.05, 0.005
+"""Time that all summaries may take: so many seconds, and this share of the time since the start."""
+_MAX_ERROR = 500  # characters
+_PROCESS = secrets.token_hex(4)
+
+
+class TrainingRecord:
+    """Records one training loop."""
+
+    def __init__(
+        self,
+        file: RecordFile,
+        counters: Callable[[], Counters | None],
+        clock: Callable[[], float],
+        *,
+        window: int,
+        settings: Mapping[str, Any],
+    ) -> None:
+        """counters: returns the current counters. settings: what the report shows as settings."""
+        self._file, self._counters, self._clock = file, counters, clock
+        self._started = self._last = clock()
+        self._meter = Meter(self._started, counters=counters(), window=window)
+        self._due = self._started + _MIN_SECONDS
+        self._spent = 0.0  # seconds in summaries
+        self._left_out = 0.0  # seconds of the current interval without training
+        self._step: int | None = None  # the last one
+        self._id = secrets.token_hex(4)
+        context = current_context()
+        file.append(
+            "start",
+            id=self._id,
+            at=time.time(),
+            process=_PROCESS,
+            where=f"process {os.getpid()} on {socket.gethostname()}",
+            launch=None if context is None else context.launch,
+            version=version("satrap"),
+            script=sys.argv[0],
+            settings=settings,
+        )
+
+    def step(self, now: float, step: int, samples: int, loss: Any, labels: Any, scores: Any) -> None:
+        """Record one step, as `Meter.step`."""
+        self._meter.step(step, samples, loss, labels, scores)
+        self._step = step
+        if now >= self._due:
+            self._write_interval(now)
+
+    def add_evaluation(
+        self, now: float, step: int, metrics: Mapping[str, float], is_best: bool | None, seconds: float
+    ) -> None:
+        """Record the metrics of an evaluation, and that its seconds were not spent on training."""
+        self._meter.leave_out(seconds)
+        self._left_out += seconds
+        elapsed = now - self._started
+        self._file.append(
+            "evaluation",
+            id=self._id,
+            at=time.time(),
+            seconds=elapsed,
+            step=step,
+            metrics=metrics,
+            is_best=is_best,
+            took=seconds,
+        )
+
+    def close(self, now: float, error: BaseException | None = None) -> None:
+        """Record the end, and the steps since the last interval, unless the loop ended with an error."""
+        if error is None and self._meter.has_news:
+            self._write_interval(now)
+        text = None if error is None else f"{type(error).__name__}: {error}"[:_MAX_ERROR]
+        self._file.append("end", id=self._id, at=time.time(), seconds=now - self._started, step=self._step, error=text)
+        self._file.close()
+
+    def _write_interval(self, now: float) -> None:
+        report = self._meter.report(now, self._counters())
+        trained = max(0.0, now - self._last - self._left_out)
+        self._file.append("interval", id=self._id, at=time.time(), trained=trained, **_values(report))
+        elapsed, cost = now - self._started, self._clock() - now
+        self._last, self._left_out, self._spent = now, 0.0, self._spent + cost
+        length = min(max(_OF_ELAPSED * elapsed, _MIN_SECONDS), _MAX_SECONDS)
+        affordable = (self._spent + cost - _FREE_SECONDS) / _COST_SHARE  # if the next one costs as much
+        self._due = max(now + length, self._started + affordable)
+
+
+def open_record(folder: str | os.PathLike[str] | None, rank: int) -> RecordFile | None:
+    """Open the record of this trainer. folder: None: that of the run under `satrap run`; else there is none."""
+    if folder is None:
+        pipe = record_pipe()
+        return None if pipe is None else RecordFile(os.dup(pipe), "the record of this trainer")
+    path = os.fspath(folder)
+    if not path or "://" in path:
+        raise ConfigError(f"Progress: record is {path!r}; expected the path of a local directory")
+    try:
+        return RecordFile.open(Path(path) / FOLDER / f"trainer-{rank}.jsonl")
+    except OSError as error:
+        raise ConfigError(
+            f"Progress: record is {path!r}, which cannot be written to ({error.strerror}); choose another directory"
+        ) from error
+
+
+def _values(report: Report) -> dict[str, Any]:
+    """Return the numbers of a report. What was not given is left out; what is not finite will be null."""
+    found: dict[str, Any] = {
+        "seconds": report.seconds,
+        "step": report.step,
+        "steps": report.steps,
+        "samples": report.samples,
+        "rate": report.samples_per_second,
+        "loss": report.loss,
+        "auc": report.auc,
+        "ne": report.normalised_entropy,
+        "window": report.window or None,
+        "staleness": report.staleness_counts or None,
+        "stages": report.stages or None,
+        "rows": report.rows or None,
+        "bytes": report.bytes or None,
+        "lost": report.lost or None,
+    }
+    return {name: value for name, value in found.items() if value is not None}

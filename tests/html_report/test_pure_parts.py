@@ -1,0 +1,216 @@
+"""The pure parts of a report: thinning, bins, axes, escaping, and the sums over records, as properties."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter
+from html.parser import HTMLParser
+from itertools import pairwise
+
+import hypothesis.strategies as st
+from hypothesis import given
+
+from satrap.html_report.axis import axis, number, size, tick_texts
+from satrap.html_report.chart import BarChart, LineChart, Series, draw
+from satrap.html_report.figures import cuts, rates, split
+from satrap.html_report.markup import element, escape, json_script
+from satrap.html_report.run_records import Interval, Loop
+from satrap.html_report.thinning import Point, bins, evenly, thin
+
+numbers = st.floats(-1e12, 1e12)
+points = st.lists(st.tuples(numbers, st.none() | numbers), max_size=200)
+
+
+# -- thinning ----------------------------------------------------------------------------------------------------------
+
+
+@given(points, st.integers(5, 60))
+def test_thin_curves_keep_ends_extremes_and_interruptions(drawn: list[Point], limit: int) -> None:
+    kept = thin(drawn, limit)
+    assert len(kept) <= limit
+    rest = iter(drawn)
+    assert all(any(each is point for point in rest) for each in kept), "points of the curve, in its order"
+    if len(drawn) <= limit:
+        assert kept == drawn
+        return
+    assert (kept[0], kept[-1]) == (drawn[0], drawn[-1])
+    before, after = ([y for _, y in each if y is not None] for each in (drawn, kept))
+    assert (min(before, default=0), max(before, default=0)) == (min(after, default=0), max(after, default=0))
+    assert any(y is None for _, y in drawn) == any(y is None for _, y in kept)
+
+
+@given(points, st.integers(2, 30))
+def test_figures_are_evenly_spaced_points(drawn: list[Point], limit: int) -> None:
+    picked = evenly(drawn, limit)
+    assert len(picked) == min(limit, len(drawn))
+    if drawn:
+        assert (picked[0], picked[-1]) == (drawn[0], drawn[-1])
+
+
+@given(st.dictionaries(st.integers(0, 500), st.integers(1, 10**9), max_size=30), st.integers(1, 40))
+def test_bins_touch_and_lose_nothing(counts: dict[int, int], limit: int) -> None:
+    found = bins(counts, limit)
+    assert len(found) <= limit and sum(count for _, _, count in found) == sum(counts.values())
+    for low, high, count in found:
+        assert count == sum(each for key, each in counts.items() if low <= key <= high)
+    if found:
+        assert found[0][0] == 0 and found[-1][1] == max(counts)
+        assert all(one[1] + 1 == two[0] for one, two in pairwise(found))
+    if max(counts, default=0) < limit:
+        assert all(low == high for low, high, _ in found), "one bin for each staleness if there is room"
+
+
+# -- axes and numbers --------------------------------------------------------------------------------------------------
+
+
+@given(st.lists(numbers, max_size=20), st.booleans(), st.booleans(), st.booleans())
+def test_an_axis_holds_its_values(values: list[float], from_zero: bool, is_snug: bool, is_whole: bool) -> None:
+    found = axis(values, 50, 500, from_zero=from_zero, is_snug=is_snug, is_whole=is_whole)
+    room = 0.1 + 1e-6
+    assert all(50 - room <= found.at(value) <= 500 + room for value in values)
+    assert all(50 - room <= found.at(tick) <= 500 + room for tick in found.ticks)
+    assert len(found.ticks) <= 9 and list(found.ticks) == sorted(set(found.ticks))
+    if from_zero:
+        assert found.low <= 0 <= found.high
+    if is_whole:
+        assert all(float(tick).is_integer() for tick in found.ticks)
+    at = [found.at(value) for value in sorted(values)]
+    assert at == sorted(at)
+
+
+@given(st.lists(st.floats(-1e9, 1e9), min_size=2, max_size=5))
+def test_ticks_have_different_texts(values: list[float]) -> None:
+    ticks = axis(values, 0, 100).ticks
+    assert len(set(tick_texts(ticks))) == len(ticks) > 1
+
+
+@given(numbers)
+def test_a_number_is_close_to_its_text(value: float) -> None:
+    assert math.isclose(float(number(value).replace(",", "")), value, rel_tol=1e-4, abs_tol=1e-9)
+    assert number(float(int(value))).replace(",", "") == str(int(value)), "an integer in full"
+
+
+def test_numbers_as_text() -> None:
+    assert [size(value) for value in (0, 900, 1536, 2**20, 1023 * 2**20, 5.25 * 2**30)] == [
+        *("0 B", "900 B", "1.5 KiB", "1 MiB", "1,023 MiB", "5.25 GiB")
+    ]
+    assert [number(value) for value in (None, 0.123456, 12345.67, 3.0)] == ["not finite", "0.12346", "12,345.7", "3"]
+
+
+# -- escaping ----------------------------------------------------------------------------------------------------------
+
+
+class Reader(HTMLParser):
+    """Reads a page as a browser does: its elements with their attributes, and the text between them."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__(convert_charrefs=True)
+        self.elements: list[tuple[str, dict[str, str | None]]] = []
+        self.text = ""
+        self.feed(page)
+        self.close()
+
+    def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
+        self.elements.append((tag, dict(attributes)))
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+
+
+shown = st.text().filter(lambda text: escape(text) == escape(text.replace("\r", "")) and "�" not in escape(text))
+hostile = shown | st.sampled_from(
+    ["</script><script>alert(1)</script>", '"><img src=x onerror=alert(1)>', "<!--", "]]>"]
+)
+
+
+@given(hostile, hostile)
+def test_text_never_becomes_markup(text: str, value: str) -> None:
+    reader = Reader(element("p", text, data_x=value))
+    assert reader.elements == [("p", {"data-x": value})] and reader.text == text
+
+
+@given(hostile)
+def test_data_blocks_hold_any_text(text: str) -> None:
+    block = json_script({"name": text})
+    reader = Reader(block)
+    assert [tag for tag, _ in reader.elements] == ["script"] and block.count("<") == 2
+    assert json.loads(reader.text) == {"name": text}
+
+
+@given(hostile, hostile)
+def test_charts_hold_any_text(name: str, title: str) -> None:
+    line = LineChart(
+        title=title, x=name, y=name, note=name, series=[Series(name=name, points=[(1, 2.0), (2, 3.0)])] * 2
+    )
+    bars = BarChart(title=title, category=name, value=name, bars=[(name, 1.0)], columns=(name,), more=[(name,)])
+    charts: list[LineChart | BarChart] = [line, bars]
+    for chart in charts:
+        found, expected = Reader(draw(chart)), Reader(draw(_renamed(chart)))
+        assert [tag for tag, _ in found.elements] == [tag for tag, _ in expected.elements]
+
+
+def _renamed(chart: LineChart | BarChart) -> LineChart | BarChart:
+    if isinstance(chart, LineChart):
+        series = [Series(name="n", points=each.points) for each in chart.series]
+        return LineChart(title="t", x="n", y="n", note="n" if chart.note else "", series=series)
+    return BarChart(title="t", category="n", value="n", bars=[("n", 1.0)], columns=("n",), more=[("n",)])
+
+
+def test_controls_and_surrogates_are_replaced() -> None:
+    assert escape("a\x00b\x1b[2J\ud800") == "a\ufffdb\ufffd[2J\ufffd"
+    element("p", "\ud800").encode()
+
+
+# -- records -----------------------------------------------------------------------------------------------------------
+
+
+def loop(rank: int, launch: int, first: int, lengths: list[int], begin: float = 0.0) -> Loop:
+    """Return a loop with intervals of so many steps, of one second a step and 10 samples."""
+    found = Loop(rank=rank, launch=(launch, 0))
+    done = 0
+    for steps in lengths:
+        done += steps
+        found.intervals.append(
+            Interval(
+                at=begin + done,
+                seconds=float(done),
+                trained=float(steps),
+                step=first + done - 1,
+                steps=steps,
+                samples=10 * done,
+                rate=10.0,
+                numbers={"loss": float(launch)},
+                tables={},
+            )
+        )
+    return found
+
+
+lengths = st.lists(st.integers(1, 9), min_size=1, max_size=8)
+
+
+@given(st.lists(st.tuples(st.integers(1, 40), lengths), min_size=1, max_size=4))
+def test_each_step_counts_once(drawn: list[tuple[int, list[int]]]) -> None:
+    loops = [loop(0, launch, first, steps) for launch, (first, steps) in enumerate(drawn, 1)]
+    kept, superseded = split(loops, lambda each: [(float(one.step), one.numbers["loss"]) for one in each.intervals])
+    steps = [step for step, value in kept if value is not None]
+    assert steps == sorted(set(steps)), "no step is drawn twice"
+    assert Counter(p for p in (*kept, *superseded) if p[1] is not None) == Counter(
+        (float(one.step), one.numbers["loss"]) for each in loops for one in each.intervals
+    )
+    last = [(float(one.step), one.numbers["loss"]) for one in loops[-1].intervals]
+    assert [p for p in kept if p in last] == last and cuts(loops)[-1] == math.inf, "the last launch counts"
+
+
+@given(lengths, lengths, st.integers(1, 4))
+def test_the_rate_of_all_trainers_is_the_sum(one: list[int], other: list[int], trainers: int) -> None:
+    """All trainers of a launch have the same rate in all their intervals, which end at different times."""
+    total = sum(one)
+    each = [loop(rank, 1, 1, one if rank % 2 == 0 else [total]) for rank in range(trainers)]
+    again = [loop(rank, 2, 1, other, begin=total + 50.0) for rank in range(trainers)]
+    found = rates(each + again)
+    values = [rate for _, rate in found]
+    assert values.count(None) == 1, "interrupted between the launches"
+    assert {value for value in values if value is not None} == {10.0 * trainers}
+    assert found == sorted(found, key=lambda point: point[0])

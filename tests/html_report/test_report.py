@@ -1,0 +1,255 @@
+"""`satrap report` on records as they are found: damaged, incomplete, of one process or many, of a live run."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from report_records import AT, write_long_run
+from satrap.cli.main import main
+from satrap.cli.report import write_report
+from satrap.errors import ConfigError
+from satrap.html_report.page import page
+from satrap.html_report.run_records import RunRecords, read_run
+from satrap.html_report.summary import events, listings, state_of, tiles, warnings
+from satrap.monitor.record_file import RecordFile, encode
+
+
+def write(folder: Path, name: str, *lines: dict[str, Any]) -> None:
+    path = folder / "records" / f"{name}.jsonl"
+    path.parent.mkdir(exist_ok=True)
+    with path.open("ab") as file:
+        file.writelines(encode(line) for line in lines)
+
+
+def start(loop: str = "a", **more: Any) -> dict[str, Any]:
+    return {"kind": "start", "id": loop, "at": AT, "process": loop, "launch": None, **more}
+
+
+def interval(step: int, steps: int = 1, loop: str = "a", **more: Any) -> dict[str, Any]:
+    numbers = {"at": AT + step, "seconds": float(step), "trained": float(steps), "samples": 4 * step, "rate": 4.0}
+    return {"kind": "interval", "id": loop, "step": step, "steps": steps, **numbers, **more}
+
+
+def shown(folder: Path, **options: Any) -> str:
+    return page(read_run(folder, **options), AT + 1000)
+
+
+def tile_values(run: RunRecords) -> dict[str, str]:
+    return {tile.name: tile.value for tile in tiles(run)}
+
+
+def test_a_directory_without_a_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(ConfigError, match=r"there is no record of a run in .* expected the --folder of satrap run, or"):
+        write_report(tmp_path, None)
+    assert main(["report", str(tmp_path / "no")]) == 1 and "there is no directory" in capsys.readouterr().err
+    (tmp_path / "records").mkdir()
+    with pytest.raises(ConfigError, match=r"cannot be written .* choose another file with --output"):
+        write_report(tmp_path, tmp_path / "no" / "page.html")
+    assert [each.name for each in tmp_path.iterdir()] == ["records"], "what is refused changes nothing"
+
+
+def test_the_page_is_written_beside_the_records(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write(tmp_path, "trainer-0", start(), interval(1, loss=0.5))
+    assert main(["report", str(tmp_path)]) == 0
+    assert capsys.readouterr().out.startswith(f"report: {tmp_path / 'report.html'} (")
+    assert main(["report", str(tmp_path), "--output", str(tmp_path / "b.html")]) == 0
+    first, second = ((tmp_path / name).read_text().splitlines() for name in ("report.html", "b.html"))
+    assert first[0] == second[0] == "<!doctype html>" and len(first) == len(second)
+
+
+def test_missing_parts_are_sentences(tmp_path: Path) -> None:
+    (tmp_path / "records").mkdir()
+    text = shown(tmp_path)
+    for sentence in (
+        "No loss was given to Progress.step(loss=...).",
+        "No scores were given to Progress.step(scores=...), so there is no AUC.",
+        "No steps were recorded.",
+        "No evaluation was recorded",
+        "No staleness was recorded",
+        "No times of stages were recorded",
+        "No rows were recorded",
+        "No memory of tables was recorded",
+        "No launch was recorded.",
+        "No tables were recorded",
+    ):
+        assert text.count(sentence) == 1, sentence
+    assert "<svg" not in text
+    write(tmp_path, "trainer-0", start(), interval(1, loss=0.5), interval(2, loss=0.25))
+    text = shown(tmp_path)
+    assert text.count("<svg") == 2, "loss and samples per second"
+    assert "No loss" not in text and "No steps" not in text and "so there is no AUC" in text
+
+
+def test_damaged_lines_are_left_out_and_counted(tmp_path: Path, seed: int) -> None:
+    lines = [start(), *(interval(step, loss=0.5) for step in range(1, 21))]
+    draw = random.Random(seed)
+    for number in range(3):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        damaged = sorted(draw.sample(range(1, 20), draw.randint(1, 6)))
+        data = [encode(line) for line in lines]
+        for index in damaged:
+            at = draw.randrange(len(data[index]) - 1)
+            data[index] = data[index][:at] + bytes([data[index][at] ^ 1]) + data[index][at + 1 :]
+        (folder / "records").mkdir()
+        (folder / "records" / "trainer-0.jsonl").write_bytes(b"".join(data) + data[-1][:30])
+        run = read_run(folder)
+        assert run.damaged == {"records/trainer-0.jsonl": len(damaged) + 1}
+        assert [each.step for each in run.loops[0].intervals] == [n for n in range(1, 21) if n not in damaged]
+        (note,) = warnings(run)
+        assert note.startswith(f"{len(damaged) + 1} lines of records/trainer-0.jsonl are damaged")
+        assert f"; {len(damaged) + 1} damaged line(s) of its records were left out" in write_report(folder, None)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"step": "1"}, {"steps": 1.5}, {"at": None}, {"id": 7}, {"loss": "0.5"}, {"rate": None}, {"rows": [1]},
+        {"stages": {"read": None}}, {"staleness": {"-1": 1}}, {"staleness": {"many": 1}}, {"seconds": 10**400},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_records_that_lack_something_are_left_out(tmp_path: Path, wrong: dict[str, Any]) -> None:
+    write(tmp_path, "trainer-0", start(), interval(1), interval(2) | wrong, {"kind": "of a later release"}, interval(3))
+    run = read_run(tmp_path)
+    assert [each.step for each in run.loops[0].intervals] == [1, 3] and sum(run.damaged.values()) == 1
+    shown(tmp_path)
+
+
+def test_other_files_and_unreadable_ones(tmp_path: Path) -> None:
+    write(tmp_path, "trainer-0", start(), interval(1))
+    (tmp_path / "records" / "notes.jsonl").write_text("not ours")
+    (tmp_path / "records" / "trainer-1.jsonl").mkdir()
+    assert "records/trainer-1.jsonl cannot be read (Is a directory)." in shown(tmp_path)
+
+
+def test_numbers_that_are_not_finite_are_gaps(tmp_path: Path) -> None:
+    write(tmp_path, "trainer-0", *(interval(step, loss=None if step == 3 else 0.5) for step in range(1, 6)))
+    text = shown(tmp_path)
+    assert "The loss was not finite in 1 interval, first at step 3." in text and "<td>not finite</td>" in text
+    assert text.count("M") > 1 and '"y":[0.5,0.5,null,0.5,0.5]' in text
+
+
+def test_a_resumed_run_counts_each_step_once_in_its_curves(tmp_path: Path) -> None:
+    write(tmp_path, "trainer-0", start(), *(interval(step, loss=1.0) for step in range(1, 11)))
+    write(tmp_path, "trainer-0", start("b"), *(interval(step, loop="b", loss=2.0) for step in range(6, 16)))
+    run = read_run(tmp_path)
+    assert "Later launches trained about 5 steps again" in warnings(run)[0]
+    data = json.loads(page(run, AT).partition('<script type="application/json">')[2].partition("</script>")[0])
+    (series,) = data["series"]
+    assert [(x, y) for x, y in zip(series["x"], series["y"], strict=True) if y is not None] == [
+        *((step, 1.0) for step in range(1, 6)), *((step, 2.0) for step in range(6, 16))
+    ]  # fmt: skip
+    assert tile_values(run)["Launches"] == "2" and tile_values(run)["Last step"] == "15"
+
+
+def test_settings_that_changed_are_listed(tmp_path: Path) -> None:
+    for number, lr in enumerate((0.1, 0.1, 0.05)):
+        tables = [{"name": "user", "optimizer": {"type": "SGD", "lr": lr}}]
+        write(tmp_path, "trainer-0", start(str(number), settings={"tables": tables, "script": {"lr": lr}}))
+    (changed,) = [each for each in listings(read_run(tmp_path)) if "changed" in each.title]
+    assert changed.rows == [("tables user.optimizer.lr", "0.1", "0.05"), ("script.lr", "0.1", "0.05")]
+
+
+@pytest.mark.parametrize(
+    ("lines", "is_live", "expected"),
+    [
+        ([], True, ("live", "The run was in progress.")),
+        ([{"kind": "exit", "status": 0}], False, ("done", "The run ended with exit status 0.")),
+        ([{"kind": "exit", "status": 3}], False, ("failed", "The run ended with status 3.")),
+        ([{"kind": "exit", "status": None}], False, ("failed", "satrap run ended with an error.")),
+        ([{"kind": "exit", "status": 0}, {"kind": "run"}], False, ("failed", "No end was recorded: satrap run was")),
+    ],
+)
+def test_the_state_of_a_run(
+    tmp_path: Path, lines: list[dict[str, Any]], is_live: bool, expected: tuple[str, str]
+) -> None:
+    write(tmp_path, "run", *({"at": AT, **each} for each in ({"kind": "run"}, *lines)))
+    kind, sentence = state_of(read_run(tmp_path, is_live), AT)
+    assert kind == expected[0] and sentence.startswith(expected[1])
+
+
+@pytest.mark.parametrize(
+    ("end", "expected"),
+    [
+        (None, ("failed", "No end was recorded: training was killed, or still ran. The last record was 7.0 s old.")),
+        ({"error": None}, ("done", "Training ended.")),
+        ({"error": "ValueError: <b>"}, ("failed", "Training ended with ValueError: <b>")),
+    ],
+)
+def test_the_state_of_a_script(tmp_path: Path, end: dict[str, Any] | None, expected: tuple[str, str]) -> None:
+    ends = [] if end is None else [{"kind": "end", "id": "a", "at": AT + 9, "step": 4, **end}]
+    write(tmp_path, "trainer-0", start(), interval(3), *ends)
+    run = read_run(tmp_path)
+    assert state_of(run, AT + 10) == expected
+    rows = [str(row[2]) for row in events(run).rows]
+    assert rows[0] == "Training started at step 3 (a trainer)."
+    assert [row.partition(" with")[0].rstrip(".") for row in rows[1:]] == ["Trainer 0 ended after step 4"] * len(ends)
+
+
+def test_a_live_run_is_known_by_its_lock(tmp_path: Path) -> None:
+    write(tmp_path, "run", {"kind": "run", "at": AT})
+    (tmp_path / "run.json").write_text("{}")
+    lock = os.open(tmp_path, os.O_RDONLY)
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    write_report(tmp_path, None)
+    os.close(lock)
+    assert "The run was in progress." in (tmp_path / "report.html").read_text()
+    write_report(tmp_path, None)
+    assert "satrap run was killed" in (tmp_path / "report.html").read_text()
+
+
+def test_a_long_run_of_many_trainers_and_tables_stays_small(tmp_path: Path) -> None:
+    write_long_run(tmp_path, num_intervals=900, trainers=9, tables=14)
+    run = read_run(tmp_path)
+    text = page(run, AT)
+    assert len(text.encode()) < 250_000
+    assert "9 trainers recorded; these are the first 6." in text and "9 other tables" in text
+    assert "A chart shows at most 1,000 points" in text
+    values = tile_values(run)
+    assert (values["Faults"], values["Launches"], values["Last step"]) == ("2", "3", "88,000")
+    assert values["Samples per second"] == "123k", "nine trainers with 409,600 in 30 seconds"
+
+
+def test_names_with_markup_are_text(tmp_path: Path) -> None:
+    bad = "</script></style><script>document.title = 1</script><img src=x onerror=alert(1)>\"'"
+    folder = tmp_path / "<b>run"
+    folder.mkdir()
+    tables = [{"name": bad, "dim": bad, "optimizer": {bad: bad}}]
+    settings = {bad: bad, "tables": tables, "script": {bad: [bad]}, "features": {bad: {"table": bad, "pooling": bad}}}
+    write(folder, "trainer-0", start(settings=settings, where=bad, version=bad))
+    maps: dict[str, Any] = {"rows": {bad: 1}, "bytes": {bad: 1}, "stages": {bad: 1.0}, "lost": {bad: 1}}
+    write(folder, "trainer-0", interval(1, loss=0.5, **maps), interval(2, loss=0.5, **maps))
+    write(folder, "trainer-0", {"kind": "evaluation", "id": "a", "at": AT, "step": 1, "metrics": {bad: 0.5}})
+    write(folder, "trainer-0", {"kind": "end", "id": "a", "at": AT, "error": bad})
+    write(
+        folder,
+        "run",
+        *({"kind": kind, "at": AT, "what": bad, "where": bad, "process": bad} for kind in ("run", "fault")),
+    )
+    text = shown(folder)
+    assert text.count("onerror") > 15 and "<img" not in text and "<b>" not in text
+    assert text.count("<script>") == 1 and text.count("<style>") == 1
+
+
+def test_a_record_in_use_is_read(tmp_path: Path) -> None:
+    """While a process writes: the file ends anywhere."""
+    write_long_run(tmp_path / "whole", num_intervals=6, trainers=1)
+    data = (tmp_path / "whole" / "records" / "trainer-0.jsonl").read_bytes()
+    (tmp_path / "records").mkdir()
+    for end in range(0, len(data), 97):
+        (tmp_path / "records" / "trainer-0.jsonl").write_bytes(data[:end])
+        run = read_run(tmp_path)
+        assert sum(run.damaged.values()) <= 1
+        page(run, AT)
+    file = RecordFile.open(tmp_path / "records" / "trainer-0.jsonl")
+    file.append("end", id="0-3", at=AT)
+    file.close()
+    assert read_run(tmp_path).loops[-1].end is not None

@@ -178,10 +178,6 @@ class _RunLog(logging.FileHandler):
         with suppress(OSError):  # the file cannot be opened
             super().emit(record)
 
-    def close(self) -> None:
-        with suppress(OSError):  # what is still buffered cannot be written
-            super().close()
-
     def handleError(self, record: logging.LogRecord) -> None:
         """Do nothing."""
 

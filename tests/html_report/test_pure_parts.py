@@ -40,6 +40,14 @@ def test_thin_curves_keep_ends_extremes_and_interruptions(drawn: list[Point], li
     assert any(y is None for _, y in drawn) == any(y is None for _, y in kept)
 
 
+@given(st.integers(100, 1000), st.integers(5, 60), st.data())
+def test_no_peak_is_lost(length: int, limit: int, data: st.DataObject) -> None:
+    peak, dip = data.draw(st.lists(st.integers(0, length - 1), min_size=2, max_size=2, unique=True))
+    values = {peak: 2.0, dip: -2.0}
+    kept = thin([(float(index), values.get(index, 0.0)) for index in range(length)], limit)
+    assert {(float(peak), 2.0), (float(dip), -2.0)} <= set(kept) and len(kept) <= limit
+
+
 @given(points, st.integers(2, 30))
 def test_figures_are_evenly_spaced_points(drawn: list[Point], limit: int) -> None:
     picked = evenly(drawn, limit)

@@ -292,7 +292,8 @@ def _table_listing(run: RunRecords, tables: object) -> Listing:
         if isinstance(each, Mapping) and "name" in each
     }
     names = sorted(declared.keys() | rows.keys(), key=lambda name: (-rows.get(name, 0.0), name))
-    listing = Listing("Tables", ("table", "rows", "memory", "bytes per row", "dim", "optimizer", "other settings"))
+    header = ("table", "rows", "memory", "bytes per row", "dim", "optimizer", "other settings")
+    listing = Listing("Tables", header, style="tables")
     if not names:
         listing.note = "No tables were recorded: Progress was created without embeddings."
     if len(names) > _MAX_TABLES:

@@ -53,7 +53,9 @@ def _message(error: Exception) -> str:
     said, request = _SAID.search(text), _REQUEST.search(text)
     if said is None:
         return " ".join(_QUERY.sub("", text).split())[:_LONGEST_MESSAGE]
-    return f"{said[1]}: {' '.join(said[2].split())}" + ("" if request is None else f" ({request[1]} {_QUERY.sub('', request[2])})")
+    return f"{said[1]}: {' '.join(said[2].split())}" + (
+        "" if request is None else f" ({request[1]} {_QUERY.sub('', request[2])})"
+    )
 
 
 class ObstoreStore:

@@ -11,6 +11,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 
 import numpy as np
@@ -79,6 +80,18 @@ def test_a_server_that_cannot_use_it_is_named_at_once(s3: S3) -> None:
     with running_servers(1, checkpoints=["/"]) as services, pytest.raises(ConfigError, match=words):
         Job(f"{ROOT}/run", 1, rows=rows([services[0].address]))
     assert not s3.sizes("run/"), "the trainer has removed what it wrote"
+
+
+def test_each_server_uses_its_own_environment(s3: S3, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with ExitStack() as stack:
+        with monkeypatch.context() as patched:
+            use(patched, "http://127.0.0.1:1")
+            (server,) = stack.enter_context(server_processes(tmp_path, 1, *PERMITTED))
+        use(monkeypatch, s3.endpoint)
+        asked = rf"PUT http://127\.0\.0\.1:1/{BUCKET}/run/"
+        words = rf"(?s)^this server cannot use {ROOT}/run: .* {asked}.* at {server.address}$"
+        with pytest.raises(SnapshotError, match=words):
+            Job(f"{ROOT}/run", 1, rows=rows([server.address]))
 
 
 # -- servers -----------------------------------------------------------------------------------------------------------

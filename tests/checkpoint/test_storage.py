@@ -20,6 +20,7 @@ from hostile_store import Hostile, KilledError, hostile
 from logged import logged
 from satrap.checkpoint.storage import open_storage
 from satrap.errors import CheckpointError, SnapshotError
+from satrap.storage.open_folder import open_folder
 
 URL = "hostile://bucket/run"
 STEPS = 12
@@ -103,6 +104,24 @@ def test_stores_with_and_without_folders(requires_folders: bool, store: Hostile)
     assert again.run.resume() and again.embeddings.step == 4
     assert len(published(store)) == 1
     assert not any("000003-step-3" in folder for folder in store.folders), "a removed version leaves no folder"
+
+
+@pytest.mark.parametrize("start", ["{}", "memory://{}"], ids=["disk", "url"])
+def test_a_run_that_was_copied_elsewhere_resumes(start: str, tmp_path: Path) -> None:
+    """From a disk to a URL, where earlier releases wrote the same files, and back."""
+    end = "memory://{}" if start == "{}" else "{}"
+    one, other = (open_folder(f"{each.format(tmp_path)}/run-{start[:3]}") for each in (start, end))
+    job = Job(str(one), 3, full_every=3)
+    job.train()
+    for key in one.sizes():
+        if other.is_local:
+            (Path(other) / key).parent.mkdir(parents=True, exist_ok=True)
+        other.write(key, one.read(key))
+    again = Job(str(other), 5, full_every=3)
+    assert again.run.resume() and again.embeddings.step == 3
+    same(again.state(), job.state())
+    again.train()
+    assert Job(str(other), 5).run.resume()
 
 
 @pytest.mark.parametrize("scheme", ["local://", "file://"])

@@ -101,7 +101,7 @@ class Reader:
         keys: str | os.PathLike[str] | None = None,
         num_threads: int | None = None,
     ) -> None:
-        """path: the folder of a run's checkpoints (local, or on any fsspec system), of which the newest is opened, or
+        """path: the folder of a run's checkpoints (on a disk or a URL), of which the newest is opened, or
             of a table's snapshot. None: the rows are on servers.
 
         features: all or some of the features of the model's `Embeddings`. None: only lookups by table and id.

@@ -24,6 +24,7 @@ _RETRIES, _RETRY_SECONDS = 8, 120
 _LONGEST_MESSAGE = 400
 _SAID = re.compile(r"<Code>(.*?)</Code>.*?<Message>(.*?)</Message>", re.DOTALL)
 _REQUEST = re.compile(r"performing (\w+) (\S+) in")
+_NO_BUCKET = re.compile("NoSuchBucket|ContainerNotFound")
 _QUERY = re.compile(r"\?\S+")
 
 
@@ -34,10 +35,10 @@ def _with_usual_errors(call: Callable[_P, _R]) -> Callable[_P, _R]:
     def called(*arguments: _P.args, **options: _P.kwargs) -> _R:
         try:
             return call(*arguments, **options)
-        except (exceptions.BaseError, FileNotFoundError) as error:
+        except (exceptions.BaseError, OSError) as error:  # some are Python's own
             text, code = _message(error), errno.EIO
             if isinstance(error, FileNotFoundError):
-                code = errno.ENXIO if "NoSuchBucket" in text else errno.ENOENT  # a missing bucket is no missing object
+                code = errno.ENXIO if _NO_BUCKET.search(text) else errno.ENOENT  # a missing bucket is no missing object
             elif isinstance(error, exceptions.PermissionDeniedError | exceptions.UnauthenticatedError):
                 code = errno.EACCES
             raise OSError(code, text) from error
@@ -52,7 +53,9 @@ def _message(error: Exception) -> str:
     said, request = _SAID.search(text), _REQUEST.search(text)
     if said is None:
         return " ".join(_QUERY.sub("", text).split())[:_LONGEST_MESSAGE]
-    return f"{said[1]}: {said[2]}" + ("" if request is None else f" ({request[1]} {_QUERY.sub('', request[2])})")
+    return f"{said[1]}: {' '.join(said[2].split())}" + (
+        "" if request is None else f" ({request[1]} {_QUERY.sub('', request[2])})"
+    )
 
 
 class ObstoreStore:

@@ -5,8 +5,9 @@ rows, and passes every other call on.
 """
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, cast
 
 import numpy as np
@@ -21,6 +22,9 @@ from satrap.errors import InputError
 from satrap.interrupts import Uninterrupted
 from satrap.table.engine import Slot, native_config
 
+Owed = Callable[[], "Sequence[Owed] | None"]
+"""Work on the device that what the core has already recorded requires. It returns the work that has to follow it."""
+
 
 class DeviceEngine:
     """The engine of some tables, and the memory of their rows."""
@@ -34,7 +38,7 @@ class DeviceEngine:
         configs = [native_config(table, pools[number]) for number, table in enumerate(tables)]
         self.core = _core.Engine(configs, seed, thread_count(num_threads))
         self._lock = threading.Lock()
-        self._inserted: list[dict[str, NDArray[Any]]] = []  # rows whose frames have no values yet
+        self._owed: list[Owed] = []
         self._pools = pools
 
     def slots(self, seed: int) -> list[Slot]:
@@ -54,12 +58,21 @@ class DeviceEngine:
     def exclusive(self) -> Iterator[None]:
         """Exclude other calls while frames are chosen, and until the kernels that use them are on the device's queue.
 
-        Before that, write the rows that a call could not write which an error or Ctrl-C ended. In a fork, where the
-        lock may be held forever, raise ForkError."""
+        Before that, do the work that a call still owes which an error or Ctrl-C ended. In a fork, where the lock may be
+        held forever, raise ForkError."""
         self.require_same_process()
         with self._lock:
             self.initialise_inserted()
             yield
+
+    def owe(self, record: Callable[[], Owed]) -> None:
+        """Record a change in the core, and do the work on the device that `record` returns. If the work fails, as it
+        does where memory runs out, the next call does it before anything else: no row is used without it."""
+        with Uninterrupted():
+            self._owed.append(record())
+        while self._owed:
+            with Uninterrupted():  # work is done once
+                self._owed[:1] = self._owed[0]() or ()
 
     def require_same_process(self) -> None:
         """Raise ForkError in a fork of the process that created the engine."""
@@ -82,14 +95,12 @@ class DeviceEngine:
 
     def initialise_inserted(self) -> None:
         """Write the initial values and states of the rows that lookups have inserted."""
-        with Uninterrupted():
-            self._inserted.append(self.core.take_inserted())
-        while self._inserted:
-            inserted = self._inserted[0]
-            for table in np.unique(inserted["tables"]).tolist():
-                rows = inserted["tables"] == table
-                self.memory(table).write(inserted["frames"][rows], *self.initial_rows(table, inserted["ids"][rows]))
-            del self._inserted[0]
+        self.owe(lambda: partial(self._initialise, self.core.take_inserted()))
+
+    def _initialise(self, inserted: dict[str, NDArray[Any]]) -> None:
+        for table in np.unique(inserted["tables"]).tolist():
+            rows = inserted["tables"] == table
+            self.memory(table).write(inserted["frames"][rows], *self.initial_rows(table, inserted["ids"][rows]))
 
     def initial_rows(self, table: int, ids: NDArray[np.uint64]) -> tuple[NDArray[Any], NDArray[np.float32]]:
         """Return the values, of 16 bits as uint16, and states that rows of the ids begin with."""

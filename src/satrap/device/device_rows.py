@@ -5,7 +5,8 @@ the device in the order in which this object is called, which is what makes a fr
 puts into it comes after every earlier use.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from functools import partial
 from itertools import groupby
 from typing import Any
 
@@ -16,7 +17,7 @@ from torch import Tensor
 from satrap import _core
 from satrap.config.features import Features
 from satrap.config.tables import Optimizer
-from satrap.device.device_engine import DeviceEngine
+from satrap.device.device_engine import DeviceEngine, Owed
 from satrap.device.host_copy import to_device
 from satrap.device.kernels import kernels_of
 from satrap.device.row_memory import RowMemory
@@ -24,6 +25,8 @@ from satrap.device.runs import PooledFeatures, Runs
 from satrap.worker.worker import BagRequest, TicketGradients, UpdateRequest, native_features
 
 _LARGEST = float(np.finfo(np.float32).max)
+_Group = tuple[range, Optimizer, float, bool]
+"""Tables that one kernel updates, their optimizer and rate, and whether to skip gradients that are not finite."""
 
 
 class DeviceRows:
@@ -78,10 +81,13 @@ class DeviceRows:
         with self._engine.exclusive():
             flat = self._flat(request.gradients)
             skips = self._check(request, flat, scale)
-            found = self._engine.core.update_frames(request.tickets, given, request.step, skips)
-            runs = Runs.to_device(found, self.device)
-            for tables, optimizer, lr, skip in self._fused_tables(dict(request.lrs), skips=skips):
-                self._step(tables, runs, flat, scale, optimizer, lr, request.step, skip_nonfinite=skip)
+            groups = list(self._fused_tables(dict(request.lrs), skips=skips))
+
+            def record() -> Owed:
+                runs = self._engine.core.update_frames(request.tickets, given, request.step, skips)
+                return partial(self._steps, runs, groups, flat, scale, request.step)
+
+            self._engine.owe(record)
 
     def drop(self, ticket: _core.Ticket) -> None:
         self._engine.core.drop(ticket)
@@ -174,7 +180,7 @@ class DeviceRows:
         parts = [part.reshape(-1) for block, sequences in gradients for part in (block, *sequences) if part is not None]
         return parts[0] if len(parts) == 1 else torch.cat(parts or [self.empty(0, 0).view(-1)])
 
-    def _fused_tables(self, lrs: dict[int, float], *, skips: bool) -> Iterator[tuple[range, Optimizer, float, bool]]:
+    def _fused_tables(self, lrs: dict[int, float], *, skips: bool) -> Iterator[_Group]:
         """Yield tables that one kernel updates: neighbours with one memory, optimizer and rate."""
 
         def same(number: int) -> tuple[int, Optimizer, float, bool]:
@@ -185,25 +191,25 @@ class DeviceRows:
             first, *others = numbers
             yield range(first, [first, *others][-1] + 1), optimizer, lr, skip
 
-    def _step(
-        self,
-        tables: range,
-        runs: Runs,
-        flat: Tensor,
-        scale: float,
-        optimizer: Optimizer,
-        lr: float,
-        step: int,
-        *,
-        skip_nonfinite: bool,
-    ) -> None:
+    def _steps(
+        self, found: dict[str, Any], groups: list[_Group], flat: Tensor, scale: float, step: int
+    ) -> Sequence[Owed]:
+        """Copy the runs of an update to the device; return the step of each group of tables."""
+        runs = Runs.to_device(found, self.device)
+        return [partial(self._step, runs, group, flat, scale, step) for group in groups]
+
+    def _step(self, runs: Runs, group: _Group, flat: Tensor, scale: float, step: int) -> Sequence[Owed]:
         """Sum the gradients of some tables' rows, and apply their optimizer."""
+        tables, optimizer, lr, skip = group
         memory, part = self._engine.memory(tables.start), runs.of_tables(tables)
         summed = self._kernels.update(
-            memory.values, memory.state, part, flat, optimizer, lr, scale, step, skip_nonfinite=skip_nonfinite
+            memory.values, memory.state, part, flat, optimizer, lr, scale, step, skip_nonfinite=skip
         )
-        if summed is None:
-            return
+        return [] if summed is None else [partial(self._settle, runs, tables, summed, step)]
+
+    def _settle(self, runs: Runs, tables: range, summed: Tensor, step: int) -> None:
+        """Stamp and count the rows whose gradients were not all skipped."""
+        part = runs.of_tables(tables)
         assert part.ids is not None
         left_out, is_summed = (part.end - part.begin - summed).cpu().numpy(), summed.cpu().numpy() > 0
         for number in tables:

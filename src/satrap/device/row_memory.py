@@ -37,11 +37,20 @@ class RowLayout:
 
 def memories_of(tables: Sequence[Table], state_dims: Sequence[int], device: torch.device) -> list["RowMemory"]:
     """Return a memory for each layout, with the numbers of its tables."""
-    by_layout: dict[RowLayout, RowMemory] = {}
+    by_layout: dict[RowLayout, list[int]] = {}
     for number, (table, state_dim) in enumerate(zip(tables, state_dims, strict=True)):
-        layout = RowLayout(table.dtype, table.dim, state_dim)
-        by_layout.setdefault(layout, RowMemory(layout, device)).tables.append(number)
-    return list(by_layout.values())
+        by_layout.setdefault(RowLayout(table.dtype, table.dim, state_dim), []).append(number)
+    return [
+        RowMemory(layout, device, numbers, most_rows([tables[number] for number in numbers]))
+        for layout, numbers in by_layout.items()
+    ]
+
+
+def most_rows(tables: Sequence[Table]) -> int | None:
+    """Return how many rows the tables can have together; None: there is no bound."""
+    capacities = [None if table.on_full == "grow" else table.capacity for table in tables]
+    bounded = [capacity for capacity in capacities if capacity is not None]
+    return sum(bounded) if len(bounded) == len(capacities) else None
 
 
 @dataclass(slots=True, eq=False)
@@ -52,6 +61,8 @@ class RowMemory:
     device: torch.device
     tables: list[int] = field(default_factory=list)
     """The numbers of the tables whose rows are here."""
+    most: int | None = None
+    """How many rows the tables can have; None: there is no bound."""
     values: Tensor = field(init=False)
     """[frames, dim]"""
     state: Tensor = field(init=False)
@@ -61,24 +72,39 @@ class RowMemory:
         self.values, self.state = self._empty(0)
 
     def reserve(self, frames: int, names: Sequence[str]) -> None:
-        """Make room for so many frames; names: of the tables, for the error."""
+        """Make room for so many frames: at once for all that the tables can have, if that is bounded. Raise
+        CapacityError if the device has no memory for them. names: of the tables, for the error."""
+        if self.most is not None:
+            frames = min(frames, self.most)
         if frames <= len(self.values):
             return
-        grown = max(frames, min(int(len(self.values) * _GROWTH), _MOST_FRAMES))
-        try:
-            larger = self._empty(grown)
-        except RuntimeError:  # torch.OutOfMemoryError is one, and so is what the CPU's allocator raises
+        sizes = [frames, max(frames, min(int(len(self.values) * _GROWTH), _MOST_FRAMES))]
+        if self.most is not None:
+            sizes = [self.most]
+        error: RuntimeError | None = None
+        while sizes:
             try:
-                larger = self._empty(frames)
-            except RuntimeError as error:
-                raise CapacityError(
-                    f"tables {', '.join(map(repr, names))}: {self.device} has no memory for {frames} rows, "
-                    f"{frames * self.layout.row_bytes:,} bytes, beside the {len(self.values)} that it holds now, which "
-                    "are copied. Give the tables a capacity, or use a smaller dtype or dim"
-                ) from error
+                larger = self._empty(size := sizes.pop())
+                break
+            except RuntimeError as found:  # torch.OutOfMemoryError is one, and so is what the CPU's allocator raises
+                error = found
+        else:
+            raise self._no_memory(size, names) from error
         for old, new in zip((self.values, self.state), larger, strict=True):
             new[: len(old)] = old
         self.values, self.state = larger
+
+    def _no_memory(self, frames: int, names: Sequence[str]) -> CapacityError:
+        free = ""
+        if self.device.type == "cuda":
+            free = f" and has {torch.cuda.mem_get_info(self.device)[0]:,} bytes free"
+        held = f" beside the {len(self.values)} that it holds now, which are copied" if len(self.values) else ""
+        bound = ", all that their capacity permits" if self.most is not None else ""
+        return CapacityError(
+            f"tables {', '.join(map(repr, names))}: {self.device} has no memory for {frames} rows{bound}: expected "
+            f"{frames * self.layout.row_bytes:,} bytes{held}{free}. Give the tables a {'smaller ' if bound else ''}"
+            "capacity, or use a smaller dtype or dim"
+        )
 
     @torch.inference_mode(False)  # a tensor of inference could never be updated
     def _empty(self, frames: int) -> tuple[Tensor, Tensor]:

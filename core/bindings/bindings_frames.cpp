@@ -175,18 +175,8 @@ nb::object import_frames(Engine& engine, std::size_t t, const Ids& ids, const St
     return moved<std::int32_t>(std::move(frames));
 }
 
-} // namespace
-
-void bind_frames(nb::class_<Engine>& engine) {
+void bind_places(nb::class_<Engine>& engine) {
     engine
-        .def("lookup_frames", &lookup_frames, "bags"_a, "values"_a, "offsets"_a.none(), "weights"_a.none(),
-             "batch_size"_a, "step"_a, "oldest_open"_a, "train"_a, "frames"_a, "first_epoch"_a = true,
-             nb::sig("def lookup_frames(self, bags: Bags, values: NDArray[numpy.uint64], offsets: "
-                     "NDArray[numpy.int64] | None, weights: NDArray[numpy.float32] | None, batch_size: int, step: int, "
-                     "oldest_open: int, train: bool, frames: NDArray[numpy.int32], first_epoch: bool = True) -> "
-                     "dict[str, typing.Any]"))
-        .def("take_inserted", &take_inserted, nb::sig("def take_inserted(self) -> dict[str, NDArray[typing.Any]]"),
-             "Returns the rows whose frames have no values yet.")
         .def("take_moves", &take_moves, nb::sig("def take_moves(self) -> dict[str, NDArray[typing.Any]]"),
              "Returns the copies between frames and slots at home that the rows' places require.")
         .def(
@@ -199,6 +189,34 @@ void bind_frames(nb::class_<Engine>& engine) {
         .def(
             "home_free", [](Engine& e, std::size_t p) { return e.row_places(checked_pool(e, p)).home.num_free(); },
             "pool"_a)
+        .def(
+            "frames_used", [](Engine& e, std::size_t p) { return e.frame_pool(checked_pool(e, p)).used(); }, "pool"_a,
+            "How many frames the device's memory must have.")
+        .def(
+            "frames_free", [](Engine& e, std::size_t p) { return e.frame_pool(checked_pool(e, p)).num_free(); },
+            "pool"_a)
+        .def(
+            "set_frame_limit",
+            [](Engine& e, std::size_t p, std::uint32_t limit) {
+                if (e.row_places(checked_pool(e, p)).is_tiered()) refuse("set_device_frames has set the limit");
+                e.frame_pool(p).set_limit(limit);
+            },
+            "pool"_a, "limit"_a);
+}
+
+} // namespace
+
+void bind_frames(nb::class_<Engine>& engine) {
+    bind_places(engine);
+    engine
+        .def("lookup_frames", &lookup_frames, "bags"_a, "values"_a, "offsets"_a.none(), "weights"_a.none(),
+             "batch_size"_a, "step"_a, "oldest_open"_a, "train"_a, "frames"_a, "first_epoch"_a = true,
+             nb::sig("def lookup_frames(self, bags: Bags, values: NDArray[numpy.uint64], offsets: "
+                     "NDArray[numpy.int64] | None, weights: NDArray[numpy.float32] | None, batch_size: int, step: int, "
+                     "oldest_open: int, train: bool, frames: NDArray[numpy.int32], first_epoch: bool = True) -> "
+                     "dict[str, typing.Any]"))
+        .def("take_inserted", &take_inserted, nb::sig("def take_inserted(self) -> dict[str, NDArray[typing.Any]]"),
+             "Returns the rows whose frames have no values yet.")
         .def("update_frames", &update_frames, "tickets"_a, "given"_a, "step"_a, "filter"_a,
              nb::sig("def update_frames(self, tickets: collections.abc.Sequence[Ticket], given: "
                      "collections.abc.Sequence[tuple[bool, collections.abc.Sequence[bool]]], step: int, filter: bool) "
@@ -227,15 +245,5 @@ void bind_frames(nb::class_<Engine>& engine) {
              nb::sig("def import_frames(self, table: int, ids: NDArray[numpy.uint64], steps: NDArray[numpy.uint32]) -> "
                      "NDArray[numpy.int32]"),
              "Inserts or replaces rows of a snapshot; returns their frames.")
-        .def(
-            "frames_used", [](Engine& e, std::size_t p) { return e.frame_pool(checked_pool(e, p)).used(); }, "pool"_a,
-            "How many frames the device's memory must have.")
-        .def(
-            "frames_free", [](Engine& e, std::size_t p) { return e.frame_pool(checked_pool(e, p)).num_free(); },
-            "pool"_a)
-        .def(
-            "set_frame_limit",
-            [](Engine& e, std::size_t p, std::uint32_t limit) { e.frame_pool(checked_pool(e, p)).set_limit(limit); },
-            "pool"_a, "limit"_a)
         .def("check_frames", &Engine::check_frames, "Raises AssertionError unless each frame is free or of one row.");
 }

@@ -10,6 +10,33 @@ using testing::Device, testing::Found, testing::Ids, testing::IdsOfTables, testi
 
 namespace {
 
+// A lookup of the device, which has the rows of the oracles' or is refused; then it returns nothing.
+std::unique_ptr<Ticket> checked_lookup(Device& device, std::vector<Oracle>& oracles, const IdsOfTables& ids,
+                                       const LookupStep& at) {
+    Found found;
+    std::string refused;
+    try {
+        found = device.lookup(ids, at);
+    } catch (const CapacityError& error) {
+        refused = error.what();
+    }
+    if (refused.find("the batch has") != std::string::npos) return nullptr; // before anything was changed
+    std::vector<float> expected;
+    bool is_full = false;
+    try {
+        expected = testing::oracle_lookup(oracles, ids, at);
+    } catch (const Oracle::Full&) {
+        is_full = true;
+    }
+    if (refused.empty()) {
+        CHECK(!is_full && found.rows == expected);
+    } else {
+        CHECK_EQ(refused.find("set capacity to at least") != std::string::npos, is_full);
+        CHECK_EQ(refused.find("device_memory") != std::string::npos, !is_full);
+    }
+    return std::move(found.ticket);
+}
+
 // Random calls, of which those that do not fit are refused; the tables know nothing of tiers, except those calls.
 CASE(tiers_change_no_result, testing::scaled(400)) {
     const std::vector<TableConfig> configs = testing::draw_tables(random);
@@ -40,31 +67,7 @@ CASE(tiers_change_no_result, testing::scaled(400)) {
                               : testing::draw_ids(random, kinds, random.pick(std::vector{3U, 20U, kMost})));
         const unsigned kind = random.below(10);
         if (kind < 5) {
-            Found found;
-            std::string refused;
-            try {
-                found = device.lookup(ids, at);
-            } catch (const CapacityError& error) {
-                refused = error.what();
-            }
-            if (refused.find("the batch has") != std::string::npos) { // before anything was changed
-                check();
-                continue;
-            }
-            std::vector<float> expected;
-            bool is_full = false;
-            try {
-                expected = testing::oracle_lookup(oracles, ids, at);
-            } catch (const Oracle::Full&) {
-                is_full = true;
-            }
-            if (refused.empty()) {
-                CHECK(!is_full && found.rows == expected);
-                open.push_back({std::move(found.ticket), ids});
-            } else {
-                CHECK_EQ(refused.find("set capacity to at least") != std::string::npos, is_full);
-                CHECK_EQ(refused.find("device_memory") != std::string::npos, !is_full);
-            }
+            if (auto ticket = checked_lookup(device, oracles, ids, at)) open.push_back({std::move(ticket), ids});
         } else if (kind < 9 && !open.empty()) { // a ticket that may be old: its rows may have gone, or gone home
             std::swap(open[random.below(open.size())], open.back());
             if (random.chance(0.2)) {

@@ -187,6 +187,19 @@ class Engine:
     def take_inserted(self) -> dict[str, NDArray[Any]]:
         """Returns the rows whose frames have no values yet."""
 
+    def take_moves(self) -> dict[str, NDArray[Any]]:
+        """
+        Returns the copies between frames and slots at home that the rows' places require.
+        """
+
+    def set_device_frames(self, pool: int, frames: int) -> None:
+        """Limits the frames of a pool; the other rows are at home."""
+
+    def home_used(self, pool: int) -> int:
+        """How many slots the memory at home must have."""
+
+    def home_free(self, pool: int) -> int: ...
+
     def update_frames(self, tickets: Sequence[Ticket], given: Sequence[tuple[bool, Sequence[bool]]], step: int, filter: bool) -> dict[str, Any]: ...
 
     def sum_bound(self, tickets: Sequence[Ticket]) -> float:
@@ -205,7 +218,9 @@ class Engine:
     def initial_rows(self, table: int, ids: NDArray[numpy.uint64], values: NDArray[Any], state: NDArray[numpy.float32]) -> None: ...
 
     def read_frames(self, table: int, ids: NDArray[numpy.uint64]) -> NDArray[numpy.int32]:
-        """Returns the frame of each id's row; -1: it has none."""
+        """
+        Returns the frame of each id's row; -1: it has none; below: it is at home.
+        """
 
     def import_frames(self, table: int, ids: NDArray[numpy.uint64], steps: NDArray[numpy.uint32]) -> NDArray[numpy.int32]:
         """Inserts or replaces rows of a snapshot; returns their frames."""

@@ -44,9 +44,12 @@ def batch(ids: Any) -> Inputs:
     return Inputs(names=("one",), values=np.asarray(ids, np.uint64), batch_size=len(ids))
 
 
-def test_threads_lose_no_update(tmp_path: Path) -> None:
-    """Rows become minus the sum of their gradients, whatever the order; others read, save and check meanwhile."""
-    worker = DeviceWorker(one_table(optimizer=SGD(1.0), initial=Zeros(), num_buckets=4), "cpu", num_threads=2)
+@pytest.mark.parametrize("device_memory", [None, 60 * 12], ids=["one tier", "two tiers"])
+def test_threads_lose_no_update(device_memory: int | None, tmp_path: Path) -> None:
+    """Rows become minus the sum of their gradients, whatever the order; others read, save and check meanwhile. In two
+    tiers, rows go home between their lookup and their update."""
+    features = one_table(optimizer=SGD(1.0), initial=Zeros(), num_buckets=4)
+    worker = DeviceWorker(features, "cpu", num_threads=2, device_memory=device_memory)
     store, universe, steps, callers = worker.tables["t"], 200, 60, 3
     done = np.zeros(universe)
 

@@ -319,6 +319,7 @@ TableStats Engine::stats(std::size_t t) {
         stats.moved_out += bucket.moved_out;
         stats.bytes += bucket.rows.bytes() + bucket.sightings.bytes() + bucket.removed.capacity() * sizeof(Removed);
     }
+    if (table.config().frame_pool && places_of(t)->is_tiered()) stats.bytes += stats.in_frames * FrameOrder::kBytes;
     return stats;
 }
 

@@ -124,22 +124,27 @@ void Engine::bring_rows(FoundPlaces& found, const LookupStep& at) {
     std::vector<std::vector<std::uint32_t>> free(row_places_.size());
     std::vector<std::vector<FrameOrder::Use>> victims(row_places_.size());
     std::size_t num_moves = 0;
-    for (std::size_t p = 0; p < row_places_.size(); ++p) {
-        const std::size_t needed = found.at_home[p].size();
-        if (needed == 0) continue;
-        num_moves += needed;
-        free[p].resize(needed);
-        free[p].resize(row_places_[p]->device.take(free[p]));
-        row_places_[p]->order().oldest(needed - free[p].size(), before, victims[p]);
-        if (const std::size_t missing = needed - free[p].size() - victims[p].size(); missing != 0) {
-            for (std::size_t each = 0; each <= p; ++each) {
-                row_places_[each]->device.give(free[each]);
-                if (row_places_[each]->is_tiered()) row_places_[each]->order().retry();
+    try {
+        for (std::size_t p = 0; p < row_places_.size(); ++p) {
+            const std::size_t needed = found.at_home[p].size();
+            if (needed == 0) continue;
+            num_moves += needed;
+            std::vector<std::uint32_t> frames(needed);
+            frames.resize(row_places_[p]->take_frames(frames));
+            free[p] = std::move(frames);
+            row_places_[p]->order().oldest(needed - free[p].size(), before, victims[p]);
+            if (const std::size_t missing = needed - free[p].size() - victims[p].size(); missing != 0) {
+                const auto first = std::min_element(found.at_home[p].begin(), found.at_home[p].end(),
+                                                    [](const auto& a, const auto& b) { return a.table < b.table; });
+                fail_frames(first->table, missing, at, before);
             }
-            const auto first = std::min_element(found.at_home[p].begin(), found.at_home[p].end(),
-                                                [](const auto& a, const auto& b) { return a.table < b.table; });
-            fail_frames(first->table, missing, at, before);
         }
+    } catch (...) {
+        for (std::size_t p = 0; p < row_places_.size(); ++p) {
+            row_places_[p]->device.give(free[p]);
+            if (row_places_[p]->is_tiered()) row_places_[p]->order().retry();
+        }
+        throw;
     }
     std::lock_guard lock(inserted_mutex_);
     moves_.reserve(moves_.size() + num_moves); // nothing may throw once a row has another place

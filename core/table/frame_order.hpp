@@ -1,7 +1,8 @@
 // The rows in the frames of a device, ordered by their last use: which row leaves next. Exact LRU over all tables of a
 // pool, by (stamp, table, id), so that the choice depends on neither threads nor the numbers of frames.
 //
-// One array for each property of a frame, so that a search for victims reads the stamps one after another. A search
+// One array for each property of a frame, so that a search for victims reads the stamps one after another; they grow by
+// chunks as frames are used, so a limit far above the rows costs nothing. A search
 // collects the oldest 1/32; a row whose stamp has risen since is skipped, and a stamp within their range makes the next
 // call search again. So the rows that are returned are always the oldest.
 // Thread safety: put, touch and clear of different frames at the same time; oldest() by one thread, beside them: a row
@@ -11,7 +12,7 @@
 #include <algorithm>
 #include <atomic>
 #include <cstdint>
-#include <memory>
+#include <mutex>
 #include <tuple>
 #include <vector>
 
@@ -29,31 +30,38 @@ class FrameOrder {
         }
     };
 
+    static constexpr std::size_t kBytes = 16; // of a frame
+
     explicit FrameOrder(std::uint32_t frames)
-        : size_(frames), stamps_(std::make_unique<std::atomic<std::uint32_t>[]>(frames)),
-          tables_(std::make_unique<std::atomic<std::uint32_t>[]>(frames)),
-          ids_(std::make_unique<std::atomic<std::uint64_t>[]>(frames)) {
-        for (std::uint32_t frame = 0; frame < frames; ++frame) clear(frame);
-    }
+        : chunk_frames_(std::clamp(frames, 1U, kMostChunkFrames)),
+          chunks_((std::size_t{frames} + chunk_frames_ - 1) / chunk_frames_) {}
 
-    std::size_t bytes() const { return std::size_t{size_} * 16; }
-
+    // Makes room for the frame: put() of it will not throw.
+    void reserve(std::uint32_t frame) { chunk_for(frame); }
     // The frame holds this row, last used at the stamp.
     void put(const Use& use) {
-        tables_[use.frame].store(use.table, kRelaxed);
-        ids_[use.frame].store(use.id, kRelaxed);
+        Chunk& chunk = chunk_for(use.frame);
+        const std::uint32_t i = use.frame % chunk_frames_;
+        chunk.tables[i].store(use.table, kRelaxed);
+        chunk.ids[i].store(use.id, kRelaxed);
         touch(use.frame, use.stamp);
     }
+    // Of a frame that holds a row.
     void touch(std::uint32_t frame, std::uint32_t stamp) {
-        stamps_[frame].store(stamp, kRelaxed);
+        chunk_of(frame)->stamps[frame % chunk_frames_].store(stamp, kRelaxed);
         if (stamp <= newest_victim_.load(kRelaxed)) is_spoiled_.store(true, kRelaxed);
     }
     // The frame holds no row.
-    void clear(std::uint32_t frame) { stamps_[frame].store(kFree, kRelaxed); }
+    void clear(std::uint32_t frame) {
+        if (Chunk* chunk = chunk_of(frame)) chunk->stamps[frame % chunk_frames_].store(kFree, kRelaxed);
+    }
 
     // The frame's row; stamp kFree: it has none.
     Use of(std::uint32_t frame) const {
-        return {stamps_[frame].load(kRelaxed), tables_[frame].load(kRelaxed), ids_[frame].load(kRelaxed), frame};
+        const Chunk* chunk = chunk_of(frame);
+        if (chunk == nullptr) return {kFree, 0, 0, frame};
+        const std::uint32_t i = frame % chunk_frames_;
+        return {chunk->stamps[i].load(kRelaxed), chunk->tables[i].load(kRelaxed), chunk->ids[i].load(kRelaxed), frame};
     }
 
     // Adds up to n rows with the smallest stamps, all below `before`, to `out`, the oldest first. The caller moves each
@@ -64,7 +72,7 @@ class FrameOrder {
         take_victims(n, before, out);
         if (out.size() - first == n) return;
         out.resize(first); // a search finds those again
-        collect(std::max<std::size_t>(n, size_ / 32), before);
+        collect(std::max<std::size_t>(n, num_chunks_.load() * std::size_t{chunk_frames_} / 32), before);
         take_victims(n, before, out);
     }
     // Makes the next call return these rows again.
@@ -73,10 +81,7 @@ class FrameOrder {
     // How many frames hold rows that were used at `since` or later.
     std::size_t used_since(std::uint32_t since) const {
         std::size_t n = 0;
-        for (std::uint32_t frame = 0; frame < size_; ++frame) {
-            const std::uint32_t stamp = stamps_[frame].load(kRelaxed);
-            n += stamp >= since && stamp != kFree;
-        }
+        for_each_stamp([&](std::uint32_t, std::uint32_t stamp) { n += stamp >= since && stamp != kFree; });
         return n;
     }
 
@@ -84,6 +89,39 @@ class FrameOrder {
 
   private:
     static constexpr auto kRelaxed = std::memory_order_relaxed;
+    static constexpr std::uint32_t kMostChunkFrames = 1U << 16;
+
+    struct Chunk {
+        explicit Chunk(std::uint32_t frames) : stamps(frames), tables(frames), ids(frames) {
+            for (auto& stamp : stamps) stamp.store(kFree, kRelaxed);
+        }
+        std::vector<std::atomic<std::uint32_t>> stamps, tables;
+        std::vector<std::atomic<std::uint64_t>> ids;
+    };
+    struct ChunkPointer : std::atomic<Chunk*> {
+        ChunkPointer() : std::atomic<Chunk*>(nullptr) {}
+        ~ChunkPointer() { delete load(); }
+    };
+
+    Chunk* chunk_of(std::uint32_t frame) const {
+        return chunks_[frame / chunk_frames_].load(std::memory_order_acquire);
+    }
+    Chunk& chunk_for(std::uint32_t frame) {
+        if (Chunk* chunk = chunk_of(frame)) return *chunk;
+        std::lock_guard lock(growth_);
+        ChunkPointer& pointer = chunks_[frame / chunk_frames_];
+        if (pointer.load() == nullptr) {
+            pointer.store(new Chunk(chunk_frames_), std::memory_order_release);
+            ++num_chunks_;
+        }
+        return *pointer.load();
+    }
+    template <typename Visit> void for_each_stamp(Visit visit) const {
+        for (std::size_t c = 0; c < chunks_.size(); ++c)
+            if (const Chunk* chunk = chunks_[c].load(std::memory_order_acquire))
+                for (std::uint32_t i = 0; i < chunk_frames_; ++i)
+                    visit(static_cast<std::uint32_t>(c * chunk_frames_ + i), chunk->stamps[i].load(kRelaxed));
+    }
 
     void take_victims(std::size_t n, std::uint32_t before, std::vector<Use>& out) {
         for (; n != 0 && !victims_.empty() && victims_.back().stamp < before; victims_.pop_back()) {
@@ -98,29 +136,28 @@ class FrameOrder {
     // Collects the oldest rows, in falling order.
     void collect(std::size_t target, std::uint32_t before) {
         std::vector<Use> heap; // a max-heap of the smallest so far
-        for (std::uint32_t frame = 0; frame < size_; ++frame) {
-            const std::uint32_t stamp = stamps_[frame].load(kRelaxed);
-            if (stamp >= before) continue;
+        for_each_stamp([&](std::uint32_t frame, std::uint32_t stamp) {
+            if (stamp >= before) return; // kFree is above all steps
             if (heap.size() == target) {
-                if (stamp > heap.front().stamp) continue;
+                if (stamp > heap.front().stamp) return;
                 const Use use = of(frame);
-                if (!(use < heap.front())) continue;
+                if (!(use < heap.front())) return;
                 std::pop_heap(heap.begin(), heap.end());
                 heap.back() = use;
             } else {
                 heap.push_back(of(frame));
             }
             std::push_heap(heap.begin(), heap.end());
-        }
+        });
         std::sort(heap.begin(), heap.end(), [](const Use& a, const Use& b) { return b < a; });
         newest_victim_.store(heap.empty() ? 0 : heap.front().stamp, kRelaxed);
         victims_ = std::move(heap);
     }
 
-    std::uint32_t size_;
-    std::unique_ptr<std::atomic<std::uint32_t>[]> stamps_;
-    std::unique_ptr<std::atomic<std::uint32_t>[]> tables_;
-    std::unique_ptr<std::atomic<std::uint64_t>[]> ids_;
+    std::uint32_t chunk_frames_;
+    std::vector<ChunkPointer> chunks_;
+    std::atomic<std::size_t> num_chunks_{0};
+    std::mutex growth_;
     std::vector<Use> victims_; // the next is the last
     std::atomic<std::uint32_t> newest_victim_{0};
     std::atomic<bool> is_spoiled_{false};

@@ -39,10 +39,22 @@ class RowPlaces {
     FrameOrder& order() { return *order_; }
     const FrameOrder& order() const { return *order_; }
 
+    // Fills a prefix of `out` with free frames and returns its length. Rows can be ordered in them without an error.
+    std::size_t take_frames(std::span<std::uint32_t> out) {
+        const std::size_t n = device.take(out);
+        try {
+            for (std::size_t i = 0; is_tiered() && i < n; ++i) order_->reserve(out[i]);
+        } catch (...) {
+            device.give(out.first(n));
+            throw;
+        }
+        return n;
+    }
+
     // Returns a place for a new row: a frame if one is free, else a slot; kNoFrame if there is none.
     std::uint32_t take() {
         std::uint32_t place;
-        if (device.take({&place, 1}) == 1) return place;
+        if (take_frames({&place, 1}) == 1) return place;
         return is_tiered() && home.take({&place, 1}) == 1 ? place | kAtHome : kNoFrame;
     }
     void give(std::uint32_t place) {

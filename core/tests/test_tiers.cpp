@@ -267,7 +267,7 @@ CASE(threads_leave_every_row_in_one_place, testing::scaled(8)) {
             if (own.chance(0.3)) {
                 device.engine->drop(*found.ticket);
                 if (own.chance(0.3)) device.engine->import_removed(0, Ids{ids[0]});
-                if (own.chance(0.3)) device.engine->export_rows(1, 0, 2, 0);
+                if (own.chance(0.3)) testing::rows_of(*device.engine, 1);
                 if (own.chance(0.3)) device.engine->check_frames();
             } else {
                 device.engine->update_frames(tickets, std::vector<GivenParts>{{false, {true, own.chance(0.5)}}}, step);

@@ -13,6 +13,7 @@ namespace satrap {
 struct Engine::FoundPlaces {
     struct AtHome {
         std::uint64_t id;
+        std::uint32_t row;    // its slot in its bucket
         std::size_t at;       // its index in `places`
         std::size_t inserted; // its index in `inserted`, or kOld
         std::uint32_t table;
@@ -110,9 +111,9 @@ void Engine::find_places(Batch& batch, const LookupStep& at, FoundPlaces& found,
             for (std::uint32_t i = 0, k = 0; i < visit.num_unique; ++i) {
                 const bool is_new = k < inserted.size() && inserted[k].id == visit.unique[i];
                 if (is_at_home(places[i]) && !stays)
-                    found.at_home[*tables_[t]->config().frame_pool].push_back({visit.unique[i], batch.begin[b] + i,
-                                                                               is_new ? first + k : FoundPlaces::kOld,
-                                                                               static_cast<std::uint32_t>(t)});
+                    found.at_home[*tables_[t]->config().frame_pool].push_back(
+                        {visit.unique[i], visit.hints[i], batch.begin[b] + i, is_new ? first + k : FoundPlaces::kOld,
+                         static_cast<std::uint32_t>(t)});
                 k += is_new;
             }
         });
@@ -120,6 +121,7 @@ void Engine::find_places(Batch& batch, const LookupStep& at, FoundPlaces& found,
 
 // Gives each row that was found at home a frame: a free one, or one whose row goes home in exchange.
 void Engine::bring_rows(FoundPlaces& found, const LookupStep& at) {
+    constexpr std::size_t kAhead = 8; // moves whose rows are being fetched
     const std::uint32_t before = std::min(at.oldest_open, at.step);
     std::vector<std::vector<std::uint32_t>> free(row_places_.size());
     std::vector<std::vector<FrameOrder::Use>> victims(row_places_.size());
@@ -153,15 +155,19 @@ void Engine::bring_rows(FoundPlaces& found, const LookupStep& at) {
             const FoundPlaces::AtHome& row = found.at_home[p][i];
             const std::uint32_t slot = found.places[row.at] & ~kAtHome;
             const bool has_victim = i >= free[p].size();
+            if (const std::size_t next = i + kAhead; has_victim && next < found.at_home[p].size()) {
+                const FrameOrder::Use& later = victims[p][next - free[p].size()];
+                tables_[later.table]->prefetch_row(later.id, later.slot);
+            }
             std::uint32_t frame;
             if (has_victim) {
                 const FrameOrder::Use& victim = victims[p][i - free[p].size()];
                 frame = victim.frame;
-                tables_[victim.table]->move_out(victim.id, frame, slot);
+                tables_[victim.table]->move_out(victim.id, victim.slot, frame, slot);
             } else {
                 frame = free[p][i];
             }
-            tables_[row.table]->move_in(row.id, slot, frame, row.is_new());
+            tables_[row.table]->move_in(row.id, row.row, slot, frame, row.is_new());
             if (!has_victim) row_places_[p]->home.give({&slot, 1});
             found.places[row.at] = frame;
             if (row.is_new()) found.inserted[row.inserted].place = frame;
@@ -234,7 +240,7 @@ void Engine::check_frames() {
                 frames[*config.frame_pool].count(config.name, place);
                 if (!places.is_tiered()) return;
                 const FrameOrder::Use use = places.order().of(place);
-                if (use.stamp != head.stamp || use.table != t || use.id != head.id())
+                if (use.stamp != head.stamp || use.table != t || use.id != head.id() || use.slot != slot)
                     throw InvariantError("table '" + config.name + "': frame " + std::to_string(place) +
                                          " is not ordered by the last use of its row");
             });

@@ -1,16 +1,17 @@
 // The rows in the frames of a device, ordered by their last use: which row leaves next. Exact LRU over all tables of a
 // pool, by (stamp, table, id), so that the choice depends on neither threads nor the numbers of frames.
 //
-// One array for each property of a frame, so that a search for victims reads the stamps one after another; they grow by
-// chunks as frames are used, so a limit far above the rows costs nothing. A search
-// collects the oldest 1/32; a row whose stamp has risen since is skipped, and a stamp within their range makes the next
-// call search again. So the rows that are returned are always the oldest.
-// Thread safety: put, touch and clear of different frames at the same time; oldest() by one thread, beside them: a row
-// that they change meanwhile may be returned, and the caller checks each under its bucket's lock.
+// The stamps are apart from the rest, so that a search for victims reads them one after another; chunks are allocated
+// as frames are used, so a limit far above the rows costs nothing. A search collects at least the oldest 1/32; a row
+// whose stamp has risen since is skipped, and a stamp within their range makes the next call search again. So the rows
+// that are returned are always the oldest. Thread safety: put, touch and clear of different frames at the same time;
+// oldest() by one thread, beside them: a row that they change meanwhile may be returned, and the caller checks each
+// under its bucket's lock.
 #pragma once
 
 #include <algorithm>
 #include <atomic>
+#include <bit>
 #include <cstdint>
 #include <mutex>
 #include <tuple>
@@ -25,12 +26,13 @@ class FrameOrder {
         std::uint32_t table;
         std::uint64_t id;
         std::uint32_t frame;
+        std::uint32_t slot; // of the row in its bucket
         bool operator<(const Use& other) const {
             return std::tie(stamp, table, id) < std::tie(other.stamp, other.table, other.id);
         }
     };
 
-    static constexpr std::size_t kBytes = 16; // of a frame
+    static constexpr std::size_t kBytes = 20; // of a frame
 
     explicit FrameOrder(std::uint32_t frames)
         : chunk_frames_(std::clamp(frames, 1U, kMostChunkFrames)),
@@ -42,8 +44,9 @@ class FrameOrder {
     void put(const Use& use) {
         Chunk& chunk = chunk_for(use.frame);
         const std::uint32_t i = use.frame % chunk_frames_;
-        chunk.tables[i].store(use.table, kRelaxed);
-        chunk.ids[i].store(use.id, kRelaxed);
+        chunk.rows[i].table.store(use.table, kRelaxed);
+        chunk.rows[i].slot.store(use.slot, kRelaxed);
+        chunk.rows[i].id.store(use.id, kRelaxed);
         touch(use.frame, use.stamp);
     }
     // Of a frame that holds a row.
@@ -59,9 +62,11 @@ class FrameOrder {
     // The frame's row; stamp kFree: it has none.
     Use of(std::uint32_t frame) const {
         const Chunk* chunk = chunk_of(frame);
-        if (chunk == nullptr) return {kFree, 0, 0, frame};
+        if (chunk == nullptr) return {kFree, 0, 0, frame, 0};
         const std::uint32_t i = frame % chunk_frames_;
-        return {chunk->stamps[i].load(kRelaxed), chunk->tables[i].load(kRelaxed), chunk->ids[i].load(kRelaxed), frame};
+        const Row& row = chunk->rows[i];
+        return {chunk->stamps[i].load(kRelaxed), row.table.load(kRelaxed), row.id.load(kRelaxed), frame,
+                row.slot.load(kRelaxed)};
     }
 
     // Adds up to n rows with the smallest stamps, all below `before`, to `out`, the oldest first. The caller moves each
@@ -72,7 +77,7 @@ class FrameOrder {
         take_victims(n, before, out);
         if (out.size() - first == n) return;
         out.resize(first); // a search finds those again
-        collect(std::max<std::size_t>(n, num_chunks_.load() * std::size_t{chunk_frames_} / 32), before);
+        collect(std::max<std::size_t>(4 * n, num_chunks_.load() * std::size_t{chunk_frames_} / 32), before);
         take_victims(n, before, out);
     }
     // Makes the next call return these rows again.
@@ -89,14 +94,19 @@ class FrameOrder {
 
   private:
     static constexpr auto kRelaxed = std::memory_order_relaxed;
+    static constexpr std::size_t kAhead = 16;
     static constexpr std::uint32_t kMostChunkFrames = 1U << 16;
 
+    struct Row {
+        std::atomic<std::uint64_t> id;
+        std::atomic<std::uint32_t> table, slot;
+    };
     struct Chunk {
-        explicit Chunk(std::uint32_t frames) : stamps(frames), tables(frames), ids(frames) {
+        explicit Chunk(std::uint32_t frames) : stamps(frames), rows(frames) {
             for (auto& stamp : stamps) stamp.store(kFree, kRelaxed);
         }
-        std::vector<std::atomic<std::uint32_t>> stamps, tables;
-        std::vector<std::atomic<std::uint64_t>> ids;
+        std::vector<std::atomic<std::uint32_t>> stamps;
+        std::vector<Row> rows;
     };
     struct ChunkPointer : std::atomic<Chunk*> {
         ChunkPointer() : std::atomic<Chunk*>(nullptr) {}
@@ -116,6 +126,11 @@ class FrameOrder {
         }
         return *pointer.load();
     }
+    void prefetch(std::uint32_t frame) const {
+        const Chunk* chunk = chunk_of(frame);
+        __builtin_prefetch(&chunk->stamps[frame % chunk_frames_]);
+        __builtin_prefetch(&chunk->rows[frame % chunk_frames_]);
+    }
     template <typename Visit> void for_each_stamp(Visit visit) const {
         for (std::size_t c = 0; c < chunks_.size(); ++c)
             if (const Chunk* chunk = chunks_[c].load(std::memory_order_acquire))
@@ -125,33 +140,46 @@ class FrameOrder {
 
     void take_victims(std::size_t n, std::uint32_t before, std::vector<Use>& out) {
         for (; n != 0 && !victims_.empty() && victims_.back().stamp < before; victims_.pop_back()) {
+            if (victims_.size() > kAhead) prefetch(victims_[victims_.size() - kAhead].frame);
             const Use& victim = victims_.back();
             const Use now = of(victim.frame);
             if (now.stamp != victim.stamp || now.id != victim.id || now.table != victim.table) continue;
-            out.push_back(victim);
+            out.push_back(now); // its row may have another slot since
             --n;
         }
     }
 
-    // Collects the oldest rows, in falling order.
+    // Collects all rows up to a stamp, at least `target` if there are so many below `before`, in falling order.
     void collect(std::size_t target, std::uint32_t before) {
-        std::vector<Use> heap; // a max-heap of the smallest so far
+        victims_.clear();
+        const std::uint32_t newest = stamp_of(target, before);
         for_each_stamp([&](std::uint32_t frame, std::uint32_t stamp) {
-            if (stamp >= before) return; // kFree is above all steps
-            if (heap.size() == target) {
-                if (stamp > heap.front().stamp) return;
-                const Use use = of(frame);
-                if (!(use < heap.front())) return;
-                std::pop_heap(heap.begin(), heap.end());
-                heap.back() = use;
-            } else {
-                heap.push_back(of(frame));
-            }
-            std::push_heap(heap.begin(), heap.end());
+            if (stamp <= newest && stamp < before) victims_.push_back(of(frame));
         });
-        std::sort(heap.begin(), heap.end(), [](const Use& a, const Use& b) { return b < a; });
-        newest_victim_.store(heap.empty() ? 0 : heap.front().stamp, kRelaxed);
-        victims_ = std::move(heap);
+        std::sort(victims_.begin(), victims_.end(), [](const Use& a, const Use& b) { return b < a; });
+        newest_victim_.store(victims_.empty() ? 0 : victims_.front().stamp, kRelaxed);
+    }
+
+    // Returns a stamp up to which there are at least `target` rows below `before`, or all: the end of a bin.
+    std::uint32_t stamp_of(std::size_t target, std::uint32_t before) const {
+        std::uint32_t oldest = kFree, newest = 0; // kFree is above all steps
+        for_each_stamp([&](std::uint32_t, std::uint32_t stamp) {
+            if (stamp >= before) return;
+            oldest = std::min(oldest, stamp);
+            newest = std::max(newest, stamp);
+        });
+        if (oldest == kFree) return 0;
+        constexpr unsigned kBits = 12;
+        const unsigned width = static_cast<unsigned>(std::bit_width(newest - oldest));
+        const unsigned shift = width > kBits ? width - kBits : 0;
+        std::vector<std::size_t> counts(std::size_t{1} << kBits);
+        for_each_stamp([&](std::uint32_t, std::uint32_t stamp) {
+            if (stamp < before) ++counts[(stamp - oldest) >> shift];
+        });
+        std::size_t bin = 0;
+        for (std::size_t sum = counts[0]; sum < target && bin + 1 < counts.size();) sum += counts[++bin];
+        const std::uint64_t end = oldest + ((std::uint64_t{bin} + 1) << shift) - 1;
+        return static_cast<std::uint32_t>(std::min<std::uint64_t>(end, newest));
     }
 
     std::uint32_t chunk_frames_;

@@ -87,8 +87,12 @@ class Table {
     // Inserts the id's row, or finds it, as that of a snapshot; returns its place.
     std::uint32_t import_place(std::uint64_t id, std::uint32_t step);
     // Records that a row was moved from its slot at home into a frame, or back; is_new: it had no values at home.
-    void move_in(std::uint64_t id, std::uint32_t slot, std::uint32_t frame, bool is_new);
-    void move_out(std::uint64_t id, std::uint32_t frame, std::uint32_t slot);
+    // `row`: its slot in its bucket.
+    void move_in(std::uint64_t id, std::uint32_t row, std::uint32_t slot, std::uint32_t frame, bool is_new);
+    void move_out(std::uint64_t id, std::uint32_t row, std::uint32_t frame, std::uint32_t slot);
+    void prefetch_row(std::uint64_t id, std::uint32_t row) {
+        __builtin_prefetch(&buckets_[hash_bucket(id)].rows.head(row), 1);
+    }
 
     // Reads one row as floats; returns false and writes nothing if the id has no row.
     bool read(std::uint64_t id, float* values, float* state);
@@ -109,7 +113,7 @@ class Table {
     bool stamp_updated(Bucket& bucket, std::uint32_t slot, std::uint32_t step);
     std::uint32_t insert_place(Bucket& bucket, std::uint64_t id, std::uint64_t hash) const;
     void order_frame(const Bucket& bucket, std::uint32_t slot) const;
-    std::uint32_t slot_at(const Bucket& bucket, std::uint64_t id, std::uint32_t place) const;
+    void require_at(const Bucket& bucket, std::uint32_t row, std::uint64_t id, std::uint32_t place) const;
     bool admit(Bucket& bucket, std::uint64_t id, std::uint64_t hash, const LookupStep& at);
     void make_room(Bucket& bucket, std::uint32_t b, const LookupStep& at, std::uint32_t version, std::size_t needed);
     [[noreturn]] void fail_full(Bucket& bucket, std::uint32_t b, const LookupStep& at, std::size_t needed) const;

@@ -25,7 +25,7 @@ std::uint32_t Table::insert_place(Bucket& bucket, std::uint64_t id, std::uint64_
 void Table::order_frame(const Bucket& bucket, std::uint32_t slot) const {
     const Head& head = bucket.rows.head(slot);
     if (const std::uint32_t place = bucket.place_of(slot); bucket.places->is_tiered() && is_frame(place))
-        bucket.places->order().put({head.stamp, number_, head.id(), place});
+        bucket.places->order().put({head.stamp, number_, head.id(), place, slot});
 }
 
 void Table::lookup_places(const BucketVisit& visit, const LookupStep& at, std::uint32_t* places,
@@ -91,29 +91,27 @@ std::uint32_t Table::import_place(std::uint64_t id, std::uint32_t step) {
     return bucket.place_of(slot);
 }
 
-// The slot of the id's row, which has this place.
-std::uint32_t Table::slot_at(const Bucket& bucket, std::uint64_t id, std::uint32_t place) const {
-    const std::uint32_t slot = bucket.rows.find(id, mix64(id));
-    if (slot == kNoSlot || bucket.place_of(slot) != place)
+void Table::require_at(const Bucket& bucket, std::uint32_t row, std::uint64_t id, std::uint32_t place) const {
+    if (!bucket.rows.holds(row, id) || bucket.place_of(row) != place)
         throw InvariantError("table '" + config_.name + "': the row of id " + std::to_string(id) +
                              " is not where it was found");
-    return slot;
 }
 
-void Table::move_in(std::uint64_t id, std::uint32_t slot, std::uint32_t frame, bool is_new) {
+void Table::move_in(std::uint64_t id, std::uint32_t row, std::uint32_t slot, std::uint32_t frame, bool is_new) {
     Bucket& bucket = buckets_[hash_bucket(id)];
     std::lock_guard lock(bucket.mutex);
-    const std::uint32_t row = slot_at(bucket, id, slot | kAtHome);
+    require_at(bucket, row, id, slot | kAtHome);
     bucket.set_place(row, frame);
     order_frame(bucket, row);
     ++bucket.in_frames;
     bucket.moved_in += !is_new;
 }
 
-void Table::move_out(std::uint64_t id, std::uint32_t frame, std::uint32_t slot) {
+void Table::move_out(std::uint64_t id, std::uint32_t row, std::uint32_t frame, std::uint32_t slot) {
     Bucket& bucket = buckets_[hash_bucket(id)];
     std::lock_guard lock(bucket.mutex);
-    bucket.set_place(slot_at(bucket, id, frame), slot | kAtHome);
+    require_at(bucket, row, id, frame);
+    bucket.set_place(row, slot | kAtHome);
     --bucket.in_frames;
     ++bucket.moved_out;
 }

@@ -152,7 +152,7 @@ CASE(the_order_of_frames_is_that_of_a_sort, testing::scaled(300)) {
         const std::uint32_t frame = random.below(size), stamp = random.between(1, 40);
         switch (random.below(4)) {
         case 0: {
-            const FrameOrder::Use use{stamp, random.below(3), random.bits() % 50, frame};
+            const FrameOrder::Use use{stamp, random.below(3), random.bits() % 50, frame, 0};
             order.put(use);
             model[frame] = use;
             break;

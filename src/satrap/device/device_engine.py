@@ -50,7 +50,8 @@ class DeviceEngine:
         for pool, memory in enumerate(self.memories):
             if memory.home is not None and memory.most is not None:
                 self.core.set_device_frames(pool, memory.most)
-        self.moves = MoveQueue(device if any(memory.home is not None for memory in self.memories) else None)
+        self._is_tiered = any(memory.home is not None for memory in self.memories)
+        self.moves = MoveQueue(device if self._is_tiered else None)
         self._lock = threading.Lock()
         self._owed: list[Owed] = []
         self._pools = pools
@@ -125,10 +126,15 @@ class DeviceEngine:
     def place_rows(self) -> None:
         """Carry out the moves that lookups have recorded, then write the initial values and states of the rows that
         they have inserted."""
-        self.owe(lambda: partial(self._move, self.core.take_moves(), self.core.take_inserted()))
 
-    def _move(self, moves: dict[str, NDArray[Any]], inserted: dict[str, NDArray[Any]]) -> Sequence[Owed]:
-        if len(moves["pools"]):
+        def record() -> Owed:
+            moves = self.core.take_moves() if self._is_tiered else None
+            return partial(self._move, moves, self.core.take_inserted())
+
+        self.owe(record)
+
+    def _move(self, moves: dict[str, NDArray[Any]] | None, inserted: dict[str, NDArray[Any]]) -> Sequence[Owed]:
+        if moves is not None and len(moves["pools"]):
             with self.moves.moving():
                 for pool in np.unique(moves["pools"]).tolist():
                     here = moves["pools"] == pool

@@ -162,7 +162,8 @@ class RowMemory:
     def staging(self, rows: int) -> "RowMemory":
         """Return memory on the device for copies of some rows."""
         memory = RowMemory(self.layout, self.device, self.tables, rows, self.home)
-        memory.values, memory.state = memory._empty(rows)
+        if rows:
+            memory.values, memory.state = memory._empty(rows)
         return memory
 
     def staged(self, places: NDArray[np.int32]) -> "RowMemory":

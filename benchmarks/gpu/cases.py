@@ -49,6 +49,6 @@ def quick_cases() -> list[Case]:
     return [
         replace(_RESOLVE, rows=MILLION, ids="zipf", num_warmup=2, num_steps=10),
         replace(kernels, ids="uniform"),
-        replace(_TIERS, rows=MILLION, dim=16, ids="zipf", num_warmup=1, num_steps=5),
+        replace(_TIERS, rows=900_000, dim=16, ids="zipf", num_warmup=1, num_steps=5),
         *(replace(train, ids="zipf", precision=precision) for precision in PRECISIONS[:2]),
     ]

@@ -120,6 +120,7 @@ class DeviceEngine:
             if len(memory.values) < frames:
                 memory.reserve(frames, names)
                 self.moves.share([memory.values, memory.state])
+                self.moves.note_use()
             slots = rows - (frames - used + free) - self.core.home_free(pool)
             memory.home.reserve(self.core.home_used(pool) + max(0, slots), names)
 

@@ -29,6 +29,7 @@ class HomeMemory:
     """The number of rows in a segment."""
     addresses: Tensor = field(init=False)
     """int64 on the device: where each segment begins."""
+    _earlier: list[Tensor] = field(default_factory=list)  # kernels that use them may still be in the queue
 
     def __post_init__(self) -> None:
         self.rows = max(1, (SEGMENT_BYTES - _ALIGNMENT) // self.layout.row_bytes)
@@ -58,6 +59,7 @@ class HomeMemory:
                     "a capacity, or use a smaller dtype or dim"
                 ) from error
         if len(segments) > len(self.segments):
+            self._earlier.append(self.addresses)
             self.addresses = torch.tensor([each.data_ptr() for each in segments], device=self.device)
             self.segments = segments
 

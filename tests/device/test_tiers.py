@@ -321,3 +321,29 @@ def test_device_memory_is_checked() -> None:
             DeviceWorker(one_table(), "cpu", device_memory=memory)
     with pytest.raises(ConfigError, match="device_memory is '1GiB' without a device; expected device= beside it"):
         Embeddings(features(), device_memory="1GiB")
+
+
+@pytest.mark.parametrize(
+    "device",
+    ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"))],
+)
+def test_batches_found_ahead_have_the_bits_of_rows_in_memory(device: str, rng: np.random.Generator) -> None:
+    """With gradients that depend on the rows, so that an update and a move in the wrong order would show."""
+    here = LocalWorker(one_table(dim=64), num_threads=1)
+    there = DeviceWorker(one_table(dim=64), device, num_threads=1, device_memory=2200 * 512)
+    data = [batch(rng.integers(0, 8000, 1024)) for _ in range(60)]
+    request = there.resolve(data[0], step=1, oldest_open=1)
+    for step, inputs in enumerate(data, 1):
+        assert request is not None
+        found, expected = there.lookup_resolved(request), here.lookup(inputs, step=step)
+        if step < len(data):
+            request = there.resolve(data[step], step=step + 1, oldest_open=step)
+        np.testing.assert_array_equal(found.block.cpu().numpy(), expected.block)
+        assert found.ticket is not None and expected.ticket is not None
+        there.update([found.ticket], [found.block * 0.25 + 1], step=step)
+        here.update([expected.ticket], [expected.block * np.float32(0.25) + np.float32(1)], step=step)
+    ids = np.arange(8000, dtype=np.uint64)
+    for one, other in zip(here.tables["t"].read(ids), there.tables["t"].read(ids), strict=True):
+        np.testing.assert_array_equal(one, other)
+    there.tables["t"].check()
+    assert there.tables["t"].stats()["moved_in"] > 10_000

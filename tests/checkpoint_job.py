@@ -1,8 +1,10 @@
-"""A small training job, run in tests and in child processes that are killed: `python checkpoint_job.py RUN STEPS`.
+"""A small training job, run in tests and in child processes that are killed: `python checkpoint_job.py RUN STEPS`. A
+third argument holds options of `Embeddings` as JSON.
 
 It prints each step's number after the step. With the same seed and steps it ends with the same bits, killed or not.
 """
 
+import json
 import random
 import sys
 from collections.abc import Iterator, Mapping
@@ -128,7 +130,8 @@ def same(one: Mapping[str, Any], other: Mapping[str, Any]) -> None:
 
 if __name__ == "__main__":
     skip_compiler()
-    job = Job(sys.argv[1], int(sys.argv[2]), keep=2, full_every=3)
+    rows = json.loads(sys.argv[3]) if len(sys.argv) > 3 else {}
+    job = Job(sys.argv[1], int(sys.argv[2]), rows=rows, keep=2, full_every=3)
     job.run.resume()
     job.train()
     np.savez(Path(sys.argv[1]) / "end.npz", **job.state())

@@ -3,6 +3,7 @@
     resolve   ids to frames in the core, without rows, beside `lookup(train=True)` of a store with rows in memory
     kernels   bytes moved by the kernels and by a plain copy
     train     whole steps of NVIDIA's small DLRM: 26 features of one id, dim 128, SGD, batches of 65,536 samples
+    tiers     the same steps with all rows on the device, with a half and with a tenth, and the others at home
 
 The name of a `train` case ends with what is on: amp, compile.
 """
@@ -22,6 +23,9 @@ KERNELS = tuple(Target(figure=name, at_least=0.8) for name in ("pool_share", "up
 
 _RESOLVE = Case(kind="resolve", rows=20 * MILLION, dim=16, num_threads=2, num_warmup=10, num_steps=100)
 _KERNELS = Case(kind="kernels", rows=32 * MILLION, dim=128, num_warmup=3, num_steps=20)
+_TIERS = Case(
+    kind="tiers", rows=33 * MILLION, dim=128, top="dlrm", precision="amp", optimizer="sgd", num_warmup=10, num_steps=50
+)
 _TRAIN = Case(kind="train", rows=33 * MILLION, dim=128, top="dlrm", optimizer="sgd", num_warmup=10, num_steps=50)
 
 
@@ -35,6 +39,7 @@ def full_cases() -> list[Case]:
             for ids in ("zipf", "uniform")
             for precision in PRECISIONS
         ),
+        *(replace(_TIERS, ids=ids) for ids in ("zipf", "uniform")),
     ]
 
 
@@ -44,5 +49,6 @@ def quick_cases() -> list[Case]:
     return [
         replace(_RESOLVE, rows=MILLION, ids="zipf", num_warmup=2, num_steps=10),
         replace(kernels, ids="uniform"),
+        replace(_TIERS, rows=900_000, dim=16, ids="zipf", num_warmup=1, num_steps=5),
         *(replace(train, ids="zipf", precision=precision) for precision in PRECISIONS[:2]),
     ]

@@ -15,8 +15,10 @@ from benchmarks.store.plan import table_bytes
 
 FRAMEWORK_BYTES = 4 << 30
 NEEDS_GPU = "import torch; assert torch.cuda.is_available()"
-CONTENDERS = {"resolve": ("satrap",), "kernels": ("satrap",), "train": ("satrap", "torch")}
-MODULES = {"resolve": "resolve", "kernels": "kernels", "train": "training"}
+SHARES = {"all": 1.0, "half": 0.5, "tenth": 0.1}
+"""Of the rows, how many are on the device; the others are at home."""
+CONTENDERS = {"resolve": ("satrap",), "kernels": ("satrap",), "train": ("satrap", "torch"), "tiers": tuple(SHARES)}
+MODULES = {"resolve": "resolve", "kernels": "kernels", "train": "training", "tiers": "training"}
 
 
 def device() -> str:
@@ -34,14 +36,14 @@ def plan(group: Sequence[Case], number: int, batches: Path) -> list[Run]:
         **{name: getattr(case, name) for name in ("rows", "dim", "ids", "top", "precision", "num_threads")},
         **{name: getattr(case, name) for name in ("num_warmup", "num_steps")},
     }
-    in_memory = case.kind == "resolve" or device() == "cpu"
+    in_memory = case.kind in ("resolve", "tiers") or device() == "cpu"
     needed = table_bytes(case.rows, case.dim, "adagrad") if in_memory else case.rows * 64
     needs = () if case.kind == "resolve" or case.rows < MILLION else (NEEDS_GPU,)
     return [
         Run(
             label=name,
-            contender=name,
-            job={**job, "contender": name},
+            contender="satrap" if case.kind == "tiers" else name,
+            job={**job, "contender": name, "share": SHARES.get(name, 1.0)},
             needed_bytes=needed + FRAMEWORK_BYTES,
             needs=needs,
         )
@@ -69,6 +71,15 @@ def record_train(case: Case, rounds: Rounds) -> dict[str, Any]:
     }
 
 
+def record_tiers(case: Case, rounds: Rounds) -> dict[str, Any]:
+    return {
+        "device": describe_device(),
+        **{name: rounds.spreads(name) for name in ("samples_per_s", "step_ms", "moved_rows_per_step")},
+        "figures": rounds.ratios({"half": ("half", ("all",)), "tenth": ("tenth", ("all",))}, "samples_per_s"),
+        "loss": rounds.losses(),
+    }
+
+
 def describe_device() -> str:
     return torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
 
@@ -76,5 +87,6 @@ def describe_device() -> str:
 KINDS = {
     "resolve": Kind(plan=plan, record=record_resolve),
     "kernels": Kind(plan=plan, record=record_kernels),
+    "tiers": Kind(plan=plan, record=record_tiers, required="all"),
     "train": Kind(plan=plan, record=record_train, required="satrap"),
 }

@@ -20,6 +20,7 @@ from satrap.data.inputs import Inputs
 from satrap.models import DLRM
 
 LR, RANGE = 0.1, 0.01
+FLOAT_BYTES = 4
 
 
 def measure(job: dict[str, Any]) -> dict[str, Any]:
@@ -27,7 +28,7 @@ def measure(job: dict[str, Any]) -> dict[str, Any]:
     device = torch.device(job["device"])
     torch.manual_seed(1)
     torch.backends.cuda.matmul.allow_tf32 = True
-    contender = SatrapJob(job, device) if job["contender"] == "satrap" else TorchJob(job, device)
+    contender = TorchJob(job, device) if job["contender"] == "torch" else SatrapJob(job, device)
     num_steps = job["num_warmup"] + job["num_steps"]
     numbers = row_numbers(job["rows"], job["ids"], num_steps, job["part"], job["samples"])
     rng = np.random.default_rng(job["part"])
@@ -36,6 +37,7 @@ def measure(job: dict[str, Any]) -> dict[str, Any]:
     steps = contender.steps(list(zip(numbers, dense, labels, strict=True)))
     losses = [next(steps) for _ in range(job["num_warmup"])]
     _finish(device)
+    moved = contender.moved_rows()
     before, start = read_cpu(), time.perf_counter()
     losses += list(steps)
     _finish(device)
@@ -43,6 +45,7 @@ def measure(job: dict[str, Any]) -> dict[str, Any]:
     result = {
         "samples_per_s": round(job["samples"] * job["num_steps"] / seconds),
         "step_ms": round(1e3 * seconds / job["num_steps"], 3),
+        "moved_rows_per_step": round((contender.moved_rows() - moved) / job["num_steps"]),
         "loss_first": round(float(losses[0]), 6),
         "loss_last": round(float(losses[-1]), 6),
         **noise_between(before, read_cpu()),
@@ -68,7 +71,7 @@ class Step:
 
 
 class SatrapJob:
-    """Satrap: 26 tables on the device, one for each feature."""
+    """Satrap: 26 tables on the device, one for each feature; with less than all rows there, the others are at home."""
 
     def __init__(self, job: dict[str, Any], device: torch.device) -> None:
         tables = [
@@ -77,22 +80,26 @@ class SatrapJob:
             )
             for number in range(NUM_FEATURES)
         ]
-        self.embeddings = satrap.Embeddings({table.name: table for table in tables}, device=device, seed=1)
-        self._fill(job["rows"], job["samples"])
+        on_device = None if job["share"] == 1.0 else int(job["share"] * job["rows"] * job["dim"] * FLOAT_BYTES)
+        features = {table.name: table for table in tables}
+        self.embeddings = satrap.Embeddings(features, device=device, device_memory=on_device, seed=1)
         model = DLRM(NUM_DENSE, self.embeddings, bottom=BOTTOM, top=TOP).to(device)
         self.step = Step(model, job["precision"], device)
         self.optimizer = self.embeddings.optimizer(torch.optim.SGD(model.parameters(), lr=LR))
+        for batch in self.embeddings.stream(self._every_row(job["rows"], job["samples"])):
+            del batch  # dropped: its rows are inserted
 
-    def _fill(self, rows: int, samples: int) -> None:
-        """Insert every row, as the peers' tables have them from the start."""
+    def _every_row(self, rows: int, samples: int) -> Iterator[Inputs]:
+        """Yield batches of every row, which the peers' tables have from the start."""
         count = rows_per_feature(rows)
         first = np.arange(NUM_FEATURES)[:, None] * count
         for begin in range(0, count, samples):
             numbers = first + np.arange(begin, begin + samples)[None, :] % count
-            worker = self.embeddings.worker
-            found = worker.lookup(self._inputs(numbers.reshape(-1)))
-            assert found.ticket is not None
-            worker.drop(found.ticket)
+            yield self._inputs(numbers.reshape(-1))
+
+    def moved_rows(self) -> int:
+        """Return how many rows were moved to the device so far."""
+        return sum(store.stats().get("moved_in", 0) for store in self.embeddings.tables.values())
 
     def _inputs(self, numbers: Any, dense: Any = None, labels: Any = None) -> Inputs:
         return Inputs(
@@ -125,6 +132,10 @@ class TorchJob:
         model = DLRM(NUM_DENSE, satrap.Embeddings(features), bottom=BOTTOM, top=TOP).to(device)
         self.step = Step(model, job["precision"], device)
         self.optimizers = [torch.optim.SGD(model.parameters(), lr=LR), torch.optim.SGD(self.rows.parameters(), lr=LR)]
+
+    def moved_rows(self) -> int:
+        """Return 0: all rows stay on the device."""
+        return 0
 
     def steps(self, batches: Sequence[Any]) -> Iterator[Tensor]:
         scaler = self.step.scaler

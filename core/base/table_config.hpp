@@ -77,7 +77,11 @@ struct TableConfig {
     // Bytes of the values part, padded to 4 so that the state is aligned.
     std::size_t value_bytes() const { return (dim * element_bytes() + 3) & ~static_cast<std::size_t>(3); }
     std::size_t row_bytes() const { return value_bytes() + 4 * static_cast<std::size_t>(state_dim()); }
-    // Bytes of a row in this memory: the whole row, or the number of its frame.
+    // Bytes of a row on a device, where nothing is padded.
+    std::size_t device_bytes() const {
+        return dim * element_bytes() + sizeof(float) * static_cast<std::size_t>(state_dim());
+    }
+    // Bytes of a row in this memory: the whole row, or the word for its place.
     std::size_t payload_bytes() const { return frame_pool ? sizeof(std::uint32_t) : row_bytes(); }
 };
 

@@ -86,6 +86,11 @@ nb::dict stats(Engine& engine, std::size_t t) {
     out["skipped"] = c.skipped;
     out["repeated"] = c.repeated;
     out["sightings"] = stats.sightings;
+    if (const auto pool = engine.table(t).config().frame_pool; pool && engine.row_places(*pool).is_tiered()) {
+        out["on_device"] = stats.in_frames;
+        out["moved_in"] = stats.moved_in;
+        out["moved_out"] = stats.moved_out;
+    }
     return out;
 }
 

@@ -58,10 +58,11 @@ nb::dict lookup_frames(Engine& engine, const std::shared_ptr<Bags>& bags, const 
         found = engine.lookup_frames(bags, inputs, when, memory, train);
     }
     std::vector<std::uint64_t> ids;
-    std::vector<std::uint32_t> tables;
+    std::vector<std::uint32_t> tables, places;
     for (const AbsentRow& row : found.absent) {
         ids.push_back(row.id);
         tables.push_back(row.table);
+        places.push_back(row.place);
     }
     nb::dict out;
     out["ticket"] = std::move(found.ticket);
@@ -70,6 +71,7 @@ nb::dict lookup_frames(Engine& engine, const std::shared_ptr<Bags>& bags, const 
     out["weights"] = moved_or_none<float>(std::move(found.weights));
     out["absent_ids"] = moved<std::uint64_t>(std::move(ids));
     out["absent_tables"] = moved<std::uint32_t>(std::move(tables));
+    out["absent_places"] = moved<std::int32_t>(std::move(places));
     return out;
 }
 
@@ -79,12 +81,28 @@ nb::dict take_inserted(Engine& engine) {
     for (const InsertedRow& row : engine.take_inserted()) {
         ids.push_back(row.id);
         tables.push_back(row.table);
-        frames.push_back(row.frame);
+        frames.push_back(row.place);
     }
     nb::dict out;
     out["ids"] = moved<std::uint64_t>(std::move(ids));
     out["tables"] = moved<std::uint32_t>(std::move(tables));
     out["frames"] = moved<std::int32_t>(std::move(frames));
+    return out;
+}
+
+nb::dict take_moves(Engine& engine) {
+    std::vector<std::uint32_t> pools, frames, slots, directions;
+    for (const Move& move : engine.take_moves()) {
+        pools.push_back(move.pool);
+        frames.push_back(move.frame);
+        slots.push_back(move.slot);
+        directions.push_back(move.directions);
+    }
+    nb::dict out;
+    out["pools"] = moved<std::uint32_t>(std::move(pools));
+    out["frames"] = moved<std::int32_t>(std::move(frames));
+    out["slots"] = moved<std::int32_t>(std::move(slots));
+    out["directions"] = moved<std::int32_t>(std::move(directions));
     return out;
 }
 
@@ -145,7 +163,7 @@ void initial_rows(Engine& engine, std::size_t t, const Ids& ids, const BytesOut&
 nb::object read_frames(Engine& engine, std::size_t t, const Ids& ids) {
     Table& table = engine.table(checked_device_table(engine, t));
     std::vector<std::uint32_t> frames;
-    for (std::size_t i = 0; i < ids.size(); ++i) frames.push_back(table.frame_of(ids.data()[i]));
+    for (std::size_t i = 0; i < ids.size(); ++i) frames.push_back(table.place_of(ids.data()[i]));
     return moved<std::int32_t>(std::move(frames));
 }
 
@@ -153,13 +171,43 @@ nb::object import_frames(Engine& engine, std::size_t t, const Ids& ids, const St
     Table& table = engine.table(checked_device_table(engine, t));
     require_size("step", steps.size(), ids.size());
     std::vector<std::uint32_t> frames;
-    for (std::size_t i = 0; i < ids.size(); ++i) frames.push_back(table.import_frame(ids.data()[i], steps.data()[i]));
+    for (std::size_t i = 0; i < ids.size(); ++i) frames.push_back(table.import_place(ids.data()[i], steps.data()[i]));
     return moved<std::int32_t>(std::move(frames));
+}
+
+void bind_places(nb::class_<Engine>& engine) {
+    engine
+        .def("take_moves", &take_moves, nb::sig("def take_moves(self) -> dict[str, NDArray[typing.Any]]"),
+             "Returns the copies between frames and slots at home that the rows' places require.")
+        .def(
+            "set_device_frames",
+            [](Engine& e, std::size_t p, std::uint32_t frames) { e.set_device_frames(checked_pool(e, p), frames); },
+            "pool"_a, "frames"_a, "Limits the frames of a pool; the other rows are at home.")
+        .def(
+            "home_used", [](Engine& e, std::size_t p) { return e.row_places(checked_pool(e, p)).home.used(); },
+            "pool"_a, "How many slots the memory at home must have.")
+        .def(
+            "home_free", [](Engine& e, std::size_t p) { return e.row_places(checked_pool(e, p)).home.num_free(); },
+            "pool"_a)
+        .def(
+            "frames_used", [](Engine& e, std::size_t p) { return e.frame_pool(checked_pool(e, p)).used(); }, "pool"_a,
+            "How many frames the device's memory must have.")
+        .def(
+            "frames_free", [](Engine& e, std::size_t p) { return e.frame_pool(checked_pool(e, p)).num_free(); },
+            "pool"_a)
+        .def(
+            "set_frame_limit",
+            [](Engine& e, std::size_t p, std::uint32_t limit) {
+                if (e.row_places(checked_pool(e, p)).is_tiered()) refuse("set_device_frames has set the limit");
+                e.frame_pool(p).set_limit(limit);
+            },
+            "pool"_a, "limit"_a);
 }
 
 } // namespace
 
 void bind_frames(nb::class_<Engine>& engine) {
+    bind_places(engine);
     engine
         .def("lookup_frames", &lookup_frames, "bags"_a, "values"_a, "offsets"_a.none(), "weights"_a.none(),
              "batch_size"_a, "step"_a, "oldest_open"_a, "train"_a, "frames"_a, "first_epoch"_a = true,
@@ -192,20 +240,10 @@ void bind_frames(nb::class_<Engine>& engine) {
                      "state: NDArray[numpy.float32]) -> None"))
         .def("read_frames", &read_frames, "table"_a, "ids"_a,
              nb::sig("def read_frames(self, table: int, ids: NDArray[numpy.uint64]) -> NDArray[numpy.int32]"),
-             "Returns the frame of each id's row; -1: it has none.")
+             "Returns the frame of each id's row; -1: it has none; below: it is at home.")
         .def("import_frames", &import_frames, "table"_a, "ids"_a, "steps"_a,
              nb::sig("def import_frames(self, table: int, ids: NDArray[numpy.uint64], steps: NDArray[numpy.uint32]) -> "
                      "NDArray[numpy.int32]"),
              "Inserts or replaces rows of a snapshot; returns their frames.")
-        .def(
-            "frames_used", [](Engine& e, std::size_t p) { return e.frame_pool(checked_pool(e, p)).used(); }, "pool"_a,
-            "How many frames the device's memory must have.")
-        .def(
-            "frames_free", [](Engine& e, std::size_t p) { return e.frame_pool(checked_pool(e, p)).num_free(); },
-            "pool"_a)
-        .def(
-            "set_frame_limit",
-            [](Engine& e, std::size_t p, std::uint32_t limit) { e.frame_pool(checked_pool(e, p)).set_limit(limit); },
-            "pool"_a, "limit"_a)
         .def("check_frames", &Engine::check_frames, "Raises AssertionError unless each frame is free or of one row.");
 }

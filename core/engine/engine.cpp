@@ -31,11 +31,11 @@ Engine::Engine(std::vector<TableConfig> configs, const Options& options, std::un
     require_alike(configs, arena_->survives_process());
     for (TableConfig& config : configs) {
         map_.add_table(config.bucket_bits());
-        while (config.frame_pool && *config.frame_pool >= frame_pools_.size())
-            frame_pools_.push_back(std::make_unique<FramePool>());
-        FramePool* frames = config.frame_pool ? frame_pools_[*config.frame_pool].get() : nullptr;
+        while (config.frame_pool && *config.frame_pool >= row_places_.size())
+            row_places_.push_back(std::make_unique<RowPlaces>());
+        RowPlaces* places = config.frame_pool ? row_places_[*config.frame_pool].get() : nullptr;
         tables_.push_back(std::make_unique<Table>(std::move(config), static_cast<std::uint32_t>(tables_.size()),
-                                                  options.seed, *kernels_, *arena_, frames));
+                                                  options.seed, *kernels_, *arena_, places));
         summations_.push_back(&tables_.back()->summation());
     }
     applied_steps_.init(*arena_, map_.total());
@@ -302,6 +302,7 @@ void Engine::drop(Ticket& ticket) {
 
 TableStats Engine::stats(std::size_t t) {
     Table& table = this->table(t);
+    const auto places_lock = lock_places();
     TableStats stats;
     stats.bytes = sizeof(Table) + table.config().num_buckets * sizeof(Bucket);
     for (std::uint32_t b = 0; b < table.config().num_buckets; ++b) {
@@ -313,8 +314,12 @@ TableStats Engine::stats(std::size_t t) {
             stats.rows += bucket.rows.size();
             stats.sightings += bucket.sightings.size();
         }
+        stats.in_frames += bucket.in_frames;
+        stats.moved_in += bucket.moved_in;
+        stats.moved_out += bucket.moved_out;
         stats.bytes += bucket.rows.bytes() + bucket.sightings.bytes() + bucket.removed.capacity() * sizeof(Removed);
     }
+    if (table.config().frame_pool && places_of(t)->is_tiered()) stats.bytes += stats.in_frames * FrameOrder::kBytes;
     return stats;
 }
 

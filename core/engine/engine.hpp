@@ -34,15 +34,18 @@ struct TableStats {
     std::size_t rows = 0;
     std::size_t sightings = 0;
     std::size_t bytes = 0;
+    // Of rows on a device: those in frames now, and how many were moved between frames and home.
+    std::size_t in_frames = 0, moved_in = 0, moved_out = 0;
 };
 
-// An id that has no row, and reads the values that its row would begin with.
+// An id that has no frame: it reads the values of its row at home, or without a row those that it would begin with.
 struct AbsentRow {
     std::uint64_t id;
     std::uint32_t table;
+    std::uint32_t place; // kNoFrame: it has no row
 };
 
-// A lookup of rows on a device: the ids that were looked up, without what was cut, and those without a row.
+// A lookup of rows on a device: the ids that were looked up, without what was cut, and those without a frame.
 struct FrameLookup {
     std::unique_ptr<Ticket> ticket; // of a training lookup
     std::size_t num_ids = 0;
@@ -58,8 +61,8 @@ struct GivenParts {
 };
 
 // An update of rows on a device. Run r takes the sum of the gradients at places[begin[r]] .. places[end[r] - 1], in
-// this order, to the row in frames[r]; a run without a row or an entry has kNoFrame. A place
-// counts floats through the given gradients of all tickets.
+// this order, to the row in frames[r], or in the slot at home that it names; a run without a row or an entry has
+// kNoFrame. A place counts floats through the given gradients of all tickets.
 struct FrameRuns {
     std::vector<std::uint32_t> first_run_of_table;     // [tables + 1]
     std::vector<std::uint32_t> first_run, first_entry; // of each bucket
@@ -140,11 +143,17 @@ class Engine {
 
     // The same for rows on a device (engine_frames.cpp), for which the calls above, migration and shared memory are
     // refused. frames[i] is that of id i, without what was cut; -1: it reads
-    // zeros; -2 - k: it reads the initial values of absent[k].
+    // zeros; -2 - k: it reads absent[k].
     FrameLookup lookup_frames(const std::shared_ptr<const Bags>& bags, const BagInputs& inputs, LookupStep at,
                               std::int32_t* frames, bool want_ticket);
-    // The rows inserted since the last call, whose frames have no values yet. Also of lookups that failed.
+    // The rows inserted since the last call, whose places have no values yet. Also of lookups that failed.
     std::vector<InsertedRow> take_inserted();
+    // Limits the frames of a pool's rows, before the first; the other rows are at home. A training lookup brings its
+    // rows into frames, in exchange for the rows with the smallest (stamp, table, id) that no open step uses; if they
+    // do not fit, it throws CapacityError. With 0 frames all rows stay at home (engine_tiers.cpp).
+    void set_device_frames(std::size_t p, std::uint32_t frames);
+    // The moves that lookups have recorded since the last call, to be carried out before take_inserted() is.
+    std::vector<Move> take_moves();
     // Does all of an update but the optimizer. `filter`: gradients may have to be skipped; then rows of tables that
     // skip are neither stamped nor counted before settle_frames.
     FrameRuns update_frames(Tickets tickets, std::span<const GivenParts> given, std::uint32_t step,
@@ -156,12 +165,14 @@ class Engine {
     // Throws NonFiniteError as update_bags would; sets `filter` if gradients may have to be skipped.
     void check_gradients(Tickets tickets, std::span<const BagGradients> gradients, float scale, bool& filter);
     void initial_rows(std::size_t t, std::span<const std::uint64_t> ids, std::byte* values, float* state);
-    void check_frames(); // throws InvariantError unless each frame is free or of one row
-    FramePool& frame_pool(std::size_t p) {
+    // Throws InvariantError unless each frame, and each slot at home, is free or of one row.
+    void check_frames();
+    FramePool& frame_pool(std::size_t p) { return row_places(p).device; }
+    RowPlaces& row_places(std::size_t p) {
         fork_guard_.require_same_process();
-        return *frame_pools_[p];
+        return *row_places_[p];
     }
-    std::size_t num_frame_pools() const { return frame_pools_.size(); }
+    std::size_t num_frame_pools() const { return row_places_.size(); }
 
     std::size_t num_rows(std::size_t t) { return stats(t).rows; }
     TableStats stats(std::size_t t);
@@ -217,7 +228,7 @@ class Engine {
     }
     // Throws InputError unless the rows are in this memory, or on a device: an engine's tables are alike in this.
     void require_rows_here() const {
-        if (!frame_pools_.empty()) tables_[0]->require_rows_here();
+        if (!row_places_.empty()) tables_[0]->require_rows_here();
     }
     void require_rows_on_device() const;
     [[noreturn]] void refuse_moved(std::uint32_t b, std::uint32_t owner, std::uint32_t self) const;
@@ -234,7 +245,20 @@ class Engine {
         return tables_[t]->bucket(b - map_.first[t]);
     }
     void find_frames(Batch& batch, const LookupStep& at, std::int32_t* frames, std::vector<AbsentRow>& absent);
+    void write_frames(const Batch& batch, std::size_t t, std::uint32_t b, std::uint32_t* unique, std::int32_t* frames,
+                      std::vector<AbsentRow>& absent);
     void keep_inserted(std::span<const InsertedRow> rows);
+    struct FoundPlaces;
+    void find_tiered_frames(Batch& batch, const LookupStep& at, std::int32_t* frames, std::vector<AbsentRow>& absent);
+    void require_frames(const Batch& batch);
+    void find_places(Batch& batch, const LookupStep& at, FoundPlaces& found, BucketScheduler::ScratchLease& lease);
+    void bring_rows(FoundPlaces& found, const LookupStep& at);
+    [[noreturn]] void fail_frames(std::size_t t, std::size_t missing, const LookupStep& at, std::uint32_t before);
+    RowPlaces* places_of(std::size_t t) const { return row_places_[*tables_[t]->config().frame_pool].get(); }
+    // Rows that are moved are removed by no other call.
+    std::unique_lock<std::mutex> lock_places() {
+        return is_tiered_ ? std::unique_lock(places_mutex_) : std::unique_lock<std::mutex>();
+    }
     FrameRuns reserve_runs(Tickets tickets) const;
     void reserve_update(BucketScheduler::ScratchLease& lease, Tickets tickets, bool filter) const;
     std::size_t undo_bytes(Tickets tickets) const;
@@ -252,7 +276,7 @@ class Engine {
     std::shared_ptr<BlockPool> blocks_ = std::make_shared<BlockPool>();
     const Kernels* kernels_;
     std::unique_ptr<Arena> arena_;
-    std::vector<std::unique_ptr<FramePool>> frame_pools_; // outlive the tables
+    std::vector<std::unique_ptr<RowPlaces>> row_places_; // of each frame pool; outlive the tables
     std::vector<std::unique_ptr<Table>> tables_;
     std::vector<const GradientSum*> summations_; // of the tables
     BucketNumbering map_;
@@ -265,6 +289,10 @@ class Engine {
     std::atomic<std::uint32_t> self_{0};
     std::mutex inserted_mutex_;
     std::vector<InsertedRow> inserted_;
+    std::vector<Move> moves_; // under inserted_mutex_
+    std::mutex absent_mutex_;
+    std::mutex places_mutex_;
+    std::atomic<bool> is_tiered_{false};
     BucketScheduler scheduler_;
     Fp16Codec codec_;
 };

@@ -105,7 +105,7 @@ std::vector<InsertedRow> Engine::take_inserted() {
 }
 
 void Engine::require_rows_on_device() const {
-    if (frame_pools_.empty())
+    if (row_places_.empty())
         throw InputError("table '" + tables_[0]->config().name + "': its rows are not on a device");
 }
 
@@ -136,10 +136,11 @@ FrameLookup Engine::lookup_frames(const std::shared_ptr<const Bags>& bags, const
     return found;
 }
 
-// Writes the frame of each id. An id without a row reads the initial values that are added to `absent`, or zeros.
+// Writes the frame of each id. An id without one reads what is added to `absent`, or zeros.
 void Engine::find_frames(Batch& batch, const LookupStep& at, std::int32_t* frames, std::vector<AbsentRow>& absent) {
+    const auto places_lock = lock_places();
+    if (places_lock.owns_lock() && at.train) return find_tiered_frames(batch, at, frames, absent);
     BucketScheduler::ScratchLease lease(scheduler_, batch.size());
-    std::mutex absent_mutex;
     open_step(at);
     scheduler_.for_each_bucket(
         map_, lease, [&](std::uint32_t b) { return occupied(batch, b); },
@@ -149,24 +150,30 @@ void Engine::find_frames(Batch& batch, const LookupStep& at, std::int32_t* frame
             std::uint32_t* unique = scratch.frames.reserve(visit.num_unique);
             std::vector<InsertedRow> inserted;
             try {
-                tables_[t]->lookup_frames(visit, at, unique, inserted, scratch);
+                tables_[t]->lookup_places(visit, at, unique, inserted, scratch);
             } catch (...) {
                 keep_inserted(inserted);
                 throw;
             }
             keep_inserted(inserted);
-            if (tables_[t]->config().absent == Absent::initial)
-                for (std::uint32_t i = 0; i < visit.num_unique; ++i) {
-                    if (unique[i] != kNoFrame) continue;
-                    std::lock_guard lock(absent_mutex);
-                    absent.push_back({visit.unique[i], static_cast<std::uint32_t>(t)});
-                    unique[i] = kNoFrame - static_cast<std::uint32_t>(absent.size()); // -2 reads absent[0], and so on
-                }
-            const std::uint32_t* indexes = batch.indexes.data() + batch.begin[b];
-            for (std::uint32_t e = 0; e < visit.count; ++e)
-                frames[indexes[e]] = static_cast<std::int32_t>(unique[visit.local[e]]);
+            write_frames(batch, t, b, unique, frames, absent);
         });
     batch.hinted = true;
+}
+
+// Writes the frames of a bucket's entries; unique: the places of its unique ids, which this replaces.
+void Engine::write_frames(const Batch& batch, std::size_t t, std::uint32_t b, std::uint32_t* unique,
+                          std::int32_t* frames, std::vector<AbsentRow>& absent) {
+    const std::uint32_t first = batch.begin[b];
+    const bool zeros = tables_[t]->config().absent == Absent::zeros;
+    for (std::uint32_t i = 0; i < batch.num_unique[b]; ++i) {
+        if (is_frame(unique[i]) || (unique[i] == kNoFrame && zeros)) continue;
+        std::lock_guard lock(absent_mutex_);
+        absent.push_back({batch.unique[first + i], static_cast<std::uint32_t>(t), unique[i]});
+        unique[i] = kNoFrame - static_cast<std::uint32_t>(absent.size()); // -2 reads absent[0], and so on
+    }
+    for (std::uint32_t e = first; e < batch.begin[b + 1]; ++e)
+        frames[batch.indexes[e]] = static_cast<std::int32_t>(unique[batch.local[e]]);
 }
 
 FrameRuns Engine::update_frames(Tickets tickets, std::span<const GivenParts> given, std::uint32_t step, bool filter) {
@@ -185,6 +192,7 @@ FrameRuns Engine::update_frames(Tickets tickets, std::span<const GivenParts> giv
     for (const Ticket* ticket : tickets) hinted &= ticket->batch->hinted;
     BucketScheduler::ScratchLease lease(scheduler_, size_of(tickets));
     claim.keep();
+    const auto places_lock = lock_places();
     reach_step(step);
     scheduler_.for_each_bucket(
         map_, lease, [&](std::uint32_t b) { return occupied(tickets, b); },
@@ -206,7 +214,7 @@ FrameRuns Engine::update_frames(Tickets tickets, std::span<const GivenParts> giv
                                     .count = 0,
                                     .hints = scratch.joined_hints.data()};
             const bool settled = !filter || tables_[t]->config().on_nonfinite != OnNonfinite::skip;
-            tables_[t]->update_frames(visit, started, step, hinted, settled, runs.frames.data() + run, scratch);
+            tables_[t]->update_places(visit, started, step, hinted, settled, runs.frames.data() + run, scratch);
             if (filter) std::copy_n(scratch.joined_ids.data(), n, runs.ids.data() + run);
             entries.write(t, runs.places.data() + entry, runs.factors.empty() ? nullptr : runs.factors.data() + entry);
         });
@@ -246,7 +254,7 @@ void Engine::settle_frames(std::size_t t, std::span<const std::uint64_t> ids, st
                            std::uint32_t step) {
     fork_guard_.require_same_process();
     require_rows_on_device();
-    for (const std::uint64_t id : ids) tables_[t]->settle_frame(id, step);
+    for (const std::uint64_t id : ids) tables_[t]->settle_row(id, step);
     Bucket& bucket = tables_[t]->bucket(0); // the table's count is the sum over buckets
     std::lock_guard lock(bucket.mutex);
     bucket.counters.skipped += skipped;
@@ -289,31 +297,6 @@ void Engine::initial_rows(std::size_t t, std::span<const std::uint64_t> ids, std
                 std::memcpy(state + i * config.state_dim(), row.data() + config.value_bytes(), state_bytes);
         }
     });
-}
-
-void Engine::check_frames() {
-    fork_guard_.require_same_process();
-    std::vector<std::vector<bool>> taken;
-    for (const auto& pool : frame_pools_) {
-        taken.emplace_back(pool->used(), false);
-        for (const std::uint32_t frame : pool->free()) taken.back()[frame] = true;
-    }
-    for (const auto& table : tables_)
-        for (std::uint32_t b = 0; table->config().frame_pool && b < table->config().num_buckets; ++b) {
-            std::vector<bool>& of_pool = taken[*table->config().frame_pool];
-            Bucket& bucket = table->bucket(b);
-            std::lock_guard lock(bucket.mutex);
-            bucket.rows.for_each([&](std::uint32_t slot, const Head&) {
-                const std::uint32_t frame = bucket.frame_of(slot);
-                if (frame >= of_pool.size() || of_pool[frame])
-                    throw InvariantError("table '" + table->config().name + "': frame " + std::to_string(frame) +
-                                         " belongs to two rows, or to none");
-                of_pool[frame] = true;
-            });
-        }
-    for (const std::vector<bool>& of_pool : taken)
-        if (std::find(of_pool.begin(), of_pool.end(), false) != of_pool.end())
-            throw InvariantError("a frame is neither free nor of a row");
 }
 
 } // namespace satrap

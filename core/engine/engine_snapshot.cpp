@@ -85,6 +85,7 @@ RowColumns Engine::export_rows(std::size_t t, std::uint32_t first, std::uint32_t
     const std::size_t value_bytes = config.frame_pool ? config.payload_bytes() : config.dim * config.element_bytes();
     const std::size_t state_bytes = config.frame_pool ? 0 : config.state_dim() * sizeof(float);
     const std::size_t state_at = config.value_bytes();
+    const auto places_lock = lock_places();
     ExportBuffers draft(*blocks_);
     RowColumns& out = draft.columns;
     HashOrder order;
@@ -220,6 +221,7 @@ void Engine::import_rows(std::size_t t, std::size_t n, const std::uint64_t* ids,
 
 void Engine::import_removed(std::size_t t, std::span<const std::uint64_t> ids) {
     Table& table = this->table(t);
+    const auto places_lock = lock_places();
     for (std::uint64_t id : ids) {
         Bucket& bucket = table.bucket(table.hash_bucket(id));
         std::lock_guard lock(bucket.mutex);

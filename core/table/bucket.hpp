@@ -11,7 +11,7 @@
 #include <vector>
 
 #include "base/table_config.hpp"
-#include "table/frame_pool.hpp"
+#include "table/row_places.hpp"
 #include "table/rows.hpp"
 
 namespace satrap {
@@ -54,7 +54,8 @@ struct Bucket {
     Rows rows;
     Rows sightings;
     Counters counters;
-    FramePool* frames = nullptr; // of rows on a device, whose payload is the number of their frame
+    RowPlaces* places = nullptr; // of rows on a device, whose payload is the word for their place
+    std::uint64_t in_frames = 0, moved_in = 0, moved_out = 0; // rows now; rows since the start
     std::vector<Removed> removed;
     std::uint32_t log_start = 2;    // the oldest version whose removals are all in the log; 2 is the first ever saved
     std::uint32_t swept_before = 0; // rows stamped before this step have been removed
@@ -67,19 +68,25 @@ struct Bucket {
 
     // Removes a row without a trace.
     void erase(std::uint32_t slot) {
-        if (frames != nullptr) {
-            const std::uint32_t frame = frame_of(slot);
-            frames->give({&frame, 1});
+        if (places != nullptr) {
+            in_frames -= is_frame(place_of(slot));
+            places->give(place_of(slot));
         }
         rows.erase(slot);
     }
 
-    std::uint32_t frame_of(std::uint32_t slot) const {
-        std::uint32_t frame;
-        std::memcpy(&frame, rows.row(slot), sizeof(frame));
-        return frame;
+    std::uint32_t place_of(std::uint32_t slot) const {
+        std::uint32_t place;
+        std::memcpy(&place, rows.row(slot), sizeof(place));
+        return place;
     }
-    void set_frame(std::uint32_t slot, std::uint32_t frame) { std::memcpy(rows.row(slot), &frame, sizeof(frame)); }
+    void set_place(std::uint32_t slot, std::uint32_t place) { std::memcpy(rows.row(slot), &place, sizeof(place)); }
+
+    // Orders the row's frame by its new stamp.
+    void note_use(std::uint32_t slot) {
+        if (places->is_tiered() && is_frame(place_of(slot)))
+            places->order().touch(place_of(slot), rows.head(slot).stamp);
+    }
 
     void log_removal(std::uint64_t id, std::uint32_t version) {
         const std::size_t most = std::max<std::size_t>(4096, rows.size()); // with more, a full save is smaller

@@ -7,7 +7,7 @@
 namespace satrap {
 
 Table::Table(TableConfig config, std::uint32_t number, std::uint64_t seed, const Kernels& kernels, Arena& arena,
-             FramePool* frames)
+             RowPlaces* places)
     : config_(std::move(config)), summation_(config_.name, config_.dim, config_.on_nonfinite, kernels),
       key_(table_key(seed, config_.name)), number_(number), kernels_(&kernels), arena_(&arena),
       ledger_(&arena.ledger(number)), buckets_(std::make_unique<Bucket[]>(config_.num_buckets)) {
@@ -20,7 +20,7 @@ Table::Table(TableConfig config, std::uint32_t number, std::uint64_t seed, const
     }
     for (std::uint32_t b = 0; b < config_.num_buckets; ++b) {
         buckets_[b].rows.init(&arena, {ChunkKind::rows, number, b, 0}, config_.payload_bytes(), row_share(b));
-        buckets_[b].frames = frames;
+        buckets_[b].places = places;
         buckets_[b].sightings.init(&arena, {ChunkKind::sightings, number, b, 0}, 0, window_share(b));
     }
 }
@@ -92,6 +92,7 @@ void Table::touch_hits(Bucket& bucket, const BucketVisit& visit, std::uint32_t s
             continue;
         }
         bucket.rows.touch(slots[i], step);
+        if (bucket.places != nullptr) bucket.note_use(slots[i]);
         head.changed = version;
         ++hits;
     }
@@ -115,15 +116,16 @@ void Table::insert_misses(Bucket& bucket, const BucketVisit& visit, const Lookup
         }
         make_room(bucket, visit.bucket, at, version, visit.num_unique - i);
         std::uint32_t slot;
-        if (bucket.frames != nullptr) {
+        if (bucket.places != nullptr) {
             inserted->reserve(visit.num_unique); // nothing may throw once the id has a row
-            slot = insert_frame(bucket, id, hash);
-            inserted->push_back({id, number_, bucket.frame_of(slot)});
+            slot = insert_place(bucket, id, hash);
+            inserted->push_back({id, number_, bucket.place_of(slot)});
         } else {
             slot = bucket.rows.insert(id, hash);
             kernels_->initialise(initial_, id, bucket.rows.row(slot), values);
         }
         bucket.rows.publish(slot, std::max(at.step, line), version); // the row of a very late step would expire at once
+        if (bucket.places != nullptr) order_frame(bucket, slot);
         if (config_.admission == AdmissionKind::min_count) bucket.forget(id, hash);
         ++bucket.counters.inserted;
         slots[i] = slot;

@@ -29,14 +29,14 @@ struct LookupStep {
 struct InsertedRow {
     std::uint64_t id;
     std::uint32_t table;
-    std::uint32_t frame;
+    std::uint32_t place;
 };
 
 class Table {
   public:
-    // frames: the pool of the rows' frames, if they are on a device.
+    // places: of the rows, if they are on a device.
     Table(TableConfig config, std::uint32_t number, std::uint64_t seed, const Kernels& kernels, Arena& arena,
-          FramePool* frames = nullptr);
+          RowPlaces* places = nullptr);
 
     const TableConfig& config() const { return config_; }
     const GradientSum& summation() const { return summation_; }
@@ -61,16 +61,16 @@ class Table {
     // this step was applied is counted and changes nothing.
     void update(const BucketVisit& visit, const Gradients& gradients, const StepScalars& scalars, bool hinted,
                 bool filter, const UpdateMark& mark, Scratch& scratch);
-    // Of rows on a device: writes the frame of unique id i to frames[i], or kNoFrame if it has no row. Rows that this
-    // inserts are added to `inserted`, also if it throws; their frames have no values yet.
-    void lookup_frames(const BucketVisit& visit, const LookupStep& at, std::uint32_t* frames,
+    // Of rows on a device: writes the place of unique id i to places[i], or kNoFrame if it has no row. Rows that this
+    // inserts are added to `inserted` in the order of the ids, also if it throws; their places have no values yet.
+    void lookup_places(const BucketVisit& visit, const LookupStep& at, std::uint32_t* places,
                        std::vector<InsertedRow>& inserted, Scratch& scratch);
     // Does all of an update but the optimizer: stamps, marks and counts the rows of the unique ids with `started`,
-    // unless these are not settled yet, and writes their frames, or kNoFrame for an id without a row or not started.
-    void update_frames(const BucketVisit& visit, const std::uint8_t* started, std::uint32_t step, bool hinted,
-                       bool settled, std::uint32_t* frames, Scratch& scratch);
+    // unless these are not settled yet, and writes their places, or kNoFrame for an id without a row or not started.
+    void update_places(const BucketVisit& visit, const std::uint8_t* started, std::uint32_t step, bool hinted,
+                       bool settled, std::uint32_t* places, Scratch& scratch);
     // Stamps, marks and counts the row of an id that turned out to have a gradient.
-    void settle_frame(std::uint64_t id, std::uint32_t step);
+    void settle_row(std::uint64_t id, std::uint32_t step);
     // Writes the values that a new row of the id gets, and its state.
     void initial_row(std::uint64_t id, std::byte* row, float* scratch) const {
         kernels_->initialise(initial_, id, row, scratch);
@@ -82,10 +82,17 @@ class Table {
     void require_rows_here() const;
     // Throws CapacityError if the bucket has no room for the row of a snapshot.
     void require_room(const Bucket& bucket, std::uint32_t b, std::uint64_t id) const;
-    // The frame of the id's row; kNoFrame if it has no row.
-    std::uint32_t frame_of(std::uint64_t id);
-    // Inserts the id's row, or finds it, as that of a snapshot; returns its frame.
-    std::uint32_t import_frame(std::uint64_t id, std::uint32_t step);
+    // The place of the id's row; kNoFrame if it has no row.
+    std::uint32_t place_of(std::uint64_t id);
+    // Inserts the id's row, or finds it, as that of a snapshot; returns its place.
+    std::uint32_t import_place(std::uint64_t id, std::uint32_t step);
+    // Records that a row was moved from its slot at home into a frame, or back; is_new: it had no values at home.
+    // `row`: its slot in its bucket.
+    void move_in(std::uint64_t id, std::uint32_t row, std::uint32_t slot, std::uint32_t frame, bool is_new);
+    void move_out(std::uint64_t id, std::uint32_t row, std::uint32_t frame, std::uint32_t slot);
+    void prefetch_row(std::uint64_t id, std::uint32_t row) {
+        __builtin_prefetch(&buckets_[hash_bucket(id)].rows.head(row), 1);
+    }
 
     // Reads one row as floats; returns false and writes nothing if the id has no row.
     bool read(std::uint64_t id, float* values, float* state);
@@ -104,8 +111,9 @@ class Table {
         return slot != kNoSlot && bucket.rows.head(slot).stamp >= expire_before();
     }
     bool stamp_updated(Bucket& bucket, std::uint32_t slot, std::uint32_t step);
-    std::uint32_t take_frame(FramePool& frames) const;
-    std::uint32_t insert_frame(Bucket& bucket, std::uint64_t id, std::uint64_t hash) const;
+    std::uint32_t insert_place(Bucket& bucket, std::uint64_t id, std::uint64_t hash) const;
+    void order_frame(const Bucket& bucket, std::uint32_t slot) const;
+    void require_at(const Bucket& bucket, std::uint32_t row, std::uint64_t id, std::uint32_t place) const;
     bool admit(Bucket& bucket, std::uint64_t id, std::uint64_t hash, const LookupStep& at);
     void make_room(Bucket& bucket, std::uint32_t b, const LookupStep& at, std::uint32_t version, std::size_t needed);
     [[noreturn]] void fail_full(Bucket& bucket, std::uint32_t b, const LookupStep& at, std::size_t needed) const;

@@ -4,35 +4,38 @@
 
 namespace satrap {
 
-std::uint32_t Table::take_frame(FramePool& frames) const {
-    std::uint32_t frame;
-    if (frames.take({&frame, 1}) == 0)
-        throw CapacityError("table '" + config_.name + "': all " + std::to_string(frames.limit()) +
+// Inserts a row and gives it a place; if that fails, the place is free again.
+std::uint32_t Table::insert_place(Bucket& bucket, std::uint64_t id, std::uint64_t hash) const {
+    const std::uint32_t place = bucket.places->take();
+    if (place == kNoFrame)
+        throw CapacityError("table '" + config_.name + "': all " + std::to_string(bucket.places->device.limit()) +
                             " frames of the device's memory are in use");
-    return frame;
-}
-
-// Inserts a row and gives it a frame; if that fails, the frame is free again.
-std::uint32_t Table::insert_frame(Bucket& bucket, std::uint64_t id, std::uint64_t hash) const {
-    const std::uint32_t frame = take_frame(*bucket.frames);
     try {
         const std::uint32_t slot = bucket.rows.insert(id, hash);
-        bucket.set_frame(slot, frame);
+        bucket.set_place(slot, place);
+        bucket.in_frames += is_frame(place);
         return slot;
     } catch (...) {
-        bucket.frames->give({&frame, 1});
+        bucket.places->give(place);
         throw;
     }
 }
 
-void Table::lookup_frames(const BucketVisit& visit, const LookupStep& at, std::uint32_t* frames,
+// Orders a row that is new in its frame, or whose stamp may have fallen.
+void Table::order_frame(const Bucket& bucket, std::uint32_t slot) const {
+    const Head& head = bucket.rows.head(slot);
+    if (const std::uint32_t place = bucket.place_of(slot); bucket.places->is_tiered() && is_frame(place))
+        bucket.places->order().put({head.stamp, number_, head.id(), place, slot});
+}
+
+void Table::lookup_places(const BucketVisit& visit, const LookupStep& at, std::uint32_t* places,
                           std::vector<InsertedRow>& inserted, Scratch& scratch) {
     Bucket& bucket = buckets_[visit.bucket];
     std::lock_guard lock(bucket.mutex);
     find_rows(bucket, visit, at, &inserted, scratch);
     const std::uint32_t* slots = scratch.slots.data();
     for (std::uint32_t i = 0; i < visit.num_unique; ++i)
-        frames[i] = is_live(bucket, slots[i]) ? bucket.frame_of(slots[i]) : kNoFrame;
+        places[i] = is_live(bucket, slots[i]) ? bucket.place_of(slots[i]) : kNoFrame;
 }
 
 // Stamps, marks and counts a row that is updated, under the bucket's lock; returns false if there is no row.
@@ -42,48 +45,75 @@ bool Table::stamp_updated(Bucket& bucket, std::uint32_t slot, std::uint32_t step
         return false;
     }
     bucket.rows.touch(slot, step);
+    bucket.note_use(slot);
     bucket.rows.head(slot).changed = ledger_->version.load();
     ++bucket.counters.updated;
     return true;
 }
 
-void Table::update_frames(const BucketVisit& visit, const std::uint8_t* started, std::uint32_t step, bool hinted,
-                          bool settled, std::uint32_t* frames, Scratch& scratch) {
+void Table::update_places(const BucketVisit& visit, const std::uint8_t* started, std::uint32_t step, bool hinted,
+                          bool settled, std::uint32_t* places, Scratch& scratch) {
     Bucket& bucket = buckets_[visit.bucket];
     std::lock_guard lock(bucket.mutex);
     locate(bucket, visit, hinted, scratch);
     const std::uint32_t* slots = scratch.slots.data();
     for (std::uint32_t i = 0; i < visit.num_unique; ++i) {
         const bool found = started[i] && (settled ? stamp_updated(bucket, slots[i], step) : is_live(bucket, slots[i]));
-        frames[i] = found ? bucket.frame_of(slots[i]) : kNoFrame;
+        places[i] = found ? bucket.place_of(slots[i]) : kNoFrame;
     }
 }
 
-void Table::settle_frame(std::uint64_t id, std::uint32_t step) {
+void Table::settle_row(std::uint64_t id, std::uint32_t step) {
     Bucket& bucket = buckets_[hash_bucket(id)];
     std::lock_guard lock(bucket.mutex);
     stamp_updated(bucket, bucket.rows.find(id, mix64(id)), step);
 }
 
-std::uint32_t Table::frame_of(std::uint64_t id) {
+std::uint32_t Table::place_of(std::uint64_t id) {
     Bucket& bucket = buckets_[hash_bucket(id)];
     std::lock_guard lock(bucket.mutex);
     const std::uint32_t slot = bucket.rows.find(id, mix64(id));
-    return is_live(bucket, slot) ? bucket.frame_of(slot) : kNoFrame;
+    return is_live(bucket, slot) ? bucket.place_of(slot) : kNoFrame;
 }
 
-std::uint32_t Table::import_frame(std::uint64_t id, std::uint32_t step) {
+std::uint32_t Table::import_place(std::uint64_t id, std::uint32_t step) {
     const std::uint32_t b = hash_bucket(id);
     Bucket& bucket = buckets_[b];
     std::lock_guard lock(bucket.mutex);
     std::uint32_t slot = bucket.rows.find(id, mix64(id));
     if (slot == kNoSlot) {
         require_room(bucket, b, id);
-        slot = insert_frame(bucket, id, mix64(id));
+        slot = insert_place(bucket, id, mix64(id));
     }
     bucket.rows.publish(slot, step, ledger_->version.load());
+    order_frame(bucket, slot);
     bucket.swept_before = std::min(bucket.swept_before, step);
-    return bucket.frame_of(slot);
+    return bucket.place_of(slot);
+}
+
+void Table::require_at(const Bucket& bucket, std::uint32_t row, std::uint64_t id, std::uint32_t place) const {
+    if (!bucket.rows.holds(row, id) || bucket.place_of(row) != place)
+        throw InvariantError("table '" + config_.name + "': the row of id " + std::to_string(id) +
+                             " is not where it was found");
+}
+
+void Table::move_in(std::uint64_t id, std::uint32_t row, std::uint32_t slot, std::uint32_t frame, bool is_new) {
+    Bucket& bucket = buckets_[hash_bucket(id)];
+    std::lock_guard lock(bucket.mutex);
+    require_at(bucket, row, id, slot | kAtHome);
+    bucket.set_place(row, frame);
+    order_frame(bucket, row);
+    ++bucket.in_frames;
+    bucket.moved_in += !is_new;
+}
+
+void Table::move_out(std::uint64_t id, std::uint32_t row, std::uint32_t frame, std::uint32_t slot) {
+    Bucket& bucket = buckets_[hash_bucket(id)];
+    std::lock_guard lock(bucket.mutex);
+    require_at(bucket, row, id, frame);
+    bucket.set_place(row, slot | kAtHome);
+    --bucket.in_frames;
+    ++bucket.moved_out;
 }
 
 } // namespace satrap

@@ -62,11 +62,12 @@ Outcome run_workload(const std::vector<TableConfig>& configs, unsigned threads, 
     }
     Outcome outcome{Contents(*engine), std::move(returned), {}};
     for (std::size_t t = 0; t < configs.size(); ++t) {
-        const auto [c, rows, sightings, bytes] = engine->stats(t);
-        outcome.counted.push_back({rows, sightings, c.lookups, c.hits, c.inserted, c.refused, c.evicted, c.expired,
-                                   c.updated, c.not_applied_absent, c.skipped});
+        const auto stats = engine->stats(t);
+        const Counters& c = stats.counters;
+        outcome.counted.push_back({stats.rows, stats.sightings, c.lookups, c.hits, c.inserted, c.refused, c.evicted,
+                                   c.expired, c.updated, c.not_applied_absent, c.skipped});
         CHECK_EQ(c.lookups, c.hits + c.inserted + c.refused);
-        CHECK_EQ(rows, c.inserted - c.evicted - c.expired);
+        CHECK_EQ(stats.rows, c.inserted - c.evicted - c.expired);
     }
     return outcome;
 }

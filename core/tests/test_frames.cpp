@@ -1,172 +1,17 @@
 // Tables whose rows are on a device, which here is a vector: the oracle of test_table.cpp with several tables and
 // pools, and after each call the same rows, sightings and counters, and no frame of two rows. Then what such an engine
 // refuses.
-#include "base/errors.hpp"
+#include "frame_device.hpp"
 #include "shared_file.hpp"
-#include "table_oracle.hpp"
 
 using namespace satrap;
-using testing::Ids, testing::IdsOfTables, testing::Line, testing::Oracle, testing::Random;
+using testing::Device, testing::Found, testing::Ids, testing::IdsOfTables, testing::kMost, testing::Line,
+    testing::on_device, testing::Oracle, testing::Random;
 
 namespace {
 
-constexpr std::uint32_t kMost = 60; // ids of a table in a call
-
-TableConfig on_device(TableConfig config, std::uint32_t pool = 0) {
-    config.frame_pool = pool;
-    return config;
-}
-
-struct Found {
-    std::vector<float> rows; // table after table
-    std::unique_ptr<Ticket> ticket;
-};
-
-// An engine whose rows are elsewhere: one number in each frame. A table has one feature, a sequence of one sample, so
-// that each id has its gradient.
-class Device {
-  public:
-    explicit Device(const std::vector<TableConfig>& configs, unsigned threads = 1)
-        : engine(testing::make_engine(configs, threads)) {
-        for (const TableConfig& config : configs) {
-            const auto table = static_cast<std::uint32_t>(features_.size());
-            features_.push_back({config.name, table, Pooling::none, false, kMost, false, 1, 0, {}});
-            pools_.push_back(*config.frame_pool);
-        }
-        memory.resize(engine->num_frame_pools());
-        bags = std::make_shared<Bags>(features_, configs.size(), engine->identity());
-    }
-
-    Found lookup(const IdsOfTables& tables, const LookupStep& at) {
-        const testing::Flat flat(tables);
-        std::vector<std::int32_t> frames(flat.ids.size());
-        const BagInputs inputs{flat.ids.data(), flat.offsets.data(), nullptr, 1, tables.size()};
-        FrameLookup found;
-        try {
-            found = engine->lookup_frames(bags, inputs, at, frames.data(), at.train);
-        } catch (...) {
-            initialise();
-            throw;
-        }
-        initialise();
-        CHECK_EQ(found.num_ids, flat.ids.size());
-        Found out{{}, std::move(found.ticket)};
-        for (std::size_t t = 0, i = 0; t < tables.size(); ++t)
-            for (; i < static_cast<std::size_t>(flat.offsets[t + 1]); ++i)
-                out.rows.push_back(read(t, flat.ids[i], frames[i], found.absent));
-        return out;
-    }
-
-    // One gradient for each id of the ticket.
-    void update(Ticket& ticket, const std::vector<std::vector<float>>& gradients, std::uint32_t step) {
-        std::vector<float> flat(pools_.size() * kMost);
-        for (std::size_t t = 0; t < gradients.size(); ++t)
-            std::copy(gradients[t].begin(), gradients[t].end(), flat.begin() + static_cast<std::ptrdiff_t>(t * kMost));
-        Ticket* const tickets[] = {&ticket};
-        const GivenParts given[] = {{false, std::vector<bool>(pools_.size(), true)}};
-        const bool filter = std::any_of(flat.begin(), flat.end(), [](float g) { return !std::isfinite(g); });
-        const FrameRuns runs = engine->update_frames(tickets, given, step, filter);
-        for (std::size_t t = 0; t < pools_.size(); ++t) {
-            Ids summed;
-            std::uint64_t skipped = 0;
-            for (std::uint32_t r = runs.first_run_of_table[t]; r < runs.first_run_of_table[t + 1]; ++r) {
-                std::vector<float> finite;
-                for (std::uint32_t e = runs.begin[r]; e < runs.end[r]; ++e)
-                    if (std::isfinite(flat[runs.places[e]])) finite.push_back(flat[runs.places[e]]);
-                skipped += runs.end[r] - runs.begin[r] - finite.size();
-                if (finite.empty()) continue;
-                if (filter) summed.push_back(runs.ids[r]);
-                if (runs.frames[r] == kNoFrame) continue;
-                float sum = finite[0];
-                for (std::size_t i = 1; i < finite.size(); ++i) sum = sum + finite[i];
-                float& value = memory[pools_[t]].at(runs.frames[r]);
-                value = std::fma(-static_cast<float>(engine->table(t).lr()), sum, value);
-            }
-            if (filter && engine->table(t).config().on_nonfinite == OnNonfinite::skip)
-                engine->settle_frames(t, summed, skipped, step);
-        }
-    }
-
-    // Gives the frames of new rows their values.
-    void initialise() {
-        for (const InsertedRow& row : engine->take_inserted()) {
-            float value;
-            engine->initial_rows(row.table, {&row.id, 1}, reinterpret_cast<std::byte*>(&value), nullptr);
-            write(row.table, row.frame, value);
-        }
-    }
-
-    void write(std::size_t t, std::uint32_t frame, float value) {
-        std::vector<float>& values = memory[pools_[t]];
-        values.resize(std::max<std::size_t>(values.size(), engine->frame_pool(pools_[t]).used()), std::nanf(""));
-        values.at(frame) = value;
-    }
-
-    float value(std::size_t t, const Line& line) const { return memory[pools_[t]].at(frame_of(line)); }
-    static std::uint32_t frame_of(const Line& line) {
-        std::uint32_t frame;
-        std::memcpy(&frame, line.values.data(), sizeof(frame));
-        return frame;
-    }
-
-    // A frame is free or of one row.
-    void check() {
-        engine->check_frames();
-        std::vector<std::size_t> rows(memory.size());
-        for (std::size_t t = 0; t < pools_.size(); ++t) rows[pools_[t]] += engine->num_rows(t); // sweeps what expired
-        for (std::uint32_t p = 0; p < rows.size(); ++p)
-            CHECK_EQ(engine->frame_pool(p).used() - engine->frame_pool(p).num_free(), rows[p]);
-    }
-
-    std::unique_ptr<Engine> engine;
-    std::shared_ptr<const Bags> bags;
-    std::vector<std::vector<float>> memory; // of each pool, by frame
-
-  private:
-    float read(std::size_t t, std::uint64_t id, std::int32_t frame, const std::vector<AbsentRow>& absent) const {
-        if (frame >= 0) return memory[pools_[t]].at(static_cast<std::uint32_t>(frame));
-        if (frame == -1) return 0.0f;
-        const AbsentRow& row = absent.at(static_cast<std::size_t>(-2 - frame));
-        CHECK_EQ(row.id, id);
-        CHECK_EQ(row.table, t);
-        float value;
-        engine->initial_rows(t, {&id, 1}, reinterpret_cast<std::byte*>(&value), nullptr);
-        return value;
-    }
-
-    std::vector<BagFeature> features_;
-    std::vector<std::uint32_t> pools_; // of each table
-};
-
-std::vector<TableConfig> draw_tables(Random& random) {
-    std::vector<TableConfig> configs;
-    const std::uint32_t n = random.between(1, 3);
-    for (std::uint32_t t = 0; t < n; ++t) {
-        configs.push_back(on_device(testing::draw_config(random), random.below(n)));
-        configs[t].name += std::to_string(t);
-    }
-    return configs;
-}
-
-std::vector<std::vector<float>> draw_gradients(Random& random, const std::vector<TableConfig>& configs,
-                                               const IdsOfTables& ids) {
-    std::vector<std::vector<float>> gradients;
-    for (std::size_t t = 0; t < ids.size(); ++t)
-        gradients.push_back(testing::draw_gradients(random, configs[t], ids[t].size()));
-    return gradients;
-}
-
-// Of a training lookup; nothing if both are full, which the oracles are table after table as the engine is.
-std::vector<float> oracle_lookup(std::vector<Oracle>& oracles, const IdsOfTables& ids, const LookupStep& at) {
-    std::vector<float> rows;
-    for (Oracle& oracle : oracles) oracle.open_step(at);
-    for (std::size_t t = 0; t < ids.size(); ++t)
-        for (const float row : oracles[t].lookup(ids[t], at)) rows.push_back(row);
-    return rows;
-}
-
 CASE(live_as_the_oracle_says, testing::scaled(400)) {
-    const std::vector<TableConfig> configs = draw_tables(random);
+    const std::vector<TableConfig> configs = testing::draw_tables(random);
     Device device(configs);
     std::vector<Oracle> oracles(configs.begin(), configs.end());
     struct Open {
@@ -192,7 +37,7 @@ CASE(live_as_the_oracle_says, testing::scaled(400)) {
         if (kind < 5) {
             std::vector<float> expected;
             try {
-                expected = oracle_lookup(oracles, ids, at);
+                expected = testing::oracle_lookup(oracles, ids, at);
             } catch (const Oracle::Full&) {
                 CHECK_THROWS(CapacityError, "set capacity to at least", device.lookup(ids, at));
                 continue;
@@ -205,7 +50,7 @@ CASE(live_as_the_oracle_says, testing::scaled(400)) {
             if (random.chance(0.2)) {
                 device.engine->drop(*open.back().ticket);
             } else {
-                const auto gradients = draw_gradients(random, configs, open.back().ids);
+                const auto gradients = testing::draw_gradients_of(random, configs, open.back().ids);
                 for (std::size_t t = 0; t < configs.size(); ++t)
                     oracles[t].update(open.back().ids[t], gradients[t], at.step);
                 device.update(*open.back().ticket, gradients, at.step);
@@ -229,7 +74,8 @@ CASE(rows_are_imported_with_their_values, testing::scaled(40)) {
     Device from(configs), to(configs);
     for (std::uint32_t step = 1; step < 10; ++step) {
         const IdsOfTables ids{testing::draw_ids(random, 100, 20)};
-        from.update(*from.lookup(ids, {true, step, step}).ticket, draw_gradients(random, configs, ids), step);
+        from.update(*from.lookup(ids, {true, step, step}).ticket, testing::draw_gradients_of(random, configs, ids),
+                    step);
         to.lookup({testing::draw_ids(random, 100, 20)}, {true, step, step});
     }
     to.engine->import_removed(0, [&] {
@@ -241,9 +87,9 @@ CASE(rows_are_imported_with_their_values, testing::scaled(40)) {
     CHECK_EQ(to.engine->num_rows(0), 0);
     const std::vector<Line> lines = testing::rows_of(*from.engine, 0);
     for (const Line& line : lines) {
-        const std::uint32_t frame = to.engine->table(0).import_frame(line.id, line.step);
-        CHECK_EQ(to.engine->table(0).import_frame(line.id, line.step), frame); // it replaces the row
-        CHECK_EQ(to.engine->table(0).frame_of(line.id), frame);
+        const std::uint32_t frame = to.engine->table(0).import_place(line.id, line.step);
+        CHECK_EQ(to.engine->table(0).import_place(line.id, line.step), frame); // it replaces the row
+        CHECK_EQ(to.engine->table(0).place_of(line.id), frame);
         to.write(0, frame, from.value(0, line));
     }
     to.check();
@@ -254,7 +100,7 @@ CASE(rows_are_imported_with_their_values, testing::scaled(40)) {
         CHECK_EQ(arrived[i].step, lines[i].step);
         CHECK_EQ(to.value(0, arrived[i]), from.value(0, lines[i]));
     }
-    CHECK_EQ(to.engine->table(0).frame_of(1), kNoFrame);
+    CHECK_EQ(to.engine->table(0).place_of(1), kNoFrame);
 }
 
 CASE(frames_are_used_again, 1) {
@@ -278,7 +124,7 @@ CASE(the_limit_of_frames_refuses_a_row, 1) {
     device.check();
     CHECK_EQ(device.engine->num_rows(0), 3); // those that were inserted before stay, and have their values
     CHECK(device.lookup({{1, 2, 3}}, {false, 0, 0}).rows == std::vector<float>(3, 0.0f));
-    CHECK_THROWS(CapacityError, "all 3 frames", device.engine->table(0).import_frame(4, 1));
+    CHECK_THROWS(CapacityError, "all 3 frames", device.engine->table(0).import_place(4, 1));
     device.check();
     pool.set_limit(1); // never below what is used
     CHECK_EQ(pool.limit(), 3);

@@ -187,6 +187,26 @@ class Engine:
     def drop(self, ticket: Ticket) -> None:
         """Releases a ticket that will not be updated."""
 
+    def take_moves(self) -> dict[str, NDArray[Any]]:
+        """
+        Returns the copies between frames and slots at home that the rows' places require.
+        """
+
+    def set_device_frames(self, pool: int, frames: int) -> None:
+        """Limits the frames of a pool; the other rows are at home."""
+
+    def home_used(self, pool: int) -> int:
+        """How many slots the memory at home must have."""
+
+    def home_free(self, pool: int) -> int: ...
+
+    def frames_used(self, pool: int) -> int:
+        """How many frames the device's memory must have."""
+
+    def frames_free(self, pool: int) -> int: ...
+
+    def set_frame_limit(self, pool: int, limit: int) -> None: ...
+
     def lookup_frames(self, bags: Bags, values: NDArray[numpy.uint64], offsets: NDArray[numpy.int64] | None, weights: NDArray[numpy.float32] | None, batch_size: int, step: int, oldest_open: int, train: bool, frames: NDArray[numpy.int32], first_epoch: bool = True) -> dict[str, Any]: ...
 
     def take_inserted(self) -> dict[str, NDArray[Any]]:
@@ -210,17 +230,12 @@ class Engine:
     def initial_rows(self, table: int, ids: NDArray[numpy.uint64], values: NDArray[Any], state: NDArray[numpy.float32]) -> None: ...
 
     def read_frames(self, table: int, ids: NDArray[numpy.uint64]) -> NDArray[numpy.int32]:
-        """Returns the frame of each id's row; -1: it has none."""
+        """
+        Returns the frame of each id's row; -1: it has none; below: it is at home.
+        """
 
     def import_frames(self, table: int, ids: NDArray[numpy.uint64], steps: NDArray[numpy.uint32]) -> NDArray[numpy.int32]:
         """Inserts or replaces rows of a snapshot; returns their frames."""
-
-    def frames_used(self, pool: int) -> int:
-        """How many frames the device's memory must have."""
-
-    def frames_free(self, pool: int) -> int: ...
-
-    def set_frame_limit(self, pool: int, limit: int) -> None: ...
 
     def check_frames(self) -> None:
         """Raises AssertionError unless each frame is free or of one row."""

@@ -45,10 +45,10 @@ def test_a_resumed_run_ends_with_the_same_bits(tmp_path: Path, full_every: int) 
     same(job.state(), expected)
 
 
-def run_killed(job: str, run: Path, steps: int) -> dict[str, Any]:
+def run_killed(job: str, run: Path, steps: int, *options: str) -> dict[str, Any]:
     """Start the job repeatedly, kill it at random moments, and let it finish in the end."""
     rng = random.Random(int.from_bytes(os.urandom(4), "little"))
-    command = [sys.executable, str(Path(__file__).parents[1] / job), str(run), str(steps)]
+    command = [sys.executable, str(Path(__file__).parents[1] / job), str(run), str(steps), *options]
     kills = 0
     while not (run / "end.npz").exists():
         child = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
@@ -69,6 +69,11 @@ def run_killed(job: str, run: Path, steps: int) -> dict[str, Any]:
 
 def test_a_run_killed_at_random_moments_ends_with_the_same_bits(tmp_path: Path) -> None:
     same(run_killed("checkpoint_job.py", tmp_path / "run", 40), uninterrupted(tmp_path, 40))
+
+
+def test_a_killed_run_with_rows_in_two_tiers_ends_with_the_bits_of_rows_in_memory(tmp_path: Path) -> None:
+    rows = json.dumps({"device": "cpu", "device_memory": {"user": 20 * 32, "item": "none"}})
+    same(run_killed("checkpoint_job.py", tmp_path / "run", 30, rows), uninterrupted(tmp_path, 30))
 
 
 def test_a_killed_run_with_staleness_updates_each_batch_once(tmp_path: Path) -> None:

@@ -32,7 +32,7 @@ def test_the_report_of_the_installation(capsys: pytest.CaptureFixture[str]) -> N
 
 def gpu_lines(capsys: pytest.CaptureFixture[str]) -> list[str]:
     assert main(["doctor", "--no-run"]) == 0
-    return [line for line in capsys.readouterr().out.splitlines() if re.match(r"(GPU|Triton|NCCL)\b", line)]
+    return [line for line in capsys.readouterr().out.splitlines() if re.match(r"(GPU|home|Triton|NCCL)\b", line)]
 
 
 def test_the_report_without_a_gpu_is_one_line(
@@ -56,9 +56,11 @@ def test_the_report_of_gpus(
     versions = {"triton": "3.7.1"} if is_complete else {}
     monkeypatch.setattr("satrap.cli.doctor._version", lambda package: versions.get(package, "not installed"))
     monkeypatch.setitem(versions, "torch", torch.__version__)
+    monkeypatch.setattr("satrap.cli.doctor._available", lambda: 3 << 30)
     assert gpu_lines(capsys) == [
         "GPU          cuda:0 Model 0, 80.0 GiB of memory, 1.0 GiB free",
         "GPU          cuda:1 Model 1, 80.0 GiB of memory, 2.0 GiB free",
+        "home         3.0 GiB here for rows that do not fit on a GPU, with device_memory=",
         "Triton       3.7.1"
         if is_complete
         else "Triton       not installed; rows on a GPU need it: pip install triton",

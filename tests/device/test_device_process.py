@@ -10,6 +10,7 @@ import pickle
 import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +24,12 @@ from forks import expect_refusal, in_fork
 from rpc_parts import wait_until
 from satrap import Embeddings
 from satrap.config.features import Features
-from satrap.config.tables import SGD, Adagrad, Normal, Table, Zeros
+from satrap.config.tables import SGD, Adagrad, Adam, Normal, Table, Zeros
 from satrap.data.inputs import Inputs
+from satrap.device import reference
 from satrap.device.device_worker import DeviceWorker
 from satrap.device.row_memory import RowMemory
+from satrap.device.runs import Runs
 from satrap.errors import CapacityError
 
 DEADLINE_SECONDS = 120
@@ -41,9 +44,12 @@ def batch(ids: Any) -> Inputs:
     return Inputs(names=("one",), values=np.asarray(ids, np.uint64), batch_size=len(ids))
 
 
-def test_threads_lose_no_update(tmp_path: Path) -> None:
-    """Rows become minus the sum of their gradients, whatever the order; others read, save and check meanwhile."""
-    worker = DeviceWorker(one_table(optimizer=SGD(1.0), initial=Zeros(), num_buckets=4), "cpu", num_threads=2)
+@pytest.mark.parametrize("device_memory", [None, 60 * 12], ids=["one tier", "two tiers"])
+def test_threads_lose_no_update(device_memory: int | None, tmp_path: Path) -> None:
+    """Rows become minus the sum of their gradients, whatever the order; others read, save and check meanwhile. In two
+    tiers, rows go home between their lookup and their update."""
+    features = one_table(optimizer=SGD(1.0), initial=Zeros(), num_buckets=4)
+    worker = DeviceWorker(features, "cpu", num_threads=2, device_memory=device_memory)
     store, universe, steps, callers = worker.tables["t"], 200, 60, 3
     done = np.zeros(universe)
 
@@ -192,6 +198,79 @@ def test_memory_for_the_rows_that_are_needed_is_enough(monkeypatch: pytest.Monke
     monkeypatch.setattr(RowMemory, "_empty", limited)
     worker.lookup(batch(np.arange(100, 110)))
     assert len(worker.tables["t"]) == 110
-    with pytest.raises(CapacityError, match="tables 't': cpu has no memory for 111 rows, 2,664 bytes"):
+    with pytest.raises(CapacityError, match="tables 't': cpu has no memory for 111 rows: expected 2,664 bytes"):
         worker.lookup(batch([110]))
     assert len(worker.tables["t"]) == 110
+
+
+def test_the_memory_of_bounded_tables_is_allocated_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is never copied to grow, which would take 2.5 times as much. A table that may grow is none of them."""
+    two = {name: Table(name, dim=3, capacity=100, num_buckets=2) for name in ("a", "b")}
+    worker = DeviceWorker(Features(two), "cpu", num_threads=1)
+    memory = worker._device_rows._engine.memories[0]
+    inputs = [Inputs(names=("a", "b"), values=np.arange(2 * n, dtype=np.uint64) + 9, batch_size=n) for n in (1, 60)]
+    worker.lookup(inputs[0])
+    address = memory.values.data_ptr()
+    assert len(memory.values) == 200
+    for _ in range(9):
+        worker.lookup(inputs[1])
+        inputs[1].values[:] += np.uint64(40)
+    worker.tables["a"].check()
+    assert memory.values.data_ptr() == address and len(memory.values) == 200
+    grows = DeviceWorker(one_table(capacity=100, on_full="grow"), "cpu", num_threads=1)
+    grows.lookup(batch([1]))
+    assert len(grows._device_rows._engine.memories[0].values) == 1
+
+    def fail(*_: object) -> None:
+        raise torch.OutOfMemoryError("full")
+
+    full = DeviceWorker(one_table(capacity=500), "cpu", num_threads=1)
+    monkeypatch.setattr(RowMemory, "_empty", fail)
+    expected = "tables 't': cpu has no memory for 500 rows, all that their capacity permits: expected 12,000 bytes"
+    with pytest.raises(CapacityError, match=expected):
+        full.lookup(batch([1]))
+    assert len(full.tables["t"]) == 0
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError, KeyboardInterrupt])
+@pytest.mark.parametrize("on_nonfinite", ["raise", "skip"])
+@pytest.mark.parametrize("where", ["to_device", "update"])
+def test_an_update_that_runs_out_of_memory_is_done_later(
+    where: str, on_nonfinite: Any, error: type[BaseException], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The core has stamped and counted its rows, so it must happen, before anything reads them, and once."""
+    tables = {name: Table(name, dim=3, optimizer=Adam(0.1), on_nonfinite=on_nonfinite) for name in ("a", "b")}
+    tables["b"] = replace(tables["b"], optimizer=Adagrad(0.1))
+    workers = pair(Features(tables))
+    owner, name = {"to_device": (Runs, "to_device"), "update": (reference, "update")}[where]
+    works = getattr(owner, name)
+    gradient = torch.arange(12, dtype=torch.float32).reshape(2, 6).numpy()
+    if on_nonfinite == "skip":
+        gradient[0, :] = np.nan
+    later: list[Callable[[Any, Any], object]] = [
+        lambda worker, inputs: worker.lookup(inputs, step=2),
+        lambda worker, inputs: worker.lookup(inputs, train=False),
+        lambda worker, inputs: worker.tables["a"].read(inputs.values),
+    ]
+    for call in later:
+        inputs = Inputs(names=("a", "b"), values=UNIVERSE[:4], batch_size=2)
+        tickets = [worker.lookup(inputs, step=1).ticket for worker in workers]
+        workers[0].update([tickets[0]], [gradient], step=1)
+        calls: list[int] = []
+
+        def fail(*given: Any, calls: list[int] = calls, **how: Any) -> Any:
+            calls.append(1)
+            if where == "update" and len(calls) == 1:
+                return works(*given, **how)  # of the first group of tables
+            raise error("no memory, or Ctrl-C")
+
+        monkeypatch.setattr(owner, name, fail)
+        with pytest.raises(error):
+            workers[1].update([tickets[1]], [gradient], step=1)
+        with pytest.raises(error):  # it is still full
+            call(workers[1], inputs)
+        monkeypatch.setattr(owner, name, works)
+        for worker in workers:
+            call(worker, inputs)
+        assert_equal(workers)
+        workers = pair(Features(tables))

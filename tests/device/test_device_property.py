@@ -9,22 +9,27 @@ from typing import Any
 
 import numpy as np
 import torch
-from hypothesis import settings
+from hypothesis import event, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import initialize, invariant
 from numpy.typing import NDArray
 
 from satrap.config.features import Features
 from satrap.config.tables import Table
 from satrap.data.inputs import Inputs
 from satrap.device.device_worker import DeviceWorker
+from satrap.device.row_memory import memories_of
+from satrap.errors import CapacityError
+from satrap.table.engine import native_config
 from satrap.table.store import Store
-from store_machine import StoreMachine
+from store_machine import StoreMachine, tables
 
 
 class DeviceStore:
     """The methods of a Store over one table of a DeviceWorker."""
 
-    def __init__(self, table: Table, seed: int, num_threads: int) -> None:
-        self.worker = DeviceWorker(Features({"id": table}), "cpu", seed=seed, num_threads=num_threads)
+    def __init__(self, table: Table, seed: int, num_threads: int, **options: Any) -> None:
+        self.worker = DeviceWorker(Features({"id": table}), "cpu", seed=seed, num_threads=num_threads, **options)
         self.store = self.worker.tables[table.name]
 
     def __getattr__(self, name: str) -> Any:
@@ -62,15 +67,57 @@ class DeviceMachine(StoreMachine):
     position = "sample"
 
     def create(self, table: Table, seed: int, num_threads: int) -> DeviceStore:
-        return DeviceStore(table, seed, num_threads)
+        return DeviceStore(table, seed, num_threads, device_memory=self.device_memory(table))
+
+    def device_memory(self, table: Table) -> Any:
+        return None
 
     def load(self, path: Path, num_threads: int) -> DeviceStore:
         here = Store.load(path, num_threads=1)  # and from there on
         here.save(path.with_name(path.name + "-here"))
-        loaded = DeviceStore(here.table, here.seed, num_threads)
+        loaded = self.create(here.table, here.seed, num_threads)
         loaded.worker.tables.restore({here.table.name: [path]})
         return loaded
 
 
 TestDevice = DeviceMachine.TestCase
 TestDevice.settings = settings(max_examples=40)
+
+
+class TieredMachine(DeviceMachine):
+    """With most rows at home: every batch fits on the device, but not with all steps that are open."""
+
+    @initialize(
+        table=tables(),
+        seed=st.sampled_from([0, 1, 2**64 - 1]),
+        num_threads=st.sampled_from([1, 3]),
+        frames=st.sampled_from([0, 9, 9, 10, 14, 20]),
+    )
+    def start(self, table: Table, seed: int, num_threads: int, frames: int = 0) -> None:
+        self.frames = frames
+        super().start(table=table, seed=seed, num_threads=num_threads)
+
+    def device_memory(self, table: Table) -> Any:
+        row_bytes = memories_of([table], [native_config(table).state_dim], torch.device("cpu"))[0].layout.row_bytes
+        return {table.name: self.frames * row_bytes if self.frames else "none"}
+
+    def _lookup(self, ids: list[int], move: int | None, open_move: int | None) -> Any:
+        try:
+            return super()._lookup(ids, move, open_move)
+        except CapacityError as error:  # it has inserted and stamped its rows, as the model has
+            assert "device_memory" in str(error) and self.frames
+            event("no room on the device")
+            return None
+
+    @invariant()
+    def tiers_add_up(self) -> None:
+        if hasattr(self, "store"):
+            stats = self.store.stats()
+            if "on_device" in stats:
+                assert stats["on_device"] <= self.frames
+                assert stats["on_device"] + stats["at_home"] == stats["rows"]
+                event("rows at home" if stats["at_home"] else "all rows fit")
+
+
+TestTiers = TieredMachine.TestCase
+TestTiers.settings = settings(max_examples=30)

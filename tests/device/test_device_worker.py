@@ -244,7 +244,9 @@ def test_a_device_without_memory_is_an_error_that_changes_nothing(monkeypatch: p
     with monkeypatch.context() as patched:
         patched.setattr("satrap.device.row_memory.torch.empty", full)
         patched.setattr(worker._rows, "empty", lambda lines, floats: torch.zeros((lines, floats)))
-        with pytest.raises(CapacityError, match=r"tables 'item': cpu has no memory for 1\d\d rows, [\d,]+ bytes"):
+        with pytest.raises(
+            CapacityError, match=r"tables 'item': cpu has no memory for 1\d\d rows: expected [\d,]+ bytes"
+        ):
             worker.lookup(many, step=2)
     assert contents(worker) == before
     worker.lookup(many, step=2)

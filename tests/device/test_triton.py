@@ -13,7 +13,9 @@ from torch import Tensor
 
 from one_row import OPTIMIZERS, fma, state_dim
 from satrap.config.tables import SGD, Adam, AdamW
-from satrap.device import reference
+from satrap.device import home_memory, reference
+from satrap.device.home_memory import HomeMemory
+from satrap.device.row_layout import RowLayout
 from satrap.device.runs import PooledFeatures, Runs
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -137,6 +139,55 @@ def test_pool(kernels: Any, dim: int, dtype: torch.dtype, uniform: bool, rng: np
         each.pool(*given, samples, block)
         blocks.append(bits(block))
     assert blocks[0] == blocks[1]
+
+
+@pytest.mark.parametrize("state_dim", [0, 1, 33])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dim", [1, 5, 16, 1100])
+def test_exchange(
+    kernels: Any, dim: int, dtype: Any, state_dim: int, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Any bits, in three segments of home, in every direction; what is not named stays."""
+    layout = RowLayout(dtype, dim, state_dim)
+    monkeypatch.setattr(home_memory, "SEGMENT_BYTES", 10 * layout.row_bytes + 16)
+    slots, frames = (rng.permutation(30)[:20].astype(np.int32) for _ in range(2))
+    directions = rng.integers(1, 4, 20).astype(np.int32)
+    kind = (np.uint32, np.float32) if dtype == "float32" else (np.uint16, np.int16)
+    start = (
+        tensor(rng.integers(0, 2**16, (30, dim), dtype=kind[0]).view(kind[1])).view(layout.torch_dtype),
+        tensor(rng.integers(0, 2**32, (30, state_dim), dtype=np.uint32).view(np.float32)),
+    )
+    ends = []
+    for each, device in ((reference, "cpu"), (kernels, DEVICE)):
+        home = HomeMemory(layout, torch.device(device))
+        home.reserve(30, ["item"])
+        assert len(home.segments) == 3 and home.rows == 10
+        for number, segment in enumerate(home.segments):
+            segment.copy_(torch.arange(len(segment)) * 7 + number)
+        before = at_home(home)
+        values, state = (on(device, part) for part in start)
+        each.exchange(values, state, home, *(on(device, tensor(array)) for array in (frames, slots, directions)))
+        rows = [as_integers(part.cpu()) for part in (values, state)]
+        expected = [as_integers(part).clone() for part in start]
+        expected_home = [part.clone() for part in before]
+        for frame, slot, direction in zip(frames, slots, directions, strict=True):
+            for part in range(2):
+                if direction & 1:
+                    expected[part][frame] = before[part][slot]
+                if direction & 2:
+                    expected_home[part][slot] = as_integers(start[part])[frame]
+        assert all(map(torch.equal, rows, expected)) and all(map(torch.equal, at_home(home), expected_home))
+        ends.append([*rows, *at_home(home)])
+    assert all(map(torch.equal, *ends))
+
+
+def as_integers(part: Tensor) -> Tensor:
+    return part.view(torch.int16 if part.dtype == torch.bfloat16 else torch.int32)
+
+
+def at_home(home: HomeMemory) -> list[Tensor]:
+    parts = list(home.parts(torch.arange(30, dtype=torch.int32)))
+    return [torch.cat([as_integers(each[i]) for each in parts]).clone() for i in (2, 3)]
 
 
 @pytest.mark.parametrize("uniform", [False, True])

@@ -68,6 +68,7 @@ def _gpus() -> Iterator[str]:
         free, total = torch.cuda.mem_get_info(number)
         name = torch.cuda.get_device_name(number)
         yield f"GPU          cuda:{number} {name}, {total / 2**30:.1f} GiB of memory, {free / 2**30:.1f} GiB free"
+    yield f"home         {_available() / 2**30:.1f} GiB here for rows that do not fit on a GPU, with device_memory="
     triton, missing = _version("triton"), "not installed; rows on a GPU need it: pip install triton"
     yield f"Triton       {missing if triton == 'not installed' else triton}"
     has_nccl = torch.distributed.is_available() and torch.distributed.is_nccl_available()

@@ -5,8 +5,9 @@ rows, and passes every other call on.
 """
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, cast
 
 import numpy as np
@@ -16,25 +17,43 @@ from numpy.typing import NDArray
 from satrap import _core
 from satrap.config.cores import thread_count
 from satrap.config.tables import Table
+from satrap.device.device_memory import DeviceMemory
+from satrap.device.move_queue import MoveQueue
 from satrap.device.row_memory import RowMemory, memories_of
 from satrap.errors import InputError
 from satrap.interrupts import Uninterrupted
 from satrap.table.engine import Slot, native_config
 
+Owed = Callable[[], "Sequence[Owed] | None"]
+"""Work on the device that what the core has already recorded requires. It returns the work that has to follow it."""
+
 
 class DeviceEngine:
     """The engine of some tables, and the memory of their rows."""
 
-    def __init__(self, tables: Sequence[Table], device: torch.device, *, seed: int, num_threads: int | None) -> None:
-        """Create empty tables. seed and num_threads are those of `Store`."""
+    def __init__(
+        self,
+        tables: Sequence[Table],
+        device: torch.device,
+        *,
+        seed: int,
+        num_threads: int | None,
+        device_memory: DeviceMemory = None,
+    ) -> None:
+        """Create empty tables. seed and num_threads are those of `Store`, device_memory is that of `Embeddings`."""
         state_dims = [native_config(table).state_dim for table in tables]
         self.tables, self.device = tables, device
-        self.memories = memories_of(tables, state_dims, device)
+        self.memories = memories_of(tables, state_dims, device, device_memory)
         pools = {number: pool for pool, memory in enumerate(self.memories) for number in memory.tables}
         configs = [native_config(table, pools[number]) for number, table in enumerate(tables)]
         self.core = _core.Engine(configs, seed, thread_count(num_threads))
+        for pool, memory in enumerate(self.memories):
+            if memory.home is not None and memory.most is not None:
+                self.core.set_device_frames(pool, memory.most)
+        self._is_tiered = any(memory.home is not None for memory in self.memories)
+        self.moves = MoveQueue(device if self._is_tiered else None)
         self._lock = threading.Lock()
-        self._inserted: list[dict[str, NDArray[Any]]] = []  # rows whose frames have no values yet
+        self._owed: list[Owed] = []
         self._pools = pools
 
     def slots(self, seed: int) -> list[Slot]:
@@ -54,12 +73,30 @@ class DeviceEngine:
     def exclusive(self) -> Iterator[None]:
         """Exclude other calls while frames are chosen, and until the kernels that use them are on the device's queue.
 
-        Before that, write the rows that a call could not write which an error or Ctrl-C ended. In a fork, where the
-        lock may be held forever, raise ForkError."""
+        Before that, do the work that a call still owes which an error or Ctrl-C ended. In a fork, where the lock may be
+        held forever, raise ForkError."""
         self.require_same_process()
         with self._lock:
-            self.initialise_inserted()
+            self.place_rows()
             yield
+
+    @contextmanager
+    def in_order(self) -> Iterator[None]:
+        """Exclude other calls, and do on the device what is inside the block after all moves so far, and before all
+        later ones."""
+        with self.exclusive():
+            self.moves.wait(self.moves.moved)
+            yield
+            self.moves.note_use()
+
+    def owe(self, record: Callable[[], Owed]) -> None:
+        """Record a change in the core, and do the work on the device that `record` returns. If the work fails, as it
+        does where memory runs out, the next call does it before anything else: no row is used without it."""
+        with Uninterrupted():
+            self._owed.append(record())
+        while self._owed:
+            with Uninterrupted():  # work is done once
+                self._owed[:1] = self._owed[0]() or ()
 
     def require_same_process(self) -> None:
         """Raise ForkError in a fork of the process that created the engine."""
@@ -74,22 +111,43 @@ class DeviceEngine:
     def reserve(self, counts: NDArray[np.int64]) -> None:
         """Make room for the rows that a call may insert, before it changes anything. counts: of ids by table."""
         for pool, memory in enumerate(self.memories):
-            used = self.core.frames_used(pool)
-            free = self.core.frames_free(pool)
-            memory.reserve(
-                used + max(0, int(counts[memory.tables].sum()) - free), [self.tables[t].name for t in memory.tables]
-            )
+            rows, names = int(counts[memory.tables].sum()), [self.tables[t].name for t in memory.tables]
+            used, free = self.core.frames_used(pool), self.core.frames_free(pool)
+            if memory.home is None:
+                memory.reserve(used + max(0, rows - free), names)
+                continue
+            frames = int(memory.most or 0)
+            if len(memory.values) < frames:
+                memory.reserve(frames, names)
+                self.moves.share([memory.values, memory.state])
+                self.moves.note_use()
+            slots = rows - (frames - used + free) - self.core.home_free(pool)
+            memory.home.reserve(self.core.home_used(pool) + max(0, slots), names)
 
-    def initialise_inserted(self) -> None:
-        """Write the initial values and states of the rows that lookups have inserted."""
-        with Uninterrupted():
-            self._inserted.append(self.core.take_inserted())
-        while self._inserted:
-            inserted = self._inserted[0]
+    def place_rows(self) -> None:
+        """Carry out the moves that lookups have recorded, then write the initial values and states of the rows that
+        they have inserted."""
+
+        def record() -> Owed:
+            moves = self.core.take_moves() if self._is_tiered else None
+            return partial(self._move, moves, self.core.take_inserted())
+
+        self.owe(record)
+
+    def _move(self, moves: dict[str, NDArray[Any]] | None, inserted: dict[str, NDArray[Any]]) -> Sequence[Owed]:
+        if moves is not None and len(moves["pools"]):
+            with self.moves.moving():
+                for pool in np.unique(moves["pools"]).tolist():
+                    here = moves["pools"] == pool
+                    self.memories[pool].exchange(*(moves[name][here] for name in ("frames", "slots", "directions")))
+        return [partial(self._initialise, inserted)] if len(inserted["ids"]) else []
+
+    def _initialise(self, inserted: dict[str, NDArray[Any]]) -> None:
+        with self.moves.moving():
             for table in np.unique(inserted["tables"]).tolist():
                 rows = inserted["tables"] == table
-                self.memory(table).write(inserted["frames"][rows], *self.initial_rows(table, inserted["ids"][rows]))
-            del self._inserted[0]
+                values, state = self.initial_rows(table, inserted["ids"][rows])
+                self.memory(table).write(inserted["frames"][rows], values, state)
 
     def initial_rows(self, table: int, ids: NDArray[np.uint64]) -> tuple[NDArray[Any], NDArray[np.float32]]:
         """Return the values, of 16 bits as uint16, and states that rows of the ids begin with."""
@@ -110,10 +168,10 @@ class DeviceEngine:
         present: NDArray[np.bool_],
     ) -> None:
         """Fill the lines of ids that have a row."""
-        with self.exclusive():
-            frames = self.core.read_frames(table, ids)
-            present[:] = frames >= 0
-            values[present], state[present] = self.memory(table).read_floats(frames[present])
+        with self.in_order():
+            places = self.core.read_frames(table, ids)
+            present[:] = places != -1
+            values[present], state[present] = self.memory(table).read_floats(places[present])
 
     def next_step(self) -> int:
         """Refuse: a store's lookup wants to train."""
@@ -153,7 +211,7 @@ class DeviceEngine:
 
     def export_rows(self, table: int, first: int, last: int, since: int) -> dict[str, NDArray[Any]]:
         """Return the rows of some buckets as columns, as the core does."""
-        with self.exclusive():
+        with self.in_order():
             columns = self.core.export_rows(table, first, last, since)
             columns["values"], columns["state"] = self.memory(table).read(columns.pop("frame"))
         return columns
@@ -167,16 +225,19 @@ class DeviceEngine:
         state: NDArray[np.float32],
     ) -> None:
         """Insert or replace rows."""
-        with self.exclusive():
+        with self.in_order():
             counts = np.zeros(len(self.tables), np.int64)
             counts[table] = len(ids)
             self.reserve(counts)
             self.memory(table).write(self.core.import_frames(table, ids, steps), values, state)
 
     def stats(self, table: int) -> dict[str, int]:
-        """Return the counts of a table; its bytes include its rows on the device."""
+        """Return the counts of a table; its bytes include its rows on the device and at home. If some are at home,
+        on_device and at_home count them, and moved_in and moved_out those that were moved to the device and back."""
         counts: dict[str, int] = self.core.stats(table)
         counts["bytes"] += counts["rows"] * self.memory(table).layout.row_bytes
+        if "on_device" in counts:
+            counts["at_home"] = counts["rows"] - counts["on_device"]
         return counts
 
     def check(self, table: int) -> None:
@@ -186,3 +247,5 @@ class DeviceEngine:
             self.core.check_frames()
             for pool, memory in enumerate(self.memories):
                 assert self.core.frames_used(pool) <= len(memory.values), "a frame is beyond the memory"
+                if memory.home is not None:
+                    assert self.core.home_used(pool) <= len(memory.home), "a slot is beyond the memory at home"

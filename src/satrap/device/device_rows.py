@@ -5,18 +5,20 @@ the device in the order in which this object is called, which is what makes a fr
 puts into it comes after every earlier use.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from functools import partial
 from itertools import groupby
 from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from satrap import _core
 from satrap.config.features import Features
 from satrap.config.tables import Optimizer
-from satrap.device.device_engine import DeviceEngine
+from satrap.device.device_engine import DeviceEngine, Owed
 from satrap.device.host_copy import to_device
 from satrap.device.kernels import kernels_of
 from satrap.device.row_memory import RowMemory
@@ -24,6 +26,8 @@ from satrap.device.runs import PooledFeatures, Runs
 from satrap.worker.worker import BagRequest, TicketGradients, UpdateRequest, native_features
 
 _LARGEST = float(np.finfo(np.float32).max)
+_Group = tuple[range, Optimizer, float, bool]
+"""Tables that one kernel updates, their optimizer and rate, and whether to skip gradients that are not finite."""
 
 
 class DeviceRows:
@@ -57,7 +61,9 @@ class DeviceRows:
     def lookup(self, request: BagRequest, block: Tensor, sequences: list[Tensor]) -> _core.Ticket | None:
         with self._engine.exclusive():
             found: dict[str, Any] = request.resolved or self._find_frames(request)
+            self._engine.moves.wait(found["moved"])
             self._gather(request.batch_size, found, block, sequences)
+            self._engine.moves.note_use()
         ticket: _core.Ticket | None = found["ticket"]
         return ticket
 
@@ -75,13 +81,16 @@ class DeviceRows:
             (block is not None, [each is not None for each in sequences]) for block, sequences in request.gradients
         ]
         scale = float(np.float32(request.scale))
-        with self._engine.exclusive():
+        with self._engine.in_order():
             flat = self._flat(request.gradients)
             skips = self._check(request, flat, scale)
-            found = self._engine.core.update_frames(request.tickets, given, request.step, skips)
-            runs = Runs.to_device(found, self.device)
-            for tables, optimizer, lr, skip in self._fused_tables(dict(request.lrs), skips=skips):
-                self._step(tables, runs, flat, scale, optimizer, lr, request.step, skip_nonfinite=skip)
+            groups = list(self._fused_tables(dict(request.lrs), skips=skips))
+
+            def record() -> Owed:
+                runs = self._engine.core.update_frames(request.tickets, given, request.step, skips)
+                return partial(self._steps, runs, groups, flat, scale, request.step)
+
+            self._engine.owe(record)
 
     def drop(self, ticket: _core.Ticket) -> None:
         self._engine.core.drop(ticket)
@@ -113,8 +122,8 @@ class DeviceRows:
                 request.first_epoch,
             )
         finally:  # a lookup that fails has inserted rows too
-            self._engine.initialise_inserted()
-        return {**found, "frames": frames[: found["num_ids"]]}
+            self._engine.place_rows()
+        return {**found, "frames": frames[: found["num_ids"]], "moved": self._engine.moves.moved}
 
     def _reserve(self, request: BagRequest) -> None:
         """Make room for the rows that the lookup may insert, before it changes anything."""
@@ -125,12 +134,14 @@ class DeviceRows:
         self._engine.reserve(counts)
 
     def _absent(self, found: dict[str, Any], memory: RowMemory) -> Tensor:
-        """Return the initial values of ids that have no row."""
-        rows = RowMemory(memory.layout, self.device)
-        rows.reserve(len(found["absent_ids"]), [])
+        """Return the values of ids that have no frame: of their row at home, or those that it would begin with."""
+        rows = memory.staging(len(found["absent_ids"]))
         for number in np.intersect1d(found["absent_tables"], memory.tables).tolist():
-            at = np.flatnonzero(found["absent_tables"] == number).astype(np.int32)
+            of_table, has_row = found["absent_tables"] == number, found["absent_places"] != -1
+            at = np.flatnonzero(of_table & ~has_row).astype(np.int32)
             rows.write(at, *self._engine.initial_rows(number, found["absent_ids"][at]))
+            if len(at := np.flatnonzero(of_table & has_row).astype(np.int32)):
+                rows.fetch(at, found["absent_places"][at])
         return rows.values.float()
 
     def _gather(self, batch_size: int, found: dict[str, Any], block: Tensor, sequences: list[Tensor]) -> None:
@@ -174,7 +185,7 @@ class DeviceRows:
         parts = [part.reshape(-1) for block, sequences in gradients for part in (block, *sequences) if part is not None]
         return parts[0] if len(parts) == 1 else torch.cat(parts or [self.empty(0, 0).view(-1)])
 
-    def _fused_tables(self, lrs: dict[int, float], *, skips: bool) -> Iterator[tuple[range, Optimizer, float, bool]]:
+    def _fused_tables(self, lrs: dict[int, float], *, skips: bool) -> Iterator[_Group]:
         """Yield tables that one kernel updates: neighbours with one memory, optimizer and rate."""
 
         def same(number: int) -> tuple[int, Optimizer, float, bool]:
@@ -185,25 +196,42 @@ class DeviceRows:
             first, *others = numbers
             yield range(first, [first, *others][-1] + 1), optimizer, lr, skip
 
-    def _step(
-        self,
-        tables: range,
-        runs: Runs,
-        flat: Tensor,
-        scale: float,
-        optimizer: Optimizer,
-        lr: float,
-        step: int,
-        *,
-        skip_nonfinite: bool,
-    ) -> None:
+    def _steps(
+        self, found: dict[str, Any], groups: list[_Group], flat: Tensor, scale: float, step: int
+    ) -> Sequence[Owed]:
+        """Copy the runs of an update to the device; return the step of each group of tables."""
+        runs = Runs.to_device(found, self.device)
+        work: list[Owed] = []
+        for group in groups:
+            work.append(partial(self._step, runs, group, flat, scale, step))
+            places = found["frames"][slice(*(found["tables"][i] for i in (group[0].start, group[0].stop)))]
+            if len(at_home := np.flatnonzero(places < -1)):
+                part = runs.of_tables(group[0]).take(at_home)
+                work.append(partial(self._step_at_home, part, places[at_home], group, flat, scale, step))
+        return work
+
+    def _step(self, runs: Runs, group: _Group, flat: Tensor, scale: float, step: int) -> Sequence[Owed]:
         """Sum the gradients of some tables' rows, and apply their optimizer."""
+        tables, optimizer, lr, skip = group
         memory, part = self._engine.memory(tables.start), runs.of_tables(tables)
         summed = self._kernels.update(
-            memory.values, memory.state, part, flat, optimizer, lr, scale, step, skip_nonfinite=skip_nonfinite
+            memory.values, memory.state, part, flat, optimizer, lr, scale, step, skip_nonfinite=skip
         )
-        if summed is None:
-            return
+        return [] if summed is None else [partial(self._settle, runs, tables, summed, step)]
+
+    def _step_at_home(
+        self, runs: Runs, places: NDArray[np.int32], group: _Group, flat: Tensor, scale: float, step: int
+    ) -> None:
+        """Do a step of rows that are at home, by copies on the device."""
+        tables, optimizer, lr, skip = group
+        memory = self._engine.memory(tables.start)
+        rows = memory.staged(places)
+        self._kernels.update(rows.values, rows.state, runs, flat, optimizer, lr, scale, step, skip_nonfinite=skip)
+        memory.send_home(rows, places)
+
+    def _settle(self, runs: Runs, tables: range, summed: Tensor, step: int) -> None:
+        """Stamp and count the rows whose gradients were not all skipped."""
+        part = runs.of_tables(tables)
         assert part.ids is not None
         left_out, is_summed = (part.end - part.begin - summed).cpu().numpy(), summed.cpu().numpy() > 0
         for number in tables:

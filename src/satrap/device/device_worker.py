@@ -10,6 +10,7 @@ from satrap.config.features import Features
 from satrap.config.tables import Always
 from satrap.data.inputs import Inputs
 from satrap.device.device_engine import DeviceEngine
+from satrap.device.device_memory import DeviceMemory
 from satrap.device.device_rows import DeviceRows
 from satrap.device.kernels import require_possible
 from satrap.device.torch_device import resolve_device
@@ -25,9 +26,15 @@ class DeviceWorker(Worker):
     servers: None = None
 
     def __init__(
-        self, features: Features, device: torch.device | str, *, seed: int = 0, num_threads: int | None = None
+        self,
+        features: Features,
+        device: torch.device | str,
+        *,
+        seed: int = 0,
+        num_threads: int | None = None,
+        device_memory: DeviceMemory = None,
     ) -> None:
-        """Create empty tables. seed and num_threads are those of `Store`."""
+        """Create empty tables. seed and num_threads are those of `Store`, device_memory is that of `Embeddings`."""
         if not isinstance(features, Features):
             raise ConfigError(
                 f"features is a {type(features).__name__}; expected a satrap.config.features.Features of it"
@@ -36,7 +43,9 @@ class DeviceWorker(Worker):
         require_possible(features.tables, resolved)
 
         def create() -> DeviceEngine:
-            return DeviceEngine(features.tables, resolved, seed=seed, num_threads=num_threads)
+            return DeviceEngine(
+                features.tables, resolved, seed=seed, num_threads=num_threads, device_memory=device_memory
+            )
 
         engine = create()
         self._device_rows = rows = DeviceRows(features, engine)

@@ -22,7 +22,7 @@ def require_possible(tables: Sequence[Table], device: torch.device) -> None:
 
 
 def kernels_of(device: torch.device) -> ModuleType:
-    """Return the module of the kernels: pool, copy_sequence and update."""
+    """Return the module of the kernels: pool, copy_sequence, update and exchange."""
     if device.type != "cuda":
         return reference
     try:

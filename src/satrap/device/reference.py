@@ -10,6 +10,7 @@ from torch import Tensor
 
 from satrap.config.tables import SGD, Adagrad, Adam, AdamW, Ftrl, Optimizer, RowWiseAdagrad
 from satrap.device.exact import draw_elements, fma, round_stochastic, sqrt, step_keys
+from satrap.device.home_memory import IN, OUT, HomeMemory
 from satrap.device.runs import PooledFeatures, Runs
 
 
@@ -88,6 +89,19 @@ def copy_sequence(
     found = ids < end[:, None]
     out.zero_()
     out[found] = read_rows(values, absent, frames[ids[found]])
+
+
+def exchange(
+    values: Tensor, state: Tensor, home: HomeMemory, frames: Tensor, slots: Tensor, directions: Tensor
+) -> None:
+    """Copy rows with their states between frames and slots at home, each in its directions. No frame and no slot occurs
+    twice."""
+    for here, lines, home_values, home_state in home.parts(slots):
+        at, is_in, is_out = frames[here], (directions[here] & IN) != 0, (directions[here] & OUT) != 0
+        for device_rows, home_rows in ((values, home_values), (state, home_state)):
+            leaving = device_rows[at[is_out]]
+            device_rows[at[is_in]] = home_rows[lines[is_in]]
+            home_rows[lines[is_out]] = leaving
 
 
 def update(

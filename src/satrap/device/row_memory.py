@@ -1,6 +1,8 @@
-"""The values and optimizer states of rows on a device: two tensors, with a line for each frame.
+"""The values and optimizer states of rows on a device: two tensors, with a line for each frame; and those that are at
+home, if only some fit on the device.
 
-Tables whose rows have the same layout share a memory, so that one kernel serves them all.
+Tables whose rows have the same layout share a memory, so that one kernel serves them all. A place is what the core
+returns for a row: a frame, -1 if there is no row, or below that a slot at home.
 """
 
 from collections.abc import Sequence
@@ -13,35 +15,51 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from satrap.config.tables import Table
+from satrap.device.device_memory import DeviceMemory, rows_of, shares_of
+from satrap.device.home_memory import IN, OUT, HomeMemory
 from satrap.device.host_copy import to_device
+from satrap.device.kernels import kernels_of
+from satrap.device.row_layout import RowLayout
 from satrap.errors import CapacityError
 
-_DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 _GROWTH = 1.5
 _MOST_FRAMES = 2**31 - 1  # of the core
 
 
-@dataclass(frozen=True, slots=True)
-class RowLayout:
-    """What the rows of a memory have in common."""
+def memories_of(
+    tables: Sequence[Table], state_dims: Sequence[int], device: torch.device, device_memory: DeviceMemory = None
+) -> list["RowMemory"]:
+    """Return a memory for each layout and each part of the device's memory, with the numbers of its tables."""
+    layouts = [
+        RowLayout(table.dtype, table.dim, state_dim) for table, state_dim in zip(tables, state_dims, strict=True)
+    ]
+    shares = shares_of(tables, [layout.row_bytes for layout in layouts], device_memory)
+    groups: dict[tuple[RowLayout, str], list[int]] = {}
+    for number, (layout, share) in enumerate(zip(layouts, shares, strict=True)):
+        groups.setdefault((layout, share.group), []).append(number)
+    return [
+        _memory_of(layout, device, numbers, [tables[i] for i in numbers], [shares[i].size for i in numbers])
+        for (layout, _), numbers in groups.items()
+    ]
 
-    dtype: str
-    dim: int
-    state_dim: int
 
-    @property
-    def row_bytes(self) -> int:
-        """Size of a row."""
-        return self.dim * _DTYPES[self.dtype].itemsize + self.state_dim * 4
-
-
-def memories_of(tables: Sequence[Table], state_dims: Sequence[int], device: torch.device) -> list["RowMemory"]:
-    """Return a memory for each layout, with the numbers of its tables."""
-    by_layout: dict[RowLayout, RowMemory] = {}
-    for number, (table, state_dim) in enumerate(zip(tables, state_dims, strict=True)):
-        layout = RowLayout(table.dtype, table.dim, state_dim)
-        by_layout.setdefault(layout, RowMemory(layout, device)).tables.append(number)
-    return list(by_layout.values())
+def _memory_of(
+    layout: RowLayout,
+    device: torch.device,
+    numbers: list[int],
+    tables: Sequence[Table],
+    sizes: Sequence[int | None],
+) -> "RowMemory":
+    capacities = [rows_of(table) for table in tables]
+    bounded = [rows for rows in capacities if rows is not None]
+    most = sum(bounded) if len(bounded) == len(capacities) else None
+    shares = [size for size in sizes if size is not None]
+    if not shares:
+        return RowMemory(layout, device, numbers, most)
+    frames = min(sum(shares) // layout.row_bytes, _MOST_FRAMES)
+    if most is not None and frames >= most:
+        return RowMemory(layout, device, numbers, most)
+    return RowMemory(layout, device, numbers, frames, HomeMemory(layout, device))
 
 
 @dataclass(slots=True, eq=False)
@@ -52,6 +70,10 @@ class RowMemory:
     device: torch.device
     tables: list[int] = field(default_factory=list)
     """The numbers of the tables whose rows are here."""
+    most: int | None = None
+    """How many frames there can be: the rows that the tables can have, or those that fit; None: there is no bound."""
+    home: HomeMemory | None = None
+    """Where the other rows are; None: all rows are in frames."""
     values: Tensor = field(init=False)
     """[frames, dim]"""
     state: Tensor = field(init=False)
@@ -61,50 +83,109 @@ class RowMemory:
         self.values, self.state = self._empty(0)
 
     def reserve(self, frames: int, names: Sequence[str]) -> None:
-        """Make room for so many frames; names: of the tables, for the error."""
+        """Make room for so many frames: at once for all that the tables can have, if that is bounded. Raise
+        CapacityError if the device has no memory for them. names: of the tables, for the error."""
+        if self.most is not None:
+            frames = min(frames, self.most)
         if frames <= len(self.values):
             return
-        grown = max(frames, min(int(len(self.values) * _GROWTH), _MOST_FRAMES))
-        try:
-            larger = self._empty(grown)
-        except RuntimeError:  # torch.OutOfMemoryError is one, and so is what the CPU's allocator raises
+        sizes = [frames, max(frames, min(int(len(self.values) * _GROWTH), _MOST_FRAMES))]
+        if self.most is not None:
+            sizes = [self.most]
+        error: RuntimeError | None = None
+        while sizes:
             try:
-                larger = self._empty(frames)
-            except RuntimeError as error:
-                raise CapacityError(
-                    f"tables {', '.join(map(repr, names))}: {self.device} has no memory for {frames} rows, "
-                    f"{frames * self.layout.row_bytes:,} bytes, beside the {len(self.values)} that it holds now, which "
-                    "are copied. Give the tables a capacity, or use a smaller dtype or dim"
-                ) from error
+                larger = self._empty(size := sizes.pop())
+                break
+            except RuntimeError as found:  # torch.OutOfMemoryError is one, and so is what the CPU's allocator raises
+                error = found
+        else:
+            raise self._no_memory(size, names) from error
         for old, new in zip((self.values, self.state), larger, strict=True):
             new[: len(old)] = old
         self.values, self.state = larger
 
+    def _no_memory(self, frames: int, names: Sequence[str]) -> CapacityError:
+        free = ""
+        if self.device.type == "cuda":
+            free = f" and has {torch.cuda.mem_get_info(self.device)[0]:,} bytes free"
+        held = f" beside the {len(self.values)} that it holds now, which are copied" if len(self.values) else ""
+        bound = ""
+        if self.most is not None:
+            bound = ", all that their capacity permits" if self.home is None else ", their device_memory"
+        return CapacityError(
+            f"tables {', '.join(map(repr, names))}: {self.device} has no memory for {frames} rows{bound}: expected "
+            f"{frames * self.layout.row_bytes:,} bytes{held}{free}. Give the tables a {'smaller ' if bound else ''}"
+            f"{'capacity' if self.home is None else 'device_memory'}, or use a smaller dtype or dim"
+        )
+
     @torch.inference_mode(False)  # a tensor of inference could never be updated
     def _empty(self, frames: int) -> tuple[Tensor, Tensor]:
         """Return memory for so many frames."""
-        values = torch.empty((frames, self.layout.dim), dtype=_DTYPES[self.layout.dtype], device=self.device)
+        values = torch.empty((frames, self.layout.dim), dtype=self.layout.torch_dtype, device=self.device)
         return values, torch.empty((frames, self.layout.state_dim), dtype=torch.float32, device=self.device)
 
-    def write(self, frames: NDArray[np.int32], values: NDArray[Any], state: NDArray[np.float32]) -> None:
+    def write(self, places: NDArray[np.int32], values: NDArray[Any], state: NDArray[np.float32]) -> None:
         """Replace rows. values: of 16 bits as uint16."""
-        at = to_device(frames, self.device)
+        if len(at_home := np.flatnonzero(places < 0)):
+            staged = self.staging(len(at_home))
+            staged.write(np.arange(len(at_home), dtype=np.int32), values[at_home], state[at_home])
+            self.send_home(staged, places[at_home])
+            others = np.flatnonzero(places >= 0)
+            places, values, state = places[others], values[others], state[others]
+        at = to_device(places, self.device)
         self.values[at] = self._as_tensor(values).to(self.device)
         self.state[at] = to_device(np.require(state, requirements="W"), self.device)
 
-    def read(self, frames: NDArray[np.int32]) -> tuple[NDArray[Any], NDArray[np.float32]]:
+    def read(self, places: NDArray[np.int32]) -> tuple[NDArray[Any], NDArray[np.float32]]:
         """Return the values and states of rows as they are stored; of 16 bits as uint16."""
-        at = to_device(frames, self.device)
-        values = self.values[at].cpu()
+        rows = self.staged(places)
+        values = rows.values.cpu()
         as_stored = (
             values.numpy() if values.dtype == torch.float32 else values.view(torch.int16).numpy().view(np.uint16)
         )
-        return as_stored, self.state[at].cpu().numpy()
+        return as_stored, rows.state.cpu().numpy()
 
-    def read_floats(self, frames: NDArray[np.int32]) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+    def read_floats(self, places: NDArray[np.int32]) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
         """Return the values as float32, and the states."""
-        values, state = self.read(frames)
+        values, state = self.read(places)
         return self.as_floats(values), state
+
+    # -- rows at home --------------------------------------------------------------------------------------------------
+
+    def exchange(self, frames: NDArray[np.int32], slots: NDArray[np.int32], directions: NDArray[np.int32]) -> None:
+        """Copy rows between frames and slots at home, each in the directions IN, OUT or both."""
+        assert self.home is not None
+        at = [to_device(each, self.device) for each in (frames, slots, directions)]
+        kernels_of(self.device).exchange(self.values, self.state, self.home, *at)
+
+    def staging(self, rows: int) -> "RowMemory":
+        """Return memory on the device for copies of some rows."""
+        memory = RowMemory(self.layout, self.device, self.tables, rows, self.home)
+        if rows:
+            memory.values, memory.state = memory._empty(rows)
+        return memory
+
+    def staged(self, places: NDArray[np.int32]) -> "RowMemory":
+        """Return copies of rows on the device, in the order of their places."""
+        memory = self.staging(len(places))
+        at_home, lines = places < 0, np.arange(len(places), dtype=np.int32)
+        if at_home.any():
+            memory.fetch(lines[at_home], places[at_home])
+            lines, places = lines[~at_home], places[~at_home]
+        into, at = to_device(lines, self.device), to_device(places, self.device)
+        memory.values[into] = self.values[at]
+        memory.state[into] = self.state[at]
+        return memory
+
+    def fetch(self, frames: NDArray[np.int32], places: NDArray[np.int32]) -> None:
+        """Copy rows at home into frames."""
+        self.exchange(frames, slots_of(places), np.full(len(places), IN, np.int32))
+
+    def send_home(self, staged: "RowMemory", places: NDArray[np.int32]) -> None:
+        """Replace rows at home by those of `staged`."""
+        lines = np.arange(len(places), dtype=np.int32)
+        staged.exchange(lines, slots_of(places), np.full(len(places), OUT, np.int32))
 
     def as_floats(self, values: NDArray[Any]) -> NDArray[np.float32]:
         """Return stored values as float32."""
@@ -115,3 +196,8 @@ class RowMemory:
         if values.dtype == np.float32:
             return torch.from_numpy(values)
         return torch.from_numpy(values.view(np.int16)).view(self.values.dtype)
+
+
+def slots_of(places: NDArray[np.int32]) -> NDArray[np.int32]:
+    """Return the slots of rows at home."""
+    return places & np.int32(0x7FFFFFFF)

@@ -55,6 +55,18 @@ class Runs:
             ids=None if self.ids is None else self.ids[part],
         )
 
+    def take(self, runs: NDArray[np.int64]) -> Self:
+        """Return some runs, for rows in the frames 0, 1, ..."""
+        at = to_device(runs, self.frames.device)
+        return replace(
+            self,
+            frames=torch.arange(len(runs), dtype=torch.int32, device=self.frames.device),
+            begin=self.begin[at],
+            end=self.end[at],
+            keys=None if self.keys is None else self.keys[at],
+            ids=None if self.ids is None else self.ids[runs],
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class PooledFeatures:

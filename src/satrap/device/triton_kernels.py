@@ -15,6 +15,7 @@ from satrap.config.tables import SGD, Adagrad, Adam, AdamW, Ftrl, Optimizer, Row
 from satrap.device import triton_optimizers as optimizers
 from satrap.device import triton_rounding as rounding
 from satrap.device.exact import signed
+from satrap.device.home_memory import HomeMemory
 from satrap.device.runs import PooledFeatures, Runs
 
 _UNROLL = 8  # gradients of one row whose loads are in flight at a time
@@ -181,6 +182,57 @@ def _update_kernel(
         noise = rounding.draw(rounding.mix(key + step_mark.to(tl.uint64, bitcast=True)), column)
         bits = rounding.to_float16(p, noise) if DTYPE == 1 else rounding.to_bfloat16(p, noise)
         tl.store(values + at, bits.to(tl.uint16).to(tl.int16, bitcast=True), mask=inside)
+
+
+@triton.jit
+def _exchange_part(device_row, home_row, direction, size: tl.constexpr, BLOCK: tl.constexpr):
+    """Copy one row's values, or its state, as integers: in, out or both."""
+    for first in range(0, size, BLOCK):
+        at = first + tl.arange(0, BLOCK)
+        is_in = (at < size) & ((direction & 1) != 0)
+        is_out = (at < size) & ((direction & 2) != 0)
+        entering = tl.load(home_row + at, mask=is_in, other=0)
+        leaving = tl.load(device_row + at, mask=is_out, other=0)
+        tl.store(device_row + at, entering, mask=is_in)
+        tl.store(home_row + at, leaving, mask=is_out)
+
+
+@triton.jit
+def _exchange_kernel(
+    values, state, segments, frames, slots, directions,
+    ROWS: tl.constexpr, STATE_AT: tl.constexpr, DIM: tl.constexpr, STATE_DIM: tl.constexpr, HALF: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Copy one row between its frame and its slot at home, whose memory the device reads and writes itself."""
+    entry = tl.program_id(0)
+    frame = tl.load(frames + entry).to(tl.int64)
+    slot = tl.load(slots + entry)
+    direction = tl.load(directions + entry)
+    segment = tl.load(segments + slot // ROWS)
+    line = (slot % ROWS).to(tl.int64)
+    if HALF:
+        home_values = segment.to(tl.pointer_type(tl.int16)) + line * DIM
+        _exchange_part(values + frame * DIM, home_values, direction, DIM, BLOCK)
+    else:
+        home_words = segment.to(tl.pointer_type(tl.int32)) + line * DIM
+        _exchange_part(values + frame * DIM, home_words, direction, DIM, BLOCK)
+    if STATE_DIM != 0:
+        home_state = (segment + STATE_AT).to(tl.pointer_type(tl.int32))
+        _exchange_part(state + frame * STATE_DIM, home_state + line * STATE_DIM, direction, STATE_DIM, BLOCK)
+
+
+def exchange(
+    values: Tensor, state: Tensor, home: HomeMemory, frames: Tensor, slots: Tensor, directions: Tensor
+) -> None:
+    """Copy rows with their states between frames and slots at home; see the reference."""
+    if len(frames):
+        layout = home.layout
+        _exchange_kernel[(len(frames),)](
+            values.view(torch.int32) if values.dtype == torch.float32 else values.view(torch.int16),
+            state.view(torch.int32), home.addresses, frames, slots, directions,
+            ROWS=home.rows, STATE_AT=home.state_at, DIM=layout.dim, STATE_DIM=layout.state_dim,
+            HALF=values.dtype != torch.float32, BLOCK=min(1024, triton.next_power_of_2(layout.dim)), **_OPTIONS,
+        )  # fmt: skip
 
 
 def pool(

@@ -58,6 +58,7 @@ class Embeddings(torch.nn.Module):
         num_threads: int | None = None,
         dense: Literal["sync", "async"] = "sync",
         device: torch.device | str | None = None,
+        device_memory: int | str | Mapping[str, int | str] | None = None,
         deployment: Deployment | None = None,
         **unknown: Never,
     ) -> None:
@@ -71,6 +72,9 @@ class Embeddings(torch.nn.Module):
             tables on the servers, and no trainer waits for another; the worker is opened by `optimizer`.
         device: keeps the rows on this device, and computes their lookups and updates there; None: in the memory of this
             process or of servers. Streams return batches on this device.
+        device_memory: bytes of the device's memory for rows, such as "100GiB"; the rows that were not used for longest
+            are at home, in this process's memory. Or by table: bytes, "all" or "none"; a table without an entry is
+            "all". None: all rows are on the device.
         deployment: where the rows are; None: in this process, sharded over several trainers, or under `satrap run` on
             the run's servers.
         """
@@ -84,14 +88,17 @@ class Embeddings(torch.nn.Module):
         if not isinstance(deployment, Deployment | None):
             raise ConfigError(f"deployment is {kind_of(deployment)}; expected a satrap.Deployment, or None")
         self.device = None if device is None else resolve_device(device)
+        if device_memory is not None and device is None:
+            raise ConfigError(f"device_memory is {device_memory!r} without a device; expected device= beside it")
         rows = (deployment or Deployment()).in_context()
         self._require_possible(dense, rows.servers is not None)
         if num_threads is None and staleness > 0 and spare_cores() > 0:
             num_threads = spare_cores()
+        open_rows = partial(open_worker, self.features, rows, self.trainers, seed, staleness, num_threads)
         self._session = TrainingSession(
             self.features,
             self.trainers,
-            partial(open_worker, self.features, rows, self.trainers, seed, staleness, num_threads, self.device),
+            partial(open_rows, self.device, device_memory),
             staleness=staleness,
             deterministic=deterministic,
         )

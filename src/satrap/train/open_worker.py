@@ -18,6 +18,7 @@ from satrap.train.process_group import ProcessGroup
 from satrap.worker.local_rows import LocalWorker
 
 if TYPE_CHECKING:
+    from satrap.device.device_memory import DeviceMemory
     from satrap.device.device_worker import DeviceWorker
     from satrap.rpc import Keys
     from satrap.worker.server_group import ServerGroup
@@ -32,18 +33,19 @@ def open_worker(
     staleness: int,
     num_threads: int | None,
     device: torch.device | None = None,
+    device_memory: "DeviceMemory" = None,
     dense: tuple[Table, ...] = (),
 ) -> "LocalWorker | ShardedWorker | DeviceWorker":
     """Open the worker of a trainer. All trainers call this, and the first one starts an attempt at the servers.
 
     rows: with what the run gives.
-    device: of the rows; None: the memory of this process, or servers.
+    device: of the rows; None: the memory of this process, or servers. device_memory: for them.
     dense: the tables of dense parameters on the servers; then trainers do not wait for each other.
     """
     job = Job(tables=(*features.tables, *dense), seed=seed)
     describe_process("trainer", job=job.fingerprint)
     if device is not None:
-        return _open_on_device(features, rows, trainers, seed, num_threads, device)
+        return _open_on_device(features, rows, trainers, seed, num_threads, device, device_memory)
     if rows.servers is None:
         if trainers.world_size == 1:
             return LocalWorker(features, seed=seed, num_threads=num_threads, shared=rows.shared)
@@ -109,6 +111,7 @@ def _open_on_device(
     seed: int,
     num_threads: int | None,
     device: torch.device,
+    device_memory: "DeviceMemory",
 ) -> "DeviceWorker":
     from satrap.device.device_worker import DeviceWorker
 
@@ -120,7 +123,7 @@ def _open_on_device(
             f"device is {str(device)!r} and there are {trainers.world_size} trainers, each of which would train its "
             "own tables: use one trainer, or servers"
         )
-    return DeviceWorker(features, device, seed=seed, num_threads=num_threads)
+    return DeviceWorker(features, device, seed=seed, num_threads=num_threads, device_memory=device_memory)
 
 
 def _connect_servers(

@@ -1,0 +1,255 @@
+// Rows on a device of which only some fit there: the others are at home. A training lookup brings its rows into frames
+// and records the moves, which the device carries out in the order of the calls; nothing else moves a row. In this
+// order a lookup finds all its rows, chooses the frames for those that are at home, and only then changes a place: so
+// if they do not fit, no row has moved.
+#include <numeric>
+
+#include "base/errors.hpp"
+#include "engine/engine.hpp"
+
+namespace satrap {
+
+// What a lookup finds before it moves rows.
+struct Engine::FoundPlaces {
+    struct AtHome {
+        std::uint64_t id;
+        std::uint32_t row;    // its slot in its bucket
+        std::size_t at;       // its index in `places`
+        std::size_t inserted; // its index in `inserted`, or kOld
+        std::uint32_t table;
+        bool is_new() const { return inserted != kOld; }
+    };
+    static constexpr std::size_t kOld = ~std::size_t{0};
+
+    std::vector<std::uint32_t> places; // [entries]: that of unique id i of bucket b is places[begin[b] + i]
+    std::mutex mutex;
+    std::vector<InsertedRow> inserted;
+    std::vector<std::vector<AtHome>> at_home; // by pool: the rows that need a frame
+};
+
+void Engine::set_device_frames(std::size_t p, std::uint32_t frames) {
+    RowPlaces& places = row_places(p);
+    if (places.device.used() != 0 || places.home.used() != 0)
+        throw InputError("frame pool " + std::to_string(p) + " has rows already: limit its frames before the first");
+    places.set_device_frames(std::min(frames, kMostFrames));
+    is_tiered_ = true;
+}
+
+std::vector<Move> Engine::take_moves() {
+    fork_guard_.require_same_process();
+    std::lock_guard lock(inserted_mutex_);
+    return std::exchange(moves_, {});
+}
+
+void Engine::find_tiered_frames(Batch& batch, const LookupStep& at, std::int32_t* frames,
+                                std::vector<AbsentRow>& absent) {
+    BucketScheduler::ScratchLease lease(scheduler_, batch.size());
+    auto has = [&](std::uint32_t b) { return occupied(batch, b); };
+    scheduler_.for_each_bucket(map_, lease, has, [&](std::size_t, std::uint32_t b, Scratch& scratch) {
+        batch.deduplicate(b, scratch.dedupe);
+    });
+    require_frames(batch);
+    open_step(at);
+    FoundPlaces found;
+    found.places.resize(batch.size());
+    found.at_home.resize(row_places_.size());
+    try {
+        find_places(batch, at, found, lease);
+        bring_rows(found, at);
+    } catch (...) {
+        keep_inserted(found.inserted);
+        throw;
+    }
+    keep_inserted(found.inserted);
+    scheduler_.for_each_bucket(map_, lease, has, [&](std::size_t t, std::uint32_t b, Scratch&) {
+        write_frames(batch, t, b, found.places.data() + batch.begin[b], frames, absent);
+    });
+    batch.hinted = true;
+}
+
+// Refuses a batch that has more rows than frames, before anything is changed. Ids that may be refused do not count.
+void Engine::require_frames(const Batch& batch) {
+    std::vector<std::uint64_t> rows(row_places_.size());
+    for (std::size_t t = 0; t < tables_.size(); ++t) {
+        const TableConfig& config = tables_[t]->config();
+        const std::uint64_t limit = places_of(t)->device.limit();
+        if (config.admission != AdmissionKind::always || limit == 0) continue;
+        const std::uint64_t here = std::accumulate(batch.num_unique.begin() + map_.first[t],
+                                                   batch.num_unique.begin() + map_.first[t + 1], std::uint64_t{0});
+        std::uint64_t& of_pool = rows[*config.frame_pool];
+        of_pool += here;
+        if (of_pool <= limit) continue;
+        const std::size_t bytes = config.device_bytes();
+        throw CapacityError("table '" + config.name + "': the batch has " + std::to_string(here) + " unique ids" +
+                            (of_pool != here
+                                 ? ", and with the tables before it that share its memory " + std::to_string(of_pool)
+                                 : "") +
+                            "; expected at most " + std::to_string(limit) + ", the rows in " +
+                            std::to_string(limit * bytes) + " bytes of the device: give the tables at least " +
+                            std::to_string(of_pool * bytes) + " bytes of device_memory, or use a smaller batch");
+    }
+}
+
+void Engine::find_places(Batch& batch, const LookupStep& at, FoundPlaces& found, BucketScheduler::ScratchLease& lease) {
+    scheduler_.for_each_bucket(
+        map_, lease, [&](std::uint32_t b) { return occupied(batch, b); },
+        [&](std::size_t t, std::uint32_t b, Scratch& scratch) {
+            const BucketVisit visit = visit_of(batch, map_.first[t], b);
+            std::uint32_t* places = found.places.data() + batch.begin[b];
+            std::vector<InsertedRow> inserted;
+            try {
+                tables_[t]->lookup_places(visit, at, places, inserted, scratch);
+            } catch (...) {
+                std::lock_guard lock(found.mutex);
+                found.inserted.insert(found.inserted.end(), inserted.begin(), inserted.end());
+                throw;
+            }
+            std::lock_guard lock(found.mutex);
+            const std::size_t first = found.inserted.size();
+            found.inserted.insert(found.inserted.end(), inserted.begin(), inserted.end());
+            const bool stays = places_of(t)->device.limit() == 0;
+            for (std::uint32_t i = 0, k = 0; i < visit.num_unique; ++i) {
+                const bool is_new = k < inserted.size() && inserted[k].id == visit.unique[i];
+                if (is_at_home(places[i]) && !stays)
+                    found.at_home[*tables_[t]->config().frame_pool].push_back(
+                        {visit.unique[i], visit.hints[i], batch.begin[b] + i, is_new ? first + k : FoundPlaces::kOld,
+                         static_cast<std::uint32_t>(t)});
+                k += is_new;
+            }
+        });
+}
+
+// Gives each row that was found at home a frame: a free one, or one whose row goes home in exchange.
+void Engine::bring_rows(FoundPlaces& found, const LookupStep& at) {
+    constexpr std::size_t kAhead = 8; // moves whose rows are being fetched
+    const std::uint32_t before = std::min(at.oldest_open, at.step);
+    std::vector<std::vector<std::uint32_t>> free(row_places_.size());
+    std::vector<std::vector<FrameOrder::Use>> victims(row_places_.size());
+    std::size_t num_moves = 0;
+    try {
+        for (std::size_t p = 0; p < row_places_.size(); ++p) {
+            const std::size_t needed = found.at_home[p].size();
+            if (needed == 0) continue;
+            num_moves += needed;
+            std::vector<std::uint32_t> frames(needed);
+            frames.resize(row_places_[p]->take_frames(frames));
+            free[p] = std::move(frames);
+            row_places_[p]->order().oldest(needed - free[p].size(), before, victims[p]);
+            if (const std::size_t missing = needed - free[p].size() - victims[p].size(); missing != 0) {
+                const auto first = std::min_element(found.at_home[p].begin(), found.at_home[p].end(),
+                                                    [](const auto& a, const auto& b) { return a.table < b.table; });
+                fail_frames(first->table, missing, at, before);
+            }
+        }
+    } catch (...) {
+        for (std::size_t p = 0; p < row_places_.size(); ++p) {
+            row_places_[p]->device.give(free[p]);
+            if (row_places_[p]->is_tiered()) row_places_[p]->order().retry();
+        }
+        throw;
+    }
+    std::lock_guard lock(inserted_mutex_);
+    moves_.reserve(moves_.size() + num_moves); // nothing may throw once a row has another place
+    for (std::size_t p = 0; p < row_places_.size(); ++p)
+        for (std::size_t i = 0; i < found.at_home[p].size(); ++i) {
+            const FoundPlaces::AtHome& row = found.at_home[p][i];
+            const std::uint32_t slot = found.places[row.at] & ~kAtHome;
+            const bool has_victim = i >= free[p].size();
+            if (const std::size_t next = i + kAhead; has_victim && next < found.at_home[p].size()) {
+                const FrameOrder::Use& later = victims[p][next - free[p].size()];
+                tables_[later.table]->prefetch_row(later.id, later.slot);
+            }
+            std::uint32_t frame;
+            if (has_victim) {
+                const FrameOrder::Use& victim = victims[p][i - free[p].size()];
+                frame = victim.frame;
+                tables_[victim.table]->move_out(victim.id, victim.slot, frame, slot);
+            } else {
+                frame = free[p][i];
+            }
+            tables_[row.table]->move_in(row.id, row.row, slot, frame, row.is_new());
+            if (!has_victim) row_places_[p]->home.give({&slot, 1});
+            found.places[row.at] = frame;
+            if (row.is_new()) found.inserted[row.inserted].place = frame;
+            const std::uint32_t directions = (row.is_new() ? 0 : Move::kIn) | (has_victim ? Move::kOut : 0);
+            if (directions != 0) moves_.push_back({static_cast<std::uint32_t>(p), frame, slot, directions});
+        }
+}
+
+void Engine::fail_frames(std::size_t t, std::size_t missing, const LookupStep& at, std::uint32_t before) {
+    const TableConfig& config = tables_[t]->config();
+    const RowPlaces& places = *places_of(t);
+    const std::size_t limit = places.device.limit(), used = places.order().used_since(before),
+                      bytes = config.device_bytes();
+    throw CapacityError(
+        "table '" + config.name + "': at step " + std::to_string(at.step) + " its memory on the " + "device, " +
+        std::to_string(limit * bytes) + " bytes for " + std::to_string(limit) + " rows, has no room for " +
+        std::to_string(missing) + " rows of the batch: " + std::to_string(used) +
+        " are in use by this and by open steps (" + std::to_string(before) + " and later); expected at least " +
+        std::to_string((limit + missing) * bytes) + " bytes of device_memory, a smaller batch or less staleness");
+}
+
+namespace {
+
+// Which places of a tier are free or have been found.
+class Census {
+  public:
+    explicit Census(const FramePool& pool, const char* what) : what_(what), taken_(pool.used(), false) {
+        for (const std::uint32_t place : pool.free()) taken_[place] = true;
+    }
+    void count(const std::string& table, std::uint32_t place) {
+        if (place >= taken_.size() || taken_[place])
+            throw InvariantError("table '" + table + "': " + what_ + " " + std::to_string(place) +
+                                 " belongs to two rows, or to none");
+        taken_[place] = true;
+    }
+    void finish() const {
+        if (std::find(taken_.begin(), taken_.end(), false) != taken_.end())
+            throw InvariantError(std::string("a ") + what_ + " is neither free nor of a row");
+    }
+
+  private:
+    const char* what_;
+    std::vector<bool> taken_;
+};
+
+} // namespace
+
+void Engine::check_frames() {
+    fork_guard_.require_same_process();
+    const auto places_lock = lock_places();
+    std::vector<Census> frames, slots;
+    for (const auto& places : row_places_) {
+        frames.emplace_back(places->device, "frame");
+        slots.emplace_back(places->home, "slot at home");
+        for (const std::uint32_t frame : places->device.free())
+            if (places->is_tiered() && places->order().of(frame).stamp != FrameOrder::kFree)
+                throw InvariantError("frame " + std::to_string(frame) + " is free and may be a victim");
+    }
+    for (std::uint32_t t = 0; t < tables_.size() && !row_places_.empty(); ++t) {
+        const TableConfig& config = tables_[t]->config();
+        const RowPlaces& places = *places_of(t);
+        for (std::uint32_t b = 0; b < config.num_buckets; ++b) {
+            Bucket& bucket = tables_[t]->bucket(b);
+            std::lock_guard lock(bucket.mutex);
+            std::uint64_t in_frames = 0;
+            bucket.rows.for_each([&](std::uint32_t slot, const Head& head) {
+                const std::uint32_t place = bucket.place_of(slot);
+                if (!is_frame(place)) return slots[*config.frame_pool].count(config.name, place & ~kAtHome);
+                ++in_frames;
+                frames[*config.frame_pool].count(config.name, place);
+                if (!places.is_tiered()) return;
+                const FrameOrder::Use use = places.order().of(place);
+                if (use.stamp != head.stamp || use.table != t || use.id != head.id() || use.slot != slot)
+                    throw InvariantError("table '" + config.name + "': frame " + std::to_string(place) +
+                                         " is not ordered by the last use of its row");
+            });
+            if (in_frames != bucket.in_frames)
+                throw InvariantError("table '" + config.name + "': the count of rows in frames is wrong");
+        }
+    }
+    for (const Census& census : frames) census.finish();
+    for (const Census& census : slots) census.finish();
+}
+
+} // namespace satrap

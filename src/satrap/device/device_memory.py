@@ -1,0 +1,102 @@
+"""How much of a device's memory the rows of each table take: what `Embeddings(device_memory=...)` declares. Pure
+functions."""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from satrap.config.tables import Table
+from satrap.errors import ConfigError
+
+Size = int | str
+DeviceMemory = Size | Mapping[str, Size] | None
+_UNITS = {"": 1, "B": 1, "kB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+_UNITS |= {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
+_EXPECTED = "expected bytes as an integer, or a text such as '100GiB'"
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """The part of a device's memory that the rows of some tables share."""
+
+    group: str
+    """Tables of one group and one layout share their part."""
+    size: int | None
+    """Bytes of one table; None: all of its rows are on the device."""
+
+
+ALL = Share("all", None)
+
+
+def shares_of(tables: Sequence[Table], row_bytes: Sequence[int], device_memory: DeviceMemory) -> list[Share]:
+    """Return the share of each table. row_bytes: of a row of each.
+
+    device_memory: of all tables together; or by table bytes, "all" or "none", where a table without an entry is "all";
+        None: all rows are on the device."""
+    if device_memory is None:
+        return [ALL] * len(tables)
+    if isinstance(device_memory, Mapping):
+        names = [table.name for table in tables]
+        for name in device_memory:
+            if name not in names:
+                raise ConfigError(f"device_memory names {name!r}; expected tables of the features, {names}")
+        return [
+            _share_of(table, size, device_memory.get(table.name, "all"))
+            for table, size in zip(tables, row_bytes, strict=True)
+        ]
+    total = as_bytes("device_memory", device_memory)
+    demands = [rows_of(table) for table in tables]
+    sizes = divide_bytes(
+        total, [None if rows is None else rows * size for rows, size in zip(demands, row_bytes, strict=True)]
+    )
+    for table, size, least in zip(tables, sizes, row_bytes, strict=True):
+        _require_row("device_memory", table, size, least)
+    return [Share("shared", size) for size in sizes]
+
+
+def _share_of(table: Table, row_bytes: int, declared: Size) -> Share:
+    if declared == "all":
+        return ALL
+    if declared == "none":
+        return Share("none", 0)
+    where = f"device_memory[{table.name!r}]"
+    size = as_bytes(where, declared, ", 'all' or 'none'")
+    _require_row(where, table, size, row_bytes)
+    return Share(f"table {table.name}", size)
+
+
+def _require_row(where: str, table: Table, size: int, row_bytes: int) -> None:
+    if size < row_bytes:
+        raise ConfigError(
+            f"{where} leaves {size} bytes to table {table.name!r}; expected at least the {row_bytes} of one row, and "
+            "enough for the rows of the batches in progress; or 'none', by table"
+        )
+
+
+def rows_of(table: Table) -> int | None:
+    """Return how many rows the table can have; None: there is no bound."""
+    return None if table.on_full == "grow" else table.capacity
+
+
+def divide_bytes(total: int, demands: Sequence[int | None]) -> list[int]:
+    """Divide bytes over tables: none gets more than it demands, and what the small ones leave is divided over the
+    others in equal parts. None: a table takes all that it gets."""
+    sizes = [0] * len(demands)
+    waiting = sorted(range(len(demands)), key=lambda i: (demands[i] is None, demands[i] or 0))
+    while waiting:
+        first, fair = waiting.pop(0), total // (len(waiting) + 1)
+        demand = demands[first]
+        sizes[first] = fair if demand is None else min(demand, fair)
+        total -= sizes[first]
+    return sizes
+
+
+def as_bytes(where: str, size: object, others: Literal["", ", 'all' or 'none'"] = "") -> int:
+    """Return a size in bytes, from an integer or a text with a unit."""
+    if isinstance(size, int) and not isinstance(size, bool) and size >= 0:
+        return size
+    found = re.fullmatch(r"(\d+(?:\.\d+)?) ?(\w*)", size) if isinstance(size, str) else None
+    if found is None or found[2] not in _UNITS:
+        raise ConfigError(f"{where} is {size!r} ({type(size).__name__}); {_EXPECTED}{others}")
+    return int(float(found[1]) * _UNITS[found[2]])

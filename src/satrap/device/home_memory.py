@@ -1,0 +1,83 @@
+"""The values and optimizer states of rows at home: this process's memory, pinned if the device is a GPU, which then
+reads and writes it itself. Only the kernel `exchange` and its callers touch it, in the order of the device's queue."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from satrap.device.row_layout import RowLayout
+from satrap.errors import CapacityError
+
+SEGMENT_BYTES = 1 << 26  # a power of two: what torch allocates as pinned memory is one
+_ALIGNMENT = 16
+
+IN, OUT = 1, 2
+"""Directions of a row: from home into a frame, and back. Their sum exchanges two rows."""
+
+
+@dataclass(slots=True, eq=False)
+class HomeMemory:
+    """The rows of some tables at home, by slot. It grows by segments, so no row is copied and no address changes."""
+
+    layout: RowLayout
+    device: torch.device
+    segments: list[Tensor] = field(default_factory=list)
+    """uint8: the values of `rows` rows, then from `state_at` on their states."""
+    rows: int = field(init=False)
+    """The number of rows in a segment."""
+    addresses: Tensor = field(init=False)
+    """int64 on the device: where each segment begins."""
+    _earlier: list[Tensor] = field(default_factory=list)  # kernels that use them may still be in the queue
+
+    def __post_init__(self) -> None:
+        self.rows = max(1, (SEGMENT_BYTES - _ALIGNMENT) // self.layout.row_bytes)
+        self.addresses = torch.empty(0, dtype=torch.int64, device=self.device)
+
+    @property
+    def state_at(self) -> int:
+        """Where the states of a segment begin."""
+        return -(-self.rows * self.layout.value_bytes // _ALIGNMENT) * _ALIGNMENT
+
+    def __len__(self) -> int:
+        """Return the number of slots."""
+        return len(self.segments) * self.rows
+
+    def reserve(self, slots: int, names: Sequence[str]) -> None:
+        """Make room for so many slots; raise CapacityError if this process has no memory. names: of the tables."""
+        segments = list(self.segments)
+        while len(segments) * self.rows < slots:
+            size = max(SEGMENT_BYTES, self.state_at + self.rows * self.layout.state_bytes)
+            try:
+                segments.append(self._allocate(size))
+            except RuntimeError as error:  # also of pinned memory
+                pinned = "pinned " if self.device.type == "cuda" else ""
+                raise CapacityError(
+                    f"tables {', '.join(map(repr, names))}: this process has no {pinned}memory for {slots} rows at "
+                    f"home: expected {size:,} bytes beside the {len(segments) * size:,} that it holds. Give the tables "
+                    "a capacity, or use a smaller dtype or dim"
+                ) from error
+        if len(segments) > len(self.segments):
+            self._earlier.append(self.addresses)
+            self.addresses = torch.tensor([each.data_ptr() for each in segments], device=self.device)
+            self.segments = segments
+
+    @torch.inference_mode(False)  # a tensor of inference could never be updated
+    def _allocate(self, size: int) -> Tensor:
+        return torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=self.device.type == "cuda")
+
+    def parts(self, slots: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:
+        """Yield for each segment with some of the slots: which of them, their lines in it, its values and states."""
+        numbers = slots // self.rows
+        for number in torch.unique(numbers).tolist():
+            here = (numbers == number).nonzero()[:, 0]
+            segment = self.segments[number]
+            values = segment[: self.rows * self.layout.value_bytes].view(self.layout.torch_dtype)
+            states = segment[self.state_at : self.state_at + self.rows * self.layout.state_bytes].view(torch.float32)
+            yield (
+                here,
+                slots[here] % self.rows,
+                values.view(self.rows, self.layout.dim),
+                states.view(self.rows, self.layout.state_dim),
+            )

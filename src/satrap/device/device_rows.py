@@ -23,7 +23,7 @@ from satrap.device.row_memory import RowMemory
 from satrap.device.runs import PooledFeatures, Runs
 from satrap.worker.worker import BagRequest, TicketGradients, UpdateRequest, native_features
 
-_LARGEST = float(np.finfo(np.float32).max)
+LARGEST = float(np.finfo(np.float32).max)
 
 
 class DeviceRows:
@@ -158,7 +158,7 @@ class DeviceRows:
         """Raise NonFiniteError if a table refuses a gradient; return whether gradients may have to be skipped."""
         bound = abs(scale) * self._engine.core.sum_bound(request.tickets)
         largest = float(flat.abs().max()) if len(flat) else 0.0
-        if largest * bound < _LARGEST:  # not true of a NaN
+        if largest * bound < LARGEST:  # not true of a NaN
             return False
         on_cpu = [
             (

@@ -16,7 +16,7 @@ from satrap.config.tables import Table
 from satrap.device.host_copy import to_device
 from satrap.errors import CapacityError
 
-_DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 _GROWTH = 1.5
 _MOST_FRAMES = 2**31 - 1  # of the core
 
@@ -32,7 +32,7 @@ class RowLayout:
     @property
     def row_bytes(self) -> int:
         """Size of a row."""
-        return self.dim * _DTYPES[self.dtype].itemsize + self.state_dim * 4
+        return self.dim * DTYPES[self.dtype].itemsize + self.state_dim * 4
 
 
 def memories_of(tables: Sequence[Table], state_dims: Sequence[int], device: torch.device) -> list["RowMemory"]:
@@ -83,7 +83,7 @@ class RowMemory:
     @torch.inference_mode(False)  # a tensor of inference could never be updated
     def _empty(self, frames: int) -> tuple[Tensor, Tensor]:
         """Return memory for so many frames."""
-        values = torch.empty((frames, self.layout.dim), dtype=_DTYPES[self.layout.dtype], device=self.device)
+        values = torch.empty((frames, self.layout.dim), dtype=DTYPES[self.layout.dtype], device=self.device)
         return values, torch.empty((frames, self.layout.state_dim), dtype=torch.float32, device=self.device)
 
     def write(self, frames: NDArray[np.int32], values: NDArray[Any], state: NDArray[np.float32]) -> None:

@@ -12,7 +12,7 @@ import os
 import tempfile
 import time
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from contextlib import suppress
 from pathlib import Path
@@ -32,7 +32,7 @@ from satrap.server.protocol import NO_ATTEMPT, WIRES, Coded, Flags, Floats, Ids,
 from satrap.server.state import PendingLookup, ServerState, decode_gradients
 from satrap.server.step_barrier import TrainerPart, concatenate_parts
 from satrap.sharding.shard_map import ShardMap
-from satrap.table.engine import attach_engine, open_engine, remove_unfinished, shared_note
+from satrap.table.engine import Slot, attach_engine, open_engine, remove_unfinished, shared_note
 from satrap.table.snapshot.directory import part_name
 from satrap.table.snapshot.saved_table import require_same_snapshots
 from satrap.table.table_group import TableGroup
@@ -50,11 +50,14 @@ class Server(MigrationCalls):
         shared: str | os.PathLike[str] | None = None,
         num_threads: int | None = None,
         checkpoints: Iterable[str | os.PathLike[str]] = (),
+        open_tables: Callable[[Job], list[Slot]] | None = None,
     ) -> None:
         """shared: the shared-memory file of the rows. An existing file is attached, with its rows and job; otherwise it
             is created when the job is known.
-        checkpoints: folders below which the server may read and write checkpoints."""
+        checkpoints: folders below which the server may read and write checkpoints.
+        open_tables: creates the tables of a job; None: in the memory of this process, or in `shared`."""
         thread_count(num_threads)
+        self._open_tables = open_tables
         self._permitted = PathAllowlist(checkpoints, "--checkpoints")
         self._shared, self._num_threads = shared, num_threads
         self._leases = Leases()
@@ -312,13 +315,13 @@ class Server(MigrationCalls):
                 self.require_permitted(origin, folder)
 
     def _create_tables(self, job: Job, shard_map: ShardMap, number: int) -> ServerState:
-        slots = open_engine(
-            job.tables,
-            seed=job.seed,
-            num_threads=self._num_threads,
-            shared=self._shared,
-            note={"server": number, "num_servers": len(shard_map.addresses)},
-        )
+        if self._open_tables is not None:
+            slots = self._open_tables(job)
+        else:
+            note = {"server": number, "num_servers": len(shard_map.addresses)}
+            slots = open_engine(
+                job.tables, seed=job.seed, num_threads=self._num_threads, shared=self._shared, note=note
+            )
         state = ServerState(job, TableGroup.in_engine(slots), slots[0].engine, shard_map, number)
         try:
             state.adopt(shard_map, number, self._fencing_token)

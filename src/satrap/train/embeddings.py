@@ -105,7 +105,7 @@ class Embeddings(torch.nn.Module):
         if isinstance(staleness, bool) or not isinstance(staleness, int) or staleness < 0:
             raise ConfigError(f"staleness is {staleness!r}; expected an integer, 0 (synchronous) or more")
         repeats = self.staleness == 0 and self._strategy.is_joint
-        if self.deterministic and not repeats and self.trainers.world_size > 1:
+        if self.deterministic and not repeats and self.trainers.world_size > 1 and self.device is None:
             raise ConfigError(
                 f"deterministic=True with dense={dense!r} and staleness {staleness} needs a single trainer; found "
                 "several"

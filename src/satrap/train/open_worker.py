@@ -2,6 +2,7 @@
 process."""
 
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -13,10 +14,12 @@ from satrap.config.tables import Table
 from satrap.errors import ConfigError, StreamError
 from satrap.run_context import current_context
 from satrap.train.deployment import Deployment
+from satrap.train.missing_trainer import missing_trainer
 from satrap.train.process_group import ProcessGroup
 from satrap.worker.local_rows import LocalWorker
 
 if TYPE_CHECKING:
+    from satrap.device.collective_worker import CollectiveWorker
     from satrap.device.device_worker import DeviceWorker
     from satrap.rpc import Keys
     from satrap.worker.server_group import ServerGroup
@@ -32,7 +35,7 @@ def open_worker(
     num_threads: int | None,
     device: torch.device | None = None,
     dense: tuple[Table, ...] = (),
-) -> "LocalWorker | ShardedWorker | DeviceWorker":
+) -> "LocalWorker | ShardedWorker | DeviceWorker | CollectiveWorker":
     """Open the worker of a trainer. All trainers call this, and the first one starts an attempt at the servers.
 
     rows: with what the run gives.
@@ -40,7 +43,7 @@ def open_worker(
     dense: the tables of dense parameters on the servers; then trainers do not wait for each other.
     """
     if device is not None:
-        return _open_on_device(features, rows, trainers, seed, num_threads, device)
+        return _open_on_device(features, rows, trainers, seed, staleness, num_threads, device)
     if rows.servers is None:
         if trainers.world_size == 1:
             return LocalWorker(features, seed=seed, num_threads=num_threads, shared=rows.shared)
@@ -105,20 +108,60 @@ def _open_on_device(
     rows: Deployment,
     trainers: ProcessGroup,
     seed: int,
+    staleness: int,
     num_threads: int | None,
     device: torch.device,
-) -> "DeviceWorker":
+) -> "DeviceWorker | CollectiveWorker":
     from satrap.device.device_worker import DeviceWorker
 
     for found, what in ((rows.servers, "servers"), (rows.shared, "a shared-memory file")):
         if found is not None:
             raise ConfigError(f"device is {str(device)!r} and the rows are in {what}: leave one of them out")
-    if trainers.world_size > 1:
-        raise ConfigError(
-            f"device is {str(device)!r} and there are {trainers.world_size} trainers, each of which would train its "
-            "own tables: use one trainer, or servers"
+    if trainers.world_size == 1:
+        return DeviceWorker(features, device, seed=seed, num_threads=num_threads)
+    if rows.wire != "float32":
+        raise ConfigError(f"wire is {rows.wire!r} and device is {str(device)!r}: rows on devices travel unchanged")
+    return _open_among_devices(features, rows, trainers, seed, staleness, num_threads, device)
+
+
+def _open_among_devices(
+    features: Features,
+    rows: Deployment,
+    trainers: ProcessGroup,
+    seed: int,
+    staleness: int,
+    num_threads: int | None,
+    device: torch.device,
+) -> "CollectiveWorker":
+    """Shard the rows over the trainers' devices. Each trainer also runs a server of its rows, for calls that are not
+    part of a step."""
+    from satrap.device.collective_worker import CollectiveWorker, OwnTables
+    from satrap.device.kernels import require_possible
+    from satrap.train.trainer_server import TrainerServer
+
+    require_possible(features.tables, device)
+    own = OwnTables(features, device, num_threads)
+    server = TrainerServer(trainers, num_threads, own.open)
+    try:
+        rows = replace(rows, servers=server.addresses)
+        servers = _connect_servers(
+            Job(tables=features.tables, seed=seed), rows, trainers, server.keys, synchronous=False
         )
-    return DeviceWorker(features, device, seed=seed, num_threads=num_threads)
+        worker = CollectiveWorker(
+            features,
+            servers,
+            own,
+            device,
+            num_threads=server.num_threads,
+            staleness=staleness,
+            explain=partial(missing_trainer, server.addresses),
+        )
+    except BaseException:
+        server.close()
+        raise
+    worker.stop_own_server = server.close
+    close_when_collected(worker, server.close)
+    return worker
 
 
 def _connect_servers(

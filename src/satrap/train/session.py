@@ -297,6 +297,8 @@ class TrainingSession:
             stack.callback(setattr, self, "_closed", True)
             for stream in self._evaluations:
                 stack.callback(stream.close)
+            if not finish and self._training is not None:
+                self._training.release()
             self._leave_stream("the embeddings were closed")
             if finish:
                 self._finish()

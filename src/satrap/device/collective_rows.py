@@ -28,7 +28,6 @@ from satrap.device.host_copy import to_device
 from satrap.device.kernels import kernels_of
 from satrap.device.owned_rows import LookupTime, OwnedRows
 from satrap.device.round_thread import RoundThread
-from satrap.device.row_memory import DTYPES
 from satrap.device.runs import PooledFeatures, Runs
 from satrap.device.segments import TableGroups
 from satrap.errors import TicketError

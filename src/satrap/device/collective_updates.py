@@ -137,6 +137,7 @@ class CollectiveUpdates:
         if (kinds == _PART).any():
             self._apply(joint, part, own, headers)
         self._note(joint)
+        self._exchange.barrier()  # an update returns once all trainers' rows have it: a server may be asked for them
         return False
 
     def _apply(self, step: int, part: UpdatePart | None, own: NDArray[np.int64], headers: NDArray[np.int64]) -> None:

@@ -1,6 +1,7 @@
 """A worker whose rows are on a device. Its blocks and gradients are tensors there."""
 
 from dataclasses import replace
+
 import torch
 
 from satrap.config.features import Features

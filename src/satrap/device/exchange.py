@@ -32,6 +32,10 @@ class Exchange:
         dist.all_to_all_single(received, torch.from_numpy(np.ascontiguousarray(own)), group=self._host)
         return received.numpy()
 
+    def barrier(self) -> None:
+        """Return once all trainers have called this."""
+        self.headers(np.zeros((self.world_size, 1), np.int64))
+
     def ids(self, parts: Sequence[NDArray[np.uint64]], counts: Sequence[int]) -> NDArray[np.uint64]:
         """Send part r to trainer r; return what all sent to this one, in the order of the ranks. counts: of each."""
         sent = torch.from_numpy(np.concatenate(parts).view(np.int64))
@@ -43,10 +47,9 @@ class Exchange:
         """Send the first lines to trainer 0, the next ones to trainer 1, and so on; return what all sent to this one.
         sent: [lines, dim]."""
         received = torch.empty((sum(counts), sent.shape[1]), dtype=sent.dtype, device=sent.device)
-        if sent.shape[1] and any((*sent_counts, *counts)):
-            dist.all_to_all_single(
-                _bytes_of(received), _bytes_of(sent), list(counts), list(sent_counts), group=self._device
-            )
+        dist.all_to_all_single(
+            _bytes_of(received), _bytes_of(sent), list(counts), list(sent_counts), group=self._device
+        )
         return received
 
 

@@ -96,8 +96,8 @@ class OwnedRows(DeviceRows):
         places = joined.lines * dims[joined.tables()]
         if len(places) and int(places.max()) + int(dims.max()) > _MOST_PLACES:
             raise InputError(
-                f"the gradients of step {step} hold more than {_MOST_PLACES} floats for one trainer's rows, the most that "
-                "fit on a device: make smaller batches"
+                f"step {step}: the gradients for one trainer hold more than {_MOST_PLACES} floats, the most "
+                "that fit on a device: make smaller batches"
             )
         with self._engine.exclusive():
             skips = self._check_sums(joined, sums, len(counts))

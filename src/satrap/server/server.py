@@ -185,10 +185,10 @@ class Server(MigrationCalls):
             if kept is not None:
                 state.engine.drop(kept.ticket)
                 ids, offsets = kept.ids, kept.offsets
-            return self._join_barrier(state, origin, TrainerPart(ids, offsets, gradients), lrs, barrier_size)
+            return self._join_barrier(state, origin, TrainerPart(ids, offsets, gradients, lrs), barrier_size)
 
     def _join_barrier(
-        self, state: ServerState, origin: Origin, part: TrainerPart, lrs: list[float], barrier_size: int
+        self, state: ServerState, origin: Origin, part: TrainerPart, barrier_size: int
     ) -> "Future[None] | None":
         """Add a trainer's part of a step. The call that completes the step applies it, as an update of trainer 0."""
         with self._condition:
@@ -201,7 +201,7 @@ class Server(MigrationCalls):
         try:
             step_part = concatenate_parts(parts, [table.dim for table in state.job.tables])
             ticket = state.engine.prepare(step_part.ids, step_part.offsets)
-            state.engine.update(ticket, step_part.gradients, origin.step, lrs, 0)
+            state.engine.update(ticket, step_part.gradients, origin.step, step_part.lrs, 0)
             state.engine.finish(0, origin.step)
         except Exception as failed:
             error = failed

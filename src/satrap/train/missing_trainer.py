@@ -40,7 +40,7 @@ def _accepts(address: str) -> bool:
     )
     with socket.socket(family, socket.SOCK_STREAM) as probe:
         probe.settimeout(_SECONDS)
-        return probe.connect_ex(at) == 0  # type: ignore[arg-type]
+        return probe.connect_ex(at) == 0
 
 
 def _named(ranks: Sequence[int]) -> str:

@@ -7,6 +7,7 @@ Each trainer owns some buckets of every table, and all exchange ids, rows and gr
 trainer also serves its rows by the calls of a server, which evaluation, reading and checkpoints use.
 """
 
+import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -84,7 +85,8 @@ class CollectiveRows(ShardedRows):
         self._lookup_thread = RoundThread("satrap-exchange-lookups", explain)
         self._updates = CollectiveUpdates(updates, self._groups, owned, self._update_thread)
         self._lookups = CollectiveLookups(lookups, self._groups, owned, self._lookup_thread, self._updates, staleness)
-        self._has_ended = True
+        self._has_ended = True  # changes under the lock, so that no lookup follows the end of the lookups
+        self._stream_lock = threading.Lock()
         self._unfinished: tuple[CollectiveTicket, Future[list[Tensor]]] | None = None
 
     # -- streams -------------------------------------------------------------------------------------------------------
@@ -97,9 +99,10 @@ class CollectiveRows(ShardedRows):
 
     def end_lookups(self) -> None:
         """End the lookups of the stream: later ones return zeros, without other trainers."""
-        if not self._has_ended:
-            self._has_ended = True
-            self._lookups.idle()
+        with self._stream_lock:
+            if not self._has_ended:
+                self._has_ended = True
+                self._lookups.idle()
 
     def end_updates(self) -> None:
         """End the updates of the stream, and wait until those that this trainer joined are applied."""
@@ -151,12 +154,11 @@ class CollectiveRows(ShardedRows):
 
     def join(self, step: int, oldest_open: int) -> None:
         """Join a lookup of the other trainers with nothing."""
-        if not self._has_ended:
-            self._updates.pass_through(step - self._staleness - 1)
-            nothing = np.zeros((len(self._servers.topology), len(self._tables)), np.int64)
-            ids = [np.empty(0, np.uint64)] * len(nothing)
-            part = LookupPart(LookupTime(step, oldest_open, True), ids, nothing)
-            self._lookup_thread.wait(self._lookups.submit(part))
+        nothing = np.zeros((len(self._servers.topology), len(self._tables)), np.int64)
+        ids = [np.empty(0, np.uint64)] * len(nothing)
+        future = self._submit(LookupPart(LookupTime(step, oldest_open, True), ids, nothing))
+        if future is not None:
+            self._lookup_thread.wait(future)
 
     def owns_ticket(self, ticket: object) -> bool:
         return getattr(ticket, "owner", None) is self
@@ -205,12 +207,16 @@ class CollectiveRows(ShardedRows):
         )
         weight = 1.0 if request.weights is None or not len(request.weights) else np.abs(request.weights).max()
         ticket = CollectiveTicket(split, len(request.values) * max(1.0, float(weight)), self)
-        if self._has_ended:
-            return ticket, None
-        self._updates.pass_through(step - self._staleness - 1)
         at = LookupTime(step, request.oldest_open or step, request.first_epoch)
-        ids, counts = _sent(split)
-        return ticket, self._lookups.submit(LookupPart(at, ids, counts))
+        return ticket, self._submit(LookupPart(at, *_sent(split)))
+
+    def _submit(self, part: LookupPart) -> "Future[list[Tensor]] | None":
+        """Start a round of the lookups; return None if they have ended."""
+        with self._stream_lock:
+            if self._has_ended:
+                return None
+            self._updates.pass_through(part.at.step - self._staleness - 1)  # the gate has settled these steps
+            return self._lookups.submit(part)
 
     def _pool(
         self, ticket: CollectiveTicket, rows: list[Tensor], batch_size: int, block: Tensor, sequences: list[Tensor]

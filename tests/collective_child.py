@@ -19,13 +19,17 @@ from satrap.data.inputs import Inputs
 IDS = np.array([*range(40), 2**63, 2**64 - 1], np.uint64)
 
 
-def features() -> dict[str, Any]:
-    """Return tables of three layouts, with every kind of pooling, of 16 bits too."""
+def features(shard: Any = "rows") -> dict[str, Any]:
+    """Return tables of three layouts, with every kind of pooling, of 16 bits too. shard: of some of the tables."""
     item = Table("item", dim=5, optimizer=Adagrad(lr=0.1), initial=Normal(std=0.5), num_buckets=16)
-    user = Table("user", dim=8, optimizer=RowWiseAdagrad(lr=0.1), initial=Normal(std=0.5), dtype="bfloat16")
+    user = Table(
+        "user", dim=8, optimizer=RowWiseAdagrad(lr=0.1), initial=Normal(std=0.5), dtype="bfloat16", shard=shard
+    )
     tiny = Table("tiny", dim=8, optimizer=SGD(lr=0.1, momentum=0.9), num_buckets=1, dtype="bfloat16")
     rare = Table("rare", dim=5, optimizer=Adam(lr=0.1), admission=MinCount(2), absent="initial", expire_after=4)
-    last = Table("last", dim=5, optimizer=Ftrl(lr=0.1, l1=0.01), initial=Normal(std=0.5), on_nonfinite="skip")
+    last = Table(
+        "last", dim=5, optimizer=Ftrl(lr=0.1, l1=0.01), initial=Normal(std=0.5), on_nonfinite="skip", shard=shard
+    )
     return {
         "bag": Feature(item, "mean"),
         "item": Feature(item),
@@ -54,7 +58,11 @@ def inputs(rng: np.random.Generator, batch_size: int) -> Inputs:
 def compare(job: dict[str, Any]) -> dict[str, Any]:
     """Take random steps on both workers. Return how many rows there are at the end."""
     rng, common = np.random.default_rng([job["compare"], dist.get_rank()]), np.random.default_rng(job["compare"])
-    both = [Embeddings(features(), seed=3, num_threads=1, device=device) for device in (None, "cpu")]
+    shards = "rows", job["shard"]
+    both = [
+        Embeddings(features(shard), seed=3, num_threads=1, device=device)
+        for shard, device in zip(shards, (None, "cpu"), strict=True)
+    ]
     workers: list[Any] = [each.worker for each in both]
     workers[1].open_stream(1)
     for step in range(1, job["steps"] + 1):

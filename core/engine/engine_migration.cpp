@@ -106,7 +106,6 @@ void Engine::forget(std::span<const std::uint32_t> buckets) {
 }
 
 void Engine::reach_table(std::size_t t, std::uint32_t version, std::uint32_t expire_before) {
-    require_rows_here();
     TableLedger& ledger = table(t).ledger();
     raise_to(ledger.version, version);
     raise_to(ledger.expire_before, expire_before);

@@ -22,12 +22,12 @@ def same(found: dict[str, Any], other: dict[str, Any]) -> bool:
     return (found["dense"], found["rows"]) == (other["dense"], other["rows"])
 
 
-@pytest.mark.parametrize("world_size", [2, 3, 4])
+@pytest.mark.parametrize(("world_size", "shard"), [(2, "rows"), (3, "rows"), (4, "rows"), (3, "table")])
 def test_random_steps_have_the_bits_of_rows_in_memory(
-    trainers: Trainers, world_size: int, tmp_path: Path, seed: int
+    trainers: Trainers, world_size: int, shard: str, tmp_path: Path, seed: int
 ) -> None:
     """Micro-batches, padding, drops, gradients that are missing or not finite, other rates."""
-    found = trainers.run([], world_size, tmp_path, compare=seed, steps=12)
+    found = trainers.run([], world_size, tmp_path, compare=seed, steps=12, shard=shard)
     assert all(each == found[0] and min(each.values()) > 0 for each in found)
 
 
@@ -102,5 +102,5 @@ def test_saves_and_evaluations_in_the_loop(trainers: Trainers, tmp_path: Path) -
     how: dict[str, Any] = {"batches": 24, "staleness": 2, "overlap": True, "patience": 5, "device": "cpu"}
     found = trainers.run([], 3, tmp_path, **how, checkpoint=str(tmp_path / "run"))
     assert all(same(each, found[0]) for each in found)
-    again = trainers.run([], 2, tmp_path, batches=24, checkpoint=str(tmp_path / "run"), device="cpu")
+    again = trainers.run([], 2, tmp_path, batches=24, patience=5, checkpoint=str(tmp_path / "run"), device="cpu")
     assert all(each["resumed"] for each in again)

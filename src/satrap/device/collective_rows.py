@@ -36,6 +36,7 @@ from satrap.worker.server_group import ServerGroup
 from satrap.worker.sharded_rows import ShardedRows
 from satrap.worker.worker import BagRequest, TicketGradients, UpdateRequest
 
+_CLOSE_SECONDS = 0.5
 _SUM = SGD(lr=1.0)  # with a rate of -1, on values of -0.0: adds the gradient, without rounding
 
 
@@ -80,7 +81,7 @@ class CollectiveRows(ShardedRows):
         self._groups, self._kernels = TableGroups.of(self._tables), kernels_of(device)
         self._pooled = [PooledFeatures.of(features, tables, device) for tables in self._groups.tables]
         self._absent = [torch.empty((0, dim), device=device) for _, dim in self._groups.layouts]
-        lookups, updates = Exchange(device), Exchange(device)
+        self._exchanges = lookups, updates = Exchange(device), Exchange(device)
         self._update_thread = RoundThread("satrap-exchange-updates", explain, lambda: self._updates.wake())
         self._lookup_thread = RoundThread("satrap-exchange-lookups", explain)
         self._updates = CollectiveUpdates(updates, self._groups, owned, self._update_thread)
@@ -121,10 +122,15 @@ class CollectiveRows(ShardedRows):
         self._lookup_thread.is_released = self._update_thread.is_released = True
 
     def close(self) -> None:
-        """End the threads, once the other trainers have joined what was submitted."""
+        """End the threads. Rounds that another trainer has not joined by then, after an error, are given up.
+        Idempotent."""
         self.release()
-        self._lookup_thread.close()
-        self._update_thread.close()
+        for thread in (self._lookup_thread, self._update_thread):
+            thread.close()
+        for thread, exchange in zip((self._lookup_thread, self._update_thread), self._exchanges, strict=True):
+            if not thread.join(_CLOSE_SECONDS):
+                exchange.is_abandoned = True
+                thread.join(_CLOSE_SECONDS)
 
     # -- as Rows -------------------------------------------------------------------------------------------------------
 

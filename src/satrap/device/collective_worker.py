@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 import torch
 
+from satrap.collected import close_when_collected
 from satrap.config.features import Features
 from satrap.config.job import Job
 from satrap.device.collective_rows import CollectiveRows
@@ -58,6 +59,7 @@ class CollectiveWorker(DeviceBlocks, ShardedWorker):
         )
         super().__init__(features, servers, rows=self._collective)
         self.device = device
+        close_when_collected(self, self._collective.close)
 
     def open_stream(self, step: int) -> None:
         self._collective.open_stream(step)

@@ -56,9 +56,10 @@ class RoundThread:
         """End the thread after what was submitted. Does not wait for it: another trainer may be missing."""
         self._works.put(None)
 
-    def join(self, seconds: float) -> None:
-        """Wait for the end of the thread."""
+    def join(self, seconds: float) -> bool:
+        """Wait for the end of the thread; return whether it has ended."""
         self._thread.join(seconds)
+        return not self._thread.is_alive()
 
     def _run(self) -> None:
         while (each := self._works.get()) is not None:

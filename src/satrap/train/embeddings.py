@@ -227,6 +227,8 @@ class Embeddings(torch.nn.Module):
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
+        if error is not None:
+            self._session.explain(error)
         done = kind is None or (isinstance(error, SystemExit) and error.code in (None, 0))
         with nullcontext() if done else suppress(Exception):  # not over the user's own error
             self._session.close(finish=done)

@@ -4,6 +4,8 @@ import socket
 import time
 from collections.abc import Sequence
 
+from torch.distributed import DistError
+
 from satrap.errors import SatrapError, StreamError
 from satrap.rpc.address import is_unix, split_address, unix_path
 
@@ -27,6 +29,14 @@ def missing_trainer(addresses: Sequence[str], error: Exception) -> Exception:
         )
     found.__cause__ = error
     return found
+
+
+def note_missing_trainer(addresses: Sequence[str], error: BaseException) -> None:
+    """Name the trainers that have ended in an error that torch.distributed raised, if they are its cause."""
+    if isinstance(error, RuntimeError) and ("peer" in str(error) or isinstance(error, DistError)):
+        found = missing_trainer(addresses, error)
+        if found is not error:
+            error.add_note(str(found))
 
 
 def ended_trainers(addresses: Sequence[str]) -> list[int]:

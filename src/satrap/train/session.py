@@ -22,6 +22,7 @@ from satrap.interrupts import Uninterrupted
 from satrap.monitor.report import Counters
 from satrap.run_context import current_context, register_exit_hook
 from satrap.train.dense_strategy import DenseStrategy
+from satrap.train.missing_trainer import note_missing_trainer
 from satrap.train.process_group import ProcessGroup
 from satrap.train.staleness_gate import StalenessGate
 from satrap.train.stream import Stream
@@ -281,6 +282,11 @@ class TrainingSession:
     def _finish(self) -> None:
         while self._before_close:
             self._before_close.pop(0)()
+
+    def explain(self, error: BaseException) -> None:
+        """Name the trainers that have ended, if the error comes from that."""
+        if getattr(self._worker, "stop_own_server", None) is not None and self._worker.servers is not None:
+            note_missing_trainer(self._worker.servers.addresses, error)
 
     def close(self, *, finish: bool) -> None:
         """End the streams, apply submitted updates, and close the connections.

@@ -167,9 +167,28 @@ nb::object import_frames(Engine& engine, std::size_t t, const Ids& ids, const St
     return moved<std::int32_t>(std::move(frames));
 }
 
+void bind_id_frames(nb::class_<Engine>& engine) {
+    engine
+        .def("lookup_id_frames", &lookup_id_frames, "ids"_a, "offsets"_a, "step"_a, "oldest_open"_a, "train"_a,
+             "frames"_a, "first_epoch"_a = true,
+             nb::sig("def lookup_id_frames(self, ids: NDArray[numpy.uint64], offsets: NDArray[numpy.int64], step: int, "
+                     "oldest_open: int, train: bool, frames: NDArray[numpy.int32], first_epoch: bool = True) -> "
+                     "dict[str, typing.Any]"),
+             "Finds the frames of ids in flat arrays, table by table.")
+        .def("update_id_frames", &update_id_frames, "ids"_a, "offsets"_a, "places"_a, "step"_a, "filter"_a,
+             nb::sig("def update_id_frames(self, ids: NDArray[numpy.uint64], offsets: NDArray[numpy.int64], places: "
+                     "NDArray[numpy.int32], step: int, filter: bool) -> dict[str, typing.Any]"),
+             "Does all of an update of ids in flat arrays but the optimizer.")
+        .def("check_id_gradients", &check_id_gradients, "ids"_a, "offsets"_a, "gradients"_a, WithoutGil(),
+             nb::sig("def check_id_gradients(self, ids: NDArray[numpy.uint64], offsets: NDArray[numpy.int64], "
+                     "gradients: NDArray[numpy.float32]) -> bool"),
+             "Raises NonFiniteError as an update would. Returns whether gradients may have to be skipped.");
+}
+
 } // namespace
 
 void bind_frames(nb::class_<Engine>& engine) {
+    bind_id_frames(engine);
     engine
         .def("lookup_frames", &lookup_frames, "bags"_a, "values"_a, "offsets"_a.none(), "weights"_a.none(),
              "batch_size"_a, "step"_a, "oldest_open"_a, "train"_a, "frames"_a, "first_epoch"_a = true,
@@ -184,20 +203,6 @@ void bind_frames(nb::class_<Engine>& engine) {
                      "collections.abc.Sequence[tuple[bool, collections.abc.Sequence[bool]]], step: int, filter: bool) "
                      "-> dict[str, "
                      "typing.Any]"))
-        .def("lookup_id_frames", &lookup_id_frames, "ids"_a, "offsets"_a, "step"_a, "oldest_open"_a, "train"_a,
-             "frames"_a, "first_epoch"_a = true,
-             nb::sig("def lookup_id_frames(self, ids: NDArray[numpy.uint64], offsets: NDArray[numpy.int64], step: int, "
-                     "oldest_open: int, train: bool, frames: NDArray[numpy.int32], first_epoch: bool = True) -> "
-                     "dict[str, typing.Any]"),
-             "Finds the frames of ids in flat arrays, table by table.")
-        .def("update_id_frames", &update_id_frames, "ids"_a, "offsets"_a, "places"_a, "step"_a, "filter"_a,
-             nb::sig("def update_id_frames(self, ids: NDArray[numpy.uint64], offsets: NDArray[numpy.int64], places: "
-                     "NDArray[numpy.int32], step: int, filter: bool) -> dict[str, typing.Any]"),
-             "Does all of an update of ids in flat arrays but the optimizer.")
-        .def("check_id_gradients", &check_id_gradients, "ids"_a, "offsets"_a, "gradients"_a, WithoutGil(),
-             nb::sig("def check_id_gradients(self, ids: NDArray[numpy.uint64], offsets: NDArray[numpy.int64], "
-                     "gradients: NDArray[numpy.float32]) -> bool"),
-             "Raises NonFiniteError as an update would. Returns whether gradients may have to be skipped.")
         .def(
             "sum_bound",
             [](const Engine& e, const std::vector<Ticket*>& tickets) {

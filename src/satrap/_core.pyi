@@ -182,13 +182,6 @@ class Engine:
     def drop(self, ticket: Ticket) -> None:
         """Releases a ticket that will not be updated."""
 
-    def lookup_frames(self, bags: Bags, values: NDArray[numpy.uint64], offsets: NDArray[numpy.int64] | None, weights: NDArray[numpy.float32] | None, batch_size: int, step: int, oldest_open: int, train: bool, frames: NDArray[numpy.int32], first_epoch: bool = True) -> dict[str, Any]: ...
-
-    def take_inserted(self) -> dict[str, NDArray[Any]]:
-        """Returns the rows whose frames have no values yet."""
-
-    def update_frames(self, tickets: Sequence[Ticket], given: Sequence[tuple[bool, Sequence[bool]]], step: int, filter: bool) -> dict[str, Any]: ...
-
     def lookup_id_frames(self, ids: NDArray[numpy.uint64], offsets: NDArray[numpy.int64], step: int, oldest_open: int, train: bool, frames: NDArray[numpy.int32], first_epoch: bool = True) -> dict[str, Any]:
         """Finds the frames of ids in flat arrays, table by table."""
 
@@ -199,6 +192,13 @@ class Engine:
         """
         Raises NonFiniteError as an update would. Returns whether gradients may have to be skipped.
         """
+
+    def lookup_frames(self, bags: Bags, values: NDArray[numpy.uint64], offsets: NDArray[numpy.int64] | None, weights: NDArray[numpy.float32] | None, batch_size: int, step: int, oldest_open: int, train: bool, frames: NDArray[numpy.int32], first_epoch: bool = True) -> dict[str, Any]: ...
+
+    def take_inserted(self) -> dict[str, NDArray[Any]]:
+        """Returns the rows whose frames have no values yet."""
+
+    def update_frames(self, tickets: Sequence[Ticket], given: Sequence[tuple[bool, Sequence[bool]]], step: int, filter: bool) -> dict[str, Any]: ...
 
     def sum_bound(self, tickets: Sequence[Ticket]) -> float:
         """Returns how many times the largest gradient a sum can be at most."""

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
+from torch._C._distributed_c10d import TCPStore
 
 from cluster import DEADLINE_SECONDS
 
@@ -50,7 +50,7 @@ def run_together(folder: Path, mode: str) -> list[subprocess.CompletedProcess[st
     """Run the script on two trainers, each of which ends by itself: no launcher ends the second one."""
     folder.mkdir(exist_ok=True)
     (folder / "train.py").write_text(SCRIPT)
-    rendezvous = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    rendezvous = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(rendezvous.port), "WORLD_SIZE": "2"}
     environment = {**os.environ, **common, "OMP_NUM_THREADS": "1", "TORCHELASTIC_USE_AGENT_STORE": "True"}
     command = [sys.executable, str(folder / "train.py"), str(folder), mode]

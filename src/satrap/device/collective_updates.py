@@ -63,9 +63,11 @@ class CollectiveUpdates:
     def submit(self, step: int, part: UpdatePart) -> "Future[None]":
         """Join a step with gradients."""
         with self._lock:
-            self._pass(self._order.update(step))
-            self._last = self._thread.submit(lambda: self._run(step, part))
-            return self._last
+            earlier, later = self._order.update(step)
+            self._pass(earlier)
+            self._last = future = self._thread.submit(lambda: self._run(step, part))
+            self._pass(later)
+            return future
 
     def skip(self, step: int) -> None:
         """Join a step with nothing, after all earlier steps."""

@@ -285,8 +285,9 @@ class TrainingSession:
 
     def explain(self, error: BaseException) -> None:
         """Name the trainers that have ended, if the error comes from that."""
-        if getattr(self._worker, "stop_own_server", None) is not None and self._worker.servers is not None:
-            note_missing_trainer(self._worker.servers.addresses, error)
+        servers = None if self._worker is None else self._worker.servers
+        if servers is not None and getattr(self._worker, "stop_own_server", None) is not None:
+            note_missing_trainer(servers.addresses, error)
 
     def close(self, *, finish: bool) -> None:
         """End the streams, apply submitted updates, and close the connections.

@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -32,6 +33,7 @@ from satrap.device.round_thread import RoundThread
 from satrap.device.runs import PooledFeatures, Runs
 from satrap.device.segments import TableGroups
 from satrap.errors import TicketError
+from satrap.interrupts import Uninterrupted
 from satrap.worker.server_group import ServerGroup
 from satrap.worker.sharded_rows import ShardedRows
 from satrap.worker.worker import BagRequest, TicketGradients, UpdateRequest
@@ -82,8 +84,11 @@ class CollectiveRows(ShardedRows):
         self._pooled = [PooledFeatures.of(features, tables, device) for tables in self._groups.tables]
         self._absent = [torch.empty((0, dim), device=device) for _, dim in self._groups.layouts]
         self._exchanges = lookups, updates = Exchange(device), Exchange(device)
-        self._update_thread = RoundThread("satrap-exchange-updates", explain, lambda: self._updates.wake())
-        self._lookup_thread = RoundThread("satrap-exchange-lookups", explain)
+        use_device = partial(torch.cuda.set_device, device) if device.type == "cuda" else lambda: None
+        self._update_thread = RoundThread(
+            "satrap-exchange-updates", explain, prepare=use_device, failed=lambda: self._updates.wake()
+        )
+        self._lookup_thread = RoundThread("satrap-exchange-lookups", explain, prepare=use_device)
         self._updates = CollectiveUpdates(updates, self._groups, owned, self._update_thread)
         self._lookups = CollectiveLookups(lookups, self._groups, owned, self._lookup_thread, self._updates, staleness)
         self._has_ended = True  # changes under the lock, so that no lookup follows the end of the lookups
@@ -176,13 +181,15 @@ class CollectiveRows(ShardedRows):
             rates = list(self._servers.lrs)
             for table, lr in request.lrs:
                 rates[table] = lr
-            part = self._part(request, rates)
-            pending = self._updates.submit(self._advance_step(request.step), part)
-            for ticket in tickets:
-                ticket.pending = pending
+            with Uninterrupted():
+                part = self._part(request, rates)
+                pending = self._updates.submit(self._advance_step(request.step), part)
+                for ticket in tickets:
+                    ticket.pending = pending
         self._update_thread.wait(pending)
-        for ticket in tickets:
-            ticket.pending, ticket.used = None, True
+        with Uninterrupted():
+            for ticket in tickets:
+                ticket.pending, ticket.used = None, True
 
     def drop(self, ticket: CollectiveTicket) -> None:  # type: ignore[override]
         if ticket.used:

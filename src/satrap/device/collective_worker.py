@@ -20,15 +20,17 @@ from satrap.worker.sharded_rows import ShardedWorker
 class OwnTables:
     """The tables that this trainer's server has: empty ones at first, and others after each restore."""
 
-    def __init__(self, features: Features, device: torch.device, num_threads: int | None) -> None:
-        self._features, self._device, self._num_threads = features, device, num_threads
+    def __init__(self, features: Features, device: torch.device) -> None:
+        self._features, self._device = features, device
+        self.num_threads: int | None = None
+        """Threads of one call on the tables that are created next; None: all cores."""
         self._groups = TableGroups.of(features.tables)
         self._rows: OwnedRows | None = None
 
     def open(self, job: Job) -> list[Slot]:
         """Create empty tables, for the server. The earlier ones must be unused: a device may not hold both."""
         self._rows = None
-        engine = DeviceEngine(job.tables, self._device, seed=job.seed, num_threads=self._num_threads)
+        engine = DeviceEngine(job.tables, self._device, seed=job.seed, num_threads=self.num_threads)
         self._rows = OwnedRows(self._features, engine, self._groups)
         return engine.slots(job.seed)
 

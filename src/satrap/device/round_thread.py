@@ -20,11 +20,17 @@ class RoundThread:
     """Runs functions one after another. After one has failed, all later ones fail with the same error."""
 
     def __init__(
-        self, name: str, explain: Callable[[Exception], Exception], failed: Callable[[], None] = lambda: None
+        self,
+        name: str,
+        explain: Callable[[Exception], Exception],
+        *,
+        prepare: Callable[[], None] = lambda: None,
+        failed: Callable[[], None] = lambda: None,
     ) -> None:
         """explain: returns the error to raise in place of one that a function raised.
+        prepare: called first, in the thread.
         failed: called after the first failure."""
-        self._explain, self._failed = explain, failed
+        self._explain, self._prepare, self._failed = explain, prepare, failed
         self._works: SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = SimpleQueue()
         self.error: Exception | None = None
         """Why no other function runs; None: none has failed."""
@@ -62,6 +68,7 @@ class RoundThread:
         return not self._thread.is_alive()
 
     def _run(self) -> None:
+        self._prepare()
         while (each := self._works.get()) is not None:
             work, future = each
             try:

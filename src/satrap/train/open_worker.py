@@ -119,8 +119,6 @@ def _open_on_device(
             raise ConfigError(f"device is {str(device)!r} and the rows are in {what}: leave one of them out")
     if trainers.world_size == 1:
         return DeviceWorker(features, device, seed=seed, num_threads=num_threads)
-    if rows.wire != "float32":
-        raise ConfigError(f"wire is {rows.wire!r} and device is {str(device)!r}: rows on devices travel unchanged")
     return _open_among_devices(features, rows, trainers, seed, staleness, num_threads, device)
 
 
@@ -140,8 +138,9 @@ def _open_among_devices(
     from satrap.train.trainer_server import TrainerServer
 
     require_possible(features.tables, device)
-    own = OwnTables(features, device, num_threads)
+    own = OwnTables(features, device)
     server = TrainerServer(trainers, num_threads, own.open)
+    own.num_threads = server.num_threads  # the tables are created by the handshake
     try:
         rows = replace(rows, servers=server.addresses)
         servers = _connect_servers(

@@ -93,9 +93,10 @@ docs: setup
 	NO_MKDOCS_2_WARNING=1 $(bin)/python -m mkdocs build --strict --quiet
 	@echo build/site/index.html
 
-# docs/reference.md, from the docstrings; a test compares the two.
+# docs/reference.md from the docstrings; docs/metrics.md and deploy/grafana from the table of metrics. Tests compare them.
 reference: setup
 	$(bin)/python docs/reference.py
+	$(bin)/python docs/metrics.py
 
 # The committed copy of the generated stub, for mypy and for readers; a test compares the two.
 stub: setup

@@ -72,7 +72,7 @@ INTERNAL = {
     "Source": "origin",
     "Store": "fill forget_saves in_engine save_part",
     "Stream": "drop evaluation pause update",
-    "TableGroup": "in_engine map_version require_permitted restore verify",
+    "TableGroup": "fill in_engine map_version require_permitted restore verify",
 }
 """Public members that other packages of Satrap call and users do not, by class."""
 RETURNED = {

@@ -128,6 +128,7 @@ class ServerProcess:
         which the process is killed, for a test that takes longer than most."""
         self._options, self._inside, self._most_seconds = options, inside, 4 * DEADLINE_SECONDS + most_seconds
         self.shared = shared
+        self.program = [str(Path(sys.executable).with_name("satrap"))]
         self.address = self._start(listen)
 
     @property
@@ -139,8 +140,7 @@ class ServerProcess:
 
     def _start(self, address: str) -> str:
         """Start the process, and return where it listens."""
-        satrap = str(Path(sys.executable).with_name("satrap"))
-        command = [satrap, *self._command(), "--listen", address, "--threads", "1"]
+        command = [*self.program, *self._command(), "--listen", address, "--threads", "1"]
         with self._inside():
             self._process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
         self._timer = threading.Timer(self._most_seconds, self._process.kill)
@@ -151,7 +151,13 @@ class ServerProcess:
     def kill(self) -> None:
         """Send SIGKILL, and return when the process has exited."""
         os.kill(self._process.pid, signal.SIGKILL)
-        self._gone()
+        self.wait()
+
+    def wait(self) -> None:
+        """Return when the process has exited."""
+        self._process.communicate(timeout=DEADLINE_SECONDS)
+        self._timer.cancel()
+        self._timer.join()
 
     def restart(self) -> None:
         """Start it again, and return when it listens."""
@@ -168,13 +174,8 @@ class ServerProcess:
     def end(self) -> None:
         """Send SIGTERM; the process must exit with 0."""
         self._process.terminate()
-        self._gone()
+        self.wait()
         assert self._process.returncode == 0
-
-    def _gone(self) -> None:
-        self._process.communicate(timeout=DEADLINE_SECONDS)
-        self._timer.cancel()
-        self._timer.join()
 
 
 @contextmanager

@@ -146,17 +146,26 @@ def forge(folder: Path, change: Callable[[dict[str, Any]], Any]) -> None:
     (folder / "manifest.json").write_bytes(seal(content))
 
 
+def without_batches(folder: Path) -> None:
+    """Makes the snapshot one of an earlier Satrap, whose manifest does not name the record batches."""
+    forge(folder, lambda content: [file.pop("batches") for file in content["files"]])
+
+
 def forge_file(folder: Path, kind: str, change: Callable[[Any], Any]) -> str:
-    """Replaces the first file of that kind by `change` of its Arrow table, with right checksums; returns its name."""
+    """Replaces the first file of that kind, of one record batch, by `change` of its Arrow table, with right checksums;
+    returns its name."""
     content = manifest(folder)
     file = next(file for file in content["files"] if file["kind"] == kind)
     path = folder / file["name"]
-    table = change(read_file(path))
+    table = change(read_file(path)).combine_chunks()
     sink = pa.BufferOutputStream()
     with pa.ipc.new_file(sink, table.schema) as writer:
         writer.write_table(table)
+        end = sink.tell()
     data = sink.getvalue().to_pybytes()
     path.write_bytes(data)
     file |= {"bytes": len(data), "crc32c": crc32c(data)}
+    for batch in file.get("batches", []):
+        batch[3:] = end, crc32c(data[:end])
     (folder / "manifest.json").write_bytes(seal(content))
     return str(file["name"])

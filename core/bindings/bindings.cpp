@@ -376,6 +376,16 @@ NB_MODULE(_core, m) {
             return as_array<std::uint32_t>(std::move(out), {n});
         },
         "ids"_a, "num_buckets"_a, "Returns the bucket of each id.");
+    m.def(
+        "mixed_order",
+        [](const Ids& ids) {
+            const std::uint64_t* id = ids.data();
+            const std::size_t n = ids.size();
+            for (std::size_t i = 1; i < n; ++i)
+                if (mix64(id[i - 1]) >= mix64(id[i])) return i;
+            return n;
+        },
+        "ids"_a, WithoutGil(), "Returns how many of the first ids are in rising order of their hashes, none twice.");
     bind_hash(m);
     bind_config(m);
     bind_ticket(m);

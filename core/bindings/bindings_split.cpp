@@ -175,6 +175,35 @@ void bind_again(nb::class_<Split>& split) {
             "sums"_a, "owners"_a, "num_servers"_a, WithoutGil(), "Returns the same sums for other owners.");
 }
 
+// Rows that are not those of the tables: runs of rows with one dim each.
+Fp16Codec codec_of(const Split& split, const Words& dims) {
+    std::vector<std::uint32_t> checked(dims.data(), dims.data() + dims.size());
+    for (const std::uint32_t dim : checked)
+        if (dim == 0 || dim > 65535) refuse("dims has " + std::to_string(dim) + "; expected 1 to 65535");
+    return split.codec().with_dims(std::move(checked));
+}
+
+void bind_runs(nb::class_<Split>& split) {
+    split
+        .def(
+            "encode_runs",
+            [](Split& split, const Words& dims, const Offsets& offsets, const FloatsIn& rows) {
+                const auto& blocks = split.blocks(); // not in a fork
+                const Fp16Codec codec = codec_of(split, dims);
+                return wire_message(codec, blocks, checked_rows(codec, offsets), rows);
+            },
+            "dims"_a, "offsets"_a, "rows"_a,
+            "Encodes rows as encode_rows does: run r has the rows offsets[r] to offsets[r + 1], of dim dims[r].")
+        .def(
+            "decode_runs",
+            [](Split& split, const Words& dims, const Offsets& offsets, const Bytes& message) {
+                const auto& blocks = split.blocks();
+                const Fp16Codec codec = codec_of(split, dims);
+                return wire_rows(codec, blocks, checked_rows(codec, offsets), message);
+            },
+            "dims"_a, "offsets"_a, "message"_a, "Decodes a message of encode_runs.");
+}
+
 } // namespace
 
 void bind_split(nb::module_& m) {
@@ -227,4 +256,5 @@ void bind_split(nb::module_& m) {
         .def("drop", &Split::drop, "ticket"_a, "Releases a ticket that will not be updated.");
     bind_again(split);
     bind_fp16(split);
+    bind_runs(split);
 }

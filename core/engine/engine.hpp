@@ -177,6 +177,7 @@ class Engine {
     // Raises the table's version and expire_before to at least these.
     void reach_table(std::size_t t, std::uint32_t version, std::uint32_t expire_before);
 
+    // Exports are in order of the bucket, then of the mixed id (mix64).
     // others: include buckets that this engine does not own, which may be migrating to it or from it.
     RowColumns export_rows(std::size_t t, std::uint32_t first, std::uint32_t last, std::uint32_t since,
                            bool others = false);

@@ -1,5 +1,6 @@
 // Exports rows as columns and imports them: satrap.table.snapshot writes and reads the files. Bucket by bucket under
-// each bucket's lock, so a row is never read half-written; the caller arranges a cut over all buckets.
+// each bucket's lock, so a row is never read half-written; the caller arranges a cut over all buckets. Exports are in
+// the order of the mixed ids, whose top bits are the bucket: a saved file is searched by interpolation.
 #include "base/errors.hpp"
 #include "engine/engine.hpp"
 
@@ -36,6 +37,45 @@ class ExportBuffers {
     BlockPool& blocks_;
 };
 
+// The slots of one bucket by mixed id. Mixed ids are spread evenly, so a counting sort by their first bits leaves some
+// eight in each bin; std::sort keeps the worst case of chosen ids at n log n.
+class HashOrder {
+  public:
+    struct Entry {
+        std::uint64_t hash;
+        std::uint32_t slot;
+    };
+
+    void clear() { entries_.clear(); }
+    void add(std::uint64_t id, std::uint32_t slot) { entries_.push_back({mix64(id), slot}); }
+    std::size_t size() const { return entries_.size(); }
+
+    // bucket_bits: how many of the first bits are the same in all of them.
+    std::span<const Entry> sorted(unsigned bucket_bits) {
+        const auto by_hash = [](const Entry& a, const Entry& b) { return a.hash < b.hash; };
+        const unsigned bin_bits = static_cast<unsigned>(std::bit_width(entries_.size() / 8));
+        if (bin_bits == 0) {
+            std::sort(entries_.begin(), entries_.end(), by_hash);
+            return entries_;
+        }
+        const auto bin = [&](const Entry& entry) { return (entry.hash << bucket_bits) >> (64 - bin_bits); };
+        ends_.assign((std::size_t{1} << bin_bits) + 1, 0);
+        for (const Entry& entry : entries_) ++ends_[bin(entry) + 1];
+        for (std::size_t i = 1; i < ends_.size(); ++i) ends_[i] += ends_[i - 1];
+        binned_.resize(entries_.size());
+        for (const Entry& entry : entries_) binned_[ends_[bin(entry)]++] = entry; // now ends_[i] is the end of bin i
+        std::size_t begin = 0;
+        for (std::size_t i = 0; i + 1 < ends_.size(); begin = ends_[i++])
+            std::sort(binned_.begin() + static_cast<std::ptrdiff_t>(begin),
+                      binned_.begin() + static_cast<std::ptrdiff_t>(ends_[i]), by_hash);
+        return binned_;
+    }
+
+  private:
+    std::vector<Entry> entries_, binned_;
+    std::vector<std::size_t> ends_;
+};
+
 } // namespace
 
 RowColumns Engine::export_rows(std::size_t t, std::uint32_t first, std::uint32_t last, std::uint32_t since,
@@ -47,6 +87,8 @@ RowColumns Engine::export_rows(std::size_t t, std::uint32_t first, std::uint32_t
     const std::size_t state_at = config.value_bytes();
     ExportBuffers draft(*blocks_);
     RowColumns& out = draft.columns;
+    HashOrder order;
+    const unsigned bucket_bits = table.config().bucket_bits();
     std::size_t capacity[4] = {};
     std::size_t expected = 0; // a first guess, so that columns are rarely copied
     for (std::uint32_t b = first; b < last && since == 0; ++b) {
@@ -59,22 +101,24 @@ RowColumns Engine::export_rows(std::size_t t, std::uint32_t first, std::uint32_t
         Bucket& bucket = table.bucket(b);
         std::lock_guard lock(bucket.mutex);
         bucket.sweep(table.expire_before(), table.ledger().version.load());
-        std::size_t here = 0;
-        bucket.rows.for_each([&](std::uint32_t, const Head& head) { here += head.changed >= since; });
-        const std::size_t n = out.rows, needed = std::max(expected, n + here);
+        order.clear();
+        bucket.rows.for_each([&](std::uint32_t slot, const Head& head) {
+            if (head.changed >= since) order.add(head.id(), slot);
+        });
+        const std::size_t n = out.rows, needed = std::max(expected, n + order.size());
         grow(*blocks_, out.id, capacity[0], n * 8, needed * 8);
         grow(*blocks_, out.step, capacity[1], n * 4, needed * 4);
         grow(*blocks_, out.values, capacity[2], n * value_bytes, needed * value_bytes);
         grow(*blocks_, out.state, capacity[3], n * state_bytes, needed * state_bytes);
-        bucket.rows.for_each([&](std::uint32_t slot, const Head& head) {
-            if (head.changed < since) return;
-            const std::byte* row = bucket.rows.row(slot);
+        for (const HashOrder::Entry& entry : order.sorted(bucket_bits)) {
+            const Head& head = bucket.rows.head(entry.slot);
+            const std::byte* row = bucket.rows.row(entry.slot);
             std::memcpy(out.id.memory + out.rows * 8, head.id_words, 8);
             std::memcpy(out.step.memory + out.rows * 4, &head.stamp, 4);
             std::memcpy(out.values.memory + out.rows * value_bytes, row, value_bytes);
             if (state_bytes != 0) std::memcpy(out.state.memory + out.rows * state_bytes, row + state_at, state_bytes);
             ++out.rows;
-        });
+        }
     }
     return draft.done();
 }
@@ -84,6 +128,7 @@ RowColumns Engine::export_sightings(std::size_t t, std::uint32_t first, std::uin
     Table& table = this->table(t);
     ExportBuffers draft(*blocks_);
     RowColumns& out = draft.columns;
+    HashOrder order;
     std::size_t capacity[3] = {};
     for (std::uint32_t b = first; b < last; ++b) {
         if (!others && !owned(t, b)) continue;
@@ -93,12 +138,15 @@ RowColumns Engine::export_sightings(std::size_t t, std::uint32_t first, std::uin
         grow(*blocks_, out.id, capacity[0], out.rows * 8, needed * 8);
         grow(*blocks_, out.step, capacity[1], out.rows * 4, needed * 4);
         grow(*blocks_, out.values, capacity[2], out.rows * 4, needed * 4);
-        bucket.sightings.for_each([&](std::uint32_t, const Head& head) {
+        order.clear();
+        bucket.sightings.for_each([&](std::uint32_t slot, const Head& head) { order.add(head.id(), slot); });
+        for (const HashOrder::Entry& entry : order.sorted(table.config().bucket_bits())) {
+            const Head& head = bucket.sightings.head(entry.slot);
             std::memcpy(out.id.memory + out.rows * 8, head.id_words, 8);
             std::memcpy(out.step.memory + out.rows * 4, &head.stamp, 4);
             std::memcpy(out.values.memory + out.rows * 4, &head.changed, 4);
             ++out.rows;
-        });
+        }
     }
     return draft.done();
 }
@@ -114,7 +162,8 @@ std::vector<std::uint64_t> Engine::export_removed(std::size_t t, std::uint32_t f
         const std::size_t begin = ids.size();
         for (const Removed& removal : bucket.removed)
             if (removal.version >= since) ids.push_back(removal.id);
-        std::sort(ids.begin() + static_cast<std::ptrdiff_t>(begin), ids.end());
+        std::sort(ids.begin() + static_cast<std::ptrdiff_t>(begin), ids.end(),
+                  [](std::uint64_t a, std::uint64_t b) { return mix64(a) < mix64(b); });
         ids.erase(std::unique(ids.begin() + static_cast<std::ptrdiff_t>(begin), ids.end()), ids.end());
     }
     return ids;
@@ -141,11 +190,13 @@ void Engine::import_rows(std::size_t t, std::size_t n, const std::uint64_t* ids,
     UndoSlot* kept = undo.slot(0); // a replaced row is the old one or the new one, even under kill -9
     for (std::size_t i = 0; i < n;) {
         const std::uint32_t b = table.hash_bucket(ids[i]);
+        std::size_t end = i + 1; // files keep buckets together, so each lock is taken once
+        while (end < n && table.hash_bucket(ids[end]) == b) ++end;
         Bucket& bucket = table.bucket(b);
         std::lock_guard lock(bucket.mutex);
         const std::uint32_t version = table.ledger().version.load();
-        for (; i < n && table.hash_bucket(ids[i]) == b;
-             ++i) { // files keep buckets together, so each lock is taken once
+        bucket.rows.reserve(end - i);
+        for (; i < end; ++i) {
             const std::uint64_t hash = mix64(ids[i]);
             std::uint32_t slot = bucket.rows.find(ids[i], hash);
             if (slot == kNoSlot) {

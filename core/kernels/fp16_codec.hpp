@@ -44,6 +44,9 @@ class Fp16Codec {
     Fp16Codec(std::vector<std::uint32_t> dims, const Kernels& kernels, ThreadPool& pool)
         : dims_(std::move(dims)), kernels_(kernels), pool_(pool) {}
 
+    // A codec of other rows, with the same kernels and threads.
+    Fp16Codec with_dims(std::vector<std::uint32_t> dims) const { return {std::move(dims), kernels_, pool_}; }
+
     const std::vector<std::uint32_t>& dims() const { return dims_; }
     // offsets: [tables + 1], where each table's rows begin, and where the last one's end. Returns the same in floats.
     std::vector<std::size_t> float_offsets(std::span<const std::int64_t> offsets) const {

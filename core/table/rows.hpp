@@ -91,9 +91,14 @@ class Rows {
         return index_.find(hash, [&](std::uint32_t slot) { return head(slot).id() == id; });
     }
 
+    // Makes room in the index for so many rows in all.
+    void reserve(std::size_t rows) {
+        if (rows > index_.limit()) grow_index(rows);
+    }
+
     // Returns a slot for a new id, in the index but still free in its head: fill the payload, then publish().
     std::uint32_t insert(std::uint64_t id, std::uint64_t hash) {
-        if (size_ + 1 > index_.limit()) grow_index();
+        reserve(size_ + 1);
         std::uint32_t slot = take_slot();
         index_.insert(hash, slot);
         head(slot).set_id(id);
@@ -250,9 +255,9 @@ class Rows {
     // Grows by half each time, from a start between 8 and 12 that differs by bucket: the buckets of a table fill alike,
     // and would otherwise all rebuild their indexes in the same few batches. The last step before the limit is taken
     // early, so that later rows reuse the memory of the outgrown index.
-    void grow_index() {
+    void grow_index(std::size_t rows) {
         double target = 8.0 + 4.0 * phase();
-        while (target < static_cast<double>(size_ + 1)) target *= 1.5;
+        while (target < static_cast<double>(rows)) target *= 1.5;
         auto entries = static_cast<std::uint64_t>(target);
         if (limit_ > size_ && entries + entries / 2 > limit_) entries = limit_;
         build_index(Index::groups_for(entries));

@@ -5,29 +5,12 @@
 
 #include "base/hash.hpp"
 #include "testing.hpp"
+#include "unmix.hpp"
 
 using namespace satrap;
-using testing::Random;
+using testing::Random, testing::unmix64;
 
 namespace {
-
-std::uint64_t inverse_of_odd(std::uint64_t a) {
-    std::uint64_t x = a; // Newton: each step doubles the correct low bits, from 3
-    for (int i = 0; i < 6; ++i) x *= 2 - a * x;
-    return x;
-}
-
-std::uint64_t undo_shift(std::uint64_t x, unsigned shift) {
-    std::uint64_t result = x;
-    for (unsigned done = shift; done < 64; done += shift) result = x ^ (result >> shift);
-    return result;
-}
-
-std::uint64_t unmix64(std::uint64_t x) {
-    x = undo_shift(x, 31) * inverse_of_odd(0x94d049bb133111ebULL);
-    x = undo_shift(x, 27) * inverse_of_odd(0xbf58476d1ce4e5b9ULL);
-    return undo_shift(x, 30);
-}
 
 // Of `total` throws into counts.size() equal boxes: the sum of squares lies within six sigma of its mean.
 void check_even(const std::vector<std::uint32_t>& counts, double total) {

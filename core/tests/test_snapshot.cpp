@@ -4,6 +4,7 @@
 
 #include "bag_draws.hpp"
 #include "base/errors.hpp"
+#include "unmix.hpp"
 
 using namespace satrap;
 using testing::Contents, testing::Ids, testing::IdsOfTables, testing::Line, testing::Random;
@@ -78,6 +79,42 @@ CASE(changes_lead_from_copy_to_copy, testing::scaled(150)) {
         since = copy(random, *from, *to, 0, since);
         CHECK(Contents(*from) == Contents(*to));
     }
+}
+
+// Ids whose hashes begin alike, too: then one bin of the counting sort holds all of them.
+CASE(exports_are_in_the_order_of_the_hashes, testing::scaled(40)) {
+    TableConfig config = testing::counting_table("t", 1, 1U << random.below(4));
+    config.admission = AdmissionKind::min_count;
+    config.min_count = 2;
+    config.window = 1U << 16;
+    const auto engine = testing::make_engine({config});
+    const bool is_narrow = random.chance(0.3);
+    std::map<std::uint64_t, std::uint64_t> by_hash; // the rows' ids
+    const std::size_t n = random.below(3000);
+    Ids ids;
+    while (by_hash.size() < n) {
+        const std::uint64_t id = is_narrow ? testing::unmix64(random.below(1U << 20)) : random.bits();
+        if (by_hash.emplace(mix64(id), id).second) ids.push_back(id);
+    }
+    testing::lookup(*engine, {ids}, 1); // all are sighted
+    const auto in_order = [&](RowColumns columns) {
+        const auto* found = reinterpret_cast<const std::uint64_t*>(columns.id.memory);
+        CHECK_EQ(columns.rows, n);
+        std::size_t i = 0;
+        for (const auto& entry : by_hash) CHECK_EQ(found[i++], entry.second);
+        for (BlockPool::Block block : {columns.id, columns.step, columns.values, columns.state})
+            engine->blocks()->give(block);
+    };
+    in_order(engine->export_sightings(0, 0, config.num_buckets));
+    testing::lookup(*engine, {ids}, 2);
+    in_order(engine->export_rows(0, 0, config.num_buckets, 0));
+    engine->begin_version(0);
+    engine->import_removed(0, ids);
+    const Ids removed = engine->export_removed(0, 0, config.num_buckets, 2);
+    CHECK_EQ(removed.size(), n);
+    CHECK(std::is_sorted(removed.begin(), removed.end(),
+                         [](std::uint64_t a, std::uint64_t b) { return mix64(a) < mix64(b); }));
+    engine->table(0).check();
 }
 
 // Exactly the rows that a lookup or an update touched carry the new version; a look without training touches none.

@@ -23,6 +23,11 @@ def crc32c(data: Annotated[NDArray[numpy.uint8], dict(shape=(None,), order='C', 
 def bucket_of(ids: Annotated[NDArray[numpy.uint64], dict(shape=(None,), order='C', device='cpu', writable=False)], num_buckets: int) -> Annotated[NDArray[numpy.uint32], dict(shape=(None,), order='C')]:
     """Returns the bucket of each id."""
 
+def mixed_order(ids: Annotated[NDArray[numpy.uint64], dict(shape=(None,), order='C', device='cpu', writable=False)]) -> int:
+    """
+    Returns how many of the first ids are in rising order of their hashes, none twice.
+    """
+
 def hash_integers(values: Annotated[NDArray[numpy.uint64], dict(shape=(None,), order='C', device='cpu', writable=False)]) -> Annotated[NDArray[numpy.uint64], dict(shape=(None,), order='C')]:
     """XXH64 (seed 0) of each integer's 8 bytes, the lowest first."""
 
@@ -427,6 +432,14 @@ class Split:
 
     def decode_rows(self, offsets: Annotated[NDArray[numpy.int64], dict(shape=(None,), order='C', device='cpu', writable=False)], message: Annotated[NDArray[numpy.uint8], dict(shape=(None,), order='C', device='cpu', writable=False)]) -> Annotated[NDArray[numpy.float32], dict(shape=(None,), order='C')]:
         """Decodes a message of encode_rows."""
+
+    def encode_runs(self, dims: Annotated[NDArray[numpy.uint32], dict(shape=(None,), order='C', device='cpu', writable=False)], offsets: Annotated[NDArray[numpy.int64], dict(shape=(None,), order='C', device='cpu', writable=False)], rows: Annotated[NDArray[numpy.float32], dict(order='C', device='cpu', writable=False)]) -> Annotated[NDArray[numpy.uint8], dict(shape=(None,), order='C')]:
+        """
+        Encodes rows as encode_rows does: run r has the rows offsets[r] to offsets[r + 1], of dim dims[r].
+        """
+
+    def decode_runs(self, dims: Annotated[NDArray[numpy.uint32], dict(shape=(None,), order='C', device='cpu', writable=False)], offsets: Annotated[NDArray[numpy.int64], dict(shape=(None,), order='C', device='cpu', writable=False)], message: Annotated[NDArray[numpy.uint8], dict(shape=(None,), order='C', device='cpu', writable=False)]) -> Annotated[NDArray[numpy.float32], dict(shape=(None,), order='C')]:
+        """Decodes a message of encode_runs."""
 
 class Samples:
     """Decoded samples of one block of a source."""

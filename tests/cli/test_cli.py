@@ -98,7 +98,7 @@ def test_the_command_is_installed() -> None:
     assert done.stdout == f"satrap {__version__}\n"
 
 
-@pytest.mark.parametrize("command", ["run", "scale", "server", "worker", "migrate", "keys", "doctor"])
+@pytest.mark.parametrize("command", ["run", "scale", "status", "server", "worker", "migrate", "keys", "doctor"])
 def test_every_option_has_help(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as done:
         main([command, "--help"])
@@ -115,6 +115,18 @@ def test_misuse_is_refused(arguments: list[str], capsys: pytest.CaptureFixture[s
         main(arguments)
     assert refused.value.code == 2
     assert "usage: satrap" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("typed", "expected"), [("servr", "the nearest known one is 'server'"), ("x", "known are 'run'")]
+)
+def test_an_unknown_command_names_those_that_users_call(
+    typed: str, expected: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        main([typed])
+    error = capsys.readouterr().err
+    assert f"there is no command {typed!r}; {expected}" in error and "trainer" not in error
 
 
 def test_a_bad_dim_is_a_one_line_error(capsys: pytest.CaptureFixture[str]) -> None:
@@ -149,13 +161,13 @@ def test_an_interrupted_migration_tells_how_to_finish_it() -> None:
         assert child.returncode == 130
 
 
-@pytest.mark.parametrize(("own", "expected"), [(False, "satrap.train: news\n"), (True, "mine: news\n")])
+@pytest.mark.parametrize(("own", "expected"), [(False, r"\S+Z INFO .* satrap\.train: news\n"), (True, "mine: news\n")])
 def test_a_script_that_configures_logging_gets_the_log_itself(own: bool, expected: str) -> None:
     configure = "logging.basicConfig(format='mine: %(message)s'); " if own else ""
-    code = "import logging; from satrap.cli.main import _show_log; _show_log(); "
+    code = "import logging; from satrap.cli.main import _show_log; _show_log('text'); "
     code += f"{configure}logging.getLogger('satrap.train').info('news')"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=True)
-    assert (done.stdout, done.stderr) == ("", expected)
+    assert done.stdout == "" and re.fullmatch(expected, done.stderr)
 
 
 def test_a_closed_output_pipe_is_not_an_error_message() -> None:

@@ -12,6 +12,7 @@ import json
 import os
 import signal
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -40,6 +41,20 @@ if importlib.util.find_spec("ray") is None:
     pytest.skip("Ray is not installed: pip install 'ray>=2.52'", allow_module_level=True)
 
 SIZES = ("--servers", "2", "--trainers", "2")
+LIST_ACTORS = """
+import json, sys, ray
+from ray._private.state import actors
+
+ray.init(sys.argv[1], log_to_driver=False)
+print(json.dumps([[each["ActorClassName"], each["Name"]] for each in actors().values() if each["State"] == "ALIVE"]))
+"""
+WITHOUT_TASK = """
+import satrap.launch.ray_launcher
+from satrap.cli.main import main
+
+satrap.launch.ray_launcher._remove_node_files = None
+raise SystemExit(main())
+"""
 ON_HEAD = ("--trainer-gpus", "1")  # the other node has no GPUs
 
 
@@ -207,6 +222,44 @@ def test_a_stopped_run_leaves_nothing_behind(tmp_path: Path, cluster: Any, whose
     assert status == 130
     assert f"{number.name}: stopping the run" in err
     assert_nothing_is_left(stopped, pids)
+
+
+@pytest.mark.parametrize("how", ["finished", "interrupted", "failed"])
+def test_actors_are_named_by_role_and_remove_their_own_files(
+    tmp_path: Path, cluster: Any, how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At the end of a run, no task for cleaning is started: with the last process its rows and keys are gone."""
+    script = write_changed_job(tmp_path, ("embeddings.drain()", "1 / 0")) if how == "failed" else JOB
+    without_task = tmp_path / "satrap"
+    patch = "import satrap.launch.ray_launcher as launcher; launcher._remove_node_files = None"
+    without_task.write_text(
+        f"#!{sys.executable}\n{patch}\nfrom satrap.cli.main import main; raise SystemExit(main())\n"
+    )
+    without_task.chmod(0o755)
+    monkeypatch.setattr("runs.SATRAP", without_task)
+    (tmp_path / "hold").touch()
+    options = ("--servers", "2", "--workers", "1", *on_cluster(cluster))
+    with start_run(tmp_path, script, *options, arguments=(str(tmp_path), "40")) as run:
+        wait_until(lambda: num_checkpoints(tmp_path) >= 6, run)  # the script waits at step 30
+        pids = list(children(tmp_path).values())
+        listed = subprocess.run(
+            [sys.executable, "-c", LIST_ACTORS, cluster.address],
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=300,
+        )
+        assert len(list((tmp_path / "memory").iterdir())) == 6, "rows of two servers, keys of four processes"
+        if how == "interrupted":
+            run.send_signal(signal.SIGINT)
+        (tmp_path / "hold").unlink()
+        status, _, err = wait_for_exit(run)
+    assert status == {"finished": 0, "interrupted": 130, "failed": 1}[how], err
+    expected = {("ServerActor", "server-0.1"), ("ServerActor", "server-1.1"), ("WorkerActor", "worker-0.1")}
+    expected |= {("TrainerActor", "trainer-0.1")}
+    assert {tuple(each) for each in json.loads(listed.stdout.splitlines()[-1])} == expected
+    assert f"Ray at {cluster.address}, without a dashboard; its messages in {tmp_path / 'run/logs/ray.log'}" in err
+    assert_nothing_is_left(tmp_path, pids)
 
 
 def processes(run: subprocess.Popen[str], folder: Path) -> list[int]:

@@ -6,7 +6,8 @@ import pytest
 
 from satrap.errors import ConfigError
 from satrap.launch.resources import Resources, describe_resources, describe_run, parse_size, total_cpus
-from satrap.launch.supervisor import Role, RunConfig
+from satrap.launch.run_events import Role
+from satrap.launch.supervisor import RunConfig
 
 RESOURCES = {
     Role.SERVER: Resources(memory_bytes=3 << 29),

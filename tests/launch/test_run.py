@@ -38,9 +38,9 @@ from runs import (
     wait_until,
     write_changed_job,
 )
+from satrap.launch.run_events import Event, ScaleRequested
 from satrap.launch.run_loop import lock_run_folder
 from satrap.launch.scaler import Scaler, request_servers
-from satrap.launch.supervisor import Event, ScaleRequested
 
 ASYNC = JOB.with_name("async_job.py")
 
@@ -105,6 +105,26 @@ def test_scaling_up_and_down_while_training(tmp_path: Path, undisturbed: dict[st
             if number == 3:
                 assert {"server 0", "server 1", "server 2"} <= children(run).keys()
                 os.kill(children(run)["server 2"], signal.SIGKILL)
+        (tmp_path / "hold").unlink()
+        status, _, err = wait_for_exit(run)
+    assert status == 0, err
+    assert_same_result(tmp_path, undisturbed)
+    assert_nothing_is_left(tmp_path, [])
+
+
+def test_scaling_before_the_script_has_embeddings(tmp_path: Path, undisturbed: dict[str, np.ndarray]) -> None:
+    """The servers have no job yet: the request waits, and the run ends like any other."""
+    start = "    torch.manual_seed(0)\n"
+    wait = f"    while (folder / 'first').exists():\n        time.sleep(0.01)\n{start}"
+    for name in ("first", "hold"):
+        (tmp_path / name).touch()
+    script = write_changed_job(tmp_path, (start, wait))
+    with start_run(tmp_path, script, "--trainers", "2", arguments=(str(tmp_path), "160")) as run:
+        wait_for_output(run, "launch 1: starting 2 trainers")
+        request_scale(tmp_path, 2)
+        wait_for_output(run, "buckets will be moved once a trainer has created its embeddings")
+        (tmp_path / "first").unlink()
+        wait_for_output(run, "buckets moved: the run has 2 servers")
         (tmp_path / "hold").unlink()
         status, _, err = wait_for_exit(run)
     assert status == 0, err

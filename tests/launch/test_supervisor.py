@@ -8,33 +8,33 @@ from __future__ import annotations
 import random
 import signal
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from satrap.errors import ConfigError
-from satrap.launch.run_state import RunState
-from satrap.launch.supervisor import (
+from satrap.launch.run_events import (
     Command,
     Event,
     ExitRun,
     LogMessage,
     MigrateBuckets,
+    MigrationDue,
     MigrationEnded,
+    PauseMigration,
     PlacementFailed,
     Process,
     ProcessExited,
     ProcessReady,
     Role,
-    RunConfig,
     ScaleRequested,
     StartProcess,
     StopProcess,
     StopRequested,
-    Supervisor,
 )
+from satrap.launch.run_state import RunState
+from satrap.launch.supervisor import RunConfig, Supervisor
 
 RUN_STATE = RunState(name="test")
 
@@ -51,6 +51,7 @@ class Machine:
         self.migrating: tuple[str, ...] | None = None
         self.last_address: dict[tuple[Role, int], str] = {}
         self.relocations = dict[tuple[Role, int], int]()
+        self.pauses: list[float] = []
         self.trainers_know: tuple[tuple[str, ...], tuple[str, ...]] = ((), ())  # addresses of servers and workers
         self.with_rows = set[int]()  # servers that own buckets
         self.execute(self.supervisor.start(self.now))
@@ -68,6 +69,9 @@ class Machine:
                     assert self.migrating is None and current == self.supervisor.run_state.servers and current != target
                     assert {*current, *target} <= set(self.last_address.values())
                     self.migrating = target
+                case PauseMigration(seconds):
+                    assert self.migrating is None
+                    self.pauses.append(seconds)
                 case LogMessage(text):
                     self.log.append(text)
                 case ExitRun(status):
@@ -135,6 +139,15 @@ class Machine:
         if self.exit_status is None and any(each not in self.stopped for each in self.trainers()):
             assert self.trainers_know == self.addresses(), "no trainer keeps addresses that are out of date"
 
+    def fail_migration(self, has_no_job: bool = False, resume: bool = True) -> float:
+        """Fails the migration in progress, and returns the pause before the next one, which starts if `resume`."""
+        assert self.migrating is not None
+        self.handle(MigrationEnded("a server does not answer", has_no_job))
+        assert self.migrating is None
+        if resume:
+            self.handle(MigrationDue())
+        return self.pauses[-1]
+
     def make_all_ready(self) -> None:
         """Makes servers and workers ready until the trainers run."""
         while starting := sorted(
@@ -189,9 +202,11 @@ def test_the_run_continues_or_ends_after_any_events(
             machine.handle(event)
         elif chance < 0.6:
             if machine.migrating is not None and draw.random() < 0.7:
-                machine.handle(MigrationEnded(draw.choice([None, None, "a server does not answer"])))
+                failure = draw.choice([None, None, "a server does not answer"])
+                machine.handle(MigrationEnded(failure, failure is not None and draw.random() < 0.5))
             else:
-                machine.handle(ScaleRequested(draw.randrange(0, 6), "at random"))
+                either: list[Event] = [ScaleRequested(draw.randrange(0, 6), "at random"), MigrationDue()]
+                machine.handle(draw.choice(either))
         elif chance < 0.95 and machine.running:
             one = draw.choice(sorted(machine.running, key=str))
             if draw.random() < 0.3:
@@ -330,7 +345,7 @@ def test_scaling_up_and_down_while_trainers_run() -> None:
     assert machine.migrating == tuple(f"tcp://127.0.0.1:{n}" for n in (1, 2, 3, 4))
     machine.handle(ScaleRequested(3, "too soon"))
     assert "refused: buckets are being moved; retry later" in machine.log[-1]
-    machine.handle(MigrationEnded("a server does not answer"))
+    assert machine.fail_migration() == 2
     assert machine.migrating is not None and machine.supervisor.run_state.servers == machine.migrating[:2]
     machine.handle(MigrationEnded())
     assert len(machine.supervisor.run_state.servers) == 4 and not machine.stopped
@@ -344,11 +359,44 @@ def test_scaling_up_and_down_while_trainers_run() -> None:
     assert machine.exit_status is None and len(machine.running) == 3
     machine.handle(ScaleRequested(2, "requested"))
     assert machine.started[-1] == Process(Role.SERVER, 4, 1), "numbers are not reused"
+    machine.make_all_ready()
+    pauses = [machine.fail_migration() for _ in range(9)]
+    assert pauses == [2, 4, 8, 16, 32, 60, 60, 60, 60], "a migration that fails never ends the run"
+    machine.handle(MigrationEnded())
+    assert len(machine.supervisor.run_state.servers) == 2 and machine.exit_status is None
+
+
+def test_a_scaling_before_the_first_trainer_has_called_waits() -> None:
+    machine = training_machine(servers=1, workers=0)
+    machine.handle(ScaleRequested(2, "requested"))
+    machine.make_all_ready()
+    assert [machine.fail_migration(has_no_job=True) for _ in range(20)] == [1.0] * 20
+    assert sum("once a trainer has created its embeddings" in line for line in machine.log) == 1
+    machine.handle(ScaleRequested(3, "too soon"))
+    assert "refused: buckets are being moved; retry later" in machine.log[-1]
+    machine.handle(MigrationEnded())
+    assert len(machine.supervisor.run_state.servers) == 2 and max(machine.launches) == 1
+
+
+@pytest.mark.parametrize("moved", [False, True])
+def test_a_joining_server_that_keeps_failing_does_not_end_the_run(moved: bool) -> None:
+    """If buckets may have moved to it, the run goes back to the checkpoint with the servers that it had."""
+    machine = training_machine(servers=1, workers=0)
+    machine.handle(ScaleRequested(2, "requested"))
+    machine.make_all_ready()
+    machine.fail_migration(has_no_job=not moved)
     for _ in range(4):
         machine.make_all_ready()
-        machine.handle(MigrationEnded("a server does not answer"))
-    machine.execute_stops()
-    assert machine.exit_status == 1 and "giving up" in machine.log[-1]
+        if machine.migrating:
+            machine.fail_migration(has_no_job=not moved, resume=False)
+        machine.exit(Role.SERVER, 1, -9, after=1.0)
+    assert "continuing with 1 server" in "\n".join(machine.log)
+    machine.restart_all()
+    machine.restart_all()
+    assert machine.exit_status is None and len(machine.supervisor.run_state.servers) == 1
+    assert max(machine.launches) == 1 + moved and len(machine.trainers()) == 2
+    machine.handle(MigrationDue())
+    assert machine.migrating is None, "the scaling was cancelled"
 
 
 def test_scaling_beyond_the_maximum_is_refused() -> None:
@@ -437,15 +485,3 @@ def test_a_run_continues_the_count_of_launches() -> None:
 def test_invalid_run_configs_are_refused(option: str, value: int) -> None:
     with pytest.raises(ConfigError, match=f"run: {option} is {value}"):
         replace(RunConfig(servers=1, workers=0, trainers=1), **{option: value})
-
-
-def test_a_damaged_run_state_is_refused(tmp_path: Path) -> None:
-    file = tmp_path / "run.json"
-    assert RunState.read(file) is None
-    trainers_know = replace(RUN_STATE, servers=("", "tcp://127.0.0.1:2"), launch=RUN_STATE.launch + 1)
-    trainers_know.write(file)
-    assert RunState.read(file) == trainers_know
-    for text in ("{", "[]", '{"name": "../x"}', '{"name": "a", "launch": -1}', '{"name": "a", "color": 1}'):
-        file.write_text(text)
-        with pytest.raises(ConfigError, match=r"run\.json is not the state of a run"):
-            RunState.read(file)

@@ -207,7 +207,7 @@ def test_the_readme_is_short() -> None:
 def commands(page: Path) -> list[str]:
     """The command lines of a page, comments left out and continued lines joined."""
     lines = "".join(blocks(page, "sh")).replace("\\\n", " ").splitlines()
-    return [line.partition("  #")[0].strip() for line in lines]
+    return [line.partition("  #")[0].strip() for line in lines if not line.startswith("#")]
 
 
 EACH_COMMAND = sorted({line for page in [*pages(), ROOT / "CONTRIBUTING.md"] for line in commands(page)})

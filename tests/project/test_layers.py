@@ -17,7 +17,7 @@ PACKAGE = ROOT / "src/satrap"
 
 # Which packages a package may import from, besides itself and BASE. None may import what imports it, but for a part of
 # its own: `test_no_file_imports_itself_in_a_circle` sees to the files.
-BASE = {"errors", "interrupts", "collected", "run_context", "_core"}
+BASE = {"errors", "event_log", "interrupts", "collected", "run_context", "transfer", "_core"}
 ARROWS: dict[str, str] = {
     "config": "",
     "rpc": "config",
@@ -26,17 +26,17 @@ ARROWS: dict[str, str] = {
     "table": "config table.snapshot",
     "table.snapshot": "config table",
     "data": "config monitor",
-    "server": "config rpc sharding table table.snapshot server.migration",
+    "server": "config rpc monitor sharding table table.snapshot server.migration",
     "server.migration": "config rpc sharding table server",
     "worker": "config rpc sharding table table.snapshot data server",
-    "worker.remote": "config rpc data worker",
+    "worker.remote": "config rpc monitor data worker",
     "device": "config table data worker",
     "train": "config rpc monitor sharding table data server worker worker.remote device",
     "models": "train",
-    "checkpoint": "config table.snapshot data train",
+    "checkpoint": "config monitor table.snapshot data train",
     "serving": "config rpc table table.snapshot data worker train checkpoint",
-    "launch": "config rpc sharding server server.migration",
-    "cli": "config rpc sharding data server server.migration worker.remote train models launch",
+    "launch": "config rpc monitor sharding server server.migration",
+    "cli": "config rpc monitor sharding data server server.migration worker.remote train models checkpoint launch",
     "__main__": "cli",
 }
 # The same for the folders of the core and their includes.
@@ -63,6 +63,7 @@ OUTSIDE: dict[str, str | None] = {
     "zmq": "rpc",
     "ray": "launch.ray_launcher",
     "triton": "device.triton_kernels device.triton_optimizers device.triton_rounding",
+    "prometheus_client": "monitor.endpoint",
 }
 # The standard library only: what decides, apart from what does.
 PURE = [
@@ -79,8 +80,11 @@ PURE = [
     "train.staleness_gate",
     "checkpoint.catalog",
     "worker.remote.worker_spec",
+    "launch.run_events",
     "launch.run_state",
     "launch.supervisor",
+    "monitor.metric_table",
+    "monitor.samples",
 ]
 MAX_FILE_LINES = 500
 MAX_FUNCTION_LINES = 60

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Iterator
@@ -156,6 +157,21 @@ def test_a_connection_lost_during_a_call_is_logged(monkeypatch: pytest.MonkeyPat
         with logged("satrap.rpc", match=message) as warned, pytest.raises(DeadlineError, match="was a connection"):
             pending.result()
         assert len(warned) == 1
+
+
+def test_a_peer_that_answers_again_is_logged(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("satrap.rpc.channel._WARN_SECONDS", 0.2)
+    with server_process(ANYWHERE) as (process, address), Client(Calls, address, retry_seconds=0.05) as client:
+        pending = client.start("wait", 1, deadline=DEADLINE_SECONDS)
+        assert not pending.wait(0.2)
+        process.kill()
+        with logged("satrap.rpc", match=f"{address} answers again", level=logging.INFO) as records:
+            wait_until(lambda: not pending.wait(0.1) and records)
+            served = Served()
+            served.go.set()
+            with Service(served, Calls, address):
+                assert pending.result() == 1
+        assert [each.event for each in records] == ["peer_lost", "peer_back"]  # type: ignore[attr-defined]
 
 
 def test_the_error_of_a_deadline_with_a_connection() -> None:

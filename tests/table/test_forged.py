@@ -13,7 +13,18 @@ from oracle import as_ids
 from satrap.config.tables import LAST_VERSION, Ftrl, Table
 from satrap.errors import SnapshotError
 from satrap.table.store import Store
-from snapshots import forge, forge_file, manifest, refused, save_with_changes, seal
+from snapshots import (
+    assert_same,
+    contents,
+    crc32c,
+    forge,
+    forge_file,
+    manifest,
+    refused,
+    save_with_changes,
+    seal,
+    without_batches,
+)
 
 
 @pytest.fixture
@@ -107,17 +118,22 @@ FORGED_FILES: list[tuple[str, str, Callable[[Any], Any], list[str]]] = [
 ]
 
 
+@pytest.mark.parametrize("names_batches", [True, False])
 @pytest.mark.parametrize(
     ("kind", "change", "words"), [each[1:] for each in FORGED_FILES], ids=[f[0] for f in FORGED_FILES]
 )
-def test_a_forged_data_file(kind: str, change: Any, words: list[str], saved: Any, tmp_path: Path) -> None:
+def test_a_forged_data_file(
+    kind: str, change: Any, words: list[str], names_batches: bool, saved: Any, tmp_path: Path
+) -> None:
+    if not names_batches:
+        without_batches(tmp_path / "changes")
     name = forge_file(tmp_path / "changes", kind, change)
     with refused(saved[1], str(tmp_path / "changes" / name), *words):
         saved[1].apply_changes(tmp_path / "changes")
 
 
 def test_ids_of_other_buckets(saved: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("satrap.table.snapshot.writer._BATCH_BYTES", 1)  # two threads: two rows files
+    monkeypatch.setattr("satrap.table.snapshot.writer._EXPORT_BYTES", 1)  # two threads: two rows files
     saved[0].save(tmp_path / "two")
     files = [file for file in manifest(tmp_path / "two")["files"] if file["kind"] == "rows"]
     assert len(files) == 2
@@ -125,8 +141,13 @@ def test_ids_of_other_buckets(saved: Any, tmp_path: Path, monkeypatch: pytest.Mo
     def exchange(content: dict[str, Any]) -> None:
         for key in ("name", "bytes", "rows", "crc32c"):
             content["files"][0][key], content["files"][1][key] = content["files"][1][key], content["files"][0][key]
+        for own, other in zip(content["files"][0]["batches"], content["files"][1]["batches"], strict=True):
+            own[2:], other[2:] = other[2:], own[2:]
 
     forge(tmp_path / "two", exchange)
+    with refused(saved[1], files[1]["name"], "record batch 0 holds ids of the buckets 2 to 2; expected 0 to 0"):
+        Store.load(tmp_path / "two", num_threads=1)
+    without_batches(tmp_path / "two")
     with refused(saved[1], files[1]["name"], "holds ids of the buckets 2 to", "expected 0 to 1"):
         Store.load(tmp_path / "two", num_threads=1)
 
@@ -135,10 +156,64 @@ def test_one_id_twice(saved: Any, tmp_path: Path) -> None:
     def double(table: Any) -> Any:
         return pa.concat_tables([table.slice(0, 1), table.slice(0, 1), table.slice(2)])
 
-    forge_file(tmp_path / "full", "rows", double)
+    name = forge_file(tmp_path / "full", "rows", double)
+    with refused(saved[1], str(tmp_path / "full" / name), "record batch 0 holds an id twice or out of order at line 1"):
+        Store.load(tmp_path / "full", shared=tmp_path / "shared")
+    without_batches(tmp_path / "full")
     with refused(saved[1], str(tmp_path / "full"), "expected one row for each id"):
         Store.load(tmp_path / "full", shared=tmp_path / "shared")
     assert not (tmp_path / "shared").exists()
+
+
+def test_lines_out_of_order(saved: Any, tmp_path: Path) -> None:
+    name = forge_file(tmp_path / "full", "rows", lambda table: table.take(list(range(len(table)))[::-1]))
+    with refused(saved[1], str(tmp_path / "full" / name), "record batch 0 holds an id twice or out of order at line 1"):
+        Store.load(tmp_path / "full")
+    without_batches(tmp_path / "full")  # the format of an earlier Satrap permits any order
+    assert_same(contents(Store.load(tmp_path / "full")), contents(saved[1]))
+
+
+BATCHES: list[tuple[Callable[[list[list[int]]], Any], str]] = [
+    (lambda batches: batches[0].pop(), "'batches' is"),
+    (lambda batches: batches[0].__setitem__(4, -1), "expected lists of 5 integers"),
+    (lambda batches: batches[0].__setitem__(4, True), "expected lists of 5 integers"),
+    (lambda batches: batches.reverse(), "is the next"),
+    (lambda batches: batches[1].__setitem__(0, 0), "but 1 is the next"),
+    (lambda batches: batches[0].__setitem__(1, 9), "holds the buckets 0 to 9"),
+    (lambda batches: batches[0].__setitem__(3, 10**9), "ends at byte 1000000000 of"),
+    (lambda batches: batches[1].__setitem__(3, batches[0][3]), "after"),
+    (lambda batches: batches[0].__setitem__(2, 0), "with 0 lines"),
+    (lambda batches: batches.pop(), "lines; expected"),
+    (lambda batches: (batches[0].__setitem__(2, batches[0][2] - 1), batches[1].__setitem__(2, batches[1][2] + 1)),
+     "record batch 0 holds"),
+    (lambda batches: batches[3].__setitem__(4, 7), "is damaged in record batch 3 (bytes"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("change", "words"), BATCHES)
+def test_forged_record_batches(change: Any, words: str, saved: Any, tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setattr("satrap.table.snapshot.batch_cuts.TARGET_BYTES", 1)
+    saved[0].save(tmp_path / "cut")
+    assert len(file_of(manifest(tmp_path / "cut"), "rows")["batches"]) == 4
+    forge(tmp_path / "cut", lambda content: change(file_of(content, "rows")["batches"]))
+    with refused(saved[1], str(tmp_path / "cut"), words):
+        Store.load(tmp_path / "cut", num_threads=1)
+
+
+def test_record_batches_that_are_elsewhere(saved: Any, tmp_path: Path) -> None:
+    """The checksums are right, but the footer names other bytes than the manifest."""
+    folder = tmp_path / "full"
+    name = forge_file(folder, "rows", lambda table: table)
+    data = (folder / name).read_bytes()
+
+    def longer(content: dict[str, Any]) -> None:
+        file = file_of(content, "rows")
+        middle = file["batches"][0][3] // 2
+        file["batches"][0][3:] = middle, crc32c(data[:middle])
+
+    forge(folder, longer)
+    with refused(saved[1], str(folder / name), "record batch 0 has data outside of its bytes, 0 to"):
+        Store.load(folder, num_threads=1)
 
 
 def test_a_rate_that_the_optimizer_cannot_take(tmp_path: Path) -> None:

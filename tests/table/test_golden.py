@@ -34,10 +34,12 @@ def goes_on(store: Store, table: Table) -> None:
 
 
 @each_table
-def test_a_snapshot_and_its_changes(table: Table) -> None:
-    store = Store.load(GOLDEN / table.name / "full", num_threads=1)
+@pytest.mark.parametrize("build", ["golden", "golden-batches"])
+def test_a_snapshot_and_its_changes(build: str, table: Table) -> None:
+    folder = GOLDEN.parent / build / table.name
+    store = Store.load(folder / "full", num_threads=1)
     assert_recorded(store, "full")
-    store.apply_changes(GOLDEN / table.name / "changes")
+    store.apply_changes(folder / "changes")
     goes_on(store, table)
 
 

@@ -34,7 +34,7 @@ OPTIMIZERS: list[Any] = [SGD(), SGD(momentum=0.9), Adagrad(), RowWiseAdagrad(), 
 @pytest.fixture
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """Many files and many record batches, even for a small table."""
-    monkeypatch.setattr(writer, "_BATCH_BYTES", 2000)
+    monkeypatch.setattr(writer, "_EXPORT_BYTES", 2000)
     monkeypatch.setattr(writer, "_FILE_BYTES", 8000)
 
 

@@ -12,11 +12,17 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from remote_worker_parts import BATCH, Net, bits, evaluate, made, running, serving, source, train, write
-from satrap import Checkpoint, Embeddings, MinCount, Parquet, Table
-from satrap.errors import StreamError
+from satrap import Checkpoint, Embeddings, MinCount, Parquet, Table, _core
+from satrap.config.features import Features
+from satrap.errors import InputError, StreamError
+from satrap.table.engine import native_config
+from satrap.worker.pooled_codec import PooledCodec
 from satrap.worker.remote.client import RemoteBatches, RemoteInputs, RemoteWorker
+from satrap.worker.worker import native_features
 
 
 @contextmanager
@@ -43,8 +49,8 @@ def test_a_stream_that_a_worker_reads_has_a_length(tmp_path: Path) -> None:
 @pytest.mark.parametrize("overlap", [False, True, None])
 @pytest.mark.parametrize(
     "options",
-    [{}, {"staleness": 2, "deterministic": True}, {"accumulate": 3}, {"wire": "float16"}],
-    ids=["sync", "stale", "accumulated", "rounded"],
+    [{}, {"staleness": 2, "deterministic": True}, {"accumulate": 3}],
+    ids=["sync", "stale", "accumulated"],
 )
 def test_a_remote_worker_has_the_bits_of_a_local_one(
     tmp_path: Path, options: dict[str, Any], overlap: bool | None
@@ -55,7 +61,7 @@ def test_a_remote_worker_has_the_bits_of_a_local_one(
     how: dict[str, Any] = {"overlap": overlap} | ({"accumulate": 3} if "accumulate" in options else {})
     given = {name: value for name, value in options.items() if name != "accumulate"}
     found = []
-    for where in WHERE[1:] if "wire" in options else WHERE:
+    for where in WHERE:
         with running_on(*where, **given) as job:
             seen = train(job, data, **how)
             scores = evaluate(job, test)
@@ -65,6 +71,80 @@ def test_a_remote_worker_has_the_bits_of_a_local_one(
             found.append((seen, scores, bits(job), counters.rows, counters.lost, stale))
     assert len(found[0][0]) == 60 and found[0][4]["ids/path"] and found[0][4]["batches/zero_grad"]
     assert all(each == found[0] for each in found)
+
+
+@pytest.mark.parametrize("accumulate", [1, 3])
+def test_a_wire_that_rounds_reaches_from_the_servers_to_the_trainer(
+    tmp_path: Path, accumulate: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every block, sequence and gradient between a worker and its trainer has two bytes for a number, and the result is
+    close to that of a wire that does not round. The number of servers changes no bit."""
+    data = source(write(tmp_path / "a.parquet", 20))
+    sizes: list[tuple[int, int]] = []
+    encode = PooledCodec.encode
+
+    def encode_and_measure(codec: PooledCodec, flat: Any, *given: Any) -> Any:
+        floats, coded = encode(codec, flat, *given)
+        assert floats is None and coded is not None
+        sizes.append((flat.nbytes, coded.nbytes))
+        return floats, coded
+
+    exact: list[Any] = []
+    rounded: list[Any] = []
+    for found, wire, where in ((exact, "float32", (1, 1)), (rounded, "float16", (1, 1)), (rounded, "float16", (2, 1))):
+        with monkeypatch.context() as patched, running_on(*where, wire=wire) as job:
+            if wire == "float16":
+                patched.setattr(PooledCodec, "encode", encode_and_measure)
+            seen = train(job, data, accumulate=accumulate)
+            found.append((seen, bits(job)))
+    assert rounded[0] == rounded[1] and rounded[0] != exact[0]
+    losses, exact_losses = ([loss for _, loss, *_ in found[0][0]] for found in (rounded, exact))
+    assert 0 < np.abs(np.array(losses) - exact_losses).max() < 1e-3
+    assert len(sizes) >= 2 * 2 * 17, "lookups and gradients"
+    assert all(coded < 0.65 * floats for floats, coded in sizes)
+
+
+@st.composite
+def pooled_features(draw: st.DrawFn) -> Features:
+    dims = draw(st.lists(st.sampled_from([1, 2, 5, 16]), min_size=1, max_size=5))
+    lengths = draw(st.lists(st.integers(0, 3), min_size=len(dims), max_size=len(dims)))  # 0: pooled
+    return Features(
+        {
+            f"f{i}": Table(f"t{i}", dim=dim).sequence(length) if length else Table(f"t{i}", dim=dim)
+            for i, (dim, length) in enumerate(zip(dims, lengths, strict=True))
+        }
+    )
+
+
+@given(pooled_features(), st.integers(0, 9), st.integers(0, 2**32 - 1), st.data())
+def test_pooled_rows_are_rounded_row_by_row(of: Features, batch_size: int, seed: int, data: st.DataObject) -> None:
+    """By at most 2^-11 of the largest magnitude in each sample's part of a feature; what is absent has no bytes."""
+    rng = np.random.default_rng(seed)
+    lengths = [(each.table.dim, each.max_length) for each in of.values() if each.max_length is not None]
+    present = [data.draw(st.booleans()) for _ in range(1 + len(lengths))]
+    rows = [dim for _ in range(batch_size) for dim in of.pooled.values()] if present[0] else []
+    for (dim, length), is_present in zip(lengths, present[1:], strict=True):
+        rows += [dim] * batch_size * length * is_present
+    scales = np.repeat(10.0 ** rng.integers(-20, 20, len(rows)), rows)
+    flat = (rng.standard_normal(sum(rows)) * scales).astype(np.float32)
+    split = _core.Split([native_config(each) for each in of.tables], native_features(of, of.tables), 1, "auto")
+    exact = PooledCodec(of, split, "float32")
+    assert exact.encode(flat, batch_size, present) == (flat, None)
+    assert exact.decode(flat, None, batch_size, present) is flat
+    codec = PooledCodec(of, split, "float16")
+    floats, coded = codec.encode(flat, batch_size, present)
+    assert floats is None and coded is not None and len(coded) == 2 * len(flat) + len(rows) + len(rows) % 2
+    found = codec.decode(None, coded, batch_size, present)
+    at = 0
+    for dim in rows:
+        row, its = flat[at : at + dim], found[at : at + dim]
+        assert np.abs(row - its).max() <= 2.0**-11 * np.abs(row).max()
+        at += dim
+    for both in (True, False):
+        with pytest.raises(InputError, match="in one of the two forms"):
+            codec.decode(flat if both else None, coded if both else None, batch_size, present)
+    with pytest.raises(InputError, match="message"):
+        codec.decode(None, coded[:-1] if len(coded) else np.zeros(1, np.uint8), batch_size, present)
 
 
 def test_dense_parameters_on_servers_have_the_same_bits(tmp_path: Path) -> None:

@@ -21,8 +21,10 @@ import logging
 import os
 import random
 import shutil
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -44,11 +46,15 @@ from satrap.config.durable import checksum, put_on_disk, write_file
 from satrap.config.validation import kind_of
 from satrap.data.inputs import Position
 from satrap.errors import ChangesError, CheckpointError, SatrapError, SnapshotError
+from satrap.event_log import event
+from satrap.monitor.samples import Sample, register
 from satrap.run_context import current_context
 from satrap.table.snapshot.saved_table import SavedTable
+from satrap.table.snapshot.writer import row_bytes
 from satrap.train.embeddings import Embeddings, session_of
 from satrap.train.optimizer import HybridOptimizer
 from satrap.train.process_group import unwrap
+from satrap.transfer import Transfer
 
 _LOG = logging.getLogger("satrap.checkpoint")
 _ENDED = 0  # in place of every_steps: the trainer is at the end of its script
@@ -106,7 +112,9 @@ class Checkpoint:
         self._layout = 0  # the tables' layout at that time
         self._since_full = 0
         self._saved_step = -1
+        self._figures = _SaveFigures()
         self._source: Mapping[str, Any] | None = None
+        register(self._figures)
         if not self._session.dense.is_joint:
             self._session.run_before_close(self._join_saves_until_end)
 
@@ -132,9 +140,13 @@ class Checkpoint:
                 self._session.worker.tables.require_permitted(self._directory.local)
             self._saved_step = max(0, self._saved_step)
             return False
+        started_at = time.monotonic()
         while not self._save_together(every_steps, best):
             pass
         self._saved_step = step
+        figures = self._figures
+        figures.number, figures.step, figures.at = figures.number + 1, step, time.time()
+        figures.seconds = time.monotonic() - started_at
         return True
 
     def _join_saves_until_end(self) -> None:
@@ -171,6 +183,14 @@ class Checkpoint:
         return every_steps in requests or (every_steps is None and not requests)
 
     def _write(self, step: int, positions: Sequence[Any], randoms: list[bytes], is_best: bool) -> None:
+        total = None
+        if self._last is None or self._since_full >= self._full_every:  # else deltas, of an unknown size
+            total = sum(len(table) * row_bytes(table.table) for table in self._session.worker.tables.values())
+        what = f"save of step {step} into {self._directory.name}"
+        with Transfer(_LOG, "save", what, total=total or None, step=step):
+            self._write_folder(step, positions, randoms, is_best)
+
+    def _write_folder(self, step: int, positions: Sequence[Any], randoms: list[bytes], is_best: bool) -> None:
         with self._directory.new(step, None if self._last is None else self._last[0]) as folder:
             parent = self._last if self._last is not None and self._since_full < self._full_every else None
             tables, layout = self._session.worker.tables, self._session.worker.tables.map_version
@@ -242,10 +262,12 @@ class Checkpoint:
             self._session.join_attempt()
             self._objects["optimizer"].zero_grad()  # a new process has no gradients either
             self._session.resume_at(newest.step, self._data, self._position_for_this_trainer(newest))
-            self._saved_step = newest.step
+            self._saved_step = self._figures.step = newest.step
+            self._figures.at = time.time()
         if trainers.rank == 0:
             launch = "" if (context := current_context()) is None else f"launch {context.launch} "
-            _LOG.info("%scontinues after step %d, from %s", launch, newest.step, newest.where)
+            resumed = event("resumed", checkpoint=newest.where, resumed_step=newest.step)
+            _LOG.info("%scontinues after step %d, from %s", launch, newest.step, newest.where, extra=resumed)
         return True
 
     def _checked_state(self, entry: CheckpointManifest) -> Any:
@@ -283,7 +305,8 @@ class Checkpoint:
         newest, tables = chain[-1], self._session.worker.tables
         folders = table_folders(chain)
         self._layout = tables.map_version
-        changes_may_follow = tables.restore(folders)
+        with Transfer(_LOG, "restore", f"restore of step {newest.step} from {newest.where}", step=newest.step):
+            changes_may_follow = tables.restore(folders)
         require_rows(chain, {name: len(table) for name, table in tables.items()})
         self._last = newest.folder.name, {name: tables[name].version for name in tables}
         self._since_full = len(chain) if changes_may_follow else self._full_every
@@ -366,6 +389,27 @@ class Checkpoint:
         objects = {name: each.state_dict() for name, each in self._objects.items()}
         del objects["optimizer"]["rows"]  # the checkpoint has the rows, and restores them after the optimizer
         return {"objects": objects, "random": randoms}
+
+
+@dataclass(slots=True, eq=False, weakref_slot=True)
+class _SaveFigures:
+    """Figures of a trainer's checkpoints, for metrics."""
+
+    number: int = 0
+    """Number of checkpoints saved by this process."""
+    step: int = 0
+    """Step of the last one that was saved or resumed."""
+    at: float = 0.0
+    """Unix time at which it was."""
+    seconds: float = 0.0
+    """Duration of the last save."""
+
+    def samples(self) -> Iterator[Sample]:
+        """Yield the samples of a scrape, which another thread makes."""
+        yield Sample("satrap_checkpoints", self.number)
+        yield Sample("satrap_last_checkpoint_step", self.step)
+        yield Sample("satrap_last_checkpoint_seconds", self.seconds)
+        yield Sample("satrap_last_checkpoint_timestamp_seconds", self.at)
 
 
 def _require_count(name: str, value: object) -> None:

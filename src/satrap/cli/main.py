@@ -1,5 +1,6 @@
-"""The commands of `satrap`. `run` runs a script on a cluster, and `scale` changes its number of servers; `keys`,
-`server`, `worker` and `migrate` are for a cluster that is managed by hand; `doctor` checks this machine.
+"""The commands of `satrap`. `run` runs a script on a cluster, `scale` changes its number of servers, and `status` shows
+what it does; `keys`, `server`, `worker` and `migrate` are for a cluster that is managed by hand; `doctor` checks this
+machine.
 
 Carries out the commands that `parser` reads, and prints plain lines.
 """
@@ -12,16 +13,19 @@ import resource
 import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from functools import partial
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 from satrap.cli.parser import command_parser
 from satrap.config.validation import check_integer
 from satrap.errors import ConfigError, SatrapError
+from satrap.event_log import event, formatter, set_role
 from satrap.run_context import RunContext
 
+_LOG = logging.getLogger("satrap.cli")
 _RERUN_HINT = "; run the same command again to finish the migration"
 _MAX_OPEN_FILES = 1 << 16  # of a server or worker: one for each connection
 _NUM_CALL_THREADS = 4  # threads of a worker that receive calls and pass them to its sessions
@@ -37,8 +41,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if unrecognized:
         hint = "; put the script's own arguments after --" if options.command == "run" else ""
         parser.error(f"unrecognized arguments: {' '.join(unrecognized)}{hint}")
-    if options.command in ("server", "worker", "trainer"):
-        _show_log()
+    if options.command in ("server", "worker", "trainer", "migrate"):
+        set_role(options.command, getattr(options, "number", None))
+        _show_log(options.log_format)
     try:
         if options.die_with is not None:
             from satrap.launch.child_processes import die_with_parent
@@ -63,9 +68,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print(f"satrap: interrupted{_RERUN_HINT if options.command == 'migrate' else ''}", file=sys.stderr)
         return 130
+    from satrap.cli.http import serve_trainer
     from satrap.launch.trainer_main import run_trainer
 
-    run_trainer(RunContext.from_dict(json.loads(options.context)), options.script, script_arguments, options.listener)
+    context = RunContext.from_dict(json.loads(options.context))
+    with serve_trainer(options.http, context.rank):
+        run_trainer(context, options.script, script_arguments, options.listener)
     return 0
 
 
@@ -80,6 +88,8 @@ def _output_lines(options: argparse.Namespace) -> Iterator[str]:
             return _keys(options.folder)
         case "scale":
             return _scale(options.folder, options.servers)
+        case "status":
+            return _status(options)
         case "migrate":
             return _migrate(options.current, options.target, options.keys)
         case "worker":
@@ -88,10 +98,10 @@ def _output_lines(options: argparse.Namespace) -> Iterator[str]:
             return _server(options)
 
 
-def _show_log() -> None:
+def _show_log(log_format: str) -> None:
     """Shows Satrap's log on standard error, unless the script configures logging."""
     handler, logger = logging.StreamHandler(), logging.getLogger("satrap")
-    handler.setFormatter(logging.Formatter("%(name)s: %(message)s"))
+    handler.setFormatter(formatter(log_format))
     handler.addFilter(lambda _: not logging.getLogger().handlers)
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
@@ -108,6 +118,21 @@ def _scale(folder: Path, servers: int) -> Iterator[str]:
 
     request_servers(folder, check_integer("scale", "servers", servers, 1, 65535))
     yield f"number of servers requested: {servers}; the output of the run reports the result"
+
+
+def _status(options: argparse.Namespace) -> Iterator[str]:
+    """Prints the status itself, since a terminal is drawn in place."""
+    from satrap.cli.status import RunReader, show_status
+    from satrap.rpc import Keys
+
+    keys = None if options.keys is None else Keys.read(options.keys)
+    folder = None if options.servers else options.folder
+    with (
+        suppress(*([KeyboardInterrupt] if options.watch else [])),  # the way to end --watch
+        RunReader(folder, options.servers or (), keys) as reader,
+    ):
+        show_status(reader, watch=options.watch, as_json=options.json, seconds=options.seconds)
+    yield from ()
 
 
 def _migrate(current: Sequence[str], target: Sequence[str], keys: str | None) -> Iterator[str]:
@@ -131,24 +156,34 @@ def _keys(folder: str) -> Iterator[str]:
 
 
 def _server(options: argparse.Namespace) -> Iterator[str]:
-    from satrap.rpc import Keys, Limits, Service
+    from satrap.cli.http import StatusEndpoint
+    from satrap.rpc import Keys, Limits, Origin, Service
     from satrap.server.protocol import ServerCalls
     from satrap.server.server import Server
+    from satrap.server.status_calls import server_samples
 
     wait_for_stop = _install_stop_handler()
     _prepare_to_listen(options)
     keys = None if options.keys is None else Keys.read(options.keys)
     server = Server(shared=options.shared, num_threads=options.threads, checkpoints=options.checkpoints)
     limits = Limits(max_bytes=16 << 30)  # the parts of all trainers wait until the last one has arrived
-    with Service(server, ServerCalls, options.listen, keys, insecure=options.insecure, limits=limits) as service:
+    with (
+        StatusEndpoint("server", options.http, lambda: server.status(Origin()), server_samples) as endpoint,
+        Service(server, ServerCalls, options.listen, keys, insecure=options.insecure, limits=limits) as service,
+    ):
+        yield from endpoint.attach(service)
         yield f"satrap server: listening at {service.address}"
+        _log_start(service.address)
         wait_for_stop()
+        endpoint.drain()
+    _LOG.info("stopped", extra=event("stopped"))
 
 
 def _worker(options: argparse.Namespace) -> Iterator[str]:
-    from satrap.rpc import Keys, Service
+    from satrap.cli.http import StatusEndpoint
+    from satrap.rpc import Keys, Origin, Service
     from satrap.worker.remote.protocol import WorkerCalls
-    from satrap.worker.remote.service import WorkerService
+    from satrap.worker.remote.service import WorkerService, worker_samples
 
     wait_for_stop = _install_stop_handler()
     _prepare_to_listen(options)
@@ -157,10 +192,20 @@ def _worker(options: argparse.Namespace) -> Iterator[str]:
     service_options: dict[str, Any] = {"insecure": options.insecure, "num_threads": _NUM_CALL_THREADS}
     with (
         closing(WorkerService(keys=client_keys, num_threads=options.threads, data=options.data)) as served,
+        StatusEndpoint("worker", options.http, lambda: served.status(Origin()), worker_samples) as endpoint,
         Service(served, WorkerCalls, options.listen, keys, **service_options) as service,
     ):
+        yield from endpoint.attach(service)
         yield f"satrap worker: listening at {service.address}"
+        _log_start(service.address)
         wait_for_stop()
+        endpoint.drain()
+    _LOG.info("stopped", extra=event("stopped"))
+
+
+def _log_start(address: str) -> None:
+    text = "started: satrap %s, process %d, listening at %s"
+    _LOG.info(text, version("satrap"), os.getpid(), address, extra=event("started", pid=os.getpid(), address=address))
 
 
 def _prepare_to_listen(options: argparse.Namespace) -> None:

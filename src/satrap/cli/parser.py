@@ -3,7 +3,10 @@
 import argparse
 from importlib.metadata import version
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, TypeAlias
+
+from satrap.config.validation import suggest
+from satrap.event_log import FORMATS
 
 _Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 
@@ -16,9 +19,10 @@ def command_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"satrap {version('satrap')}")
     parser.add_argument("--die-with", type=int, help=argparse.SUPPRESS)
-    commands = parser.add_subparsers(title="commands", dest="command", metavar="COMMAND")
+    commands = parser.add_subparsers(title="commands", dest="command", metavar="COMMAND", action=_CommandAction)
     _add_run(commands)
     _add_scale(commands)
+    _add_status(commands)
     _add_server(commands)
     _add_worker(commands)
     _add_migrate(commands)
@@ -26,8 +30,27 @@ def command_parser() -> argparse.ArgumentParser:
     trainer = commands.add_parser("trainer")  # not for users: `satrap run` starts it
     trainer.add_argument("--context", required=True)
     trainer.add_argument("--listener", type=int)
+    _add_http(trainer, "")
     trainer.add_argument("script")
+    _add_log_format(trainer)
+    commands.choices = None  # type: ignore[assignment]  # `_CommandAction` refuses others; argparse lists `trainer`, too
     return parser
+
+
+class _CommandAction(argparse._SubParsersAction):  # type: ignore[type-arg]
+    """Selects a command, and names the nearest one instead of one that does not exist."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: Any,
+        option_string: str | None = None,
+    ) -> None:
+        known = [each.dest for each in self._choices_actions]  # those with a help text
+        if values[0] not in self._name_parser_map:
+            parser.error(f"there is no command {values[0]!r}; {suggest(values[0], known)}")
+        super().__call__(parser, namespace, values, option_string)
 
 
 def _add_run(commands: _Commands) -> None:
@@ -71,8 +94,28 @@ def _add_run(commands: _Commands) -> None:
         help="memory in GiB that each server may use for rows; requires --max-servers (default: --server-memory, or "
         "all memory of the machine)",
     )
+    _add_http(
+        run.add_argument_group("monitoring"),
+        "; each process of the run serves its own on a free port of the same host, and /targets lists them all",
+    )
     _add_paths(run.add_argument_group("files and directories"))
     _add_cluster(run)
+    _add_log_format(run.add_argument_group("log"))
+
+
+def _add_log_format(group: argparse._ActionsContainer) -> None:
+    group.add_argument(
+        "--log-format",
+        choices=FORMATS,
+        default="text",
+        help="form of the log's lines, on standard error and in log files (default: %(default)s)",
+    )
+
+
+def _add_process_number(command: argparse.ArgumentParser, default: str) -> None:
+    command.add_argument(
+        "--number", type=int, metavar="N", help=f"number of this process in its log (default: {default})"
+    )
 
 
 def _add_number(group: argparse._ArgumentGroup, option: str, what: str, default: int) -> None:
@@ -150,6 +193,33 @@ def _add_scale(commands: _Commands) -> None:
     _add_folder(scale, "the directory of the run, its --folder")
 
 
+def _add_status(commands: _Commands) -> None:
+    status = commands.add_parser(
+        "status",
+        help="show what a live run does",
+        description="Show the processes of a live run, their rows and memory, the rate of lookups, the staleness, the "
+        "last checkpoint, moves and faults. Training does not notice it.",
+    )
+    _add_folder(status, "the directory of the run, its --folder")
+    status.add_argument(
+        "--servers",
+        nargs="+",
+        action="extend",
+        metavar="ADDRESS",
+        help="addresses of one or more servers that were started by hand, instead of --folder",
+    )
+    status.add_argument("--keys", metavar="FILE", help="path of client.key; required for servers with keys")
+    status.add_argument("--watch", action="store_true", help="show it repeatedly, until Ctrl-C")
+    status.add_argument("--json", action="store_true", help="print JSON: one object for each time that it is shown")
+    status.add_argument(
+        "--seconds",
+        type=float,
+        default=1.0,
+        metavar="SECONDS",
+        help="time over which rates are measured, and between two tables of --watch (default: %(default)s)",
+    )
+
+
 def _add_server(commands: _Commands) -> None:
     server = commands.add_parser(
         "server",
@@ -164,8 +234,11 @@ def _add_server(commands: _Commands) -> None:
         help="keep the rows in this shared-memory file, and continue with the rows that it already has, for example "
         "/dev/shm/rows (default: rows are lost when the server exits)",
     )
+    _add_http(server, "")
     _add_allowed(server, "--checkpoints", "write and read checkpoints")
     _add_threads(server)
+    _add_process_number(server, "that of the server in its job")
+    _add_log_format(server)
 
 
 def _add_worker(commands: _Commands) -> None:
@@ -178,8 +251,11 @@ def _add_worker(commands: _Commands) -> None:
     _add_listen(
         worker, "path of server.key, with client.key in the same directory; required for tcp:// without --insecure"
     )
+    _add_http(worker, "")
     _add_allowed(worker, "--data", "read training data")
     _add_threads(worker)
+    _add_process_number(worker, "none")
+    _add_log_format(worker)
 
 
 def _add_listen(command: argparse.ArgumentParser, keys: str) -> None:
@@ -196,6 +272,15 @@ def _add_listen(command: argparse.ArgumentParser, keys: str) -> None:
         action="store_true",
         help="serve tcp:// without keys: anyone who can reach the port can read and change rows, read the allowed "
         "files and stop the job; traffic is not encrypted",
+    )
+
+
+def _add_http(command: argparse._ActionsContainer, more: str) -> None:
+    command.add_argument(
+        "--http",
+        metavar="[HOST:]PORT",
+        help="serve /metrics for Prometheus, /healthz and /readyz at this port; 0 chooses a free one, HOST is loopback "
+        f"by default{more}",
     )
 
 
@@ -232,6 +317,7 @@ def _add_migrate(commands: _Commands) -> None:
             help=f"addresses of {which}, in order",
         )
     migrate.add_argument("--keys", metavar="FILE", help="path of client.key; required for servers with keys")
+    _add_log_format(migrate)
 
 
 def _add_keys_and_doctor(commands: _Commands) -> None:

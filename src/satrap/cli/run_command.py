@@ -7,14 +7,17 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from satrap.cli.http import monitor_run
 from satrap.errors import ConfigError
 from satrap.launch.local_launcher import LocalLauncher
 from satrap.launch.logs import RunLogs
 from satrap.launch.process_command import Script
 from satrap.launch.resources import RayConfig, Resources, parse_size
+from satrap.launch.run_events import Role
 from satrap.launch.run_loop import lock_run_folder, run
 from satrap.launch.scaler import Scaler
-from satrap.launch.supervisor import Role, RunConfig
+from satrap.launch.supervisor import RunConfig
+from satrap.monitor.endpoint import any_port
 from satrap.rpc import Keys
 from satrap.sharding.autoscaler import ScaleLimits
 
@@ -41,16 +44,17 @@ def run_script(options: argparse.Namespace, arguments: Sequence[str]) -> int:
     cores = len(os.sched_getaffinity(0))
     threads = {role: max(1, cores // max(1, count)) for role, count in run_config.counts.items()}
     script = _script(options, arguments, threads)
-    with lock_run_folder(options.folder), RunLogs(options.folder / "logs") as logs:
+    with lock_run_folder(options.folder), RunLogs(options.folder / "logs", options.log_format) as logs:
         launcher = LocalLauncher(options.folder, logs, options.memory)
-        return run(script, run_config, options.folder, launcher, _scaler(options))
+        with monitor_run(options.http, options.folder, logs) as monitor:
+            return run(script, run_config, options.folder, launcher, _scaler(options), monitor)
 
 
 def _run_on_ray(options: argparse.Namespace, arguments: Sequence[str], run_config: RunConfig) -> int:
     try:
         from satrap.launch.ray_launcher import open_ray_launcher
     except ImportError as error:
-        raise ConfigError(f"--cluster ray requires Ray ({error}); run pip install 'ray>=2.52'") from error
+        raise ConfigError(f"--cluster ray requires Ray ({error}); run pip install 'ray[default]>=2.52'") from error
     resources = {role: _resources(options, role) for role in Role}
     seconds = 60.0 if options.placement_seconds is None else options.placement_seconds
     ray_config = RayConfig(
@@ -59,11 +63,12 @@ def _run_on_ray(options: argparse.Namespace, arguments: Sequence[str], run_confi
     script = _script(options, arguments, {role: resources[role].cpus for role in Role})
     with (
         lock_run_folder(options.folder),
-        RunLogs(options.folder / "logs") as logs,
+        RunLogs(options.folder / "logs", options.log_format) as logs,
         open_ray_launcher(script, run_config, ray_config, logs) as launcher,
+        monitor_run(options.http, options.folder, logs, launcher.client_key) as monitor,
     ):
         scaler = _scaler(options, launcher.keys, resources[Role.SERVER].memory_bytes)
-        return run(script, run_config, options.folder, launcher, scaler)
+        return run(script, run_config, options.folder, launcher, scaler, monitor)
 
 
 def _check_server_gib(options: argparse.Namespace) -> None:
@@ -89,6 +94,8 @@ def _script(options: argparse.Namespace, arguments: Sequence[str], threads: Mapp
         threads=threads,
         checkpoints=tuple(options.checkpoints),
         data=tuple(options.data),
+        http=None if options.http is None else any_port(options.http),
+        log_format=options.log_format,
     )
 
 

@@ -4,6 +4,8 @@ Pure. A job travels as JSON in the first call to a server and is compared field 
 one number get an error that names it, instead of training together.
 """
 
+import hashlib
+import json
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,6 +48,12 @@ class Job(Serializable):
                 if mine.get(key) != its.get(key)
             ]
         return found
+
+    @property
+    def fingerprint(self) -> str:
+        """Eight characters that differ between jobs that `differences` tells apart."""
+        text = json.dumps([self.seed, [_identity(table) for table in self.tables]], sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()[:8]
 
 
 def _identity(table: Table) -> dict[str, Any]:

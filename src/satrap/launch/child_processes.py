@@ -9,6 +9,7 @@ import os
 import re
 import selectors
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -19,12 +20,14 @@ from pathlib import Path
 from typing import IO, Literal
 
 from satrap.errors import ConfigError
-from satrap.launch.supervisor import Process, ProcessReady, Role, StopMode
+from satrap.launch.run_events import Process, ProcessReady, Role, StopMode
 
 GRACE_SECONDS = 10.0
 """Grace period: a process that has not exited this long after it was stopped is killed."""
 _PR_SET_PDEATHSIG = 1
 _SIGNALS = {"interrupt": signal.SIGINT, "terminate": signal.SIGTERM, "kill": signal.SIGKILL}
+_SERVED = re.compile(rb"metrics at (http://\S+?/metrics)\b")
+_MAX_PRINTED = 1 << 16  # bytes of a trainer's output in which its address is looked for
 _LISTENING = re.compile(rb"satrap (?:server|worker): listening at (\S+)\n")
 
 Stream = Literal["stdout", "stderr"]
@@ -50,7 +53,24 @@ class ChildExited:
     """Whether it was stopped, rather than exited by itself."""
 
 
-Report = ProcessOutput | ProcessReady | ChildExited
+@dataclass(frozen=True, slots=True)
+class ProcessPlaced:
+    """Report, the first one of a process: it was started."""
+
+    process: Process
+    where: str
+    """Its process id and the name of its machine."""
+
+
+@dataclass(frozen=True, slots=True)
+class MetricsServed:
+    """Report: a process serves its metrics."""
+
+    process: Process
+    url: str
+
+
+Report = ProcessPlaced | ProcessOutput | MetricsServed | ProcessReady | ChildExited
 
 
 @dataclass(slots=True, eq=False)
@@ -61,9 +81,10 @@ class _Child:
     pipes: dict[Stream, IO[bytes]]
     rows_file: Path
     release: bool = False
+    announces_on: Stream | None = None
+    """Stream on which it prints its addresses: a server or worker where it listens, a trainer only its metrics."""
     printed: bytes = b""
-    """First output of a server or worker, kept until the line with its address is complete."""
-    is_listening: bool = False
+    """First output on that stream, kept until the line with the address is complete."""
     kill_at: float | None = None
     was_stopped: bool = False
 
@@ -74,6 +95,7 @@ class ChildProcesses:
     def __init__(self) -> None:
         self._children: dict[Process, _Child] = {}
         self._selector = selectors.DefaultSelector()
+        self._placed: list[Report] = []
 
     def start(self, process: Process, arguments: Sequence[str], rows_file: Path, pass_fds: Sequence[int] = ()) -> None:
         """Starts `satrap ARGUMENTS...`. Always call it from the same thread, which must outlive the children.
@@ -91,8 +113,11 @@ class ChildProcesses:
         )
         assert popen.stdout is not None and popen.stderr is not None
         pipes: dict[Stream, IO[bytes]] = {"stdout": popen.stdout, "stderr": popen.stderr}
-        child = _Child(process, popen, os.pidfd_open(popen.pid), pipes, rows_file)
+        is_trainer = process.role is Role.TRAINER
+        announces_on: Stream | None = ("stderr" if "--http" in arguments else None) if is_trainer else "stdout"
+        child = _Child(process, popen, os.pidfd_open(popen.pid), pipes, rows_file, announces_on=announces_on)
         self._children[process] = child
+        self._placed.append(ProcessPlaced(process, f"process {popen.pid} on {socket.gethostname()}"))
         self._selector.register(child.pidfd, selectors.EVENT_READ, (child, "exit"))
         for name, pipe in pipes.items():
             os.set_blocking(pipe.fileno(), False)
@@ -111,9 +136,9 @@ class ChildProcesses:
     def poll(self, timeout: float) -> list[Report]:
         """Returns new reports; waits at most `timeout` seconds for one."""
         self._kill_overdue()
-        reports: list[Report] = []
+        reports, self._placed = self._placed, []
         exited: list[_Child] = []
-        for key, _ in self._selector.select(timeout):
+        for key, _ in self._selector.select(0 if reports else timeout):
             child, source = key.data
             if source == "exit":
                 exited.append(child)
@@ -121,10 +146,10 @@ class ChildProcesses:
                 reports += self._on_output(child, source, data)
         return reports + [report for child in exited for report in self._reap(child)]
 
-    def close(self) -> None:
-        """Kills the remaining children and waits for them."""
+    def close(self, *, release: bool = False) -> None:
+        """Kills the remaining children and waits for them. release: remove their rows."""
         for child in list(self._children.values()):
-            child.was_stopped = True
+            child.was_stopped, child.release = True, child.release or release
             child.popen.kill()
             child.popen.wait()
             self._reap(child)
@@ -145,13 +170,20 @@ class ChildProcesses:
 
     def _on_output(self, child: _Child, stream: Stream, data: bytes) -> list[Report]:
         output = ProcessOutput(child.process, stream, data)
-        if child.process.role is Role.TRAINER or child.is_listening or stream == "stderr":
+        if stream != child.announces_on:
             return [output]
         child.printed += data
-        if (line := _LISTENING.search(child.printed)) is None:
+        is_trainer = child.process.role is Role.TRAINER
+        listening, served = _LISTENING.search(child.printed), _SERVED.search(child.printed)
+        if (served if is_trainer else listening) is None and not (is_trainer and len(child.printed) > _MAX_PRINTED):
             return [output]
-        child.is_listening, child.printed = True, b""
-        return [output, ProcessReady(child.process, line[1].decode())]
+        child.announces_on, child.printed = None, b""
+        reports: list[Report] = [output]
+        if served is not None:
+            reports.append(MetricsServed(child.process, served[1].decode()))
+        if listening is not None:
+            reports.append(ProcessReady(child.process, listening[1].decode()))
+        return reports
 
     def _reap(self, child: _Child) -> list[Report]:
         """Reads a child's remaining output, kills its process group, and releases its descriptors and its rows."""

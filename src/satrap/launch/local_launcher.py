@@ -14,7 +14,7 @@ from satrap.launch.child_processes import ChildProcesses
 from satrap.launch.logs import RunLogs
 from satrap.launch.process_command import LaunchSite, ProcessSpec
 from satrap.launch.rows_file import has_rows, remove_rows, rows_file
-from satrap.launch.supervisor import Event, Process, Role, StopMode
+from satrap.launch.run_events import Event, Process, Role, StopMode
 from satrap.rpc.address import MAX_PATH_BYTES
 from satrap.rpc.unix_socket import require_private
 

@@ -5,13 +5,23 @@ its log are shown. Events are records of the logger "satrap.launch", which a han
 """
 
 import logging
+import os
 import sys
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import Self
 
-from satrap.launch.child_processes import ChildExited, ProcessOutput, Report, Stream
-from satrap.launch.supervisor import Event, Process, ProcessExited, Role
+from satrap.event_log import event, formatter, is_routine, set_role
+from satrap.launch.child_processes import (
+    ChildExited,
+    MetricsServed,
+    ProcessOutput,
+    ProcessPlaced,
+    Report,
+    Stream,
+)
+from satrap.launch.run_events import Event, Process, ProcessExited, Role
 from satrap.launch.terminal import Terminal
 
 _LOG = logging.getLogger("satrap.launch")
@@ -23,18 +33,30 @@ class RunLogs:
     """The log files and the terminal output of one run. A context manager: within it the terminal shows Satrap's log,
     and on exit it is flushed."""
 
-    def __init__(self, folder: Path) -> None:
-        """folder: directory for the log files. All incarnations of a process append to one file."""
+    def __init__(self, folder: Path, log_format: str = "text") -> None:
+        """folder: directory for the log files. All incarnations of a process append to one file.
+        log_format: of run.log, which has the run's own events; as "json" also of standard error."""
         folder.mkdir(parents=True, exist_ok=True)
         self.folder = folder
         self._stdout, self._stderr = Terminal(sys.stdout), Terminal(sys.stderr)
-        self._handler = _TerminalHandler(self._stderr)
+        self._handlers: list[logging.Handler] = [_TerminalHandler(self._stderr), _RunLog(folder / "run.log")]
+        self._handlers[1].setFormatter(formatter(log_format))
+        if log_format == "json":
+            self._handlers[0].setFormatter(formatter(log_format))
         self._start_offsets: dict[Process, int] = {}  # in its log file
         self._unwritten_bytes: dict[Path, int] = {}  # of log files on a full disk
+        self.places: dict[Process, str] = {}
+        """Process id and machine of each process that runs."""
+        self.metrics: dict[Process, str] = {}
+        """URL of the metrics of each process that serves them."""
 
     def __enter__(self) -> Self:
-        logging.getLogger("satrap").addHandler(self._handler)
-        _LOG.setLevel(logging.INFO)
+        logger = logging.getLogger("satrap")
+        for handler in self._handlers:
+            logger.addHandler(handler)
+        logger.setLevel(logging.INFO)
+        set_role("run")
+        _LOG.info("started: process %d, logs in %s", os.getpid(), self.folder, extra=event("started", pid=os.getpid()))
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -42,7 +64,9 @@ class RunLogs:
             _LOG.warning(
                 "%d bytes of standard output were not read, or did not fit; the logs are in %s", unshown, self.folder
             )
-        logging.getLogger("satrap").removeHandler(self._handler)
+        for handler in self._handlers:
+            logging.getLogger("satrap").removeHandler(handler)
+            handler.close()
         self._stderr.close()
 
     def path(self, process: Process) -> Path:
@@ -62,7 +86,13 @@ class RunLogs:
         for report in reports:
             if isinstance(report, ProcessOutput):
                 self._on_output(report.process, report.stream, report.data)
+            elif isinstance(report, ProcessPlaced):
+                self.places[report.process] = report.where
+            elif isinstance(report, MetricsServed):
+                self.metrics[report.process] = report.url
             elif isinstance(report, ChildExited):
+                self.places.pop(report.process, None)
+                self.metrics.pop(report.process, None)
                 self._on_exit(report.process, failed=report.status != 0 and not report.was_stopped)
                 exits.append(ProcessExited(report.process, report.status))
             else:
@@ -101,24 +131,46 @@ class RunLogs:
                 )
 
     def _tail(self, process: Process, start_offset: int) -> list[str]:
+        """Returns the last lines of a process, except log lines of routine events."""
         try:
             with open(self.path(process), "rb") as file:
                 size = file.seek(0, 2)
                 file.seek(max(start_offset, size - _TAIL_BYTES))
-                return file.read().decode(errors="replace").splitlines()[-_TAIL_LINES:]
+                lines = file.read().decode(errors="replace").splitlines()
+                return [line for line in lines if not is_routine(line)][-_TAIL_LINES:]
         except OSError:  # the file was never written, or was removed
             return []
 
 
+class _RunLog(logging.FileHandler):
+    """Writes run.log. On a full disk its lines are missing; the terminal has them."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path, delay=True)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        with suppress(OSError):  # the file cannot be opened
+            super().emit(record)
+
+    def close(self) -> None:
+        with suppress(OSError):  # what is still buffered cannot be written
+            super().close()
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        """Do nothing."""
+
+
 class _TerminalHandler(logging.Handler):
-    """Writes the lines of a log to a terminal that may be paused, for which `logging.StreamHandler` would wait."""
+    """Writes the lines of a log to a terminal that may be paused, for which `logging.StreamHandler` would wait. Without
+    a formatter, lines for people."""
 
     def __init__(self, terminal: Terminal) -> None:
         super().__init__()
         self._terminal = terminal
 
     def emit(self, record: logging.LogRecord) -> None:
-        self._terminal.write(f"satrap run: {record.getMessage()}\n".encode(errors="replace"))
+        line = f"satrap run: {record.getMessage()}" if self.formatter is None else self.format(record)
+        self._terminal.write(f"{line}\n".encode(errors="replace"))
 
 
 def _is_shown(process: Process) -> bool:

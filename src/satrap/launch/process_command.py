@@ -12,8 +12,9 @@ from pathlib import Path
 
 from satrap.config.path_allowlist import is_url, without_glob
 from satrap.errors import ConfigError
+from satrap.launch.run_events import Process, Role
 from satrap.launch.run_state import RunState
-from satrap.launch.supervisor import Process, Role, RunConfig
+from satrap.launch.supervisor import RunConfig
 from satrap.run_context import RunContext
 
 
@@ -29,6 +30,10 @@ class Script:
     """Directories and URLs that servers may write below, besides those on the command line."""
     data: tuple[str, ...] = ()
     """Directories and URLs that workers may read below, besides those on the command line."""
+    http: str | None = None
+    """Where each process serves its metrics: a host and the port 0; None: nowhere."""
+    log_format: str = "text"
+    """The form of the processes' logs."""
 
     def __post_init__(self) -> None:
         if not self.path.is_file():
@@ -90,16 +95,20 @@ class ProcessSpec:
     def arguments(self, site: LaunchSite) -> list[str]:
         """Returns the arguments of the command `satrap`."""
         script, role = self.script, self.process.role
+        http = [] if script.http is None else ["--http", script.http]
+        log_format = ["--log-format", script.log_format]
         if role is Role.TRAINER:
             listener = [] if site.listener is None else ["--listener", str(site.listener)]
             context = ["--context", json.dumps(self._run_context(site).to_dict())]
-            return ["trainer", *context, *listener, str(site.script), "--", *script.arguments]
+            return ["trainer", *context, *listener, *http, *log_format, str(site.script), "--", *script.arguments]
         keys = [] if site.keys is None else ["--keys", str(site.keys)]
         threads = ["--threads", str(script.threads[role])] if role in script.threads else []
         shared = ["--shared", str(site.rows)] if role is Role.SERVER else []
         flag, paths = ("--checkpoints", script.checkpoints) if role is Role.SERVER else ("--data", script.data)
         allowed = [f"{flag}={each}" for each in (os.path.abspath(site.script.parent), *script.named_paths(), *paths)]
-        return [role.value, "--listen", site.listen, *shared, *keys, *threads, *allowed]
+        number = ["--number", str(self.process.number)]
+        options = [*http, *shared, *keys, *threads, *allowed, *number, *log_format]
+        return [role.value, "--listen", site.listen, *options]
 
     def _run_context(self, site: LaunchSite) -> RunContext:
         return RunContext(

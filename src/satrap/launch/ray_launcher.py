@@ -17,6 +17,7 @@ import signal
 import socket
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout, suppress
 from dataclasses import dataclass
@@ -29,12 +30,14 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from satrap.errors import ConfigError, SatrapError
+from satrap.event_log import event
 from satrap.launch.child_processes import GRACE_SECONDS, ChildExited, ChildProcesses, ProcessOutput, Report
 from satrap.launch.logs import RunLogs
 from satrap.launch.process_command import LaunchSite, ProcessSpec, Script
 from satrap.launch.resources import RayConfig, describe_resources, describe_run, total_cpus
 from satrap.launch.rows_file import has_rows, remove_rows, rows_file
-from satrap.launch.supervisor import Event, PlacementFailed, Process, Role, RunConfig, StopMode
+from satrap.launch.run_events import Event, PlacementFailed, Process, Role, StopMode
+from satrap.launch.supervisor import RunConfig
 from satrap.rpc.keys import Keys, create_keys
 
 _LOG = logging.getLogger("satrap.launch")
@@ -101,9 +104,36 @@ class _ProcessActor:
     def poll(self) -> list[Report]:
         """Returns new reports of the child process; waits a short time for one."""
         reports = self._children.poll(_POLL_SECONDS)
-        if self._key_folder is not None and any(isinstance(report, ChildExited) for report in reports):
-            shutil.rmtree(self._key_folder, ignore_errors=True)
+        if any(isinstance(report, ChildExited) for report in reports):
+            self._remove_keys()
         return reports
+
+    def close(self) -> None:
+        """Kills the child process, and removes its rows and its keys."""
+        self._children.close(release=True)
+        self._remove_keys()
+
+    def _remove_keys(self) -> None:
+        if self._key_folder is not None:
+            shutil.rmtree(self._key_folder, ignore_errors=True)
+
+
+# One class for each role: Ray's dashboard and `ray list actors` show the name of the class.
+
+
+class ServerActor(_ProcessActor):
+    """An actor that runs a server."""
+
+
+class WorkerActor(_ProcessActor):
+    """An actor that runs a worker."""
+
+
+class TrainerActor(_ProcessActor):
+    """An actor that runs a trainer."""
+
+
+_ACTORS = {Role.TRAINER: TrainerActor, Role.SERVER: ServerActor, Role.WORKER: WorkerActor}
 
 
 def _remove_node_files(memory: Path, name: str) -> None:
@@ -137,10 +167,15 @@ class RayLauncher:
         self._bundles: dict[int, tuple[PlacementGroup, int]] = {}  # of servers, by number
         self._records: dict[Any, _ActorRecord] = {}  # by the reference of the pending call
         self._rendezvous: Any = None
+        self._run_name: str | None = None
+        self._may_have_left_files = False  # an actor died before it had removed its rows and keys
+        self._num_actors: Counter[str] = Counter()  # by name
         with tempfile.TemporaryDirectory() as folder:
             self._keys = {path.name: path.read_bytes() for path in create_keys(folder)}
             self.keys = Keys.read(Path(folder) / "client.key")
             """The client's keys, for calls to the run's servers."""
+            self.client_key = self._keys["client.key"]
+            """The same, as the content of a key file."""
 
     def reserve(self) -> None:
         """Reserves the resources of the run; ConfigError if Ray cannot."""
@@ -148,18 +183,22 @@ class RayLauncher:
         for role, strategy in _STRATEGIES.items():
             if count := self._run_config.counts[role]:
                 bundles = [self._resources[role].bundle()] * count
-                self._groups[role] = placement_group(bundles, strategy=strategy)
+                self._groups[role] = placement_group(bundles, strategy=strategy, name=f"satrap-{role}s")
         for group in self._groups.values():
             while not group.wait(1):  # in short waits, so that Ctrl-C is handled
                 if time.monotonic() > deadline:
                     raise ConfigError(self._placement_error(describe_run(self._resources, self._run_config)))
 
     def remove_files(self, name: str) -> None:
+        """Removes the files of an earlier run. Actors remove those of this one, unless one of them died."""
+        if name == self._run_name and not self._may_have_left_files:
+            return
         remove_files: Any = ray.remote(_remove_node_files)
         memory = self._ray_config.memory
         nodes = [node["NodeID"] for node in ray.nodes() if node["Alive"]]
         on = [NodeAffinitySchedulingStrategy(node, soft=False) for node in nodes]
-        refs = [remove_files.options(num_cpus=0, scheduling_strategy=each).remote(memory, name) for each in on]
+        options: dict[str, Any] = {"num_cpus": 0, "name": f"satrap-{name}-remove-files"}
+        refs = [remove_files.options(**options, scheduling_strategy=each).remote(memory, name) for each in on]
         ray.wait(refs, num_returns=len(refs), timeout=_REMOVE_SECONDS)
         for node, ref in zip(nodes, refs, strict=True):
             try:
@@ -169,6 +208,7 @@ class RayLauncher:
                 _LOG.warning("node %s: %s/satrap-%s-* could not be removed (%s)", node, memory, name, what)
 
     def start(self, spec: ProcessSpec) -> None:
+        self._run_name = spec.run_state.name
         self._logs.record_start(spec.process)
         self._create_actor(spec, time.monotonic())
 
@@ -191,6 +231,10 @@ class RayLauncher:
         return self._logs.handle([report for ref in done for report in self._collect(ref)])
 
     def close(self) -> None:
+        started = [record.actor for record in self._records.values() if record.is_started]
+        closing = [actor.close.remote() for actor in started]
+        closed = ray.wait(closing, num_returns=len(closing), timeout=GRACE_SECONDS)[0] if closing else []
+        self._may_have_left_files |= len(closed) < len(self._records)
         for record in self._records.values():
             ray.kill(record.actor)
         if refs := [record.actor.poll.remote() for record in self._records.values()]:
@@ -247,9 +291,13 @@ class RayLauncher:
     def _create_actor(self, spec: ProcessSpec, waiting_since: float) -> None:
         process, role = spec.process, spec.process.role
         resources = self._resources[role]
+        name = f"{role}-{process.number}.{process.incarnation}"
+        self._num_actors[name] += 1
+        again = self._num_actors[name] - 1  # the actor before was placed on a node that had died
         actor: Any = (
-            ray.remote(_ProcessActor)
+            ray.remote(_ACTORS[role])
             .options(
+                name=f"{name}-{again}" if again else name,
                 num_cpus=resources.cpus,
                 num_gpus=resources.gpus,
                 memory=resources.memory_bytes or None,
@@ -297,6 +345,7 @@ class RayLauncher:
     def _actor_lost(self, record: _ActorRecord, error: RayError) -> ChildExited:
         """Reports the exit of a process whose actor died."""
         process = record.spec.process
+        self._may_have_left_files = True
         if record.was_stopped:
             return ChildExited(process, -signal.SIGTERM, True)
         _LOG.warning("%s: its Ray actor died: %s", process, str(error).strip().splitlines()[-1].strip())
@@ -332,7 +381,7 @@ def open_ray_launcher(
     # Ray prints messages about workers and nodes that died; the terminal shows only the first trainer's output.
     with open(logs.folder / "ray.log", "a") as log, redirect_stdout(log):
         try:
-            _connect(options)
+            _log_cluster(_connect(options), log_folder)
             launcher = RayLauncher(run_config, ray_config, logs)
             launcher.reserve()
             yield launcher
@@ -355,9 +404,19 @@ def _check_address(address: str) -> None:
         ) from error
 
 
-def _connect(options: dict[str, Any]) -> None:
+def _log_cluster(context: Any, log_folder: Path) -> None:
+    """Logs where Ray is, and where it shows and logs what its processes do."""
+    address, url = context.address_info["address"], context.dashboard_url
+    dashboard = f"its dashboard at http://{url}" if url else "without a dashboard"
+    found = event("ray", address=address, dashboard=url or None, session=context.address_info["session_dir"])
+    text = "Ray at %s, %s; its messages in %s, its log on each node in %s"
+    _LOG.info(text, address, dashboard, log_folder / "ray.log", context.address_info["session_dir"], extra=found)
+
+
+def _connect(options: dict[str, Any]) -> Any:
+    """Connects to Ray, and returns its description of the connection."""
     try:
-        ray.init(log_to_driver=False, logging_level=logging.ERROR, **options)
+        return ray.init(log_to_driver=False, logging_level=logging.ERROR, **options)
     except (ConnectionError, RuntimeError, ValueError, RayError) as error:
         where = "this machine" if options["address"] == "local" else options["address"]
         raise ConfigError(f"cannot connect to Ray at {where}: {error}") from error

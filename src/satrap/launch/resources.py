@@ -8,7 +8,8 @@ from typing import Any
 
 from satrap.config.validation import check_integer
 from satrap.errors import ConfigError
-from satrap.launch.supervisor import Role, RunConfig
+from satrap.launch.run_events import Role
+from satrap.launch.supervisor import RunConfig
 
 _UNITS = {"": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
 _SIZE = re.compile(r"(\d+)\s*(\w*)")

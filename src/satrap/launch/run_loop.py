@@ -16,21 +16,22 @@ from typing import Protocol
 from satrap.config.durable import opened, try_lock
 from satrap.errors import ConfigError
 from satrap.launch.process_command import ProcessSpec, Script
-from satrap.launch.run_state import RunState
-from satrap.launch.scaler import Scaler
-from satrap.launch.supervisor import (
+from satrap.launch.run_events import (
     Event,
     ExitRun,
     LogMessage,
     MigrateBuckets,
+    PauseMigration,
     Process,
-    RunConfig,
     StartProcess,
     StopMode,
     StopProcess,
     StopRequested,
-    Supervisor,
 )
+from satrap.launch.run_monitor import RunMonitor
+from satrap.launch.run_state import RunState
+from satrap.launch.scaler import Scaler
+from satrap.launch.supervisor import RunConfig, Supervisor
 
 _LOG = logging.getLogger("satrap.launch")
 _POLL_SECONDS = 0.5  # the longest delay of a Ctrl-C
@@ -70,7 +71,9 @@ def lock_run_folder(folder: Path) -> Iterator[None]:
         yield
 
 
-def run(script: Script, run_config: RunConfig, folder: Path, launcher: Launcher, scaler: Scaler) -> int:
+def run(
+    script: Script, run_config: RunConfig, folder: Path, launcher: Launcher, scaler: Scaler, monitor: RunMonitor
+) -> int:
     """Runs the script to its end and returns the exit status. The caller holds the lock of `lock_run_folder`."""
     file = folder / "run.json"
     previous = RunState.read(file)
@@ -83,8 +86,9 @@ def run(script: Script, run_config: RunConfig, folder: Path, launcher: Launcher,
     try:
         with _stop_signals() as stop_requests:
             scaler.watch(lambda: supervisor.run_state.servers if supervisor.run_state.launch else ())
-            commands = supervisor.start(time.monotonic())
+            commands, events = supervisor.start(time.monotonic()), list[Event]()
             while True:
+                monitor.observe(events, commands, supervisor, scaler.progress)
                 if supervisor.run_state != run_state:
                     run_state = supervisor.run_state
                     run_state.write(file)
@@ -98,12 +102,15 @@ def run(script: Script, run_config: RunConfig, folder: Path, launcher: Launcher,
                             launcher.stop(process, mode, release)
                         case MigrateBuckets(current, target):
                             scaler.migrate(current, target)
+                        case PauseMigration(seconds):
+                            scaler.pause(seconds)
                         case ExitRun(status):
                             return status
                 events = [*launcher.poll(_POLL_SECONDS), *scaler.poll()]
                 events += [stop_requests.pop(0) for _ in range(len(stop_requests))]
                 commands = [command for event in events for command in supervisor.handle(event, time.monotonic())]
     finally:
+        monitor.close()
         scaler.close()
         launcher.close()
         launcher.remove_files(run_state.name)

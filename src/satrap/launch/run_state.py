@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
-from satrap.config.durable import replace_file
+from satrap.config.durable import opened, replace_file, try_lock
 from satrap.config.validation import Serializable, check_integer, set_field
 from satrap.errors import ConfigError
 from satrap.run_context import MAX_LAUNCHES
@@ -58,3 +58,11 @@ class RunState(Serializable):
             raise ConfigError(
                 f"{path} is not the state of a run ({error}); remove it, or choose another directory with --folder"
             ) from error
+
+
+def is_live(folder: Path) -> bool:
+    """Returns whether a run uses the directory. ConfigError if none ever did."""
+    if not (folder / "run.json").exists():
+        raise ConfigError(f"there is no run in {str(folder)!r}; expected the --folder of a live run")
+    with opened(folder) as file:  # a live run holds the lock of `satrap.launch.run_loop.lock_run_folder`
+        return not try_lock(file, shared=True)

@@ -14,11 +14,11 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from satrap.config.durable import opened, try_lock
 from satrap.errors import ConfigError, SatrapError
-from satrap.launch.supervisor import Event, MigrationEnded, ScaleRequested
+from satrap.launch.run_events import Event, MigrationDue, MigrationEnded, ScaleRequested
+from satrap.launch.run_state import is_live
 from satrap.rpc import Client, Keys, Origin
-from satrap.server.migration.coordinator import Migration
+from satrap.server.migration.coordinator import Migration, NoJobError
 from satrap.server.protocol import ServerCalls
 from satrap.sharding.autoscaler import ScaleHistory, ScaleLimits, ServerLoad, decide
 
@@ -41,6 +41,7 @@ class Scaler:
         in each server."""
         self._folder, self._keys, self._limits, self._server_bytes = folder, keys, limits, server_bytes
         self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
+        self._migration: Migration | None = None
         self._watcher: threading.Thread | None = None
         self._closed = threading.Event()
         (folder / _REQUEST).unlink(missing_ok=True)
@@ -54,6 +55,18 @@ class Scaler:
     def migrate(self, current: Sequence[str], target: Sequence[str]) -> None:
         """Starts to migrate the buckets of the current servers to the target servers."""
         threading.Thread(target=self._migrate, args=(current, target), daemon=True).start()
+
+    @property
+    def progress(self) -> tuple[int, int] | None:
+        """How many buckets of the migration in progress were moved, and of how many; None if there is none."""
+        migration = self._migration
+        return None if migration is None else migration.progress
+
+    def pause(self, seconds: float) -> None:
+        """Causes a `MigrationDue` event after so many seconds."""
+        timer = threading.Timer(seconds, self._events.put, (MigrationDue(),))
+        timer.daemon = True
+        timer.start()
 
     def poll(self) -> list[Event]:
         """Returns the events since the last call."""
@@ -71,12 +84,15 @@ class Scaler:
             self._watcher.join()
 
     def _migrate(self, current: Sequence[str], target: Sequence[str]) -> None:
-        failure = None
+        failure, has_no_job = None, False
         try:
-            Migration(current, target, keys=self._keys).run()
+            self._migration = Migration(current, target, keys=self._keys)
+            self._migration.run()
         except SatrapError as error:
-            failure = str(error)
-        self._events.put(MigrationEnded(failure))
+            failure, has_no_job = str(error), isinstance(error, NoJobError)
+        finally:
+            self._migration = None
+        self._events.put(MigrationEnded(failure, has_no_job))
 
     def _watch(self, servers: Callable[[], Sequence[str]], limits: ScaleLimits) -> None:
         history, before, window_start = ScaleHistory(), dict[str, dict[str, float]](), time.monotonic()
@@ -106,11 +122,7 @@ class Scaler:
 
 def request_servers(folder: Path, servers: int) -> None:
     """Requests this number of servers from the live run in the directory."""
-    if not (folder / "run.json").exists():
-        raise ConfigError(f"there is no run in {str(folder)!r}; expected the --folder of a live run")
-    with opened(folder) as file:
-        has_ended = try_lock(file, shared=True)  # a live run holds the lock of `satrap.launch.run_loop.lock_run_folder`
-    if has_ended:
+    if not is_live(folder):
         raise ConfigError(
             f"the run in {str(folder)!r} has ended; start it again with --servers {servers}, or give the --folder of a "
             "live run"

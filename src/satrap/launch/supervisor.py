@@ -21,130 +21,31 @@ import signal
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
-from enum import Enum, StrEnum
-from typing import Literal
+from enum import Enum
 
 from satrap.config.validation import check_integer
+from satrap.launch.run_events import (
+    Command,
+    Event,
+    ExitRun,
+    LogMessage,
+    MigrateBuckets,
+    MigrationDue,
+    MigrationEnded,
+    PauseMigration,
+    PlacementFailed,
+    Process,
+    ProcessReady,
+    Role,
+    ScaleRequested,
+    StartProcess,
+    StopProcess,
+    StopRequested,
+)
 from satrap.launch.run_state import RunState
 
 MAX_PROCESSES = 65535
-
-
-class Role(StrEnum):
-    """The role of a process in its run."""
-
-    SERVER = "server"
-    WORKER = "worker"
-    TRAINER = "trainer"
-
-
-@dataclass(frozen=True, slots=True)
-class Process:
-    """One incarnation of a process. After a restart it is another Process."""
-
-    role: Role
-    number: int
-    incarnation: int
-    """Counts the starts of this role and number, from 1. For a trainer it is the launch."""
-
-    def __str__(self) -> str:
-        return f"{self.role} {self.number}"
-
-
-@dataclass(frozen=True, slots=True)
-class ProcessReady:
-    """Event: a server or worker listens."""
-
-    process: Process
-    address: str
-
-
-@dataclass(frozen=True, slots=True)
-class ProcessExited:
-    """Event: a process exited."""
-
-    process: Process
-    status: int
-    """As subprocess reports it: negative if a signal killed the process. One that was killed because it did not stop in
-    time counts as killed by SIGTERM."""
-
-
-@dataclass(frozen=True, slots=True)
-class PlacementFailed:
-    """Event: no machine has room for a process, so it did not start."""
-
-    process: Process
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class ScaleRequested:
-    """Event: the user or the autoscaler requests this number of servers."""
-
-    servers: int
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class MigrationEnded:
-    """Event: a `MigrateBuckets` command succeeded, or failed and may be retried."""
-
-    failure: str | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class StopRequested:
-    """Event: the run should stop. The second one kills its processes."""
-
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class StartProcess:
-    """Command: start this process."""
-
-    process: Process
-    address: str | None = None
-    """Where the previous incarnation listened, for this one to listen at if its rows exist; None: start empty."""
-
-
-StopMode = Literal["interrupt", "terminate", "kill"]
-
-
-@dataclass(frozen=True, slots=True)
-class StopProcess:
-    """Command: stop this process. It is killed if it does not exit within the grace period."""
-
-    process: Process
-    mode: StopMode
-    release: bool = False
-    """Whether its placement and its rows are released, because this run will not restart it."""
-
-
-@dataclass(frozen=True, slots=True)
-class MigrateBuckets:
-    """Command: migrate the buckets of the current servers to the target servers. A `MigrationEnded` follows."""
-
-    current: tuple[str, ...]
-    target: tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class LogMessage:
-    """Command: print a line for the user."""
-
-    text: str
-
-
-@dataclass(frozen=True, slots=True)
-class ExitRun:
-    """Command, the last one: no process is left; exit with this status."""
-
-    status: int
-
-
-Event = ProcessReady | ProcessExited | PlacementFailed | ScaleRequested | MigrationEnded | StopRequested
-Command = StartProcess | StopProcess | MigrateBuckets | LogMessage | ExitRun
+_NO_JOB_SECONDS, _MAX_PAUSE_SECONDS = 1.0, 60.0  # between two attempts to migrate
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -217,14 +118,20 @@ class Supervisor:
         self._servers = list(range(run_config.servers))  # their numbers, in the order that trainers know
         self._targets: list[int] | None = None  # their numbers after the scaling in progress
         self._is_migrating = False
+        self._may_have_moved = False  # an earlier attempt of the scaling in progress may have moved buckets
         self._servers_have_rows = False  # since they last started empty
         self._has_lost_rows = False  # a server restarted without its rows
-        self._migration_failures = 0  # consecutive
+        self._migration_failures = 0  # consecutive, of any cause
         self._starts: Counter[tuple[Role, int]] = Counter()
         self._early_exits: Counter[tuple[Role, int]] = Counter()  # consecutive
         self._failure = _LaunchFailure()
         self._exit_status = 0
         self._is_stopping = False
+
+    @property
+    def phase(self) -> str:
+        """What the run is doing, in words."""
+        return self._phase.value
 
     def start(self, now: float) -> list[Command]:
         """Returns the first commands."""
@@ -237,7 +144,9 @@ class Supervisor:
         if isinstance(event, ScaleRequested):
             return self._on_scale_requested(event, now)
         if isinstance(event, MigrationEnded):
-            return self._on_migration_ended(event.failure)
+            return self._on_migration_ended(event)
+        if isinstance(event, MigrationDue):
+            return self._migrate() if self._can_migrate() else []
         running = self._running.get((event.process.role, event.process.number))
         if running is None or running.process != event.process:
             return []  # the event is about an earlier incarnation
@@ -264,14 +173,13 @@ class Supervisor:
         self._addresses[process.role, process.number] = address
         self._update_run_state()
         commands: list[Command] = [LogMessage(f"{process}: listening at {address}")]
-        if has_moved and (process.role is Role.WORKER or process.number in self._servers or self._is_migrating):
+        may_have_rows = process.number in self._servers or self._is_migrating or self._may_have_moved
+        if has_moved and (process.role is Role.WORKER or may_have_rows):
             self._has_lost_rows |= process.role is Role.SERVER and self._servers_have_rows
             commands += self._abandon_launch(f"{process} came back at another address", now)
         elif self._phase is _Phase.STARTING:
             commands += self._advance(now)
-        if self._phase is not _Phase.SHUTTING_DOWN and self._targets is not None and not self._is_migrating:
-            commands += self._migrate()
-        return commands
+        return [*commands, *self._migrate()] if self._can_migrate() else commands
 
     def _abandon_launch(self, reason: str, now: float) -> list[Command]:
         """Ends the launch, because its trainers know servers and workers that no longer exist."""
@@ -303,7 +211,7 @@ class Supervisor:
 
     def _reset_servers(self) -> list[Command]:
         """Kills all servers. The requested number of servers starts afterwards: no buckets need to migrate."""
-        self._phase, self._migration_failures = _Phase.RESETTING_SERVERS, 0
+        self._phase, self._migration_failures, self._may_have_moved = _Phase.RESETTING_SERVERS, 0, False
         self._servers, self._targets = self._targets or self._servers, None
         servers = self._with_role(Role.SERVER)
         return [
@@ -323,9 +231,12 @@ class Supervisor:
 
     def _restart(self, running: _RunningProcess, status: int, now: float) -> list[Command]:
         role, number = running.process.role, running.process.number
-        failure = f"{running.process} {_describe_exit(status)}"
+        failure = f"{running.process} {describe_exit(status)}"
         if self._exceeds_restarts(role, number, running.started_at, now):
-            return self._fail(f"{failure}, {self._early_exits[role, number]} times soon after it started; giving up", 1)
+            failure = f"{failure}, {self._early_exits[role, number]} times soon after it started"
+            if role is Role.SERVER and number not in self._servers:
+                return self._cancel_scaling(running.process, failure, now)
+            return self._fail(f"{failure}; giving up", 1)
         address = self._addresses.get((role, number))
         return [LogMessage(f"{failure}; restarting it"), self._start_process(role, number, now, address)]
 
@@ -363,6 +274,9 @@ class Supervisor:
             *([] if new else self._migrate()),
         ]
 
+    def _can_migrate(self) -> bool:
+        return self._targets is not None and not self._is_migrating and self._phase is not _Phase.SHUTTING_DOWN
+
     def _migrate(self) -> list[Command]:
         """Starts the migration once all its servers listen."""
         assert self._targets is not None
@@ -374,31 +288,45 @@ class Supervisor:
         self._is_migrating = True
         return [MigrateBuckets(current, target)]
 
-    def _on_migration_ended(self, failure: str | None) -> list[Command]:
+    def _on_migration_ended(self, event: MigrationEnded) -> list[Command]:
         self._is_migrating = False
         if self._phase is _Phase.SHUTTING_DOWN or self._targets is None:
             return []
-        if failure is not None:
-            if self._has_lost_rows:
-                return []
-            self._migration_failures += 1
-            if self._migration_failures > self._config.restarts:
-                return self._fail(f"buckets could not be moved ({failure}); giving up", 1)
-            return [LogMessage(f"buckets could not be moved ({failure}); retrying"), *self._migrate()]
-        self._servers, self._targets, self._migration_failures = self._targets, None, 0
+        if event.failure is not None:
+            self._may_have_moved |= not event.has_no_job
+            return [] if self._has_lost_rows else self._retry_migration(event)
+        self._servers, self._targets = self._targets, None
+        self._migration_failures, self._may_have_moved = 0, False
         self._update_run_state()
         return [LogMessage(f"buckets moved: the run has {self._num_servers()}"), *self._stop_surplus_servers()]
+
+    def _retry_migration(self, event: MigrationEnded) -> list[Command]:
+        """Retries for as long as the run lasts: training continues with the servers that own the buckets."""
+        self._migration_failures += 1
+        if event.has_no_job:
+            message = [LogMessage("buckets will be moved once a trainer has created its embeddings")]
+            return [*(message if self._migration_failures == 1 else []), PauseMigration(_NO_JOB_SECONDS)]
+        seconds = min(_MAX_PAUSE_SECONDS, 2.0**self._migration_failures)
+        return [
+            LogMessage(f"buckets could not be moved ({event.failure}); retrying in {seconds:g} s"),
+            PauseMigration(seconds),
+        ]
 
     def _on_placement_failed(self, event: PlacementFailed, now: float) -> list[Command]:
         """Cancels the scaling if the process is a server that should join; otherwise ends the run."""
         if event.process.role is not Role.SERVER or event.process.number in self._servers:
             return self._fail(event.reason, 1)
-        self._targets = None
-        message = LogMessage(f"{event.reason}; continuing with {self._num_servers()}")
+        return self._cancel_scaling(event.process, event.reason, now)
+
+    def _cancel_scaling(self, process: Process, reason: str, now: float) -> list[Command]:
+        """Continues without the servers that should join, because one of them cannot."""
+        may_have_rows = self._is_migrating or self._may_have_moved
+        self._targets, self._migration_failures, self._may_have_moved = None, 0, False
+        message = LogMessage(f"{reason}; continuing with {self._num_servers()}")
         commands: list[Command] = [message, *self._stop_surplus_servers()]
-        if self._is_migrating:  # the server ran before, and its rows went with it
+        if may_have_rows:  # the server ran before, and its rows went with it
             self._has_lost_rows = True
-            commands += self._abandon_launch(f"{event.process} is lost", now)
+            commands += self._abandon_launch(f"{process} is lost", now)
         return commands
 
     def _stop_surplus_servers(self) -> list[Command]:
@@ -438,7 +366,7 @@ class Supervisor:
         if not self._failure.causes or status < 0:
             self._failure.status = status if status > 0 else 128 - status
         self._failure.is_script_error &= status > 0
-        self._failure.causes.append(f"{running.process} {_describe_exit(status)}")
+        self._failure.causes.append(f"{running.process} {describe_exit(status)}")
 
     def _relaunch(self, started_at: float, now: float) -> list[Command]:
         failure = ", ".join([*self._failure.causes, *self._failure.finished])
@@ -456,7 +384,7 @@ class Supervisor:
 
     def _on_stop_requested(self, reason: str) -> list[Command]:
         if self._is_stopping:
-            return [StopProcess(each, "kill") for each in self._with_role(*Role)]
+            return [StopProcess(each, "kill", release=True) for each in self._with_role(*Role)]
         self._is_stopping = True
         return self._fail(f"{reason}: stopping the run; the same command resumes from the last checkpoint", 130)
 
@@ -469,12 +397,12 @@ class Supervisor:
         return [StopProcess(each, "interrupt") for each in trainers] if trainers else self._stop_remaining()
 
     def _stop_remaining(self) -> list[Command]:
-        """Stops servers and workers after the trainers, which call them."""
+        """Stops servers and workers after the trainers, which call them. Their rows go with them."""
         if not self._running:
             return [ExitRun(self._exit_status)]
         if self._with_role(Role.TRAINER):
             return []
-        return [StopProcess(each, "terminate") for each in self._with_role(*Role)]
+        return [StopProcess(each, "terminate", release=True) for each in self._with_role(*Role)]
 
     def _with_role(self, *roles: Role) -> list[Process]:
         return [running.process for (role, _), running in self._running.items() if role in roles]
@@ -483,7 +411,8 @@ class Supervisor:
         return _count(len(self._servers), "server")
 
 
-def _describe_exit(status: int) -> str:
+def describe_exit(status: int) -> str:
+    """Returns how a process ended, in words."""
     return f"was killed by signal {-status}" if status < 0 else f"exited with status {status}"
 
 

@@ -1,5 +1,7 @@
 """The main program of a trainer: sets the process up, joins the other trainers, and runs the script."""
 
+import logging
+import os
 import runpy
 import sys
 import time
@@ -10,8 +12,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from satrap.event_log import describe_process, event
 from satrap.run_context import COLLECTIVE_TIMEOUT, RunContext, enter_context, run_exit_hooks
 
+_LOG = logging.getLogger("satrap.train")
 _SETTLE_SECONDS = 0.5
 
 
@@ -32,6 +36,10 @@ def run_trainer(context: RunContext, script: str, arguments: Sequence[str], list
         dist.init_process_group(backend, rank=context.rank, world_size=context.world_size, store=store)
         world_group = dist.new_group(backend="gloo", timeout=COLLECTIVE_TIMEOUT)
     enter_context(context)
+    describe_process("trainer", number=context.rank)
+    text = "started: process %d, trainer %d of %d, launch %d, script %s"
+    began = event("started", pid=os.getpid(), world_size=context.world_size, launch=context.launch)
+    _LOG.info(text, os.getpid(), context.rank, context.world_size, context.launch, script, extra=began)
     sys.argv = [script, *arguments]
     sys.path[0] = str(Path(script).absolute().parent)
     try:

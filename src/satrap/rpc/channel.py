@@ -19,9 +19,11 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from satrap.errors import ConfigError, DeadlineError, ForkError, InputError, RpcError
+from satrap.event_log import event
 from satrap.interrupts import Uninterrupted
 from satrap.rpc.address import is_unix, join_address, resolve_host, split_address
 from satrap.rpc.faults import decode_error
+from satrap.rpc.greeting import expects_keys
 from satrap.rpc.header import MAX_DEADLINE_MS, Header, Kind, Origin
 from satrap.rpc.keys import Keys
 from satrap.rpc.methods import Method
@@ -30,6 +32,8 @@ from satrap.rpc.schedule import Schedule
 _LOG = logging.getLogger("satrap.rpc")
 _WARN_SECONDS = 5.0  # a call without a connection is logged after this time
 _RECONNECT_SECONDS = 10.0  # a socket without a connection reconnects after this time
+_SUSPECT_HANDSHAKES = 20  # cut ones in a row, within 1 to 4 s, that cause a look at the server's greeting
+_GREETING_SECONDS = 0.5
 _CLOSE_CHECK_MS = 100  # interval at which a waiting call checks whether its client was closed
 _RECONNECT_MS, _MAX_RECONNECT_MS, _CONNECT_TIMEOUT_MS = 50, 200, 5_000
 _HEARTBEAT_MS, _HEARTBEAT_TIMEOUT_MS = 2_000, 10_000
@@ -60,8 +64,12 @@ class Channel:
             socket.curve_publickey, socket.curve_secretkey = keys.public, keys.secret
         self.refusal: str | None = None
         self._refusals = socket.get_monitor_socket(
-            zmq.Event.HANDSHAKE_FAILED_AUTH | zmq.Event.HANDSHAKE_FAILED_PROTOCOL
+            zmq.Event.HANDSHAKE_FAILED_AUTH
+            | zmq.Event.HANDSHAKE_FAILED_PROTOCOL
+            | zmq.Event.HANDSHAKE_FAILED_NO_DETAIL
+            | zmq.Event.HANDSHAKE_SUCCEEDED
         )
+        self._cut_handshakes = 0  # consecutive ones that the server ended without a word
         self._endpoint = address
         if not is_unix(address):
             host, port = split_address(address)
@@ -153,7 +161,20 @@ class Channel:
             self._refusals.close(0)
 
     def _handle_refusal(self) -> None:
-        if recv_monitor_message(self._refusals)["event"] == zmq.Event.HANDSHAKE_FAILED_AUTH:
+        event = recv_monitor_message(self._refusals)["event"]
+        if event == zmq.Event.HANDSHAKE_SUCCEEDED:
+            self._cut_handshakes = 0
+            return
+        if event == zmq.Event.HANDSHAKE_FAILED_NO_DETAIL:
+            self._cut_handshakes += 1
+            is_suspect = self.has_keys and self._cut_handshakes % _SUSPECT_HANDSHAKES == 0
+            if not is_suspect or not expects_keys(self._endpoint, _GREETING_SECONDS):
+                return  # nothing listens there yet, or the network cut the connection
+            reason = (
+                "the server there has keys of another pair; use the client.key that `satrap keys` wrote beside its "
+                "server.key"
+            )
+        elif event == zmq.Event.HANDSHAKE_FAILED_AUTH:
             reason = (
                 "the server there does not know this client's key; use the client.key that belongs to its server.key"
             )
@@ -257,6 +278,9 @@ class PendingCall:
             raise DeadlineError(self._timeout_message())
         if isinstance(self.answer, RpcError):
             raise self.answer
+        if self.unwarned_since == math.inf:
+            back = event("peer_back", peer=self._channel.address, method=self._method.name)
+            _LOG.info("%s answers again", self._channel.address, extra=back)
         kind, frames = self.answer
         if kind == Kind.ERROR:
             raise decode_error(frames, self._method.name, channel.address)
@@ -271,7 +295,8 @@ class PendingCall:
         late = f"{self._no_connection_message(seconds)} It"
         if self.schedule.num_sent:
             late = f"{self._method.name} at {self._channel.address}: the connection was lost. A new one"
-        _LOG.warning("%s is waited for until %g s have passed", late, self._seconds)
+        lost = event("peer_lost", peer=self._channel.address, method=self._method.name)
+        _LOG.warning("%s is waited for until %g s have passed", late, self._seconds, extra=lost)
 
     def _no_connection_message(self, seconds: float) -> str:
         where = f"{self._method.name} at {self._channel.address}"

@@ -7,6 +7,7 @@ ZeroMQ would continue to read for as long as the peer sends.
 """
 
 import ctypes
+import logging
 import os
 import resource
 import select
@@ -20,6 +21,8 @@ from contextlib import suppress
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
+from satrap.event_log import LimitedLog
+from satrap.event_log import event as log_event
 from satrap.rpc.connections import Connections
 
 _MIN_INTERVAL_SECONDS = 0.02
@@ -30,7 +33,9 @@ _MAX_SILENT = 1024
 _RECEIVED_OFFSET = 128  # tcpi_bytes_received in Linux's struct tcp_info
 _UNSPECIFIED = socket.AF_UNSPEC.to_bytes(2, sys.byteorder) + bytes(14)  # a struct sockaddr
 _WATCHED = select.EPOLLIN | select.EPOLLONESHOT
-_EVENTS = zmq.Event.ACCEPTED | zmq.Event.DISCONNECTED
+_EVENTS = zmq.Event.ACCEPTED | zmq.Event.DISCONNECTED | zmq.Event.HANDSHAKE_FAILED_PROTOCOL
+_LOG = logging.getLogger("satrap.rpc")
+_NOT_OURS = "a peer was refused in the handshake: it has keys of another pair, or no keys, or is not a satrap client"
 
 
 class Guard:
@@ -50,6 +55,7 @@ class Guard:
         """Number of connections closed so far."""
         self._router, self._monitor = router, router.get_monitor_socket(_EVENTS)
         self._libc = ctypes.CDLL(None)
+        self._log_refusal = LimitedLog(_LOG.warning)
         self._wakeup = os.eventfd(0)
         self._events = select.epoll()
         self._events.register(self._monitor.fileno(), select.EPOLLIN)
@@ -103,6 +109,9 @@ class Guard:
         while self._monitor.poll(0):
             event = recv_monitor_message(self._monitor)
             fd = int(event["value"])
+            if event["event"] == zmq.Event.HANDSHAKE_FAILED_PROTOCOL:  # the value is the kind of the failure
+                self._log_refusal("%s", _NOT_OURS, extra=log_event("hello_refused", why=_NOT_OURS))
+                continue
             if event["event"] == zmq.Event.DISCONNECTED:
                 self._connections.record_closed(fd)
                 continue

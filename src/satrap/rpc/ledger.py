@@ -73,6 +73,10 @@ class Counts:
     """Calls that ended with an exception."""
     unsent: int = 0
     """Replies whose caller was disconnected or did not read; it retries."""
+    received_bytes: int = 0
+    """Bytes of all messages received."""
+    sent_bytes: int = 0
+    """Bytes of all messages sent."""
 
 
 @dataclass(slots=True, eq=False)
@@ -82,6 +86,8 @@ class Request:
     header: Header
     frames: Sequence[Buffer]
     deadline: float
+    started_at: float = 0.0
+    """When it started to run."""
 
     @property
     def name(self) -> tuple[int, int]:
@@ -149,6 +155,7 @@ class Ledger:
         while self._queued:
             request = self._queued.popleft()
             if now < request.deadline:
+                request.started_at = now
                 return request
             self._expire(request)
         return None

@@ -21,6 +21,7 @@ over TCP also silent connections and incomplete messages (connections.py). Only 
 its connections are not watched.
 """
 
+import logging
 import os
 import select
 import threading
@@ -34,7 +35,9 @@ import zmq
 
 from satrap.config.validation import check_integer, check_number
 from satrap.errors import ConfigError, RpcError
+from satrap.event_log import LimitedLog, event
 from satrap.rpc.address import is_unix, is_wildcard, join_address, resolve_host, split_address
+from satrap.rpc.call_times import CallTimes
 from satrap.rpc.faults import encode_error
 from satrap.rpc.guard import Guard
 from satrap.rpc.header import Header, Kind
@@ -44,6 +47,7 @@ from satrap.rpc.methods import Method, methods_of
 from satrap.rpc.unix_socket import SocketFile
 from satrap.rpc.values import MAX_JSON_BYTES, PIECE_BYTES, in_pieces
 
+_LOG = logging.getLogger("satrap.rpc")
 _MAX_QUEUED_MESSAGES = 64  # of one connection, in either direction
 _HEARTBEAT_MS, _HEARTBEAT_TIMEOUT_MS = 2_000, 10_000
 _HANDSHAKE_MS = 10_000
@@ -92,7 +96,8 @@ class Service:
         self._methods = {method.number: (method, getattr(served, name)) for name, method in methods.items()}
         self._limits = limits or Limits()
         self._ledger = Ledger(self._limits)
-        self._changed = threading.Condition(threading.Lock())  # guards the ledger, the socket, the eventfd and these:
+        self._times = CallTimes({method.number: name for name, method in methods.items()})
+        self._changed = threading.Condition(threading.Lock())  # guards ledger, times, socket, eventfd and these:
         self._busy: set[threading.Thread] = set()  # threads that run methods
         self._is_stopping = self._closed = False
         self._last_reply = 0.0
@@ -182,6 +187,12 @@ class Service:
         with self._changed:
             closed = 0 if self._guard is None else self._guard.num_closed
             return {**self._ledger.to_dict(), "ended_connections": closed}
+
+    def call_times(self) -> dict[str, tuple[list[int], float]]:
+        """Returns for each method the histogram of the seconds from the start of its calls to the reply: the number of
+        calls in each bin, see `satrap.rpc.call_times.BOUNDS`, and their sum."""
+        with self._changed:
+            return self._times.to_dict()
 
     def __enter__(self) -> Self:
         return self
@@ -284,6 +295,7 @@ class Service:
                 frames.append(frame.buffer)
             else:
                 num_surplus += 1
+        self._ledger.counts.received_bytes += num_bytes
         if self._guard is not None:
             self._guard.record_message(first, num_bytes)
         header = None
@@ -324,10 +336,12 @@ class Service:
             self._router.send(route, _MORE | _NOW)
         except zmq.ZMQError:  # EAGAIN, or an unknown route
             return False
-        self._router.send(header.pack(), _MORE if frames else 0)
+        packed = header.pack()
+        self._router.send(packed, _MORE if frames else 0)
         for i, frame in enumerate(frames, 1):
             self._router.send(frame, _MORE if i < len(frames) else 0, copy=False)
         self._last_reply = time.monotonic()
+        self._ledger.counts.sent_bytes += len(packed) + header.body_bytes
         return True
 
     # -- running methods, without the lock ---------------------------------------------------------------------------
@@ -377,6 +391,7 @@ class Service:
         with self._changed:
             if self._is_stopping or (route := self._ledger.finish(request)) is None:
                 return
+            self._times.record(request.header.method, time.monotonic() - request.started_at)
             if not self._send(route, header, frames):
                 self._ledger.record_unsent()
             if threading.current_thread() not in self._busy:  # this thread will not receive what arrived meanwhile
@@ -403,8 +418,12 @@ def _enable_curve(context: "zmq.Context[zmq.Socket[bytes]]", router: "zmq.Socket
     """Enables encryption, and starts the authenticator, which accepts only the client's key. Fails closed."""
     from zmq.auth.thread import ThreadAuthenticator  # imports asyncio
 
+    log = LimitedLog(_LOG.warning)
+
     class OnlyClient:
         def callback(self, domain: str, key: bytes) -> bool:
+            if key != keys.peer:
+                log("a client with an unknown key was refused", extra=event("hello_refused", why="unknown key"))
             return key == keys.peer
 
     authenticator = ThreadAuthenticator(context)

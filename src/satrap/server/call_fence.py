@@ -7,12 +7,14 @@ keeps new ones waiting meanwhile.
 
 import threading
 import time
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 from satrap.errors import AttemptError, ConfigError, MovedError, NotReadyError
 from satrap.rpc import Origin
 from satrap.server.protocol import NO_ATTEMPT
+from satrap.server.server_log import ServerLog
 from satrap.server.state import FencingToken, ServerState
 
 
@@ -26,6 +28,8 @@ class CallFence:
         self._work_seconds = 0.0
         self._state: ServerState | None = None
         self._fencing_token = FencingToken()
+        own = weakref.ref(self)  # without a cycle, so that the last reference to a server frees its tables
+        self._log = ServerLog(lambda: None if (me := own()) is None else me._state)
 
     def _require_state(self, needs_handshake: bool = True) -> ServerState:
         if self._state is None or (needs_handshake and not self._state.has_handshake):

@@ -6,25 +6,30 @@ record. Neither decides anything: `satrap.worker.server_group` refuses to replac
 lease.
 """
 
+import logging
 import os
 import queue
 import secrets
 import socket
 import threading
 import time
+import weakref
 from collections.abc import Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from satrap.errors import SatrapError
+from satrap.event_log import event
 
 if TYPE_CHECKING:
     from satrap.rpc import Client, Origin, PendingCall
     from satrap.server.protocol import ServerCalls
 
+_LOG = logging.getLogger("satrap.server")
 LEASE_SECONDS = 5.0
 _RENEW_SECONDS = 1.0
 _RELEASE_SECONDS = 1.0
+_WATCH_SECONDS = 0.5
 
 _process = (0, "")
 
@@ -89,17 +94,42 @@ class Leases:
         self._lock = threading.Lock()
         self._attempt = 0
         self._until: dict[str, tuple[str, float]] = {}
+        self._is_watched = False
 
     def renew(self, attempt: int, process: str, where: str, seconds: float) -> None:
         """Hold the process's lease of this attempt for `seconds` from now on, unless a newer attempt replaced it."""
         with self._lock:
             if attempt >= self._attempt:
                 self._attempt = attempt
-                self._until[process] = where, time.monotonic() + seconds
-            self._until = {each: held for each, held in self._until.items() if held[1] > time.monotonic()}
+                if seconds:
+                    self._until[process] = where, time.monotonic() + seconds
+                else:
+                    self._until.pop(process, None)
+            if self._until and not self._is_watched:
+                self._is_watched = True
+                threading.Thread(target=_watch, args=(weakref.ref(self),), name="satrap-leases", daemon=True).start()
+
+    def remove_expired(self) -> bool:
+        """Log the leases that have expired, and remove them. Return whether there are others."""
+        with self._lock:
+            now = time.monotonic()
+            for process, (where, until) in list(self._until.items()):
+                if until <= now:
+                    del self._until[process]
+                    lost = event("peer_lost", peer=where, attempt=self._attempt)
+                    _LOG.warning("%s is lost, or was replaced: its lease has expired", where, extra=lost)
+            self._is_watched = bool(self._until)
+            return self._is_watched
 
     def remaining(self) -> dict[str, list[str | float]]:
         """Return for each process its location and the seconds until its lease expires."""
         now = time.monotonic()
         with self._lock:
             return {each: [where, until - now] for each, (where, until) in self._until.items() if until > now}
+
+
+def _watch(leases: weakref.ref[Leases]) -> None:
+    """Remove expired leases until there are none, or until they are collected with their server."""
+    while (alive := leases()) is not None and alive.remove_expired():
+        del alive
+        time.sleep(_WATCH_SECONDS)

@@ -112,7 +112,8 @@ class ServerCalls(Protocol):
         """Raise ConfigError unless the server may write checkpoints below the folder."""
 
     def verify(self, origin: Origin, folders: list[list[str]], checksums: list[list[int]]) -> None:
-        """Raise unless `restore` could read these folders. Reads them completely, and changes nothing.
+        """Raise unless `restore` could fill this server's buckets from these folders. Reads what they need of them,
+        and keeps it open for `restore`; changes nothing.
 
         checksums: `checksum_of` each folder, as the trainer sees it."""
 
@@ -125,6 +126,10 @@ class ServerCalls(Protocol):
 
     def check(self, origin: Origin, table: int) -> None:
         """Check the table's invariants; AssertionError if one is broken."""
+
+    def status(self, origin: Origin) -> dict[str, Any]:
+        """Return the server's state, which `satrap.server.status_calls` describes. Changes nothing, waits for no other
+        call, and needs no job, attempt or shard map."""
 
     # -- calls of `satrap.server.migration.coordinator`. Buckets are numbered over all tables. `migration` is a random
     # number that identifies one run of the migration's steps. The origin's step is the coordinator's fencing token:
@@ -179,6 +184,9 @@ class ServerCalls(Protocol):
 
     def discard_buckets(self, origin: Origin) -> None:
         """Discard all buckets that other servers own, if the server is at the origin's shard map."""
+
+    def progress(self, origin: Origin) -> dict[str, int]:
+        """Return how far saves and restores in progress are: `done` of `total` (0: not known), and `bytes`."""
 
     def load(self, origin: Origin) -> dict[str, float]:
         """Return what `satrap.sharding.autoscaler` decides by: `rows`, `bytes` of the tables, `memory_bytes` of the

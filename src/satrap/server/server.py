@@ -24,24 +24,25 @@ from satrap.config.cores import thread_count
 from satrap.config.job import Job
 from satrap.config.path_allowlist import PathAllowlist
 from satrap.config.validation import check_choice, check_integer
-from satrap.errors import AttemptError, ConfigError, InputError, MovedError, TicketError
+from satrap.errors import AttemptError, ConfigError, InputError, MovedError, SatrapError, TicketError
 from satrap.rpc import Origin
 from satrap.server.lease import Leases
 from satrap.server.migration.calls import MigrationCalls
 from satrap.server.protocol import NO_ATTEMPT, WIRES, Coded, Flags, Floats, Ids, Offsets
 from satrap.server.state import PendingLookup, ServerState, decode_gradients
+from satrap.server.status_calls import StatusCalls
 from satrap.server.step_barrier import TrainerPart, concatenate_parts
 from satrap.sharding.shard_map import ShardMap
 from satrap.table.engine import Slot, attach_engine, open_engine, remove_unfinished, shared_note
 from satrap.table.snapshot.directory import part_name
-from satrap.table.snapshot.saved_table import require_same_snapshots
-from satrap.table.table_group import TableGroup
+from satrap.table.table_group import Chains, TableGroup
+from satrap.transfer import running_figures
 
 MAX_TICKETS = 1024
 """Tickets kept for one trainer. Beyond that the oldest is dropped; the worker then sends the ids with the update."""
 
 
-class Server(MigrationCalls):
+class Server(MigrationCalls, StatusCalls):
     """Implements `satrap.server.protocol.ServerCalls` on one engine."""
 
     def __init__(
@@ -77,8 +78,20 @@ class Server(MigrationCalls):
                 self._remove_rows()
         elif shared is not None:
             _require_creatable(os.fspath(shared))
+        self._log.record_start(shared)
 
     def hello(
+        self, origin: Origin, job: dict[str, Any], shard_map: dict[str, Any], server: int, commit: bool
+    ) -> dict[str, Any]:
+        try:
+            return self._hello(origin, job, shard_map, server, commit)
+        except MovedError:
+            raise  # the caller takes the newer map, and calls again
+        except SatrapError as error:
+            self._log.record_refusal(origin, error)
+            raise
+
+    def _hello(
         self, origin: Origin, job: dict[str, Any], shard_map: dict[str, Any], server: int, commit: bool
     ) -> dict[str, Any]:
         own_job, new_map = Job.from_dict(job), ShardMap.from_dict(shard_map)
@@ -97,6 +110,7 @@ class Server(MigrationCalls):
                     lrs = [table.optimizer.lr for table in own_job.tables]
                     return {"attempt": NO_ATTEMPT, "latest_step": 0, "lrs": lrs, "leases": self._leases.remaining()}
                 self._state = self._create_tables(own_job, new_map, server)
+                self._log.record_job(self._state)
             state = self._state
             self._require_same_job(state, own_job, new_map, server, by_coordinator)
             if commit:
@@ -134,7 +148,8 @@ class Server(MigrationCalls):
             if origin.attempt < state.engine.attempt:
                 raise self._attempt_error(state, origin)
             self._discard_calls(state, origin)
-            state.restored = None
+            state.restored = state.verified = None
+            self._log.record_attempt(state, origin.attempt)
             state.engine.begin_attempt(origin.attempt)
 
     def lookup(
@@ -242,6 +257,7 @@ class Server(MigrationCalls):
             if state.last_saves.get(table) == (folder, since, version):
                 return version  # a duplicate
             self.require_permitted(origin, os.fspath(part))
+            state.verified = None
             state.engine.reach_table(table, check_integer("save", "version", version, 2, 2**32 - 2) - 1, 0)
             owned = np.array(state.shard_map.bucket_map.owners[table]) == state.number
             saved_version = store.save_part(part, owned, since=since)
@@ -256,11 +272,11 @@ class Server(MigrationCalls):
     def verify(self, origin: Origin, folders: list[list[str]], checksums: list[list[int]]) -> None:
         self._require_all_permitted(origin, folders)
         with self._admit(origin) as state:
-            require_same_snapshots(folders, checksums)
-            state.tables.verify(dict(zip(state.tables, folders, strict=False)))
+            self._require_all_tables(state, folders)
+            state.verify(folders, checksums)
 
     def restore(self, origin: Origin, folders: list[list[str]], checksums: list[list[int]]) -> bool:
-        """Drop the old rows before reading the new ones, because memory may not hold both.
+        """Drop the old rows before inserting the new ones, because memory may not hold both.
 
         A restore belongs to a shard map: if the map changes meanwhile, the caller repeats it, in the same attempt."""
         self._require_all_permitted(origin, folders)
@@ -278,26 +294,27 @@ class Server(MigrationCalls):
                 )
             if origin.attempt < state.engine.attempt:
                 raise self._attempt_error(state, origin)
-            names = list(state.tables)
-            if len(folders) not in (0, len(names)):
-                raise InputError(f"restore: folders of {len(folders)} tables; expected of {len(names)}, or none")
-            require_same_snapshots(folders, checksums)
-            chains = dict(zip(names, folders, strict=False))
+            if folders:
+                self._require_all_tables(state, folders)
+            chains = state.take_verified(folders, checksums) if folders else None
+            self._log.record_attempt(state, origin.attempt, ", to restore rows" if chains else ", with empty tables")
             new_state = self._recreate_tables(state, origin)
             new_state.engine.begin_attempt(origin.attempt)
-            answer = self._restore_tables(new_state, chains) if chains else True
+            answer = self._fill_tables(new_state, chains) if chains else True
             new_state.restored = origin.map_version, answer
             self._state = new_state
             return answer
 
-    def _restore_tables(self, state: ServerState, chains: dict[str, list[str]]) -> bool:
-        """Read this server's buckets. On failure all rows are removed, and the next handshake creates new tables."""
-        owned = [np.array(table) == state.number for table in state.shard_map.bucket_map.owners]
+    def _fill_tables(self, state: ServerState, chains: Chains) -> bool:
+        """Insert this server's rows. On failure all rows are removed, and the next handshake creates new tables."""
+        self._restoring = state
         try:
-            return state.tables.restore(chains, owned)
+            return state.tables.fill(chains)
         except BaseException:
             self._remove_rows()
             raise
+        finally:
+            self._restoring = None
 
     def set_lr(self, origin: Origin, table: int, lr: float) -> None:
         with self._admit(origin) as state:
@@ -307,12 +324,19 @@ class Server(MigrationCalls):
         with self._admit(origin, reads=True) as state:
             state.store(table).check()
 
+    def progress(self, origin: Origin) -> dict[str, int]:
+        return running_figures("satrap.table")
+
     # -- internals ---------------------------------------------------------------------------------------------------
 
     def _require_all_permitted(self, origin: Origin, folders: list[list[str]]) -> None:
         for chain in folders:
             for folder in chain:
                 self.require_permitted(origin, folder)
+
+    def _require_all_tables(self, state: ServerState, folders: list[list[str]]) -> None:
+        if len(folders) != len(state.tables):
+            raise InputError(f"found folders of {len(folders)} tables; expected of all {len(state.tables)}")
 
     def _create_tables(self, job: Job, shard_map: ShardMap, number: int) -> ServerState:
         if self._open_tables is not None:
@@ -350,11 +374,13 @@ class Server(MigrationCalls):
         """Drop the tickets, open steps and waiting parts of the previous attempt."""
         state.tickets.clear()
         state.oldest_open.clear()
+        state.staleness.clear()
         state.barrier.refuse(lambda: AttemptError(f"attempt {origin.attempt} has started: this process was replaced"))
 
     def _oldest_open(self, state: ServerState, origin: Origin, given: int) -> int:
         with self._condition:
             state.oldest_open[origin.trainer] = given
+            state.staleness[origin.trainer] = origin.step - given
             return min(origin.step, *state.oldest_open.values())
 
     def _require_same_job(

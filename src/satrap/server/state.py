@@ -22,7 +22,7 @@ from satrap.server.protocol import Coded, Floats, Ids, Offsets
 from satrap.server.step_barrier import StepBarrier
 from satrap.sharding.shard_map import NO_MEMBER, ShardMap
 from satrap.table.store import Store
-from satrap.table.table_group import TableGroup
+from satrap.table.table_group import Chains, TableGroup
 
 _NO_OWNER = 2**31 - 1  # an owner that no bucket has; the engine's form of NO_MEMBER
 
@@ -45,6 +45,15 @@ class PendingLookup:
     offsets: Offsets
 
 
+@dataclass(frozen=True, slots=True)
+class VerifiedCheckpoint:
+    """The folders of a checkpoint, with their checksums, and what this server's buckets need of them, verified."""
+
+    folders: list[list[str]]
+    checksums: list[list[int]]
+    chains: Chains
+
+
 @dataclass(slots=True)
 class ServerState:
     """The state of a server that has a job."""
@@ -61,9 +70,14 @@ class ServerState:
     """For each trainer, its pending lookups by ticket number."""
     oldest_open: dict[int, int] = field(default_factory=dict)
     """For each trainer, the oldest open step as of its last lookup. Rows of open steps are never evicted."""
+    staleness: dict[int, int] = field(default_factory=dict)
+    """For each trainer, the number of earlier steps whose updates its last lookup may have missed."""
     barrier: StepBarrier = field(default_factory=StepBarrier)
     last_saves: dict[int, tuple[str, int | None, int]] = field(default_factory=dict)
     """For each table, the folder, the `since` and the version of the last save."""
+    verified: VerifiedCheckpoint | None = None
+    """The checkpoint that the last call of `verify` opened, until a restore takes it or anything else happens to the
+    tables: it keeps files open that a later save may remove."""
     restored: tuple[int, bool] | None = None
     """The map version under which a restore started this attempt, and what it returned."""
     participant: MigrationParticipant = field(init=False)
@@ -90,6 +104,7 @@ class ServerState:
     def adopt(self, shard_map: ShardMap, number: int, token: FencingToken) -> None:
         """Adopt a shard map and this server's number in it, and store both with the fencing token. Call exclusively."""
         changed = self.shard_map.version != shard_map.version
+        self.verified = None
         stored = {"members": shard_map.to_dict(), "number": number, "turn": token.number, "mover": token.holder}
         self.engine.set_note(json.dumps(stored).encode())
         self.shard_map, self.number = shard_map, number
@@ -111,6 +126,23 @@ class ServerState:
             "restored": self.restored is not None,
             "lrs": [engine.lr(t) for t in tables],
         }
+
+    def verify(self, folders: list[list[str]], checksums: list[list[int]]) -> None:
+        """Open what this server's buckets need of a checkpoint; see `TableGroup.verify`."""
+        self.verified = None
+        owned = [np.array(table) == self.number for table in self.shard_map.bucket_map.owners]
+        chains = self.tables.verify(dict(zip(self.tables, folders, strict=False)), owned, checksums)
+        self.verified = VerifiedCheckpoint(folders, checksums, chains)
+
+    def take_verified(self, folders: list[list[str]], checksums: list[list[int]]) -> Chains:
+        """Return what `verify` opened, or open it now: the server was restarted since, or has another shard map."""
+        found = self.verified
+        if found is None or (found.folders, found.checksums) != (folders, checksums):
+            self.verify(folders, checksums)
+            found = self.verified
+        self.verified = None
+        assert found is not None
+        return found.chains
 
     def owned(self) -> NDArray[np.bool_]:
         """Return for each bucket of all tables whether this server owns it."""

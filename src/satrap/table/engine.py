@@ -10,7 +10,7 @@ import json
 import math
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -22,6 +22,7 @@ from satrap.config.cores import thread_count
 from satrap.config.tables import LAST_STEP, Constant, ScaledUniform, Table, Uniform, Zeros
 from satrap.config.validation import check_choice, check_flag, check_integer, is_path
 from satrap.errors import ConfigError, InputError, SharedMemoryError, TicketError
+from satrap.table.snapshot_progress import SnapshotProgress
 
 _SHARED_FORMAT = "satrap-shared"  # of the blob in a shared-memory file, so that attach() needs no configuration
 _SHARED_FORMAT_VERSION = 1
@@ -41,6 +42,8 @@ class Slot:
     """The configuration that the engine was created with."""
     seed: int
     """Initial values and draws are functions of it."""
+    progress: SnapshotProgress = field(default_factory=SnapshotProgress, compare=False)
+    """Progress of its saves and restores."""
 
 
 def open_engine(

@@ -26,6 +26,7 @@ from satrap.table.engine import Slot, attach_engine, look_up, open_engine, updat
 from satrap.table.snapshot.directory import folder_path
 from satrap.table.snapshot.reader import History, Snapshot, fill_levels
 from satrap.table.snapshot.writer import save_table
+from satrap.table.snapshot_progress import SnapshotProgress
 
 _PathLike = str | os.PathLike[str]
 
@@ -299,7 +300,7 @@ class Store:
         slots = open_engine([saved.table], seed=seed, num_threads=num_threads, simd=simd, shared=shared, complete=False)
         store = cls.in_engine(slots[0])
         try:
-            fill_levels(store._slot, [[saved]], None)
+            fill_levels(store._slot, [[saved]])
             store._engine.set_complete(True)
         except BaseException:
             if shared is not None:  # the file holds half a table, and this call created it
@@ -321,14 +322,14 @@ class Store:
         with self._one_at_a_time():
             saved = Snapshot.open(folder, "changes", self.num_threads)
             saved.require_next(self._slot, self._snapshots)
-            fill_levels(self._slot, [[saved]], None)
+            fill_levels(self._slot, [[saved]])
             self._snapshots.add(saved.manifest)
 
-    def fill(self, levels: Sequence[Sequence[Snapshot]], owned: NDArray[np.bool_] | None = None) -> None:
-        """Puts a full snapshot and the changes after it, each maybe in parts, into this table, which must be new; only
-        the owned buckets (None: all). The caller marks the engine incomplete meanwhile."""
+    def fill(self, levels: Sequence[Sequence[Snapshot]]) -> None:
+        """Puts a full snapshot and the changes after it, each maybe in parts, into this table, which must be new. The
+        caller marks the engine incomplete meanwhile."""
         with self._one_at_a_time():
-            fill_levels(self._slot, levels, owned)
+            fill_levels(self._slot, levels)
             for level in levels:
                 if len(level) == 1:  # of several parts none is what this table holds
                     self._snapshots.add(level[0].manifest)
@@ -359,3 +360,8 @@ class Store:
         offsets = np.zeros(self._slot.num_tables + 1, np.int64)
         offsets[self._slot.index + 1 :] = n
         return offsets
+
+
+def progress_of(store: Store) -> SnapshotProgress:
+    """Returns the progress of a store's saves and restores, for status and metrics."""
+    return store._slot.progress

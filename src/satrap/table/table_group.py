@@ -7,8 +7,10 @@ table of the engine has one, and a Store that a user creates is the only one of 
 share all code but that of the batch, and neither calls the other.
 """
 
+import logging
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Never, Self
 
 import numpy as np
@@ -20,11 +22,15 @@ from satrap.config.tables import Table
 from satrap.config.validation import kind_of
 from satrap.errors import ConfigError, InputError, SnapshotError
 from satrap.table.engine import Slot, attach_engine, look_up, open_engine, update
-from satrap.table.snapshot.directory import folder_path
+from satrap.table.snapshot.directory import folder_bytes, folder_path
 from satrap.table.snapshot.reader import Snapshot, open_levels
 from satrap.table.store import Store
+from satrap.transfer import Transfer
 
+_LOG = logging.getLogger("satrap.table")
 _PathLike = str | os.PathLike[str]
+Chains = dict[str, list[list[Snapshot]]]
+"""For each table its levels: the full snapshots of all parts, then their changes."""
 
 
 class TableGroup(Mapping[str, Store]):
@@ -90,15 +96,12 @@ class TableGroup(Mapping[str, Store]):
     def require_permitted(self, folder: _PathLike) -> None:
         """Permits every folder. Only tables on servers restrict the folders that they write to."""
 
-    def restore(
-        self, folders: Mapping[str, Sequence[_PathLike]], owned: Sequence[NDArray[np.bool_]] | None = None
-    ) -> bool:
+    def restore(self, folders: Mapping[str, Sequence[_PathLike]]) -> bool:
         """Fills these tables, which must be new or of an `Embeddings`, bit for bit as they were saved; returns whether
         `save_changes` since then is possible, which it is not if several servers saved them.
 
         folders: for every table the folder of its full snapshot, then those of the changes after it. All of them are
             verified before any table is modified.
-        owned: for each table and each of its buckets, whether its rows are restored here. None: all are.
         """
         used = [name for name, store in self._stores.items() if store.latest_step > 0 or store.stats()["rows"] > 0]
         if used and self._renew is None:
@@ -111,20 +114,49 @@ class TableGroup(Mapping[str, Store]):
             self._engine, self._slots = slots[0].engine, {slot.table.name: slot for slot in slots}
             for slot in slots:  # in place: the caller may hold them
                 self._stores[slot.table.name]._begin(slot)
-        self._engine.set_complete(False)  # if this process is killed here, its shared-memory file cannot be attached
-        for t, (name, levels) in enumerate(chains.items()):
-            self._stores[name].fill(levels, None if owned is None else owned[t])
-        self._engine.set_complete(True)
-        return all(len(level) == 1 for levels in chains.values() for level in levels)
+        return self.fill(chains)
 
-    def verify(self, folders: Mapping[str, Sequence[_PathLike]]) -> dict[str, list[list[Snapshot]]]:
-        """Raises unless `restore` could fill tables like these from the folders. Reads every file whole."""
+    def verify(
+        self,
+        folders: Mapping[str, Sequence[_PathLike]],
+        owned: Sequence[NDArray[np.bool_]] | None = None,
+        checksums: Sequence[Sequence[int]] | None = None,
+    ) -> Chains:
+        """Opens what `fill` reads; raises unless tables like these can be filled from it. Reads the files' bytes that
+        the owned buckets need, each once: `fill` takes them from memory, where the system keeps what it has read.
+
+        owned: for each table and each of its buckets, whether its rows are needed. None: all are.
+        checksums: for each table and folder the `checksum_of` it that the caller sees.
+        """
         if folders.keys() != self._stores.keys():
             raise InputError(f"{self._where}: folders are of {sorted(folders)}; expected one list for each table here")
-        return {
-            name: open_levels(self._slots[name], [folder_path(f"table {name!r}", folder) for folder in folders[name]])
-            for name in self._stores
-        }
+        counts = [len(folders[name]) for name in self._stores]
+        if checksums is not None and counts != [len(chain) for chain in checksums]:
+            raise InputError(
+                f"{self._where}: {counts} folders come with checksums of {[len(chain) for chain in checksums]}; "
+                "expected one for each folder"
+            )
+        total = _needed_bytes([folders[name] for name in self._stores], owned)
+        with Transfer(_LOG, "verify", f"verification of the files of {self._where}", total=total):
+            return {
+                name: open_levels(
+                    self._slots[name],
+                    [folder_path(f"table {name!r}", folder) for folder in folders[name]],
+                    None if owned is None else owned[t],
+                    None if checksums is None else checksums[t],
+                )
+                for t, name in enumerate(self._stores)
+            }
+
+    def fill(self, chains: Chains) -> bool:
+        """Fills these tables, which must be new, from what `verify` returned; returns what `restore` does."""
+        total = sum(each.bytes_read for levels in chains.values() for level in levels for each in level)
+        with Transfer(_LOG, "restore", f"restore of {self._where}", total=total):
+            self._engine.set_complete(False)  # a kill from here on leaves a shared-memory file that is refused
+            for name, levels in chains.items():
+                self._stores[name].fill(levels)
+            self._engine.set_complete(True)
+        return all(len(level) == 1 for levels in chains.values() for level in levels)
 
     @property
     def latest_step(self) -> int:
@@ -220,3 +252,10 @@ class TableGroup(Mapping[str, Store]):
         dims = [store.table.dim for store in self._stores.values()]
         parts = np.split(flat, np.cumsum(np.diff(offset_array) * dims)[:-1])
         return [part.reshape(-1, dim) for part, dim in zip(parts, dims, strict=True)]
+
+
+def _needed_bytes(chains: Sequence[Sequence[_PathLike]], owned: Sequence[NDArray[np.bool_]] | None) -> int:
+    """Returns about how many bytes of each table's snapshots the owned buckets need, 0 for a folder that is missing."""
+    shares = [1.0] * len(chains) if owned is None else [float(each.mean()) for each in owned]
+    paths = [[Path(os.fspath(each)) for each in chain if isinstance(each, str | os.PathLike)] for chain in chains]
+    return sum(round(share * sum(map(folder_bytes, chain))) for share, chain in zip(shares, paths, strict=True))

@@ -31,7 +31,8 @@ class Deployment:
     """Path of the client.key file that `satrap keys` wrote, for servers at tcp:// addresses."""
     wire: Literal["float32", "float16"] = "float32"
     """Format of rows and gradients on the network. "float32" sends them bit for bit; "float16" sends half the bytes,
-    with each number rounded by at most 2^-11 of the largest magnitude in its row, and never overflows."""
+    with each number rounded by at most 2^-11 of the largest magnitude in its row, and never overflows. With workers it
+    holds twice: between servers and workers, and between a worker and its trainers."""
     shared: str | PathLike[str] | None = None
     """Path of a new shared-memory file for rows in this process, which then outlive it."""
     take_over: bool = False

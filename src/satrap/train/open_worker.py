@@ -12,6 +12,7 @@ from satrap.config.features import Features
 from satrap.config.job import Job
 from satrap.config.tables import Table
 from satrap.errors import ConfigError, StreamError
+from satrap.event_log import describe_process
 from satrap.run_context import current_context
 from satrap.train.deployment import Deployment
 from satrap.train.missing_trainer import missing_trainer
@@ -42,6 +43,8 @@ def open_worker(
     device: of the rows; None: the memory of this process, or servers.
     dense: the tables of dense parameters on the servers; then trainers do not wait for each other.
     """
+    job = Job(tables=(*features.tables, *dense), seed=seed)
+    describe_process("trainer", job=job.fingerprint)
     if device is not None:
         return _open_on_device(features, rows, trainers, seed, staleness, num_threads, device)
     if rows.servers is None:
@@ -59,7 +62,6 @@ def open_worker(
         raise ConfigError(
             f"staleness is {staleness}; expected at most {MOST_STALENESS} with several trainers or servers"
         )
-    job = Job(tables=(*features.tables, *dense), seed=seed)
     synchronous = staleness == 0 and not dense
     if rows.servers is None:
         return _open_among_trainers(features, job, rows, trainers, num_threads, synchronous=synchronous)

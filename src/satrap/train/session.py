@@ -18,9 +18,12 @@ from satrap.config.features import Features
 from satrap.config.tables import Table
 from satrap.data.inputs import Position
 from satrap.errors import ConfigError, StreamError
+from satrap.event_log import describe_process
 from satrap.interrupts import Uninterrupted
 from satrap.monitor.report import Counters
+from satrap.monitor.samples import Sample, register, snapshot_samples, table_samples, training_samples
 from satrap.run_context import current_context, register_exit_hook
+from satrap.table.store import progress_of
 from satrap.train.dense_strategy import DenseStrategy
 from satrap.train.missing_trainer import note_missing_trainer
 from satrap.train.process_group import ProcessGroup
@@ -61,6 +64,8 @@ class TrainingSession:
         self._open_worker, self._staleness, self._deterministic = open_worker, staleness, deterministic
         self._worker: LocalWorker | ShardedWorker | DeviceWorker | None = None
         self._step = 0
+        own = weakref.ref(self)
+        describe_process("trainer", number=trainers.rank, step=lambda: None if (me := own()) is None else me.step)
         self._past_counters = Counters()  # totals of ended training streams
         self._tracked: dict[int, _TrackedSource] = {}  # by id(): a list can be a source, and is not hashable
         self._training: Stream | None = None
@@ -68,6 +73,7 @@ class TrainingSession:
         self._evaluations: weakref.WeakSet[Stream] = weakref.WeakSet()
         self._before_close: list[Callable[[], None]] = []
         self._has_evaluated_nothing = self._closed = False
+        register(self)
 
     # -- the worker ----------------------------------------------------------------------------------------------------
 
@@ -242,6 +248,32 @@ class TrainingSession:
     def counters(self) -> Counters:
         """Return totals over all training streams."""
         return self._past_counters if self._training is None else self._past_counters + self._training.counters()
+
+    def samples(self) -> Iterator[Sample]:
+        """Yield the samples of a scrape, which another thread makes while this session trains."""
+        training, worker = self._training, self._worker
+        past = self._past_counters
+        yield from training_samples(past if training is None else past + training.counters())
+        yield Sample("satrap_step", self._step if training is None else training.last_step)
+        yield Sample("satrap_staleness_bound_steps", self._staleness)
+        if worker is None:
+            return
+        for feature, count in worker.truncated.items():
+            yield Sample("satrap_lost", count, {"what": f"ids/{feature}"})
+        if worker.servers is not None:  # trainers leave gradients out before servers see them
+            for table, count in zip(worker.servers.job.tables, worker.servers.num_skipped, strict=True):
+                yield Sample("satrap_table_skipped", count, {"table": table.name})
+        else:
+            stores: Mapping[str, Any] = worker.tables
+            yield from table_samples({name: store.stats() for name, store in stores.items()})
+            yield from snapshot_samples([progress_of(store).to_dict() for store in stores.values()])
+
+    @property
+    def not_ready(self) -> str:
+        """Why this session cannot train; "" if it can."""
+        if self._closed:
+            return "the embeddings are closed"
+        return "" if self._worker is not None else "the embeddings have no rows yet"
 
     def update(self, lrs: Mapping[str, float], scale: float) -> None:
         """Send the collected gradients to the tables."""

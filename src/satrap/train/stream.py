@@ -144,7 +144,7 @@ class Stream(Iterator[Batch]):
             staleness=self.staleness_seen,
             stages={"read": seconds.read, "lookup": seconds.lookup, "update": seconds.update, "wait": seconds.wait},
             inside=seconds.inside,
-            lost={f"batches/{cause}": count for cause, count in self.dropped.items()}
+            lost={f"batches/{cause}": count for cause, count in dict(self.dropped).items()}
             | failed
             | {f"rows/{cause}": count for cause, count in asdict(self._skipped_rows()).items() if count},
         )

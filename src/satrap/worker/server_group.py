@@ -7,6 +7,7 @@ Servers join and leave, and buckets move between them, while calls are in flight
 moment. Calls that are refused because their topology is outdated are repeated for the newest one: `ServerGroup.follow`.
 """
 
+import logging
 import threading
 import time
 import weakref
@@ -24,13 +25,16 @@ from satrap.collected import close_when_collected
 from satrap.config.job import Job
 from satrap.config.validation import check_choice
 from satrap.errors import AttemptError, DeadlineError, InputError, MovedError, NotReadyError, SatrapError, TicketError
+from satrap.event_log import event
 from satrap.interrupts import Uninterrupted
 from satrap.rpc import Backoff, Client, Keys, Origin, PendingCall
 from satrap.server.lease import LEASE_SECONDS, Lease, process_id
 from satrap.server.protocol import NO_ATTEMPT, WIRES, ServerCalls
 from satrap.sharding.owner_split import OwnedIds, split_by_owner
 from satrap.sharding.shard_map import ShardMap, check_addresses
+from satrap.worker.remote_progress import RemoteProgress
 
+_LOG = logging.getLogger("satrap.worker")
 LAUNCH_ATTEMPTS = 1 << 16
 """Number of attempts reserved for each launch of the trainers: every restore starts another attempt."""
 _CLAIMS = 2 * _core.WINDOW_STEPS  # steps whose update is remembered; the servers refuse older ones themselves
@@ -164,6 +168,7 @@ class ServerGroup:
         except BaseException:
             self.attempt = NO_ATTEMPT
             raise
+        _LOG.info("attempt %d started", self.attempt, extra=event("attempt", attempt=self.attempt, previous=newest))
         self._lease = Lease(self.topology.clients, self.origin(0))
         close_when_collected(self, self._lease.release)
 
@@ -297,7 +302,10 @@ class ServerGroup:
         retries: defaultdict[int, RetryState] = defaultdict(lambda: RetryState(until))
         answers: dict[int, Any] = {}
         failed: dict[int, SatrapError] = {}
+        progress = RemoteProgress(topology.clients) if patient else None
         while pending:
+            if progress is not None:
+                progress.poll()
             for server, call in list(pending.items()):
                 if not call.wait(_POLL_SECONDS / len(pending)):
                     continue
@@ -313,6 +321,8 @@ class ServerGroup:
                     if isinstance(error, DeadlineError) or (isinstance(error, MovedError) and not patient):
                         pending.clear()  # the other servers may take long
                         break
+        if progress is not None:
+            progress.end()
         if failed:
             raise self._failure(topology, failed, patient)
         return answers

@@ -26,6 +26,7 @@ from satrap.errors import ConfigError, MovedError, TicketError
 from satrap.interrupts import Uninterrupted
 from satrap.server.protocol import Coded
 from satrap.table.engine import native_config
+from satrap.worker.pooled_codec import PooledCodec
 from satrap.worker.server_group import ServerGroup, Topology
 from satrap.worker.sharded_tables import ShardedTables
 from satrap.worker.worker import BagRequest, Floats, UpdateRequest, Worker, native_features
@@ -62,7 +63,7 @@ class ShardedRows:
     def __init__(self, features: Features, servers: ServerGroup, *, num_threads: int | None) -> None:
         tables = [native_config(table) for table in servers.job.tables]
         self.num_threads = thread_count(num_threads)
-        self._split = _core.Split(tables, native_features(features, servers.job.tables), self.num_threads, "auto")
+        self.split = _core.Split(tables, native_features(features, servers.job.tables), self.num_threads, "auto")
         self._servers = servers
         self._skipped_steps: list[int] = []  # steps for which the other trainers wait for this one's empty part
         # Starts at random: lookups of a killed predecessor may still be in flight under its numbers.
@@ -73,10 +74,10 @@ class ShardedRows:
 
     @property
     def truncated(self) -> list[int]:
-        return self._split.truncated
+        return self.split.truncated
 
     def empty(self, lines: int, floats: int) -> Floats:
-        return np.asarray(self._split.empty(lines, floats))
+        return np.asarray(self.split.empty(lines, floats))
 
     def lookup(self, request: BagRequest, block: Floats, sequences: list[Floats]) -> ShardedTicket | None:
         self.settle()
@@ -90,7 +91,7 @@ class ShardedRows:
         def call(newest: Topology) -> dict[int, Any]:
             nonlocal topology
             if newest is not topology:
-                self._split.reshard(split, newest.owners, len(newest))
+                self.split.reshard(split, newest.owners, len(newest))
                 topology = newest
             calls = {
                 server: (split.ids(server), split.offsets(server), *rest)
@@ -101,14 +102,14 @@ class ShardedRows:
 
         answers = self._servers.follow(call)
         rows = [self._rows(split, server, *answers.get(server, (None, None))) for server in range(split.num_servers)]
-        self._split.fill(split, rows, block, sequences)
+        self.split.fill(split, rows, block, sequences)
         if train:
             return ShardedTicket(split, number, self)
-        self._split.drop(split)
+        self.split.drop(split)
         return None
 
     def _split_ids(self, request: BagRequest, topology: Topology) -> _core.SplitTicket:
-        return self._split.lookup(
+        return self.split.lookup(
             request.values, request.offsets, request.weights, request.batch_size, topology.owners, len(topology)
         )
 
@@ -146,12 +147,12 @@ class ShardedRows:
         known: tuple[_core.Sums, Topology] | None = request.tickets[0].sums
         if known is None:
             splits = [ticket.split for ticket in request.tickets]
-            sums = self._split.sums(splits, request.gradients, request.scale, topology.owners, len(topology))
+            sums = self.split.sums(splits, request.gradients, request.scale, topology.owners, len(topology))
             self._servers.add_skipped(sums.skipped)
         elif known[1] is topology:
             return known[0]
         else:
-            sums = self._split.reshard_sums(known[0], topology.owners, len(topology))
+            sums = self.split.reshard_sums(known[0], topology.owners, len(topology))
         for ticket in request.tickets:
             ticket.sums, ticket.num_skipped = (sums, topology), list(sums.skipped)
         return sums
@@ -178,7 +179,7 @@ class ShardedRows:
             raise TicketError("drop of a batch: this ticket was used already")
         with Uninterrupted():
             if not ticket.split.used:
-                self._split.drop(ticket.split)
+                self.split.drop(ticket.split)
             ticket.sums, ticket.used = None, True
         self._drop_at_servers([ticket])
 
@@ -201,14 +202,14 @@ class ShardedRows:
     def _rows(self, split: _core.SplitTicket, server: int, rows: Floats | None, coded: Coded | None) -> Floats:
         """Return a server's rows as float32; none if the server has none of the ids and was not called."""
         if coded is not None:
-            return np.asarray(self._split.decode_rows(split.offsets(server), coded))
+            return np.asarray(self.split.decode_rows(split.offsets(server), coded))
         return _NO_FLOATS if rows is None else rows
 
     def _gradients(self, sums: _core.Sums, server: int) -> tuple[Floats | None, Coded | None]:
         """Return the gradients for a server in the form of the wire; the other form is None."""
         if self._servers.wire == "float32":
             return sums.gradients(server), None
-        return None, np.asarray(self._split.encode_rows(sums.offsets(server), sums.gradients(server)))
+        return None, np.asarray(self.split.encode_rows(sums.offsets(server), sums.gradients(server)))
 
     def _drop_at_servers(self, tickets: Sequence[ShardedTicket]) -> None:
         numbers = [ticket.number for ticket in tickets]
@@ -254,6 +255,8 @@ class ShardedWorker(Worker):
         self.tables = ShardedTables(servers)
         self._sharded_rows = rows or self._rows_type(features, servers, num_threads=num_threads)
         super().__init__(features, self._sharded_rows)
+        self.pooled_codec = PooledCodec(features, self._sharded_rows.split, servers.wire)
+        """The form of pooled rows and their gradients between a worker process and its trainer."""
 
     def close(self) -> None:
         self.servers.close()

@@ -4,6 +4,7 @@ The servers save: each writes a snapshot of its buckets into a subfolder "k-of-n
 each server reads all parts and keeps the buckets that it owns now. So all machines must share the folder.
 """
 
+import logging
 import os
 import shutil
 from collections import Counter
@@ -19,10 +20,13 @@ from satrap.config import array_args
 from satrap.config.tables import Table
 from satrap.errors import InputError, MovedError, SnapshotError
 from satrap.sharding.owner_split import OwnedIds
-from satrap.table.snapshot.directory import part_name, parts_of
+from satrap.table.snapshot.directory import folder_bytes, part_name, parts_of
 from satrap.table.snapshot.saved_table import checksum_of
 from satrap.table.store import StoredRows
+from satrap.transfer import Transfer, advance
 from satrap.worker.server_group import ServerGroup, Topology
+
+_LOG = logging.getLogger("satrap.worker")
 
 
 class ShardedTable:
@@ -118,6 +122,7 @@ class ShardedTable:
                 f"table {self.table.name!r}: the servers wrote their parts to {folder} and this process does not see "
                 "them: name a folder that all machines share"
             )
+        advance(folder_bytes(Path(folder)))
         return int(versions[0])
 
     def _save_parts(self, folder: str, since: int | None, topology: Topology) -> list[int]:
@@ -170,8 +175,13 @@ class ShardedTables(Mapping[str, ShardedTable]):
         checksums = [[checksum_of(Path(folder)) for folder in chain] for chain in chains]
         self._servers.begin_attempt()
         self._servers.require_reachable()
-        self._servers.call_all("verify", chains, checksums, patient=True)  # on all servers, before one is changed
-        return self._replace_rows(chains, checksums)
+        num_bytes = sum(folder_bytes(Path(folder)) for chain in chains for folder in chain)
+        with Transfer(_LOG, "verify", "verification of the files by the servers"):  # by all, before one is changed
+            self._servers.call_all("verify", chains, checksums, patient=True)
+        with Transfer(_LOG, "restore", "restore of rows by the servers"):
+            may_follow = self._replace_rows(chains, checksums)
+            advance(num_bytes)
+        return may_follow
 
     def clear(self) -> None:
         """Replace all tables by empty ones."""

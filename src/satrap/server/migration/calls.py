@@ -122,6 +122,8 @@ class MigrationCalls(CallFence):
             server_state.engine.take_over(incoming, not owned.any())
             server_state.adopt(after, server, self._fencing_token)
             server_state.participant.end()
+            if len(outgoing) or len(incoming):
+                self._log.record_move(server_state, len(outgoing), len(incoming))
             server_state.barrier.refuse(
                 lambda: MovedError(f"the call's bucket map was replaced by map {after.version}: take it and call again")
             )

@@ -21,6 +21,7 @@ Only one coordinator is active at a time: before it looks how far the previous o
 all servers, which refuse calls under older tokens from then on.
 """
 
+import logging
 import secrets
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -37,10 +38,17 @@ from satrap.errors import AttemptError, DeadlineError, NotReadyError
 from satrap.rpc import Backoff, Client, Keys, Origin
 from satrap.server.protocol import Numbers, ServerCalls
 from satrap.sharding.shard_map import NO_MEMBER, ShardMap, check_addresses
+from satrap.transfer import Transfer
 
 T = TypeVar("T")
 
+_LOG = logging.getLogger("satrap.server")
+
 _PAUSES = 0.01, 0.5  # between retries: the first and the longest
+
+
+class NoJobError(NotReadyError):
+    """No trainer has called the servers yet, so they have no buckets to migrate."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,8 +93,13 @@ class Migration:
         self._pause_ratio = check_number("Migration", "pause_ratio", pause_ratio, 0.0)
         self._clients: dict[str, Client[ServerCalls]] = {}
         self._fencing_token = 0
-        self._num_buckets = self._num_rows = self._num_bytes = 0
+        self._num_buckets = self._num_rows = self._num_bytes = self._num_moves = 0
         self._longest_freeze = 0.0
+
+    @property
+    def progress(self) -> tuple[int, int]:
+        """Number of buckets moved so far, and of those to move; 0 of 0 until that is known."""
+        return self._num_buckets, max(self._num_buckets, self._num_moves)
 
     def run(self) -> MigrationResult:
         """Migrate, and return the figures. Raises if a server does not answer; may be run again."""
@@ -99,12 +112,18 @@ class Migration:
                 shard_map = self._apply_map(job, shard_map.with_servers((*shard_map.addresses, *new)), shard_map)
             servers = [shard_map.addresses.index(address) for address in self._target]
             moves = shard_map.bucket_map.spread(servers)
+            self._num_moves = self._num_buckets + len(moves)
             to = {bucket: shard_map.addresses[server] for bucket, server in moves.items()}
-            for group in self._groups(shard_map, to):
-                at = time.monotonic()
-                after = shard_map.with_owners({bucket: to[bucket] for bucket in group})
-                shard_map = self._apply_map(job, after, shard_map)
-                time.sleep(self._pause_ratio * (time.monotonic() - at))
+            moved = 0
+            what = f"move of {len(to)} buckets from {len(self._current)} to {len(self._target)} servers"
+            with Transfer(_LOG, "move", what, total=len(to)) as transfer:
+                for group in self._groups(shard_map, to):
+                    at = time.monotonic()
+                    after = shard_map.with_owners({bucket: to[bucket] for bucket in group})
+                    shard_map = self._apply_map(job, after, shard_map)
+                    moved += len(group)
+                    transfer.reach(moved, len(to), self._num_bytes)
+                    time.sleep(self._pause_ratio * (time.monotonic() - at))
             if shard_map.addresses != self._target:
                 shard_map = self._apply_map(job, shard_map.with_servers(self._target), shard_map)
             self._clients.clear()
@@ -140,7 +159,7 @@ class Migration:
             answers |= {address: self._call(address).get_shard_map(Origin(), 0) for address in new}
             newest = max(answers.values(), key=lambda answer: int(answer["version"]))
             if newest["version"] == 0:
-                raise NotReadyError(
+                raise NoJobError(
                     f"none of the servers at {', '.join(self._current)} has a job: start a trainer on them first"
                 )
             shard_map = ShardMap.from_dict(newest["members"])

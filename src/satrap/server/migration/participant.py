@@ -50,6 +50,10 @@ class MigrationParticipant:
     incoming_migration: int = 0
     incoming_attempt: int = 0
     is_complete: bool = False
+    rows_out: int = 0
+    """Rows exported so far."""
+    rows_in: int = 0
+    """Rows imported so far."""
     _until: float = 0.0
     _cached_columns: tuple[int, bytes, dict[str, NDArray[Any]]] | None = None  # of one table, so that it is read once
     _first_buckets: NDArray[np.int64] = field(init=False)  # each table's first bucket, and the number of all buckets
@@ -94,6 +98,7 @@ class MigrationParticipant:
         total, most = len(columns["id"]), max(1, MAX_CHUNK_BYTES // row_bytes)
         part = slice(begin, begin + most)
         last = slice(0, None) if begin + most >= total else slice(0, 0)
+        self.rows_out += len(columns["id"][part])
         return BucketChunk(
             columns["id"][part],
             columns["step"][part],
@@ -147,6 +152,7 @@ class MigrationParticipant:
         values = chunk.values.view(dtype).reshape(-1, config.dim)
         state = chunk.state.reshape(len(chunk.ids), -1) if len(chunk.ids) else chunk.state.reshape(0, 1)
         self.engine.import_rows(table, chunk.ids, chunk.steps, values, state)
+        self.rows_in += len(chunk.ids)
         self.engine.import_sightings(table, chunk.sighted, chunk.sighted_at, chunk.counts, clear=False)
 
     def import_metadata(self, trainers: list[int], windows: NDArray[np.uint64], counters: NDArray[np.uint64]) -> None:

@@ -6,7 +6,7 @@ specifies the columns.
 
 import mmap
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from satrap.config.tables import Table
 from satrap.errors import SnapshotError
 from satrap.table.snapshot.manifest import FORMAT, FORMAT_VERSION, DataFile, FileKind, Kind
+from satrap.transfer import in_context
 
 _T = TypeVar("_T")
 _R = TypeVar("_R")
@@ -77,17 +78,15 @@ def as_batch(arrow: Any, columns: Columns, schema: Any) -> Any:
     return arrow.RecordBatch.from_arrays(arrays, schema=schema)
 
 
-def batches(reader: Any) -> Iterator[Columns]:
-    """Yields the record batches of a verified file as views of its mapping."""
-    for i in range(reader.num_record_batches):
-        batch = reader.get_batch(i)
-        columns = {}
-        for name, column in zip(batch.schema.names, batch.columns, strict=True):
-            if name in ("values", "state"):
-                columns[name] = column.flatten().to_numpy().reshape(batch.num_rows, column.type.list_size)
-            else:
-                columns[name] = column.to_numpy()
-        yield columns
+def as_columns(batch: Any) -> Columns:
+    """Returns the columns of a record batch without nulls, as views of its memory."""
+    columns = {}
+    for name, column in zip(batch.schema.names, batch.columns, strict=True):
+        if name in ("values", "state"):
+            columns[name] = column.flatten().to_numpy().reshape(batch.num_rows, column.type.list_size)
+        else:
+            columns[name] = column.to_numpy()
+    return columns
 
 
 def mapped_file(path: Path, file: DataFile) -> mmap.mmap:
@@ -108,7 +107,7 @@ def in_threads(num_threads: int, work: Callable[[_T], _R], items: Sequence[_T]) 
     if num_threads == 1 or len(items) <= 1:
         return [work(item) for item in items]
     with ThreadPoolExecutor(min(num_threads, len(items)), thread_name_prefix="satrap-snapshot") as pool:
-        futures = [pool.submit(work, item) for item in items]
+        futures = [pool.submit(in_context(work), item) for item in items]
         try:
             return [future.result() for future in futures]
         except BaseException:

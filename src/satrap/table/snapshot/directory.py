@@ -21,10 +21,11 @@ from typing import Any, Self
 import numpy as np
 
 from satrap._core import crc32c
-from satrap.config.durable import put_on_disk, try_lock
+from satrap.config.durable import checksum, put_on_disk, try_lock
 from satrap.config.validation import describe, is_path
 from satrap.errors import InputError, SnapshotError
 from satrap.table.snapshot.manifest import FILE_NAME, Manifest, Since, is_ours, temporary_name
+from satrap.transfer import advance
 
 _PART = re.compile(r"(0|[1-9]\d*)-of-([1-9]\d*)")
 _CHUNK = 1 << 20  # bytes that are checksummed, then written while they are still in the processor's cache
@@ -36,6 +37,16 @@ def folder_path(where: str, path: object) -> Path:
     if not isinstance(text, str) or not text or not is_path(text):
         raise InputError(f"{where}: path is {describe(path)}; expected the path of a snapshot's folder")
     return Path(text)
+
+
+def folder_bytes(folder: Path) -> int:
+    """Returns the size of the files in a folder and below it, as far as they can be read."""
+    found = 0
+    for parent, _, names in os.walk(folder):
+        for name in names:
+            with suppress(OSError):
+                found += os.stat(os.path.join(parent, name)).st_size
+    return found
 
 
 def part_name(part: int, num_parts: int) -> str:
@@ -69,6 +80,11 @@ def parts_of(folder: Path) -> list[Path]:
 
 def read_manifest(folder: Path) -> Manifest:
     """Reads the manifest of the snapshot in the folder."""
+    return read_manifest_with_checksum(folder)[0]
+
+
+def read_manifest_with_checksum(folder: Path) -> tuple[Manifest, int]:
+    """Reads the manifest of the snapshot in the folder, once; returns it with the CRC-32C of all its bytes."""
     path = folder / FILE_NAME
     try:
         text = path.read_bytes()
@@ -82,7 +98,7 @@ def read_manifest(folder: Path) -> Manifest:
         raise SnapshotError(f"{folder} is a file; expected the folder of a snapshot") from None
     except OSError as error:
         raise SnapshotError(f"{path} cannot be read: {error.strerror}") from error
-    return Manifest.from_json(text, str(path))
+    return Manifest.from_json(text, str(path)), checksum(text)
 
 
 class SnapshotDirectory:
@@ -210,6 +226,7 @@ class ChecksumFile:
             while len(piece) > 0:
                 piece = piece[self._call(os.write, piece) :]
         self.bytes += len(view)
+        advance(len(view))
         return len(view)
 
     def flush(self) -> None:

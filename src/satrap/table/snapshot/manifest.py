@@ -51,6 +51,21 @@ class Since(NamedTuple):
     id: str | None
 
 
+class RecordBatch(NamedTuple):
+    """One record batch of a data file. It begins where the one before ends, the first at the start of the file."""
+
+    bucket_begin: int
+    """The first of the buckets that its ids are in."""
+    bucket_end: int
+    """The bucket after the last of them."""
+    rows: int
+    """Number of lines in it."""
+    end: int
+    """The byte of the file after its last one."""
+    crc32c: int
+    """Checksum of the file up to `end`."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataFile:
     """One Arrow file of a snapshot."""
@@ -69,6 +84,26 @@ class DataFile:
     """The first of the buckets that its ids are in."""
     bucket_end: int
     """The bucket after the last of them."""
+    batches: tuple[RecordBatch, ...] | None
+    """Its record batches, with lines in the order of mixed ids. None: an earlier Satrap did not record them."""
+
+    def problems(self, holds: NDArray[np.bool_]) -> Iterator[str]:
+        """Yields the contradictions between its record batches and the rest. holds: the buckets of the snapshot."""
+        if self.batches is None:
+            return
+        bucket, at = self.bucket_begin, 0
+        for i, batch in enumerate(self.batches):
+            where = f"record batch {i} of {self.name}"
+            if not bucket <= batch.bucket_begin < batch.bucket_end <= self.bucket_end:
+                yield f"{where} holds the buckets {batch.bucket_begin} to {batch.bucket_end}, but {bucket} is the next"
+            elif len(missing := np.flatnonzero(~holds[batch.bucket_begin : batch.bucket_end])):
+                yield f"{where} holds bucket {batch.bucket_begin + missing[0]}, which is not in buckets"
+            if not at < batch.end < self.bytes or batch.rows < 1:
+                yield f"{where} ends at byte {batch.end} of {self.bytes}, after {at}, with {batch.rows} lines"
+            bucket, at = batch.bucket_end, batch.end
+        rows = sum(batch.rows for batch in self.batches)
+        if rows != self.rows:
+            yield f"the record batches of {self.name} hold {rows} lines; expected {self.rows}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,6 +156,8 @@ class Manifest:
 
     def differences(self, config: dict[str, Any], seed: int) -> list[str]:
         """Returns how a table of this configuration and seed differs from the snapshot's, field by field."""
+        if (config, seed) == (self.config, self.seed):
+            return []
         found, saved = flat(config) | {"seed": seed}, flat(_with_defaults(self.config)) | {"seed": self.seed}
         return [
             f"{name} is {found.get(name)!r} in the table and {saved.get(name)!r} in the snapshot"
@@ -182,6 +219,10 @@ class Manifest:
             at = file.bucket_end
         if at != self.num_buckets:
             yield f"the rows files end at bucket {at} of {self.num_buckets}"
+        if not any(begin < 0 or end > self.num_buckets for begin, end in self.buckets or ()):
+            holds = self.holds()
+            for file in self.files:
+                yield from file.problems(holds)
         expected = {"sightings": 1, "removed": int(self.kind == "changes")}
         for kind, total in (("rows", self.rows), ("sightings", self.sightings), ("removed", self.removed)):
             files = [file for file in self.files if file.kind == kind]
@@ -229,6 +270,17 @@ class _Fields:
         )
         return tuple((begin, end) for begin, end in self._take(name, valid, "pairs of integers"))
 
+    def batches(self, name: str) -> tuple[RecordBatch, ...] | None:
+        value = self._content.get(name)
+        if value is None:
+            return None
+        size = len(RecordBatch._fields)
+        valid = isinstance(value, list) and all(
+            isinstance(each, list) and len(each) == size and all(type(n) is int and 0 <= n <= _LARGEST for n in each)
+            for each in value
+        )
+        return tuple(RecordBatch(*each) for each in self._take(name, valid, f"lists of {size} integers"))
+
     def mapping(self, name: str) -> dict[str, Any]:
         return dict(self._take(name, isinstance(self._content.get(name), dict), "an object"))
 
@@ -249,6 +301,7 @@ def _data_file(fields: _Fields) -> DataFile:
         crc32c=fields.integer("crc32c", 0, 2**32 - 1),
         bucket_begin=fields.integer("bucket_begin", 0, 65536),
         bucket_end=fields.integer("bucket_end", 0, 65536),
+        batches=fields.batches("batches"),
     )
 
 

@@ -1,25 +1,26 @@
-"""Loads a table bit for bit: verifies a snapshot on disk whole, then fills a table from the mapped files.
+"""Loads a table bit for bit: verifies a snapshot on disk, then fills a table from the mapped files.
 
-`writer` wrote it, `arrow_files` defines its data files, `manifest` describes it; docs/format.md specifies all of it.
+A process that owns some buckets verifies and reads the parts of the files that hold them (`verified_file`), and nothing
+else. `writer` wrote the snapshot, `manifest` describes it; docs/format.md specifies all of it.
 """
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import Self
 
 import numpy as np
 from numpy.typing import NDArray
 
-from satrap._core import bucket_of, crc32c
 from satrap.config.array_args import as_lr
 from satrap.config.cores import thread_count
 from satrap.config.tables import Table
 from satrap.errors import ConfigError, InputError, SatrapError, SnapshotError
 from satrap.table.engine import Slot, native_config
-from satrap.table.snapshot.arrow_files import batches, in_threads, items, mapped_file, pyarrow_or_error, schema_of
-from satrap.table.snapshot.directory import parts_of, read_manifest
-from satrap.table.snapshot.manifest import DataFile, Kind, Manifest, Since
-from satrap.table.snapshot.saved_table import require_each_bucket_once
+from satrap.table.snapshot.arrow_files import in_threads, pyarrow_or_error, schema_of
+from satrap.table.snapshot.directory import read_manifest
+from satrap.table.snapshot.manifest import DataFile, FileKind, Kind, Manifest, Since
+from satrap.table.snapshot.saved_table import FoundPart, find_parts, require_each_bucket_once, require_same_snapshots
+from satrap.table.snapshot.verified_file import VerifiedFile
 
 _MOST_READS = 100  # of a folder into which other processes save
 
@@ -52,40 +53,52 @@ class History:
         )
 
 
-class _Mapped(NamedTuple):
-    """A verified data file, mapped into memory."""
-
-    file: DataFile
-    reader: Any
-    """A pyarrow RecordBatchFileReader whose batches are views of the mapping."""
-
-
 class Snapshot:
-    """A verified snapshot on disk; `fill` puts it into a table."""
+    """A verified snapshot on disk, or the part of it that some buckets need; `fill` puts it into a table."""
 
-    def __init__(self, path: Path, manifest: Manifest, table: Table, num_threads: int) -> None:
+    def __init__(
+        self, path: Path, manifest: Manifest, table: Table, num_threads: int, owned: NDArray[np.bool_] | None
+    ) -> None:
+        """owned: for each bucket whether it is needed; None: all."""
         self.path = path
         self.manifest = manifest
         self.table = table
-        self._arrow = pyarrow_or_error()
-        self._state_dim = native_config(table).state_dim
-        self._files = in_threads(num_threads, self._verify, manifest.files)
+        self._owned = owned
+        needed = [file for file in manifest.files if VerifiedFile.is_needed(file, manifest, owned)]
+        self._files = in_threads(num_threads, self._verify, needed)
 
     @classmethod
-    def open(cls, path: Path, kind: Kind, num_threads: int | None) -> Self:
-        """Reads the manifest and verifies every byte of its files. If a save replaces the snapshot meanwhile, removing
-        its files, reads the new one."""
+    def open(
+        cls,
+        path: Path,
+        kind: Kind,
+        num_threads: int | None,
+        owned: NDArray[np.bool_] | None = None,
+        manifest: Manifest | None = None,
+    ) -> Self:
+        """Verifies every byte of the files that the buckets need. If a save replaces the snapshot meanwhile, removing
+        its files, reads the new one.
+
+        manifest: the folder's, if it was read already."""
         for _ in range(_MOST_READS):
-            manifest = read_manifest(path)
+            manifest = read_manifest(path) if manifest is None else manifest
             try:
-                return cls._verified(path, manifest, kind, num_threads)
+                return cls._verified(path, manifest, kind, num_threads, owned)
             except SnapshotError:
                 if read_manifest(path).id == manifest.id:
                     raise
+            manifest = None
         raise SnapshotError(f"{path} was replaced {_MOST_READS} times while it was read: pause the saves into it")
 
+    @property
+    def bytes_read(self) -> int:
+        """The bytes of its data files that were verified: those that `fill` reads."""
+        return sum(file.bytes_read for file in self._files)
+
     @classmethod
-    def _verified(cls, path: Path, manifest: Manifest, kind: Kind, num_threads: int | None) -> Self:
+    def _verified(
+        cls, path: Path, manifest: Manifest, kind: Kind, num_threads: int | None, owned: NDArray[np.bool_] | None
+    ) -> Self:
         if manifest.kind != kind:
             raise SnapshotError(
                 f"{path} holds the changes since version {manifest.since}; load the full snapshot, then apply_changes"
@@ -104,7 +117,7 @@ class Snapshot:
             raise SnapshotError(
                 f"{path}: num_buckets is {manifest.num_buckets}, but its config gives {table.resolved_num_buckets}"
             )
-        return cls(path, manifest, table, thread_count(num_threads))
+        return cls(path, manifest, table, thread_count(num_threads), owned)
 
     def require_same_table(self, slot: Slot) -> None:
         """Raises unless the snapshot is of a table configured alike."""
@@ -144,17 +157,16 @@ class Snapshot:
             return f": they are older than the table; apply the changes since version {version}"
         return f"; apply the changes since version {version} first, or load a full snapshot"
 
-    def fill(self, slot: Slot, owned: NDArray[np.bool_] | None = None) -> None:
-        """Puts all rows into the table: an empty one, or the one that the changes start at, without sightings.
-
-        owned: for each bucket whether to load it; None: all.
-        """
+    def fill(self, slot: Slot) -> None:
+        """Puts the rows of its buckets into the table: an empty one, or the one that the changes start at, without
+        sightings."""
         manifest, engine, index = self.manifest, slot.engine, slot.index
         rows_before = engine.num_rows(index)
+        kinds: tuple[FileKind, ...] = ("removed", "rows", "sightings")  # removals first: no bucket may overflow
         try:
-            for kind in ("removed", "rows", "sightings"):  # removals first: no bucket may overflow on the way
+            for kind in kinds:
                 files = [each for each in self._files if each.file.kind == kind]
-                in_threads(slot.engine.num_threads, lambda each: self._import(slot, each, owned), files)
+                in_threads(slot.engine.num_threads, lambda each: self._import(slot, each), files)
         except (SatrapError, MemoryError) as error:
             if manifest.kind == "full":
                 raise
@@ -163,17 +175,16 @@ class Snapshot:
                 "the table is at no version now: load a full snapshot"
             ) from error
         found = engine.num_rows(index) - rows_before
-        if manifest.kind == "full" and owned is None and found != manifest.rows:
+        if manifest.kind == "full" and self._owned is None and found != manifest.rows:
             raise SnapshotError(f"{self.path} holds {manifest.rows} rows of {found} ids; expected one row for each id")
         engine.restore(index, manifest.version, manifest.latest_step, manifest.expire_before, manifest.lr)
 
-    def _import(self, slot: Slot, mapped: _Mapped, owned: NDArray[np.bool_] | None) -> None:
+    def _import(self, slot: Slot, verified: VerifiedFile) -> None:
         engine, index = slot.engine, slot.index
-        for columns in batches(mapped.reader):
-            if owned is not None:
-                is_owned = owned[np.asarray(bucket_of(columns["id"], self.manifest.num_buckets))]
-                columns = {name: column[is_owned] for name, column in columns.items()}
-            match mapped.file.kind:
+        for columns in verified.batches():
+            if verified.file.kind == "rows":
+                slot.progress.restore.add(len(columns["id"]))
+            match verified.file.kind:
                 case "rows":
                     state = columns.get("state", np.empty((len(columns["id"]), 0), np.float32))
                     engine.import_rows(index, columns["id"], columns["step"], columns["values"], state)
@@ -182,94 +193,67 @@ class Snapshot:
                 case "removed":
                     engine.import_removed(index, columns["id"])
 
-    def _verify(self, file: DataFile) -> _Mapped:
-        """Raises unless the file is byte for byte what was saved, and its lines fit the table."""
-        path = self.path / file.name
-        mapping = mapped_file(path, file)
-        found = crc32c(np.frombuffer(mapping, np.uint8))
-        if found != file.crc32c:
-            raise SnapshotError(f"{path} is damaged: its crc32c is {found}; expected {file.crc32c}")
-        try:
-            reader = self._arrow.ipc.open_file(self._arrow.py_buffer(mapping))
-            self._verify_lines(path, file, reader)
-        except (self._arrow.ArrowException, OSError) as error:
-            raise SnapshotError(f"{path} cannot be read as an Arrow file: {error}") from error
-        return _Mapped(file, reader)
-
-    def _verify_lines(self, path: Path, file: DataFile, reader: Any) -> None:
-        expected = schema_of(self._arrow, file.kind, self.manifest.kind, self.manifest.id, self.table, self._state_dim)
-        if not reader.schema.equals(expected, check_metadata=True):
-            raise SnapshotError(f"{path} has the schema\n{reader.schema}\nexpected\n{expected}")
-        rows, ids = 0, [np.empty(0, np.uint64)]
-        holds = self.manifest.holds()
-        for i in range(reader.num_record_batches):
-            batch = reader.get_batch(i)
-            batch.validate()
-            if any(column.null_count or items(self._arrow, column).null_count for column in batch.columns):
-                raise SnapshotError(f"{path} has nulls in record batch {i}")
-            rows += batch.num_rows
-            if batch.num_rows > 0:
-                ids.append(batch.column(0).to_numpy())
-                self._verify_steps(path, batch)
-                buckets = np.asarray(bucket_of(batch.column(0).to_numpy(), self.manifest.num_buckets))
-                low, high = int(buckets.min()), int(buckets.max())
-                if low < file.bucket_begin or high >= file.bucket_end:
-                    wanted_buckets = f"{file.bucket_begin} to {file.bucket_end - 1}"
-                    raise SnapshotError(f"{path} holds ids of the buckets {low} to {high}; expected {wanted_buckets}")
-                if not holds[buckets].all():
-                    raise SnapshotError(
-                        f"{path} holds ids of bucket {buckets[~holds[buckets]][0]}, which its manifest does not name"
-                    )
-        if rows != file.rows:
-            raise SnapshotError(f"{path} holds {rows} lines; expected {file.rows}")
-        # `fill` counts the rows of a full snapshot at less cost: its table is new. Files share no bucket, so no id.
-        if (self.manifest.kind, file.kind) != ("full", "rows") and len(np.unique(np.concatenate(ids))) < rows:
-            raise SnapshotError(f"{path} holds an id twice in its {rows} lines; expected each at most once")
-
-    def _verify_steps(self, path: Path, batch: Any) -> None:
-        if "step" in batch.schema.names and int(batch.column("step").to_numpy().max()) > self.manifest.latest_step:
-            raise SnapshotError(f"{path} has a step after the snapshot's latest_step, {self.manifest.latest_step}")
+    def _verify(self, file: DataFile) -> VerifiedFile:
+        manifest, state_dim = self.manifest, native_config(self.table).state_dim
+        schema = schema_of(pyarrow_or_error(), file.kind, manifest.kind, manifest.id, self.table, state_dim)
+        return VerifiedFile(self.path / file.name, file, manifest, schema, self._owned)
 
 
-def open_chain(slot: Slot, paths: Sequence[Path]) -> list[Snapshot]:
-    """Opens a full snapshot and the changes after it: verifies each, and that it continues the one before."""
+def open_levels(
+    slot: Slot,
+    paths: Sequence[Path],
+    owned: NDArray[np.bool_] | None = None,
+    checksums: Sequence[int] | None = None,
+) -> list[list[Snapshot]]:
+    """Opens a full snapshot and the changes after it, of a table that was saved in one part or in many; verifies each
+    part, and that it continues the one before. Returns first the full snapshots of all parts, then their changes.
+
+    owned: for each bucket whether it is needed; None: all.
+    checksums: `checksum_of` each path, where the caller sees it; None: any snapshots will do.
+    """
+    found = [find_parts(path) for path in paths]
+    if checksums is not None:
+        for path, parts, expected in zip(paths, found, checksums, strict=True):
+            require_same_snapshots(path, parts, expected)
+    if len({len(parts) for parts in found}) != 1:
+        raise SnapshotError(
+            f"{paths[0]} and the changes after it have {', '.join(str(len(parts)) for parts in found)} parts; expected "
+            "a chain saved by one number of servers"
+        )
+    chains = [_open_chain(slot, chain, owned) for chain in zip(*found, strict=True)]
+    levels = [list(level) for level in zip(*chains, strict=True)]
+    for path, parts, level in zip(paths, found, levels, strict=True):
+        if checksums is not None and any(a.manifest.id != b.manifest.id for a, b in zip(parts, level, strict=True)):
+            raise SnapshotError(f"{path} was replaced while it was read: pause the saves into it")
+        require_each_bucket_once(path, [saved.manifest for saved in level])
+    return levels
+
+
+def _open_chain(slot: Slot, parts: Sequence[FoundPart], owned: NDArray[np.bool_] | None) -> list[Snapshot]:
     chain: list[Snapshot] = []
-    for path in paths:
-        saved = Snapshot.open(path, "changes" if chain else "full", slot.engine.num_threads)
+    for part in parts:
+        kind: Kind = "changes" if chain else "full"
+        saved = Snapshot.open(part.path, kind, slot.engine.num_threads, owned, part.manifest)
         saved.require_same_table(slot)
         if chain:
             before, now = chain[-1].manifest, saved.manifest
             if (now.since, now.since_id) != (before.version, before.id):
                 raise SnapshotError(
-                    f"{path} continues version {now.since} of the snapshot {now.since_id}; {chain[-1].path} is version "
-                    f"{before.version} of {before.id}"
+                    f"{part.path} continues version {now.since} of the snapshot {now.since_id}; {chain[-1].path} is "
+                    f"version {before.version} of {before.id}"
                 )
         chain.append(saved)
     return chain
 
 
-def open_levels(slot: Slot, paths: Sequence[Path]) -> list[list[Snapshot]]:
-    """Opens a chain of a table that was saved in parts: first the full snapshots of all parts, then their changes."""
-    parts = [parts_of(path) for path in paths]
-    if len({len(each) for each in parts}) != 1:
-        raise SnapshotError(
-            f"{paths[0]} and the changes after it have {', '.join(str(len(each)) for each in parts)} parts; expected "
-            "a chain saved by one number of servers"
-        )
-    chains = [open_chain(slot, chain) for chain in zip(*parts, strict=True)]
-    levels = [list(level) for level in zip(*chains, strict=True)]
-    for path, level in zip(paths, levels, strict=True):
-        require_each_bucket_once(path, [saved.manifest for saved in level])
-    return levels
-
-
-def fill_levels(slot: Slot, levels: Sequence[Sequence[Snapshot]], owned: NDArray[np.bool_] | None) -> None:
+def fill_levels(slot: Slot, levels: Sequence[Sequence[Snapshot]]) -> None:
     """Puts the levels into a new table: for each bucket what its owner saved. Every level holds all sightings."""
     none = np.empty(0, np.uint32)
-    for level in levels:
-        slot.engine.import_sightings(slot.index, np.empty(0, np.uint64), none, none, clear=True)
-        for saved in level:
-            saved.fill(slot, owned)
+    with slot.progress.restore.running(sum(saved.manifest.rows for level in levels for saved in level)):
+        for level in levels:
+            slot.engine.import_sightings(slot.index, np.empty(0, np.uint64), none, none, clear=True)
+            for saved in level:
+                saved.fill(slot)
 
 
 def _changed_since(slot: Slot, version: int) -> bool:

@@ -4,18 +4,18 @@ A folder of another checkpoint, or of another server, is as whole as the one tha
 only this record tells the two apart.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Self
+from typing import NamedTuple, Self
 
 import numpy as np
 
 from satrap.config.durable import checksum
 from satrap.config.validation import Serializable
-from satrap.errors import ConfigError, InputError, SnapshotError
-from satrap.table.snapshot.directory import part_name, parts_of, read_manifest
-from satrap.table.snapshot.manifest import FILE_NAME, Manifest
+from satrap.errors import ConfigError, SnapshotError
+from satrap.table.snapshot.directory import part_name, parts_of, read_manifest_with_checksum
+from satrap.table.snapshot.manifest import Manifest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,11 +34,9 @@ class SavedPart(Serializable):
     """Checksum of all bytes of its manifest, which holds the checksums of the other files."""
 
     @classmethod
-    def from_folder(cls, path: Path, folder: str = "") -> Self:
-        """Reads the record of the snapshot in a folder."""
-        manifest = read_manifest(path)
-        number = checksum((path / FILE_NAME).read_bytes())
-        return cls(folder=folder, id=manifest.id, version=manifest.version, rows=manifest.rows, crc32c=number)
+    def of(cls, folder: str, manifest: Manifest, crc32c: int) -> Self:
+        """Returns the record of the snapshot with this manifest, whose bytes have this checksum."""
+        return cls(folder=folder, id=manifest.id, version=manifest.version, rows=manifest.rows, crc32c=crc32c)
 
     def __str__(self) -> str:
         return f"snapshot {self.id} of version {self.version} with {self.rows} rows, manifest of crc32c {self.crc32c}"
@@ -84,30 +82,44 @@ class SavedTable(Serializable):
             raise ConfigError(f"a table has the parts {folders}")
 
 
+class FoundPart(NamedTuple):
+    """One snapshot of a table's folder, whose data files have not been opened yet."""
+
+    path: Path
+    manifest: Manifest
+    record: SavedPart
+
+
+def find_parts(folder: Path) -> list[FoundPart]:
+    """Reads the manifests of a table's folder, each once; raises unless all parts of one save are there."""
+    found = []
+    for path in parts_of(folder):
+        manifest, number = read_manifest_with_checksum(path)
+        found.append(FoundPart(path, manifest, SavedPart.of("" if path == folder else path.name, manifest, number)))
+    return found
+
+
 def saved_parts(folder: Path) -> tuple[SavedPart, ...]:
     """Reads which snapshots a table's folder holds; raises unless all parts of one save are there."""
-    paths = parts_of(folder)
-    return tuple(SavedPart.from_folder(path, "" if path == folder else path.name) for path in paths)
+    return tuple(part.record for part in find_parts(folder))
 
 
 def checksum_of(folder: Path) -> int:
     """Returns a number that differs where `saved_parts` does, to compare what two machines see."""
-    return checksum(repr([part.to_dict() for part in saved_parts(folder)]).encode())
+    return _checksum(saved_parts(folder))
 
 
-def require_same_snapshots(folders: Sequence[Sequence[str]], checksums: Sequence[Sequence[int]]) -> None:
-    """Raises unless each folder holds on this machine what it held on the one that took `checksum_of` it."""
-    if [len(chain) for chain in folders] != [len(chain) for chain in checksums]:
-        raise InputError(
-            f"folders of {len(folders)} tables come with checksums of {len(checksums)}; expected one for each folder"
+def _checksum(parts: Iterable[SavedPart]) -> int:
+    return checksum(repr([part.to_dict() for part in parts]).encode())
+
+
+def require_same_snapshots(folder: Path, parts: Sequence[FoundPart], expected: int) -> None:
+    """Raises unless the parts found in the folder on this machine are those of the one that took `checksum_of` it."""
+    if _checksum(part.record for part in parts) != expected:
+        raise SnapshotError(
+            f"{folder} holds other snapshots on this machine than the trainer sees there: give a folder that all "
+            "machines share"
         )
-    for chain, expected in zip(folders, checksums, strict=True):
-        for folder, each in zip(chain, expected, strict=True):
-            if checksum_of(Path(folder)) != each:
-                raise SnapshotError(
-                    f"{folder} holds other snapshots on this machine than the trainer sees there: give a folder that "
-                    "all machines share"
-                )
 
 
 def require_each_bucket_once(folder: Path, parts: Sequence[Manifest]) -> None:

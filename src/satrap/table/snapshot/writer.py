@@ -1,7 +1,7 @@
 """Saves a table: its rows leave the engine as columns, a range of whole buckets at a time, and become a snapshot.
 
-Each thread writes its own files. `arrow_files` defines their content, `manifest` describes the snapshot, `directory`
-makes it visible.
+Each thread writes its own files. `arrow_files` defines their content, `batch_cuts` their record batches, `manifest`
+describes the snapshot, `directory` makes it visible.
 
 Versions. The engine marks every row with the table's version at its last change. A save first begins a new version v,
 then writes the rows whose mark is at least `since` (a full one: all). So whatever changes during or after the save is
@@ -10,6 +10,7 @@ All rows are taken before the removed ids, so that applying both never overfills
 cleared no marks: the changes since an older version are still all there.
 """
 
+import logging
 import secrets
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -19,13 +20,18 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from satrap._core import bucket_of
+from satrap.config.tables import Table
 from satrap.errors import ChangesError, InputError, SnapshotError
-from satrap.table.engine import Slot
+from satrap.table.engine import Slot, native_config
 from satrap.table.snapshot.arrow_files import Columns, as_batch, in_threads, pyarrow_or_error, schema_of
+from satrap.table.snapshot.batch_cuts import cut_batches
 from satrap.table.snapshot.directory import ChecksumFile, SnapshotDirectory
-from satrap.table.snapshot.manifest import DataFile, FileKind, Kind, Manifest, Since
+from satrap.table.snapshot.manifest import DataFile, FileKind, Kind, Manifest, RecordBatch, Since
+from satrap.transfer import Transfer
 
-_BATCH_BYTES = 16 << 20  # of a record batch, unless one bucket alone is larger: the memory that a thread needs
+_LOG = logging.getLogger("satrap.table")
+_EXPORT_BYTES = 16 << 20  # of an export, unless one bucket alone is larger: the memory that a thread needs
 _FILE_BYTES = 256 << 20  # of a rows file, so that loading has work for more threads than saving had
 _MAX_FILES = 64
 
@@ -41,7 +47,12 @@ def save_table(slot: Slot, path: Path, since: Since | None = None, owned: NDArra
     saver = _Saver(slot=slot, folder=path, kind=kind, id=token, since=since, owned=owned)
     saver.require_removals()  # first: what a killed save left in the folder must not hide this error
     try:
-        with SnapshotDirectory(path, token, table.to_dict(), slot.seed, since) as folder:
+        what = f"save of table {table.name!r}{'' if since is None else f', changes since version {since.version},'}"
+        with (
+            slot.progress.save.running(slot.engine.num_rows(slot.index)),
+            Transfer(_LOG, "save", f"{what} into {path}", total=saver.total_bytes, table=table.name),
+            SnapshotDirectory(path, token, table.to_dict(), slot.seed, since) as folder,
+        ):
             manifest = saver.run()
             folder.commit(manifest)
     except OSError as error:
@@ -50,6 +61,11 @@ def save_table(slot: Slot, path: Path, since: Since | None = None, owned: NDArra
             "what the folder held is still valid, and no changes are forgotten: free some space, or give another folder"
         ) from error
     return manifest
+
+
+def row_bytes(table: Table) -> int:
+    """Returns the bytes of one row in a snapshot, with its id and its step."""
+    return table.dim * (4 if table.dtype == "float32" else 2) + 4 * native_config(table).state_dim + 12
 
 
 @dataclass(kw_only=True)
@@ -64,21 +80,35 @@ class _Saver:
     owned: NDArray[np.bool_] | None
     arrow: Any = field(default_factory=pyarrow_or_error)
     state_dim: int = field(init=False)
+    line_bytes: dict[FileKind, int] = field(init=False)
+    """Size of one line of each kind."""
     bucket_bytes: int = field(init=False)
     """Average size of the rows of one bucket."""
+    ranges: tuple[tuple[int, int], ...] = field(init=False)
+    """The saved buckets, as rising ranges."""
+
+    def __post_init__(self) -> None:
+        slot, engine, index = self.slot, self.slot.engine, self.slot.index
+        self.state_dim = engine.state_dim(index)
+        self.line_bytes = {"rows": row_bytes(slot.table), "sightings": 16, "removed": 8}
+        self.ranges = ((0, engine.num_buckets(index)),) if self.owned is None else _ranges(self.owned)
+        num_owned = sum(end - begin for begin, end in self.ranges)
+        self.bucket_bytes = engine.num_rows(index) * row_bytes(slot.table) // max(1, num_owned) + 1
+
+    @property
+    def total_bytes(self) -> int | None:
+        """About how much a whole save writes; None: not known, of changes."""
+        engine, index = self.slot.engine, self.slot.index
+        return engine.num_rows(index) * self.line_bytes["rows"] if self.since is None else None
 
     def run(self) -> Manifest:
         slot, engine, index = self.slot, self.slot.engine, self.slot.index
-        self.state_dim = engine.state_dim(index)
-        row_bytes = slot.table.dim * (4 if slot.table.dtype == "float32" else 2) + 4 * self.state_dim + 12
-        self.bucket_bytes = engine.num_rows(index) * row_bytes // engine.num_buckets(index) + 1
         try:
             version = engine.begin_version(index)
         except InputError as error:
             raise SnapshotError(f"{error}: it can no longer be saved") from None
         buckets = engine.num_buckets(index)
-        ranges = self._file_ranges()
-        names = [(f"part-{self.id}-{i:05d}.arrow", *each) for i, each in enumerate(ranges)]
+        names = [(f"part-{self.id}-{i:05d}.arrow", *each) for i, each in enumerate(self._file_ranges())]
         files = in_threads(slot.engine.num_threads, lambda each: self._write("rows", *each), names)
         files.append(self._write("sightings", f"sightings-{self.id}.arrow", 0, buckets))
         if self.since is not None:
@@ -96,7 +126,7 @@ class _Saver:
             latest_step=engine.latest_step,  # read last, so that no stamp in the files is later
             lr=engine.lr(index),
             num_buckets=buckets,
-            buckets=((0, buckets),) if self.owned is None else _ranges(self.owned),
+            buckets=self.ranges,
             rows=_lines(files, "rows"),
             removed=_lines(files, "removed"),
             sightings=_lines(files, "sightings"),
@@ -122,9 +152,9 @@ class _Saver:
         """Returns the buckets of each rows file: files of about equal size, as many for each thread; one for a small
         table."""
         buckets = self.slot.engine.num_buckets(self.slot.index)
-        total = self.bucket_bytes * buckets
-        expected = -(-total // _FILE_BYTES) if total > _BATCH_BYTES else 1
-        if total > _BATCH_BYTES:
+        total = self.bucket_bytes * sum(end - begin for begin, end in self.ranges)
+        expected = -(-total // _FILE_BYTES) if total > _EXPORT_BYTES else 1
+        if total > _EXPORT_BYTES:
             expected = -(-expected // self.slot.engine.num_threads) * self.slot.engine.num_threads
         files = min(expected, max(_MAX_FILES, self.slot.engine.num_threads), buckets)
         return [(buckets * i // files, buckets * (i + 1) // files) for i in range(files)]
@@ -132,23 +162,41 @@ class _Saver:
     def _write(self, kind: FileKind, name: str, begin: int, end: int) -> DataFile:
         arrow = self.arrow
         schema = schema_of(arrow, kind, self.kind, self.id, self.slot.table, self.state_dim)
-        rows = 0
+        batches = []
         with (
             ChecksumFile(self.folder / name) as file,
             arrow.ipc.new_file(arrow.PythonFile(file, mode="w"), schema) as writer,
         ):
-            for columns in self._export(kind, begin, end):
+            for bucket_begin, bucket_end, columns in self._batches(kind, begin, end):
                 writer.write_batch(as_batch(arrow, columns, schema))
-                rows += len(columns["id"])
+                batches.append(RecordBatch(bucket_begin, bucket_end, len(columns["id"]), file.bytes, file.crc32c))
+                if kind == "rows":
+                    self.slot.progress.save.add(len(columns["id"]))
         return DataFile(
-            name=name, kind=kind, bytes=file.bytes, rows=rows, crc32c=file.crc32c, bucket_begin=begin, bucket_end=end
-        )  # fmt: skip
+            name=name,
+            kind=kind,
+            bytes=file.bytes,
+            rows=sum(batch.rows for batch in batches),
+            crc32c=file.crc32c,
+            bucket_begin=begin,
+            bucket_end=end,
+            batches=tuple(batches),
+        )
 
-    def _export(self, kind: FileKind, begin: int, end: int) -> Iterator[Columns]:
-        """Yields the lines of one file, whole buckets at a time; nothing for buckets without any."""
+    def _batches(self, kind: FileKind, begin: int, end: int) -> Iterator[tuple[int, int, Columns]]:
+        """Yields the record batches of one file, with their buckets."""
+        num_buckets = self.slot.engine.num_buckets(self.slot.index)
+        for first, last, columns in self._export(kind, begin, end):
+            buckets = np.asarray(bucket_of(columns["id"], num_buckets))
+            for cut in cut_batches(buckets, first, last, self.ranges, self.line_bytes[kind]):
+                lines = {name: column[cut.first : cut.last] for name, column in columns.items()}
+                yield cut.bucket_begin, cut.bucket_end, lines
+
+    def _export(self, kind: FileKind, begin: int, end: int) -> Iterator[tuple[int, int, Columns]]:
+        """Yields the lines of one file in the order of their mixed ids, some buckets at a time, and these buckets."""
         engine, index = self.slot.engine, self.slot.index
         since = 0 if self.since is None else self.since.version
-        step = max(1, _BATCH_BYTES // self.bucket_bytes) if kind == "rows" else end - begin
+        step = max(1, _EXPORT_BYTES // self.bucket_bytes) if kind == "rows" else end - begin
         for first in range(begin, end, step):
             last = min(first + step, end)
             match kind:
@@ -158,8 +206,7 @@ class _Saver:
                     columns = engine.export_sightings(index, first, last)
                 case "removed":
                     columns = {"id": np.asarray(engine.export_removed(index, first, last, since))}
-            if len(columns["id"]) > 0:
-                yield columns
+            yield first, last, columns
 
 
 def _ranges(owned: NDArray[np.bool_]) -> tuple[tuple[int, int], ...]:

@@ -27,8 +27,9 @@ from satrap.data.skipped_rows import SkippedRows
 from satrap.errors import NotReadyError, RpcError, SatrapError, SourceError, StreamError, TicketError
 from satrap.interrupts import Uninterrupted
 from satrap.rpc import Client, Keys
+from satrap.worker.pooled_codec import PooledCodec
 from satrap.worker.remote.batch_reader import ReadStart
-from satrap.worker.remote.protocol import Flags, Floats, WorkerCalls, as_one, columns_from_bytes, split_one
+from satrap.worker.remote.protocol import Bytes, Flags, Floats, WorkerCalls, as_one, columns_from_bytes, split_one
 from satrap.worker.remote.worker_spec import WorkerSpec
 from satrap.worker.server_group import ServerGroup
 from satrap.worker.sharded_rows import ShardedRows, ShardedWorker
@@ -51,12 +52,14 @@ class WorkerConnection:
         address: str,
         servers: ServerGroup,
         spec: WorkerSpec,
+        codec: PooledCodec,
+        *,
         keys: Keys | None,
         deadline: float,
         retry_seconds: float,
     ) -> None:
         """Make a handshake with the worker."""
-        self.address, self.servers = address, servers
+        self.address, self.servers, self.codec = address, servers, codec
         self._spec = spec.to_dict()
         self._client = Client(WorkerCalls, address, keys, deadline=deadline, retry_seconds=retry_seconds)
         self.call = self._client.call
@@ -244,7 +247,9 @@ class RemoteBatches(Iterator[RemoteInputs]):
             for each in [each for each in self._read if each < oldest - 2]:
                 del self._read[each]
 
-    def lookup(self, number: int, step: int, oldest_open: int, train: bool) -> tuple[Floats, Floats, Flags, list[int]]:
+    def lookup(
+        self, number: int, step: int, oldest_open: int, train: bool
+    ) -> tuple[Floats | None, Floats | None, Bytes | None, Flags, list[int]]:
         """Look up a batch, and return what `WorkerCalls.lookup` does. Without training the batch is settled."""
         connection = self.connection
         at = self.servers.origin(step), self.stream, number, self.settled
@@ -267,11 +272,14 @@ class RemoteBatches(Iterator[RemoteInputs]):
         flat = [as_one(each, np.float32) for each in parts]
         present = [[part is not None for part in each] for each in parts]
         numbers = [ticket.number for ticket in tickets]
+        encode = self.connection.codec.encode
+        sent = [encode(*each) for each in zip(flat, (ticket.batch_size for ticket in tickets), present, strict=True)]
 
         def send() -> list[int]:
             for i in range(len(tickets) - 1):
-                call.send_gradients(origin, self.stream, numbers[i], present[i], flat[i])
-            return call.update(origin, self.stream, numbers, present[-1], flat[-1], rates, request.scale)
+                call.send_gradients(origin, self.stream, numbers[i], present[i], *sent[i])
+            gradients, coded = sent[-1]
+            return call.update(origin, self.stream, numbers, present[-1], gradients, rates, request.scale, coded)
 
         skipped = self.connection.call_with_retry(send)
         with Uninterrupted():
@@ -354,7 +362,9 @@ class RemoteWorker(ShardedWorker):
             barrier_size=servers.barrier_size,
             extra_tables=servers.job.tables[len(features.tables) :],
         )
-        self.connection = WorkerConnection(address, servers, spec, keys, deadline, retry_seconds)
+        self.connection = WorkerConnection(
+            address, servers, spec, self.pooled_codec, keys=keys, deadline=deadline, retry_seconds=retry_seconds
+        )
 
     def close(self) -> None:
         self.connection.close()
@@ -389,14 +399,19 @@ class RemoteWorker(ShardedWorker):
             return super().lookup(inputs, step=step, oldest_open=oldest_open, train=train, block=block)
         self.settle()
         batches, number, n = inputs.batches, inputs.number, inputs.batch_size
-        rows, sequences, masks, truncated = batches.lookup(number, step or 0, oldest_open or step or 0, train)
+        rows, sequences, coded, masks, truncated = batches.lookup(number, step or 0, oldest_open or step or 0, train)
         self._sharded_rows.add_truncated(truncated)
         if block is None:
             block = self._rows.empty(n, self.features.total_dim)
-        np.copyto(block, rows.reshape(block.shape))  # the received arrays are read-only
         own = [self._rows.empty(n, each.floats).reshape(each.shape(n)) for each in self._sequences]
-        for mine, received in zip(own, split_one(sequences, [each.shape for each in own]), strict=True):
-            np.copyto(mine, received)
+        if coded is None:
+            assert rows is not None and sequences is not None
+            received = [rows.reshape(block.shape), *split_one(sequences, [each.shape for each in own])]
+        else:
+            flat = self.pooled_codec.decode(None, coded, n, [True] * (1 + len(own)))
+            received = split_one(flat, [block.shape, *(each.shape for each in own)])
+        for mine, theirs in zip([block, *own], received, strict=True):  # the received arrays are read-only
+            np.copyto(mine, theirs)
         names = [each.name for each in self._sequences]
         own_masks = [each.copy() for each in split_one(masks, [each.shape[:2] for each in own])]
         return LookupResult(

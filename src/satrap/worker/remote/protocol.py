@@ -6,7 +6,8 @@ its arguments the batch, which its stream numbers from 1. A worker that does not
 with NotReadyError. The trainer then repeats the handshake, reopens its streams at their oldest batch in flight, and
 repeats the call. `settled` says that all batches below that number were updated or dropped.
 
-Arrays cross flat: a block [batch_size, total_dim], then each sequence [batch_size, max_length, dim] in feature order.
+Arrays cross flat: a block [batch_size, total_dim], then each sequence [batch_size, max_length, dim] in feature order;
+as float32, or coded as the trainer's wire is.
 """
 
 import math
@@ -47,11 +48,20 @@ class WorkerCalls(Protocol):
 
     def lookup(
         self, origin: Origin, stream: int, number: int, settled: int, oldest_open: int, train: bool
-    ) -> tuple[Floats, Floats, Flags, list[int]]:
-        """Return the block, the sequences, their masks, and for each sequence the number of ids beyond its length."""
+    ) -> tuple[Floats | None, Floats | None, Bytes | None, Flags, list[int]]:
+        """Return the block and the sequences, or both coded (`satrap.worker.pooled_codec`); the masks; and for each
+        sequence the number of ids beyond its length."""
 
-    def send_gradients(self, origin: Origin, stream: int, number: int, present: list[bool], gradients: Floats) -> None:
-        """Keep the gradients of a batch until the update that ends with a later batch."""
+    def send_gradients(
+        self,
+        origin: Origin,
+        stream: int,
+        number: int,
+        present: list[bool],
+        gradients: Floats | None,
+        coded: Bytes | None = None,
+    ) -> None:
+        """Keep the gradients of a batch, in one of the two forms, until the update that ends with a later batch."""
 
     def update(
         self,
@@ -59,9 +69,10 @@ class WorkerCalls(Protocol):
         stream: int,
         numbers: list[int],
         present: list[bool],
-        gradients: Floats,
+        gradients: Floats | None,
         lrs: dict[str, float],
         scale: float,
+        coded: Bytes | None = None,
     ) -> list[int]:
         """Apply one optimizer step with these batches. The gradients are those of the last batch;
         `send_gradients` sent those of the others.
@@ -78,6 +89,10 @@ class WorkerCalls(Protocol):
 
     def signature(self, origin: Origin, source: dict[str, Any]) -> dict[str, Any]:
         """Return `Source.signature` of the files as the worker sees them."""
+
+    def status(self, origin: Origin) -> dict[str, Any]:
+        """Return `where` this process runs, `not_ready` (why it has no work; "" if it has), `memory`, `attempt`, and
+        the ranks of its `trainers`. Needs no session and waits for no other call."""
 
 
 def as_one(arrays: Sequence[NDArray[Any] | None], dtype: type) -> NDArray[Any]:

@@ -7,10 +7,13 @@ name, so the windows of the rows' buckets record what was applied, whatever happ
 with an earlier process is read again, and its update sends the ids.
 """
 
+import logging
 import math
 import os
+import socket
 import threading
-from collections.abc import Callable, Iterable
+import weakref
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -20,8 +23,12 @@ import numpy as np
 
 from satrap.config.cores import thread_count
 from satrap.config.path_allowlist import PathAllowlist
+from satrap.data.inputs import Inputs
 from satrap.data.registry import restrict, source_from_dict
-from satrap.errors import AttemptError, ConfigError, InputError, NotReadyError
+from satrap.errors import AttemptError, ConfigError, InputError, NotReadyError, SatrapError
+from satrap.event_log import LimitedLog, describe_process, event
+from satrap.monitor.memory import memory
+from satrap.monitor.samples import Sample, memory_samples
 from satrap.rpc import Keys, Origin
 from satrap.worker.remote.batch_reader import BatchReader, HeldBatch, ReadStart
 from satrap.worker.remote.protocol import Bytes, Flags, Floats, as_one, columns_as_bytes, split_one
@@ -29,6 +36,7 @@ from satrap.worker.remote.worker_spec import WorkerSpec
 from satrap.worker.server_group import ServerGroup
 from satrap.worker.sharded_rows import ShardedWorker
 
+_LOG = logging.getLogger("satrap.worker")
 _READ_SECONDS = 10.0  # after which a trainer that waits for a batch is answered that there is none yet
 _CALLS = 8  # concurrent calls of one trainer: two streams, each with one read and two calls to its tables, and its own
 _R = TypeVar("_R")
@@ -81,7 +89,8 @@ class WorkerService:
         thread_count(num_threads)
         self._permitted = PathAllowlist(data, "--data")
         self._keys, self._num_threads = keys, num_threads
-        self._attempt = 0
+        self._attempt = self._latest_step = 0
+        self._log_refusal = LimitedLog(_LOG.warning)
         self._spec: WorkerSpec | None = None
         self._sessions: dict[int, _TrainerSession] = {}
         self._lock = threading.Lock()
@@ -95,6 +104,14 @@ class WorkerService:
             session.close(wait=True)
 
     def hello(self, origin: Origin, assignment: dict[str, Any]) -> None:
+        try:
+            self._hello(origin, assignment)
+        except SatrapError as error:
+            refused = event("hello_refused", trainer=origin.trainer, attempt=origin.attempt, why=str(error))
+            self._log_refusal("hello refused: %s", error, extra=refused)
+            raise
+
+    def _hello(self, origin: Origin, assignment: dict[str, Any]) -> None:
         spec = WorkerSpec.from_dict(assignment)
         with self._handshake_lock:
             with self._lock:
@@ -117,10 +134,26 @@ class WorkerService:
             session = _TrainerSession(ShardedWorker(spec.features, servers, num_threads=self._num_threads))
             with self._lock:
                 outdated = list(self._sessions.values()) if origin.attempt != self._attempt else []
+                self._log_session(origin, spec)
                 self._sessions = ({} if outdated else self._sessions) | {origin.trainer: session}
                 self._attempt, self._spec = origin.attempt, spec
         for each in outdated:
             each.close(wait=False)
+
+    def _log_session(self, origin: Origin, spec: WorkerSpec) -> None:
+        """Log the trainer's session, and before it the job or the attempt if it is new."""
+        job = spec.job.fingerprint
+        own = weakref.ref(self)
+        describe_process("worker", job=job, step=lambda: None if (me := own()) is None else me._latest_step)
+        if self._spec is None:
+            servers = len(spec.servers)
+            got = event("job", tables=len(spec.job.tables), servers=servers)
+            _LOG.info("job: %d tables on %d servers", len(spec.job.tables), servers, extra=got)
+        if origin.attempt != self._attempt:
+            started = event("attempt", attempt=origin.attempt, previous=self._attempt)
+            _LOG.info("attempt %d replaces attempt %d", origin.attempt, self._attempt, extra=started)
+        began = event("session", trainer=origin.trainer, attempt=origin.attempt)
+        _LOG.info("trainer %d has a session in attempt %d", origin.trainer, origin.attempt, extra=began)
 
     def _require_same_job(self, origin: Origin, spec: WorkerSpec) -> None:
         """Raise unless the trainer's job is this worker's. A new attempt may bring other features, servers and
@@ -159,8 +192,10 @@ class WorkerService:
 
     def lookup(
         self, origin: Origin, stream: int, number: int, settled: int, oldest_open: int, train: bool
-    ) -> "Future[tuple[Floats, Floats, Flags, list[int]]]":
-        def work(session: _TrainerSession, reader: BatchReader) -> tuple[Floats, Floats, Flags, list[int]]:
+    ) -> "Future[tuple[Floats | None, Floats | None, Bytes | None, Flags, list[int]]]":
+        def work(
+            session: _TrainerSession, reader: BatchReader
+        ) -> tuple[Floats | None, Floats | None, Bytes | None, Flags, list[int]]:
             reader.forget(settled)
             held = _require_batch(reader, number)
             with held.lock:
@@ -173,23 +208,29 @@ class WorkerService:
                     before, held.ticket = held.ticket, found.ticket
                     if before is not None:  # its answer was lost, and this is a retry
                         session.worker.drop(before)
-            return (
-                found.block.reshape(-1),
-                as_one(list(found.sequences.values()), np.float32),
-                as_one(list(found.masks.values()), np.bool_),
-                found.truncated,
-            )
+            masks, sequences = as_one(list(found.masks.values()), np.bool_), list(found.sequences.values())
+            codec = session.worker.pooled_codec
+            if not codec.is_coded:
+                return found.block.reshape(-1), as_one(sequences, np.float32), None, masks, found.truncated
+            flat, present = as_one([found.block, *sequences], np.float32), [True] * (1 + len(sequences))
+            return None, None, codec.encode(flat, inputs.batch_size, present)[1], masks, found.truncated
 
         return self._submit(origin, stream, work)
 
     def send_gradients(
-        self, origin: Origin, stream: int, number: int, present: list[bool], gradients: Floats
+        self,
+        origin: Origin,
+        stream: int,
+        number: int,
+        present: list[bool],
+        gradients: Floats | None,
+        coded: Bytes | None = None,
     ) -> "Future[None]":
         def work(session: _TrainerSession, reader: BatchReader) -> None:
             held = _require_batch(reader, number)
             with held.lock:
                 if held.inputs is not None:
-                    held.gradients = _split_gradients(session.worker, held.inputs.batch_size, present, gradients)
+                    held.gradients = _split_gradients(session.worker, held.inputs, present, gradients, coded)
 
         return self._submit(origin, stream, work)
 
@@ -199,9 +240,10 @@ class WorkerService:
         stream: int,
         numbers: list[int],
         present: list[bool],
-        gradients: Floats,
+        gradients: Floats | None,
         lrs: dict[str, float],
         scale: float,
+        coded: Bytes | None = None,
     ) -> "Future[list[int]]":
         def work(session: _TrainerSession, reader: BatchReader) -> list[int]:
             batches = [_require_batch(reader, number) for number in numbers]
@@ -212,8 +254,9 @@ class WorkerService:
                 if all(each.inputs is None for each in batches):
                     return last.answer  # a retry: the first answer was lost
                 if last.inputs is not None:
-                    last.gradients = _split_gradients(session.worker, last.inputs.batch_size, present, gradients)
+                    last.gradients = _split_gradients(session.worker, last.inputs, present, gradients, coded)
                 _update(session.worker, batches, origin.step, lrs, scale)
+            self._latest_step = max(self._latest_step, origin.step)
             return last.answer
 
         return self._submit(origin, stream, work)
@@ -239,6 +282,16 @@ class WorkerService:
         session, given = self._session(origin), restrict(source_from_dict(source), self._permitted)
         return session.run(given.signature)
 
+    def status(self, origin: Origin) -> dict[str, Any]:
+        trainers = sorted(self._sessions)
+        return {
+            "where": f"process {os.getpid()} on {socket.gethostname()}",
+            "not_ready": "" if trainers else "no trainer has a session with this worker yet",
+            "memory": memory(),
+            "attempt": self._attempt,
+            "trainers": trainers,
+        }
+
     # -- internals ---------------------------------------------------------------------------------------------------
 
     def _session(self, origin: Origin) -> _TrainerSession:
@@ -260,6 +313,12 @@ class WorkerService:
     def _submit(self, origin: Origin, stream: int, work: Callable[[_TrainerSession, BatchReader], _R]) -> "Future[_R]":
         session = self._session(origin)
         return session.run(lambda: work(session, session.reader(stream)))
+
+
+def worker_samples(status: Mapping[str, Any]) -> list[Sample]:
+    """Return the samples of a worker's status."""
+    sessions = Sample("satrap_sessions", len(status["trainers"]))
+    return [*memory_samples(status["memory"]), Sample("satrap_attempt", status["attempt"]), sessions]
 
 
 def _read(
@@ -312,8 +371,10 @@ def _update(worker: ShardedWorker, batches: list[HeldBatch], step: int, lrs: dic
 
 
 def _split_gradients(
-    worker: ShardedWorker, batch_size: int, present: list[bool], flat: Floats
+    worker: ShardedWorker, inputs: Inputs, present: list[bool], gradients: Floats | None, coded: Bytes | None
 ) -> tuple[Floats | None, dict[str, Floats]]:
+    batch_size = inputs.batch_size
+    flat = worker.pooled_codec.decode(gradients, coded, batch_size, present)
     shapes: dict[str, tuple[int, ...]] = {"": (batch_size, worker.features.total_dim)}
     for name, feature in worker.features.items():
         if feature.max_length is not None:

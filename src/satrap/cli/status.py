@@ -1,0 +1,160 @@
+"""`satrap status`: reads what a live run does, and prints it once or continuously.
+
+    status.json of the run's directory ──> addresses ──> call `status` of servers and workers ──> status_table
+
+The call takes no lock and starts no attempt, so no process waits for it. Without a run's directory, the address of one
+server is enough: it knows the others.
+"""
+
+import json
+import os
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, TextIO
+
+from satrap.cli.status_table import as_lines, fit, summarize
+from satrap.config.validation import check_number
+from satrap.errors import ConfigError, DeadlineError, SatrapError
+from satrap.launch.run_monitor import CLIENT_KEY, STATUS
+from satrap.launch.run_state import is_live
+from satrap.rpc import Client, Keys, Origin, PendingCall
+from satrap.server.protocol import ServerCalls
+from satrap.sharding.shard_map import check_addresses
+from satrap.worker.remote.protocol import WorkerCalls
+
+_ANSWER_SECONDS = 3.0
+_CLEAR_LINE, _CLEAR_BELOW, _HOME, _CLEAR = "\x1b[K", "\x1b[J", "\x1b[H", "\x1b[2J"
+
+
+class RunReader:
+    """Reads the status of one run, repeatedly. A context manager."""
+
+    def __init__(self, folder: Path | None, servers: Sequence[str] = (), keys: Keys | None = None) -> None:
+        """folder: the directory of a live run. servers: or the addresses of one or more servers."""
+        if folder is None:
+            check_addresses(servers)
+        if folder is not None and keys is None and (folder / CLIENT_KEY).exists():
+            keys = Keys.read(folder / CLIENT_KEY)
+        self._folder, self._servers, self._keys = folder, list(servers), keys
+        self._clients: dict[str, Client[Any]] = {}
+        self._stack = ExitStack()
+
+    def read(self) -> dict[str, Any]:
+        """Return a reading, as `satrap.cli.status_table.summarize` takes it."""
+        run = None if self._folder is None else _read_run(self._folder)
+        if run is None:
+            roles = dict.fromkeys(self._servers, "server")
+        else:
+            known = [each for each in run["processes"] if each["address"] is not None]
+            roles = {each["address"]: each["role"] for each in known}
+        answers = self._ask(roles)
+        if run is None:
+            others = {address for answer in answers.values() for address in answer.get("addresses", ())}
+            answers |= self._ask(dict.fromkeys(sorted(others - answers.keys()), "server"))
+            if all("error" in answer for answer in answers.values()):
+                raise DeadlineError("; ".join(answer["error"] for answer in answers.values()))
+        return {
+            "at": time.time(),
+            "clock": time.monotonic(),
+            "run": run,
+            "answers": answers,
+            "checkpoint": _last_checkpoint(answers),
+        }
+
+    def __enter__(self) -> "RunReader":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def _ask(self, roles: Mapping[str, str]) -> dict[str, dict[str, Any]]:
+        """Call all processes at once; one that does not answer in time costs the others nothing."""
+        pending: dict[str, PendingCall] = {}
+        answers: dict[str, dict[str, Any]] = {}
+        for address, role in roles.items():
+            try:
+                if address not in self._clients:
+                    protocol: Any = ServerCalls if role == "server" else WorkerCalls
+                    client = Client(protocol, address, self._keys, deadline=_ANSWER_SECONDS)
+                    self._clients[address] = self._stack.enter_context(client)
+                pending[address] = self._clients[address].start("status", Origin())
+            except SatrapError as error:
+                answers[address] = {"error": str(error)}
+        for address, call in pending.items():
+            try:
+                answers[address] = call.result()
+            except SatrapError as error:
+                answers[address] = {"error": str(error)}
+        return {address: answers[address] for address in roles}
+
+
+def _read_run(folder: Path) -> dict[str, Any]:
+    if not is_live(folder):
+        raise ConfigError(
+            f"the run in {str(folder)!r} has ended; give the --folder of a live run, or --servers of servers that were "
+            "started by hand"
+        )
+    try:
+        run: dict[str, Any] = json.loads((folder / STATUS).read_bytes())
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"{folder / STATUS} cannot be read ({error}): the run is starting or ending, or an older release started "
+            "it; try again"
+        ) from None
+    return run
+
+
+def _last_checkpoint(answers: Mapping[str, Mapping[str, Any]]) -> dict[str, Any] | None:
+    """Return the last save that the servers completed, and whether its checkpoint was published, which only a local
+    directory can tell."""
+    saves = [
+        (table["save"]["ended_at"], table["save"]["seconds"], tuple(answer["save_folders"]))
+        for answer in answers.values()
+        for table in answer.get("snapshots", {}).values()
+        if table["save"]["finished"]
+    ]
+    if not saves:
+        return None
+    at, _, folders = max(saves)
+    found: dict[str, Any] = {"at": at, "seconds": max(seconds for _, seconds, _ in saves), "name": "unknown"}
+    if not folders:
+        return found | {"is_published": None, "folder": None}
+    hidden = Path(folders[-1]).parents[1]  # <directory>/.<random>.<name>/tables/<number>
+    name = hidden.name.rpartition(".")[2]
+    is_here = hidden.parent.is_dir()
+    folder = hidden.parent / name
+    published = (folder / "checkpoint.json").exists() if is_here else None
+    return found | {"name": name, "is_published": published, "folder": str(folder)}
+
+
+def show_status(reader: RunReader, *, watch: bool, as_json: bool, seconds: float, out: TextIO | None = None) -> None:
+    """Print the status once, or every `seconds` until Ctrl-C: a table that is drawn in place on a terminal, tables one
+    after the other elsewhere, or one JSON object per line."""
+    check_number("status", "seconds", seconds, 0.1)
+    out = sys.stdout if out is None else out
+    in_place = watch and not as_json and out.isatty()
+    if in_place:
+        out.write(_CLEAR)
+    for summary in _summaries(reader, watch, seconds):
+        if as_json:
+            text = json.dumps(summary) + "\n"
+        elif in_place:
+            size = os.get_terminal_size(out.fileno())
+            lines = fit(as_lines(summary), max(1, size.columns or 80), max(2, (size.lines or 24) - 1))
+            text = _HOME + "".join(f"{line}{_CLEAR_LINE}\n" for line in lines) + _CLEAR_BELOW
+        else:
+            text = "".join(f"{line}\n" for line in as_lines(summary)) + ("\n" if watch else "")
+        out.write(text)
+        out.flush()
+
+
+def _summaries(reader: RunReader, watch: bool, seconds: float) -> Iterator[dict[str, Any]]:
+    before, is_first = reader.read(), True
+    while is_first or watch:
+        time.sleep(seconds)
+        now = reader.read()
+        yield summarize(now, before)
+        before, is_first = now, False

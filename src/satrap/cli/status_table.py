@@ -1,0 +1,244 @@
+"""What `satrap status` shows: two readings of a run become one summary, which is JSON, and the summary becomes text.
+
+Pure: `satrap.cli.status` reads the run and prints.
+"""
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from satrap.monitor.report import short
+
+_HEADER = ("PROCESS", "PLACE", "STATE", "ROWS", "MEMORY", "ROWS/S", "STALENESS", "RESTARTS")
+
+
+def summarize(now: Mapping[str, Any], before: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Return the summary of a reading. before: an earlier one, for the numbers per second; without it they are None.
+
+    A reading has `at` (Unix time), `clock` (monotonic seconds), `run` (status.json, or None without a run's directory),
+    and `answers`: for each address of a server or worker what it answered to `status`, or {"error": why there is none}.
+    """
+    run, answers = now["run"], now["answers"]
+    processes = [_row(each, answers.get(each["address"], {}), now, before) for each in _processes(now)]
+    servers = {address: answer for address, answer in answers.items() if "tables" in answer}
+    rates = [each["rows_per_second"] for each in processes if each["role"] == "server"]
+    staleness: dict[str, int] = {}
+    for answer in servers.values():
+        for trainer, steps in answer["staleness"].items():
+            staleness[trainer] = max(steps, staleness.get(trainer, 0))
+    for each in processes:
+        if each["role"] == "trainer":
+            each["staleness"] = staleness.get(str(each["number"]))
+    step = max((answer["step"] for answer in servers.values()), default=None)
+    return {
+        "at": now["at"],
+        "phase": None if run is None else run["phase"],
+        "launch": None if run is None else run["launch"],
+        "started_at": None if run is None else run["started_at"],
+        "step": step,
+        "steps_per_second": _steps_per_second(step, now, before),
+        "rows": sum(_sum_of(answer, "rows") for answer in servers.values()),
+        "table_bytes": sum(_sum_of(answer, "bytes") for answer in servers.values()),
+        "rows_per_second": None if None in rates or not rates else sum(rates),
+        "staleness": staleness,
+        "tables": _tables(servers.values()),
+        "last_checkpoint": now["checkpoint"],
+        "snapshots": _snapshots(servers.values()),
+        "moves": _moves(run, servers.values()),
+        "faults": {"count": 0, "last": []} if run is None else run["faults"],
+        "processes": processes,
+    }
+
+
+def _processes(now: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return the processes of a run as its supervisor knows them, or those that answered and the trainer that holds
+    the lease."""
+    if now["run"] is not None:
+        found = now["run"]["processes"]
+        return sorted(found, key=lambda each: ("server worker trainer".index(each["role"]), each["number"]))
+    unknown = {"state": None, "restarts": None, "metrics": None}
+    servers = [
+        {"role": "server", "number": answer.get("number"), "address": address, "where": answer.get("where"), **unknown}
+        for address, answer in now["answers"].items()
+    ]
+    leases = {where for answer in now["answers"].values() for where, _ in answer.get("leases", {}).values()}
+    return servers + [
+        {"role": "trainer", "number": 0, "address": None, "where": where, **unknown, "state": "training"}
+        for where in sorted(leases)
+    ]
+
+
+def _row(
+    process: Mapping[str, Any], answer: Mapping[str, Any], now: Mapping[str, Any], before: Mapping[str, Any] | None
+) -> dict[str, Any]:
+    """Return what is shown of one process."""
+    state = process["state"]
+    if "error" in answer:
+        state = "no answer"
+    elif "not_ready" in answer:
+        state = "not ready" if answer["not_ready"] else "ready"
+    has_tables = "tables" in answer
+    earlier = {} if before is None else before["answers"].get(process["address"], {})
+    rate = None
+    if has_tables and before is not None and "tables" in earlier and now["clock"] > before["clock"]:
+        looked_up = _sum_of(answer, "lookups") - _sum_of(earlier, "lookups")
+        rate = max(0, looked_up) / (now["clock"] - before["clock"])
+    return {
+        "role": process["role"],
+        "number": process["number"],
+        "address": process["address"],
+        "where": process["where"] or answer.get("where"),
+        "state": state,
+        "reason": answer.get("error") or answer.get("not_ready") or None,
+        "metrics": process["metrics"],
+        "restarts": process["restarts"],
+        "rows": _sum_of(answer, "rows") if has_tables else None,
+        "table_bytes": _sum_of(answer, "bytes") if has_tables else None,
+        "memory": answer.get("memory"),
+        "rows_per_second": rate,
+        "staleness": None,
+    }
+
+
+def _sum_of(answer: Mapping[str, Any], key: str) -> int:
+    return sum(stats[key] for stats in answer["tables"].values())
+
+
+def _steps_per_second(step: int | None, now: Mapping[str, Any], before: Mapping[str, Any] | None) -> float | None:
+    steps = [] if before is None else [each["step"] for each in before["answers"].values() if "step" in each]
+    if step is None or before is None or not steps or now["clock"] <= before["clock"]:
+        return None
+    return float(max(0, step - max(steps)) / (now["clock"] - before["clock"]))
+
+
+def _tables(answers: Any) -> dict[str, dict[str, int]]:
+    found: dict[str, dict[str, int]] = {}
+    for answer in answers:
+        for name, stats in answer["tables"].items():
+            sums = found.setdefault(name, dict.fromkeys(stats, 0))
+            for key, count in stats.items():
+                sums[key] += count
+    return found
+
+
+def _snapshots(answers: Any) -> dict[str, dict[str, float]]:
+    """Return the progress of the saves and restores that are running."""
+    found = {}
+    for work in ("save", "restore"):
+        running = [
+            table[work] for answer in answers for table in answer["snapshots"].values() if table[work]["running"]
+        ]
+        if running:
+            found[work] = {key: sum(each[key] for each in running) for key in ("rows_done", "rows")}
+    return found
+
+
+def _moves(run: Mapping[str, Any] | None, answers: Any) -> dict[str, Any]:
+    return {
+        "migration": None if run is None else run["migration"],
+        "rows_received": sum(answer["moved_rows"]["in"] for answer in answers),
+        "frozen_buckets": sum(answer["buckets"]["frozen"] for answer in answers),
+    }
+
+
+def as_lines(summary: Mapping[str, Any]) -> list[str]:
+    """Return the summary as lines for a terminal."""
+    lines = [_headline(summary)]
+    rates = [f"step {summary['step']:,}"] if summary["step"] is not None else ["no step yet"]
+    if summary["steps_per_second"] is not None:
+        rates.append(f"{summary['steps_per_second']:.1f} steps/s")
+    rates += [f"{short(summary['rows'])} rows", _size(summary["table_bytes"])]
+    if summary["rows_per_second"] is not None:
+        rates.append(f"{short(summary['rows_per_second'])} rows/s looked up")
+    lines += [" | ".join(rates), _checkpoint_line(summary), _moves_line(summary), *_fault_lines(summary), ""]
+    rows = [_HEADER, *(_cells(each) for each in summary["processes"])]
+    widths = [max(len(row[i]) for row in rows) for i in range(len(_HEADER))]
+    lines += ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    return lines + [
+        f"{each['role']} {each['number']}: {each['reason']}" for each in summary["processes"] if each["reason"]
+    ]
+
+
+def _headline(summary: Mapping[str, Any]) -> str:
+    at = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(summary["at"]))
+    if summary["phase"] is None:
+        return f"{at} | servers started by hand"
+    return f"{at} | {summary['phase']} | launch {summary['launch']} | running for {_ago(summary, 'started_at')}"
+
+
+def _checkpoint_line(summary: Mapping[str, Any]) -> str:
+    last = summary["last_checkpoint"]
+    text = "last checkpoint: none since the servers started"
+    if last is not None:
+        ago = _clock(summary["at"] - last["at"])
+        text = f"last checkpoint: {last['name']}, {ago} ago, rows in {last['seconds']:.1f} s"
+        text += "" if last["is_published"] is not False else " (not complete)"
+    for work, progress in summary["snapshots"].items():
+        share = progress["rows_done"] / max(1, progress["rows"])
+        text += f" | {work} in progress: {min(1.0, share):.0%} of {short(progress['rows'])} rows"
+    return text
+
+
+def _moves_line(summary: Mapping[str, Any]) -> str:
+    moves = summary["moves"]
+    text = "moves: none in progress"
+    if moves["migration"] is not None:
+        text = f"moves: {moves['migration']['moved']} of {moves['migration']['all']} buckets"
+    elif moves["frozen_buckets"]:
+        text = f"moves: {moves['frozen_buckets']} buckets are frozen"
+    return text + (f" | {short(moves['rows_received'])} rows moved so far" if moves["rows_received"] else "")
+
+
+def _fault_lines(summary: Mapping[str, Any]) -> list[str]:
+    faults = summary["faults"]
+    if not faults["count"]:
+        return ["faults: none"]
+    return [
+        f"faults: {faults['count']}",
+        *(f"  {_clock(summary['at'] - each['at'])} ago: {each['what']}" for each in faults["last"][-3:]),
+    ]
+
+
+def _cells(process: Mapping[str, Any]) -> tuple[str, ...]:
+    def shown(value: Any, form: Any = str) -> str:
+        return "" if value is None else form(value)
+
+    memory = shown(process["table_bytes"], _size)
+    if process["memory"] is not None:
+        of = process["memory"].get("rows") or process["memory"]["machine"]
+        memory = f"{memory or _size(of[0])} ({of[0] / max(1, of[1]):.0%} of {_size(of[1])} in use)"
+    return (
+        f"{process['role']} {shown(process['number'])}",
+        shown(process["where"]) or shown(process["address"]),
+        shown(process["state"]),
+        shown(process["rows"], short),
+        memory,
+        shown(process["rows_per_second"], short),
+        shown(process["staleness"]),
+        shown(process["restarts"]),
+    )
+
+
+def _size(num_bytes: float) -> str:
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if num_bytes < 1024:
+            return f"{num_bytes:.3g} {unit}"
+        num_bytes /= 1024
+    return f"{num_bytes:.3g} TiB"
+
+
+def _ago(summary: Mapping[str, Any], key: str) -> str:
+    return _clock(summary["at"] - summary[key])
+
+
+def _clock(seconds: float) -> str:
+    whole = max(0, int(seconds))
+    return f"{whole // 3600}:{whole // 60 % 60:02}:{whole % 60:02}"
+
+
+def fit(lines: Sequence[str], columns: int, rows: int) -> list[str]:
+    """Return the lines cut to a terminal's size, with a line that counts those left out."""
+    cut = [line[:columns] for line in lines]
+    if len(cut) <= rows:
+        return cut
+    return [*cut[: rows - 1], f"... {len(cut) - rows + 1} more lines"[:columns]]

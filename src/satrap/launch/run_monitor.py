@@ -1,0 +1,201 @@
+"""What a run is doing, for `satrap status` and `--http`: its processes, restarts, faults and migration.
+
+    run_loop ──events, commands──> RunMonitor ──> status.json in the run's directory, samples, targets
+
+It observes the supervisor and decides nothing. The file is for readers beside the run: it is replaced whole, is not
+flushed to disk, and is removed at the end of the run.
+"""
+
+import json
+import logging
+import os
+import socket
+import time
+from collections import Counter, deque
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from satrap.launch.run_events import (
+    Command,
+    Event,
+    MigrationEnded,
+    PlacementFailed,
+    Process,
+    ProcessExited,
+    ProcessReady,
+    Role,
+    StartProcess,
+    StopProcess,
+)
+from satrap.launch.supervisor import Supervisor, describe_exit
+from satrap.monitor.memory import memory
+from satrap.monitor.samples import Sample, memory_samples
+
+STATUS, CLIENT_KEY = "status.json", "client.key"
+_LOG = logging.getLogger("satrap.launch")
+_MAX_FAULTS = 20
+
+
+class RunMonitor:
+    """Records what a run does."""
+
+    def __init__(
+        self,
+        folder: Path,
+        places: Mapping[Process, str],
+        metrics: Mapping[Process, str],
+        client_key: bytes | None = None,
+    ) -> None:
+        """folder: the run's directory. places, metrics: where each process runs, and the URL of its metrics, as
+        `satrap.launch.logs.RunLogs` learns them. client_key: content of the key file with which to call the run's
+        servers, which only this user may read while the run lives; None: they have no keys."""
+        self._path, self._places, self._metrics = folder / STATUS, places, metrics
+        self._key_path = folder / CLIENT_KEY
+        self._key_path.unlink(missing_ok=True)  # of a run that was killed
+        if client_key is not None:
+            with open(os.open(self._key_path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+                file.write(client_key)
+        self.url: str | None = None
+        """URL of the run's own metrics."""
+        self._processes: dict[Process, dict[str, Any]] = {}
+        self._stopped: set[Process] = set()
+        self._starts: Counter[tuple[Role, int]] = Counter()
+        self._restarts: Counter[Role] = Counter()
+        self._faults: deque[dict[str, Any]] = deque(maxlen=_MAX_FAULTS)
+        self._num_faults = 0
+        self._started_at = time.time()
+        self._has_failed = False  # to write the file
+        self._status: dict[str, Any] = self._summary("servers and workers are starting", 0, 0, None)
+
+    def observe(
+        self,
+        events: Iterable[Event],
+        commands: Iterable[Command],
+        supervisor: Supervisor,
+        migration: tuple[int, int] | None,
+    ) -> None:
+        """Record what has happened. migration: how many buckets of the one in progress were moved, and of how many."""
+        for event in events:
+            self._on_event(event)
+        for command in commands:
+            if isinstance(command, StopProcess):
+                self._stopped.add(command.process)
+            elif isinstance(command, StartProcess):
+                self._on_start(command.process)
+        state = supervisor.run_state
+        launches = max(0, state.launch - state.first_launch + 1)
+        status = self._summary(supervisor.phase, state.launch, launches, migration)
+        if status != self._status:
+            self._status = status
+            self._write()
+
+    def close(self) -> None:
+        """Remove the files."""
+        self._path.unlink(missing_ok=True)
+        self._key_path.unlink(missing_ok=True)
+
+    # -- what the endpoint serves, in its threads ----------------------------------------------------------------------
+
+    def samples(self) -> list[Sample]:
+        """Return the samples of the run."""
+        status, restarts, processes = self._status, self._restarts.copy(), Counter[tuple[str, str]]()
+        for each in status["processes"]:
+            processes[each["role"], each["state"]] += 1
+        migration = status["migration"] or {"moved": 0, "all": 0}
+        return [
+            *memory_samples(memory()),
+            Sample("satrap_run_launches", status["launches"]),
+            Sample("satrap_run_faults", status["faults"]["count"]),
+            *(Sample("satrap_run_restarts", restarts[role], {"process": role}) for role in Role),
+            *(
+                Sample("satrap_run_processes", processes[role, state], {"process": role, "state": state})
+                for role in Role
+                for state in ("starting", "ready")
+            ),
+            *(Sample("satrap_migration_buckets", number, {"state": state}) for state, number in migration.items()),
+        ]
+
+    def targets(self) -> list[dict[str, Any]]:
+        """Return the processes that serve metrics, in the form of Prometheus's discovery over HTTP."""
+        found = [] if self.url is None else [(self.url, {"role": "run", "number": "0"})]
+        for each in self._status["processes"]:
+            if each["metrics"] is not None:
+                found.append((each["metrics"], {"role": each["role"], "number": str(each["number"])}))
+        return [
+            {"targets": [url.removeprefix("http://").removesuffix("/metrics")], "labels": labels}
+            for url, labels in found
+        ]
+
+    def not_ready(self) -> str:
+        """Return why the run does not train; "" if it does."""
+        trainers = [each for each in self._status["processes"] if each["role"] == Role.TRAINER]
+        return "" if trainers else str(self._status["phase"])
+
+    # -- internals -----------------------------------------------------------------------------------------------------
+
+    def _on_event(self, event: Event) -> None:
+        match event:
+            case ProcessReady(process, address) if process in self._processes:
+                self._processes[process] |= {"state": "ready", "address": address}
+            case ProcessExited(process, status):
+                if status != 0 and process not in self._stopped:
+                    self._add_fault(f"{process} {describe_exit(status)}")
+                self._forget(process)
+            case PlacementFailed(process, reason):
+                self._add_fault(reason)
+                self._forget(process)
+            case MigrationEnded(failure) if failure is not None:
+                self._add_fault(f"buckets could not be moved: {failure}")
+
+    def _on_start(self, process: Process) -> None:
+        self._starts[process.role, process.number] += 1
+        restarts = self._starts[process.role, process.number] - 1
+        self._restarts[process.role] += restarts > 0
+        self._processes[process] = {
+            "role": process.role.value,
+            "number": process.number,
+            "incarnation": process.incarnation,
+            "state": "ready" if process.role is Role.TRAINER else "starting",
+            "address": None,
+            "started_at": time.time(),
+            "restarts": restarts,
+        }
+
+    def _forget(self, process: Process) -> None:
+        self._processes.pop(process, None)
+        self._stopped.discard(process)
+
+    def _add_fault(self, what: str) -> None:
+        self._num_faults += 1
+        self._faults.append({"at": time.time(), "what": what})
+
+    def _summary(self, phase: str, launch: int, launches: int, migration: Sequence[int] | None) -> dict[str, Any]:
+        return {
+            "where": f"process {os.getpid()} on {socket.gethostname()}",
+            "started_at": self._started_at,
+            "phase": phase,
+            "launch": launch,
+            "launches": launches,
+            "metrics": self.url,
+            "processes": [
+                {**each, "where": self._places.get(process), "metrics": self._metrics.get(process)}
+                for process, each in self._processes.items()
+            ],
+            "migration": None if migration is None else dict(zip(("moved", "all"), migration, strict=True)),
+            "faults": {"count": self._num_faults, "last": list(self._faults)},
+        }
+
+    def _write(self) -> None:
+        temporary = self._path.with_name(f".{STATUS}.tmp")
+        try:
+            temporary.write_text(json.dumps(self._status))
+            temporary.replace(self._path)
+            self._has_failed = False
+        except OSError as error:
+            with suppress(OSError):
+                temporary.unlink(missing_ok=True)
+            if not self._has_failed:
+                _LOG.warning("%s cannot be written (%s); satrap status is not current", self._path, error.strerror)
+            self._has_failed = True

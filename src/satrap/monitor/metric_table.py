@@ -1,0 +1,200 @@
+"""The table of all metrics that `--http` serves: their names, units, help and labels.
+
+docs/metrics.md and the Grafana dashboard and alert rules in deploy/grafana are made from it (docs/metrics.py). Values
+only; `samples` has the numbers and `endpoint` serves them.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+SERVER, WORKER, TRAINER, RUN = "server", "worker", "trainer", "run"
+_ALL = (SERVER, WORKER, TRAINER, RUN)
+_SERVICES = (SERVER, WORKER)
+_TABLES = (SERVER, TRAINER)
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """One metric."""
+
+    name: str
+    """Name; that of a counter without its suffix "_total"."""
+    kind: Literal["counter", "gauge", "histogram"]
+    unit: str
+    help: str
+    roles: tuple[str, ...]
+    """Commands that serve it."""
+    labels: tuple[str, ...] = ()
+
+    @property
+    def series(self) -> str:
+        """Name in queries: of a counter with its suffix; of a histogram without the suffixes of its series."""
+        return f"{self.name}_total" if self.kind == "counter" else self.name
+
+
+GROUPS: dict[str, tuple[Metric, ...]] = {
+    "Tables": (
+        Metric("satrap_table_rows", "gauge", "rows", "Rows in the table.", _TABLES, ("table",)),
+        Metric("satrap_table_bytes", "gauge", "bytes", "Memory of the table.", _TABLES, ("table",)),
+        Metric("satrap_table_sightings", "gauge", "ids", "Ids seen and not yet admitted.", _TABLES, ("table",)),
+        Metric(
+            "satrap_table_lookups",
+            "counter",
+            "ids",
+            "Ids of training lookups, each once a call.",
+            _TABLES,
+            ("table",),
+        ),
+        Metric("satrap_table_hits", "counter", "ids", "Ids looked up that had a row.", _TABLES, ("table",)),
+        Metric("satrap_table_inserted", "counter", "rows", "Rows inserted.", _TABLES, ("table",)),
+        Metric("satrap_table_refused", "counter", "ids", "Ids without a row that got none.", _TABLES, ("table",)),
+        Metric("satrap_table_evicted", "counter", "rows", "Rows removed to make room.", _TABLES, ("table",)),
+        Metric(
+            "satrap_table_expired",
+            "counter",
+            "rows",
+            "Rows removed because they were not used.",
+            _TABLES,
+            ("table",),
+        ),
+        Metric("satrap_table_updated", "counter", "rows", "Rows updated, once an update.", _TABLES, ("table",)),
+        Metric("satrap_table_absent", "counter", "ids", "Ids with a gradient and without a row.", _TABLES, ("table",)),
+        Metric(
+            "satrap_table_skipped",
+            "counter",
+            "gradients",
+            "Gradients left out because they were not finite.",
+            _TABLES,
+            ("table",),
+        ),
+        Metric(
+            "satrap_table_repeated",
+            "counter",
+            "ids",
+            "Ids of updates that had already been applied.",
+            _TABLES,
+            ("table",),
+        ),
+    ),
+    "Calls": (
+        Metric("satrap_calls", "counter", "calls", "Calls accepted.", _SERVICES),
+        Metric(
+            "satrap_call_seconds",
+            "histogram",
+            "seconds",
+            "Time from the start of a call to its reply, including waits for other trainers.",
+            _SERVICES,
+            ("method",),
+        ),
+        Metric("satrap_calls_queued", "gauge", "calls", "Calls that wait for a thread.", _SERVICES),
+        Metric("satrap_calls_running", "gauge", "calls", "Calls that run or wait for other trainers.", _SERVICES),
+        Metric("satrap_calls_duplicate", "counter", "calls", "Duplicates of open calls.", _SERVICES),
+        Metric("satrap_calls_busy", "counter", "calls", "Calls refused for lack of room; retried.", _SERVICES),
+        Metric("satrap_calls_expired", "counter", "calls", "Calls whose deadline passed in the queue.", _SERVICES),
+        Metric("satrap_calls_failed", "counter", "calls", "Calls answered with an error.", _SERVICES),
+        Metric("satrap_calls_unsent", "counter", "calls", "Replies whose caller was disconnected.", _SERVICES),
+        Metric(
+            "satrap_frames_bad",
+            "counter",
+            "messages",
+            "Messages that were not readable or named an unknown method.",
+            _SERVICES,
+        ),
+        Metric("satrap_connections_ended", "counter", "connections", "Connections ended by a limit.", _SERVICES),
+        Metric("satrap_received_bytes", "counter", "bytes", "Bytes of messages received.", _SERVICES),
+        Metric("satrap_sent_bytes", "counter", "bytes", "Bytes of replies sent.", _SERVICES),
+    ),
+    "Training": (
+        Metric("satrap_attempt", "gauge", "", "Number of the current attempt; 0 before the first.", (SERVER, WORKER)),
+        Metric("satrap_step", "gauge", "steps", "Latest step.", (SERVER, TRAINER)),
+        Metric(
+            "satrap_staleness_steps",
+            "histogram",
+            "steps",
+            "Earlier steps whose updates a lookup missed, for each batch.",
+            (TRAINER,),
+        ),
+        Metric("satrap_staleness_bound_steps", "gauge", "steps", "Largest staleness permitted.", (TRAINER,)),
+        Metric(
+            "satrap_stage_seconds",
+            "counter",
+            "seconds",
+            "Time in each stage of the prefetch pipeline: read, lookup, update, wait.",
+            (TRAINER,),
+            ("stage",),
+        ),
+        Metric("satrap_stream_seconds", "counter", "seconds", "Time of the training loop in its stream.", (TRAINER,)),
+        Metric("satrap_lost", "counter", "", "What was not trained on, by cause.", (TRAINER,), ("what",)),
+        Metric("satrap_sessions", "gauge", "trainers", "Trainers with a session in this worker.", (WORKER,)),
+    ),
+    "Saves, restores and migrations": (
+        Metric("satrap_checkpoints", "counter", "checkpoints", "Checkpoints that this trainer has saved.", (TRAINER,)),
+        Metric("satrap_last_checkpoint_step", "gauge", "steps", "Step of the last checkpoint.", (TRAINER,)),
+        Metric("satrap_last_checkpoint_seconds", "gauge", "seconds", "Duration of the last checkpoint.", (TRAINER,)),
+        Metric(
+            "satrap_last_checkpoint_timestamp_seconds",
+            "gauge",
+            "seconds",
+            "Unix time of the last checkpoint that this process saved or resumed; 0 before the first.",
+            (TRAINER,),
+        ),
+        Metric("satrap_snapshots", "counter", "snapshots", "Snapshots of tables completed.", _TABLES, ("work",)),
+        Metric(
+            "satrap_snapshots_running", "gauge", "snapshots", "Snapshots of tables in progress.", _TABLES, ("work",)
+        ),
+        Metric(
+            "satrap_snapshot_rows",
+            "gauge",
+            "rows",
+            "Rows of the current or last save or restore; of a delta, the rows of the table.",
+            _TABLES,
+            ("work",),
+        ),
+        Metric("satrap_snapshot_rows_done", "gauge", "rows", "Rows of it written or read.", _TABLES, ("work",)),
+        Metric(
+            "satrap_snapshot_seconds", "gauge", "seconds", "Duration of the last save or restore.", _TABLES, ("work",)
+        ),
+        Metric(
+            "satrap_buckets",
+            "gauge",
+            "buckets",
+            "Buckets that this server owns, has frozen for a migration, or is receiving.",
+            (SERVER,),
+            ("state",),
+        ),
+        Metric("satrap_moved_rows", "counter", "rows", "Rows sent and received.", (SERVER,), ("direction",)),
+        Metric(
+            "satrap_migration_buckets",
+            "gauge",
+            "buckets",
+            "Buckets of the migration in progress: all, and those moved.",
+            (RUN,),
+            ("state",),
+        ),
+    ),
+    "Processes": (
+        Metric(
+            "satrap_info",
+            "gauge",
+            "",
+            "1, labelled with the kind of process and the release.",
+            _ALL,
+            ("process", "version"),
+        ),
+        Metric("satrap_ready", "gauge", "", "1 if /readyz answers that the process is ready, else 0.", _ALL),
+        Metric(
+            "satrap_memory_used_bytes",
+            "gauge",
+            "bytes",
+            "Memory in use: of the machine or container (machine), and of the file system that holds the rows (rows).",
+            _ALL,
+            ("of",),
+        ),
+        Metric("satrap_memory_allowed_bytes", "gauge", "bytes", "Memory that may be used.", _ALL, ("of",)),
+        Metric("satrap_run_launches", "counter", "launches", "Launches of the trainers.", (RUN,)),
+        Metric("satrap_run_restarts", "counter", "restarts", "Processes started again.", (RUN,), ("process",)),
+        Metric("satrap_run_faults", "counter", "faults", "Processes and migrations that failed.", (RUN,)),
+        Metric("satrap_run_processes", "gauge", "processes", "Processes of the run.", (RUN,), ("process", "state")),
+    ),
+}
+METRICS: dict[str, Metric] = {metric.name: metric for group in GROUPS.values() for metric in group}

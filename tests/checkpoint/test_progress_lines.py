@@ -1,0 +1,79 @@
+"""A save, a resume and a migration over servers log how far they are and how long they will take."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from cluster import running_servers
+from logged import Records
+from loop import Net, batches, tables, train
+from satrap import Checkpoint, Deployment, Embeddings, transfer
+from satrap.server.migration.coordinator import Migration
+from satrap.table.snapshot.directory import ChecksumFile
+from satrap.worker import remote_progress
+
+
+@pytest.fixture
+def records(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[logging.LogRecord]]:
+    """The records of the log, in which every advance makes a line."""
+    monkeypatch.setattr(transfer, "_REPORT_SECONDS", 0.0)
+    monkeypatch.setattr(remote_progress, "_QUERY_SECONDS", 0.0)
+    logger, handler = logging.getLogger("satrap"), Records()
+    level = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    yield handler.records
+    logger.removeHandler(handler)
+    logger.setLevel(level)
+
+
+def figures(records: list[logging.LogRecord], logger: str, event: str) -> list[dict[str, Any]]:
+    found = [each for each in records if each.name == logger and getattr(each, "event", None) == event]
+    return [each.event_values for each in found]  # type: ignore[attr-defined]
+
+
+def slow(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, seconds: float) -> None:
+    """Makes a method take long enough for the servers to be queried meanwhile."""
+    method = getattr(owner, name)
+
+    def work(*arguments: Any) -> Any:
+        time.sleep(seconds)
+        return method(*arguments)
+
+    monkeypatch.setattr(owner, name, work)
+
+
+def test_saves_resumes_and_moves_over_servers(
+    tmp_path: Path, records: list[logging.LogRecord], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with running_servers(2, checkpoints=["/"]) as services:
+        addresses = [each.address for each in services]
+        with Embeddings(tables(), deployment=Deployment(addresses[:1])) as embeddings:
+            model = Net()
+            optimizer = embeddings.optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+            train(embeddings, model, optimizer, batches(10))
+            run = Checkpoint(tmp_path, model, optimizer, embeddings)
+            with monkeypatch.context() as patched:
+                slow(patched, ChecksumFile, "write", 0.02)
+                run.save()
+            with monkeypatch.context() as patched:
+                slow(patched, transfer.Transfer, "__exit__", 0.3)  # at the end of verification and restore
+                run.resume()
+        Migration(addresses[:1], addresses, group_bytes=40, pause_ratio=0.0).run()
+    saves = figures(records, "satrap.checkpoint", "save_progress")
+    assert any(0 < each["done"] < each["total"] and each["seconds_left"] >= 0 for each in saves), saves
+    (done,) = figures(records, "satrap.checkpoint", "save_done")
+    assert done["bytes"] == sum(each.stat().st_size for each in tmp_path.glob("*/tables/**/*") if each.is_file())
+    for event in ("verify_progress", "restore_progress"):
+        assert any(each["total"] and each["done"] for each in figures(records, "satrap.worker", event)), event
+    moves = figures(records, "satrap.server", "move_progress")
+    shares = [each["done"] / each["total"] for each in moves]
+    assert shares == sorted(shares) and shares[-1] == 1 and len(shares) > 5
+    assert all(each["seconds_left"] is not None for each in moves) and moves[-1]["seconds_left"] == 0

@@ -1,0 +1,150 @@
+"""What a run records for `satrap status` and `--http`, from the events and commands of its supervisor."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+from logged import logged
+from satrap.launch.run_events import (
+    Event,
+    MigrationEnded,
+    PlacementFailed,
+    Process,
+    ProcessExited,
+    ProcessReady,
+    Role,
+    ScaleRequested,
+    StartProcess,
+    StopRequested,
+)
+from satrap.launch.run_monitor import CLIENT_KEY, STATUS, RunMonitor
+from satrap.launch.run_state import RunState
+from satrap.launch.supervisor import RunConfig, Supervisor
+from satrap.monitor.samples import Sample
+
+SERVERS = [Process(Role.SERVER, number, 1) for number in (0, 1)]
+
+
+class Run:
+    """A supervisor whose events a monitor observes."""
+
+    def __init__(self, folder: Path, **options: Any) -> None:
+        self.places: dict[Process, str] = {}
+        self.metrics: dict[Process, str] = {}
+        self.folder = folder
+        self.monitor = RunMonitor(folder, self.places, self.metrics, **options)
+        self.supervisor = Supervisor(
+            RunConfig(servers=2, workers=0, trainers=1), RunState(name="a", launch=4, first_launch=5)
+        )
+        self.monitor.observe([], self.supervisor.start(0.0), self.supervisor, None)
+
+    def handle(self, event: Event, migration: tuple[int, int] | None = None) -> None:
+        self.monitor.observe([event], self.supervisor.handle(event, 1.0), self.supervisor, migration)
+
+    def start(self) -> None:
+        for server in SERVERS:
+            self.handle(ProcessReady(server, f"ipc:///folder/{server.number}"))
+
+    @property
+    def status(self) -> dict[str, Any]:
+        found: dict[str, Any] = json.loads((self.folder / STATUS).read_text())
+        return found
+
+    @property
+    def states(self) -> dict[str, str]:
+        return {f"{each['role']} {each['number']}": each["state"] for each in self.status["processes"]}
+
+    @property
+    def numbers(self) -> dict[str, Any]:
+        def name(sample: Sample) -> str:
+            return ".".join((sample.name.removeprefix("satrap_"), *sample.labels.values()))
+
+        return {name(sample): sample.value for sample in self.monitor.samples()}
+
+
+def test_processes_and_their_places(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    assert run.states == {"server 0": "starting", "server 1": "starting"} and "starting" in run.monitor.not_ready()
+    run.start()
+    assert run.states == {"server 0": "ready", "server 1": "ready", "trainer 0": "ready"}
+    assert (run.monitor.not_ready(), run.status["phase"], run.status["launch"]) == ("", "trainers are running", 5)
+    run.places[SERVERS[1]] = "process 7 on here"
+    run.metrics[SERVERS[1]] = "http://127.0.0.1:9101/metrics"
+    run.monitor.url = "http://127.0.0.1:9100/metrics"
+    run.handle(ProcessReady(SERVERS[1], "ipc:///folder/1"))
+    found = run.status["processes"][1]
+    assert (found["where"], found["address"]) == ("process 7 on here", "ipc:///folder/1")
+    assert run.monitor.targets() == [
+        {"targets": ["127.0.0.1:9100"], "labels": {"role": "run", "number": "0"}},
+        {"targets": ["127.0.0.1:9101"], "labels": {"role": "server", "number": "1"}},
+    ]
+    run.monitor.close()
+    assert not list(tmp_path.iterdir())
+
+
+def test_restarts_and_faults_are_counted_and_stops_are_none(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    run.start()
+    run.handle(ProcessExited(SERVERS[0], -9))
+    assert run.states["server 0"] == "starting"
+    run.handle(ProcessReady(Process(Role.SERVER, 0, 2), "ipc:///folder/0"))
+    run.handle(ProcessExited(Process(Role.TRAINER, 0, 5), -11))  # the next launch starts
+    assert run.status["launch"] == 6
+    run.handle(ScaleRequested(3, "test"))
+    run.handle(ProcessReady(Process(Role.SERVER, 2, 1), "ipc:///folder/2"), (0, 0))
+    run.handle(MigrationEnded("a server is slow"), (3, 8))
+    assert run.status["migration"] == {"moved": 3, "all": 8} and run.numbers["migration_buckets.moved"] == 3
+    run.handle(MigrationEnded(), None)
+    run.handle(StopRequested("SIGTERM"))
+    run.handle(ProcessExited(Process(Role.TRAINER, 0, 6), -15))
+    numbers, faults = run.numbers, run.status["faults"]
+    assert [each["what"] for each in faults["last"]] == [
+        "server 0 was killed by signal 9",
+        "trainer 0 was killed by signal 11",
+        "buckets could not be moved: a server is slow",
+    ]
+    assert faults["count"] == numbers["run_faults"] == 3 and numbers["run_launches"] == 2
+    assert (numbers["run_restarts.server"], numbers["run_restarts.trainer"], numbers["run_restarts.worker"]) == (
+        1,
+        1,
+        0,
+    )
+    assert run.status["migration"] is None and "stopping" in run.monitor.not_ready()
+
+
+def test_a_process_without_a_place_is_a_fault(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    run.handle(PlacementFailed(SERVERS[1], "no node has room"))
+    assert run.status["faults"]["last"][0]["what"] == "no node has room" and run.states == {"server 0": "starting"}
+
+
+def test_the_last_faults_are_kept(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    for number in range(1, 31):
+        process = Process(Role.SERVER, 0, number)
+        run.monitor.observe([ProcessExited(process, 1)], [StartProcess(process)], run.supervisor, None)
+    assert run.status["faults"]["count"] == 30 and len(run.status["faults"]["last"]) == 20
+
+
+def test_a_status_that_cannot_be_written_ends_nothing(tmp_path: Path) -> None:
+    (folder := tmp_path / "run").mkdir()
+    run = Run(folder)
+    shutil.rmtree(folder)
+    with logged("satrap.launch", "status.json cannot be written") as records:
+        run.start()
+        run.handle(ProcessExited(SERVERS[0], -9))
+    assert len(records) == 1
+    folder.mkdir()
+    run.handle(ProcessReady(Process(Role.SERVER, 0, 2), "ipc:///folder/0"))
+    assert run.states["server 0"] == "ready"
+
+
+def test_the_key_of_a_run_is_private_and_removed(tmp_path: Path) -> None:
+    (tmp_path / CLIENT_KEY).write_text("of a run that was killed")
+    run = Run(tmp_path, client_key=b"key")
+    assert (tmp_path / CLIENT_KEY).read_bytes() == b"key" and (tmp_path / CLIENT_KEY).stat().st_mode & 0o777 == 0o600
+    run.monitor.close()
+    assert not list(tmp_path.iterdir())

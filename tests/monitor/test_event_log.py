@@ -1,0 +1,134 @@
+"""The lines of the log, in both formats: one for each event, with all fields, whatever the message holds."""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from logged import Records
+from satrap import event_log
+from satrap.config.job import Job
+from satrap.config.tables import Adagrad, Ftrl, Table
+from satrap.event_log import FORMATS, LimitedLog, describe_process, event, formatter, is_routine, set_role
+
+LINE = re.compile(
+    r"(?P<time>\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z) (?P<level>[A-Z]+) (?P<role>\S+) (?P<number>\S+) "
+    r"job=(?P<job>\S+) step=(?P<step>\S+) (?P<logger>[\w.]+): (?P<message>.*)"
+)
+
+
+@pytest.fixture(autouse=True)
+def process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(event_log, "_process", event_log._ProcessFields())
+    yield
+
+
+def record(message: str, *arguments: object, **extra: Any) -> logging.LogRecord:
+    made = logging.LogRecord("satrap.tests", logging.INFO, __file__, 1, message, arguments, None)
+    vars(made).update(extra)
+    return made
+
+
+def parse(line: str) -> dict[str, str]:
+    match = LINE.fullmatch(line)
+    assert match is not None, line
+    return match.groupdict()
+
+
+@given(st.text(), st.text())
+def test_a_line_is_one_line_whatever_the_message_holds(message: str, name: str) -> None:
+    made = record("%s", message, **event("job", name=name))
+    text, line = formatter("text").format(made), formatter("json").format(made)
+    assert len(text.splitlines()) == len(line.splitlines()) == 1
+    assert parse(text)["message"].isprintable() or not message.isprintable()
+    read = json.loads(line)
+    assert (read["message"], read["name"], read["event"]) == (message, name, "job")
+    assert is_routine(text) and is_routine(line)
+    made.levelname = "WARNING"
+    assert not any(is_routine(formatter(form).format(made)) for form in FORMATS)
+    assert read.keys() >= {"time", "level", "role", "number", "job", "step", "logger"}
+
+
+def test_the_fields_of_the_process() -> None:
+    made = record("news")
+    assert parse(formatter("text").format(made)) | {"time": ""} == {
+        "time": "",
+        "level": "INFO",
+        "role": "-",
+        "number": "-",
+        "job": "-",
+        "step": "-",
+        "logger": "satrap.tests",
+        "message": "news",
+    }
+    set_role("server")
+    describe_process("trainer", number=7, job="another role is ignored")
+    describe_process("server", number=2, job="12345678", step=lambda: 30)
+    found = parse(formatter("text").format(made))
+    assert [found[name] for name in ("role", "number", "job", "step")] == ["server", "2", "12345678", "30"]
+    read = json.loads(formatter("json").format(record("news", **event("x", step=31))))
+    assert [read[name] for name in ("role", "number", "job", "step")] == ["server", 2, "12345678", 31]
+    set_role("server", 5)
+    describe_process("server", number=2)
+    assert parse(formatter("text").format(made))["number"] == "5", "the command line's number stays"
+
+
+def test_a_process_without_a_role_becomes_a_trainer() -> None:
+    describe_process("server", number=1)
+    assert parse(formatter("text").format(record("news")))["role"] == "-"
+    describe_process("trainer", number=1)
+    assert parse(formatter("text").format(record("news")))["role"] == "trainer"
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_an_exception_stays_on_the_line(form: str) -> None:
+    try:
+        raise ValueError("two\nlines")
+    except ValueError:
+        made = record("failed", exc_info=sys.exc_info())
+    line = formatter(form).format(made)
+    assert len(line.splitlines()) == 1 and "Traceback" in line and "test_event_log.py" in line
+
+
+def test_importing_satrap_installs_no_handler() -> None:
+    code = "import logging, satrap, satrap.server.server, satrap.launch.run_loop, satrap.cli.main\n"
+    code += "print([name for name, each in logging.root.manager.loggerDict.items() if name.startswith('satrap') "
+    code += "and getattr(each, 'handlers', ())], logging.root.handlers)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=True)
+    assert done.stdout == "[] []\n"
+
+
+def test_a_limited_log_keeps_the_last_record() -> None:
+    logger, handler = logging.getLogger("satrap.tests"), Records()
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    try:
+        log = LimitedLog(logger.info, seconds=0.2)
+        for number in range(100):
+            log("number %d", number, extra=event("x", number=number))
+        deadline = time.monotonic() + 60
+        while len(handler.records) < 2 and time.monotonic() < deadline:
+            time.sleep(0.01)
+    finally:
+        logger.removeHandler(handler)
+    assert handler.messages[0] == "number 0" and handler.messages[-1] == "number 99"
+    assert len(handler.messages) < 100
+
+
+def test_fingerprints_differ_as_jobs_do() -> None:
+    tables = [Table("a", dim=4), Table("b", dim=4), Table("a", dim=8), Table("a", dim=4, optimizer=Ftrl(lr=0.2))]
+    tables += [Table("a", dim=4, optimizer=Adagrad(lr=lr)) for lr in (0.1, 0.2)]
+    jobs = [Job(tables=(table,), seed=seed) for table in tables for seed in (0, 1)]
+    for one in jobs:
+        for other in jobs:
+            assert (one.fingerprint == other.fingerprint) == (not one.differences(other))

@@ -1,0 +1,136 @@
+"""Transfers: what they log at the start, in between and at the end, and how nested ones and other threads count."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from logged import Records
+from satrap import transfer
+from satrap.transfer import Transfer, advance, current_transfer, format_bytes, format_seconds, in_context
+
+LOG = logging.getLogger("satrap.tests")
+
+
+class Clock:
+    """A clock that tests set."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(transfer, "time", clock)
+    return clock
+
+
+@pytest.fixture
+def records() -> Iterator[list[logging.LogRecord]]:
+    handler = Records()
+    LOG.addHandler(handler)
+    LOG.setLevel(logging.INFO)
+    yield handler.records
+    LOG.removeHandler(handler)
+
+
+def values(record: logging.LogRecord) -> dict[str, Any]:
+    return {"event": record.event, **record.event_values}  # type: ignore[attr-defined]
+
+
+def test_a_transfer_logs_its_start_and_its_end(clock: Clock, records: list[logging.LogRecord]) -> None:
+    with Transfer(LOG, "save", "save of table 'a'", total=3 << 20, table="a"):
+        advance(1 << 20)
+        clock.now += 2.5
+        advance(2 << 20)
+    assert [each.getMessage() for each in records] == [
+        "save of table 'a' begun",
+        "save of table 'a' done: 3.0 MiB in 2.5 s",
+    ]
+    assert values(records[1]) == {"event": "save_done", "table": "a", "bytes": 3 << 20, "seconds": 2.5}
+    assert current_transfer() is None
+
+
+def test_a_transfer_that_fails_says_why(clock: Clock, records: list[logging.LogRecord]) -> None:
+    with pytest.raises(OSError, match="disk full"), Transfer(LOG, "save", "save"):
+        raise OSError("disk full")
+    assert records[-1].levelno == logging.WARNING and values(records[-1])["event"] == "save_failed"
+    assert records[-1].getMessage() == "save failed after 0.0 s: disk full"
+
+
+@pytest.mark.parametrize("how", ["advance", "reach", "observe"])
+def test_progress_and_the_time_left(how: str, clock: Clock, records: list[logging.LogRecord]) -> None:
+    """At a steady rate the estimate is exact, and a line appears every ten seconds."""
+    with Transfer(LOG, "move", "move", total=None if how == "observe" else 100) as work:
+        for second in range(1, 51):
+            clock.now += 1
+            if how == "advance":
+                advance(2)
+            elif how == "reach":
+                work.reach(2 * second, 100, 5 * second)
+            else:
+                work.observe([{"done": second, "total": 50, "bytes": second}] * 2)
+    lines = [each for each in records if values(each)["event"] == "move_progress"]
+    assert [values(each)["seconds_left"] for each in lines] == [40, 30, 20, 10, 0]
+    assert re.fullmatch(r"move: 20 %, \d+ bytes, about 40 s left", lines[0].getMessage())
+
+
+def test_progress_without_a_total(clock: Clock, records: list[logging.LogRecord]) -> None:
+    with Transfer(LOG, "save", "save"):
+        clock.now += 10
+        advance(2048)
+    assert records[1].getMessage() == "save: 2.0 KiB so far" and values(records[1])["seconds_left"] is None
+
+
+def test_a_nested_transfer_advances_the_outer_one(clock: Clock, records: list[logging.LogRecord]) -> None:
+    """And leaves the progress to it, if it knows its total."""
+    with Transfer(LOG, "save", "whole", total=100) as whole:
+        for number in range(2):
+            with Transfer(LOG, "save", f"part {number}", total=50):
+                clock.now += 20
+                advance(50)
+    assert whole.figures == (100, 100, 100)
+    progress = [each.getMessage() for each in records if values(each)["event"] == "save_progress"]
+    assert progress == ["whole: 50 %, 50 bytes, about 20 s left", "whole: 100 %, 100 bytes, about 0 s left"]
+
+
+@given(st.lists(st.lists(st.integers(0, 1000), max_size=20), min_size=1, max_size=5))
+def test_threads_count_for_the_transfer_that_started_them(parts: list[list[int]]) -> None:
+    def work(numbers: list[int]) -> None:
+        for number in numbers:
+            advance(number)
+
+    with ThreadPoolExecutor(4) as pool:
+        transfers = []
+        for _ in range(2):  # one after the other, each with threads of the same pool
+            with Transfer(LOG, "save", "save") as one:
+                for future in [pool.submit(in_context(work), numbers) for numbers in parts]:
+                    future.result()
+            transfers.append(one)
+    assert all(each.figures[2] == sum(map(sum, parts)) for each in transfers)
+
+
+def test_figures_of_this_process() -> None:
+    assert transfer.running_figures(LOG.name) == {"done": 0, "total": 0, "bytes": 0}
+    with Transfer(LOG, "save", "save", total=10):
+        advance(4)
+        assert transfer.running_figures(LOG.name) == {"done": 4, "total": 10, "bytes": 4}
+        assert transfer.running_figures("satrap.other")["bytes"] == 0
+
+
+def test_words() -> None:
+    assert [format_bytes(each) for each in (0, 1023, 1024, 5 << 20, 3 << 29)] == [
+        *("0 bytes", "1023 bytes", "1.0 KiB", "5.0 MiB", "1.5 GiB")
+    ]
+    assert [format_seconds(each) for each in (0, 119, 120, 7199, 7200)] == ["0 s", "119 s", "2 min", "120 min", "2.0 h"]

@@ -1,0 +1,214 @@
+"""Metrics and status of a server: scraped numbers equal what was done, and the call `status` waits for nothing."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import zmq
+
+from cluster import ANYWHERE, batch, one_table, sharded_worker
+from satrap.cli.http import StatusEndpoint
+from satrap.config.tables import MinCount
+from satrap.errors import SatrapError
+from satrap.monitor.samples import call_samples
+from satrap.rpc import Client, Origin, Service
+from satrap.server.protocol import ServerCalls
+from satrap.server.server import Server
+from satrap.server.status_calls import server_samples
+from satrap.worker.sharded_rows import ShardedWorker
+from scrape import Numbers, get, number, scrape
+
+
+@contextmanager
+def served(server: Server) -> Iterator[tuple[Service, str]]:
+    """Serve a server and its metrics; yields the service and the URL of the metrics."""
+    with (
+        StatusEndpoint("server", "0", lambda: server.status(Origin()), server_samples) as endpoint,
+        Service(server, ServerCalls, ANYWHERE) as service,
+    ):
+        (line,) = endpoint.attach(service)
+        yield service, line.split()[-1]
+
+
+def table_numbers(numbers: Numbers) -> dict[str, float]:
+    return {
+        name.removeprefix("satrap_table_").removesuffix("_total"): value
+        for (name, labels), value in numbers.items()
+        if labels == (("table", "t"),)
+    }
+
+
+def train(worker: ShardedWorker, step: int, ids: Any, gradient: float) -> None:
+    found = worker.lookup(batch(ids), step=step)
+    assert found.ticket is not None
+    worker.update([found.ticket], [np.full_like(found.block, gradient)], [{}], step=step)
+
+
+def test_scraped_numbers_are_what_was_done(tmp_path: Path, seed: int) -> None:
+    draw = np.random.default_rng(seed)
+    server = Server(num_threads=1, checkpoints=[tmp_path], shared=tmp_path / "rows")
+    with served(server) as (service, url):
+        ready = url.replace("metrics", "readyz")
+        assert get(ready) == (503, "no trainer has given this server its job yet\n")
+        features = one_table(admission=MinCount(2), on_nonfinite="skip")
+        steps = [draw.integers(0, 30, 20).astype(np.uint64) for _ in range(10)]
+        with sharded_worker(features, [service.address]) as worker:
+            for step, ids in enumerate(steps, 1):
+                train(worker, step, ids, np.nan if step == 10 else 1.0)
+            numbers = scrape(url)
+            stats = worker.tables["t"].stats() | {"skipped": 0}  # by this process, before the server sees them
+            version = worker.tables["t"].save(tmp_path / "saved")
+            after_save = scrape(url)
+        assert get(ready) == (200, "ready\n")
+        # The table, by a dictionary of how often an id was seen.
+        seen: dict[int, int] = {}
+        rows: set[int] = set()
+        expected = dict.fromkeys(("lookups", "hits", "inserted", "refused", "updated"), 0)
+        for step, ids in enumerate(steps, 1):
+            for each in np.unique(ids).tolist():
+                seen[each] = seen.get(each, 0) + 1
+                expected["lookups"] += 1
+                outcome = "hits" if each in rows else "inserted" if seen[each] == 2 else "refused"
+                expected[outcome] += 1
+                rows |= {each} if seen[each] == 2 else set()
+                expected["updated"] += each in rows and step < 10
+        found = table_numbers(numbers)
+        assert {name: found[name] for name in expected} == expected
+        assert found["rows"] == len(rows)
+        named = {"absent": "not_applied_absent"}
+        assert found == {name: stats[named.get(name, name)] for name in found} and len(found) == len(stats)
+        # The calls.
+        for method, calls in (("lookup", 10), ("update", 9)):  # an update without a finite gradient is not sent
+            assert number(numbers, "satrap_call_seconds_count", method=method) == calls
+            assert 0 < number(numbers, "satrap_call_seconds_sum", method=method) < 60
+        assert number(numbers, "satrap_step") == len(steps)
+        assert number(numbers, "satrap_attempt") > 0
+        assert number(numbers, "satrap_buckets", state="owned") == 8
+        assert number(numbers, "satrap_calls_queued") == number(numbers, "satrap_calls_failed_total") == 0
+        # Ids cross once with the lookup; rows and gradients of two floats each, of unique ids.
+        num_ids = sum(len(np.unique(ids)) for ids in steps)
+        assert number(numbers, "satrap_received_bytes_total") > 16 * num_ids
+        assert number(numbers, "satrap_sent_bytes_total") > 8 * num_ids
+        # The save.
+        assert version == 2
+        assert number(after_save, "satrap_snapshots_total", work="save") == 1
+        assert number(after_save, "satrap_snapshots_running", work="save") == 0
+        assert number(after_save, "satrap_snapshot_rows", work="save") == len(rows)
+        assert number(after_save, "satrap_snapshot_rows_done", work="save") == len(rows)
+        assert number(after_save, "satrap_snapshots_total", work="restore") == 0
+        for of in ("machine", "rows"):
+            allowed = number(numbers, "satrap_memory_allowed_bytes", of=of)
+            assert 0 < number(numbers, "satrap_memory_used_bytes", of=of) < allowed
+
+
+def test_every_counter_of_a_service_has_its_metric() -> None:
+    """The numbers differ, so no two can be exchanged. What a closed service counts is not served."""
+    with Service(Server(num_threads=1), ServerCalls, ANYWHERE) as service:
+        counts = {name: number for number, name in enumerate(service.counts(), 1)}
+    found = {each.name: each.value for each in call_samples(counts, (), {})}
+    names = {
+        **{name: f"satrap_calls_{name}" for name in ("queued", "running", "busy", "expired", "failed", "unsent")},
+        **{name: f"satrap_{name}" for name in ("received_bytes", "sent_bytes")},
+        "arrived": "satrap_calls",
+        "duplicates": "satrap_calls_duplicate",
+        "bad": "satrap_frames_bad",
+        "ended_connections": "satrap_connections_ended",
+    }
+    assert found == {name: counts[key] for key, name in names.items()}
+    assert counts.keys() - names.keys() == {"dropped", "replied"}
+
+
+def test_faulty_calls_are_counted() -> None:
+    server = Server(num_threads=1)
+    with served(server) as (service, url), zmq.Context() as context, context.socket(zmq.DEALER) as peer:
+        with Client(ServerCalls, service.address) as client, pytest.raises(SatrapError):
+            client.call.check(Origin(), 0)
+        peer.connect(service.address)
+        peer.send(b"not a header")
+        assert peer.poll(60_000)
+        numbers = scrape(url)
+        assert number(numbers, "satrap_calls_failed_total") == 1
+        assert number(numbers, "satrap_frames_bad_total") == 1
+        assert number(numbers, "satrap_calls_total") == 1
+        assert number(numbers, "satrap_call_seconds_count", method="check") == 1
+
+
+def test_a_restore_in_progress_is_shown_and_delays_no_status(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The restore holds the server's lock; status and scrape answer nevertheless, with the rows read so far."""
+    server = Server(num_threads=1, checkpoints=[tmp_path])
+    with (
+        served(server) as (service, url),
+        sharded_worker(one_table(), [service.address]) as worker,
+        Client(ServerCalls, service.address) as client,
+    ):
+        train(worker, 1, np.arange(50), 1.0)
+        worker.tables["t"].save(tmp_path / "saved")
+        imported, may_continue = threading.Event(), threading.Event()
+        engine_import = server._create_tables
+
+        def create(*arguments: Any) -> Any:
+            state = engine_import(*arguments)
+            progress = next(iter(state.tables.values()))._slot.progress.restore
+            count_rows = progress.add
+
+            def add(rows: int) -> None:
+                count_rows(rows)
+                imported.set()
+                assert may_continue.wait(60)
+
+            monkeypatch.setattr(progress, "add", add)
+            return state
+
+        monkeypatch.setattr(server, "_create_tables", create)
+        restore = threading.Thread(target=worker.tables.restore, args=({"t": [tmp_path / "saved"]},))
+        restore.start()
+        assert imported.wait(60)
+        numbers, status = scrape(url), client.call.status(Origin())
+        assert get(url.replace("metrics", "readyz")) == (503, "a restore is running\n")
+        may_continue.set()
+        restore.join()
+        assert number(numbers, "satrap_snapshots_running", work="restore") == 1
+        assert number(numbers, "satrap_snapshot_rows_done", work="restore") == 50
+        assert number(numbers, "satrap_snapshot_rows", work="restore") == 50
+        assert status["not_ready"] == "a restore is running" and number(numbers, "satrap_ready") == 0
+        assert number(scrape(url), "satrap_snapshots_total", work="restore") == 1
+        assert client.call.status(Origin())["tables"]["t"]["rows"] == 50
+
+
+def test_tables_that_a_restore_removes_meanwhile_are_left_out() -> None:
+    server = Server(num_threads=1)
+    with served(server) as (service, url), sharded_worker(one_table(), [service.address]):
+        state = server._state
+        assert state is not None
+        tables = state.tables
+        del state.tables
+        assert number(scrape(url), "satrap_ready") == 0 and "tables" not in server.status(Origin())
+        state.tables = tables
+        assert number(scrape(url), "satrap_ready") == 1
+
+
+def test_status_starts_no_attempt_and_takes_no_lease() -> None:
+    server = Server(num_threads=1)
+    with Service(server, ServerCalls, ANYWHERE) as service, Client(ServerCalls, service.address) as client:
+        status = client.call.status(Origin())
+        assert "tables" not in status and status["leases"] == {}
+        with sharded_worker(one_table(), [service.address]) as worker:
+            for step in (1, 2, 3):
+                worker.lookup(batch([step]), step=step, oldest_open=1)
+            before = client.call.status(Origin())
+            for _ in range(3):
+                after = client.call.status(Origin())
+            assert (before["attempt"], before["step"], before["map_version"]) == (
+                after["attempt"],
+                after["step"],
+                after["map_version"],
+            )
+            assert before["staleness"] == {"0": 2} and before["tables"]["t"]["rows"] == 3
+            assert [where for where, _ in after["leases"].values()] == [status["where"]]
+            assert after["addresses"] == [service.address] and after["tables"] == before["tables"]

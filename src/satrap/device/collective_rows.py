@@ -196,7 +196,7 @@ class CollectiveRows(ShardedRows):
             raise TicketError("drop of a batch: this ticket was used already")
         ticket.used = True
         if not ticket.split.used:
-            self._split.drop(ticket.split)
+            self.split.drop(ticket.split)
 
     def skip(self, step: int) -> None:
         self._updates.skip(step)
@@ -208,14 +208,14 @@ class CollectiveRows(ShardedRows):
 
     def _read(self, request: BagRequest, block: Tensor, sequences: list[Tensor]) -> None:
         """Look up without training."""
-        memory = [np.asarray(self._split.empty(len(each), each.shape[1])) for each in (block, *sequences)]
+        memory = [np.asarray(self.split.empty(len(each), each.shape[1])) for each in (block, *sequences)]
         super().lookup(request, memory[0], memory[1:])
         for to, rows in zip((block, *sequences), memory, strict=True):
             to.copy_(torch.from_numpy(rows))
 
     def _start(self, request: BagRequest, step: int) -> "tuple[CollectiveTicket, Future[list[Tensor]] | None]":
         owners, num_owners = self._servers.topology.owners, len(self._servers.topology)
-        split = self._split.lookup(
+        split = self.split.lookup(
             request.values, request.offsets, request.weights, request.batch_size, owners, num_owners, True
         )
         weight = 1.0 if request.weights is None or not len(request.weights) else np.abs(request.weights).max()
@@ -235,7 +235,7 @@ class CollectiveRows(ShardedRows):
         self, ticket: CollectiveTicket, rows: list[Tensor], batch_size: int, block: Tensor, sequences: list[Tensor]
     ) -> None:
         """Pool and copy the rows of all features."""
-        found = self._split.lines(ticket.split, self._groups.numbers)
+        found = self.split.lines(ticket.split, self._groups.numbers)
         lines, offsets, weights = (
             None if found[name] is None else to_device(found[name], self.device)
             for name in ("lines", "offsets", "weights")
@@ -264,7 +264,7 @@ class CollectiveRows(ShardedRows):
         given = [
             (block is not None, [each is not None for each in sequences]) for block, sequences in request.gradients
         ]
-        laid_out, found = self._split.runs(splits, given, topology.owners, len(topology), self._groups.numbers)
+        laid_out, found = self.split.runs(splits, given, topology.owners, len(topology), self._groups.numbers)
         ids, counts = _sent(laid_out)
         runs = Runs.to_device(found, self.device)
         sums = []
@@ -289,7 +289,7 @@ class CollectiveRows(ShardedRows):
             for block, sequences in request.gradients
         ]
         splits = [each.split for each in request.tickets]
-        found = self._split.sums(splits, on_cpu, request.scale, topology.owners, len(topology))
+        found = self.split.sums(splits, on_cpu, request.scale, topology.owners, len(topology))
         self._servers.add_skipped(found.skipped)
         ids, counts = _sent(found)
         by_group: list[list[NDArray[np.float32]]] = [[] for _ in self._groups.tables]

@@ -86,7 +86,8 @@ def embeddings_of(job: dict[str, Any]) -> Embeddings:
         trainer_server._is_own_folder = lambda name: False
     where = Deployment(job["servers"], workers=job.get("workers"))
     features = counting_tables() if job.get("counted") else tables()
-    return Embeddings(features, num_threads=1, staleness=job["staleness"], deployment=where)
+    how = {"device": job.get("device"), "deterministic": job.get("deterministic", False)}
+    return Embeddings(features, num_threads=1, staleness=job["staleness"], deployment=where, **how)
 
 
 def state_of(embeddings: Embeddings, model: torch.nn.Module) -> dict[str, Any]:

@@ -34,6 +34,8 @@ class Fields {
         return Fields(where_ + name + ": ", found);
     }
 
+    void ignore(const char* name) { take(name); }
+
     void require_all_read() const {
         if (left_.size() != 0) refuse(where_ + "the core knows no field " + nb::repr(left_.keys()[0]).c_str());
     }
@@ -121,6 +123,7 @@ TableConfig read_table(const nb::typed<nb::dict, std::string, nb::any>& table,
     fields.choose("absent", config.absent, {{"initial", Absent::initial}, {"zeros", Absent::zeros}});
     fields.choose("on_nonfinite", config.on_nonfinite, {{"raise", OnNonfinite::raise}, {"skip", OnNonfinite::skip}});
     fields.read("num_buckets", config.num_buckets);
+    fields.ignore("shard"); // of several servers
     fields.require_all_read();
     require_valid(where, config);
     return config;

@@ -3,33 +3,14 @@
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/unique_ptr.h>
 
-#include "bindings/bindings_bags.hpp"
+#include "bindings/bindings_frames.hpp"
 
 namespace {
 
 using FramesOut = nb::ndarray<std::int32_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using Places = nb::ndarray<const std::int32_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using Stamps = nb::ndarray<const std::uint32_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using BytesOut = nb::ndarray<nb::ndim<2>, nb::c_contig, nb::device::cpu>;
-
-// Moves a vector into a numpy array of elements of the same size.
-template <typename T, typename Element> nb::object moved(std::vector<Element> elements) {
-    static_assert(sizeof(Element) % sizeof(T) == 0);
-    auto* owner = new std::vector<Element>(std::move(elements));
-    nb::capsule capsule(owner, [](void* p) noexcept { delete static_cast<std::vector<Element>*>(p); });
-    constexpr std::size_t width = sizeof(Element) / sizeof(T);
-    T* data = reinterpret_cast<T*>(owner->data());
-    if constexpr (width == 1) {
-        const std::size_t shape[] = {owner->size()};
-        return nb::cast(nb::ndarray<nb::numpy, T, nb::ndim<1>>(data, 1, shape, capsule));
-    } else {
-        const std::size_t shape[] = {owner->size(), width};
-        return nb::cast(nb::ndarray<nb::numpy, T, nb::ndim<2>>(data, 2, shape, capsule));
-    }
-}
-
-template <typename T, typename Element> nb::object moved_or_none(std::vector<Element> elements) {
-    return elements.empty() ? nb::object(nb::none()) : moved<T>(std::move(elements));
-}
 
 std::size_t checked_pool(const Engine& engine, std::size_t p) {
     if (p >= engine.num_frame_pools())
@@ -41,6 +22,21 @@ std::size_t checked_device_table(Engine& engine, std::size_t t) {
     if (t >= engine.num_tables() || !engine.table(t).config().frame_pool)
         refuse("table " + std::to_string(t) + " has no rows on a device");
     return t;
+}
+
+nb::dict absent_of(const FrameLookup& found) {
+    std::vector<std::uint64_t> ids;
+    std::vector<std::uint32_t> tables, places;
+    for (const AbsentRow& row : found.absent) {
+        ids.push_back(row.id);
+        tables.push_back(row.table);
+        places.push_back(row.place);
+    }
+    nb::dict out;
+    out["absent_ids"] = moved<std::uint64_t>(std::move(ids));
+    out["absent_tables"] = moved<std::uint32_t>(std::move(tables));
+    out["absent_places"] = moved<std::int32_t>(std::move(places));
+    return out;
 }
 
 nb::dict lookup_frames(Engine& engine, const std::shared_ptr<Bags>& bags, const Ids& values,
@@ -57,22 +53,45 @@ nb::dict lookup_frames(Engine& engine, const std::shared_ptr<Bags>& bags, const 
         nb::gil_scoped_release release;
         found = engine.lookup_frames(bags, inputs, when, memory, train);
     }
-    std::vector<std::uint64_t> ids;
-    std::vector<std::uint32_t> tables, places;
-    for (const AbsentRow& row : found.absent) {
-        ids.push_back(row.id);
-        tables.push_back(row.table);
-        places.push_back(row.place);
-    }
-    nb::dict out;
+    nb::dict out = absent_of(found);
     out["ticket"] = std::move(found.ticket);
     out["num_ids"] = found.num_ids;
     out["offsets"] = moved_or_none<std::int64_t>(std::move(found.offsets));
     out["weights"] = moved_or_none<float>(std::move(found.weights));
-    out["absent_ids"] = moved<std::uint64_t>(std::move(ids));
-    out["absent_tables"] = moved<std::uint32_t>(std::move(tables));
-    out["absent_places"] = moved<std::int32_t>(std::move(places));
     return out;
+}
+
+nb::dict lookup_id_frames(Engine& engine, const Ids& ids, const Offsets& offsets, std::uint64_t step,
+                          std::uint64_t oldest_open, bool train, const FramesOut& frames, bool first_epoch) {
+    const std::vector<std::int64_t> of_tables = checked_offsets(offsets, engine.num_tables(), ids.size());
+    const LookupStep when = checked_step(step, oldest_open, train, false, first_epoch);
+    require_size("frames", frames.size(), ids.size());
+    std::int32_t* memory = frames.data();
+    FrameLookup found;
+    {
+        nb::gil_scoped_release release;
+        found = engine.lookup_id_frames(ids.data(), of_tables, when, memory);
+    }
+    return absent_of(found);
+}
+
+nb::dict update_id_frames(Engine& engine, const Ids& ids, const Offsets& offsets, const Places& places,
+                          std::uint64_t step, bool filter) {
+    require_step("step", step);
+    const std::vector<std::int64_t> of_tables = checked_offsets(offsets, engine.num_tables(), ids.size());
+    require_size("places", places.size(), ids.size());
+    FrameRuns runs;
+    {
+        nb::gil_scoped_release release;
+        runs = engine.update_id_frames(ids.data(), of_tables, places.data(), static_cast<std::uint32_t>(step), filter);
+    }
+    return dict_of(std::move(runs));
+}
+
+bool check_id_gradients(Engine& engine, const Ids& ids, const Offsets& offsets, const FloatsIn& gradients) {
+    const std::vector<std::int64_t> of_tables = checked_offsets(offsets, engine.num_tables(), ids.size());
+    require_size("gradients", gradients.size(), engine.out_size(of_tables));
+    return engine.check_id_gradients(ids.data(), of_tables, gradients.data());
 }
 
 nb::dict take_inserted(Engine& engine) {
@@ -123,16 +142,7 @@ nb::dict update_frames(Engine& engine, const std::vector<Ticket*>& tickets,
         nb::gil_scoped_release release;
         runs = engine.update_frames(tickets, parts, static_cast<std::uint32_t>(step), filter);
     }
-    nb::dict out;
-    out["tables"] = moved<std::int32_t>(std::move(runs.first_run_of_table));
-    out["frames"] = moved<std::int32_t>(std::move(runs.frames));
-    out["begin"] = moved<std::int32_t>(std::move(runs.begin));
-    out["end"] = moved<std::int32_t>(std::move(runs.end));
-    out["places"] = moved<std::int32_t>(std::move(runs.places));
-    out["factors"] = moved_or_none<float>(std::move(runs.factors));
-    out["keys"] = moved_or_none<std::int64_t>(std::move(runs.keys));
-    out["ids"] = moved_or_none<std::uint64_t>(std::move(runs.ids));
-    return out;
+    return dict_of(std::move(runs));
 }
 
 void settle_frames(Engine& engine, std::size_t t, const Ids& ids, std::uint64_t skipped, std::uint64_t step) {
@@ -204,10 +214,29 @@ void bind_places(nb::class_<Engine>& engine) {
             "pool"_a, "limit"_a);
 }
 
+void bind_id_frames(nb::class_<Engine>& engine) {
+    engine
+        .def("lookup_id_frames", &lookup_id_frames, "ids"_a, "offsets"_a, "step"_a, "oldest_open"_a, "train"_a,
+             "frames"_a, "first_epoch"_a = true,
+             nb::sig("def lookup_id_frames(self, ids: NDArray[numpy.uint64], offsets: NDArray[numpy.int64], step: int, "
+                     "oldest_open: int, train: bool, frames: NDArray[numpy.int32], first_epoch: bool = True) -> "
+                     "dict[str, typing.Any]"),
+             "Finds the frames of ids in flat arrays, table by table.")
+        .def("update_id_frames", &update_id_frames, "ids"_a, "offsets"_a, "places"_a, "step"_a, "filter"_a,
+             nb::sig("def update_id_frames(self, ids: NDArray[numpy.uint64], offsets: NDArray[numpy.int64], places: "
+                     "NDArray[numpy.int32], step: int, filter: bool) -> dict[str, typing.Any]"),
+             "Does all of an update of ids in flat arrays but the optimizer.")
+        .def("check_id_gradients", &check_id_gradients, "ids"_a, "offsets"_a, "gradients"_a, WithoutGil(),
+             nb::sig("def check_id_gradients(self, ids: NDArray[numpy.uint64], offsets: NDArray[numpy.int64], "
+                     "gradients: NDArray[numpy.float32]) -> bool"),
+             "Raises NonFiniteError as an update would. Returns whether gradients may have to be skipped.");
+}
+
 } // namespace
 
 void bind_frames(nb::class_<Engine>& engine) {
     bind_places(engine);
+    bind_id_frames(engine);
     engine
         .def("lookup_frames", &lookup_frames, "bags"_a, "values"_a, "offsets"_a.none(), "weights"_a.none(),
              "batch_size"_a, "step"_a, "oldest_open"_a, "train"_a, "frames"_a, "first_epoch"_a = true,

@@ -5,8 +5,8 @@
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/unique_ptr.h>
 
-#include "bindings/bindings_bags.hpp"
 #include "bindings/bindings_fp16.hpp"
+#include "bindings/bindings_frames.hpp"
 
 namespace {
 
@@ -32,9 +32,53 @@ std::vector<std::uint32_t> checked_owners(const Split& split, const Words& owner
 
 std::unique_ptr<SplitTicket> lookup(Split& split, const Ids& values, const std::optional<Offsets>& offsets,
                                     const std::optional<FloatsIn>& weights, std::size_t batch_size, const Words& owners,
-                                    std::uint32_t num_servers) {
+                                    std::uint32_t num_servers, bool with_indexes) {
     const BagInputs inputs = checked_inputs(split.bags(), values, offsets, weights, batch_size);
-    return split.lookup(inputs, checked_owners(split, owners, num_servers), num_servers);
+    return split.lookup(inputs, checked_owners(split, owners, num_servers), num_servers, with_indexes);
+}
+
+std::vector<std::uint32_t> checked_groups(const Split& split, const Words& groups) {
+    require_size("groups", groups.size(), split.map().num_tables());
+    std::vector<std::uint32_t> of_tables(groups.data(), groups.data() + groups.size());
+    for (const std::uint32_t group : of_tables)
+        if (group >= of_tables.size()) refuse("group " + std::to_string(group) + "; expected less than the tables");
+    return of_tables;
+}
+
+nb::dict lines(Split& split, SplitTicket& ticket, const Words& groups) {
+    const std::vector<std::uint32_t> of_tables = checked_groups(split, groups);
+    SplitLines found;
+    {
+        nb::gil_scoped_release release;
+        found = split.lines(ticket, of_tables);
+    }
+    nb::dict out;
+    out["lines"] = moved<std::int32_t>(std::move(found.lines));
+    out["offsets"] = moved_or_none<std::int64_t>(std::move(found.offsets));
+    out["weights"] = moved_or_none<float>(std::move(found.weights));
+    return out;
+}
+
+nb::tuple runs(Split& split, const std::vector<SplitTicket*>& tickets,
+               const std::vector<std::pair<bool, std::vector<bool>>>& given, const Words& owners,
+               std::uint32_t num_servers, const Words& groups) {
+    if (tickets.empty()) refuse("no ticket was given; expected at least one");
+    require_size("given", given.size(), tickets.size());
+    std::vector<GivenParts> parts;
+    for (std::size_t k = 0; k < tickets.size(); ++k) {
+        if (tickets[k] == nullptr) refuse("a ticket is None");
+        require_size("given sequences", given[k].second.size(), split.bags().sequences.size());
+        parts.push_back({given[k].first, given[k].second});
+    }
+    const std::vector<std::uint32_t> of_tables = checked_groups(split, groups);
+    std::vector<std::uint32_t> of_buckets = checked_owners(split, owners, num_servers);
+    auto found = std::make_unique<SumRuns>();
+    {
+        nb::gil_scoped_release release;
+        *found = split.runs(tickets, parts, std::move(of_buckets), num_servers, of_tables);
+    }
+    nb::dict of_runs = dict_of(std::move(found->runs));
+    return nb::make_tuple(std::move(found), std::move(of_runs));
 }
 
 void fill(Split& split, SplitTicket& ticket, const std::vector<FloatsIn>& rows, const FloatsOut& block,
@@ -181,6 +225,8 @@ void bind_split(nb::module_& m) {
         .def_ro("skipped", &Sums::skipped,
                 "For each table the number of ids in bags whose gradients were not finite and left out.");
     bind_layout(sums_class);
+    nb::class_<SumRuns> runs_class(m, "SumRuns", "The ids that an update sends to each server; a device has the sums.");
+    bind_layout(runs_class);
     nb::class_<Split> split(m, "Split",
                             "Lookups and updates whose rows lie on servers: what Engine does with bags, less rows.");
     split.def(nb::new_(&make_split), "tables"_a, "features"_a, "num_threads"_a, "simd"_a = "auto")
@@ -193,7 +239,16 @@ void bind_split(nb::module_& m) {
             "empty", [](Split& s, std::size_t rows, std::size_t dim) { return empty_block(s.blocks(), rows, dim); },
             "rows"_a, "dim"_a, "Returns an uninitialised block, like Engine.empty.")
         .def("lookup", &lookup, "values"_a, "offsets"_a.none(), "weights"_a.none(), "batch_size"_a, "owners"_a,
-             "num_servers"_a, WithoutGil())
+             "num_servers"_a, "with_indexes"_a = false, WithoutGil())
+        .def("lines", &lines, "ticket"_a, "groups"_a,
+             nb::sig("def lines(self, ticket: SplitTicket, groups: NDArray[numpy.uint32]) -> dict[str, typing.Any]"),
+             "Returns the row of each id of a batch that a device pools, among the rows of its group of tables.")
+        .def("runs", &runs, "tickets"_a, "given"_a, "owners"_a, "num_servers"_a, "groups"_a,
+             nb::sig("def runs(self, tickets: collections.abc.Sequence[SplitTicket], given: "
+                     "collections.abc.Sequence[tuple[bool, collections.abc.Sequence[bool]]], owners: "
+                     "NDArray[numpy.uint32], num_servers: int, groups: NDArray[numpy.uint32]) -> tuple[SumRuns, "
+                     "dict[str, typing.Any]]"),
+             "Returns which gradients each sum of `sums` consists of, for a device that computes them.")
         .def("fill", &fill, "ticket"_a, "rows"_a, "block"_a, "sequences"_a, WithoutGil(),
              "Writes what Engine.lookup_bags writes, from rows as each server's flat lookup returns them.")
         .def("sums", &sums, "tickets"_a, "gradients"_a, "scale"_a, "owners"_a, "num_servers"_a, WithoutGil(),

@@ -126,12 +126,15 @@ std::uint32_t Engine::begin_version(std::size_t t) {
     return now + 1;
 }
 
-std::unique_ptr<Batch> Engine::group(const std::uint64_t* ids, std::span<const std::int64_t> offsets) {
+std::unique_ptr<Batch> Engine::group(const std::uint64_t* ids, std::span<const std::int64_t> offsets,
+                                     bool with_indexes) {
     fork_guard_.require_same_process();
-    require_rows_here();
     std::unique_ptr<Batch> batch = batches_.take();
     batch->offsets.assign(offsets.begin(), offsets.end());
-    batch->group(ids, map_, scheduler_.pool());
+    if (with_indexes)
+        batch->group_with_indexes(ids, map_, scheduler_.pool());
+    else
+        batch->group(ids, map_, scheduler_.pool());
     return batch;
 }
 
@@ -196,6 +199,8 @@ void Engine::lookup_buckets(Batch& batch, const LookupStep& at, const Destinatio
 
 std::unique_ptr<Ticket> Engine::lookup(const std::uint64_t* ids, std::span<const std::int64_t> offsets,
                                        const LookupStep& at, float* out, bool want_ticket) {
+    fork_guard_.require_same_process();
+    require_rows_here();
     std::unique_ptr<Batch> batch = group(ids, offsets);
     const std::vector<std::size_t> begin = float_offsets(offsets);
     require_owned([&](std::uint32_t b) { return occupied(*batch, b); }, at.train);
@@ -208,6 +213,12 @@ std::unique_ptr<Ticket> Engine::lookup(const std::uint64_t* ids, std::span<const
 }
 
 std::unique_ptr<Ticket> Engine::prepare(const std::uint64_t* ids, std::span<const std::int64_t> offsets) {
+    fork_guard_.require_same_process();
+    require_rows_here();
+    return ticket_for(ids, offsets);
+}
+
+std::unique_ptr<Ticket> Engine::ticket_for(const std::uint64_t* ids, std::span<const std::int64_t> offsets) {
     std::unique_ptr<Batch> batch = group(ids, offsets);
     BucketScheduler::ScratchLease lease(scheduler_, batch->size());
     scheduler_.for_each_bucket(
@@ -291,6 +302,18 @@ void Engine::update(Ticket& ticket, const float* gradients, std::uint32_t step, 
     if (ticket.bags != nullptr) throw TicketError("this ticket came from a lookup of bags; its update is update_bags");
     Ticket* const tickets[] = {&ticket};
     apply(FlatSource(*this, ticket, gradients), tickets, step, lrs, trainer);
+}
+
+bool Engine::check_id_gradients(const std::uint64_t* ids, std::span<const std::int64_t> offsets,
+                                const float* gradients) {
+    const std::unique_ptr<Ticket> ticket = ticket_for(ids, offsets);
+    Ticket* const tickets[] = {ticket.get()};
+    const FloatMode mode;
+    FlatSource source(*this, *ticket, gradients);
+    source.open();
+    const bool filter = !all_sums_finite(source, size_of(tickets), *kernels_, scheduler_.pool());
+    if (filter) refuse_nonfinite(source, tickets, map_, summations_);
+    return filter;
 }
 
 void Engine::drop(Ticket& ticket) {

@@ -12,8 +12,8 @@
 #include <functional>
 #include <span>
 
-#include "bags/bag_gradients.hpp"
 #include "bags/bag_plan.hpp"
+#include "bags/bucket_runs.hpp"
 #include "base/fork_guard.hpp"
 #include "ids/bucket_scheduler.hpp"
 #include "kernels/fp16_codec.hpp"
@@ -52,25 +52,6 @@ struct FrameLookup {
     std::vector<std::int64_t> offsets; // empty: each bag holds one id
     std::vector<float> weights;        // empty: nothing is weighted
     std::vector<AbsentRow> absent;
-};
-
-// Which parts of a ticket have a gradient.
-struct GivenParts {
-    bool block;
-    std::vector<bool> sequences;
-};
-
-// An update of rows on a device. Run r takes the sum of the gradients at places[begin[r]] .. places[end[r] - 1], in
-// this order, to the row in frames[r], or in the slot at home that it names; a run without a row or an entry has
-// kNoFrame. A place counts floats through the given gradients of all tickets.
-struct FrameRuns {
-    std::vector<std::uint32_t> first_run_of_table;     // [tables + 1]
-    std::vector<std::uint32_t> first_run, first_entry; // of each bucket
-    std::vector<std::uint32_t> frames, begin, end;     // [runs]
-    std::vector<std::uint64_t> keys;                   // [runs] row_key of the id; empty unless values have 16 bits
-    std::vector<std::uint32_t> places;                 // [entries]
-    std::vector<Factor> factors;                       // [entries]; empty: all are 1
-    std::vector<std::uint64_t> ids;                    // [runs]; empty unless gradients may have to be skipped
 };
 
 struct Options {
@@ -164,6 +145,14 @@ class Engine {
     double sum_bound(Tickets tickets) const;
     // Throws NonFiniteError as update_bags would; sets `filter` if gradients may have to be skipped.
     void check_gradients(Tickets tickets, std::span<const BagGradients> gradients, float scale, bool& filter);
+    // The same for ids in flat arrays, table by table: those that other processes look up and update here. places[i]:
+    // where the gradient of id i begins.
+    FrameLookup lookup_id_frames(const std::uint64_t* ids, std::span<const std::int64_t> offsets, const LookupStep& at,
+                                 std::int32_t* frames);
+    FrameRuns update_id_frames(const std::uint64_t* ids, std::span<const std::int64_t> offsets,
+                               const std::int32_t* places, std::uint32_t step, bool filter);
+    // gradients: in the order of the ids. Returns whether some may have to be skipped.
+    bool check_id_gradients(const std::uint64_t* ids, std::span<const std::int64_t> offsets, const float* gradients);
     void initial_rows(std::size_t t, std::span<const std::uint64_t> ids, std::byte* values, float* state);
     // Throws InvariantError unless each frame, and each slot at home, is free or of one row.
     void check_frames();
@@ -217,8 +206,7 @@ class Engine {
                  double lr);
 
   private:
-    static constexpr std::uint64_t kMostPlaces = 0x7fffffffU; // the device counts them in int32
-    static constexpr std::uint32_t kFrozen = 1U << 31;        // a bit of owners_
+    static constexpr std::uint32_t kFrozen = 1U << 31; // a bit of owners_
     template <typename Has> void require_owned(Has has, bool changes) const {
         const std::uint32_t self = self_.load(std::memory_order_relaxed);
         for (std::uint32_t b = 0; b < map_.total(); ++b)
@@ -259,11 +247,15 @@ class Engine {
     std::unique_lock<std::mutex> lock_places() {
         return is_tiered_ ? std::unique_lock(places_mutex_) : std::unique_lock<std::mutex>();
     }
-    FrameRuns reserve_runs(Tickets tickets) const;
+    // Returns where each ticket's gradients of table t begin.
+    using GivenOf = std::function<std::vector<EntryPlaces>(std::size_t t)>;
+    FrameRuns take_runs(Claim& claim, Tickets tickets, const GivenOf& given_of, std::uint32_t step, bool filter);
     void reserve_update(BucketScheduler::ScratchLease& lease, Tickets tickets, bool filter) const;
     std::size_t undo_bytes(Tickets tickets) const;
     void adopt(SharedArena& arena);
-    std::unique_ptr<Batch> group(const std::uint64_t* ids, std::span<const std::int64_t> offsets);
+    std::unique_ptr<Batch> group(const std::uint64_t* ids, std::span<const std::int64_t> offsets,
+                                 bool with_indexes = false);
+    std::unique_ptr<Ticket> ticket_for(const std::uint64_t* ids, std::span<const std::int64_t> offsets);
     void open_step(const LookupStep& at);
     // Returns the destinations of bucket b of table t, one for each entry; the array lives in the scratch.
     using Destinations = std::function<float* const*(std::size_t t, std::uint32_t b, Scratch& scratch)>;

@@ -1,97 +1,12 @@
 // Lookups and updates of bags whose rows are on a device. The core finds the frame of each id, and for an update the
 // places of each frame's gradients in order of appearance. The device pools, sums and steps.
-#include "bags/bag_gradients.hpp"
+#include "bags/bucket_runs.hpp"
 #include "base/errors.hpp"
 #include "engine/engine.hpp"
 
 namespace satrap {
 
-namespace {
-
-// Where the gradients of a ticket's places are among the floats of all gradients: tickets and their parts that have a
-// gradient, one after another.
-class GivenPlaces {
-  public:
-    GivenPlaces(const Ticket& ticket, const GivenParts& given, std::uint64_t begin) : end_(begin) {
-        const Bags& bags = *ticket.bags;
-        add(ticket.batch_size * bags.total_dim, given.block);
-        for (std::size_t q = 0; q < bags.sequences.size(); ++q) {
-            const BagFeature& feature = bags.features[bags.sequences[q]];
-            add(std::uint64_t{ticket.batch_size} * feature.max_length * feature.dim, given.sequences[q]);
-        }
-    }
-
-    std::uint64_t end() const { return end_; }
-    bool has(std::uint32_t place) const { return of(place).given; }
-    std::uint32_t at(std::uint32_t place) const { return static_cast<std::uint32_t>(of(place).begin + place); }
-
-  private:
-    struct Part {
-        std::uint64_t last;  // the place after it
-        std::uint64_t begin; // of its gradient, less its first place: the sum wraps around
-        bool given;
-    };
-
-    void add(std::uint64_t floats, bool given) {
-        const std::uint64_t first = parts_.empty() ? 0 : parts_.back().last;
-        parts_.push_back({first + floats, end_ - first, given});
-        if (given) end_ += floats;
-    }
-    const Part& of(std::uint32_t place) const {
-        const Part* part = parts_.data();
-        while (place >= part->last) ++part;
-        return *part;
-    }
-
-    std::vector<Part> parts_;
-    std::uint64_t end_;
-};
-
-// The entries of one bucket over all tickets that have a gradient, ordered by unique id: a stable counting sort.
-class BucketRuns {
-  public:
-    // The joined ids of the bucket are in the scratch.
-    BucketRuns(Tickets tickets, std::span<const GivenPlaces> given, std::uint32_t b, std::uint32_t num_unique,
-               Scratch& scratch)
-        : tickets_(tickets), given_(given), b_(b), numbers_(scratch.joined_numbers.data()) {
-        begin_ = scratch.run_begin.reserve(num_unique + 1);
-        std::memset(begin_, 0, (num_unique + 1) * sizeof(std::uint32_t));
-        for_each([&](std::uint32_t number, const Batch&, std::uint32_t, std::uint32_t) { ++begin_[number + 1]; });
-        for (std::uint32_t i = 0; i < num_unique; ++i) begin_[i + 1] += begin_[i];
-    }
-
-    bool started(std::uint32_t i) const { return begin_[i] != begin_[i + 1]; }
-    std::uint32_t begin(std::uint32_t i) const { return begin_[i]; }
-
-    // Writes the gradient's place and factor of each entry; begin() is undefined afterwards.
-    void write(std::size_t t, std::uint32_t* places, Factor* factors) {
-        for_each([&](std::uint32_t number, const Batch& batch, std::uint32_t e, std::uint32_t place) {
-            const std::uint32_t at = begin_[number]++;
-            places[at] = place;
-            if (factors != nullptr) factors[at] = batch.bags.scaled[t] != 0 ? batch.bags.factors[e] : Factor{};
-        });
-    }
-
-  private:
-    template <typename Visit> void for_each(Visit visit) const {
-        const std::uint32_t* numbers = numbers_;
-        for (std::size_t k = 0; k < tickets_.size(); ++k) {
-            const Batch& batch = *tickets_[k]->batch;
-            for (std::uint32_t e = batch.begin[b_]; e < batch.begin[b_ + 1]; ++e)
-                if (const std::uint32_t place = batch.positions[e]; given_[k].has(place))
-                    visit(numbers[batch.local[e]], batch, e, given_[k].at(place));
-            numbers += batch.num_unique[b_];
-        }
-    }
-
-    Tickets tickets_;
-    std::span<const GivenPlaces> given_;
-    std::uint32_t b_;
-    const std::uint32_t* numbers_;
-    std::uint32_t* begin_;
-};
-
-} // namespace
+static_assert(kNoRow == kNoFrame);
 
 void Engine::keep_inserted(std::span<const InsertedRow> rows) {
     std::lock_guard lock(inserted_mutex_);
@@ -180,16 +95,21 @@ FrameRuns Engine::update_frames(Tickets tickets, std::span<const GivenParts> giv
     fork_guard_.require_same_process();
     require_rows_on_device();
     Claim claim(tickets, identity_);
-    std::vector<GivenPlaces> places;
-    for (std::size_t k = 0; k < tickets.size(); ++k)
-        places.emplace_back(*tickets[k], given[k], places.empty() ? 0 : places.back().end());
-    if (places.back().end() > kMostPlaces)
-        throw InputError("the gradients of one step hold " + std::to_string(places.back().end()) +
-                         " floats; at most 2^31-1 fit on a device: make smaller batches");
-    FrameRuns runs = reserve_runs(tickets);
+    const std::vector<GivenPlaces> places = given_places(tickets, given);
+    const std::vector<EntryPlaces> entries(places.begin(), places.end());
+    return take_runs(claim, tickets, [&](std::size_t) { return entries; }, step, filter);
+}
+
+// Stamps the rows, finds their frames and orders their gradients.
+FrameRuns Engine::take_runs(Claim& claim, Tickets tickets, const GivenOf& given_of, std::uint32_t step, bool filter) {
+    bool rounded = false;
+    for (const auto& table : tables_) rounded |= table->config().dtype != Dtype::float32;
+    FrameRuns runs = reserve_runs(map_, tickets, rounded);
     if (filter) runs.ids.resize(runs.frames.size());
     bool hinted = true;
     for (const Ticket* ticket : tickets) hinted &= ticket->batch->hinted;
+    std::vector<std::vector<EntryPlaces>> places;
+    for (std::size_t t = 0; t < tables_.size(); ++t) places.push_back(given_of(t));
     BucketScheduler::ScratchLease lease(scheduler_, size_of(tickets));
     claim.keep();
     const auto places_lock = lock_places();
@@ -198,7 +118,7 @@ FrameRuns Engine::update_frames(Tickets tickets, std::span<const GivenParts> giv
         map_, lease, [&](std::uint32_t b) { return occupied(tickets, b); },
         [&](std::size_t t, std::uint32_t b, Scratch& scratch) {
             const std::uint32_t n = join_ids(tickets, b, scratch);
-            BucketRuns entries(tickets, places, b, n, scratch);
+            BucketRuns entries(tickets, places[t], b, n, scratch);
             std::uint8_t* started = scratch.started.reserve(n);
             const std::uint32_t run = runs.first_run[b], entry = runs.first_entry[b];
             for (std::uint32_t i = 0; i < n; ++i) {
@@ -222,32 +142,29 @@ FrameRuns Engine::update_frames(Tickets tickets, std::span<const GivenParts> giv
     return runs;
 }
 
-// Reserves the runs of each bucket: one for each id of each ticket, those that tickets share too.
-FrameRuns Engine::reserve_runs(Tickets tickets) const {
-    FrameRuns runs;
-    bool scaled = false, rounded = false;
-    std::uint32_t num_runs = 0, num_entries = 0;
-    for (std::size_t t = 0; t < tables_.size(); ++t) {
-        runs.first_run_of_table.push_back(num_runs);
-        rounded |= tables_[t]->config().dtype != Dtype::float32;
-        for (const Ticket* ticket : tickets) scaled |= ticket->batch->bags.scaled[t] != 0;
-        for (std::uint32_t b = map_.first[t]; b < map_.first[t + 1]; ++b) {
-            runs.first_run.push_back(num_runs);
-            runs.first_entry.push_back(num_entries);
-            for (const Ticket* ticket : tickets) {
-                num_runs += ticket->batch->num_unique[b];
-                num_entries += ticket->batch->begin[b + 1] - ticket->batch->begin[b];
-            }
-        }
-    }
-    runs.first_run_of_table.push_back(num_runs);
-    runs.frames.assign(num_runs, kNoFrame);
-    runs.begin.assign(num_runs, 0);
-    runs.end.assign(num_runs, 0);
-    runs.places.resize(num_entries);
-    if (scaled) runs.factors.resize(num_entries);
-    if (rounded) runs.keys.resize(num_runs);
-    return runs;
+FrameLookup Engine::lookup_id_frames(const std::uint64_t* ids, std::span<const std::int64_t> offsets,
+                                     const LookupStep& at, std::int32_t* frames) {
+    fork_guard_.require_same_process();
+    require_rows_on_device();
+    std::unique_ptr<Batch> batch = group(ids, offsets, true);
+    require_owned([&](std::uint32_t b) { return occupied(*batch, b); }, at.train);
+    FrameLookup found;
+    found.num_ids = batch->size();
+    find_frames(*batch, at, frames, found.absent);
+    batches_.give(std::move(batch));
+    return found;
+}
+
+FrameRuns Engine::update_id_frames(const std::uint64_t* ids, std::span<const std::int64_t> offsets,
+                                   const std::int32_t* places, std::uint32_t step, bool filter) {
+    fork_guard_.require_same_process();
+    require_rows_on_device();
+    const std::unique_ptr<Ticket> ticket = ticket_for(ids, offsets);
+    Ticket* const tickets[] = {ticket.get()};
+    Claim claim(tickets, identity_);
+    require_owned([&](std::uint32_t b) { return occupied(tickets, b); }, true);
+    const auto given_of = [&](std::size_t t) { return std::vector{EntryPlaces(places + offsets[t])}; };
+    return take_runs(claim, tickets, given_of, step, filter);
 }
 
 void Engine::settle_frames(std::size_t t, std::span<const std::uint64_t> ids, std::uint64_t skipped,

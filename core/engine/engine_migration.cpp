@@ -13,7 +13,6 @@ static_assert(sizeof(Counters) == Counters::kCount * sizeof(std::uint64_t));
 
 void Engine::set_owners(std::span<const std::uint32_t> owners, std::uint32_t self) {
     fork_guard_.require_same_process();
-    require_rows_here();
     self_.store(self);
     for (std::uint32_t b = 0; b < map_.total(); ++b) owners_[b].store(owners[b]);
 }
@@ -107,7 +106,6 @@ void Engine::forget(std::span<const std::uint32_t> buckets) {
 }
 
 void Engine::reach_table(std::size_t t, std::uint32_t version, std::uint32_t expire_before) {
-    require_rows_here();
     TableLedger& ledger = table(t).ledger();
     raise_to(ledger.version, version);
     raise_to(ledger.expire_before, expire_before);

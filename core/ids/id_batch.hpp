@@ -87,10 +87,29 @@ struct Batch {
         void put(std::uint32_t e) { positions[e] = next++; }
     };
 
+    struct IndexedPositions {
+        Positions positions;
+        std::uint32_t* indexes;
+        std::uint32_t next;
+        void put(std::uint32_t e) {
+            positions.put(e);
+            indexes[e] = next++;
+        }
+    };
+
     void group(const std::uint64_t* ids, const BucketNumbering& map, ThreadPool& pool) {
         group(ids, map, pool, [this](std::size_t t, std::size_t first) {
             return Positions{positions.data(),
                              static_cast<std::uint32_t>(first - static_cast<std::size_t>(offsets[t]))};
+        });
+    }
+
+    // The same, with the index of each entry's id.
+    void group_with_indexes(const std::uint64_t* ids, const BucketNumbering& map, ThreadPool& pool) {
+        indexes.reserve(size());
+        group(ids, map, pool, [this](std::size_t t, std::size_t first) {
+            const auto at = static_cast<std::uint32_t>(first - static_cast<std::size_t>(offsets[t]));
+            return IndexedPositions{{positions.data(), at}, indexes.data(), static_cast<std::uint32_t>(first)};
         });
     }
 

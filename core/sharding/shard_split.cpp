@@ -31,12 +31,12 @@ std::shared_ptr<const ShardLayout> Split::make_layout(std::vector<std::uint32_t>
 }
 
 std::unique_ptr<SplitTicket> Split::lookup(const BagInputs& inputs, std::vector<std::uint32_t> owners,
-                                           std::uint32_t num_servers) {
+                                           std::uint32_t num_servers, bool with_indexes) {
     fork_guard_.require_same_process();
     std::unique_ptr<BagPlan> plan = plans_.take();
     plan->make(*bags_, inputs, *kernels_, scheduler_.pool());
     std::unique_ptr<Batch> batch = batches_.take();
-    plan->group(*batch, map_, scheduler_.pool());
+    plan->group(*batch, map_, scheduler_.pool(), with_indexes);
     plan->keep_inputs();
     BucketScheduler::ScratchLease lease(scheduler_, batch->size());
     scheduler_.for_each_bucket(

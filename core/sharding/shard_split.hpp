@@ -13,8 +13,8 @@
 // Locks: as in Engine, less the buckets'. Processes: in a fork every call is refused.
 #pragma once
 
-#include "bags/bag_gradients.hpp"
 #include "bags/bag_output.hpp"
+#include "bags/bucket_runs.hpp"
 #include "ids/bucket_scheduler.hpp"
 #include "kernels/fp16_codec.hpp"
 #include "sharding/shard_layout.hpp"
@@ -36,6 +36,21 @@ struct Sums {
     std::vector<std::uint64_t> skipped; // [tables]: entries left out, not finite
 };
 
+// A batch for a device, which gets the servers' rows in groups of tables: of each group server by server, and within a
+// server as ShardLayout has them.
+struct SplitLines {
+    std::vector<std::int32_t> lines;   // of each id, without what was cut: its row among those of its group
+    std::vector<std::int64_t> offsets; // empty: each bag holds one id
+    std::vector<float> weights;        // empty: nothing is weighted
+};
+
+// The sums that an update sends, for a device to compute: runs.frames has the line of each sum in its group.
+struct SumRuns {
+    std::shared_ptr<const ShardLayout> layout;
+    std::shared_ptr<const PooledBlock> ids; // those with a gradient
+    FrameRuns runs;
+};
+
 class Split {
   public:
     Split(const std::vector<TableConfig>& tables, std::vector<BagFeature> features, unsigned num_threads,
@@ -54,10 +69,16 @@ class Split {
         return blocks_;
     }
 
+    // with_indexes: for `lines`.
     std::unique_ptr<SplitTicket> lookup(const BagInputs& inputs, std::vector<std::uint32_t> owners,
-                                        std::uint32_t num_servers);
+                                        std::uint32_t num_servers, bool with_indexes = false);
     // rows[s]: num_floats[s] floats of server s, aligned as floats.
     void fill(SplitTicket& ticket, std::span<const float* const> rows, float* block, float* const* sequences);
+    // Fills the ticket of a batch that a device pools. groups[t]: that of table t, from 0.
+    SplitLines lines(SplitTicket& ticket, std::span<const std::uint32_t> groups);
+    // `sums`, for a device that computes them. Does not look at the gradients.
+    SumRuns runs(std::span<SplitTicket* const> tickets, std::span<const GivenParts> given,
+                 std::vector<std::uint32_t> owners, std::uint32_t num_servers, std::span<const std::uint32_t> groups);
     Sums sums(std::span<SplitTicket* const> tickets, std::span<const BagGradients> gradients, float scale,
               std::vector<std::uint32_t> owners, std::uint32_t num_servers);
     // Lays the ticket's ids out for other owners.
@@ -78,6 +99,7 @@ class Split {
     void lay_out(SplitTicket& ticket, std::vector<std::uint32_t> owners, std::uint32_t num_servers,
                  BucketScheduler::ScratchLease& lease);
     void lay_out(const Sums& from, Sums& to);
+    std::vector<std::uint32_t> first_lines(const ShardLayout& layout, std::span<const std::uint32_t> groups) const;
 
     ForkGuard fork_guard_;
     std::uint64_t identity_;

@@ -4,6 +4,9 @@
 #include "frame_device.hpp"
 #include "shared_file.hpp"
 
+#include <array>
+#include <map>
+
 using namespace satrap;
 using testing::Device, testing::Found, testing::Ids, testing::IdsOfTables, testing::kMost, testing::Line,
     testing::on_device, testing::Oracle, testing::Random;
@@ -215,14 +218,12 @@ CASE(flat_calls_memory_files_and_migration_are_refused, 1) {
     refused([&] { engine.table(0).read(id, &value, nullptr); });
     refused([&] { engine.import_rows(0, 1, &id, &step, reinterpret_cast<std::byte*>(&value), nullptr); });
     std::vector<std::uint32_t> trainers;
-    refused([&] { engine.set_owners({&bucket, 1}, 1); });
     refused([&] { engine.freeze({&bucket, 1}, true); });
     refused([&] { engine.export_windows({&bucket, 1}, trainers); });
     refused([&] { engine.import_windows({&bucket, 1}, {}, {}); });
     refused([&] { engine.export_counters({&bucket, 1}); });
     refused([&] { engine.import_counters({&bucket, 1}, {}); });
     refused([&] { engine.forget({&bucket, 1}); });
-    refused([&] { engine.reach_table(0, 2, 2); });
     CHECK_EQ(value, 5.0f);
     CHECK_EQ(engine.num_rows(0), 2);
     device.check();
@@ -255,7 +256,39 @@ CASE(an_engine_has_its_rows_in_one_place, 1) {
     Ticket* const tickets[] = {ticket.get()};
     const GivenParts given[] = {{true, {}}};
     CHECK_THROWS(InputError, "table 'here': its rows are not on a device", engine->update_frames(tickets, given, 1));
+    CHECK_THROWS(InputError, "table 'here': its rows are not on a device",
+                 engine->lookup_id_frames(&id, std::array<std::int64_t, 2>{0, 1}, {true, 1, 1}, &frame));
     CHECK_EQ(frame, 5);
+}
+
+// Other processes look up and update ids here, an id of several of them more than once.
+CASE(ids_in_flat_arrays_find_the_frames_of_bags, 1) {
+    Device device({on_device(testing::counting_table("item", 1)), on_device(testing::counting_table("user", 1))});
+    Engine& engine = *device.engine;
+    const std::uint64_t ids[] = {7, 8, 7, 7};
+    const std::int64_t offsets[] = {0, 3, 4};
+    std::int32_t frames[4] = {};
+    const FrameLookup found = engine.lookup_id_frames(ids, offsets, {true, 1, 1}, frames);
+    CHECK_EQ(found.num_ids, 4);
+    CHECK(found.absent.empty());
+    CHECK(frames[0] == frames[2] && frames[0] != frames[1] && frames[3] != frames[0]);
+    CHECK_EQ(engine.take_inserted().size(), 3);
+    const std::int32_t places[] = {5, 3, 1, 9};
+    const FrameRuns runs = engine.update_id_frames(ids, offsets, places, 1, false);
+    CHECK_EQ(runs.first_run_of_table.size(), 3);
+    std::map<std::uint32_t, std::vector<std::uint32_t>> of_frame;
+    for (std::size_t r = 0; r < runs.frames.size(); ++r)
+        if (runs.frames[r] != kNoFrame)
+            of_frame[runs.frames[r]] = {runs.places.begin() + runs.begin[r], runs.places.begin() + runs.end[r]};
+    CHECK(of_frame[static_cast<std::uint32_t>(frames[0])] == (std::vector<std::uint32_t>{5, 1}));
+    CHECK(of_frame[static_cast<std::uint32_t>(frames[1])] == (std::vector<std::uint32_t>{3}));
+    CHECK(of_frame[static_cast<std::uint32_t>(frames[3])] == (std::vector<std::uint32_t>{9}));
+    CHECK_EQ(engine.stats(0).counters.updated, 2);
+    const std::uint32_t owners[] = {1, 0}; // the engine's tables have a bucket each
+    engine.set_owners(owners, 0);
+    CHECK_THROWS(MovedError, "belongs to server 1", engine.update_id_frames(ids, offsets, places, 2, false));
+    CHECK_THROWS(MovedError, "belongs to server 1", engine.lookup_id_frames(ids, offsets, {true, 2, 2}, frames));
+    engine.check_frames();
 }
 
 } // namespace

@@ -207,6 +207,17 @@ class Engine:
 
     def set_frame_limit(self, pool: int, limit: int) -> None: ...
 
+    def lookup_id_frames(self, ids: NDArray[numpy.uint64], offsets: NDArray[numpy.int64], step: int, oldest_open: int, train: bool, frames: NDArray[numpy.int32], first_epoch: bool = True) -> dict[str, Any]:
+        """Finds the frames of ids in flat arrays, table by table."""
+
+    def update_id_frames(self, ids: NDArray[numpy.uint64], offsets: NDArray[numpy.int64], places: NDArray[numpy.int32], step: int, filter: bool) -> dict[str, Any]:
+        """Does all of an update of ids in flat arrays but the optimizer."""
+
+    def check_id_gradients(self, ids: NDArray[numpy.uint64], offsets: NDArray[numpy.int64], gradients: NDArray[numpy.float32]) -> bool:
+        """
+        Raises NonFiniteError as an update would. Returns whether gradients may have to be skipped.
+        """
+
     def lookup_frames(self, bags: Bags, values: NDArray[numpy.uint64], offsets: NDArray[numpy.int64] | None, weights: NDArray[numpy.float32] | None, batch_size: int, step: int, oldest_open: int, train: bool, frames: NDArray[numpy.int32], first_epoch: bool = True) -> dict[str, Any]: ...
 
     def take_inserted(self) -> dict[str, NDArray[Any]]:
@@ -359,6 +370,25 @@ class Sums:
     @property
     def num_servers(self) -> int: ...
 
+class SumRuns:
+    """The ids that an update sends to each server; a device has the sums."""
+
+    def ids(self, server: int) -> Annotated[NDArray[numpy.uint64], dict(shape=(None,), order='C', writable=False)]:
+        """
+        Ids of the server, table by table, and within a table bucket by bucket.
+        """
+
+    def offsets(self, server: int) -> Annotated[NDArray[numpy.int64], dict(shape=(None,), order='C', writable=False)]:
+        """
+        Where each table's ids begin in ids(server), and where the last one's end.
+        """
+
+    def num_floats(self, server: int) -> int:
+        """Number of floats of the rows, or gradients, of ids(server)."""
+
+    @property
+    def num_servers(self) -> int: ...
+
 class Split:
     """
     Lookups and updates whose rows lie on servers: what Engine does with bags, less rows.
@@ -381,7 +411,17 @@ class Split:
     def empty(self, rows: int, dim: int) -> Annotated[NDArray[numpy.float32], dict(shape=(None, None), order='C')]:
         """Returns an uninitialised block, like Engine.empty."""
 
-    def lookup(self, values: Annotated[NDArray[numpy.uint64], dict(shape=(None,), order='C', device='cpu', writable=False)], offsets: Annotated[NDArray[numpy.int64], dict(shape=(None,), order='C', device='cpu', writable=False)] | None, weights: Annotated[NDArray[numpy.float32], dict(order='C', device='cpu', writable=False)] | None, batch_size: int, owners: Annotated[NDArray[numpy.uint32], dict(shape=(None,), order='C', device='cpu', writable=False)], num_servers: int) -> SplitTicket: ...
+    def lookup(self, values: Annotated[NDArray[numpy.uint64], dict(shape=(None,), order='C', device='cpu', writable=False)], offsets: Annotated[NDArray[numpy.int64], dict(shape=(None,), order='C', device='cpu', writable=False)] | None, weights: Annotated[NDArray[numpy.float32], dict(order='C', device='cpu', writable=False)] | None, batch_size: int, owners: Annotated[NDArray[numpy.uint32], dict(shape=(None,), order='C', device='cpu', writable=False)], num_servers: int, with_indexes: bool = False) -> SplitTicket: ...
+
+    def lines(self, ticket: SplitTicket, groups: NDArray[numpy.uint32]) -> dict[str, Any]:
+        """
+        Returns the row of each id of a batch that a device pools, among the rows of its group of tables.
+        """
+
+    def runs(self, tickets: Sequence[SplitTicket], given: Sequence[tuple[bool, Sequence[bool]]], owners: NDArray[numpy.uint32], num_servers: int, groups: NDArray[numpy.uint32]) -> tuple[SumRuns, dict[str, Any]]:
+        """
+        Returns which gradients each sum of `sums` consists of, for a device that computes them.
+        """
 
     def fill(self, ticket: SplitTicket, rows: Sequence[Annotated[NDArray[numpy.float32], dict(order='C', device='cpu', writable=False)]], block: Annotated[NDArray[numpy.float32], dict(order='C', device='cpu')], sequences: Sequence[Annotated[NDArray[numpy.float32], dict(order='C', device='cpu')]]) -> None:
         """

@@ -131,7 +131,7 @@ def test_betas(kind: Any, value: object) -> None:
         kind(betas=value)
 
 
-@pytest.mark.parametrize("name", ["dtype", "on_full", "absent", "on_nonfinite"])
+@pytest.mark.parametrize("name", ["dtype", "on_full", "absent", "on_nonfinite", "shard"])
 @pytest.mark.parametrize("value", ["", "Float32", None, 3, ["evict"]])
 def test_a_choice(name: str, value: object) -> None:
     options: dict[str, Any] = {name: value}
@@ -373,6 +373,7 @@ made_tables = st.builds(
     expire_after=st.none() | st.integers(1, 2**32 - 2),
     absent=st.sampled_from(["initial", "zeros"]),
     on_nonfinite=st.sampled_from(["raise", "skip"]),
+    shard=st.sampled_from(["rows", "table"]),
     num_buckets=st.none() | st.integers(0, 16).map(lambda bits: 1 << bits),
 )
 
@@ -395,7 +396,7 @@ def test_a_dict_may_leave_out_what_has_a_default() -> None:
     ("changes", "message"),
     [
         ({"capasity": 4}, "table 'item': unknown key 'capasity'; the nearest known one is 'capacity'"),
-        ({"foo": 4}, "table 'item': unknown key 'foo'; known are 'name', 'dim', 'optimizer', .*, 'num_buckets'$"),
+        ({"foo": 4}, "table 'item': unknown key 'foo'; known are 'name', 'dim', 'optimizer', .*, 'shard'$"),
         ({7: 4}, "table 'item': unknown key 7; known are 'name', 'dim', 'optimizer', "),
         (
             {"optimizer": {"type": "SGD", "momentun": 0.9}},

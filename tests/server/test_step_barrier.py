@@ -9,12 +9,12 @@ from satrap.errors import AttemptError
 from satrap.server.step_barrier import StepBarrier, TrainerPart, concatenate_parts
 
 
-def part(ids: list[list[int]]) -> TrainerPart:
+def part(ids: list[list[int]], lrs: tuple[float, ...] = (0.1, 0.1)) -> TrainerPart:
     """Return a part of two tables of dims 1 and 2; an id's gradient is the id."""
     flat = [id_ for table in ids for id_ in table]
     gradients = [float(id_) for t, table in enumerate(ids) for id_ in table for _ in range(t + 1)]
     counts = np.cumsum([0, *map(len, ids)]).astype(np.int64)
-    return TrainerPart(np.array(flat, np.uint64), counts, np.array(gradients, np.float32))
+    return TrainerPart(np.array(flat, np.uint64), counts, np.array(gradients, np.float32), list(lrs))
 
 
 def test_parts_are_joined_table_by_table_in_the_order_of_ranks() -> None:
@@ -28,6 +28,12 @@ def test_parts_are_joined_table_by_table_in_the_order_of_ranks() -> None:
     one = concatenate_parts(whole, [1, 2])
     assert one.ids.tolist() == [1, 2, 5, 9, 6, 7, 8] and one.offsets.tolist() == [0, 3, 7]
     assert one.gradients.tolist() == [1, 2, 5, 9, 9, 6, 6, 7, 7, 8, 8]
+
+
+def test_the_rates_are_those_of_a_trainer_that_has_gradients() -> None:
+    """A trainer that skips the step sends the rates that the tables have, which a schedule may have changed."""
+    parts = [part([[], []]), part([[1], []], (0.5, 0.25)), part([[], []])]
+    assert concatenate_parts(parts, [1, 2]).lrs == [0.5, 0.25]
 
 
 def test_a_duplicate_part_replaces_the_first() -> None:

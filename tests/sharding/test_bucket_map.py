@@ -26,6 +26,21 @@ def test_an_even_map_gives_each_bucket_one_owner_and_each_server_its_share(bucke
     assert BucketMap.from_dict(json.loads(json.dumps(bucket_map.to_dict()))) == bucket_map
 
 
+@given(st.lists(st.tuples(powers, st.booleans()), min_size=1, max_size=12), st.integers(1, 5))
+def test_a_whole_table_has_one_owner_and_servers_have_equal_numbers_of_them(
+    tables: list[tuple[int, bool]], servers: int
+) -> None:
+    buckets, whole = [each for each, _ in tables], [number for number, (_, is_whole) in enumerate(tables) if is_whole]
+    bucket_map = BucketMap.even(buckets, servers, whole)
+    assert [len(owners) for owners in bucket_map.owners] == buckets
+    assert all(len(set(bucket_map.owners[number])) == 1 for number in whole)
+    counts = [sum(bucket_map.owners[number][0] == server for number in whole) for server in range(servers)]
+    assert max(counts) - min(counts) <= 1
+    divided = [number for number in range(len(tables)) if number not in whole]
+    expected = BucketMap.even([buckets[number] for number in divided] or [1], servers).owners
+    assert not divided or tuple(bucket_map.owners[number] for number in divided) == expected
+
+
 def test_small_tables_are_spread_over_the_servers() -> None:
     bucket_map = BucketMap.even([1] * 26, 4)
     loads = [sum(owners.count(server) for owners in bucket_map.owners) for server in range(4)]

@@ -313,6 +313,8 @@ class Table(Serializable):
     on_nonfinite: a NaN or infinite gradient: refuse the whole update, or leave out that position and count it.
     num_buckets: how many parts, each with its own lock, the table is divided into: a power of two up to 65536 and at
         most `capacity`. It decides which row is evicted, so it is saved. None: see `resolved_num_buckets`.
+    shard: how several servers, or trainers without servers, divide the table: by rows, or the whole "table" to one of
+        them. It does not change a row, so a saved table may be restored with the other one.
     """
 
     name: str
@@ -328,6 +330,7 @@ class Table(Serializable):
     absent: Literal["initial", "zeros"] = "initial"
     on_nonfinite: Literal["raise", "skip"] = "raise"
     num_buckets: int | None = None
+    shard: Literal["rows", "table"] = "rows"
 
     def __post_init__(self) -> None:
         check_name("Table", self.name, "Table('item', dim=16)")
@@ -431,6 +434,7 @@ _CHOICES = {
     "on_full": ("evict", "raise", "grow"),
     "absent": ("initial", "zeros"),
     "on_nonfinite": ("raise", "skip"),
+    "shard": ("rows", "table"),
 }
 
 

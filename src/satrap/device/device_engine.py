@@ -188,11 +188,12 @@ class DeviceEngine:
         train: bool,
         out: NDArray[np.float32],
         ticket: bool,
+        first_epoch: bool = True,
     ) -> None:
         """Fill `out` with the rows of the ids of each table, one after another. Without training only."""
         if train:
             self.next_step()
-        flat, at = out.reshape(-1), 0
+        flat, at = np.asarray(out).reshape(-1), 0
         for number, table in enumerate(self.tables):
             of_table = ids[offsets[number] : offsets[number + 1]]
             values = np.zeros((len(of_table), table.dim), np.float32)

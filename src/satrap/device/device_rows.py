@@ -25,7 +25,7 @@ from satrap.device.row_memory import RowMemory
 from satrap.device.runs import PooledFeatures, Runs
 from satrap.worker.worker import BagRequest, TicketGradients, UpdateRequest, native_features
 
-_LARGEST = float(np.finfo(np.float32).max)
+LARGEST = float(np.finfo(np.float32).max)
 _Group = tuple[range, Optimizer, float, bool]
 """Tables that one kernel updates, their optimizer and rate, and whether to skip gradients that are not finite."""
 
@@ -88,7 +88,7 @@ class DeviceRows:
 
             def record() -> Owed:
                 runs = self._engine.core.update_frames(request.tickets, given, request.step, skips)
-                return partial(self._steps, runs, groups, flat, scale, request.step)
+                return partial(self._steps, runs, groups, [flat] * len(groups), scale, request.step)
 
             self._engine.owe(record)
 
@@ -169,7 +169,7 @@ class DeviceRows:
         """Raise NonFiniteError if a table refuses a gradient; return whether gradients may have to be skipped."""
         bound = abs(scale) * self._engine.core.sum_bound(request.tickets)
         largest = float(flat.abs().max()) if len(flat) else 0.0
-        if largest * bound < _LARGEST:  # not true of a NaN
+        if largest * bound < LARGEST:  # not true of a NaN
             return False
         on_cpu = [
             (
@@ -197,12 +197,13 @@ class DeviceRows:
             yield range(first, [first, *others][-1] + 1), optimizer, lr, skip
 
     def _steps(
-        self, found: dict[str, Any], groups: list[_Group], flat: Tensor, scale: float, step: int
+        self, found: dict[str, Any], groups: list[_Group], flats: Sequence[Tensor], scale: float, step: int
     ) -> Sequence[Owed]:
-        """Copy the runs of an update to the device; return the step of each group of tables."""
+        """Copy the runs of an update to the device; return the step of each group of tables. flats: the gradients of
+        each group."""
         runs = Runs.to_device(found, self.device)
         work: list[Owed] = []
-        for group in groups:
+        for group, flat in zip(groups, flats, strict=True):
             work.append(partial(self._step, runs, group, flat, scale, step))
             places = found["frames"][slice(*(found["tables"][i] for i in (group[0].start, group[0].stop)))]
             if len(at_home := np.flatnonzero(places < -1)):

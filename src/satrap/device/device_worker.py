@@ -1,26 +1,25 @@
 """A worker whose rows are on a device. Its blocks and gradients are tensors there."""
 
 from dataclasses import replace
-from typing import Any
 
 import torch
-from torch import Tensor
 
 from satrap.config.features import Features
 from satrap.config.tables import Always
 from satrap.data.inputs import Inputs
+from satrap.device.device_blocks import DeviceBlocks
 from satrap.device.device_engine import DeviceEngine
 from satrap.device.device_memory import DeviceMemory
 from satrap.device.device_rows import DeviceRows
 from satrap.device.kernels import require_possible
 from satrap.device.torch_device import resolve_device
-from satrap.errors import ConfigError, InputError
+from satrap.errors import ConfigError
 from satrap.table.engine import Slot
 from satrap.table.table_group import TableGroup
-from satrap.worker.worker import BagRequest, Worker
+from satrap.worker.worker import BagRequest
 
 
-class DeviceWorker(Worker):
+class DeviceWorker(DeviceBlocks):
     """A worker that owns the tables of its features."""
 
     servers: None = None
@@ -70,23 +69,3 @@ class DeviceWorker(Worker):
 
     def close(self) -> None:
         """Do nothing: the rows are freed with the last reference to them."""
-
-    def _check_block(self, block: Any, shape: tuple[int, ...]) -> Any:
-        found = _tensor_of("block", block, shape, self.device)
-        if not found.is_contiguous():
-            raise InputError(f"block has the strides {found.stride()}; expected a contiguous tensor")
-        return found
-
-    def _check_gradient(self, where: str, gradient: Any, shape: tuple[int, ...]) -> Any:
-        return _tensor_of(f"{where}: the gradient", gradient, shape, self.device).contiguous()
-
-
-def _tensor_of(where: str, given: Any, shape: tuple[int, ...], device: torch.device) -> Tensor:
-    if not isinstance(given, Tensor):
-        raise InputError(f"{where} is a {type(given).__name__}; expected a tensor on {device}, where the rows are")
-    if tuple(given.shape) != shape or given.dtype != torch.float32 or given.device != device:
-        raise InputError(
-            f"{where} is {given.dtype} of shape {tuple(given.shape)} on {given.device}; expected float32 of shape "
-            f"{shape} on {device}, where the rows are"
-        )
-    return given

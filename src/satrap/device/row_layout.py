@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
-_DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,7 +18,7 @@ class RowLayout:
     @property
     def torch_dtype(self) -> torch.dtype:
         """The dtype of values."""
-        return _DTYPES[self.dtype]
+        return DTYPES[self.dtype]
 
     @property
     def value_bytes(self) -> int:

@@ -5,6 +5,11 @@ where the core's formula is fused it says `fma`. Division and square root are th
 program owns a row, and adds gradients in the order of their places.
 """
 
+from collections.abc import Callable
+from contextlib import nullcontext
+from functools import wraps
+from typing import Any, TypeVar, cast
+
 import numpy as np
 import torch
 import triton
@@ -184,6 +189,20 @@ def _update_kernel(
         tl.store(values + at, bits.to(tl.uint16).to(tl.int16, bitcast=True), mask=inside)
 
 
+_Launch = TypeVar("_Launch", bound=Callable[..., Any])
+
+
+def _on_its_device(launch: _Launch) -> _Launch:
+    """Launch kernels on the device of the rows: Triton takes that of the calling thread."""
+
+    @wraps(launch)
+    def run(values: Tensor, *args: Any, **options: Any) -> Any:
+        with torch.cuda.device(values.device) if values.is_cuda else nullcontext():
+            return launch(values, *args, **options)
+
+    return cast(_Launch, run)
+
+
 @triton.jit
 def _exchange_part(device_row, home_row, direction, size: tl.constexpr, BLOCK: tl.constexpr):
     """Copy one row's values, or its state, as integers: in, out or both."""
@@ -221,6 +240,7 @@ def _exchange_kernel(
         _exchange_part(state + frame * STATE_DIM, home_state + line * STATE_DIM, direction, STATE_DIM, BLOCK)
 
 
+@_on_its_device
 def exchange(
     values: Tensor, state: Tensor, home: HomeMemory, frames: Tensor, slots: Tensor, directions: Tensor
 ) -> None:
@@ -235,6 +255,7 @@ def exchange(
         )  # fmt: skip
 
 
+@_on_its_device
 def pool(
     values: Tensor,
     absent: Tensor,
@@ -256,6 +277,7 @@ def pool(
     )  # fmt: skip
 
 
+@_on_its_device
 def copy_sequence(
     values: Tensor,
     absent: Tensor,
@@ -273,6 +295,7 @@ def copy_sequence(
         )  # fmt: skip
 
 
+@_on_its_device
 def update(
     values: Tensor,
     state: Tensor,

@@ -12,7 +12,7 @@ import os
 import tempfile
 import time
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from contextlib import suppress
 from pathlib import Path
@@ -34,7 +34,7 @@ from satrap.server.status_calls import StatusCalls
 from satrap.server.step_barrier import TrainerPart, concatenate_parts
 from satrap.sharding.shard_map import ShardMap
 from satrap.storage.open_folder import open_folder, require_usable
-from satrap.table.engine import attach_engine, open_engine, remove_unfinished, shared_note
+from satrap.table.engine import Slot, attach_engine, open_engine, remove_unfinished, shared_note
 from satrap.table.snapshot.directory import part_name
 from satrap.table.table_group import Chains, TableGroup
 from satrap.transfer import running_figures
@@ -52,11 +52,14 @@ class Server(MigrationCalls, StatusCalls):
         shared: str | os.PathLike[str] | None = None,
         num_threads: int | None = None,
         checkpoints: Iterable[str | os.PathLike[str]] = (),
+        open_tables: Callable[[Job], list[Slot]] | None = None,
     ) -> None:
         """shared: the shared-memory file of the rows. An existing file is attached, with its rows and job; otherwise it
             is created when the job is known.
-        checkpoints: folders below which the server may read and write checkpoints."""
+        checkpoints: folders below which the server may read and write checkpoints.
+        open_tables: creates the tables of a job; None: in the memory of this process, or in `shared`."""
         thread_count(num_threads)
+        self._open_tables = open_tables
         self._permitted = PathAllowlist(checkpoints, "--checkpoints")
         self._shared, self._num_threads = shared, num_threads
         self._leases = Leases()
@@ -198,10 +201,10 @@ class Server(MigrationCalls, StatusCalls):
             if kept is not None:
                 state.engine.drop(kept.ticket)
                 ids, offsets = kept.ids, kept.offsets
-            return self._join_barrier(state, origin, TrainerPart(ids, offsets, gradients), lrs, barrier_size)
+            return self._join_barrier(state, origin, TrainerPart(ids, offsets, gradients, lrs), barrier_size)
 
     def _join_barrier(
-        self, state: ServerState, origin: Origin, part: TrainerPart, lrs: list[float], barrier_size: int
+        self, state: ServerState, origin: Origin, part: TrainerPart, barrier_size: int
     ) -> "Future[None] | None":
         """Add a trainer's part of a step. The call that completes the step applies it, as an update of trainer 0."""
         with self._condition:
@@ -214,7 +217,7 @@ class Server(MigrationCalls, StatusCalls):
         try:
             step_part = concatenate_parts(parts, [table.dim for table in state.job.tables])
             ticket = state.engine.prepare(step_part.ids, step_part.offsets)
-            state.engine.update(ticket, step_part.gradients, origin.step, lrs, 0)
+            state.engine.update(ticket, step_part.gradients, origin.step, step_part.lrs, 0)
             state.engine.finish(0, origin.step)
         except Exception as failed:
             error = failed
@@ -352,13 +355,13 @@ class Server(MigrationCalls, StatusCalls):
             raise InputError(f"found folders of {len(folders)} tables; expected of all {len(state.tables)}")
 
     def _create_tables(self, job: Job, shard_map: ShardMap, number: int) -> ServerState:
-        slots = open_engine(
-            job.tables,
-            seed=job.seed,
-            num_threads=self._num_threads,
-            shared=self._shared,
-            note={"server": number, "num_servers": len(shard_map.addresses)},
-        )
+        if self._open_tables is not None:
+            slots = self._open_tables(job)
+        else:
+            note = {"server": number, "num_servers": len(shard_map.addresses)}
+            slots = open_engine(
+                job.tables, seed=job.seed, num_threads=self._num_threads, shared=self._shared, note=note
+            )
         state = ServerState(job, TableGroup.in_engine(slots), slots[0].engine, shard_map, number)
         try:
             state.adopt(shard_map, number, self._fencing_token)

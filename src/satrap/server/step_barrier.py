@@ -22,6 +22,8 @@ class TrainerPart:
     ids: NDArray[np.uint64]
     offsets: NDArray[np.int64]
     gradients: NDArray[np.float32]
+    lrs: list[float]
+    """The rate of each table."""
 
 
 @dataclass(slots=True)
@@ -73,6 +75,8 @@ class StepBarrier:
 
 
 def concatenate_parts(parts: list[TrainerPart], dims: list[int]) -> TrainerPart:
+    """Return the part of all trainers. Its rates are those of the first that has gradients: one that skips the step
+    does not know them."""
     ids, gradients, counts = [], [], [0]
     starts = [np.concatenate([[0], np.cumsum(np.diff(part.offsets) * dims)]) for part in parts]
     for t in range(len(dims)):
@@ -80,4 +84,5 @@ def concatenate_parts(parts: list[TrainerPart], dims: list[int]) -> TrainerPart:
             ids.append(part.ids[part.offsets[t] : part.offsets[t + 1]])
             gradients.append(part.gradients[at[t] : at[t + 1]])
         counts.append(sum(map(len, ids)))
-    return TrainerPart(np.concatenate(ids), np.array(counts, np.int64), np.concatenate(gradients))
+    lrs = next((part.lrs for part in parts if len(part.ids)), parts[0].lrs)
+    return TrainerPart(np.concatenate(ids), np.array(counts, np.int64), np.concatenate(gradients), lrs)

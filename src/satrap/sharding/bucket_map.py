@@ -5,7 +5,7 @@ of buckets, so a row never changes its bucket. The owner of a bucket may change;
 version.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Self
 
@@ -36,11 +36,18 @@ class BucketMap(Serializable):
                 raise ConfigError(f"bucket map: table {t} names {found}; expected servers 0..{self.num_servers - 1}")
 
     @classmethod
-    def even(cls, num_buckets: Sequence[int], num_servers: int) -> Self:
+    def even(cls, num_buckets: Sequence[int], num_servers: int, whole: Collection[int] = ()) -> Self:
         """Return the first map: each server owns a range of adjacent buckets, and as many as any other server, to
-        within one. Tables start at different servers, so that many small tables are spread out, too."""
-        owners, first = [], 0
-        for buckets in num_buckets:
+        within one. Tables start at different servers, so that many small tables are spread out, too.
+
+        whole: the numbers of the tables that one server owns alone. Each server gets as many of these as any other, to
+            within one."""
+        owners, first, num_whole = [], 0, 0
+        for number, buckets in enumerate(num_buckets):
+            if number in whole:
+                owners.append((num_whole % num_servers,) * buckets)
+                num_whole += 1
+                continue
             each = tuple((b * num_servers // max(buckets, num_servers) + first) % num_servers for b in range(buckets))
             owners.append(each)
             first += len(set(each))

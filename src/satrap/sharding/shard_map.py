@@ -4,7 +4,7 @@ A change makes the next shard map, with the next version. A server's number is i
 may change; its address does not.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Self
 
@@ -33,9 +33,9 @@ class ShardMap(Serializable):
             )
 
     @classmethod
-    def first(cls, num_buckets: Sequence[int], addresses: Sequence[str]) -> Self:
-        """Return the shard map of a new job."""
-        return cls(bucket_map=BucketMap.even(num_buckets, len(addresses)), addresses=tuple(addresses))
+    def first(cls, num_buckets: Sequence[int], addresses: Sequence[str], whole: Collection[int] = ()) -> Self:
+        """Return the shard map of a new job. whole: the tables that one server owns alone."""
+        return cls(bucket_map=BucketMap.even(num_buckets, len(addresses), whole), addresses=tuple(addresses))
 
     @property
     def version(self) -> int:

@@ -72,6 +72,7 @@ class BatchLookup:
         if ahead is not None and ahead.is_looked_up():  # a retry after an interrupt that came right after the lookup
             return ahead
         if isinstance(inputs, Padding):
+            self._worker.pad(step, oldest_open)
             return self._pad(self.read_ahead(inputs, step) if ahead is None else ahead)
         with self._threads():
             if self._train:

@@ -74,7 +74,7 @@ class Embeddings(torch.nn.Module):
             process or of servers. Streams return batches on this device.
         device_memory: bytes of the device's memory for rows, such as "100GiB"; the rows that were not used for longest
             are at home, in this process's memory. Or by table: bytes, "all" or "none"; a table without an entry is
-            "all". None: all rows are on the device.
+            "all". None: all rows are on the device, as they must be with several trainers.
         deployment: where the rows are; None: in this process, sharded over several trainers, or under `satrap run` on
             the run's servers.
         """
@@ -112,7 +112,7 @@ class Embeddings(torch.nn.Module):
         if isinstance(staleness, bool) or not isinstance(staleness, int) or staleness < 0:
             raise ConfigError(f"staleness is {staleness!r}; expected an integer, 0 (synchronous) or more")
         repeats = self.staleness == 0 and self._strategy.is_joint
-        if self.deterministic and not repeats and self.trainers.world_size > 1:
+        if self.deterministic and not repeats and self.trainers.world_size > 1 and self.device is None:
             raise ConfigError(
                 f"deterministic=True with dense={dense!r} and staleness {staleness} needs a single trainer; found "
                 "several"
@@ -252,6 +252,8 @@ class Embeddings(torch.nn.Module):
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
+        if error is not None:
+            self._session.explain(error)
         done = kind is None or (isinstance(error, SystemExit) and error.code in (None, 0))
         with nullcontext() if done else suppress(Exception):  # not over the user's own error
             self._session.close(finish=done)

@@ -2,6 +2,7 @@
 process."""
 
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -14,10 +15,12 @@ from satrap.errors import ConfigError, StreamError
 from satrap.event_log import describe_process
 from satrap.run_context import current_context
 from satrap.train.deployment import Deployment
+from satrap.train.missing_trainer import missing_trainer
 from satrap.train.process_group import ProcessGroup
 from satrap.worker.local_rows import LocalWorker
 
 if TYPE_CHECKING:
+    from satrap.device.collective_worker import CollectiveWorker
     from satrap.device.device_memory import DeviceMemory
     from satrap.device.device_worker import DeviceWorker
     from satrap.rpc import Keys
@@ -35,7 +38,7 @@ def open_worker(
     device: torch.device | None = None,
     device_memory: "DeviceMemory" = None,
     dense: tuple[Table, ...] = (),
-) -> "LocalWorker | ShardedWorker | DeviceWorker":
+) -> "LocalWorker | ShardedWorker | DeviceWorker | CollectiveWorker":
     """Open the worker of a trainer. All trainers call this, and the first one starts an attempt at the servers.
 
     rows: with what the run gives.
@@ -45,7 +48,7 @@ def open_worker(
     job = Job(tables=(*features.tables, *dense), seed=seed)
     describe_process("trainer", job=job.fingerprint)
     if device is not None:
-        return _open_on_device(features, rows, trainers, seed, num_threads, device, device_memory)
+        return _open_on_device(features, rows, trainers, seed, staleness, num_threads, device, device_memory)
     if rows.servers is None:
         if trainers.world_size == 1:
             return LocalWorker(features, seed=seed, num_threads=num_threads, shared=rows.shared)
@@ -109,21 +112,65 @@ def _open_on_device(
     rows: Deployment,
     trainers: ProcessGroup,
     seed: int,
+    staleness: int,
     num_threads: int | None,
     device: torch.device,
     device_memory: "DeviceMemory",
-) -> "DeviceWorker":
+) -> "DeviceWorker | CollectiveWorker":
     from satrap.device.device_worker import DeviceWorker
 
     for found, what in ((rows.servers, "servers"), (rows.shared, "a shared-memory file")):
         if found is not None:
             raise ConfigError(f"device is {str(device)!r} and the rows are in {what}: leave one of them out")
-    if trainers.world_size > 1:
+    if trainers.world_size == 1:
+        return DeviceWorker(features, device, seed=seed, num_threads=num_threads, device_memory=device_memory)
+    if device_memory is not None:
         raise ConfigError(
-            f"device is {str(device)!r} and there are {trainers.world_size} trainers, each of which would train its "
-            "own tables: use one trainer, or servers"
+            f"device_memory is {device_memory!r} and there are {trainers.world_size} trainers, each of which keeps all "
+            "rows of its share on its device; expected None: leave it out, or use one trainer"
         )
-    return DeviceWorker(features, device, seed=seed, num_threads=num_threads, device_memory=device_memory)
+    return _open_among_devices(features, rows, trainers, seed, staleness, num_threads, device)
+
+
+def _open_among_devices(
+    features: Features,
+    rows: Deployment,
+    trainers: ProcessGroup,
+    seed: int,
+    staleness: int,
+    num_threads: int | None,
+    device: torch.device,
+) -> "CollectiveWorker":
+    """Shard the rows over the trainers' devices. Each trainer also runs a server of its rows, for calls that are not
+    part of a step."""
+    from satrap.device.collective_worker import CollectiveWorker, OwnTables
+    from satrap.device.kernels import require_possible
+    from satrap.train.trainer_server import TrainerServer
+
+    require_possible(features.tables, device)
+    own = OwnTables(features, device)
+    server = TrainerServer(trainers, num_threads, own.open)
+    own.num_threads = server.num_threads  # the tables are created by the handshake
+    try:
+        rows = replace(rows, servers=server.addresses)
+        servers = _connect_servers(
+            Job(tables=features.tables, seed=seed), rows, trainers, server.keys, synchronous=False
+        )
+        worker = CollectiveWorker(
+            features,
+            servers,
+            own,
+            device,
+            num_threads=server.num_threads,
+            staleness=staleness,
+            explain=partial(missing_trainer, server.addresses),
+        )
+    except BaseException:
+        server.close()
+        raise
+    worker.stop_own_server = server.close
+    close_when_collected(worker, server.close)
+    return worker
 
 
 def _connect_servers(

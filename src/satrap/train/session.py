@@ -25,6 +25,7 @@ from satrap.monitor.samples import Sample, register, snapshot_samples, table_sam
 from satrap.run_context import current_context, register_exit_hook
 from satrap.table.store import progress_of
 from satrap.train.dense_strategy import DenseStrategy
+from satrap.train.missing_trainer import note_missing_trainer
 from satrap.train.process_group import ProcessGroup
 from satrap.train.staleness_gate import StalenessGate
 from satrap.train.stream import Stream
@@ -314,6 +315,12 @@ class TrainingSession:
         while self._before_close:
             self._before_close.pop(0)()
 
+    def explain(self, error: BaseException) -> None:
+        """Name the trainers that have ended, if the error comes from that."""
+        servers = None if self._worker is None else self._worker.servers
+        if servers is not None and getattr(self._worker, "stop_own_server", None) is not None:
+            note_missing_trainer(servers.addresses, error)
+
     def close(self, *, finish: bool) -> None:
         """End the streams, apply submitted updates, and close the connections.
 
@@ -329,6 +336,8 @@ class TrainingSession:
             stack.callback(setattr, self, "_closed", True)
             for stream in self._evaluations:
                 stack.callback(stream.close)
+            if not finish and self._training is not None:
+                self._training.release()
             self._leave_stream("the embeddings were closed")
             if finish:
                 self._finish()

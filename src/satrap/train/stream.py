@@ -104,6 +104,8 @@ class Stream(Iterator[Batch]):
         self._ended_because: str | None = None  # why no other batch will come
         self._look_up = BatchLookup(worker, device, train=train, overlap=overlap, dense=self._dense)
         remote = train and worker.servers is not None  # an evaluation has no updates
+        if train:
+            worker.open_stream(gate.next_step)
         with Uninterrupted():
             self._pipeline: PrefetchPipeline[InFlightBatch] = PrefetchPipeline(
                 inputs,
@@ -115,6 +117,8 @@ class Stream(Iterator[Batch]):
                 remote=remote,
             )
             close_when_collected(self, self._pipeline.close)
+            if train:
+                close_when_collected(self, worker.release)  # before the pipeline is closed
 
     @classmethod
     def evaluation(cls, inputs: Iterator[Inputs], worker: Worker, device: torch.device, *, overlap: bool) -> "Stream":
@@ -268,6 +272,7 @@ class Stream(Iterator[Batch]):
         """Apply every submitted update, then keep table work from running inside the context."""
         self.drain()
         with self._pipeline.pause():
+            self._worker.pause()
             yield
 
     def close(self, why: str = "this stream was closed") -> None:
@@ -280,8 +285,12 @@ class Stream(Iterator[Batch]):
                 self._ended_because = why
                 self._drop_all(why)
         try:
+            if self._train:
+                self._worker.end_lookups()
             self._release_tickets()
             self._pipeline.finish()
+            if self._train:
+                self._worker.end_updates()
             if not self._finished:
                 try:
                     self._dense.finish()
@@ -298,7 +307,14 @@ class Stream(Iterator[Batch]):
     def __enter__(self) -> Self:
         return self
 
+    def release(self) -> None:
+        """Let calls fail that wait for other trainers: this stream is closed after an error."""
+        if self._train:
+            self._worker.release()
+
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is not None:
+            self.release()
         with nullcontext() if kind is None else suppress(Exception):  # keeps the user's own error
             self.close()
 
@@ -453,6 +469,7 @@ class Stream(Iterator[Batch]):
                     self._joined = True
                     return True
                 self._joint.stop()
+                self._worker.end_lookups()
         while self._next_batch is not None:  # this batch and what was read after it are all padding
             if not self._pipeline.return_item(self._next_batch):
                 self._pipeline.drop(self._next_batch.step)

@@ -7,14 +7,17 @@ calls as those of separate servers: through Unix sockets on one machine, otherwi
 import os
 import socket
 import tempfile
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
 from satrap.config.cores import thread_count
+from satrap.config.job import Job
 from satrap.errors import RpcError
 from satrap.rpc import Keys, Service
 from satrap.server.protocol import ServerCalls
 from satrap.server.server import Server
+from satrap.table.engine import Slot
 from satrap.train.process_group import ProcessGroup
 
 _ANYWHERE = "192.0.2.1"  # beyond the default route: an address reserved for documents
@@ -23,9 +26,12 @@ _ANYWHERE = "192.0.2.1"  # beyond the default route: an address reserved for doc
 class TrainerServer:
     """The server of this trainer's rows, and the addresses of all trainers' servers."""
 
-    def __init__(self, trainers: ProcessGroup, num_threads: int | None) -> None:
+    def __init__(
+        self, trainers: ProcessGroup, num_threads: int | None, open_tables: Callable[[Job], list[Slot]] | None = None
+    ) -> None:
         """All trainers call this together.
 
+        open_tables: creates the tables of a job; None: in the memory of this process.
         num_threads: None: an equal share of the cores for each trainer on this machine."""
         self._folder = tempfile.TemporaryDirectory(prefix="satrap-trainer-")
         self.keys: Keys | None = None
@@ -40,7 +46,9 @@ class TrainerServer:
         share = max(1, thread_count(None) // hosts.count(hosts[trainers.rank]))
         self.num_threads = share if num_threads is None else num_threads
         """Threads of one call."""
-        server = Server(num_threads=self.num_threads, checkpoints=["/"])  # it may write what the trainer may
+        server = Server(
+            num_threads=self.num_threads, checkpoints=["/"], open_tables=open_tables
+        )  # it may write what the trainer may
         self._service = Service(server, ServerCalls, address, keys)
         self.addresses = tuple(each.decode() for each in trainers.gather(self._service.address.encode()))
 

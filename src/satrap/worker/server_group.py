@@ -121,7 +121,8 @@ class ServerGroup:
         self._claims: OrderedDict[tuple[int, int], weakref.ref[Any]] = OrderedDict()  # by attempt and step
         self._lock = threading.Lock()  # guards what follows
         self._clients: dict[str, Client[ServerCalls]] = {}
-        self.topology = self._topology_of(ShardMap.first(self._num_buckets, addresses))
+        whole = [number for number, table in enumerate(job.tables) if table.shard == "table"]
+        self.topology = self._topology_of(ShardMap.first(self._num_buckets, addresses, whole))
         """The current topology. Calls that belong together must use the same one."""
         self.attempt = NO_ATTEMPT if attempt is None else attempt
         self._launch, self._take_over = launch, take_over

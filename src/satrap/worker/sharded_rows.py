@@ -237,8 +237,15 @@ class ShardedWorker(Worker):
     """Stops the server in this process, where trainers serve each other their rows."""
     _rows_type = ShardedRows
 
-    def __init__(self, features: Features, servers: ServerGroup, *, num_threads: int | None = None) -> None:
-        """servers: of a job whose first tables are those of the features."""
+    def __init__(
+        self,
+        features: Features,
+        servers: ServerGroup,
+        *,
+        num_threads: int | None = None,
+        rows: ShardedRows | None = None,
+    ) -> None:
+        """servers: of a job whose first tables are those of the features. rows: None: `ShardedRows` of them."""
         if tuple(features.tables) != servers.job.tables[: len(features.tables)]:
             raise ConfigError(
                 "the servers' job has other tables than the features; expected features.tables first: create the job "
@@ -246,7 +253,7 @@ class ShardedWorker(Worker):
             )
         self.servers = servers
         self.tables = ShardedTables(servers)
-        self._sharded_rows = self._rows_type(features, servers, num_threads=num_threads)
+        self._sharded_rows = rows or self._rows_type(features, servers, num_threads=num_threads)
         super().__init__(features, self._sharded_rows)
         self.pooled_codec = PooledCodec(features, self._sharded_rows.split, servers.wire)
         """The form of pooled rows and their gradients between a worker process and its trainer."""

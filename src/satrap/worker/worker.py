@@ -268,6 +268,24 @@ class Worker:
         """Give up a batch that will not be updated. Its rows stay as the lookup left them."""
         self._rows.drop(self._require_ticket("drop of a batch", ticket))
 
+    def open_stream(self, step: int) -> None:
+        """Prepare for the lookups and updates of a training stream that begins at this step."""
+
+    def pad(self, step: int, oldest_open: int) -> None:
+        """Join a lookup of other trainers with a padding batch."""
+
+    def pause(self) -> None:
+        """Return once the rows have all updates and skipped steps of this trainer, whose stream is paused."""
+
+    def end_lookups(self) -> None:
+        """Note that the training stream needs no further lookup; those that come return zeros."""
+
+    def end_updates(self) -> None:
+        """Note that the training stream has no further update, and wait until the rows have all of them."""
+
+    def release(self) -> None:
+        """Let calls fail that wait for other trainers: the training stream ends with an error."""
+
     def skip(self, step: int) -> None:
         """Note that this step will have no update; `settle` tells the processes that wait for it."""
         self._rows.skip(step)

@@ -1,0 +1,37 @@
+// Arrays over what the core returns for rows on a device.
+#pragma once
+
+#include "bindings/bindings_bags.hpp"
+
+// Moves a vector into a numpy array of elements of the same size.
+template <typename T, typename Element> nb::object moved(std::vector<Element> elements) {
+    static_assert(sizeof(Element) % sizeof(T) == 0);
+    auto* owner = new std::vector<Element>(std::move(elements));
+    nb::capsule capsule(owner, [](void* p) noexcept { delete static_cast<std::vector<Element>*>(p); });
+    constexpr std::size_t width = sizeof(Element) / sizeof(T);
+    T* data = reinterpret_cast<T*>(owner->data());
+    if constexpr (width == 1) {
+        const std::size_t shape[] = {owner->size()};
+        return nb::cast(nb::ndarray<nb::numpy, T, nb::ndim<1>>(data, 1, shape, capsule));
+    } else {
+        const std::size_t shape[] = {owner->size(), width};
+        return nb::cast(nb::ndarray<nb::numpy, T, nb::ndim<2>>(data, 2, shape, capsule));
+    }
+}
+
+template <typename T, typename Element> nb::object moved_or_none(std::vector<Element> elements) {
+    return elements.empty() ? nb::object(nb::none()) : moved<T>(std::move(elements));
+}
+
+inline nb::dict dict_of(FrameRuns runs) {
+    nb::dict out;
+    out["tables"] = moved<std::int32_t>(std::move(runs.first_run_of_table));
+    out["frames"] = moved<std::int32_t>(std::move(runs.frames));
+    out["begin"] = moved<std::int32_t>(std::move(runs.begin));
+    out["end"] = moved<std::int32_t>(std::move(runs.end));
+    out["places"] = moved<std::int32_t>(std::move(runs.places));
+    out["factors"] = moved_or_none<float>(std::move(runs.factors));
+    out["keys"] = moved_or_none<std::int64_t>(std::move(runs.keys));
+    out["ids"] = moved_or_none<std::uint64_t>(std::move(runs.ids));
+    return out;
+}

@@ -1,0 +1,112 @@
+"""The lookups of several trainers: each looks up its batch while it reads the rows here for the others.
+
+A round has a part of each trainer: a batch, nothing (padding), or idle. A trainer that is paused, or whose stream has
+ended, is idle until all are, so a lookup that another one has started is answered.
+"""
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from satrap.device.collective_updates import CollectiveUpdates
+from satrap.device.exchange import Exchange
+from satrap.device.owned_rows import LookupTime, OwnedRows
+from satrap.device.round_thread import RoundThread
+from satrap.device.segments import TableGroups
+
+_IDLE, _PART = range(2)  # what a trainer brings to a round
+_KIND, _STEP, _OLDEST_OPEN, _FIRST_EPOCH, _COUNTS = range(5)  # columns of a header
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LookupPart:
+    """One trainer's ids of a batch."""
+
+    at: LookupTime
+    ids: Sequence[NDArray[np.uint64]]
+    """Those of each owner."""
+    counts: NDArray[np.int64]
+    """How many of each table, [trainers, tables]."""
+
+
+class CollectiveLookups:
+    """The lookups of all trainers."""
+
+    def __init__(
+        self,
+        exchange: Exchange,
+        groups: TableGroups,
+        owned: Callable[[], OwnedRows],
+        thread: RoundThread,
+        updates: CollectiveUpdates,
+        staleness: int,
+    ) -> None:
+        """owned: returns the rows that this trainer owns. staleness: how many earlier updates a lookup may miss."""
+        self._exchange, self._groups, self._owned, self._thread = exchange, groups, owned, thread
+        self._updates, self._staleness = updates, staleness
+
+    def submit(self, part: LookupPart) -> "Future[list[Tensor]]":
+        """Look up a batch: the result has the rows of each group of tables, owner by owner, in the order of its
+        ids."""
+        return self._thread.submit(lambda: self._rows(part))
+
+    def idle(self) -> None:
+        """Answer the lookups of other trainers until all are idle."""
+        self._thread.submit(self._run_idle)
+
+    # -- in the thread -------------------------------------------------------------------------------------------------
+
+    def _rows(self, part: LookupPart) -> list[Tensor]:
+        rows = self._round(part)
+        assert rows is not None
+        return rows
+
+    def _run_idle(self) -> None:
+        while self._round(None) is not None:
+            pass
+
+    def _round(self, part: LookupPart | None) -> list[Tensor] | None:
+        """Exchange ids and rows; return None if all trainers are idle."""
+        own = np.zeros((self._exchange.world_size, _COUNTS + len(self._groups.numbers)), np.int64)
+        no_ids = [np.empty(0, np.uint64)] * len(own)
+        if part is not None:
+            own[:, :_COUNTS] = _PART, part.at.step, part.at.oldest_open, part.at.first_epoch
+            own[:, _COUNTS:] = part.counts
+        headers = self._exchange.headers(own)
+        if (headers[:, _KIND] == _IDLE).all():
+            return None
+        sent, counts = own[:, _COUNTS:], headers[:, _COUNTS:]
+        received = self._exchange.ids(no_ids if part is None else part.ids, counts.sum(1).tolist())
+        rows = self._look_up(received, headers)
+        of_groups = zip(rows, self._groups.counts(counts), self._groups.counts(sent), strict=True)
+        return [self._exchange.rows(*each) for each in of_groups]
+
+    def _look_up(self, received: NDArray[np.uint64], headers: NDArray[np.int64]) -> list[Tensor]:
+        """Read the rows here. Trainers that are at different steps, after a pause, are served one step after
+        another."""
+        parts = headers[headers[:, _KIND] == _PART]
+        times = sorted({(int(step), bool(first)) for step, first in parts[:, [_STEP, _FIRST_EPOCH]]})
+        oldest_open = int(parts[:, _OLDEST_OPEN].min())
+        if len(times) == 1:
+            return self._look_up_at(received, headers[:, _COUNTS:], *times[0], oldest_open)
+        bounds = np.append(0, headers[:, _COUNTS:].sum(1).cumsum())
+        found: list[list[Tensor]] = [[] for _ in headers]
+        for step, first_epoch in times:
+            for rank in np.flatnonzero((headers[:, _STEP] == step) & (headers[:, _FIRST_EPOCH] == first_epoch)):
+                counts = np.zeros_like(headers[:, _COUNTS:])
+                counts[rank] = headers[rank, _COUNTS:]
+                ids = received[bounds[rank] : bounds[rank + 1]]
+                found[rank] = self._look_up_at(ids, counts, step, first_epoch, oldest_open)
+        present = [each for each in found if each]
+        return [torch.cat(lines) for lines in zip(*present, strict=True)]
+
+    def _look_up_at(
+        self, ids: NDArray[np.uint64], counts: NDArray[np.int64], step: int, first_epoch: bool, oldest_open: int
+    ) -> list[Tensor]:
+        self._updates.wait_applied(step - self._staleness - 1)
+        return self._owned().look_up(ids, counts, LookupTime(step, min(step, oldest_open), first_epoch))

@@ -1,0 +1,310 @@
+"""Rows on the devices of several trainers: implements `satrap.worker.worker.Rows`.
+
+    lookup   Split.lookup -> ids of each owner ──> OwnedRows.look_up ──> rows -> pool, copy_sequence -> block, sequences
+    update   gradients -> sums of each id, on the device ──> OwnedRows.apply, which adds those of all trainers
+
+Each trainer owns some buckets of every table, and all exchange ids, rows and gradients by `all_to_all_single`. Each
+trainer also serves its rows by the calls of a server, which evaluation, reading and checkpoints use.
+"""
+
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from satrap import _core
+from satrap.config.features import Features
+from satrap.config.tables import SGD
+from satrap.device.collective_lookups import CollectiveLookups, LookupPart
+from satrap.device.collective_updates import CollectiveUpdates, UpdatePart
+from satrap.device.device_rows import LARGEST
+from satrap.device.exchange import Exchange
+from satrap.device.host_copy import to_device
+from satrap.device.kernels import kernels_of
+from satrap.device.owned_rows import LookupTime, OwnedRows
+from satrap.device.round_thread import RoundThread
+from satrap.device.runs import PooledFeatures, Runs
+from satrap.device.segments import TableGroups
+from satrap.errors import TicketError
+from satrap.interrupts import Uninterrupted
+from satrap.worker.server_group import ServerGroup
+from satrap.worker.sharded_rows import ShardedRows
+from satrap.worker.worker import BagRequest, TicketGradients, UpdateRequest
+
+_CLOSE_SECONDS = 0.5
+_SUM = SGD(lr=1.0)  # with a rate of -1, on values of -0.0: adds the gradient, without rounding
+
+
+@dataclass(slots=True, eq=False)
+class CollectiveTicket:
+    """Implements `satrap.worker.worker.Ticket`."""
+
+    split: _core.SplitTicket
+    bound: float
+    """A sum of its gradients is at most this many times the largest gradient times the scale."""
+    owner: "CollectiveRows"
+    pending: "Future[None] | None" = None
+    """The round of an update that was interrupted while it waited for other trainers."""
+    used: bool = False
+
+    @property
+    def batch_size(self) -> int:
+        return self.split.batch_size
+
+
+class CollectiveRows(ShardedRows):
+    """The rows of some tables on the devices of all trainers. Lookups without training call the servers."""
+
+    def __init__(
+        self,
+        features: Features,
+        servers: ServerGroup,
+        owned: Callable[[], OwnedRows],
+        device: torch.device,
+        *,
+        num_threads: int | None,
+        staleness: int,
+        explain: Callable[[Exception], Exception],
+    ) -> None:
+        """All trainers call this together.
+
+        owned: returns the rows that this trainer owns.
+        explain: returns the error to raise for one of an exchange."""
+        super().__init__(features, servers, num_threads=num_threads)
+        self.device, self._features, self._staleness = device, features, staleness
+        self._tables = servers.job.tables
+        self._groups, self._kernels = TableGroups.of(self._tables), kernels_of(device)
+        self._pooled = [PooledFeatures.of(features, tables, device) for tables in self._groups.tables]
+        self._absent = [torch.empty((0, dim), device=device) for _, dim in self._groups.layouts]
+        self._exchanges = lookups, updates = Exchange(device), Exchange(device)
+        use_device = partial(torch.cuda.set_device, device) if device.type == "cuda" else lambda: None
+        self._update_thread = RoundThread(
+            "satrap-exchange-updates", explain, prepare=use_device, failed=lambda: self._updates.wake()
+        )
+        self._lookup_thread = RoundThread("satrap-exchange-lookups", explain, prepare=use_device)
+        self._updates = CollectiveUpdates(updates, self._groups, owned, self._update_thread)
+        self._lookups = CollectiveLookups(lookups, self._groups, owned, self._lookup_thread, self._updates, staleness)
+        self._has_ended = True  # changes under the lock, so that no lookup follows the end of the lookups
+        self._stream_lock = threading.Lock()
+        self._unfinished: tuple[CollectiveTicket, Future[list[Tensor]]] | None = None
+
+    # -- streams -------------------------------------------------------------------------------------------------------
+
+    def open_stream(self, step: int) -> None:
+        """Begin a training stream at this step. All trainers do."""
+        self._lookup_thread.is_released = self._update_thread.is_released = False
+        self._has_ended, self._unfinished = False, None
+        self._updates.start(step)
+
+    def end_lookups(self) -> None:
+        """End the lookups of the stream: later ones return zeros, without other trainers."""
+        with self._stream_lock:
+            if not self._has_ended:
+                self._has_ended = True
+                self._lookups.idle()
+
+    def end_updates(self) -> None:
+        """End the updates of the stream, and wait until those that this trainer joined are applied."""
+        self._updates.idle()
+        self._updates.settle()
+
+    def pause(self) -> None:
+        """Return once the updates that this trainer joined are applied. Until all trainers are paused, answer their
+        lookups."""
+        if not self._has_ended:
+            self._lookups.idle()
+        self._updates.settle()
+
+    def release(self) -> None:
+        """Let calls that wait for other trainers fail: this trainer's stream ends with an error."""
+        self._lookup_thread.is_released = self._update_thread.is_released = True
+
+    def close(self) -> None:
+        """End the threads. Rounds that another trainer has not joined by then, after an error, are given up.
+        Idempotent."""
+        self.release()
+        for thread in (self._lookup_thread, self._update_thread):
+            thread.close()
+        for thread, exchange in zip((self._lookup_thread, self._update_thread), self._exchanges, strict=True):
+            if not thread.join(_CLOSE_SECONDS):
+                exchange.is_abandoned = True
+                thread.join(_CLOSE_SECONDS)
+
+    # -- as Rows -------------------------------------------------------------------------------------------------------
+
+    def empty(self, lines: int, floats: int) -> Tensor:  # type: ignore[override]
+        return torch.empty((lines, floats), dtype=torch.float32, device=self.device)
+
+    def lookup(  # type: ignore[override]
+        self, request: BagRequest, block: Tensor, sequences: list[Tensor]
+    ) -> CollectiveTicket | None:
+        if not request.train:
+            self._read(request, block, sequences)
+            return None
+        at = self._advance_step(request.step)
+        unfinished, self._unfinished = self._unfinished, None
+        ticket, future = unfinished or self._start(request, at)
+        if future is None:
+            for each in (block, *sequences):
+                each.zero_()
+            return ticket
+        try:
+            rows = self._lookup_thread.wait(future)
+        except KeyboardInterrupt:
+            self._unfinished = ticket, future  # the retry waits for the same rows
+            raise
+        self._pool(ticket, rows, request.batch_size, block, sequences)
+        return ticket
+
+    def join(self, step: int, oldest_open: int) -> None:
+        """Join a lookup of the other trainers with nothing."""
+        nothing = np.zeros((len(self._servers.topology), len(self._tables)), np.int64)
+        ids = [np.empty(0, np.uint64)] * len(nothing)
+        future = self._submit(LookupPart(LookupTime(step, oldest_open, True), ids, nothing))
+        if future is not None:
+            self._lookup_thread.wait(future)
+
+    def owns_ticket(self, ticket: object) -> bool:
+        return getattr(ticket, "owner", None) is self
+
+    def update(self, request: UpdateRequest) -> None:
+        tickets: Sequence[CollectiveTicket] = request.tickets
+        pending = tickets[0].pending
+        if pending is None:
+            rates = list(self._servers.lrs)
+            for table, lr in request.lrs:
+                rates[table] = lr
+            with Uninterrupted():
+                part = self._part(request, rates)
+                pending = self._updates.submit(self._advance_step(request.step), part)
+                for ticket in tickets:
+                    ticket.pending = pending
+        self._update_thread.wait(pending)
+        with Uninterrupted():
+            for ticket in tickets:
+                ticket.pending, ticket.used = None, True
+
+    def drop(self, ticket: CollectiveTicket) -> None:  # type: ignore[override]
+        if ticket.used:
+            raise TicketError("drop of a batch: this ticket was used already")
+        ticket.used = True
+        if not ticket.split.used:
+            self.split.drop(ticket.split)
+
+    def skip(self, step: int) -> None:
+        self._updates.skip(step)
+
+    def settle(self) -> None:
+        """Do nothing: a thread joins the skipped steps."""
+
+    # -- lookup --------------------------------------------------------------------------------------------------------
+
+    def _read(self, request: BagRequest, block: Tensor, sequences: list[Tensor]) -> None:
+        """Look up without training."""
+        memory = [np.asarray(self.split.empty(len(each), each.shape[1])) for each in (block, *sequences)]
+        super().lookup(request, memory[0], memory[1:])
+        for to, rows in zip((block, *sequences), memory, strict=True):
+            to.copy_(torch.from_numpy(rows))
+
+    def _start(self, request: BagRequest, step: int) -> "tuple[CollectiveTicket, Future[list[Tensor]] | None]":
+        owners, num_owners = self._servers.topology.owners, len(self._servers.topology)
+        split = self.split.lookup(
+            request.values, request.offsets, request.weights, request.batch_size, owners, num_owners, True
+        )
+        weight = 1.0 if request.weights is None or not len(request.weights) else np.abs(request.weights).max()
+        ticket = CollectiveTicket(split, len(request.values) * max(1.0, float(weight)), self)
+        at = LookupTime(step, request.oldest_open or step, request.first_epoch)
+        return ticket, self._submit(LookupPart(at, *_sent(split)))
+
+    def _submit(self, part: LookupPart) -> "Future[list[Tensor]] | None":
+        """Start a round of the lookups; return None if they have ended."""
+        with self._stream_lock:
+            if self._has_ended:
+                return None
+            self._updates.pass_through(part.at.step - self._staleness - 1)  # the gate has settled these steps
+            return self._lookups.submit(part)
+
+    def _pool(
+        self, ticket: CollectiveTicket, rows: list[Tensor], batch_size: int, block: Tensor, sequences: list[Tensor]
+    ) -> None:
+        """Pool and copy the rows of all features."""
+        found = self.split.lines(ticket.split, self._groups.numbers)
+        lines, offsets, weights = (
+            None if found[name] is None else to_device(found[name], self.device)
+            for name in ("lines", "offsets", "weights")
+        )
+        for values, absent, pooled in zip(rows, self._absent, self._pooled, strict=True):
+            self._kernels.pool(values, absent, lines, offsets, weights, pooled, batch_size, block)
+        left = iter(sequences)
+        for number, feature in enumerate(self._features.values()):
+            if feature.max_length is not None:
+                group = self._groups.numbers[self._features.table_index[number]]
+                out = next(left).view(batch_size, feature.max_length, feature.table.dim)
+                self._kernels.copy_sequence(rows[group], self._absent[group], lines, offsets, number, out)
+
+    # -- update --------------------------------------------------------------------------------------------------------
+
+    def _part(self, request: UpdateRequest, rates: Sequence[float]) -> UpdatePart:
+        """Return the sum of the gradients of each id."""
+        tickets: Sequence[CollectiveTicket] = request.tickets
+        scale = float(np.float32(request.scale))
+        parts = [each for block, rest in request.gradients for each in (block, *rest) if each is not None]
+        flat = torch.cat([each.reshape(-1) for each in parts] or [self.empty(0, 0).view(-1)])
+        largest = float(flat.abs().max()) if len(flat) else 0.0
+        if not largest * scale * sum(each.bound for each in tickets) < LARGEST:  # not true of a NaN either
+            return self._checked_part(request, rates)
+        topology, splits = self._servers.topology, [each.split for each in tickets]
+        given = [
+            (block is not None, [each is not None for each in sequences]) for block, sequences in request.gradients
+        ]
+        laid_out, found = self.split.runs(splits, given, topology.owners, len(topology), self._groups.numbers)
+        ids, counts = _sent(laid_out)
+        runs = Runs.to_device(found, self.device)
+        sums = []
+        for (_, dim), tables, sent in zip(
+            self._groups.layouts, self._groups.tables, self._groups.counts(counts), strict=True
+        ):
+            values = torch.full((sum(sent), dim), -0.0, device=self.device)
+            for table in tables:
+                of_table = runs.of_tables(range(table, table + 1))
+                self._kernels.update(values, values[:, :0], of_table, flat, _SUM, -1.0, scale, 1, skip_nonfinite=False)
+            sums.append(values)
+        return UpdatePart(ids, counts, sums, rates)
+
+    def _checked_part(self, request: UpdateRequest, rates: Sequence[float]) -> UpdatePart:
+        """Return the same, summed on the CPU: raise NonFiniteError if a table refuses a gradient, or leave it out."""
+        topology = self._servers.topology
+        on_cpu: list[TicketGradients] = [
+            (
+                None if block is None else block.cpu().numpy(),
+                [None if each is None else each.cpu().numpy() for each in sequences],
+            )
+            for block, sequences in request.gradients
+        ]
+        splits = [each.split for each in request.tickets]
+        found = self.split.sums(splits, on_cpu, request.scale, topology.owners, len(topology))
+        self._servers.add_skipped(found.skipped)
+        ids, counts = _sent(found)
+        by_group: list[list[NDArray[np.float32]]] = [[] for _ in self._groups.tables]
+        for server, line in enumerate(counts):
+            at, gradients = 0, np.asarray(found.gradients(server))
+            for table, count in enumerate(line.tolist()):
+                dim = self._tables[table].dim
+                by_group[self._groups.numbers[table]].append(gradients[at : at + count * dim].reshape(count, dim))
+                at += count * dim
+        sums = [to_device(np.concatenate(each), self.device) for each in by_group]
+        return UpdatePart(ids, counts, sums, rates)
+
+
+def _sent(laid_out: Any) -> tuple[list[NDArray[np.uint64]], NDArray[np.int64]]:
+    """Return the ids for each owner, and how many there are of each table."""
+    servers = range(laid_out.num_servers)
+    counts = np.stack([np.diff(laid_out.offsets(server)) for server in servers])
+    return [laid_out.ids(server) for server in servers], counts

@@ -1,0 +1,155 @@
+"""The updates of several trainers, which together make one update of each step.
+
+A trainer joins every step, in order; see `satrap.device.step_order`. A thread runs the rounds, so that a trainer that
+drops a step joins it although its loop continues.
+"""
+
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from satrap.device.exchange import Exchange
+from satrap.device.owned_rows import OwnedRows
+from satrap.device.round_thread import RoundThread
+from satrap.device.segments import TableGroups
+from satrap.device.step_order import StepOrder
+from satrap.errors import StreamError
+
+_IDLE, _NOTHING, _PART = range(3)  # what a trainer brings to a round
+_KIND, _STEP, _COUNTS = range(3)  # columns of a header; rates follow the counts
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class UpdatePart:
+    """One trainer's gradients of a step."""
+
+    ids: Sequence[NDArray[np.uint64]]
+    """Those of each owner."""
+    counts: NDArray[np.int64]
+    """How many of each table, [trainers, tables]."""
+    sums: Sequence[Tensor]
+    """For each group of tables the gradients, owner by owner."""
+    lrs: Sequence[float]
+    """The rate of each table."""
+
+
+class CollectiveUpdates:
+    """The updates of all trainers."""
+
+    def __init__(
+        self, exchange: Exchange, groups: TableGroups, owned: Callable[[], OwnedRows], thread: RoundThread
+    ) -> None:
+        """owned: returns the rows that this trainer owns."""
+        self._exchange, self._groups, self._owned, self._thread = exchange, groups, owned, thread
+        num_tables = len(groups.numbers)
+        self._rates = slice(_COUNTS + num_tables, _COUNTS + 2 * num_tables)
+        self._counts = slice(_COUNTS, _COUNTS + num_tables)
+        self._order, self._lock = StepOrder(), threading.Lock()
+        self._applied = 0
+        self._has_applied = threading.Condition()
+        self._last: Future[None] | None = None
+
+    def start(self, step: int) -> None:
+        """Continue with this step, in another stream."""
+        with self._lock:
+            self._order.start(step)
+            self._last = self._thread.submit(lambda: self._note(step - 1, restart=True))
+
+    def submit(self, step: int, part: UpdatePart) -> "Future[None]":
+        """Join a step with gradients."""
+        with self._lock:
+            earlier, later = self._order.update(step)
+            self._pass(earlier)
+            self._last = future = self._thread.submit(lambda: self._run(step, part))
+            self._pass(later)
+            return future
+
+    def skip(self, step: int) -> None:
+        """Join a step with nothing, after all earlier steps."""
+        with self._lock:
+            self._pass(self._order.skip(step))
+
+    def pass_through(self, step: int) -> None:
+        """Join all steps up to this one that were not joined."""
+        with self._lock:
+            self._pass(self._order.pass_through(step))
+
+    def idle(self) -> None:
+        """Join the steps of other trainers with nothing, until all are idle."""
+        self._thread.submit(self._run_idle)
+
+    def settle(self) -> None:
+        """Return once all steps that this trainer joined are applied."""
+        if self._last is not None:
+            self._thread.wait(self._last)
+
+    def wait_applied(self, step: int) -> None:
+        """Return once the rows here have all updates up to this step. Called in the thread of lookups."""
+        with self._has_applied:
+            self._has_applied.wait_for(lambda: self._applied >= step or self._thread.error is not None)
+            if self._applied < step:
+                assert self._thread.error is not None
+                raise self._thread.error
+
+    def wake(self) -> None:
+        """Wake a lookup that waits for an update, after the thread has failed."""
+        with self._has_applied:
+            self._has_applied.notify_all()
+
+    def _pass(self, steps: Sequence[int]) -> None:
+        for step in steps:
+            self._last = self._thread.submit(lambda step=step: self._run(step, None))  # type: ignore[misc]
+
+    # -- in the thread -------------------------------------------------------------------------------------------------
+
+    def _note(self, step: int, *, restart: bool = False) -> None:
+        with self._has_applied:
+            self._applied = step if restart else max(self._applied, step)
+            self._has_applied.notify_all()
+
+    def _run_idle(self) -> None:
+        while not self._round(_IDLE, 0, None):
+            pass
+
+    def _run(self, step: int, part: UpdatePart | None) -> None:
+        self._round(_NOTHING if part is None else _PART, step, part)
+
+    def _round(self, kind: int, step: int, part: UpdatePart | None) -> bool:
+        """Exchange gradients, and apply those of the rows here. Return whether all trainers are idle."""
+        own = np.zeros((self._exchange.world_size, self._rates.stop), np.int64)
+        own[:, _KIND], own[:, _STEP] = kind, step
+        if part is not None:
+            own[:, self._counts] = part.counts
+            own[:, self._rates] = np.array(part.lrs, np.float64).view(np.int64)
+        headers = self._exchange.headers(own)
+        kinds, steps = headers[:, _KIND], headers[:, _STEP]
+        if (kinds == _IDLE).all():
+            return True
+        joint = int(steps.max())
+        if different := [rank for rank in np.flatnonzero(kinds != _IDLE).tolist() if steps[rank] != joint]:
+            raise StreamError(
+                f"trainer {different[0]} updates step {steps[different[0]]} and another one step {joint}; all trainers "
+                "must step the same batches: start all of them again, from the last checkpoint"
+            )
+        if (kinds == _PART).any():
+            self._apply(joint, part, own, headers)
+        self._note(joint)
+        self._exchange.barrier()  # an update returns once all trainers' rows have it: a server may be asked for them
+        return False
+
+    def _apply(self, step: int, part: UpdatePart | None, own: NDArray[np.int64], headers: NDArray[np.int64]) -> None:
+        sent, counts = own[:, self._counts], headers[:, self._counts]
+        no_ids = [np.empty(0, np.uint64)] * len(own)
+        received = self._exchange.ids(no_ids if part is None else part.ids, counts.sum(1).tolist())
+        owned = self._owned()
+        sums = [owned.empty(0, dim) for _, dim in self._groups.layouts] if part is None else part.sums
+        of_groups = zip(sums, self._groups.counts(sent), self._groups.counts(counts), strict=True)
+        gradients = [self._exchange.rows(*each) for each in of_groups]
+        first = int(np.flatnonzero(headers[:, _KIND] == _PART)[0])
+        lrs = headers[first, self._rates].view(np.float64).tolist()
+        owned.apply(received, counts, gradients, step, lrs)

@@ -1,0 +1,173 @@
+"""One of several trainers, for rows on their devices: a job of trainer_child.py, or, with "compare", random steps on
+two workers, with rows on the devices and in the trainers' memory, whose results must be the same bits; or, with
+"refused", options that several trainers cannot have."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+import trainer_child
+from satrap import SGD, Adagrad, Adam, Embeddings, Ftrl, MinCount, Normal, RowWiseAdagrad, Table
+from satrap.config.features import Feature, Features
+from satrap.data.inputs import Inputs
+from satrap.errors import ConfigError
+
+IDS = np.array([*range(40), 2**63, 2**64 - 1], np.uint64)
+
+
+def features(shard: Any = "rows") -> dict[str, Any]:
+    """Return tables of three layouts, with every kind of pooling, of 16 bits too. shard: of some of the tables."""
+    item = Table("item", dim=5, optimizer=Adagrad(lr=0.1), initial=Normal(std=0.5), num_buckets=16)
+    user = Table(
+        "user", dim=8, optimizer=RowWiseAdagrad(lr=0.1), initial=Normal(std=0.5), dtype="bfloat16", shard=shard
+    )
+    tiny = Table("tiny", dim=8, optimizer=SGD(lr=0.1, momentum=0.9), num_buckets=1, dtype="bfloat16")
+    rare = Table("rare", dim=5, optimizer=Adam(lr=0.1), admission=MinCount(2), absent="initial", expire_after=4)
+    last = Table(
+        "last", dim=5, optimizer=Ftrl(lr=0.1, l1=0.01), initial=Normal(std=0.5), on_nonfinite="skip", shard=shard
+    )
+    return {
+        "bag": Feature(item, "mean"),
+        "item": Feature(item),
+        "user": Feature(user, "sum", weighted=True),
+        "tiny": Feature(tiny, "sqrtn"),
+        "rare": Feature(rare, "sum"),
+        "path": item.sequence(3),
+        "last": last.bag("mean"),
+        "padded": rare.sequence(2, keep="first", padding_id=4),
+    }
+
+
+def inputs(rng: np.random.Generator, batch_size: int) -> Inputs:
+    names = Features(features()).names
+    lengths = rng.integers(0, 5, len(names) * batch_size)
+    offsets = np.concatenate([[0], lengths.cumsum()]).astype(np.int64)
+    return Inputs(
+        names=names,
+        values=rng.choice(IDS, offsets[-1]),
+        offsets=offsets,
+        weights=rng.normal(size=offsets[-1]).astype(np.float32),
+        batch_size=batch_size,
+    )
+
+
+def compare(job: dict[str, Any]) -> dict[str, Any]:
+    """Take random steps on both workers. Return how many rows there are at the end."""
+    rng, common = np.random.default_rng([job["compare"], dist.get_rank()]), np.random.default_rng(job["compare"])
+    shards = "rows", job["shard"]
+    both = [
+        Embeddings(features(shard), seed=3, num_threads=1, device=device)
+        for shard, device in zip(shards, (None, "cpu"), strict=True)
+    ]
+    workers: list[Any] = [each.worker for each in both]
+    workers[1].open_stream(1)
+    for step in range(1, job["steps"] + 1):
+        micro_batches, most = int(common.integers(1, 3)), int(common.integers(1, 12))
+        looked: list[list[Any]] = [[], []]
+        for _ in range(micro_batches):
+            if rng.random() < 0.2:
+                workers[1].pad(step, step)
+                continue
+            batch = inputs(rng, int(rng.integers(1, most + 1)))
+            for worker, of_worker in zip(workers, looked, strict=True):
+                of_worker.append(worker.lookup(batch, step=step))
+            require_same([looked[0][-1], looked[1][-1]])
+        if looked[0] and rng.random() < 0.8:
+            update(workers, looked, rng, step)
+        else:
+            for worker, of_worker in zip(workers, looked, strict=True):
+                for each in of_worker:
+                    worker.drop(each.ticket)
+                worker.skip(step)
+                worker.settle()
+        if step % 3 == 0:
+            workers[1].pause()
+            dist.barrier()
+            evaluate(workers, inputs(rng, 3))
+            dist.barrier()
+    workers[1].end_lookups()
+    workers[1].end_updates()
+    dist.barrier()
+    found = [contents(worker) for worker in workers]
+    for name, expected in found[0].items():
+        assert found[1][name] == expected, name
+    rows = {name: len(table) for name, table in workers[1].tables.items()}
+    dist.barrier()
+    for each in both:
+        each.close()
+    return rows
+
+
+def refusal(options: dict[str, Any]) -> dict[str, Any]:
+    """Return what Embeddings says about its options."""
+    try:
+        Embeddings(features(), device="cpu", **options)
+    except ConfigError as error:
+        return {"refused": str(error)}
+    return {}
+
+
+def require_same(looked: list[Any]) -> None:
+    host, device = looked
+    np.testing.assert_array_equal(device.block.numpy(), host.block)
+    for name, rows in host.sequences.items():
+        np.testing.assert_array_equal(device.sequences[name].numpy(), rows)
+        np.testing.assert_array_equal(device.masks[name], host.masks[name])
+
+
+def evaluate(workers: list[Any], batch: Inputs) -> None:
+    require_same([worker.lookup(batch, train=False) for worker in workers])
+
+
+def update(workers: list[Any], looked: list[list[Any]], rng: np.random.Generator, step: int) -> None:
+    """Make the same update on both workers; now and then without a gradient, or with one that is not finite."""
+    of_features = Features(features())
+    at = of_features.columns[of_features.names.index("last")]
+    blocks: list[Any] = [rng.normal(size=each.block.shape).astype(np.float32) for each in looked[0]]
+    sequences = [
+        {name: rng.normal(size=rows.shape).astype(np.float32) for name, rows in each.sequences.items()}
+        for each in looked[0]
+    ]
+    if rng.random() < 0.3:
+        blocks[0][0, at] = np.inf
+    if rng.random() < 0.3:
+        blocks[-1] = None
+    if rng.random() < 0.3:
+        del sequences[0]["path"]
+    how: dict[str, Any] = {"step": step, "scale": 0.5, "lrs": {"item": 0.1 / step}}
+    workers[0].update([each.ticket for each in looked[0]], blocks, sequences, **how)
+    tensors = [None if block is None else torch.from_numpy(block) for block in blocks]
+    of_sequences = [{name: torch.from_numpy(rows) for name, rows in each.items()} for each in sequences]
+    workers[1].update([each.ticket for each in looked[1]], tensors, of_sequences, **how)
+
+
+def contents(worker: Any) -> dict[str, Any]:
+    found: dict[str, Any] = {"truncated": worker.truncated}
+    for name, table in worker.tables.items():
+        table.check()
+        # An id that several trainers look up together counts once.
+        counts = {key: n for key, n in table.stats().items() if key not in ("bytes", "lookups", "hits", "refused")}
+        found[name] = counts, [part.tobytes().hex() for part in table.read(IDS)]
+    return found
+
+
+def main(rank: int, world_size: int, rendezvous: str, job: dict[str, Any]) -> None:
+    if "compare" not in job and "refused" not in job:
+        trainer_child.main(rank, world_size, rendezvous, job)
+        return
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=world_size)
+    found = compare(job) if "compare" in job else refusal(job["refused"])
+    dist.destroy_process_group()
+    print(json.dumps(found), flush=True)
+
+
+if __name__ == "__main__":
+    for line in sys.stdin:
+        main(*json.loads(line))

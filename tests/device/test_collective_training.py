@@ -1,0 +1,116 @@
+"""Rows on the devices of several trainers: the same bits as with the rows in their memory, or on servers."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from trainers import Trainers, require_same_as_alone
+
+
+@pytest.fixture(scope="module")
+def trainers() -> Iterator[Trainers]:
+    with Trainers(4, Path(__file__).parents[1] / "collective_child.py") as found:
+        yield found
+
+
+def same(found: dict[str, Any], other: dict[str, Any]) -> bool:
+    return (found["dense"], found["rows"]) == (other["dense"], other["rows"])
+
+
+@pytest.mark.parametrize(("world_size", "shard"), [(2, "rows"), (3, "rows"), (4, "rows"), (3, "table")])
+def test_random_steps_have_the_bits_of_rows_in_memory(
+    trainers: Trainers, world_size: int, shard: str, tmp_path: Path, seed: int
+) -> None:
+    """Micro-batches, padding, drops, gradients that are missing or not finite, other rates."""
+    found = trainers.run([], world_size, tmp_path, compare=seed, steps=12, shard=shard)
+    assert all(each == found[0] and min(each.values()) > 0 for each in found)
+
+
+@pytest.mark.parametrize(("world_size", "overlap"), [(2, False), (3, True)])
+def test_it_equals_one_trainer_on_the_joined_batch(
+    trainers: Trainers, world_size: int, overlap: bool, tmp_path: Path
+) -> None:
+    found = trainers.run([], world_size, tmp_path, batches=6 * world_size, overlap=overlap, device="cpu")
+    require_same_as_alone(found, 6 * world_size)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_uneven_batches_drops_and_accumulation_equal_rows_in_memory(
+    trainers: Trainers, overlap: bool, tmp_path: Path
+) -> None:
+    how: dict[str, Any] = {"batches": 9, "dropped": [[None, 2]], "accumulate": 2, "overlap": overlap}
+    in_memory = trainers.run([], 2, tmp_path, **how)
+    found = trainers.run([], 2, tmp_path, **how, device="cpu")
+    assert same(found[0], in_memory[0]) and same(found[1], in_memory[1])
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_with_staleness_each_update_is_applied_once(trainers: Trainers, tmp_path: Path, overlap: bool) -> None:
+    how: dict[str, Any] = {"batches": 16, "staleness": 2, "counted": True}
+    found = trainers.run([], 4, tmp_path, **how, overlap=overlap, device="cpu")
+    assert [each["lost"] for each in found] == [{}] * 4
+    expected = trainers.run([], 1, tmp_path, **how)
+    assert all(each["rows"] == expected[0]["rows"] for each in found)
+
+
+def test_a_deterministic_run_with_staleness_repeats_and_equals_no_other_staleness(
+    trainers: Trainers, tmp_path: Path
+) -> None:
+    how: dict[str, Any] = {"batches": 18, "device": "cpu", "deterministic": True}
+    found = [
+        trainers.run([], 3, tmp_path, **how, staleness=staleness, overlap=overlap)[0]
+        for staleness, overlap in ((2, True), (2, False), (1, True))
+    ]
+    assert same(found[0], found[1]) and not same(found[0], found[2])
+
+
+def test_a_run_that_leaves_its_stream_early_starts_another_one(trainers: Trainers, tmp_path: Path) -> None:
+    """The trainers have looked up different numbers of batches ahead when they leave."""
+    how: dict[str, Any] = {"batches": 18, "staleness": 2, "epochs": 3, "until": 4, "overlap": True, "counted": True}
+    found = trainers.run([], 3, tmp_path, **how, device="cpu")
+    assert all(each["rows"] == found[0]["rows"] for each in found)
+
+
+def test_a_checkpoint_resumes_on_other_numbers_of_trainers_in_memory_and_on_servers(
+    trainers: Trainers, tmp_path: Path
+) -> None:
+    whole = trainers.run([], 2, tmp_path, batches=12, device="cpu")
+    first = trainers.run([], 2, tmp_path, batches=12, device="cpu", checkpoint=str(tmp_path / "run"), until=5)
+    assert not any(each["resumed"] for each in first)
+    found = {}
+    for world_size, where in ((2, "devices"), (3, "devices"), (3, "memory"), (3, "servers"), (1, "devices")):
+        copy = tmp_path / f"{where}{world_size}"
+        shutil.copytree(tmp_path / "run", copy)
+        how: dict[str, Any] = {"batches": 12, "checkpoint": str(copy)}
+        if where == "servers":
+            each = trainers.run_on_servers(2, world_size, tmp_path, **how)
+        else:
+            each = trainers.run([], world_size, tmp_path, **how, device="cpu" if where == "devices" else None)
+        assert all(one["resumed"] for one in each)
+        found[where, world_size] = each[0]
+    assert same(found["devices", 2], whole[0])
+    assert same(found["devices", 3], found["memory", 3]) and same(found["devices", 3], found["servers", 3])
+
+
+def test_saves_and_evaluations_in_the_loop(trainers: Trainers, tmp_path: Path) -> None:
+    """With threads and staleness: a pause comes while other trainers look up ahead."""
+    how: dict[str, Any] = {"batches": 24, "staleness": 2, "overlap": True, "patience": 5, "device": "cpu"}
+    found = trainers.run([], 3, tmp_path, **how, checkpoint=str(tmp_path / "run"))
+    assert all(same(each, found[0]) for each in found)
+    again = trainers.run([], 2, tmp_path, batches=24, patience=5, checkpoint=str(tmp_path / "run"), device="cpu")
+    assert all(each["resumed"] for each in again)
+
+
+@pytest.mark.parametrize("device_memory", ["1MiB", {"item": "none"}])
+def test_device_memory_is_for_one_trainer(trainers: Trainers, tmp_path: Path, device_memory: Any) -> None:
+    found = trainers.run([], 2, tmp_path, refused={"device_memory": device_memory})
+    expected = (
+        f"device_memory is {device_memory!r} and there are 2 trainers, each of which keeps all rows of its share on "
+        "its device; expected None: leave it out, or use one trainer"
+    )
+    assert found == [{"refused": expected}] * 2

@@ -65,8 +65,9 @@ def cluster() -> Iterator[Any]:
     from ray.cluster_utils import Cluster
 
     cluster = Cluster()
-    health_checks = {"health_check_period_ms": 1000, "health_check_failure_threshold": 10}  # to notice a lost node
-    head: dict[str, Any] = {"include_dashboard": False, "_system_config": health_checks}
+    settings = {"health_check_period_ms": 1000, "health_check_failure_threshold": 10}  # to notice a lost node
+    settings["worker_niceness"] = 0  # by default Ray's processes starve beside other tests
+    head: dict[str, Any] = {"include_dashboard": False, "_system_config": settings}
     try:
         cluster.add_node(num_cpus=4, num_gpus=2, object_store_memory=100 << 20, **head)
         cluster.add_node(num_cpus=2, num_gpus=0, object_store_memory=100 << 20)

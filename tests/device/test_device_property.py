@@ -58,6 +58,7 @@ class DeviceStore:
 
 
 class DeviceMachine(StoreMachine):
+    has_cuts = False
     updates_ids = False
     position = "sample"
 

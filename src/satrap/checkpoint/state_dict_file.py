@@ -7,8 +7,9 @@ with its path in the state.
 import json
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -19,17 +20,33 @@ from satrap.errors import CheckpointError
 _TENSOR, _TUPLE, _PAIRS, _FLOAT = "__tensor__", "__tuple__", "__pairs__", "__float__"
 
 
+@dataclass(frozen=True, slots=True)
+class FrozenState:
+    """A copy of a state, which later changes of its tensors do not reach."""
+
+    tree: Any
+    tensors: dict[str, Tensor]
+
+    @classmethod
+    def of(cls, state: Any) -> Self:
+        """Copy the state; raise CheckpointError if a value is neither a tensor nor plain data."""
+        tensors: dict[str, Tensor] = {}
+        return cls(_flatten(state, "state", tensors), tensors)
+
+    def save(self, path: Path) -> None:
+        """Write the state to a file."""
+        from safetensors import SafetensorError
+        from safetensors.torch import save_file
+
+        try:
+            save_file(self.tensors, path, metadata={"tree": json.dumps(self.tree)})
+        except SafetensorError as error:
+            raise CheckpointError(f"{path} cannot be written: {error}") from error
+
+
 def save_state(path: Path, state: Any) -> None:
     """Write the state to a file; raise CheckpointError if a value is neither a tensor nor plain data."""
-    from safetensors import SafetensorError
-    from safetensors.torch import save_file
-
-    tensors: dict[str, Tensor] = {}
-    tree = _flatten(state, "state", tensors)
-    try:
-        save_file(tensors, path, metadata={"tree": json.dumps(tree)})
-    except SafetensorError as error:
-        raise CheckpointError(f"{path} cannot be written: {error}") from error
+    FrozenState.of(state).save(path)
 
 
 def load_state(path: Path) -> Any:
@@ -69,9 +86,8 @@ def state_bytes(state: Any) -> bytes:
     """Return the bytes of the file that `save_state` would write."""
     from safetensors.torch import save
 
-    tensors: dict[str, Tensor] = {}
-    tree = _flatten(state, "state", tensors)
-    return bytes(save(tensors, metadata={"tree": json.dumps(tree)}))
+    frozen = FrozenState.of(state)
+    return bytes(save(frozen.tensors, metadata={"tree": json.dumps(frozen.tree)}))
 
 
 def state_of(data: bytes) -> Any:

@@ -25,6 +25,9 @@ from satrap.table.engine import Slot, native_config
 class DeviceEngine:
     """The engine of some tables, and the memory of their rows."""
 
+    keeps_cuts = False
+    """A save must be complete before training continues; see `export_cut`."""
+
     def __init__(self, tables: Sequence[Table], device: torch.device, *, seed: int, num_threads: int | None) -> None:
         """Create empty tables. seed and num_threads are those of `Store`."""
         state_dims = [native_config(table).state_dim for table in tables]
@@ -155,6 +158,14 @@ class DeviceEngine:
         """Return the rows of some buckets as columns, as the core does."""
         with self.exclusive():
             columns = self.core.export_rows(table, first, last, since)
+            columns["values"], columns["state"] = self.memory(table).read(columns.pop("frame"))
+        return columns
+
+    def export_cut(self, table: int, first: int, last: int, since: int) -> dict[str, Any]:
+        """Return the rows of some buckets as columns, as the core does. They are those of this moment: frames are
+        changed in place, and nothing keeps what they were at the cut."""
+        with self.exclusive():
+            columns: dict[str, Any] = self.core.export_cut(table, first, last, since)
             columns["values"], columns["state"] = self.memory(table).read(columns.pop("frame"))
         return columns
 

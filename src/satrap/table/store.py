@@ -24,6 +24,7 @@ from satrap.config.tables import Table
 from satrap.errors import SharedMemoryError, TicketError
 from satrap.table.engine import Slot, attach_engine, look_up, open_engine, update
 from satrap.table.snapshot.directory import folder_path
+from satrap.table.snapshot.manifest import Manifest, Since
 from satrap.table.snapshot.reader import History, Snapshot, fill_levels
 from satrap.table.snapshot.writer import save_table
 from satrap.table.snapshot_progress import SnapshotProgress
@@ -254,9 +255,11 @@ class Store:
         """Writes the whole table into the folder `path`, replacing a snapshot of it there; returns its version.
 
         A snapshot of another table, configuration or seed is not replaced but refused. The folder is valid at every
-        moment: it holds the old snapshot until the new one is complete and on disk. Calls during a save are not
-        blocked, but each bucket is saved as it is at its turn: pause updates for a cut between two steps. A failed
-        save raises SnapshotError and leaves nothing behind. Needs pyarrow. docs/format.md specifies the files.
+        moment: it holds the old snapshot until the new one is complete and on disk. The snapshot holds the table as it
+        is when the save starts, whatever other threads change meanwhile; a call that runs at that moment may be in some
+        of its buckets only. Rows that change before they are written are copied, up to 1 GiB, beyond which lookups for
+        training and updates wait for the save. A failed save raises SnapshotError and leaves nothing behind. Needs
+        pyarrow. docs/format.md specifies the files.
         """
         folder = folder_path(self._where, path)
         with self._one_at_a_time():
@@ -333,6 +336,23 @@ class Store:
             for level in levels:
                 if len(level) == 1:  # of several parts none is what this table holds
                     self._snapshots.add(level[0].manifest)
+
+    def hold_saves(self) -> None:
+        """Excludes other saves, loads and applies until `admit_saves`, which any thread may call."""
+        self._engine.version(self._slot.index)
+        self._snapshot_lock.acquire()
+
+    def admit_saves(self) -> None:
+        """Ends what `hold_saves` has begun."""
+        self._snapshot_lock.release()
+
+    def find_save(self, since: int) -> Since:
+        """Returns the snapshot of a version that this store has saved, loaded or applied."""
+        return self._snapshots.find(self._where, since)
+
+    def add_save(self, manifest: Manifest) -> None:
+        """Records a snapshot, at which changes may start from now on."""
+        self._snapshots.add(manifest)
 
     def forget_saves(self) -> None:
         """Requires the next save to be a full one: the changes since an earlier one are no longer all known here."""

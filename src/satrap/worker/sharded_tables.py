@@ -20,11 +20,13 @@ from satrap.config import array_args
 from satrap.config.tables import Table
 from satrap.errors import InputError, MovedError, SnapshotError
 from satrap.sharding.owner_split import OwnedIds
+from satrap.table.snapshot.cut import OLD_ROWS_BYTES
 from satrap.table.snapshot.directory import folder_bytes, part_name, parts_of
 from satrap.table.snapshot.saved_table import checksum_of
 from satrap.table.store import StoredRows
 from satrap.transfer import Transfer, advance
 from satrap.worker.server_group import ServerGroup, Topology
+from satrap.worker.sharded_cut import ShardedCut
 
 _LOG = logging.getLogger("satrap.worker")
 
@@ -162,6 +164,13 @@ class ShardedTables(Mapping[str, ShardedTable]):
     def map_version(self) -> int:
         """The version of the bucket map, as in `Tables.layout`."""
         return self._servers.topology.shard_map.version
+
+    keeps_cuts = True
+    """Whether training may continue while a cut is written."""
+
+    def take_cut(self, since: Mapping[str, int] | None = None, *, memory: int = OLD_ROWS_BYTES) -> ShardedCut:
+        """Take the cut of all tables on all servers, as `TableGroup.take_cut` does. No trainer may train meanwhile."""
+        return ShardedCut(self._servers, since, memory)
 
     def require_permitted(self, folder: str | os.PathLike[str]) -> None:
         """Raise ConfigError unless all servers may write checkpoints below the folder."""

@@ -38,6 +38,7 @@ class MigrationCalls(CallFence):
             server_state = self._require_state()
             self._require_fencing_token(origin)
             self._require_map(server_state, origin)
+            server_state.require_no_cut()
             server_state.participant.check_buckets(buckets)
             if not server_state.owned()[buckets].all():
                 raise InputError("freeze: expected buckets of this server, found some that another server owns")
@@ -71,6 +72,7 @@ class MigrationCalls(CallFence):
         with self._condition:
             server_state = self._require_state()
             self._require_fencing_token(origin)
+            server_state.require_no_cut()
             server_state.participant.check_buckets(buckets)
             if server_state.owned()[buckets].any():
                 raise InputError("expect_buckets: expected buckets of other servers, found some owned here")
@@ -109,6 +111,7 @@ class MigrationCalls(CallFence):
             before = server_state.shard_map
             if after == before and server == server_state.number:
                 return  # a duplicate
+            server_state.require_no_cut()
             if after.version != before.version + 1:
                 raise NotReadyError(
                     f"install_map: found map {after.version}; expected the one after this server's, {before.version}"

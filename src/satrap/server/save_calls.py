@@ -30,7 +30,8 @@ class SaveCalls(CallFence):
     _permitted: PathAllowlist
 
     def versions(self, origin: Origin) -> list[int]:
-        with self._admit(origin) as state:
+        with self._exclusive():
+            state = self._state_for_cut(origin)
             return [store.version for store in state.tables.values()]
 
     def save(self, origin: Origin, table: int, folder: str, since: int | None, version: int) -> int:
@@ -47,16 +48,13 @@ class SaveCalls(CallFence):
 
     def take_cut(self, origin: Origin, cut: int, versions: list[int], since: list[int] | None, memory: int) -> bool:
         with self._exclusive():
-            state = self._require_state()
-            if state.cut is not None and origin.map_version > state.shard_map.version:
-                state.drop_cut()  # which keeps this server at its map: the caller has found a newer one elsewhere
-            self._require_current(state, origin)
+            state = self._state_for_cut(origin)
             if state.cut is not None and state.cut.number == cut:
                 return state.cut.tables.changes_known  # a duplicate
             if not len(versions) == len(state.tables) == len(versions if since is None else since):
                 raise InputError(f"take_cut: found {len(versions)} versions; expected one of each table")
             state.participant.thaw_if_abandoned(time.monotonic())
-            if state.participant.is_migrating:
+            if state.participant.outgoing_migration:
                 raise MovedError("take_cut: buckets of this server are migrating: retry the call")
             state.drop_cut()
             state.verified = None
@@ -89,6 +87,14 @@ class SaveCalls(CallFence):
         with self._admit(origin) as state, self._condition:
             if state.cut is not None and state.cut.number == cut:
                 state.cut.give_up()
+
+    def _state_for_cut(self, origin: Origin) -> ServerState:
+        """Return the state, of the call's attempt and map."""
+        state = self._require_state()
+        if origin.map_version > state.shard_map.version:  # the caller has found a newer map elsewhere, and starts over
+            state.drop_cut()  # which keeps this server from taking that map
+        self._require_current(state, origin)
+        return state
 
     def _require_cut(self, state: ServerState, number: int) -> HeldCut:
         if state.cut is None or state.cut.number != number:

@@ -4,6 +4,7 @@
 """
 
 import os
+import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -15,7 +16,7 @@ from satrap.table.engine import Slot
 from satrap.table.snapshot.cut import take_cuts
 from satrap.table.snapshot.directory import folder_path
 from satrap.table.snapshot.writer import write_cut
-from satrap.table.store import Store
+from satrap.table.store import Store, history_of, save_lock_of
 
 _THREADS_OF_WRITER = 4  # one thread writes for so many of the engine's, while those train
 
@@ -33,11 +34,12 @@ class GroupCut:
     ) -> None:
         """See `TableGroup.take_cut`."""
         self._stores = stores
-        self._held: list[Store] = []
+        self._held: list[threading.Lock] = []
         try:
             for store in stores.values():
-                store.hold_saves()
-                self._held.append(store)
+                lock = save_lock_of(store)
+                lock.acquire()
+                self._held.append(lock)
             cuts = take_cuts(slots, owned, memory)
         except BaseException:
             self._admit_saves()
@@ -48,7 +50,7 @@ class GroupCut:
         """Whether the changes since the versions that `take_cut` was given can be written."""
         try:
             for name, version in (since or {}).items():
-                self._since[name] = stores[name].find_save(version)
+                self._since[name] = history_of(stores[name]).find(f"table {name!r}", version)
                 self._cuts[name].require_changes(self._since[name])
         except SnapshotError:
             self.changes_known = False
@@ -85,7 +87,7 @@ class GroupCut:
                 threads = num_threads or max(1, cut.slot.engine.num_threads // _THREADS_OF_WRITER)
                 saved = write_cut(cut, folder, None if is_full else self._since[name], threads)
                 cut.end()
-                self._stores[name].add_save(saved.manifest)
+                history_of(self._stores[name]).add(saved.manifest)
                 rows[name] = saved.rows
         finally:
             self.release()
@@ -113,4 +115,4 @@ class GroupCut:
 
     def _admit_saves(self) -> None:
         while self._held:
-            self._held.pop().admit_saves()
+            self._held.pop().release()

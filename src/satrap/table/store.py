@@ -24,7 +24,6 @@ from satrap.config.tables import Table
 from satrap.errors import SharedMemoryError, TicketError
 from satrap.table.engine import Slot, attach_engine, look_up, open_engine, update
 from satrap.table.snapshot.directory import folder_path
-from satrap.table.snapshot.manifest import Manifest, Since
 from satrap.table.snapshot.reader import History, Snapshot, fill_levels
 from satrap.table.snapshot.writer import save_table
 from satrap.table.snapshot_progress import SnapshotProgress
@@ -337,23 +336,6 @@ class Store:
                 if len(level) == 1:  # of several parts none is what this table holds
                     self._snapshots.add(level[0].manifest)
 
-    def hold_saves(self) -> None:
-        """Excludes other saves, loads and applies until `admit_saves`, which any thread may call."""
-        self._engine.version(self._slot.index)
-        self._snapshot_lock.acquire()
-
-    def admit_saves(self) -> None:
-        """Ends what `hold_saves` has begun."""
-        self._snapshot_lock.release()
-
-    def find_save(self, since: int) -> Since:
-        """Returns the snapshot of a version that this store has saved, loaded or applied."""
-        return self._snapshots.find(self._where, since)
-
-    def add_save(self, manifest: Manifest) -> None:
-        """Records a snapshot, at which changes may start from now on."""
-        self._snapshots.add(manifest)
-
     def forget_saves(self) -> None:
         """Requires the next save to be a full one: the changes since an earlier one are no longer all known here."""
         self._snapshots = History(1)
@@ -385,3 +367,14 @@ class Store:
 def progress_of(store: Store) -> SnapshotProgress:
     """Returns the progress of a store's saves and restores, for status and metrics."""
     return store._slot.progress
+
+
+def history_of(store: Store) -> History:
+    """Returns the versions of a store at which changes can start. The caller holds `save_lock_of` it."""
+    return store._snapshots
+
+
+def save_lock_of(store: Store) -> threading.Lock:
+    """Returns the lock that excludes other saves, loads and applies of a store; any thread may release it."""
+    store._engine.version(store._slot.index)  # in a fork, where the lock may be held forever, the engine refuses
+    return store._snapshot_lock

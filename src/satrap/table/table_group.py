@@ -26,7 +26,7 @@ from satrap.table.group_cut import GroupCut
 from satrap.table.snapshot.cut import OLD_ROWS_BYTES
 from satrap.table.snapshot.directory import folder_bytes, folder_path
 from satrap.table.snapshot.reader import Snapshot, open_levels
-from satrap.table.store import Store
+from satrap.table.store import Store, save_lock_of
 from satrap.transfer import Transfer
 
 _LOG = logging.getLogger("satrap.table")
@@ -133,8 +133,8 @@ class TableGroup(Mapping[str, Store]):
             )
         chains = self.verify(folders)
         for store in self._stores.values():  # a save of these rows ends first
-            store.hold_saves()
-            store.admit_saves()
+            with save_lock_of(store):
+                pass
         if used and self._renew is not None:
             slots = self._renew()
             self._engine, self._slots = slots[0].engine, {slot.table.name: slot for slot in slots}

@@ -66,11 +66,6 @@ class MigrationParticipant:
         if len(buckets) == 0 or int(buckets.max()) >= self._first_buckets[-1] or len(np.unique(buckets)) < len(buckets):
             raise InputError(f"{len(buckets)} buckets; expected some of 0..{self._first_buckets[-1] - 1}, each once")
 
-    @property
-    def is_migrating(self) -> bool:
-        """Whether a step of a migration has begun here and not ended."""
-        return self.outgoing_migration != 0 or self.incoming_migration != 0
-
     # -- outgoing buckets --------------------------------------------------------------------------------------------
 
     def freeze(self, migration: int, buckets: Buckets, now: float) -> None:

@@ -292,8 +292,8 @@ class StoreMachine(RuleBasedStateMachine):
         self.cut = cut, copy.deepcopy(self.oracle), before
 
     @precondition(lambda self: self.cut is not None)
-    @rule(is_written=st.sampled_from([True, True, True, False]), num_threads=st.sampled_from([1, 2]))
-    def write_cut(self, is_written: bool, num_threads: int) -> None:
+    @rule(is_written=st.sampled_from([True, True, True, False]), is_beside=st.booleans())
+    def write_cut(self, is_written: bool, is_beside: bool) -> None:
         """What is written is the store at the cut, bit for bit: as changes, if a replica follows, or in full."""
         assert self.cut is not None
         (cut, oracle, since), self.cut = self.cut, None
@@ -303,12 +303,12 @@ class StoreMachine(RuleBasedStateMachine):
         name, path = self.store.table.name, self._path()
         kept = cut.figures()["kept"]
         if self.replica is not None and since == self.replica.version and cut.changes_known:
-            rows = cut.write({name: path}, is_full=False, num_threads=num_threads)
+            rows = cut.write({name: path}, is_full=False, is_beside=is_beside)
             self.replica.apply_changes(path)
             loaded = self.replica
         else:
-            rows = cut.write({name: path}, is_full=True, num_threads=num_threads)
-            loaded = self.load(path, num_threads)
+            rows = cut.write({name: path}, is_full=True, is_beside=is_beside)
+            loaded = self.load(path, 1)
             if self.replica is not None:
                 self.replica = loaded
         event(f"cut with {'changes' if kept else 'no change'} since")

@@ -1,5 +1,5 @@
 // A cut of all tables: what is exported of it is what the tables were when it was taken, whatever is looked up,
-// updated, evicted, expired and sighted before a bucket is exported. A twin that is trained alike, up to the cut, says
+// updated, evicted, expired and sighted before a bucket is exported. A model that is trained alike, up to the cut, says
 // what that was. Also the bound of the copies, and the calls that wait for it.
 #include <atomic>
 #include <thread>
@@ -81,22 +81,22 @@ std::vector<std::size_t> all_tables(const Engine& engine) {
 
 CASE(a_full_cut_stays_as_it_was, testing::scaled(200)) {
     const std::vector<TableConfig> configs{draw_config(random, 0), draw_config(random, 1)};
-    const auto engine = testing::make_engine(configs, 2), twin = testing::make_engine(configs, 1);
+    const auto engine = testing::make_engine(configs, 2), model = testing::make_engine(configs, 1);
     const std::uint32_t kinds = random.between(50, 600);
     for (unsigned round = 0; round < 3; ++round) {
         Random same = random;
         const unsigned calls = random.below(15);
         same = random;
         testing::train(*engine, random, calls, 60, kinds);
-        testing::train(*twin, same, calls, 60, kinds);
+        testing::train(*model, same, calls, 60, kinds);
         const std::vector<TableCut> cuts = engine->begin_cut(all_tables(*engine), kNoLimit, kPatience);
-        const Contents expected(*twin);
+        const Contents expected(*model);
         const Exported found = export_all(*engine, random, {0, 0}, [&] {
             if (random.chance(0.3)) return;
             const unsigned more = random.between(1, 4);
             Random again = random;
             testing::train(*engine, random, more, 60, kinds);
-            testing::train(*twin, again, more, 60, kinds);
+            testing::train(*model, again, more, 60, kinds);
             if (random.chance(0.2)) engine->stats(0); // sweeps
         });
         CHECK(found.rows == expected.rows);
@@ -107,26 +107,26 @@ CASE(a_full_cut_stays_as_it_was, testing::scaled(200)) {
             CHECK_EQ(cuts[t].version, round + 2);
             CHECK(found.removed[t].empty());
         }
-        CHECK(Contents(*engine) == Contents(*twin)); // the copies changed nothing
+        CHECK(Contents(*engine) == Contents(*model)); // the copies changed nothing
     }
 }
 
 CASE(changes_of_cuts_lead_from_cut_to_cut, testing::scaled(200)) {
     const std::vector<TableConfig> configs{draw_config(random, 0)};
-    const auto engine = testing::make_engine(configs), twin = testing::make_engine(configs),
+    const auto engine = testing::make_engine(configs), model = testing::make_engine(configs),
                replica = testing::make_engine(configs);
     const std::uint32_t kinds = random.between(50, 600);
     const auto train = [&](unsigned calls) {
         Random same = random;
         testing::train(*engine, random, calls, 60, kinds);
-        testing::train(*twin, same, calls, 60, kinds);
+        testing::train(*model, same, calls, 60, kinds);
     };
     std::uint32_t since = 0;
     for (unsigned round = 0; round < 6; ++round) {
         train(random.below(12));
         CHECK(since == 0 || engine->removed_since(0) <= since);
         const TableCut cut = engine->begin_cut(all_tables(*engine), kNoLimit, kPatience)[0];
-        const Contents expected(*twin);
+        const Contents expected(*model);
         const Exported found = export_all(*engine, random, {since}, [&] { train(random.below(4)); });
         CHECK_EQ(found.alive[0], expected.rows[0].size());
         replica->reach_table(0, cut.version, cut.expire_before);
@@ -146,12 +146,12 @@ CASE(changes_of_cuts_lead_from_cut_to_cut, testing::scaled(200)) {
 
 CASE(threads_train_while_a_cut_is_exported, testing::scaled(30)) {
     const std::vector<TableConfig> configs{draw_config(random, 0), draw_config(random, 1)};
-    const auto engine = testing::make_engine(configs, 2), twin = testing::make_engine(configs);
+    const auto engine = testing::make_engine(configs, 2), model = testing::make_engine(configs);
     Random same = random;
     testing::train(*engine, random, 12, 120, 800);
-    testing::train(*twin, same, 12, 120, 800);
+    testing::train(*model, same, 12, 120, 800);
     engine->begin_cut(all_tables(*engine), kNoLimit, kPatience);
-    const Contents expected(*twin);
+    const Contents expected(*model);
     std::atomic<bool> is_done{false};
     std::vector<std::thread> trainers;
     for (unsigned i = 0; i < 2; ++i)
@@ -199,7 +199,7 @@ CASE(a_cut_that_nothing_exports_is_given_up, 1) {
     testing::lookup(*engine, {{1, 2, 3}}, 1);
     engine->begin_cut(all_tables(*engine), 1, std::chrono::milliseconds(20));
     testing::lookup(*engine, {{1, 2, 3}}, 2);
-    testing::lookup(*engine, {{1, 2, 3}}, 3); // waits, then goes on
+    testing::lookup(*engine, {{1, 2, 3}}, 3); // waits, then continues
     CHECK_EQ(engine->cut_figures().bytes, 0);
     CHECK_THROWS(InputError, "given up", engine->export_cut(0, 0, 4, 0));
     CHECK_THROWS(InputError, "given up", engine->export_cut_sightings(0, 0, 4));

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from bag_oracle import update
 from cluster import batch, contents, one_table, running_servers, sharded_worker
 from satrap.config.features import Features
 from satrap.config.tables import Adagrad, MinCount, Normal, Table
@@ -35,7 +36,7 @@ def train(workers: list[Any], rng: np.random.Generator, step: int) -> None:
     ids = rng.zipf(1.2, size=60) % 2000
     for each in workers:
         looked = each.lookup(batch(ids), step=step)
-        each.update([looked.ticket], [looked.block + 1], step=step)
+        update(each, looked, looked.block + 1, step=step)
 
 
 def restored(folder: Path) -> dict[str, list[bytes]]:
@@ -74,7 +75,7 @@ def two_servers() -> Iterator[tuple[list[Service], ShardedWorker]]:
         addresses = [each.address for each in services]
         with sharded_worker(one_table(), addresses[:2]) as worker:
             looked = worker.lookup(batch(range(40)), step=1)
-            worker.update([looked.ticket], [looked.block], step=1)
+            update(worker, looked, looked.block, step=1)
             yield services, worker
 
 
@@ -106,7 +107,7 @@ def test_a_later_attempt_gives_the_cut_up(tmp_path: Path) -> None:
         cut = worker.tables.take_cut()
         with sharded_worker(one_table(), [each.address for each in services][:2], take_over=True) as other:
             looked = other.lookup(batch(range(40)), step=2)
-            other.update([looked.ticket], [looked.block], step=2)
+            update(other, looked, looked.block, step=2)
             with pytest.raises(AttemptError):
                 cut.write({"t": tmp_path / "t"}, is_full=True)
             assert other.tables.take_cut().write({"t": tmp_path / "t"}, is_full=True) == {"t": 40}
@@ -118,15 +119,15 @@ def test_duplicates_of_calls(tmp_path: Path) -> None:
         arguments = (77, [2], None, 1 << 30)
         assert servers.call_all("take_cut", *arguments) == [False, False]
         assert servers.call_all("take_cut", *arguments) == [False, False]
-        first = servers.call_all("write_cut", 77, [str(tmp_path / "t")], True)
+        first = servers.call_all("write_cut", 77, [str(tmp_path / "t")], True, True)
         files = sorted((tmp_path / "t").rglob("*"))
-        assert servers.call_all("write_cut", 77, [str(tmp_path / "t")], True) == first
+        assert servers.call_all("write_cut", 77, [str(tmp_path / "t")], True, True) == first
         assert sum(rows for (rows,) in first) == 40
         assert sorted((tmp_path / "t").rglob("*")) == files, "nothing was written twice"
         servers.call_all("release_cut", 77)
         assert servers.call_all("versions") == [[2], [2]]
         with pytest.raises(ChangesError, match="no longer has the cut"):
-            servers.call_all("write_cut", 78, [str(tmp_path / "t")], True)
+            servers.call_all("write_cut", 78, [str(tmp_path / "t")], True, True)
         with pytest.raises(SatrapError, match="found 2 versions; expected one of each table"):
             servers.call_all("take_cut", 79, [2, 3], None, 1 << 30)
 

@@ -114,7 +114,7 @@ class CheckpointWriter:
         folders = {name: folder / table_key(i) for i, name in enumerate(draft.tables)}
         while True:
             try:
-                return parent, draft.cut.write(folders, is_full=parent is None)
+                return parent, draft.cut.write(folders, is_full=parent is None, is_beside=not draft.may_repeat)
             except ChangesError:  # a server was restarted, or rows have migrated
                 if not draft.may_repeat:
                     raise

@@ -120,10 +120,12 @@ class ServerCalls(Protocol):
         since: for each table the version at which changes would start. Returns whether they are all known.
         memory: most bytes of old rows; beyond it calls that change rows wait for `write_cut`."""
 
-    def write_cut(self, origin: Origin, cut: int, folders: list[str], is_full: bool) -> list[int]:
+    def write_cut(self, origin: Origin, cut: int, folders: list[str], is_full: bool, is_beside: bool) -> list[int]:
         """Write this server's part of each table at the cut into a subfolder of its folder, which all machines share,
         in full or the changes; return how many rows each had here. A duplicate waits for the same result. ChangesError
-        if the server no longer has the cut."""
+        if the server no longer has the cut.
+
+        is_beside: trainers train meanwhile."""
 
     def release_cut(self, origin: Origin, cut: int) -> None:
         """Give the cut up: it will not be written."""

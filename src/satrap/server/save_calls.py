@@ -69,7 +69,7 @@ class SaveCalls(CallFence):
             state.cut = HeldCut(cut, tables)
             return tables.changes_known
 
-    def write_cut(self, origin: Origin, cut: int, folders: list[str], is_full: bool) -> list[int]:
+    def write_cut(self, origin: Origin, cut: int, folders: list[str], is_full: bool, is_beside: bool) -> list[int]:
         with self._admit(origin) as state:
             parts = [self._part(origin, state, folder) for folder in folders]
             with self._condition:
@@ -77,7 +77,8 @@ class SaveCalls(CallFence):
                 is_first, held.is_begun = not held.is_begun, True
         if is_first:  # not as an admitted call: the calls of a migration, or of another attempt, would wait for it
             try:
-                found = held.tables.write(dict(zip(state.tables, parts, strict=True)), is_full=is_full)
+                paths = dict(zip(state.tables, parts, strict=True))
+                found = held.tables.write(paths, is_full=is_full, is_beside=is_beside)
                 held.rows.set_result(list(found.values()))
             except BaseException as error:
                 held.rows.set_exception(error)

@@ -74,17 +74,19 @@ class GroupCut:
         return {name: cut.rows for name, cut in self._cuts.items()}
 
     def write(
-        self, folders: Mapping[str, str | os.PathLike[str]], *, is_full: bool, num_threads: int | None = None
+        self, folders: Mapping[str, str | os.PathLike[str]], *, is_full: bool, is_beside: bool = True
     ) -> dict[str, int]:
         """Writes each table, or what had changed in it, into its folder, and releases the cut; returns how many rows
         each table had.
 
-        num_threads: None: few, for a save beside training."""
+        is_beside: others train meanwhile, so a quarter of the engine's threads write, at least one."""
         rows = {}
         try:
             for name, cut in self._cuts.items():
                 folder = folder_path(f"table {name!r}", folders[name])
-                threads = num_threads or max(1, cut.slot.engine.num_threads // _THREADS_OF_WRITER)
+                threads = cut.slot.engine.num_threads
+                if is_beside:
+                    threads = max(1, threads // _THREADS_OF_WRITER)
                 saved = write_cut(cut, folder, None if is_full else self._since[name], threads)
                 cut.end()
                 history_of(self._stores[name]).add(saved.manifest)

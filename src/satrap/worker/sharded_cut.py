@@ -52,11 +52,13 @@ class ShardedCut:
         """The version of the bucket map at the cut."""
         return self._topology.shard_map.version
 
-    def write(self, folders: Mapping[str, str | os.PathLike[str]], *, is_full: bool) -> dict[str, int]:
+    def write(
+        self, folders: Mapping[str, str | os.PathLike[str]], *, is_full: bool, is_beside: bool = True
+    ) -> dict[str, int]:
         """Let each server write its part of each table; return how many rows each table had. ChangesError if a server
         no longer has the cut: take another one, and write it in full."""
         paths = [os.path.abspath(folders[name]) for name in self._names]
-        calls = dict.fromkeys(range(len(self._topology)), (self._number, paths, is_full))
+        calls = dict.fromkeys(range(len(self._topology)), (self._number, paths, is_full, is_beside))
         try:
             answers = self._servers.call_servers("write_cut", 0, calls, topology=self._topology, patient=True)
         except MovedError as error:

@@ -38,9 +38,10 @@ class TablesCut(Protocol):
     def map_version(self) -> int:
         """The version of the bucket map at the cut."""
 
-    def write(self, folders: Mapping[str, str | os.PathLike[str]], *, is_full: bool) -> dict[str, int]:
+    def write(self, folders: Mapping[str, str | os.PathLike[str]], *, is_full: bool, is_beside: bool) -> dict[str, int]:
         """Write each table, or what had changed in it, into its folder, and release the cut; return how many rows each
-        table had. ChangesError if the cut can no longer be written, and another one must be taken."""
+        table had. is_beside: others train meanwhile, so use few threads. ChangesError if the cut can no longer be
+        written, and another one must be taken."""
 
     def release(self) -> None:
         """Give the cut up, unless it was written. Idempotent."""

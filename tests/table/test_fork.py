@@ -180,6 +180,10 @@ def frame_calls() -> dict[str, Callable[[], object]]:
         "import_frames": lambda: engine.import_frames(0, IDS, np.ones(len(IDS), np.uint32)),
         "frames_used": lambda: engine.frames_used(0),
         "frames_free": lambda: engine.frames_free(0),
+        "home_used": lambda: engine.home_used(0),
+        "home_free": lambda: engine.home_free(0),
+        "set_device_frames": lambda: engine.set_device_frames(0, 9),
+        "take_moves": engine.take_moves,
         "set_frame_limit": lambda: engine.set_frame_limit(0, 9),
         "check_frames": engine.check_frames,
     }

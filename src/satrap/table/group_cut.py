@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from satrap.errors import SnapshotError
 from satrap.table.engine import Slot
-from satrap.table.snapshot.cut import take_cuts
+from satrap.table.snapshot.cut import require_changes, take_cuts
 from satrap.table.snapshot.directory import folder_path
 from satrap.table.snapshot.writer import write_cut
 from satrap.table.store import Store, history_of, save_lock_of
@@ -53,7 +53,7 @@ class GroupCut:
         try:
             for name, version in (since or {}).items():
                 self._since[name] = history_of(stores[name]).find(f"table {name!r}", version)
-                self._cuts[name].require_changes(self._since[name])
+                require_changes(self._cuts[name].slot, self._since[name])
         except SnapshotError:
             self.changes_known = False
         except BaseException:

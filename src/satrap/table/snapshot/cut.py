@@ -78,22 +78,6 @@ class TableCut:
     cancelled: threading.Event = field(default_factory=threading.Event)
     """Set to make the writer give up."""
 
-    def require_changes(self, since: Since) -> None:
-        """Raises ChangesError unless the changes since a snapshot are all known: one process remembers the ids of
-        removed rows, up to a bound. What was known at the cut is known until its table is exported."""
-        oldest = self.slot.engine.removed_since(self.slot.index)
-        if since.version < oldest:
-            # The id of a snapshot is known unless an earlier process saved it.
-            why = (
-                "the ids of removed rows do not survive the process"
-                if since.id is None
-                else f"so many rows were removed that their ids are remembered since version {oldest} only"
-            )
-            raise ChangesError(
-                f"table {self.slot.table.name!r}: the changes since version {since.version} are not all known: "
-                f"{why}: save the whole table"
-            )
-
     def last_step(self) -> int:
         """Returns a step that no row of the cut is stamped after. Called once all rows were exported."""
         engine = self.slot.engine
@@ -110,6 +94,23 @@ class TableCut:
     def end(self) -> None:
         """Releases what the engine keeps for the cut."""
         self.slot.engine.end_cut(self.slot.index)
+
+
+def require_changes(slot: Slot, since: Since) -> None:
+    """Raises ChangesError unless the changes since a snapshot are all known: one process remembers the ids of
+    removed rows, up to a bound. What was known at the cut is known until its table is exported."""
+    oldest = slot.engine.removed_since(slot.index)
+    if since.version < oldest:
+        # The id of a snapshot is known unless an earlier process saved it.
+        why = (
+            "the ids of removed rows do not survive the process"
+            if since.id is None
+            else f"so many rows were removed that their ids are remembered since version {oldest} only"
+        )
+        raise ChangesError(
+            f"table {slot.table.name!r}: the changes since version {since.version} are not all known: "
+            f"{why}: save the whole table"
+        )
 
 
 def take_cuts(

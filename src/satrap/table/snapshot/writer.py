@@ -14,6 +14,7 @@ import logging
 import secrets
 import threading
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -28,7 +29,7 @@ from satrap.storage.local_folder import LocalFolder
 from satrap.table.engine import Slot, native_config
 from satrap.table.snapshot.arrow_files import Columns, as_batch, in_threads, pyarrow_or_error, schema_of
 from satrap.table.snapshot.batch_cuts import cut_batches
-from satrap.table.snapshot.cut import TableCut, take_cuts
+from satrap.table.snapshot.cut import TableCut, require_changes, take_cuts
 from satrap.table.snapshot.directory import ChecksumFile, SnapshotDirectory
 from satrap.table.snapshot.manifest import DataFile, FileKind, Kind, Manifest, RecordBatch, Since
 from satrap.table.snapshot.object_directory import ObjectDirectory
@@ -55,28 +56,50 @@ def save_table(
 
     owned: for each bucket whether this engine owns it; None: all. The engine knows it too, and exports no other.
     """
-    cut = take_cuts([slot], None if owned is None else [owned])[0]
-    try:
-        return write_cut(cut, path, since, slot.engine.num_threads).manifest
-    finally:
-        cut.end()
+    threads = slot.engine.num_threads
+    return _save(slot, path, since, _cut_now(slot, owned), threads, is_part=owned is not None).manifest
 
 
 def write_cut(cut: TableCut, path: Folder, since: Since | None, num_threads: int) -> SavedCut:
     """Writes a table at a cut, or what had changed by then since a snapshot, into the folder."""
-    slot, table = cut.slot, cut.slot.table
-    token = secrets.token_hex(8)
-    kind: Kind = "full" if since is None else "changes"
+    return _save(cut.slot, path, since, nullcontext(cut), num_threads, is_part=cut.owned is not None)
+
+
+@contextmanager
+def _cut_now(slot: Slot, owned: NDArray[np.bool_] | None) -> Iterator[TableCut]:
+    cut = take_cuts([slot], None if owned is None else [owned])[0]
+    try:
+        yield cut
+    finally:
+        cut.end()
+
+
+def _save(
+    slot: Slot,
+    path: Folder,
+    since: Since | None,
+    cut: AbstractContextManager[TableCut],
+    num_threads: int,
+    *,
+    is_part: bool,
+) -> SavedCut:
+    """cut: entered once the folder was found to be one that may be written into, so that a refusal changes nothing."""
+    table, token, rows = slot.table, secrets.token_hex(8), slot.engine.num_rows(slot.index)
     if since is not None:
-        cut.require_changes(since)  # first: what a killed save left in the folder must not hide this error
-    saver = _Saver(cut=cut, folder=path, kind=kind, id=token, since=since, num_threads=num_threads)
+        require_changes(slot, since)  # first: what a killed save left in the folder must not hide this error
     try:
         what = f"save of table {table.name!r}{'' if since is None else f', changes since version {since.version},'}"
+        total = None if since is not None else rows * row_bytes(table)  # of changes it is not known
         with (
-            slot.progress.save.running(cut.rows),
-            Transfer(_LOG, "save", f"{what} into {path}", total=saver.total_bytes, table=table.name),
-            _directory(slot, path, token, since, is_part=cut.owned is not None) as folder,
+            slot.progress.save.running(rows),
+            Transfer(_LOG, "save", f"{what} into {path}", total=total, table=table.name),
+            _directory(slot, path, token, since, is_part=is_part) as folder,
+            cut as taken,
         ):
+            if since is not None:
+                require_changes(slot, since)  # what is known at the cut is known until it was exported
+            kind: Kind = "full" if since is None else "changes"
+            saver = _Saver(cut=taken, folder=path, kind=kind, id=token, since=since, num_threads=num_threads)
             manifest = saver.run()
             folder.commit(manifest)
     except InputError as error:
@@ -137,11 +160,6 @@ class _Saver:
         self.ranges = ((0, engine.num_buckets(index)),) if owned is None else _ranges(owned)
         num_owned = sum(end - begin for begin, end in self.ranges)
         self.bucket_bytes = self.cut.rows * row_bytes(slot.table) // max(1, num_owned) + 1
-
-    @property
-    def total_bytes(self) -> int | None:
-        """About how much a whole save writes; None: not known, of changes."""
-        return self.cut.rows * self.line_bytes["rows"] if self.since is None else None
 
     def run(self) -> Manifest:
         cut, slot = self.cut, self.slot

@@ -1,11 +1,14 @@
 """A small training job, run in tests and in child processes that are killed: `python checkpoint_job.py RUN STEPS`. A
-third argument holds options of `Embeddings` as JSON.
+third argument holds options of `Embeddings` as JSON; a fourth, "beside", makes it save while it trains.
 
 It prints each step's number after the step. With the same seed and steps it ends with the same bits, killed or not.
 """
 
 import json
+import os
 import random
+import signal
+import subprocess
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -20,6 +23,7 @@ from satrap import Adagrad, Adam, Checkpoint, Embeddings, Inputs, MinCount, Posi
 from satrap.checkpoint.run_owner import OWNER
 
 SIZE, NUM_IDS = 16, 200
+DEADLINE_SECONDS = 240
 
 
 class Source:
@@ -92,12 +96,12 @@ class Job:
         self.optimizer.step()
         self.scheduler.step()
 
-    def train(self, every_steps: int = 1) -> None:
+    def train(self, every_steps: int = 1, *, wait: bool = True) -> None:
         """Train the remaining steps."""
         with self.embeddings.stream(self.source) as stream:
             for batch in stream:
                 self.step(batch)
-                self.run.save(every_steps=every_steps)
+                self.run.save(every_steps=every_steps, wait=wait)
                 print(self.embeddings.step, flush=True)
 
     def state(self) -> dict[str, Any]:
@@ -128,10 +132,38 @@ def same(one: Mapping[str, Any], other: Mapping[str, Any]) -> None:
         np.testing.assert_array_equal(one[name], other[name], err_msg=name)
 
 
+def uninterrupted(tmp_path: Path, steps: int) -> dict[str, Any]:
+    job = Job(str(tmp_path / "whole"), steps)
+    job.train(every_steps=10**6)
+    return job.state()
+
+
+def run_killed(job: str, run: Path, steps: int, *arguments: str) -> dict[str, Any]:
+    """Start the job repeatedly, kill it at random moments, and let it finish in the end."""
+    rng = random.Random(int.from_bytes(os.urandom(4), "little"))
+    command = [sys.executable, str(Path(__file__).with_name(job)), str(run), str(steps), *arguments]
+    kills = 0
+    while not (run / "end.npz").exists():
+        child = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        assert child.stdout is not None
+        if kills < 3:
+            for _ in range(rng.randint(1, 6)):  # so many steps, and then at some moment of the next
+                child.stdout.readline()
+            try:
+                child.wait(rng.random() * 0.02)
+            except subprocess.TimeoutExpired:
+                child.send_signal(signal.SIGKILL)
+                kills += 1
+        child.communicate(timeout=DEADLINE_SECONDS)
+        assert child.returncode in (0, -signal.SIGKILL)
+    assert kills > 0
+    return dict(np.load(run / "end.npz"))
+
+
 if __name__ == "__main__":
     skip_compiler()
     rows = json.loads(sys.argv[3]) if len(sys.argv) > 3 else {}
     job = Job(sys.argv[1], int(sys.argv[2]), rows=rows, keep=2, full_every=3)
     job.run.resume()
-    job.train()
+    job.train(wait="beside" not in sys.argv)
     np.savez(Path(sys.argv[1]) / "end.npz", **job.state())

@@ -9,6 +9,7 @@ place at any moment, which shows that stamps and sightings travel too.
 
 from __future__ import annotations
 
+import copy
 import shutil
 import tempfile
 from pathlib import Path
@@ -39,6 +40,7 @@ from satrap.config.tables import (
     Zeros,
 )
 from satrap.errors import CapacityError, NonFiniteError, TicketError
+from satrap.table.group_cut import GroupCut
 from satrap.table.store import Store
 
 UNIVERSE = [*range(16), 2**63 - 1, 2**63, 2**64 - 2, 2**64 - 1, *(0x9E3779B97F4A7C15 * k % 2**64 for k in range(1, 9))]
@@ -100,6 +102,8 @@ class StoreMachine(RuleBasedStateMachine):
 
     updates_ids = True
     """Whether the store updates ids without a ticket."""
+    has_cuts = True
+    """Whether a cut stays as it was while the store is used."""
     position = "position"
     """What an error calls the place of a gradient."""
 
@@ -114,6 +118,7 @@ class StoreMachine(RuleBasedStateMachine):
         self.folder = Path(tempfile.mkdtemp(prefix="satrap-property-"))
         self.num_files = 0
         self.replica: Any = None
+        self.cut: tuple[GroupCut, Oracle, int] | None = None
 
     @initialize(table=tables(), seed=st.sampled_from([0, 1, 2**64 - 1]), num_threads=st.sampled_from([1, 2, 3]))
     def start(self, table: Table, seed: int, num_threads: int) -> None:
@@ -123,6 +128,8 @@ class StoreMachine(RuleBasedStateMachine):
         event(f"{type(table.optimizer).__name__} {table.dtype}")
 
     def teardown(self) -> None:
+        if self.cut is not None:
+            self.cut[0].release()
         shutil.rmtree(self.folder)
 
     @invariant()
@@ -234,6 +241,7 @@ class StoreMachine(RuleBasedStateMachine):
         for name in self.oracle.counters:
             self.oracle.counters[name] = 0
 
+    @precondition(lambda self: self.cut is None)
     @rule(num_threads=st.sampled_from([1, 2, 3]))
     def save_and_load(self, num_threads: int) -> None:
         """The loaded store replaces the saved one."""
@@ -246,14 +254,14 @@ class StoreMachine(RuleBasedStateMachine):
         self.store, self.replica = loaded, None  # it knows no version before its own
         self._reset_counters()
 
-    @precondition(lambda self: self.replica is None)
+    @precondition(lambda self: self.replica is None and self.cut is None)
     @rule()
     def start_replica(self) -> None:
         path = self._path()
         self.store.save(path)
         self.replica = self.load(path, 1)
 
-    @precondition(lambda self: self.replica is not None)
+    @precondition(lambda self: self.replica is not None and self.cut is None)
     @rule()
     def ship_changes(self) -> None:
         """The replica catches up by the changes since its version."""
@@ -263,10 +271,48 @@ class StoreMachine(RuleBasedStateMachine):
         assert self.replica.version == version
         self.oracle.compare(self.replica, UNIVERSE, counters=False)
 
-    @precondition(lambda self: self.replica is not None)
+    @precondition(lambda self: self.replica is not None and self.cut is None)
     @rule()
     def fail_over(self) -> None:
         """Ships the changes, then continues with the replica: its stamps and sightings must be the primary's."""
         self.ship_changes()
         self.store, self.replica = self.replica, None
         self._reset_counters()
+
+    # -- saving beside training --------------------------------------------------------------------------------------
+
+    @precondition(lambda self: self.has_cuts and self.cut is None)
+    @rule()
+    def take_cut(self) -> None:
+        """From here on, calls change the store and not what the cut holds."""
+        name = self.store.table.name
+        since = None if self.replica is None else {name: self.replica.version}
+        before = 0 if self.replica is None else self.replica.version
+        cut = GroupCut({name: self.store}, [self.store._slot], since, None, 1 << 30)
+        self.cut = cut, copy.deepcopy(self.oracle), before
+
+    @precondition(lambda self: self.cut is not None)
+    @rule(is_written=st.sampled_from([True, True, True, False]), is_beside=st.booleans())
+    def write_cut(self, is_written: bool, is_beside: bool) -> None:
+        """What is written is the store at the cut, bit for bit: as changes, if a replica follows, or in full."""
+        assert self.cut is not None
+        (cut, oracle, since), self.cut = self.cut, None
+        if not is_written:
+            cut.release()
+            return
+        name, path = self.store.table.name, self._path()
+        kept = cut.figures()["kept"]
+        if self.replica is not None and since == self.replica.version and cut.changes_known:
+            rows = cut.write({name: path}, is_full=False, is_beside=is_beside)
+            self.replica.apply_changes(path)
+            loaded = self.replica
+        else:
+            rows = cut.write({name: path}, is_full=True, is_beside=is_beside)
+            loaded = self.load(path, 1)
+            if self.replica is not None:
+                self.replica = loaded
+        event(f"cut with {'changes' if kept else 'no change'} since")
+        assert rows == {name: len(oracle.rows)}
+        assert loaded.version == cut.versions[name]
+        oracle.compare(loaded, UNIVERSE, counters=False)
+        assert cut.figures()["bytes"] == 0

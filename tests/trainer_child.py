@@ -3,8 +3,8 @@ result as one line of JSON. Each line of its input is a job as JSON: rank, world
 
 With "ahead" it takes all batches of an epoch before the first step. With "counted" the embeddings' gradients are
 integers, so that rows are exact in any order of updates. With "tells" a trainer also prints a line at its third step.
-With "patience" it evaluates every second step. Without servers the trainers share the rows; with "machines" as if each
-were on another one.
+With "patience" it evaluates every second step. With "beside" it saves while it trains. Without servers the trainers
+share the rows; with "machines" as if each were on another one.
 """
 
 import json
@@ -67,7 +67,7 @@ def main(rank: int, world_size: int, rendezvous: str, job: dict[str, Any]) -> No
                     if validation.is_over:
                         break
                 if run is not None:
-                    run.save(every_steps=2)
+                    run.save(every_steps=2, wait=not job.get("beside"))
         if run is not None and job["until"] is None:
             run.save()
     embeddings.drain()

@@ -9,6 +9,7 @@ A case's name is kind/rows x dim/optimizer/ids/threads. The kinds:
     memory      bytes of a row beyond its values and state, at capacity
     growth      the longest batch while a table without a capacity grows
     snapshot    save to and load from memory-backed files
+    save_beside training while a thread saves: the longest step during a save
 """
 
 from collections.abc import Iterable
@@ -49,6 +50,7 @@ def full_cases() -> list[Case]:
         ),
         *(replace(BASE, kind="growth", rows=20 * MILLION, dim=dim, targets=stall) for dim in DIMS),
         replace(BASE, kind="snapshot", rows=5 * MILLION, dim=64, targets=speed),
+        replace(BASE, kind="save_beside", rows=20 * MILLION, dim=16, num_threads=1, targets=stall),
     ]
 
 
@@ -63,6 +65,7 @@ def quick_cases() -> list[Case]:
         *(replace(QUICK, kind="memory", rows=half, dim=16, optimizer=name) for name in ("adagrad", "adam")),
         replace(QUICK, kind="growth", rows=2 * MILLION, dim=16),
         replace(QUICK, kind="snapshot", rows=half, dim=64),
+        replace(QUICK, kind="save_beside", rows=MILLION, dim=16, num_threads=1),
     ]
 
 

@@ -56,7 +56,7 @@ def plan_upkeep(group: Sequence[Case], number: int, batches: Path) -> list[Run]:
     job = {"module": "benchmarks.store.upkeep", "kind": case.kind, "rows": case.rows, "dim": case.dim}
     job |= {"optimizer": case.optimizer, "num_threads": case.num_threads}
     size = table_bytes(case.rows, case.dim, case.optimizer)
-    is_snapshot = case.kind == "snapshot"
+    is_snapshot = case.kind in ("snapshot", "save_beside")
     return [
         Run(
             label="satrap",
@@ -139,5 +139,5 @@ KINDS = {
     "lookup": Kind(plan=plan_lookup, record=record_with(LOOKUP), shares_table=True),
     "first_seen": Kind(plan=plan_first_seen, record=record_with({})),
     "shared": Kind(plan=plan_shared, record=record_with(SHARED), shares_table=True),
-    **dict.fromkeys(("memory", "growth", "snapshot"), Kind(plan=plan_upkeep, record=record_upkeep)),
+    **dict.fromkeys(("memory", "growth", "snapshot", "save_beside"), Kind(plan=plan_upkeep, record=record_upkeep)),
 }

@@ -1,10 +1,14 @@
-"""Measuring bytes per row, growth and snapshots, which an array of fixed size does not have. Satrap only.
+"""Measuring bytes per row, growth, snapshots and saves beside training, which an array of fixed size does not have.
+Satrap only.
 
 Each function builds a store, does its work once and returns numbers. Ids are hashed row numbers.
 """
 
+import itertools
 import os
+import shutil
 import statistics
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,17 +17,24 @@ from typing import Any
 import numpy as np
 
 from benchmarks.harness.clock import noise_between, read_cpu, resident_bytes
-from benchmarks.workload import BATCH_IDS, Ids, hashed_ids
+from benchmarks.workload import BATCH_IDS, Ids, gradients, hashed_ids, row_numbers
 
 FLOAT_BYTES = 4
 FILL_IDS = 16384  # small batches: the lookup's own buffers should not show in the memory of a small table
 OVERFILL = 1.1
 NUM_COMPARED = 1000
+NUM_SAVES = 5
+NUM_BATCHES = 30
 
 
 def measure(job: dict[str, Any]) -> dict[str, Any]:
     """Return the figures of one kind as the stream of a run."""
-    kinds = {"memory": measure_memory, "growth": measure_growth, "snapshot": measure_snapshot}
+    kinds = {
+        "memory": measure_memory,
+        "growth": measure_growth,
+        "snapshot": measure_snapshot,
+        "save_beside": measure_save_beside,
+    }
     return {"streams": {f"{job['kind']}:satrap": kinds[job["kind"]](job)}}
 
 
@@ -130,6 +141,60 @@ def measure_snapshot(job: dict[str, Any]) -> dict[str, Any]:
         raise RuntimeError("the loaded table differs from the saved one")
     rates = {"save_gb_per_s": size / save_seconds, "load_gb_per_s": size / load_seconds, **plain}
     return {"file_bytes": size, **{name: round(rate / 1e9, 3) for name, rate in rates.items()}, **after}
+
+
+def measure_save_beside(job: dict[str, Any]) -> dict[str, Any]:
+    """Train a table while a thread saves it five times; return by how much the longest step during a save exceeds the
+    median step without one, and the rate of training meanwhile over that without a save. The writer has a core of its
+    own if the table's threads leave one."""
+    from satrap.table.table_group import TableGroup
+
+    rows, folder = job["rows"], Path(job["folder"])
+    group = TableGroup([_table(job, capacity=int(rows * 1.05))], seed=1, num_threads=job["num_threads"])
+    store = group["bench"]
+    for ids in _batches(rows, BATCH_IDS):
+        store.lookup(ids)
+    batches = [hashed_ids(numbers) for numbers in row_numbers(rows, "zipf", NUM_BATCHES, 0)]
+    gradient, out = gradients(job["dim"]), np.zeros((BATCH_IDS, job["dim"]), np.float32)
+    numbers = itertools.count()
+
+    def step() -> float:
+        """Train one step; return its seconds."""
+        start = time.perf_counter()
+        _, ticket = store.lookup_for_update(batches[next(numbers) % NUM_BATCHES], out=out)
+        store.update(ticket, gradient)
+        return time.perf_counter() - start
+
+    stalls, stalls_alone, cuts, seconds, peaks, rates = [], [], [], [], [], []
+    noise = read_cpu()
+    for number in range(NUM_SAVES):
+        alone = [step() for _ in range(NUM_BATCHES)]
+        start = time.perf_counter()
+        cut = group.take_cut()
+        cuts.append(time.perf_counter() - start)
+        writer = threading.Thread(target=cut.write, args=({"bench": folder / str(number)},), kwargs={"is_full": True})
+        writer.start()
+        beside = [cuts[-1] + step()]
+        while writer.is_alive():
+            beside.append(step())
+        seconds.append(time.perf_counter() - start)
+        stalls.append(max(beside) - statistics.median(alone))
+        stalls_alone.append(max(alone) - statistics.median(alone))
+        rates.append(statistics.fmean(alone) / statistics.fmean(beside))
+        peaks.append(cut.figures()["peak"])
+        shutil.rmtree(folder / str(number))
+    return {
+        "stall_ms": round(1e3 * statistics.median(stalls), 3),
+        "longest_stall_ms": round(1e3 * max(stalls), 3),
+        "stall_alone_ms": round(1e3 * statistics.median(stalls_alone), 3),
+        "cut_ms": round(1e3 * statistics.median(cuts), 3),
+        "save_seconds": round(statistics.median(seconds), 3),
+        "rate_meanwhile": round(statistics.median(rates), 3),
+        "median_step_ms": round(1e3 * statistics.median(alone), 3),
+        "old_rows_mb": round(max(peaks) / 1e6, 1),
+        "waits": cut.figures()["waits"],
+        **noise_between(noise, read_cpu()),
+    }
 
 
 def _plain_copy(path: Path, size: int) -> dict[str, float]:

@@ -100,15 +100,7 @@ void require_buckets(Engine& engine, std::size_t t, std::uint32_t first, std::ui
         refuse("buckets " + std::to_string(first) + ".." + std::to_string(last) + " of " + std::to_string(n));
 }
 
-nb::dict export_rows(Engine& engine, std::size_t t, std::uint32_t first, std::uint32_t last, std::uint32_t since,
-                     bool others) {
-    require_buckets(engine, t, first, last);
-    const TableConfig& config = engine.table(t).config();
-    RowColumns columns;
-    {
-        nb::gil_scoped_release release;
-        columns = engine.export_rows(t, first, last, since, others);
-    }
+nb::dict as_rows(Engine& engine, const TableConfig& config, const RowColumns& columns) {
     const auto& pool = engine.blocks();
     const std::size_t n = columns.rows;
     nb::dict out;
@@ -125,6 +117,79 @@ nb::dict export_rows(Engine& engine, std::size_t t, std::uint32_t first, std::ui
     return out;
 }
 
+nb::dict as_sightings(Engine& engine, const RowColumns& columns) {
+    nb::dict out;
+    out["id"] = as_array<std::uint64_t>(engine.blocks(), columns.id, {columns.rows});
+    out["step"] = as_array<std::uint32_t>(engine.blocks(), columns.step, {columns.rows});
+    out["count"] = as_array<std::uint32_t>(engine.blocks(), columns.values, {columns.rows});
+    return out;
+}
+
+nb::dict export_rows(Engine& engine, std::size_t t, std::uint32_t first, std::uint32_t last, std::uint32_t since,
+                     bool others) {
+    require_buckets(engine, t, first, last);
+    RowColumns columns;
+    {
+        nb::gil_scoped_release release;
+        columns = engine.export_rows(t, first, last, since, others);
+    }
+    return as_rows(engine, engine.table(t).config(), columns);
+}
+
+nb::list begin_cut(Engine& engine, const std::vector<std::size_t>& tables, std::size_t limit, double patience) {
+    for (std::size_t t : tables) checked_table(engine, t);
+    if (!(patience >= 0.0 && patience <= 1e6)) refuse("patience=" + std::to_string(patience) + ", expected seconds");
+    std::vector<TableCut> cuts;
+    {
+        nb::gil_scoped_release release;
+        cuts = engine.begin_cut(tables, limit, std::chrono::nanoseconds(static_cast<std::int64_t>(patience * 1e9)));
+    }
+    nb::list out;
+    for (const TableCut& cut : cuts) {
+        nb::dict figures;
+        figures["version"] = cut.version;
+        figures["expire_before"] = cut.expire_before;
+        figures["lr"] = cut.lr;
+        figures["rows"] = cut.rows;
+        out.append(figures);
+    }
+    return out;
+}
+
+nb::dict export_cut(Engine& engine, std::size_t t, std::uint32_t first, std::uint32_t last, std::uint32_t since) {
+    require_buckets(engine, t, first, last);
+    CutRows found;
+    {
+        nb::gil_scoped_release release;
+        found = engine.export_cut(t, first, last, since);
+    }
+    nb::dict out = as_rows(engine, engine.table(t).config(), found.columns);
+    out["removed"] = as_array(engine, found.removed);
+    out["alive"] = found.alive;
+    return out;
+}
+
+nb::dict export_cut_sightings(Engine& engine, std::size_t t, std::uint32_t first, std::uint32_t last) {
+    require_buckets(engine, t, first, last);
+    RowColumns columns;
+    {
+        nb::gil_scoped_release release;
+        columns = engine.export_cut_sightings(t, first, last);
+    }
+    return as_sightings(engine, columns);
+}
+
+nb::dict cut_figures(Engine& engine) {
+    const CutFigures figures = engine.cut_figures();
+    nb::dict out;
+    out["bytes"] = figures.bytes;
+    out["peak"] = figures.peak;
+    out["kept"] = figures.kept;
+    out["waits"] = figures.waits;
+    out["waited_seconds"] = static_cast<double>(figures.waited_ns) * 1e-9;
+    return out;
+}
+
 nb::dict export_sightings(Engine& engine, std::size_t t, std::uint32_t first, std::uint32_t last, bool others) {
     require_buckets(engine, t, first, last);
     RowColumns columns;
@@ -132,11 +197,7 @@ nb::dict export_sightings(Engine& engine, std::size_t t, std::uint32_t first, st
         nb::gil_scoped_release release;
         columns = engine.export_sightings(t, first, last, others);
     }
-    nb::dict out;
-    out["id"] = as_array<std::uint64_t>(engine.blocks(), columns.id, {columns.rows});
-    out["step"] = as_array<std::uint32_t>(engine.blocks(), columns.step, {columns.rows});
-    out["count"] = as_array<std::uint32_t>(engine.blocks(), columns.values, {columns.rows});
-    return out;
+    return as_sightings(engine, columns);
 }
 
 Array<std::uint64_t> export_removed(Engine& engine, std::size_t t, std::uint32_t first, std::uint32_t last,
@@ -229,6 +290,19 @@ void bind_saving(nb::class_<Engine>& engine) {
         .def("export_sightings", &export_sightings, "table"_a, "bucket_begin"_a, "bucket_end"_a, "others"_a = false,
              nb::sig("def export_sightings(self, table: int, bucket_begin: int, bucket_end: int, others: bool = False) "
                      "-> dict[str, NDArray[typing.Any]]"))
+        .def("begin_cut", &begin_cut, "tables"_a, "limit"_a, "patience"_a,
+             nb::sig("def begin_cut(self, tables: Sequence[int], limit: int, patience: float) -> list[dict[str, "
+                     "typing.Any]]"),
+             "Notes how the tables are now, for export_cut; see engine.hpp.")
+        .def("export_cut", &export_cut, "table"_a, "bucket_begin"_a, "bucket_end"_a, "since"_a,
+             nb::sig("def export_cut(self, table: int, bucket_begin: int, bucket_end: int, since: int) -> dict[str, "
+                     "typing.Any]"))
+        .def("export_cut_sightings", &export_cut_sightings, "table"_a, "bucket_begin"_a, "bucket_end"_a,
+             nb::sig("def export_cut_sightings(self, table: int, bucket_begin: int, bucket_end: int) -> dict[str, "
+                     "NDArray[typing.Any]]"))
+        .def(
+            "end_cut", [](Engine& e, std::size_t t) { e.end_cut(checked_table(e, t)); }, "table"_a, WithoutGil())
+        .def("cut_figures", &cut_figures, nb::sig("def cut_figures(self) -> dict[str, typing.Any]"))
         .def(
             "removed_since", [](Engine& e, std::size_t t) { return e.removed_since(checked_table(e, t)); }, "table"_a)
         .def(

@@ -204,6 +204,7 @@ std::unique_ptr<Ticket> Engine::lookup(const std::uint64_t* ids, std::span<const
     std::unique_ptr<Batch> batch = group(ids, offsets);
     const std::vector<std::size_t> begin = float_offsets(offsets);
     require_owned([&](std::uint32_t b) { return occupied(*batch, b); }, at.train);
+    if (at.train) wait_for_cut_room();
     lookup_buckets(*batch, at, [&](std::size_t t, std::uint32_t b, Scratch& scratch) {
         return floats_at(*batch, b, out + begin[t], tables_[t]->config().dim, scratch.to);
     });
@@ -266,6 +267,7 @@ void Engine::apply(GradientSource&& source, Tickets tickets, std::uint32_t step,
     require_rows_here();
     Claim claim(tickets, identity_);
     require_owned([&](std::uint32_t b) { return occupied(tickets, b); }, true);
+    wait_for_cut_room();
     const FloatMode mode;
     source.open();
     std::vector<StepScalars> scalars(tables_.size());

@@ -15,6 +15,7 @@
 #include "bags/bag_plan.hpp"
 #include "bags/bucket_runs.hpp"
 #include "base/fork_guard.hpp"
+#include "engine/row_export.hpp"
 #include "ids/bucket_scheduler.hpp"
 #include "kernels/fp16_codec.hpp"
 #include "storage/shared_arena.hpp"
@@ -22,10 +23,20 @@
 
 namespace satrap {
 
-// The rows of one table's bucket range as columns, for files.
-struct RowColumns {
-    BlockPool::Block id, step, values, state;
-    std::size_t rows = 0;
+// The rows of a bucket range as they were at a cut, and what a save of changes needs besides: the ids that had been
+// removed. `alive`: how many rows there were, also those that a save of changes leaves out.
+struct CutRows {
+    RowColumns columns;
+    std::vector<std::uint64_t> removed;
+    std::size_t alive = 0;
+};
+
+// The figures of one table at a cut.
+struct TableCut {
+    std::uint32_t version = 0;
+    std::uint32_t expire_before = 0;
+    double lr = 0.0;
+    std::size_t rows = 0; // those that had expired and were not removed yet, too
 };
 
 // The size of a table and its counters.
@@ -196,6 +207,19 @@ class Engine {
     std::vector<std::uint64_t> export_removed(std::size_t t, std::uint32_t first, std::uint32_t last,
                                               std::uint32_t since);
     std::uint32_t removed_since(std::size_t t);
+
+    // A cut (engine_cut.cpp): begin_cut notes how the tables are now, at one version for each; until end_cut, the
+    // exports of the cut return that, once for each bucket, whatever is looked up and updated meanwhile. Without the
+    // caller's care that no call runs during begin_cut, each bucket is as it is when begin_cut reaches it. Rows on a
+    // device are those of the moment of the export. limit: of bytes of old rows; calls that change rows wait beyond it,
+    // and end the cut of all tables if nothing was exported for the time of `patience`.
+    std::vector<TableCut> begin_cut(std::span<const std::size_t> tables, std::size_t limit,
+                                    std::chrono::nanoseconds patience);
+    CutRows export_cut(std::size_t t, std::uint32_t first, std::uint32_t last, std::uint32_t since);
+    RowColumns export_cut_sightings(std::size_t t, std::uint32_t first, std::uint32_t last);
+    void end_cut(std::size_t t);
+    CutFigures cut_figures() { return cut_memory_.figures(); }
+
     void import_rows(std::size_t t, std::size_t n, const std::uint64_t* ids, const std::uint32_t* steps,
                      const std::byte* values, const float* state);
     void import_removed(std::size_t t, std::span<const std::uint64_t> ids);
@@ -232,6 +256,9 @@ class Engine {
         const std::size_t t = table_of(b);
         return tables_[t]->bucket(b - map_.first[t]);
     }
+    void export_bucket_cut(Table& table, Bucket& bucket, std::uint32_t since, RowExport& out, CutRows& found);
+    void require_cut(const Table& table) const;
+    void wait_for_cut_room();
     void find_frames(Batch& batch, const LookupStep& at, std::int32_t* frames, std::vector<AbsentRow>& absent);
     void write_frames(const Batch& batch, std::size_t t, std::uint32_t b, std::uint32_t* unique, std::int32_t* frames,
                       std::vector<AbsentRow>& absent);
@@ -269,6 +296,7 @@ class Engine {
     const Kernels* kernels_;
     std::unique_ptr<Arena> arena_;
     std::vector<std::unique_ptr<RowPlaces>> row_places_; // of each frame pool; outlive the tables
+    CutMemory cut_memory_;                               // outlives the tables, too
     std::vector<std::unique_ptr<Table>> tables_;
     std::vector<const GradientSum*> summations_; // of the tables
     BucketNumbering map_;

@@ -16,6 +16,7 @@ std::unique_ptr<Ticket> Engine::lookup_bags(const std::shared_ptr<const Bags>& b
     if (at.train && at.oldest_open == 0) at.oldest_open = at.step;
     std::unique_ptr<Batch> batch = batches_.take();
     plan->group(*batch, map_, scheduler_.pool());
+    if (at.train) wait_for_cut_room();
     const BagRows rows(*bags, *plan, *batch, block, sequences, blocks_);
     lookup_buckets(*batch, at,
                    [&](std::size_t t, std::uint32_t b, Scratch& scratch) { return rows.to(t, b, scratch); });

@@ -6,91 +6,12 @@
 
 namespace satrap {
 
-namespace {
-
-// Makes room for `needed` bytes in a column that holds `used` bytes.
-void grow(BlockPool& blocks, BlockPool::Block& column, std::size_t& capacity, std::size_t used, std::size_t needed) {
-    if (needed <= capacity) return;
-    needed = std::max(needed, capacity + capacity / 2);
-    BlockPool::Block larger = blocks.take(needed);
-    if (used != 0) std::memcpy(larger.memory, column.memory, used);
-    if (column.memory != nullptr) blocks.give(column);
-    column = larger;
-    capacity = needed;
-}
-
-// RowColumns on the way out: they go back to the pool if the export fails.
-class ExportBuffers {
-  public:
-    explicit ExportBuffers(BlockPool& blocks) : blocks_(blocks) {}
-    ExportBuffers(const ExportBuffers&) = delete;
-    ExportBuffers& operator=(const ExportBuffers&) = delete;
-    ~ExportBuffers() {
-        for (BlockPool::Block block : {columns.id, columns.step, columns.values, columns.state})
-            if (block.memory != nullptr) blocks_.give(block);
-    }
-    RowColumns done() { return std::exchange(columns, RowColumns{}); }
-
-    RowColumns columns{};
-
-  private:
-    BlockPool& blocks_;
-};
-
-// The slots of one bucket by mixed id. Mixed ids are spread evenly, so a counting sort by their first bits leaves some
-// eight in each bin; std::sort keeps the worst case of chosen ids at n log n.
-class HashOrder {
-  public:
-    struct Entry {
-        std::uint64_t hash;
-        std::uint32_t slot;
-    };
-
-    void clear() { entries_.clear(); }
-    void add(std::uint64_t id, std::uint32_t slot) { entries_.push_back({mix64(id), slot}); }
-    std::size_t size() const { return entries_.size(); }
-
-    // bucket_bits: how many of the first bits are the same in all of them.
-    std::span<const Entry> sorted(unsigned bucket_bits) {
-        const auto by_hash = [](const Entry& a, const Entry& b) { return a.hash < b.hash; };
-        const unsigned bin_bits = static_cast<unsigned>(std::bit_width(entries_.size() / 8));
-        if (bin_bits == 0) {
-            std::sort(entries_.begin(), entries_.end(), by_hash);
-            return entries_;
-        }
-        const auto bin = [&](const Entry& entry) { return (entry.hash << bucket_bits) >> (64 - bin_bits); };
-        ends_.assign((std::size_t{1} << bin_bits) + 1, 0);
-        for (const Entry& entry : entries_) ++ends_[bin(entry) + 1];
-        for (std::size_t i = 1; i < ends_.size(); ++i) ends_[i] += ends_[i - 1];
-        binned_.resize(entries_.size());
-        for (const Entry& entry : entries_) binned_[ends_[bin(entry)]++] = entry; // now ends_[i] is the end of bin i
-        std::size_t begin = 0;
-        for (std::size_t i = 0; i + 1 < ends_.size(); begin = ends_[i++])
-            std::sort(binned_.begin() + static_cast<std::ptrdiff_t>(begin),
-                      binned_.begin() + static_cast<std::ptrdiff_t>(ends_[i]), by_hash);
-        return binned_;
-    }
-
-  private:
-    std::vector<Entry> entries_, binned_;
-    std::vector<std::size_t> ends_;
-};
-
-} // namespace
-
 RowColumns Engine::export_rows(std::size_t t, std::uint32_t first, std::uint32_t last, std::uint32_t since,
                                bool others) {
     Table& table = this->table(t);
-    const TableConfig& config = table.config();
-    const std::size_t value_bytes = config.frame_pool ? config.payload_bytes() : config.dim * config.element_bytes();
-    const std::size_t state_bytes = config.frame_pool ? 0 : config.state_dim() * sizeof(float);
-    const std::size_t state_at = config.value_bytes();
     const auto places_lock = lock_places();
-    ExportBuffers draft(*blocks_);
-    RowColumns& out = draft.columns;
+    RowExport out(*blocks_, table.config());
     HashOrder order;
-    const unsigned bucket_bits = table.config().bucket_bits();
-    std::size_t capacity[4] = {};
     std::size_t expected = 0; // a first guess, so that columns are rarely copied
     for (std::uint32_t b = first; b < last && since == 0; ++b) {
         if (!others && !owned(t, b)) continue;
@@ -106,50 +27,33 @@ RowColumns Engine::export_rows(std::size_t t, std::uint32_t first, std::uint32_t
         bucket.rows.for_each([&](std::uint32_t slot, const Head& head) {
             if (head.changed >= since) order.add(head.id(), slot);
         });
-        const std::size_t n = out.rows, needed = std::max(expected, n + order.size());
-        grow(*blocks_, out.id, capacity[0], n * 8, needed * 8);
-        grow(*blocks_, out.step, capacity[1], n * 4, needed * 4);
-        grow(*blocks_, out.values, capacity[2], n * value_bytes, needed * value_bytes);
-        grow(*blocks_, out.state, capacity[3], n * state_bytes, needed * state_bytes);
-        for (const HashOrder::Entry& entry : order.sorted(bucket_bits)) {
-            const Head& head = bucket.rows.head(entry.slot);
-            const std::byte* row = bucket.rows.row(entry.slot);
-            std::memcpy(out.id.memory + out.rows * 8, head.id_words, 8);
-            std::memcpy(out.step.memory + out.rows * 4, &head.stamp, 4);
-            std::memcpy(out.values.memory + out.rows * value_bytes, row, value_bytes);
-            if (state_bytes != 0) std::memcpy(out.state.memory + out.rows * state_bytes, row + state_at, state_bytes);
-            ++out.rows;
-        }
+        out.reserve(std::max(expected, out.rows() + order.size()));
+        std::size_t line = out.add(order.size());
+        for (const HashOrder::Entry& entry : order.sorted(table.config().bucket_bits()))
+            out.put(line++, bucket.rows.head(entry.slot), bucket.rows.row(entry.slot));
     }
-    return draft.done();
+    return out.done();
 }
 
 // Exports id, step, and the count in `values`.
 RowColumns Engine::export_sightings(std::size_t t, std::uint32_t first, std::uint32_t last, bool others) {
     Table& table = this->table(t);
-    ExportBuffers draft(*blocks_);
-    RowColumns& out = draft.columns;
+    RowExport out(*blocks_, sizeof(Head::changed), 0, 0);
     HashOrder order;
-    std::size_t capacity[3] = {};
     for (std::uint32_t b = first; b < last; ++b) {
         if (!others && !owned(t, b)) continue;
         Bucket& bucket = table.bucket(b);
         std::lock_guard lock(bucket.mutex);
-        const std::size_t needed = out.rows + bucket.sightings.size();
-        grow(*blocks_, out.id, capacity[0], out.rows * 8, needed * 8);
-        grow(*blocks_, out.step, capacity[1], out.rows * 4, needed * 4);
-        grow(*blocks_, out.values, capacity[2], out.rows * 4, needed * 4);
         order.clear();
         bucket.sightings.for_each([&](std::uint32_t slot, const Head& head) { order.add(head.id(), slot); });
+        out.reserve(out.rows() + order.size());
+        std::size_t line = out.add(order.size());
         for (const HashOrder::Entry& entry : order.sorted(table.config().bucket_bits())) {
             const Head& head = bucket.sightings.head(entry.slot);
-            std::memcpy(out.id.memory + out.rows * 8, head.id_words, 8);
-            std::memcpy(out.step.memory + out.rows * 4, &head.stamp, 4);
-            std::memcpy(out.values.memory + out.rows * 4, &head.changed, 4);
-            ++out.rows;
+            out.put(line++, head, reinterpret_cast<const std::byte*>(&head.changed));
         }
     }
-    return draft.done();
+    return out.done();
 }
 
 std::vector<std::uint64_t> Engine::export_removed(std::size_t t, std::uint32_t first, std::uint32_t last,
@@ -200,6 +104,7 @@ void Engine::import_rows(std::size_t t, std::size_t n, const std::uint64_t* ids,
         for (; i < end; ++i) {
             const std::uint64_t hash = mix64(ids[i]);
             std::uint32_t slot = bucket.rows.find(ids[i], hash);
+            if (slot != kNoSlot) bucket.rows.keep(slot);
             if (slot == kNoSlot) {
                 table.require_room(bucket, b, ids[i]);
                 slot = bucket.rows.insert(ids[i], hash);

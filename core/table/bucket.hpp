@@ -4,7 +4,8 @@
 // Lock: `mutex` guards everything in the bucket. Only one bucket is locked at a time; the arena's lock is taken inside.
 // Invariants: rows.size() <= share when the table is bounded; an id has a row or a sighting, never both;
 //   no row is stamped before swept_before, which is at most the table's expire_before;
-//   every removal at a version >= log_start that could matter to a save of changes is in `removed`.
+//   every removal at a version >= log_start that could matter to a save of changes is in `removed`;
+//   while a cut has not ended, the first cut_removed entries of `removed` are those of before the cut.
 #pragma once
 
 #include <mutex>
@@ -57,8 +58,20 @@ struct Bucket {
     RowPlaces* places = nullptr; // of rows on a device, whose payload is the word for their place
     std::uint64_t in_frames = 0, moved_in = 0, moved_out = 0; // rows now; rows since the start
     std::vector<Removed> removed;
-    std::uint32_t log_start = 2;    // the oldest version whose removals are all in the log; 2 is the first ever saved
+    std::uint32_t log_start = 2; // the oldest version whose removals are all in the log; 2 is the first ever saved
+    std::size_t cut_removed = 0;
     std::uint32_t swept_before = 0; // rows stamped before this step have been removed
+
+    // Every change from here on keeps what the save of this moment needs, until rows and sightings end their cut.
+    void begin_cut(CutMemory& memory) {
+        rows.begin_cut(memory);
+        sightings.begin_cut(memory);
+        cut_removed = removed.size();
+    }
+    void end_cut() {
+        rows.end_cut();
+        sightings.end_cut();
+    }
 
     // Removes a row and, if the table has been saved (version > 1), logs the id for save_changes.
     void remove(std::uint32_t slot, std::uint32_t version) {
@@ -90,7 +103,7 @@ struct Bucket {
 
     void log_removal(std::uint64_t id, std::uint32_t version) {
         const std::size_t most = std::max<std::size_t>(4096, rows.size()); // with more, a full save is smaller
-        if (removed.size() >= most) {
+        if (removed.size() >= most && !rows.in_cut()) {
             std::size_t half = removed.size() / 2;
             log_start = removed[half - 1].version + 1;
             removed.erase(removed.begin(), removed.begin() + static_cast<std::ptrdiff_t>(half));
@@ -117,6 +130,7 @@ struct Bucket {
             add_sighting(id, hash, step, 1);
             return false;
         }
+        sightings.keep(slot);
         Head& seen = sightings.head(slot);
         if (step > seen.stamp && seen.changed < min_count)
             ++seen.changed; // else it is a retry or a late step, which counts once

@@ -25,6 +25,7 @@
 #include "base/hash.hpp"
 #include "storage/arena.hpp"
 #include "storage/index.hpp"
+#include "table/old_rows.hpp"
 
 namespace satrap {
 
@@ -99,7 +100,9 @@ class Rows {
     // Returns a slot for a new id, in the index but still free in its head: fill the payload, then publish().
     std::uint32_t insert(std::uint64_t id, std::uint64_t hash) {
         reserve(size_ + 1);
+        if (in_cut()) old_rows(); // may throw, which it must not once the slot is taken
         std::uint32_t slot = take_slot();
+        keep(slot);
         index_.insert(hash, slot);
         head(slot).set_id(id);
         ++size_;
@@ -122,6 +125,7 @@ class Rows {
     }
 
     void erase(std::uint32_t slot) {
+        keep(slot);
         Head& h = head(slot);
         index_.erase(mix64(h.id()), slot);
         std::atomic_ref(h.changed).store(0, std::memory_order_release);
@@ -132,6 +136,7 @@ class Rows {
 
     // Removes all rows. Their memory is released only if the arena can reuse it: in a file the rows become free slots.
     void clear() {
+        end_cut();
         if (arena_->survives_process()) {
             if (size_ != 0) for_each([&](std::uint32_t slot, const Head&) { erase(slot); });
             return;
@@ -170,6 +175,32 @@ class Rows {
     template <typename Visitor> void for_each(Visitor visit) const {
         for (std::uint32_t slot = 0; slot < used_; ++slot)
             if (Head& h = head(slot); h.changed != 0) visit(slot, h);
+    }
+
+    // -- a cut: until it ends, a slot is kept before its row changes, whichever way. insert() and erase() do so.
+
+    void begin_cut(CutMemory& memory) {
+        old_.reset();
+        cut_memory_ = &memory;
+    }
+    bool in_cut() const { return cut_memory_ != nullptr; }
+    void end_cut() {
+        cut_memory_ = nullptr;
+        old_.reset();
+    }
+    // Ends the cut; returns the copies, if there are any.
+    std::unique_ptr<OldRows> take_cut() {
+        cut_memory_ = nullptr;
+        return std::move(old_);
+    }
+    // Copies the slot's row if it belongs to the cut and was not copied yet.
+    void keep(std::uint32_t slot) {
+        if (in_cut()) old_rows().keep(slot, reinterpret_cast<const std::byte*>(&head(slot)), live(slot));
+    }
+    // Nothing was inserted before the first call since the cut, so the slots in use are those of the cut.
+    OldRows& old_rows() {
+        if (old_ == nullptr) old_ = std::make_unique<OldRows>(*cut_memory_, used_, stride_);
+        return *old_;
     }
 
     // After a restart: adopts the chunks in sequence; rebuild() then recreates index and free list.
@@ -302,6 +333,8 @@ class Rows {
     std::uint32_t used_ = 0;
     std::uint32_t capacity_ = 0;
     std::uint32_t free_ = kNoSlot;
+    CutMemory* cut_memory_ = nullptr; // of a cut that has not ended
+    std::unique_ptr<OldRows> old_;    // created at the first change since
 };
 
 inline void Rows::check(std::uint64_t share) const {

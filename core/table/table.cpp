@@ -91,6 +91,7 @@ void Table::touch_hits(Bucket& bucket, const BucketVisit& visit, std::uint32_t s
             slots[i] = kNoSlot;
             continue;
         }
+        bucket.rows.keep(slots[i]);
         bucket.rows.touch(slots[i], step);
         if (bucket.places != nullptr) bucket.note_use(slots[i]);
         head.changed = version;
@@ -230,12 +231,22 @@ void Table::update(const BucketVisit& visit, const Gradients& gradients, const S
     apply(bucket, visit.bucket, scalars, ready, mark, scratch);
 }
 
+// Keeps the rows of these slots for the save of the last cut, all of them or, if memory is short, none.
+static void keep_rows(Rows& rows, std::span<const std::uint32_t> slots) {
+    OldRows& old = rows.old_rows();
+    std::size_t count = 0;
+    for (std::uint32_t slot : slots) count += !old.is_done(slot);
+    old.reserve(count);
+    for (std::uint32_t slot : slots) rows.keep(slot);
+}
+
 // Applies one optimizer step to the rows of scratch.slots and steps; in a shared-memory file, whole or not at all.
 void Table::apply(Bucket& bucket, std::uint32_t b, const StepScalars& scalars, std::size_t count,
                   const UpdateMark& mark, Scratch& scratch) {
     const std::uint32_t* slots = scratch.slots.data();
     const RowStep* steps = scratch.steps.data();
     float* room = scratch.values.reserve(config_.dim); // may throw, which it must not after the slot is armed
+    if (bucket.rows.in_cut()) keep_rows(bucket.rows, {slots, count});
     if (scratch.undo != nullptr) {
         scratch.undo->open(number_, b, bucket.rows.row_bytes());
         if (mark.window != nullptr) scratch.undo->keep(mark.trainer, *mark.window);

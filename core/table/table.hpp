@@ -97,6 +97,10 @@ class Table {
     // Reads one row as floats; returns false and writes nothing if the id has no row.
     bool read(std::uint64_t id, float* values, float* state);
     void check();
+    // The version of the cut that has not ended, 0: there is none; the engine sets it.
+    std::atomic<std::uint32_t>& cut_version() { return cut_version_; }
+    std::uint32_t cut_version() const { return cut_version_.load(); }
+    std::uint32_t& cut_expire_before() { return cut_expire_before_; }
     std::uint32_t expire_before() const { return ledger_->expire_before.load(std::memory_order_relaxed); }
 
   private:
@@ -130,6 +134,8 @@ class Table {
     TableLedger* ledger_;
     InitialScalars initial_;
     std::unique_ptr<Bucket[]> buckets_;
+    std::atomic<std::uint32_t> cut_version_{0};
+    std::uint32_t cut_expire_before_ = 0;
 };
 
 } // namespace satrap

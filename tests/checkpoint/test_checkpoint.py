@@ -2,12 +2,8 @@
 fit is refused."""
 
 import json
-import os
 import random
 import shutil
-import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from checkpoint_job import NUM_IDS, Job, Source, names, same
+from checkpoint_job import NUM_IDS, Job, Source, names, run_killed, same, uninterrupted
 from logged import logged
 from loop import batches, job, loss_of
 from satrap import Checkpoint, IterableSource
@@ -25,12 +21,6 @@ from satrap.errors import CheckpointError, SatrapError, SnapshotError, StreamErr
 from satrap.storage.local_folder import LocalFolder
 
 DEADLINE_SECONDS = 240
-
-
-def uninterrupted(tmp_path: Path, steps: int) -> dict[str, Any]:
-    job = Job(str(tmp_path / "whole"), steps)
-    job.train(every_steps=10**6)
-    return job.state()
 
 
 @pytest.mark.parametrize("full_every", [1, 3])
@@ -43,28 +33,6 @@ def test_a_resumed_run_ends_with_the_same_bits(tmp_path: Path, full_every: int) 
         job.source.num = steps
         job.train(every_steps=1)
     same(job.state(), expected)
-
-
-def run_killed(job: str, run: Path, steps: int, *options: str) -> dict[str, Any]:
-    """Start the job repeatedly, kill it at random moments, and let it finish in the end."""
-    rng = random.Random(int.from_bytes(os.urandom(4), "little"))
-    command = [sys.executable, str(Path(__file__).parents[1] / job), str(run), str(steps), *options]
-    kills = 0
-    while not (run / "end.npz").exists():
-        child = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-        assert child.stdout is not None
-        if kills < 3:
-            for _ in range(rng.randint(1, 6)):  # so many steps, and then at some moment of the next
-                child.stdout.readline()
-            try:
-                child.wait(rng.random() * 0.02)
-            except subprocess.TimeoutExpired:
-                child.send_signal(signal.SIGKILL)
-                kills += 1
-        child.communicate(timeout=DEADLINE_SECONDS)
-        assert child.returncode in (0, -signal.SIGKILL)
-    assert kills > 0
-    return dict(np.load(run / "end.npz"))
 
 
 def test_a_run_killed_at_random_moments_ends_with_the_same_bits(tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from logged import logged
 from moto_s3 import BUCKET, S3, running_s3, use
 from satrap import Deployment, Reader
 from satrap.checkpoint.run_owner import OWNER
-from satrap.errors import CheckpointError, ConfigError, SnapshotError
+from satrap.errors import ChangesError, CheckpointError, ConfigError, SnapshotError
 from satrap.storage.object_folder import ObjectFolder
 from satrap.storage.open_folder import _bucket
 
@@ -154,17 +154,73 @@ def test_a_server_that_is_killed_during_a_save_tears_nothing(s3: S3, tmp_path: P
     same(alone.state(), expected)
 
 
-def test_a_trainer_that_is_killed_during_a_save_leaves_a_version_that_is_swept(s3: S3, tmp_path: Path) -> None:
+def test_servers_write_their_parts_while_rows_are_trained(
+    s3: S3, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A save beside training counts only once it is complete. A server that is killed loses it, and no older one."""
+    url, data_file = f"{ROOT}/beside/run", r"/tables/1/1-of-2/part-.*\.arrow$"
+    with server_processes(tmp_path, 2, *PERMITTED) as servers:
+        job = Job(url, 9, keep=9, full_every=3, rows=rows([each.address for each in servers]))
+        stream = job.embeddings.stream(job.source)
+
+        def train(steps: int) -> None:
+            for _ in range(steps):
+                job.step(next(stream))
+
+        train(1)
+        assert job.run.save()
+        train(1)
+        states = {2: job.state()}
+        with s3.held(rf"000002-step-2.*{data_file}") as (wait, let_go), monkeypatch.context() as patched:
+            patched.setattr(ObjectFolder, "create", None)  # the servers write all data files
+            assert job.run.save(wait=False)
+            wait()
+            train(2)
+            other = Job(url, 9)
+            with logged("satrap.checkpoint", match=r"000002-step-2.* has no complete checkpoint\.json: "):
+                assert other.run.resume() and other.embeddings.step == 1, "what a kill at this moment would leave"
+            other.embeddings.close()
+            let_go()
+            assert job.run.best is None  # it is complete
+        states[4] = job.state()
+        with s3.held(rf"000003-step-4.*{data_file}") as (wait, let_go):
+            assert job.run.save(wait=False)
+            wait()
+            servers[1].kill()
+            let_go()
+            servers[1].restart()
+            train(1)
+            with pytest.raises(ChangesError, match="no longer has the cut"):
+                job.run.save(wait=False)
+        assert {name[:13] for name in versions(s3, "beside/run")} == {"000001-step-1", "000002-step-2"}
+        states[5] = job.state()
+        assert job.run.save(wait=False)
+        train(1)
+        job.embeddings.close()
+    kept = sorted(versions(s3, "beside/run"))
+    assert [name[:13] for name in kept] == ["000001-step-1", "000002-step-2", "000004-step-5"], "a name is used once"
+    assert all(f"beside/run/{kept[-1]}/tables/{i}/parts.json" in s3.sizes("beside/run/") for i in range(2))
+    alone = Job(url, 9)
+    for name, step in zip(kept[1:], (2, 5), strict=True):
+        assert alone.run.resume(name) and alone.embeddings.step == step
+        same(alone.state(), states[step])
+
+
+@pytest.mark.parametrize("beside", [(), ("{}", "beside")])
+def test_a_trainer_that_is_killed_during_a_save_leaves_a_version_that_is_swept(
+    s3: S3, tmp_path: Path, beside: tuple[str, ...]
+) -> None:
     whole = Job(str(tmp_path / "run"), 4)
     whole.train(every_steps=10**6)
-    url = f"{ROOT}/torn/run"
+    run = f"torn{len(beside)}/run"
+    url = f"{ROOT}/{run}"
     script = Path(__file__).parents[1] / "checkpoint_job.py"
     with s3.held(r"000002-step-2.*/state\.safetensors$") as (wait, _):
-        child = subprocess.Popen([sys.executable, str(script), url, "4"], stdout=subprocess.DEVNULL)
+        child = subprocess.Popen([sys.executable, str(script), url, "4", *beside], stdout=subprocess.DEVNULL)
         wait()
         child.kill()
         child.wait()
-    (torn,) = {name for name in versions(s3, "torn/run") if name.startswith("000002")}
+    (torn,) = {name for name in versions(s3, run) if name.startswith("000002")}
     job = Job(url, 4, keep=2)
     with logged(
         "satrap.checkpoint", match=rf"{url}/{torn} has no complete checkpoint\.json: .* The next save removes it"
@@ -172,7 +228,7 @@ def test_a_trainer_that_is_killed_during_a_save_leaves_a_version_that_is_swept(s
         assert job.run.resume() and job.embeddings.step == 1
     job.train()
     same(job.state(), whole.state())
-    assert {name[:13] for name in versions(s3, "torn/run")} == {"000004-step-3", "000005-step-4"}
+    assert {name[:13] for name in versions(s3, run)} == {"000004-step-3", "000005-step-4"}
 
 
 def test_damage_is_named_by_its_url_and_changes_nothing(s3: S3) -> None:

@@ -63,6 +63,7 @@ class DeviceStore:
 
 
 class DeviceMachine(StoreMachine):
+    has_cuts = False
     updates_ids = False
     position = "sample"
 

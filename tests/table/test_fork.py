@@ -121,6 +121,10 @@ def engine_calls(engine: _core.Engine) -> dict[str, Callable[[], object]]:
         "begin_version": lambda: engine.begin_version(0),
         "export_rows": lambda: engine.export_rows(0, 0, 8, 0),
         "export_removed": lambda: engine.export_removed(0, 0, 8, 0),
+        "begin_cut": lambda: engine.begin_cut([0], 1 << 30, 60.0),
+        "export_cut": lambda: engine.export_cut(0, 0, 8, 0),
+        "export_cut_sightings": lambda: engine.export_cut_sightings(0, 0, 8),
+        "end_cut": lambda: engine.end_cut(0),
         "export_sightings": lambda: engine.export_sightings(0, 0, 8),
         "removed_since": lambda: engine.removed_since(0),
         "import_rows": lambda: engine.import_rows(0, IDS, words, values, empty),
@@ -176,6 +180,10 @@ def frame_calls() -> dict[str, Callable[[], object]]:
         "import_frames": lambda: engine.import_frames(0, IDS, np.ones(len(IDS), np.uint32)),
         "frames_used": lambda: engine.frames_used(0),
         "frames_free": lambda: engine.frames_free(0),
+        "home_used": lambda: engine.home_used(0),
+        "home_free": lambda: engine.home_free(0),
+        "set_device_frames": lambda: engine.set_device_frames(0, 9),
+        "take_moves": engine.take_moves,
         "set_frame_limit": lambda: engine.set_frame_limit(0, 9),
         "check_frames": engine.check_frames,
     }
@@ -185,7 +193,7 @@ def test_every_call_of_the_engine_is_refused(store: Store) -> None:
     """A new method must be added to `engine_calls`, unless it works on no rows."""
     engine, home = store._engine, os.getpid()
     calls = engine_calls(engine) | frame_calls()
-    of_no_rows = {"attach", "shared_config", "shared_unfinished", "simd", "num_threads", "num_floats"}
+    of_no_rows = {"attach", "shared_config", "shared_unfinished", "simd", "num_threads", "num_floats", "cut_figures"}
     assert {name for name in dir(engine) if not name.startswith("_")} - of_no_rows == set(calls)
 
     def body() -> None:

@@ -131,12 +131,14 @@ def test_stale_trainers_apply_each_update_once(trainers: Trainers, tmp_path: Pat
     assert all(each["dense"] == found[0]["dense"] for each in found)
 
 
-def test_trainers_resume_together_on_other_servers(trainers: Trainers, tmp_path: Path) -> None:
+@pytest.mark.parametrize("beside", [False, True])
+def test_trainers_resume_together_on_other_servers(trainers: Trainers, tmp_path: Path, beside: bool) -> None:
     """The results are equal bit for bit: each trainer continues at its own position, all at the same step."""
     folder = tmp_path / "run"
     whole = trainers.run_on_servers(2, 2, tmp_path, batches=16)
-    first = trainers.run_on_servers(2, 2, tmp_path, batches=16, checkpoint=str(folder), until=6)
-    rest = trainers.run_on_servers(3, 2, tmp_path, batches=16, checkpoint=str(folder))
+    options = {"batches": 16, "checkpoint": str(folder), "beside": beside}
+    first = trainers.run_on_servers(2, 2, tmp_path, until=6, **options)
+    rest = trainers.run_on_servers(3, 2, tmp_path, **options)
     assert not any(each["resumed"] for each in first) and all(each["resumed"] for each in rest)
     for before, after, once in zip(first, rest, whole, strict=True):
         assert before["seen"][:4] + after["seen"] == once["seen"]

@@ -254,7 +254,7 @@ class Validated(Job):
             run, self.model, self.optimizer, self.embeddings, self.source, keep=1, full_every=2, extra_state=extra_state
         )
 
-    def train(self, every_steps: int = 1) -> None:
+    def train(self, every_steps: int = 1, *, wait: bool = True) -> None:
         with self.embeddings.stream(self.source) as stream:
             for batch in stream:
                 self.step(batch)

@@ -6,10 +6,11 @@
         state.safetensors         dense parameters, optimizer, extra state, random state of each trainer
         checkpoint.json           the manifest, written last; names the parent if the tables are deltas
 
-A checkpoint is a cut between two steps. 1. The stream is paused: submitted updates are applied, no lookup runs. 2. All
-files are written into a hidden folder and flushed to disk. 3. One rename publishes the folder. 4. The stream continues,
-and checkpoints beyond `keep` are removed, except the parents of those kept. A process killed at any moment leaves the
-published checkpoints, and hidden folders that the next save removes.
+A checkpoint is a cut between two steps. 1. The stream is paused: submitted updates are applied, no lookup runs. 2. The
+cut of all tables is taken, and the rest of the state is copied; with `wait=False` the stream continues now, and a
+thread does what follows. 3. All files are written into a hidden folder and flushed to disk. 4. One rename publishes the
+folder. 5. Checkpoints beyond `keep` are removed, except the parents of those kept. A process killed at any moment
+leaves the published checkpoints, and hidden folders that the next save removes.
 
 Under a URL ("s3://...") the folder is not hidden: it does not count until checkpoint.json is there, which is written
 last. Every process reads and writes its part of it under that URL itself.
@@ -21,33 +22,32 @@ import logging
 import os
 import random
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 
+from satrap.checkpoint.background_save import BackgroundSave
+from satrap.checkpoint.checkpoint_writer import CheckpointWriter, Draft
 from satrap.checkpoint.run_directory import (
     STATE,
-    TABLES,
     CheckpointManifest,
     RunDirectory,
     require_rows,
     table_folders,
-    table_key,
 )
-from satrap.checkpoint.state_dict_file import read_state, require_model, save_state, state_bytes, state_of
+from satrap.checkpoint.state_dict_file import FrozenState, read_state, require_model, state_bytes, state_of
 from satrap.config.validation import kind_of
 from satrap.data.inputs import Position
-from satrap.errors import ChangesError, CheckpointError, SatrapError, SnapshotError
+from satrap.errors import CheckpointError, SatrapError
 from satrap.event_log import event
 from satrap.monitor.samples import Sample, register
 from satrap.run_context import current_context
-from satrap.storage.folder import Folder
-from satrap.table.snapshot.saved_table import SavedTable
-from satrap.table.snapshot.writer import row_bytes
+from satrap.table.snapshot.cut import OLD_ROWS_BYTES
 from satrap.train.embeddings import Embeddings, session_of
 from satrap.train.optimizer import HybridOptimizer
 from satrap.train.process_group import unwrap
@@ -72,6 +72,7 @@ class Checkpoint:
         keep: int = 3,
         full_every: int = 1,
         extra_state: Mapping[str, Any] | None = None,
+        save_memory: int = OLD_ROWS_BYTES,
     ) -> None:
         """keep: number of checkpoints to keep, not counting parents that they need.
 
@@ -79,6 +80,8 @@ class Checkpoint:
         full_every: save the tables in full every so many saves, and in between as deltas to the last save, unless a
             table no longer tracks all changes since.
         extra_state: other objects with state_dict and load_state_dict, by name: schedulers, a GradScaler.
+        save_memory: most bytes of memory, here or on each server, that a save with wait=False may take for rows that
+            change before they are written; beyond it, training waits for the save.
         """
         if not isinstance(optimizer, HybridOptimizer):
             raise CheckpointError(
@@ -92,7 +95,7 @@ class Checkpoint:
         taken = {"model", "optimizer"} & set(extra_state or {})
         if taken:
             raise CheckpointError(f"extra_state has the reserved names {sorted(taken)}: use other names")
-        for name, value in (("keep", keep), ("full_every", full_every)):
+        for name, value in (("keep", keep), ("full_every", full_every), ("save_memory", save_memory)):
             _require_count(name, value)
         path, context = os.fspath(path), current_context()
         if context is not None and context.is_copy and "://" not in path and not os.path.isabs(path):
@@ -105,26 +108,32 @@ class Checkpoint:
         self._session, self._data = session_of(embeddings), data
         if not self._directory.folder.is_local:
             self._require_usable()
-        self._keep, self._full_every = keep, full_every
+        self._writer = CheckpointWriter(self._directory, keep=keep, full_every=full_every, save_memory=save_memory)
         self._session.track_position(data)
-        self._last: tuple[str, dict[str, int]] | None = None  # the newest checkpoint and its tables' versions
-        self._layout = 0  # the tables' layout at that time
-        self._since_full = 0
         self._saved_step = -1
+        self._running: BackgroundSave | None = None  # of trainer 0
+        self._has_running = False  # whether trainer 0 may have one that not all trainers know to be complete
         self._figures = _SaveFigures()
         self._source: Mapping[str, Any] | None = None
         register(self._figures)
         if not self._session.dense.is_joint:
             self._session.run_before_close(self._join_saves_until_end)
+        self._session.wait_before_close(self._wait_for_running)
 
     @property
     def best(self) -> str | None:
         """Name of the checkpoint that was last saved as the best, or None if there is none."""
+        self._wait_for_running()
         return self._directory.best_name()
 
-    def save(self, *, every_steps: int | None = None, best: bool = False) -> bool:
-        """Write a checkpoint; return whether one was written. every_steps: write only if the step is a multiple, once.
+    def save(self, *, every_steps: int | None = None, best: bool = False, wait: bool = True) -> bool:
+        """Write a checkpoint; return whether one is written. every_steps: write only if the step is a multiple, once.
         best: it is the best of the run so far, and kept beyond `keep` until another one is saved as the best.
+
+        wait: whether training waits until the checkpoint is complete. False: it waits only until the state of this step
+            is fixed; a thread writes it while training continues. The next save waits for it. If it fails, the next
+            call of `save`, `resume` or `Embeddings.close` raises the error; with several trainers, their next save
+            that is due. With rows on a device, training waits always.
 
         Several trainers all call this at the same step, and trainer 0 writes. With dense="async" trainers may call it
         at different steps; a trainer that calls it without every_steps joins the other trainers' saves until all
@@ -132,20 +141,20 @@ class Checkpoint:
         """
         if every_steps is not None:
             _require_count("every_steps", every_steps)
+        if not isinstance(wait, bool):
+            raise CheckpointError(f"wait is {wait!r}; expected True or False")
         step = self._session.step
         if every_steps is not None and (step == 0 or step % every_steps != 0 or step == self._saved_step):
             if self._saved_step < 0 and self._session.trainers.rank == 0:
                 self._directory.require_mine(None)  # fails early, before there is work that cannot be saved
                 self._session.worker.tables.require_permitted(self._directory.folder)
             self._saved_step = max(0, self._saved_step)
+            if self._session.trainers.world_size == 1 and self._running is not None and self._running.is_done:
+                self._settle()
             return False
-        started_at = time.monotonic()
-        while not self._save_together(every_steps, best):
+        while not self._save_together(every_steps, best, wait):
             pass
         self._saved_step = step
-        figures = self._figures
-        figures.number, figures.step, figures.at = figures.number + 1, step, time.time()
-        figures.seconds = time.monotonic() - started_at
         return True
 
     def _require_usable(self) -> None:
@@ -156,80 +165,89 @@ class Checkpoint:
 
     def _join_saves_until_end(self) -> None:
         """Join the other trainers' saves until all trainers are at the end of their scripts."""
-        while not self._save_together(_ENDED):
+        while not self._save_together(_ENDED, wait=None):
             pass
 
-    def _save_together(self, every_steps: int | None, best: bool = False) -> bool:
-        """Make one save of all trainers; return whether it completes this trainer's request."""
+    def _save_together(self, every_steps: int | None, best: bool = False, wait: bool | None = True) -> bool:
+        """Make one save of all trainers; return whether it completes this trainer's request. wait: None: as the others
+        request."""
         trainers, is_joint = self._session.trainers, self._session.dense.is_joint
+        started_at = time.monotonic()
+        self._settle()
+        paused_at = time.monotonic()
         with self._session.pause():
             position = self._session.position_of(self._data)
             request = [self._directory.name, self._session.step, every_steps, position and position.to_dict(), best]
             # Once this returns, all trainers are paused.
-            gathered = trainers.gather(json.dumps(request).encode(), patient=True)
-            directories, steps, intervals, positions, bests = zip(*map(json.loads, gathered), strict=True)
+            gathered = trainers.gather(json.dumps([*request, wait]).encode(), patient=True)
+            directories, steps, intervals, positions, bests, waits = zip(*map(json.loads, gathered), strict=True)
             if set(intervals) == {_ENDED}:
                 return True
             requests = set(intervals) if is_joint else set(intervals) - {None, _ENDED}
-            if len(set(directories)) > 1 or len(requests) > 1 or (is_joint and len(set(steps)) > 1):
+            differ = len(set(directories)) > 1 or len(requests) > 1 or len(set(waits) - {None}) > 1
+            if differ or (is_joint and len(set(steps)) > 1):
                 raise CheckpointError(
                     f"the trainers save into {list(directories)} at steps {list(steps)} with every_steps "
-                    f"{list(intervals)}; expected the same values on all trainers"
+                    f"{list(intervals)} and wait {list(waits)}; expected the same values on all trainers"
                 )
             self._session.dense.refresh()
             randoms = trainers.gather(state_bytes(_random_state()))
+            is_waiting = False not in waits or not self._session.worker.tables.keeps_cuts
+
+            def begin() -> None:
+                state = self._state([state_of(each) for each in randoms])
+                draft = self._writer.draft(
+                    self._session.worker.tables,
+                    step=max(steps),
+                    positions=tuple(None if each is None else Position.from_dict(each) for each in positions),
+                    state=FrozenState.of(state),
+                    source=self._signature(),
+                    is_best=any(bests),
+                    may_repeat=is_waiting,
+                )
+                if is_waiting:
+                    self._writer.write(draft)
+                    return
+                self._running = BackgroundSave(partial(self._write_beside, draft, started_at))
+
             try:
-                trainers.run_first(lambda: self._write(max(steps), positions, randoms, any(bests)), CheckpointError)
+                trainers.run_first(begin, CheckpointError)
+                self._has_running = not is_waiting
             except Exception as error:
                 if every_steps != _ENDED:
                     raise
                 # The trainer that requested the save raises, and may continue.
                 _LOG.error("no checkpoint was saved: %s", error)
+        self._figures.pause_seconds = time.monotonic() - paused_at
+        if is_waiting or trainers.rank > 0:
+            self._figures.record(max(steps), started_at)
         return every_steps in requests or (every_steps is None and not requests)
 
-    def _write(self, step: int, positions: Sequence[Any], randoms: list[bytes], is_best: bool) -> None:
-        total = None
-        if self._last is None or self._since_full >= self._full_every:  # else deltas, of an unknown size
-            total = sum(len(table) * row_bytes(table.table) for table in self._session.worker.tables.values())
-        what = f"save of step {step} into {self._directory.name}"
-        with Transfer(_LOG, "save", what, total=total or None, step=step):
-            self._write_folder(step, positions, randoms, is_best)
-
-    def _write_folder(self, step: int, positions: Sequence[Any], randoms: list[bytes], is_best: bool) -> None:
-        with self._directory.new(step, None if self._last is None else self._last[0]) as folder:
-            parent = self._last if self._last is not None and self._since_full < self._full_every else None
-            tables, layout = self._session.worker.tables, self._session.worker.tables.map_version
-            parent_crc32c = None if parent is None else self._directory.checksum_of(parent[0])
-            if layout != self._layout or parent_crc32c is None:
-                parent = None  # rows have migrated, or the parent was removed
+    def _wait_for_running(self) -> None:
+        """Wait until the save that this trainer writes beside training is complete; raise its error."""
+        if self._running is not None:
             try:
-                versions = self._save_tables(folder, parent)
-            except SnapshotError as error:
-                unknown = isinstance(error, ChangesError) or tables.map_version != layout
-                if parent is None or not unknown:
-                    raise
-                # A server restarted, rows have migrated, or more rows were removed than the tables remember.
-                (folder / TABLES).delete_all()
-                parent, layout = None, tables.map_version
-                versions = self._save_tables(folder, None)
-            state_crc32c = save_state(folder, STATE, self._state([state_of(each) for each in randoms]))
-            entry = CheckpointManifest(
-                folder=folder,
-                name=self._directory.name_of(folder),
-                step=step,
-                parent=None if parent is None else parent[0],
-                parent_crc32c=None if parent is None else parent_crc32c,
-                positions=tuple(None if each is None else Position.from_dict(each) for each in positions),
-                source=self._signature(),
-                tables=tuple(self._session.worker.tables),
-                saved=self._saved_tables(folder, is_full=parent is None),
-                state_crc32c=state_crc32c,
-                is_best=is_best,
-            )
-            name = self._directory.publish(folder, entry.to_json())
-            self._last, self._layout = (name, versions), layout
-            self._since_full = 1 if parent is None else self._since_full + 1
-            self._directory.remove_beyond(self._keep)
+                self._running.wait()
+            except Exception:
+                self._running = None
+                raise
+            self._running = None
+
+    def _settle(self) -> None:
+        """Wait until the save that trainer 0 writes beside training is complete. If it failed, all trainers raise."""
+        if not self._has_running:
+            return
+        try:
+            self._session.trainers.run_first(self._wait_for_running, CheckpointError, patient=True)
+        except Exception:
+            self._has_running = False
+            raise
+        self._has_running = False
+
+    def _write_beside(self, draft: Draft, started_at: float) -> None:
+        """Complete a save while training continues."""
+        self._writer.write(draft)
+        self._figures.record(draft.step, started_at)
 
     def resume(self, name: str | None = None) -> bool:
         """Restore everything from a checkpoint; return False if there is none yet. In the middle of a run, its streams
@@ -241,6 +259,7 @@ class Checkpoint:
         is refused with the differences, and everything is left unchanged.
         """
         trainers = self._session.trainers
+        self._settle()
         with self._directory.chain_of(name) as chain:
             if not trainers.all(bool(chain)):
                 if not trainers.all(not chain):
@@ -306,12 +325,12 @@ class Checkpoint:
     def _restore_tables(self, chain: list[CheckpointManifest]) -> None:
         newest, tables = chain[-1], self._session.worker.tables
         folders = table_folders(chain)
-        self._layout = tables.map_version
+        map_version = tables.map_version
         with Transfer(_LOG, "restore", f"restore of step {newest.step} from {newest.where}", step=newest.step):
             changes_may_follow = tables.restore(folders)
         require_rows(chain, {name: len(table) for name, table in tables.items()})
-        self._last = newest.folder.name, {name: tables[name].version for name in tables}
-        self._since_full = len(chain) if changes_may_follow else self._full_every
+        versions = {name: tables[name].version for name in tables}
+        self._writer.follow(newest.folder.name, versions, map_version, len(chain) if changes_may_follow else None)
 
     @contextmanager
     def _restored(self, where: str, state: Mapping[str, Any]) -> Iterator[None]:
@@ -365,27 +384,6 @@ class Checkpoint:
                 "declare the source as before, or leave it out of Checkpoint(...) to start from its beginning"
             )
 
-    def _save_tables(self, folder: Folder, parent: tuple[str, dict[str, int]] | None) -> dict[str, int]:
-        versions = {}
-        tables = self._session.worker.tables
-        for i, name in enumerate(tables):
-            store, to = tables[name], folder / table_key(i)
-            versions[name] = store.save(to) if parent is None else store.save_changes(to, since=parent[1][name])
-        return versions
-
-    def _saved_tables(self, folder: Folder, *, is_full: bool) -> tuple[SavedTable, ...]:
-        """Return what the folder holds of each table; raise SnapshotError if a full save lacks some rows."""
-        found = []
-        tables = self._session.worker.tables
-        for i, name in enumerate(tables):
-            path = folder / table_key(i)
-            saved = SavedTable.from_folder(path, len(tables[name]))
-            rows = sum(part.rows for part in saved.parts)
-            if is_full and rows != saved.rows:
-                raise SnapshotError(f"table {name!r} has {saved.rows} rows, and {path} holds {rows}: nothing was saved")
-            found.append(saved)
-        return tuple(found)
-
     def _state(self, randoms: list[dict[str, Any]]) -> dict[str, Any]:
         """randoms: the random state of each trainer."""
         objects = {name: each.state_dict() for name, each in self._objects.items()}
@@ -405,12 +403,20 @@ class _SaveFigures:
     """Unix time at which it was."""
     seconds: float = 0.0
     """Duration of the last save."""
+    pause_seconds: float = 0.0
+    """For how long training waited for it."""
+
+    def record(self, step: int, started_at: float) -> None:
+        """Count a checkpoint that is complete. started_at: when its save began, by the monotonic clock."""
+        self.number, self.step, self.at = self.number + 1, step, time.time()
+        self.seconds = time.monotonic() - started_at
 
     def samples(self) -> Iterator[Sample]:
         """Yield the samples of a scrape, which another thread makes."""
         yield Sample("satrap_checkpoints", self.number)
         yield Sample("satrap_last_checkpoint_step", self.step)
         yield Sample("satrap_last_checkpoint_seconds", self.seconds)
+        yield Sample("satrap_last_checkpoint_pause_seconds", self.pause_seconds)
         yield Sample("satrap_last_checkpoint_timestamp_seconds", self.at)
 
 

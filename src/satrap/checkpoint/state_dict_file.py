@@ -7,8 +7,9 @@ with its path in the state.
 import json
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -21,25 +22,50 @@ from satrap.storage.local_folder import LocalFolder
 _TENSOR, _TUPLE, _PAIRS, _FLOAT = "__tensor__", "__tuple__", "__pairs__", "__float__"
 
 
+@dataclass(frozen=True, slots=True)
+class FrozenState:
+    """A copy of a state, which later changes of its tensors do not reach."""
+
+    tree: Any
+    tensors: dict[str, Tensor]
+
+    @classmethod
+    def of(cls, state: Any) -> Self:
+        """Copy the state; raise CheckpointError if a value is neither a tensor nor plain data."""
+        tensors: dict[str, Tensor] = {}
+        return cls(_flatten(state, "state", tensors), tensors)
+
+    def to_bytes(self) -> bytes:
+        """Return the bytes of the file that `save` writes."""
+        from safetensors.torch import save
+
+        return bytes(save(self.tensors, metadata=self._metadata()))
+
+    def save(self, folder: Folder, name: str) -> int:
+        """Write the state to an object; return its checksum."""
+        if not isinstance(folder, LocalFolder):
+            data = self.to_bytes()
+            folder.write(name, data)
+            return checksum(data)
+        from safetensors import SafetensorError
+        from safetensors.torch import save_file
+
+        path = folder.path / name
+        try:
+            save_file(self.tensors, path, metadata=self._metadata())
+        except SafetensorError as error:
+            raise CheckpointError(f"{path} cannot be written: {error}") from error
+        put_on_disk(path)
+        return checksum(path.read_bytes())
+
+    def _metadata(self) -> dict[str, str]:
+        return {"tree": json.dumps(self.tree)}
+
+
 def save_state(folder: Folder, name: str, state: Any) -> int:
     """Write the state to an object; return its checksum. Raise CheckpointError if a value is neither a tensor nor plain
     data."""
-    if not isinstance(folder, LocalFolder):
-        data = state_bytes(state)
-        folder.write(name, data)
-        return checksum(data)
-    from safetensors import SafetensorError
-    from safetensors.torch import save_file
-
-    path = folder.path / name
-    tensors: dict[str, Tensor] = {}
-    tree = _flatten(state, "state", tensors)
-    try:
-        save_file(tensors, path, metadata={"tree": json.dumps(tree)})
-    except SafetensorError as error:
-        raise CheckpointError(f"{path} cannot be written: {error}") from error
-    put_on_disk(path)
-    return checksum(path.read_bytes())
+    return FrozenState.of(state).save(folder, name)
 
 
 def load_state(path: Path) -> Any:
@@ -78,11 +104,7 @@ def require_model(path: Path | str, found: Mapping[str, Any], expected: Mapping[
 
 def state_bytes(state: Any) -> bytes:
     """Return the bytes of the file that `save_state` would write."""
-    from safetensors.torch import save
-
-    tensors: dict[str, Tensor] = {}
-    tree = _flatten(state, "state", tensors)
-    return bytes(save(tensors, metadata={"tree": json.dumps(tree)}))
+    return FrozenState.of(state).to_bytes()
 
 
 def state_of(data: bytes) -> Any:

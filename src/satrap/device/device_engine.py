@@ -31,6 +31,9 @@ Owed = Callable[[], "Sequence[Owed] | None"]
 class DeviceEngine:
     """The engine of some tables, and the memory of their rows."""
 
+    keeps_cuts = False
+    """A save must be complete before training continues; see `export_cut`."""
+
     def __init__(
         self,
         tables: Sequence[Table],
@@ -214,6 +217,14 @@ class DeviceEngine:
         """Return the rows of some buckets as columns, as the core does."""
         with self.in_order():
             columns = self.core.export_rows(table, first, last, since)
+            columns["values"], columns["state"] = self.memory(table).read(columns.pop("frame"))
+        return columns
+
+    def export_cut(self, table: int, first: int, last: int, since: int) -> dict[str, Any]:
+        """Return the rows of some buckets as columns, as the core does. They are those of this moment: rows are changed
+        in place, on the device and at home, and nothing keeps what they were at the cut."""
+        with self.in_order():
+            columns: dict[str, Any] = self.core.export_cut(table, first, last, since)
             columns["values"], columns["state"] = self.memory(table).read(columns.pop("frame"))
         return columns
 

@@ -54,8 +54,9 @@ def run_trainer(
     sys.path[0] = str(Path(script).absolute().parent)
     try:
         _run_script(script)
-        if context.world_size > 1 and dist.is_initialized():
+        if context.world_size == 1 or dist.is_initialized():
             run_exit_hooks()
+        if context.world_size > 1 and dist.is_initialized():
             dist.all_reduce(torch.zeros(1), group=world_group)  # the others may still need this trainer
     except KeyboardInterrupt:  # the run is stopping and reports that itself, so the traceback is of no interest
         raise SystemExit(130) from None

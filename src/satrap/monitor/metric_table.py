@@ -132,6 +132,13 @@ GROUPS: dict[str, tuple[Metric, ...]] = {
         Metric("satrap_last_checkpoint_step", "gauge", "steps", "Step of the last checkpoint.", (TRAINER,)),
         Metric("satrap_last_checkpoint_seconds", "gauge", "seconds", "Duration of the last checkpoint.", (TRAINER,)),
         Metric(
+            "satrap_last_checkpoint_pause_seconds",
+            "gauge",
+            "seconds",
+            "For how long training waited for the last checkpoint.",
+            (TRAINER,),
+        ),
+        Metric(
             "satrap_last_checkpoint_timestamp_seconds",
             "gauge",
             "seconds",

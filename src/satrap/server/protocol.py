@@ -109,6 +109,30 @@ class ServerCalls(Protocol):
 
         since: write only the changes since that version."""
 
+    def versions(self, origin: Origin) -> list[int]:
+        """Return what `version` does of each table."""
+
+    def take_cut(self, origin: Origin, cut: int, versions: list[int], since: list[int] | None, memory: int) -> bool:
+        """Take the cut of all tables, each at its version, to be written by `write_cut` or released. Calls that come
+        later change nothing of what will be written. MovedError while buckets migrate here; no bucket will until the
+        cut is written. A cut that is not written within a minute is given up.
+
+        cut: a random number that identifies it: a call with the same number is a duplicate.
+        since: for each table the version at which changes would start. Returns whether they are all known.
+        memory: most bytes of old rows; beyond it calls that change rows wait for `write_cut`."""
+
+    def write_cut(
+        self, origin: Origin, cut: int, folders: list[str], is_full: bool, is_beside: bool
+    ) -> tuple[list[int], list[str]]:
+        """Write this server's part of each table at the cut into a subfolder of its folder, which all machines share or
+        which is a URL, in full or the changes; return how many rows each had here, and the ids of the snapshots. A
+        duplicate waits for the same result. ChangesError if the server no longer has the cut.
+
+        is_beside: trainers train meanwhile."""
+
+    def release_cut(self, origin: Origin, cut: int) -> None:
+        """Give the cut up: it will not be written."""
+
     def require_permitted(self, origin: Origin, folder: str) -> None:
         """Raise ConfigError unless the server may write checkpoints below the folder; and if it is a URL, SnapshotError
         within seconds unless the server can write, read, list and delete objects there."""

@@ -22,20 +22,19 @@ import numpy as np
 
 from satrap.config.cores import thread_count
 from satrap.config.job import Job
-from satrap.config.path_allowlist import PathAllowlist, is_url
+from satrap.config.path_allowlist import PathAllowlist
 from satrap.config.validation import check_choice, check_integer
-from satrap.errors import AttemptError, ConfigError, InputError, MovedError, SatrapError, SnapshotError, TicketError
+from satrap.errors import AttemptError, ConfigError, InputError, MovedError, SatrapError, TicketError
 from satrap.rpc import Origin
 from satrap.server.lease import Leases
 from satrap.server.migration.calls import MigrationCalls
 from satrap.server.protocol import NO_ATTEMPT, WIRES, Coded, Flags, Floats, Ids, Offsets
+from satrap.server.save_calls import SaveCalls
 from satrap.server.state import PendingLookup, ServerState, decode_gradients
 from satrap.server.status_calls import StatusCalls
 from satrap.server.step_barrier import TrainerPart, concatenate_parts
 from satrap.sharding.shard_map import ShardMap
-from satrap.storage.open_folder import open_folder, require_usable
 from satrap.table.engine import Slot, attach_engine, open_engine, remove_unfinished, shared_note
-from satrap.table.snapshot.directory import part_name
 from satrap.table.table_group import Chains, TableGroup
 from satrap.transfer import running_figures
 
@@ -43,7 +42,7 @@ MAX_TICKETS = 1024
 """Tickets kept for one trainer. Beyond that the oldest is dropped; the worker then sends the ids with the update."""
 
 
-class Server(MigrationCalls, StatusCalls):
+class Server(SaveCalls, MigrationCalls, StatusCalls):
     """Implements `satrap.server.protocol.ServerCalls` on one engine."""
 
     def __init__(
@@ -149,6 +148,7 @@ class Server(MigrationCalls, StatusCalls):
             if origin.attempt < state.engine.attempt:
                 raise self._attempt_error(state, origin)
             self._discard_calls(state, origin)
+            state.drop_cut()
             state.restored = state.verified = None
             self._log.record_attempt(state, origin.attempt)
             state.engine.begin_attempt(origin.attempt)
@@ -251,40 +251,6 @@ class Server(MigrationCalls, StatusCalls):
         with self._admit(origin, reads=True) as state:
             return state.store(table).version
 
-    def save(self, origin: Origin, table: int, folder: str, since: int | None, version: int) -> int:
-        with self._admit(origin) as state:
-            store = state.store(table)
-            part = open_folder(folder) / part_name(state.number, len(state.shard_map.addresses))
-            if state.last_saves.get(table) == (folder, since, version):
-                return version  # a duplicate
-            self._require_permitted(os.fspath(part))
-            state.verified = None
-            state.engine.reach_table(table, check_integer("save", "version", version, 2, 2**32 - 2) - 1, 0)
-            owned = np.array(state.shard_map.bucket_map.owners[table]) == state.number
-            saved_version = store.save_part(part, owned, since=since)
-            state.last_saves[table] = folder, since, version
-            return saved_version
-
-    def snapshot_id(self, origin: Origin, table: int, version: int) -> str | None:
-        with self._admit(origin) as state:
-            return state.store(table).snapshot_id(version)
-
-    def require_permitted(self, origin: Origin, folder: str) -> None:
-        self._require_permitted(folder)
-        try:
-            require_usable(folder)
-        except OSError as error:
-            raise SnapshotError(
-                f"this server cannot use {folder}: {error.strerror or error} at {error.filename or folder}; expected a "
-                "place where it may write, read, list and delete objects: correct the URL, or the credentials and the "
-                "endpoint in the environment of the server"
-            ) from error
-
-    def _require_permitted(self, folder: str) -> None:
-        if not is_url(folder) and folder != os.path.abspath(folder):
-            raise InputError(f"the folder is {folder!r}; expected an absolute path without '..'")
-        self._permitted.require(folder)
-
     def verify(self, origin: Origin, folders: list[list[str]], checksums: list[list[int]]) -> None:
         self._require_all_permitted(folders)
         with self._admit(origin) as state:
@@ -375,6 +341,7 @@ class Server(MigrationCalls, StatusCalls):
         job, shard_map, number = old.job, old.shard_map, old.number
         self._state = None
         self._discard_calls(old, origin)
+        old.drop_cut()
         del old.tables, old.engine, old.participant
         self._remove_rows()
         new_state = self._create_tables(job, shard_map, number)

@@ -6,7 +6,9 @@ from a trainer that was suspended.
 """
 
 import json
+import time
 from collections import OrderedDict
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from typing import Any, Self
 
@@ -16,14 +18,17 @@ from numpy.typing import NDArray
 from satrap._core import Engine, Ticket
 from satrap.config.job import Job
 from satrap.config.validation import check_integer
-from satrap.errors import InputError
+from satrap.errors import ChangesError, InputError, NotReadyError
 from satrap.server.migration.participant import MigrationParticipant
 from satrap.server.protocol import Coded, Floats, Ids, Offsets
 from satrap.server.step_barrier import StepBarrier
 from satrap.sharding.shard_map import NO_MEMBER, ShardMap
+from satrap.table.group_cut import GroupCut
 from satrap.table.store import Store
 from satrap.table.table_group import Chains, TableGroup
 
+CUT_SECONDS = 60.0
+"""How long a cut waits for the call that writes it."""
 _NO_OWNER = 2**31 - 1  # an owner that no bucket has; the engine's form of NO_MEMBER
 
 
@@ -54,6 +59,39 @@ class VerifiedCheckpoint:
     chains: Chains
 
 
+@dataclass(slots=True, eq=False)
+class HeldCut:
+    """The tables at a cut that a trainer has taken and that is not written yet, or the last one that was."""
+
+    number: int
+    """A random number, which distinguishes a duplicate of a call from another cut's."""
+    tables: GroupCut
+    is_begun: bool = False
+    """Whether it is being written, or was."""
+    written: "Future[tuple[list[int], list[str]]]" = field(default_factory=Future)
+    """Once all tables are written: how many rows each had, and the ids of their snapshots."""
+    taken_at: float = field(default_factory=time.monotonic)
+
+    @property
+    def is_pending(self) -> bool:
+        """Whether rows must stay in this server until they are written."""
+        return not self.written.done()
+
+    def give_up(self) -> None:
+        """Let the writer stop, and release what is kept for it."""
+        if self.is_begun:
+            self.tables.cancel()
+        elif not self.written.done():
+            self.is_begun = True
+            self.tables.release()
+            self.written.set_exception(ChangesError("the cut was given up before it was written; save again"))
+
+    def give_up_if_abandoned(self) -> None:
+        """Give up if the trainer has not begun to write it for too long: it may have failed."""
+        if not self.is_begun and time.monotonic() > self.taken_at + CUT_SECONDS:
+            self.give_up()
+
+
 @dataclass(slots=True)
 class ServerState:
     """The state of a server that has a job."""
@@ -78,6 +116,8 @@ class ServerState:
     verified: VerifiedCheckpoint | None = None
     """The checkpoint that the last call of `verify` opened, until a restore takes it or anything else happens to the
     tables: it keeps files open that a later save may remove."""
+    cut: HeldCut | None = None
+    """The last cut that was taken."""
     restored: tuple[int, bool] | None = None
     """The map version under which a restore started this attempt, and what it returned."""
     participant: MigrationParticipant = field(init=False)
@@ -105,6 +145,8 @@ class ServerState:
         """Adopt a shard map and this server's number in it, and store both with the fencing token. Call exclusively."""
         changed = self.shard_map.version != shard_map.version
         self.verified = None
+        if changed:
+            self.drop_cut()
         stored = {"members": shard_map.to_dict(), "number": number, "turn": token.number, "mover": token.holder}
         self.engine.set_note(json.dumps(stored).encode())
         self.shard_map, self.number = shard_map, number
@@ -114,6 +156,20 @@ class ServerState:
             self.last_saves.clear()
             for store in self.tables.values():
                 store.forget_saves()
+
+    def drop_cut(self) -> None:
+        """Give up the cut and wait until nothing writes it."""
+        held, self.cut = self.cut, None
+        if held is not None:
+            held.give_up()
+            wait([held.written])
+
+    def require_no_cut(self) -> None:
+        """Raise NotReadyError while a checkpoint of this server's buckets is being saved, which needs them here."""
+        if self.cut is not None:
+            self.cut.give_up_if_abandoned()
+            if self.cut.is_pending:
+                raise NotReadyError("a checkpoint of this server's buckets is being saved: retry when it is complete")
 
     def progress(self) -> dict[str, Any]:
         """Return the counters that a server must reach before it takes over buckets or joins."""

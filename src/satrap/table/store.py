@@ -255,9 +255,11 @@ class Store:
         """Writes the whole table into the folder `path`, replacing a snapshot of it there; returns its version.
 
         A snapshot of another table, configuration or seed is not replaced but refused. The folder is valid at every
-        moment: it holds the old snapshot until the new one is complete and on disk. Calls during a save are not
-        blocked, but each bucket is saved as it is at its turn: pause updates for a cut between two steps. A failed
-        save raises SnapshotError and leaves nothing behind. Needs pyarrow. docs/format.md specifies the files.
+        moment: it holds the old snapshot until the new one is complete and on disk. The snapshot holds the table as it
+        is when the save starts, whatever other threads change meanwhile; a call that runs at that moment may be in some
+        of its buckets only. Rows that change before they are written are copied, up to 1 GiB, beyond which lookups for
+        training and updates wait for the save. A failed save raises SnapshotError and leaves nothing behind. Needs
+        pyarrow. docs/format.md specifies the files.
         """
         folder = folder_path(self._where, path)
         with self._one_at_a_time():
@@ -370,3 +372,14 @@ class Store:
 def progress_of(store: Store) -> SnapshotProgress:
     """Returns the progress of a store's saves and restores, for status and metrics."""
     return store._slot.progress
+
+
+def history_of(store: Store) -> History:
+    """Returns the versions of a store at which changes can start. The caller holds `save_lock_of` it."""
+    return store._snapshots
+
+
+def save_lock_of(store: Store) -> threading.Lock:
+    """Returns the lock that excludes other saves, loads and applies of a store; any thread may release it."""
+    store._engine.version(store._slot.index)  # in a fork, where the lock may be held forever, the engine refuses
+    return store._snapshot_lock

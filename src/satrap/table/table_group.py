@@ -22,10 +22,12 @@ from satrap.config.validation import kind_of
 from satrap.errors import ConfigError, InputError, SnapshotError
 from satrap.storage.open_folder import open_folder
 from satrap.table.engine import Slot, attach_engine, look_up, open_engine, update
+from satrap.table.group_cut import GroupCut
+from satrap.table.snapshot.cut import OLD_ROWS_BYTES
 from satrap.table.snapshot.directory import folder_bytes, folder_path
 from satrap.table.snapshot.held_bytes import HeldBytes
 from satrap.table.snapshot.reader import Snapshot, open_levels
-from satrap.table.store import Store
+from satrap.table.store import Store, save_lock_of
 from satrap.transfer import Transfer
 
 _LOG = logging.getLogger("satrap.table")
@@ -94,8 +96,29 @@ class TableGroup(Mapping[str, Store]):
         saved. Here no rows migrate."""
         return 0
 
+    @property
+    def keeps_cuts(self) -> bool:
+        """Whether training may continue while a cut is written, which it may not with rows on a device."""
+        return getattr(self._engine, "keeps_cuts", True)
+
     def require_permitted(self, folder: _PathLike) -> None:
         """Permits every folder. Only tables on servers restrict the folders that they write to."""
+
+    def take_cut(
+        self,
+        since: Mapping[str, int] | None = None,
+        *,
+        owned: Sequence[NDArray[np.bool_]] | None = None,
+        memory: int = OLD_ROWS_BYTES,
+    ) -> GroupCut:
+        """Takes the cut of all tables at once, to be written or released. No other call may run meanwhile; those that
+        come later change nothing of what will be saved. Waits for a save of one of the tables that is running.
+
+        since: for each table the version at which changes would start; see `GroupCut.changes_known`.
+        owned: for each table and each of its buckets, whether it is saved; None: all.
+        memory: most bytes of old rows; beyond it calls that change rows wait for the save.
+        """
+        return GroupCut(self._stores, list(self._slots.values()), since, owned, memory)
 
     def restore(self, folders: Mapping[str, Sequence[_PathLike]]) -> bool:
         """Fills these tables, which must be new or of an `Embeddings`, bit for bit as they were saved; returns whether
@@ -110,6 +133,9 @@ class TableGroup(Mapping[str, Store]):
                 f"{self._where}: {used[0]!r} was already used; restore into new tables, before any step"
             )
         chains = self.verify(folders)
+        for store in self._stores.values():  # a save of these rows ends first
+            with save_lock_of(store):
+                pass
         if used and self._renew is not None:
             slots = self._renew()
             self._engine, self._slots = slots[0].engine, {slot.table.name: slot for slot in slots}

@@ -57,10 +57,10 @@ class ProcessGroup:
         if self._group is not None:
             dist.broadcast(values, 0, group=self._group)
 
-    def run_first(self, work: Callable[[], None], error: type[Exception]) -> None:
+    def run_first(self, work: Callable[[], None], error: type[Exception], *, patient: bool = False) -> None:
         """Run `work` on trainer 0, for as long as it takes, while the others wait. If it fails, trainer 0 raises its
-        exception and the others raise `error`."""
-        self.all(True)  # no trainer still uses what `work` changes
+        exception and the others raise `error`. patient: allow a trainer to come much later than another."""
+        self.all(True, patient=patient)  # no trainer still uses what `work` changes
         caught: BaseException | None = None
         if self.rank == 0:
             try:

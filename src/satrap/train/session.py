@@ -72,6 +72,7 @@ class TrainingSession:
         self._training_data: Any = None
         self._evaluations: weakref.WeakSet[Stream] = weakref.WeakSet()
         self._before_close: list[Callable[[], None]] = []
+        self._awaited: list[Callable[[], None]] = []
         self._has_evaluated_nothing = self._closed = False
         register(self)
 
@@ -311,6 +312,18 @@ class TrainingSession:
             self._before_close.append(work)
             register_exit_hook(self._finish)
 
+    def wait_before_close(self, wait: Callable[[], None]) -> None:
+        """Call `wait` before the connections close, also after an error; it may be called again. In a run, call it also
+        at the end of the script, so that its error is one of the run."""
+        method = weakref.WeakMethod(wait)  # the session must not keep its object alive
+
+        def call() -> None:
+            if (wait := method()) is not None:
+                wait()
+
+        self._awaited.append(call)
+        register_exit_hook(call)
+
     def _finish(self) -> None:
         while self._before_close:
             self._before_close.pop(0)()
@@ -339,6 +352,9 @@ class TrainingSession:
             if not finish and self._training is not None:
                 self._training.release()
             self._leave_stream("the embeddings were closed")
+            for wait in self._awaited:
+                with nullcontext() if finish else suppress(Exception):  # its log line says why it failed
+                    wait()
             if finish:
                 self._finish()
                 self._wait_for_readers()

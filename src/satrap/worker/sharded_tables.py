@@ -20,12 +20,14 @@ from satrap.errors import InputError, MovedError, SnapshotError
 from satrap.sharding.owner_split import OwnedIds
 from satrap.storage.folder import Folder
 from satrap.storage.open_folder import absolute, open_folder
+from satrap.table.snapshot.cut import OLD_ROWS_BYTES
 from satrap.table.snapshot.directory import folder_bytes, part_name, parts_of
 from satrap.table.snapshot.object_directory import name_parts
 from satrap.table.snapshot.saved_table import checksum_of
 from satrap.table.store import StoredRows
 from satrap.transfer import Transfer, advance
 from satrap.worker.server_group import ServerGroup, Topology
+from satrap.worker.sharded_cut import ShardedCut
 
 _LOG = logging.getLogger("satrap.worker")
 
@@ -172,6 +174,13 @@ class ShardedTables(Mapping[str, ShardedTable]):
     def map_version(self) -> int:
         """The version of the bucket map, as in `Tables.layout`."""
         return self._servers.topology.shard_map.version
+
+    keeps_cuts = True
+    """Whether training may continue while a cut is written."""
+
+    def take_cut(self, since: Mapping[str, int] | None = None, *, memory: int = OLD_ROWS_BYTES) -> ShardedCut:
+        """Take the cut of all tables on all servers, as `TableGroup.take_cut` does. No trainer may train meanwhile."""
+        return ShardedCut(self._servers, since, memory)
 
     def require_permitted(self, folder: str | os.PathLike[str]) -> None:
         """Raise ConfigError unless all servers may write checkpoints below the folder."""

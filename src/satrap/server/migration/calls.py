@@ -38,6 +38,7 @@ class MigrationCalls(CallFence):
             server_state = self._require_state()
             self._require_fencing_token(origin)
             self._require_map(server_state, origin)
+            server_state.require_no_cut()
             server_state.participant.check_buckets(buckets)
             if not server_state.owned()[buckets].all():
                 raise InputError("freeze: expected buckets of this server, found some that another server owns")
@@ -109,6 +110,8 @@ class MigrationCalls(CallFence):
             before = server_state.shard_map
             if after == before and server == server_state.number:
                 return  # a duplicate
+            if migration != server_state.participant.incoming_migration:
+                server_state.require_no_cut()  # else a cut here is of a try that the buckets' old owner has refused
             if after.version != before.version + 1:
                 raise NotReadyError(
                     f"install_map: found map {after.version}; expected the one after this server's, {before.version}"

@@ -1,32 +1,35 @@
-"""Saves a table: its rows leave the engine as columns, a range of whole buckets at a time, and become a snapshot.
+"""Writes a table at a cut: its rows leave the engine as columns, a range of whole buckets at a time, and become a
+snapshot.
 
-Each thread writes its own files. `arrow_files` defines their content, `batch_cuts` their record batches, `manifest`
-describes the snapshot, `directory` makes it visible.
+Each thread writes its own files. `cut` fixes the moment that is saved, `arrow_files` defines the files' content,
+`batch_cuts` their record batches, `manifest` describes the snapshot, `directory` makes it visible.
 
-Versions. The engine marks every row with the table's version at its last change. A save first begins a new version v,
-then writes the rows whose mark is at least `since` (a full one: all). So whatever changes during or after the save is
-marked v or later, and the changes since v hold it; a row changed during the save may be in both, which does no harm.
-All rows are taken before the removed ids, so that applying both never overfills a bucket. A save that fails has
-cleared no marks: the changes since an older version are still all there.
+Versions. The engine marks every row with the table's version at its last change. A cut begins a new version v; then
+the rows whose mark at the cut is at least `since` are written (of a full save: all). So whatever changes after the cut
+is marked v or later, and the changes since v hold it. A save that fails has cleared no marks: the changes since an
+older version are still all there.
 """
 
 import logging
 import secrets
+import threading
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from satrap._core import bucket_of
 from satrap.config.tables import Table
-from satrap.errors import ChangesError, InputError, SnapshotError
+from satrap.errors import InputError, SnapshotError
 from satrap.storage.folder import Folder
 from satrap.storage.local_folder import LocalFolder
 from satrap.table.engine import Slot, native_config
 from satrap.table.snapshot.arrow_files import Columns, as_batch, in_threads, pyarrow_or_error, schema_of
 from satrap.table.snapshot.batch_cuts import cut_batches
+from satrap.table.snapshot.cut import TableCut, require_changes, take_cuts
 from satrap.table.snapshot.directory import ChecksumFile, SnapshotDirectory
 from satrap.table.snapshot.manifest import DataFile, FileKind, Kind, Manifest, RecordBatch, Since
 from satrap.table.snapshot.object_directory import ObjectDirectory
@@ -38,34 +41,76 @@ _FILE_BYTES = 256 << 20  # of a rows file, so that loading has work for more thr
 _MAX_FILES = 64
 
 
+class SavedCut(NamedTuple):
+    """What was written."""
+
+    manifest: Manifest
+    rows: int
+    """Rows that the table had at the cut: more than the files hold, if they are changes."""
+
+
 def save_table(
     slot: Slot, path: Folder, since: Since | None = None, owned: NDArray[np.bool_] | None = None
 ) -> Manifest:
-    """Writes the table, or what changed since a snapshot, into the folder.
+    """Writes the table as it is now, or what changed since a snapshot, into the folder.
 
     owned: for each bucket whether this engine owns it; None: all. The engine knows it too, and exports no other.
     """
-    table = slot.table
-    token = secrets.token_hex(8)
-    kind: Kind = "full" if since is None else "changes"
-    saver = _Saver(slot=slot, folder=path, kind=kind, id=token, since=since, owned=owned)
-    saver.require_removals()  # first: what a killed save left in the folder must not hide this error
+    threads = slot.engine.num_threads
+    return _save(slot, path, since, _cut_now(slot, owned), threads, is_part=owned is not None).manifest
+
+
+def write_cut(cut: TableCut, path: Folder, since: Since | None, num_threads: int) -> SavedCut:
+    """Writes a table at a cut, or what had changed by then since a snapshot, into the folder."""
+    return _save(cut.slot, path, since, nullcontext(cut), num_threads, is_part=cut.owned is not None)
+
+
+@contextmanager
+def _cut_now(slot: Slot, owned: NDArray[np.bool_] | None) -> Iterator[TableCut]:
+    cut = take_cuts([slot], None if owned is None else [owned])[0]
+    try:
+        yield cut
+    finally:
+        cut.end()
+
+
+def _save(
+    slot: Slot,
+    path: Folder,
+    since: Since | None,
+    cut: AbstractContextManager[TableCut],
+    num_threads: int,
+    *,
+    is_part: bool,
+) -> SavedCut:
+    """cut: entered once the folder was found to be one that may be written into, so that a refusal changes nothing."""
+    table, token, rows = slot.table, secrets.token_hex(8), slot.engine.num_rows(slot.index)
+    if since is not None:
+        require_changes(slot, since)  # first: what a killed save left in the folder must not hide this error
     try:
         what = f"save of table {table.name!r}{'' if since is None else f', changes since version {since.version},'}"
+        total = None if since is not None else rows * row_bytes(table)  # of changes it is not known
         with (
-            slot.progress.save.running(slot.engine.num_rows(slot.index)),
-            Transfer(_LOG, "save", f"{what} into {path}", total=saver.total_bytes, table=table.name),
-            _directory(slot, path, token, since, is_part=owned is not None) as folder,
+            slot.progress.save.running(rows),
+            Transfer(_LOG, "save", f"{what} into {path}", total=total, table=table.name),
+            _directory(slot, path, token, since, is_part=is_part) as folder,
+            cut as taken,
         ):
+            if since is not None:
+                require_changes(slot, since)  # what is known at the cut is known until it was exported
+            kind: Kind = "full" if since is None else "changes"
+            saver = _Saver(cut=taken, folder=path, kind=kind, id=token, since=since, num_threads=num_threads)
             manifest = saver.run()
             folder.commit(manifest)
+    except InputError as error:
+        raise SnapshotError(f"saving into {path} failed: {error}; nothing was saved") from error
     except OSError as error:
         advice = "free some space, or give another folder" if path.is_local else "save again, or give another URL"
         raise SnapshotError(
             f"table {table.name!r}: saving into {path} failed at {error.filename or path}: {error.strerror}; "
             f"what the folder held is still valid, and no changes are forgotten: {advice}"
         ) from error
-    return manifest
+    return SavedCut(manifest, saver.rows)
 
 
 def _directory(
@@ -86,12 +131,18 @@ def row_bytes(table: Table) -> int:
 class _Saver:
     """One save. Writes data files; the folder's owner removes them if the save fails."""
 
-    slot: Slot
+    cut: TableCut
     folder: Folder
     kind: Kind
     id: str
     since: Since | None
-    owned: NDArray[np.bool_] | None
+    num_threads: int
+    slot: Slot = field(init=False)
+    rows: int = 0
+    """Rows at the cut, of the buckets exported so far."""
+    removed: dict[int, NDArray[np.uint64]] = field(default_factory=dict)
+    """The ids that had been removed by the cut, by the first bucket of the export that found them."""
+    lock: threading.Lock = field(default_factory=threading.Lock)  # guards rows and removed
     arrow: Any = field(default_factory=pyarrow_or_error)
     state_dim: int = field(init=False)
     line_bytes: dict[FileKind, int] = field(init=False)
@@ -102,43 +153,35 @@ class _Saver:
     """The saved buckets, as rising ranges."""
 
     def __post_init__(self) -> None:
-        slot, engine, index = self.slot, self.slot.engine, self.slot.index
+        self.slot = slot = self.cut.slot
+        engine, index, owned = slot.engine, slot.index, self.cut.owned
         self.state_dim = engine.state_dim(index)
         self.line_bytes = {"rows": row_bytes(slot.table), "sightings": 16, "removed": 8}
-        self.ranges = ((0, engine.num_buckets(index)),) if self.owned is None else _ranges(self.owned)
+        self.ranges = ((0, engine.num_buckets(index)),) if owned is None else _ranges(owned)
         num_owned = sum(end - begin for begin, end in self.ranges)
-        self.bucket_bytes = engine.num_rows(index) * row_bytes(slot.table) // max(1, num_owned) + 1
-
-    @property
-    def total_bytes(self) -> int | None:
-        """About how much a whole save writes; None: not known, of changes."""
-        engine, index = self.slot.engine, self.slot.index
-        return engine.num_rows(index) * self.line_bytes["rows"] if self.since is None else None
+        self.bucket_bytes = self.cut.rows * row_bytes(slot.table) // max(1, num_owned) + 1
 
     def run(self) -> Manifest:
-        slot, engine, index = self.slot, self.slot.engine, self.slot.index
-        try:
-            version = engine.begin_version(index)
-        except InputError as error:
-            raise SnapshotError(f"{error}: it can no longer be saved") from None
-        buckets = engine.num_buckets(index)
+        cut, slot = self.cut, self.slot
+        buckets = slot.engine.num_buckets(slot.index)
         names = [(f"part-{self.id}-{i:05d}.arrow", *each) for i, each in enumerate(self._file_ranges())]
-        files = in_threads(slot.engine.num_threads, lambda each: self._write("rows", *each), names)
-        files.append(self._write("sightings", f"sightings-{self.id}.arrow", 0, buckets))
+        # First: they are few, and until they are exported every change of them keeps a copy of theirs.
+        sightings = self._write("sightings", f"sightings-{self.id}.arrow", 0, buckets)
+        files = in_threads(self.num_threads, lambda each: self._write("rows", *each), names)
+        files.append(sightings)
         if self.since is not None:
             files.append(self._write("removed", f"removed-{self.id}.arrow", 0, buckets))
-            self.require_removals()  # again, after all of them were read
         return Manifest(
             kind=self.kind,
             id=self.id,
-            version=version,
+            version=cut.version,
             since=None if self.since is None else self.since.version,
             since_id=None if self.since is None else self.since.id,
             config=slot.table.to_dict(),
             seed=slot.seed,
-            expire_before=engine.expire_before(index),
-            latest_step=engine.latest_step,  # read last, so that no stamp in the files is later
-            lr=engine.lr(index),
+            expire_before=cut.expire_before,
+            latest_step=cut.last_step(),
+            lr=cut.lr,
             num_buckets=buckets,
             buckets=self.ranges,
             rows=_lines(files, "rows"),
@@ -147,21 +190,6 @@ class _Saver:
             files=tuple(files),
         )
 
-    def require_removals(self) -> None:
-        """Raises unless the changes are all known: one process remembers the ids of removed rows, up to a bound."""
-        oldest = self.slot.engine.removed_since(self.slot.index)
-        if self.since is not None and self.since.version < oldest:
-            # The id of a snapshot is known unless an earlier process saved it.
-            why = (
-                "the ids of removed rows do not survive the process"
-                if self.since.id is None
-                else f"so many rows were removed that their ids are remembered since version {oldest} only"
-            )
-            raise ChangesError(
-                f"table {self.slot.table.name!r}: the changes since version {self.since.version} are not all known: "
-                f"{why}: save the whole table"
-            )
-
     def _file_ranges(self) -> list[tuple[int, int]]:
         """Returns the buckets of each rows file: files of about equal size, as many for each thread; one for a small
         table."""
@@ -169,8 +197,8 @@ class _Saver:
         total = self.bucket_bytes * sum(end - begin for begin, end in self.ranges)
         expected = -(-total // _FILE_BYTES) if total > _EXPORT_BYTES else 1
         if total > _EXPORT_BYTES:
-            expected = -(-expected // self.slot.engine.num_threads) * self.slot.engine.num_threads
-        files = min(expected, max(_MAX_FILES, self.slot.engine.num_threads), buckets)
+            expected = -(-expected // self.num_threads) * self.num_threads
+        files = min(expected, max(_MAX_FILES, self.num_threads), buckets)
         return [(buckets * i // files, buckets * (i + 1) // files) for i in range(files)]
 
     def _write(self, kind: FileKind, name: str, begin: int, end: int) -> DataFile:
@@ -213,13 +241,18 @@ class _Saver:
         step = max(1, _EXPORT_BYTES // self.bucket_bytes) if kind == "rows" else end - begin
         for first in range(begin, end, step):
             last = min(first + step, end)
+            self.cut.require_wanted()
             match kind:
                 case "rows":
-                    columns: Columns = engine.export_rows(index, first, last, since)
+                    found = engine.export_cut(index, first, last, since)
+                    with self.lock:
+                        self.rows += found.pop("alive")
+                        self.removed[first] = found.pop("removed")
+                    columns: Columns = found
                 case "sightings":
-                    columns = engine.export_sightings(index, first, last)
+                    columns = engine.export_cut_sightings(index, first, last)
                 case "removed":
-                    columns = {"id": np.asarray(engine.export_removed(index, first, last, since))}
+                    columns = {"id": np.concatenate([self.removed[each] for each in sorted(self.removed)])}
             yield first, last, columns
 
 

@@ -1,0 +1,199 @@
+// Saves beside training: begin_cut marks all buckets in no time that depends on rows, and the exports of the cut return
+// their rows as they were then. A bucket is exported in four steps: (1) under its lock, its rows of the cut are listed:
+// those that are unchanged in their slots, and the copies that changes have kept (old_rows.hpp); (2) without the lock,
+// they are sorted; (3) a slice at a time under the lock, those that are still unchanged are copied, each of which then
+// needs no copy any more; (4) without the lock, the others are taken from the copies, which are then released. So a
+// bucket is never locked for longer than a slice takes, however large it is.
+#include <thread>
+
+#include "base/errors.hpp"
+#include "engine/engine.hpp"
+
+namespace satrap {
+
+namespace {
+
+constexpr std::size_t kSlice = 2048;            // rows that are copied under one lock
+constexpr std::chrono::microseconds kYield{20}; // for calls that wait for the lock, which is not a fair one
+
+const Head& head_at(const std::byte* line) { return *reinterpret_cast<const Head*>(line); }
+
+// Sorts ids by their hashes and removes repeated ones.
+void sort_mixed(std::vector<std::uint64_t>& ids, std::size_t begin) {
+    const auto from = ids.begin() + static_cast<std::ptrdiff_t>(begin);
+    std::sort(from, ids.end(), [](std::uint64_t a, std::uint64_t b) { return mix64(a) < mix64(b); });
+    ids.erase(std::unique(from, ids.end()), ids.end());
+}
+
+// Lists the slots of the bucket's rows at the cut that changed since a version, and what it had removed. Rows that need
+// not be exported need not be kept, either.
+void list_cut(Bucket& bucket, std::uint32_t expire_before, std::uint32_t since, HashOrder& order, CutRows& found) {
+    OldRows& old = bucket.rows.old_rows();
+    const auto list = [&](std::uint32_t slot, const Head& head) {
+        if (head.stamp < expire_before) {
+            if (since != 0) found.removed.push_back(head.id());
+            return false;
+        }
+        ++found.alive;
+        if (head.changed < since) return false;
+        order.add(head.id(), slot);
+        return true;
+    };
+    for (const OldRows::OldRow& row : old.rows()) list(row.slot, head_at(row.line));
+    bucket.rows.for_each([&](std::uint32_t slot, const Head& head) {
+        if (!old.is_done(slot) && !list(slot, head)) old.set_done(slot);
+    });
+    for (std::size_t i = 0; since != 0 && i < std::min(bucket.cut_removed, bucket.removed.size()); ++i)
+        if (bucket.removed[i].version >= since) found.removed.push_back(bucket.removed[i].id);
+}
+
+} // namespace
+
+std::vector<TableCut> Engine::begin_cut(std::span<const std::size_t> tables, std::size_t limit,
+                                        std::chrono::nanoseconds patience) {
+    for (std::size_t t : tables)
+        if (table(t).cut_version() != 0)
+            throw InputError("table '" + table(t).config().name + "': a save of it has not ended");
+    cut_memory_.begin(limit, patience);
+    std::vector<TableCut> cuts;
+    for (std::size_t t : tables) { // before any bucket: what changes after its mark is changed at this version
+        const std::uint32_t version = begin_version(t);
+        Table& table = *tables_[t];
+        table.cut_expire_before() = table.expire_before();
+        table.cut_version().store(version);
+        cuts.push_back({version, table.cut_expire_before(), table.lr(), 0});
+    }
+    for (std::size_t i = 0; i < tables.size(); ++i) {
+        Table& table = *tables_[tables[i]];
+        for (std::uint32_t b = 0; b < table.config().num_buckets; ++b) {
+            if (!owned(tables[i], b)) continue;
+            Bucket& bucket = table.bucket(b);
+            std::lock_guard lock(bucket.mutex);
+            if (bucket.places == nullptr) bucket.begin_cut(cut_memory_);
+            cuts[i].rows += bucket.rows.size();
+        }
+    }
+    return cuts;
+}
+
+void Engine::require_cut(const Table& table) const {
+    if (table.cut_version() == 0)
+        throw InputError("table '" + table.config().name +
+                         "': its save has ended or was given up: it had written nothing for a long time, while calls "
+                         "waited for it to release memory");
+}
+
+CutRows Engine::export_cut(std::size_t t, std::uint32_t first, std::uint32_t last, std::uint32_t since) {
+    Table& table = this->table(t);
+    RowExport out(*blocks_, table.config());
+    CutRows found;
+    const auto places_lock = lock_places();
+    require_cut(table);
+    for (std::uint32_t b = first; b < last; ++b) {
+        if (!owned(t, b)) continue;
+        export_bucket_cut(table, table.bucket(b), since, out, found);
+        cut_memory_.give(0); // there is progress
+    }
+    found.columns = out.done();
+    return found;
+}
+
+// Adds one bucket's rows to `out`, its removed ids to `found`; see the file's head for the four steps.
+void Engine::export_bucket_cut(Table& table, Bucket& bucket, std::uint32_t since, RowExport& out, CutRows& found) {
+    const auto lock_bucket = [&] {
+        std::unique_lock lock(bucket.mutex);
+        if (bucket.places == nullptr && !bucket.rows.in_cut()) require_cut(table);
+        return lock;
+    };
+    HashOrder order;
+    const std::size_t first_removed = found.removed.size();
+    {
+        const auto lock = lock_bucket();
+        if (bucket.places != nullptr) bucket.begin_cut(cut_memory_);
+        list_cut(bucket, table.cut_expire_before(), since, order, found);
+    }
+    sort_mixed(found.removed, first_removed);
+    const std::span<const HashOrder::Entry> sorted = order.sorted(table.config().bucket_bits());
+    out.reserve(out.rows() + sorted.size());
+    const std::size_t first_line = out.add(sorted.size());
+    std::vector<std::pair<std::uint32_t, std::size_t>> changed; // slots, and the lines of their old rows
+    for (std::size_t begin = 0; begin < sorted.size(); begin += kSlice) {
+        if (begin != 0 && cut_memory_.has_kept()) std::this_thread::sleep_for(kYield);
+        const auto lock = lock_bucket();
+        OldRows& old = bucket.rows.old_rows();
+        for (std::size_t i = begin; i < std::min(begin + kSlice, sorted.size()); ++i) {
+            const std::uint32_t slot = sorted[i].slot;
+            if (old.is_done(slot)) {
+                changed.emplace_back(slot, first_line + i);
+                continue;
+            }
+            out.put(first_line + i, bucket.rows.head(slot), bucket.rows.row(slot));
+            old.set_done(slot);
+        }
+    }
+    std::unique_ptr<OldRows> old;
+    {
+        const auto lock = lock_bucket();
+        old = bucket.rows.take_cut();
+    }
+    if (changed.empty()) return;
+    std::vector<OldRows::OldRow> rows = old->rows();
+    const auto by_slot = [](const auto& a, const auto& b) { return a.slot < b.slot; };
+    std::sort(rows.begin(), rows.end(), by_slot);
+    for (const auto& [slot, line] : changed) {
+        const auto row = std::lower_bound(rows.begin(), rows.end(), OldRows::OldRow{slot, nullptr}, by_slot);
+        if (row == rows.end() || row->slot != slot) throw InvariantError("a row of the cut was changed and not kept");
+        out.put(line, head_at(row->line), row->line + sizeof(Head));
+    }
+}
+
+// Exports id, step, and the count in `values`.
+RowColumns Engine::export_cut_sightings(std::size_t t, std::uint32_t first, std::uint32_t last) {
+    Table& table = this->table(t);
+    RowExport out(*blocks_, sizeof(Head::changed), 0, 0);
+    require_cut(table);
+    std::vector<Head> heads;
+    for (std::uint32_t b = first; b < last; ++b) {
+        if (!owned(t, b)) continue;
+        Bucket& bucket = table.bucket(b);
+        heads.clear();
+        {
+            std::lock_guard lock(bucket.mutex);
+            Rows& sightings = bucket.sightings;
+            if (bucket.places != nullptr) sightings.begin_cut(cut_memory_);
+            if (!sightings.in_cut()) require_cut(table);
+            const std::unique_ptr<OldRows> old = sightings.take_cut();
+            sightings.for_each([&](std::uint32_t slot, const Head& head) {
+                if (old == nullptr || !old->is_done(slot)) heads.push_back(head);
+            });
+            for (std::size_t i = 0; old != nullptr && i < old->rows().size(); ++i)
+                heads.push_back(head_at(old->rows()[i].line));
+        }
+        HashOrder order;
+        for (std::uint32_t i = 0; i < heads.size(); ++i) order.add(heads[i].id(), i);
+        out.reserve(out.rows() + order.size());
+        std::size_t line = out.add(order.size());
+        for (const HashOrder::Entry& entry : order.sorted(table.config().bucket_bits())) {
+            const Head& head = heads[entry.slot];
+            out.put(line++, head, reinterpret_cast<const std::byte*>(&head.changed));
+        }
+    }
+    return out.done();
+}
+
+void Engine::end_cut(std::size_t t) {
+    Table& table = this->table(t);
+    table.cut_version().store(0);
+    for (std::uint32_t b = 0; b < table.config().num_buckets; ++b) {
+        std::lock_guard lock(table.bucket(b).mutex);
+        table.bucket(b).end_cut();
+    }
+}
+
+void Engine::wait_for_cut_room() {
+    if (cut_memory_.wait_for_room()) return;
+    for (std::size_t t = 0; t < tables_.size(); ++t)
+        if (tables_[t]->cut_version() != 0) end_cut(t);
+}
+
+} // namespace satrap

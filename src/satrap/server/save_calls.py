@@ -1,0 +1,140 @@
+"""The calls of a server that save its tables: one table as it is, or all tables as they are at a cut.
+
+A trainer takes the cut of all servers while no trainer trains, which takes no time that depends on rows, and lets them
+write it while training continues. Until it is written no bucket migrates: a migration gets a NotReadyError and retries.
+A cut that the trainer does not write soon is given up, and so is one whose rows are replaced, by a restore or in the
+next attempt.
+"""
+
+import os
+import time
+
+import numpy as np
+from numpy.typing import NDArray
+
+from satrap.config.path_allowlist import PathAllowlist, is_url
+from satrap.config.validation import check_integer
+from satrap.errors import ChangesError, InputError, MovedError, SnapshotError
+from satrap.rpc import Origin
+from satrap.server.call_fence import CallFence
+from satrap.server.state import HeldCut, ServerState
+from satrap.storage.folder import Folder
+from satrap.storage.open_folder import open_folder, require_usable
+from satrap.table.snapshot.directory import part_name
+
+_LAST_VERSION = 2**32 - 2
+
+
+class SaveCalls(CallFence):
+    """The part of `satrap.server.protocol.ServerCalls` that saves."""
+
+    _permitted: PathAllowlist
+
+    def versions(self, origin: Origin) -> list[int]:
+        with self._exclusive():
+            state = self._state_for_cut(origin)
+            return [store.version for store in state.tables.values()]
+
+    def save(self, origin: Origin, table: int, folder: str, since: int | None, version: int) -> int:
+        with self._admit(origin) as state:
+            store = state.store(table)
+            if state.last_saves.get(table) == (folder, since, version):
+                return version  # a duplicate
+            part = self._part(state, folder)
+            state.verified = None
+            state.engine.reach_table(table, check_integer("save", "version", version, 2, _LAST_VERSION) - 1, 0)
+            saved_version = store.save_part(part, _owned(state)[table], since=since)
+            state.last_saves[table] = folder, since, version
+            return saved_version
+
+    def take_cut(self, origin: Origin, cut: int, versions: list[int], since: list[int] | None, memory: int) -> bool:
+        with self._exclusive():
+            state = self._state_for_cut(origin)
+            if state.cut is not None and state.cut.number == cut:
+                return state.cut.tables.changes_known  # a duplicate
+            if not len(versions) == len(state.tables) == len(versions if since is None else since):
+                raise InputError(f"take_cut: found {len(versions)} versions; expected one of each table")
+            state.participant.thaw_if_abandoned(time.monotonic())
+            if state.participant.outgoing_migration:
+                raise MovedError("take_cut: buckets of this server are migrating: retry the call")
+            state.drop_cut()
+            state.verified = None
+            for table, version in enumerate(versions):
+                at_least = check_integer("take_cut", "version", version, 2, _LAST_VERSION) - 1
+                state.engine.reach_table(table, at_least, 0)
+            tables = state.tables.take_cut(
+                None if since is None else dict(zip(state.tables, since, strict=True)),
+                owned=_owned(state),
+                memory=memory,
+            )
+            state.cut = HeldCut(cut, tables)
+            return tables.changes_known
+
+    def write_cut(
+        self, origin: Origin, cut: int, folders: list[str], is_full: bool, is_beside: bool
+    ) -> tuple[list[int], list[str]]:
+        with self._admit(origin) as state:
+            parts = [self._part(state, folder) for folder in folders]
+            with self._condition:
+                held = self._require_cut(state, cut)
+                is_first, held.is_begun = not held.is_begun, True
+        if is_first:  # not as an admitted call: the calls of a migration, or of another attempt, would wait for it
+            try:
+                paths = dict(zip(state.tables, parts, strict=True))
+                found = held.tables.write(paths, is_full=is_full, is_beside=is_beside)
+                held.written.set_result((list(found.values()), list(held.tables.snapshot_ids.values())))
+            except BaseException as error:
+                held.written.set_exception(error)
+        return held.written.result()
+
+    def snapshot_id(self, origin: Origin, table: int, version: int) -> str | None:
+        with self._admit(origin) as state:
+            return state.store(table).snapshot_id(version)
+
+    def release_cut(self, origin: Origin, cut: int) -> None:
+        with self._admit(origin) as state, self._condition:
+            if state.cut is not None and state.cut.number == cut:
+                state.cut.give_up()
+
+    def _state_for_cut(self, origin: Origin) -> ServerState:
+        """Return the state, of the call's attempt and map."""
+        state = self._require_state()
+        if origin.map_version > state.shard_map.version:  # the caller has found a newer map elsewhere, and starts over
+            state.drop_cut()  # which keeps this server from taking that map
+        self._require_current(state, origin)
+        return state
+
+    def _require_cut(self, state: ServerState, number: int) -> HeldCut:
+        if state.cut is None or state.cut.number != number:
+            raise ChangesError(
+                "the server no longer has the cut that it is to write: it was restarted, or its rows were replaced or "
+                "have migrated since; save again, the whole tables"
+            )
+        return state.cut
+
+    def require_permitted(self, origin: Origin, folder: str) -> None:
+        self._require_permitted(folder)
+        try:
+            require_usable(folder)
+        except OSError as error:
+            raise SnapshotError(
+                f"this server cannot use {folder}: {error.strerror or error} at {error.filename or folder}; expected a "
+                "place where it may write, read, list and delete objects: correct the URL, or the credentials and the "
+                "endpoint in the environment of the server"
+            ) from error
+
+    def _require_permitted(self, folder: str) -> None:
+        if not is_url(folder) and folder != os.path.abspath(folder):
+            raise InputError(f"the folder is {folder!r}; expected an absolute path without '..'")
+        self._permitted.require(folder)
+
+    def _part(self, state: ServerState, folder: str) -> Folder:
+        """Return this server's folder within that of a table, into which it may write."""
+        part = open_folder(folder) / part_name(state.number, len(state.shard_map.addresses))
+        self._require_permitted(os.fspath(part))
+        return part
+
+
+def _owned(state: ServerState) -> list[NDArray[np.bool_]]:
+    """Return for each table and each of its buckets whether this server owns it."""
+    return [np.array(table) == state.number for table in state.shard_map.bucket_map.owners]

@@ -1,0 +1,94 @@
+"""The tables of a job on servers at a cut: what `satrap.table.group_cut.GroupCut` is for tables of one engine.
+
+All servers take the cut while no trainer trains, and write it at the same time, each its buckets of all tables.
+"""
+
+import os
+import secrets
+from collections.abc import Mapping
+from contextlib import suppress
+from functools import partial
+
+from satrap.errors import ChangesError, MovedError, SatrapError, SnapshotError
+from satrap.storage.folder import Folder
+from satrap.storage.open_folder import absolute, open_folder
+from satrap.table.snapshot.directory import folder_bytes, part_name, parts_in, parts_of
+from satrap.table.snapshot.object_directory import name_parts
+from satrap.transfer import advance
+from satrap.worker.server_group import ServerGroup, Topology
+
+
+class ShardedCut:
+    """Tables on servers as they were at one moment, until they are written or released."""
+
+    def __init__(self, servers: ServerGroup, since: Mapping[str, int] | None, memory: int) -> None:
+        """memory: most bytes of old rows on each server."""
+        self._servers = servers
+        self._names = [table.name for table in servers.job.tables]
+        self._since = None if since is None else [since[name] for name in self._names]
+        self._memory = memory
+        servers.begin_attempt()
+        servers.follow(self._take)
+
+    def _take(self, topology: Topology) -> None:
+        """Take the cut of all servers under one bucket map."""
+        self._number, self._topology = 1 + secrets.randbits(62), topology
+        call = partial(self._servers.call_servers, step=0, topology=topology)
+        everywhere = range(len(topology))
+        known = call("versions", arguments=dict.fromkeys(everywhere, ()))
+        versions = [1 + max(of_table) for of_table in zip(*known.values(), strict=True)]  # those that joined are behind
+        arguments = (self._number, versions, self._since, self._memory)
+        answers = call("take_cut", arguments=dict.fromkeys(everywhere, arguments))
+        self._versions = versions
+        self.changes_known: bool = self._since is not None and all(answers.values())
+        """Whether the changes since the versions that the cut was given can be written."""
+
+    @property
+    def versions(self) -> dict[str, int]:
+        """The version of each table that the cut is."""
+        return dict(zip(self._names, self._versions, strict=True))
+
+    @property
+    def map_version(self) -> int:
+        """The version of the bucket map at the cut."""
+        return self._topology.shard_map.version
+
+    def write(
+        self, folders: Mapping[str, str | os.PathLike[str]], *, is_full: bool, is_beside: bool = True
+    ) -> dict[str, int]:
+        """Let each server write its part of each table; return how many rows each table had. ChangesError if a server
+        no longer has the cut: take another one, and write it in full."""
+        paths = [absolute(folders[name]) for name in self._names]
+        calls = dict.fromkeys(range(len(self._topology)), (self._number, paths, is_full, is_beside))
+        try:
+            answers = self._servers.call_servers("write_cut", 0, calls, topology=self._topology, patient=True)
+        except MovedError as error:
+            raise ChangesError(f"buckets have migrated since the cut was taken ({error}); save again") from error
+        by_server = zip(*(answers[server] for server in calls), strict=True)
+        rows, ids = (list(zip(*each, strict=True)) for each in by_server)  # by table
+        for t, name in enumerate(self._names):
+            folder = open_folder(paths[t])
+            if folder.is_local:
+                self._require_parts(name, folder)
+                advance(folder_bytes(folder))
+            else:
+                advance(name_parts(folder, ids[t]))
+        return {name: sum(of_table) for name, of_table in zip(self._names, rows, strict=True)}
+
+    def _require_parts(self, name: str, folder: Folder) -> None:
+        """Raise SnapshotError unless this process sees what the servers wrote, and nothing else."""
+        expected = len(self._topology)
+        for part in parts_in(folder):
+            if not part.name.endswith(f"-of-{expected}"):  # of an earlier try, under another map
+                part.delete_all()
+        if not os.path.isdir(folder / part_name(0, expected)) or len(parts_of(folder)) != expected:
+            raise SnapshotError(
+                f"table {name!r}: the servers wrote their parts to {folder} and this process does not see them: name a "
+                "folder that all machines share"
+            )
+
+    def release(self) -> None:
+        """Give the cut up, unless it was written. A server that cannot be reached gives it up after some time."""
+        arguments = dict.fromkeys(range(len(self._topology)), (self._number,))
+        with suppress(SatrapError):
+            self._servers.call_servers("release_cut", 0, arguments, topology=self._topology)

@@ -1,0 +1,144 @@
+"""A cut of servers: it stays as it was while rows are trained and other servers take over buckets; who may give it up,
+and what a duplicate of each call gets."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from bag_oracle import update
+from cluster import batch, contents, one_table, running_servers, sharded_worker
+from satrap.config.features import Features
+from satrap.config.tables import Adagrad, MinCount, Normal, Table
+from satrap.errors import AttemptError, ChangesError, DeadlineError, SatrapError
+from satrap.rpc import Service
+from satrap.server import state
+from satrap.server.migration.coordinator import Migration
+from satrap.worker.local_rows import LocalWorker
+from satrap.worker.sharded_rows import ShardedWorker
+from tour import Tour
+
+UNIVERSE = np.arange(2000, dtype=np.uint64)
+
+
+def life() -> Features:
+    options: dict[str, Any] = {"capacity": 256, "admission": MinCount(n=2, window=512), "expire_after": 30}
+    return Features({"id": Table("t", dim=2, num_buckets=16, initial=Normal(), optimizer=Adagrad(lr=0.1), **options)})
+
+
+def train(workers: list[Any], rng: np.random.Generator, step: int) -> None:
+    ids = rng.zipf(1.2, size=60) % 2000
+    for each in workers:
+        looked = each.lookup(batch(ids), step=step)
+        update(each, looked, looked.block + 1, step=step)
+
+
+def restored(folder: Path) -> dict[str, list[bytes]]:
+    worker = LocalWorker(life(), num_threads=1)
+    worker.tables.restore({"t": [folder]})
+    worker.tables["t"].check()
+    return contents(worker, UNIVERSE)
+
+
+def test_cuts_stay_as_they_were_while_rows_are_trained_and_migrate(rng: np.random.Generator, tmp_path: Path) -> None:
+    """The oracle is a local worker that gets the same batches."""
+    local, step, saved = LocalWorker(life(), num_threads=1), 0, 0
+    writers = ThreadPoolExecutor(1)
+    with running_servers(3) as services, sharded_worker(life(), [services[0].address]) as worker, writers:
+        with Tour([each.address for each in services], group_bytes=1000) as tour:
+            while not tour.over() or saved < 3:
+                step += 1
+                train([local, worker], rng, step)
+                if step % 4:
+                    continue
+                cut, expected, rows = worker.tables.take_cut(), contents(local, UNIVERSE), len(local.tables["t"])
+                folder = tmp_path / str(step)
+                writer = writers.submit(cut.write, {"t": folder}, is_full=True)
+                while not writer.done():
+                    step += 1
+                    train([local, worker], rng, step)
+                assert writer.result() == {"t": rows}
+                assert restored(folder) == expected
+                saved += 1
+        assert contents(worker, UNIVERSE) == contents(local, UNIVERSE)
+
+
+@contextmanager
+def two_servers() -> Iterator[tuple[list[Service], ShardedWorker]]:
+    with running_servers(3) as services:
+        addresses = [each.address for each in services]
+        with sharded_worker(one_table(), addresses[:2]) as worker:
+            looked = worker.lookup(batch(range(40)), step=1)
+            update(worker, looked, looked.block, step=1)
+            yield services, worker
+
+
+def test_a_migration_waits_for_the_cut(tmp_path: Path) -> None:
+    with two_servers() as (services, worker):
+        addresses = [each.address for each in services]
+        cut = worker.tables.take_cut()
+        with pytest.raises(DeadlineError, match="a checkpoint of this server's buckets is being saved"):
+            Migration(addresses[:2], addresses, deadline=0.5).run()
+        assert cut.write({"t": tmp_path / "t"}, is_full=True) == {"t": 40}
+        assert Migration(addresses[:2], addresses, deadline=60.0).run().buckets > 0
+        cut = worker.tables.take_cut()
+        cut.release()
+        assert Migration(addresses, addresses[:2], deadline=60.0).run().buckets > 0
+
+
+def test_a_cut_that_nothing_writes_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with two_servers() as (services, worker):
+        addresses = [each.address for each in services]
+        cut = worker.tables.take_cut()
+        monkeypatch.setattr(state, "CUT_SECONDS", 0.0)
+        assert Migration(addresses[:2], addresses, deadline=60.0).run().buckets > 0
+        with pytest.raises(ChangesError):
+            cut.write({"t": tmp_path / "t"}, is_full=True)
+
+
+def test_a_later_attempt_gives_the_cut_up(tmp_path: Path) -> None:
+    with two_servers() as (services, worker):
+        cut = worker.tables.take_cut()
+        with sharded_worker(one_table(), [each.address for each in services][:2], take_over=True) as other:
+            looked = other.lookup(batch(range(40)), step=2)
+            update(other, looked, looked.block, step=2)
+            with pytest.raises(AttemptError):
+                cut.write({"t": tmp_path / "t"}, is_full=True)
+            assert other.tables.take_cut().write({"t": tmp_path / "t"}, is_full=True) == {"t": 40}
+
+
+def test_duplicates_of_calls(tmp_path: Path) -> None:
+    with two_servers() as (_, worker):
+        servers = worker.servers
+        arguments = (77, [2], None, 1 << 30)
+        assert servers.call_all("take_cut", *arguments) == [False, False]
+        assert servers.call_all("take_cut", *arguments) == [False, False]
+        first = servers.call_all("write_cut", 77, [str(tmp_path / "t")], True, True)
+        files = sorted((tmp_path / "t").rglob("*"))
+        assert servers.call_all("write_cut", 77, [str(tmp_path / "t")], True, True) == first
+        assert sum(rows for ((rows,), _) in first) == 40
+        ids = [snapshot_id for _, (snapshot_id,) in first]
+        assert ids == servers.call_all("snapshot_id", 0, 2) and len(set(ids)) == 2
+        assert sorted((tmp_path / "t").rglob("*")) == files, "nothing was written twice"
+        servers.call_all("release_cut", 77)
+        assert servers.call_all("versions") == [[2], [2]]
+        with pytest.raises(ChangesError, match="no longer has the cut"):
+            servers.call_all("write_cut", 78, [str(tmp_path / "t")], True, True)
+        with pytest.raises(SatrapError, match="found 2 versions; expected one of each table"):
+            servers.call_all("take_cut", 79, [2, 3], None, 1 << 30)
+
+
+def test_changes_since_an_unknown_version_are_written_in_full(tmp_path: Path) -> None:
+    with two_servers() as (_, worker):
+        cut = worker.tables.take_cut({"t": 9})
+        assert not cut.changes_known
+        cut.write({"t": tmp_path / "t"}, is_full=True)
+        cut = worker.tables.take_cut(cut.versions)
+        assert cut.changes_known
+        assert cut.write({"t": tmp_path / "changes"}, is_full=False) == {"t": 40}

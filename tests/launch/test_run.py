@@ -50,6 +50,12 @@ def children(run: subprocess.Popen[str]) -> dict[str, int]:
     return name_processes(Path(f"/proc/{run.pid}/task/{run.pid}/children").read_text().split())
 
 
+def child(run: subprocess.Popen[str], name: str) -> int:
+    """Returns a process of the run, once it is started: it may be about to be, after an earlier kill."""
+    wait_until(lambda: name in children(run), run)
+    return children(run)[name]
+
+
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, np.ndarray]:
     folder = tmp_path_factory.mktemp("undisturbed")
@@ -70,7 +76,7 @@ def test_a_run_with_killed_processes_ends_with_the_same_bits(
         for victims in (["server 0", "server 1"], ["trainer 0", "trainer 1"], ["server 0", "trainer 1"]):
             seen = num_checkpoints(tmp_path)
             wait_until(lambda seen=seen: num_checkpoints(tmp_path) > seen + int(draw.integers(3)), run)  # type: ignore[misc]
-            os.kill(children(run)[str(draw.choice(victims))], signal.SIGKILL)
+            os.kill(child(run, str(draw.choice(victims))), signal.SIGKILL)
         status, _, err = wait_for_exit(run)
     assert status == 0, err
     assert "was killed by signal 9" in err and re.search(r"launch \d+ continues after step \d+, from /.*-step-\d+", err)
@@ -105,7 +111,7 @@ def test_scaling_up_and_down_while_training(tmp_path: Path, undisturbed: dict[st
             scale_to(tmp_path, run, number)
             if number == 3:
                 assert {"server 0", "server 1", "server 2"} <= children(run).keys()
-                os.kill(children(run)["server 2"], signal.SIGKILL)
+                os.kill(child(run, "server 2"), signal.SIGKILL)
         (tmp_path / "hold").unlink()
         status, _, err = wait_for_exit(run)
     assert status == 0, err
@@ -137,7 +143,7 @@ def lose_server(folder: Path, run: subprocess.Popen[str], server: int) -> None:
     """Kills a server and removes its rows, as if its machine were lost."""
     (rows,) = (folder / "memory").glob(f"satrap-*-{server}")
     rows.unlink()
-    os.kill(children(run)[f"server {server}"], signal.SIGKILL)
+    os.kill(child(run, f"server {server}"), signal.SIGKILL)
 
 
 @pytest.mark.draw(1)
@@ -174,7 +180,7 @@ def test_a_server_lost_with_its_rows_while_buckets_move(tmp_path: Path, undistur
     (tmp_path / "hold").touch()
     with start_run(tmp_path, JOB, "--trainers", "2", arguments=(str(tmp_path), "160")) as run:
         wait_until(lambda: num_checkpoints(tmp_path) >= 1, run)
-        suspend(children(run)["server 0"])
+        suspend(child(run, "server 0"))
         request_scale(tmp_path, 2)
         wait_for_output(run, "server 1: listening at")
         lose_server(tmp_path, run, 0)
@@ -205,7 +211,7 @@ def test_workers_read_and_one_is_killed_and_then_a_server_is_lost(tmp_path: Path
         with start_run(folder, JOB, "--trainers", "2", "--workers", workers, arguments=arguments) as run:
             if workers == "1":
                 wait_until(lambda folder=folder: num_checkpoints(folder) >= 2, run)  # type: ignore[misc]
-                os.kill(children(run)["worker"], signal.SIGKILL)
+                os.kill(child(run, "worker"), signal.SIGKILL)
                 wait_for_output(run, "worker 0 was killed by signal 9")
                 wait_until(lambda folder=folder: num_checkpoints(folder) >= 6, run)  # type: ignore[misc]
                 lose_server(folder, run, 0)
@@ -229,7 +235,7 @@ def test_a_trainer_that_finishes_early_joins_the_others_checkpoints(tmp_path: Pa
         with start_run(tmp_path, ASYNC, *options, arguments=(str(tmp_path), "28,7", "4")) as run:
             if not alive:
                 wait_until(lambda: num_checkpoints(tmp_path) >= 3, run)
-                os.kill(children(run)[f"trainer {draw.integers(2)}"], signal.SIGKILL)
+                os.kill(child(run, f"trainer {draw.integers(2)}"), signal.SIGKILL)
             status, _, err = wait_for_exit(run)
         assert status == 0, err
     for rank in range(2):
@@ -281,7 +287,7 @@ def test_a_launch_killed_before_its_first_checkpoint_starts_at_step_0(tmp_path: 
         if victim == "server 0":
             lose_server(tmp_path, run, 0)
         else:
-            os.kill(children(run)[victim], signal.SIGKILL)
+            os.kill(child(run, victim), signal.SIGKILL)
         status, out, err = wait_for_exit(run)
     assert status == 0, err
     assert f"{victim} came back at another address" in err or "trainer 0 was killed by signal 9" in err

@@ -167,6 +167,7 @@ def frame_calls() -> dict[str, Callable[[], object]]:
     def look_up() -> Any:
         return engine.lookup_frames(bags, IDS, None, None, len(IDS), 1, 1, True, frames)["ticket"]
 
+    of_all = np.array([0, len(IDS)], np.int64)
     tickets, values, state = [look_up()], np.zeros_like(GRADIENTS), np.zeros((len(IDS), 0), np.float32)
     return {
         "lookup_frames": look_up,
@@ -175,6 +176,9 @@ def frame_calls() -> dict[str, Callable[[], object]]:
         "settle_frames": lambda: engine.settle_frames(0, IDS, 0, 1),
         "sum_bound": lambda: engine.sum_bound(tickets),
         "check_gradients": lambda: engine.check_gradients(tickets, [(GRADIENTS.reshape(-1), [])], 1.0),
+        "lookup_id_frames": lambda: engine.lookup_id_frames(IDS, of_all, 1, 1, True, frames),
+        "update_id_frames": lambda: engine.update_id_frames(IDS, of_all, frames, 1, False),
+        "check_id_gradients": lambda: engine.check_id_gradients(IDS, of_all, GRADIENTS.reshape(-1)),
         "initial_rows": lambda: engine.initial_rows(0, IDS, values, state),
         "read_frames": lambda: engine.read_frames(0, IDS),
         "import_frames": lambda: engine.import_frames(0, IDS, np.ones(len(IDS), np.uint32)),

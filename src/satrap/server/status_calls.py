@@ -66,7 +66,7 @@ def _state_of(state: ServerState) -> dict[str, Any]:
         "step": engine.latest_step,
         "tables": {name: table.stats() for name, table in state.tables.items()},
         "snapshots": {name: progress_of(table).to_dict() for name, table in state.tables.items()},
-        "save_folders": sorted({folder for folder, *_ in dict(state.last_saves).values()}),
+        "save_folders": sorted(set(dict(state.save_folders).values())),
         "staleness": {str(trainer): steps for trainer, steps in dict(state.staleness).items()},
         "buckets": {
             "owned": int(np.count_nonzero(state.owned())),

@@ -15,7 +15,6 @@ from satrap.errors import ConfigError, StreamError
 from satrap.event_log import describe_process
 from satrap.run_context import current_context
 from satrap.train.deployment import Deployment
-from satrap.train.missing_trainer import missing_trainer
 from satrap.train.process_group import ProcessGroup
 from satrap.worker.local_rows import LocalWorker
 
@@ -145,6 +144,7 @@ def _open_among_devices(
     part of a step."""
     from satrap.device.collective_worker import CollectiveWorker, OwnTables
     from satrap.device.kernels import require_possible
+    from satrap.train.missing_trainer import missing_trainer
     from satrap.train.trainer_server import TrainerServer
 
     require_possible(features.tables, device)

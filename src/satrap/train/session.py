@@ -25,7 +25,6 @@ from satrap.monitor.samples import Sample, register, snapshot_samples, table_sam
 from satrap.run_context import current_context, register_exit_hook
 from satrap.table.store import progress_of
 from satrap.train.dense_strategy import DenseStrategy
-from satrap.train.missing_trainer import note_missing_trainer
 from satrap.train.process_group import ProcessGroup
 from satrap.train.staleness_gate import StalenessGate
 from satrap.train.stream import Stream
@@ -332,6 +331,8 @@ class TrainingSession:
         """Name the trainers that have ended, if the error comes from that."""
         servers = None if self._worker is None else self._worker.servers
         if servers is not None and getattr(self._worker, "stop_own_server", None) is not None:
+            from satrap.train.missing_trainer import note_missing_trainer
+
             note_missing_trainer(servers.addresses, error)
 
     def close(self, *, finish: bool) -> None:

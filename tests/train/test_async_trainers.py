@@ -102,6 +102,6 @@ def test_saves_at_different_steps_are_refused(trainers: Trainers, tmp_path: Path
     _, found = run(trainers, 1, tmp_path, batches=6, checkpoint=str(tmp_path / "run"), every=[2, 3])
     for each in found:
         assert each["refused"] == (
-            "the trainers save into ['run', 'run'] at steps [2, 3] with every_steps [2, 3]; expected the "
-            "same values on all trainers"
+            "the trainers save into ['run', 'run'] at steps [2, 3] with every_steps [2, 3] and wait "
+            "[True, True]; expected the same values on all trainers"
         )

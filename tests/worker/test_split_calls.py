@@ -323,6 +323,7 @@ def test_every_call_is_refused_in_a_fork() -> None:
     sums = split.sums([other], [(BLOCK, [PATH])], 1.0, **WHERE)
     no_rows = np.zeros(3, np.int64)
     no_dims, no_runs = np.zeros(0, np.uint32), np.zeros(1, np.int64)
+    groups = np.zeros(2, np.uint32)
     calls: dict[str, Callable[[], object]] = {
         "empty": lambda: split.empty(1, 1),
         "lookup": lambda: split.lookup(**GOOD),
@@ -335,6 +336,8 @@ def test_every_call_is_refused_in_a_fork() -> None:
         "decode_rows": lambda: split.decode_rows(no_rows, np.zeros(0, np.uint8)),
         "encode_runs": lambda: split.encode_runs(no_dims, no_runs, np.zeros(0, np.float32)),
         "decode_runs": lambda: split.decode_runs(no_dims, no_runs, np.zeros(0, np.uint8)),
+        "lines": lambda: split.lines(ticket, groups),
+        "runs": lambda: split.runs([ticket], [(True, [True])], **WHERE, groups=groups),
     }
     of_no_rows = {"num_threads", "simd", "num_buckets", "total_dim", "truncated", "made"}
     assert {name for name in dir(split) if not name.startswith("_")} - of_no_rows == set(calls)

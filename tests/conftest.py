@@ -174,6 +174,7 @@ _LASTING_THREADS = {"satrap-collected", "tqdm_monitor"}  # the latter belongs to
 def nothing_leaks() -> Iterator[None]:
     threads, children, directory = set(threading.enumerate()), _children(), os.getcwd()
     yield
+    torch.set_num_threads(1)  # a fork of this process would hang in an operation of more threads
     until = time.monotonic() + _END_SECONDS
     while left := [each for each in threading.enumerate() if each not in threads and each.name not in _LASTING_THREADS]:
         assert time.monotonic() < until, f"leaked threads: {[each.name for each in left]}"

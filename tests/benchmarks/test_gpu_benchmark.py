@@ -19,7 +19,7 @@ def measure(case: Case) -> dict[str, Any]:
     """Run the processes of one round here, one after another, and return the record."""
     results: dict[str, list[dict[str, Any] | None]] = {}
     for run in plan.plan([case], 0, Path()):
-        job = {**run.job, "samples": 64, "device": "cpu"}
+        job = {**run.job, "samples": 64, "device": "cpu", "num_threads": 1}
         done = importlib.import_module(job["module"]).measure(job)
         results[run.label] = [{"peak_resident_bytes": 1, "versions": {}, **done}]
     return make_record(case, results, plan.KINDS[case.kind].record)

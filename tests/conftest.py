@@ -173,8 +173,11 @@ _LASTING_THREADS = {"satrap-collected", "tqdm_monitor"}  # the latter belongs to
 @pytest.fixture(autouse=True)
 def nothing_leaks() -> Iterator[None]:
     threads, children, directory = set(threading.enumerate()), _children(), os.getcwd()
+    cores = os.sched_getaffinity(0)
     yield
-    torch.set_num_threads(1)  # a fork of this process would hang in an operation of more threads
+    # A benchmark that runs in this process pins it. A fork of it would hang in an operation of more threads.
+    os.sched_setaffinity(0, cores)
+    torch.set_num_threads(1)
     until = time.monotonic() + _END_SECONDS
     while left := [each for each in threading.enumerate() if each not in threads and each.name not in _LASTING_THREADS]:
         assert time.monotonic() < until, f"leaked threads: {[each.name for each in left]}"

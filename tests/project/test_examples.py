@@ -71,6 +71,7 @@ def test_the_error_names_a_path_that_does_not_exist(tmp_path: Path) -> None:
     assert str(tmp_path / "nothing") in done.stderr.splitlines()[-1]
 
 
+@pytest.mark.draw(1)
 @pytest.mark.parametrize(("script", "options"), list(zip(("adult.py", "criteo.py"), RUNS, strict=True)))
 def test_it_runs_as_the_docs_say(options: str, script: str, criteo: Path, tmp_path: Path) -> None:
     own = ("--epochs", "1") if script == "adult.py" else (criteo / "test.txt", "--test", criteo / "test.txt")

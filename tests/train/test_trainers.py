@@ -19,6 +19,8 @@ from loop import BATCH, batches
 from satrap.errors import CapacityError
 from trainers import Trainers, alone, require_result, require_same_as_alone
 
+pytestmark = pytest.mark.draw(13)
+
 
 @pytest.mark.parametrize(("world_size", "overlap"), [(2, False), (3, True)])
 def test_synchronous_trainers_equal_one_on_the_joined_batch(

@@ -94,7 +94,7 @@ def _add_run(commands: _Commands) -> None:
         type=float,
         metavar="GIB",
         help="memory in GiB that each server may use for rows; requires --max-servers (default: --server-memory, or "
-        "all memory of the machine)",
+        "all memory of the machine or container)",
     )
     _add_http(
         run.add_argument_group("monitoring"),

@@ -2,12 +2,12 @@
 
 import argparse
 import math
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from satrap.cli.http import monitor_run
+from satrap.config.cores import num_cores
 from satrap.errors import ConfigError
 from satrap.launch.local_launcher import LocalLauncher
 from satrap.launch.logs import RunLogs
@@ -41,7 +41,7 @@ def run_script(options: argparse.Namespace, arguments: Sequence[str]) -> int:
         return _run_on_ray(options, arguments, run_config)
     if ray_only := [name for name in _RAY_OPTIONS if getattr(options, name) is not None]:
         raise ConfigError(f"--{ray_only[0].replace('_', '-')} requires --cluster ray: add it, or remove this option")
-    cores = len(os.sched_getaffinity(0))
+    cores = num_cores()
     threads = {role: max(1, cores // max(1, count)) for role, count in run_config.counts.items()}
     script = _script(options, arguments, threads)
     with lock_run_folder(options.folder), RunLogs(options.folder / "logs", options.log_format) as logs:

@@ -29,6 +29,7 @@ from ray.exceptions import RayActorError, RayError, RayTaskError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
+from satrap.config.cores import num_cores
 from satrap.errors import ConfigError, SatrapError
 from satrap.event_log import event
 from satrap.launch.child_processes import GRACE_SECONDS, ChildExited, ChildProcesses, ProcessOutput, Report
@@ -372,7 +373,7 @@ def open_ray_launcher(
     options: dict[str, Any] = {"runtime_env": {"working_dir": str(script_folder), "excludes": excludes}}
     if ray_config.address is None:
         # More CPUs than there are, if need be: processes share the cores, as without Ray.
-        cpus = max(len(os.sched_getaffinity(0)), total_cpus(ray_config.resources, run_config))
+        cpus = max(num_cores(), total_cpus(ray_config.resources, run_config))
         options |= {"address": "local", "num_cpus": cpus}
         options |= {"include_dashboard": False, "object_store_memory": _STORE_BYTES}
     else:

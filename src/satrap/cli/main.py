@@ -180,8 +180,7 @@ def _server(options: argparse.Namespace) -> Iterator[str]:
         Service(server, ServerCalls, options.listen, keys, insecure=options.insecure, limits=limits) as service,
     ):
         yield from endpoint.attach(service)
-        yield f"satrap server: listening at {service.address}"
-        _log_start(service.address)
+        yield from _announce("server", options.advertise, service.address)
         wait_for_stop()
         endpoint.drain()
     _LOG.info("stopped", extra=event("stopped"))
@@ -204,19 +203,26 @@ def _worker(options: argparse.Namespace) -> Iterator[str]:
         Service(served, WorkerCalls, options.listen, keys, **service_options) as service,
     ):
         yield from endpoint.attach(service)
-        yield f"satrap worker: listening at {service.address}"
-        _log_start(service.address)
+        yield from _announce("worker", options.advertise, service.address)
         wait_for_stop()
         endpoint.drain()
     _LOG.info("stopped", extra=event("stopped"))
 
 
-def _log_start(address: str) -> None:
+def _announce(role: str, advertise: str | None, bound: str) -> Iterator[str]:
+    """Prints and logs the address by which to call this server or worker."""
+    from satrap.rpc.address import advertised_address
+
+    address = advertised_address(advertise, bound)
+    yield f"satrap {role}: listening at {address}"
     text = "started: satrap %s, process %d, listening at %s"
     _LOG.info(text, version("satrap"), os.getpid(), address, extra=event("started", pid=os.getpid(), address=address))
 
 
 def _prepare_to_listen(options: argparse.Namespace) -> None:
+    from satrap.rpc.address import advertised_address
+
+    advertised_address(options.advertise, options.listen)
     if options.insecure and options.keys is not None:
         raise ConfigError("both --keys and --insecure were given; expected one of them: remove --insecure")
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)

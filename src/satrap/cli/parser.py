@@ -291,6 +291,12 @@ def _add_listen(command: argparse.ArgumentParser, keys: str) -> None:
         help="address to listen at: ipc:///directory/name, a Unix socket in a directory of mode 0700, or "
         "tcp://10.0.0.5:5555, where port 0 chooses a free one",
     )
+    command.add_argument(
+        "--advertise",
+        metavar="ADDRESS",
+        help="address that other processes should use, if it is not the one to listen at: a name that outlives the "
+        "machine or pod, such as tcp://server-0.jobs:5555; port 0 is that of --listen (default: where it listens)",
+    )
     command.add_argument("--keys", metavar="FILE", help=keys)
     command.add_argument(
         "--insecure",

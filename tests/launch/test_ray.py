@@ -61,7 +61,8 @@ ON_HEAD = ("--trainer-gpus", "1")  # the other node has no GPUs
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Any]:
-    """A Ray cluster of two nodes. Only the first one claims to have GPUs."""
+    """A Ray cluster of two nodes. Only the first one claims to have GPUs, and a label; only the second one has places for
+    servers, a custom resource."""
     from ray.cluster_utils import Cluster
 
     cluster = Cluster()
@@ -69,8 +70,8 @@ def cluster() -> Iterator[Any]:
     settings["worker_niceness"] = 0  # by default Ray's processes starve beside other tests
     head: dict[str, Any] = {"include_dashboard": False, "_system_config": settings}
     try:
-        cluster.add_node(num_cpus=4, num_gpus=2, object_store_memory=100 << 20, **head)
-        cluster.add_node(num_cpus=2, num_gpus=0, object_store_memory=100 << 20)
+        cluster.add_node(num_cpus=4, num_gpus=2, object_store_memory=100 << 20, labels={"role": "trainers"}, **head)
+        cluster.add_node(num_cpus=2, num_gpus=0, object_store_memory=100 << 20, resources={"satrap_server": 2})
         yield cluster
     finally:
         cluster.shutdown()
@@ -273,12 +274,31 @@ def processes(run: subprocess.Popen[str], folder: Path) -> list[int]:
     return [*pids, *(actor_of(pid) for pid in pids), *map(int, own)]
 
 
+def test_custom_resources_and_labels_choose_the_nodes(tmp_path: Path, cluster: Any) -> None:
+    """Servers would be spread over the nodes, and the trainer could be on either."""
+    chosen = ("--server-resource", "satrap_server=1", "--trainer-label", "role=trainers")
+    (tmp_path / "hold").touch()
+    with start_run(tmp_path, JOB, "--servers", "2", *on_cluster(cluster, *chosen), arguments=(str(tmp_path), "40")) as run:
+        wait_until(lambda: num_checkpoints(tmp_path) >= 1, run)
+        words = {name: Path(f"/proc/{pid}/cmdline").read_text() for name, pid in children(tmp_path).items()}
+        (tmp_path / "hold").unlink()
+        status, _, err = wait_for_exit(run)
+    assert status == 0, err
+    head, other = (node.node_id[:12] for node in cluster.list_all_nodes())
+    where = {name: {node for node in (head, other) if node in each} for name, each in words.items()}
+    assert where == {"server 0": {other}, "server 1": {other}, "trainer 0": {head}}
+
+
 def test_resources_that_the_cluster_lacks_are_refused(tmp_path: Path, cluster: Any) -> None:
     options = on_cluster(cluster, "--placement-seconds", "1", "--trainer-cpus", "64", "--server-memory", "2GiB")
     status, _, err = run_to_its_end(tmp_path, JOB, *SIZES, *options)
     assert status == 1
     assert "Ray could not place 2 x server with 1 CPU, 2.0 GiB memory, 2 x trainer with 64 CPU within 1 s" in err
     assert "2 GPU" in err and "Traceback" not in err
+    options = on_cluster(cluster, "--placement-seconds", "1", "--server-resource", "satrap_server=3")
+    status, _, err = run_to_its_end(tmp_path, JOB, *options)
+    assert status == 1 and "1 x server with 1 CPU, 3 satrap_server, 1 x trainer" in err
+    assert "2 satrap_server are free" in err, err
 
 
 def test_a_node_without_the_directory_for_rows(tmp_path: Path, cluster: Any) -> None:
@@ -309,6 +329,8 @@ def test_a_server_that_cannot_be_placed_again_ends_the_run(tmp_path: Path, clust
         (["--address", "auto"], "--address requires --cluster ray"),
         (["--cluster", "ray", "--trainer-memory", "4G"], "memory is '4G'; expected a whole number of bytes, KiB"),
         (["--cluster", "ray", "--server-cpus", "0"], "cpus is 0; expected"),
+        (["--server-label", "role=server"], "--server-label requires --cluster ray"),
+        (["--cluster", "ray", "--worker-resource", "a=1"], "worker: custom resources and labels are those of a cluster's"),
         (
             ["--cluster", "ray", "--address", "ray://127.0.0.1:1"],
             "expected host:port of the cluster's head node, or auto",

@@ -181,6 +181,18 @@ def _add_cluster(run: argparse.ArgumentParser) -> None:
             metavar="SIZE",
             help=f"memory to reserve for each {role}, such as 64GiB (default: none)",
         )
+        ray.add_argument(
+            f"--{role}-resource",
+            action="append",
+            metavar="NAME=AMOUNT",
+            help=f"custom resource of Ray that each {role} requests; may be repeated (default: none)",
+        )
+        ray.add_argument(
+            f"--{role}-label",
+            action="append",
+            metavar="NAME=VALUE",
+            help=f"label that a node of Ray must have for a {role}; may be repeated (default: none)",
+        )
     ray.add_argument("--trainer-gpus", type=int, metavar="N", help="GPUs of each trainer (default: 0)")
 
 

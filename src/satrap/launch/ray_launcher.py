@@ -183,8 +183,7 @@ class RayLauncher:
         deadline = time.monotonic() + self._ray_config.placement_seconds
         for role, strategy in _STRATEGIES.items():
             if count := self._run_config.counts[role]:
-                bundles = [self._resources[role].bundle()] * count
-                self._groups[role] = placement_group(bundles, strategy=strategy, name=f"satrap-{role}s")
+                self._groups[role] = self._place(role, count, strategy=strategy, name=f"satrap-{role}s")
         for group in self._groups.values():
             while not group.wait(1):  # in short waits, so that Ctrl-C is handled
                 if time.monotonic() > deadline:
@@ -254,9 +253,15 @@ class RayLauncher:
         if number not in self._bundles:
             taken = {index for group, index in self._bundles.values() if group == first}
             free = [index for index in range(self._run_config.servers) if index not in taken]
-            own = [self._resources[role].bundle()]
-            self._bundles[number] = (first, free[0]) if free else (placement_group(own), 0)
+            self._bundles[number] = (first, free[0]) if free else (self._place(role, 1), 0)
         return self._bundles[number]
+
+    def _place(self, role: Role, count: int, **options: str) -> PlacementGroup:
+        """Requests a placement group for so many processes of a role."""
+        resources = self._resources[role]
+        selectors = [dict(resources.labels)] * count if resources.labels else None
+        bundles = [resources.bundle()] * count
+        return placement_group(bundles, bundle_label_selector=selectors, **options)  # type: ignore[arg-type]
 
     def _has_initial_bundle(self, number: int) -> bool:
         """Returns whether a server has one of the bundles that the run started with."""
@@ -302,6 +307,7 @@ class RayLauncher:
                 num_cpus=resources.cpus,
                 num_gpus=resources.gpus,
                 memory=resources.memory_bytes or None,
+                resources=dict(resources.custom),
                 max_restarts=0,
                 scheduling_strategy=PlacementGroupSchedulingStrategy(*self._bundle(role, process.number)),
             )
@@ -354,11 +360,12 @@ class RayLauncher:
 
     def _placement_error(self, what: str) -> str:
         total, free = ray.cluster_resources(), ray.available_resources()
+        custom = dict.fromkeys(name for each in self._resources.values() for name in each.custom)
         count = sum(node["Alive"] for node in ray.nodes())
         return (
             f"Ray could not place {what} within {self._ray_config.placement_seconds:g} s: its {count} nodes have "
-            f"{describe_resources(total)}, of which {describe_resources(free)} are free; request less, add nodes, or "
-            "wait longer with --placement-seconds"
+            f"{describe_resources(total, custom)}, of which {describe_resources(free, custom)} are free; request less, "
+            "add nodes, or wait longer with --placement-seconds"
         )
 
 

@@ -35,6 +35,7 @@ from satrap.event_log import event
 from satrap.launch.child_processes import GRACE_SECONDS, ChildExited, ChildProcesses, ProcessOutput, Report
 from satrap.launch.logs import RunLogs
 from satrap.launch.process_command import LaunchSite, ProcessSpec, Script
+from satrap.launch.ray_job import job_directory, script_path
 from satrap.launch.resources import RayConfig, describe_resources, describe_run, total_cpus
 from satrap.launch.rows_file import has_rows, remove_rows, rows_file
 from satrap.launch.run_events import Event, PlacementFailed, Process, Role, StopMode
@@ -67,11 +68,19 @@ class _ProcessActor:
         self._listener = socket.create_server((self._host, 0))
         return f"tcp://{self._host}:{self._listener.getsockname()[1]}"
 
-    def start(self, spec: ProcessSpec, memory: Path, keys: dict[str, bytes], rendezvous: str | None) -> list[Report]:
+    def start(
+        self, spec: ProcessSpec, script: Path, memory: Path, keys: dict[str, bytes], rendezvous: str | None
+    ) -> list[Report]:
+        """script: its path, relative to the directory that Ray has copied, where this actor starts."""
         if not os.access(memory, os.W_OK | os.X_OK):
             raise ConfigError(
                 f"memory is {os.fspath(memory)!r}, which cannot be written to on node {self._host}; choose another "
                 "directory with --memory"
+            )
+        if not (here := Path.cwd() / script).is_file():
+            raise ConfigError(
+                f"there is no script {os.fspath(here)!r} on node {self._host}; expected it below the job's working "
+                "directory (`ray job submit --working-dir`), or under one path on every node"
             )
         process, node = spec.process, ray.get_runtime_context().get_node_id()
         name = f"{node[:12]}-{process.role}-{process.number}"
@@ -87,7 +96,7 @@ class _ProcessActor:
         site = LaunchSite(
             listen=listen,
             rows=rows,
-            script=Path.cwd() / spec.script.path.name,  # Ray has copied its directory
+            script=here,
             is_copy=True,
             keys=folder / next(iter(keys)),
             rendezvous=rendezvous,
@@ -161,8 +170,9 @@ class _ActorRecord:
 class RayLauncher:
     """Implements `satrap.launch.run_loop.Launcher`."""
 
-    def __init__(self, run_config: RunConfig, ray_config: RayConfig, logs: RunLogs) -> None:
-        self._run_config, self._ray_config, self._logs = run_config, ray_config, logs
+    def __init__(self, run_config: RunConfig, ray_config: RayConfig, logs: RunLogs, script: Path) -> None:
+        """script: its path, relative to the directory that Ray has copied."""
+        self._run_config, self._ray_config, self._logs, self._script = run_config, ray_config, logs, script
         self._resources = ray_config.resources
         self._groups: dict[Role, PlacementGroup] = {}
         self._bundles: dict[int, tuple[PlacementGroup, int]] = {}  # of servers, by number
@@ -317,7 +327,7 @@ class RayLauncher:
             self._rendezvous = actor.bind_rendezvous.remote() if self._run_config.trainers > 1 else None
         rendezvous = self._rendezvous if role is Role.TRAINER else None
         keys = {name: self._keys[name] for name in _KEYS[role]}
-        ref = actor.start.remote(spec, self._ray_config.memory, keys, rendezvous)
+        ref = actor.start.remote(spec, self._script, self._ray_config.memory, keys, rendezvous)
         self._records[ref] = _ActorRecord(spec, actor, waiting_since)
 
     def _collect(self, ref: Any) -> list[Report]:
@@ -376,8 +386,10 @@ def open_ray_launcher(
     """Returns a launcher on the Ray cluster of `ray_config`. Without an address, starts a private Ray on this machine,
     with room for all servers that the run may have, and shuts it down at the end."""
     script_folder, log_folder = script.path.absolute().parent, logs.folder.absolute()
-    excludes = [f"/{log_folder.relative_to(script_folder)}"] if log_folder.is_relative_to(script_folder) else []
-    options: dict[str, Any] = {"runtime_env": {"working_dir": str(script_folder), "excludes": excludes}}
+    options: dict[str, Any] = {}
+    if (directory := job_directory(os.environ, Path.cwd())) is None:
+        excludes = [f"/{log_folder.relative_to(script_folder)}"] if log_folder.is_relative_to(script_folder) else []
+        options["runtime_env"] = {"working_dir": str(script_folder), "excludes": excludes}
     if ray_config.address is None:
         # More CPUs than there are, if need be: processes share the cores, as without Ray.
         cpus = max(num_cores(), total_cpus(ray_config.resources, run_config))
@@ -390,7 +402,7 @@ def open_ray_launcher(
     with open(logs.folder / "ray.log", "a") as log, redirect_stdout(log):
         try:
             _log_cluster(_connect(options), log_folder)
-            launcher = RayLauncher(run_config, ray_config, logs)
+            launcher = RayLauncher(run_config, ray_config, logs, script_path(script.path, directory))
             launcher.reserve()
             yield launcher
         finally:

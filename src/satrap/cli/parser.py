@@ -271,6 +271,22 @@ def _add_server(commands: _Commands) -> None:
         help="keep the rows in this shared-memory file, and continue with the rows that it already has, for example "
         "/dev/shm/rows (default: rows are lost when the server exits)",
     )
+    server.add_argument(
+        "--on-stop",
+        choices=("keep", "move"),
+        default="keep",
+        help="what SIGTERM does to the rows. keep: those of --shared stay there, for the next server with that file. "
+        "move: the buckets move to the other servers first, while training continues; with --keys, this needs "
+        "client.key in the same directory (default: %(default)s)",
+    )
+    server.add_argument(
+        "--grace",
+        type=float,
+        default=25.0,
+        metavar="SECONDS",
+        help="time for --on-stop move, after which the server ends with the rows that it still has (default: "
+        "%(default)g, since Kubernetes kills a pod after 30)",
+    )
     _add_http(server, "")
     _add_allowed(server, "--checkpoints", "write and read checkpoints")
     _add_threads(server)

@@ -1,7 +1,7 @@
 """Reads the limits that control groups put on this process: those of a container, a Slurm job or a systemd unit.
 
 Knows both versions of the kernel's interface. A group's limit also holds for the groups below it, so every group from
-the process's own up to the root that is visible here counts. Nothing is cached: a limit may change while a process runs.
+the process's own up to the root that is visible here counts. Nothing is cached: a limit may change meanwhile.
 """
 
 import re
@@ -42,7 +42,9 @@ def _memory_group(folder: Path) -> MemoryGroup | None:
         return MemoryGroup(max(0, used - _statistic(folder, "inactive_file", 0)), limit)
     with suppress(OSError, ValueError):
         limit, used = (int((folder / f"memory.{name}_in_bytes").read_text()) for name in ("limit", "usage"))
-        limit = min(limit, _statistic(folder, "hierarchical_memory_limit", limit))  # of groups that are not visible, too
+        limit = min(
+            limit, _statistic(folder, "hierarchical_memory_limit", limit)
+        )  # of groups that are not visible, too
         if limit < _NO_LIMIT:
             return MemoryGroup(max(0, used - _statistic(folder, "total_inactive_file", 0)), limit)
     return None

@@ -20,7 +20,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from cluster import running_servers
 from runs import (
+    DEADLINE_SECONDS,
     JOB,
     SATRAP,
     assert_same_result,
@@ -61,8 +63,8 @@ ON_HEAD = ("--trainer-gpus", "1")  # the other node has no GPUs
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Any]:
-    """A Ray cluster of two nodes. Only the first one claims to have GPUs, and a label; only the second one has places for
-    servers, a custom resource."""
+    """A Ray cluster of two nodes. Only the first one claims to have GPUs, and a label; only the second one has a custom
+    resource, places for servers."""
     from ray.cluster_utils import Cluster
 
     cluster = Cluster()
@@ -204,6 +206,50 @@ def test_a_run_that_loses_a_node_with_a_server_resumes_its_checkpoint(
     assert_nothing_is_left(tmp_path, list(pids.values()))
 
 
+def test_a_job_with_a_working_directory(tmp_path: Path, cluster: Any, one_machine: dict[str, np.ndarray]) -> None:
+    """As of `ray job submit --working-dir . -- satrap run jobs/job.py`, and of a RayJob with a runtimeEnv. Its
+    variables reach the script."""
+    (work := tmp_path / "work").mkdir()
+    (work / "jobs").mkdir()
+    write_changed_job(work / "jobs", ('"resumed" if', 'os.environ["GREETING"] if'), ("import sys", "import os, sys"))
+    options = ("--address", "auto", "--folder", str(tmp_path / "run"), "--memory", str(tmp_path / "memory"))
+    (tmp_path / "memory").mkdir()
+    words = [str(SATRAP), "run", "jobs/job.py", "--cluster", "ray", *SIZES, *options, "--", str(tmp_path), "100"]
+    submit = [sys.executable, str(JOB.with_name("ray_submit.py")), cluster.address, str(work), " ".join(words)]
+    (tmp_path / "hold").touch()
+    with subprocess.Popen(submit, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as job:
+        try:
+            wait_until(lambda: num_checkpoints(tmp_path) >= 2, job)
+            pids = children(tmp_path)
+            os.kill(pids["trainer 1"], signal.SIGKILL)
+            (tmp_path / "hold").unlink()
+            status, out, _ = wait_for_exit(job)
+        finally:
+            job.kill()
+    assert status == 0 and "\nhello\n" in out, out
+    assert_same_result(tmp_path, one_machine)
+    assert_nothing_is_left(tmp_path, list(pids.values()))
+
+
+def test_trainers_of_ray_train_use_servers_beside_them(
+    tmp_path: Path, cluster: Any, one_machine: dict[str, np.ndarray]
+) -> None:
+    script = JOB.with_name("ray_train_job.py")
+    with running_servers(2) as servers:
+        command = [
+            sys.executable,
+            str(script),
+            cluster.address,
+            str(tmp_path),
+            "100",
+            *(each.address for each in servers),
+        ]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_SECONDS, check=False)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "died").exists(), "a worker of Ray Train dies once"
+    assert_same_result(tmp_path, one_machine)
+
+
 @pytest.mark.draw(1)
 @pytest.mark.parametrize("whose", ["the cluster's", "its own"])
 def test_a_stopped_run_leaves_nothing_behind(tmp_path: Path, cluster: Any, whose: str) -> None:
@@ -278,7 +324,9 @@ def test_custom_resources_and_labels_choose_the_nodes(tmp_path: Path, cluster: A
     """Servers would be spread over the nodes, and the trainer could be on either."""
     chosen = ("--server-resource", "satrap_server=1", "--trainer-label", "role=trainers")
     (tmp_path / "hold").touch()
-    with start_run(tmp_path, JOB, "--servers", "2", *on_cluster(cluster, *chosen), arguments=(str(tmp_path), "40")) as run:
+    with start_run(
+        tmp_path, JOB, "--servers", "2", *on_cluster(cluster, *chosen), arguments=(str(tmp_path), "40")
+    ) as run:
         wait_until(lambda: num_checkpoints(tmp_path) >= 1, run)
         words = {name: Path(f"/proc/{pid}/cmdline").read_text() for name, pid in children(tmp_path).items()}
         (tmp_path / "hold").unlink()
@@ -330,7 +378,10 @@ def test_a_server_that_cannot_be_placed_again_ends_the_run(tmp_path: Path, clust
         (["--cluster", "ray", "--trainer-memory", "4G"], "memory is '4G'; expected a whole number of bytes, KiB"),
         (["--cluster", "ray", "--server-cpus", "0"], "cpus is 0; expected"),
         (["--server-label", "role=server"], "--server-label requires --cluster ray"),
-        (["--cluster", "ray", "--worker-resource", "a=1"], "worker: custom resources and labels are those of a cluster's"),
+        (
+            ["--cluster", "ray", "--worker-resource", "a=1"],
+            "worker: custom resources and labels are those of a cluster's",
+        ),
         (
             ["--cluster", "ray", "--address", "ray://127.0.0.1:1"],
             "expected host:port of the cluster's head node, or auto",

@@ -24,7 +24,8 @@ def test_the_copy_of_the_working_directory(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "config", [{}, {"runtime_env": None}, {"runtime_env": {"env_vars": {"A": "1"}}}, {"runtime_env": {"working_dir": ""}}]
+    "config",
+    [{}, {"runtime_env": None}, {"runtime_env": {"env_vars": {"A": "1"}}}, {"runtime_env": {"working_dir": ""}}],
 )
 def test_without_a_working_directory_the_run_names_its_own(config: object) -> None:
     assert job_directory(environment(config), COPY) is None

@@ -142,10 +142,12 @@ def test_a_process_moves_its_buckets_at_sigterm_and_its_successor_gets_some(
 
 def test_rows_stay_in_shared_memory_for_the_next_process(tmp_path: Path, rng: np.random.Generator) -> None:
     local = LocalWorker(features(), num_threads=1)
-    with server_processes(tmp_path, 2) as servers:
-        with sharded_worker(features(), [each.address for each in servers]) as worker:
-            step_both([local, worker], rng, [draw_bags(rng, local.features, 60)], 1)
-            servers[1].end()
-            servers[1].restart()
-            step_both([local, worker], rng, [draw_bags(rng, local.features, 60)], 2)
-            assert contents(worker) == contents(local)
+    with (
+        server_processes(tmp_path, 2) as servers,
+        sharded_worker(features(), [each.address for each in servers]) as worker,
+    ):
+        step_both([local, worker], rng, [draw_bags(rng, local.features, 60)], 1)
+        servers[1].end()
+        servers[1].restart()
+        step_both([local, worker], rng, [draw_bags(rng, local.features, 60)], 2)
+        assert contents(worker) == contents(local)

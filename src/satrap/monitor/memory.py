@@ -21,8 +21,8 @@ def memory(rows: str | os.PathLike[str] | None = None) -> dict[str, list[int]]:
 
 
 def memory_limit(rows: str | os.PathLike[str] | None = None) -> int:
-    """Return the bytes that this process and its rows may use at most: of the machine, each container around the
-    process, and the file system of a shared-memory file, the smallest. Rows in that file count in the container, too."""
+    """Return the bytes that this process and its rows may use at most: the smallest of the machine, of each container
+    around the process, and of the file system of a shared-memory file. Rows there count in the container, too."""
     found = [allowed for _, allowed in _machine_and_groups()]
     if rows is not None:
         found += [allowed for _, allowed in [memory(rows).get("rows", (0, 0))] if allowed]

@@ -74,7 +74,9 @@ def advertised_address(advertise: str | None, bound: str) -> str:
         return bound
     host, port = split_address(advertise)
     if is_unix(bound):
-        raise ConfigError(f"advertise is {advertise!r}, and the service listens at {bound}; expected a tcp:// address there")
+        raise ConfigError(
+            f"advertise is {advertise!r}, and the service listens at {bound}; expected a tcp:// address there"
+        )
     if host == "*" or is_wildcard(host):
         raise ConfigError(f"advertise is {advertise!r}, which names no machine; expected e.g. tcp://server-0.jobs:5555")
     return join_address(host, port or split_address(bound)[1])

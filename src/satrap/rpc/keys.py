@@ -2,8 +2,8 @@
 
 Each file holds a secret key, its public key, and the public key of the other side (CURVE: Curve25519, as in ZeroMQ). A
 server accepts only that client key, a client only that server key, and traffic is encrypted. A file is readable by its
-owner only and is created atomically. It is refused if other users may read it or if it is damaged. A file of root may be
-readable by its group, too: so Kubernetes mounts a Secret for a process that is not root.
+owner only and is created atomically. It is refused if other users may read it or if it is damaged. A file of root may
+be readable by its group, too: so Kubernetes mounts a Secret for a process that is not root.
 """
 
 import hashlib
@@ -114,8 +114,8 @@ def _distrust(status: os.stat_result, user: int) -> str | None:
         return f"it belongs to user {status.st_uid}, who may know its secret; create new keys"
     if mode & (0o037 if status.st_uid == 0 else 0o077):
         return (
-            f"other users may read or change it (mode {mode:o}); create new keys, or chmod 600 it. Only a file of root may "
-            "be readable by its group, too (mode 440), as a Kubernetes Secret with defaultMode 0440 is"
+            f"other users may read or change it (mode {mode:o}); create new keys, or chmod 600 it. Only a file of root "
+            "may be readable by its group, too (mode 440), as a Kubernetes Secret with defaultMode 0440 is"
         )
     return None
 

@@ -73,7 +73,9 @@ class Departure:
             _LOG.info("this server's buckets have moved to other servers", extra=event("left"))
             return
         owned = status["buckets"]["owned"]
-        text = "this server ends with %d buckets, which did not move to other servers within %g s or had none to move to"
+        text = (
+            "this server ends with %d buckets, which did not move to other servers within %g s or had none to move to"
+        )
         _LOG.warning(text, owned, self._seconds, extra=event("left", buckets=owned))
 
     def _run(self, on_end: Callable[[], None]) -> None:

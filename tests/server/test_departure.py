@@ -140,14 +140,20 @@ def test_a_process_moves_its_buckets_at_sigterm_and_its_successor_gets_some(
         # Both leave when the job ends: each finds that no server stays.
 
 
-def test_rows_stay_in_shared_memory_for_the_next_process(tmp_path: Path, rng: np.random.Generator) -> None:
+def test_rows_that_cannot_move_in_time_stay_in_shared_memory(tmp_path: Path, rng: np.random.Generator) -> None:
+    """The next process with the file continues with them, as after Ctrl-C or with `--on-stop keep`."""
     local = LocalWorker(features(), num_threads=1)
     with (
-        server_processes(tmp_path, 2) as servers,
+        server_processes(tmp_path, 2, ANYWHERE, ("--on-stop", "move", "--grace", "0.5")) as servers,
         sharded_worker(features(), [each.address for each in servers]) as worker,
     ):
-        step_both([local, worker], rng, [draw_bags(rng, local.features, 60)], 1)
-        servers[1].end()
-        servers[1].restart()
-        step_both([local, worker], rng, [draw_bags(rng, local.features, 60)], 2)
+        for step, number in ((1, signal.SIGINT), (2, signal.SIGTERM)):
+            step_both([local, worker], rng, [draw_bags(rng, local.features, 60)], step)
+            if number == signal.SIGTERM:
+                servers[0].stop()  # it does not answer, so nothing can move
+            os.kill(servers[1].pid, number)
+            servers[1].wait()
+            servers[0].resume()
+            servers[1].restart()
+        step_both([local, worker], rng, [draw_bags(rng, local.features, 60)], 3)
         assert contents(worker) == contents(local)

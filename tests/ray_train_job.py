@@ -40,7 +40,8 @@ def train(config: dict[str, Any]) -> None:
 
 if __name__ == "__main__":
     _, address, folder, batches, *servers = sys.argv
-    ray.init(address, runtime_env={"env_vars": {"PYTHONPATH": os.fspath(Path(__file__).parent)}})
+    environment = {"PYTHONPATH": os.fspath(Path(__file__).parent), "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "600"}
+    ray.init(address, runtime_env={"env_vars": environment})
     TorchTrainer(
         train,
         train_loop_config={"folder": folder, "batches": int(batches), "servers": servers},

@@ -1,28 +1,18 @@
-"""The Ray job that a run belongs to, if `ray job submit` or Kubernetes' RayJob started it. Knows no Ray.
+"""Where the script is on the nodes of a run inside a Ray job, which `ray job submit` or Kubernetes' RayJob started.
 
 Such a job may have a working directory, which Ray has copied to every node: this process and the actors start in their
 node's copy. The run cannot name another one then, so the script must be in that copy, or on every node under one path.
 """
 
-import json
-from collections.abc import Mapping
 from pathlib import Path
 
-_CONFIG = "RAY_JOB_CONFIG_JSON_ENV_VAR"  # Ray sets it for the command of a job; ray.init reads it
 _COPIES = "working_dir_files"  # the directory of all copies on a node
 
 
-def job_directory(environment: Mapping[str, str], folder: Path) -> Path | None:
-    """Returns this node's copy of the job's working directory; None: there is no job, or it has no such directory.
+def job_directory(folder: Path) -> Path:
+    """Returns this node's copy of the job's working directory.
 
     folder: this process's directory, which is the copy or below it."""
-    try:
-        config = json.loads(environment.get(_CONFIG, "{}"))
-        has_directory = bool((config.get("runtime_env") or {}).get("working_dir"))
-    except (ValueError, AttributeError):
-        return None  # ray.init reports what is wrong with it
-    if not has_directory:
-        return None
     return next((each for each in (folder, *folder.parents) if each.parent.name == _COPIES), folder)
 
 

@@ -386,10 +386,8 @@ def open_ray_launcher(
     """Returns a launcher on the Ray cluster of `ray_config`. Without an address, starts a private Ray on this machine,
     with room for all servers that the run may have, and shuts it down at the end."""
     script_folder, log_folder = script.path.absolute().parent, logs.folder.absolute()
-    options: dict[str, Any] = {}
-    if (directory := job_directory(os.environ, Path.cwd())) is None:
-        excludes = [f"/{log_folder.relative_to(script_folder)}"] if log_folder.is_relative_to(script_folder) else []
-        options["runtime_env"] = {"working_dir": str(script_folder), "excludes": excludes}
+    excludes = [f"/{log_folder.relative_to(script_folder)}"] if log_folder.is_relative_to(script_folder) else []
+    options: dict[str, Any] = {"runtime_env": {"working_dir": str(script_folder), "excludes": excludes}}
     if ray_config.address is None:
         # More CPUs than there are, if need be: processes share the cores, as without Ray.
         cpus = max(num_cores(), total_cpus(ray_config.resources, run_config))
@@ -401,8 +399,10 @@ def open_ray_launcher(
     # Ray prints messages about workers and nodes that died; the terminal shows only the first trainer's output.
     with open(logs.folder / "ray.log", "a") as log, redirect_stdout(log):
         try:
-            _log_cluster(_connect(options), log_folder)
-            launcher = RayLauncher(run_config, ray_config, logs, script_path(script.path, directory))
+            context, in_job = _connect(options)
+            _log_cluster(context, log_folder)
+            path = script_path(script.path, job_directory(Path.cwd()) if in_job else None)
+            launcher = RayLauncher(run_config, ray_config, logs, path)
             launcher.reserve()
             yield launcher
         finally:
@@ -433,10 +433,20 @@ def _log_cluster(context: Any, log_folder: Path) -> None:
     _LOG.info(text, address, dashboard, log_folder / "ray.log", context.address_info["session_dir"], extra=found)
 
 
-def _connect(options: dict[str, Any]) -> Any:
-    """Connects to Ray, and returns its description of the connection."""
+def _connect(options: dict[str, Any]) -> tuple[Any, bool]:
+    """Connects to Ray, and returns its description of the connection, and whether this process belongs to a Ray job
+    with a working directory."""
+    options = {"log_to_driver": False, "logging_level": logging.ERROR, **options}
     try:
-        return ray.init(log_to_driver=False, logging_level=logging.ERROR, **options)
+        try:
+            return ray.init(**options), False
+        except ValueError:  # such a job permits no other directory
+            if ray.is_initialized():
+                raise
+            context = ray.init(**{name: value for name, value in options.items() if name != "runtime_env"})
+            if not ray.get_runtime_context().runtime_env.get("working_dir"):
+                raise
+            return context, True
     except (ConnectionError, RuntimeError, ValueError, RayError) as error:
         where = "this machine" if options["address"] == "local" else options["address"]
         raise ConfigError(f"cannot connect to Ray at {where}: {error}") from error

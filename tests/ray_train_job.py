@@ -18,6 +18,8 @@ def train(config: dict[str, Any]) -> None:
     import run_job
     import satrap
 
+    job: Any = run_job
+
     class Failing(satrap.Checkpoint):
         def save(self, *args: Any, **kwargs: Any) -> Any:
             path = folder / "died"
@@ -32,9 +34,9 @@ def train(config: dict[str, Any]) -> None:
 
     embeddings: list[satrap.Embeddings] = []
     folder = Path(config["folder"])
-    run_job.Embeddings, run_job.Checkpoint = make, Failing  # type: ignore[assignment, misc]
-    run_job.skip_compiler()
-    run_job.main(folder, config["batches"])
+    job.Embeddings, job.Checkpoint = make, Failing
+    job.skip_compiler()
+    job.main(folder, config["batches"])
     embeddings[0].close()
 
 

@@ -266,12 +266,13 @@ class RayLauncher:
             self._bundles[number] = (first, free[0]) if free else (self._place(role, 1), 0)
         return self._bundles[number]
 
-    def _place(self, role: Role, count: int, **options: str) -> PlacementGroup:
+    def _place(self, role: Role, count: int, **options: Any) -> PlacementGroup:
         """Requests a placement group for so many processes of a role."""
         resources = self._resources[role]
         selectors = [dict(resources.labels)] * count if resources.labels else None
         bundles = [resources.bundle()] * count
-        return placement_group(bundles, bundle_label_selector=selectors, **options)  # type: ignore[arg-type]
+        group: PlacementGroup = placement_group(bundles, bundle_label_selector=selectors, **options)
+        return group
 
     def _has_initial_bundle(self, number: int) -> bool:
         """Returns whether a server has one of the bundles that the run started with."""

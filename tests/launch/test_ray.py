@@ -20,7 +20,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from cluster import running_servers
 from runs import (
+    DEADLINE_SECONDS,
     JOB,
     SATRAP,
     assert_same_result,
@@ -61,7 +63,8 @@ ON_HEAD = ("--trainer-gpus", "1")  # the other node has no GPUs
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Any]:
-    """A Ray cluster of two nodes. Only the first one claims to have GPUs."""
+    """A Ray cluster of two nodes. Only the first one claims to have GPUs, and a label; only the second one has a custom
+    resource, places for servers."""
     from ray.cluster_utils import Cluster
 
     cluster = Cluster()
@@ -69,8 +72,8 @@ def cluster() -> Iterator[Any]:
     settings["worker_niceness"] = 0  # by default Ray's processes starve beside other tests
     head: dict[str, Any] = {"include_dashboard": False, "_system_config": settings}
     try:
-        cluster.add_node(num_cpus=4, num_gpus=2, object_store_memory=100 << 20, **head)
-        cluster.add_node(num_cpus=2, num_gpus=0, object_store_memory=100 << 20)
+        cluster.add_node(num_cpus=4, num_gpus=2, object_store_memory=100 << 20, labels={"role": "trainers"}, **head)
+        cluster.add_node(num_cpus=2, num_gpus=0, object_store_memory=100 << 20, resources={"satrap_server": 2})
         yield cluster
     finally:
         cluster.shutdown()
@@ -203,6 +206,51 @@ def test_a_run_that_loses_a_node_with_a_server_resumes_its_checkpoint(
     assert_nothing_is_left(tmp_path, list(pids.values()))
 
 
+def test_a_job_with_a_working_directory(tmp_path: Path, cluster: Any, one_machine: dict[str, np.ndarray]) -> None:
+    """As of `ray job submit --working-dir . -- satrap run jobs/job.py`, and of a RayJob with a runtimeEnv. Its
+    variables reach the script."""
+    (work := tmp_path / "work").mkdir()
+    (work / "jobs").mkdir()
+    write_changed_job(work / "jobs", ('"resumed" if', 'os.environ["GREETING"] if'), ("import sys", "import os, sys"))
+    options = ("--address", "auto", "--folder", str(tmp_path / "run"), "--memory", str(tmp_path / "memory"))
+    (tmp_path / "memory").mkdir()
+    words = [str(SATRAP), "run", "jobs/job.py", "--cluster", "ray", *SIZES, *options, "--", str(tmp_path), "100"]
+    submit = [sys.executable, str(JOB.with_name("ray_submit.py")), cluster.address, str(work), " ".join(words)]
+    (tmp_path / "hold").touch()
+    with subprocess.Popen(submit, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as job:
+        try:
+            wait_until(lambda: num_checkpoints(tmp_path) >= 2, job)
+            pids = children(tmp_path)
+            os.kill(pids["trainer 1"], signal.SIGKILL)
+            (tmp_path / "hold").unlink()
+            status, out, _ = wait_for_exit(job)
+        finally:
+            job.kill()
+    assert status == 0 and "\nhello\n" in out, out
+    assert_same_result(tmp_path, one_machine)
+    assert_nothing_is_left(tmp_path, list(pids.values()))
+
+
+def test_trainers_of_ray_train_use_servers_beside_them(
+    tmp_path: Path, cluster: Any, one_machine: dict[str, np.ndarray]
+) -> None:
+    script = JOB.with_name("ray_train_job.py")
+    with running_servers(2) as servers:
+        command = [
+            sys.executable,
+            str(script),
+            cluster.address,
+            str(tmp_path),
+            "100",
+            *(each.address for each in servers),
+        ]
+        deadline = 3 * DEADLINE_SECONDS  # four processes import Ray Train and torch
+        done = subprocess.run(command, capture_output=True, text=True, timeout=deadline, check=False)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "died").exists(), "a worker of Ray Train dies once"
+    assert_same_result(tmp_path, one_machine)
+
+
 @pytest.mark.draw(1)
 @pytest.mark.parametrize("whose", ["the cluster's", "its own"])
 def test_a_stopped_run_leaves_nothing_behind(tmp_path: Path, cluster: Any, whose: str) -> None:
@@ -273,12 +321,33 @@ def processes(run: subprocess.Popen[str], folder: Path) -> list[int]:
     return [*pids, *(actor_of(pid) for pid in pids), *map(int, own)]
 
 
+def test_custom_resources_and_labels_choose_the_nodes(tmp_path: Path, cluster: Any) -> None:
+    """Servers would be spread over the nodes, and the trainer could be on either."""
+    chosen = ("--server-resource", "satrap_server=1", "--trainer-label", "role=trainers")
+    (tmp_path / "hold").touch()
+    with start_run(
+        tmp_path, JOB, "--servers", "2", *on_cluster(cluster, *chosen), arguments=(str(tmp_path), "40")
+    ) as run:
+        wait_until(lambda: num_checkpoints(tmp_path) >= 1, run)
+        words = {name: Path(f"/proc/{pid}/cmdline").read_text() for name, pid in children(tmp_path).items()}
+        (tmp_path / "hold").unlink()
+        status, _, err = wait_for_exit(run)
+    assert status == 0, err
+    head, other = (node.node_id[:12] for node in cluster.list_all_nodes())
+    where = {name: {node for node in (head, other) if node in each} for name, each in words.items()}
+    assert where == {"server 0": {other}, "server 1": {other}, "trainer 0": {head}}
+
+
 def test_resources_that_the_cluster_lacks_are_refused(tmp_path: Path, cluster: Any) -> None:
     options = on_cluster(cluster, "--placement-seconds", "1", "--trainer-cpus", "64", "--server-memory", "2GiB")
     status, _, err = run_to_its_end(tmp_path, JOB, *SIZES, *options)
     assert status == 1
     assert "Ray could not place 2 x server with 1 CPU, 2.0 GiB memory, 2 x trainer with 64 CPU within 1 s" in err
     assert "2 GPU" in err and "Traceback" not in err
+    options = on_cluster(cluster, "--placement-seconds", "1", "--server-resource", "satrap_server=3")
+    status, _, err = run_to_its_end(tmp_path, JOB, *options)
+    assert status == 1 and "1 x server with 1 CPU, 3 satrap_server, 1 x trainer" in err
+    assert "2 satrap_server are free" in err, err
 
 
 def test_a_node_without_the_directory_for_rows(tmp_path: Path, cluster: Any) -> None:
@@ -309,6 +378,11 @@ def test_a_server_that_cannot_be_placed_again_ends_the_run(tmp_path: Path, clust
         (["--address", "auto"], "--address requires --cluster ray"),
         (["--cluster", "ray", "--trainer-memory", "4G"], "memory is '4G'; expected a whole number of bytes, KiB"),
         (["--cluster", "ray", "--server-cpus", "0"], "cpus is 0; expected"),
+        (["--server-label", "role=server"], "--server-label requires --cluster ray"),
+        (
+            ["--cluster", "ray", "--worker-resource", "a=1"],
+            "worker: custom resources and labels are those of a cluster's",
+        ),
         (
             ["--cluster", "ray", "--address", "ray://127.0.0.1:1"],
             "expected host:port of the cluster's head node, or auto",

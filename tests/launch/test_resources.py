@@ -5,7 +5,15 @@ from __future__ import annotations
 import pytest
 
 from satrap.errors import ConfigError
-from satrap.launch.resources import Resources, describe_resources, describe_run, parse_size, total_cpus
+from satrap.launch.resources import (
+    Resources,
+    describe_resources,
+    describe_run,
+    parse_custom,
+    parse_labels,
+    parse_size,
+    total_cpus,
+)
 from satrap.launch.run_events import Role
 from satrap.launch.supervisor import RunConfig
 
@@ -33,6 +41,20 @@ def test_resources_as_bundles_and_in_words() -> None:
         describe_resources({"CPU": 0.0, "node:1": 1.0}) == "nothing"
         and describe_resources({"memory": 1 << 30}) == "1.0 GiB memory"
     )
+
+
+def test_custom_resources_and_labels() -> None:
+    assert parse_custom(["satrap_server=1", "disk=0.5"]) == {"satrap_server": 1.0, "disk": 0.5}
+    assert parse_labels(["role=server", "zone=a=b"]) == {"role": "server", "zone": "a=b"}
+    whole = Resources(custom={"disk": 0.5}, labels={"role": "server"})
+    assert whole.bundle() == {"CPU": 1.0, "disk": 0.5}
+    assert str(whole) == "1 CPU, 0.5 disk on a node with the label role=server"
+    for text in ("disk", "disk=", "disk=0", "disk=-1", "disk=nan", "=1", "CPU=1", "memory=1"):
+        with pytest.raises(ConfigError, match=f"resource is '{text}'; expected NAME=AMOUNT"):
+            parse_custom([text])
+    for text in ("role", "role=", "=server"):
+        with pytest.raises(ConfigError, match=f"label is '{text}'; expected NAME=VALUE"):
+            parse_labels([text])
 
 
 @pytest.mark.parametrize(("name", "value"), [("cpus", 0), ("gpus", -1), ("memory_bytes", -1), ("cpus", 2**50 + 1)])

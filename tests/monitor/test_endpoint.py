@@ -19,7 +19,7 @@ from logged import logged
 from satrap.errors import ConfigError
 from satrap.monitor import samples
 from satrap.monitor.endpoint import HttpEndpoint, any_port, split_http_address
-from satrap.monitor.memory import _limits, memory
+from satrap.monitor.memory import memory, memory_limit
 from satrap.monitor.metric_table import GROUPS, METRICS
 from satrap.monitor.report import Counters
 from satrap.monitor.samples import (
@@ -175,17 +175,7 @@ def test_samples_of_several_objects_become_one(monkeypatch: pytest.MonkeyPatch) 
     assert collect() == [] and merged([]) == []
 
 
-def test_memory_is_that_of_the_machine_or_of_a_container_with_a_limit(tmp_path: Path) -> None:
+def test_memory_is_that_of_the_machine_and_of_the_file_system_of_the_rows(tmp_path: Path) -> None:
     found = memory(tmp_path / "rows")
     assert found.keys() == {"machine", "rows"} and all(0 < used < allowed for used, allowed in found.values())
-    (inner := tmp_path / "outer/inner").mkdir(parents=True)
-    for folder, current, limit in ((inner, 900, "max"), (inner.parent, 1000, "4000")):
-        (folder / "memory.current").write_text(f"{current}\n")
-        (folder / "memory.max").write_text(f"{limit}\n")
-        (folder / "memory.stat").write_text("anon 1\ninactive_file 300\n")
-    assert list(_limits("0::/outer/inner\n", tmp_path)) == [(700, 4000)]
-    (old := tmp_path / "memory/job").mkdir(parents=True)
-    (old / "memory.usage_in_bytes").write_text("500\n")
-    (old / "memory.limit_in_bytes").write_text("2000\n")
-    (old / "memory.stat").write_text("total_inactive_file 100\n")
-    assert list(_limits("3:cpu:/x\n2:memory:/job\n", tmp_path)) == [(400, 2000)]
+    assert memory_limit(tmp_path / "rows") <= min(allowed for _, allowed in found.values())

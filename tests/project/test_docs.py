@@ -216,7 +216,7 @@ EACH_COMMAND = sorted({line for page in [*pages(), ROOT / "CONTRIBUTING.md"] for
 @pytest.mark.parametrize("line", EACH_COMMAND)
 def test_a_command_of_a_page_is_one_that_is_taken(line: str, monkeypatch: pytest.MonkeyPatch) -> None:
     program, *arguments = shlex.split(line)
-    known = {"satrap": is_taken_by_satrap, "make": is_a_target, "pip": is_an_extra}
+    known = {"satrap": is_taken_by_satrap, "make": is_a_target, "pip": is_an_extra, "ray": is_a_job_of_satrap}
     name = Path(program).name
     if name in known:
         known[name](arguments, monkeypatch)
@@ -244,6 +244,12 @@ def is_taken_by_satrap(arguments: list[str], monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(command_line, "_output_lines", lines)
     assert command_line.main(arguments) == 0
     assert [each.command for each in started] == arguments[:1]
+
+
+def is_a_job_of_satrap(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    at = arguments.index("--")
+    assert arguments[: at + 1] == ["job", "submit", "--working-dir", ".", "--"] and arguments[at + 1] == "satrap"
+    is_taken_by_satrap(arguments[at + 2 :], monkeypatch)
 
 
 def is_a_target(arguments: list[str], _: pytest.MonkeyPatch) -> None:

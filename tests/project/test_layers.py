@@ -17,7 +17,7 @@ PACKAGE = ROOT / "src/satrap"
 
 # Which packages a package may import from, besides itself and BASE. None may import what imports it, but for a part of
 # its own: `test_no_file_imports_itself_in_a_circle` sees to the files.
-BASE = {"errors", "event_log", "interrupts", "collected", "run_context", "transfer", "_core"}
+BASE = {"errors", "event_log", "interrupts", "collected", "run_context", "transfer", "cgroups", "_core"}
 ARROWS: dict[str, str] = {
     "config": "",
     "rpc": "config",
@@ -28,7 +28,7 @@ ARROWS: dict[str, str] = {
     "table.snapshot": "config storage table",
     "data": "config monitor",
     "server": "config rpc monitor sharding storage table table.snapshot server.migration",
-    "server.migration": "config rpc sharding table server",
+    "server.migration": "config rpc monitor sharding table server",
     "worker": "config rpc sharding storage table table.snapshot data server",
     "worker.remote": "config rpc monitor data worker",
     "device": "config table data worker",

@@ -4,16 +4,21 @@ import json
 import os
 import socket
 import stat
+import subprocess
+import sys
+import tempfile
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from rpc_parts import LOOPBACK, Calls, Served
 from satrap.cli.main import main
 from satrap.errors import ConfigError
 from satrap.rpc import Client, Keys, Service
-from satrap.rpc.address import join_address, split_address
-from satrap.rpc.keys import create_keys
+from satrap.rpc.address import advertised_address, join_address, split_address
+from satrap.rpc.keys import _distrust, create_keys
 
 
 def test_each_file_holds_its_own_pair_and_the_others_public_key(tmp_path: Path) -> None:
@@ -47,12 +52,50 @@ def test_the_command_writes_both(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert "cannot be written" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("mode", [0o640, 0o604, 0o620, 0o777])
+@pytest.mark.parametrize("mode", [0o604, 0o620, 0o444, 0o641, 0o777])
 def test_a_key_that_others_may_read(tmp_path: Path, mode: int) -> None:
     path, _ = create_keys(tmp_path)
     path.chmod(mode)
-    with pytest.raises(ConfigError, match=f"other users may read it \\(mode {mode:o}\\); create new keys, or chmod"):
+    with pytest.raises(ConfigError, match=f"other users may read .*\\(mode {mode:o}\\); create new keys, or chmod"):
         Keys.read(path)
+
+
+@given(mode=st.integers(0, 0o777), owner=st.sampled_from([0, 1000, 1001]), user=st.sampled_from([0, 1000]))
+def test_who_may_read_a_key(mode: int, owner: int, user: int) -> None:
+    """No user but the owner has access; of a file of root, its group may read it."""
+    status = os.stat_result((stat.S_IFREG | mode, 0, 0, 1, owner, 2000, 9, 0, 0, 0))
+    permitted = 0o740 if owner == 0 else 0o700 if owner == user else None
+    assert (_distrust(status, user) is None) == (permitted is not None and mode & ~permitted == 0)
+
+
+READ_AS = """
+import os, sys
+from satrap.rpc import Keys
+os.setgroups([2000]), os.setgid(65534), os.setuid(65534)
+print(Keys.read(sys.argv[1]).role)
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can write files of root for another user")
+def test_a_secret_as_kubernetes_mounts_it() -> None:
+    """A Secret with fsGroup 2000: files of root, links to links, read by a process that is not root."""
+    with tempfile.TemporaryDirectory() as name:
+        (data := (folder := Path(name)) / "..2026_11_23").mkdir()
+        (folder / "..data").symlink_to(data.name)
+        for path in create_keys(data):
+            (folder / path.name).symlink_to(f"..data/{path.name}")
+            os.chown(path, 0, 2000)
+            path.chmod(0o440)
+        folder.chmod(0o755)
+        command = [sys.executable, "-c", READ_AS, str(folder / "client.key")]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+        assert done.stdout == "client\n", done.stderr
+        os.chown(data / "client.key", 0, 2001)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+        assert "cannot be read: [Errno 13] Permission denied" in done.stderr
+        (data / "client.key").chmod(0o444)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+        assert "other users may read or change it (mode 444)" in done.stderr
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file away")
@@ -188,3 +231,34 @@ def test_addresses_that_cannot_be_used(tmp_path: Path) -> None:
     for text in ("tcp://*:5", "tcp://127.0.0.1:0", "tcp://0.0.0.0:5", f"ipc://{tmp_path}/*"):
         with pytest.raises(ConfigError, match="expected that of one server"):
             Client(Calls, text)
+
+
+@pytest.mark.parametrize(
+    ("advertise", "bound", "expected"),
+    [
+        (None, "tcp://0.0.0.0:5555", "tcp://0.0.0.0:5555"),
+        (None, "ipc:///run/x/0", "ipc:///run/x/0"),
+        ("tcp://server-0.jobs:5555", "tcp://10.0.0.5:7", "tcp://server-0.jobs:5555"),
+        ("tcp://server-0.jobs:0", "tcp://10.0.0.5:7", "tcp://server-0.jobs:7"),
+        ("tcp://[fd00::5]:*", "tcp://[::]:7", "tcp://[fd00::5]:7"),
+    ],
+)
+def test_the_advertised_address(advertise: str | None, bound: str, expected: str) -> None:
+    assert advertised_address(advertise, bound) == expected
+
+
+@pytest.mark.parametrize(
+    ("advertise", "listen", "problem"),
+    [
+        ("server-0", LOOPBACK, "the address is 'server-0'; expected e.g."),
+        ("tcp://0.0.0.0:5", LOOPBACK, "which names no machine; expected e.g. tcp://server-0"),
+        ("tcp://*:5", LOOPBACK, "which names no machine"),
+        ("tcp://a:5", "ipc:///run/x/0", "the service listens at ipc:///run/x/0; expected a tcp:// address there"),
+    ],
+)
+@pytest.mark.parametrize("command", ["server", "worker"])
+def test_an_address_that_cannot_be_advertised(
+    command: str, advertise: str, listen: str, problem: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([command, "--listen", listen, "--insecure", "--advertise", advertise]) == 1
+    assert problem in capsys.readouterr().err

@@ -4,7 +4,6 @@ Yields plain lines. Every number in them was measured on this machine.
 """
 
 import importlib.metadata
-import os
 import platform
 import time
 from collections.abc import Iterator
@@ -12,9 +11,11 @@ from collections.abc import Iterator
 import numpy as np
 
 from satrap import _core
+from satrap.config.cores import num_cores
 from satrap.config.tables import Table
 from satrap.data.inputs import Inputs
 from satrap.errors import ConfigError
+from satrap.monitor.memory import memory
 
 _PACKAGES = (
     *("satrap", "numpy", "torch", "pyarrow", "safetensors", "fsspec", "tensorboard", "pandas", "polars", "pyzmq"),
@@ -29,10 +30,9 @@ def examine(dim: int, *, run: bool) -> Iterator[str]:
     for package in _PACKAGES:
         yield f"{package:12} {_version(package)}"
     yield f"SIMD         {_core.simd_paths()[0]} (this machine has {', '.join(_core.simd_paths())})"
-    cores = len(os.sched_getaffinity(0))
-    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    cores, (used, allowed) = num_cores(), memory()["machine"]
     yield f"cores        {cores} for this process"
-    yield f"memory       {memory / 2**30:.1f} GiB, {_available() / 2**30:.1f} GiB available"
+    yield f"memory       {allowed / 2**30:.1f} GiB, {(allowed - used) / 2**30:.1f} GiB available"
     yield f"huge pages   {_huge_pages()}"
     if _version("torch") == "not installed":
         yield "torch is not installed, so only tables work; for training run pip install torch"
@@ -45,6 +45,8 @@ def examine(dim: int, *, run: bool) -> Iterator[str]:
     spare = spare_cores()
     table_threads = f"{cores} between dense steps" + (f"; with staleness, {spare} during them" if spare else "")
     yield f"threads      torch {torch.get_num_threads()}, tables {table_threads}"
+    if torch.get_num_threads() > cores:
+        yield f"  torch's threads exceed the cores; set OMP_NUM_THREADS={cores}"
     if run:
         needed = (2 * _ROWS + 6 * _NUM_FEATURES * _BATCH) * 4 * dim  # rows, optimizer states, copies of a batch
         if needed > _available() / 2:
@@ -134,9 +136,8 @@ def _version(package: str) -> str:
 
 
 def _available() -> int:
-    with open("/proc/meminfo") as file:
-        line = next(line for line in file if line.startswith("MemAvailable"))
-    return int(line.split()[1]) * 1024
+    used, allowed = memory()["machine"]
+    return allowed - used
 
 
 def _huge_pages() -> str:

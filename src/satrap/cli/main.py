@@ -10,17 +10,17 @@ import json
 import logging
 import os
 import resource
+import select
 import signal
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import closing, suppress
-from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 from satrap.cli.parser import command_parser
-from satrap.config.validation import check_integer
+from satrap.config.validation import check_integer, check_number
 from satrap.errors import ConfigError, SatrapError
 from satrap.event_log import event, formatter, set_role
 from satrap.run_context import RunContext
@@ -166,13 +166,18 @@ def _keys(folder: str) -> Iterator[str]:
 def _server(options: argparse.Namespace) -> Iterator[str]:
     from satrap.cli.http import StatusEndpoint
     from satrap.rpc import Keys, Limits, Origin, Service
+    from satrap.server.migration.departure import Departure
     from satrap.server.protocol import ServerCalls
     from satrap.server.server import Server
     from satrap.server.status_calls import server_samples
 
-    wait_for_stop = _install_stop_handler()
+    wait_for_stop = _StopSignals()
     _prepare_to_listen(options)
     keys = None if options.keys is None else Keys.read(options.keys)
+    client_keys = None
+    if (moves := options.on_stop == "move") and keys is not None:
+        client_keys = Keys.read(Path(options.keys).with_name("client.key"))
+    check_number("server", "grace", options.grace, 0.0)
     server = Server(shared=options.shared, num_threads=options.threads, checkpoints=options.checkpoints)
     limits = Limits(max_bytes=16 << 30)  # the parts of all trainers wait until the last one has arrived
     with (
@@ -180,10 +185,14 @@ def _server(options: argparse.Namespace) -> Iterator[str]:
         Service(server, ServerCalls, options.listen, keys, insecure=options.insecure, limits=limits) as service,
     ):
         yield from endpoint.attach(service)
-        yield f"satrap server: listening at {service.address}"
-        _log_start(service.address)
-        wait_for_stop()
+        yield from _announce("server", options.advertise, service.address)
+        number = wait_for_stop()
         endpoint.drain()
+        if moves and number == signal.SIGTERM:
+            departure = Departure(server, client_keys, options.grace)
+            departure.start(wait_for_stop.end)
+            wait_for_stop(options.grace)  # or a second signal
+            departure.report()
     _LOG.info("stopped", extra=event("stopped"))
 
 
@@ -193,7 +202,7 @@ def _worker(options: argparse.Namespace) -> Iterator[str]:
     from satrap.worker.remote.protocol import WorkerCalls
     from satrap.worker.remote.service import WorkerService, worker_samples
 
-    wait_for_stop = _install_stop_handler()
+    wait_for_stop = _StopSignals()
     _prepare_to_listen(options)
     keys = None if options.keys is None else Keys.read(options.keys)
     client_keys = None if options.keys is None else Keys.read(Path(options.keys).with_name("client.key"))
@@ -204,19 +213,26 @@ def _worker(options: argparse.Namespace) -> Iterator[str]:
         Service(served, WorkerCalls, options.listen, keys, **service_options) as service,
     ):
         yield from endpoint.attach(service)
-        yield f"satrap worker: listening at {service.address}"
-        _log_start(service.address)
+        yield from _announce("worker", options.advertise, service.address)
         wait_for_stop()
         endpoint.drain()
     _LOG.info("stopped", extra=event("stopped"))
 
 
-def _log_start(address: str) -> None:
+def _announce(role: str, advertise: str | None, bound: str) -> Iterator[str]:
+    """Prints and logs the address by which to call this server or worker."""
+    from satrap.rpc.address import advertised_address
+
+    address = advertised_address(advertise, bound)
+    yield f"satrap {role}: listening at {address}"
     text = "started: satrap %s, process %d, listening at %s"
     _LOG.info(text, version("satrap"), os.getpid(), address, extra=event("started", pid=os.getpid(), address=address))
 
 
 def _prepare_to_listen(options: argparse.Namespace) -> None:
+    from satrap.rpc.address import advertised_address
+
+    advertised_address(options.advertise, options.listen)
     if options.insecure and options.keys is not None:
         raise ConfigError("both --keys and --insecure were given; expected one of them: remove --insecure")
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -225,15 +241,26 @@ def _prepare_to_listen(options: argparse.Namespace) -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (target, hard))
 
 
-def _install_stop_handler() -> Callable[[], object]:
-    """Handles SIGTERM and Ctrl-C from now on, and returns a function that waits for the next one.
+class _StopSignals:
+    """Handles SIGTERM and Ctrl-C from now on. Called, waits for the next one.
 
     A handler that sets an Event would not be enough: if the signal arrives just before the waiter falls asleep, the
     waiter does not wake up.
     """
-    reader, writer = os.pipe()
-    os.set_blocking(writer, False)
-    signal.set_wakeup_fd(writer)
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: None)
-    return partial(os.read, reader, 1)
+
+    def __init__(self) -> None:
+        self._reader, self._writer = os.pipe()
+        os.set_blocking(self._writer, False)
+        signal.set_wakeup_fd(self._writer)
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, lambda *_: None)
+
+    def __call__(self, seconds: float | None = None) -> int | None:
+        """Returns the number of the signal; None if none came in so many seconds, or `end` was called."""
+        if not select.select([self._reader], [], [], seconds)[0]:
+            return None
+        return os.read(self._reader, 1)[0] or None
+
+    def end(self) -> None:
+        """Ends a wait, from another thread."""
+        os.write(self._writer, b"\0")

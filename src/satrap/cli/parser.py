@@ -94,7 +94,7 @@ def _add_run(commands: _Commands) -> None:
         type=float,
         metavar="GIB",
         help="memory in GiB that each server may use for rows; requires --max-servers (default: --server-memory, or "
-        "all memory of the machine)",
+        "all memory of the machine or container)",
     )
     _add_http(
         run.add_argument_group("monitoring"),
@@ -181,6 +181,18 @@ def _add_cluster(run: argparse.ArgumentParser) -> None:
             metavar="SIZE",
             help=f"memory to reserve for each {role}, such as 64GiB (default: none)",
         )
+        ray.add_argument(
+            f"--{role}-resource",
+            action="append",
+            metavar="NAME=AMOUNT",
+            help=f"custom resource of Ray that each {role} requests; may be repeated (default: none)",
+        )
+        ray.add_argument(
+            f"--{role}-label",
+            action="append",
+            metavar="NAME=VALUE",
+            help=f"label that a node of Ray must have for a {role}; may be repeated (default: none)",
+        )
     ray.add_argument("--trainer-gpus", type=int, metavar="N", help="GPUs of each trainer (default: 0)")
 
 
@@ -259,6 +271,22 @@ def _add_server(commands: _Commands) -> None:
         help="keep the rows in this shared-memory file, and continue with the rows that it already has, for example "
         "/dev/shm/rows (default: rows are lost when the server exits)",
     )
+    server.add_argument(
+        "--on-stop",
+        choices=("keep", "move"),
+        default="keep",
+        help="what SIGTERM does to the rows. keep: those of --shared stay there, for the next server with that file. "
+        "move: the buckets move to the other servers first, while training continues; with --keys, this needs "
+        "client.key in the same directory (default: %(default)s)",
+    )
+    server.add_argument(
+        "--grace",
+        type=float,
+        default=25.0,
+        metavar="SECONDS",
+        help="time for --on-stop move, after which the server ends with the rows that it still has (default: "
+        "%(default)g, since Kubernetes kills a pod after 30)",
+    )
     _add_http(server, "")
     _add_allowed(server, "--checkpoints", "write and read checkpoints")
     _add_threads(server)
@@ -290,6 +318,12 @@ def _add_listen(command: argparse.ArgumentParser, keys: str) -> None:
         metavar="ADDRESS",
         help="address to listen at: ipc:///directory/name, a Unix socket in a directory of mode 0700, or "
         "tcp://10.0.0.5:5555, where port 0 chooses a free one",
+    )
+    command.add_argument(
+        "--advertise",
+        metavar="ADDRESS",
+        help="address that other processes should use, if it is not the one to listen at: a name that outlives the "
+        "machine or pod, such as tcp://server-0.jobs:5555; port 0 is that of --listen (default: where it listens)",
     )
     command.add_argument("--keys", metavar="FILE", help=keys)
     command.add_argument(

@@ -2,17 +2,17 @@
 
 import argparse
 import math
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from satrap.cli.http import monitor_run
+from satrap.config.cores import num_cores
 from satrap.errors import ConfigError
 from satrap.launch.local_launcher import LocalLauncher
 from satrap.launch.logs import RunLogs
 from satrap.launch.process_command import Script
-from satrap.launch.resources import RayConfig, Resources, parse_size
+from satrap.launch.resources import RayConfig, Resources, parse_custom, parse_labels, parse_size
 from satrap.launch.run_events import Role
 from satrap.launch.run_loop import lock_run_folder, run
 from satrap.launch.scaler import Scaler
@@ -24,6 +24,7 @@ from satrap.sharding.autoscaler import ScaleLimits
 _RAY_OPTIONS = (
     *("address", "placement_seconds", "server_cpus", "server_memory", "worker_cpus", "worker_memory"),
     *("trainer_cpus", "trainer_gpus", "trainer_memory"),
+    *(f"{role}_{name}" for role in Role for name in ("resource", "label")),
 )
 
 
@@ -41,7 +42,7 @@ def run_script(options: argparse.Namespace, arguments: Sequence[str]) -> int:
         return _run_on_ray(options, arguments, run_config)
     if ray_only := [name for name in _RAY_OPTIONS if getattr(options, name) is not None]:
         raise ConfigError(f"--{ray_only[0].replace('_', '-')} requires --cluster ray: add it, or remove this option")
-    cores = len(os.sched_getaffinity(0))
+    cores = num_cores()
     threads = {role: max(1, cores // max(1, count)) for role, count in run_config.counts.items()}
     script = _script(options, arguments, threads)
     with lock_run_folder(options.folder), RunLogs(options.folder / "logs", options.log_format) as logs:
@@ -101,6 +102,8 @@ def _resources(options: argparse.Namespace, role: Role) -> Resources:
     given: dict[str, Any] = {name: getattr(options, f"{role}_{name}", None) for name in ("cpus", "gpus", "memory")}
     if (memory := given.pop("memory")) is not None:
         given["memory_bytes"] = parse_size(memory)
+    given["custom"] = parse_custom(getattr(options, f"{role}_resource") or ())
+    given["labels"] = parse_labels(getattr(options, f"{role}_label") or ())
     return Resources(**{name: amount for name, amount in given.items() if amount is not None})
 
 

@@ -29,11 +29,13 @@ from ray.exceptions import RayActorError, RayError, RayTaskError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
+from satrap.config.cores import num_cores
 from satrap.errors import ConfigError, SatrapError
 from satrap.event_log import event
 from satrap.launch.child_processes import GRACE_SECONDS, ChildExited, ChildProcesses, ProcessOutput, Report
 from satrap.launch.logs import RunLogs
 from satrap.launch.process_command import LaunchSite, ProcessSpec, Script
+from satrap.launch.ray_job import job_directory, script_path
 from satrap.launch.resources import RayConfig, describe_resources, describe_run, total_cpus
 from satrap.launch.rows_file import has_rows, remove_rows, rows_file
 from satrap.launch.run_events import Event, PlacementFailed, Process, Role, StopMode
@@ -66,11 +68,19 @@ class _ProcessActor:
         self._listener = socket.create_server((self._host, 0))
         return f"tcp://{self._host}:{self._listener.getsockname()[1]}"
 
-    def start(self, spec: ProcessSpec, memory: Path, keys: dict[str, bytes], rendezvous: str | None) -> list[Report]:
+    def start(
+        self, spec: ProcessSpec, script: Path, memory: Path, keys: dict[str, bytes], rendezvous: str | None
+    ) -> list[Report]:
+        """script: its path, relative to the directory that Ray has copied, where this actor starts."""
         if not os.access(memory, os.W_OK | os.X_OK):
             raise ConfigError(
                 f"memory is {os.fspath(memory)!r}, which cannot be written to on node {self._host}; choose another "
                 "directory with --memory"
+            )
+        if not (here := Path.cwd() / script).is_file():
+            raise ConfigError(
+                f"there is no script {os.fspath(here)!r} on node {self._host}; expected it below the job's working "
+                "directory (`ray job submit --working-dir`), or under one path on every node"
             )
         process, node = spec.process, ray.get_runtime_context().get_node_id()
         name = f"{node[:12]}-{process.role}-{process.number}"
@@ -86,7 +96,7 @@ class _ProcessActor:
         site = LaunchSite(
             listen=listen,
             rows=rows,
-            script=Path.cwd() / spec.script.path.name,  # Ray has copied its directory
+            script=here,
             is_copy=True,
             keys=folder / next(iter(keys)),
             rendezvous=rendezvous,
@@ -160,8 +170,9 @@ class _ActorRecord:
 class RayLauncher:
     """Implements `satrap.launch.run_loop.Launcher`."""
 
-    def __init__(self, run_config: RunConfig, ray_config: RayConfig, logs: RunLogs) -> None:
-        self._run_config, self._ray_config, self._logs = run_config, ray_config, logs
+    def __init__(self, run_config: RunConfig, ray_config: RayConfig, logs: RunLogs, script: Path) -> None:
+        """script: its path, relative to the directory that Ray has copied."""
+        self._run_config, self._ray_config, self._logs, self._script = run_config, ray_config, logs, script
         self._resources = ray_config.resources
         self._groups: dict[Role, PlacementGroup] = {}
         self._bundles: dict[int, tuple[PlacementGroup, int]] = {}  # of servers, by number
@@ -182,8 +193,7 @@ class RayLauncher:
         deadline = time.monotonic() + self._ray_config.placement_seconds
         for role, strategy in _STRATEGIES.items():
             if count := self._run_config.counts[role]:
-                bundles = [self._resources[role].bundle()] * count
-                self._groups[role] = placement_group(bundles, strategy=strategy, name=f"satrap-{role}s")
+                self._groups[role] = self._place(role, count, strategy=strategy, name=f"satrap-{role}s")
         for group in self._groups.values():
             while not group.wait(1):  # in short waits, so that Ctrl-C is handled
                 if time.monotonic() > deadline:
@@ -253,9 +263,16 @@ class RayLauncher:
         if number not in self._bundles:
             taken = {index for group, index in self._bundles.values() if group == first}
             free = [index for index in range(self._run_config.servers) if index not in taken]
-            own = [self._resources[role].bundle()]
-            self._bundles[number] = (first, free[0]) if free else (placement_group(own), 0)
+            self._bundles[number] = (first, free[0]) if free else (self._place(role, 1), 0)
         return self._bundles[number]
+
+    def _place(self, role: Role, count: int, **options: Any) -> PlacementGroup:
+        """Requests a placement group for so many processes of a role."""
+        resources = self._resources[role]
+        selectors = [dict(resources.labels)] * count if resources.labels else None
+        bundles = [resources.bundle()] * count
+        group: PlacementGroup = placement_group(bundles, bundle_label_selector=selectors, **options)
+        return group
 
     def _has_initial_bundle(self, number: int) -> bool:
         """Returns whether a server has one of the bundles that the run started with."""
@@ -301,6 +318,7 @@ class RayLauncher:
                 num_cpus=resources.cpus,
                 num_gpus=resources.gpus,
                 memory=resources.memory_bytes or None,
+                resources=dict(resources.custom),
                 max_restarts=0,
                 scheduling_strategy=PlacementGroupSchedulingStrategy(*self._bundle(role, process.number)),
             )
@@ -310,7 +328,7 @@ class RayLauncher:
             self._rendezvous = actor.bind_rendezvous.remote() if self._run_config.trainers > 1 else None
         rendezvous = self._rendezvous if role is Role.TRAINER else None
         keys = {name: self._keys[name] for name in _KEYS[role]}
-        ref = actor.start.remote(spec, self._ray_config.memory, keys, rendezvous)
+        ref = actor.start.remote(spec, self._script, self._ray_config.memory, keys, rendezvous)
         self._records[ref] = _ActorRecord(spec, actor, waiting_since)
 
     def _collect(self, ref: Any) -> list[Report]:
@@ -353,11 +371,12 @@ class RayLauncher:
 
     def _placement_error(self, what: str) -> str:
         total, free = ray.cluster_resources(), ray.available_resources()
+        custom = dict.fromkeys(name for each in self._resources.values() for name in each.custom)
         count = sum(node["Alive"] for node in ray.nodes())
         return (
             f"Ray could not place {what} within {self._ray_config.placement_seconds:g} s: its {count} nodes have "
-            f"{describe_resources(total)}, of which {describe_resources(free)} are free; request less, add nodes, or "
-            "wait longer with --placement-seconds"
+            f"{describe_resources(total, custom)}, of which {describe_resources(free, custom)} are free; request less, "
+            "add nodes, or wait longer with --placement-seconds"
         )
 
 
@@ -372,7 +391,7 @@ def open_ray_launcher(
     options: dict[str, Any] = {"runtime_env": {"working_dir": str(script_folder), "excludes": excludes}}
     if ray_config.address is None:
         # More CPUs than there are, if need be: processes share the cores, as without Ray.
-        cpus = max(len(os.sched_getaffinity(0)), total_cpus(ray_config.resources, run_config))
+        cpus = max(num_cores(), total_cpus(ray_config.resources, run_config))
         options |= {"address": "local", "num_cpus": cpus}
         options |= {"include_dashboard": False, "object_store_memory": _STORE_BYTES}
     else:
@@ -381,8 +400,10 @@ def open_ray_launcher(
     # Ray prints messages about workers and nodes that died; the terminal shows only the first trainer's output.
     with open(logs.folder / "ray.log", "a") as log, redirect_stdout(log):
         try:
-            _log_cluster(_connect(options), log_folder)
-            launcher = RayLauncher(run_config, ray_config, logs)
+            context, in_job = _connect(options)
+            _log_cluster(context, log_folder)
+            path = script_path(script.path, job_directory(Path.cwd()) if in_job else None)
+            launcher = RayLauncher(run_config, ray_config, logs, path)
             launcher.reserve()
             yield launcher
         finally:
@@ -413,10 +434,20 @@ def _log_cluster(context: Any, log_folder: Path) -> None:
     _LOG.info(text, address, dashboard, log_folder / "ray.log", context.address_info["session_dir"], extra=found)
 
 
-def _connect(options: dict[str, Any]) -> Any:
-    """Connects to Ray, and returns its description of the connection."""
+def _connect(options: dict[str, Any]) -> tuple[Any, bool]:
+    """Connects to Ray, and returns its description of the connection, and whether this process belongs to a Ray job
+    with a working directory."""
+    options = {"log_to_driver": False, "logging_level": logging.ERROR, **options}
     try:
-        return ray.init(log_to_driver=False, logging_level=logging.ERROR, **options)
+        try:
+            return ray.init(**options), False
+        except ValueError:  # such a job permits no other directory
+            if ray.is_initialized():
+                raise
+            context = ray.init(**{name: value for name, value in options.items() if name != "runtime_env"})
+            if not ray.get_runtime_context().runtime_env.get("working_dir"):
+                raise
+            return context, True
     except (ConnectionError, RuntimeError, ValueError, RayError) as error:
         where = "this machine" if options["address"] == "local" else options["address"]
         raise ConfigError(f"cannot connect to Ray at {where}: {error}") from error

@@ -1,8 +1,9 @@
-"""Resources of a run's processes on a cluster: CPUs, GPUs and memory of each, by role. Values only."""
+"""Resources of a run's processes on a cluster: CPUs, GPUs, memory and Ray's custom resources of each, and the labels of
+the nodes where it may be, by role. Values only."""
 
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from satrap.launch.supervisor import RunConfig
 _UNITS = {"": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
 _SIZE = re.compile(r"(\d+)\s*(\w*)")
 _MAX_AMOUNT = 1 << 50
+_OWN_NAMES = ("CPU", "GPU", "memory", "object_store_memory")  # Ray's, for which there are other options
 
 
 def parse_size(text: str) -> int:
@@ -24,6 +26,33 @@ def parse_size(text: str) -> int:
     return int(match[1]) * _UNITS[match[2]]
 
 
+def parse_custom(texts: Iterable[str]) -> dict[str, float]:
+    """Returns the amounts of custom resources, each given as NAME=AMOUNT."""
+    found = {}
+    for text in texts:
+        name, _, amount = text.partition("=")
+        try:
+            found[name] = float(amount)
+        except ValueError:
+            found[name] = 0.0
+        if not name or name in _OWN_NAMES or not 0 < found[name] <= _MAX_AMOUNT:
+            raise ConfigError(
+                f"resource is {text!r}; expected NAME=AMOUNT of a custom resource of Ray, such as satrap_server=1"
+            )
+    return found
+
+
+def parse_labels(texts: Iterable[str]) -> dict[str, str]:
+    """Returns the labels of nodes, each given as NAME=VALUE."""
+    found = {}
+    for text in texts:
+        name, separator, value = text.partition("=")
+        if not name or not separator or not value:
+            raise ConfigError(f"label is {text!r}; expected NAME=VALUE of a label of Ray's nodes, such as role=server")
+        found[name] = value
+    return found
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Resources:
     """Resources of one process."""
@@ -32,6 +61,10 @@ class Resources:
     gpus: int = 0
     memory_bytes: int = 0
     """Memory to reserve; 0: none."""
+    custom: Mapping[str, float] = field(default_factory=dict)
+    """Amounts of custom resources of Ray, by name."""
+    labels: Mapping[str, str] = field(default_factory=dict)
+    """Labels that the node must have."""
 
     def __post_init__(self) -> None:
         for name, low in (("cpus", 1), ("gpus", 0), ("memory_bytes", 0)):
@@ -40,10 +73,11 @@ class Resources:
     def bundle(self) -> dict[str, float]:
         """Returns the resources as a bundle of a Ray placement group."""
         amounts = {"CPU": self.cpus, "GPU": self.gpus, "memory": self.memory_bytes}
-        return {name: float(amount) for name, amount in amounts.items() if amount}
+        return {name: float(amount) for name, amount in amounts.items() if amount} | dict(self.custom)
 
     def __str__(self) -> str:
-        return describe_resources(self.bundle())
+        where = [f"a node with the label {name}={value}" for name, value in self.labels.items()]
+        return " on ".join([describe_resources(self.bundle(), self.custom), *where])
 
 
 RunResources = Mapping[Role, Resources]
@@ -65,6 +99,12 @@ class RayConfig:
     def __post_init__(self) -> None:
         if not self.placement_seconds > 0:
             raise ConfigError(f"placement-seconds is {self.placement_seconds}; expected more than 0")
+        for role, each in self.resources.items():
+            if self.address is None and (each.custom or each.labels):
+                raise ConfigError(
+                    f"{role}: custom resources and labels are those of a cluster's nodes, and a private Ray on this "
+                    "machine has none; add --address, or remove the option"
+                )
 
 
 def describe_run(resources: RunResources, run_config: RunConfig) -> str:
@@ -78,8 +118,9 @@ def total_cpus(resources: RunResources, run_config: RunConfig) -> int:
     return sum(count * resources[role].cpus for role, count in counts.items())
 
 
-def describe_resources(amounts: dict[str, Any]) -> str:
-    """Returns resources in words, such as "4 CPU, 64.0 GiB memory"."""
+def describe_resources(amounts: dict[str, Any], custom: Iterable[str] = ()) -> str:
+    """Returns resources in words, such as "4 CPU, 64.0 GiB memory". custom: names of custom resources to describe."""
     parts = [f"{amounts[name]:g} {name}" for name in ("CPU", "GPU") if amounts.get(name)]
     parts += [f"{amounts['memory'] / 2**30:.1f} GiB memory"] if amounts.get("memory") else []
+    parts += [f"{amounts.get(name, 0):g} {name}" for name in custom]
     return ", ".join(parts) or "nothing"

@@ -67,5 +67,20 @@ def resolve_host(host: str) -> str:
     return (numbers or [str(address[0]) for family, *_, address in results if family == socket.AF_INET6])[0]
 
 
+def advertised_address(advertise: str | None, bound: str) -> str:
+    """Returns the address that other processes should call a service by. advertise: what the user chose, whose port 0
+    stands for the port of `bound`; None: `bound` itself, the address that the service listens at."""
+    if advertise is None:
+        return bound
+    host, port = split_address(advertise)
+    if is_unix(bound):
+        raise ConfigError(
+            f"advertise is {advertise!r}, and the service listens at {bound}; expected a tcp:// address there"
+        )
+    if host == "*" or is_wildcard(host):
+        raise ConfigError(f"advertise is {advertise!r}, which names no machine; expected e.g. tcp://server-0.jobs:5555")
+    return join_address(host, port or split_address(bound)[1])
+
+
 def is_wildcard(number: str) -> bool:
     return number in ("0.0.0.0", "::")

@@ -2,7 +2,8 @@
 
 Each file holds a secret key, its public key, and the public key of the other side (CURVE: Curve25519, as in ZeroMQ). A
 server accepts only that client key, a client only that server key, and traffic is encrypted. A file is readable by its
-owner only and is created atomically. It is refused if other users may read it or if it is damaged.
+owner only and is created atomically. It is refused if other users may read it or if it is damaged. A file of root may
+be readable by its group, too: so Kubernetes mounts a Secret for a process that is not root.
 """
 
 import hashlib
@@ -41,16 +42,8 @@ class Keys:
             raise ConfigError(f"keys is {path!r}; expected the path of a key file")
         try:
             with open(path, "rb") as file:
-                status = os.fstat(file.fileno())
-                mode = status.st_mode & 0o777
-                if status.st_uid not in (os.geteuid(), 0):
-                    raise ConfigError(
-                        f"{path}: it belongs to user {status.st_uid}, who may know its secret; create new keys"
-                    )
-                if mode & 0o077:
-                    raise ConfigError(
-                        f"{path}: other users may read it (mode {mode:o}); create new keys, or chmod 600 it"
-                    )
+                if problem := _distrust(os.fstat(file.fileno()), os.geteuid()):
+                    raise ConfigError(f"{path}: {problem}")
                 text = file.read(4096)
         except OSError as error:
             raise ConfigError(f"{path}: the key cannot be read: {error}; create keys with `satrap keys DIR`") from None
@@ -112,6 +105,19 @@ def create_keys(folder: str | Path) -> list[Path]:
             f"keys cannot be written to {folder}: {error}; choose a folder that can be written to"
         ) from None
     return paths
+
+
+def _distrust(status: os.stat_result, user: int) -> str | None:
+    """Returns why this user cannot trust a key file with that status; None: the user can."""
+    mode = status.st_mode & 0o777
+    if status.st_uid not in (user, 0):
+        return f"it belongs to user {status.st_uid}, who may know its secret; create new keys"
+    if mode & (0o037 if status.st_uid == 0 else 0o077):
+        return (
+            f"other users may read or change it (mode {mode:o}); create new keys, or chmod 600 it. Only a file of root "
+            "may be readable by its group, too (mode 440), as a Kubernetes Secret with defaultMode 0440 is"
+        )
+    return None
 
 
 def _write(path: Path, keys: Keys) -> None:

@@ -218,5 +218,5 @@ class ServerCalls(Protocol):
         """Return how far saves and restores in progress are: `done` of `total` (0: not known), and `bytes`."""
 
     def load(self, origin: Origin) -> dict[str, float]:
-        """Return what `satrap.sharding.autoscaler` decides by: `rows`, `bytes` of the tables, `memory_bytes` of the
-        machine, `work_seconds` of all calls since the process started, and `latest_step`."""
+        """Return what `satrap.sharding.autoscaler` decides by: `rows`, `bytes` of the tables, `memory_bytes` that it
+        may use, `work_seconds` of all calls since the process started, and `latest_step`."""

@@ -27,6 +27,8 @@ class StatusCalls(CallFence):
     _shared: str | os.PathLike[str] | None
     _restoring: ServerState | None = None
     """The new tables while a restore fills them."""
+    leaves: bool = False
+    """Whether this server was asked to stop, and moves its buckets to other servers first."""
 
     def status(self, origin: Origin) -> dict[str, Any]:
         restoring = self._restoring
@@ -36,6 +38,7 @@ class StatusCalls(CallFence):
             "not_ready": self._not_ready(state, restoring is not None),
             "memory": memory(self._shared),
             "leases": self._leases.remaining(),
+            "leaves": self.leaves,
         }
         if state is None:
             return found
@@ -46,6 +49,8 @@ class StatusCalls(CallFence):
 
     def _not_ready(self, state: ServerState | None, is_restoring: bool) -> str:
         """Return why this server has no rows to serve; "" if it has."""
+        if self.leaves:
+            return "this server was asked to stop, and moves its buckets to others"
         if is_restoring:
             return "a restore is running"
         if state is None:

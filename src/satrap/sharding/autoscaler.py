@@ -23,7 +23,7 @@ class ServerLoad:
     rows: int
     used_bytes: float
     limit_bytes: float
-    """How much of its machine's memory the server may use."""
+    """How much memory the server may use."""
     work_seconds: float = 0.0
     """Time that the server spent on all calls of one step."""
 
@@ -31,7 +31,7 @@ class ServerLoad:
     def between(
         cls, address: str, before: Mapping[str, float], after: Mapping[str, float], limit_bytes: float | None = None
     ) -> "ServerLoad":
-        """Return the load between two answers to `load`. limit_bytes: None stands for all memory of the machine."""
+        """Return the load between two answers to `load`. limit_bytes: None stands for what the server reported."""
         num_steps = after["latest_step"] - before["latest_step"]
         worked = after["work_seconds"] - before["work_seconds"]
         return cls(

@@ -5,7 +5,6 @@ After each operator torch's threads spin for a while in wait for the next. Separ
 with them at that time, so work in the user's thread borrows torch's threads (core/base/borrowed_openmp.hpp).
 """
 
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -14,11 +13,12 @@ from pathlib import Path
 import torch
 
 from satrap import _core
+from satrap.config.cores import num_cores
 
 
 def spare_cores() -> int:
     """Return how many cores of this process torch's threads leave free."""
-    return max(0, len(os.sched_getaffinity(0)) - torch.get_num_threads())
+    return max(0, num_cores() - torch.get_num_threads())
 
 
 @contextmanager

@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from satrap.errors import ConfigError, InputError, MovedError, NotReadyError
+from satrap.monitor.memory import memory_limit
 from satrap.rpc import Origin
 from satrap.server.call_fence import CallFence
 from satrap.server.migration.participant import BucketChunk
@@ -19,6 +20,8 @@ from satrap.sharding.shard_map import ShardMap
 
 class MigrationCalls(CallFence):
     """The part of `satrap.server.protocol.ServerCalls` that migrates buckets."""
+
+    _shared: str | os.PathLike[str] | None
 
     def take_fencing_token(self, origin: Origin, holder: int) -> None:
         token = FencingToken(origin.step, holder)
@@ -148,7 +151,7 @@ class MigrationCalls(CallFence):
             return {
                 "rows": sum(each["rows"] for each in stats),
                 "bytes": sum(each["bytes"] for each in stats),
-                "memory_bytes": os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
+                "memory_bytes": memory_limit(self._shared),
                 "work_seconds": self._work_seconds,
                 "latest_step": server_state.engine.latest_step,
             }

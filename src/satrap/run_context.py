@@ -1,7 +1,8 @@
-"""The context of a process that `satrap run` started: its rank, and the addresses that its script leaves out.
+"""The context of a process that `satrap run` or `satrap trainer` started: its rank, and the addresses that its script
+leaves out.
 
-A script is the same alone and on a cluster. Alone there is no context; in a run, the script uses the run's servers,
-workers and keys unless it names its own. Values only; the trainer's main program sets them before the script starts.
+A script is the same alone and on a cluster. Alone there is no context; in one, the script uses its servers, workers and
+keys unless it names its own. Values only; the trainer's main program sets them before the script starts.
 """
 
 from collections.abc import Callable
@@ -25,7 +26,7 @@ class RunContext(Serializable):
     world_size: int
     """Number of trainers."""
     launch: int
-    """Number of times that the trainers were launched, including this one."""
+    """Number of times that `satrap run` launched the trainers, including this one; 0: it did not launch them."""
     servers: tuple[str, ...]
     """Addresses of the servers, in order."""
     first_launch: int = 1
@@ -37,15 +38,18 @@ class RunContext(Serializable):
     keys: str | None = None
     """Path of the client's key file."""
     rendezvous: str | None = None
-    """URL at which several trainers find each other, as in torch.distributed: "tcp://host:port", "file:///path"."""
+    """URL at which several trainers find each other, as in torch.distributed: "tcp://host:port", "file:///path"; "env://"
+    for those that torchrun started."""
     num_threads: int | None = None
     """Threads of torch; None: torch's default."""
+    clear: bool = False
+    """Whether to remove rows of an earlier start that left no checkpoint, as `satrap run` always does."""
 
     def __post_init__(self) -> None:
         check_integer("RunContext", "world_size", self.world_size, 1, 2**32 - 1)
         check_integer("RunContext", "rank", self.rank, 0, self.world_size - 1)
-        check_integer("RunContext", "launch", self.launch, 1, MAX_LAUNCHES)
-        check_integer("RunContext", "first_launch", self.first_launch, 1, self.launch)
+        check_integer("RunContext", "launch", self.launch, 0, MAX_LAUNCHES)
+        check_integer("RunContext", "first_launch", self.first_launch, 1, max(self.launch, 1))
         set_field(self, "servers", tuple(self.servers))
         set_field(self, "workers", tuple(self.workers))
         if not self.servers:

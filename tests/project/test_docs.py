@@ -217,6 +217,7 @@ EACH_COMMAND = sorted({line for page in [*pages(), ROOT / "CONTRIBUTING.md"] for
 def test_a_command_of_a_page_is_one_that_is_taken(line: str, monkeypatch: pytest.MonkeyPatch) -> None:
     program, *arguments = shlex.split(line)
     known = {"satrap": is_taken_by_satrap, "make": is_a_target, "pip": is_an_extra, "ray": is_a_job_of_satrap}
+    known |= dict.fromkeys(("docker", "kubectl", "gcloud", "helm", "openssl"), names_files_that_exist)
     name = Path(program).name
     if name in known:
         known[name](arguments, monkeypatch)
@@ -241,6 +242,8 @@ def is_taken_by_satrap(arguments: list[str], monkeypatch: pytest.MonkeyPatch) ->
         return []
 
     monkeypatch.setattr("satrap.cli.run_command.run_script", start)
+    monkeypatch.setattr("satrap.cli.trainer_command.check_trainer", started.append)
+    monkeypatch.setattr("satrap.cli.trainer_command.run_script_as_trainer", lambda *_: None)
     monkeypatch.setattr(command_line, "_output_lines", lines)
     assert command_line.main(arguments) == 0
     assert [each.command for each in started] == arguments[:1]
@@ -250,6 +253,11 @@ def is_a_job_of_satrap(arguments: list[str], monkeypatch: pytest.MonkeyPatch) ->
     at = arguments.index("--")
     assert arguments[: at + 1] == ["job", "submit", "--working-dir", ".", "--"] and arguments[at + 1] == "satrap"
     is_taken_by_satrap(arguments[at + 2 :], monkeypatch)
+
+
+def names_files_that_exist(arguments: list[str], _: pytest.MonkeyPatch) -> None:
+    """Files of deploy/, of which pages name no others."""
+    assert all((ROOT / each).exists() for each in arguments if each.startswith("deploy/"))
 
 
 def is_a_target(arguments: list[str], _: pytest.MonkeyPatch) -> None:

@@ -37,9 +37,10 @@ ARROWS: dict[str, str] = {
     "checkpoint": "config monitor storage table.snapshot data train",
     "serving": "config rpc storage table table.snapshot data worker train checkpoint",
     "launch": "config rpc monitor sharding server server.migration",
+    "deploy": "config launch",
     "html_report": "monitor",
     "cli": "config rpc monitor sharding data server server.migration worker.remote train models checkpoint launch "
-    "html_report",
+    "deploy html_report",
     "__main__": "cli",
 }
 # The same for the folders of the core and their includes.
@@ -81,6 +82,12 @@ PURE = [
     "config.features",
     "config.job",
     "config.path_allowlist",
+    "deploy.job_file",
+    "deploy.kuberay",
+    "deploy.kubernetes",
+    "deploy.pods",
+    "deploy.render",
+    "deploy.yaml_text",
     "train.staleness_gate",
     "checkpoint.catalog",
     "worker.remote.worker_spec",

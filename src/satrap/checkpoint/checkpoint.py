@@ -286,7 +286,8 @@ class Checkpoint:
             self._saved_step = self._figures.step = newest.step
             self._figures.at = time.time()
         if trainers.rank == 0:
-            launch = "" if (context := current_context()) is None else f"launch {context.launch} "
+            context = current_context()
+            launch = f"launch {context.launch} " if context is not None and context.launch else ""
             resumed = event("resumed", checkpoint=newest.where, resumed_step=newest.step)
             _LOG.info("%scontinues after step %d, from %s", launch, newest.step, newest.where, extra=resumed)
         return True

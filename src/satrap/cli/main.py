@@ -1,12 +1,11 @@
 """The commands of `satrap`. `run` runs a script on a cluster, `scale` changes its number of servers, `status` shows
 what it does, and `report` what it did; `keys`, `server`, `worker` and `migrate` are for a cluster that is managed by
-hand; `doctor` checks this machine.
+hand, and `trainer` runs a script on it; `deploy` writes manifests for Kubernetes; `doctor` checks this machine.
 
 Carries out the commands that `parser` reads, and prints plain lines.
 """
 
 import argparse
-import json
 import logging
 import os
 import resource
@@ -23,7 +22,6 @@ from satrap.cli.parser import command_parser
 from satrap.config.validation import check_integer, check_number
 from satrap.errors import ConfigError, SatrapError
 from satrap.event_log import event, formatter, set_role
-from satrap.run_context import RunContext
 
 _LOG = logging.getLogger("satrap.cli")
 _RERUN_HINT = "; run the same command again to finish the migration"
@@ -39,7 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.command is None:
         parser.exit(2, parser.format_help())
     if unrecognized:
-        hint = "; put the script's own arguments after --" if options.command == "run" else ""
+        hint = "; put the script's own arguments after --" if options.command in ("run", "trainer") else ""
         parser.error(f"unrecognized arguments: {' '.join(unrecognized)}{hint}")
     if options.command in ("server", "worker", "trainer", "migrate"):
         set_role(options.command, getattr(options, "number", None))
@@ -53,7 +51,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
             from satrap.cli.run_command import run_script
 
             return run_script(options, script_arguments)
-        if options.command != "trainer":  # a script's own errors are not caught here
+        if options.command == "trainer":
+            from satrap.cli.trainer_command import check_trainer, run_script_as_trainer
+
+            check_trainer(options)
+        else:
             for line in _output_lines(options):
                 print(line, flush=True)
             return 0
@@ -68,12 +70,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print(f"satrap: interrupted{_RERUN_HINT if options.command == 'migrate' else ''}", file=sys.stderr)
         return 130
-    from satrap.cli.http import serve_trainer
-    from satrap.launch.trainer_main import run_trainer
-
-    context = RunContext.from_dict(json.loads(options.context))
-    with serve_trainer(options.http, context.rank):
-        run_trainer(context, options.script, script_arguments, options.listener, options.record)
+    run_script_as_trainer(options, script_arguments)  # the script's own errors are not caught
     return 0
 
 
@@ -92,6 +89,10 @@ def _output_lines(options: argparse.Namespace) -> Iterator[str]:
             return _status(options)
         case "report":
             return _report(options)
+        case "deploy":
+            from satrap.cli.deploy_command import render
+
+            return render(options)
         case "migrate":
             return _migrate(options.current, options.target, options.keys)
         case "worker":

@@ -29,12 +29,8 @@ def command_parser() -> argparse.ArgumentParser:
     _add_worker(commands)
     _add_migrate(commands)
     _add_keys_and_doctor(commands)
-    trainer = commands.add_parser("trainer")  # not for users: `satrap run` starts it
-    trainer.add_argument("--context", required=True)
-    trainer.add_argument("--listener", type=int)
-    _add_http(trainer, "")
-    trainer.add_argument("script")
-    _add_log_format(trainer)
+    _add_trainer(commands)
+    _add_deploy(commands)
     commands.choices = None  # type: ignore[assignment]  # `_CommandAction` refuses others; argparse lists `trainer`, too
     return parser
 
@@ -309,6 +305,94 @@ def _add_worker(commands: _Commands) -> None:
     _add_threads(worker)
     _add_process_number(worker, "none")
     _add_log_format(worker)
+
+
+def _add_trainer(commands: _Commands) -> None:
+    trainer = commands.add_parser(
+        "trainer",
+        help="run a training script on servers that were started by hand",
+        usage="satrap trainer SCRIPT --servers ADDRESS [ADDRESS ...] [options] [-- ARGUMENTS]",
+        description="Run a training script in this process, as one trainer on servers that were started by hand. The "
+        "script is the one of 'satrap run', unchanged. torchrun starts several trainers. ('satrap run' starts trainers "
+        "by itself.)",
+        epilog="Example: torchrun --nproc-per-node 8 -m satrap trainer train.py --servers tcp://10.0.0.5:5555 -- "
+        "--epochs 3",
+    )
+    trainer.add_argument("script", metavar="SCRIPT", help="Python file to run; it receives the arguments after --")
+    trainer.add_argument(
+        "--servers",
+        nargs="+",
+        action="extend",
+        default=[],
+        metavar="ADDRESS",
+        help="addresses of all servers, in the same order for every trainer; required",
+    )
+    trainer.add_argument(
+        "--workers",
+        nargs="+",
+        action="extend",
+        default=[],
+        metavar="ADDRESS",
+        help="addresses of all workers (default: none)",
+    )
+    trainer.add_argument("--keys", metavar="FILE", help="path of client.key; required for servers with keys")
+    trainer.add_argument(
+        "--clear",
+        action="store_true",
+        help="if the script resumes no checkpoint, remove the rows that the servers have from an earlier start "
+        "(default: that is refused)",
+    )
+    _add_http(trainer, "; each further trainer of a machine takes the next port")
+    _add_log_format(trainer)
+    trainer.add_argument("--context", help=argparse.SUPPRESS)  # from `satrap run`
+    trainer.add_argument("--listener", type=int, help=argparse.SUPPRESS)
+
+
+def _add_deploy(commands: _Commands) -> None:
+    deploy = commands.add_parser(
+        "deploy",
+        help="write manifests for Kubernetes",
+        description="Write the manifests of a training run on Kubernetes.",
+    )
+    actions = deploy.add_subparsers(title="actions", dest="action", metavar="ACTION", required=True)
+    render = actions.add_parser(
+        "render",
+        help="write the manifests that a job file describes",
+        usage="satrap deploy render JOB [JOB ...] [--target TARGET] [--output DIR] [--set KEY=VALUE ...]",
+        description="Write the manifests that a job file describes: for KubeRay a RayJob, in which 'satrap run' starts "
+        "all processes; for plain Kubernetes a StatefulSet of servers, one of workers and an Indexed Job of trainers.",
+        epilog="Example: satrap deploy render deploy.toml --target kuberay --set servers.count=8",
+    )
+    render.add_argument(
+        "job",
+        nargs="+",
+        type=Path,
+        metavar="JOB",
+        help="job file, in TOML; docs/deploy.md describes its keys. Of several files, such as one that 'satrap plan' "
+        "wrote, a later one replaces values of the earlier ones",
+    )
+    render.add_argument(
+        "--target",
+        choices=("kuberay", "kubernetes"),
+        default="kuberay",
+        help="what runs the job (default: %(default)s)",
+    )
+    render.add_argument(
+        "--output",
+        type=Path,
+        default=Path("manifests"),
+        metavar="DIR",
+        help="directory for the manifests; files of an earlier rendering are replaced, others are not "
+        "(default: %(default)s)",
+    )
+    render.add_argument(
+        "--set",
+        dest="changes",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="use this value instead of the job file's, such as trainers.gpus=1; may be repeated",
+    )
 
 
 def _add_listen(command: argparse.ArgumentParser, keys: str) -> None:

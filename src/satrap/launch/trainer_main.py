@@ -1,4 +1,7 @@
-"""The main program of a trainer: sets the process up, joins the other trainers, and runs the script."""
+"""The main program of a trainer: sets the process up, joins the other trainers, and runs the script.
+
+`satrap run` passes the whole context; of trainers that torchrun started, ranks come from torch.distributed.
+"""
 
 import logging
 import os
@@ -19,6 +22,15 @@ _LOG = logging.getLogger("satrap.train")
 _SETTLE_SECONDS = 0.5
 
 
+def join_torchrun() -> tuple[int, int, int, str | None]:
+    """Joins the other trainers that torchrun started; without torchrun there are none. Returns this trainer's rank, the
+    world size, its rank on this machine, and the rendezvous."""
+    if not dist.is_torchelastic_launched():
+        return 0, 1, 0, None
+    _init_process_group("env://")
+    return dist.get_rank(), dist.get_world_size(), dist.get_node_local_rank(), "env://"
+
+
 def run_trainer(
     context: RunContext,
     script: str,
@@ -26,7 +38,8 @@ def run_trainer(
     listener: int | None = None,
     record: int | None = None,
 ) -> None:
-    """Runs the script as Python would, in this context. Several trainers form a torch.distributed group first.
+    """Runs the script as Python would, in this context. Several trainers form a torch.distributed group first, unless
+    they have one.
 
     listener: file descriptor that already listens at the rendezvous; given to the first trainer if it hosts the
         rendezvous.
@@ -40,10 +53,10 @@ def run_trainer(
     if context.world_size > 1:
         if torch.cuda.is_available():
             torch.cuda.set_device(context.rank % torch.cuda.device_count())
-        backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
-        assert context.rendezvous is not None
-        store = _rendezvous_store(context, context.rendezvous, listener)
-        dist.init_process_group(backend, rank=context.rank, world_size=context.world_size, store=store)
+        if not dist.is_initialized():
+            assert context.rendezvous is not None
+            store = _rendezvous_store(context, context.rendezvous, listener)
+            _init_process_group(rank=context.rank, world_size=context.world_size, store=store)
         world_group = dist.new_group(backend="gloo", timeout=COLLECTIVE_TIMEOUT)
     enter_context(context, record)
     describe_process("trainer", number=context.rank)
@@ -64,6 +77,11 @@ def run_trainer(
         # torch's threads release tensors under the GIL. A thread that requests the GIL after the interpreter has shut
         # down aborts the process, as of torch 2.13.
         time.sleep(_SETTLE_SECONDS if context.world_size > 1 else 0.0)
+
+
+def _init_process_group(init_method: str | None = None, **group: Any) -> None:
+    backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+    dist.init_process_group(backend, init_method, **group)
 
 
 def _run_script(script: str) -> None:

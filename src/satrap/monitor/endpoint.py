@@ -44,6 +44,12 @@ def any_port(text: str) -> str:
     return join_http_address(split_http_address(text)[0], 0)
 
 
+def next_port(text: str, offset: int) -> str:
+    """Return the address with a port that is higher by `offset`; port 0, any free port, stays."""
+    host, port = split_http_address(text)
+    return join_http_address(host, port + offset if port else 0)
+
+
 class HttpEndpoint:
     """Serves metrics until it is closed. A context manager."""
 

@@ -114,8 +114,10 @@ class TrainingSession:
                 context.launch,
                 context.first_launch,
             )
-        if latest > self.step == 0 and context is not None:
+        if latest > self.step == 0 and context is not None and (context.launch or context.clear):
             # An earlier launch ended without a checkpoint: the run starts again.
+            if not context.launch:
+                _LOG.warning("starts at step 0: found no checkpoint to resume; removes rows of step %d", latest)
             self.trainers.run_first(self.worker.tables.clear, StreamError)
             self.join_attempt()
         elif latest > self.step:

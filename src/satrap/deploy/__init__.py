@@ -1,0 +1,1 @@
+"""`satrap deploy render`: the manifests of a training run on Kubernetes, with KubeRay or without."""

@@ -1,0 +1,294 @@
+"""The job file of `satrap deploy render`: what runs, on how many pods of which size, in which images. Values only.
+
+A TOML file, whose tables are the classes below; docs/deploy.md describes its keys. Sizes are those of one process: a
+server, a worker or a trainer. `per_pod` processes share a pod, which gets the sum.
+"""
+
+import re
+import tomllib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from satrap.config.path_allowlist import is_url
+from satrap.config.validation import Serializable, check_integer, describe, set_field
+from satrap.errors import ConfigError
+from satrap.launch.resources import parse_size
+
+VOLUME_PATH = "/shared"
+"""Where the shared volume is mounted in every pod."""
+MAX_NAME = 40
+"""KubeRay permits 47 characters, and plain Kubernetes appends "-trainers-" and a number."""
+_NAME = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
+_OBJECT_NAME = re.compile(r"[a-z0-9]([-a-z0-9.]*[a-z0-9])?")
+_MIN_SPARE = 1 << 30  # of a server, for its process and its requests
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Image(Serializable):
+    """The container images. Each has Satrap and the script."""
+
+    cpu: str
+    """Image of servers, workers, the head of Ray, and trainers without GPUs."""
+    gpu: str | None = None
+    """Image of trainers with GPUs; None: the same."""
+
+    def __post_init__(self) -> None:
+        for name in ("cpu", "gpu"):
+            value: Any = getattr(self, name)
+            if value is not None and (not isinstance(value, str) or not re.fullmatch(r"[\w./:@-]+", value)):
+                raise ConfigError(
+                    f"image: {name} is {describe(value)}; expected the name of an image, such as satrap:1"
+                )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Storage(Serializable):
+    """Where checkpoints and data are."""
+
+    checkpoints: Sequence[str] = ()
+    """Directories and URLs that servers may write below."""
+    data: Sequence[str] = ()
+    """Directories and URLs that workers may read below."""
+    volume: str | None = None
+    """PersistentVolumeClaim that many nodes may write to (ReadWriteMany), mounted at /shared; None: none."""
+    credentials: str | None = None
+    """Secret whose keys become environment variables, such as AWS_ACCESS_KEY_ID; None: the service account's."""
+
+    def __post_init__(self) -> None:
+        for name in ("checkpoints", "data"):
+            paths: Any = getattr(self, name)
+            if not isinstance(paths, list | tuple) or not all(isinstance(each, str) and each for each in paths):
+                raise ConfigError(f"storage: {name} is {describe(paths)}; expected a list of directories and URLs")
+            set_field(self, name, tuple(paths))
+            for path in paths:
+                self._require_reachable(name, path)
+        for name in ("volume", "credentials"):
+            _check_object_name("storage", name, getattr(self, name))
+
+    def _require_reachable(self, name: str, path: str) -> None:
+        if is_url(path):
+            return
+        if self.volume is None:
+            raise ConfigError(
+                f"storage: {name} has {path!r}, a directory of one pod; expected a URL, or a directory below "
+                f"{VOLUME_PATH} together with volume"
+            )
+        if not f"{path}/".startswith(f"{VOLUME_PATH}/") or ".." in path.split("/"):
+            raise ConfigError(
+                f"storage: {name} has {path!r}; expected a URL, or a directory below {VOLUME_PATH}, where the volume is"
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Role(Serializable):
+    """The processes of one role."""
+
+    count: int = 1
+    """Number of processes."""
+    per_pod: int = 1
+    """Number of processes in each pod."""
+    cpus: int = 4
+    """CPUs and threads of each process."""
+    memory: str = "16GiB"
+    """Memory of each process, a server's rows included."""
+    rows: str | None = None
+    """Part of a server's memory that is for rows, in /dev/shm; None: all but a tenth."""
+    on_stop: str = "move"
+    """What a server without Ray does at SIGTERM: "move" its rows to the other servers, or "keep" none, and then the
+    run goes back to its last checkpoint."""
+    gpus: int = 0
+    """GPUs of each trainer."""
+    machine: str | None = None
+    """Machine type, the nodes' label node.kubernetes.io/instance-type; None: any that has room."""
+    grace_seconds: int = 120
+    """Time for a pod to stop after SIGTERM."""
+
+    def __post_init__(self) -> None:
+        for name, low in (("count", 0), ("per_pod", 1), ("cpus", 1), ("gpus", 0), ("grace_seconds", 30)):
+            check_integer("Role", name, getattr(self, name), low, 1 << 20)
+        for name in ("memory", "rows"):
+            size: Any = getattr(self, name)
+            if not isinstance(size, str | None):
+                raise ConfigError(f"Role: {name} is {describe(size)}; expected a size, such as '64GiB'")
+        if self.machine is not None and not isinstance(self.machine, str):
+            raise ConfigError(
+                f"Role: machine is {describe(self.machine)}; expected a machine type, such as 'c2-standard-30'"
+            )
+        if self.on_stop not in ("move", "keep"):
+            raise ConfigError(f"Role: on_stop is {describe(self.on_stop)}; expected 'move' or 'keep'")
+        if self.count % self.per_pod:
+            raise ConfigError(
+                f"Role: count is {self.count}, which per_pod, {self.per_pod}, does not divide; expected a multiple"
+            )
+        if self.memory_bytes < 2 * _MIN_SPARE:
+            raise ConfigError(f"Role: memory is {self.memory!r}; expected at least 2GiB")
+        if not 0 < self.rows_bytes <= self.memory_bytes - _MIN_SPARE:
+            raise ConfigError(
+                f"Role: rows is {self.rows!r} and memory {self.memory!r}; expected at least 1GiB beside the rows"
+            )
+
+    @property
+    def pods(self) -> int:
+        """Number of pods."""
+        return self.count // self.per_pod
+
+    @property
+    def memory_bytes(self) -> int:
+        """Memory of one process."""
+        return parse_size(self.memory)
+
+    @property
+    def rows_bytes(self) -> int:
+        """Memory of one server for rows."""
+        if self.rows is not None:
+            return parse_size(self.rows)
+        memory = self.memory_bytes
+        return memory - max(memory // 10, _MIN_SPARE)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeployJob(Serializable):
+    """A training run on Kubernetes."""
+
+    name: str
+    """Name of the run; the names of all objects begin with it."""
+    script: str
+    """Absolute path of the script in the images; relative to `working_dir` if there is one."""
+    image: Image
+    working_dir: str | None = None
+    """URL of a zip file with the script, which Ray copies to every pod, so that a change of the script needs no image;
+    None: the script is in the images. For KubeRay only."""
+    arguments: Sequence[str] = ()
+    """Arguments of the script."""
+    namespace: str | None = None
+    """Namespace of all objects; None: that of the command that applies them."""
+    zone: str | None = None
+    """Zone of all pods; None: any, but the same one for all."""
+    queue: str | None = None
+    """LocalQueue of Kueue, which starts the pods when there is room for all of them; None: Kubernetes starts them one
+    by one."""
+    priority: str | None = None
+    """PriorityClass of the pods; None: the cluster's default."""
+    service_account: str | None = None
+    """ServiceAccount of the pods; None: the namespace's default."""
+    ray_tls: str | None = None
+    """Secret with ca.crt and ca.key, from which each pod of Ray gets a certificate; None: Ray's connections are not
+    encrypted. Keys, which Ray sends to processes, are then as safe as the network."""
+    ray_version: str = "2.60.0"
+    """Version of Ray in the images, which KubeRay must know."""
+    storage: Storage = field(default_factory=Storage)
+    head: Role = field(default_factory=Role)
+    """Pod of Ray's head, in which `satrap run` runs."""
+    servers: Role = field(default_factory=Role)
+    workers: Role = field(default_factory=lambda: Role(count=0))
+    trainers: Role = field(default_factory=Role)
+
+    def __post_init__(self) -> None:
+        self._check_names()
+        self._check_script()
+        if not isinstance(self.arguments, list | tuple) or not all(isinstance(each, str) for each in self.arguments):
+            raise ConfigError(f"arguments is {describe(self.arguments)}; expected a list of strings")
+        set_field(self, "arguments", tuple(self.arguments))
+        for role, low in (("servers", 1), ("trainers", 1), ("head", 1)):
+            check_integer(role, "count", getattr(self, role).count, low, 1 if role == "head" else 1 << 20)
+        for role in ("head", "servers", "workers"):
+            if getattr(self, role).gpus:
+                raise ConfigError(f"{role}: gpus is {getattr(self, role).gpus}; only trainers use GPUs: remove it")
+            if getattr(self, role).per_pod != 1:
+                raise ConfigError(
+                    f"{role}: per_pod is {getattr(self, role).per_pod}; expected 1: only trainers share pods"
+                )
+        for role in ("head", "workers", "trainers"):
+            if getattr(self, role).rows is not None:
+                raise ConfigError(f"{role}: rows is {getattr(self, role).rows!r}; only servers hold rows: remove it")
+            if getattr(self, role).on_stop != "move":
+                raise ConfigError(f"{role}: on_stop is 'keep'; only servers hold rows: remove it")
+
+    def _check_script(self) -> None:
+        script: Any = self.script
+        if self.working_dir is not None and not (isinstance(self.working_dir, str) and is_url(self.working_dir)):
+            raise ConfigError(
+                f"working_dir is {describe(self.working_dir)}; expected a URL, such as 'gs://bucket/train.zip'"
+            )
+        where = "a path in the image, such as '/app/train.py'"
+        if self.working_dir is not None:
+            where = "a path in working_dir, such as 'train.py'"
+        parts = script.split("/") if isinstance(script, str) else [".."]
+        if not script or ".." in parts or (parts[0] == "") is not (self.working_dir is None):
+            raise ConfigError(f"script is {describe(script)}; expected {where}")
+
+    def _check_names(self) -> None:
+        name: Any = self.name
+        if not isinstance(name, str) or len(name) > MAX_NAME or not _NAME.fullmatch(name):
+            raise ConfigError(
+                f"name is {describe(name)}; expected 1 to {MAX_NAME} lower-case letters, digits and -, a letter first"
+            )
+        for key in ("namespace", "queue", "priority", "service_account", "ray_tls"):
+            _check_object_name("job", key, getattr(self, key))
+        if not isinstance(self.ray_version, str) or not re.fullmatch(r"\d+\.\d+\.\d+", self.ray_version):
+            raise ConfigError(f"ray_version is {describe(self.ray_version)}; expected a version, such as '2.60.0'")
+        if self.zone is not None and not isinstance(self.zone, str):
+            raise ConfigError(f"zone is {describe(self.zone)}; expected a zone, such as 'us-central1-a'")
+
+    @property
+    def trainer_image(self) -> str:
+        """The image of the trainers."""
+        return self.image.gpu if self.trainers.gpus and self.image.gpu is not None else self.image.cpu
+
+
+def parse_job(files: Sequence[tuple[str, str]], changes: Sequence[str] = ()) -> DeployJob:
+    """Returns the job that files describe, with the changes of the command line, each KEY=VALUE.
+
+    files: name and text of each; a later one replaces values of the earlier ones.
+    """
+    data: dict[str, Any] = {}
+    for name, text in files:
+        try:
+            found = tomllib.loads(text)
+        except tomllib.TOMLDecodeError as error:
+            raise ConfigError(f"{name} is not TOML: {error}; expected a job file") from None
+        for key, value in found.items():
+            old = data.get(key)
+            data[key] = old | value if isinstance(old, dict) and isinstance(value, dict) else value
+    for change in changes:
+        _apply(data, change)
+    names = ", ".join(name for name, _ in files)
+    where = names
+    try:
+        for name, kind in _TABLES.items():
+            where = f"{names}: [{name}]"
+            if name in data:
+                kind.from_dict(data[name])
+        where = names
+        return DeployJob.from_dict(data)
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error}") from None
+
+
+_TABLES: dict[str, type[Serializable]] = {
+    "image": Image,
+    "storage": Storage,
+    **dict.fromkeys(("head", "servers", "workers", "trainers"), Role),
+}
+
+
+def _apply(data: dict[str, Any], change: str) -> None:
+    """Replaces one value. A value that TOML reads as a number, a list or the like is one; others are text."""
+    key, separator, value = change.partition("=")
+    *tables, last = key.strip().split(".")
+    if not separator or not last:
+        raise ConfigError(f"--set is {change!r}; expected KEY=VALUE, such as servers.count=8")
+    for table in tables:
+        data = data.setdefault(table, {})
+        if not isinstance(data, dict):
+            raise ConfigError(f"--set is {change!r}, but {table} is not a table; expected KEY=VALUE of a table")
+    try:
+        data[last] = tomllib.loads(f"value = {value}")["value"]
+    except (tomllib.TOMLDecodeError, KeyError):
+        data[last] = value
+
+
+def _check_object_name(where: str, key: str, name: object) -> None:
+    if name is not None and (not isinstance(name, str) or not _OBJECT_NAME.fullmatch(name)):
+        raise ConfigError(f"{where}: {key} is {describe(name)}; expected the name of an object of Kubernetes")

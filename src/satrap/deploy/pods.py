@@ -1,0 +1,165 @@
+"""What the pods of both targets have in common: labels, resources, where they are scheduled, volumes and probes.
+
+A role is "head", "servers", "workers" or "trainers". Values only.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from satrap.deploy.job_file import VOLUME_PATH, DeployJob, Role
+from satrap.deploy.yaml_text import Note
+
+HTTP_PORT = 9100
+"""Where each process serves /metrics, /healthz and /readyz; further trainers of a pod take the next ports."""
+SHARED_MEMORY = "/dev/shm"
+USER = 1000
+"""The user of the images."""
+GIB = 1 << 30
+_UNITS = (("Gi", 1 << 30), ("Mi", 1 << 20), ("Ki", 1 << 10))
+ZONE_LABEL = "topology.kubernetes.io/zone"
+MACHINE_LABEL = "node.kubernetes.io/instance-type"
+QUEUE_LABEL = "kueue.x-k8s.io/queue-name"
+
+
+def quantity(num_bytes: int) -> str:
+    """Returns a size as Kubernetes writes it: 64Gi."""
+    return next((f"{num_bytes // size}{unit}" for unit, size in _UNITS if num_bytes % size == 0), str(num_bytes))
+
+
+def literal(text: str) -> str:
+    """Returns an argument of a command, in which Kubernetes reads $$ as $ and replaces $(NAME)."""
+    return text.replace("$", "$$")
+
+
+def labels(job: DeployJob, role: str | None = None) -> dict[str, str]:
+    """Returns the labels of an object, of a role or of the whole job."""
+    found = {"app.kubernetes.io/name": "satrap", "app.kubernetes.io/instance": job.name}
+    return found if role is None else found | {"app.kubernetes.io/component": role}
+
+
+def metadata(job: DeployJob, name: str, role: str | None = None, *, queued: bool = False) -> dict[str, Any]:
+    """Returns the metadata of an object. queued: whether Kueue admits it."""
+    namespace = {} if job.namespace is None else {"namespace": job.namespace}
+    own: dict[str, Any] = {"name": name, **namespace, "labels": labels(job, role)}
+    if queued and job.queue is not None:
+        own["labels"][QUEUE_LABEL] = job.queue
+    return own
+
+
+def pod_metadata(job: DeployJob, role: str, *, scraped: bool) -> dict[str, Any]:
+    """Returns the metadata of a pod. scraped: whether it serves metrics at HTTP_PORT."""
+    annotations = {}
+    if scraped:
+        annotations = {
+            "prometheus.io/scrape": "true",
+            "prometheus.io/port": str(HTTP_PORT),
+            "prometheus.io/path": "/metrics",
+        }
+    kept = Note("An autoscaler of nodes must not move a pod of a run.", "false")
+    return {
+        "labels": labels(job, role),
+        "annotations": annotations | {"cluster-autoscaler.kubernetes.io/safe-to-evict": kept},
+    }
+
+
+def resources(role: Role) -> dict[str, Any]:
+    """Returns requests and limits of a pod's container: equal, so the pod is the last to be evicted."""
+    amounts = {"cpu": str(role.cpus * role.per_pod), "memory": quantity(role.memory_bytes * role.per_pod)}
+    if role.gpus:
+        amounts["nvidia.com/gpu"] = str(role.gpus * role.per_pod)
+    return {"requests": dict(amounts), "limits": dict(amounts)}
+
+
+def placement(job: DeployJob, role: str) -> dict[str, Any]:
+    """Returns who runs a pod, on which nodes, and how long it may take to stop."""
+    size: Role = getattr(job, role)
+    found: dict[str, Any] = {}
+    if job.service_account is not None:
+        found["serviceAccountName"] = job.service_account
+    if job.priority is not None:
+        found["priorityClassName"] = job.priority
+    selector = {} if job.zone is None else {ZONE_LABEL: job.zone}
+    selector |= {} if size.machine is None else {MACHINE_LABEL: size.machine}
+    if selector:
+        found["nodeSelector"] = selector
+    if tolerations := _tolerations(role, size):
+        found["tolerations"] = tolerations
+    if job.zone is None:
+        term = {"labelSelector": {"matchLabels": labels(job)}, "topologyKey": ZONE_LABEL}
+        affinity = {"podAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": [term]}}
+        found["affinity"] = Note("All pods of the run in one zone: each step crosses the network.", affinity)
+    found["terminationGracePeriodSeconds"] = size.grace_seconds
+    return found
+
+
+def _tolerations(role: str, size: Role) -> list[dict[str, str]]:
+    if role == "servers":
+        taint = {"key": "dedicated", "operator": "Equal", "value": "satrap-servers", "effect": "NoSchedule"}
+        return [taint]
+    return [{"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"}] if size.gpus else []
+
+
+def security() -> dict[str, Any]:
+    """Returns the security context of a pod: no root, and files of volumes belong to the group of its user."""
+    return {
+        "runAsNonRoot": True,
+        "runAsUser": USER,
+        "runAsGroup": USER,
+        "fsGroup": USER,
+        "fsGroupChangePolicy": Note("Do not visit every file of a large volume at each start.", "OnRootMismatch"),
+    }
+
+
+def container_security() -> dict[str, Any]:
+    """Returns the security context of a container."""
+    return {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
+
+
+def shared_memory(job: DeployJob, role: str, spare_bytes: int) -> Any:
+    """Returns the volume for /dev/shm; None if a role needs none. What is in it counts as memory of the container.
+
+    spare_bytes: for others than Satrap.
+    """
+    size: Role = getattr(job, role)
+    match role:
+        case "servers":
+            limit = size.rows_bytes
+            text = f"The rows, {quantity(limit)}. They survive a restart of the container, not of the pod."
+        case "trainers":
+            limit = max(GIB, size.memory_bytes * size.per_pod // 8)
+            text = "For batches and NCCL: the 64 MiB that containers have otherwise are too few."
+        case _:
+            limit, text = 0, "For Ray."
+    if not limit + spare_bytes:
+        return None
+    size_limit = Note(text, quantity(limit + spare_bytes))
+    return {"name": "shared-memory", "emptyDir": {"medium": "Memory", "sizeLimit": size_limit}}
+
+
+def volumes(job: DeployJob, role: str, spare_bytes: int = 0) -> tuple[list[Any], list[Any]]:
+    """Returns the volumes of a pod, and where its container mounts them: shared memory and the shared volume.
+
+    spare_bytes: shared memory for others than Satrap.
+    """
+    found: list[Any] = []
+    mounts: list[Any] = []
+    if (memory := shared_memory(job, role, spare_bytes)) is not None:
+        found.append(memory)
+        mounts.append({"name": "shared-memory", "mountPath": SHARED_MEMORY})
+    if job.storage.volume is not None:
+        found.append({"name": "shared", "persistentVolumeClaim": {"claimName": job.storage.volume}})
+        mounts.append({"name": "shared", "mountPath": VOLUME_PATH})
+    return found, mounts
+
+
+def credentials(job: DeployJob) -> dict[str, Any]:
+    """Returns the environment that a container takes from the Secret with the credentials of the buckets."""
+    if job.storage.credentials is None:
+        return {}
+    return {"envFrom": [{"secretRef": {"name": job.storage.credentials}}]}
+
+
+def probe(path: str, port: int | str, *, period: int, failures: int, **more: int) -> dict[str, Any]:
+    """Returns a probe over HTTP."""
+    timing: Mapping[str, int] = {"periodSeconds": period, "timeoutSeconds": 5, "failureThreshold": failures}
+    return {"httpGet": {"path": path, "port": port}, **more, **timing}

@@ -1,0 +1,92 @@
+"""deploy/gke: the cluster of the paper on GKE. base/ is what the renderer writes, and the overlay fits it."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+import kubernetes_schemas
+from deploy_jobs import pods_of
+from satrap.deploy.job_file import parse_job
+from satrap.deploy.render import manifests
+from satrap.launch.resources import parse_size
+
+FOLDER = Path(__file__).parents[2] / "deploy/gke"
+JOB = parse_job([("deploy.toml", (FOLDER / "deploy.toml").read_text())])
+ALLOCATABLE = {
+    "n2-standard-16": (1, 15, "56GiB"),
+    "m2-ultramem-416": (30, 412, "11500GiB"),
+    "c2-standard-30": (100, 29, "108GiB"),
+    "a2-highgpu-8g": (8, 95, "650GiB"),
+}
+"""The paper's machines: their number, and what GKE leaves of the cores and memory of each for pods, rounded down."""
+
+
+def documents(name: str) -> list[dict[str, Any]]:
+    return list(yaml.safe_load_all((FOLDER / name).read_text()))
+
+
+def test_the_base_is_what_the_renderer_writes() -> None:
+    """If not: satrap deploy render deploy/gke/deploy.toml --output deploy/gke/base."""
+    files = {each.name: each.read_text() for each in (FOLDER / "base").iterdir()}
+    assert files == manifests(JOB, "kuberay")
+
+
+def test_the_pods_fit_the_machines_of_the_paper() -> None:
+    places: Counter[str] = Counter()
+    for name in ("head", "servers", "workers", "trainers"):
+        role = getattr(JOB, name)
+        _, cores, memory = ALLOCATABLE[role.machine]
+        in_one = min(cores // (role.cpus * role.per_pod), parse_size(memory) // (role.memory_bytes * role.per_pod))
+        assert in_one > 0 and role.pods % in_one == 0
+        places[role.machine] += role.pods // in_one
+    assert places == {machine: count for machine, (count, _, _) in ALLOCATABLE.items()}
+    assert JOB.servers.count * JOB.servers.rows_bytes > 222e12, "100 trillion parameters in fp16, with row-wise state"
+
+
+def test_the_queue_has_room_for_one_run() -> None:
+    objects = documents("queue.yaml")
+    (queue,) = [each["spec"] for each in objects if each["kind"] == "ClusterQueue"]
+    flavors = {each["metadata"]["name"]: each["spec"] for each in objects if each["kind"] == "ResourceFlavor"}
+    (group,) = queue["resourceGroups"]
+    for flavor in group["flavors"]:
+        machine = flavors[flavor["name"]]["nodeLabels"]["node.kubernetes.io/instance-type"]
+        count, cores, memory = ALLOCATABLE[machine]
+        quota = {each["name"]: each["nominalQuota"] for each in flavor["resources"]}
+        assert list(quota) == group["coveredResources"]
+        (role,) = [each for each in (JOB.head, JOB.servers, JOB.workers, JOB.trainers) if each.machine == machine]
+        assert role.count * role.cpus <= quota["cpu"] <= count * cores
+        assert role.count * role.memory_bytes <= parse_size(f"{quota['memory']}B") <= count * parse_size(memory)
+        assert role.count * role.gpus == quota["nvidia.com/gpu"]
+    (local,) = [each for each in objects if each["kind"] == "LocalQueue"]
+    assert (local["metadata"]["name"], local["metadata"]["namespace"]) == (JOB.queue, JOB.namespace)
+
+
+def test_the_overlay_names_what_the_base_refers_to() -> None:
+    for name in ("namespace.yaml", "priority.yaml", "service-account.yaml"):
+        for each in documents(name):
+            kubernetes_schemas.validate(each)
+    (account,), (priority,), (namespace,) = map(documents, ("service-account.yaml", "priority.yaml", "namespace.yaml"))
+    assert (account["metadata"]["name"], account["metadata"]["namespace"]) == (JOB.service_account, JOB.namespace)
+    assert priority["metadata"]["name"] == JOB.priority and namespace["metadata"]["name"] == JOB.namespace
+    (kustomization,) = documents("kustomization.yaml")
+    named = [*kustomization["resources"], *(each["path"] for each in kustomization["patches"])]
+    assert sorted([*named, "deploy.toml", "kustomization.yaml"]) == sorted(each.name for each in FOLDER.iterdir())
+
+
+@pytest.mark.skipif(shutil.which("kubectl") is None, reason="needs kubectl, to apply the overlay")
+def test_kustomize_builds_what_kubernetes_takes() -> None:
+    command = ["kubectl", "kustomize", str(FOLDER)]
+    text = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120).stdout
+    objects = [each for each in yaml.safe_load_all(text) if "kueue" not in each["apiVersion"]]
+    for each in objects:
+        kubernetes_schemas.validate(each)
+    (job,) = [each for each in objects if each["kind"] == "RayJob"]
+    _, trainers = pods_of([job])["trainers"]
+    assert trainers["spec"]["nodeSelector"]["cloud.google.com/gke-accelerator"] == "nvidia-tesla-a100"

@@ -153,9 +153,9 @@ _PANELS: tuple[tuple[str, str, str, tuple[tuple[str, str], ...]], ...] = (
     ),
     (
         "Checkpoints and migrations",
-        "Rows saved or restored",
+        "Saves and restores in progress",
         "percentunit",
-        (("{satrap_snapshot_rows_done} / {satrap_snapshot_rows}", "{{instance}} {{work}}"),),
+        (("{satrap_snapshot_done_bytes} / ({satrap_snapshot_expected_bytes} > 0)", "{{instance}} {{work}}"),),
     ),
     ("Checkpoints and migrations", "Buckets", "short", (("{satrap_buckets}", "{{instance}} {{state}}"),)),
     (

@@ -1,5 +1,6 @@
 """A small training job, run in tests and in child processes that are killed: `python checkpoint_job.py RUN STEPS`. A
-third argument holds options of `Embeddings` as JSON; a fourth, "beside", makes it save while it trains.
+third argument holds options of `Embeddings`, or the addresses of "servers", as JSON; a fourth, "beside", makes it save
+while it trains.
 
 It prints each step's number after the step. With the same seed and steps it ends with the same bits, killed or not.
 """
@@ -19,7 +20,7 @@ import numpy as np
 import torch
 
 from lean_torch import skip_compiler
-from satrap import Adagrad, Adam, Checkpoint, Embeddings, Inputs, MinCount, Position, Table
+from satrap import Adagrad, Adam, Checkpoint, Deployment, Embeddings, Inputs, MinCount, Position, Table
 from satrap.checkpoint.run_owner import OWNER
 
 SIZE, NUM_IDS = 16, 200
@@ -163,6 +164,8 @@ def run_killed(job: str, run: Path, steps: int, *arguments: str) -> dict[str, An
 if __name__ == "__main__":
     skip_compiler()
     rows = json.loads(sys.argv[3]) if len(sys.argv) > 3 else {}
+    if "servers" in rows:
+        rows["deployment"] = Deployment(rows.pop("servers"), take_over=True)
     job = Job(sys.argv[1], int(sys.argv[2]), rows=rows, keep=2, full_every=3)
     job.run.resume()
     job.train(wait="beside" not in sys.argv)

@@ -288,7 +288,7 @@ class StoreMachine(RuleBasedStateMachine):
         name = self.store.table.name
         since = None if self.replica is None else {name: self.replica.version}
         before = 0 if self.replica is None else self.replica.version
-        cut = GroupCut({name: self.store}, [self.store._slot], since, None, 1 << 30)
+        cut = GroupCut("a table", {name: self.store}, [self.store._slot], since, None, 1 << 30)
         self.cut = cut, copy.deepcopy(self.oracle), before
 
     @precondition(lambda self: self.cut is not None)

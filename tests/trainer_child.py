@@ -3,8 +3,9 @@ result as one line of JSON. Each line of its input is a job as JSON: rank, world
 
 With "ahead" it takes all batches of an epoch before the first step. With "counted" the embeddings' gradients are
 integers, so that rows are exact in any order of updates. With "tells" a trainer also prints a line at its third step.
-With "patience" it evaluates every second step. With "beside" it saves while it trains. Without servers the trainers
-share the rows; with "machines" as if each were on another one.
+With "patience" it evaluates every second step. With "beside" it saves while it trains; with "continues" it also
+continues after a save that fails. Without servers the trainers share the rows; with "machines" as if each were on
+another one.
 """
 
 import json
@@ -19,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from loop import NUM_IDS, Net, batches, counting_tables, loss_of, tables
 from satrap import CSV, Checkpoint, Deployment, Embeddings, IdColumn, Parquet, Validation
+from satrap.errors import SatrapError
 from satrap.train import trainer_server
 
 
@@ -33,7 +35,7 @@ def main(rank: int, world_size: int, rendezvous: str, job: dict[str, Any]) -> No
     model = DistributedDataParallel(net)
     optimizer = embeddings.optimizer(torch.optim.SGD(model.parameters(), lr=0.05))
     scaler = scaler_of(job.get("scaler"))
-    seen = []
+    seen, failed = [], []
     data = data_of(job)
     run = Checkpoint(job["checkpoint"], model, optimizer, embeddings, data, full_every=2) if job["checkpoint"] else None
     validation = Validation(model, embeddings, batches(3, seed=9), patience=job.get("patience"))
@@ -66,19 +68,31 @@ def main(rank: int, world_size: int, rendezvous: str, job: dict[str, Any]) -> No
                     validation.step(every_steps=2, checkpoint=run)
                     if validation.is_over:
                         break
-                if run is not None:
-                    run.save(every_steps=2, wait=not job.get("beside"))
+                if run is not None and (error := save(run, job)):
+                    failed.append([batch.step, error])
         if run is not None and job["until"] is None:
             run.save()
     embeddings.drain()
     dist.barrier()
-    found = {"seen": seen, "resumed": began, "scale": scaler.get_scale(), "validation": validation.state_dict()}
+    found = {"seen": seen, "resumed": began, "failed": failed, "scale": scaler.get_scale()}
+    found["validation"] = validation.state_dict()
     found |= {"metrics": validation.metrics, "best": None if run is None else run.best}
     found |= state_of(embeddings, model)
     dist.barrier()
     embeddings.worker.close()
     dist.destroy_process_group()
     print(json.dumps(found), flush=True)
+
+
+def save(run: Checkpoint, job: dict[str, Any]) -> str:
+    """Save every second step; return the error of a job that continues after it."""
+    try:
+        run.save(every_steps=2, wait=not job.get("beside"))
+    except SatrapError as error:
+        if not job.get("continues"):
+            raise
+        return str(error)
+    return ""
 
 
 def embeddings_of(job: dict[str, Any]) -> Embeddings:

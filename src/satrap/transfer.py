@@ -6,6 +6,7 @@ seconds, and in between, every ten seconds, how far it is and how long it will t
         advance(num_bytes)                                             # anywhere below, also in threads of `in_context`
 
 A transfer inside another one advances both. The code that moves the bytes need not know for which transfer it does.
+`Transfers` has the same figures for status, metrics and processes that wait: those of the transfers of one engine.
 """
 
 import contextvars
@@ -13,7 +14,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Self, TypeVar
+from typing import Any, Self, TypeVar
 
 from satrap.event_log import event
 
@@ -22,22 +23,28 @@ T = TypeVar("T")
 _REPORT_SECONDS = 10.0
 _UNITS = ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"))
 _innermost: contextvars.ContextVar["Transfer | None"] = contextvars.ContextVar("satrap-transfer", default=None)
-_running: set["Transfer"] = set()  # the outermost transfers of this process
-_lock = threading.Lock()  # guards the set, and the numbers of all transfers
+_lock = threading.Lock()  # guards the numbers of all transfers
 
 
 class Transfer:
     """One piece of such work. A context manager."""
 
     def __init__(
-        self, logger: logging.Logger, kind: str, what: str, *, total: int | None = None, **values: object
+        self,
+        logger: logging.Logger,
+        kind: str,
+        what: str,
+        *,
+        total: int | None = None,
+        among: "Transfers | None" = None,
+        **values: object,
     ) -> None:
         """kind: prefix of the events' names. what: in words. total: how much there is to do, in bytes or in the units
-        of `reach`; None: not known. values: for JSON lines."""
-        self.logger = logger
-        self._kind, self._what, self._total, self._values = kind, what, total, values
+        of `reach`; None: not known. among: has the figures of this transfer, too. values: for JSON lines."""
+        self.kind = kind
+        self._logger, self._what, self._total, self._among, self._values = logger, what, total, among, values
         self._done = self._bytes = 0
-        self._remote = {"done": 0, "total": 0, "bytes": 0}
+        self._remote = _sums([])
         self._outer = _innermost.get()
         self._start = self._reported_at = time.monotonic()
 
@@ -45,16 +52,15 @@ class Transfer:
         self._start = self._reported_at = time.monotonic()
         self._log(logging.INFO, "begun", " begun", total=self._total)
         self._token = _innermost.set(self)
-        if self._outer is None:
-            with _lock:
-                _running.add(self)
+        if self._among is not None:
+            self._among.begin(self)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
         _innermost.reset(self._token)
-        with _lock:
-            _running.discard(self)
         seconds = time.monotonic() - self._start
+        if self._among is not None:
+            self._among.end(self, seconds, is_done=kind is None)
         figures = {"bytes": self._bytes, "seconds": round(seconds, 3)}
         if kind is None:
             size = f": {format_bytes(self._bytes)}" if self._bytes else ""
@@ -73,10 +79,10 @@ class Transfer:
         self._report()
 
     def observe(self, figures: Sequence[Mapping[str, int]]) -> None:
-        """Adds what other processes have done for this transfer so far, as `running_figures` returns it; replaces what
-        was added before."""
+        """Adds what other processes have done for this transfer so far, as `Transfers.running` returns it; replaces
+        what was added before."""
         with _lock:
-            self._remote = {key: sum(each[key] for each in figures) for key in ("done", "total", "bytes")}
+            self._remote = _sums(figures)
         self._report()
 
     def reach(self, done: int, total: int | None, num_bytes: int) -> None:
@@ -85,10 +91,16 @@ class Transfer:
             self._done, self._total, self._bytes = done, total, num_bytes
         self._report()
 
-    @property
-    def figures(self) -> tuple[int, int, int]:
-        """What was done, the total (0: not known), and the bytes."""
-        return self._done, self._total or 0, self._bytes
+    def figures(self) -> dict[str, Any]:
+        """Returns what was `done`, the `total` (None: not known), the `bytes`, and the `seconds_left` (None: not
+        known)."""
+        with _lock:
+            done, num_bytes = self._done + self._remote["done"], self._bytes + self._remote["bytes"]
+            total = self._total or (self._done + self._remote["total"] if self._remote["total"] else None)
+        left = None
+        if total and done:
+            left = round((time.monotonic() - self._start) * max(0, total - done) / done)
+        return {"done": done, "total": total, "bytes": num_bytes, "seconds_left": left}
 
     def _report(self) -> None:
         now = time.monotonic()
@@ -96,17 +108,73 @@ class Transfer:
             if now < self._reported_at + _REPORT_SECONDS or (self._outer is not None and self._outer._total):
                 return
             self._reported_at = now
-            done, num_bytes = (mine + self._remote[key] for key, mine in (("done", self._done), ("bytes", self._bytes)))
-            total = self._total or (self._done + self._remote["total"] if self._remote["total"] else None)
-        text, left = f"{format_bytes(num_bytes)} so far", None
-        if total and done:
-            left = round((now - self._start) * max(0, total - done) / done)
-            text = f"{min(100, 100 * done // total)} %, {format_bytes(num_bytes)}, about {format_seconds(left)} left"
-        self._log(logging.INFO, "progress", f": {text}", bytes=num_bytes, done=done, total=total, seconds_left=left)
+        found = self.figures()
+        self._log(logging.INFO, "progress", f": {format_progress(**found)}", **found)
 
     def _log(self, level: int, name: str, text: str, **figures: object) -> None:
-        extra = event(f"{self._kind}_{name}", **self._values, **figures)
-        self.logger.log(level, "%s%s", self._what, text, extra=extra)
+        extra = event(f"{self.kind}_{name}", **self._values, **figures)
+        self._logger.log(level, "%s%s", self._what, text, extra=extra)
+
+
+class Transfers:
+    """The transfers of one engine's tables: those that are running, and the last one of each kind that was completed.
+    Thread-safe."""
+
+    KINDS = ("save", "verify", "restore")
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._running: list[Transfer] = []
+        self._completed = {kind: {"number": 0, "bytes": 0, "seconds": 0.0, "ended_at": 0.0} for kind in self.KINDS}
+
+    def begin(self, transfer: Transfer) -> None:
+        """Counts a transfer as running."""
+        with self._lock:
+            self._running.append(transfer)
+
+    def end(self, transfer: Transfer, seconds: float, *, is_done: bool) -> None:
+        """Counts a transfer as completed, or as failed."""
+        with self._lock:
+            self._running.remove(transfer)
+            if is_done:
+                completed = self._completed[transfer.kind]
+                num_bytes = transfer.figures()["bytes"]
+                completed |= {"bytes": num_bytes, "seconds": seconds, "ended_at": time.time()}
+                completed["number"] += 1
+
+    def running(self) -> dict[str, int]:
+        """Returns the sums over the transfers that are running, of all kinds, as `Transfer.observe` takes them."""
+        return _sums(self._figures())
+
+    def to_dict(self) -> dict[str, dict[str, Any]]:
+        """Returns for each kind: how many are `running`; the `bytes` that they have moved, of a `total` (0: not known),
+        and the `seconds_left` (None: not known); how many were `completed` since the process started, and of the last
+        of these the `last_bytes`, its `seconds`, and as Unix time when it `ended_at`."""
+        found = {}
+        for kind in self.KINDS:
+            figures = self._figures(kind)
+            sums, left = _sums(figures), [each["seconds_left"] for each in figures]
+            with self._lock:
+                last = dict(self._completed[kind])
+            found[kind] = {
+                "running": len(figures),
+                "bytes": sums["bytes"],
+                "total": sums["total"],
+                "seconds_left": None if None in left else max(left, default=None),
+                "completed": last["number"],
+                "last_bytes": last["bytes"],
+                "seconds": last["seconds"],
+                "ended_at": last["ended_at"],
+            }
+        return found
+
+    def _figures(self, kind: str | None = None) -> list[dict[str, Any]]:
+        with self._lock:
+            return [each.figures() for each in self._running if kind in (None, each.kind)]
+
+
+def _sums(figures: Sequence[Mapping[str, Any]]) -> dict[str, int]:
+    return {key: sum(each[key] or 0 for each in figures) for key in ("done", "total", "bytes")}
 
 
 def advance(num_bytes: int) -> None:
@@ -126,12 +194,12 @@ def in_context(work: Callable[..., T]) -> Callable[..., T]:
     return lambda *arguments: context.copy().run(work, *arguments)
 
 
-def running_figures(logger: str) -> dict[str, int]:
-    """Returns the sums over this process's transfers of a logger, for a process that waits for them."""
-    with _lock:
-        figures = [transfer.figures for transfer in _running if transfer.logger.name == logger]
-    done, total, num_bytes = (sum(each) for each in zip(*figures, strict=True)) if figures else (0, 0, 0)
-    return {"done": done, "total": total, "bytes": num_bytes}
+def format_progress(done: int, total: int | None, bytes: int, seconds_left: int | None) -> str:
+    """Returns how far a transfer is, in words: "40 %, 1.2 GiB, about 40 s left", or the bytes if no more is known. The
+    arguments are those of `Transfer.figures`."""
+    if not total or seconds_left is None:
+        return f"{format_bytes(bytes)} so far"
+    return f"{min(100, 100 * done // total)} %, {format_bytes(bytes)}, about {format_seconds(seconds_left)} left"
 
 
 def format_bytes(number: float) -> str:

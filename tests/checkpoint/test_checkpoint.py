@@ -15,7 +15,7 @@ from checkpoint_job import NUM_IDS, Job, Source, names, run_killed, same, uninte
 from logged import logged
 from loop import batches, job, loss_of
 from satrap import Checkpoint, IterableSource
-from satrap.checkpoint.state_dict_file import load_state, save_state
+from satrap.checkpoint.state_dict_file import FrozenState, read_state
 from satrap.config.durable import checksum
 from satrap.errors import CheckpointError, SatrapError, SnapshotError, StreamError
 from satrap.storage.local_folder import LocalFolder
@@ -210,9 +210,9 @@ def test_data_with_offsets_continues_with_untrained_items(tmp_path: Path) -> Non
 
 def test_names_in_a_state_cannot_collide(tmp_path: Path) -> None:
     state = {"a.b": torch.ones(1), "a": {"b": torch.zeros(2)}, "c": {1: torch.ones(3), "1": torch.zeros(4)}}
-    crc32c = save_state(LocalFolder(tmp_path), "state", state)
+    crc32c = FrozenState.of(state).save(LocalFolder(tmp_path), "state")
     assert crc32c == checksum((tmp_path / "state").read_bytes())
-    found = load_state(tmp_path / "state")
+    found = read_state(LocalFolder(tmp_path), "state", crc32c)
     assert torch.equal(found["a.b"], torch.ones(1)) and torch.equal(found["a"]["b"], torch.zeros(2))
     assert torch.equal(found["c"][1], torch.ones(3)) and torch.equal(found["c"]["1"], torch.zeros(4))
 

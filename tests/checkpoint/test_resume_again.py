@@ -9,6 +9,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -19,7 +20,8 @@ from cluster import running_servers
 from loop import batches, bits, job, loss_of, tables
 from remote_worker_parts import working
 from satrap import Checkpoint, Deployment, Embeddings
-from satrap.errors import CheckpointError, StreamError
+from satrap.errors import CheckpointError, SnapshotError, StreamError
+from satrap.table.store import Store
 from trainers import Trainers
 
 NUM = 12
@@ -58,6 +60,56 @@ def test_a_run_that_resumes_itself_equals_an_undisturbed_one(
     job.run.save()
     assert job.run.resume()
     same(job.state(), straight)
+
+
+def test_embeddings_with_a_part_of_a_checkpoint_refuse_everything_but_a_resume(tmp_path: Path) -> None:
+    """The second table cannot be filled, after both were verified."""
+    job = Job(str(tmp_path / "run"), 6)
+    train(job, 6, save_at=3)
+    before = job.state()
+    fill = Store.fill
+
+    def fill_first(store: Store, levels: Any) -> None:
+        if store.table.name == "item":
+            raise SnapshotError("the network is gone")
+        fill(store, levels)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Store, "fill", fill_first)
+        with pytest.raises(SnapshotError, match="the network is gone"):
+            job.run.resume()
+    after = job.state()
+    for name in ("step", "lr", "random", "0.weight", "2.bias"):
+        assert np.array_equal(after[name], before[name]), "the rest is as it was"
+    batch = next(iter(job.source.batches(job.embeddings.features)))
+    refused = "the tables hold a part of a checkpoint, because resuming it failed: resume again"
+    for use in (
+        lambda: job.embeddings.stream(job.source),
+        lambda: job.embeddings.stream(job.source, train=False),
+        lambda: job.embeddings(batch),
+        lambda: job.run.save(),
+    ):
+        with pytest.raises(StreamError, match=refused):
+            use()
+    assert job.run.resume() and job.embeddings.step == 3
+    train(job, 6)
+    same(job.state(), before)
+
+
+def test_a_second_save_of_a_step_is_another_checkpoint_of_it(tmp_path: Path) -> None:
+    job = Job(str(tmp_path / "run"), 4, full_every=3)
+    for batch in job.embeddings.stream(job.source):
+        job.step(batch)
+        for wait in (False, True):
+            assert job.run.save(every_steps=2, wait=wait) == (batch.step % 2 == 0 and not wait), "of a step, once"
+    before = job.state()
+    assert job.run.save() and job.run.save()
+    names = [f"00000{number}-step-{step}" for number, step in ((1, 2), (2, 4), (3, 4), (4, 4))]
+    assert sorted(each.parent.name for each in tmp_path.glob("run/*/checkpoint.json")) == names
+    for name in names[1:]:
+        again = Job(str(tmp_path / "run"), 4)
+        assert again.run.resume(name)
+        same(again.state(), before)
 
 
 def test_a_named_version_is_resumed_and_training_continues_from_it(tmp_path: Path) -> None:

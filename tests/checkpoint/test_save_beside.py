@@ -3,8 +3,11 @@ bit, also after kill -9; a failure is raised by the next call; the next save wai
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -13,11 +16,15 @@ import numpy as np
 import pytest
 
 from checkpoint_job import DEADLINE_SECONDS, Job, names, run_killed, same, uninterrupted
-from cluster import running_servers
+from cluster import ANYWHERE, running_servers
 from disk import small_disk
+from rpc_parts import wait_until
 from satrap import Deployment
 from satrap.checkpoint.background_save import BackgroundSave
 from satrap.errors import CheckpointError, SnapshotError
+from satrap.rpc import Service
+from satrap.server.protocol import ServerCalls
+from satrap.server.server import Server
 from satrap.storage.folder import Writer
 from satrap.table.snapshot import writer
 from satrap.table.snapshot.directory import ChecksumFile
@@ -95,8 +102,67 @@ def test_the_bits_of_training_do_not_depend_on_the_saves(tmp_path: Path) -> None
     job.embeddings.close()
 
 
-def test_a_run_killed_while_it_saves_beside_training_ends_with_the_same_bits(tmp_path: Path) -> None:
-    same(run_killed("checkpoint_job.py", tmp_path / "run", 40, "{}", "beside"), uninterrupted(tmp_path, 40))
+@pytest.mark.draw(1)
+@pytest.mark.parametrize("num_servers", [0, 2])
+def test_a_run_killed_while_it_saves_beside_training_ends_with_the_same_bits(tmp_path: Path, num_servers: int) -> None:
+    with running_servers(num_servers) as services:
+        rows = json.dumps({"servers": [each.address for each in services]} if services else {})
+        found = run_killed("checkpoint_job.py", tmp_path / "run", 40, rows, "beside")
+    same(found, uninterrupted(tmp_path, 40))
+
+
+@pytest.mark.parametrize("is_replaced_at_once", [False, True])
+def test_servers_let_go_of_the_cut_of_a_killed_trainer(tmp_path: Path, is_replaced_at_once: bool) -> None:
+    """The trainer is killed while the servers write. Then nothing calls them, or its successor does."""
+    with ExitStack() as stack:
+        servers = [Server(num_threads=2, checkpoints=["/"]) for _ in range(2)]
+        addresses = [stack.enter_context(Service(each, ServerCalls, ANYWHERE)).address for each in servers]
+        held = stack.enter_context(held_writers())
+
+        def old_bytes() -> list[int]:
+            states = [each._state for each in servers]
+            return [0 if state is None else state.engine.cut_figures()["bytes"] for state in states]
+
+        published = killed_in_a_save(tmp_path / "run", addresses, held, old_bytes)
+        if is_replaced_at_once:
+            stack.callback((timer := threading.Timer(0.05, held.may_write.set)).join)
+            timer.start()
+        else:
+            held.may_write.set()
+            wait_until(lambda: not any(old_bytes()))
+        job = Job(str(tmp_path / "run"), 12, rows={"deployment": Deployment(addresses, take_over=True)})
+        assert job.run.resume()
+        assert old_bytes() == [0, 0] and published[-1].endswith(f"-step-{job.embeddings.step}")
+        same(job.state(), uninterrupted(tmp_path, job.embeddings.step))
+        job.train(every_steps=1, wait=False)
+        job.embeddings.close()
+        assert old_bytes() == [0, 0]
+    found = names(tmp_path / "run")
+    assert found[-1].endswith("-step-12") and not any(each.startswith(".") for each in found)
+
+
+def killed_in_a_save(run: Path, addresses: list[str], held: Held, old_bytes: Callable[[], list[int]]) -> list[str]:
+    """Run a trainer that saves beside training after each step, and kill it while servers keep old rows for its third
+    save or a later one, of which they have written nothing; return its checkpoints."""
+    command = [sys.executable, str(Path(__file__).parents[1] / "checkpoint_job.py"), str(run), "12"]
+    command += [json.dumps({"servers": addresses}), "beside"]
+    held.may_write.set()
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as trainer:
+        timer = threading.Timer(2 * DEADLINE_SECONDS, trainer.kill)
+        timer.start()
+        try:
+            assert trainer.stdout is not None
+            assert [trainer.stdout.readline() for _ in range(3)] == ["1\n", "2\n", "3\n"]
+            held.may_write.clear()
+            held.is_writing.clear()
+            wait_until(lambda: held.is_writing.is_set() and any(old_bytes()))
+            published = [each for each in names(run) if not each.startswith(".")]
+        finally:
+            trainer.kill()
+            timer.cancel()
+            timer.join()
+    assert [each for each in names(run) if not each.startswith(".")] == published and published
+    return published
 
 
 def test_the_next_save_waits_for_the_one_that_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -35,6 +35,7 @@ from runs import (
     wait_for_output,
     wait_until,
 )
+from satrap.cli import status
 from satrap.cli.main import main
 from satrap.cli.status import RunReader
 from satrap.cli.status_table import as_lines, fit, summarize
@@ -231,10 +232,31 @@ def test_a_table_fits_its_terminal(lines: list[str], columns: int, rows: int) ->
     assert kept == [line[:columns] for line in lines[: len(kept)]]
 
 
+@pytest.mark.parametrize(
+    ("written", "name", "folder"),
+    [
+        ("/gone/run/.0a1b2c3d.000002-step-8/tables/1", "000002-step-8", "/gone/run/000002-step-8"),
+        ("s3://run/000002-step-8-5f0c2a9e/tables/1", "000002-step-8-5f0c2a9e", "s3://run/000002-step-8-5f0c2a9e"),
+        ("/elsewhere/mine", "unknown", None),
+    ],
+)
+def test_the_last_checkpoint_is_known_by_the_folders_that_servers_wrote(
+    written: str, name: str, folder: str | None
+) -> None:
+    idle = {"snapshots": {"save": {"completed": 0}}}
+    answers = {
+        server: {"snapshots": {"save": {"completed": 1, "ended_at": at, "seconds": 9.0 - at}}, "save_folders": folders}
+        for server, at, folders in (("a", 3.0, [written]), ("b", 2.0, ["/old/tables/0"]))
+    }
+    found = status._last_checkpoint({**answers, "c": idle, "d": {"error": "no answer"}})
+    assert found == {"at": 3.0, "seconds": 7.0, "name": name, "is_published": None, "folder": folder}
+    assert status._last_checkpoint({"c": idle}) is None
+
+
 def test_work_in_progress_is_shown() -> None:
     """A save, a migration and faults, as a supervisor and two servers report them."""
-    saving = {"running": 1, "rows": 1000, "rows_done": 400, "finished": 0, "seconds": 0.0, "ended_at": 0.0}
-    idle = {"running": 0, "rows": 0, "rows_done": 0, "finished": 0, "seconds": 0.0, "ended_at": 0.0}
+    saving = {"running": 1, "bytes": 400 << 10, "total": 1000 << 10, "seconds_left": 12}
+    idle = {"running": 0, "bytes": 0, "total": 0, "seconds_left": None}
     answer = {
         "where": "process 1 on a",
         "not_ready": "",
@@ -243,7 +265,7 @@ def test_work_in_progress_is_shown() -> None:
         "step": 12,
         "tables": {"t": {"rows": 500, "bytes": 1 << 21, "lookups": 900}},
         "staleness": {"0": 3},
-        "snapshots": {"t": {"save": saving, "restore": idle}},
+        "snapshots": {"save": saving, "restore": idle},
         "moved_rows": {"in": 7000, "out": 0},
         "buckets": {"owned": 8, "frozen": 2, "incoming": 0},
     }
@@ -265,8 +287,8 @@ def test_work_in_progress_is_shown() -> None:
     summary = summarize(reading, {**reading, "clock": 8.0, "answers": {"a": answer}})
     lines = as_lines(summary)
     assert lines[0].endswith("| trainers are running | launch 2 | running for 1:01:40")
-    assert lines[1] == "step 12 | 0.0 steps/s | 1k rows | 4 MiB"  # no rate: one of the servers was not read before
-    assert lines[2].endswith("| save in progress: 40% of 2k rows")
+    assert lines[1] == "step 12 | 0.0 steps/s | 1k rows | 4.0 MiB"  # no rate: one of the servers was not read before
+    assert lines[2].endswith("| save in progress: 40 %, 800.0 KiB, about 12 s left")
     assert lines[3] == "moves: 12 of 64 buckets | 14k rows moved so far"
     assert lines[4:8] == ["faults: 5", *(f"  1:00:0{10 - i} ago: fault {i}" for i in (2, 3, 4))]
     assert [line.split()[:2] for line in lines[10:]] == [["server", str(i)] for i in (0, 1, 2)] + [["trainer", "0"]]

@@ -281,7 +281,9 @@ def test_actors_are_named_by_role_and_remove_their_own_files(
     tmp_path: Path, cluster: Any, how: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """At the end of a run, no task for cleaning is started: with the last process its rows and keys are gone."""
-    script = write_changed_job(tmp_path, ("embeddings.drain()", "1 / 0")) if how == "failed" else JOB
+    no_key = '1 / __import__("os").path.exists("client.key")'  # that it fails shows that no key was copied
+    script = write_changed_job(tmp_path, ("embeddings.drain()", no_key)) if how == "failed" else JOB
+    (tmp_path / "client.key").write_text("of another run")
     without_task = tmp_path / "satrap"
     patch = "import satrap.launch.ray_launcher as launcher; launcher._remove_node_files = None"
     without_task.write_text(

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from logged import Records
 from satrap import transfer
-from satrap.transfer import Transfer, advance, current_transfer, format_bytes, format_seconds, in_context
+from satrap.transfer import Transfer, Transfers, advance, current_transfer, format_bytes, format_seconds, in_context
 
 LOG = logging.getLogger("satrap.tests")
 
@@ -27,6 +27,9 @@ class Clock:
 
     def monotonic(self) -> float:
         return self.now
+
+    def time(self) -> float:
+        return self.now + 1e9
 
 
 @pytest.fixture
@@ -100,7 +103,7 @@ def test_a_nested_transfer_advances_the_outer_one(clock: Clock, records: list[lo
             with Transfer(LOG, "save", f"part {number}", total=50):
                 clock.now += 20
                 advance(50)
-    assert whole.figures == (100, 100, 100)
+    assert whole.figures() == {"done": 100, "total": 100, "bytes": 100, "seconds_left": 0}
     progress = [each.getMessage() for each in records if values(each)["event"] == "save_progress"]
     assert progress == ["whole: 50 %, 50 bytes, about 20 s left", "whole: 100 %, 100 bytes, about 0 s left"]
 
@@ -118,15 +121,36 @@ def test_threads_count_for_the_transfer_that_started_them(parts: list[list[int]]
                 for future in [pool.submit(in_context(work), numbers) for numbers in parts]:
                     future.result()
             transfers.append(one)
-    assert all(each.figures[2] == sum(map(sum, parts)) for each in transfers)
+    assert all(each.figures()["bytes"] == sum(map(sum, parts)) for each in transfers)
 
 
-def test_figures_of_this_process() -> None:
-    assert transfer.running_figures(LOG.name) == {"done": 0, "total": 0, "bytes": 0}
-    with Transfer(LOG, "save", "save", total=10):
+def test_the_transfers_of_an_engine(clock: Clock) -> None:
+    """Sums over those that run, and of those that completed the last; one that fails is not counted."""
+    among = Transfers()
+    idle = among.to_dict()["save"]
+    assert idle == {
+        "running": 0,
+        "bytes": 0,
+        "total": 0,
+        "seconds_left": None,
+        "completed": 0,
+        "last_bytes": 0,
+        "seconds": 0.0,
+        "ended_at": 0.0,
+    }
+    with pytest.raises(OSError), Transfer(LOG, "save", "save", among=among):
+        raise OSError
+    assert among.to_dict()["save"] == idle
+    with Transfer(LOG, "save", "a", total=10, among=among), Transfer(LOG, "restore", "b", among=among) as inner:
+        clock.now += 6
         advance(4)
-        assert transfer.running_figures(LOG.name) == {"done": 4, "total": 10, "bytes": 4}
-        assert transfer.running_figures("satrap.other")["bytes"] == 0
+        assert among.running() == {"done": 8, "total": 10, "bytes": 8}
+        found = among.to_dict()
+        assert found["save"] == {**idle, "running": 1, "bytes": 4, "total": 10, "seconds_left": 9}
+        assert found["restore"] == {**idle, "running": 1, "bytes": 4} and inner.figures()["total"] is None
+    found = among.to_dict()
+    assert found["save"] == {**idle, "completed": 1, "last_bytes": 4, "seconds": 6.0, "ended_at": clock.time()}
+    assert found["verify"] == idle and among.running() == {"done": 0, "total": 0, "bytes": 0}
 
 
 def test_words() -> None:

@@ -16,10 +16,13 @@ from bag_oracle import update
 from cluster import batch, contents, one_table, running_servers, sharded_worker
 from satrap.config.features import Features
 from satrap.config.tables import Adagrad, MinCount, Normal, Table
-from satrap.errors import AttemptError, ChangesError, DeadlineError, SatrapError
+from satrap.errors import AttemptError, ChangesError, DeadlineError, SatrapError, SnapshotError
 from satrap.rpc import Service
 from satrap.server import state
 from satrap.server.migration.coordinator import Migration
+from satrap.server.save_calls import SaveCalls
+from satrap.server.state import ServerState
+from satrap.storage.folder import Folder
 from satrap.worker.local_rows import LocalWorker
 from satrap.worker.sharded_rows import ShardedWorker
 from tour import Tour
@@ -132,6 +135,22 @@ def test_duplicates_of_calls(tmp_path: Path) -> None:
             servers.call_all("write_cut", 78, [str(tmp_path / "t")], True, True)
         with pytest.raises(SatrapError, match="found 2 versions; expected one of each table"):
             servers.call_all("take_cut", 79, [2, 3], None, 1 << 30)
+
+
+def test_parts_that_the_trainer_does_not_see_are_no_snapshot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    part = SaveCalls._part
+
+    def elsewhere(server: SaveCalls, state: ServerState, folder: str) -> Folder:
+        return part(server, state, folder.replace("here", "elsewhere"))
+
+    with two_servers() as (_, worker):
+        monkeypatch.setattr(SaveCalls, "_part", elsewhere)
+        refused = "the servers wrote their parts to .*/here/t and this process does not see them: name a folder"
+        with pytest.raises(SnapshotError, match=refused):
+            worker.tables["t"].save(tmp_path / "here" / "t")
+        with pytest.raises(SnapshotError, match=refused):
+            worker.tables.take_cut().write({"t": tmp_path / "here" / "t"}, is_full=True)
+        assert sorted(each.name for each in (tmp_path / "elsewhere" / "t").iterdir()) == ["0-of-2", "1-of-2"]
 
 
 def test_changes_since_an_unknown_version_are_written_in_full(tmp_path: Path) -> None:

@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 import zmq
 
-from cluster import ANYWHERE, batch, one_table, sharded_worker
+from cluster import ANYWHERE, DEADLINE_SECONDS, batch, one_table, sharded_worker
+from satrap import transfer
 from satrap.cli.http import StatusEndpoint
 from satrap.config.tables import MinCount
 from satrap.errors import SatrapError
@@ -21,6 +22,7 @@ from satrap.rpc import Client, Origin, Service
 from satrap.server.protocol import ServerCalls
 from satrap.server.server import Server
 from satrap.server.status_calls import server_samples
+from satrap.table.snapshot import verified_file
 from satrap.worker.sharded_rows import ShardedWorker
 from scrape import Numbers, get, number, scrape
 
@@ -99,8 +101,9 @@ def test_scraped_numbers_are_what_was_done(tmp_path: Path, seed: int) -> None:
         assert version == 2
         assert number(after_save, "satrap_snapshots_total", work="save") == 1
         assert number(after_save, "satrap_snapshots_running", work="save") == 0
-        assert number(after_save, "satrap_snapshot_rows", work="save") == len(rows)
-        assert number(after_save, "satrap_snapshot_rows_done", work="save") == len(rows)
+        size = sum(each.stat().st_size for each in (tmp_path / "saved").rglob("*.arrow"))
+        assert number(after_save, "satrap_last_snapshot_bytes", work="save") >= size
+        assert number(after_save, "satrap_snapshot_done_bytes", work="save") == 0
         assert number(after_save, "satrap_snapshots_total", work="restore") == 0
         for of in ("machine", "rows"):
             allowed = number(numbers, "satrap_memory_allowed_bytes", of=of)
@@ -150,32 +153,27 @@ def test_a_restore_in_progress_is_shown_and_delays_no_status(tmp_path: Path, mon
         train(worker, 1, np.arange(50), 1.0)
         worker.tables["t"].save(tmp_path / "saved")
         imported, may_continue = threading.Event(), threading.Event()
-        engine_import = server._create_tables
 
-        def create(*arguments: Any) -> Any:
-            state = engine_import(*arguments)
-            progress = next(iter(state.tables.values()))._slot.progress.restore
-            count_rows = progress.add
-
-            def add(rows: int) -> None:
-                count_rows(rows)
+        def advance(num_bytes: int) -> None:
+            transfer.advance(num_bytes)
+            current = transfer.current_transfer()
+            if current is not None and current.kind == "restore":
                 imported.set()
-                assert may_continue.wait(60)
+                assert may_continue.wait(DEADLINE_SECONDS)
 
-            monkeypatch.setattr(progress, "add", add)
-            return state
-
-        monkeypatch.setattr(server, "_create_tables", create)
+        monkeypatch.setattr(verified_file, "advance", advance)
         restore = threading.Thread(target=worker.tables.restore, args=({"t": [tmp_path / "saved"]},))
         restore.start()
-        assert imported.wait(60)
+        assert imported.wait(DEADLINE_SECONDS)
         numbers, status = scrape(url), client.call.status(Origin())
         assert get(url.replace("metrics", "readyz")) == (503, "a restore is running\n")
         may_continue.set()
         restore.join()
         assert number(numbers, "satrap_snapshots_running", work="restore") == 1
-        assert number(numbers, "satrap_snapshot_rows_done", work="restore") == 50
-        assert number(numbers, "satrap_snapshot_rows", work="restore") == 50
+        done = number(numbers, "satrap_snapshot_done_bytes", work="restore")
+        assert 0 < done <= number(numbers, "satrap_snapshot_expected_bytes", work="restore")
+        assert number(numbers, "satrap_snapshot_left_seconds", work="restore") >= 0
+        assert number(numbers, "satrap_snapshots_total", work="verify") == 0  # of the tables before
         assert status["not_ready"] == "a restore is running" and number(numbers, "satrap_ready") == 0
         assert number(scrape(url), "satrap_snapshots_total", work="restore") == 1
         assert client.call.status(Origin())["tables"]["t"]["rows"] == 50

@@ -16,7 +16,10 @@ import pytest
 from cluster import DEADLINE_SECONDS, batch, one_table, running_servers, server_processes, sharded_worker
 from faults import killed_at_random, random_faults, stop_and_go
 from loop import BATCH, batches
-from satrap.errors import CapacityError
+from satrap.errors import CapacityError, SnapshotError
+from satrap.storage.folder import Folder
+from satrap.table import group_cut
+from satrap.table.snapshot.writer import write_cut
 from trainers import Trainers, alone, require_result, require_same_as_alone
 
 pytestmark = pytest.mark.draw(13)
@@ -145,6 +148,29 @@ def test_trainers_resume_together_on_other_servers(trainers: Trainers, tmp_path:
     for before, after, once in zip(first, rest, whole, strict=True):
         assert before["seen"][:4] + after["seen"] == once["seen"]
         assert (after["dense"], after["rows"]) == (once["dense"], once["rows"])
+
+
+def test_all_trainers_report_a_save_beside_training_that_failed(
+    trainers: Trainers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At step 4 on the servers; at step 6, all trainers learn it, and none is saved. The next saves are whole."""
+
+    def write(cut: Any, folder: Folder, *options: Any) -> Any:
+        if "-step-4/" in str(folder):
+            raise SnapshotError("the disk is on fire")
+        return write_cut(cut, folder, *options)
+
+    monkeypatch.setattr(group_cut, "write_cut", write)
+    options = {"checkpoint": str(tmp_path / "run"), "beside": True, "continues": True}
+    found = trainers.run_on_servers(2, 2, tmp_path, batches=20, **options)
+    ((first, cause),), ((other, hint),) = (each["failed"] for each in found)
+    assert (first, other) == (6, 6) and "the disk is on fire" in cause
+    assert hint == "trainer 0 failed; its own error says why"
+    saved = [each.parent.name for each in sorted((tmp_path / "run").glob("*/checkpoint.json"))]
+    assert saved[-2:] == ["000004-step-10", "000005-step-10"] and not any(name.endswith("-step-4") for name in saved)
+    rest = trainers.run_on_servers(1, 2, tmp_path, batches=20, checkpoint=str(tmp_path / "run"))
+    assert all(each["resumed"] and each["seen"] == [] for each in rest)
+    assert [(each["dense"], each["rows"]) for each in rest] == [(each["dense"], each["rows"]) for each in found]
 
 
 def test_killed_servers_under_synchronous_trainers(trainers: Trainers, tmp_path: Path, seed: int) -> None:

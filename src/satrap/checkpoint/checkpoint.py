@@ -171,7 +171,7 @@ class Checkpoint:
     def _save_together(self, every_steps: int | None, best: bool = False, wait: bool | None = True) -> bool:
         """Make one save of all trainers; return whether it completes this trainer's request. wait: None: as the others
         request."""
-        trainers, is_joint = self._session.trainers, self._session.dense.is_joint
+        trainers = self._session.trainers
         started_at = time.monotonic()
         self._settle()
         paused_at = time.monotonic()
@@ -183,9 +183,12 @@ class Checkpoint:
             directories, steps, intervals, positions, bests, waits = zip(*map(json.loads, gathered), strict=True)
             if set(intervals) == {_ENDED}:
                 return True
-            requests = set(intervals) if is_joint else set(intervals) - {None, _ENDED}
-            differ = len(set(directories)) > 1 or len(requests) > 1 or len(set(waits) - {None}) > 1
-            if differ or (is_joint and len(set(steps)) > 1):
+            requests, differ = set(intervals), len(set(directories)) > 1 or len(set(waits) - {None}) > 1
+            if self._session.dense.is_joint:
+                differ |= len(set(steps)) > 1
+            else:  # those that join the others' saves
+                requests -= {None, _ENDED}
+            if differ or len(requests) > 1:
                 raise CheckpointError(
                     f"the trainers save into {list(directories)} at steps {list(steps)} with every_steps "
                     f"{list(intervals)} and wait {list(waits)}; expected the same values on all trainers"
@@ -195,6 +198,7 @@ class Checkpoint:
             is_waiting = False not in waits or not self._session.worker.tables.keeps_cuts
 
             def begin() -> None:
+                self._session.require_whole_rows()
                 state = self._state([state_of(each) for each in randoms])
                 draft = self._writer.draft(
                     self._session.worker.tables,
@@ -256,7 +260,8 @@ class Checkpoint:
         name: such as `best`; None: the newest. Later saves follow the newest one's number.
 
         A checkpoint that is torn, or has another model, other tables, another seed or a source read in another order,
-        is refused with the differences, and everything is left unchanged.
+        is refused with the differences, and everything is left unchanged. If rows cannot be read after that, the tables
+        hold a part of them, and the embeddings refuse to train, evaluate or save until a resume succeeds.
         """
         trainers = self._session.trainers
         self._settle()
@@ -329,7 +334,9 @@ class Checkpoint:
         map_version = tables.map_version
         with Transfer(_LOG, "restore", f"restore of step {newest.step} from {newest.where}", step=newest.step):
             changes_may_follow = tables.restore(folders)
+        tables.is_whole = False
         require_rows(chain, {name: len(table) for name, table in tables.items()})
+        tables.is_whole = True
         versions = {name: tables[name].version for name in tables}
         self._writer.follow(newest.folder.name, versions, map_version, len(chain) if changes_may_follow else None)
 

@@ -161,12 +161,18 @@ def table_folders(chain: Sequence[CheckpointManifest]) -> dict[str, list[Folder]
             found[name].append(entry.folder / table_key(i))
         for i, saved in enumerate(entry.saved or ()):
             saved.require(entry.folder / table_key(i), entry.where)
+            if entry.parent is None and (rows := sum(part.rows for part in saved.parts)) != saved.rows:
+                raise CheckpointError(
+                    f"{entry.where}: table {entry.tables[i]!r} has {rows} rows in its files; expected {saved.rows}, as "
+                    "when it was saved: use an older checkpoint, and report this"
+                )
     return found
 
 
 def require_rows(chain: Sequence[CheckpointManifest], found: Mapping[str, int]) -> None:
-    """Raise CheckpointError unless each restored table has as many rows as when it was saved. Warn if an older release
-    saved the checkpoint, which did not record what `table_folders` and this function check.
+    """Raise CheckpointError unless each restored table has as many rows as when it was saved: of changes only filling
+    the tables tells. Warn if an older release saved the checkpoint, which did not record what `table_folders` and this
+    function check.
 
     found: the number of rows in each table, by name.
     """

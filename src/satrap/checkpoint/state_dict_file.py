@@ -8,7 +8,6 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Self
 
 import torch
@@ -62,27 +61,11 @@ class FrozenState:
         return {"tree": json.dumps(self.tree)}
 
 
-def save_state(folder: Folder, name: str, state: Any) -> int:
-    """Write the state to an object; return its checksum. Raise CheckpointError if a value is neither a tensor nor plain
-    data."""
-    return FrozenState.of(state).save(folder, name)
-
-
-def load_state(path: Path) -> Any:
-    """Return the state that `save_state` wrote to a file, with its tensors on the CPU."""
-    from safetensors import SafetensorError, safe_open
-
-    try:
-        with safe_open(path, "pt") as file:
-            tree = json.loads((file.metadata() or {})["tree"])
-            return _build(tree, {name: file.get_tensor(name) for name in file.keys()})  # noqa: SIM118
-    except (OSError, SafetensorError, KeyError, ValueError) as error:
-        raise CheckpointError(f"{path} cannot be read: {error}") from error
-
-
 def read_state(folder: Folder, name: str, crc32c: int) -> Any:
-    """Return what `save_state` wrote if its checksum matches; else raise CheckpointError with the checkpoint to
-    remove, which is the folder."""
+    """Return what `FrozenState.save` wrote, with its tensors on the CPU, if its checksum matches; else raise
+    CheckpointError with the checkpoint to remove, which is the folder."""
+    from safetensors import SafetensorError
+
     path = f"{folder}/{name}"
     try:
         data = folder.read(name)
@@ -90,10 +73,13 @@ def read_state(folder: Folder, name: str, crc32c: int) -> Any:
         raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
     if checksum(data) != crc32c:
         raise CheckpointError(f"{path} is damaged: its checksum does not match; remove {folder}")
-    return load_state(folder.path / name) if isinstance(folder, LocalFolder) else state_of(data)
+    try:
+        return state_of(data)
+    except (SafetensorError, KeyError, ValueError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}") from error
 
 
-def require_model(path: Path | str, found: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
+def require_model(path: str, found: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
     """Raise CheckpointError if the state that was found is of another model."""
     if lines := differences(found, expected):
         more = [f"and {len(lines) - 3} more"] if len(lines) > 3 else []
@@ -103,7 +89,7 @@ def require_model(path: Path | str, found: Mapping[str, Any], expected: Mapping[
 
 
 def state_bytes(state: Any) -> bytes:
-    """Return the bytes of the file that `save_state` would write."""
+    """Return the bytes of the file that `FrozenState.save` would write."""
     return FrozenState.of(state).to_bytes()
 
 

@@ -8,6 +8,7 @@ server is enough: it knows the others.
 
 import json
 import os
+import re
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from satrap.cli.status_table import as_lines, fit, summarize
+from satrap.config.path_allowlist import is_url
 from satrap.config.validation import check_number
 from satrap.errors import ConfigError, DeadlineError, SatrapError
 from satrap.launch.run_monitor import CLIENT_KEY, STATUS
@@ -26,6 +28,7 @@ from satrap.sharding.shard_map import check_addresses
 from satrap.worker.remote.protocol import WorkerCalls
 
 _ANSWER_SECONDS = 3.0
+_TABLE = re.compile(r"(.*)/([^/]+)/tables/\d+")  # of a checkpoint, while it is written
 _CLEAR_LINE, _CLEAR_BELOW, _HOME, _CLEAR = "\x1b[K", "\x1b[J", "\x1b[H", "\x1b[2J"
 
 
@@ -110,23 +113,21 @@ def _read_run(folder: Path) -> dict[str, Any]:
 def _last_checkpoint(answers: Mapping[str, Mapping[str, Any]]) -> dict[str, Any] | None:
     """Return the last save that the servers completed, and whether its checkpoint was published, which only a local
     directory can tell."""
-    saves = [
-        (table["save"]["ended_at"], table["save"]["seconds"], tuple(answer["save_folders"]))
-        for answer in answers.values()
-        for table in answer.get("snapshots", {}).values()
-        if table["save"]["finished"]
-    ]
-    if not saves:
+    servers = [each for each in answers.values() if "snapshots" in each and each["snapshots"]["save"]["completed"]]
+    if not servers:
         return None
-    at, _, folders = max(saves)
-    found: dict[str, Any] = {"at": at, "seconds": max(seconds for _, seconds, _ in saves), "name": "unknown"}
-    if not folders:
-        return found | {"is_published": None, "folder": None}
-    hidden = Path(folders[-1]).parents[1]  # <directory>/.<random>.<name>/tables/<number>
-    name = hidden.name.rpartition(".")[2]
-    is_here = hidden.parent.is_dir()
-    folder = hidden.parent / name
-    published = (folder / "checkpoint.json").exists() if is_here else None
+    saves = [each["snapshots"]["save"] for each in servers]
+    at, folders = max((save["ended_at"], each["save_folders"]) for save, each in zip(saves, servers, strict=True))
+    found: dict[str, Any] = {"at": at, "seconds": max(save["seconds"] for save in saves), "name": "unknown"}
+    found |= {"is_published": None, "folder": None}
+    if not folders or (match := _TABLE.fullmatch(folders[-1])) is None:
+        return found
+    directory, written = match.groups()
+    if is_url(directory):
+        return found | {"name": written, "folder": f"{directory}/{written}"}
+    name = written.rpartition(".")[2]  # of .<random>.<name>
+    folder = Path(directory, name)
+    published = (folder / "checkpoint.json").exists() if os.path.isdir(directory) else None
     return found | {"name": name, "is_published": published, "folder": str(folder)}
 
 

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from satrap.monitor.report import short
+from satrap.transfer import format_bytes, format_progress
 
 _HEADER = ("PROCESS", "PLACE", "STATE", "ROWS", "MEMORY", "ROWS/S", "STALENESS", "RESTARTS")
 
@@ -121,15 +122,17 @@ def _tables(answers: Any) -> dict[str, dict[str, int]]:
     return found
 
 
-def _snapshots(answers: Any) -> dict[str, dict[str, float]]:
-    """Return the progress of the saves and restores that are running."""
-    found = {}
-    for work in ("save", "restore"):
-        running = [
-            table[work] for answer in answers for table in answer["snapshots"].values() if table[work]["running"]
-        ]
-        if running:
-            found[work] = {key: sum(each[key] for each in running) for key in ("rows_done", "rows")}
+def _snapshots(answers: Any) -> dict[str, dict[str, Any]]:
+    """Return the progress of the saves, verifications and restores that are running."""
+    found: dict[str, dict[str, Any]] = {}
+    for answer in answers:
+        for work, figures in answer["snapshots"].items():
+            if figures["running"]:
+                sums = found.setdefault(work, {"bytes": 0, "total": 0, "seconds_left": 0})
+                known = None not in (sums["seconds_left"], figures["seconds_left"])
+                sums["seconds_left"] = max(sums["seconds_left"], figures["seconds_left"]) if known else None
+                sums["bytes"] += figures["bytes"]
+                sums["total"] += figures["total"]
     return found
 
 
@@ -147,7 +150,7 @@ def as_lines(summary: Mapping[str, Any]) -> list[str]:
     rates = [f"step {summary['step']:,}"] if summary["step"] is not None else ["no step yet"]
     if summary["steps_per_second"] is not None:
         rates.append(f"{summary['steps_per_second']:.1f} steps/s")
-    rates += [f"{short(summary['rows'])} rows", _size(summary["table_bytes"])]
+    rates += [f"{short(summary['rows'])} rows", format_bytes(summary["table_bytes"])]
     if summary["rows_per_second"] is not None:
         rates.append(f"{short(summary['rows_per_second'])} rows/s looked up")
     lines += [" | ".join(rates), _checkpoint_line(summary), _moves_line(summary), *_fault_lines(summary), ""]
@@ -173,9 +176,8 @@ def _checkpoint_line(summary: Mapping[str, Any]) -> str:
         ago = _clock(summary["at"] - last["at"])
         text = f"last checkpoint: {last['name']}, {ago} ago, rows in {last['seconds']:.1f} s"
         text += "" if last["is_published"] is not False else " (not complete)"
-    for work, progress in summary["snapshots"].items():
-        share = progress["rows_done"] / max(1, progress["rows"])
-        text += f" | {work} in progress: {min(1.0, share):.0%} of {short(progress['rows'])} rows"
+    for work, figures in summary["snapshots"].items():
+        text += f" | {work} in progress: {format_progress(done=figures['bytes'], **figures)}"
     return text
 
 
@@ -203,10 +205,10 @@ def _cells(process: Mapping[str, Any]) -> tuple[str, ...]:
     def shown(value: Any, form: Any = str) -> str:
         return "" if value is None else form(value)
 
-    memory = shown(process["table_bytes"], _size)
+    memory = shown(process["table_bytes"], format_bytes)
     if process["memory"] is not None:
         of = process["memory"].get("rows") or process["memory"]["machine"]
-        memory = f"{memory or _size(of[0])} ({of[0] / max(1, of[1]):.0%} of {_size(of[1])} in use)"
+        memory = f"{memory or format_bytes(of[0])} ({of[0] / max(1, of[1]):.0%} of {format_bytes(of[1])} in use)"
     return (
         f"{process['role']} {shown(process['number'])}",
         shown(process["where"]) or shown(process["address"]),
@@ -217,14 +219,6 @@ def _cells(process: Mapping[str, Any]) -> tuple[str, ...]:
         shown(process["staleness"]),
         shown(process["restarts"]),
     )
-
-
-def _size(num_bytes: float) -> str:
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if num_bytes < 1024:
-            return f"{num_bytes:.3g} {unit}"
-        num_bytes /= 1024
-    return f"{num_bytes:.3g} TiB"
 
 
 def _ago(summary: Mapping[str, Any], key: str) -> str:

@@ -22,7 +22,7 @@ from satrap.device.move_queue import MoveQueue
 from satrap.device.row_memory import RowMemory, memories_of
 from satrap.errors import InputError
 from satrap.interrupts import Uninterrupted
-from satrap.table.engine import Slot, native_config
+from satrap.table.engine import Slot, native_config, slots_of
 
 Owed = Callable[[], "Sequence[Owed] | None"]
 """Work on the device that what the core has already recorded requires. It returns the work that has to follow it."""
@@ -61,11 +61,7 @@ class DeviceEngine:
 
     def slots(self, seed: int) -> list[Slot]:
         """Return the tables for a TableGroup."""
-        engine, count = cast(_core.Engine, self), len(self.tables)
-        return [
-            Slot(engine=engine, index=i, num_tables=count, table=table, seed=seed)
-            for i, table in enumerate(self.tables)
-        ]
+        return slots_of(cast(_core.Engine, self), self.tables, seed)
 
     def __getattr__(self, name: str) -> Any:
         if name == "core":  # an object that is being copied has none yet

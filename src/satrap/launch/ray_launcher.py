@@ -39,6 +39,7 @@ from satrap.launch.ray_job import job_directory, script_path
 from satrap.launch.resources import RayConfig, describe_resources, describe_run, total_cpus
 from satrap.launch.rows_file import has_rows, remove_rows, rows_file
 from satrap.launch.run_events import Event, PlacementFailed, Process, Role, StopMode
+from satrap.launch.run_monitor import CLIENT_KEY
 from satrap.launch.supervisor import RunConfig
 from satrap.rpc.keys import Keys, create_keys
 
@@ -388,6 +389,7 @@ def open_ray_launcher(
     with room for all servers that the run may have, and shuts it down at the end."""
     script_folder, log_folder = script.path.absolute().parent, logs.folder.absolute()
     excludes = [f"/{log_folder.relative_to(script_folder)}"] if log_folder.is_relative_to(script_folder) else []
+    excludes.append(CLIENT_KEY)  # of other runs that are live: every user of a node can read what Ray copies there
     options: dict[str, Any] = {"runtime_env": {"working_dir": str(script_folder), "excludes": excludes}}
     if ray_config.address is None:
         # More CPUs than there are, if need be: processes share the cores, as without Ray.

@@ -11,6 +11,7 @@ SERVER, WORKER, TRAINER, RUN = "server", "worker", "trainer", "run"
 _ALL = (SERVER, WORKER, TRAINER, RUN)
 _SERVICES = (SERVER, WORKER)
 _TABLES = (SERVER, TRAINER)
+_WORK = ("work",)  # save, verify or restore
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,22 +146,29 @@ GROUPS: dict[str, tuple[Metric, ...]] = {
             "Unix time of the last checkpoint that this process saved or resumed; 0 before the first.",
             (TRAINER,),
         ),
-        Metric("satrap_snapshots", "counter", "snapshots", "Snapshots of tables completed.", _TABLES, ("work",)),
         Metric(
-            "satrap_snapshots_running", "gauge", "snapshots", "Snapshots of tables in progress.", _TABLES, ("work",)
+            "satrap_snapshots", "counter", "", "Saves, verifications and restores of tables completed.", _TABLES, _WORK
         ),
+        Metric("satrap_snapshots_running", "gauge", "", "Those in progress.", _TABLES, _WORK),
+        Metric("satrap_snapshot_done_bytes", "gauge", "bytes", "Bytes that these have moved.", _TABLES, _WORK),
         Metric(
-            "satrap_snapshot_rows",
+            "satrap_snapshot_expected_bytes",
             "gauge",
-            "rows",
-            "Rows of the current or last save or restore; of a delta, the rows of the table.",
+            "bytes",
+            "About how many bytes they will move; 0: not known, as for a delta.",
             _TABLES,
-            ("work",),
+            _WORK,
         ),
-        Metric("satrap_snapshot_rows_done", "gauge", "rows", "Rows of it written or read.", _TABLES, ("work",)),
         Metric(
-            "satrap_snapshot_seconds", "gauge", "seconds", "Duration of the last save or restore.", _TABLES, ("work",)
+            "satrap_snapshot_left_seconds",
+            "gauge",
+            "seconds",
+            "Estimate of the time until they are completed; absent if not known.",
+            _TABLES,
+            _WORK,
         ),
+        Metric("satrap_last_snapshot_bytes", "gauge", "bytes", "Bytes of the last one completed.", _TABLES, _WORK),
+        Metric("satrap_last_snapshot_seconds", "gauge", "seconds", "Duration of the same.", _TABLES, _WORK),
         Metric(
             "satrap_buckets",
             "gauge",

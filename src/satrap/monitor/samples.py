@@ -159,21 +159,22 @@ def staleness_distribution(seen: Mapping[int, int]) -> Distribution:
     return Distribution(STALENESS_BOUNDS, counts, float(sum(steps * batches for steps, batches in seen.items())))
 
 
-def snapshot_samples(progress: Iterable[Mapping[str, Mapping[str, float]]]) -> list[Sample]:
-    """Return the samples of saves and restores. progress: `SnapshotProgress.to_dict` of each table."""
-    tables = list(progress)
-    found = []
-    for work in ("save", "restore"):
-        each = [table[work] for table in tables]
-        for name, value in (
-            ("satrap_snapshots", sum(one["finished"] for one in each)),
-            ("satrap_snapshots_running", sum(one["running"] for one in each)),
-            ("satrap_snapshot_rows", sum(one["rows"] for one in each)),
-            ("satrap_snapshot_rows_done", sum(one["rows_done"] for one in each)),
-            ("satrap_snapshot_seconds", sum(one["seconds"] for one in each)),
-        ):
-            found.append(Sample(name, value, {"work": work}))
-    return found
+def snapshot_samples(transfers: Mapping[str, Mapping[str, Any]]) -> list[Sample]:
+    """Return the samples of saves, verifications and restores. transfers: `Transfers.to_dict`."""
+    return [
+        Sample(name, figures[key], {"work": work})
+        for work, figures in transfers.items()
+        for name, key in (
+            ("satrap_snapshots", "completed"),
+            ("satrap_snapshots_running", "running"),
+            ("satrap_snapshot_done_bytes", "bytes"),
+            ("satrap_snapshot_expected_bytes", "total"),
+            ("satrap_snapshot_left_seconds", "seconds_left"),
+            ("satrap_last_snapshot_bytes", "last_bytes"),
+            ("satrap_last_snapshot_seconds", "seconds"),
+        )
+        if figures[key] is not None
+    ]
 
 
 def memory_samples(memory: Mapping[str, Sequence[int]]) -> list[Sample]:

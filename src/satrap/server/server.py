@@ -36,7 +36,6 @@ from satrap.server.step_barrier import TrainerPart, concatenate_parts
 from satrap.sharding.shard_map import ShardMap
 from satrap.table.engine import Slot, attach_engine, open_engine, remove_unfinished, shared_note
 from satrap.table.table_group import Chains, TableGroup
-from satrap.transfer import running_figures
 
 MAX_TICKETS = 1024
 """Tickets kept for one trainer. Beyond that the oldest is dropped; the worker then sends the ids with the update."""
@@ -307,7 +306,7 @@ class Server(SaveCalls, MigrationCalls, StatusCalls):
             state.store(table).check()
 
     def progress(self, origin: Origin) -> dict[str, int]:
-        return running_figures("satrap.table")
+        return self._transfers().running()
 
     # -- internals ---------------------------------------------------------------------------------------------------
 

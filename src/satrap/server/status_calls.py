@@ -17,7 +17,8 @@ from satrap.rpc import Origin
 from satrap.server.call_fence import CallFence
 from satrap.server.lease import Leases
 from satrap.server.state import ServerState
-from satrap.table.store import progress_of
+from satrap.table.table_group import TableGroup, transfers_of
+from satrap.transfer import Transfers
 
 
 class StatusCalls(CallFence):
@@ -47,6 +48,12 @@ class StatusCalls(CallFence):
         except AttributeError:  # a restore has just removed these tables, see Server._recreate_tables
             return found | {"not_ready": "a restore is running"}
 
+    def _transfers(self) -> Transfers:
+        """Return those of the tables that there are now."""
+        state = self._restoring or self._state
+        tables: TableGroup | None = getattr(state, "tables", None)  # a restore may just have removed them
+        return Transfers() if tables is None else transfers_of(tables)
+
     def _not_ready(self, state: ServerState | None, is_restoring: bool) -> str:
         """Return why this server has no rows to serve; "" if it has."""
         if self.leaves:
@@ -70,7 +77,7 @@ def _state_of(state: ServerState) -> dict[str, Any]:
         "attempt": engine.attempt,
         "step": engine.latest_step,
         "tables": {name: table.stats() for name, table in state.tables.items()},
-        "snapshots": {name: progress_of(table).to_dict() for name, table in state.tables.items()},
+        "snapshots": transfers_of(state.tables).to_dict(),
         "save_folders": sorted(set(dict(state.save_folders).values())),
         "staleness": {str(trainer): steps for trainer, steps in dict(state.staleness).items()},
         "buckets": {
@@ -87,7 +94,7 @@ def server_samples(status: Mapping[str, Any]) -> list[Sample]:
     found = memory_samples(status["memory"])
     if "tables" not in status:
         return [*found, Sample("satrap_attempt", 0)]
-    found += table_samples(status["tables"]) + snapshot_samples(status["snapshots"].values())
+    found += table_samples(status["tables"]) + snapshot_samples(status["snapshots"])
     found += [Sample("satrap_attempt", status["attempt"]), Sample("satrap_step", status["step"])]
     found += [Sample("satrap_buckets", number, {"state": state}) for state, number in status["buckets"].items()]
     return found + [Sample("satrap_moved_rows", rows, {"direction": way}) for way, rows in status["moved_rows"].items()]

@@ -69,7 +69,7 @@ class _FsspecWriter:
         self._file.close()
 
     def abort(self) -> None:
-        with suppress(AttributeError, NotImplementedError):
+        with suppress(AttributeError, NotImplementedError):  # few files can be; the caller deletes the object
             self._file.discard()
         self._file.closed = True  # else it is completed when it is collected
 

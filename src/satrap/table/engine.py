@@ -22,7 +22,7 @@ from satrap.config.cores import thread_count
 from satrap.config.tables import LAST_STEP, Constant, ScaledUniform, Table, Uniform, Zeros
 from satrap.config.validation import check_choice, check_flag, check_integer, is_path
 from satrap.errors import ConfigError, InputError, SharedMemoryError, TicketError
-from satrap.table.snapshot_progress import SnapshotProgress
+from satrap.transfer import Transfers
 
 _SHARED_FORMAT = "satrap-shared"  # of the blob in a shared-memory file, so that attach() needs no configuration
 _SHARED_FORMAT_VERSION = 1
@@ -42,8 +42,8 @@ class Slot:
     """The configuration that the engine was created with."""
     seed: int
     """Initial values and draws are functions of it."""
-    progress: SnapshotProgress = field(default_factory=SnapshotProgress, compare=False)
-    """Progress of its saves and restores."""
+    transfers: Transfers = field(compare=False)
+    """Saves, verifications and restores of the engine's tables."""
 
 
 def open_engine(
@@ -70,7 +70,7 @@ def open_engine(
         path = _shared_path("shared", shared)
         blob = _shared_blob(tables, seed, {} if note is None else note)
     engine = _core.Engine(configs, seed, threads, _simd(simd), path, blob, complete)
-    return _slots(engine, tables, seed)
+    return slots_of(engine, tables, seed)
 
 
 def attach_engine(path: str | os.PathLike[str], *, num_threads: int | None, simd: str = "auto") -> list[Slot]:
@@ -79,7 +79,7 @@ def attach_engine(path: str | os.PathLike[str], *, num_threads: int | None, simd
     threads, simd = thread_count(num_threads), _simd(simd)
     tables, seed, _ = _read_shared_blob(path, _core.Engine.shared_config(path))
     engine = _core.Engine.attach(path, [native_config(table) for table in tables], seed, threads, simd)
-    return _slots(engine, tables, seed)
+    return slots_of(engine, tables, seed)
 
 
 def remove_unfinished(path: str | os.PathLike[str]) -> bool:
@@ -178,9 +178,12 @@ def native_config(table: Table, frame_pool: int | None = None) -> _core.TableCon
     return _core.TableConfig(resolved.to_dict(), frame_pool)
 
 
-def _slots(engine: _core.Engine, tables: Sequence[Table], seed: int) -> list[Slot]:
+def slots_of(engine: _core.Engine, tables: Sequence[Table], seed: int) -> list[Slot]:
+    """Returns the tables of a new engine, whose configurations these are."""
+    transfers, count = Transfers(), len(tables)
     return [
-        Slot(engine=engine, index=i, num_tables=len(tables), table=table, seed=seed) for i, table in enumerate(tables)
+        Slot(engine=engine, index=i, num_tables=count, table=table, seed=seed, transfers=transfers)
+        for i, table in enumerate(tables)
     ]
 
 

@@ -3,6 +3,7 @@
 `TableGroup.take_cut` takes it; `satrap.worker.sharded_cut` is the same for tables on servers.
 """
 
+import logging
 import os
 import threading
 from collections.abc import Mapping, Sequence
@@ -15,9 +16,11 @@ from satrap.errors import SnapshotError
 from satrap.table.engine import Slot
 from satrap.table.snapshot.cut import require_changes, take_cuts
 from satrap.table.snapshot.directory import folder_path
-from satrap.table.snapshot.writer import write_cut
+from satrap.table.snapshot.writer import row_bytes, write_cut
 from satrap.table.store import Store, history_of, save_lock_of
+from satrap.transfer import Transfer
 
+_LOG = logging.getLogger("satrap.table")
 _THREADS_OF_WRITER = 4  # one thread writes for so many of the engine's, while those train
 
 
@@ -26,14 +29,15 @@ class GroupCut:
 
     def __init__(
         self,
+        where: str,
         stores: Mapping[str, Store],
         slots: Sequence[Slot],
         since: Mapping[str, int] | None,
         owned: Sequence[NDArray[np.bool_]] | None,
         memory: int,
     ) -> None:
-        """See `TableGroup.take_cut`."""
-        self._stores = stores
+        """where: the tables, in words. See `TableGroup.take_cut`."""
+        self._where, self._stores = where, stores
         self._held: list[threading.Lock] = []
         try:
             for store in stores.values():
@@ -83,16 +87,20 @@ class GroupCut:
 
         is_beside: others train meanwhile, so a quarter of the engine's threads write, at least one."""
         rows = {}
+        first = next(iter(self._cuts.values()))
+        threads = first.slot.engine.num_threads
+        if is_beside:
+            threads = max(1, threads // _THREADS_OF_WRITER)
+        total = sum(cut.rows * row_bytes(cut.slot.table) for cut in self._cuts.values()) if is_full else None
+        what = f"save of {self._where} at step {first.latest_step}"
         try:
-            for name, cut in self._cuts.items():
-                folder = folder_path(f"table {name!r}", folders[name])
-                threads = cut.slot.engine.num_threads
-                if is_beside:
-                    threads = max(1, threads // _THREADS_OF_WRITER)
-                saved = write_cut(cut, folder, None if is_full else self._since[name], threads)
-                cut.end()
-                history_of(self._stores[name]).add(saved.manifest)
-                rows[name], self.snapshot_ids[name] = saved.rows, saved.manifest.id
+            with Transfer(_LOG, "save", what, total=total, among=first.slot.transfers):
+                for name, cut in self._cuts.items():
+                    folder = folder_path(f"table {name!r}", folders[name])
+                    saved = write_cut(cut, folder, None if is_full else self._since[name], threads)
+                    cut.end()
+                    history_of(self._stores[name]).add(saved.manifest)
+                    rows[name], self.snapshot_ids[name] = saved.rows, saved.manifest.id
         finally:
             self.release()
         return rows

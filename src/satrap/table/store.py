@@ -25,9 +25,8 @@ from satrap.errors import SharedMemoryError, TicketError
 from satrap.table.engine import Slot, attach_engine, look_up, open_engine, update
 from satrap.table.snapshot.directory import folder_path
 from satrap.table.snapshot.held_bytes import HeldBytes
-from satrap.table.snapshot.reader import History, Snapshot, fill_levels
+from satrap.table.snapshot.reader import History, Snapshot, fill_from, fill_levels
 from satrap.table.snapshot.writer import save_table
-from satrap.table.snapshot_progress import SnapshotProgress
 
 _PathLike = str | os.PathLike[str]
 
@@ -303,7 +302,7 @@ class Store:
         slots = open_engine([saved.table], seed=seed, num_threads=num_threads, simd=simd, shared=shared, complete=False)
         store = cls.in_engine(slots[0])
         try:
-            fill_levels(store._slot, [[saved]])
+            fill_from(store._slot, saved)
             store._engine.set_complete(True)
         except BaseException:
             if shared is not None:  # the file holds half a table, and this call created it
@@ -325,7 +324,7 @@ class Store:
         with self._one_at_a_time():
             saved = Snapshot.open(folder, "changes", self.num_threads, held=HeldBytes())
             saved.require_next(self._slot, self._snapshots)
-            fill_levels(self._slot, [[saved]])
+            fill_from(self._slot, saved)
             self._snapshots.add(saved.manifest)
 
     def fill(self, levels: Sequence[Sequence[Snapshot]]) -> None:
@@ -367,11 +366,6 @@ class Store:
         offsets = np.zeros(self._slot.num_tables + 1, np.int64)
         offsets[self._slot.index + 1 :] = n
         return offsets
-
-
-def progress_of(store: Store) -> SnapshotProgress:
-    """Returns the progress of a store's saves and restores, for status and metrics."""
-    return store._slot.progress
 
 
 def history_of(store: Store) -> History:

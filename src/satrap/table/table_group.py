@@ -28,7 +28,7 @@ from satrap.table.snapshot.directory import folder_bytes, folder_path
 from satrap.table.snapshot.held_bytes import HeldBytes
 from satrap.table.snapshot.reader import Snapshot, open_levels
 from satrap.table.store import Store, save_lock_of
-from satrap.transfer import Transfer
+from satrap.transfer import Transfer, Transfers
 
 _LOG = logging.getLogger("satrap.table")
 _PathLike = str | os.PathLike[str]
@@ -38,6 +38,9 @@ Chains = dict[str, list[list[Snapshot]]]
 
 class TableGroup(Mapping[str, Store]):
     """Tables by name, in one engine: they share memory, threads and the count of steps."""
+
+    is_whole = True
+    """False once a restore has failed after it had begun to change these tables."""
 
     def __init__(
         self,
@@ -118,14 +121,14 @@ class TableGroup(Mapping[str, Store]):
         owned: for each table and each of its buckets, whether it is saved; None: all.
         memory: most bytes of old rows; beyond it calls that change rows wait for the save.
         """
-        return GroupCut(self._stores, list(self._slots.values()), since, owned, memory)
+        return GroupCut(self._where, self._stores, list(self._slots.values()), since, owned, memory)
 
     def restore(self, folders: Mapping[str, Sequence[_PathLike]]) -> bool:
         """Fills these tables, which must be new or of an `Embeddings`, bit for bit as they were saved; returns whether
         `save_changes` since then is possible, which it is not if several servers saved them.
 
         folders: for every table the folder of its full snapshot, then those of the changes after it. All of them are
-            verified before any table is modified.
+            verified before any table is modified. If what follows fails, the tables hold a part of the rows.
         """
         used = [name for name, store in self._stores.items() if store.latest_step > 0 or store.stats()["rows"] > 0]
         if used and self._renew is None:
@@ -136,12 +139,15 @@ class TableGroup(Mapping[str, Store]):
         for store in self._stores.values():  # a save of these rows ends first
             with save_lock_of(store):
                 pass
-        if used and self._renew is not None:
+        is_new, self.is_whole = self.is_whole and not used, False
+        if not is_new and self._renew is not None:
             slots = self._renew()
             self._engine, self._slots = slots[0].engine, {slot.table.name: slot for slot in slots}
             for slot in slots:  # in place: the caller may hold them
                 self._stores[slot.table.name]._begin(slot)
-        return self.fill(chains)
+        may_follow = self.fill(chains)
+        self.is_whole = True
+        return may_follow
 
     def verify(
         self,
@@ -165,7 +171,9 @@ class TableGroup(Mapping[str, Store]):
             )
         held = HeldBytes(is_new=not any(len(store) for store in self._stores.values()))
         total = _needed_bytes([folders[name] for name in self._stores], owned)
-        with Transfer(_LOG, "verify", f"verification of the files of {self._where}", total=total):
+        with Transfer(
+            _LOG, "verify", f"verification of the files of {self._where}", total=total, among=transfers_of(self)
+        ):
             return {
                 name: open_levels(
                     self._slots[name],
@@ -180,7 +188,7 @@ class TableGroup(Mapping[str, Store]):
     def fill(self, chains: Chains) -> bool:
         """Fills these tables, which must be new, from what `verify` returned; returns what `restore` does."""
         total = sum(each.bytes_read for levels in chains.values() for level in levels for each in level)
-        with Transfer(_LOG, "restore", f"restore of {self._where}", total=total):
+        with Transfer(_LOG, "restore", f"restore of {self._where}", total=total, among=transfers_of(self)):
             self._engine.set_complete(False)  # a kill from here on leaves a shared-memory file that is refused
             for name, levels in chains.items():
                 self._stores[name].fill(levels)
@@ -281,6 +289,11 @@ class TableGroup(Mapping[str, Store]):
         dims = [store.table.dim for store in self._stores.values()]
         parts = np.split(flat, np.cumsum(np.diff(offset_array) * dims)[:-1])
         return [part.reshape(-1, dim) for part, dim in zip(parts, dims, strict=True)]
+
+
+def transfers_of(tables: TableGroup) -> Transfers:
+    """Returns saves, verifications and restores of these tables, for status and metrics."""
+    return next(iter(tables._slots.values())).transfers
 
 
 def _needed_bytes(chains: Sequence[Sequence[_PathLike]], owned: Sequence[NDArray[np.bool_]] | None) -> int:

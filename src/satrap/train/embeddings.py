@@ -269,6 +269,7 @@ class Embeddings(torch.nn.Module):
         inputs: `Inputs`, or by feature an array with one id per sample, or (ids, offsets), where sample s has
             ids[offsets[s] : offsets[s + 1]].
         """
+        self._session.require_whole_rows()
         look_up = BatchLookup(self.worker, self.worker.device or torch.device("cpu"), train=False, overlap=False)
         return look_up(as_inputs(self.features, inputs), 0, 0).hand_over(None)
 

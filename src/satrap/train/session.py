@@ -23,7 +23,7 @@ from satrap.interrupts import Uninterrupted
 from satrap.monitor.report import Counters
 from satrap.monitor.samples import Sample, register, snapshot_samples, table_samples, training_samples
 from satrap.run_context import current_context, register_exit_hook
-from satrap.table.store import progress_of
+from satrap.table.table_group import transfers_of
 from satrap.train.dense_strategy import DenseStrategy
 from satrap.train.process_group import ProcessGroup
 from satrap.train.staleness_gate import StalenessGate
@@ -140,8 +140,16 @@ class TrainingSession:
                 "write; save and resume both with satrap.Checkpoint"
             )
 
+    def require_whole_rows(self) -> None:
+        """Raise StreamError if a restore has failed after it had begun to replace the rows."""
+        if not self.worker.tables.is_whole:
+            raise StreamError(
+                "the tables hold a part of a checkpoint, because resuming it failed: resume again, or start again"
+            )
+
     def require_expected_rows(self) -> None:
-        """Raise StreamError if a loaded state_dict expects other rows."""
+        """Raise StreamError unless the rows are those that a loaded state_dict expects, and all of them."""
+        self.require_whole_rows()
         if self.expected_rows is not None:
             self.require_rows(self.expected_rows)
             self.expected_rows = None
@@ -266,9 +274,9 @@ class TrainingSession:
             for table, count in zip(worker.servers.job.tables, worker.servers.num_skipped, strict=True):
                 yield Sample("satrap_table_skipped", count, {"table": table.name})
         else:
-            stores: Mapping[str, Any] = worker.tables
-            yield from table_samples({name: store.stats() for name, store in stores.items()})
-            yield from snapshot_samples([progress_of(store).to_dict() for store in stores.values()])
+            tables: Any = worker.tables
+            yield from table_samples({name: store.stats() for name, store in tables.items()})
+            yield from snapshot_samples(transfers_of(tables).to_dict())
 
     @property
     def not_ready(self) -> str:

@@ -5,7 +5,7 @@ All servers take the cut while no trainer trains, and write it at the same time,
 
 import os
 import secrets
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 
@@ -68,27 +68,28 @@ class ShardedCut:
         rows, ids = (list(zip(*each, strict=True)) for each in by_server)  # by table
         for t, name in enumerate(self._names):
             folder = open_folder(paths[t])
-            if folder.is_local:
-                self._require_parts(name, folder)
-                advance(folder_bytes(folder))
-            else:
-                advance(name_parts(folder, ids[t]))
+            for part in parts_in(folder) if folder.is_local else ():
+                if not part.name.endswith(f"-of-{len(ids[t])}"):  # of an earlier try, under another map
+                    part.delete_all()
+            count_parts(name, folder, ids[t])
         return {name: sum(of_table) for name, of_table in zip(self._names, rows, strict=True)}
-
-    def _require_parts(self, name: str, folder: Folder) -> None:
-        """Raise SnapshotError unless this process sees what the servers wrote, and nothing else."""
-        expected = len(self._topology)
-        for part in parts_in(folder):
-            if not part.name.endswith(f"-of-{expected}"):  # of an earlier try, under another map
-                part.delete_all()
-        if not os.path.isdir(folder / part_name(0, expected)) or len(parts_of(folder)) != expected:
-            raise SnapshotError(
-                f"table {name!r}: the servers wrote their parts to {folder} and this process does not see them: name a "
-                "folder that all machines share"
-            )
 
     def release(self) -> None:
         """Give the cut up, unless it was written. A server that cannot be reached gives it up after some time."""
         arguments = dict.fromkeys(range(len(self._topology)), (self._number,))
         with suppress(SatrapError):
             self._servers.call_servers("release_cut", 0, arguments, topology=self._topology)
+
+
+def count_parts(table: str, folder: Folder, ids: Sequence[str]) -> None:
+    """Count the bytes of the parts that the servers wrote of a table, and under a URL record which these are. Raise
+    SnapshotError unless this process sees them. ids: of the snapshots, by server."""
+    if not folder.is_local:
+        advance(name_parts(folder, ids))
+        return
+    if len(parts_of(folder)) != len(ids) or not os.path.isdir(folder / part_name(0, len(ids))):
+        raise SnapshotError(
+            f"table {table!r}: the servers wrote their parts to {folder} and this process does not see them: name a "
+            "folder that all machines share"
+        )
+    advance(folder_bytes(folder))

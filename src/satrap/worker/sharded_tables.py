@@ -16,18 +16,17 @@ from numpy.typing import ArrayLike, NDArray
 
 from satrap.config import array_args
 from satrap.config.tables import Table
-from satrap.errors import InputError, MovedError, SnapshotError
+from satrap.errors import InputError, MovedError
 from satrap.sharding.owner_split import OwnedIds
 from satrap.storage.folder import Folder
 from satrap.storage.open_folder import absolute, open_folder
 from satrap.table.snapshot.cut import OLD_ROWS_BYTES
-from satrap.table.snapshot.directory import folder_bytes, part_name, parts_of
-from satrap.table.snapshot.object_directory import name_parts
+from satrap.table.snapshot.directory import folder_bytes, part_name
 from satrap.table.snapshot.saved_table import checksum_of
 from satrap.table.store import StoredRows
 from satrap.transfer import Transfer, advance
 from satrap.worker.server_group import ServerGroup, Topology
-from satrap.worker.sharded_cut import ShardedCut
+from satrap.worker.sharded_cut import ShardedCut, count_parts
 
 _LOG = logging.getLogger("satrap.worker")
 
@@ -123,15 +122,7 @@ class ShardedTable:
         while not saved or len({version for version, _ in saved}) > 1 or None in (known for _, known in saved):
             saved = self._servers.follow(partial(self._save_parts, folder, since))
         versions, ids = zip(*saved, strict=True)
-        if folder.is_local:
-            if len(parts_of(folder)) != len(saved) or not os.path.isdir(folder / part_name(0, len(saved))):
-                raise SnapshotError(
-                    f"table {self.table.name!r}: the servers wrote their parts to {folder} and this process does not "
-                    "see them: name a folder that all machines share"
-                )
-            advance(folder_bytes(folder))
-        else:
-            advance(name_parts(folder, ids))
+        count_parts(self.table.name, folder, ids)
         return int(versions[0])
 
     def _save_parts(self, folder: Folder, since: int | None, topology: Topology) -> list[tuple[int, str | None]]:
@@ -156,6 +147,9 @@ class ShardedTable:
 
 class ShardedTables(Mapping[str, ShardedTable]):
     """The tables of a job on servers, by name."""
+
+    is_whole = True
+    """False once a restore has failed after it had begun to change these tables."""
 
     def __init__(self, servers: ServerGroup) -> None:
         self._servers = servers
@@ -209,6 +203,7 @@ class ShardedTables(Mapping[str, ShardedTable]):
 
     def _replace_rows(self, chains: list[list[str]], checksums: list[list[int]]) -> bool:
         self._servers.begin_next_attempt()  # so that a duplicate of the restore is known as such
+        self.is_whole = False
         may_follow = all(self._servers.call_all("restore", chains, checksums, patient=True))
-        self._servers.latest_step = 0
+        self.is_whole, self._servers.latest_step = True, 0
         return may_follow

@@ -4,6 +4,7 @@ A process that owns some buckets verifies and reads the parts of the files that 
 else. `writer` wrote the snapshot, `manifest` describes it; docs/format.md specifies all of it.
 """
 
+import logging
 from collections.abc import Sequence
 from typing import Self
 
@@ -22,6 +23,9 @@ from satrap.table.snapshot.held_bytes import HeldBytes
 from satrap.table.snapshot.manifest import DataFile, FileKind, Kind, Manifest, Since
 from satrap.table.snapshot.saved_table import FoundPart, find_parts, require_each_bucket_once, require_same_snapshots
 from satrap.table.snapshot.verified_file import VerifiedFile
+from satrap.transfer import Transfer
+
+_LOG = logging.getLogger("satrap.table")
 
 _MOST_READS = 100  # of a folder into which other processes save
 
@@ -199,8 +203,6 @@ class Snapshot:
     def _import(self, slot: Slot, verified: VerifiedFile) -> None:
         engine, index = slot.engine, slot.index
         for columns in verified.batches():
-            if verified.file.kind == "rows":
-                slot.progress.restore.add(len(columns["id"]))
             match verified.file.kind:
                 case "rows":
                     state = columns.get("state", np.empty((len(columns["id"]), 0), np.float32))
@@ -266,14 +268,20 @@ def _open_chain(
     return chain
 
 
+def fill_from(slot: Slot, saved: Snapshot) -> None:
+    """Puts one snapshot into a table that `Snapshot.fill` permits, and logs that."""
+    what = f"restore of table {slot.table.name!r} from {saved.path}"
+    with Transfer(_LOG, "restore", what, total=saved.bytes_read, among=slot.transfers, table=slot.table.name):
+        fill_levels(slot, [[saved]])
+
+
 def fill_levels(slot: Slot, levels: Sequence[Sequence[Snapshot]]) -> None:
     """Puts the levels into a new table: for each bucket what its owner saved. Every level holds all sightings."""
     none = np.empty(0, np.uint32)
-    with slot.progress.restore.running(sum(saved.manifest.rows for level in levels for saved in level)):
-        for level in levels:
-            slot.engine.import_sightings(slot.index, np.empty(0, np.uint64), none, none, clear=True)
-            for saved in level:
-                saved.fill(slot)
+    for level in levels:
+        slot.engine.import_sightings(slot.index, np.empty(0, np.uint64), none, none, clear=True)
+        for saved in level:
+            saved.fill(slot)
 
 
 def _changed_since(slot: Slot, version: int) -> bool:

@@ -56,8 +56,13 @@ def save_table(
 
     owned: for each bucket whether this engine owns it; None: all. The engine knows it too, and exports no other.
     """
-    threads = slot.engine.num_threads
-    return _save(slot, path, since, _cut_now(slot, owned), threads, is_part=owned is not None).manifest
+    changes = "" if since is None else f", changes since version {since.version},"
+    # Of changes the size is not known.
+    total = slot.engine.num_rows(slot.index) * row_bytes(slot.table) if since is None else None
+    what = f"save of table {slot.table.name!r}{changes} into {path}"
+    with Transfer(_LOG, "save", what, total=total, among=slot.transfers, table=slot.table.name):
+        threads = slot.engine.num_threads
+        return _save(slot, path, since, _cut_now(slot, owned), threads, is_part=owned is not None).manifest
 
 
 def write_cut(cut: TableCut, path: Folder, since: Since | None, num_threads: int) -> SavedCut:
@@ -84,18 +89,11 @@ def _save(
     is_part: bool,
 ) -> SavedCut:
     """cut: entered once the folder was found to be one that may be written into, so that a refusal changes nothing."""
-    table, token, rows = slot.table, secrets.token_hex(8), slot.engine.num_rows(slot.index)
+    table, token = slot.table, secrets.token_hex(8)
     if since is not None:
         require_changes(slot, since)  # first: what a killed save left in the folder must not hide this error
     try:
-        what = f"save of table {table.name!r}{'' if since is None else f', changes since version {since.version},'}"
-        total = None if since is not None else rows * row_bytes(table)  # of changes it is not known
-        with (
-            slot.progress.save.running(rows),
-            Transfer(_LOG, "save", f"{what} into {path}", total=total, table=table.name),
-            _directory(slot, path, token, since, is_part=is_part) as folder,
-            cut as taken,
-        ):
+        with _directory(slot, path, token, since, is_part=is_part) as folder, cut as taken:
             if since is not None:
                 require_changes(slot, since)  # what is known at the cut is known until it was exported
             kind: Kind = "full" if since is None else "changes"
@@ -212,8 +210,6 @@ class _Saver:
             for bucket_begin, bucket_end, columns in self._batches(kind, begin, end):
                 writer.write_batch(as_batch(arrow, columns, schema))
                 batches.append(RecordBatch(bucket_begin, bucket_end, len(columns["id"]), file.bytes, file.crc32c))
-                if kind == "rows":
-                    self.slot.progress.save.add(len(columns["id"]))
         return DataFile(
             name=name,
             kind=kind,

@@ -7,7 +7,7 @@ A case's name is kind/rows x dim/optimizer/ids/threads. The kinds:
     first_seen  lookup + update in a table that starts empty, rows created on first touch (Satrap only)
     shared      train with the rows in a shared-memory file, against anonymous memory
     memory      bytes of a row beyond its values and state, at capacity
-    growth      the longest batch while a table without a capacity grows
+    growth      the longest batch while a table without a capacity grows, and its bytes beyond values and state
     snapshot    save to and load from memory-backed files
     save_beside training while a thread saves: the longest step during a save
 """
@@ -32,6 +32,11 @@ def full_cases() -> list[Case]:
     memory = (Target(figure="overhead_bytes_per_row", at_most=24.0),)
     sizes = [*((2 * MILLION, name) for name in ALL_OPTIMIZERS), (20 * MILLION, "adagrad")]
     stall = (Target(figure="stall_ms", at_most=50.0),)
+    growth = (
+        *stall,
+        Target(figure="overhead_bytes_per_row", at_most=32.0),
+        Target(figure="resident_overhead_bytes_per_row", at_most=40.0),
+    )
     speed = tuple(Target(figure=figure, at_least=1.0) for figure in ("save_gb_per_s", "load_gb_per_s"))
     return [
         *_train_cases(BASE, (MILLION, 20 * MILLION)),
@@ -48,7 +53,7 @@ def full_cases() -> list[Case]:
             replace(BASE, kind="memory", rows=rows, dim=16, optimizer=optimizer, targets=memory)
             for rows, optimizer in sizes
         ),
-        *(replace(BASE, kind="growth", rows=20 * MILLION, dim=dim, targets=stall) for dim in DIMS),
+        *(replace(BASE, kind="growth", rows=20 * MILLION, dim=dim, targets=growth) for dim in DIMS),
         replace(BASE, kind="snapshot", rows=5 * MILLION, dim=64, targets=speed),
         replace(BASE, kind="save_beside", rows=20 * MILLION, dim=16, num_threads=1, targets=stall),
     ]

@@ -86,30 +86,40 @@ def measure_memory(job: dict[str, Any]) -> dict[str, Any]:
 
 
 def measure_growth(job: dict[str, Any]) -> dict[str, Any]:
-    """Insert new rows into a table without a capacity; return by how much the longest batch exceeds the median.
+    """Insert new rows into a table without a capacity; return by how much the longest batch exceeds the median, and the
+    bytes of a row beyond its values and state at the end.
 
     The same in CPU time (of all threads) tells a stall of the table from one of the machine.
     """
     from satrap.table.store import Store
 
-    store = Store(_table(job, on_full="grow"), seed=1, num_threads=job["num_threads"])
-    out = np.zeros((BATCH_IDS, job["dim"]), np.float32)
+    table, rows, dim = _table(job, on_full="grow"), job["rows"], job["dim"]
+    out = np.zeros((BATCH_IDS, dim), np.float32)
+    small = Store(table, seed=1, num_threads=job["num_threads"])  # as in measure_memory
+    small.lookup(next(_batches(BATCH_IDS, BATCH_IDS)), out=out)
+    resident = resident_bytes()
+    store = Store(table, seed=1, num_threads=job["num_threads"])
     wall, cpu = [], []
     noise = read_cpu()
-    for ids in _batches(job["rows"], BATCH_IDS):
+    for ids in _batches(rows, BATCH_IDS):
         start, start_cpu = time.perf_counter(), time.process_time()
         store.lookup(ids, out=out[: len(ids)])
         wall.append(time.perf_counter() - start)
         cpu.append(time.process_time() - start_cpu)
+    after = noise_between(noise, read_cpu())
+    raw = FLOAT_BYTES * (dim + store.state_dim)
     return {
         "rows_held": len(store),
-        "inserted_rows_per_s": round(job["rows"] / sum(wall)),
+        "inserted_rows_per_s": round(rows / sum(wall)),
         "median_batch_ms": round(1e3 * statistics.median(wall), 3),
         "longest_batch_ms": round(1e3 * max(wall), 3),
         "longest_batch_at_row": BATCH_IDS * wall.index(max(wall)),
         "stall_ms": round(1e3 * (max(wall) - statistics.median(wall)), 3),
         "cpu_stall_ms": round(1e3 * (max(cpu) - statistics.median(cpu)), 3),
-        **noise_between(noise, read_cpu()),
+        "raw_bytes_per_row": raw,
+        "overhead_bytes_per_row": round(store.stats()["bytes"] / rows - raw, 2),
+        "resident_overhead_bytes_per_row": round((resident_bytes() - resident) / rows - raw, 2),
+        **after,
     }
 
 

@@ -56,7 +56,7 @@ class Rows {
         stride_ = sizeof(Head) + row_bytes;
         limit_ = limit;
         shift_ = static_cast<std::uint32_t>(phase() * kChunkRows);
-        index_.reset(*arena, 1);
+        index_.init(*arena, limit, phase());
     }
 
     std::size_t size() const { return size_; }
@@ -92,14 +92,12 @@ class Rows {
         return index_.find(hash, [&](std::uint32_t slot) { return head(slot).id() == id; });
     }
 
-    // Makes room in the index for so many rows in all.
-    void reserve(std::size_t rows) {
-        if (rows > index_.limit()) grow_index(rows);
-    }
+    // Makes room in the index for so many rows, if there are none yet.
+    void reserve(std::size_t rows) { index_.reserve(rows, Hashes{*this}); }
 
     // Returns a slot for a new id, in the index but still free in its head: fill the payload, then publish().
     std::uint32_t insert(std::uint64_t id, std::uint64_t hash) {
-        reserve(size_ + 1);
+        if (!index_.has_room(hash)) index_.make_room(hash, Hashes{*this});
         if (in_cut()) old_rows(); // may throw, which it must not once the slot is taken
         std::uint32_t slot = take_slot();
         keep(slot);
@@ -154,7 +152,7 @@ class Rows {
         victims_ = {};
         chunk_bytes_ = size_ = used_ = capacity_ = 0;
         free_ = kNoSlot;
-        index_.reset(*arena_, 1);
+        index_.clear();
     }
 
     // Returns the row with the smallest (stamp, id); kNoSlot if there is none.
@@ -223,7 +221,13 @@ class Rows {
                 free_ = slot;
             }
         }
-        build_index(Index::groups_for(size_ + size_ / 4 + 1));
+        index_.clear();
+        reserve(size_);
+        for_each([&](std::uint32_t slot, const Head& h) {
+            const std::uint64_t hash = mix64(h.id());
+            if (!index_.has_room(hash)) index_.make_room(hash, Hashes{*this});
+            index_.insert(hash, slot);
+        });
     }
 
     void check(std::uint64_t share) const;
@@ -234,6 +238,13 @@ class Rows {
         std::uint32_t stamp;
         std::uint32_t slot;
         bool operator<(const Victim& other) const { return stamp != other.stamp ? stamp < other.stamp : id < other.id; }
+    };
+
+    // What the index needs to know of its entries.
+    struct Hashes {
+        const Rows& rows;
+        std::uint64_t hash_of(std::uint32_t slot) const { return mix64(rows.head(slot).id()); }
+        void prefetch(std::uint32_t slot) const { __builtin_prefetch(&rows.head(slot)); }
     };
 
     static constexpr std::uint32_t kDoublings =
@@ -283,22 +294,6 @@ class Rows {
         return used_++;
     }
 
-    // Grows by half each time, from a start between 8 and 12 that differs by bucket: the buckets of a table fill alike,
-    // and would otherwise all rebuild their indexes in the same few batches. The last step before the limit is taken
-    // early, so that later rows reuse the memory of the outgrown index.
-    void grow_index(std::size_t rows) {
-        double target = 8.0 + 4.0 * phase();
-        while (target < static_cast<double>(rows)) target *= 1.5;
-        auto entries = static_cast<std::uint64_t>(target);
-        if (limit_ > size_ && entries + entries / 2 > limit_) entries = limit_;
-        build_index(Index::groups_for(entries));
-    }
-
-    void build_index(std::uint64_t groups) {
-        index_.reset(*arena_, groups);
-        for_each([&](std::uint32_t slot, const Head& h) { index_.insert(mix64(h.id()), slot); });
-    }
-
     // Collects the oldest 1/32 in one scan, so that an eviction costs about 32 heads; the result is the same for any
     // share.
     void collect_victims() {
@@ -319,22 +314,23 @@ class Rows {
         victims_ = std::move(heap);
     }
 
+    // First what a lookup reads, on two cache lines: a small batch visits buckets that are in no cache.
+    std::size_t stride_ = 0;
+    std::uint32_t shift_ = 0;
+    std::uint32_t used_ = 0;
+    std::vector<std::byte*> chunks_;
+    std::vector<Victim> victims_;
+    CutMemory* cut_memory_ = nullptr; // of a cut that has not ended
+    Index index_;
     Arena* arena_ = nullptr;
     ChunkTag tag_{};
     std::size_t row_bytes_ = 0;
-    std::size_t stride_ = 0;
     std::uint64_t limit_ = 0;
-    std::uint32_t shift_ = 0;
-    Index index_;
-    std::vector<std::byte*> chunks_;
-    std::vector<Victim> victims_;
     std::size_t chunk_bytes_ = 0;
     std::size_t size_ = 0;
-    std::uint32_t used_ = 0;
     std::uint32_t capacity_ = 0;
     std::uint32_t free_ = kNoSlot;
-    CutMemory* cut_memory_ = nullptr; // of a cut that has not ended
-    std::unique_ptr<OldRows> old_;    // created at the first change since
+    std::unique_ptr<OldRows> old_; // of the cut, created at the first change since
 };
 
 inline void Rows::check(std::uint64_t share) const {
@@ -356,17 +352,20 @@ inline void Rows::check(std::uint64_t share) const {
     require(used_ <= capacity_, "more rows than the chunks hold");
     require(share == 0 || size_ <= share, "more rows than the bucket's share of the capacity");
     std::size_t entries = 0;
-    for (std::uint64_t g = 0; g < index_.num_groups(); ++g)
-        for (unsigned i = 0; i < Group::kWidth; ++i) {
-            if (index_.group(g).tags[i] == 0) continue;
-            ++entries;
-            std::uint32_t slot = index_.group(g).slots[i];
+    index_.for_each_page([&](const IndexPage& page, std::size_t counted) {
+        std::size_t here = 0;
+        page.for_each([&](std::uint32_t slot, std::uint8_t tag) {
+            ++here;
             require(slot < used_ && live(slot), "an index entry names a free row");
-            require(index_.group(g).tags[i] == Index::tag_of(mix64(head(slot).id())),
-                    "an index tag differs from its id's");
-        }
-    require(entries == size_, "index entries != rows");
-    require(size_ <= index_.limit(), "the index is fuller than its limit");
+            const std::uint64_t hash = mix64(head(slot).id());
+            require(tag == IndexPage::tag_of(hash), "an index tag differs from its id's");
+            require(index_.page_of(hash).groups == page.groups, "an index entry is in another page than its id's");
+        });
+        require(here == counted, "a page of the index counts other entries than it has");
+        require(here <= page.capacity(), "a page of the index is fuller than its limit");
+        entries += here;
+    });
+    require(entries == size_ && index_.size() == size_, "index entries != rows");
 }
 
 } // namespace satrap

@@ -295,6 +295,8 @@ CASE(check_sees_what_is_broken, 1) {
         {"a ring", [](Modelled& m) { m.rows.head(3).set_id(3); }},
         {"used != live + free", [](Modelled& m) { m.rows.head(3).set_id(kNoSlot); }},
         {"names a free row", [](Modelled& m) { const_cast<Index&>(m.rows.index()).insert(mix64(1), 3); }},
+        {"counts other entries",
+         [](Modelled& m) { m.rows.index().page_of(mix64(1)).insert(mix64(m.rows.head(20).id()), 20); }},
         {"not found by its id",
          [](Modelled& m) { const_cast<Index&>(m.rows.index()).erase(mix64(m.rows.head(20).id()), 20); }},
         {"index entries != rows",

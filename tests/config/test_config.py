@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 from satrap import _core
 from satrap.config import tables
+from satrap.config.job import Job
 from satrap.config.tables import (
     SGD,
     Adagrad,
@@ -36,6 +37,7 @@ from satrap.config.tables import (
     Zeros,
 )
 from satrap.errors import ConfigError, InputError
+from satrap.sharding.bucket_map import BucketMap
 from satrap.table.engine import native_config
 
 LARGEST_FLOAT32 = float(np.finfo(np.float32).max)
@@ -313,6 +315,20 @@ def test_the_edges_are_accepted() -> None:
 def test_the_default_number_of_buckets(capacity: int | None, num_buckets: int) -> None:
     assert Table("item", dim=4, capacity=capacity).resolved_num_buckets == num_buckets
     assert Table("item", dim=4, capacity=1 << 30, num_buckets=64).resolved_num_buckets == 64
+
+
+@given(st.integers(1, 3000))
+def test_a_number_of_buckets_serves_so_many_servers(num_servers: int) -> None:
+    """Each server owns some, and none many more than the others; a number that the table names stands."""
+    tables = (Table("a", dim=4), Table("b", dim=4, capacity=1 << 20), Table("c", dim=4, num_buckets=64))
+    job = Job(tables=(*tables, Table("d", dim=4, shard="table"))).on_servers(num_servers, None)
+    assert job.tables[1:] == (*tables[1:], Table("d", dim=4, shard="table"))
+    buckets = job.tables[0].resolved_num_buckets
+    assert buckets == max(256, 1 << (8 * num_servers - 1).bit_length())
+    owned = np.bincount(BucketMap.even([buckets], num_servers).owners[0], minlength=num_servers)
+    assert owned.min() > 0 and owned.max() <= 1.13 * buckets / num_servers
+    there = Job(tables=(Table("a", dim=4, num_buckets=1024), Table("c", dim=4, num_buckets=128)))
+    assert Job(tables=tables).on_servers(num_servers, there).tables == (there.tables[0], *tables[1:])
 
 
 @pytest.mark.parametrize("kind", CONFIGS)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -63,10 +64,10 @@ class Saved:
     def files(self) -> list[Path]:
         return [path for folder in self.folders for path in folder.rglob("*") if path.is_file()]
 
-    def restored(self, owned: NDArray[np.bool_] | None) -> tuple[Store, int, int]:
-        """Returns a new table with these buckets, the bytes that were read of data files, and the bytes of the pages
-        that the system had to show for it."""
-        group = TableGroup([self.table], num_threads=1)
+    def restored(self, owned: NDArray[np.bool_] | None, table: Table | None = None) -> tuple[Store, int, int]:
+        """Returns a new table, like `table` if given, with these buckets, the bytes that were read of data files, and
+        the bytes of the pages that the system had to show for it."""
+        group = TableGroup([table or self.table], num_threads=1)
         chains = group.verify({"t": self.folders}, None if owned is None else [owned])
         group.fill(chains)
         read = sum(saved.bytes_read for level in chains["t"] for saved in level)
@@ -74,10 +75,10 @@ class Saved:
 
     def contents(self, store: Store, owned: NDArray[np.bool_]) -> list[dict[str, NDArray[Any]]]:
         """Returns the rows and sightings of these buckets."""
-        engine, buckets = store._engine, len(owned)
+        engine, buckets = store._engine, store.table.resolved_num_buckets
         found = []
         for columns in (engine.export_rows(0, 0, buckets, 0), engine.export_sightings(0, 0, buckets)):
-            mine = owned[np.asarray(bucket_of(columns["id"], buckets))]
+            mine = owned[np.asarray(bucket_of(columns["id"], len(owned)))]
             found.append(by_id({name: column[mine] for name, column in columns.items()}))
         return found
 
@@ -143,6 +144,40 @@ def test_bytes_that_all_servers_read(num: int, servers: Any, counted: dict[int, 
         assert read <= 1.1 * total, f"{before} -> {num}: {read / total:.3f}"
         if num == 1:
             assert read == total, "each byte once"
+
+
+@settings(max_examples=12)
+@given(before=st.integers(0, 4), after=st.integers(0, 6), seed=st.integers(0, 2**32 - 1))
+def test_another_number_of_buckets(
+    before: int, after: int, seed: int, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """A table without a capacity is restored with more buckets than it was saved with, or fewer: every server gets the
+    rows of its buckets, and no other; what changes then can be saved and restored with a third number."""
+    table, rng = Table("t", dim=3, admission=MinCount(2), expire_after=40), np.random.default_rng(seed)
+    owners = [rng.integers(0, 3, 1 << bits).astype(np.uint32) for bits in (before, after)]
+    folder = tmp_path_factory.mktemp("numbers")
+    saved = Saved(folder, replace(table, num_buckets=1 << before), owners[0], 200, 60)
+    other = replace(table, num_buckets=1 << after)
+    for server in range(3):
+        saved.assert_restored(saved.restored(owners[1] == server, other)[0], owners[1] == server)
+    whole = Saved(folder / "whole", replace(table, num_buckets=1 << before), np.zeros(1 << before, np.uint32), 200, 60)
+    store = whole.restored(None, other)[0]
+    version = store.version
+    whole.store, whole.table = store, replace(table, num_buckets=4)
+    whole._look_up(np.arange(100, 300, dtype=np.uint64), step=5)
+    store.save_changes(folder / "more", since=version)
+    whole.folders.append(folder / "more")
+    whole.assert_restored(whole.restored(None)[0], np.ones(4, np.bool_))
+
+
+def test_a_capacity_fixes_the_number_of_buckets(tmp_path: Path) -> None:
+    table = Table("t", dim=3, capacity=300, num_buckets=8)
+    saved = Saved(tmp_path, table, np.zeros(8, np.uint32), 200, 60)
+    with pytest.raises(SnapshotError, match="num_buckets is 16 in the table and 8 in the snapshot"):
+        saved.restored(None, replace(table, num_buckets=16))
+    hint = replace(table, on_full="grow")
+    grown = Saved(tmp_path / "hint", hint, np.zeros(8, np.uint32), 400, 60)
+    grown.assert_restored(grown.restored(None, replace(hint, num_buckets=16))[0], np.ones(16, np.bool_))
 
 
 draw_owners = st.lists(st.integers(0, 2), min_size=8, max_size=8).map(lambda each: np.array(each, np.uint32))

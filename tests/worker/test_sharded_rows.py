@@ -157,6 +157,26 @@ def test_a_server_of_another_job_is_refused_field_by_field() -> None:
             ServerGroup(Job(tables=one_table().tables), addresses[:1])
 
 
+def test_the_number_of_buckets_is_that_of_the_servers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Many servers have more buckets, and a checkpoint of fewer resumes there; who comes later takes their number."""
+    table, ids = one_table(num_buckets=None), batch(range(60))
+    local = LocalWorker(table, num_threads=1)
+    update(local, looked := local.lookup(ids, step=1), looked.block)
+    local.tables["t"].save(tmp_path)
+    with running_servers(3) as services:
+        addresses = [each.address for each in services]
+        with monkeypatch.context() as patch:
+            patch.setattr("satrap.config.job._BUCKETS_PER_SERVER", 200)  # as of some eighty servers
+            with sharded_worker(table, addresses) as worker:
+                worker.tables.restore({"t": [tmp_path]})
+                assert contents(worker) == contents(local)
+        with sharded_worker(table, addresses) as worker:
+            assert worker.servers.job.tables[0].num_buckets == 1024
+            assert contents(worker) == contents(local)
+            step_both([local, worker], np.random.default_rng(0), [draw_bags(np.random.default_rng(1), table, 9)], 2)
+            assert contents(worker) == contents(local)
+
+
 def test_a_refusal_by_one_server_leaves_the_others_free() -> None:
     with running_servers(2) as services:
         other, mine = (each.address for each in services)

@@ -6,12 +6,15 @@ one number get an error that names it, instead of training together.
 
 import hashlib
 import json
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
-from satrap.config.tables import Ftrl, Table
+from satrap.config.tables import DEFAULT_BUCKETS, MAX_BUCKETS, Ftrl, Table
 from satrap.config.validation import Serializable, check_integer, check_kind, flat, set_field
 from satrap.errors import ConfigError
+
+_BUCKETS_PER_SERVER = 8  # so that the busiest server has at most 1.13 times the mean
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,6 +34,16 @@ class Job(Serializable):
         names = [table.name for table in self.tables]
         if not names or len(set(names)) < len(names):
             raise ConfigError(f"Job: tables are {names}; expected at least one, each with its own name")
+
+    def on_servers(self, num_servers: int, there: "Job | None") -> "Job":
+        """Returns the job with the number of buckets of each table that leaves it open: enough for so many servers.
+
+        there: the job that the servers have already; its numbers stand, however many servers there are now.
+        """
+        if there is not None:
+            return replace(self, tables=with_buckets_of(self.tables, there.tables))
+        number = buckets_for(num_servers)
+        return replace(self, tables=tuple(t.with_buckets(number) if t.shard == "rows" else t for t in self.tables))
 
     def differences(self, other: "Job") -> list[str]:
         """Returns how this job differs from `other`, field by field: "table 'item', dim: 16 here, 32 there".
@@ -54,6 +67,18 @@ class Job(Serializable):
         """Eight characters that differ between jobs that `differences` tells apart."""
         text = json.dumps([self.seed, [_identity(table) for table in self.tables]], sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:8]
+
+
+def buckets_for(num_servers: int) -> int:
+    """Returns how many buckets a table without a capacity has on so many servers."""
+    wanted = max(DEFAULT_BUCKETS, _BUCKETS_PER_SERVER * num_servers)
+    return min(1 << (wanted - 1).bit_length(), MAX_BUCKETS)
+
+
+def with_buckets_of(tables: Sequence[Table], there: Sequence[Table]) -> tuple[Table, ...]:
+    """Returns the tables; those that leave their number of buckets open have that of the table of their name there."""
+    known = {table.name: table.resolved_num_buckets for table in there}
+    return tuple(table.with_buckets(known.get(table.name, table.resolved_num_buckets)) for table in tables)
 
 
 def _identity(table: Table) -> dict[str, Any]:

@@ -7,7 +7,7 @@ object of them and refuses unknown keys, naming a near one.
 
 import math
 from collections.abc import Mapping
-from dataclasses import KW_ONLY, dataclass, field
+from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import Any, Literal, get_args
 
 from satrap.config.validation import (
@@ -36,10 +36,10 @@ SMALLEST_FTRL_LR = 1.1754943508222875e-38
 _MOST_DEVIATIONS = 10  # no draw of Normal is further from the mean
 _LARGEST_VALUE = {"float32": LARGEST_FLOAT32, "float16": 65504.0, "bfloat16": 3.3895313892515355e38}
 _MAX_LENGTH = 65536
-_MAX_BUCKETS = 65536
+MAX_BUCKETS = 65536
 _MAX_BUCKET_ROWS = 2**32 - 2  # the core numbers a bucket's rows in 32 bits, and one number means none
-_MAX_ROWS = _MAX_BUCKETS * _MAX_BUCKET_ROWS
-_DEFAULT_BUCKETS = 256  # without a capacity: enough that threads rarely wait and that growing one is quick
+_MAX_ROWS = MAX_BUCKETS * _MAX_BUCKET_ROWS
+DEFAULT_BUCKETS = 256  # without a capacity: enough that threads rarely wait; with 4096 a step is slower (docs/log.md)
 _MAX_DEFAULT_BUCKETS = 4096
 _ROWS_PER_BUCKET = 32768
 
@@ -312,7 +312,9 @@ class Table(Serializable):
     absent: what an id without a row reads as.
     on_nonfinite: a NaN or infinite gradient: refuse the whole update, or leave out that position and count it.
     num_buckets: how many parts, each with its own lock, the table is divided into: a power of two up to 65536 and at
-        most `capacity`. It decides which row is evicted, so it is saved. None: see `resolved_num_buckets`.
+        most `capacity`. It decides which row is evicted, so it is saved; a table that never evicts may be restored with
+        another number. None: see `resolved_num_buckets`; without a capacity a run on more than 32 servers has more, at
+        least 8 for each server that it starts with.
     shard: how several servers, or trainers without servers, divide the table: by rows, or the whole "table" to one of
         them. It does not change a row, so a saved table may be restored with the other one.
     """
@@ -340,7 +342,7 @@ class Table(Serializable):
             check_kind(where, name, getattr(self, name), kinds)
         for name, choices in _CHOICES.items():
             check_choice(where, name, getattr(self, name), choices)
-        for name, largest in (("capacity", _MAX_ROWS), ("expire_after", LAST_STEP), ("num_buckets", _MAX_BUCKETS)):
+        for name, largest in (("capacity", _MAX_ROWS), ("expire_after", LAST_STEP), ("num_buckets", MAX_BUCKETS)):
             if getattr(self, name) is not None:
                 set_field(self, name, check_integer(where, name, getattr(self, name), 1, largest))
         if self.on_full == "raise" and self.capacity is None:
@@ -356,9 +358,15 @@ class Table(Serializable):
         if self.num_buckets is not None:
             return self.num_buckets
         if self.capacity is None:
-            return _DEFAULT_BUCKETS
+            return DEFAULT_BUCKETS
         count = min(max(1, self.capacity // _ROWS_PER_BUCKET), _MAX_DEFAULT_BUCKETS)
         return 1 << (count.bit_length() - 1)
+
+    def with_buckets(self, num_buckets: int) -> "Table":
+        """Returns the table with so many buckets, unless it names a number, or a capacity that gives one."""
+        if self.num_buckets is not None or self.capacity is not None or num_buckets == self.resolved_num_buckets:
+            return self
+        return replace(self, num_buckets=num_buckets)
 
     def bag(self, pooling: Pooling, *, weighted: bool = False, padding_id: int | None = None) -> "Feature":
         """Returns a feature of this table that pools any number of ids in a sample into one row; see `Feature`."""

@@ -21,7 +21,7 @@ from numpy.typing import ArrayLike, NDArray
 from satrap.checkpoint.run_directory import STATE, RunDirectory, require_rows, table_folders
 from satrap.checkpoint.state_dict_file import read_state, require_model
 from satrap.config.features import Features
-from satrap.config.job import Job
+from satrap.config.job import Job, with_buckets_of
 from satrap.config.tables import Feature, Table
 from satrap.config.validation import suggest
 from satrap.data.inputs import Inputs, as_inputs
@@ -312,7 +312,7 @@ def _in_job_order(features: Features, job: Job) -> Features:
     if unknown:
         raise ConfigError(f"there is no table {unknown[0]!r} here; {suggest(unknown[0], list(known))}")
     there = Job(tables=tuple(job.tables[known[table.name]] for table in features.tables), seed=job.seed)
-    if found := Job(tables=features.tables, seed=job.seed).differences(there):
+    if found := Job(tables=with_buckets_of(features.tables, there.tables), seed=job.seed).differences(there):
         raise ConfigError(f"the features' tables are configured differently: {'; '.join(found)}")
     ordered = sorted(features.items(), key=lambda each: known[each[1].table.name])
     return Features(dict(ordered))

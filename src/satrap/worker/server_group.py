@@ -111,29 +111,38 @@ class ServerGroup:
         """
         check_addresses(addresses)
         check_choice("ServerGroup", "wire", wire, WIRES)
-        self.job, self.trainer, self.barrier_size, self.wire = job, trainer, barrier_size, wire
-        self._num_buckets = [table.resolved_num_buckets for table in job.tables]
+        self.trainer, self.barrier_size, self.wire = trainer, barrier_size, wire
         self.num_skipped = [0] * len(job.tables)
         """For each table, the number of this process's gradients that were not finite and were left out."""
         self._client_options: dict[str, Any] = {"keys": keys, "deadline": deadline, "retry_seconds": retry_seconds}
-        self._deadline = deadline
-        self._relays = is_relay
+        self._deadline, self._relays = deadline, is_relay
         self._claims: OrderedDict[tuple[int, int], weakref.ref[Any]] = OrderedDict()  # by attempt and step
         self._lock = threading.Lock()  # guards what follows
         self._clients: dict[str, Client[ServerCalls]] = {}
-        whole = [number for number, table in enumerate(job.tables) if table.shard == "table"]
-        self.topology = self._topology_of(ShardMap.first(self._num_buckets, addresses, whole))
-        """The current topology. Calls that belong together must use the same one."""
         self.attempt = NO_ATTEMPT if attempt is None else attempt
         self._launch, self._take_over = launch, take_over
         self._lease: Lease | None = None
         try:
+            self.job = job.on_servers(len(addresses), self._job_there(addresses))
+            """The job, with the number of buckets that each table has on these servers."""
+            self._num_buckets = [table.resolved_num_buckets for table in self.job.tables]
+            self.topology = self._topology_of(self._first_map(addresses))
+            """The current topology. Calls that belong together must use the same one."""
             self._connect()
             if attempt is None and begin:
                 self.begin_attempt()
         except BaseException:
             self.close()
             raise
+
+    def _first_map(self, addresses: Sequence[str]) -> ShardMap:
+        whole = [number for number, table in enumerate(self.job.tables) if table.shard == "table"]
+        return ShardMap.first(self._num_buckets, addresses, whole)
+
+    def _job_there(self, addresses: Sequence[str]) -> Job | None:
+        """Return the job of the first server that has one."""
+        answers = (self._client(address).call.get_shard_map(Origin(), 0) for address in addresses)
+        return next((Job.from_dict(answer["job"]) for answer in answers if "job" in answer), None)
 
     def _connect(self) -> None:
         while any(self._refresh(self.topology, server) for server in range(len(self.topology))):
@@ -410,11 +419,13 @@ class ServerGroup:
                 if server != silent and self._refresh(topology, server):
                     raise MovedError(f"a server is silent, and the others have a newer map ({error})") from error
 
+    def _client(self, address: str) -> Client[ServerCalls]:
+        if address not in self._clients:
+            self._clients[address] = Client(ServerCalls, address, **self._client_options)
+        return self._clients[address]
+
     def _topology_of(self, shard_map: ShardMap) -> Topology:
-        for address in shard_map.addresses:
-            if address not in self._clients:
-                self._clients[address] = Client(ServerCalls, address, **self._client_options)
-        clients = tuple(self._clients[address] for address in shard_map.addresses)
+        clients = tuple(map(self._client, shard_map.addresses))
         return Topology(shard_map, clients, np.array(shard_map.bucket_map.flat(), np.uint32))
 
     def _handshake_all(self, *, commit: bool = True) -> list[dict[str, Any]]:

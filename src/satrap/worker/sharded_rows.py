@@ -21,6 +21,7 @@ import numpy as np
 from satrap import _core
 from satrap.config.cores import thread_count
 from satrap.config.features import Features
+from satrap.config.job import with_buckets_of
 from satrap.data.inputs import Inputs
 from satrap.errors import ConfigError, MovedError, TicketError
 from satrap.interrupts import Uninterrupted
@@ -246,7 +247,8 @@ class ShardedWorker(Worker):
         rows: ShardedRows | None = None,
     ) -> None:
         """servers: of a job whose first tables are those of the features. rows: None: `ShardedRows` of them."""
-        if tuple(features.tables) != servers.job.tables[: len(features.tables)]:
+        there = servers.job.tables[: len(features.tables)]
+        if with_buckets_of(features.tables, there) != there:
             raise ConfigError(
                 "the servers' job has other tables than the features; expected features.tables first: create the job "
                 "from them"

@@ -170,9 +170,10 @@ class Manifest:
         if (config, seed) == (self.config, self.seed):
             return []
         found, saved = flat(config) | {"seed": seed}, flat(_with_defaults(self.config)) | {"seed": self.seed}
+        of_no_row = {"shard"} if _may_evict(saved) else {"shard", "num_buckets"}
         return [
             f"{name} is {found.get(name)!r} in the table and {saved.get(name)!r} in the snapshot"
-            for name in sorted((found.keys() | saved.keys()) - {"shard"})  # which does not change a row
+            for name in sorted((found.keys() | saved.keys()) - of_no_row)
             if found.get(name) != saved.get(name)
         ]
 
@@ -314,6 +315,11 @@ def _data_file(fields: _Fields) -> DataFile:
         bucket_end=fields.integer("bucket_end", 0, 65536),
         batches=fields.batches("batches"),
     )
+
+
+def _may_evict(config: dict[str, Any]) -> bool:
+    """Returns whether the number of buckets decides which rows a table of this configuration holds."""
+    return config.get("capacity") is not None and config.get("on_full") != "grow"
 
 
 def _with_defaults(config: dict[str, Any]) -> dict[str, Any]:

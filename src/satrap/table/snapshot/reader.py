@@ -21,6 +21,7 @@ from satrap.table.snapshot.arrow_files import in_threads, pyarrow_or_error, sche
 from satrap.table.snapshot.directory import read_manifest
 from satrap.table.snapshot.held_bytes import HeldBytes
 from satrap.table.snapshot.manifest import DataFile, FileKind, Kind, Manifest, Since
+from satrap.table.snapshot.owned_buckets import OwnedBuckets
 from satrap.table.snapshot.saved_table import FoundPart, find_parts, require_each_bucket_once, require_same_snapshots
 from satrap.table.snapshot.verified_file import VerifiedFile
 from satrap.transfer import Transfer
@@ -70,13 +71,13 @@ class Snapshot:
         owned: NDArray[np.bool_] | None,
         held: HeldBytes,
     ) -> None:
-        """owned: for each bucket whether it is needed; None: all."""
+        """owned: for each bucket of the table to fill whether it is needed; None: all."""
         self.path = path
         self.manifest = manifest
         self.table = table
-        self._owned = owned
+        self._owned = OwnedBuckets(owned, manifest.num_buckets)
         self._held = held
-        needed = [file for file in manifest.files if VerifiedFile.is_needed(file, manifest, owned)]
+        needed = [file for file in manifest.files if VerifiedFile.is_needed(file, manifest, self._owned)]
         self._files = in_threads(num_threads, self._verify, needed)
 
     @classmethod
@@ -196,7 +197,7 @@ class Snapshot:
                 "the table is at no version now: load a full snapshot"
             ) from error
         found = engine.num_rows(index) - rows_before
-        if manifest.kind == "full" and self._owned is None and found != manifest.rows:
+        if manifest.kind == "full" and self._owned.are_all and found != manifest.rows:
             raise SnapshotError(f"{self.path} holds {manifest.rows} rows of {found} ids; expected one row for each id")
         engine.restore(index, manifest.version, manifest.latest_step, manifest.expire_before, manifest.lr)
 

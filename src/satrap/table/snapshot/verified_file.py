@@ -12,7 +12,6 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from satrap._core import bucket_of, crc32c, mixed_order
 from satrap.errors import SnapshotError
@@ -20,6 +19,7 @@ from satrap.storage.folder import Folder
 from satrap.table.snapshot.arrow_files import Columns, as_columns, items, open_file, pyarrow_or_error, read_errors
 from satrap.table.snapshot.held_bytes import HeldBytes
 from satrap.table.snapshot.manifest import DataFile, Manifest, RecordBatch
+from satrap.table.snapshot.owned_buckets import OwnedBuckets
 from satrap.transfer import advance
 
 _PIECE_BYTES = 16 << 20  # of a URL at a time, unless one batch is larger: the memory that a thread needs
@@ -43,13 +43,13 @@ class VerifiedFile:
         file: DataFile,
         manifest: Manifest,
         schema: Any,
-        owned: NDArray[np.bool_] | None,
+        owned: OwnedBuckets,
         held: HeldBytes,
     ) -> None:
         """Raises unless the file is byte for byte what was saved, and its lines fit the table.
 
         schema: what the file must have.
-        owned: for each bucket whether its lines are needed; None: all.
+        owned: which lines are needed.
         """
         self.path, self.file, self.bytes_read = f"{folder}/{file.name}", file, 0
         self._folder, self._manifest, self._owned, self._arrow = folder, manifest, owned, pyarrow_or_error()
@@ -71,16 +71,16 @@ class VerifiedFile:
             raise SnapshotError(f"{self.path} cannot be read as an Arrow file: {error}") from error
 
     @staticmethod
-    def is_needed(file: DataFile, manifest: Manifest, owned: NDArray[np.bool_] | None) -> bool:
+    def is_needed(file: DataFile, manifest: Manifest, owned: OwnedBuckets) -> bool:
         """Returns whether the owner of these buckets reads the file. One without lines is read by the owner of the
         snapshot's first bucket, so that some server verifies every file."""
-        if owned is None:
+        if owned.are_all:
             return True
         holds = manifest.holds()
         if file.rows == 0:
-            return bool(owned[np.argmax(holds)])
+            return bool(owned.some[np.argmax(holds)])
         if file.batches is None:
-            return bool((owned & holds)[file.bucket_begin : file.bucket_end].any())
+            return bool((owned.some & holds)[file.bucket_begin : file.bucket_end].any())
         return bool(_needed(file.batches, owned))
 
     def batches(self) -> Iterator[Columns]:
@@ -93,8 +93,8 @@ class VerifiedFile:
                 self._is_held[n] = True
             for i in range(piece.first, piece.last + 1):
                 columns = as_columns(self._reader.get_batch(i))
-                if self._owned is not None and not self._is_owned_whole(i):
-                    is_owned = self._owned[np.asarray(bucket_of(columns["id"], self._manifest.num_buckets))]
+                if not self._owned.are_all and not self._is_owned_whole(i):
+                    is_owned = self._owned.hold(columns["id"])
                     columns = {name: column[is_owned] for name, column in columns.items()}
                 yield columns
                 done += 1
@@ -103,11 +103,10 @@ class VerifiedFile:
                 self._release(n)
 
     def _is_owned_whole(self, i: int) -> bool:
-        assert self._owned is not None
         if self.file.batches is None:
             return False
         batch = self.file.batches[i]
-        return bool(self._owned[batch.bucket_begin : batch.bucket_end].all())
+        return self._owned.are_whole(batch.bucket_begin, batch.bucket_end)
 
     def _verify_footer(self) -> None:
         """Verifies what follows the last record batch; of a file without them, and of an older one, all of it."""
@@ -225,11 +224,11 @@ class VerifiedFile:
         return batch
 
 
-def _needed(batches: tuple[RecordBatch, ...], owned: NDArray[np.bool_] | None) -> list[int]:
+def _needed(batches: tuple[RecordBatch, ...], owned: OwnedBuckets) -> list[int]:
     """Returns the numbers of the record batches that hold owned buckets."""
-    if owned is None:
+    if owned.are_all:
         return list(range(len(batches)))
-    count = np.concatenate([[0], np.cumsum(owned)]).tolist()
+    count = np.concatenate([[0], np.cumsum(owned.some)]).tolist()
     return [i for i, each in enumerate(batches) if count[each.bucket_end] > count[each.bucket_begin]]
 
 

@@ -9,7 +9,6 @@ import argparse
 import json
 import logging
 import os
-import resource
 import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -27,7 +26,6 @@ from satrap.run_context import RunContext
 
 _LOG = logging.getLogger("satrap.cli")
 _RERUN_HINT = "; run the same command again to finish the migration"
-_MAX_OPEN_FILES = 1 << 16  # of a server or worker: one for each connection
 _NUM_CALL_THREADS = 4  # threads of a worker that receive calls and pass them to its sessions
 
 
@@ -171,7 +169,7 @@ def _server(options: argparse.Namespace) -> Iterator[str]:
     from satrap.server.status_calls import server_samples
 
     wait_for_stop = _install_stop_handler()
-    _prepare_to_listen(options)
+    _require_one_protection(options)
     keys = None if options.keys is None else Keys.read(options.keys)
     server = Server(shared=options.shared, num_threads=options.threads, checkpoints=options.checkpoints)
     limits = Limits(max_bytes=16 << 30)  # the parts of all trainers wait until the last one has arrived
@@ -194,7 +192,7 @@ def _worker(options: argparse.Namespace) -> Iterator[str]:
     from satrap.worker.remote.service import WorkerService, worker_samples
 
     wait_for_stop = _install_stop_handler()
-    _prepare_to_listen(options)
+    _require_one_protection(options)
     keys = None if options.keys is None else Keys.read(options.keys)
     client_keys = None if options.keys is None else Keys.read(Path(options.keys).with_name("client.key"))
     service_options: dict[str, Any] = {"insecure": options.insecure, "num_threads": _NUM_CALL_THREADS}
@@ -216,13 +214,9 @@ def _log_start(address: str) -> None:
     _LOG.info(text, version("satrap"), os.getpid(), address, extra=event("started", pid=os.getpid(), address=address))
 
 
-def _prepare_to_listen(options: argparse.Namespace) -> None:
+def _require_one_protection(options: argparse.Namespace) -> None:
     if options.insecure and options.keys is not None:
         raise ConfigError("both --keys and --insecure were given; expected one of them: remove --insecure")
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    target = _MAX_OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, _MAX_OPEN_FILES)
-    if soft != resource.RLIM_INFINITY and soft < target:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (target, hard))
 
 
 def _install_stop_handler() -> Callable[[], object]:

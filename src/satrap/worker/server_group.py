@@ -27,7 +27,8 @@ from satrap.config.validation import check_choice
 from satrap.errors import AttemptError, DeadlineError, InputError, MovedError, NotReadyError, SatrapError, TicketError
 from satrap.event_log import event
 from satrap.interrupts import Uninterrupted
-from satrap.rpc import Backoff, Client, Keys, Origin, PendingCall
+from satrap.rpc import Backoff, Client, Gather, Keys, Origin, PendingCall
+from satrap.rpc.open_files import FILES_PER_CONNECTION, require_files
 from satrap.server.lease import LEASE_SECONDS, Lease, process_id
 from satrap.server.protocol import NO_ATTEMPT, WIRES, ServerCalls
 from satrap.sharding.owner_split import OwnedIds, split_by_owner
@@ -294,33 +295,38 @@ class ServerGroup:
         """
         origin = self.origin(step, topology)
 
-        def start(server: int) -> PendingCall:
-            return topology.clients[server].start(method, origin, *arguments[server], patient=patient)
+        def prepare(server: int) -> PendingCall:
+            return topology.clients[server].prepare(method, origin, *arguments[server], patient=patient)
 
-        pending = {server: start(server) for server in arguments}
+        pending = {prepare(server): server for server in arguments}
         until = time.monotonic() + self._deadline
         retries: defaultdict[int, RetryState] = defaultdict(lambda: RetryState(until))
         answers: dict[int, Any] = {}
         failed: dict[int, SatrapError] = {}
         progress = RemoteProgress(topology.clients) if patient else None
-        while pending:
-            if progress is not None:
-                progress.poll()
-            for server, call in list(pending.items()):
-                if not call.wait(_POLL_SECONDS / len(pending)):
-                    continue
-                del pending[server]
-                try:
-                    answer = self._answer(topology, server, call, retries)
-                    if answer is _CALL_AGAIN:
-                        pending[server] = start(server)
-                    else:
-                        answers[server] = answer
-                except SatrapError as error:
-                    failed[server] = error
-                    if isinstance(error, DeadlineError) or (isinstance(error, MovedError) and not patient):
-                        pending.clear()  # the other servers may take long
-                        break
+        with Uninterrupted():
+            for call in pending:
+                call.send()
+        with Gather(pending) as gather:
+            while pending:
+                if progress is not None:
+                    progress.poll()
+                for call in gather.wait(_POLL_SECONDS):
+                    server = pending.pop(call)
+                    try:
+                        answer = self._answer(topology, server, call, retries)
+                        if answer is _CALL_AGAIN:
+                            again = prepare(server)
+                            again.send()
+                            pending[again] = server
+                            gather.add(again)
+                        else:
+                            answers[server] = answer
+                    except SatrapError as error:
+                        failed[server] = error
+                        if isinstance(error, DeadlineError) or (isinstance(error, MovedError) and not patient):
+                            pending.clear()  # the other servers may take long
+                            break
         if progress is not None:
             progress.end()
         if failed:
@@ -411,9 +417,11 @@ class ServerGroup:
                     raise MovedError(f"a server is silent, and the others have a newer map ({error})") from error
 
     def _topology_of(self, shard_map: ShardMap) -> Topology:
-        for address in shard_map.addresses:
-            if address not in self._clients:
-                self._clients[address] = Client(ServerCalls, address, **self._client_options)
+        added = [address for address in shard_map.addresses if address not in self._clients]
+        # Two threads at least: this one, and that of the lease.
+        require_files(2 * FILES_PER_CONNECTION * len(added), f"connections to {len(added)} servers")
+        for address in added:
+            self._clients[address] = Client(ServerCalls, address, **self._client_options)
         clients = tuple(self._clients[address] for address in shard_map.addresses)
         return Topology(shard_map, clients, np.array(shard_map.bucket_map.flat(), np.uint32))
 

@@ -148,7 +148,7 @@ def wait_until(condition: Callable[[], object]) -> None:
 
 
 def request(name: str, *arguments: object, client: int = 1, call: int = 1, seconds: float = 60.0) -> list[bytes]:
-    """Returns the frames of a request, as a Client sends them."""
+    """Returns the frames of a request. A Client sends those of a small one as one frame; a Service accepts both."""
     method = methods_of(Calls)[name]
     origin, frames = method.encode_arguments(arguments, {})
     header = Header(
@@ -162,6 +162,13 @@ def request(name: str, *arguments: object, client: int = 1, call: int = 1, secon
         origin=origin,
     )
     return [header.pack(), *map(bytes, frames)]
+
+
+def received(peer: zmq.Socket[bytes]) -> tuple[Header, list[bytes]]:
+    """Receives a message; returns its header and its frames."""
+    message = [memoryview(frame) for frame in peer.recv_multipart()]
+    header = Header.unpack(message[0])
+    return header, [bytes(frame) for frame in header.frames_of(message)]
 
 
 @contextmanager

@@ -6,7 +6,7 @@ from dataclasses import asdict
 from pathlib import Path
 from types import ModuleType
 
-from benchmarks.cluster import echo, machines, network, restart, rows, train, wire
+from benchmarks.cluster import echo, fan_out, machines, network, restart, rows, train, wire
 from benchmarks.cluster.cases import full_cases, quick_cases
 from benchmarks.harness.case import Case
 from benchmarks.harness.rounds import Run
@@ -42,6 +42,7 @@ SUITE = Suite(
         "bytes": kind(wire),
         "network": kind(network, unable=machines.unable),
         "restart": kind(restart),
+        "fan_out": kind(fan_out),
     },
     contenders=("satrap", "paddle"),
     num_rounds=5,

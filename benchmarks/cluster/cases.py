@@ -8,8 +8,9 @@ A case's name is kind/rows x dim/threads of the server. The kinds:
     bytes   what a lookup and an update put on the wire, against a row and a gradient for every id of a batch
     network whole steps of two trainers over emulated networks, by staleness, against a predicted bound
     restart a server that is killed with its rows in shared memory, until it answers again
+    fan_out CPU time of a step over 1 to 120 servers, at the trainer and at a server
 
-All use batches of 26 features x 4096 ids, drawn by Zipf(1.05); `network` uses quarters of them.
+All use batches of 26 features x 4096 ids, drawn by Zipf(1.05); `network` uses quarters of them, `fan_out` eighths.
 """
 
 from dataclasses import replace
@@ -32,6 +33,11 @@ def full_cases() -> list[Case]:
     )
     slow = (Target(figure="ratio/1gbit-0.2ms", at_least=2.6), Target(figure="of_async/1gbit-0.2ms", at_least=0.95))
     away = (Target(figure="away_s", at_most=2.0),)
+    fan_out = (
+        Target(figure="fan_out_ms/64", at_most=5.0),
+        Target(figure="fan_out_ms/120", at_most=10.0),
+        Target(figure="call_ms/64", at_most=0.1),
+    )
     every = [
         replace(BASE, kind="echo", num_warmup=50, num_steps=400, targets=ratios),
         replace(BASE, kind="rows", num_steps=200, targets=peers),
@@ -41,12 +47,13 @@ def full_cases() -> list[Case]:
         replace(BASE, kind="restart", rows=10 * MILLION, num_steps=3, targets=away),
     ]
     cases = [replace(case, dim=dim) for case in every for dim in DIMS]
+    cases.append(replace(BASE, kind="fan_out", rows=260_000, dim=16, num_steps=100, targets=fan_out))
     # The targets of the slow network are for dim 64.
     return [replace(case, targets=predicted) if (case.kind, case.dim) == ("network", 16) else case for case in cases]
 
 
 def quick_cases() -> list[Case]:
     """Return the same, small, to see in seconds that all of it runs."""
-    kinds = ("rows", "train", "bytes", "network", "restart")
+    kinds = ("rows", "train", "bytes", "network", "restart", "fan_out")
     echo = replace(QUICK, kind="echo", num_warmup=5, num_steps=20)
     return [*(replace(echo, dim=dim) for dim in DIMS), *(replace(QUICK, kind=kind) for kind in kinds)]

@@ -40,7 +40,7 @@ def measure(job: Mapping[str, Any]) -> dict[str, Any]:
         server = Server(num_threads, Path(job["folder"], "rows"))
         stack.callback(server.stop)
         address = server.start(ANYWHERE)
-        worker = stack.enter_context(tables.connected(features, address, num_threads))
+        worker = stack.enter_context(tables.connected(features, [address], num_threads))
         tables.fill(worker, worker.tables, rows)
         lookup = worker.lookup(batch, step=2)
         assert lookup.ticket is not None

@@ -35,7 +35,7 @@ def measure(job: Mapping[str, Any]) -> dict[str, Any]:
     path = ids_file(Path(job["batches"]), rows, "zipf", count, int(job["part"]))
     batches = [inputs_of(numbers) for numbers in np.load(path, mmap_mode="r")]
     gradient = np.full((SAMPLES, features.total_dim), GRADIENT, np.float32)
-    with satrap_server(num_threads) as (address, pid), tables.connected(features, address, num_threads) as remote:
+    with satrap_server(num_threads) as (address, pid), tables.connected(features, [address], num_threads) as remote:
         local = LocalWorker(features, num_threads=num_threads)
         workers: dict[str, LocalWorker | ShardedWorker] = {"local": local, "remote": remote}
         for worker in workers.values():

@@ -3,7 +3,7 @@
 All use row-wise Adagrad, which Paddle's servers have too. Every row exists before anything is timed.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -30,9 +30,11 @@ def one_table(rows: int, dim: int) -> dict[str, Table]:
 
 
 @contextmanager
-def connected(features: Features, address: str, num_threads: int, **options: Any) -> Iterator[ShardedWorker]:
-    """Connect a worker to one server. options: those of `ServerGroup`."""
-    servers = ServerGroup(Job(tables=features.tables), [address], **options)
+def connected(
+    features: Features, addresses: Sequence[str], num_threads: int, **options: Any
+) -> Iterator[ShardedWorker]:
+    """Connect a worker to servers. options: those of `ServerGroup`."""
+    servers = ServerGroup(Job(tables=features.tables), addresses, **options)
     try:
         yield ShardedWorker(features, servers, num_threads=num_threads)
     finally:

@@ -22,7 +22,7 @@ SLICE_SECONDS = 0.1
 
 class Uninterrupted:
     """A context manager that defers SIGINT until its block ends. It is itself the signal handler during the block, so
-    there is no moment without a handler."""
+    there is no moment without a handler. A block inside another one leaves all to that one."""
 
     __slots__ = ("_before", "_is_pending")
 
@@ -33,7 +33,8 @@ class Uninterrupted:
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():
             before = _signal.getsignal(SIGINT)
-            if callable(before):  # else SIGINT terminates the process, is ignored, or is handled outside of Python
+            # Otherwise SIGINT terminates the process, is ignored, is handled outside of Python, or is deferred already.
+            if callable(before) and type(before) is not Uninterrupted:
                 self._before = before
                 _signal.signal(SIGINT, self)
         return self

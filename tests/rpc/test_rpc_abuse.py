@@ -18,6 +18,7 @@ from rpc_parts import (
     Calls,
     Served,
     raw_peer,
+    received,
     request,
     resident_bytes,
     server_process,
@@ -134,11 +135,11 @@ def test_bad_messages_are_answered_and_counted(
         if words is None:
             assert not peer.poll(0)
         else:
-            header, body = peer.recv_multipart()
-            assert Header.unpack(header).kind == Kind.ERROR
-            assert words.encode() in body
+            header, frames = received(peer)
+            assert header.kind == Kind.ERROR
+            assert words.encode() in frames[0]
         peer.send_multipart(request("add", 1))
-        assert peer.recv_multipart()[1] == b"[1]"
+        assert received(peer)[1] == [b"[1]"]
     assert served.num_runs == 1
 
 
@@ -148,7 +149,7 @@ def test_a_body_that_does_not_match_never_reaches_the_object(small: tuple[Servic
     with raw_peer(service.address) as peer:
         for body in (b"[2", b"[x", b"{1}", b'"1"'):
             peer.send_multipart([good[0], body])
-            assert b"RpcError" in peer.recv_multipart()[1]
+            assert b"RpcError" in received(peer)[1][0]
     assert service.counts()["bad"] == 4
     assert served.num_runs == 0
 

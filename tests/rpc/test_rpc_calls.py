@@ -26,6 +26,7 @@ from rpc_parts import (
     Served,
     arrays,
     raw_peer,
+    received,
     request,
     same,
     server_process,
@@ -34,7 +35,7 @@ from rpc_parts import (
 from satrap import errors
 from satrap.errors import ConfigError, DeadlineError, ForkError, InputError, NonFiniteError, RpcError
 from satrap.rpc import Client, Limits, Origin, Service
-from satrap.rpc.header import Header, Kind
+from satrap.rpc.header import Kind
 
 
 @pytest.fixture(scope="module")
@@ -260,17 +261,17 @@ def test_a_duplicate_of_an_open_call_runs_once_and_is_answered_on_its_newest_rou
         for call in (1, 2, 2, 1):
             new.send_multipart(request("wait", call, client=9, call=call))
         for call in (1, 2, 2, 1):  # each duplicate gets the reply "working"
-            (message,) = map(Header.unpack, new.recv_multipart())
-            assert (message.kind, message.call) == (Kind.WORKING, call)
+            header, frames = received(new)
+            assert (header.kind, header.call, frames) == (Kind.WORKING, call, [])
         assert service.counts()["duplicates"] == 4
         served.go.set()
         for call in (1, 2):
-            header, body = new.recv_multipart()
-            assert (Header.unpack(header).call, body) == (call, b"[%d]" % call)
+            header, frames = received(new)
+            assert (header.call, frames) == (call, [b"[%d]" % call])
         assert served.num_runs == 2
         assert not old.poll(0)
         new.send_multipart(request("wait", 1, client=9, call=1))
-        assert Header.unpack(new.recv_multipart()[0]).kind == Kind.REPLY
+        assert received(new)[0].kind == Kind.REPLY
         assert served.num_runs == 3, "answered calls are forgotten"
 
 
@@ -488,4 +489,5 @@ def test_the_limits_of_a_call() -> None:
 def test_close_leaves_no_open_sockets() -> None:
     with Service(Served(), Calls, ANYWHERE) as service, Client(Calls, service.address) as client:
         assert client.call.add(1) == 1
-    assert client._channels._context.closed and service._context.closed
+        (channel,) = client._channels._open
+    assert channel.socket.closed and service._context.closed

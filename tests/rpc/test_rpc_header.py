@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from satrap.errors import InputError, RpcError
-from satrap.rpc.header import HEADER_BYTES, MAX_DEADLINE_MS, MAX_FRAMES, Header, Kind, Origin
+from satrap.rpc.header import HEADER_BYTES, JOINED_BYTES, MAX_DEADLINE_MS, MAX_FRAMES, Header, Kind, Origin
 
 U32, U64 = st.integers(0, 2**32 - 1), st.integers(0, 2**64 - 1)
 ORIGINS = st.builds(Origin, attempt=U32, trainer=U32, step=U32, map_version=U32)
@@ -38,7 +38,7 @@ def test_a_header_makes_a_round_trip(header: Header) -> None:
 def test_the_layout_is_the_documented_one() -> None:
     origin = Origin(attempt=7, trainer=8, step=9, map_version=10)
     packed = replace(HEADER, kind=Kind.BUSY, origin=origin).pack()
-    assert packed[:8] == b"STRP" + bytes([1, 4, 1, 0])
+    assert packed[:8] == b"STRP" + bytes([2, 4, 1, 0])
     assert struct.unpack_from("<4Q", packed, 8) == (1, 2, 3, 2)
     assert struct.unpack_from("<6I", packed, 40) == (5, 7, 8, 9, 10, 0)
 
@@ -81,7 +81,7 @@ def test_a_flipped_bit_is_refused_or_means_another_header(header: Header, bit: i
     ("at", "value", "words"),
     [
         (0, b"HTTP", "starts with b'HTTP'; expected b'STRP': the peer is not Satrap"),
-        (4, b"\2", "version 2; expected 1: run one release"),
+        (4, b"\1", "version 1; expected 2: run one release"),
         (5, b"\0", r"kind 0; expected one of 1 \(REQUEST\)"),
         (5, b"\6", "kind 6"),
         (40, b"\0\0\0\0", "a request has 0 ms until its deadline"),
@@ -95,6 +95,52 @@ def test_errors_name_the_wrong_field(at: int, value: bytes, words: str) -> None:
         Header.unpack(bytes(packed))
     with pytest.raises(RpcError, match="a frame of 63 bytes; expected a header of 64"):
         Header.unpack(HEADER.pack()[:-1])
+
+
+FRAMES = st.lists(st.binary(max_size=40), max_size=5)
+
+
+def header_of(frames: list[bytes]) -> Header:
+    return replace(HEADER, num_frames=len(frames), body_bytes=sum(map(len, frames)))
+
+
+@given(FRAMES)
+def test_a_small_message_is_one_frame_and_is_split_again(frames: list[bytes]) -> None:
+    header = header_of(frames)
+    (message,) = header.message(frames)
+    assert Header.unpack(message) == header
+    for received in ([message], [header.pack(), *frames]):
+        assert list(header.frames_of([memoryview(each) for each in received])) == frames
+
+
+def test_the_frames_of_a_large_message_are_not_copied() -> None:
+    frames = [bytes(JOINED_BYTES), b"x"]
+    header = header_of(frames)
+    packed, *others = header.message(frames)
+    assert packed == header.pack() and all(each is frame for each, frame in zip(others, frames, strict=True))
+    assert len(header_of(frames[:1]).message(frames[:1])) == 1
+
+
+@given(FRAMES, st.data())
+def test_a_damaged_small_message_is_refused_or_has_other_frames(frames: list[bytes], data: st.DataObject) -> None:
+    header = header_of(frames)
+    (message,) = header.message(frames)
+    damaged = bytearray(message)
+    if data.draw(st.booleans()) and len(message) > HEADER_BYTES:
+        damaged[data.draw(st.integers(HEADER_BYTES, len(message) - 1))] ^= 1 << data.draw(st.integers(0, 7))
+    else:
+        del damaged[data.draw(st.integers(HEADER_BYTES, len(message))) :]
+        damaged += data.draw(st.binary(max_size=3))
+    try:
+        found = list(header.frames_of([memoryview(damaged)]))
+    except RpcError:
+        return
+    assert header.message(found) == [bytes(damaged)]
+
+
+def test_a_first_frame_that_is_no_header_has_no_other_frames() -> None:
+    with pytest.raises(RpcError, match="a message of 2 frames starts with one of 65 bytes; expected a header of 64"):
+        HEADER.frames_of([memoryview(HEADER.pack() + b"x"), memoryview(b"x")])
 
 
 @pytest.mark.parametrize("sizes", [[], [1], [3], [1, 1], [2, 0]])

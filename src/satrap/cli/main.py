@@ -8,7 +8,6 @@ Carries out the commands that `parser` reads, and prints plain lines.
 import argparse
 import logging
 import os
-import resource
 import select
 import signal
 import sys
@@ -25,7 +24,6 @@ from satrap.event_log import event, formatter, set_role
 
 _LOG = logging.getLogger("satrap.cli")
 _RERUN_HINT = "; run the same command again to finish the migration"
-_MAX_OPEN_FILES = 1 << 16  # of a server or worker: one for each connection
 _NUM_CALL_THREADS = 4  # threads of a worker that receive calls and pass them to its sessions
 
 
@@ -173,7 +171,7 @@ def _server(options: argparse.Namespace) -> Iterator[str]:
     from satrap.server.status_calls import server_samples
 
     wait_for_stop = _StopSignals()
-    _prepare_to_listen(options)
+    _check_listening(options)
     keys = None if options.keys is None else Keys.read(options.keys)
     client_keys = None
     if (moves := options.on_stop == "move") and keys is not None:
@@ -204,7 +202,7 @@ def _worker(options: argparse.Namespace) -> Iterator[str]:
     from satrap.worker.remote.service import WorkerService, worker_samples
 
     wait_for_stop = _StopSignals()
-    _prepare_to_listen(options)
+    _check_listening(options)
     keys = None if options.keys is None else Keys.read(options.keys)
     client_keys = None if options.keys is None else Keys.read(Path(options.keys).with_name("client.key"))
     service_options: dict[str, Any] = {"insecure": options.insecure, "num_threads": _NUM_CALL_THREADS}
@@ -230,16 +228,12 @@ def _announce(role: str, advertise: str | None, bound: str) -> Iterator[str]:
     _LOG.info(text, version("satrap"), os.getpid(), address, extra=event("started", pid=os.getpid(), address=address))
 
 
-def _prepare_to_listen(options: argparse.Namespace) -> None:
+def _check_listening(options: argparse.Namespace) -> None:
     from satrap.rpc.address import advertised_address
 
     advertised_address(options.advertise, options.listen)
     if options.insecure and options.keys is not None:
         raise ConfigError("both --keys and --insecure were given; expected one of them: remove --insecure")
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    target = _MAX_OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, _MAX_OPEN_FILES)
-    if soft != resource.RLIM_INFINITY and soft < target:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (target, hard))
 
 
 class _StopSignals:

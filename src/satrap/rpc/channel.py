@@ -16,14 +16,13 @@ from collections.abc import Sequence
 from typing import Any
 
 import zmq
-from zmq.utils.monitor import recv_monitor_message
 
 from satrap.errors import ConfigError, DeadlineError, ForkError, InputError, RpcError
 from satrap.event_log import event
 from satrap.interrupts import Uninterrupted
 from satrap.rpc.address import is_unix, join_address, resolve_host, split_address
 from satrap.rpc.faults import decode_error
-from satrap.rpc.greeting import expects_keys
+from satrap.rpc.handshakes import Handshakes
 from satrap.rpc.header import MAX_DEADLINE_MS, Header, Kind, Origin
 from satrap.rpc.keys import Keys
 from satrap.rpc.methods import Method
@@ -32,9 +31,8 @@ from satrap.rpc.schedule import Schedule
 _LOG = logging.getLogger("satrap.rpc")
 _WARN_SECONDS = 5.0  # a call without a connection is logged after this time
 _RECONNECT_SECONDS = 10.0  # a socket without a connection reconnects after this time
-_SUSPECT_HANDSHAKES = 20  # cut ones in a row, within 1 to 4 s, that cause a look at the server's greeting
-_GREETING_SECONDS = 0.5
 _CLOSE_CHECK_MS = 100  # interval at which a waiting call checks whether its client was closed
+_MAX_QUEUED_MESSAGES = 64
 _RECONNECT_MS, _MAX_RECONNECT_MS, _CONNECT_TIMEOUT_MS = 50, 200, 5_000
 _HEARTBEAT_MS, _HEARTBEAT_TIMEOUT_MS = 2_000, 10_000
 # Plain integers: combining two members of zmq.Flag takes as long as sending a header.
@@ -51,42 +49,50 @@ class Channel:
         self.waiting: weakref.WeakValueDictionary[int, PendingCall] = weakref.WeakValueDictionary()
         self._thread, self._process = threading.get_ident(), os.getpid()
         self.lock = threading.Lock()  # held while the socket is used; close() takes it from another thread
-        self._closed = False
-        self.socket = socket = context.socket(zmq.DEALER)
+        self.is_closed, self._is_new = False, True
+        self.refusal: str | None = None
+        self._handshakes: Handshakes | None = None  # while there is no connection
+        self._endpoint = address
+        self._last_connected = time.monotonic()
+        self.socket = context.socket(zmq.DEALER)
+        try:
+            self._connect(keys)
+        except BaseException:
+            self.close()  # an open socket would keep the context open
+            raise
+
+    def _connect(self, keys: Keys | None) -> None:
+        socket = self.socket
         socket.linger = 0
         socket.immediate = True
-        socket.sndhwm = 64
+        socket.sndhwm = _MAX_QUEUED_MESSAGES
         socket.reconnect_ivl, socket.reconnect_ivl_max = _RECONNECT_MS, _MAX_RECONNECT_MS
         socket.connect_timeout = _CONNECT_TIMEOUT_MS
         socket.heartbeat_ivl, socket.heartbeat_timeout = _HEARTBEAT_MS, _HEARTBEAT_TIMEOUT_MS
         if keys is not None:
             socket.curve_serverkey = keys.peer
             socket.curve_publickey, socket.curve_secretkey = keys.public, keys.secret
-        self.refusal: str | None = None
-        self._refusals = socket.get_monitor_socket(
-            zmq.Event.HANDSHAKE_FAILED_AUTH
-            | zmq.Event.HANDSHAKE_FAILED_PROTOCOL
-            | zmq.Event.HANDSHAKE_FAILED_NO_DETAIL
-            | zmq.Event.HANDSHAKE_SUCCEEDED
-        )
-        self._cut_handshakes = 0  # consecutive ones that the server ended without a word
-        self._endpoint = address
-        if not is_unix(address):
-            host, port = split_address(address)
+        if not is_unix(self.address):
+            host, port = split_address(self.address)
             socket.ipv6 = ":" in host or _is_only_ipv6(host)
             self._endpoint = join_address(host, port)
-        self._last_connected = time.monotonic()
+        self._handshakes = Handshakes(socket, self._endpoint, self.has_keys)
         socket.connect(self._endpoint)
+        self.fileno: int = socket.fileno()
+        """The descriptor that is readable when messages arrive after `poll` found none."""
 
     def connect_within(self, seconds: float) -> None:
-        """Waits until the connection is established or refused, at most so many seconds."""
+        """Waits until a new channel has its connection or is refused, at most so many seconds."""
+        if not self._is_new:
+            return
+        self._is_new = False
         until = time.monotonic() + seconds
         with Uninterrupted() as interrupts, self.lock:
-            while not self.poll(_OUT, _CLOSE_CHECK_MS) and self.refusal is None and time.monotonic() < until:
+            while not (self.is_closed or self.refusal or time.monotonic() >= until or self.poll(_OUT, _CLOSE_CHECK_MS)):
                 interrupts.check()
 
     def require_open(self) -> None:
-        if self._closed:
+        if self.is_closed:
             raise RpcError(f"{self.address}: this client is closed; create another")
         if self.refusal is not None:
             raise DeadlineError(self.refusal)
@@ -99,21 +105,35 @@ class Channel:
 
     def try_send(self, pending: "PendingCall", now: float) -> None:
         """Sends the request if there is a connection with room for it; otherwise leaves it due."""
+        first, *others = pending.header(now).message(pending.frames)
         try:
-            self.socket.send(pending.header(now).pack(), _MORE | _NOW)
+            self.socket.send(first, _MORE | _NOW if others else _NOW)
         except zmq.Again:
             return
-        last = len(pending.frames) - 1
-        for i, frame in enumerate(pending.frames):
+        last = len(others) - 1
+        for i, frame in enumerate(others):
             self.socket.send(frame, _MORE if i < last else 0, copy=False)
         pending.schedule.record_sent(now)
         self._last_connected = now
+        if self._handshakes is not None:
+            self._end_handshakes()
+
+    def _watch_handshakes(self) -> None:
+        """Watches the handshakes of a connection that was lost. Connects again, since ZeroMQ would not do so if the
+        server refused one before. Does nothing if the socket is connected and merely has a full queue."""
+        num_unanswered = sum(each.schedule.num_sent for each in self.waiting.values())
+        if self._handshakes is None and num_unanswered < _MAX_QUEUED_MESSAGES:
+            self._handshakes = Handshakes(self.socket, self._endpoint, self.has_keys)
+            self._reconnect(self._last_connected)
+
+    def _end_handshakes(self) -> None:
+        if self._handshakes is not None:
+            handshakes, self._handshakes = self._handshakes, None
+            handshakes.close()
 
     def _reconnect(self, now: float) -> None:
-        """Reconnects, unless the socket is connected and merely has a full queue."""
-        if sum(each.schedule.num_sent for each in self.waiting.values()) < self.socket.sndhwm:
-            self.socket.disconnect(self._endpoint)
-            self.socket.connect(self._endpoint)
+        self.socket.disconnect(self._endpoint)
+        self.socket.connect(self._endpoint)
         self._last_connected = now
 
     def wait(self, pending: "PendingCall", until: float) -> None:
@@ -126,96 +146,91 @@ class Channel:
 
     def _poll_once(self, pending: "PendingCall", until: float) -> bool:
         """Sends the request if it is due, and receives at most one message. Returns False when the time is over."""
-        schedule = pending.schedule
         self.require_open()
         now = time.monotonic()
-        schedule.observe(now)
-        if schedule.is_due(now):
-            self.try_send(pending, now)
-        blocked = schedule.is_due(now)
-        if blocked and now > max(self._last_connected, pending.unwarned_since) + _WARN_SECONDS:
-            pending.warn_unconnected(_WARN_SECONDS)
-        if blocked and now > self._last_connected + _RECONNECT_SECONDS:
-            self._reconnect(now)
+        blocked = self.send_if_due(pending, now)
+        schedule = pending.schedule
         seconds = min(until, schedule.deadline if blocked else now + schedule.wait(now)) - now
         events = _IN | _OUT if blocked else _IN
         if self.poll(events, min(math.ceil(1000 * max(0.0, seconds)), _CLOSE_CHECK_MS)) & _IN:
-            self._receive()
+            self.receive()
             return True
         return not schedule.is_expired(now) and now < until
+
+    def send_if_due(self, pending: "PendingCall", now: float) -> bool:
+        """Sends the request if it is due. Returns whether it has to wait for a connection with room for it."""
+        schedule = pending.schedule
+        schedule.observe(now)
+        if not schedule.is_due(now):
+            return False
+        self.try_send(pending, now)
+        if not schedule.is_due(now):
+            return False
+        self._watch_handshakes()
+        if now > max(self._last_connected, pending.unwarned_since) + _WARN_SECONDS:
+            pending.warn_unconnected(_WARN_SECONDS)
+        if now > self._last_connected + _RECONNECT_SECONDS and self._handshakes is not None:
+            self._reconnect(now)
+        return True
 
     def poll(self, events: int, milliseconds: int) -> int:
         """Returns the events that the socket is ready for. Also notices a connection that is refused meanwhile."""
         polled = [(self.socket, events)]
-        if events & _OUT:
-            polled.append((self._refusals, _IN))
+        if self._handshakes is not None and events & _OUT:
+            polled.append((self._handshakes.monitor, _IN))
         ready = dict(zmq.zmq_poll(polled, milliseconds))
-        if self._refusals in ready:
-            self._handle_refusal()
-        return ready.get(self.socket, 0)
+        found = ready.pop(self.socket, 0)
+        if found & _OUT:
+            self._end_handshakes()
+        elif ready and self._handshakes is not None and (reason := self._handshakes.read()) is not None:
+            self.refusal = f"{self.address}: no connection: {reason}"
+            self._fail_all(DeadlineError(self.refusal))
+        return found
 
     def close(self) -> None:
-        self._closed = True
+        self.is_closed = True
         with self.lock:
+            self._end_handshakes()
             self.socket.close(0)
-            self._refusals.close(0)
 
-    def _handle_refusal(self) -> None:
-        event = recv_monitor_message(self._refusals)["event"]
-        if event == zmq.Event.HANDSHAKE_SUCCEEDED:
-            self._cut_handshakes = 0
-            return
-        if event == zmq.Event.HANDSHAKE_FAILED_NO_DETAIL:
-            self._cut_handshakes += 1
-            is_suspect = self.has_keys and self._cut_handshakes % _SUSPECT_HANDSHAKES == 0
-            if not is_suspect or not expects_keys(self._endpoint, _GREETING_SECONDS):
-                return  # nothing listens there yet, or the network cut the connection
-            reason = (
-                "the server there has keys of another pair; use the client.key that `satrap keys` wrote beside its "
-                "server.key"
-            )
-        elif event == zmq.Event.HANDSHAKE_FAILED_AUTH:
-            reason = (
-                "the server there does not know this client's key; use the client.key that belongs to its server.key"
-            )
-        else:
-            reason = "only one of the two has keys, or the process that listens there is not a satrap server"
-        self.refusal = f"{self.address}: no connection: {reason}"
-        self._fail_all(DeadlineError(self.refusal))
-
-    def _receive(self) -> None:
+    def receive(self) -> "PendingCall | None":
+        """Receives one message, if there is one. Returns the call that it answers, if it does."""
         try:
             first = self.socket.recv(_NOW, copy=False)
         except zmq.Again:
-            return
-        frames, more = [first.buffer], first.more
+            return None
+        more = first.more
+        # pyzmq swallows an interrupt that is pending while it frees a frame: it frees that of a small message here.
+        frames = [first.buffer if more else memoryview(first.bytes)]
         while more:
             frame = self.socket.recv(copy=False)
             frames.append(frame.buffer)
             more = frame.more
         try:
-            self._handle_message(Header.unpack(frames[0]), frames[1:])
+            header = Header.unpack(frames[0])
+            return self._handle_message(header, header.frames_of(frames))
         except RpcError as error:
             self._fail_all(RpcError(f"{self.address} sent an invalid reply: {error}"))
+            return None
 
-    def _handle_message(self, header: Header, frames: Sequence[memoryview]) -> None:
-        header.check_frames([len(frame) for frame in frames])
+    def _handle_message(self, header: Header, frames: Sequence[memoryview]) -> "PendingCall | None":
         if header.kind == Kind.ERROR and header.client == header.call == 0:  # the server could not read the sender
             error = decode_error(frames, "a request", self.address)
             self._fail_all(RpcError(f"{self.address} cannot read what this client sends: {error}"))
-            return
+            return None
         pending = self.waiting.get(header.call) if header.client == self.client else None
         if pending is None or header.kind == Kind.REQUEST:
-            return
+            return None
         if header.kind == Kind.WORKING:
             pending.schedule.record_working(time.monotonic())
-            return
+            return None
         if header.kind == Kind.BUSY:
             pending.schedule.record_busy(time.monotonic(), random.random())
-            return
+            return None
         pending.answer = header.kind, frames
         pending.frames = ()
         del self.waiting[header.call]
+        return pending
 
     def _fail_all(self, error: RpcError) -> None:
         for pending in list(self.waiting.values()):
@@ -241,7 +256,7 @@ class PendingCall:
         self.answer: tuple[Kind, Sequence[memoryview]] | RpcError | None = None
         self.frames: Sequence[memoryview] = frames
         self._client = client  # keeps the client from being collected before its calls have ended
-        self._channel, self._method, self._seconds = channel, method, seconds
+        self.channel, self._method, self.seconds = channel, method, seconds
         self._origin = origin
         self._num_bytes = sum(frame.nbytes for frame in frames)
         self.unwarned_since = schedule.due
@@ -252,7 +267,7 @@ class PendingCall:
         return Header(
             kind=Kind.REQUEST,
             method=self._method.number,
-            client=self._channel.client,
+            client=self.channel.client,
             call=self.number,
             num_frames=len(self.frames),
             body_bytes=self._num_bytes,
@@ -260,9 +275,18 @@ class PendingCall:
             origin=self._origin,
         )
 
+    def send(self) -> None:
+        """Sends the request for the first time, if there is a connection; otherwise it is sent while it is waited
+        for."""
+        channel = self.channel
+        with Uninterrupted(), channel.lock:
+            channel.require_open()
+            channel.waiting[self.number] = self
+            channel.try_send(self, time.monotonic())
+
     def wait(self, seconds: float) -> bool:
         """Waits at most so many seconds for the call to end. Returns whether it ended, with or without an answer."""
-        channel = self._channel
+        channel = self.channel
         channel.require_own_thread(self._method.name)
         until = time.monotonic() + seconds
         if self.answer is None:
@@ -272,15 +296,15 @@ class PendingCall:
 
     def result(self) -> Any:
         """Returns the method's result; raises its exception, or DeadlineError. Call it in the thread of `start`."""
-        channel = self._channel
+        channel = self.channel
         self.wait(math.inf)
         if self.answer is None:
             raise DeadlineError(self._timeout_message())
         if isinstance(self.answer, RpcError):
             raise self.answer
         if self.unwarned_since == math.inf:
-            back = event("peer_back", peer=self._channel.address, method=self._method.name)
-            _LOG.info("%s answers again", self._channel.address, extra=back)
+            back = event("peer_back", peer=self.channel.address, method=self._method.name)
+            _LOG.info("%s answers again", self.channel.address, extra=back)
         kind, frames = self.answer
         if kind == Kind.ERROR:
             raise decode_error(frames, self._method.name, channel.address)
@@ -294,28 +318,28 @@ class PendingCall:
         self.unwarned_since = math.inf
         late = f"{self._no_connection_message(seconds)} It"
         if self.schedule.num_sent:
-            late = f"{self._method.name} at {self._channel.address}: the connection was lost. A new one"
-        lost = event("peer_lost", peer=self._channel.address, method=self._method.name)
-        _LOG.warning("%s is waited for until %g s have passed", late, self._seconds, extra=lost)
+            late = f"{self._method.name} at {self.channel.address}: the connection was lost. A new one"
+        lost = event("peer_lost", peer=self.channel.address, method=self._method.name)
+        _LOG.warning("%s is waited for until %g s have passed", late, self.seconds, extra=lost)
 
     def _no_connection_message(self, seconds: float) -> str:
-        where = f"{self._method.name} at {self._channel.address}"
+        where = f"{self._method.name} at {self.channel.address}"
         same = (
             "does it have keys of the same `satrap keys`"
-            if self._channel.has_keys
+            if self.channel.has_keys
             else "does it have no keys, like this client"
         )
         return f"{where}: no connection within {seconds:g} s; is a server running there, and {same}?"
 
     def _timeout_message(self) -> str:
-        where, sent = f"{self._method.name} at {self._channel.address}", self.schedule.num_sent
+        where, sent = f"{self._method.name} at {self.channel.address}", self.schedule.num_sent
         if not sent:
-            return self._no_connection_message(self._seconds)
+            return self._no_connection_message(self.seconds)
         busy = f", {self.schedule.num_busy} times refused as busy" if self.schedule.num_busy else ""
         running = f", {self.schedule.num_working} times reported as running" if self.schedule.num_working else ""
         what = "nothing was received for" if self.schedule.patience else "no answer within"
         return (
-            f"{where}: there was a connection, but {what} {self._seconds:g} s (sent {sent} times{busy}{running}); "
+            f"{where}: there was a connection, but {what} {self.seconds:g} s (sent {sent} times{busy}{running}); "
             "set a longer deadline, or check the server"
         )
 

@@ -1,17 +1,17 @@
-"""The channels of a client: one for each thread that calls, all in one ZeroMQ context."""
+"""The channels of a client: one for each thread that calls."""
 
 import os
 import threading
 from dataclasses import dataclass
 from functools import partial
 
-import zmq
-
 from satrap.collected import close_when_collected
 from satrap.errors import ForkError, RpcError
 from satrap.interrupts import Uninterrupted
 from satrap.rpc.channel import Channel
 from satrap.rpc.keys import Keys
+from satrap.rpc.open_files import FILES_PER_CONNECTION, require_files
+from satrap.rpc.shared_context import context_of_clients
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
@@ -27,15 +27,15 @@ class Channels:
     def __init__(self, address: str, keys: Keys | None) -> None:
         self._address, self._keys = address, keys
         self._process = os.getpid()
-        self._context = zmq.Context()
+        self._shared = context_of_clients()
+        self._context = self._shared.borrow()
         self._local = threading.local()
         self._open: set[Channel] = set()
-        self._closed = False
-        # ZeroMQ aborts if two threads close one context, and creating a socket in a closed one fails.
-        self._lock = threading.RLock()
+        self._closed = self._has_given_back = False
+        self._lock = threading.RLock()  # no socket is created after close()
 
-    def for_this_thread(self, seconds: float) -> Channel:
-        """Returns this thread's channel. A new one has so many seconds to connect, and is returned in any case."""
+    def for_this_thread(self) -> Channel:
+        """Returns this thread's channel. A new one starts to connect."""
         if os.getpid() != self._process:
             raise ForkError(
                 f"this client was created in process {self._process} and this is its fork {os.getpid()}: a fork cannot "
@@ -44,14 +44,13 @@ class Channels:
         thread_channel: _ThreadChannel | None = getattr(self._local, "thread_channel", None)
         if thread_channel is not None and thread_channel.channel.refusal is None:
             return thread_channel.channel
-        channel = self._new_channel()
-        channel.connect_within(seconds)
-        return channel
+        return self._new_channel()
 
     def _new_channel(self) -> Channel:
         with Uninterrupted(), self._lock:
             if self._closed:
                 raise RpcError(f"{self._address}: this client is closed; create another")
+            require_files(2 * FILES_PER_CONNECTION, f"the connection to {self._address}, with its handshake, would")
             channel = Channel(self._context, self._address, self._keys)
             self._open.add(channel)
             self._local.thread_channel = thread_channel = _ThreadChannel(channel)
@@ -63,7 +62,7 @@ class Channels:
         channel.close()
 
     def close(self) -> None:
-        """Closes all sockets, then their context; waiting calls raise RpcError. Idempotent; does nothing in a fork."""
+        """Closes all sockets; waiting calls raise RpcError. Idempotent; does nothing in a fork."""
         if os.getpid() != self._process:
             return
         with self._lock:
@@ -71,5 +70,7 @@ class Channels:
             self._local = threading.local()  # drops the references of all threads
             for channel in list(self._open):
                 self._close_one(channel)
-            # Including a socket whose creation was interrupted, which would keep the context open.
-            self._context.destroy(0)
+            with Uninterrupted():
+                if not self._has_given_back:
+                    self._has_given_back = True
+                    self._shared.give_back()

@@ -30,7 +30,6 @@ from typing import Any, Generic, Self, TypeVar, cast
 from satrap.collected import close_when_collected
 from satrap.config.validation import check_number, suggest
 from satrap.errors import ConfigError, InputError
-from satrap.interrupts import Uninterrupted
 from satrap.rpc.address import is_unix, split_address, unix_path
 from satrap.rpc.channel import PendingCall
 from satrap.rpc.channels import Channels
@@ -100,7 +99,18 @@ class Client(Generic[P]):
     def start(
         self, name: str, /, *arguments: Any, deadline: float | None = None, patient: bool = False, **named: Any
     ) -> PendingCall:
-        """Sends a call of the method of that name. Its result is collected later, in this thread.
+        """Prepares a call and sends it. A thread's first call waits for the connection, at most a second. See
+        `prepare`."""
+        pending = self.prepare(name, *arguments, deadline=deadline, patient=patient, **named)
+        pending.channel.connect_within(min(pending.seconds, _CONNECT_SECONDS))
+        pending.send()
+        return pending
+
+    def prepare(
+        self, name: str, /, *arguments: Any, deadline: float | None = None, patient: bool = False, **named: Any
+    ) -> PendingCall:
+        """Returns a call of the method of that name, for this thread to `send` at once, since its deadline has begun.
+        Its result is collected later, in this thread.
 
         patient: the call may take as long as the server reports that it is running; `deadline` limits the silence.
             The deadline only moves while the caller waits (`PendingCall.wait`, `PendingCall.result`).
@@ -129,13 +139,7 @@ class Client(Generic[P]):
         patience = seconds if patient else 0.0
         schedule = Schedule(deadline=now + seconds, retry_seconds=self._retry_seconds, due=now, patience=patience)
         schedule.observe(now)
-        channel = self._channels.for_this_thread(min(seconds, _CONNECT_SECONDS))
-        pending = PendingCall(self, channel, method, origin, frames, schedule, seconds)
-        with Uninterrupted(), channel.lock:
-            channel.require_open()
-            channel.waiting[pending.number] = pending
-            channel.try_send(pending, time.monotonic())
-        return pending
+        return PendingCall(self, self._channels.for_this_thread(), method, origin, frames, schedule, seconds)
 
     def __enter__(self) -> Self:
         return self

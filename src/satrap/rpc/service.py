@@ -44,6 +44,7 @@ from satrap.rpc.header import Header, Kind
 from satrap.rpc.keys import Keys
 from satrap.rpc.ledger import Admission, Ledger, Limits, Request
 from satrap.rpc.methods import Method, methods_of
+from satrap.rpc.open_files import raise_limit
 from satrap.rpc.unix_socket import SocketFile
 from satrap.rpc.values import MAX_JSON_BYTES, PIECE_BYTES, in_pieces
 
@@ -102,6 +103,7 @@ class Service:
         self._is_stopping = self._closed = False
         self._last_reply = 0.0
         self._process = os.getpid()
+        raise_limit()
         self._context = zmq.Context()
         try:
             self._open_sockets(address, keys, insecure)
@@ -303,11 +305,10 @@ class Service:
             if not frames:
                 raise RpcError("found an empty message; expected a header")
             header = Header.unpack(frames[0])
-            if num_surplus:
+            if num_surplus or header.num_frames > self._limits.max_frames:
                 frames.clear()
                 raise RpcError(f"a message has more than {self._limits.max_frames} frames: send fewer, larger arrays")
-            header.check_frames([len(frame) for frame in frames[1:]])
-            self._admit(header, frames[1:], route)
+            self._admit(header, header.frames_of(frames), route)
         except RpcError as error:
             self._ledger.counts.bad += 1
             if header is None or header.kind == Kind.REQUEST:
@@ -336,12 +337,12 @@ class Service:
             self._router.send(route, _MORE | _NOW)
         except zmq.ZMQError:  # EAGAIN, or an unknown route
             return False
-        packed = header.pack()
-        self._router.send(packed, _MORE if frames else 0)
-        for i, frame in enumerate(frames, 1):
-            self._router.send(frame, _MORE if i < len(frames) else 0, copy=False)
+        message = header.message(frames)
+        last = len(message) - 1
+        for i, frame in enumerate(message):
+            self._router.send(frame, _MORE if i < last else 0, copy=i == 0)
         self._last_reply = time.monotonic()
-        self._ledger.counts.sent_bytes += len(packed) + header.body_bytes
+        self._ledger.counts.sent_bytes += sum(map(len, message))
         return True
 
     # -- running methods, without the lock ---------------------------------------------------------------------------

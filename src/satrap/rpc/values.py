@@ -157,7 +157,7 @@ def encode(
         else:
             plain.append(value.size)
             frames.append(np.ascontiguousarray(value).view(np.uint8).data)
-    frames[0] = memoryview(_ENCODER.encode(plain).encode())
+    frames[0] = memoryview("".join(_encode_json(plain, 0)).encode())
     if len(frames[0]) > MAX_JSON_BYTES:
         raise error(
             f"values other than arrays take {len(frames[0])} bytes; expected at most {MAX_JSON_BYTES}: send arrays"
@@ -234,7 +234,14 @@ def _refuse_constant(name: str) -> None:
     raise ValueError(f"it contains {name}")
 
 
-_ENCODER = json.JSONEncoder(allow_nan=False, separators=(",", ":"))
+def _refuse_object(value: object) -> None:
+    raise TypeError(f"{type(value).__name__} is no JSON value")
+
+
+# `JSONEncoder.encode` creates this encoder in each call, which takes longer than its work.
+_encode_json = json.encoder.c_make_encoder(  # type: ignore[attr-defined]
+    None, _refuse_object, json.encoder.encode_basestring_ascii, None, ":", ",", False, False, False
+)
 _DECODER = json.JSONDecoder(parse_constant=_refuse_constant)
 
 

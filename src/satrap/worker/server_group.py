@@ -27,7 +27,8 @@ from satrap.config.validation import check_choice
 from satrap.errors import AttemptError, DeadlineError, InputError, MovedError, NotReadyError, SatrapError, TicketError
 from satrap.event_log import event
 from satrap.interrupts import Uninterrupted
-from satrap.rpc import Backoff, Client, Keys, Origin, PendingCall
+from satrap.rpc import Backoff, Client, Gather, Keys, Origin, PendingCall
+from satrap.rpc.open_files import FILES_PER_CONNECTION, require_files
 from satrap.server.lease import LEASE_SECONDS, Lease, process_id
 from satrap.server.protocol import NO_ATTEMPT, WIRES, ServerCalls
 from satrap.sharding.owner_split import OwnedIds, split_by_owner
@@ -141,7 +142,7 @@ class ServerGroup:
 
     def _job_there(self, addresses: Sequence[str]) -> Job | None:
         """Return the job of the first server that has one."""
-        answers = (self._client(address).call.get_shard_map(Origin(), 0) for address in addresses)
+        answers = (client.call.get_shard_map(Origin(), 0) for client in self._clients_of(addresses))
         return next((Job.from_dict(answer["job"]) for answer in answers if "job" in answer), None)
 
     def _connect(self) -> None:
@@ -303,33 +304,38 @@ class ServerGroup:
         """
         origin = self.origin(step, topology)
 
-        def start(server: int) -> PendingCall:
-            return topology.clients[server].start(method, origin, *arguments[server], patient=patient)
+        def prepare(server: int) -> PendingCall:
+            return topology.clients[server].prepare(method, origin, *arguments[server], patient=patient)
 
-        pending = {server: start(server) for server in arguments}
+        pending = {prepare(server): server for server in arguments}
         until = time.monotonic() + self._deadline
         retries: defaultdict[int, RetryState] = defaultdict(lambda: RetryState(until))
         answers: dict[int, Any] = {}
         failed: dict[int, SatrapError] = {}
         progress = RemoteProgress(topology.clients) if patient else None
-        while pending:
-            if progress is not None:
-                progress.poll()
-            for server, call in list(pending.items()):
-                if not call.wait(_POLL_SECONDS / len(pending)):
-                    continue
-                del pending[server]
-                try:
-                    answer = self._answer(topology, server, call, retries)
-                    if answer is _CALL_AGAIN:
-                        pending[server] = start(server)
-                    else:
-                        answers[server] = answer
-                except SatrapError as error:
-                    failed[server] = error
-                    if isinstance(error, DeadlineError) or (isinstance(error, MovedError) and not patient):
-                        pending.clear()  # the other servers may take long
-                        break
+        with Uninterrupted():
+            for call in pending:
+                call.send()
+        with Gather(pending) as gather:
+            while pending:
+                if progress is not None:
+                    progress.poll()
+                for call in gather.wait(_POLL_SECONDS):
+                    server = pending.pop(call)
+                    try:
+                        answer = self._answer(topology, server, call, retries)
+                        if answer is _CALL_AGAIN:
+                            again = prepare(server)
+                            again.send()
+                            pending[again] = server
+                            gather.add(again)
+                        else:
+                            answers[server] = answer
+                    except SatrapError as error:
+                        failed[server] = error
+                        if isinstance(error, DeadlineError) or (isinstance(error, MovedError) and not patient):
+                            pending.clear()  # the other servers may take long
+                            break
         if progress is not None:
             progress.end()
         if failed:
@@ -419,13 +425,16 @@ class ServerGroup:
                 if server != silent and self._refresh(topology, server):
                     raise MovedError(f"a server is silent, and the others have a newer map ({error})") from error
 
-    def _client(self, address: str) -> Client[ServerCalls]:
-        if address not in self._clients:
+    def _clients_of(self, addresses: Sequence[str]) -> tuple[Client[ServerCalls], ...]:
+        added = [address for address in addresses if address not in self._clients]
+        # Two threads at least: this one, and that of the lease.
+        require_files(2 * FILES_PER_CONNECTION * len(added), f"connections to {len(added)} servers")
+        for address in added:
             self._clients[address] = Client(ServerCalls, address, **self._client_options)
-        return self._clients[address]
+        return tuple(self._clients[address] for address in addresses)
 
     def _topology_of(self, shard_map: ShardMap) -> Topology:
-        clients = tuple(map(self._client, shard_map.addresses))
+        clients = self._clients_of(shard_map.addresses)
         return Topology(shard_map, clients, np.array(shard_map.bucket_map.flat(), np.uint32))
 
     def _handshake_all(self, *, commit: bool = True) -> list[dict[str, Any]]:

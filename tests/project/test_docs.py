@@ -241,6 +241,7 @@ def is_taken_by_satrap(arguments: list[str], monkeypatch: pytest.MonkeyPatch) ->
         return []
 
     monkeypatch.setattr("satrap.cli.run_command.run_script", start)
+    monkeypatch.setattr("satrap.cli.plan_command.print_plan", start)
     monkeypatch.setattr(command_line, "_output_lines", lines)
     assert command_line.main(arguments) == 0
     assert [each.command for each in started] == arguments[:1]

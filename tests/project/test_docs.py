@@ -244,6 +244,7 @@ def is_taken_by_satrap(arguments: list[str], monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr("satrap.cli.run_command.run_script", start)
     monkeypatch.setattr("satrap.cli.trainer_command.check_trainer", started.append)
     monkeypatch.setattr("satrap.cli.trainer_command.run_script_as_trainer", lambda *_: None)
+    monkeypatch.setattr("satrap.cli.plan_command.print_plan", start)
     monkeypatch.setattr(command_line, "_output_lines", lines)
     assert command_line.main(arguments) == 0
     assert [each.command for each in started] == arguments[:1]

@@ -39,8 +39,9 @@ ARROWS: dict[str, str] = {
     "launch": "config rpc monitor sharding server server.migration",
     "deploy": "config launch",
     "html_report": "monitor",
+    "planning": "config data table table.snapshot train",
     "cli": "config rpc monitor sharding data server server.migration worker.remote train models checkpoint launch "
-    "deploy html_report",
+    "deploy html_report planning",
     "__main__": "cli",
 }
 # The same for the folders of the core and their includes.
@@ -61,7 +62,8 @@ CORE_ARROWS = {
 OUTSIDE: dict[str, str | None] = {
     "numpy": None,
     "pyarrow": "config.optional_deps data table.snapshot.arrow_files",
-    "torch": "device train models checkpoint serving launch.trainer_main cli.doctor monitor.sinks",
+    "torch": "device train models checkpoint serving launch.trainer_main cli.doctor monitor.sinks "
+    "planning.calibration planning.reduce_peer",
     "safetensors": "checkpoint.state_dict_file",
     "fsspec": "storage.fsspec_store data.file_source",
     "obstore": "storage.obstore_store",
@@ -102,6 +104,19 @@ PURE = [
     "html_report.markup",
     "html_report.summary",
     "html_report.thinning",
+    "planning.coefficients",
+    "planning.demand",
+    "planning.deploy_file",
+    "planning.estimate",
+    "planning.input_files",
+    "planning.layout",
+    "planning.machines",
+    "planning.planner",
+    "planning.report",
+    "planning.skew",
+    "planning.units",
+    "planning.upkeep",
+    "planning.workload",
 ]
 MAX_FILE_LINES = 500
 MAX_FUNCTION_LINES = 60

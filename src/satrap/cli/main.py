@@ -1,6 +1,7 @@
 """The commands of `satrap`. `run` runs a script on a cluster, `scale` changes its number of servers, `status` shows
-what it does, and `report` what it did; `keys`, `server`, `worker` and `migrate` are for a cluster that is managed by
-hand, and `trainer` runs a script on it; `deploy` writes manifests for Kubernetes; `doctor` checks this machine.
+what it does, and `report` what it did; `plan` finds machines for a job; `deploy` writes manifests for Kubernetes;
+`keys`, `server`, `worker` and `migrate` are for a cluster that is managed by hand, and `trainer` runs a script on it;
+`doctor` checks this machine.
 
 Carries out the commands that `parser` reads, and prints plain lines.
 """
@@ -35,7 +36,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.command is None:
         parser.exit(2, parser.format_help())
     if unrecognized:
-        hint = "; put the script's own arguments after --" if options.command in ("run", "trainer") else ""
+        hint = "; put the script's own arguments after --" if options.command in ("run", "trainer", "plan") else ""
         parser.error(f"unrecognized arguments: {' '.join(unrecognized)}{hint}")
     if options.command in ("server", "worker", "trainer", "migrate"):
         set_role(options.command, getattr(options, "number", None))
@@ -49,6 +50,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             from satrap.cli.run_command import run_script
 
             return run_script(options, script_arguments)
+        if options.command == "plan":
+            from satrap.cli.plan_command import print_plan
+
+            return print_plan(options, script_arguments)
         if options.command == "trainer":
             from satrap.cli.trainer_command import check_trainer, run_script_as_trainer
 

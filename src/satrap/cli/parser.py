@@ -25,6 +25,7 @@ def command_parser() -> argparse.ArgumentParser:
     _add_scale(commands)
     _add_status(commands)
     _add_report(commands)
+    _add_plan(commands)
     _add_server(commands)
     _add_worker(commands)
     _add_migrate(commands)
@@ -251,6 +252,54 @@ def _add_report(commands: _Commands) -> None:
     report.add_argument(
         "--output", type=Path, metavar="FILE", help="where to write the page (default: report.html in RUN)"
     )
+
+
+def _add_plan(commands: _Commands) -> None:
+    plan = commands.add_parser(
+        "plan",
+        help="find the cheapest machines for a job, before it runs",
+        usage="satrap plan JOB --machines FILE [options] [-- ARGUMENTS]",
+        description="Find the cheapest machines on which a job reaches the wanted samples per second: servers, "
+        "workers, trainers, their memory, links and cores, what bounds them, and the price. JOB is a model.toml, or a "
+        "training script, which is run for a few steps. The exit status is 3 if no machines reach the rate.",
+        epilog="Example: satrap plan train.py --machines machines.toml --samples-per-second 1e6 -- --epochs 3",
+    )
+    plan.add_argument("job", nargs="?", type=Path, metavar="JOB", help="model.toml, or a script; docs/planning.md")
+    plan.add_argument("--machines", type=Path, metavar="FILE", help="price list of machine types, machines.toml")
+    plan.add_argument(
+        "--samples-per-second",
+        type=float,
+        metavar="N",
+        help="wanted rate of all trainers together; JOB's, if it has one",
+    )
+    plan.add_argument(
+        "--set",
+        dest="changes",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="use this value instead of the job's: training.staleness=4, tables.item.rows=1e9, 'tables.*.zipf=1.2'; "
+        "may be repeated",
+    )
+    plan.add_argument(
+        "--steps", type=int, default=8, metavar="N", help="steps of a script that are run (default: %(default)s)"
+    )
+    plan.add_argument(
+        "--coefficients", type=Path, metavar="FILE", help="what work costs, as --calibrate wrote it (default: built in)"
+    )
+    plan.add_argument(
+        "--calibrate",
+        action="store_true",
+        help="measure on this machine what work costs, in about half a minute of CPU time; with --coefficients write "
+        "it there; JOB may be left out",
+    )
+    plan.add_argument(
+        "--deploy",
+        type=Path,
+        metavar="FILE",
+        help="write processes and machines as a job file of 'satrap deploy render'",
+    )
+    plan.add_argument("--json", action="store_true", help="print JSON")
 
 
 def _add_server(commands: _Commands) -> None:

@@ -24,6 +24,7 @@ from satrap.monitor.report import Counters
 from satrap.monitor.samples import Sample, register, snapshot_samples, table_samples, training_samples
 from satrap.run_context import current_context, register_exit_hook
 from satrap.table.table_group import transfers_of
+from satrap.train.batch import InFlightBatch
 from satrap.train.dense_strategy import DenseStrategy
 from satrap.train.process_group import ProcessGroup
 from satrap.train.staleness_gate import StalenessGate
@@ -60,7 +61,7 @@ class TrainingSession:
         """Whether the embeddings are in train(), and not in eval()."""
         self.expected_rows: Any = None
         """The rows that a loaded state_dict expects, as `rows_state` returns them; None if they were found."""
-        self._open_worker, self._staleness, self._deterministic = open_worker, staleness, deterministic
+        self._open_worker, self.staleness, self._deterministic = open_worker, staleness, deterministic
         self._worker: LocalWorker | ShardedWorker | DeviceWorker | None = None
         self._step = 0
         own = weakref.ref(self)
@@ -211,7 +212,7 @@ class TrainingSession:
         share = {"rank": self.trainers.rank, "world_size": self.trainers.world_size} if several else {}
         inputs = self.dense.batches(self.worker.batches(data, position, **share), self.features.names)
         gate = StalenessGate(
-            self._staleness, accumulate=accumulate, deterministic=self._deterministic, last_step=self.step
+            self.staleness, accumulate=accumulate, deterministic=self._deterministic, last_step=self.step
         )
         with Uninterrupted():
             self._training_data = data
@@ -265,7 +266,7 @@ class TrainingSession:
         past = self._past_counters
         yield from training_samples(past if training is None else past + training.counters())
         yield Sample("satrap_step", self._step if training is None else training.last_step)
-        yield Sample("satrap_staleness_bound_steps", self._staleness)
+        yield Sample("satrap_staleness_bound_steps", self.staleness)
         if worker is None:
             return
         for feature, count in worker.truncated.items():
@@ -295,6 +296,10 @@ class TrainingSession:
                 "optimizer.step() found no batch of a training stream, and the embeddings are in eval(): call "
                 "embeddings.train() before embeddings.stream(...)"
             )
+
+    def waiting_batches(self) -> list[InFlightBatch]:
+        """Return the batches that a backward pass has reached and no step has taken."""
+        return [] if self._training is None else self._training._waiting_batches()
 
     def drop_batches_with_gradients(self, cause: str) -> None:
         """Drop the batches that a backward pass has reached."""

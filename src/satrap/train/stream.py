@@ -206,7 +206,7 @@ class Stream(Iterator[Batch]):
 
     def update(self, lrs: dict[str, float], scale: float) -> bool:
         """Submit one optimizer step: the gradients of all held batches that have any. Return False if none has."""
-        stepped = [batch for batch in self._held if batch.has_gradient]
+        stepped = self._waiting_batches()
         if not stepped:
             return False
         repeated = self._stepped.intersection(batch.step for batch in stepped)
@@ -244,9 +244,13 @@ class Stream(Iterator[Batch]):
                 "before the step, or look up the batch again"
             )
 
+    def _waiting_batches(self) -> list[InFlightBatch]:
+        """Return the held batches that have gradients."""
+        return [batch for batch in self._held if batch.has_gradient]
+
     def drop(self, cause: str) -> None:
         """Drop the held batches that have gradients."""
-        self._drop([batch for batch in self._held if batch.has_gradient], cause)
+        self._drop(self._waiting_batches(), cause)
         self._close_if_done()
 
     def drain(self) -> None:

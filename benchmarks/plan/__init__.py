@@ -1,0 +1,1 @@
+"""Predictions of the planner against real runs on this machine."""

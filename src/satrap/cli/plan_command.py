@@ -1,0 +1,78 @@
+"""`satrap plan`: reads a job and a price list, and prints the cheapest machines for it."""
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+
+from satrap.config.durable import replace_file
+from satrap.config.validation import check_integer
+from satrap.errors import ConfigError
+from satrap.planning.coefficients import DEFAULTS, Coefficients
+from satrap.planning.deploy_file import Start, deploy_toml
+from satrap.planning.input_files import read_coefficients, read_model, read_prices, workload_of, write_coefficients
+from satrap.planning.planner import make_plan
+from satrap.planning.report import json_of, lines_of
+from satrap.planning.workload import Workload
+
+
+def print_plan(options: argparse.Namespace, arguments: Sequence[str]) -> int:
+    """Prints the plan. Returns 0 if it reaches the wanted rate, else 3."""
+    _check(options)
+    prices = None if options.machines is None else read_prices(options.machines)
+    if options.calibrate:
+        costs = _calibrated(options)
+    elif options.coefficients is not None:
+        costs = read_coefficients(options.coefficients)
+    else:
+        costs = DEFAULTS
+    if options.job is None or prices is None:
+        return 0
+    plan = make_plan(_workload(options, arguments), prices, costs)
+    is_script = options.job.suffix != ".toml"
+    start = Start(script=str(options.job) if is_script else "train.py", arguments=tuple(arguments))
+    if options.deploy is not None:
+        try:
+            replace_file(options.deploy, deploy_toml(plan).encode())
+        except OSError as error:
+            raise ConfigError(f"--deploy {options.deploy}: cannot be written ({error.strerror})") from error
+    if options.json:
+        print(json.dumps(json_of(plan, start)))
+    else:
+        print("\n".join(lines_of(plan, start)))
+    return 0 if plan.meets else 3
+
+
+def _check(options: argparse.Namespace) -> None:
+    """Raises ConfigError for options that do not go together."""
+    if options.job is None and not options.calibrate:
+        raise ConfigError("plan: no job was given; expected a script or a model.toml, or --calibrate")
+    if options.job is not None and options.machines is None:
+        raise ConfigError("plan: --machines is missing; expected a price list, such as examples/planning/machines.toml")
+    if options.job is None and options.coefficients is None:
+        raise ConfigError("plan: --calibrate without a job; expected --coefficients FILE, where to write what it finds")
+    check_integer("plan", "steps", options.steps, 1, 1_000_000)
+
+
+def _calibrated(options: argparse.Namespace) -> Coefficients:
+    from satrap.planning.calibration import calibrate
+
+    costs = calibrate(lambda name: print(f"satrap plan: measuring {name}", file=sys.stderr, flush=True))
+    if options.coefficients is not None:
+        write_coefficients(options.coefficients, costs)
+        print(f"satrap plan: {options.coefficients} has the coefficients of this machine", file=sys.stderr)
+    return costs
+
+
+def _workload(options: argparse.Namespace, arguments: Sequence[str]) -> Workload:
+    changes = list(options.changes)
+    if options.samples_per_second is not None:
+        changes.append(f"training.samples_per_second={options.samples_per_second!r}")
+    if options.job.suffix == ".toml":
+        if arguments:
+            raise ConfigError(f"plan: arguments after -- are for a script, and {options.job} is none: remove them")
+        return read_model(options.job, changes)
+    from satrap.planning.job_script import assumptions_of, observe_script
+
+    content = observe_script(options.job, arguments, options.steps)
+    return workload_of(str(options.job), content, changes, assumptions_of(content, options.steps))

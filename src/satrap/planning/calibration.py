@@ -1,0 +1,290 @@
+"""`satrap plan --calibrate`: measures the coefficients on this machine, in about half a minute of CPU time.
+
+Every figure is CPU time of processes, read around real loops, so that other processes on the machine disturb it little.
+Table work and torch run in one thread each. Meanwhile all other cores are kept busy, as they are in a run: two threads
+of one core take more CPU time for the same work. What cannot be measured by two processes on one machine keeps its
+default: encryption, the transfer between a worker and its trainer, the pause of a save, and how long trainers wait for
+each other.
+
+    dense network     a linear model of three layers, forward, backward and a step of SGD
+    local             the loop of `Embeddings` with three sizes of batch, rows in this process
+    client, server    the same with one `satrap server`, and with four for the cost of another server
+    reduce            all-reduces of two processes by gloo
+    read, save, load  Criteo's text, and a table in a directory
+"""
+
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from datetime import date
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from satrap.config.tables import Table
+from satrap.data.inputs import Inputs
+from satrap.data.synthetic import Clicks
+from satrap.errors import ConfigError
+from satrap.planning.coefficients import DEFAULTS, Coefficients, Sample, fit_cost
+from satrap.planning.reduce_peer import reduce_seconds
+from satrap.table.store import Store
+from satrap.train.deployment import Deployment
+from satrap.train.embeddings import Embeddings
+
+_NUM_TABLES, _ROWS = 26, 200_000  # tables as many as Criteo has
+_SMALL, _LARGE = (16, 4), (2048, 64)
+_SHAPES = (_SMALL, (_LARGE[0], _SMALL[1]), _LARGE)
+"""Samples and numbers of a row: the first shows the cost of a step, the second that of ids, the third that of bytes."""
+_NUM_BATCHES = 8
+_FURTHER = 3  # servers beside the first, for the cost of one more
+_SECONDS = 0.7  # of CPU time for each measurement
+_TICKS = os.sysconf("SC_CLK_TCK")
+_START_SECONDS = 600.0
+
+
+def calibrate(report: Callable[[str], None]) -> Coefficients:
+    """Returns the coefficients of this machine. report: called with the name of each measurement that begins."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        with tempfile.TemporaryDirectory(prefix="satrap-calibrate-") as folder, _busy_cores():
+            return _measure(Path(folder), report)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _measure(folder: Path, report: Callable[[str], None]) -> Coefficients:
+    report("the dense network")
+    found = replace(DEFAULTS, flops_per_second=_flops_per_second(), trainer_bytes=_resident_bytes(os.getpid()))
+    report("rows in this process")
+    found = replace(found, local=fit_cost([_loop(shape).client for shape in _SHAPES]))
+    report("rows on servers")
+    found = _with_servers(found, folder)
+    report("all-reduces")
+    step, byte = reduce_seconds(folder)
+    found = replace(found, reduce_step=step, reduce_byte=byte)
+    report("reading and checkpoints")
+    save, load = _checkpoint_seconds(folder)
+    found = replace(found, save_byte=save, load_byte=load, read_byte=_read_seconds(folder))
+    return replace(found, source=f"measured on {_cpu_name()}, {date.today().isoformat()}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Loop:
+    """What a loop of training took."""
+
+    client: Sample
+    server: Sample
+    """Of all servers."""
+
+
+def _with_servers(found: Coefficients, folder: Path) -> Coefficients:
+    one = []
+    for shape in _SHAPES:  # a server has the tables of one job
+        with _servers(folder, 1) as servers:
+            one.append(_loop(shape, servers))
+    with _servers(folder, 1 + _FURTHER) as servers:
+        server_bytes = _resident_bytes(servers[0].pid)
+        several = _loop(_SMALL, servers)
+    return replace(
+        found,
+        client=fit_cost([each.client for each in one]),
+        server=fit_cost([each.server for each in one]),
+        call=max(0.0, several.client.seconds - one[0].client.seconds) / _FURTHER,
+        server_bytes=server_bytes,
+        start=_start_seconds(),
+    )
+
+
+@contextmanager
+def _busy_cores() -> Iterator[None]:
+    """Keeps all cores but one busy, with products of matrices and with reads from all over an array."""
+    with ExitStack() as stack:
+        for _ in range(len(os.sched_getaffinity(0)) - 1):
+            child = stack.enter_context(subprocess.Popen([sys.executable, "-c", _WORK], stdin=subprocess.PIPE))
+            stack.callback(child.kill)
+        yield
+
+
+_WORK = """
+import select, sys
+import numpy as np
+array, matrix = np.zeros(1 << 22, np.float32), np.ones((48, 48), np.float32)
+places = np.random.default_rng(0).integers(0, len(array), 1 << 16)
+while not select.select([sys.stdin], [], [], 0)[0]:  # until the parent kills it, or ends
+    array[places] += 1
+    for _ in range(100):
+        matrix @ matrix
+"""
+
+
+# -- loops of training -------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Server:
+    address: str
+    pid: int
+
+
+def _loop(shape: tuple[int, int], servers: Sequence[_Server] = ()) -> _Loop:
+    """Trains a linear model on random batches, and returns the CPU time of a step here and on the servers."""
+    batch_size, dim = shape
+    tables = {f"t{number}": Table(f"t{number}_{dim}_{batch_size}", dim=dim) for number in range(_NUM_TABLES)}
+    deployment = Deployment([server.address for server in servers]) if servers else None
+    batches = [_batch(batch_size, number) for number in range(_NUM_BATCHES)]
+    rows = sum(len(np.unique(part)) for each in batches for part in each.values.reshape(_NUM_TABLES, -1))
+    with Embeddings(tables, num_threads=1, deployment=deployment) as embeddings:
+        layer = torch.nn.Linear(_NUM_TABLES * dim, 1)
+        optimizer = embeddings.optimizer(torch.optim.SGD(layer.parameters(), lr=0.01))
+
+        def train(data: list[Inputs]) -> None:
+            for batch in embeddings.stream(data, overlap=False):
+                loss = layer(batch.embeddings).squeeze(1).square().mean()
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+
+        train(batches)  # creates the rows
+        before = [_cpu_seconds(server.pid) for server in servers]
+        seconds, rounds = _time(lambda: train(batches * 4))
+        served = sum(_cpu_seconds(server.pid) for server in servers) - sum(before)
+    steps, ids, unique = 4 * rounds * _NUM_BATCHES, float(_NUM_TABLES * batch_size), rows / _NUM_BATCHES
+    vectors, sent = 4.0 * dim * ids, 4.0 * dim * unique
+    touched = unique * (8.0 * dim + 24)  # values, the state of Adagrad, and what a row has beside them
+    own = 2 * (vectors + (sent if servers else touched))
+    return _Loop(
+        client=Sample(ids=ids, moved_bytes=own, seconds=seconds / steps),
+        server=Sample(ids=unique, moved_bytes=2 * (sent + touched), seconds=served / steps),
+    )
+
+
+def _batch(batch_size: int, number: int) -> Inputs:
+    """Returns a batch with one id for each table; ids of lower ranks occur more often, as in Zipf's law."""
+    generator = np.random.default_rng(number)
+    ranks = _ROWS ** generator.random((_NUM_TABLES, batch_size))
+    return Inputs(
+        names=tuple(f"t{each}" for each in range(_NUM_TABLES)),
+        values=ranks.astype(np.uint64).ravel(),
+        batch_size=batch_size,
+    )
+
+
+def _time(run: Callable[[], Any]) -> tuple[float, int]:
+    """Runs it until it has taken enough CPU time of this process; returns the CPU time and how often it ran."""
+    rounds, begin = 0, time.process_time()
+    while rounds == 0 or time.process_time() - begin < _SECONDS:
+        run()
+        rounds += 1
+    return time.process_time() - begin, rounds
+
+
+@contextmanager
+def _servers(folder: Path, count: int) -> Iterator[list[_Server]]:
+    """Starts servers at Unix sockets in the folder, which no other user can enter."""
+    with ExitStack() as stack:
+        found = []
+        for number in range(count):
+            address = f"ipc://{folder}/server-{number}"
+            log = stack.enter_context((folder / "server.log").open("w"))
+            command = [sys.executable, "-m", "satrap", "--die-with", str(os.getpid()), "server", "--listen", address]
+            process = subprocess.Popen([*command, "--threads", "1"], stdout=subprocess.PIPE, stderr=log, text=True)
+            stack.callback(_stop, process)
+            assert process.stdout is not None
+            if address not in process.stdout.readline():
+                text = (folder / "server.log").read_text()
+                raise ConfigError(f"--calibrate: a server did not start; its log is {text!r}")
+            found.append(_Server(address=address, pid=process.pid))
+        yield found
+
+
+def _stop(process: "subprocess.Popen[str]") -> None:
+    process.terminate()
+    process.wait(_START_SECONDS)
+    assert process.stdout is not None
+    process.stdout.close()
+
+
+def _start_seconds() -> float:
+    """Returns the CPU time in which a process imports what a trainer needs."""
+    before = os.times()
+    subprocess.run([sys.executable, "-c", "import torch, satrap.train.embeddings"], check=True, timeout=_START_SECONDS)
+    after = os.times()
+    return after.children_user + after.children_system - before.children_user - before.children_system
+
+
+# -- other measurements ------------------------------------------------------------------------------------------------
+
+
+def _flops_per_second() -> float:
+    """Returns the operations a second of a small network of linear layers, trained on one core."""
+    sizes, batch_size = (512, 256, 128, 1), 1024
+    layers: list[torch.nn.Module] = []
+    for before, after in pairwise(sizes):
+        layers += [torch.nn.Linear(before, after), torch.nn.ReLU()]
+    network = torch.nn.Sequential(*layers[:-1])
+    optimizer = torch.optim.SGD(network.parameters(), lr=0.01)
+    data = torch.randn(batch_size, sizes[0], requires_grad=True)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        network(data).square().mean().backward()
+        optimizer.step()
+
+    step()
+    seconds, rounds = _time(step)
+    flops = sum(2 * before * after for before, after in pairwise(sizes))
+    return 3 * flops * batch_size * rounds / seconds
+
+
+def _checkpoint_seconds(folder: Path) -> tuple[float, float]:
+    """Returns the CPU time to save and to load a byte of a table."""
+    table = Table("saved", dim=32)
+    store = Store(table, num_threads=1)
+    store.lookup(np.arange(_ROWS, dtype=np.uint64))
+    for path in (folder / "first", folder / "second"):  # the first imports what a checkpoint needs
+        begin = time.process_time()
+        store.save(path)
+        saved = time.process_time()
+        Store.load(path, num_threads=1)
+        loaded = time.process_time()
+    size = sum(each.stat().st_size for each in path.rglob("*") if each.is_file())
+    return (saved - begin) / size, (loaded - saved) / size
+
+
+def _read_seconds(folder: Path) -> float:
+    """Returns the CPU time to read and decode a byte of Criteo's text."""
+    from satrap.data.criteo import Criteo
+
+    path = folder / "clicks.txt"
+    Clicks(num_samples=20_000).write_criteo(path)
+    source = Criteo(path, batch_size=2048)
+    seconds, rounds = _time(lambda: [None for _ in source.batches([f"C{number}" for number in range(1, 27)])])
+    return seconds / (rounds * path.stat().st_size)
+
+
+def _cpu_seconds(pid: int) -> float:
+    """Returns the CPU time of a process so far, with all its threads."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / _TICKS
+
+
+def _resident_bytes(pid: int) -> float:
+    pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
+    return float(pages * os.sysconf("SC_PAGE_SIZE"))
+
+
+def _cpu_name() -> str:
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            return f"{line.partition(':')[2].strip()}, {len(os.sched_getaffinity(0))} cores"
+    return f"{platform.machine()}, {len(os.sched_getaffinity(0))} cores"

@@ -1,0 +1,177 @@
+"""What work costs: seconds of one core, bytes of a process; measured by `--calibrate` or these defaults. Pure.
+
+The defaults were measured on an AMD EPYC (two cores of a virtual machine, no AMX), with both cores busy; docs/log.md
+says how much they vary. A core of another machine is `core_speed` times as fast.
+"""
+
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+from satrap.config.validation import Serializable, check_name, check_number, set_field
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cost(Serializable):
+    """Seconds of one core for a part of a step: a constant, and more for each id and for each byte that moves."""
+
+    step: float
+    """Seconds of a step however small."""
+    id: float
+    """Seconds for each id; at a server, for each different id."""
+    byte: float
+    """Seconds for each byte of rows, gradients and embeddings that is read or written."""
+
+    def __post_init__(self) -> None:
+        for name in ("step", "id", "byte"):
+            set_field(self, name, check_number("coefficients", name, getattr(self, name), 0.0))
+
+    def seconds(self, ids: float, moved_bytes: float) -> float:
+        """Returns the seconds of a step with so many ids and bytes."""
+        return self.step + self.id * ids + self.byte * moved_bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sample:
+    """One measurement of a step: its ids, the bytes that it moved, and its seconds of a core."""
+
+    ids: float
+    moved_bytes: float
+    seconds: float
+
+
+def fit_cost(samples: Sequence[Sample]) -> Cost:
+    """Returns the cost that explains the measurements best, by the least sum of squared relative errors; no part of it
+    is negative."""
+    known = [1 / each.seconds for each in samples], [each.ids / each.seconds for each in samples]
+    columns = [*known, [each.moved_bytes / each.seconds for each in samples]]
+    best, least = (0.0, 0.0, 0.0), math.inf
+    for used in itertools.chain.from_iterable(itertools.combinations(range(3), count) for count in (1, 2, 3)):
+        parts = _solve([columns[each] for each in used])
+        if parts is None or min(parts) < 0:
+            continue
+        found = [0.0, 0.0, 0.0]
+        for column, part in zip(used, parts, strict=True):
+            found[column] = part
+        predicted = (
+            sum(part * column[at] for part, column in zip(found, columns, strict=True)) for at in range(len(samples))
+        )
+        error = sum((each - 1.0) ** 2 for each in predicted)
+        if error < least:
+            best, least = (found[0], found[1], found[2]), error
+    return Cost(step=best[0], id=best[1], byte=best[2])
+
+
+def _solve(columns: Sequence[Sequence[float]]) -> list[float] | None:
+    """Returns the weights of the columns whose sum is nearest to 1 everywhere: the normal equations, by elimination."""
+    size = len(columns)
+    scales = [math.sqrt(sum(value * value for value in column)) for column in columns]
+    if not all(scales):
+        return None
+    scaled = [[value / scale for value in column] for column, scale in zip(columns, scales, strict=True)]
+    rows = [[*(_dot(one, other) for other in scaled), sum(one)] for one in scaled]
+    for pivot in range(size):
+        row = max(range(pivot, size), key=lambda each: abs(rows[each][pivot]))
+        rows[pivot], rows[row] = rows[row], rows[pivot]
+        if abs(rows[pivot][pivot]) < 1e-12:
+            return None
+        for other in range(size):
+            if other != pivot:
+                factor = rows[other][pivot] / rows[pivot][pivot]
+                rows[other] = [a - factor * b for a, b in zip(rows[other], rows[pivot], strict=True)]
+    return [rows[at][size] / rows[at][at] / scales[at] for at in range(size)]
+
+
+def _dot(one: Sequence[float], other: Sequence[float]) -> float:
+    return sum(a * b for a, b in zip(one, other, strict=True))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Coefficients(Serializable):
+    """What each part of a step costs, and the memory of each process."""
+
+    source: str
+    """Where the numbers come from."""
+    local: Cost
+    """Of a trainer that holds the rows: lookup, update and the loop around them."""
+    client: Cost
+    """Of a trainer or worker with rows on servers: unique ids, pooled rows, sums of gradients, calls to one server."""
+    server: Cost
+    """Of all servers together, for the lookup and the update of a batch; `step` for each server."""
+    call: float
+    """Seconds at a client for the two calls of a batch to each further server."""
+    flops_per_second: float
+    """Floating-point operations of a dense network on one core."""
+    reduce_step: float
+    """Seconds of a step in which several trainers average their dense gradients on CPUs, however few these are."""
+    joint_cores: float
+    """Share of their machines' cores that several trainers can use, since they wait for each other in each step."""
+    reduce_byte: float
+    """Seconds for each byte of dense gradients that a trainer sends."""
+    transfer_byte: float
+    """Seconds at each end for a byte of pooled rows between a worker and its trainer."""
+    key_byte: float
+    """Seconds at each end to encrypt or decrypt a byte between machines; one thread of a process does it."""
+    read_byte: float
+    """Seconds to read and decode a byte of training data."""
+    save_byte: float
+    """Seconds to write a byte of a checkpoint."""
+    load_byte: float
+    """Seconds to read a byte of a checkpoint into a table."""
+    cut: float
+    """Seconds for which training waits when a checkpoint begins."""
+    cut_server: float
+    """The same for each server."""
+    start: float
+    """Seconds from a start until a process is ready."""
+    trainer_bytes: float
+    """Memory of a trainer's process without a job: Python, torch."""
+    server_bytes: float
+    """Memory of a server or worker without a job."""
+    client_files: float
+    """File descriptors of a trainer for each server or worker that it calls."""
+    worker_files: float
+    """File descriptors of a worker for each server and trainer."""
+    server_files: float
+    """File descriptors of a server, or of a worker, for each trainer that calls it."""
+
+    def __post_init__(self) -> None:
+        check_name("coefficients", self.source, "'this machine, 2026-11-23'")
+        for each in fields(self):
+            value: Any = getattr(self, each.name)
+            if each.name != "source" and not isinstance(value, Cost):
+                set_field(self, each.name, check_number("coefficients", each.name, value, 0.0))
+        set_field(self, "flops_per_second", check_number("coefficients", "flops_per_second", self.flops_per_second, 1))
+
+    @classmethod
+    def _where(cls, data: Mapping[str, Any]) -> str:
+        return "coefficients"
+
+
+DEFAULTS = Coefficients(
+    source="defaults: AMD EPYC, 2 cores, by --calibrate on 2026-11-24 (docs/log.md)",
+    local=Cost(step=1.1e-3, id=160e-9, byte=0.20e-9),
+    client=Cost(step=1.9e-3, id=65e-9, byte=0.22e-9),
+    server=Cost(step=0.9e-3, id=180e-9, byte=0.18e-9),
+    call=0.44e-3,
+    flops_per_second=60e9,
+    reduce_step=0.5e-3,
+    joint_cores=0.87,
+    reduce_byte=0.65e-9,
+    transfer_byte=0.5e-9,
+    key_byte=0.83e-9,
+    read_byte=4.4e-9,
+    save_byte=1.7e-9,
+    load_byte=1.0e-9,
+    cut=0.012,
+    cut_server=0.0036,
+    start=2.1,
+    trainer_bytes=416e6,
+    server_bytes=50e6,
+    client_files=16.5,
+    worker_files=26.0,
+    server_files=4.0,
+)
+"""Used without `--coefficients` and `--calibrate`."""

@@ -1,0 +1,294 @@
+"""A plan as text for a terminal, and as JSON for scripts. Pure."""
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from satrap.planning.deploy_file import Start, request_of, run_line
+from satrap.planning.estimate import Bound, Estimate, core_seconds
+from satrap.planning.layout import Layout, Pool
+from satrap.planning.machines import ROLES
+from satrap.planning.planner import Plan
+from satrap.planning.units import amount, seconds, size
+
+_SHOWN_BOUNDS = 6
+_SHOWN_TABLES = 12
+
+
+def lines_of(plan: Plan, start: Start) -> Iterator[str]:
+    """Yields the plan as text."""
+    workload, found = plan.workload, plan.estimate
+    wanted = workload.training.samples_per_second
+    yield f"plan for {workload.name}: {amount(wanted)} samples/s wanted"
+    yield f"costs    {plan.costs.source}"
+    yield ""
+    yield from _machines(plan)
+    yield ""
+    yield from _tables(plan)
+    yield ""
+    yield from _bounds(plan)
+    yield ""
+    yield from _rates(plan)
+    yield from _upkeep(plan)
+    yield from _price(plan)
+    yield ""
+    yield f"start    {run_line(plan, start)}"
+    for each in found.layout.pools:
+        if each.servers > 1:
+            yield f"         {each.servers} on each {each.machine.name}: one thread of a server sends and receives"
+    for note in workload.assumptions:
+        yield f"assumed  {note}"
+    if len(found.layout.pools) > 1 or found.layout.num_machines > 1:
+        yield "assumed  machines in one network zone, ids spread evenly over servers by their hash"
+    yield from _advice(plan)
+
+
+def _machines(plan: Plan) -> Iterator[str]:
+    found, currency = plan.estimate, plan.prices.currency
+    rows = [["role", "processes", "machines", "cores in use", "memory each", "of machine", f"{currency}/h"]]
+    for pool in found.layout.pools:
+        used = _cores_used(plan, pool)
+        for role in pool.roles:
+            first = role == pool.roles[0]
+            memory = found.memory[role]
+            rows.append(
+                [
+                    f"{role}s" if pool.count(role) != 1 else role,
+                    f"{pool.count(role):,}",
+                    f"{pool.num_machines:,} x {pool.machine.name}" if first else "the same",
+                    f"{used[role]:.1f} of {pool.machine.cores:,}",
+                    size(memory),
+                    f"{pool.each(role) * memory / pool.machine.memory_bytes:.0%} of {size(pool.machine.memory_bytes)}",
+                    f"{pool.price_per_hour:,.2f}" if first else "",
+                ]
+            )
+    yield from columns(rows)
+
+
+def _cores_used(plan: Plan, pool: Pool) -> dict[str, float]:
+    """Returns the cores of one machine that each role uses at the wanted rate, or at the rate of the plan if lower."""
+    training = plan.workload.training
+    batches = min(training.samples_per_second, plan.estimate.samples_per_second) / training.batch_size
+    seconds = core_seconds(plan.estimate.layout, pool, plan.estimate.demand, plan.costs)
+    speed = pool.num_machines * pool.machine.core_speed
+    return {role: batches * each / speed for role, each in seconds.items()}
+
+
+def _tables(plan: Plan) -> Iterator[str]:
+    workload = plan.workload
+    servers = plan.estimate.layout.count("server")
+    batch = workload.training.batch_size
+    rows = [["table", "rows", "bytes a row", "memory", "saved", "buckets", "one bucket", "unique ids a batch"]]
+    ordered = sorted(workload.tables, key=lambda each: -each.bytes)
+    for each in ordered[:_SHOWN_TABLES]:
+        buckets = each.num_buckets(servers)
+        draws = batch * each.ids_per_sample
+        share = each.unique_ids(batch) / draws if draws else 0.0
+        rows.append(
+            [
+                each.table.name,
+                f"{each.rows:,}",
+                f"{each.row_bytes:,}",
+                size(each.bytes),
+                size(each.rows * each.saved_row_bytes),
+                f"{buckets:,}{'' if buckets == each.table.resolved_num_buckets else ' (set num_buckets)'}",
+                size(each.bytes / buckets),
+                f"{each.unique_ids(batch):,.0f} ({share:.0%})",
+            ]
+        )
+    if len(ordered) > _SHOWN_TABLES:
+        rows.append([f"{len(ordered) - _SHOWN_TABLES} more", *[""] * 7])
+    yield from columns(rows)
+    limit = plan.prices.limits.memory
+    needed = size(workload.bytes / limit)
+    yield f"sum      {size(workload.bytes)} of rows; {needed} of memory, {1 - limit:.0%} of it head room"
+
+
+def _bounds(plan: Plan) -> Iterator[str]:
+    wanted = plan.workload.training.samples_per_second
+    rows = [["resource", "permits samples/s", "in use at the wanted rate"]]
+    for each in plan.estimate.bounds[:_SHOWN_BOUNDS]:
+        rows.append(
+            [each.name, amount(each.samples_per_second), f"{wanted / each.samples_per_second:.0%} of its limit"]
+        )
+    yield from columns(rows)
+    limits = plan.prices.limits
+    yield (
+        f"limits   {limits.cores:.0%} of cores, {limits.network:.0%} of links, {limits.memory:.0%} of memory; "
+        f"{limits.round_trip_ms:g} ms a round trip"
+    )
+    first = plan.estimate.bounds[0]
+    yield f"bound by {first.name}: {_distance(first, wanted)}"
+
+
+def _distance(bound: Bound, wanted: float) -> str:
+    ratio = bound.samples_per_second / wanted
+    if ratio >= 1:
+        return f"it permits {ratio:.2f} times the wanted rate"
+    return f"it permits {ratio:.0%} of the wanted rate"
+
+
+def _rates(plan: Plan) -> Iterator[str]:
+    for link in plan.estimate.links:
+        if link.out_bytes or link.in_bytes:
+            rate = link.pool.machine.link_bytes
+            yield (
+                f"link     {link.pool.machine.name} ({'/'.join(link.pool.roles)}): {size(link.out_bytes)}/s out, "
+                f"{size(link.in_bytes)}/s in, of {size(rate)}/s each"
+            )
+    text = ", ".join(f"{role} {count:,}" for role, count in plan.estimate.files.items())
+    yield f"files    descriptors of each process: {text}{_raise_limit(plan.estimate)}"
+
+
+def _raise_limit(found: Estimate) -> str:
+    most = max(found.files.values())
+    return f"; set ulimit -n {1 << math.ceil(math.log2(2 * most))} or more" if most > 1024 else ""
+
+
+def _upkeep(plan: Plan) -> Iterator[str]:
+    upkeep = plan.upkeep
+    yield (
+        f"saves    {size(upkeep.checkpoint_bytes)} in {seconds(upkeep.save_seconds)} ({upkeep.bound}), while training "
+        f"continues; training waits {seconds(upkeep.pause_seconds)}"
+    )
+    yield f"resume   {seconds(upkeep.resume_seconds)} after the processes are started"
+
+
+def _price(plan: Plan) -> Iterator[str]:
+    currency = plan.prices.currency
+    rate = min(plan.estimate.samples_per_second, plan.workload.training.samples_per_second)
+    yield (
+        f"price    {plan.price_per_hour:,.2f} {currency}/h, {plan.price_per_billion:,.2f} {currency} for a billion "
+        f"samples at {amount(rate)} samples/s"
+    )
+    for each in plan.alternatives[:3]:
+        text = " + ".join(
+            f"{pool.num_machines} x {pool.machine.name} ({'/'.join(pool.roles)})" for pool in each.layout.pools
+        )
+        reach = amount(each.samples_per_second)
+        yield f"else     {each.layout.price_per_hour:,.2f} {currency}/h: {text}, up to {reach} samples/s"
+
+
+def _advice(plan: Plan) -> Iterator[str]:
+    if plan.meets:
+        return
+    found, workload = plan.estimate, plan.workload
+    wanted = workload.training.samples_per_second
+    yield ""
+    yield (
+        f"NOT MET  no plan reaches {amount(wanted)} samples/s; this one reaches {amount(found.samples_per_second)} "
+        f"({found.samples_per_second / wanted:.0%})"
+    )
+    tight = found.bounds[0]
+    options = []
+    pool = found.layout.pool_of(tight.role)
+    if pool.num_machines >= pool.machine.available:
+        options.append(f"make more than {pool.machine.available} {pool.machine.name} available")
+    options.append(f"add a machine type for {tight.role}s with more of what bounds it ({tight.name})")
+    if workload.training.staleness == 0:
+        options.append("train with staleness 1 or more, which overlaps lookups, updates and the dense network")
+    if workload.training.wire == "float32" and found.layout.count("server"):
+        options.append('send rows in half the bytes: wire="float16"')
+    yield from (f"change   {option}" for option in options)
+
+
+def _processes(plan: Plan) -> dict[str, dict[str, Any]]:
+    """Returns the count and the requests of each role's processes."""
+    layout = plan.estimate.layout
+    found = {}
+    for role in ROLES:
+        if count := layout.count(role):
+            pool = layout.pool_of(role)
+            request = request_of(plan.estimate, pool, role, plan.prices.limits.memory)
+            found[f"{role}s"] = {
+                "count": count,
+                "machine": pool.machine.name,
+                "cores_in_use": _cores_used(plan, pool)[role] / pool.each(role),
+                "cpus": request.cpus,
+                "memory_gib": request.memory_gib,
+                "gpus": request.gpus,
+            }
+    return found
+
+
+def json_of(plan: Plan, start: Start) -> dict[str, Any]:
+    """Returns the plan as plain JSON types. Bytes, seconds, samples a second; prices in the list's currency."""
+    workload, found = plan.workload, plan.estimate
+    servers, batch = found.layout.count("server"), workload.training.batch_size
+    return {
+        "workload": workload.name,
+        "meets": plan.meets,
+        "wanted_samples_per_second": workload.training.samples_per_second,
+        "samples_per_second": found.samples_per_second,
+        "price_per_hour": plan.price_per_hour,
+        "price_per_billion_samples": plan.price_per_billion,
+        "currency": plan.prices.currency,
+        "costs": plan.costs.source,
+        "pools": [_pool(pool) for pool in found.layout.pools],
+        "processes": _processes(plan),
+        "memory_bytes": found.memory,
+        "file_descriptors": found.files,
+        "tables": {
+            each.table.name: {
+                "rows": each.rows,
+                "row_bytes": each.row_bytes,
+                "bytes": each.bytes,
+                "saved_bytes": each.rows * each.saved_row_bytes,
+                "num_buckets": each.num_buckets(servers),
+                "unique_ids": each.unique_ids(batch),
+            }
+            for each in workload.tables
+        },
+        "row_bytes": workload.bytes,
+        "bounds": [
+            {"resource": each.name, "role": each.role, "samples_per_second": each.samples_per_second}
+            for each in found.bounds
+        ],
+        "links": [
+            {
+                "machine": each.pool.machine.name,
+                "out_bytes_per_second": each.out_bytes,
+                "in_bytes_per_second": each.in_bytes,
+            }
+            for each in found.links
+        ],
+        "checkpoint": {
+            "bytes": plan.upkeep.checkpoint_bytes,
+            "save_seconds": plan.upkeep.save_seconds,
+            "pause_seconds": plan.upkeep.pause_seconds,
+            "resume_seconds": plan.upkeep.resume_seconds,
+        },
+        "alternatives": [_alternative(each) for each in plan.alternatives],
+        "assumptions": list(workload.assumptions),
+        "command": run_line(plan, start),
+    }
+
+
+def _pool(pool: Pool) -> dict[str, Any]:
+    counts = {f"{role}s": pool.each(role) for role in pool.roles}
+    return {
+        "machine": pool.machine.name,
+        "machines": pool.num_machines,
+        **counts,
+        "price_per_hour": pool.price_per_hour,
+    }
+
+
+def _alternative(found: Estimate) -> dict[str, Any]:
+    layout: Layout = found.layout
+    return {
+        "pools": [_pool(pool) for pool in layout.pools],
+        "samples_per_second": found.samples_per_second,
+        "price_per_hour": layout.price_per_hour,
+    }
+
+
+def columns(rows: Sequence[Sequence[str]]) -> Iterator[str]:
+    """Yields rows of cells as aligned lines: the first column to the left, all others to the right."""
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    for row in rows:
+        first, *others = (
+            cell.ljust(width) if column == 0 else cell.rjust(width)
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+        )
+        yield "  ".join([first, *others]).rstrip()

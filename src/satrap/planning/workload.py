@@ -1,0 +1,224 @@
+"""What a job asks for: its tables, the ids of a sample, the dense network and the wanted rate. Pure.
+
+`satrap.planning.model_file` reads it from a file, `satrap.planning.job_script` from a script.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Self
+
+from satrap.config.tables import Table
+from satrap.config.validation import (
+    Serializable,
+    check_choice,
+    check_integer,
+    check_number,
+    describe,
+    require_mapping,
+    set_field,
+    suggest,
+)
+from satrap.errors import ConfigError
+from satrap.planning.skew import expected_unique
+
+_MAX_COUNT = 2**53
+_MAX_BUCKETS = 65536
+_BUCKETS_PER_SERVER = 64
+_BUCKET_BYTES = 1 << 30
+_BACKWARD = 3.0  # a backward pass takes two products where the forward pass takes one
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TableLoad:
+    """One table, how many rows it will have, and the ids that a sample looks up in it."""
+
+    table: Table
+    rows: int
+    """Rows at the end of training; at most the table's capacity."""
+    row_bytes: int
+    """Bytes of memory that a row takes, found by `satrap.planning.row_bytes`."""
+    saved_row_bytes: int
+    """Bytes that a row takes in a checkpoint."""
+    vectors_per_sample: float = 1.0
+    """Vectors of `dim` numbers that the dense network receives: one for each bag, `max_length` for each sequence."""
+    ids_per_sample: float = 1.0
+    """Ids of a sample, over all features of the table."""
+    zipf: float = 1.05
+    """Exponent of Zipf's law by which ids occur; 0 is uniform."""
+    unique_share: float | None = None
+    """Different ids of a batch over all its ids, if it was measured; None: computed from `zipf`."""
+
+    def unique_ids(self, batch_size: int) -> float:
+        """Returns the different ids of a batch."""
+        draws = batch_size * self.ids_per_sample
+        if self.unique_share is not None:
+            return draws * self.unique_share
+        return expected_unique(draws, self.rows, self.zipf)
+
+    @property
+    def bytes(self) -> int:
+        """Memory of all rows."""
+        return self.rows * self.row_bytes
+
+    def num_buckets(self, num_servers: int) -> int:
+        """Returns the table's own number of buckets, or one that servers share evenly and that migrates in parts."""
+        if self.table.num_buckets is not None:
+            return self.table.num_buckets
+        wanted = max(num_servers * _BUCKETS_PER_SERVER, -(-self.bytes // _BUCKET_BYTES)) if num_servers else 1
+        if self.table.capacity is not None:
+            wanted = min(wanted, self.table.capacity)
+        power = 1 << (min(wanted, _MAX_BUCKETS) - 1).bit_length()
+        while self.table.capacity is not None and power > self.table.capacity:
+            power //= 2
+        return max(self.table.resolved_num_buckets, power)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Training(Serializable):
+    """The keys of [training] in model.toml: the dense network, how it is trained, and how fast."""
+
+    samples_per_second: float
+    """Wanted samples a second, of all trainers together."""
+    batch_size: int
+    """Samples of a step of one trainer."""
+    dense_flops: float
+    """Floating-point operations of the dense network for one sample, forward pass only; a multiplication and an
+    addition are two. The backward pass is counted as twice that."""
+    dense_parameters: int
+    """Parameters of the dense network."""
+    dense_features: int = 0
+    """Numbers of a sample beside its ids, labels included."""
+    staleness: int = 0
+    """As in `satrap.Embeddings`."""
+    wire: str = "float32"
+    """As in `satrap.Deployment`."""
+    read_bytes_per_sample: float = 0.0
+    """Bytes of a sample in the files that are read; 0: reading is not counted."""
+
+    def __post_init__(self) -> None:
+        where = "training"
+        for name, low in (("batch_size", 1), ("dense_parameters", 0), ("dense_features", 0), ("staleness", 0)):
+            set_field(self, name, _whole(where, name, getattr(self, name), low))
+        for name in ("samples_per_second", "dense_flops", "read_bytes_per_sample"):
+            set_field(self, name, check_number(where, name, getattr(self, name), 0.0))
+        if self.samples_per_second <= 0:
+            raise ConfigError(f"{where}: samples_per_second is {self.samples_per_second:g}; expected more than 0")
+        check_choice(where, "wire", self.wire, ("float32", "float16"))
+
+    @classmethod
+    def _where(cls, data: Mapping[str, Any]) -> str:
+        return "training"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Workload:
+    """A job, for which machines are planned."""
+
+    name: str
+    """The file or script that it was read from."""
+    tables: tuple[TableLoad, ...]
+    training: Training
+    assumptions: tuple[str, ...] = ()
+    """What was assumed because the input does not say it."""
+
+    @property
+    def vector_floats(self) -> float:
+        """Numbers of a sample's embeddings, as the dense network receives them."""
+        return sum(each.vectors_per_sample * each.table.dim for each in self.tables)
+
+    @property
+    def step_flops(self) -> float:
+        """Floating-point operations of a trainer's step."""
+        return _BACKWARD * self.training.dense_flops * self.training.batch_size
+
+    @property
+    def bytes(self) -> int:
+        """Memory of all rows."""
+        return sum(each.bytes for each in self.tables)
+
+    @property
+    def saved_bytes(self) -> int:
+        """Size of a full checkpoint's tables."""
+        return sum(each.rows * each.saved_row_bytes for each in self.tables)
+
+    def server_bytes(self, num_servers: int) -> float:
+        """Returns the memory of rows on the server that owns the most buckets."""
+        return sum(
+            -(-each.num_buckets(num_servers) // num_servers) * each.bytes / each.num_buckets(num_servers)
+            for each in self.tables
+        )
+
+    def largest_bucket(self, num_servers: int) -> tuple[TableLoad, float]:
+        """Returns the table with the largest buckets and the bytes of one of them."""
+        sizes = [(each.bytes / each.num_buckets(num_servers), each) for each in self.tables]
+        size, table = max(sizes, key=lambda pair: pair[0])
+        return table, size
+
+    def at(self, samples_per_second: float) -> Self:
+        """Returns the same job with another wanted rate."""
+        return replace(self, training=replace(self.training, samples_per_second=samples_per_second))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TableKeys:
+    """The keys of one of [[tables]] in model.toml that are not those of `satrap.Table`."""
+
+    rows: int
+    vectors_per_sample: float
+    ids_per_sample: float
+    zipf: float
+    unique_share: float | None
+
+
+TABLE_KEYS = ("rows", "vectors_per_sample", "ids_per_sample", "zipf", "unique_share")
+
+
+def read_table(data: Mapping[str, Any]) -> tuple[Table, TableKeys]:
+    """Returns the table and the other keys of one of [[tables]]. An optimizer may be given by its name alone."""
+    given = dict(require_mapping("tables", data))
+    name = given.get("name")
+    where = f"table {name!r}" if isinstance(name, str) else "tables"
+    own = {key: given.pop(key) for key in TABLE_KEYS if key in given}
+    known = [*TABLE_KEYS, *Table.__dataclass_fields__]
+    for key in given:
+        if key not in known:
+            raise ConfigError(f"{where}: unknown key {key!r}; {suggest(key, known)}")
+    if isinstance(given.get("optimizer"), str):
+        given["optimizer"] = {"type": given["optimizer"]}
+    for key in ("capacity", "num_buckets"):
+        if isinstance(given.get(key), float):
+            given[key] = _whole(where, key, given[key], 1)
+    return (table := Table.from_dict(given)), table_keys(where, table, own)
+
+
+def table_keys(where: str, table: Table, own: Mapping[str, Any]) -> TableKeys:
+    """Checks the keys of a table that only the planner has, and returns them with their defaults."""
+    rows = own.get("rows", table.capacity)
+    if rows is None:
+        raise ConfigError(
+            f"{where}: found neither rows nor a capacity; expected the number of rows at the end of training: add rows"
+        )
+    rows = _whole(where, "rows", rows, 1)
+    if table.capacity is not None and table.on_full != "grow" and rows > table.capacity:
+        raise ConfigError(f"{where}: rows is {rows} and capacity {table.capacity}; expected at most the capacity")
+    vectors = check_number(where, "vectors_per_sample", own.get("vectors_per_sample", 1.0), 0.0)
+    ids = check_number(where, "ids_per_sample", own.get("ids_per_sample", vectors), 0.0)
+    share = own.get("unique_share")
+    if share is not None and not 0.0 < (share := check_number(where, "unique_share", share, 0.0)) <= 1.0:
+        raise ConfigError(f"{where}: unique_share is {share:g}; expected a number in (0, 1]")
+    return TableKeys(
+        rows=rows,
+        vectors_per_sample=vectors,
+        ids_per_sample=ids,
+        zipf=check_number(where, "zipf", own.get("zipf", 1.05), 0.0),
+        unique_share=share,
+    )
+
+
+def _whole(where: str, name: str, value: object, low: int) -> int:
+    """Returns a whole number; 7.8e11 is one, too, since TOML's integers have no exponent."""
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)
+    if isinstance(value, float):
+        raise ConfigError(f"{where}: {name} is {describe(value)}; expected a whole number")
+    return check_integer(where, name, value, low, _MAX_COUNT)

@@ -1,0 +1,63 @@
+"""`satrap plan`: the plan of a model and of a script, its files, its exit status and its errors."""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from satrap.cli.main import main
+from satrap.planning.coefficients import DEFAULTS
+from satrap.planning.input_files import write_coefficients
+
+ROOT = Path(__file__).parents[2]
+MODEL, MACHINES = (str(ROOT / "examples/planning" / name) for name in ("clicks.toml", "machines.toml"))
+SCRIPT = str(ROOT / "tests/planned_job.py")
+Capture = pytest.CaptureFixture[str]
+
+
+def test_the_plan_of_a_model(tmp_path: Path, capsys: Capture) -> None:
+    deploy, costs = tmp_path / "plan.toml", tmp_path / "costs.json"
+    write_coefficients(costs, DEFAULTS)
+    files = ["--deploy", str(deploy), "--coefficients", str(costs)]
+    assert main(["plan", MODEL, "--machines", MACHINES, *files]) == 0
+    text = capsys.readouterr().out
+    for words in ("bound by", "head room", "buckets", "descriptors", "saves", "resume", "link", "satrap run train.py"):
+        assert words in text
+    assert tomllib.loads(deploy.read_text())["servers"]["count"] > 0
+
+
+def test_a_rate_out_of_reach_has_its_own_status(capsys: Capture) -> None:
+    assert main(["plan", MODEL, "--machines", MACHINES, "--samples-per-second", "1e12", "--json"]) == 3
+    content = json.loads(capsys.readouterr().out)
+    assert content["meets"] is False and content["wanted_samples_per_second"] == 1e12
+
+
+def test_the_plan_of_a_script(tmp_path: Path, capsys: Capture) -> None:
+    options = ["--samples-per-second", "1e3", "--set", "tables.item.rows=1e6", "--steps", "3", "--json"]
+    assert main(["plan", SCRIPT, "--machines", MACHINES, *options, "--", str(tmp_path / "end")]) == 0
+    content = json.loads(capsys.readouterr().out)
+    assert content["tables"]["user"]["rows"] == 1 << 20 and content["tables"]["item"]["rows"] == 10**6
+    assert content["command"] == f"python {SCRIPT} {tmp_path / 'end'}"
+    assert "the 3 observed steps" in content["assumptions"][0]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--machines", MACHINES], "no job was given"),
+        ([MODEL], "--machines is missing"),
+        (["--calibrate"], "--calibrate without a job; expected --coefficients FILE"),
+        ([MODEL, "--machines", MACHINES, "--steps", "0"], "steps is 0"),
+        ([MODEL, "--machines", "none.toml"], "none.toml: cannot be read"),
+        ([MODEL, "--machines", MACHINES, "--", "x"], "arguments after -- are for a script"),
+        (["none.py", "--machines", MACHINES], "there is no file 'none.py'"),
+        ([MODEL, "--machines", MACHINES, "--deploy", "/proc/no/deploy.toml"], "cannot be written"),
+    ],
+)
+def test_errors(arguments: list[str], message: str, capsys: Capture) -> None:
+    assert main(["plan", *arguments]) == 1
+    found = capsys.readouterr()
+    assert message in found.err and found.err.startswith("satrap: ") and found.out == ""

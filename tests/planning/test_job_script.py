@@ -1,0 +1,43 @@
+"""A job read from its script: what the steps have is found exactly, and nothing of the script runs after them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from satrap.errors import ConfigError
+from satrap.planning.job_script import assumptions_of, observe_script
+
+SCRIPT = Path(__file__).parents[1] / "planned_job.py"
+
+
+def test_a_script_is_observed(tmp_path: Path) -> None:
+    found = observe_script(SCRIPT, [str(tmp_path / "end")], 4)
+    inputs = 3 + 8 + 4 + 5 * 4
+    assert found["training"] == {
+        "batch_size": 64,
+        # The input has gradients but for its dense features, so the backward pass takes two products.
+        "dense_flops": pytest.approx(2 * inputs),
+        "dense_parameters": inputs + 1,
+        "dense_features": 3 + 1,
+        "staleness": 2,
+    }
+    tables = {each["name"]: each for each in found["tables"]}
+    assert (tables["user"]["ids_per_sample"], tables["item"]["ids_per_sample"]) == (1.0, 3.0)
+    assert (tables["user"]["vectors_per_sample"], tables["item"]["vectors_per_sample"]) == (1.0, 6.0)
+    assert tables["user"]["unique_share"] == pytest.approx(1 / 4)
+    assert tables["item"]["unique_share"] == pytest.approx(1 / 3)
+    assert tables["user"]["capacity"] == 1 << 20
+    assert not (tmp_path / "end").exists()
+    assert assumptions_of(found, 4)[1] == "tables with a capacity become full: user"
+
+
+def test_a_script_that_fails_is_an_error_with_its_output(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"exited with status 1 before 4 steps(.|\n)*the script's own error"):
+        observe_script(SCRIPT, [str(tmp_path / "end"), "fail"], 4)
+
+
+def test_a_script_that_does_not_exist_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"there is no file '.*none\.py'"):
+        observe_script(tmp_path / "none.py", [], 4)

@@ -18,19 +18,49 @@ from satrap.config.features import Feature, Features
 from satrap.data.inputs import Inputs
 from satrap.errors import ConfigError
 
-IDS = np.array([*range(40), 2**63, 2**64 - 1], np.uint64)
+NUM_IDS = 40
+SHARDED = {"replicated": ("item", "user", "rare", "last"), "columns": ("item", "tiny", "rare", "last")}
 
 
-def features(shard: Any = "rows") -> dict[str, Any]:
+def ids_of(num: int) -> np.ndarray[Any, np.dtype[np.uint64]]:
+    return np.array([*range(num), 2**63, 2**64 - 1], np.uint64)
+
+
+def features(shard: str = "rows") -> dict[str, Any]:
     """Return tables of three layouts, with every kind of pooling, of 16 bits too. shard: of some of the tables."""
-    item = Table("item", dim=5, optimizer=Adagrad(lr=0.1), initial=Normal(std=0.5), num_buckets=16)
+
+    def of(name: str) -> Any:
+        return shard if name in SHARDED.get(shard, ("user", "last")) else "rows"
+
+    item = Table("item", dim=5, optimizer=Adagrad(lr=0.1), initial=Normal(std=0.5), num_buckets=16, shard=of("item"))
     user = Table(
-        "user", dim=8, optimizer=RowWiseAdagrad(lr=0.1), initial=Normal(std=0.5), dtype="bfloat16", shard=shard
+        "user", dim=8, optimizer=RowWiseAdagrad(lr=0.1), initial=Normal(std=0.5), dtype="bfloat16", shard=of("user")
     )
-    tiny = Table("tiny", dim=8, optimizer=SGD(lr=0.1, momentum=0.9), num_buckets=1, dtype="bfloat16")
-    rare = Table("rare", dim=5, optimizer=Adam(lr=0.1), admission=MinCount(2), absent="initial", expire_after=4)
+    tiny = Table(
+        "tiny",
+        dim=8,
+        optimizer=SGD(lr=0.1, momentum=0.9),
+        initial=Normal(std=0.5),
+        num_buckets=1,
+        dtype="float16",
+        shard=of("tiny"),
+    )
+    rare = Table(
+        "rare",
+        dim=5,
+        optimizer=Adam(lr=0.1),
+        admission=MinCount(2),
+        absent="initial",
+        expire_after=4,
+        shard=of("rare"),
+    )
     last = Table(
-        "last", dim=5, optimizer=Ftrl(lr=0.1, l1=0.01), initial=Normal(std=0.5), on_nonfinite="skip", shard=shard
+        "last",
+        dim=5,
+        optimizer=Ftrl(lr=0.1, l1=0.01),
+        initial=Normal(std=0.5),
+        on_nonfinite="skip",
+        shard=of("last"),
     )
     return {
         "bag": Feature(item, "mean"),
@@ -44,13 +74,13 @@ def features(shard: Any = "rows") -> dict[str, Any]:
     }
 
 
-def inputs(rng: np.random.Generator, batch_size: int) -> Inputs:
+def inputs(rng: np.random.Generator, batch_size: int, num_ids: int) -> Inputs:
     names = Features(features()).names
     lengths = rng.integers(0, 5, len(names) * batch_size)
     offsets = np.concatenate([[0], lengths.cumsum()]).astype(np.int64)
     return Inputs(
         names=names,
-        values=rng.choice(IDS, offsets[-1]),
+        values=rng.choice(ids_of(num_ids), offsets[-1]),
         offsets=offsets,
         weights=rng.normal(size=offsets[-1]).astype(np.float32),
         batch_size=batch_size,
@@ -58,23 +88,25 @@ def inputs(rng: np.random.Generator, batch_size: int) -> Inputs:
 
 
 def compare(job: dict[str, Any]) -> dict[str, Any]:
-    """Take random steps on both workers. Return how many rows there are at the end."""
+    """Take random steps on both workers. Return how many rows there are at the end, and how many left the devices."""
+    num_ids, largest = job.get("ids", NUM_IDS), job.get("batch_size", 11)
     rng, common = np.random.default_rng([job["compare"], dist.get_rank()]), np.random.default_rng(job["compare"])
     shards = "rows", job["shard"]
     both = [
-        Embeddings(features(shard), seed=3, num_threads=1, device=device)
-        for shard, device in zip(shards, (None, "cpu"), strict=True)
+        Embeddings(features(shard), seed=3, num_threads=1, device=device, device_memory=memory)
+        for shard, device, memory in zip(shards, (None, "cpu"), (None, job.get("device_memory")), strict=True)
     ]
     workers: list[Any] = [each.worker for each in both]
     workers[1].open_stream(1)
     for step in range(1, job["steps"] + 1):
-        micro_batches, most = int(common.integers(1, 3)), int(common.integers(1, 12))
+        micro_batches, most = int(common.integers(1, 3)), int(common.integers(1, largest + 1))
         looked: list[list[Any]] = [[], []]
-        for _ in range(micro_batches):
-            if rng.random() < 0.2:
+        for micro_batch in range(micro_batches):
+            looks_up = micro_batch == 0 and step % dist.get_world_size() == dist.get_rank()  # as in a stream, one does
+            if rng.random() < 0.2 and not looks_up:
                 workers[1].pad(step, step)
                 continue
-            batch = inputs(rng, int(rng.integers(1, most + 1)))
+            batch = inputs(rng, int(rng.integers(1, most + 1)), num_ids)
             for worker, of_worker in zip(workers, looked, strict=True):
                 of_worker.append(worker.lookup(batch, step=step))
             require_same([looked[0][-1], looked[1][-1]])
@@ -89,25 +121,26 @@ def compare(job: dict[str, Any]) -> dict[str, Any]:
         if step % 3 == 0:
             workers[1].pause()
             dist.barrier()
-            evaluate(workers, inputs(rng, 3))
+            evaluate(workers, inputs(rng, 3, num_ids))
             dist.barrier()
     workers[1].end_lookups()
     workers[1].end_updates()
     dist.barrier()
-    found = [contents(worker) for worker in workers]
+    found = [contents(worker, ids_of(num_ids)) for worker in workers]
     for name, expected in found[0].items():
         assert found[1][name] == expected, name
     rows = {name: len(table) for name, table in workers[1].tables.items()}
+    moved = {name: table.stats().get("moved_out", 0) for name, table in workers[1].tables.items()}
     dist.barrier()
     for each in both:
         each.close()
-    return rows
+    return {"rows": rows, "moved_out": moved}
 
 
 def refusal(options: dict[str, Any]) -> dict[str, Any]:
-    """Return what Embeddings says about its options."""
+    """Return what Embeddings says about a table with these options."""
     try:
-        Embeddings(features(), device="cpu", **options)
+        Embeddings({"item": Table("item", **options)}, device="cpu")
     except ConfigError as error:
         return {"refused": str(error)}
     return {}
@@ -147,13 +180,14 @@ def update(workers: list[Any], looked: list[list[Any]], rng: np.random.Generator
     workers[1].update([each.ticket for each in looked[1]], tensors, of_sequences, **how)
 
 
-def contents(worker: Any) -> dict[str, Any]:
+def contents(worker: Any, ids: Any) -> dict[str, Any]:
     found: dict[str, Any] = {"truncated": worker.truncated}
     for name, table in worker.tables.items():
         table.check()
         # An id that several trainers look up together counts once.
-        counts = {key: n for key, n in table.stats().items() if key not in ("bytes", "lookups", "hits", "refused")}
-        found[name] = counts, [part.tobytes().hex() for part in table.read(IDS)]
+        uncounted = "bytes", "lookups", "hits", "refused", "on_device", "at_home", "moved_in", "moved_out"
+        counts = {key: n for key, n in table.stats().items() if key not in uncounted}
+        found[name] = counts, [part.tobytes().hex() for part in table.read(ids)]
     return found
 
 

@@ -15,9 +15,13 @@ from satrap.train.optimizer import HybridOptimizer
 BATCH, NUM_IDS, DIM = 8, 30, 4
 
 
-def tables(lr: float = 0.1) -> dict[str, Any]:
-    item = Table("item", dim=DIM, optimizer=SGD(lr=lr))
-    return {"user": Table("user", dim=DIM, optimizer=SGD(lr=lr)), "item": item, "history": item.bag("mean")}
+def tables(lr: float = 0.1, shards: tuple[Any, Any] = ("rows", "rows")) -> dict[str, Any]:
+    """Return tables. shards: how several trainers divide the table of users, and that of items."""
+    user, item = (
+        Table(name, dim=DIM, optimizer=SGD(lr=lr), shard=shard)
+        for name, shard in zip(("user", "item"), shards, strict=True)
+    )
+    return {"user": user, "item": item, "history": item.bag("mean")}
 
 
 def counting_tables() -> dict[str, Any]:

@@ -216,6 +216,12 @@ void bind_places(nb::class_<Engine>& engine) {
 
 void bind_id_frames(nb::class_<Engine>& engine) {
     engine
+        .def(
+            "share_buckets", [](Engine& e, std::size_t t) { e.share_buckets(checked_table(e, t)); }, "table"_a,
+            "Lets this engine look up and update the rows of all buckets of a table.")
+        .def(
+            "shares_buckets", [](const Engine& e, std::size_t t) { return e.shares_buckets(checked_table(e, t)); },
+            "table"_a)
         .def("lookup_id_frames", &lookup_id_frames, "ids"_a, "offsets"_a, "step"_a, "oldest_open"_a, "train"_a,
              "frames"_a, "first_epoch"_a = true,
              nb::sig("def lookup_id_frames(self, ids: NDArray[numpy.uint64], offsets: NDArray[numpy.int64], step: int, "

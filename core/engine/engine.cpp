@@ -40,6 +40,7 @@ Engine::Engine(std::vector<TableConfig> configs, const Options& options, std::un
     }
     applied_steps_.init(*arena_, map_.total());
     owners_ = std::vector<std::atomic<std::uint32_t>>(map_.total()); // this engine owns all until set_owners()
+    is_shared_.assign(map_.total(), 0);
 }
 
 std::unique_ptr<Engine> Engine::attach(std::vector<TableConfig> configs, const Options& options,
@@ -334,15 +335,17 @@ TableStats Engine::stats(std::size_t t) {
         Bucket& bucket = table.bucket(b);
         std::lock_guard lock(bucket.mutex);
         bucket.sweep(table.expire_before(), table.ledger().version.load());
-        stats.counters.add(bucket.counters);
+        stats.bytes += bucket.rows.bytes() + bucket.sightings.bytes() + bucket.removed.capacity() * sizeof(Removed);
         if (owned(t, b)) { // not the buckets that are migrating to this engine, which the sender still counts
             stats.rows += bucket.rows.size();
             stats.sightings += bucket.sightings.size();
+        } else if (shares_buckets(t)) {
+            continue; // their owner counts what happens in all engines alike
         }
+        stats.counters.add(bucket.counters);
         stats.in_frames += bucket.in_frames;
         stats.moved_in += bucket.moved_in;
         stats.moved_out += bucket.moved_out;
-        stats.bytes += bucket.rows.bytes() + bucket.sightings.bytes() + bucket.removed.capacity() * sizeof(Removed);
     }
     if (table.config().frame_pool && places_of(t)->is_tiered()) stats.bytes += stats.in_frames * FrameOrder::kBytes;
     return stats;

@@ -185,6 +185,10 @@ class Engine {
     // change anything; reads of frozen ones are not. No call may run while owners are set; one that runs while a bucket
     // is frozen may still change it.
     void set_owners(std::span<const std::uint32_t> owners, std::uint32_t self);
+    // Lets this engine, whose rows are on a device, look up and update all buckets of a table, also those of other
+    // owners, whose engines do the same: each has all rows. Only the owner exports and counts those of a bucket.
+    void share_buckets(std::size_t t);
+    bool shares_buckets(std::size_t t) const { return is_shared_[map_.first[t]] != 0; }
     void freeze(std::span<const std::uint32_t> buckets, bool frozen);
     // The data that migrates with a bucket besides rows and sightings. words[i * buckets + b] is trainers[i]'s window
     // of buckets[b]; counters are Counters::kCount for each.
@@ -265,7 +269,9 @@ class Engine {
     void keep_inserted(std::span<const InsertedRow> rows);
     struct FoundPlaces;
     void find_tiered_frames(Batch& batch, const LookupStep& at, std::int32_t* frames, std::vector<AbsentRow>& absent);
-    void require_frames(const Batch& batch);
+    std::vector<std::uint64_t> require_frames(const Batch& batch);
+    void require_room(Batch& batch, const LookupStep& at, const std::vector<std::uint64_t>& rows,
+                      BucketScheduler::ScratchLease& lease);
     void find_places(Batch& batch, const LookupStep& at, FoundPlaces& found, BucketScheduler::ScratchLease& lease);
     void bring_rows(FoundPlaces& found, const LookupStep& at);
     [[noreturn]] void fail_frames(std::size_t t, std::size_t missing, const LookupStep& at, std::uint32_t before);
@@ -307,11 +313,14 @@ class Engine {
     AppliedSteps applied_steps_;
     std::vector<std::atomic<std::uint32_t>> owners_; // [buckets]
     std::atomic<std::uint32_t> self_{0};
+    std::vector<std::uint8_t> is_shared_; // [buckets]
     std::mutex inserted_mutex_;
     std::vector<InsertedRow> inserted_;
     std::vector<Move> moves_; // under inserted_mutex_
     std::mutex absent_mutex_;
     std::mutex places_mutex_;
+    // Under places_mutex_: of lookups at steps that may be open, the step and how many rows of each pool it has.
+    std::vector<std::pair<std::uint32_t, std::vector<std::uint64_t>>> open_lookups_;
     std::atomic<bool> is_tiered_{false};
     BucketScheduler scheduler_;
     Fp16Codec codec_;

@@ -147,7 +147,7 @@ FrameLookup Engine::lookup_id_frames(const std::uint64_t* ids, std::span<const s
     fork_guard_.require_same_process();
     require_rows_on_device();
     std::unique_ptr<Batch> batch = group(ids, offsets, true);
-    require_owned([&](std::uint32_t b) { return occupied(*batch, b); }, at.train);
+    require_owned([&](std::uint32_t b) { return occupied(*batch, b) && is_shared_[b] == 0; }, at.train);
     FrameLookup found;
     found.num_ids = batch->size();
     find_frames(*batch, at, frames, found.absent);
@@ -162,7 +162,7 @@ FrameRuns Engine::update_id_frames(const std::uint64_t* ids, std::span<const std
     const std::unique_ptr<Ticket> ticket = ticket_for(ids, offsets);
     Ticket* const tickets[] = {ticket.get()};
     Claim claim(tickets, identity_);
-    require_owned([&](std::uint32_t b) { return occupied(tickets, b); }, true);
+    require_owned([&](std::uint32_t b) { return occupied(tickets, b) && is_shared_[b] == 0; }, true);
     const auto given_of = [&](std::size_t t) { return std::vector{EntryPlaces(places + offsets[t])}; };
     return take_runs(claim, tickets, given_of, step, filter);
 }

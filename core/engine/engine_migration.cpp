@@ -17,6 +17,12 @@ void Engine::set_owners(std::span<const std::uint32_t> owners, std::uint32_t sel
     for (std::uint32_t b = 0; b < map_.total(); ++b) owners_[b].store(owners[b]);
 }
 
+void Engine::share_buckets(std::size_t t) {
+    fork_guard_.require_same_process();
+    require_rows_on_device();
+    std::fill_n(is_shared_.begin() + map_.first[t], tables_[t]->config().num_buckets, std::uint8_t{1});
+}
+
 void Engine::freeze(std::span<const std::uint32_t> buckets, bool frozen) {
     fork_guard_.require_same_process();
     require_rows_here();

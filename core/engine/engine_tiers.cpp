@@ -1,7 +1,8 @@
 // Rows on a device of which only some fit there: the others are at home. A training lookup brings its rows into frames
-// and records the moves, which the device carries out in the order of the calls; nothing else moves a row. In this
-// order a lookup finds all its rows, chooses the frames for those that are at home, and only then changes a place: so
-// if they do not fit, no row has moved.
+// and records the moves, which the device carries out in the order of the calls; nothing else moves a row. A lookup
+// that does not fit, beside the rows of open steps, is refused before anything is changed. Which ids a table admits is
+// known later only: so a lookup finds all its rows, chooses the frames for those that are at home, and only then
+// changes a place. If they do not fit, no row has moved.
 #include <numeric>
 
 #include "base/errors.hpp"
@@ -48,8 +49,10 @@ void Engine::find_tiered_frames(Batch& batch, const LookupStep& at, std::int32_t
     scheduler_.for_each_bucket(map_, lease, has, [&](std::size_t, std::uint32_t b, Scratch& scratch) {
         batch.deduplicate(b, scratch.dedupe);
     });
-    require_frames(batch);
+    const std::vector<std::uint64_t> rows = require_frames(batch);
+    require_room(batch, at, rows, lease);
     open_step(at);
+    open_lookups_.emplace_back(at.step, rows);
     FoundPlaces found;
     found.places.resize(batch.size());
     found.at_home.resize(row_places_.size());
@@ -67,8 +70,9 @@ void Engine::find_tiered_frames(Batch& batch, const LookupStep& at, std::int32_t
     batch.hinted = true;
 }
 
-// Refuses a batch that has more rows than frames, before anything is changed. Ids that may be refused do not count.
-void Engine::require_frames(const Batch& batch) {
+// Refuses a batch that has more rows than frames, before anything is changed. Returns how many rows each pool has of
+// the batch, without ids that may be refused.
+std::vector<std::uint64_t> Engine::require_frames(const Batch& batch) {
     std::vector<std::uint64_t> rows(row_places_.size());
     for (std::size_t t = 0; t < tables_.size(); ++t) {
         const TableConfig& config = tables_[t]->config();
@@ -87,6 +91,41 @@ void Engine::require_frames(const Batch& batch) {
                             "; expected at most " + std::to_string(limit) + ", the rows in " +
                             std::to_string(limit * bytes) + " bytes of the device: give the tables at least " +
                             std::to_string(of_pool * bytes) + " bytes of device_memory, or use a smaller batch");
+    }
+    return rows;
+}
+
+// Refuses a batch whose rows do not fit beside those of open steps, before anything is changed. A sum over the lookups
+// of these steps decides most cases; if it is too large, the frames are counted, which are fewer than that.
+void Engine::require_room(Batch& batch, const LookupStep& at, const std::vector<std::uint64_t>& rows,
+                          BucketScheduler::ScratchLease& lease) {
+    const std::uint32_t before = std::min(at.oldest_open, at.step);
+    std::erase_if(open_lookups_, [&](const auto& lookup) { return lookup.first < before; });
+    for (std::size_t p = 0; p < row_places_.size(); ++p) {
+        const std::uint64_t limit = row_places_[p]->device.limit();
+        if (!row_places_[p]->is_tiered() || rows[p] == 0) continue;
+        std::uint64_t most = rows[p];
+        for (const auto& lookup : open_lookups_) most += lookup.second[p];
+        if (most <= limit) continue;
+        std::atomic<std::uint64_t> shared{0}; // rows of the batch that open steps use, too
+        auto has = [&](std::uint32_t b) { return occupied(batch, b); };
+        scheduler_.for_each_bucket(map_, lease, has, [&](std::size_t t, std::uint32_t b, Scratch&) {
+            if (*tables_[t]->config().frame_pool == p && tables_[t]->config().admission == AdmissionKind::always)
+                shared += tables_[t]->count_in_frames(visit_of(batch, map_.first[t], b), before);
+        });
+        const std::uint64_t others = row_places_[p]->order().used_since(before) - shared;
+        if (rows[p] + others <= limit) continue;
+        const auto first = std::find_if(tables_.begin(), tables_.end(),
+                                        [&](const auto& table) { return *table->config().frame_pool == p; });
+        const std::size_t bytes = (*first)->config().device_bytes();
+        throw CapacityError("table '" + (*first)->config().name + "': at step " + std::to_string(at.step) +
+                            " the batch has " + std::to_string(rows[p]) + " unique ids of the tables that share its " +
+                            "memory, and " + std::to_string(others) + " other rows are in use by open steps (" +
+                            std::to_string(before) + " and later); expected at most " + std::to_string(limit) +
+                            " together, the rows in " + std::to_string(limit * bytes) +
+                            " bytes of the device: give the tables at least " +
+                            std::to_string((rows[p] + others) * bytes) +
+                            " bytes of device_memory, or use a smaller batch or less staleness");
     }
 }
 

@@ -65,6 +65,8 @@ class Table {
     // inserts are added to `inserted` in the order of the ids, also if it throws; their places have no values yet.
     void lookup_places(const BucketVisit& visit, const LookupStep& at, std::uint32_t* places,
                        std::vector<InsertedRow>& inserted, Scratch& scratch);
+    // How many of the unique ids have a row in a frame that was used at `since` or later. Changes nothing.
+    std::size_t count_in_frames(const BucketVisit& visit, std::uint32_t since);
     // Does all of an update but the optimizer: stamps, marks and counts the rows of the unique ids with `started`,
     // unless these are not settled yet, and writes their places, or kNoFrame for an id without a row or not started.
     void update_places(const BucketVisit& visit, const std::uint8_t* started, std::uint32_t step, bool hinted,

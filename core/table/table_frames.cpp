@@ -38,6 +38,17 @@ void Table::lookup_places(const BucketVisit& visit, const LookupStep& at, std::u
         places[i] = is_live(bucket, slots[i]) ? bucket.place_of(slots[i]) : kNoFrame;
 }
 
+std::size_t Table::count_in_frames(const BucketVisit& visit, std::uint32_t since) {
+    Bucket& bucket = buckets_[visit.bucket];
+    std::lock_guard lock(bucket.mutex);
+    std::size_t count = 0;
+    for (std::uint32_t i = 0; i < visit.num_unique; ++i) {
+        const std::uint32_t slot = bucket.rows.find(visit.unique[i], mix64(visit.unique[i]));
+        count += slot != kNoSlot && is_frame(bucket.place_of(slot)) && bucket.rows.head(slot).stamp >= since;
+    }
+    return count;
+}
+
 // Stamps, marks and counts a row that is updated, under the bucket's lock; returns false if there is no row.
 bool Table::stamp_updated(Bucket& bucket, std::uint32_t slot, std::uint32_t step) {
     if (!is_live(bucket, slot)) {

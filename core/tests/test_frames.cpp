@@ -288,6 +288,12 @@ CASE(ids_in_flat_arrays_find_the_frames_of_bags, 1) {
     engine.set_owners(owners, 0);
     CHECK_THROWS(MovedError, "belongs to server 1", engine.update_id_frames(ids, offsets, places, 2, false));
     CHECK_THROWS(MovedError, "belongs to server 1", engine.lookup_id_frames(ids, offsets, {true, 2, 2}, frames));
+    const std::uint64_t rows = engine.stats(0).rows;
+    engine.share_buckets(0);
+    engine.lookup_id_frames(ids, offsets, {true, 2, 2}, frames);
+    engine.update_id_frames(ids, offsets, places, 2, false);
+    CHECK(frames[0] >= 0 && rows == 0 && engine.stats(0).rows == 0); // its owner counts and saves them
+    CHECK_EQ(engine.export_rows(0, 0, 1, 0).rows, 0);
     engine.check_frames();
 }
 

@@ -207,9 +207,12 @@ CASE(a_batch_that_does_not_fit_is_refused_by_name, 1) {
     CHECK_EQ(device.engine->latest_step(), 0);
     device.lookup({{1, 2}, {1}}, {true, 1, 1});
     CHECK_THROWS(CapacityError,
-                 "table 'item': at step 2 its memory on the device, 16 bytes for 4 rows, has no room for 1 rows of the "
-                 "batch: 4 are in use by this and by open steps (1 and later)",
+                 "table 'item': at step 2 the batch has 3 unique ids of the tables that share its memory, and 2 other "
+                 "rows are in use by open steps (1 and later); expected at most 4 together, the rows in 16 bytes of "
+                 "the device: give the tables at least 20 bytes of device_memory",
                  device.lookup({{3, 4}, {1}}, {true, 2, 1}));
+    CHECK_EQ(device.engine->num_rows(0) + device.engine->num_rows(1), 3); // nothing was changed
+    CHECK_EQ(device.engine->latest_step(), 1);
     device.check();
     CHECK_EQ(device.moves, 0);
     CHECK(device.lookup({{1, 2, 3, 4}, {1}}, {false, 0, 0}).rows == std::vector<float>(5, 0.0f)); // its rows are home

@@ -218,6 +218,13 @@ class Engine:
 
     def set_frame_limit(self, pool: int, limit: int) -> None: ...
 
+    def share_buckets(self, table: int) -> None:
+        """
+        Lets this engine look up and update the rows of all buckets of a table.
+        """
+
+    def shares_buckets(self, table: int) -> bool: ...
+
     def lookup_id_frames(self, ids: NDArray[numpy.uint64], offsets: NDArray[numpy.int64], step: int, oldest_open: int, train: bool, frames: NDArray[numpy.int32], first_epoch: bool = True) -> dict[str, Any]:
         """Finds the frames of ids in flat arrays, table by table."""
 

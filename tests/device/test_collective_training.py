@@ -22,13 +22,32 @@ def same(found: dict[str, Any], other: dict[str, Any]) -> bool:
     return (found["dense"], found["rows"]) == (other["dense"], other["rows"])
 
 
-@pytest.mark.parametrize(("world_size", "shard"), [(2, "rows"), (3, "rows"), (4, "rows"), (3, "table")])
+@pytest.mark.draw(4)
+@pytest.mark.parametrize(
+    ("world_size", "shard"),
+    [(2, "rows"), (3, "rows"), (4, "rows"), (3, "table")]
+    + [(n, shard) for shard in ("replicated", "columns") for n in (2, 3, 4)],
+)
 def test_random_steps_have_the_bits_of_rows_in_memory(
     trainers: Trainers, world_size: int, shard: str, tmp_path: Path, seed: int
 ) -> None:
     """Micro-batches, padding, drops, gradients that are missing or not finite, other rates."""
     found = trainers.run([], world_size, tmp_path, compare=seed, steps=12, shard=shard)
-    assert all(each == found[0] and min(each.values()) > 0 for each in found)
+    assert all(each == found[0] and min(each["rows"].values()) > 0 for each in found)
+
+
+@pytest.mark.draw(1)
+@pytest.mark.parametrize(
+    ("world_size", "shard", "of_item", "of_user"),
+    [(3, "rows", 1600, 400), (2, "columns", 1500, 600), (2, "replicated", 4000, 1000)],
+)
+def test_random_steps_on_two_tiers_have_the_bits_of_rows_in_memory(
+    trainers: Trainers, world_size: int, shard: str, of_item: int, of_user: int, tmp_path: Path, seed: int
+) -> None:
+    how: dict[str, Any] = {"shard": shard, "ids": 400, "batch_size": 2, "steps": 12}
+    memory = {"item": of_item, "user": of_user, "last": "none"}
+    found = trainers.run([], world_size, tmp_path, compare=seed, **how, device_memory=memory)
+    assert all(each == found[0] and each["moved_out"]["item"] > 0 for each in found)
 
 
 @pytest.mark.parametrize(("world_size", "overlap"), [(2, False), (3, True)])
@@ -97,6 +116,25 @@ def test_a_checkpoint_resumes_on_other_numbers_of_trainers_in_memory_and_on_serv
     assert same(found["devices", 3], found["memory", 3]) and same(found["devices", 3], found["servers", 3])
 
 
+@pytest.mark.draw(1)
+@pytest.mark.parametrize("device_memory", [None, {"user": "none", "item": 400}])
+def test_a_checkpoint_of_tables_that_all_trainers_have_resumes_elsewhere(
+    trainers: Trainers, device_memory: Any, tmp_path: Path
+) -> None:
+    how: dict[str, Any] = {"batches": 12, "shards": ["replicated", "columns"]}
+    there = {"device": "cpu", "device_memory": device_memory}
+    whole = trainers.run([], 2, tmp_path, **how, **there)
+    trainers.run([], 2, tmp_path, **how, **there, checkpoint=str(tmp_path / "run"), until=5)
+    found: dict[tuple[int, bool], dict[str, Any]] = {}
+    for world_size, where in ((2, there), (3, there), (3, {})):
+        copy = tmp_path / f"{len(found)}"
+        shutil.copytree(tmp_path / "run", copy)
+        each = trainers.run([], world_size, tmp_path, **how, **where, checkpoint=str(copy))
+        assert all(one["resumed"] and same(one, each[0]) for one in each)
+        found[world_size, bool(where)] = each[0]
+    assert same(found[2, True], whole[0]) and same(found[3, True], found[3, False])
+
+
 def test_saves_and_evaluations_in_the_loop(trainers: Trainers, tmp_path: Path) -> None:
     """With threads and staleness: a pause comes while other trainers look up ahead."""
     how: dict[str, Any] = {"batches": 24, "staleness": 2, "overlap": True, "patience": 5, "device": "cpu"}
@@ -106,11 +144,10 @@ def test_saves_and_evaluations_in_the_loop(trainers: Trainers, tmp_path: Path) -
     assert all(each["resumed"] for each in again)
 
 
-@pytest.mark.parametrize("device_memory", ["1MiB", {"item": "none"}])
-def test_device_memory_is_for_one_trainer(trainers: Trainers, tmp_path: Path, device_memory: Any) -> None:
-    found = trainers.run([], 2, tmp_path, refused={"device_memory": device_memory})
+def test_columns_need_as_many_as_there_are_trainers(trainers: Trainers, tmp_path: Path) -> None:
+    found = trainers.run([], 3, tmp_path, refused={"dim": 2, "shard": "columns"})
     expected = (
-        f"device_memory is {device_memory!r} and there are 2 trainers, each of which keeps all rows of its share on "
-        "its device; expected None: leave it out, or use one trainer"
+        "table 'item' has shard='columns', dim 2 and 3 trainers; expected at least one column for each: use "
+        "shard='rows'"
     )
-    assert found == [{"refused": expected}] * 2
+    assert found == [{"refused": expected}] * 3

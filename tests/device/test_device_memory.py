@@ -38,10 +38,11 @@ def test_shares_of_tables() -> None:
     small = Table("small", dim=1, capacity=10)
     large = Table("large", dim=1)
     grows = Table("grows", dim=1, capacity=10, on_full="grow")
-    assert shares_of([small, large], [8, 8], None) == [ALL, ALL]
-    assert shares_of([small, large], [8, 8], 1000) == [Share("shared", 80), Share("shared", 920)]
-    assert shares_of([large, grows], [8, 8], 1000) == [Share("shared", 500)] * 2
-    assert shares_of([small, large, grows], [8, 8, 8], {"large": "1kB", "grows": "none"}) == [
+    assert shares_of([small, large], [8, 8], None, [10, None]) == [ALL, ALL]
+    assert shares_of([small, large], [8, 8], 1000, [10, None]) == [Share("shared", 80), Share("shared", 920)]
+    assert shares_of([large, grows], [8, 8], 1000, [None, None]) == [Share("shared", 500)] * 2
+    assert shares_of([small, large], [8, 8], 1000, [0, None]) == [Share("shared", 0), Share("shared", 1000)]
+    assert shares_of([small, large, grows], [8, 8, 8], {"large": "1kB", "grows": "none"}, [10, None, None]) == [
         ALL,
         Share("table large", 1000),
         Share("none", 0),

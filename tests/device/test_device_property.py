@@ -4,6 +4,7 @@ A device has no calls of flat ids, so a batch of one feature stands for them. Wh
 
 from __future__ import annotations
 
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from satrap.config.features import Features
 from satrap.config.tables import Table
 from satrap.data.inputs import Inputs
 from satrap.device.device_worker import DeviceWorker
-from satrap.device.row_memory import memories_of
+from satrap.device.row_layout import RowLayout
 from satrap.errors import CapacityError
 from satrap.table.engine import native_config
 from satrap.table.store import Store
@@ -99,16 +100,26 @@ class TieredMachine(DeviceMachine):
         super().start(table=table, seed=seed, num_threads=num_threads)
 
     def device_memory(self, table: Table) -> Any:
-        row_bytes = memories_of([table], [native_config(table).state_dim], torch.device("cpu"))[0].layout.row_bytes
+        row_bytes = RowLayout(table.dtype, table.dim, native_config(table).state_dim).row_bytes
         return {table.name: self.frames * row_bytes if self.frames else "none"}
 
     def _lookup(self, ids: list[int], move: int | None, open_move: int | None) -> Any:
+        self.before = deepcopy(self.oracle)
+        self.before.latest_step += move is None  # the number of the next step is taken first
         try:
             return super()._lookup(ids, move, open_move)
-        except CapacityError as error:  # it has inserted and stamped its rows, as the model has
+        except CapacityError as error:
             assert "device_memory" in str(error) and self.frames
             event("no room on the device")
-            return None
+            if "the batch has" in str(error):  # it was refused before anything was changed
+                self.oracle = self.before
+            return None  # else it has inserted and stamped its rows, as the model has
+
+    def _adopt(self, refused: CapacityError) -> None:
+        if "the batch has" in str(refused):
+            self.oracle = self.before
+        else:
+            super()._adopt(refused)
 
     @invariant()
     def tiers_add_up(self) -> None:

@@ -179,6 +179,37 @@ def test_the_next_batch_is_on_the_device_before_its_step(rng: np.random.Generato
     assert resolved == list(range(1, steps + 1))
 
 
+def test_batches_are_found_ahead_again_after_one_that_did_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Twelve rows fit: two small batches, or a large one alone."""
+    sizes, large = [4] * 40, 6
+    sizes[large - 1] = 10
+    ids = np.split(np.arange(sum(sizes)) % 70, np.cumsum(sizes)[:-1])
+    data = [batch(of_step) for of_step in ids]
+    resolve, found, refused = DeviceWorker.resolve, [], []
+
+    def note(worker: DeviceWorker, inputs: Inputs, *, step: int, oldest_open: int) -> Any:
+        refused.append(step)
+        request = resolve(worker, inputs, step=step, oldest_open=oldest_open)
+        found.append(refused.pop())
+        return request
+
+    monkeypatch.setattr(DeviceWorker, "resolve", note)
+    declared, rows = one_table(), []
+    tiered: dict[str, Any] = {"device": "cpu", "device_memory": 12 * ROW}
+    for where in (tiered, {}):
+        embeddings = Embeddings(dict(declared), num_threads=1, seed=3, **where)
+        optimizer = embeddings.optimizer(torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.05))
+        with embeddings.stream(data, overlap=True) as stream:
+            for each in stream:
+                (each.embeddings * each.step).sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        rows.append(embeddings.tables["t"].read(np.arange(70, dtype=np.uint64)))
+    assert refused[0] == large and max(found) > large
+    for one, other in zip(*rows, strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
 def test_reading_and_evaluation_move_nothing(rng: np.random.Generator) -> None:
     data = draw_batches(rng, 30)
     embeddings, _ = train(data, features(), device="cpu", device_memory=TIERS["a budget"])
@@ -232,9 +263,10 @@ def test_a_batch_that_does_not_fit_is_refused_by_name() -> None:
         worker.lookup(batch(np.arange(6)))
     assert len(worker.tables["t"]) == 0
     ticket = worker.lookup(batch(np.arange(5)), step=1).ticket
-    expected = r"at step 2 its memory on the device, 160 bytes for 5 rows, has no room for 2 rows .* open steps \(1 and"
+    expected = r"at step 2 the batch has 3 unique ids .* and 4 other rows are in use by open steps \(1 and later\)"
     with pytest.raises(CapacityError, match=expected):
         worker.lookup(batch([3, 8, 9]), step=2, oldest_open=1)
+    assert len(worker.tables["t"]) == 5
     worker.tables["t"].check()
     assert ticket is not None
     worker.update([ticket], [torch.ones(5, 4)])  # its rows have not moved

@@ -316,7 +316,9 @@ class Table(Serializable):
         another number. None: see `resolved_num_buckets`; without a capacity a run on more than 32 servers has more, at
         least 8 for each server that it starts with.
     shard: how several servers, or trainers without servers, divide the table: by rows, or the whole "table" to one of
-        them. It does not change a row, so a saved table may be restored with the other one.
+        them. With rows on the devices of several trainers also "replicated": each has all rows, which suits small
+        tables; or "columns": each has some columns of all rows, for an optimizer that treats each number alone;
+        elsewhere both mean "rows". It does not change a row, so a saved table may be restored with another one.
     """
 
     name: str
@@ -332,7 +334,7 @@ class Table(Serializable):
     absent: Literal["initial", "zeros"] = "initial"
     on_nonfinite: Literal["raise", "skip"] = "raise"
     num_buckets: int | None = None
-    shard: Literal["rows", "table"] = "rows"
+    shard: Literal["rows", "table", "columns", "replicated"] = "rows"
 
     def __post_init__(self) -> None:
         check_name("Table", self.name, "Table('item', dim=16)")
@@ -348,6 +350,11 @@ class Table(Serializable):
         if self.on_full == "raise" and self.capacity is None:
             raise ConfigError(
                 f"{where}: on_full is 'raise' and there is no capacity to reach: set a capacity, or leave on_full out"
+            )
+        if self.shard == "columns" and isinstance(self.optimizer, RowWiseAdagrad):
+            raise ConfigError(
+                f"{where}: shard is 'columns' and the optimizer RowWiseAdagrad, whose step needs the whole row; "
+                "expected SGD, Adagrad, Adam, AdamW or Ftrl, or another shard"
             )
         _check_buckets(where, self)
         _check_initial_fits(where, self.initial, self.dtype)
@@ -442,7 +449,7 @@ _CHOICES = {
     "on_full": ("evict", "raise", "grow"),
     "absent": ("initial", "zeros"),
     "on_nonfinite": ("raise", "skip"),
-    "shard": ("rows", "table"),
+    "shard": ("rows", "table", "columns", "replicated"),
 }
 
 

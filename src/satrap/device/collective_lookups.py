@@ -17,6 +17,7 @@ from satrap.device.collective_updates import CollectiveUpdates
 from satrap.device.exchange import Exchange
 from satrap.device.owned_rows import LookupTime, OwnedRows
 from satrap.device.round_thread import RoundThread
+from satrap.device.row_exchange import RowExchange
 from satrap.device.segments import TableGroups
 
 _IDLE, _PART = range(2)  # what a trainer brings to a round
@@ -48,6 +49,7 @@ class CollectiveLookups:
     ) -> None:
         """owned: returns the rows that this trainer owns. staleness: how many earlier updates a lookup may miss."""
         self._exchange, self._groups, self._owned, self._thread = exchange, groups, owned, thread
+        self._rows_between = RowExchange(exchange, groups)
         self._updates, self._staleness = updates, staleness
 
     def submit(self, part: LookupPart) -> "Future[list[Tensor]]":
@@ -84,7 +86,7 @@ class CollectiveLookups:
         received = self._exchange.ids(no_ids if part is None else part.ids, counts.sum(1).tolist())
         rows = self._look_up(received, headers)
         of_groups = zip(rows, self._groups.counts(counts), self._groups.counts(sent), strict=True)
-        return [self._exchange.rows(*each) for each in of_groups]
+        return [self._rows_between.rows(group, *each) for group, each in enumerate(of_groups)]
 
     def _look_up(self, received: NDArray[np.uint64], headers: NDArray[np.int64]) -> list[Tensor]:
         """Read the rows here. Trainers that are at different steps, after a pause, are served one step after

@@ -31,7 +31,7 @@ from satrap.device.kernels import kernels_of
 from satrap.device.owned_rows import LookupTime, OwnedRows
 from satrap.device.round_thread import RoundThread
 from satrap.device.runs import PooledFeatures, Runs
-from satrap.device.segments import TableGroups
+from satrap.device.segments import TableGroups, send_to_all
 from satrap.errors import TicketError
 from satrap.interrupts import Uninterrupted
 from satrap.worker.server_group import ServerGroup
@@ -81,6 +81,8 @@ class CollectiveRows(ShardedRows):
         self.device, self._features, self._staleness = device, features, staleness
         self._tables = servers.job.tables
         self._groups, self._kernels = TableGroups.of(self._tables), kernels_of(device)
+        self._rank, self._to_all = servers.trainer, self._groups.of_kinds("replicated", "columns")
+        self._owners = self._owners_of(servers)
         self._pooled = [PooledFeatures.of(features, tables, device) for tables in self._groups.tables]
         self._absent = [torch.empty((0, dim), device=device) for _, dim in self._groups.layouts]
         self._exchanges = lookups, updates = Exchange(device), Exchange(device)
@@ -94,6 +96,12 @@ class CollectiveRows(ShardedRows):
         self._has_ended = True  # changes under the lock, so that no lookup follows the end of the lookups
         self._stream_lock = threading.Lock()
         self._unfinished: tuple[CollectiveTicket, Future[list[Tensor]]] | None = None
+
+    def _owners_of(self, servers: ServerGroup) -> NDArray[np.uint32]:
+        """Return whom to ask for each bucket: this trainer itself for tables of which each trainer has all ids."""
+        buckets = [table.resolved_num_buckets for table in self._tables]
+        is_own = np.repeat(np.isin(np.arange(len(buckets)), self._to_all), buckets)
+        return np.where(is_own, np.uint32(self._rank), servers.topology.owners)
 
     # -- streams -------------------------------------------------------------------------------------------------------
 
@@ -214,14 +222,19 @@ class CollectiveRows(ShardedRows):
             to.copy_(torch.from_numpy(rows))
 
     def _start(self, request: BagRequest, step: int) -> "tuple[CollectiveTicket, Future[list[Tensor]] | None]":
-        owners, num_owners = self._servers.topology.owners, len(self._servers.topology)
         split = self.split.lookup(
-            request.values, request.offsets, request.weights, request.batch_size, owners, num_owners, True
+            request.values,
+            request.offsets,
+            request.weights,
+            request.batch_size,
+            self._owners,
+            len(self._servers.topology),
+            True,
         )
         weight = 1.0 if request.weights is None or not len(request.weights) else np.abs(request.weights).max()
         ticket = CollectiveTicket(split, len(request.values) * max(1.0, float(weight)), self)
         at = LookupTime(step, request.oldest_open or step, request.first_epoch)
-        return ticket, self._submit(LookupPart(at, *_sent(split)))
+        return ticket, self._submit(LookupPart(at, *send_to_all(self._to_all, self._rank, *_sent(split))))
 
     def _submit(self, part: LookupPart) -> "Future[list[Tensor]] | None":
         """Start a round of the lookups; return None if they have ended."""
@@ -260,11 +273,11 @@ class CollectiveRows(ShardedRows):
         largest = float(flat.abs().max()) if len(flat) else 0.0
         if not largest * scale * sum(each.bound for each in tickets) < LARGEST:  # not true of a NaN either
             return self._checked_part(request, rates)
-        topology, splits = self._servers.topology, [each.split for each in tickets]
+        splits, num_owners = [each.split for each in tickets], len(self._servers.topology)
         given = [
             (block is not None, [each is not None for each in sequences]) for block, sequences in request.gradients
         ]
-        laid_out, found = self.split.runs(splits, given, topology.owners, len(topology), self._groups.numbers)
+        laid_out, found = self.split.runs(splits, given, self._owners, num_owners, self._groups.numbers)
         ids, counts = _sent(laid_out)
         runs = Runs.to_device(found, self.device)
         sums = []
@@ -276,11 +289,10 @@ class CollectiveRows(ShardedRows):
                 of_table = runs.of_tables(range(table, table + 1))
                 self._kernels.update(values, values[:, :0], of_table, flat, _SUM, -1.0, scale, 1, skip_nonfinite=False)
             sums.append(values)
-        return UpdatePart(ids, counts, sums, rates)
+        return UpdatePart(*send_to_all(self._to_all, self._rank, ids, counts), sums, rates)
 
     def _checked_part(self, request: UpdateRequest, rates: Sequence[float]) -> UpdatePart:
         """Return the same, summed on the CPU: raise NonFiniteError if a table refuses a gradient, or leave it out."""
-        topology = self._servers.topology
         on_cpu: list[TicketGradients] = [
             (
                 None if block is None else block.cpu().numpy(),
@@ -289,7 +301,7 @@ class CollectiveRows(ShardedRows):
             for block, sequences in request.gradients
         ]
         splits = [each.split for each in request.tickets]
-        found = self.split.sums(splits, on_cpu, request.scale, topology.owners, len(topology))
+        found = self.split.sums(splits, on_cpu, request.scale, self._owners, len(self._servers.topology))
         self._servers.add_skipped(found.skipped)
         ids, counts = _sent(found)
         by_group: list[list[NDArray[np.float32]]] = [[] for _ in self._groups.tables]
@@ -300,7 +312,7 @@ class CollectiveRows(ShardedRows):
                 by_group[self._groups.numbers[table]].append(gradients[at : at + count * dim].reshape(count, dim))
                 at += count * dim
         sums = [to_device(np.concatenate(each), self.device) for each in by_group]
-        return UpdatePart(ids, counts, sums, rates)
+        return UpdatePart(*send_to_all(self._to_all, self._rank, ids, counts), sums, rates)
 
 
 def _sent(laid_out: Any) -> tuple[list[NDArray[np.uint64]], NDArray[np.int64]]:

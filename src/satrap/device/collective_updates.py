@@ -16,6 +16,7 @@ from torch import Tensor
 from satrap.device.exchange import Exchange
 from satrap.device.owned_rows import OwnedRows
 from satrap.device.round_thread import RoundThread
+from satrap.device.row_exchange import RowExchange
 from satrap.device.segments import TableGroups
 from satrap.device.step_order import StepOrder
 from satrap.errors import StreamError
@@ -33,7 +34,7 @@ class UpdatePart:
     counts: NDArray[np.int64]
     """How many of each table, [trainers, tables]."""
     sums: Sequence[Tensor]
-    """For each group of tables the gradients, owner by owner."""
+    """For each group of tables the gradients, owner by owner; once, if they go to all trainers."""
     lrs: Sequence[float]
     """The rate of each table."""
 
@@ -46,6 +47,7 @@ class CollectiveUpdates:
     ) -> None:
         """owned: returns the rows that this trainer owns."""
         self._exchange, self._groups, self._owned, self._thread = exchange, groups, owned, thread
+        self._rows_between = RowExchange(exchange, groups)
         num_tables = len(groups.numbers)
         self._rates = slice(_COUNTS + num_tables, _COUNTS + 2 * num_tables)
         self._counts = slice(_COUNTS, _COUNTS + num_tables)
@@ -149,7 +151,7 @@ class CollectiveUpdates:
         owned = self._owned()
         sums = [owned.empty(0, dim) for _, dim in self._groups.layouts] if part is None else part.sums
         of_groups = zip(sums, self._groups.counts(sent), self._groups.counts(counts), strict=True)
-        gradients = [self._exchange.rows(*each) for each in of_groups]
+        gradients = [self._rows_between.gradients(group, *each) for group, each in enumerate(of_groups)]
         first = int(np.flatnonzero(headers[:, _KIND] == _PART)[0])
         lrs = headers[first, self._rates].view(np.float64).tolist()
         owned.apply(received, counts, gradients, step, lrs)

@@ -10,9 +10,11 @@ from satrap.config.job import Job
 from satrap.device.collective_rows import CollectiveRows
 from satrap.device.device_blocks import DeviceBlocks
 from satrap.device.device_engine import DeviceEngine
+from satrap.device.device_memory import DeviceMemory
 from satrap.device.owned_rows import OwnedRows
 from satrap.device.segments import TableGroups
-from satrap.table.engine import Slot
+from satrap.device.table_shards import Trainer
+from satrap.table.engine import Slot, native_config
 from satrap.worker.server_group import ServerGroup
 from satrap.worker.sharded_rows import ShardedWorker
 
@@ -20,19 +22,44 @@ from satrap.worker.sharded_rows import ShardedWorker
 class OwnTables:
     """The tables that this trainer's server has: empty ones at first, and others after each restore."""
 
-    def __init__(self, features: Features, device: torch.device) -> None:
-        self._features, self._device = features, device
+    def __init__(
+        self, features: Features, device: torch.device, device_memory: DeviceMemory, rank: int, world_size: int
+    ) -> None:
+        """device_memory: that of `Embeddings`, of each trainer. Raise ConfigError for a table that so many trainers
+        cannot divide."""
+        self._features, self._device, self._device_memory = features, device, device_memory
+        self.trainer = Trainer(rank, world_size)
+        for table in features.tables:
+            self.trainer.columns(table, native_config(table).state_dim)
         self.num_threads: int | None = None
         """Threads of one call on the tables that are created next; None: all cores."""
         self._groups = TableGroups.of(features.tables)
         self._rows: OwnedRows | None = None
+        self._engine: DeviceEngine | None = None
 
     def open(self, job: Job) -> list[Slot]:
         """Create empty tables, for the server. The earlier ones must be unused: a device may not hold both."""
-        self._rows = None
-        engine = DeviceEngine(job.tables, self._device, seed=job.seed, num_threads=self.num_threads)
-        self._rows = OwnedRows(self._features, engine, self._groups)
+        self._rows = self._engine = None
+        engine = DeviceEngine(
+            job.tables,
+            self._device,
+            seed=job.seed,
+            num_threads=self.num_threads,
+            device_memory=self._device_memory,
+            trainer=self.trainer,
+        )
+        self._engine, self._rows = engine, OwnedRows(self._features, engine, self._groups, self.trainer.rank)
         return engine.slots(job.seed)
+
+    @property
+    def has_columns(self) -> bool:
+        """Whether a table is divided by columns, which trainers then read from each other."""
+        return bool(self._groups.of_kinds("columns"))
+
+    def engine(self) -> DeviceEngine:
+        """Return the engine of these tables."""
+        assert self._engine is not None, "the handshake creates tables before there is a call"
+        return self._engine
 
     def rows(self) -> OwnedRows:
         """Return the rows of these tables."""

@@ -20,7 +20,8 @@ from satrap.config.tables import Table
 from satrap.device.device_memory import DeviceMemory
 from satrap.device.move_queue import MoveQueue
 from satrap.device.row_memory import RowMemory, memories_of
-from satrap.errors import InputError
+from satrap.device.table_shards import ALONE, Part, Trainer, capacities_of, kind_of
+from satrap.errors import InputError, SnapshotError
 from satrap.interrupts import Uninterrupted
 from satrap.table.engine import Slot, native_config, slots_of
 
@@ -42,17 +43,24 @@ class DeviceEngine:
         seed: int,
         num_threads: int | None,
         device_memory: DeviceMemory = None,
+        trainer: Trainer = ALONE,
     ) -> None:
-        """Create empty tables. seed and num_threads are those of `Store`, device_memory is that of `Embeddings`."""
-        state_dims = [native_config(table).state_dim for table in tables]
-        self.tables, self.device = tables, device
-        self.memories = memories_of(tables, state_dims, device, device_memory)
+        """Create empty tables. seed and num_threads are those of `Store`, device_memory is that of `Embeddings`.
+        trainer: of several, which trainer this is."""
+        self.tables, self.device, self._trainer = tables, device, trainer
+        self._columns = [trainer.columns(table, native_config(table).state_dim) for table in tables]
+        layouts = [columns.layout(table.dtype) for columns, table in zip(self._columns, tables, strict=True)]
+        capacities = capacities_of(tables, trainer.rank, trainer.world_size)
+        self.memories = memories_of(tables, layouts, device, device_memory, capacities)
         pools = {number: pool for pool, memory in enumerate(self.memories) for number in memory.tables}
         configs = [native_config(table, pools[number]) for number, table in enumerate(tables)]
         self.core = _core.Engine(configs, seed, thread_count(num_threads))
         for pool, memory in enumerate(self.memories):
             if memory.home is not None and memory.most is not None:
                 self.core.set_device_frames(pool, memory.most)
+        for number, table in enumerate(tables):
+            if trainer.world_size > 1 and kind_of(table) != "rows":
+                self.core.share_buckets(number)
         self._is_tiered = any(memory.home is not None for memory in self.memories)
         self.moves = MoveQueue(device if self._is_tiered else None)
         self._lock = threading.Lock()
@@ -148,13 +156,59 @@ class DeviceEngine:
                 values, state = self.initial_rows(table, inserted["ids"][rows])
                 self.memory(table).write(inserted["frames"][rows], values, state)
 
-    def initial_rows(self, table: int, ids: NDArray[np.uint64]) -> tuple[NDArray[Any], NDArray[np.float32]]:
-        """Return the values, of 16 bits as uint16, and states that rows of the ids begin with."""
-        layout = self.memory(table).layout
-        values = np.empty((len(ids), layout.dim), np.float32 if layout.dtype == "float32" else np.uint16)
-        state = np.empty((len(ids), layout.state_dim), np.float32)
+    def initial_rows(self, table: int, ids: NDArray[np.uint64]) -> Part:
+        """Return the values, of 16 bits as uint16, and states that rows of the ids begin with, as they are here: in
+        some columns of a table that is divided by columns."""
+        return self._columns[table].take(*self._initial_whole(table, ids))
+
+    def _initial_whole(self, table: int, ids: NDArray[np.uint64]) -> Part:
+        values, state = self._empty_rows(table, len(ids))
         self.core.initial_rows(table, ids, values, state)
         return values, state
+
+    def _empty_rows(self, table: int, rows: int) -> Part:
+        """Return memory for whole rows as they are stored."""
+        columns, dtype = self._columns[table], self.tables[table].dtype
+        values = np.empty((rows, columns.dim), np.float32 if dtype == "float32" else np.uint16)
+        return values, np.empty((rows, columns.state_dim), np.float32)
+
+    # -- rows divided by columns ---------------------------------------------------------------------------------------
+
+    def read_columns(self, table: int, ids: NDArray[np.uint64]) -> tuple[NDArray[np.bool_], Part]:
+        """Return for each id whether it has a row, and the columns of its row that are here."""
+        layout = self.memory(table).layout
+        values, state = self._empty_rows(table, len(ids))
+        values, state = values[:, : layout.dim], state[:, : layout.state_dim]
+        with self.in_order():
+            places = self.core.read_frames(table, ids)
+            present = places != -1
+            values[present], state[present] = self.memory(table).read(places[present])
+        return present, (values, state)
+
+    def _whole(self, table: int, ids: NDArray[np.uint64], part: Part) -> tuple[NDArray[np.bool_], Part]:
+        """Return for each id whether all trainers have its row, and the whole rows. part: the columns that are here.
+        The caller does not hold the lock: another trainer may ask for columns meanwhile."""
+        present, columns = np.ones(len(ids), np.bool_), self._columns[table]
+        if columns.is_whole:
+            return present, part
+        whole = self._empty_rows(table, len(ids))
+        if not len(ids):
+            return present, whole
+        columns.put(part, *whole)
+        for rank, found, stored, state in self._trainer.read_others(table, ids):
+            values = stored.view(whole[0].dtype).reshape(len(ids), -1)
+            other = self._trainer.columns(self.tables[table], columns.state_dim, rank)
+            other.put((values, state.reshape(len(ids), -1)), *whole)
+            present &= found
+        return present, whole
+
+    def _add_rows(self, table: int, columns: dict[str, Any], part: Part) -> None:
+        """Add values and state to the columns of an export."""
+        present, (columns["values"], columns["state"]) = self._whole(table, columns["id"], part)
+        if not present.all():
+            raise SnapshotError(
+                f"table {self.tables[table].name!r}: a row was removed while it was saved; save between two steps"
+            )
 
     # -- as an engine --------------------------------------------------------------------------------------------------
 
@@ -170,7 +224,11 @@ class DeviceEngine:
         with self.in_order():
             places = self.core.read_frames(table, ids)
             present[:] = places != -1
-            values[present], state[present] = self.memory(table).read_floats(places[present])
+            part = self.memory(table).read(places[present])
+        if present.any():
+            found, (whole, whole_state) = self._whole(table, ids[present], part)
+            present[present] = found
+            values[present], state[present] = self.memory(table).as_floats(whole)[found], whole_state[found]
 
     def next_step(self) -> int:
         """Refuse: a store's lookup wants to train."""
@@ -197,10 +255,10 @@ class DeviceEngine:
             of_table = ids[offsets[number] : offsets[number + 1]]
             values = np.zeros((len(of_table), table.dim), np.float32)
             present = np.empty(len(of_table), np.bool_)
-            state = np.empty((len(of_table), self.memory(number).layout.state_dim), np.float32)
+            state = np.empty((len(of_table), self._columns[number].state_dim), np.float32)
             self.read(number, of_table, values, state, present)
             if table.absent == "initial":
-                initial, _ = self.initial_rows(number, of_table[~present])
+                initial, _ = self._initial_whole(number, of_table[~present])
                 values[~present] = self.memory(number).as_floats(initial)
             flat[at : at + values.size] = values.reshape(-1)
             at += values.size
@@ -213,7 +271,8 @@ class DeviceEngine:
         """Return the rows of some buckets as columns, as the core does."""
         with self.in_order():
             columns = self.core.export_rows(table, first, last, since)
-            columns["values"], columns["state"] = self.memory(table).read(columns.pop("frame"))
+            part = self.memory(table).read(columns.pop("frame"))
+        self._add_rows(table, columns, part)
         return columns
 
     def export_cut(self, table: int, first: int, last: int, since: int) -> dict[str, Any]:
@@ -221,7 +280,8 @@ class DeviceEngine:
         in place, on the device and at home, and nothing keeps what they were at the cut."""
         with self.in_order():
             columns: dict[str, Any] = self.core.export_cut(table, first, last, since)
-            columns["values"], columns["state"] = self.memory(table).read(columns.pop("frame"))
+            part = self.memory(table).read(columns.pop("frame"))
+        self._add_rows(table, columns, part)
         return columns
 
     def import_rows(
@@ -237,13 +297,16 @@ class DeviceEngine:
             counts = np.zeros(len(self.tables), np.int64)
             counts[table] = len(ids)
             self.reserve(counts)
-            self.memory(table).write(self.core.import_frames(table, ids, steps), values, state)
+            part = self._columns[table].take(values, state)
+            self.memory(table).write(self.core.import_frames(table, ids, steps), *part)
 
     def stats(self, table: int) -> dict[str, int]:
-        """Return the counts of a table; its bytes include its rows on the device and at home. If some are at home,
-        on_device and at_home count them, and moved_in and moved_out those that were moved to the device and back."""
+        """Return the counts of a table; its bytes include its rows on the device and at home. Of several trainers, each
+        counts what it owns. If some are at home, on_device and at_home count them, and moved_in and moved_out those
+        that were moved to the device and back."""
         counts: dict[str, int] = self.core.stats(table)
-        counts["bytes"] += counts["rows"] * self.memory(table).layout.row_bytes
+        copies = self._trainer.world_size if kind_of(self.tables[table]) == "replicated" else 1
+        counts["bytes"] += counts["rows"] * self._columns[table].whole_bytes(self.tables[table].dtype) * copies
         if "on_device" in counts:
             counts["at_home"] = counts["rows"] - counts["on_device"]
         return counts

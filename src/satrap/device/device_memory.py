@@ -29,8 +29,13 @@ class Share:
 ALL = Share("all", None)
 
 
-def shares_of(tables: Sequence[Table], row_bytes: Sequence[int], device_memory: DeviceMemory) -> list[Share]:
-    """Return the share of each table. row_bytes: of a row of each.
+def shares_of(
+    tables: Sequence[Table],
+    row_bytes: Sequence[int],
+    device_memory: DeviceMemory,
+    capacities: Sequence[int | None],
+) -> list[Share]:
+    """Return the share of each table. row_bytes: of a row of each. capacities: how many rows each can have here.
 
     device_memory: of all tables together; or by table bytes, "all" or "none", where a table without an entry is "all";
         None: all rows are on the device."""
@@ -46,12 +51,12 @@ def shares_of(tables: Sequence[Table], row_bytes: Sequence[int], device_memory: 
             for table, size in zip(tables, row_bytes, strict=True)
         ]
     total = as_bytes("device_memory", device_memory)
-    demands = [rows_of(table) for table in tables]
     sizes = divide_bytes(
-        total, [None if rows is None else rows * size for rows, size in zip(demands, row_bytes, strict=True)]
+        total, [None if rows is None else rows * size for rows, size in zip(capacities, row_bytes, strict=True)]
     )
-    for table, size, least in zip(tables, sizes, row_bytes, strict=True):
-        _require_row("device_memory", table, size, least)
+    for table, size, least, rows in zip(tables, sizes, row_bytes, capacities, strict=True):
+        if rows != 0:
+            _require_row("device_memory", table, size, least)
     return [Share("shared", size) for size in sizes]
 
 

@@ -215,9 +215,8 @@ class DeviceRows:
         """Sum the gradients of some tables' rows, and apply their optimizer."""
         tables, optimizer, lr, skip = group
         memory, part = self._engine.memory(tables.start), runs.of_tables(tables)
-        summed = self._kernels.update(
-            memory.values, memory.state, part, flat, optimizer, lr, scale, step, skip_nonfinite=skip
-        )
+        how = {"skip_nonfinite": skip, "first": memory.layout.first}
+        summed = self._kernels.update(memory.values, memory.state, part, flat, optimizer, lr, scale, step, **how)
         return [] if summed is None else [partial(self._settle, runs, tables, summed, step)]
 
     def _step_at_home(
@@ -227,7 +226,8 @@ class DeviceRows:
         tables, optimizer, lr, skip = group
         memory = self._engine.memory(tables.start)
         rows = memory.staged(places)
-        self._kernels.update(rows.values, rows.state, runs, flat, optimizer, lr, scale, step, skip_nonfinite=skip)
+        how = {"skip_nonfinite": skip, "first": memory.layout.first}
+        self._kernels.update(rows.values, rows.state, runs, flat, optimizer, lr, scale, step, **how)
         memory.send_home(rows, places)
 
     def _settle(self, runs: Runs, tables: range, summed: Tensor, step: int) -> None:

@@ -32,10 +32,10 @@ def sqrt(x: Tensor) -> Tensor:
     return torch.from_numpy(np.sqrt(x.numpy())) if x.device.type == "cpu" else x.sqrt()
 
 
-def draw_elements(keys: Tensor, dim: int) -> Tensor:
-    """Return 32 random bits for each element of rows with these keys, as int64 [rows, dim]: `draw_element` of the
-    core."""
-    element = torch.arange(dim, device=keys.device)
+def draw_elements(keys: Tensor, first: int, dim: int) -> Tensor:
+    """Return 32 random bits for each of the elements from `first` on of rows with these keys, as int64 [rows, dim]:
+    `draw_element` of the core."""
+    element = torch.arange(first, first + dim, device=keys.device)
     low, high = keys[:, None] & _LOW_32, (keys[:, None] >> 32) & _LOW_32
     x = (low + element * 0x9E3779B9) & _LOW_32
     x = x ^ (x >> 16)

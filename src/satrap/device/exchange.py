@@ -76,8 +76,11 @@ class Exchange:
                     work.wait()  # the device's queue waits, and this thread does not
                 return
             except RuntimeError:
-                if work.is_completed() or group is not self._host:
+                if group is not self._host:
                     raise
+                if work.is_completed():  # with an error, which this raises; or since the slice ended
+                    work.wait()
+                    return
                 if self.is_abandoned:
                     raise StreamError("the embeddings were closed before all trainers had joined a step") from None
 

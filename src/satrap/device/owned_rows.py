@@ -14,9 +14,8 @@ from satrap.config.features import Features
 from satrap.device.device_engine import DeviceEngine, Owed
 from satrap.device.device_rows import LARGEST, DeviceRows
 from satrap.device.host_copy import to_device
-from satrap.device.row_layout import DTYPES
 from satrap.device.segments import JoinedIds, TableGroups
-from satrap.errors import InputError
+from satrap.errors import InputError, NonFiniteError
 
 _MOST_PLACES = 2**31 - 1  # counted in int32
 
@@ -31,18 +30,22 @@ class LookupTime:
 
 
 class OwnedRows(DeviceRows):
-    """The rows of some buckets of each table, all of them on the device."""
+    """The rows that this trainer has of each table."""
 
-    def __init__(self, features: Features, engine: DeviceEngine, groups: TableGroups) -> None:
-        """engine: of the features' tables. groups: of these tables."""
+    def __init__(self, features: Features, engine: DeviceEngine, groups: TableGroups, rank: int) -> None:
+        """engine: of the features' tables. groups: of these tables. rank: of this trainer."""
         super().__init__(features, engine)
-        self._groups = groups
+        self._groups, self._rank, self._replicated = groups, rank, groups.of_kinds("replicated")
+        self._divided = groups.of_kinds("columns")
 
     def look_up(self, received: NDArray[np.uint64], counts: NDArray[np.int64], at: LookupTime) -> list[Tensor]:
-        """Return the rows of ids, in training: for each group its lines, as they are stored.
+        """Return the rows of ids, in training: for each group its lines, as they are stored. Other trainers have the
+        rows of replicated tables themselves.
 
         counts: how many ids of each table each trainer sent, [trainers, tables]."""
-        joined = JoinedIds.join(received, counts, self._groups)
+        asked = counts.copy()
+        asked[np.ix_(np.arange(len(counts)) != self._rank, self._replicated)] = 0
+        joined = JoinedIds.join(received, counts, self._groups, asked)
         frames = np.empty(len(joined.ids), np.int32)
         with self._engine.exclusive():
             self._engine.reserve(np.diff(joined.offsets))
@@ -52,7 +55,10 @@ class OwnedRows(DeviceRows):
                 )
             finally:  # a lookup that fails has inserted rows too
                 self._engine.place_rows()
-            return self._lines(joined, frames, found, counts)
+            self._engine.moves.wait(self._engine.moves.moved)
+            lines = self._lines(joined, frames, found, asked)
+            self._engine.moves.note_use()
+            return lines
 
     def _lines(
         self,
@@ -63,12 +69,14 @@ class OwnedRows(DeviceRows):
     ) -> list[Tensor]:
         """Copy the rows of the frames to the lines of their groups."""
         per_group = self._groups.counts(counts)
+        layouts = [self._engine.memory(tables[0]).layout for tables in self._groups.tables]
         lines = [
-            torch.empty((sum(each), dim), dtype=DTYPES[dtype], device=self.device)
-            for each, (dtype, dim) in zip(per_group, self._groups.layouts, strict=True)
+            torch.empty((sum(each), layout.dim), dtype=layout.torch_dtype, device=self.device)
+            for each, layout in zip(per_group, layouts, strict=True)
         ]
         for memory in self._engine.memories:
             at = np.concatenate([np.arange(*joined.offsets[[t, t + 1]]) for t in memory.tables])
+            at = at[joined.lines[at] >= 0]
             if not len(at):
                 continue
             chosen = frames[at]
@@ -93,14 +101,14 @@ class OwnedRows(DeviceRows):
 
         sums: for each group the gradient of each line, in float32."""
         joined = JoinedIds.join(received, counts, self._groups)
-        dims = np.array([table.dim for table in self._tables])
+        dims = np.array([self._engine.memory(table).layout.dim for table in range(len(self._tables))])
         places = joined.lines * dims[joined.tables()]
         if len(places) and int(places.max()) + int(dims.max()) > _MOST_PLACES:
             raise InputError(
                 f"step {step}: the gradients for one trainer hold more than {_MOST_PLACES} floats, the most "
                 "that fit on a device: make smaller batches"
             )
-        with self._engine.exclusive():
+        with self._engine.in_order():
             skips = self._check_sums(joined, sums, len(counts))
             groups = list(self._fused_tables(dict(enumerate(lrs)), skips=skips))
             flats = [sums[self._groups.numbers[tables.start]].reshape(-1) for tables, *_ in groups]
@@ -119,8 +127,25 @@ class OwnedRows(DeviceRows):
         if largest * num_trainers < LARGEST:  # not true of a NaN
             return False
         on_cpu = [each.cpu().numpy() for each in sums]
-        flat = [
-            on_cpu[self._groups.numbers[t]][joined.lines[joined.offsets[t] : joined.offsets[t + 1]]].reshape(-1)
-            for t in range(len(self._tables))
-        ]
+        flat = []
+        for table in range(len(self._tables)):
+            part = slice(*joined.offsets[table : table + 2])
+            gradients = on_cpu[self._groups.numbers[table]][joined.lines[part]]
+            if table in self._divided:  # another trainer may find another sum to be infinite
+                self._require_finite_sums(table, joined.ids[part], gradients)
+                gradients = np.zeros((len(gradients), self._tables[table].dim), np.float32)
+            flat.append(gradients.reshape(-1))
         return bool(self._engine.core.check_id_gradients(joined.ids, joined.offsets, np.concatenate(flat)))
+
+    def _require_finite_sums(self, table: int, ids: NDArray[np.uint64], gradients: NDArray[np.float32]) -> None:
+        """Raise NonFiniteError if a sum over all trainers is not finite."""
+        unique, at = np.unique(ids, return_inverse=True)
+        sums = np.zeros((len(unique), gradients.shape[1]), np.float32)
+        with np.errstate(over="ignore", invalid="ignore"):
+            np.add.at(sums, at, gradients)
+        if len(wrong := np.flatnonzero(~np.isfinite(sums).all(1))):
+            raise NonFiniteError(
+                f"table {self._tables[table].name!r}: the gradients of all trainers for id {unique[wrong[0]]} have a "
+                "sum that is not finite, and with shard='columns' no trainer has the whole row to leave it out: clip "
+                "the gradients, or use another shard"
+            )

@@ -115,17 +115,19 @@ def update(
     step: int,
     *,
     skip_nonfinite: bool,
+    first: int = 0,
 ) -> Tensor | None:
     """Sum the gradients of each run in order, and apply the optimizer to its row, once.
 
     gradients: flat; runs.places are positions in it.
+    first: the element of the whole row that the first value of these rows is.
     skip_nonfinite: leave out a gradient that is not finite, and all of a run whose sum is not. Then return how many
         gradients of each run were summed."""
     sums, summed = _sum_runs(runs, gradients, values.shape[1], scale, skip_nonfinite=skip_nonfinite)
     stepped = (runs.frames >= 0) & (summed > 0)
     if bool(stepped.any()):
         keys = None if runs.keys is None else runs.keys[stepped]
-        _step_rows(values, state, runs.frames[stepped], sums[stepped], optimizer, lr, keys, step)
+        _step_rows(values, state, runs.frames[stepped], sums[stepped], optimizer, lr, keys, step, first)
     return summed if skip_nonfinite else None
 
 
@@ -164,6 +166,7 @@ def _step_rows(
     lr: float,
     keys: Tensor | None,
     step: int,
+    first: int,
 ) -> None:
     """Apply one optimizer step to the rows of these frames, each of which occurs once."""
     stored = values[frames]
@@ -172,7 +175,7 @@ def _step_rows(
     state[frames] = of_rows
     if stored.dtype != torch.float32:
         assert keys is not None
-        new = round_stochastic(new, stored.dtype, draw_elements(step_keys(keys, step), values.shape[1]))
+        new = round_stochastic(new, stored.dtype, draw_elements(step_keys(keys, step), first, values.shape[1]))
     values[frames] = new
 
 

@@ -14,6 +14,8 @@ class RowLayout:
     dtype: str
     dim: int
     state_dim: int
+    first: int = 0
+    """The element of a whole row that comes first: random draws are those of whole rows."""
 
     @property
     def torch_dtype(self) -> torch.dtype:

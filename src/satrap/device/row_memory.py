@@ -20,6 +20,7 @@ from satrap.device.home_memory import IN, OUT, HomeMemory
 from satrap.device.host_copy import to_device
 from satrap.device.kernels import kernels_of
 from satrap.device.row_layout import RowLayout
+from satrap.device.table_shards import kind_of
 from satrap.errors import CapacityError
 
 _GROWTH = 1.5
@@ -27,19 +28,22 @@ _MOST_FRAMES = 2**31 - 1  # of the core
 
 
 def memories_of(
-    tables: Sequence[Table], state_dims: Sequence[int], device: torch.device, device_memory: DeviceMemory = None
+    tables: Sequence[Table],
+    layouts: Sequence[RowLayout],
+    device: torch.device,
+    device_memory: DeviceMemory = None,
+    capacities: Sequence[int | None] | None = None,
 ) -> list["RowMemory"]:
-    """Return a memory for each layout and each part of the device's memory, with the numbers of its tables."""
-    layouts = [
-        RowLayout(table.dtype, table.dim, state_dim) for table, state_dim in zip(tables, state_dims, strict=True)
-    ]
-    shares = shares_of(tables, [layout.row_bytes for layout in layouts], device_memory)
-    groups: dict[tuple[RowLayout, str], list[int]] = {}
-    for number, (layout, share) in enumerate(zip(layouts, shares, strict=True)):
-        groups.setdefault((layout, share.group), []).append(number)
+    """Return a memory for each layout and each part of the device's memory, with the numbers of its tables. layouts: of
+    each table's rows. capacities: how many rows each can have here, None: any number; without them, its capacity."""
+    capacities = capacities or [rows_of(table) for table in tables]
+    shares = shares_of(tables, [layout.row_bytes for layout in layouts], device_memory, capacities)
+    groups: dict[tuple[RowLayout, str, str], list[int]] = {}
+    for number, (table, layout, share) in enumerate(zip(tables, layouts, shares, strict=True)):
+        groups.setdefault((layout, share.group, kind_of(table)), []).append(number)
     return [
-        _memory_of(layout, device, numbers, [tables[i] for i in numbers], [shares[i].size for i in numbers])
-        for (layout, _), numbers in groups.items()
+        _memory_of(layout, device, numbers, [capacities[i] for i in numbers], [shares[i].size for i in numbers])
+        for (layout, *_), numbers in groups.items()
     ]
 
 
@@ -47,10 +51,9 @@ def _memory_of(
     layout: RowLayout,
     device: torch.device,
     numbers: list[int],
-    tables: Sequence[Table],
+    capacities: Sequence[int | None],
     sizes: Sequence[int | None],
 ) -> "RowMemory":
-    capacities = [rows_of(table) for table in tables]
     bounded = [rows for rows in capacities if rows is not None]
     most = sum(bounded) if len(bounded) == len(capacities) else None
     shares = [size for size in sizes if size is not None]
@@ -145,11 +148,6 @@ class RowMemory:
             values.numpy() if values.dtype == torch.float32 else values.view(torch.int16).numpy().view(np.uint16)
         )
         return as_stored, rows.state.cpu().numpy()
-
-    def read_floats(self, places: NDArray[np.int32]) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-        """Return the values as float32, and the states."""
-        values, state = self.read(places)
-        return self.as_floats(values), state
 
     # -- rows at home --------------------------------------------------------------------------------------------------
 

@@ -1,8 +1,9 @@
 """Where the ids of several trainers are in the arrays of one exchange. Pure: numbers in, numbers out.
 
 What a trainer receives comes trainer by trainer, and within a trainer table by table. The core takes it joined: table
-by table, and within a table in the order of the ranks. Rows and gradients travel in groups of tables that have the same
-dtype and dim; a line of a group is a row, counted over what one exchange carries of the group.
+by table, and within a table in the order of the ranks. Rows and gradients travel in groups of tables that are divided
+over the trainers in the same way and have the same dtype and dim; a line of a group is a row, counted over what one
+exchange carries of the group.
 """
 
 from collections.abc import Sequence
@@ -12,29 +13,37 @@ import numpy as np
 from numpy.typing import NDArray
 
 from satrap.config.tables import Table
+from satrap.device.table_shards import Kind, kind_of
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TableGroups:
-    """The tables of a job, grouped by the dtype and dim of their rows."""
+    """The tables of a job, grouped by how they are divided over trainers, and the dtype and dim of their rows."""
 
     numbers: NDArray[np.uint32]
     """The group of each table."""
     tables: tuple[tuple[int, ...], ...]
     """The tables of each group."""
+    kinds: tuple[Kind, ...]
+    """How the tables of each group are divided."""
     layouts: tuple[tuple[str, int], ...]
     """The dtype and dim of each group."""
 
     @classmethod
     def of(cls, tables: Sequence[Table]) -> "TableGroups":
         """Group the tables of a job."""
-        found: dict[tuple[str, int], list[int]] = {}
+        found: dict[tuple[Kind, str, int], list[int]] = {}
         for number, table in enumerate(tables):
-            found.setdefault((table.dtype, table.dim), []).append(number)
+            found.setdefault((kind_of(table), table.dtype, table.dim), []).append(number)
         numbers = np.empty(len(tables), np.uint32)
         for group, members in enumerate(found.values()):
             numbers[members] = group
-        return cls(numbers, tuple(map(tuple, found.values())), tuple(found))
+        kinds, layouts = tuple(kind for kind, *_ in found), tuple((dtype, dim) for _, dtype, dim in found)
+        return cls(numbers, tuple(map(tuple, found.values())), kinds, layouts)
+
+    def of_kinds(self, *kinds: Kind) -> list[int]:
+        """Return the tables, in order, that are divided in one of these ways."""
+        return [table for table, group in enumerate(self.numbers) if self.kinds[group] in kinds]
 
     def counts(self, counts: NDArray[np.int64]) -> list[list[int]]:
         """Return for each group how many of its lines each trainer has. counts: ids, [trainers, tables]."""
@@ -50,25 +59,57 @@ class JoinedIds:
     offsets: NDArray[np.int64]
     """Where each table's begin, and where the last one's end."""
     lines: NDArray[np.int64]
-    """The line of each id in the group of its table."""
+    """The line of each id in the group of its table; -1: there is none."""
 
     @classmethod
-    def join(cls, received: NDArray[np.uint64], counts: NDArray[np.int64], groups: TableGroups) -> "JoinedIds":
-        """Join ids in the order of an exchange. counts: ids of each trainer and table, [trainers, tables]."""
+    def join(
+        cls,
+        received: NDArray[np.uint64],
+        counts: NDArray[np.int64],
+        groups: TableGroups,
+        lines: NDArray[np.int64] | None = None,
+    ) -> "JoinedIds":
+        """Join ids in the order of an exchange. counts: ids of each trainer and table, [trainers, tables]. lines: how
+        many of them have a line, all or none; without it, all have."""
         begin = _starts(counts.ravel()).reshape(counts.shape)
+        lines = counts if lines is None else lines
         first_line = np.empty_like(counts)
         for tables in groups.tables:
-            of_group = counts[:, list(tables)]
+            of_group = lines[:, list(tables)]
             first_line[:, list(tables)] = _starts(of_group.ravel()).reshape(of_group.shape)
         lengths = counts.T.ravel()
         within = np.arange(len(received)) - np.repeat(_starts(lengths), lengths)
         offsets = np.concatenate([[0], counts.sum(0).cumsum()]).astype(np.int64)
         ids = received[np.repeat(begin.T.ravel(), lengths) + within]
-        return cls(ids, offsets, np.repeat(first_line.T.ravel(), lengths) + within)
+        found = np.repeat(first_line.T.ravel(), lengths) + within
+        found[np.repeat((lines != counts).T.ravel(), lengths)] = -1
+        return cls(ids, offsets, found)
 
     def tables(self) -> NDArray[np.intp]:
         """Return the table of each id."""
         return np.repeat(np.arange(len(self.offsets) - 1), np.diff(self.offsets))
+
+
+def send_to_all(
+    tables: Sequence[int], rank: int, ids: Sequence[NDArray[np.uint64]], counts: NDArray[np.int64]
+) -> tuple[list[NDArray[np.uint64]], NDArray[np.int64]]:
+    """Return what trainer `rank` sends if it sends its ids of some tables, in order, to all trainers.
+
+    ids, counts: what it sends to each trainer, and how many of each table; the ids of these tables to itself only."""
+    if not tables:
+        return list(ids), counts
+    own = np.append(0, counts[rank].cumsum())
+    found, total = list(ids), counts.copy()
+    total[:, tables] = counts[rank, tables]
+    for other in range(len(ids)):
+        if other == rank:
+            continue
+        bounds, parts, at = np.append(0, counts[other].cumsum()), [], 0
+        for table in tables:
+            parts += [ids[other][at : bounds[table]], ids[rank][own[table] : own[table + 1]]]
+            at = bounds[table]
+        found[other] = np.concatenate([*parts, ids[other][at:]])
+    return found, total
 
 
 def _starts(lengths: NDArray[np.int64]) -> NDArray[np.int64]:

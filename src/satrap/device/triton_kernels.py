@@ -143,14 +143,14 @@ def _is_finite(row):
 @triton.jit(do_not_specialize=["step_mark"])
 def _update_kernel(
     values, state, frames, begins, ends, places, factors, keys, gradients, summed, doubles,
-    scale, lr, momentum, decay, eps, l1, l2, step_mark,
+    scale, lr, momentum, decay, eps, l1, l2, step_mark, first,
     KIND: tl.constexpr, NESTEROV: tl.constexpr, DTYPE: tl.constexpr, FACTORS: tl.constexpr, SCALED: tl.constexpr,
     SKIP: tl.constexpr, UNROLL: tl.constexpr, dim: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Sum the gradients of one row in order, and apply the optimizer.
 
     KIND: 0 SGD, 1 SGD with momentum, 2 Adagrad, 3 RowWiseAdagrad, 4 Adam, 5 AdamW, 6 Ftrl.
-    doubles: lr, beta1, beta2."""
+    doubles: lr, beta1, beta2. first: the element of the whole row that column 0 is."""
     run = tl.program_id(0)
     begin, end = tl.load(begins + run), tl.load(ends + run)
     if begin == end:
@@ -184,7 +184,7 @@ def _update_kernel(
         tl.store(values + at, p, mask=inside)
     else:
         key = tl.load(keys + run).to(tl.uint64, bitcast=True)
-        noise = rounding.draw(rounding.mix(key + step_mark.to(tl.uint64, bitcast=True)), column)
+        noise = rounding.draw(rounding.mix(key + step_mark.to(tl.uint64, bitcast=True)), first + column)
         bits = rounding.to_float16(p, noise) if DTYPE == 1 else rounding.to_bfloat16(p, noise)
         tl.store(values + at, bits.to(tl.uint16).to(tl.int16, bitcast=True), mask=inside)
 
@@ -307,6 +307,7 @@ def update(
     step: int,
     *,
     skip_nonfinite: bool,
+    first: int = 0,
 ) -> Tensor | None:
     """Sum the gradients of each run, and apply the optimizer to its row; see the reference."""
     dim = values.shape[1]
@@ -318,7 +319,7 @@ def update(
     mark = signed(0x9E3779B97F4A7C15 * (step + 1))
     _update_kernel[(len(runs.frames),)](
         _as_bits(values), state, runs.frames, runs.begin, runs.end, runs.places, runs.factors, runs.keys, gradients,
-        summed, doubles, _rounded(scale), _rounded(lr), *map(_rounded, constants), mark,
+        summed, doubles, _rounded(scale), _rounded(lr), *map(_rounded, constants), mark, first,
         KIND=kind, NESTEROV=getattr(optimizer, "nesterov", False), DTYPE=_DTYPES[values.dtype],
         FACTORS=runs.factors is not None, SCALED=scale != 1.0, SKIP=skip_nonfinite, UNROLL=_UNROLL,
         dim=dim, BLOCK=max(16, triton.next_power_of_2(dim)), **_OPTIONS,

@@ -188,7 +188,10 @@ class ServerState:
     def verify(self, folders: list[list[str]], checksums: list[list[int]]) -> None:
         """Open what this server's buckets need of a checkpoint; see `TableGroup.verify`."""
         self.verified = None
-        owned = [np.array(table) == self.number for table in self.shard_map.bucket_map.owners]
+        owned = [
+            (np.array(table) == self.number) | self.engine.shares_buckets(number)
+            for number, table in enumerate(self.shard_map.bucket_map.owners)
+        ]
         chains = self.tables.verify(dict(zip(self.tables, folders, strict=False)), owned, checksums)
         self.verified = VerifiedCheckpoint(folders, checksums, chains)
 

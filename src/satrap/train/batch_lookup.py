@@ -3,6 +3,7 @@
 The pipeline decides the order and the thread; methods that must run in the user's thread say so.
 """
 
+import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -18,7 +19,7 @@ from satrap.train.batch import InFlightBatch, Sequence, gradient_array, gradient
 from satrap.train.dense_strategy import DenseStrategy
 from satrap.train.joint_step import PADDING_ROWS, JointStep, Padding
 from satrap.train.torch_threads import torch_threads
-from satrap.worker.worker import BagRequest, Worker
+from satrap.worker.worker import BagRequest, LookupResult, Worker
 
 
 class BatchLookup:
@@ -42,20 +43,30 @@ class BatchLookup:
         self._threads: Callable[[], AbstractContextManager[None]] = torch_threads if same_threads else nullcontext
         self._resolves_ahead = train
         self._resolved: dict[int, BagRequest] = {}  # by id() of the inputs, which wait for their lookup
+        self._unresolved: set[int] = set()  # those that did not fit ahead, and those after them
+        self._is_looking_up = False
+        self._looked_up = threading.Condition()
         on_gpu = device.type == "cuda"
         self._batch_copies = torch.cuda.Stream(device) if on_gpu else None  # copies batches to the device
         self._gradient_copies = torch.cuda.Stream(device) if on_gpu else None  # copies gradients back
 
     def resolve(self, inputs: Inputs, step: int, oldest_open: int) -> None:
-        """Do the part of a training lookup that needs no row's values. Runs in the thread that reads."""
+        """Do the part of a training lookup that needs no row's values. Runs in the thread that reads. A batch that does
+        not fit yet is found in its lookup, and so are those after it until then."""
         if not self._resolves_ahead or isinstance(inputs, Padding):
             return
+        with self._looked_up:
+            self._looked_up.wait_for(lambda: not (self._unresolved and self._is_looking_up))
+            if self._unresolved:  # this batch may not come before those
+                self._unresolved.add(id(inputs))
+                return
         try:
             request = self._worker.resolve(inputs, step=step, oldest_open=oldest_open)
         except CapacityError:  # there may be room after the steps in progress
-            request = None
+            self._unresolved.add(id(inputs))
+            return
         if request is None:
-            self._resolves_ahead = False  # no later batch may come before this one
+            self._resolves_ahead = False
         else:
             self._resolved[id(inputs)] = request
 
@@ -77,10 +88,7 @@ class BatchLookup:
         with self._threads():
             if self._train:
                 self._dense.look_up(step, oldest_open, self._to_device)
-                if request := self._resolved.pop(id(inputs), None):
-                    rows = self._worker.lookup_resolved(request)
-                else:
-                    rows = self._worker.lookup(inputs, step=step, oldest_open=oldest_open, train=True)
+                rows = self._look_up(inputs, step, oldest_open)
             else:
                 rows = self._worker.lookup(inputs, step=None, oldest_open=None, train=False)
         batch = self.read_ahead(inputs, step) if ahead is None else ahead
@@ -91,6 +99,21 @@ class BatchLookup:
         }
         batch.embeddings = self._to_device(rows.block)  # last: marks the batch as looked up
         return batch
+
+    def _look_up(self, inputs: Inputs, step: int, oldest_open: int) -> LookupResult:
+        """Look up a training batch, which may be resolved."""
+        if request := self._resolved.pop(id(inputs), None):
+            return self._worker.lookup_resolved(request)
+        with self._looked_up:
+            self._is_looking_up = True
+        try:
+            rows = self._worker.lookup(inputs, step=step, oldest_open=oldest_open, train=True)
+            self._unresolved.discard(id(inputs))
+            return rows
+        finally:
+            with self._looked_up:
+                self._is_looking_up = False
+                self._looked_up.notify_all()
 
     def read_ahead(self, inputs: Inputs, step: int) -> InFlightBatch:
         """Return a batch without its rows."""

@@ -1,6 +1,7 @@
 """The choice of a trainer's worker: one with rows in this process, or with rows on servers, here or in another
 process."""
 
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -123,12 +124,7 @@ def _open_on_device(
             raise ConfigError(f"device is {str(device)!r} and the rows are in {what}: leave one of them out")
     if trainers.world_size == 1:
         return DeviceWorker(features, device, seed=seed, num_threads=num_threads, device_memory=device_memory)
-    if device_memory is not None:
-        raise ConfigError(
-            f"device_memory is {device_memory!r} and there are {trainers.world_size} trainers, each of which keeps all "
-            "rows of its share on its device; expected None: leave it out, or use one trainer"
-        )
-    return _open_among_devices(features, rows, trainers, seed, staleness, num_threads, device)
+    return _open_among_devices(features, rows, trainers, seed, staleness, num_threads, device, device_memory)
 
 
 def _open_among_devices(
@@ -139,19 +135,28 @@ def _open_among_devices(
     staleness: int,
     num_threads: int | None,
     device: torch.device,
+    device_memory: "DeviceMemory",
 ) -> "CollectiveWorker":
     """Shard the rows over the trainers' devices. Each trainer also runs a server of its rows, for calls that are not
     part of a step."""
     from satrap.device.collective_worker import CollectiveWorker, OwnTables
+    from satrap.device.column_service import ColumnCalls, OtherColumns, ServedColumns
     from satrap.device.kernels import require_possible
     from satrap.train.missing_trainer import missing_trainer
     from satrap.train.trainer_server import TrainerServer
 
     require_possible(features.tables, device)
-    own = OwnTables(features, device)
+    own = OwnTables(features, device, device_memory, trainers.rank, trainers.world_size)
     server = TrainerServer(trainers, num_threads, own.open)
+    opened = ExitStack()
+    opened.callback(server.close)
     own.num_threads = server.num_threads  # the tables are created by the handshake
     try:
+        if own.has_columns:
+            addresses = server.serve("columns", ServedColumns(own.engine), ColumnCalls)
+            others = OtherColumns(addresses, trainers.rank, server.keys)
+            opened.callback(others.close)
+            own.trainer = replace(own.trainer, read_others=others)
         rows = replace(rows, servers=server.addresses)
         servers = _connect_servers(
             Job(tables=features.tables, seed=seed), rows, trainers, server.keys, synchronous=False
@@ -166,10 +171,10 @@ def _open_among_devices(
             explain=partial(missing_trainer, server.addresses),
         )
     except BaseException:
-        server.close()
+        opened.close()
         raise
-    worker.stop_own_server = server.close
-    close_when_collected(worker, server.close)
+    worker.stop_own_server = opened.close
+    close_when_collected(worker, opened.close)
     return worker
 
 

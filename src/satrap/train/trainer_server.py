@@ -10,6 +10,7 @@ import tempfile
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from satrap.config.cores import thread_count
 from satrap.config.job import Job
@@ -34,27 +35,38 @@ class TrainerServer:
         open_tables: creates the tables of a job; None: in the memory of this process.
         num_threads: None: an equal share of the cores for each trainer on this machine."""
         self._folder = tempfile.TemporaryDirectory(prefix="satrap-trainer-")
+        self._trainers = trainers
         self.keys: Keys | None = None
         """The key of the servers' clients; None on one machine, where they use Unix sockets."""
         hosts = trainers.gather(socket.gethostname().encode())
-        if trainers.all(all(map(_is_own_folder, trainers.gather(self._folder.name.encode())))):
-            address, keys = f"ipc://{self._folder.name}/trainer-{trainers.rank}", None
-        else:
-            address = f"tcp://{_own_address(hosts)}:0"
+        self._host: str | None = None
+        self._server_keys: Keys | None = None
+        if not trainers.all(all(map(_is_own_folder, trainers.gather(self._folder.name.encode())))):
+            self._host = _own_address(hosts)
             drawn = [each.text() for each in Keys.draw()] if trainers.rank == 0 else []
-            keys, self.keys = map(Keys.parse, trainers.gather(b"\0".join(drawn))[0].split(b"\0"))
+            self._server_keys, self.keys = map(Keys.parse, trainers.gather(b"\0".join(drawn))[0].split(b"\0"))
         share = max(1, thread_count(None) // hosts.count(hosts[trainers.rank]))
         self.num_threads = share if num_threads is None else num_threads
         """Threads of one call."""
         server = Server(
             num_threads=self.num_threads, checkpoints=["/"], open_tables=open_tables
         )  # it may write what the trainer may
-        self._service = Service(server, ServerCalls, address, keys)
-        self.addresses = tuple(each.decode() for each in trainers.gather(self._service.address.encode()))
+        self._services: list[Service] = []
+        self.addresses = self.serve("trainer", server, ServerCalls)
+
+    def serve(self, name: str, served: object, protocol: Callable[..., Any]) -> tuple[str, ...]:
+        """Serve an object until the server is closed; return the addresses of those of all trainers, which call this
+        together."""
+        address = f"tcp://{self._host}:0"
+        if self._host is None:
+            address = f"ipc://{self._folder.name}/{name}-{self._trainers.rank}"
+        self._services.append(Service(served, protocol, address, self._server_keys))
+        return tuple(each.decode() for each in self._trainers.gather(self._services[-1].address.encode()))
 
     def close(self) -> None:
         """Stop the server, and free its rows. Idempotent."""
-        self._service.close()
+        for service in self._services:
+            service.close()
         self._folder.cleanup()
 
 

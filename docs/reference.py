@@ -22,7 +22,7 @@ GROUPS = {
         *("config.tables.Table", "config.tables.Feature", "config.features.Features", "config.validation.Config"),
     ],
     "Optimizers of tables": [
-        f"config.tables.{name}" for name in ("SGD", "Adagrad", "RowWiseAdagrad", "Adam", "AdamW", "Ftrl")
+        f"config.optimizers.{name}" for name in ("SGD", "Adagrad", "RowWiseAdagrad", "Adam", "AdamW", "Ftrl")
     ],
     "Initial values and admission": [
         f"config.tables.{name}"

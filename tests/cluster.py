@@ -19,7 +19,8 @@ from rpc_parts import DEADLINE_SECONDS as DEADLINE_SECONDS
 from rpc_parts import wait_until
 from satrap.config.features import Features
 from satrap.config.job import Job
-from satrap.config.tables import SGD, Adagrad, Feature, Normal, RowWiseAdagrad, Table
+from satrap.config.optimizers import SGD, Adagrad, RowWiseAdagrad
+from satrap.config.tables import Feature, Normal, Table
 from satrap.data.inputs import Inputs
 from satrap.rpc import Service
 from satrap.server.protocol import ServerCalls

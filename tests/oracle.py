@@ -21,7 +21,8 @@ from numpy.typing import NDArray
 
 from one_row import F32, assert_step, initial_state, ulp
 from satrap import _core
-from satrap.config.tables import Always, Ftrl, MinCount, Probability, Table
+from satrap.config.optimizers import Ftrl
+from satrap.config.tables import Always, MinCount, Probability, Table
 from satrap.table.store import Store
 
 COUNTERS = (

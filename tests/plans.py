@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from satrap.config.tables import Adagrad, Optimizer, Table
+from satrap.config.optimizers import Adagrad, Optimizer
+from satrap.config.tables import Table
 from satrap.planning.coefficients import DEFAULTS
 from satrap.planning.estimate import Estimate, estimate
 from satrap.planning.layout import Layout, Pool

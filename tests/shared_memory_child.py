@@ -20,7 +20,8 @@ from typing import Any
 
 import numpy as np
 
-from satrap.config.tables import SGD, Adam, Constant, Table
+from satrap.config.optimizers import SGD, Adam
+from satrap.config.tables import Constant, Table
 from satrap.table.store import Store
 
 EQUAL = Table("equal", dim=24, optimizer=Adam(lr=0.01), initial=Constant(0.5), num_buckets=8)

@@ -12,7 +12,8 @@ from numpy.typing import NDArray
 
 from satrap import _core
 from satrap.config.features import Features
-from satrap.config.tables import SGD, Adagrad, Adam, Table
+from satrap.config.optimizers import SGD, Adagrad, Adam
+from satrap.config.tables import Table
 from satrap.data.inputs import Inputs
 from satrap.table.engine import native_config
 from satrap.table.table_group import TableGroup

@@ -22,23 +22,8 @@ from hypothesis import event
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, precondition, rule
 
 from oracle import Full, NonFinite, Oracle, as_ids
-from satrap.config.tables import (
-    SGD,
-    Adagrad,
-    Adam,
-    AdamW,
-    Always,
-    Constant,
-    Ftrl,
-    MinCount,
-    Normal,
-    Probability,
-    RowWiseAdagrad,
-    ScaledUniform,
-    Table,
-    Uniform,
-    Zeros,
-)
+from satrap.config.optimizers import SGD, Adagrad, Adam, AdamW, Ftrl, RowWiseAdagrad
+from satrap.config.tables import Always, Constant, MinCount, Normal, Probability, ScaledUniform, Table, Uniform, Zeros
 from satrap.errors import CapacityError, NonFiniteError, TicketError
 from satrap.table.group_cut import GroupCut
 from satrap.table.store import Store

@@ -7,19 +7,14 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 from satrap.config.columns import DenseColumn, IdColumn, LabelColumn
+from satrap.config.optimizers import SGD, Adagrad, Adam, AdamW, Ftrl, RowWiseAdagrad
 from satrap.config.tables import (
-    SGD,
-    Adagrad,
-    Adam,
-    AdamW,
     Always,
     Constant,
     Feature,
-    Ftrl,
     MinCount,
     Normal,
     Probability,
-    RowWiseAdagrad,
     ScaledUniform,
     Table,
     Uniform,

@@ -200,8 +200,8 @@ def real_groups(limit: int, quota: int) -> Iterator[list[Path]]:
     for _, point, kind, options, *_ in mounts:
         controllers = {"memory", "cpu"} & set(options.split(","))
         for each in controllers if kind == "cgroup" else ():
-            files = {"memory": {"memory.limit_in_bytes": limit}, "cpu": {"cpu.cfs_quota_us": quota}}[each]
-            made.setdefault(Path(point) / name, {}).update(files)
+            file = {"memory": "memory.limit_in_bytes", "cpu": "cpu.cfs_quota_us"}[each]
+            made.setdefault(Path(point) / name, {})[file] = limit if each == "memory" else quota
     if not made and version_2:
         made[version_2[0] / name] = {"memory.max": limit, "cpu.max": f"{quota} 100000"}
     with ExitStack() as stack:

@@ -18,19 +18,14 @@ from hypothesis import strategies as st
 from satrap import _core
 from satrap.config import tables
 from satrap.config.job import Job
+from satrap.config.optimizers import SGD, Adagrad, Adam, AdamW, Ftrl, Optimizer, RowWiseAdagrad
 from satrap.config.tables import (
-    SGD,
-    Adagrad,
-    Adam,
-    AdamW,
     Always,
     Constant,
     Feature,
-    Ftrl,
     MinCount,
     Normal,
     Probability,
-    RowWiseAdagrad,
     ScaledUniform,
     Table,
     Uniform,
@@ -205,7 +200,7 @@ def test_contradictions(make: Callable[[], object], message: str) -> None:
 
 
 @pytest.mark.parametrize("optimizer", [SGD(), SGD(momentum=0.5), Adagrad(), RowWiseAdagrad(), Adam(), AdamW(), Ftrl()])
-def test_the_state_of_a_row_is_known_without_a_table_of_it(optimizer: tables.Optimizer) -> None:
+def test_the_state_of_a_row_is_known_without_a_table_of_it(optimizer: Optimizer) -> None:
     native = native_config(Table("t", dim=3, optimizer=optimizer))
     assert native.state_dim == _core.Engine([native], 0, 1).state_dim(0)
 
@@ -353,7 +348,7 @@ amounts = st.floats(0.0, LARGEST_FLOAT32)
 values = st.floats(-60000.0, 60000.0)  # fits every dtype
 betas = st.tuples(*[st.floats(0.0, 1.0, exclude_max=True)] * 2)
 positive = st.floats(1e-30, 1e30)
-optimizers: st.SearchStrategy[tables.Optimizer] = st.one_of(
+optimizers: st.SearchStrategy[Optimizer] = st.one_of(
     st.builds(SGD, lr=amounts, momentum=positive, nesterov=st.booleans(), weight_decay=amounts),
     st.builds(Adagrad, lr=amounts, weight_decay=amounts, initial_accumulator_value=amounts, eps=amounts),
     st.builds(RowWiseAdagrad, lr=amounts, weight_decay=amounts, initial_accumulator_value=amounts, eps=amounts),

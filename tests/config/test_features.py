@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 
 from satrap.config.features import Features
-from satrap.config.tables import Adagrad, Adam, Feature, Table
+from satrap.config.optimizers import Adagrad, Adam
+from satrap.config.tables import Feature, Table
 from satrap.data.inputs import Position
 from satrap.errors import ConfigError
 

@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from satrap.config.tables import SGD, Adagrad, Adam, Ftrl, RowWiseAdagrad, Table
+from satrap.config.optimizers import SGD, Adagrad, Adam, Ftrl, RowWiseAdagrad
+from satrap.config.tables import Table
 from satrap.device.segments import JoinedIds, TableGroups, send_to_all
 from satrap.device.step_order import StepOrder
 from satrap.device.table_shards import Columns, capacities_of

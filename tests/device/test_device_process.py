@@ -24,7 +24,8 @@ from forks import expect_refusal, in_fork
 from rpc_parts import wait_until
 from satrap import Embeddings
 from satrap.config.features import Features
-from satrap.config.tables import SGD, Adagrad, Adam, Normal, Table, Zeros
+from satrap.config.optimizers import SGD, Adagrad, Adam
+from satrap.config.tables import Normal, Table, Zeros
 from satrap.data.inputs import Inputs
 from satrap.device import reference
 from satrap.device.device_worker import DeviceWorker

@@ -15,7 +15,8 @@ from bag_oracle import UNIVERSE, draw_bags
 from cluster import step_both
 from device_workers import assert_equal, pair
 from satrap.config.features import Features
-from satrap.config.tables import SGD, Adagrad, Adam, Constant, RowWiseAdagrad, Table
+from satrap.config.optimizers import SGD, Adagrad, Adam, RowWiseAdagrad
+from satrap.config.tables import Constant, Table
 from satrap.data.inputs import Inputs
 from satrap.device.device_worker import DeviceWorker
 from satrap.device.kernels import require_possible

@@ -16,17 +16,8 @@ from cluster import features, step_both
 from device_workers import ArrayWorker, assert_equal, contents, pair
 from one_row import OPTIMIZERS
 from satrap.config.features import Features
-from satrap.config.tables import (
-    Adagrad,
-    Adam,
-    Constant,
-    Feature,
-    MinCount,
-    Normal,
-    Probability,
-    Table,
-    Uniform,
-)
+from satrap.config.optimizers import Adagrad, Adam
+from satrap.config.tables import Constant, Feature, MinCount, Normal, Probability, Table, Uniform
 from satrap.data.inputs import Inputs
 from satrap.device.device_worker import DeviceWorker
 from satrap.errors import CapacityError, InputError, NonFiniteError, SatrapError, TicketError

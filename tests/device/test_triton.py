@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from one_row import OPTIMIZERS, fma, state_dim
-from satrap.config.tables import SGD, Adam, AdamW
+from satrap.config.optimizers import SGD, Adam, AdamW
 from satrap.device import home_memory, reference
 from satrap.device.home_memory import HomeMemory
 from satrap.device.row_layout import RowLayout

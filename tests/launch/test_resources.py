@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from satrap.errors import ConfigError
@@ -58,7 +60,7 @@ def test_custom_resources_and_labels() -> None:
 
 
 @pytest.mark.parametrize(("name", "value"), [("cpus", 0), ("gpus", -1), ("memory_bytes", -1), ("cpus", 2**50 + 1)])
-def test_invalid_resources_are_refused(name: str, value: int) -> None:
+def test_invalid_resources_are_refused(name: str, value: Any) -> None:
     with pytest.raises(ConfigError, match=f"{name} is {value}"):
         Resources(**{name: value})
 

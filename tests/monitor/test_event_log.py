@@ -18,7 +18,8 @@ from hypothesis import strategies as st
 from logged import Records
 from satrap import event_log
 from satrap.config.job import Job
-from satrap.config.tables import Adagrad, Ftrl, Table
+from satrap.config.optimizers import Adagrad, Ftrl
+from satrap.config.tables import Table
 from satrap.event_log import FORMATS, LimitedLog, describe_process, event, formatter, is_routine, set_role
 
 LINE = re.compile(

@@ -8,7 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from satrap.config.tables import SGD, Adagrad, Adam, Optimizer, RowWiseAdagrad, Table
+from satrap.config.optimizers import SGD, Adagrad, Adam, Optimizer, RowWiseAdagrad
+from satrap.config.tables import Table
 from satrap.planning.input_files import workload_of
 from satrap.planning.row_bytes import memory_row_bytes, saved_row_bytes
 from satrap.table.store import Store

@@ -22,7 +22,8 @@ from bag_oracle import draw_bags, update
 from cluster import ANYWHERE, DEADLINE_SECONDS, batch, contents, features, running_servers, sharded_worker, step_both
 from faults import killed_at_random
 from satrap.config.features import Features
-from satrap.config.tables import SGD, Adagrad, MinCount, Normal, Table, Zeros
+from satrap.config.optimizers import SGD, Adagrad
+from satrap.config.tables import MinCount, Normal, Table, Zeros
 from satrap.errors import ConfigError, NotReadyError, SnapshotError
 from satrap.rpc import Client, Origin, Service
 from satrap.server.migration.coordinator import Migration

@@ -15,7 +15,8 @@ import pytest
 from bag_oracle import update
 from cluster import batch, contents, one_table, running_servers, sharded_worker
 from satrap.config.features import Features
-from satrap.config.tables import Adagrad, MinCount, Normal, Table
+from satrap.config.optimizers import Adagrad
+from satrap.config.tables import MinCount, Normal, Table
 from satrap.errors import AttemptError, ChangesError, DeadlineError, SatrapError, SnapshotError
 from satrap.rpc import Service
 from satrap.server import state

@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from satrap.config.job import Job
-from satrap.config.tables import SGD, Adagrad, Ftrl, Table, Zeros
+from satrap.config.optimizers import SGD, Adagrad, Ftrl
+from satrap.config.tables import Table, Zeros
 from satrap.errors import ConfigError
 from satrap.sharding.bucket_map import BucketMap
 from satrap.sharding.shard_map import NO_MEMBER, ShardMap

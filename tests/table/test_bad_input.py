@@ -19,7 +19,8 @@ import pytest
 import torch
 
 from oracle import as_ids
-from satrap.config.tables import SGD, Adam, Constant, Ftrl, MinCount, Normal, Table, Uniform
+from satrap.config.optimizers import SGD, Adam, Ftrl
+from satrap.config.tables import Constant, MinCount, Normal, Table, Uniform
 from satrap.errors import (
     ConfigError,
     InputError,

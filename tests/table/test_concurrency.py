@@ -22,7 +22,8 @@ import numpy as np
 import pytest
 
 from oracle import as_ids
-from satrap.config.tables import SGD, Constant, Table
+from satrap.config.optimizers import SGD
+from satrap.config.tables import Constant, Table
 from satrap.errors import CapacityError, TicketError
 from satrap.table.store import Store
 

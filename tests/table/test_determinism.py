@@ -18,19 +18,8 @@ import pytest
 import torch
 
 from satrap import _core
-from satrap.config.tables import (
-    SGD,
-    Adagrad,
-    Adam,
-    AdamW,
-    Ftrl,
-    MinCount,
-    Normal,
-    Probability,
-    RowWiseAdagrad,
-    Table,
-    Uniform,
-)
+from satrap.config.optimizers import SGD, Adagrad, Adam, AdamW, Ftrl, RowWiseAdagrad
+from satrap.config.tables import MinCount, Normal, Probability, Table, Uniform
 from satrap.table.store import Store
 from snapshots import as_numpy, manifest, read_file
 

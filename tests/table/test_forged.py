@@ -10,7 +10,8 @@ import pyarrow as pa
 import pytest
 
 from oracle import as_ids
-from satrap.config.tables import LAST_VERSION, Ftrl, Table
+from satrap.config.optimizers import Ftrl
+from satrap.config.tables import LAST_VERSION, Table
 from satrap.errors import SnapshotError
 from satrap.table.store import Store
 from snapshots import (

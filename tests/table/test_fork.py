@@ -20,7 +20,8 @@ from torch.utils.data import DataLoader, Dataset
 
 from forks import DEADLINE_SECONDS, expect_refusal, in_fork
 from satrap import _core
-from satrap.config.tables import SGD, Constant, Table
+from satrap.config.optimizers import SGD
+from satrap.config.tables import Constant, Table
 from satrap.errors import ForkError
 from satrap.table.engine import native_config
 from satrap.table.store import Store

@@ -15,7 +15,8 @@ import numpy as np
 import pytest
 
 from oracle import Full, Oracle, as_ids
-from satrap.config.tables import SGD, Adagrad, Always, Constant, MinCount, Probability, Table
+from satrap.config.optimizers import SGD, Adagrad
+from satrap.config.tables import Always, Constant, MinCount, Probability, Table
 from satrap.errors import CapacityError
 from satrap.table.store import Store
 

@@ -19,7 +19,8 @@ from hypothesis import strategies as st
 
 from one_row import F32, assert_step, fma, state_dim
 from satrap import _core
-from satrap.config.tables import SGD, Adagrad, Adam, AdamW, Constant, Ftrl, Normal, RowWiseAdagrad, Table
+from satrap.config.optimizers import SGD, Adagrad, Adam, AdamW, Ftrl, RowWiseAdagrad
+from satrap.config.tables import Constant, Normal, Table
 from satrap.table.store import Store
 
 OpenStore = Callable[..., Store]

@@ -20,7 +20,8 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from satrap._core import bucket_of
-from satrap.config.tables import Adagrad, MinCount, Table
+from satrap.config.optimizers import Adagrad
+from satrap.config.tables import MinCount, Table
 from satrap.errors import SnapshotError
 from satrap.sharding.bucket_map import BucketMap
 from satrap.table.snapshot.batch_cuts import TARGET_BYTES, cut_batches

@@ -24,7 +24,8 @@ import pytest
 
 from oracle import as_ids
 from satrap import _core
-from satrap.config.tables import SGD, Adagrad, Adam, Constant, MinCount, Table
+from satrap.config.optimizers import SGD, Adagrad, Adam
+from satrap.config.tables import Constant, MinCount, Table
 from satrap.errors import SharedMemoryError
 from satrap.server.server import Server
 from satrap.table.store import Store

@@ -19,7 +19,8 @@ import pytest
 
 from oracle import as_ids
 from satrap import _core
-from satrap.config.tables import SGD, Adagrad, Adam, Ftrl, MinCount, RowWiseAdagrad, Table
+from satrap.config.optimizers import SGD, Adagrad, Adam, Ftrl, RowWiseAdagrad
+from satrap.config.tables import MinCount, Table
 from satrap.errors import CapacityError, SnapshotError
 from satrap.table.snapshot import writer
 from satrap.table.store import Store

@@ -26,7 +26,8 @@ import numpy as np
 import pytest
 
 from oracle import as_ids
-from satrap.config.tables import SGD, Adagrad, MinCount, Table
+from satrap.config.optimizers import SGD, Adagrad
+from satrap.config.tables import MinCount, Table
 from satrap.errors import SnapshotError
 from satrap.table.store import Store
 from snapshots import TABLE, assert_same, contents, manifest, refused, save_with_changes, seal

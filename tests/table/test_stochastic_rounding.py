@@ -14,7 +14,8 @@ import pytest
 
 from one_row import F32, assert_neighbour
 from satrap import _core
-from satrap.config.tables import SGD, Constant, Table
+from satrap.config.optimizers import SGD
+from satrap.config.tables import Constant, Table
 from satrap.table.store import Store
 
 DTYPES = ["float16", "bfloat16"]

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from oracle import as_ids
-from satrap.config.tables import SGD, Adagrad, Adam, Ftrl, MinCount, Table
+from satrap.config.optimizers import SGD, Adagrad, Adam, Ftrl
+from satrap.config.tables import MinCount, Table
 from satrap.errors import ConfigError, InputError, SharedMemoryError, SnapshotError, TicketError
 from satrap.table.store import Store
 from satrap.table.table_group import TableGroup

@@ -25,7 +25,8 @@ import satrap.table.snapshot.reader
 from oracle import as_ids
 from rpc_parts import DEADLINE_SECONDS
 from satrap import _core
-from satrap.config.tables import SGD, Constant, Table, Zeros
+from satrap.config.optimizers import SGD
+from satrap.config.tables import Constant, Table, Zeros
 from satrap.errors import InputError, SatrapError, SharedMemoryError, SnapshotError, TicketError
 from satrap.table.snapshot.directory import read_manifest
 from satrap.table.store import Store

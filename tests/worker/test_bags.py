@@ -19,7 +19,8 @@ from bag_oracle import Bags, assert_pooled, assert_stepped, draw_bags, draw_grad
 from one_row import F32
 from satrap import _core
 from satrap.config.features import Features
-from satrap.config.tables import SGD, Adagrad, Adam, AdamW, Feature, Ftrl, Normal, RowWiseAdagrad, Table
+from satrap.config.optimizers import SGD, Adagrad, Adam, AdamW, Ftrl, RowWiseAdagrad
+from satrap.config.tables import Feature, Normal, Table
 from satrap.data.inputs import Inputs
 from satrap.errors import InputError
 from satrap.worker.local_rows import LocalWorker

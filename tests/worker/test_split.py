@@ -17,7 +17,8 @@ from numpy.typing import NDArray
 from bag_oracle import UNIVERSE, draw_bags, draw_gradients
 from satrap import _core
 from satrap.config.features import Features
-from satrap.config.tables import SGD, Adam, Feature, Normal, RowWiseAdagrad, Table
+from satrap.config.optimizers import SGD, Adam, RowWiseAdagrad
+from satrap.config.tables import Feature, Normal, Table
 from satrap.worker.local_rows import LocalWorker
 from satrap.worker.worker import LookupResult
 from splits import BIG_FEATURES, F32, SEED, Cluster, big_inputs, draw_owners, given_gradients

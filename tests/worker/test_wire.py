@@ -30,7 +30,8 @@ from cluster import (
 from loop import DIM, Net, batches, job, rows, train
 from satrap import Deployment, Embeddings, _core
 from satrap.config.job import Job
-from satrap.config.tables import Adagrad, Table
+from satrap.config.optimizers import Adagrad
+from satrap.config.tables import Table
 from satrap.errors import ConfigError, InputError
 from satrap.rpc import Client, Origin
 from satrap.server.protocol import ServerCalls

@@ -22,7 +22,8 @@ from bag_oracle import update
 from oracle import as_ids
 from satrap._core import Ticket
 from satrap.config.features import Features
-from satrap.config.tables import SGD, Adagrad, Constant, Ftrl, Table
+from satrap.config.optimizers import SGD, Adagrad, Ftrl
+from satrap.config.tables import Constant, Table
 from satrap.data.inputs import Inputs
 from satrap.errors import ConfigError, InputError, NonFiniteError, TicketError
 from satrap.worker.local_rows import LocalWorker

@@ -1,14 +1,13 @@
-"""The command line of `satrap`: its commands, their options and their help. The only file that declares options."""
+"""The command line of `satrap`: its commands, their options and their help."""
 
 import argparse
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
+from satrap.cli.options import Commands, add_folder, add_http, add_keys, add_log_format
+from satrap.cli.process_parser import add_server, add_trainer, add_worker
 from satrap.config.validation import suggest
-from satrap.event_log import FORMATS
-
-_Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 
 def command_parser() -> argparse.ArgumentParser:
@@ -26,11 +25,11 @@ def command_parser() -> argparse.ArgumentParser:
     _add_status(commands)
     _add_report(commands)
     _add_plan(commands)
-    _add_server(commands)
-    _add_worker(commands)
+    add_server(commands)
+    add_worker(commands)
     _add_migrate(commands)
     _add_keys_and_doctor(commands)
-    _add_trainer(commands)
+    add_trainer(commands)
     _add_deploy(commands)
     commands.choices = None  # type: ignore[assignment]  # `_CommandAction` refuses others; argparse lists `trainer`, too
     return parser
@@ -52,7 +51,7 @@ class _CommandAction(argparse._SubParsersAction):  # type: ignore[type-arg]
         super().__call__(parser, namespace, values, option_string)
 
 
-def _add_run(commands: _Commands) -> None:
+def _add_run(commands: Commands) -> None:
     run = commands.add_parser(
         "run",
         help="run a training script on servers, workers and trainers",
@@ -93,28 +92,13 @@ def _add_run(commands: _Commands) -> None:
         help="memory in GiB that each server may use for rows; requires --max-servers (default: --server-memory, or "
         "all memory of the machine or container)",
     )
-    _add_http(
+    add_http(
         run.add_argument_group("monitoring"),
         "; each process of the run serves its own on a free port of the same host, and /targets lists them all",
     )
     _add_paths(run.add_argument_group("files and directories"))
     _add_cluster(run)
-    _add_log_format(run.add_argument_group("log"))
-
-
-def _add_log_format(group: argparse._ActionsContainer) -> None:
-    group.add_argument(
-        "--log-format",
-        choices=FORMATS,
-        default="text",
-        help="form of the log's lines, on standard error and in log files (default: %(default)s)",
-    )
-
-
-def _add_process_number(command: argparse.ArgumentParser, default: str) -> None:
-    command.add_argument(
-        "--number", type=int, metavar="N", help=f"number of this process in its log (default: {default})"
-    )
+    add_log_format(run.add_argument_group("log"))
 
 
 def _add_number(group: argparse._ArgumentGroup, option: str, what: str, default: int) -> None:
@@ -122,7 +106,7 @@ def _add_number(group: argparse._ArgumentGroup, option: str, what: str, default:
 
 
 def _add_paths(group: argparse._ArgumentGroup) -> None:
-    _add_folder(group, "directory for the run's state and logs; only one run can use it at a time")
+    add_folder(group, "directory for the run's state and logs; only one run can use it at a time")
     group.add_argument(
         "--memory",
         type=Path,
@@ -139,16 +123,6 @@ def _add_paths(group: argparse._ArgumentGroup) -> None:
             help=f"let {what} below this directory or URL, too; may be repeated (always allowed: the script's "
             "directory and the paths in its arguments)",
         )
-
-
-def _add_folder(group: argparse._ActionsContainer, what: str) -> None:
-    group.add_argument(
-        "--folder",
-        type=Path,
-        default=Path("satrap-run"),
-        metavar="DIR",
-        help=f"{what} (default: %(default)s)",
-    )
 
 
 def _add_cluster(run: argparse.ArgumentParser) -> None:
@@ -193,7 +167,7 @@ def _add_cluster(run: argparse.ArgumentParser) -> None:
     ray.add_argument("--trainer-gpus", type=int, metavar="N", help="GPUs of each trainer (default: 0)")
 
 
-def _add_scale(commands: _Commands) -> None:
+def _add_scale(commands: Commands) -> None:
     scale = commands.add_parser(
         "scale",
         help="change the number of servers of a live run",
@@ -201,17 +175,17 @@ def _add_scale(commands: _Commands) -> None:
         "those that leave, while it trains, and prints when it has finished.",
     )
     scale.add_argument("--servers", type=int, required=True, metavar="N", help="new number of parameter servers")
-    _add_folder(scale, "the directory of the run, its --folder")
+    add_folder(scale, "the directory of the run, its --folder")
 
 
-def _add_status(commands: _Commands) -> None:
+def _add_status(commands: Commands) -> None:
     status = commands.add_parser(
         "status",
         help="show what a live run does",
         description="Show the processes of a live run, their rows and memory, the rate of lookups, the staleness, the "
         "last checkpoint, moves and faults. Training does not notice it.",
     )
-    _add_folder(status, "the directory of the run, its --folder")
+    add_folder(status, "the directory of the run, its --folder")
     status.add_argument(
         "--servers",
         nargs="+",
@@ -219,7 +193,7 @@ def _add_status(commands: _Commands) -> None:
         metavar="ADDRESS",
         help="addresses of one or more servers that were started by hand, instead of --folder",
     )
-    status.add_argument("--keys", metavar="FILE", help="path of client.key; required for servers with keys")
+    add_keys(status)
     status.add_argument("--watch", action="store_true", help="show it repeatedly, until Ctrl-C")
     status.add_argument("--json", action="store_true", help="print JSON: one object for each time that it is shown")
     status.add_argument(
@@ -231,7 +205,7 @@ def _add_status(commands: _Commands) -> None:
     )
 
 
-def _add_report(commands: _Commands) -> None:
+def _add_report(commands: Commands) -> None:
     report = commands.add_parser(
         "report",
         help="write a page about a run, live or not",
@@ -254,7 +228,7 @@ def _add_report(commands: _Commands) -> None:
     )
 
 
-def _add_plan(commands: _Commands) -> None:
+def _add_plan(commands: Commands) -> None:
     plan = commands.add_parser(
         "plan",
         help="find the cheapest machines for a job, before it runs",
@@ -302,102 +276,7 @@ def _add_plan(commands: _Commands) -> None:
     plan.add_argument("--json", action="store_true", help="print JSON")
 
 
-def _add_server(commands: _Commands) -> None:
-    server = commands.add_parser(
-        "server",
-        help="start one embedding parameter server",
-        description="Start one embedding parameter server. It prints its address, takes its tables from the first "
-        "trainer, and runs until SIGTERM or Ctrl-C. ('satrap run' starts servers by itself.)",
-    )
-    _add_listen(server, "path of server.key; required for tcp:// without --insecure")
-    server.add_argument(
-        "--shared",
-        metavar="FILE",
-        help="keep the rows in this shared-memory file, and continue with the rows that it already has, for example "
-        "/dev/shm/rows (default: rows are lost when the server exits)",
-    )
-    server.add_argument(
-        "--on-stop",
-        choices=("keep", "move"),
-        default="keep",
-        help="what SIGTERM does to the rows. keep: those of --shared stay there, for the next server with that file. "
-        "move: the buckets move to the other servers first, while training continues; with --keys, this needs "
-        "client.key in the same directory (default: %(default)s)",
-    )
-    server.add_argument(
-        "--grace",
-        type=float,
-        default=25.0,
-        metavar="SECONDS",
-        help="time for --on-stop move, after which the server ends with the rows that it still has (default: "
-        "%(default)g, since Kubernetes kills a pod after 30)",
-    )
-    _add_http(server, "")
-    _add_allowed(server, "--checkpoints", "write and read checkpoints")
-    _add_threads(server)
-    _add_process_number(server, "that of the server in its job")
-    _add_log_format(server)
-
-
-def _add_worker(commands: _Commands) -> None:
-    worker = commands.add_parser(
-        "worker",
-        help="start one embedding worker",
-        description="Start one embedding worker, which reads data and looks up rows for trainers. It prints its "
-        "address and runs until SIGTERM or Ctrl-C. ('satrap run' starts workers by itself.)",
-    )
-    _add_listen(
-        worker, "path of server.key, with client.key in the same directory; required for tcp:// without --insecure"
-    )
-    _add_http(worker, "")
-    _add_allowed(worker, "--data", "read training data")
-    _add_threads(worker)
-    _add_process_number(worker, "none")
-    _add_log_format(worker)
-
-
-def _add_trainer(commands: _Commands) -> None:
-    trainer = commands.add_parser(
-        "trainer",
-        help="run a training script on servers that were started by hand",
-        usage="satrap trainer SCRIPT --servers ADDRESS [ADDRESS ...] [options] [-- ARGUMENTS]",
-        description="Run a training script in this process, as one trainer on servers that were started by hand. The "
-        "script is the one of 'satrap run', unchanged. torchrun starts several trainers. ('satrap run' starts trainers "
-        "by itself.)",
-        epilog="Example: torchrun --nproc-per-node 8 -m satrap trainer train.py --servers tcp://10.0.0.5:5555 -- "
-        "--epochs 3",
-    )
-    trainer.add_argument("script", metavar="SCRIPT", help="Python file to run; it receives the arguments after --")
-    trainer.add_argument(
-        "--servers",
-        nargs="+",
-        action="extend",
-        default=[],
-        metavar="ADDRESS",
-        help="addresses of all servers, in the same order for every trainer; required",
-    )
-    trainer.add_argument(
-        "--workers",
-        nargs="+",
-        action="extend",
-        default=[],
-        metavar="ADDRESS",
-        help="addresses of all workers (default: none)",
-    )
-    trainer.add_argument("--keys", metavar="FILE", help="path of client.key; required for servers with keys")
-    trainer.add_argument(
-        "--clear",
-        action="store_true",
-        help="if the script resumes no checkpoint, remove the rows that the servers have from an earlier start "
-        "(default: that is refused)",
-    )
-    _add_http(trainer, "; each further trainer of a machine takes the next port")
-    _add_log_format(trainer)
-    trainer.add_argument("--context", help=argparse.SUPPRESS)  # from `satrap run`
-    trainer.add_argument("--listener", type=int, help=argparse.SUPPRESS)
-
-
-def _add_deploy(commands: _Commands) -> None:
+def _add_deploy(commands: Commands) -> None:
     deploy = commands.add_parser(
         "deploy",
         help="write manifests for Kubernetes",
@@ -444,53 +323,7 @@ def _add_deploy(commands: _Commands) -> None:
     )
 
 
-def _add_listen(command: argparse.ArgumentParser, keys: str) -> None:
-    command.add_argument(
-        "--listen",
-        required=True,
-        metavar="ADDRESS",
-        help="address to listen at: ipc:///directory/name, a Unix socket in a directory of mode 0700, or "
-        "tcp://10.0.0.5:5555, where port 0 chooses a free one",
-    )
-    command.add_argument(
-        "--advertise",
-        metavar="ADDRESS",
-        help="address that other processes should use, if it is not the one to listen at: a name that outlives the "
-        "machine or pod, such as tcp://server-0.jobs:5555; port 0 is that of --listen (default: where it listens)",
-    )
-    command.add_argument("--keys", metavar="FILE", help=keys)
-    command.add_argument(
-        "--insecure",
-        action="store_true",
-        help="serve tcp:// without keys: anyone who can reach the port can read and change rows, read the allowed "
-        "files and stop the job; traffic is not encrypted",
-    )
-
-
-def _add_http(command: argparse._ActionsContainer, more: str) -> None:
-    command.add_argument(
-        "--http",
-        metavar="[HOST:]PORT",
-        help="serve /metrics for Prometheus, /healthz and /readyz at this port; 0 chooses a free one, HOST is loopback "
-        f"by default{more}",
-    )
-
-
-def _add_allowed(command: argparse.ArgumentParser, option: str, verb: str) -> None:
-    command.add_argument(
-        option,
-        action="append",
-        default=[],
-        metavar="DIR|URL",
-        help=f"{verb} below this directory or URL; may be repeated (default: nowhere)",
-    )
-
-
-def _add_threads(command: argparse.ArgumentParser) -> None:
-    command.add_argument("--threads", type=int, metavar="N", help="threads for each call (default: number of cores)")
-
-
-def _add_migrate(commands: _Commands) -> None:
+def _add_migrate(commands: Commands) -> None:
     migrate = commands.add_parser(
         "migrate",
         help="migrate rows between servers that were started by hand",
@@ -508,11 +341,11 @@ def _add_migrate(commands: _Commands) -> None:
             metavar="ADDRESS",
             help=f"addresses of {which}, in order",
         )
-    migrate.add_argument("--keys", metavar="FILE", help="path of client.key; required for servers with keys")
-    _add_log_format(migrate)
+    add_keys(migrate)
+    add_log_format(migrate)
 
 
-def _add_keys_and_doctor(commands: _Commands) -> None:
+def _add_keys_and_doctor(commands: Commands) -> None:
     keys = commands.add_parser(
         "keys",
         help="create the key files of a cluster",

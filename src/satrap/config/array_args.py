@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from satrap.config.tables import LAST_STEP, SMALLEST_FTRL_LR, Ftrl, Optimizer
+from satrap.config.optimizers import SMALLEST_FTRL_LR, Ftrl, Optimizer
+from satrap.config.tables import LAST_STEP
 from satrap.config.validation import LARGEST_FLOAT32, check_integer, kind_of
 from satrap.errors import InputError
 

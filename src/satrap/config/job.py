@@ -10,7 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from satrap.config.tables import DEFAULT_BUCKETS, MAX_BUCKETS, Ftrl, Table
+from satrap.config.optimizers import Ftrl
+from satrap.config.tables import DEFAULT_BUCKETS, MAX_BUCKETS, Table
 from satrap.config.validation import Serializable, check_integer, check_kind, flat, set_field
 from satrap.errors import ConfigError
 

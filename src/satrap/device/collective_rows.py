@@ -21,7 +21,7 @@ from torch import Tensor
 
 from satrap import _core
 from satrap.config.features import Features
-from satrap.config.tables import SGD
+from satrap.config.optimizers import SGD
 from satrap.device.collective_lookups import CollectiveLookups, LookupPart
 from satrap.device.collective_updates import CollectiveUpdates, UpdatePart
 from satrap.device.device_rows import LARGEST

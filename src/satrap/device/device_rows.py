@@ -17,7 +17,7 @@ from torch import Tensor
 
 from satrap import _core
 from satrap.config.features import Features
-from satrap.config.tables import Optimizer
+from satrap.config.optimizers import Optimizer
 from satrap.device.device_engine import DeviceEngine, Owed
 from satrap.device.host_copy import to_device
 from satrap.device.kernels import kernels_of

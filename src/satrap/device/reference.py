@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from satrap.config.tables import SGD, Adagrad, Adam, AdamW, Ftrl, Optimizer, RowWiseAdagrad
+from satrap.config.optimizers import SGD, Adagrad, Adam, AdamW, Ftrl, Optimizer, RowWiseAdagrad
 from satrap.device.exact import draw_elements, fma, round_stochastic, sqrt, step_keys
 from satrap.device.home_memory import IN, OUT, HomeMemory
 from satrap.device.runs import PooledFeatures, Runs

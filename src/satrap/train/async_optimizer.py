@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from satrap.config.tables import SGD, Adagrad, Adam, AdamW, Optimizer
+from satrap.config.optimizers import SGD, Adagrad, Adam, AdamW, Optimizer
 from satrap.errors import ConfigError
 
 _TABLE_OPTIMIZERS: dict[type[torch.optim.Optimizer], type[SGD | Adagrad | Adam | AdamW]] = {

@@ -1,0 +1,41 @@
+"""Options that several commands of `satrap` have."""
+
+import argparse
+from pathlib import Path
+from typing import TypeAlias
+
+from satrap.event_log import FORMATS
+
+Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
+
+
+def add_folder(group: argparse._ActionsContainer, what: str) -> None:
+    group.add_argument(
+        "--folder",
+        type=Path,
+        default=Path("satrap-run"),
+        metavar="DIR",
+        help=f"{what} (default: %(default)s)",
+    )
+
+
+def add_http(command: argparse._ActionsContainer, more: str) -> None:
+    command.add_argument(
+        "--http",
+        metavar="[HOST:]PORT",
+        help="serve /metrics for Prometheus, /healthz and /readyz at this port; 0 chooses a free one, HOST is loopback "
+        f"by default{more}",
+    )
+
+
+def add_log_format(group: argparse._ActionsContainer) -> None:
+    group.add_argument(
+        "--log-format",
+        choices=FORMATS,
+        default="text",
+        help="form of the log's lines, on standard error and in log files (default: %(default)s)",
+    )
+
+
+def add_keys(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--keys", metavar="FILE", help="path of client.key; required for servers with keys")

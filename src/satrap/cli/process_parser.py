@@ -1,0 +1,143 @@
+"""The options of the commands that start one process of a run: server, worker, trainer."""
+
+import argparse
+
+from satrap.cli.options import Commands, add_http, add_keys, add_log_format
+
+
+def add_server(commands: Commands) -> None:
+    server = commands.add_parser(
+        "server",
+        help="start one embedding parameter server",
+        description="Start one embedding parameter server. It prints its address, takes its tables from the first "
+        "trainer, and runs until SIGTERM or Ctrl-C. ('satrap run' starts servers by itself.)",
+    )
+    _add_listen(server, "path of server.key; required for tcp:// without --insecure")
+    server.add_argument(
+        "--shared",
+        metavar="FILE",
+        help="keep the rows in this shared-memory file, and continue with the rows that it already has, for example "
+        "/dev/shm/rows (default: rows are lost when the server exits)",
+    )
+    server.add_argument(
+        "--on-stop",
+        choices=("keep", "move"),
+        default="keep",
+        help="what SIGTERM does to the rows. keep: those of --shared stay there, for the next server with that file. "
+        "move: the buckets move to the other servers first, while training continues; with --keys, this needs "
+        "client.key in the same directory (default: %(default)s)",
+    )
+    server.add_argument(
+        "--grace",
+        type=float,
+        default=25.0,
+        metavar="SECONDS",
+        help="time for --on-stop move, after which the server ends with the rows that it still has (default: "
+        "%(default)g, since Kubernetes kills a pod after 30)",
+    )
+    add_http(server, "")
+    _add_allowed(server, "--checkpoints", "write and read checkpoints")
+    _add_threads(server)
+    _add_process_number(server, "that of the server in its job")
+    add_log_format(server)
+
+
+def add_worker(commands: Commands) -> None:
+    worker = commands.add_parser(
+        "worker",
+        help="start one embedding worker",
+        description="Start one embedding worker, which reads data and looks up rows for trainers. It prints its "
+        "address and runs until SIGTERM or Ctrl-C. ('satrap run' starts workers by itself.)",
+    )
+    _add_listen(
+        worker, "path of server.key, with client.key in the same directory; required for tcp:// without --insecure"
+    )
+    add_http(worker, "")
+    _add_allowed(worker, "--data", "read training data")
+    _add_threads(worker)
+    _add_process_number(worker, "none")
+    add_log_format(worker)
+
+
+def add_trainer(commands: Commands) -> None:
+    trainer = commands.add_parser(
+        "trainer",
+        help="run a training script on servers that were started by hand",
+        usage="satrap trainer SCRIPT --servers ADDRESS [ADDRESS ...] [options] [-- ARGUMENTS]",
+        description="Run a training script in this process, as one trainer on servers that were started by hand. The "
+        "script is the one of 'satrap run', unchanged. torchrun starts several trainers. ('satrap run' starts trainers "
+        "by itself.)",
+        epilog="Example: torchrun --nproc-per-node 8 -m satrap trainer train.py --servers tcp://10.0.0.5:5555 -- "
+        "--epochs 3",
+    )
+    trainer.add_argument("script", metavar="SCRIPT", help="Python file to run; it receives the arguments after --")
+    trainer.add_argument(
+        "--servers",
+        nargs="+",
+        action="extend",
+        default=[],
+        metavar="ADDRESS",
+        help="addresses of all servers, in the same order for every trainer; required",
+    )
+    trainer.add_argument(
+        "--workers",
+        nargs="+",
+        action="extend",
+        default=[],
+        metavar="ADDRESS",
+        help="addresses of all workers (default: none)",
+    )
+    add_keys(trainer)
+    trainer.add_argument(
+        "--clear",
+        action="store_true",
+        help="if the script resumes no checkpoint, remove the rows that the servers have from an earlier start "
+        "(default: that is refused)",
+    )
+    add_http(trainer, "; each further trainer of a machine takes the next port")
+    add_log_format(trainer)
+    trainer.add_argument("--context", help=argparse.SUPPRESS)  # from `satrap run`
+    trainer.add_argument("--listener", type=int, help=argparse.SUPPRESS)
+
+
+def _add_listen(command: argparse.ArgumentParser, keys: str) -> None:
+    command.add_argument(
+        "--listen",
+        required=True,
+        metavar="ADDRESS",
+        help="address to listen at: ipc:///directory/name, a Unix socket in a directory of mode 0700, or "
+        "tcp://10.0.0.5:5555, where port 0 chooses a free one",
+    )
+    command.add_argument(
+        "--advertise",
+        metavar="ADDRESS",
+        help="address that other processes should use, if it is not the one to listen at: a name that outlives the "
+        "machine or pod, such as tcp://server-0.jobs:5555; port 0 is that of --listen (default: where it listens)",
+    )
+    command.add_argument("--keys", metavar="FILE", help=keys)
+    command.add_argument(
+        "--insecure",
+        action="store_true",
+        help="serve tcp:// without keys: anyone who can reach the port can read and change rows, read the allowed "
+        "files and stop the job; traffic is not encrypted",
+    )
+
+
+def _add_allowed(command: argparse.ArgumentParser, option: str, verb: str) -> None:
+    command.add_argument(
+        option,
+        action="append",
+        default=[],
+        metavar="DIR|URL",
+        help=f"{verb} below this directory or URL; may be repeated (default: nowhere)",
+    )
+
+
+def _add_threads(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--threads", type=int, metavar="N", help="threads for each call (default: number of cores)")
+
+
+def _add_process_number(command: argparse.ArgumentParser, default: str) -> None:
+    command.add_argument(
+        "--number", type=int, metavar="N", help=f"number of this process in its log (default: {default})"
+    )

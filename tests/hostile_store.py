@@ -1,4 +1,4 @@
-"""An object store in memory with only the three guarantees of `satrap.checkpoint.storage`: `hostile://` for fsspec.
+"""An object store in memory with only the three guarantees of `satrap.checkpoint.publisher`: `hostile://` for fsspec.
 
 It has no rename and expands no pattern; lists lag by a random number of changes; a write can fail or kill its process
 with half of the object written; optionally folders must be created first.

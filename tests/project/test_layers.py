@@ -188,6 +188,16 @@ def test_imports_follow_the_arrows(path: Path) -> None:
             assert found in allowed, f"{own} imports {name}; {package(own)} may import from {sorted(allowed)}"
 
 
+def test_the_architecture_page_names_all_packages_and_folders_the_lowest_first() -> None:
+    section = (ROOT / "docs/architecture.md").read_text().partition("## Packages")[2]
+    rows = re.findall(r"^\| `(\w+)` \|", section, re.MULTILINE)
+    packages = [name for name in ARROWS if "." not in name and name != "__main__"]
+    assert rows == [*packages, *CORE_ARROWS]
+    for i, name in enumerate(packages):
+        above = {imported.partition(".")[0] for imported in ARROWS[name].split()}
+        assert above <= {*packages[: i + 1]}, f"{name} imports from a package below it"
+
+
 def test_no_file_imports_itself_in_a_circle() -> None:
     modules = {module(path): path for path in package_files}
     graph = {

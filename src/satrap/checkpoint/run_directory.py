@@ -1,7 +1,7 @@
 """The folder of a run: finds its checkpoints, publishes new ones, removes old ones, and checks which process saves into
 it.
 
-The folder knows checkpoint.json, and leaves the other content of a checkpoint to `checkpoint`. `storage` publishes and
+The folder knows checkpoint.json, and leaves the other content of a checkpoint to `checkpoint`. `publisher` publishes and
 removes, on a disk or under a URL; `catalog` decides which checkpoints count and which are removed; `run_owner` records
 which process saves. A save has these steps: 1. scan, and refuse another run's folder; 2. write the owner file with the
 name of the new checkpoint; 3. all processes write their parts of it; 4. check that this process is still the owner, and
@@ -18,7 +18,7 @@ from typing import Any
 
 from satrap.checkpoint.catalog import Catalog, Version
 from satrap.checkpoint.run_owner import OWNER, RunOwner
-from satrap.checkpoint.storage import open_storage
+from satrap.checkpoint.publisher import open_publisher
 from satrap.config.durable import checksum, json_checksum, json_with_checksum
 from satrap.data.inputs import Position
 from satrap.errors import CheckpointError, SatrapError
@@ -195,8 +195,8 @@ class RunDirectory:
     """The folder of a run, on this machine or on another file system."""
 
     def __init__(self, path: str) -> None:
-        self._storage = open_storage(path)
-        self.folder = self._storage.folder
+        self._publisher = open_publisher(path)
+        self.folder = self._publisher.folder
         self._this_owner = RunOwner()
         self._has_claim = False  # whether this process has resumed or saved
         self._previous_writer: str | None = None  # the previous writer, the only one from which this process takes over
@@ -228,23 +228,23 @@ class RunDirectory:
 
         last: the newest checkpoint that this run saved or resumed; see `require_mine`.
         """
-        storage = self._storage
+        publisher = self._publisher
         try:
             with self._locked():
                 catalog = self._scan(last)
                 self._require_alone()
                 self._require_mine(catalog, last)
                 self._warn_of_skipped(catalog)
-                storage.remove_hidden(_is_hidden)  # left by saves that were killed
-                name = catalog.next(step, "" if storage.is_atomic else self._this_owner.writer[:8]).name
+                publisher.remove_hidden(_is_hidden)  # left by saves that were killed
+                name = catalog.next(step, "" if publisher.is_atomic else self._this_owner.writer[:8]).name
                 self._claim(name)
-                folder = storage.begin(name)
+                folder = publisher.begin(name)
                 try:
                     yield folder
                 except BaseException as error:
-                    if storage.is_atomic or isinstance(error, Exception):  # a death can remove nothing
-                        storage.discard(folder)
-                    if not storage.is_atomic and isinstance(error, SatrapError):
+                    if publisher.is_atomic or isinstance(error, Exception):  # a death can remove nothing
+                        publisher.discard(folder)
+                    if not publisher.is_atomic and isinstance(error, SatrapError):
                         self._require_owned()  # else another process has removed what was missing
                     raise
         except OSError as error:
@@ -272,7 +272,7 @@ class RunDirectory:
     def publish(self, folder: Folder, manifest: bytes) -> str:
         """Publish the folder as a checkpoint; return its name. manifest: the bytes of its checkpoint.json."""
         name = self.name_of(folder)
-        self._storage.publish(folder, name, MANIFEST, manifest, self._require_owned)
+        self._publisher.publish(folder, name, MANIFEST, manifest, self._require_owned)
         return name
 
     def newest_name(self) -> str | None:
@@ -310,7 +310,7 @@ class RunDirectory:
             catalog = self._scan(None)
             for name in (*catalog.garbage(), *catalog.removable(keep)):
                 self._known_parents.pop(name, None)
-                self._storage.remove(name, MANIFEST)
+                self._publisher.remove(name, MANIFEST)
         except (OSError, SatrapError) as error:
             why = f"{error.strerror or error} at {error.filename}" if isinstance(error, OSError) else str(error)
             _LOG.warning("%s: old checkpoints could not be removed: %s; the next save retries", self.folder, why)
@@ -329,7 +329,7 @@ class RunDirectory:
                 parents[name] = self._known_parents[name]
                 continue
             data = self._read(name)
-            if data is not None and (self._storage.is_atomic or _is_json(data)):
+            if data is not None and (self._publisher.is_atomic or _is_json(data)):
                 parents[name], is_best = _parent_and_best(data)
                 self._known_best |= {name} if is_best else set()
             elif name in listed:
@@ -378,7 +378,7 @@ class RunDirectory:
     def _locked(self) -> Iterator[None]:
         with ExitStack() as stack:
             try:
-                stack.enter_context(self._storage.locked(_LOCK_SECONDS))
+                stack.enter_context(self._publisher.locked(_LOCK_SECONDS))
             except TimeoutError as error:
                 raise CheckpointError(
                     f"{self.folder}: another process has been saving into it for {_LOCK_SECONDS:g} s; terminate "

@@ -18,7 +18,7 @@ import pytest
 from checkpoint_job import Job, same
 from hostile_store import Hostile, KilledError, hostile
 from logged import logged
-from satrap.checkpoint.storage import open_storage
+from satrap.checkpoint.publisher import open_publisher
 from satrap.errors import CheckpointError, SnapshotError
 from satrap.storage.open_folder import open_folder
 
@@ -285,7 +285,7 @@ def test_a_failed_removal_warns_and_is_retried(store: Hostile) -> None:
 
 def test_a_removal_starts_with_the_manifest(store: Hostile) -> None:
     """This holds even if no list shows the object, whatever its name."""
-    storage, removed = open_storage(URL), list[str]()
+    publisher, removed = open_publisher(URL), list[str]()
 
     def note(operation: str, path: str) -> None:
         if operation == "remove":
@@ -293,12 +293,12 @@ def test_a_removal_starts_with_the_manifest(store: Hostile) -> None:
 
     store.fail_at = note
     for name in ("a", "z", "b"):
-        storage.folder.write(f"v/{name}", b"x")
-    storage.remove("v", "z")
+        publisher.folder.write(f"v/{name}", b"x")
+    publisher.remove("v", "z")
     assert removed[0] == "bucket/run/v/z" and not store.objects
     store.lag(Never())
-    storage.folder.write("w/z", b"x")
-    storage.remove("w", "z")
+    publisher.folder.write("w/z", b"x")
+    publisher.remove("w", "z")
     assert not store.objects
 
 

@@ -1,5 +1,5 @@
-"""Where a run's checkpoints are: how one of them becomes visible at once, and disappears at once, on a disk and under a
-URL.
+"""Publishes and removes the checkpoints of a run, on a disk and under a URL: each becomes visible, and disappears, at
+once.
 
 A folder on a disk has more than `satrap.storage.folder` guarantees: a checkpoint is written into a hidden folder that
 one rename publishes, and a lock excludes other processes. Under a URL a checkpoint is written where it will be, by
@@ -22,8 +22,8 @@ from satrap.storage.local_folder import LocalFolder
 from satrap.storage.open_folder import open_folder
 
 
-class Storage(Protocol):
-    """The folder of a run. Every error is an OSError whose filename is the path or URL of the object."""
+class Publisher(Protocol):
+    """Publishes and removes the checkpoints in the folder of a run. Every error is an OSError whose filename is the path or URL of the object."""
 
     folder: Folder
     is_atomic: bool
@@ -46,11 +46,11 @@ class Storage(Protocol):
 
     @contextmanager
     def locked(self, seconds: float) -> Iterator[None]:
-        """Exclude other processes where the storage can; raise TimeoutError after waiting for `seconds`."""
+        """Exclude other processes where the file system can; raise TimeoutError after waiting for `seconds`."""
 
 
-def open_storage(path: str) -> Storage:
-    """Return the storage of a path or URL, without accessing it yet."""
+def open_publisher(path: str) -> Publisher:
+    """Return the publisher of a path or URL, without accessing it yet."""
     folder = open_folder(path)
     return _Disk(folder) if isinstance(folder, LocalFolder) else _Objects(folder)
 

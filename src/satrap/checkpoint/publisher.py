@@ -23,7 +23,9 @@ from satrap.storage.open_folder import open_folder
 
 
 class Publisher(Protocol):
-    """Publishes and removes the checkpoints in the folder of a run. Every error is an OSError whose filename is the path or URL of the object."""
+    """Publishes and removes the checkpoints in the folder of a run.
+
+    Every error is an OSError whose filename is the path or URL of the object."""
 
     folder: Folder
     is_atomic: bool

@@ -1,11 +1,11 @@
 """The folder of a run: finds its checkpoints, publishes new ones, removes old ones, and checks which process saves into
 it.
 
-The folder knows checkpoint.json, and leaves the other content of a checkpoint to `checkpoint`. `publisher` publishes and
-removes, on a disk or under a URL; `catalog` decides which checkpoints count and which are removed; `run_owner` records
-which process saves. A save has these steps: 1. scan, and refuse another run's folder; 2. write the owner file with the
-name of the new checkpoint; 3. all processes write their parts of it; 4. check that this process is still the owner, and
-write checkpoint.json (on a disk, with the rename of the folder); 5. remove checkpoints beyond `keep`.
+The folder knows checkpoint.json, and leaves the other content of a checkpoint to `checkpoint`. `publisher` publishes
+and removes, on a disk or under a URL; `catalog` decides which checkpoints count and which are removed; `run_owner`
+records which process saves. A save has these steps: 1. scan, and refuse another run's folder; 2. write the owner file
+with the name of the new checkpoint; 3. all processes write their parts of it; 4. check that this process is still the
+owner, and write checkpoint.json (on a disk, with the rename of the folder); 5. remove checkpoints beyond `keep`.
 """
 
 import json
@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from satrap.checkpoint.catalog import Catalog, Version
-from satrap.checkpoint.run_owner import OWNER, RunOwner
 from satrap.checkpoint.publisher import open_publisher
+from satrap.checkpoint.run_owner import OWNER, RunOwner
 from satrap.config.durable import checksum, json_checksum, json_with_checksum
 from satrap.data.inputs import Position
 from satrap.errors import CheckpointError, SatrapError

@@ -40,14 +40,14 @@ _process = _ProcessFields()
 
 
 def set_role(role: str, number: int | None = None) -> None:
-    """Sets the role of this process, and its number if it was given one. For the command line."""
+    """Set the role of this process, and its number if it was given one. For the command line."""
     _process.role, _process.number, _process.has_fixed_number = role, number, number is not None
 
 
 def describe_process(
     role: str, *, number: int | None = None, job: str | None = None, step: Callable[[], int | None] | None = None
 ) -> None:
-    """Sets what is known of this process, if it has that role. A process without a role may become a trainer."""
+    """Set what is known of this process, if it has that role. A process without a role may become a trainer."""
     if _process.role is None and role == _TRAINER:
         _process.role = role
     if _process.role != role:
@@ -59,18 +59,18 @@ def describe_process(
 
 
 def event(name: str, /, **values: Any) -> dict[str, Any]:
-    """Returns the `extra` of a log record: the name of its event, and values that JSON lines have beside the message.
+    """Return the `extra` of a log record: the name of its event, and values that JSON lines have beside the message.
     `number`, `job` and `step` replace those of the process."""
     return {"event": name, "event_values": values}
 
 
 def is_routine(line: str) -> bool:
-    """Returns whether a line of either format has a level below WARNING."""
+    """Return whether a line of either format has a level below WARNING."""
     return _ROUTINE.match(line) is not None
 
 
 def formatter(name: str) -> logging.Formatter:
-    """Returns the formatter of a name in `FORMATS`."""
+    """Return the formatter of a name in `FORMATS`."""
     return JsonFormatter() if name == "json" else TextFormatter()
 
 
@@ -132,7 +132,7 @@ class LimitedLog:
         self._waiting: tuple[str, tuple[object, ...], dict[str, Any]] | None = None
 
     def __call__(self, message: str, *arguments: object, extra: dict[str, Any]) -> None:
-        """Logs the record now, or later unless another one follows."""
+        """Log the record now, or later unless another one follows."""
         with self._lock:
             now = time.monotonic()
             if now < self._next_at:

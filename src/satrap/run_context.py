@@ -66,28 +66,28 @@ _before_end: list[Callable[[], None]] = []
 
 
 def current_context() -> RunContext | None:
-    """Returns this process's context; None if `satrap run` did not start it."""
+    """Return this process's context; None if `satrap run` did not start it."""
     return _here
 
 
 def record_pipe() -> int | None:
-    """Returns the pipe to which this process writes its record of training; None if the run gave it none."""
+    """Return the pipe to which this process writes its record of training; None if the run gave it none."""
     return _record_pipe
 
 
 def enter_context(context: RunContext, record: int | None = None) -> None:
-    """Sets this process's context. record: file descriptor of the pipe for its record of training."""
+    """Set this process's context. record: file descriptor of the pipe for its record of training."""
     global _here, _record_pipe
     _here, _record_pipe = context, record
 
 
 def register_exit_hook(hook: Callable[[], None]) -> None:
-    """Registers a hook to run after the script. Without a run, does nothing."""
+    """Register a hook to run after the script. Without a run, does nothing."""
     if _here is not None:
         _before_end.append(hook)
 
 
 def run_exit_hooks() -> None:
-    """Runs the hooks. Called when the script has ended."""
+    """Run the hooks. Called when the script has ended."""
     for hook in _before_end:
         hook()

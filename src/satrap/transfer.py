@@ -70,7 +70,7 @@ class Transfer:
             self._log(logging.WARNING, "failed", f" failed after {seconds:.1f} s: {why}", why=why, **figures)
 
     def advance(self, num_bytes: int) -> None:
-        """Counts bytes that were moved."""
+        """Count bytes that were moved."""
         with _lock:
             self._bytes += num_bytes
             self._done += num_bytes
@@ -79,20 +79,20 @@ class Transfer:
         self._report()
 
     def observe(self, figures: Sequence[Mapping[str, int]]) -> None:
-        """Adds what other processes have done for this transfer so far, as `Transfers.running` returns it; replaces
+        """Add what other processes have done for this transfer so far, as `Transfers.running` returns it; replace
         what was added before."""
         with _lock:
             self._remote = _sums(figures)
         self._report()
 
     def reach(self, done: int, total: int | None, num_bytes: int) -> None:
-        """Sets how much was done, of how much, and how many bytes that were."""
+        """Set how much was done, of how much, and how many bytes that were."""
         with _lock:
             self._done, self._total, self._bytes = done, total, num_bytes
         self._report()
 
     def figures(self) -> dict[str, Any]:
-        """Returns what was `done`, the `total` (None: not known), the `bytes`, and the `seconds_left` (None: not
+        """Return what was `done`, the `total` (None: not known), the `bytes`, and the `seconds_left` (None: not
         known)."""
         with _lock:
             done, num_bytes = self._done + self._remote["done"], self._bytes + self._remote["bytes"]
@@ -128,12 +128,12 @@ class Transfers:
         self._completed = {kind: {"number": 0, "bytes": 0, "seconds": 0.0, "ended_at": 0.0} for kind in self.KINDS}
 
     def begin(self, transfer: Transfer) -> None:
-        """Counts a transfer as running."""
+        """Count a transfer as running."""
         with self._lock:
             self._running.append(transfer)
 
     def end(self, transfer: Transfer, seconds: float, *, is_done: bool) -> None:
-        """Counts a transfer as completed, or as failed."""
+        """Count a transfer as completed, or as failed."""
         with self._lock:
             self._running.remove(transfer)
             if is_done:
@@ -143,11 +143,11 @@ class Transfers:
                 completed["number"] += 1
 
     def running(self) -> dict[str, int]:
-        """Returns the sums over the transfers that are running, of all kinds, as `Transfer.observe` takes them."""
+        """Return the sums over the transfers that are running, of all kinds, as `Transfer.observe` takes them."""
         return _sums(self._figures())
 
     def to_dict(self) -> dict[str, dict[str, Any]]:
-        """Returns for each kind: how many are `running`; the `bytes` that they have moved, of a `total` (0: not known),
+        """Return for each kind: how many are `running`; the `bytes` that they have moved, of a `total` (0: not known),
         and the `seconds_left` (None: not known); how many were `completed` since the process started, and of the last
         of these the `last_bytes`, its `seconds`, and as Unix time when it `ended_at`."""
         found = {}
@@ -178,24 +178,24 @@ def _sums(figures: Sequence[Mapping[str, Any]]) -> dict[str, int]:
 
 
 def advance(num_bytes: int) -> None:
-    """Counts bytes for the transfer in progress, if there is one."""
+    """Count bytes for the transfer in progress, if there is one."""
     if (transfer := _innermost.get()) is not None:
         transfer.advance(num_bytes)
 
 
 def current_transfer() -> "Transfer | None":
-    """Returns the transfer in progress in this context."""
+    """Return the transfer in progress in this context."""
     return _innermost.get()
 
 
 def in_context(work: Callable[..., T]) -> Callable[..., T]:
-    """Returns `work` for another thread, where it belongs to the transfer of this one."""
+    """Return `work` for another thread, where it belongs to the transfer of this one."""
     context = contextvars.copy_context()
     return lambda *arguments: context.copy().run(work, *arguments)
 
 
 def format_progress(done: int, total: int | None, bytes: int, seconds_left: int | None) -> str:
-    """Returns how far a transfer is, in words: "40 %, 1.2 GiB, about 40 s left", or the bytes if no more is known. The
+    """Return how far a transfer is, in words: "40 %, 1.2 GiB, about 40 s left", or the bytes if no more is known. The
     arguments are those of `Transfer.figures`."""
     if not total or seconds_left is None:
         return f"{format_bytes(bytes)} so far"
@@ -203,7 +203,7 @@ def format_progress(done: int, total: int | None, bytes: int, seconds_left: int 
 
 
 def format_bytes(number: float) -> str:
-    """Returns bytes in words, such as "1.2 GiB"."""
+    """Return bytes in words, such as "1.2 GiB"."""
     for size, unit in _UNITS:
         if number >= size:
             return f"{number / size:,.1f} {unit}"
@@ -211,7 +211,7 @@ def format_bytes(number: float) -> str:
 
 
 def format_seconds(seconds: float) -> str:
-    """Returns a time in words: "40 s", "12 min", "3.5 h"."""
+    """Return a time in words: "40 s", "12 min", "3.5 h"."""
     if seconds < 120:
         return f"{seconds:.0f} s"
     return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"

@@ -6,6 +6,7 @@ only and imports nothing of ours.
 
 from __future__ import annotations
 
+import ast
 import io
 import re
 import tokenize
@@ -22,6 +23,7 @@ DOCS += sorted(path for path in (ROOT / "docs").rglob("*.md") if path.name not i
 PERMITTED = {"so_far"}
 COMMENT_OR_STRING = re.compile(r"""//[^\n]*|/\*.*?\*/|"(?:\\.|[^"\\\n])*"|'(?:\\.|[^'\\\n])'""", re.DOTALL)
 PART = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+")
+THIRD_PERSON = {"Returns", "Yields", "Raises", "Reads", "Writes", "Logs", "Starts", "Runs", "Creates", "Stops", "Sets"}
 FRAMING = re.compile(r"""^\s*(?://|#|\||-)?|["'`*]""", re.MULTILINE)
 
 
@@ -73,6 +75,13 @@ def test_names_are_not_retired(path: Path) -> None:
 @pytest.mark.parametrize("path", [*PYTHON, *CORE, *DOCS], ids=relative)
 def test_phrases_are_not_retired(path: Path) -> None:
     assert phrases_in(path) == set(), "docs/glossary.md has what to use instead"
+
+
+@pytest.mark.parametrize("path", PYTHON, ids=relative)
+def test_docstrings_of_functions_are_imperative(path: Path) -> None:
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and (text := ast.get_docstring(node)):
+            assert text.split()[0] not in THIRD_PERSON, f"{node.name}: write 'Return the ids', not 'Returns the ids'"
 
 
 def test_the_glossary_has_the_lists() -> None:

@@ -130,7 +130,7 @@ class _Objects:
         (self.folder / name).delete_all(first)
 
     def remove_hidden(self, is_left: Callable[[str], bool]) -> None:
-        """Does nothing: there are no hidden folders."""
+        """Do nothing: there are no hidden folders."""
 
     @contextmanager
     def locked(self, seconds: float) -> Iterator[None]:

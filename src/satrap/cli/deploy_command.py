@@ -11,7 +11,7 @@ from satrap.errors import ConfigError
 
 
 def render(options: argparse.Namespace) -> Iterator[str]:
-    """Writes the manifests, and returns the lines to print."""
+    """Write the manifests, and return the lines to print."""
     job = parse_job([(str(path), _read(path)) for path in options.job], options.changes)
     for path in _write(manifests(job, options.target), options.output):
         yield f"{path}: written"
@@ -26,7 +26,7 @@ def _read(path: Path) -> str:
 
 
 def _write(files: Mapping[str, str], folder: Path) -> list[Path]:
-    """Writes the files and returns their paths; nothing if that would replace a file that was not rendered."""
+    """Write the files and return their paths; nothing if that would replace a file that was not rendered."""
     paths = [folder / name for name in files]
     try:
         for path in paths:

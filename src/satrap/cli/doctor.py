@@ -25,7 +25,7 @@ _NUM_FEATURES, _BATCH, _ROWS, _STEPS = 26, 4096, 1_000_000, 20
 
 
 def examine(dim: int, *, run: bool) -> Iterator[str]:
-    """Yields the report. dim: embedding dimension of the short run; run: whether to do it."""
+    """Yield the report. dim: embedding dimension of the short run; run: whether to do it."""
     yield f"python {platform.python_version()} on {platform.system()} {platform.release()}, {platform.machine()}"
     for package in _PACKAGES:
         yield f"{package:12} {_version(package)}"
@@ -58,7 +58,7 @@ def examine(dim: int, *, run: bool) -> Iterator[str]:
 
 
 def _gpus() -> Iterator[str]:
-    """Yields what rows and dense networks on GPUs need; one line if there is none."""
+    """Yield what rows and dense networks on GPUs need; one line if there is none."""
     import torch
 
     count = torch.cuda.device_count()
@@ -79,7 +79,7 @@ def _gpus() -> Iterator[str]:
 
 
 def _short_run(dim: int) -> Iterator[str]:
-    """Trains a DLRM for a few steps on random ids, and yields the time of each stage."""
+    """Train a DLRM for a few steps on random ids, and yield the time of each stage."""
     import torch
 
     from satrap.models import DLRM

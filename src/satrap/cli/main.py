@@ -29,7 +29,7 @@ _NUM_CALL_THREADS = 4  # threads of a worker that receive calls and pass them to
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs one command and returns its exit status."""
+    """Run one command and return its exit status."""
     parser = command_parser()
     own_arguments, script_arguments = _split_arguments(sys.argv[1:] if arguments is None else arguments)
     options, unrecognized = parser.parse_known_args(own_arguments)
@@ -78,7 +78,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _output_lines(options: argparse.Namespace) -> Iterator[str]:
-    """Returns the output of a command that prints lines."""
+    """Return the output of a command that prints lines."""
     match options.command:
         case "doctor":
             from satrap.cli.doctor import examine
@@ -105,7 +105,7 @@ def _output_lines(options: argparse.Namespace) -> Iterator[str]:
 
 
 def _show_log(log_format: str) -> None:
-    """Shows Satrap's log on standard error, unless the script configures logging."""
+    """Show Satrap's log on standard error, unless the script configures logging."""
     handler, logger = logging.StreamHandler(), logging.getLogger("satrap")
     handler.setFormatter(formatter(log_format))
     handler.addFilter(lambda _: not logging.getLogger().handlers)
@@ -114,7 +114,7 @@ def _show_log(log_format: str) -> None:
 
 
 def _split_arguments(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Returns the arguments before and after the first "--"."""
+    """Return the arguments before and after the first "--"."""
     at = arguments.index("--") if "--" in arguments else len(arguments)
     return list(arguments[:at]), list(arguments[at + 1 :])
 
@@ -127,7 +127,7 @@ def _scale(folder: Path, servers: int) -> Iterator[str]:
 
 
 def _status(options: argparse.Namespace) -> Iterator[str]:
-    """Prints the status itself, since a terminal is drawn in place."""
+    """Print the status itself, since a terminal is drawn in place."""
     from satrap.cli.status import RunReader, show_status
     from satrap.rpc import Keys
 
@@ -224,7 +224,7 @@ def _worker(options: argparse.Namespace) -> Iterator[str]:
 
 
 def _announce(role: str, advertise: str | None, bound: str) -> Iterator[str]:
-    """Prints and logs the address by which to call this server or worker."""
+    """Print and log the address by which to call this server or worker."""
     from satrap.rpc.address import advertised_address
 
     address = advertised_address(advertise, bound)
@@ -256,11 +256,11 @@ class _StopSignals:
             signal.signal(number, lambda *_: None)
 
     def __call__(self, seconds: float | None = None) -> int | None:
-        """Returns the number of the signal; None if none came in so many seconds, or `end` was called."""
+        """Return the number of the signal; None if none came in so many seconds, or `end` was called."""
         if not select.select([self._reader], [], [], seconds)[0]:
             return None
         return os.read(self._reader, 1)[0] or None
 
     def end(self) -> None:
-        """Ends a wait, from another thread."""
+        """End a wait, from another thread."""
         os.write(self._writer, b"\0")

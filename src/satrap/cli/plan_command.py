@@ -17,7 +17,7 @@ from satrap.planning.workload import Workload
 
 
 def print_plan(options: argparse.Namespace, arguments: Sequence[str]) -> int:
-    """Prints the plan. Returns 0 if it reaches the wanted rate, else 3."""
+    """Print the plan. Returns 0 if it reaches the wanted rate, else 3."""
     _check(options)
     prices = None if options.machines is None else read_prices(options.machines)
     if options.calibrate:
@@ -44,7 +44,7 @@ def print_plan(options: argparse.Namespace, arguments: Sequence[str]) -> int:
 
 
 def _check(options: argparse.Namespace) -> None:
-    """Raises ConfigError for options that do not go together."""
+    """Raise ConfigError for options that do not go together."""
     if options.job is None and not options.calibrate:
         raise ConfigError("plan: no job was given; expected a script or a model.toml, or --calibrate")
     if options.job is not None and options.machines is None:

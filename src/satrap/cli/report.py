@@ -12,7 +12,7 @@ from satrap.launch.run_state import is_live
 
 
 def write_report(folder: Path, output: Path | None) -> str:
-    """Writes the page about the run in this directory, and returns what to print."""
+    """Write the page about the run in this directory, and return what to print."""
     if not folder.is_dir():
         raise ConfigError(f"there is no directory {str(folder)!r}; expected the directory of a run")
     run = read_run(folder, is_live(folder) if (folder / "run.json").is_file() else None)

@@ -29,7 +29,7 @@ _RAY_OPTIONS = (
 
 
 def run_script(options: argparse.Namespace, arguments: Sequence[str]) -> int:
-    """Runs the script with these arguments to its end, and returns its exit status."""
+    """Run the script with these arguments to its end, and return its exit status."""
     run_config = RunConfig(
         servers=options.servers,
         workers=options.workers,
@@ -76,7 +76,7 @@ def _run_on_ray(options: argparse.Namespace, arguments: Sequence[str], run_confi
 
 
 def _settings(options: argparse.Namespace, arguments: Sequence[str], run_config: RunConfig) -> dict[str, Any]:
-    """Returns the settings of a run, for its record."""
+    """Return the settings of a run, for its record."""
     return {
         "script": str(options.script),
         "arguments": list(arguments),

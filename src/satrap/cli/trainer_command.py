@@ -12,7 +12,7 @@ from satrap.run_context import RunContext
 
 
 def check_trainer(options: argparse.Namespace) -> None:
-    """Raises ConfigError unless the options name servers and a script that exists: before the trainers wait for each
+    """Raise ConfigError unless the options name servers and a script that exists: before the trainers wait for each
     other."""
     if options.context is not None:
         return
@@ -23,7 +23,7 @@ def check_trainer(options: argparse.Namespace) -> None:
 
 
 def run_script_as_trainer(options: argparse.Namespace, arguments: Sequence[str]) -> None:
-    """Runs the script with these arguments to its end. Its own errors are not caught here."""
+    """Run the script with these arguments to its end. Its own errors are not caught here."""
     from satrap.launch.trainer_main import join_torchrun, run_trainer
 
     http = options.http

@@ -22,7 +22,7 @@ _ROUNDS_TO_0 = 2.0**-150  # half the smallest float32 above 0
 
 
 def as_ids(where: str, ids: object) -> NDArray[np.uint64]:
-    """Returns the ids as uint64 [n]; int64 is taken as its bit pattern."""
+    """Return the ids as uint64 [n]; int64 is taken as its bit pattern."""
     array = _as_array(where, "ids", ids, "a uint64 or int64 array")
     if array.dtype not in (np.uint64, np.int64):
         advice = f"{array.dtype} cannot hold all ids: read them as integers"
@@ -37,7 +37,7 @@ def as_ids(where: str, ids: object) -> NDArray[np.uint64]:
 
 
 def as_offsets(where: str, offsets: object, size: int, meaning: str) -> NDArray[np.int64]:
-    """Returns the offsets, int64 [size], where tables or bags begin. There may be many, so the core checks their
+    """Return the offsets, int64 [size], where tables or bags begin. There may be many, so the core checks their
     values."""
     array = _as_array(where, "offsets", offsets, "an int64 array")
     if array.dtype != np.int64 or array.shape != (size,):
@@ -48,7 +48,7 @@ def as_offsets(where: str, offsets: object, size: int, meaning: str) -> NDArray[
 
 
 def as_weights(where: str, weights: object) -> NDArray[np.float32]:
-    """Returns the weights of ids: float32 [n]."""
+    """Return the weights of ids: float32 [n]."""
     array = _as_array(where, "weights", weights, "a float32 array")
     if array.dtype != np.float32 or array.ndim != 1:
         raise InputError(
@@ -58,7 +58,7 @@ def as_weights(where: str, weights: object) -> NDArray[np.float32]:
 
 
 def as_gradients(where: str, gradients: object, shape: tuple[int, ...] | None) -> NDArray[np.float32]:
-    """Returns the gradients as float32 of exactly this shape; None: of one dimension, whose size the core knows."""
+    """Return the gradients as float32 of exactly this shape; None: of one dimension, whose size the core knows."""
     if gradients is None:
         raise InputError(
             f"{where}: gradients is None; expected a float32 array: was requires_grad_() called on the rows, and did "
@@ -76,7 +76,7 @@ def as_gradients(where: str, gradients: object, shape: tuple[int, ...] | None) -
 
 
 def as_out(where: str, out: object, shape: tuple[int, ...], name: str = "out") -> NDArray[np.float32]:
-    """Returns the caller's own memory, to write rows into."""
+    """Return the caller's own memory, to write rows into."""
     expected = f"a float32 array of shape {shape}, C-contiguous and writable"
     array = _as_array(where, name, out, expected)
     if array.dtype != np.float32 or array.shape != shape:
@@ -91,12 +91,12 @@ def as_out(where: str, out: object, shape: tuple[int, ...], name: str = "out") -
 
 
 def as_step(where: str, name: str, step: object, low: int = 1, high: int = LAST_STEP) -> int:
-    """Returns a batch number."""
+    """Return a batch number."""
     return check_integer(where, name, step, low, high, InputError)
 
 
 def as_scale(where: str, scale: object) -> float:
-    """Returns the factor that all gradients of an update are multiplied by."""
+    """Return the factor that all gradients of an update are multiplied by."""
     expected = "a number above 0 that float32 can hold"
     number = _as_real(where, "scale", scale, expected)
     if not _ROUNDS_TO_0 < number <= LARGEST_FLOAT32:
@@ -105,7 +105,7 @@ def as_scale(where: str, scale: object) -> float:
 
 
 def as_lr(where: str, lr: object, optimizer: Optimizer) -> float:
-    """Returns a learning rate that this optimizer can take."""
+    """Return a learning rate that this optimizer can take."""
     above = isinstance(optimizer, Ftrl)
     expected = f"a number {'above' if above else 'of at least'} 0 that float32 can hold"
     if above:

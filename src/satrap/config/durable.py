@@ -15,13 +15,13 @@ from satrap._core import crc32c
 
 
 def put_on_disk(path: Path) -> None:
-    """Flushes the file or folder to disk: after it returns, a crash of the machine does not lose it."""
+    """Flush the file or folder to disk: after it returns, a crash of the machine does not lose it."""
     with opened(path) as file:
         os.fsync(file)
 
 
 def write_file(path: Path, data: bytes, mode: int = 0o666) -> None:
-    """Creates a file and flushes it to disk; its folder is not flushed. FileExistsError if there is one."""
+    """Create a file and flushes it to disk; its folder is not flushed. FileExistsError if there is one."""
     with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as file:
         file.write(data)
         file.flush()
@@ -29,7 +29,7 @@ def write_file(path: Path, data: bytes, mode: int = 0o666) -> None:
 
 
 def replace_file(path: Path, data: bytes) -> None:
-    """Replaces a file, or creates it. It is never seen in part, and it is on disk when this returns."""
+    """Replace a file, or creates it. It is never seen in part, and it is on disk when this returns."""
     temporary = path.with_name(f".{secrets.token_hex(4)}.{path.name}.tmp")
     try:
         write_file(temporary, data)
@@ -41,7 +41,7 @@ def replace_file(path: Path, data: bytes) -> None:
 
 @contextmanager
 def opened(path: Path) -> Iterator[int]:
-    """Yields a file descriptor of the file or folder, such as `try_lock` takes."""
+    """Yield a file descriptor of the file or folder, such as `try_lock` takes."""
     file = os.open(path, os.O_RDONLY)
     try:
         yield file
@@ -50,7 +50,7 @@ def opened(path: Path) -> Iterator[int]:
 
 
 def try_lock(file: int, *, shared: bool = False, required: bool = True) -> bool:
-    """Locks an open file or folder until it is closed; returns False if another process holds the lock.
+    """Lock an open file or folder until it is closed; return False if another process holds the lock.
 
     required: raises OSError on file systems without locks. False: returns True there.
     """
@@ -65,17 +65,17 @@ def try_lock(file: int, *, shared: bool = False, required: bool = True) -> bool:
 
 
 def checksum(data: bytes) -> int:
-    """Returns the CRC-32C of the bytes."""
+    """Return the CRC-32C of the bytes."""
     return crc32c(np.frombuffer(data, np.uint8))
 
 
 def json_checksum(content: Mapping[str, Any], indent: int | None = None) -> int:
-    """Returns the checksum of the content's JSON without its key "crc32c"."""
+    """Return the checksum of the content's JSON without its key "crc32c"."""
     return checksum(_canonical({key: value for key, value in content.items() if key != "crc32c"}, indent))
 
 
 def json_with_checksum(content: Mapping[str, Any], indent: int | None = None) -> bytes:
-    """Returns the content as JSON that includes `json_checksum` as "crc32c"."""
+    """Return the content as JSON that includes `json_checksum` as "crc32c"."""
     return _canonical({**content, "crc32c": json_checksum(content, indent)}, indent)
 
 

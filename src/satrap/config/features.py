@@ -22,7 +22,7 @@ class Features(Serializable, Mapping[str, Feature]):
     """
 
     def __init__(self, features: Mapping[str, Feature | Table]) -> None:
-        """Orders the features. A bare table stands for Feature(table, "sum")."""
+        """Order the features. A bare table stands for Feature(table, "sum")."""
         if not isinstance(features, Mapping) or not features:
             raise ConfigError(
                 f"features are {describe(features)}; expected a dict of at least one, e.g. {{'user': table}}"
@@ -67,12 +67,12 @@ class Features(Serializable, Mapping[str, Feature]):
         return len(self._features)
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns these features as plain JSON types, in this order."""
+        """Return these features as plain JSON types, in this order."""
         return {name: feature.to_dict() for name, feature in self.items()}
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Self:
-        """Returns the features that `to_dict` wrote."""
+        """Return the features that `to_dict` wrote."""
         return cls({name: Feature.from_dict(each) for name, each in require_mapping("Features", data).items()})
 
     def __repr__(self) -> str:

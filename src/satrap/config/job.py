@@ -37,7 +37,7 @@ class Job(Serializable):
             raise ConfigError(f"Job: tables are {names}; expected at least one, each with its own name")
 
     def on_servers(self, num_servers: int, there: "Job | None") -> "Job":
-        """Returns the job with the number of buckets of each table that leaves it open: enough for so many servers.
+        """Return the job with the number of buckets of each table that leaves it open: enough for so many servers.
 
         there: the job that the servers have already; its numbers stand, however many servers there are now.
         """
@@ -47,7 +47,7 @@ class Job(Serializable):
         return replace(self, tables=tuple(t.with_buckets(number) if t.shard == "rows" else t for t in self.tables))
 
     def differences(self, other: "Job") -> list[str]:
-        """Returns how this job differs from `other`, field by field: "table 'item', dim: 16 here, 32 there".
+        """Return how this job differs from `other`, field by field: "table 'item', dim: 16 here, 32 there".
 
         The learning rate may differ, because each update brings its own; not FTRL's, which a row's first state uses.
         """
@@ -71,13 +71,13 @@ class Job(Serializable):
 
 
 def buckets_for(num_servers: int) -> int:
-    """Returns how many buckets a table without a capacity has on so many servers."""
+    """Return how many buckets a table without a capacity has on so many servers."""
     wanted = max(DEFAULT_BUCKETS, _BUCKETS_PER_SERVER * num_servers)
     return min(1 << (wanted - 1).bit_length(), MAX_BUCKETS)
 
 
 def with_buckets_of(tables: Sequence[Table], there: Sequence[Table]) -> tuple[Table, ...]:
-    """Returns the tables; those that leave their number of buckets open have that of the table of their name there."""
+    """Return the tables; those that leave their number of buckets open have that of the table of their name there."""
     known = {table.name: table.resolved_num_buckets for table in there}
     return tuple(table.with_buckets(known.get(table.name, table.resolved_num_buckets)) for table in tables)
 

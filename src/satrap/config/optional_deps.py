@@ -6,7 +6,7 @@ from satrap.errors import InputError, SatrapError
 
 
 def pyarrow_for(purpose: str, missing: type[SatrapError] = InputError) -> Any:
-    """Returns the module pyarrow, which is imported only where it is used; raises `missing` if it is not installed."""
+    """Return the module pyarrow, which is imported only where it is used; raise `missing` if it is not installed."""
     try:
         import pyarrow
         import pyarrow.compute

@@ -29,7 +29,7 @@ class PathAllowlist:
         self._urls = [each.rstrip("/") for each in texts if is_url(each)]
 
     def require(self, path: str) -> None:
-        """Raises ConfigError unless the path or URL is permitted."""
+        """Raise ConfigError unless the path or URL is permitted."""
         if not self.permits(path):
             known = dict.fromkeys([*self._folders, *self._urls])
             raise ConfigError(
@@ -39,13 +39,13 @@ class PathAllowlist:
             )
 
     def require_below(self, glob: str) -> None:
-        """Raises ConfigError unless everything that the glob may match is permitted."""
+        """Raise ConfigError unless everything that the glob may match is permitted."""
         whole = glob if is_url(glob) else _local(glob)
         if not self.permits(whole):
             self.require(without_glob(whole))
 
     def permits(self, path: str) -> bool:
-        """Returns whether the path or URL was allowed, or is below one that was."""
+        """Return whether the path or URL was allowed, or is below one that was."""
         if is_url(path):
             return _is_plain(path) and any(path == root or path.startswith(f"{root}/") for root in self._urls)
         real = os.path.realpath(_local(path))
@@ -53,12 +53,12 @@ class PathAllowlist:
 
 
 def is_url(path: str) -> bool:
-    """Returns whether the path is a URL of another system than the local files."""
+    """Return whether the path is a URL of another system than the local files."""
     return URL.match(path) is not None and _LOCAL.match(path) is None
 
 
 def without_glob(path: str) -> str:
-    """Returns the folder above the first wildcard of a glob; a path without wildcards is returned unchanged."""
+    """Return the folder above the first wildcard of a glob; a path without wildcards is returned unchanged."""
     scheme = URL.match(path)
     begin = 0 if scheme is None else scheme.end()
     magic = GLOB_CHARACTER.search(path, begin)
@@ -69,7 +69,7 @@ def without_glob(path: str) -> str:
 
 
 def _local(path: str) -> str:
-    """Returns a path as sources read it: without the scheme, absolute, with the user's folder expanded."""
+    """Return a path as sources read it: without the scheme, absolute, with the user's folder expanded."""
     return os.path.abspath(os.path.expanduser(_LOCAL.sub("", path, count=1)))
 
 
@@ -78,5 +78,5 @@ def _is_below(real: str, root: str) -> bool:
 
 
 def _is_plain(url: str) -> bool:
-    """Returns whether a URL names what it seems to: no "..", and no second URL inside (fsspec chains them)."""
+    """Return whether a URL names what it seems to: no "..", and no second URL inside (fsspec chains them)."""
     return "::" not in url and ".." not in unquote(unquote(url)).split("/")

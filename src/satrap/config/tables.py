@@ -222,17 +222,17 @@ class Table(Serializable):
         return 1 << (count.bit_length() - 1)
 
     def with_buckets(self, num_buckets: int) -> "Table":
-        """Returns the table with so many buckets, unless it names a number, or a capacity that gives one."""
+        """Return the table with so many buckets, unless it names a number, or a capacity that gives one."""
         if self.num_buckets is not None or self.capacity is not None or num_buckets == self.resolved_num_buckets:
             return self
         return replace(self, num_buckets=num_buckets)
 
     def bag(self, pooling: Pooling, *, weighted: bool = False, padding_id: int | None = None) -> "Feature":
-        """Returns a feature of this table that pools any number of ids in a sample into one row; see `Feature`."""
+        """Return a feature of this table that pools any number of ids in a sample into one row; see `Feature`."""
         return Feature(self, pooling, weighted=weighted, padding_id=padding_id)
 
     def sequence(self, max_length: int, *, keep: Keep = "last", padding_id: int | None = None) -> "Feature":
-        """Returns a feature of this table that keeps a sample's rows in order: its last, or first, `max_length`."""
+        """Return a feature of this table that keeps a sample's rows in order: its last, or first, `max_length`."""
         return Feature(self, "none", max_length=max_length, keep=keep, padding_id=padding_id)
 
     @classmethod

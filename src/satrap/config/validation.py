@@ -31,13 +31,13 @@ class Serializable:
     __slots__ = ()
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns this object as plain JSON types; ConfigError if it holds a table, a filesystem or the like."""
+        """Return this object as plain JSON types; ConfigError if it holds a table, a filesystem or the like."""
         values = {name: getattr(self, name) for name in _types(type(self))}
         return {name: value if type(value) in _PLAIN else _to_json(self, name, value) for name, value in values.items()}
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Self:
-        """Returns the object that `to_dict` wrote. Missing fields take their defaults."""
+        """Return the object that `to_dict` wrote. Missing fields take their defaults."""
         where = cls._where(require_mapping(cls.__name__, data))
         values, types = known_keys(cls, where, data), _types(cls)
         for name, value in values.items():
@@ -47,7 +47,7 @@ class Serializable:
 
     @classmethod
     def _where(cls, data: Mapping[str, Any]) -> str:
-        """Returns what errors call the object that `data` describes."""
+        """Return what errors call the object that `data` describes."""
         return cls.__name__
 
 
@@ -58,12 +58,12 @@ class Config(Serializable):
     __slots__ = ()
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns this object as plain JSON types; ConfigError if it holds a table, a filesystem or the like."""
+        """Return this object as plain JSON types; ConfigError if it holds a table, a filesystem or the like."""
         return {"type": type(self).__name__} | super().to_dict()
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Self:
-        """Returns the object that `to_dict` wrote. Missing fields take their defaults."""
+        """Return the object that `to_dict` wrote. Missing fields take their defaults."""
         given = dict(require_mapping(cls.__name__, data))
         kind = given.pop("type", cls.__name__)
         if kind != cls.__name__:
@@ -80,19 +80,19 @@ def describe(value: object) -> str:
 
 
 def kind_of(value: object) -> str:
-    """Returns the type's name with its article: "an int"."""
+    """Return the type's name with its article: "an int"."""
     name = type(value).__name__
     return f"{'an' if name[0] in 'aeiouAEIOU' else 'a'} {name}"
 
 
 def suggest(name: object, known: list[str]) -> str:
-    """Returns the known name nearest to `name` if one is near, else all of them."""
+    """Return the known name nearest to `name` if one is near, else all of them."""
     near = difflib.get_close_matches(str(name), known, n=1)
     return f"the nearest known one is {near[0]!r}" if near else f"known are {', '.join(map(repr, known))}"
 
 
 def check_numbers(config: Config, **lowest: float) -> None:
-    """Checks that each named field is a finite float32 number of at least its minimum; stores it as a float."""
+    """Check that each named field is a finite float32 number of at least its minimum; stores it as a float."""
     for name, low in lowest.items():
         set_field(config, name, check_number(type(config).__name__, name, getattr(config, name), low))
 
@@ -123,7 +123,7 @@ def check_integer(
 
 
 def check_id(where: str, name: str, value: object) -> int:
-    """Returns an id as uint64; int64 is taken as its bit pattern."""
+    """Return an id as uint64; int64 is taken as its bit pattern."""
     return check_integer(where, name, value, -(2**63), 2**64 - 1) % 2**64
 
 
@@ -156,7 +156,7 @@ def check_choice(where: str, name: str, value: object, choices: tuple[str, ...])
 
 
 def _types(cls: Any) -> dict[str, Any]:
-    """Returns the type of each field."""
+    """Return the type of each field."""
     return _cached_types(cls)
 
 
@@ -184,7 +184,7 @@ def _to_json(owner: object, name: str, value: Any) -> Any:
 
 
 def _from_json(where: str, kind: Any, value: Any) -> Any:
-    """Returns the value of a field of type `kind` from its form. Other values are left to the class to
+    """Return the value of a field of type `kind` from its form. Other values are left to the class to
     check."""
     kinds = get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,)
     if value is None and NoneType in kinds:
@@ -206,7 +206,7 @@ def _from_json(where: str, kind: Any, value: Any) -> Any:
 
 
 def flat(data: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Flattens a dict of dicts, its keys joined by dots: the form in which configurations are compared."""
+    """Flatten a dict of dicts, its keys joined by dots: the form in which configurations are compared."""
     found: dict[str, Any] = {}
     for name, value in data.items():
         found |= flat(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {prefix + name: value}
@@ -220,7 +220,7 @@ def require_mapping(where: str, data: object) -> Mapping[str, Any]:
 
 
 def known_keys(cls: Any, where: str, data: object) -> dict[str, Any]:
-    """Returns `data` as keyword arguments of `cls`; raises unless every key is known and every required one present."""
+    """Return `data` as keyword arguments of `cls`; raise unless every key is known and every required one present."""
     known, given = list(_types(cls)), dict(require_mapping(where, data))
     for key in given:
         if key in known:
@@ -248,7 +248,7 @@ def kind_from_dict(where: str, data: object, kinds: Sequence[type[Serializable]]
 
 
 def is_path(text: str) -> bool:
-    """Returns whether the system and a message can hold this path: no NUL, and Unicode that UTF-8 can write."""
+    """Return whether the system and a message can hold this path: no NUL, and Unicode that UTF-8 can write."""
     try:
         return b"\0" not in text.encode()
     except UnicodeEncodeError:

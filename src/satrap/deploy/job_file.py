@@ -238,7 +238,7 @@ class DeployJob(Serializable):
 
 
 def parse_job(files: Sequence[tuple[str, str]], changes: Sequence[str] = ()) -> DeployJob:
-    """Returns the job that files describe, with the changes of the command line, each KEY=VALUE.
+    """Return the job that files describe, with the changes of the command line, each KEY=VALUE.
 
     files: name and text of each; a later one replaces values of the earlier ones.
     """
@@ -274,7 +274,7 @@ _TABLES: dict[str, type[Serializable]] = {
 
 
 def _apply(data: dict[str, Any], change: str) -> None:
-    """Replaces one value. A value that TOML reads as a number, a list or the like is one; others are text."""
+    """Replace one value. A value that TOML reads as a number, a list or the like is one; others are text."""
     key, separator, value = change.partition("=")
     *tables, last = key.strip().split(".")
     if not separator or not last:

@@ -34,7 +34,7 @@ _PLACEMENT_SECONDS = 1800
 
 
 def ray_job(job: DeployJob) -> dict[str, Any]:
-    """Returns the RayJob."""
+    """Return the RayJob."""
     groups = [_worker_group(job, role) for role in RAY_RESOURCES if getattr(job, role).count]
     return {
         "apiVersion": "ray.io/v1",
@@ -57,7 +57,7 @@ def ray_job(job: DeployJob) -> dict[str, Any]:
 
 
 def entrypoint(job: DeployJob) -> Command:
-    """Returns the command line of the run."""
+    """Return the command line of the run."""
     words = ["satrap", "run", job.script, "--cluster", "ray", "--address", "auto"]
     words += ["--placement-seconds", str(_PLACEMENT_SECONDS), "--folder", _run_folder(job)]
     words += ["--http", f"*:{HTTP_PORT}", "--log-format", "json"]
@@ -84,7 +84,7 @@ def _runtime_env(job: DeployJob) -> dict[str, str]:
 
 
 def _size(num_bytes: int) -> str:
-    """Returns a size as `satrap run` reads it."""
+    """Return a size as `satrap run` reads it."""
     text = pods.quantity(num_bytes)
     return f"{text}B" if text.endswith("i") else text
 
@@ -194,7 +194,7 @@ def _pod(
 
 
 def _tls_container(image: str) -> dict[str, Any]:
-    """Returns the container that makes the pod's certificate. The key of the CA is in no other container."""
+    """Return the container that makes the pod's certificate. The key of the CA is in no other container."""
     fields = {"POD_IP": "status.podIP", "POD_NAMESPACE": "metadata.namespace"}
     env: list[Any] = [{"name": name, "valueFrom": {"fieldRef": {"fieldPath": path}}} for name, path in fields.items()]
     env += [{"name": "CA_FOLDER", "value": _CA_FOLDER}, {"name": "TLS_FOLDER", "value": TLS_FOLDER}]

@@ -32,7 +32,7 @@ _EXIT_SECONDS = 10  # of the grace period, for a server that has moved its rows
 
 
 def servers(job: DeployJob) -> list[dict[str, Any]]:
-    """Returns the Service and the StatefulSet of the servers."""
+    """Return the Service and the StatefulSet of the servers."""
     args = [
         *_listen(job, "servers"),
         f"--shared={SHARED_MEMORY}/rows",
@@ -44,7 +44,7 @@ def servers(job: DeployJob) -> list[dict[str, Any]]:
 
 
 def workers(job: DeployJob) -> list[dict[str, Any]]:
-    """Returns the Service and the StatefulSet of the workers; nothing if there are none."""
+    """Return the Service and the StatefulSet of the workers; nothing if there are none."""
     if not job.workers.count:
         return []
     args = [*_listen(job, "workers"), *[f"--data={pods.literal(each)}" for each in job.storage.data]]
@@ -52,7 +52,7 @@ def workers(job: DeployJob) -> list[dict[str, Any]]:
 
 
 def trainers(job: DeployJob) -> list[dict[str, Any]]:
-    """Returns the Service and the Job of the trainers."""
+    """Return the Service and the Job of the trainers."""
     size, name = job.trainers, f"{job.name}-trainers"
     rules = [{"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]}]
     spec = {
@@ -69,7 +69,7 @@ def trainers(job: DeployJob) -> list[dict[str, Any]]:
 
 
 def address(job: DeployJob, role: str, number: int | str) -> str:
-    """Returns the address of a server or worker."""
+    """Return the address of a server or worker."""
     return f"tcp://{_host(job, role, number)}:{_PORTS[role]}"
 
 
@@ -167,7 +167,7 @@ def _trainer_pod(job: DeployJob) -> dict[str, Any]:
 
 
 def _wait_container(job: DeployJob) -> dict[str, Any]:
-    """Returns the container that waits for all servers and workers to listen, and then for the first trainer's pod; a
+    """Return the container that waits for all servers and workers to listen, and then for the first trainer's pod; a
     trainer would give up after a minute. The first pod waits until its own name is known."""
     loops = [
         f"for ((i = 0; i < {getattr(job, role).count}; i++)); do\n"
@@ -205,7 +205,7 @@ def _container(job: DeployJob, role: str, image: str, command: list[str], env: l
 
 
 def _template(job: DeployJob, role: str, container: dict[str, Any]) -> dict[str, Any]:
-    """Returns a pod template. The keys belong to the group of the pod's user, which may read them."""
+    """Return a pod template. The keys belong to the group of the pod's user, which may read them."""
     volumes, _ = pods.volumes(job, role)
     secret = {
         "secretName": f"{job.name}-keys",

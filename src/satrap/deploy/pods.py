@@ -22,23 +22,23 @@ QUEUE_LABEL = "kueue.x-k8s.io/queue-name"
 
 
 def quantity(num_bytes: int) -> str:
-    """Returns a size as Kubernetes writes it: 64Gi."""
+    """Return a size as Kubernetes writes it: 64Gi."""
     return next((f"{num_bytes // size}{unit}" for unit, size in _UNITS if num_bytes % size == 0), str(num_bytes))
 
 
 def literal(text: str) -> str:
-    """Returns an argument of a command, in which Kubernetes reads $$ as $ and replaces $(NAME)."""
+    """Return an argument of a command, in which Kubernetes reads $$ as $ and replaces $(NAME)."""
     return text.replace("$", "$$")
 
 
 def labels(job: DeployJob, role: str | None = None) -> dict[str, str]:
-    """Returns the labels of an object, of a role or of the whole job."""
+    """Return the labels of an object, of a role or of the whole job."""
     found = {"app.kubernetes.io/name": "satrap", "app.kubernetes.io/instance": job.name}
     return found if role is None else found | {"app.kubernetes.io/component": role}
 
 
 def metadata(job: DeployJob, name: str, role: str | None = None, *, queued: bool = False) -> dict[str, Any]:
-    """Returns the metadata of an object. queued: whether Kueue admits it."""
+    """Return the metadata of an object. queued: whether Kueue admits it."""
     namespace = {} if job.namespace is None else {"namespace": job.namespace}
     own: dict[str, Any] = {"name": name, **namespace, "labels": labels(job, role)}
     if queued and job.queue is not None:
@@ -47,7 +47,7 @@ def metadata(job: DeployJob, name: str, role: str | None = None, *, queued: bool
 
 
 def pod_metadata(job: DeployJob, role: str, *, scraped: bool) -> dict[str, Any]:
-    """Returns the metadata of a pod. scraped: whether it serves metrics at HTTP_PORT."""
+    """Return the metadata of a pod. scraped: whether it serves metrics at HTTP_PORT."""
     annotations = {}
     if scraped:
         annotations = {
@@ -63,7 +63,7 @@ def pod_metadata(job: DeployJob, role: str, *, scraped: bool) -> dict[str, Any]:
 
 
 def resources(role: Role) -> dict[str, Any]:
-    """Returns requests and limits of a pod's container: equal, so the pod is the last to be evicted."""
+    """Return requests and limits of a pod's container: equal, so the pod is the last to be evicted."""
     amounts = {"cpu": str(role.cpus * role.per_pod), "memory": quantity(role.memory_bytes * role.per_pod)}
     if role.gpus:
         amounts["nvidia.com/gpu"] = str(role.gpus * role.per_pod)
@@ -71,7 +71,7 @@ def resources(role: Role) -> dict[str, Any]:
 
 
 def placement(job: DeployJob, role: str) -> dict[str, Any]:
-    """Returns who runs a pod, on which nodes, and how long it may take to stop."""
+    """Return who runs a pod, on which nodes, and how long it may take to stop."""
     size: Role = getattr(job, role)
     found: dict[str, Any] = {}
     if job.service_account is not None:
@@ -100,7 +100,7 @@ def _tolerations(role: str, size: Role) -> list[dict[str, str]]:
 
 
 def security() -> dict[str, Any]:
-    """Returns the security context of a pod: no root, and files of volumes belong to the group of its user."""
+    """Return the security context of a pod: no root, and files of volumes belong to the group of its user."""
     return {
         "runAsNonRoot": True,
         "runAsUser": USER,
@@ -111,12 +111,12 @@ def security() -> dict[str, Any]:
 
 
 def container_security() -> dict[str, Any]:
-    """Returns the security context of a container."""
+    """Return the security context of a container."""
     return {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
 
 
 def shared_memory(job: DeployJob, role: str, spare_bytes: int) -> Any:
-    """Returns the volume for /dev/shm; None if a role needs none. What is in it counts as memory of the container.
+    """Return the volume for /dev/shm; None if a role needs none. What is in it counts as memory of the container.
 
     spare_bytes: for others than Satrap.
     """
@@ -137,7 +137,7 @@ def shared_memory(job: DeployJob, role: str, spare_bytes: int) -> Any:
 
 
 def volumes(job: DeployJob, role: str, spare_bytes: int = 0) -> tuple[list[Any], list[Any]]:
-    """Returns the volumes of a pod, and where its container mounts them: shared memory and the shared volume.
+    """Return the volumes of a pod, and where its container mounts them: shared memory and the shared volume.
 
     spare_bytes: shared memory for others than Satrap.
     """
@@ -153,13 +153,13 @@ def volumes(job: DeployJob, role: str, spare_bytes: int = 0) -> tuple[list[Any],
 
 
 def credentials(job: DeployJob) -> dict[str, Any]:
-    """Returns the environment that a container takes from the Secret with the credentials of the buckets."""
+    """Return the environment that a container takes from the Secret with the credentials of the buckets."""
     if job.storage.credentials is None:
         return {}
     return {"envFrom": [{"secretRef": {"name": job.storage.credentials}}]}
 
 
 def probe(path: str, port: int | str, *, period: int, failures: int, **more: int) -> dict[str, Any]:
-    """Returns a probe over HTTP."""
+    """Return a probe over HTTP."""
     timing: Mapping[str, int] = {"periodSeconds": period, "timeoutSeconds": 5, "failureThreshold": failures}
     return {"httpGet": {"path": path, "port": port}, **more, **timing}

@@ -14,7 +14,7 @@ _KUSTOMIZATION = "kustomization.yaml"
 
 
 def objects(job: DeployJob, target: str) -> dict[str, list[dict[str, Any]]]:
-    """Returns the objects of Kubernetes, by the name of their file. target: kuberay or kubernetes."""
+    """Return the objects of Kubernetes, by the name of their file. target: kuberay or kubernetes."""
     if target == "kuberay":
         return {"rayjob.yaml": [ray_job(job)]}
     if job.working_dir is not None:
@@ -30,7 +30,7 @@ def objects(job: DeployJob, target: str) -> dict[str, list[dict[str, Any]]]:
 
 
 def manifests(job: DeployJob, target: str) -> dict[str, str]:
-    """Returns the files, by their names, with a kustomization of them all."""
+    """Return the files, by their names, with a kustomization of them all."""
     files = objects(job, target)
     kustomization = {
         "apiVersion": "kustomize.config.k8s.io/v1beta1",

@@ -43,7 +43,7 @@ class Octal(int):
 
 
 def plain(value: Any) -> Any:
-    """Returns the value without notes, as a reader of the YAML gets it."""
+    """Return the value without notes, as a reader of the YAML gets it."""
     match value:
         case Note():
             return plain(value.value)
@@ -58,7 +58,7 @@ def plain(value: Any) -> Any:
 
 
 def document(value: Mapping[str, Any]) -> str:
-    """Returns a YAML document."""
+    """Return a YAML document."""
     return "\n".join(_mapping(value, 0)) + "\n"
 
 
@@ -72,7 +72,7 @@ def _mapping(value: Mapping[str, Any], indent: int) -> Iterator[str]:
 
 
 def _entry(prefix: str, value: Any, indent: int) -> Iterator[str]:
-    """Yields the lines of a value after its key."""
+    """Yield the lines of a value after its key."""
     match value:
         case Mapping() if value:
             yield prefix
@@ -131,12 +131,12 @@ def _comment(text: str, pad: str) -> Iterator[str]:
 
 
 def _is_short(value: Sequence[Any]) -> bool:
-    """Returns whether a list of texts fits on one line, in brackets."""
+    """Return whether a list of texts fits on one line, in brackets."""
     return all(isinstance(each, str) for each in value) and len(json.dumps(value)) <= _SHORT_LIST
 
 
 def _fits_block(text: str) -> bool:
-    """Returns whether a text can be written line by line, without escapes."""
+    """Return whether a text can be written line by line, without escapes."""
     lines = text.removesuffix("\n").split("\n")
     printable = all(line == "" or (line.isascii() and line.isprintable()) for line in lines)
     return text.endswith("\n") and printable and bool(lines[0]) and not lines[0].startswith(" ") and bool(lines[-1])
@@ -159,6 +159,6 @@ def _scalar(value: Any) -> str:
 
 
 def _quoted(text: str) -> str:
-    """Returns a text in double quotes. JSON writes a character beyond 16 bits as two, which YAML does not join."""
+    """Return a text in double quotes. JSON writes a character beyond 16 bits as two, which YAML does not join."""
     pieces = [json.dumps(each)[1:-1] if ord(each) < 1 << 16 else f"\\U{ord(each):08x}" for each in text]
     return f'"{"".join(pieces)}"'

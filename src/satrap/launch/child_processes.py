@@ -99,7 +99,7 @@ class ChildProcesses:
         self._placed: list[Report] = []
 
     def start(self, process: Process, arguments: Sequence[str], rows_file: Path, pass_fds: Sequence[int] = ()) -> None:
-        """Starts `satrap ARGUMENTS...`. Always call it from the same thread, which must outlive the children.
+        """Start `satrap ARGUMENTS...`. Always call it from the same thread, which must outlive the children.
 
         rows_file: shared-memory file that a server creates.
         """
@@ -134,7 +134,7 @@ class ChildProcesses:
             self._selector.register(pipe, selectors.EVENT_READ, (child, name))
 
     def stop(self, process: Process, mode: StopMode, release: bool = False) -> None:
-        """Signals a process to stop, and kills it after the grace period. release: remove its rows when it exits."""
+        """Signal a process to stop, and kill it after the grace period. release: remove its rows when it exits."""
         child = self._children.get(process)
         if child is None:
             return
@@ -144,7 +144,7 @@ class ChildProcesses:
             child.kill_at = time.monotonic() + GRACE_SECONDS
 
     def poll(self, timeout: float) -> list[Report]:
-        """Returns new reports; waits at most `timeout` seconds for one."""
+        """Return new reports; wait at most `timeout` seconds for one."""
         self._kill_overdue()
         reports, self._placed = self._placed, []
         exited: list[_Child] = []
@@ -157,7 +157,7 @@ class ChildProcesses:
         return reports + [report for child in exited for report in self._reap(child)]
 
     def close(self, *, release: bool = False) -> None:
-        """Kills the remaining children and waits for them. release: remove their rows."""
+        """Kill the remaining children and wait for them. release: remove their rows."""
         for child in list(self._children.values()):
             child.was_stopped, child.release = True, child.release or release
             child.popen.kill()
@@ -168,7 +168,7 @@ class ChildProcesses:
     # -- internals ----------------------------------------------------------------------------------------------------
 
     def _read(self, fd: int) -> bytes | None:
-        """Returns what the pipe holds; None if it is empty or at its end. A pipe at its end is unregistered."""
+        """Return what the pipe holds; None if it is empty or at its end. A pipe at its end is unregistered."""
         try:
             data = os.read(fd, 1 << 16)
         except BlockingIOError:
@@ -196,7 +196,7 @@ class ChildProcesses:
         return reports
 
     def _reap(self, child: _Child) -> list[Report]:
-        """Reads a child's remaining output, kills its process group, and releases its descriptors and its rows."""
+        """Read a child's remaining output, kill its process group, and release its descriptors and its rows."""
         reports: list[Report] = []
         watched = self._selector.get_map()
         for name, pipe in child.pipes.items():

@@ -66,7 +66,7 @@ class LocalLauncher:
 
 
 def _socket_folder(name: str) -> Path:
-    """Returns the directory of the run's sockets. The run's own directory may have too long a path for them."""
+    """Return the directory of the run's sockets. The run's own directory may have too long a path for them."""
     folders = [Path(parent) / f"satrap-{name}" for parent in (tempfile.gettempdir(), "/tmp")]
     fitting = [folder for folder in folders if len(os.fsencode(folder)) + _MAX_NAME_BYTES <= MAX_PATH_BYTES]
     return (fitting or folders)[0]

@@ -77,11 +77,11 @@ class RunLogs:
         return self.folder / f"{process.role}-{process.number}.log"
 
     def record_path(self, process: Process) -> Path:
-        """Returns the file of what a trainer records, which `satrap report` reads."""
+        """Return the file of what a trainer records, which `satrap report` reads."""
         return self._records / f"{process.role}-{process.number}.jsonl"
 
     def record_start(self, process: Process) -> None:
-        """Marks the start of a process in its log file."""
+        """Mark the start of a process in its log file."""
         self._append(process, f"--- {process}, start {process.incarnation}\n".encode())
         if process.role is Role.TRAINER:
             self._append_record(process, b"\n")  # ends a line that an earlier incarnation did not complete
@@ -89,7 +89,7 @@ class RunLogs:
         self._start_offsets[process] = path.stat().st_size if path.exists() else 0
 
     def handle(self, reports: Iterable[Report]) -> list[Event]:
-        """Logs reports and returns the supervisor's events. Among processes that exited together, those killed by a
+        """Log reports and return the supervisor's events. Among processes that exited together, those killed by a
         signal come first: they are the cause of the others' exits."""
         events: list[Event] = []
         exits: list[ProcessExited] = []
@@ -126,7 +126,7 @@ class RunLogs:
             _LOG.warning("%s: log file %s", process, self.path(process))
 
     def _append(self, process: Process, data: bytes) -> None:
-        """Appends to a process's log file. A full disk does not end the run: the bytes that did not fit are counted,
+        """Append to a process's log file. A full disk does not end the run: the bytes that did not fit are counted,
         and both the terminal and the log file report them."""
         path = self.path(process)
         unwritten = self._unwritten_bytes.pop(path, 0)
@@ -144,7 +144,7 @@ class RunLogs:
                 )
 
     def _append_record(self, process: Process, data: bytes) -> None:
-        """Appends to a trainer's record. Lines that did not fit on a full disk are counted, and the report says so."""
+        """Append to a trainer's record. Lines that did not fit on a full disk are counted, and the report says so."""
         path = self.record_path(process)
         unwritten = self._unwritten_records.pop(path, 0)
         gap = b"\n" + encode({"kind": "gap", "missing": unwritten}) if unwritten else b""
@@ -157,7 +157,7 @@ class RunLogs:
                 _LOG.warning("%s cannot be written (%s); satrap report will lack this", path, error.strerror)
 
     def _tail(self, process: Process, start_offset: int) -> list[str]:
-        """Returns the last lines of a process, except log lines of routine events."""
+        """Return the last lines of a process, except log lines of routine events."""
         try:
             with open(self.path(process), "rb") as file:
                 size = file.seek(0, 2)

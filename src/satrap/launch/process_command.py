@@ -40,7 +40,7 @@ class Script:
             raise ConfigError(f"run: there is no script {os.fspath(self.path)!r}; expected the path of a Python file")
 
     def named_paths(self) -> list[str]:
-        """Returns the directories, files and URLs that the command line names: the script's directory and every
+        """Return the directories, files and URLs that the command line names: the script's directory and every
         argument that may be a path, including "--path=A,B" and globs, except the root directory."""
         words = [word.partition("=")[2] if word.startswith("-") else word for word in self.arguments]
         pieces = [without_glob(piece) for word in words for piece in (word, *word.split(",")) if piece]
@@ -79,7 +79,7 @@ class ProcessSpec:
     run_state: RunState
 
     def listen(self, folder: str, has_rows: bool) -> str:
-        """Returns the address to listen at: a Unix socket in "ipc:///folder", or a port of "tcp://host".
+        """Return the address to listen at: a Unix socket in "ipc:///folder", or a port of "tcp://host".
 
         It is the previous address, for a server only if it still has its rows: clients that find a server at its
         address rely on them. A server at a new address must start empty.
@@ -93,7 +93,7 @@ class ProcessSpec:
         return f"{folder}/{process.role}-{process.number}.{process.incarnation}"
 
     def arguments(self, site: LaunchSite) -> list[str]:
-        """Returns the arguments of the command `satrap`."""
+        """Return the arguments of the command `satrap`."""
         script, role = self.script, self.process.role
         http = [] if script.http is None else ["--http", script.http]
         log_format = ["--log-format", script.log_format]

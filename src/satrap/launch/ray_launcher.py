@@ -65,7 +65,7 @@ class _ProcessActor:
         self._key_folder: Path | None = None
 
     def bind_rendezvous(self) -> str:
-        """Binds a port of this node for the rendezvous of the trainers, and returns its URL."""
+        """Bind a port of this node for the rendezvous of the trainers, and return its URL."""
         self._listener = socket.create_server((self._host, 0))
         return f"tcp://{self._host}:{self._listener.getsockname()[1]}"
 
@@ -113,14 +113,14 @@ class _ProcessActor:
         self._children.stop(process, mode, release)
 
     def poll(self) -> list[Report]:
-        """Returns new reports of the child process; waits a short time for one."""
+        """Return new reports of the child process; wait a short time for one."""
         reports = self._children.poll(_POLL_SECONDS)
         if any(isinstance(report, ChildExited) for report in reports):
             self._remove_keys()
         return reports
 
     def close(self) -> None:
-        """Kills the child process, and removes its rows and its keys."""
+        """Kill the child process, and remove its rows and its keys."""
         self._children.close(release=True)
         self._remove_keys()
 
@@ -190,7 +190,7 @@ class RayLauncher:
             """The same, as the content of a key file."""
 
     def reserve(self) -> None:
-        """Reserves the resources of the run; ConfigError if Ray cannot."""
+        """Reserve the resources of the run; ConfigError if Ray cannot."""
         deadline = time.monotonic() + self._ray_config.placement_seconds
         for role, strategy in _STRATEGIES.items():
             if count := self._run_config.counts[role]:
@@ -201,7 +201,7 @@ class RayLauncher:
                     raise ConfigError(self._placement_error(describe_run(self._resources, self._run_config)))
 
     def remove_files(self, name: str) -> None:
-        """Removes the files of an earlier run. Actors remove those of this one, unless one of them died."""
+        """Remove the files of an earlier run. Actors remove those of this one, unless one of them died."""
         if name == self._run_name and not self._may_have_left_files:
             return
         remove_files: Any = ray.remote(_remove_node_files)
@@ -257,7 +257,7 @@ class RayLauncher:
     # -- internals ----------------------------------------------------------------------------------------------------
 
     def _bundle(self, role: Role, number: int) -> tuple[PlacementGroup, int]:
-        """Returns the placement group of a process and the index of its bundle."""
+        """Return the placement group of a process and the index of its bundle."""
         first = self._groups[role]
         if role is not Role.SERVER:
             return first, number
@@ -268,7 +268,7 @@ class RayLauncher:
         return self._bundles[number]
 
     def _place(self, role: Role, count: int, **options: Any) -> PlacementGroup:
-        """Requests a placement group for so many processes of a role."""
+        """Request a placement group for so many processes of a role."""
         resources = self._resources[role]
         selectors = [dict(resources.labels)] * count if resources.labels else None
         bundles = [resources.bundle()] * count
@@ -276,17 +276,17 @@ class RayLauncher:
         return group
 
     def _has_initial_bundle(self, number: int) -> bool:
-        """Returns whether a server has one of the bundles that the run started with."""
+        """Return whether a server has one of the bundles that the run started with."""
         return number in self._bundles and self._bundles[number][0] == self._groups[Role.SERVER]
 
     def _release_bundle(self, process: Process) -> None:
-        """Releases the bundle of a server that will not restart."""
+        """Release the bundle of a server that will not restart."""
         found = self._bundles.pop(process.number, None)
         if found is not None and found[0] != self._groups[Role.SERVER]:
             remove_placement_group(found[0])
 
     def _is_overdue(self, record: _ActorRecord, now: float) -> bool:
-        """Returns whether Ray did not place the actor in time, or placed it and did not start it in time."""
+        """Return whether Ray did not place the actor in time, or placed it and did not start it in time."""
         if record.is_started or record.was_stopped:
             return False
         if record.is_placed:
@@ -333,7 +333,7 @@ class RayLauncher:
         self._records[ref] = _ActorRecord(spec, actor, waiting_since)
 
     def _collect(self, ref: Any) -> list[Report]:
-        """Returns the reports of an actor and requests the next ones."""
+        """Return the reports of an actor and requests the next ones."""
         record = self._records.pop(ref)
         try:
             reports: list[Report] = ray.get(ref)
@@ -355,14 +355,14 @@ class RayLauncher:
         return reports
 
     def _has_never_started(self, record: _ActorRecord, error: RayError) -> bool:
-        """Returns whether Ray placed the actor on a node that had already died, so that it can be placed again.
+        """Return whether Ray placed the actor on a node that had already died, so that it can be placed again.
         Trainers know the rendezvous on the first one's node, so they are relaunched together instead."""
         if record.is_started or record.was_stopped or record.spec.process.role is Role.TRAINER:
             return False
         return isinstance(error, RayActorError) and not error.actor_init_failed
 
     def _actor_lost(self, record: _ActorRecord, error: RayError) -> ChildExited:
-        """Reports the exit of a process whose actor died."""
+        """Report the exit of a process whose actor died."""
         process = record.spec.process
         self._may_have_left_files = True
         if record.was_stopped:
@@ -385,7 +385,7 @@ class RayLauncher:
 def open_ray_launcher(
     script: Script, run_config: RunConfig, ray_config: RayConfig, logs: RunLogs
 ) -> Iterator[RayLauncher]:
-    """Returns a launcher on the Ray cluster of `ray_config`. Without an address, starts a private Ray on this machine,
+    """Return a launcher on the Ray cluster of `ray_config`. Without an address, starts a private Ray on this machine,
     with room for all servers that the run may have, and shuts it down at the end."""
     script_folder, log_folder = script.path.absolute().parent, logs.folder.absolute()
     excludes = [f"/{log_folder.relative_to(script_folder)}"] if log_folder.is_relative_to(script_folder) else []
@@ -413,7 +413,7 @@ def open_ray_launcher(
 
 
 def _check_address(address: str) -> None:
-    """Checks that the head answers: Ray would wait forever for one that does not exist."""
+    """Check that the head answers: Ray would wait forever for one that does not exist."""
     host, _, port = address.rpartition(":")
     if address == "auto":
         return
@@ -428,7 +428,7 @@ def _check_address(address: str) -> None:
 
 
 def _log_cluster(context: Any, log_folder: Path) -> None:
-    """Logs where Ray is, and where it shows and logs what its processes do."""
+    """Log where Ray is, and where it shows and logs what its processes do."""
     address, url = context.address_info["address"], context.dashboard_url
     dashboard = f"its dashboard at http://{url}" if url else "without a dashboard"
     found = event("ray", address=address, dashboard=url or None, session=context.address_info["session_dir"])
@@ -437,7 +437,7 @@ def _log_cluster(context: Any, log_folder: Path) -> None:
 
 
 def _connect(options: dict[str, Any]) -> tuple[Any, bool]:
-    """Connects to Ray, and returns its description of the connection, and whether this process belongs to a Ray job
+    """Connect to Ray, and return its description of the connection, and whether this process belongs to a Ray job
     with a working directory."""
     options = {"log_to_driver": False, "logging_level": logging.ERROR, **options}
     try:

@@ -19,7 +19,7 @@ _OWN_NAMES = ("CPU", "GPU", "memory", "object_store_memory")  # Ray's, for which
 
 
 def parse_size(text: str) -> int:
-    """Returns the bytes of a size such as "64GiB", "512 MiB" or "1024"."""
+    """Return the bytes of a size such as "64GiB", "512 MiB" or "1024"."""
     match = _SIZE.fullmatch(text)
     if match is None or match[2] not in _UNITS:
         raise ConfigError(f"memory is {text!r}; expected a whole number of bytes, KiB, MiB, GiB or TiB, such as 64GiB")
@@ -27,7 +27,7 @@ def parse_size(text: str) -> int:
 
 
 def parse_custom(texts: Iterable[str]) -> dict[str, float]:
-    """Returns the amounts of custom resources, each given as NAME=AMOUNT."""
+    """Return the amounts of custom resources, each given as NAME=AMOUNT."""
     found = {}
     for text in texts:
         name, _, amount = text.partition("=")
@@ -43,7 +43,7 @@ def parse_custom(texts: Iterable[str]) -> dict[str, float]:
 
 
 def parse_labels(texts: Iterable[str]) -> dict[str, str]:
-    """Returns the labels of nodes, each given as NAME=VALUE."""
+    """Return the labels of nodes, each given as NAME=VALUE."""
     found = {}
     for text in texts:
         name, separator, value = text.partition("=")
@@ -71,7 +71,7 @@ class Resources:
             check_integer("resources", name, getattr(self, name), low, _MAX_AMOUNT)
 
     def bundle(self) -> dict[str, float]:
-        """Returns the resources as a bundle of a Ray placement group."""
+        """Return the resources as a bundle of a Ray placement group."""
         amounts = {"CPU": self.cpus, "GPU": self.gpus, "memory": self.memory_bytes}
         return {name: float(amount) for name, amount in amounts.items() if amount} | dict(self.custom)
 
@@ -108,18 +108,18 @@ class RayConfig:
 
 
 def describe_run(resources: RunResources, run_config: RunConfig) -> str:
-    """Returns the resources of the whole run in words."""
+    """Return the resources of the whole run in words."""
     return ", ".join(f"{count} x {role} with {resources[role]}" for role, count in run_config.counts.items() if count)
 
 
 def total_cpus(resources: RunResources, run_config: RunConfig) -> int:
-    """Returns the CPUs of the whole run, with as many servers as it may scale to."""
+    """Return the CPUs of the whole run, with as many servers as it may scale to."""
     counts = run_config.counts | {Role.SERVER: run_config.max_servers or run_config.servers}
     return sum(count * resources[role].cpus for role, count in counts.items())
 
 
 def describe_resources(amounts: dict[str, Any], custom: Iterable[str] = ()) -> str:
-    """Returns resources in words, such as "4 CPU, 64.0 GiB memory". custom: names of custom resources to describe."""
+    """Return resources in words, such as "4 CPU, 64.0 GiB memory". custom: names of custom resources to describe."""
     parts = [f"{amounts[name]:g} {name}" for name in ("CPU", "GPU") if amounts.get(name)]
     parts += [f"{amounts['memory'] / 2**30:.1f} GiB memory"] if amounts.get("memory") else []
     parts += [f"{amounts.get(name, 0):g} {name}" for name in custom]

@@ -15,7 +15,7 @@ _MAX_NAMES = 100
 
 
 def rows_file(memory: Path, run: str, server: str) -> tuple[Path, str | None]:
-    """Returns the path of a server's rows, which may not exist yet, and a warning if it is not the first choice."""
+    """Return the path of a server's rows, which may not exist yet, and a warning if it is not the first choice."""
     paths = [memory / f"satrap-{run}-{prefix}{server}" for prefix in ("", *(f"{n}-" for n in range(1, _MAX_NAMES)))]
     owners = [_owner(path) for path in paths]
     for owner in (os.geteuid(), None):
@@ -31,12 +31,12 @@ def rows_file(memory: Path, run: str, server: str) -> tuple[Path, str | None]:
 
 
 def has_rows(path: Path) -> bool:
-    """Returns whether the file holds rows. An empty one was truncated, or its server was killed while it started."""
+    """Return whether the file holds rows. An empty one was truncated, or its server was killed while it started."""
     return path.exists() and path.stat().st_size > 0
 
 
 def remove_rows(memory: Path, run: str) -> None:
-    """Removes the files of a run's servers, except those of other users."""
+    """Remove the files of a run's servers, except those of other users."""
     for path in memory.glob(f"satrap-{run}-*"):
         with suppress(FileNotFoundError):
             status = os.lstat(path)
@@ -45,7 +45,7 @@ def remove_rows(memory: Path, run: str) -> None:
 
 
 def _owner(path: Path) -> int | None:
-    """Returns the file's owner: -1 if others may use it or it is no regular file; None if there is no file."""
+    """Return the file's owner: -1 if others may use it or it is no regular file; None if there is no file."""
     try:
         status = os.lstat(path)
     except FileNotFoundError:

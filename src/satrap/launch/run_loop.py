@@ -41,24 +41,24 @@ class Launcher(Protocol):
     """Starts and stops the processes of a run, on this machine or on a cluster."""
 
     def remove_files(self, name: str) -> None:
-        """Removes the files of the run of that name."""
+        """Remove the files of the run of that name."""
 
     def start(self, spec: ProcessSpec) -> None:
-        """Starts a process. Afterwards it has its previous address, or its rows do not exist any more."""
+        """Start a process. Afterwards it has its previous address, or its rows do not exist any more."""
 
     def stop(self, process: Process, mode: StopMode, release: bool) -> None:
-        """Stops a process, and kills it after the grace period. release: its placement and its rows are released."""
+        """Stop a process, and kill it after the grace period. release: its placement and its rows are released."""
 
     def poll(self, timeout: float) -> list[Event]:
-        """Returns new events; waits at most `timeout` seconds for one."""
+        """Return new events; wait at most `timeout` seconds for one."""
 
     def close(self) -> None:
-        """Kills the remaining processes and waits for them."""
+        """Kill the remaining processes and wait for them."""
 
 
 @contextmanager
 def lock_run_folder(folder: Path) -> Iterator[None]:
-    """Creates the run's directory and locks it for this process."""
+    """Create the run's directory and locks it for this process."""
     where = f"directory {os.fspath(folder)!r}"
     with ExitStack() as stack:
         try:
@@ -74,7 +74,7 @@ def lock_run_folder(folder: Path) -> Iterator[None]:
 def run(
     script: Script, run_config: RunConfig, folder: Path, launcher: Launcher, scaler: Scaler, monitor: RunMonitor
 ) -> int:
-    """Runs the script to its end and returns the exit status. The caller holds the lock of `lock_run_folder`."""
+    """Run the script to its end and return the exit status. The caller holds the lock of `lock_run_folder`."""
     file = folder / "run.json"
     previous = RunState.read(file)
     launch = 0 if previous is None else previous.launch
@@ -118,7 +118,7 @@ def run(
 
 @contextmanager
 def _stop_signals() -> Iterator[list[StopRequested]]:
-    """Collects the signals that stop the run, while the context is open."""
+    """Collect the signals that stop the run, while the context is open."""
     requests: list[StopRequested] = []
 
     def on_signal(number: int, _: object) -> None:

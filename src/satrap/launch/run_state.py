@@ -38,7 +38,7 @@ class RunState(Serializable):
             raise ConfigError(f"RunState: name is {self.name!r}; expected letters and digits")
 
     def write(self, path: Path) -> None:
-        """Replaces the file atomically; it is on disk when this returns."""
+        """Replace the file atomically; it is on disk when this returns."""
         try:
             replace_file(path, json.dumps(self.to_dict(), indent=1).encode())
         except OSError as error:
@@ -49,7 +49,7 @@ class RunState(Serializable):
 
     @classmethod
     def read(cls, path: Path) -> Self | None:
-        """Returns the state in the file; None if there is no file."""
+        """Return the state in the file; None if there is no file."""
         try:
             return cls.from_dict(json.loads(path.read_bytes()))
         except FileNotFoundError:
@@ -61,7 +61,7 @@ class RunState(Serializable):
 
 
 def is_live(folder: Path) -> bool:
-    """Returns whether a run uses the directory. ConfigError if none ever did."""
+    """Return whether a run uses the directory. ConfigError if none ever did."""
     if not (folder / "run.json").exists():
         raise ConfigError(f"there is no run in {str(folder)!r}; expected the --folder of a live run")
     with opened(folder) as file:  # a live run holds the lock of `satrap.launch.run_loop.lock_run_folder`

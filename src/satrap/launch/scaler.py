@@ -47,13 +47,13 @@ class Scaler:
         (folder / _REQUEST).unlink(missing_ok=True)
 
     def watch(self, servers: Callable[[], Sequence[str]]) -> None:
-        """Starts autoscaling, if it has limits. `servers` returns the current servers' addresses."""
+        """Start autoscaling, if it has limits. `servers` returns the current servers' addresses."""
         if self._limits is not None:
             self._watcher = threading.Thread(target=self._watch, args=(servers, self._limits), daemon=True)
             self._watcher.start()
 
     def migrate(self, current: Sequence[str], target: Sequence[str]) -> None:
-        """Starts to migrate the buckets of the current servers to the target servers."""
+        """Start to migrate the buckets of the current servers to the target servers."""
         threading.Thread(target=self._migrate, args=(current, target), daemon=True).start()
 
     @property
@@ -63,13 +63,13 @@ class Scaler:
         return None if migration is None else migration.progress
 
     def pause(self, seconds: float) -> None:
-        """Causes a `MigrationDue` event after so many seconds."""
+        """Cause a `MigrationDue` event after so many seconds."""
         timer = threading.Timer(seconds, self._events.put, (MigrationDue(),))
         timer.daemon = True
         timer.start()
 
     def poll(self) -> list[Event]:
-        """Returns the events since the last call."""
+        """Return the events since the last call."""
         events = [self._events.get_nowait() for _ in range(self._events.qsize())]
         taken = self._folder / f".{_REQUEST}-taken"
         with suppress(OSError, ValueError):
@@ -78,7 +78,7 @@ class Scaler:
         return events
 
     def close(self) -> None:
-        """Stops autoscaling. A migration in progress ends with the process: it may be interrupted at any point."""
+        """Stop autoscaling. A migration in progress ends with the process: it may be interrupted at any point."""
         self._closed.set()
         if self._watcher is not None:
             self._watcher.join()
@@ -121,7 +121,7 @@ class Scaler:
 
 
 def request_servers(folder: Path, servers: int) -> None:
-    """Requests this number of servers from the live run in the directory."""
+    """Request this number of servers from the live run in the directory."""
     if not is_live(folder):
         raise ConfigError(
             f"the run in {str(folder)!r} has ended; start it again with --servers {servers}, or give the --folder of a "

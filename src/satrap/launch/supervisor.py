@@ -134,11 +134,11 @@ class Supervisor:
         return self._phase.value
 
     def start(self, now: float) -> list[Command]:
-        """Returns the first commands."""
+        """Return the first commands."""
         return [self._start_process(Role.SERVER, number, now) for number in range(self._config.servers)]
 
     def handle(self, event: Event, now: float) -> list[Command]:
-        """Returns the commands that an event makes necessary."""
+        """Return the commands that an event makes necessary."""
         if isinstance(event, StopRequested):
             return self._on_stop_requested(event.reason)
         if isinstance(event, ScaleRequested):
@@ -182,7 +182,7 @@ class Supervisor:
         return [*commands, *self._migrate()] if self._can_migrate() else commands
 
     def _abandon_launch(self, reason: str, now: float) -> list[Command]:
-        """Ends the launch, because its trainers know servers and workers that no longer exist."""
+        """End the launch, because its trainers know servers and workers that no longer exist."""
         if self._phase is _Phase.STARTING:
             return self._advance(now)
         if self._phase is not _Phase.TRAINING:
@@ -191,7 +191,7 @@ class Supervisor:
         return self._stop_trainers()
 
     def _update_run_state(self) -> None:
-        """Sets the addresses that the trainers of the next launch are given."""
+        """Set the addresses that the trainers of the next launch are given."""
         known = {
             role: tuple(self._addresses.get((role, number), "") for number in numbers)
             for role, numbers in ((Role.SERVER, self._servers), (Role.WORKER, range(self._config.workers)))
@@ -199,7 +199,7 @@ class Supervisor:
         self.run_state = replace(self.run_state, servers=known[Role.SERVER], workers=known[Role.WORKER])
 
     def _advance(self, now: float) -> list[Command]:
-        """Starts the workers once all servers are ready, and a launch once all workers are ready, too."""
+        """Start the workers once all servers are ready, and a launch once all workers are ready, too."""
         if self._has_lost_rows:
             return self._reset_servers()
         if not self._all_ready(Role.SERVER, self._servers):
@@ -210,7 +210,7 @@ class Supervisor:
         return self._start_launch(now) if self._all_ready(Role.WORKER, workers) else []
 
     def _reset_servers(self) -> list[Command]:
-        """Kills all servers. The requested number of servers starts afterwards: no buckets need to migrate."""
+        """Kill all servers. The requested number of servers starts afterwards: no buckets need to migrate."""
         self._phase, self._migration_failures, self._may_have_moved = _Phase.RESETTING_SERVERS, 0, False
         self._servers, self._targets = self._targets or self._servers, None
         servers = self._with_role(Role.SERVER)
@@ -220,7 +220,7 @@ class Supervisor:
         ]
 
     def _restart_servers_empty(self, now: float) -> list[Command]:
-        """Starts all servers once the last one of the old has exited."""
+        """Start all servers once the last one of the old has exited."""
         if self._with_role(Role.SERVER):
             return []
         self._phase, self._servers_have_rows, self._has_lost_rows = _Phase.STARTING, False, False
@@ -241,7 +241,7 @@ class Supervisor:
         return [LogMessage(f"{failure}; restarting it"), self._start_process(role, number, now, address)]
 
     def _exceeds_restarts(self, role: Role, number: int, started_at: float, now: float) -> bool:
-        """Counts an exit. Returns whether there were more consecutive early ones than restarts are allowed."""
+        """Count an exit. Returns whether there were more consecutive early ones than restarts are allowed."""
         key = role, number
         self._early_exits[key] = self._early_exits[key] + 1 if now - started_at < self._config.settled_seconds else 0
         return self._early_exits[key] > self._config.restarts
@@ -278,7 +278,7 @@ class Supervisor:
         return self._targets is not None and not self._is_migrating and self._phase is not _Phase.SHUTTING_DOWN
 
     def _migrate(self) -> list[Command]:
-        """Starts the migration once all its servers listen."""
+        """Start the migration once all its servers listen."""
         assert self._targets is not None
         if self._has_lost_rows or not all((Role.SERVER, each) in self._addresses for each in self._targets):
             return []
@@ -301,7 +301,7 @@ class Supervisor:
         return [LogMessage(f"buckets moved: the run has {self._num_servers()}"), *self._stop_surplus_servers()]
 
     def _retry_migration(self, event: MigrationEnded) -> list[Command]:
-        """Retries for as long as the run lasts: training continues with the servers that own the buckets."""
+        """Retry for as long as the run lasts: training continues with the servers that own the buckets."""
         self._migration_failures += 1
         if event.has_no_job:
             message = [LogMessage("buckets will be moved once a trainer has created its embeddings")]
@@ -313,13 +313,13 @@ class Supervisor:
         ]
 
     def _on_placement_failed(self, event: PlacementFailed, now: float) -> list[Command]:
-        """Cancels the scaling if the process is a server that should join; otherwise ends the run."""
+        """Cancel the scaling if the process is a server that should join; otherwise ends the run."""
         if event.process.role is not Role.SERVER or event.process.number in self._servers:
             return self._fail(event.reason, 1)
         return self._cancel_scaling(event.process, event.reason, now)
 
     def _cancel_scaling(self, process: Process, reason: str, now: float) -> list[Command]:
-        """Continues without the servers that should join, because one of them cannot."""
+        """Continue without the servers that should join, because one of them cannot."""
         may_have_rows = self._is_migrating or self._may_have_moved
         self._targets, self._migration_failures, self._may_have_moved = None, 0, False
         message = LogMessage(f"{reason}; continuing with {self._num_servers()}")
@@ -330,7 +330,7 @@ class Supervisor:
         return commands
 
     def _stop_surplus_servers(self) -> list[Command]:
-        """Stops the servers that own no buckets."""
+        """Stop the servers that own no buckets."""
         surplus = [each for each in self._with_role(Role.SERVER) if each.number not in self._servers]
         return [StopProcess(each, "terminate", release=True) for each in surplus]
 
@@ -397,7 +397,7 @@ class Supervisor:
         return [StopProcess(each, "interrupt") for each in trainers] if trainers else self._stop_remaining()
 
     def _stop_remaining(self) -> list[Command]:
-        """Stops servers and workers after the trainers, which call them. Their rows go with them."""
+        """Stop servers and workers after the trainers, which call them. Their rows go with them."""
         if not self._running:
             return [ExitRun(self._exit_status)]
         if self._with_role(Role.TRAINER):
@@ -412,7 +412,7 @@ class Supervisor:
 
 
 def describe_exit(status: int) -> str:
-    """Returns how a process ended, in words."""
+    """Return how a process ended, in words."""
     return f"was killed by signal {-status}" if status < 0 else f"exited with status {status}"
 
 

@@ -42,7 +42,7 @@ class Terminal:
             self._enqueue(data)
 
     def close(self) -> int:
-        """Waits until everything is written or nothing is read any more. Returns the number of bytes not written."""
+        """Wait until everything is written or nothing is read any more. Returns the number of bytes not written."""
         with self._changed:
             self._report_dropped()
             self._is_closing = True
@@ -82,7 +82,7 @@ class Terminal:
                 self._changed.notify_all()
 
     def _write_out(self, data: bytes) -> int:
-        """Writes the data. Returns the number of bytes for which the file has no space."""
+        """Write the data. Returns the number of bytes for which the file has no space."""
         remaining = memoryview(data)
         while self._is_open and remaining:
             try:

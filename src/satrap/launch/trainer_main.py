@@ -23,7 +23,7 @@ _SETTLE_SECONDS = 0.5
 
 
 def join_torchrun() -> tuple[int, int, int, str | None]:
-    """Joins the other trainers that torchrun started; without torchrun there are none. Returns this trainer's rank, the
+    """Join the other trainers that torchrun started; without torchrun there are none. Returns this trainer's rank, the
     world size, its rank on this machine, and the rendezvous."""
     if not dist.is_torchelastic_launched():
         return 0, 1, 0, None
@@ -38,7 +38,7 @@ def run_trainer(
     listener: int | None = None,
     record: int | None = None,
 ) -> None:
-    """Runs the script as Python would, in this context. Several trainers form a torch.distributed group first, unless
+    """Run the script as Python would, in this context. Several trainers form a torch.distributed group first, unless
     they have one.
 
     listener: file descriptor that already listens at the rendezvous; given to the first trainer if it hosts the
@@ -93,7 +93,7 @@ def _run_script(script: str) -> None:
 
 
 def _rendezvous_store(context: RunContext, rendezvous: str, listener: int | None) -> Any:
-    """Returns the store at which the trainers find each other. A port was bound before its number was passed on, so no
+    """Return the store at which the trainers find each other. A port was bound before its number was passed on, so no
     other process can take it. A file is given by its path: a URL would lose what follows a # or ?, and another run
     might use the same file."""
     if rendezvous.startswith("file://"):

@@ -52,7 +52,7 @@ _START_SECONDS = 600.0
 
 
 def calibrate(report: Callable[[str], None]) -> Coefficients:
-    """Returns the coefficients of this machine. report: called with the name of each measurement that begins."""
+    """Return the coefficients of this machine. report: called with the name of each measurement that begins."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -107,7 +107,7 @@ def _with_servers(found: Coefficients, folder: Path) -> Coefficients:
 
 @contextmanager
 def _busy_cores() -> Iterator[None]:
-    """Keeps all cores but one busy, with products of matrices and with reads from all over an array."""
+    """Keep all cores but one busy, with products of matrices and with reads from all over an array."""
     with ExitStack() as stack:
         for _ in range(len(os.sched_getaffinity(0)) - 1):
             child = stack.enter_context(subprocess.Popen([sys.executable, "-c", _WORK], stdin=subprocess.PIPE))
@@ -137,7 +137,7 @@ class _Server:
 
 
 def _loop(shape: tuple[int, int], servers: Sequence[_Server] = ()) -> _Loop:
-    """Trains a linear model on random batches, and returns the CPU time of a step here and on the servers."""
+    """Train a linear model on random batches, and return the CPU time of a step here and on the servers."""
     batch_size, dim = shape
     tables = {f"t{number}": Table(f"t{number}_{dim}_{batch_size}", dim=dim) for number in range(_NUM_TABLES)}
     deployment = Deployment([server.address for server in servers]) if servers else None
@@ -169,7 +169,7 @@ def _loop(shape: tuple[int, int], servers: Sequence[_Server] = ()) -> _Loop:
 
 
 def _batch(batch_size: int, number: int) -> Inputs:
-    """Returns a batch with one id for each table; ids of lower ranks occur more often, as in Zipf's law."""
+    """Return a batch with one id for each table; ids of lower ranks occur more often, as in Zipf's law."""
     generator = np.random.default_rng(number)
     ranks = _ROWS ** generator.random((_NUM_TABLES, batch_size))
     return Inputs(
@@ -180,7 +180,7 @@ def _batch(batch_size: int, number: int) -> Inputs:
 
 
 def _time(run: Callable[[], Any]) -> tuple[float, int]:
-    """Runs it until it has taken enough CPU time of this process; returns the CPU time and how often it ran."""
+    """Run it until it has taken enough CPU time of this process; return the CPU time and how often it ran."""
     rounds, begin = 0, time.process_time()
     while rounds == 0 or time.process_time() - begin < _SECONDS:
         run()
@@ -190,7 +190,7 @@ def _time(run: Callable[[], Any]) -> tuple[float, int]:
 
 @contextmanager
 def _servers(folder: Path, count: int) -> Iterator[list[_Server]]:
-    """Starts servers at Unix sockets in the folder, which no other user can enter."""
+    """Start servers at Unix sockets in the folder, which no other user can enter."""
     with ExitStack() as stack:
         found = []
         for number in range(count):
@@ -215,7 +215,7 @@ def _stop(process: "subprocess.Popen[str]") -> None:
 
 
 def _start_seconds() -> float:
-    """Returns the CPU time in which a process imports what a trainer needs."""
+    """Return the CPU time in which a process imports what a trainer needs."""
     before = os.times()
     subprocess.run([sys.executable, "-c", "import torch, satrap.train.embeddings"], check=True, timeout=_START_SECONDS)
     after = os.times()
@@ -226,7 +226,7 @@ def _start_seconds() -> float:
 
 
 def _flops_per_second() -> float:
-    """Returns the operations a second of a small network of linear layers, trained on one core."""
+    """Return the operations a second of a small network of linear layers, trained on one core."""
     sizes, batch_size = (512, 256, 128, 1), 1024
     layers: list[torch.nn.Module] = []
     for before, after in pairwise(sizes):
@@ -247,7 +247,7 @@ def _flops_per_second() -> float:
 
 
 def _checkpoint_seconds(folder: Path) -> tuple[float, float]:
-    """Returns the CPU time to save and to load a byte of a table."""
+    """Return the CPU time to save and to load a byte of a table."""
     table = Table("saved", dim=32)
     store = Store(table, num_threads=1)
     store.lookup(np.arange(_ROWS, dtype=np.uint64))
@@ -262,7 +262,7 @@ def _checkpoint_seconds(folder: Path) -> tuple[float, float]:
 
 
 def _read_seconds(folder: Path) -> float:
-    """Returns the CPU time to read and decode a byte of Criteo's text."""
+    """Return the CPU time to read and decode a byte of Criteo's text."""
     from satrap.data.criteo import Criteo
 
     path = folder / "clicks.txt"
@@ -273,7 +273,7 @@ def _read_seconds(folder: Path) -> float:
 
 
 def _cpu_seconds(pid: int) -> float:
-    """Returns the CPU time of a process so far, with all its threads."""
+    """Return the CPU time of a process so far, with all its threads."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / _TICKS
 

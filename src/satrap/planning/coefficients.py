@@ -29,7 +29,7 @@ class Cost(Serializable):
             set_field(self, name, check_number("coefficients", name, getattr(self, name), 0.0))
 
     def seconds(self, ids: float, moved_bytes: float) -> float:
-        """Returns the seconds of a step with so many ids and bytes."""
+        """Return the seconds of a step with so many ids and bytes."""
         return self.step + self.id * ids + self.byte * moved_bytes
 
 
@@ -43,7 +43,7 @@ class Sample:
 
 
 def fit_cost(samples: Sequence[Sample]) -> Cost:
-    """Returns the cost that explains the measurements best, by the least sum of squared relative errors; no part of it
+    """Return the cost that explains the measurements best, by the least sum of squared relative errors; no part of it
     is negative."""
     known = [1 / each.seconds for each in samples], [each.ids / each.seconds for each in samples]
     columns = [*known, [each.moved_bytes / each.seconds for each in samples]]
@@ -65,7 +65,7 @@ def fit_cost(samples: Sequence[Sample]) -> Cost:
 
 
 def _solve(columns: Sequence[Sequence[float]]) -> list[float] | None:
-    """Returns the weights of the columns whose sum is nearest to 1 everywhere: the normal equations, by elimination."""
+    """Return the weights of the columns whose sum is nearest to 1 everywhere: the normal equations, by elimination."""
     size = len(columns)
     scales = [math.sqrt(sum(value * value for value in column)) for column in columns]
     if not all(scales):

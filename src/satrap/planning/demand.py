@@ -51,7 +51,7 @@ class Demand:
 
 
 def demand_of(workload: Workload, layout: Layout, costs: Coefficients) -> Demand:
-    """Returns what a batch costs with the processes of this layout."""
+    """Return what a batch costs with the processes of this layout."""
     training = workload.training
     batch, servers = training.batch_size, layout.count("server")
     ids = sum(batch * each.ids_per_sample for each in workload.tables)

@@ -40,7 +40,7 @@ class Request:
 
 
 def request_of(found: Estimate, pool: Pool, role: str, memory_share: float) -> Request:
-    """Returns what a process of a role asks for: its share of the machine's cores, and its memory with head room, as
+    """Return what a process of a role asks for: its share of the machine's cores, and its memory with head room, as
     far as the machine has it. memory_share: the part of its memory that a process may use."""
     processes = sum(pool.each(each) for each in pool.roles)
     needed = found.memory[role]
@@ -55,7 +55,7 @@ def request_of(found: Estimate, pool: Pool, role: str, memory_share: float) -> R
 
 
 def run_line(plan: Plan, start: Start) -> str:
-    """Returns the command that starts the plan."""
+    """Return the command that starts the plan."""
     layout = plan.estimate.layout
     arguments = list(start.arguments)
     if not layout.count("server"):
@@ -76,7 +76,7 @@ def run_line(plan: Plan, start: Start) -> str:
 
 
 def deploy_toml(plan: Plan) -> str:
-    """Returns the roles of a job file. Every key is there, since this file replaces values of another one."""
+    """Return the roles of a job file. Every key is there, since this file replaces values of another one."""
     layout, limits = plan.estimate.layout, plan.prices.limits
     lines = [f"# Written by satrap plan for {' '.join(plan.workload.name.split())}: satrap deploy render JOB THIS_FILE"]
     for role in ROLES:

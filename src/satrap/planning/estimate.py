@@ -71,7 +71,7 @@ class Estimate:
 
 
 def estimate(workload: Workload, layout: Layout, costs: Coefficients, limits: Limits) -> Estimate:
-    """Returns what the layout achieves."""
+    """Return what the layout achieves."""
     demand = demand_of(workload, layout, costs)
     batch = workload.training.batch_size
     found = [
@@ -125,7 +125,7 @@ def _pool_bounds(layout: Layout, demand: Demand, costs: Coefficients, limits: Li
 
 
 def core_seconds(layout: Layout, pool: Pool, demand: Demand, costs: Coefficients) -> dict[str, float]:
-    """Returns the seconds of a core that a batch takes in this pool, by role."""
+    """Return the seconds of a core that a batch takes in this pool, by role."""
     dense = 0.0 if pool.machine.gpus else demand.dense_flops / costs.flops_per_second
     by_role = {
         "server": demand.server_seconds,
@@ -137,7 +137,7 @@ def core_seconds(layout: Layout, pool: Pool, demand: Demand, costs: Coefficients
 
 
 def _crossing(layout: Layout, pool: Pool, demand: Demand) -> tuple[float, float]:
-    """Returns the bytes of a batch that leave and that enter the machines of a pool. Calls within a machine cross no
+    """Return the bytes of a batch that leave and that enter the machines of a pool. Calls within a machine cross no
     link."""
     if layout.num_machines == 1:
         return 0.0, 0.0
@@ -158,7 +158,7 @@ def _crossing(layout: Layout, pool: Pool, demand: Demand) -> tuple[float, float]
 
 
 def _process_bounds(layout: Layout, demand: Demand, limits: Limits) -> _Permitted:
-    """Yields what the one thread of each process that receives and sends permits."""
+    """Yield what the one thread of each process that receives and sends permits."""
     if layout.count("server") and demand.server_thread_seconds:
         speed = layout.pool_of("server").machine.core_speed * limits.cores
         yield SERVER_THREAD, "server", speed / demand.server_thread_seconds
@@ -200,7 +200,7 @@ def _time_bounds(workload: Workload, layout: Layout, demand: Demand, costs: Coef
 
 
 def dense_seconds(pool: Pool, demand: Demand, costs: Coefficients) -> float:
-    """Returns the seconds of a trainer's dense network for a batch."""
+    """Return the seconds of a trainer's dense network for a batch."""
     if pool.machine.gpus:
         return demand.dense_flops / (pool.machine.gpu_tflops * 1e12)
     return demand.dense_flops / (costs.flops_per_second * _threads(pool))
@@ -213,7 +213,7 @@ def _client_seconds(layout: Layout, demand: Demand) -> float:
 
 
 def _threads(pool: Pool) -> float:
-    """Returns the cores that each process of a machine has, if they divide the cores evenly."""
+    """Return the cores that each process of a machine has, if they divide the cores evenly."""
     processes = sum(pool.each(each) for each in pool.roles)
     return max(1.0, pool.machine.cores / processes) * pool.machine.core_speed
 
@@ -242,7 +242,7 @@ def _memory(workload: Workload, layout: Layout, demand: Demand, costs: Coefficie
 
 
 def _files(layout: Layout, costs: Coefficients) -> dict[str, int]:
-    """Returns the file descriptors of each process. Trainers have connections to each other, too."""
+    """Return the file descriptors of each process. Trainers have connections to each other, too."""
     servers, workers, trainers = (layout.count(role) for role in ("server", "worker", "trainer"))
     trainers_of_worker = -(-trainers // workers) if workers else 0
     needed = {

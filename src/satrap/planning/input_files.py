@@ -22,17 +22,17 @@ _KEYS = ("training", "tables")
 
 
 def read_prices(path: Path) -> PriceList:
-    """Reads machines.toml."""
+    """Read machines.toml."""
     return _checked(path, lambda: PriceList.from_dict(_toml(path)))
 
 
 def read_model(path: Path, changes: Sequence[str] = ()) -> Workload:
-    """Reads model.toml. changes: those of `--set`."""
+    """Read model.toml. changes: those of `--set`."""
     return _checked(path, lambda: workload_of(str(path), _toml(path), changes))
 
 
 def read_coefficients(path: Path) -> Coefficients:
-    """Reads what `write_coefficients` wrote."""
+    """Read what `write_coefficients` wrote."""
 
     def read() -> Coefficients:
         try:
@@ -44,7 +44,7 @@ def read_coefficients(path: Path) -> Coefficients:
 
 
 def write_coefficients(path: Path, costs: Coefficients) -> None:
-    """Writes the coefficients of this machine."""
+    """Write the coefficients of this machine."""
     try:
         replace_file(path, (json.dumps(costs.to_dict(), indent=2) + "\n").encode())
     except OSError as error:
@@ -54,7 +54,7 @@ def write_coefficients(path: Path, costs: Coefficients) -> None:
 def workload_of(
     name: str, data: Mapping[str, Any], changes: Sequence[str] = (), assumptions: Sequence[str] = ()
 ) -> Workload:
-    """Returns the job that the content of a model.toml describes."""
+    """Return the job that the content of a model.toml describes."""
     given = dict(data)
     for key in given:
         if key not in _KEYS:
@@ -88,7 +88,7 @@ def _table_load(data: Mapping[str, Any]) -> TableLoad:
 
 
 def _apply(change: str, training: dict[str, Any], tables: list[dict[str, Any]]) -> None:
-    """Changes one key: training.KEY, tables.NAME.KEY, or tables.*.KEY for all tables."""
+    """Change one key: training.KEY, tables.NAME.KEY, or tables.*.KEY for all tables."""
     key, equals, text = change.partition("=")
     room, _, rest = key.strip().partition(".")
     name, _, own = rest.rpartition(".")

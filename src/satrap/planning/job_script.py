@@ -22,7 +22,7 @@ _BACKWARD = 3.0
 
 
 def observe_script(script: Path, arguments: Sequence[str], num_steps: int) -> dict[str, Any]:
-    """Returns the job of a script in the form of a model.toml, found by running so many of its steps."""
+    """Return the job of a script in the form of a model.toml, found by running so many of its steps."""
     if not script.is_file():
         raise ConfigError(f"there is no file {str(script)!r}; expected a training script, or a model.toml")
     with tempfile.TemporaryDirectory(prefix="satrap-plan-") as folder:
@@ -48,7 +48,7 @@ def observe_script(script: Path, arguments: Sequence[str], num_steps: int) -> di
 
 
 def model_of(steps: Any) -> dict[str, Any]:
-    """Returns observed steps (`satrap.train.step_observer.ObservedSteps`) in the form of a model.toml."""
+    """Return observed steps (`satrap.train.step_observer.ObservedSteps`) in the form of a model.toml."""
     samples = steps.samples
     tables = []
     for table in steps.features.tables:
@@ -75,7 +75,7 @@ def model_of(steps: Any) -> dict[str, Any]:
 
 
 def assumptions_of(content: Mapping[str, Any], num_steps: int) -> list[str]:
-    """Returns what a plan from a script assumes."""
+    """Return what a plan from a script assumes."""
     notes = [f"the {num_steps} observed steps are like all others: ids of a sample, their repetition, operations"]
     full = [each["name"] for each in content["tables"] if each.get("capacity") is not None and "rows" not in each]
     if full:

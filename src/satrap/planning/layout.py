@@ -18,11 +18,11 @@ class Pool:
     trainers: int = 0
 
     def count(self, role: str) -> int:
-        """Returns the processes of a role on all its machines."""
+        """Return the processes of a role on all its machines."""
         return self.num_machines * self.each(role)
 
     def each(self, role: str) -> int:
-        """Returns the processes of a role on one machine."""
+        """Return the processes of a role on one machine."""
         return int(getattr(self, f"{role}s"))
 
     @property
@@ -41,15 +41,15 @@ class Layout:
     pools: Sequence[Pool]
 
     def count(self, role: str) -> int:
-        """Returns the processes of a role."""
+        """Return the processes of a role."""
         return sum(pool.count(role) for pool in self.pools)
 
     def share(self, pool: Pool, role: str) -> float:
-        """Returns the share of a role's processes that is in one pool."""
+        """Return the share of a role's processes that is in one pool."""
         return pool.count(role) / total if (total := self.count(role)) else 0.0
 
     def pool_of(self, role: str) -> Pool:
-        """Returns the pool of a role."""
+        """Return the pool of a role."""
         return next(pool for pool in self.pools if pool.each(role))
 
     @property

@@ -119,12 +119,12 @@ class PriceList:
     currency: str = "$"
 
     def types(self, role: str) -> tuple[MachineType, ...]:
-        """Returns the machine types on which a role may run."""
+        """Return the machine types on which a role may run."""
         return tuple(each for each in self.machines if role in each.roles)
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> "PriceList":
-        """Reads the content of machines.toml."""
+        """Read the content of machines.toml."""
         given = known_keys(cls, "price list", data)
         tables: Any = given["machines"]
         if not isinstance(tables, list) or not tables:

@@ -48,7 +48,7 @@ class Plan:
 
 
 def make_plan(workload: Workload, prices: PriceList, costs: Coefficients) -> Plan:
-    """Returns the cheapest plan that reaches the wanted rate; if none does, the fastest that fits; ConfigError if no
+    """Return the cheapest plan that reaches the wanted rate; if none does, the fastest that fits; ConfigError if no
     machines hold the rows."""
     found: list[Estimate] = []
     reasons: list[str] = []
@@ -86,7 +86,7 @@ def make_plan(workload: Workload, prices: PriceList, costs: Coefficients) -> Pla
 
 
 def _starts(workload: Workload, prices: PriceList, costs: Coefficients, reasons: list[str]) -> Iterator[Layout]:
-    """Yields the smallest layout of each kind that may hold the rows; adds to `reasons` why there is none."""
+    """Yield the smallest layout of each kind that may hold the rows; add to `reasons` why there is none."""
     for trainers in prices.types("trainer"):
         alone = Pool(machine=trainers, num_machines=1, trainers=1)
         if trainers.gpus <= 1:
@@ -126,7 +126,7 @@ def _too_large_bucket(workload: Workload, machine: MachineType, prices: PriceLis
 
 
 def _least_servers(workload: Workload, machine: MachineType, costs: Coefficients, prices: PriceList) -> int | None:
-    """Returns the fewest machines whose memory holds the rows, with one server on each; None if there are too few."""
+    """Return the fewest machines whose memory holds the rows, with one server on each; None if there are too few."""
     usable = machine.memory_bytes * prices.limits.memory - costs.server_bytes
     if usable <= 0:
         return None
@@ -139,7 +139,7 @@ def _least_servers(workload: Workload, machine: MachineType, costs: Coefficients
 
 
 def _fit(workload: Workload, prices: PriceList, costs: Coefficients, start: Layout) -> Estimate:
-    """Adds machines where the tightest bound is until the rate is reached or no more can be added; then removes what is
+    """Add machines where the tightest bound is until the rate is reached or no more can be added; then removes what is
     not needed."""
     wanted = workload.training.samples_per_second
 
@@ -166,7 +166,7 @@ def _fit(workload: Workload, prices: PriceList, costs: Coefficients, start: Layo
 
 
 def _grown(found: Estimate, wanted: float) -> Layout | None:
-    """Returns the layout with more of what is too little; None if there is no more."""
+    """Return the layout with more of what is too little; None if there is no more."""
     layout = found.layout
     if found.misfits:
         role = next((each for each in ("server", "trainer") if layout.count(each)), "trainer")
@@ -184,7 +184,7 @@ def _grown(found: Estimate, wanted: float) -> Layout | None:
 
 
 def _changed(layout: Layout, role: str, by: int) -> Layout | None:
-    """Returns the layout with more or fewer machines for a role; None if that is impossible."""
+    """Return the layout with more or fewer machines for a role; None if that is impossible."""
     if not layout.count(role):
         return None
     pool = layout.pool_of(role)

@@ -20,7 +20,7 @@ _TIMEOUT = timedelta(minutes=10)
 
 
 def reduce_seconds(folder: Path) -> tuple[float, float]:
-    """Returns the CPU time of one process for the all-reduces of a step, however small, and for each byte that it
+    """Return the CPU time of one process for the all-reduces of a step, however small, and for each byte that it
     sends."""
     store = folder / "reduce"
     with subprocess.Popen([sys.executable, "-m", "satrap.planning.reduce_peer", str(store)]) as child:

@@ -16,7 +16,7 @@ _SHOWN_TABLES = 12
 
 
 def lines_of(plan: Plan, start: Start) -> Iterator[str]:
-    """Yields the plan as text."""
+    """Yield the plan as text."""
     workload, found = plan.workload, plan.estimate
     wanted = workload.training.samples_per_second
     yield f"plan for {workload.name}: {amount(wanted)} samples/s wanted"
@@ -66,7 +66,7 @@ def _machines(plan: Plan) -> Iterator[str]:
 
 
 def _cores_used(plan: Plan, pool: Pool) -> dict[str, float]:
-    """Returns the cores of one machine that each role uses at the wanted rate, or at the rate of the plan if lower."""
+    """Return the cores of one machine that each role uses at the wanted rate, or at the rate of the plan if lower."""
     training = plan.workload.training
     batches = min(training.samples_per_second, plan.estimate.samples_per_second) / training.batch_size
     seconds = core_seconds(plan.estimate.layout, pool, plan.estimate.demand, plan.costs)
@@ -193,7 +193,7 @@ def _advice(plan: Plan) -> Iterator[str]:
 
 
 def _processes(plan: Plan) -> dict[str, dict[str, Any]]:
-    """Returns the count and the requests of each role's processes."""
+    """Return the count and the requests of each role's processes."""
     layout = plan.estimate.layout
     found = {}
     for role in ROLES:
@@ -212,7 +212,7 @@ def _processes(plan: Plan) -> dict[str, dict[str, Any]]:
 
 
 def json_of(plan: Plan, start: Start) -> dict[str, Any]:
-    """Returns the plan as plain JSON types. Bytes, seconds, samples a second; prices in the list's currency."""
+    """Return the plan as plain JSON types. Bytes, seconds, samples a second; prices in the list's currency."""
     workload, found = plan.workload, plan.estimate
     servers, batch = found.layout.count("server"), workload.training.batch_size
     return {
@@ -284,7 +284,7 @@ def _alternative(found: Estimate) -> dict[str, Any]:
 
 
 def columns(rows: Sequence[Sequence[str]]) -> Iterator[str]:
-    """Yields rows of cells as aligned lines: the first column to the left, all others to the right."""
+    """Yield rows of cells as aligned lines: the first column to the left, all others to the right."""
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     for row in rows:
         first, *others = (

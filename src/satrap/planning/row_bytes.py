@@ -20,7 +20,7 @@ _MAX_ROWS = 4096  # of a bucket
 
 
 def memory_row_bytes(table: Table, rows: int) -> int:
-    """Returns the bytes of memory that each of so many rows takes, rounded up."""
+    """Return the bytes of memory that each of so many rows takes, rounded up."""
     bounded = table.capacity is not None and table.on_full != "grow"
     per_bucket = max(1, min(_MAX_ROWS, rows // table.resolved_num_buckets))
     sample = Table(

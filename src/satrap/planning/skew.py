@@ -15,7 +15,7 @@ _GROWTH = 1.02
 
 @lru_cache(maxsize=4096)
 def expected_unique(draws: float, rows: int, exponent: float) -> float:
-    """Returns how many different ids `draws` independent draws are expected to contain."""
+    """Return how many different ids `draws` independent draws are expected to contain."""
     if draws <= 0 or rows <= 0:
         return 0.0
     total = sum(count * rank**-exponent for rank, count in _ranks(rows))
@@ -28,7 +28,7 @@ def expected_unique(draws: float, rows: int, exponent: float) -> float:
 
 
 def _ranks(rows: int) -> Iterator[tuple[float, float]]:
-    """Yields ranks and how many ranks each stands for: one each at first, then the middles of bins."""
+    """Yield ranks and how many ranks each stands for: one each at first, then the middles of bins."""
     exact = min(rows, _EXACT)
     yield from ((float(rank), 1.0) for rank in range(1, exact + 1))
     begin = exact + 0.5

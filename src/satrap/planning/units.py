@@ -5,7 +5,7 @@ _MINUTE, _HOUR = 60.0, 3600.0
 
 
 def size(count: float) -> str:
-    """Returns bytes in the unit that leaves one to three digits: "9.3 TB"."""
+    """Return bytes in the unit that leaves one to three digits: "9.3 TB"."""
     for unit, name in _BYTES:
         if count >= unit:
             return f"{count / unit:,.{1 if count < 100 * unit else 0}f} {name}"
@@ -13,7 +13,7 @@ def size(count: float) -> str:
 
 
 def seconds(count: float) -> str:
-    """Returns a time: "3.2 h", "12 min", "40 s", "98 ms"."""
+    """Return a time: "3.2 h", "12 min", "40 s", "98 ms"."""
     if count >= _HOUR:
         return f"{count / _HOUR:,.1f} h"
     if count >= 2 * _MINUTE:
@@ -22,5 +22,5 @@ def seconds(count: float) -> str:
 
 
 def amount(count: float) -> str:
-    """Returns a number with separators and at most three significant digits behind a point."""
+    """Return a number with separators and at most three significant digits behind a point."""
     return f"{count:,.0f}" if abs(count) >= 100 else f"{count:,.3g}"

@@ -27,7 +27,7 @@ class Upkeep:
 
 
 def upkeep_of(workload: Workload, layout: Layout, costs: Coefficients) -> Upkeep:
-    """Returns what checkpoints cost, if saves may use all cores of the machines with rows."""
+    """Return what checkpoints cost, if saves may use all cores of the machines with rows."""
     pool = layout.pool_of("server" if layout.count("server") else "trainer")
     saved = workload.saved_bytes + 12.0 * workload.training.dense_parameters
     share = saved / pool.num_machines

@@ -49,7 +49,7 @@ class TableLoad:
     """Different ids of a batch over all its ids, if it was measured; None: computed from `zipf`."""
 
     def unique_ids(self, batch_size: int) -> float:
-        """Returns the different ids of a batch."""
+        """Return the different ids of a batch."""
         draws = batch_size * self.ids_per_sample
         if self.unique_share is not None:
             return draws * self.unique_share
@@ -61,7 +61,7 @@ class TableLoad:
         return self.rows * self.row_bytes
 
     def num_buckets(self, num_servers: int) -> int:
-        """Returns the table's own number of buckets, or one that servers share evenly and that migrates in parts."""
+        """Return the table's own number of buckets, or one that servers share evenly and that migrates in parts."""
         if self.table.num_buckets is not None:
             return self.table.num_buckets
         wanted = max(num_servers * _BUCKETS_PER_SERVER, -(-self.bytes // _BUCKET_BYTES)) if num_servers else 1
@@ -142,20 +142,20 @@ class Workload:
         return sum(each.rows * each.saved_row_bytes for each in self.tables)
 
     def server_bytes(self, num_servers: int) -> float:
-        """Returns the memory of rows on the server that owns the most buckets."""
+        """Return the memory of rows on the server that owns the most buckets."""
         return sum(
             -(-each.num_buckets(num_servers) // num_servers) * each.bytes / each.num_buckets(num_servers)
             for each in self.tables
         )
 
     def largest_bucket(self, num_servers: int) -> tuple[TableLoad, float]:
-        """Returns the table with the largest buckets and the bytes of one of them."""
+        """Return the table with the largest buckets and the bytes of one of them."""
         sizes = [(each.bytes / each.num_buckets(num_servers), each) for each in self.tables]
         size, table = max(sizes, key=lambda pair: pair[0])
         return table, size
 
     def at(self, samples_per_second: float) -> Self:
-        """Returns the same job with another wanted rate."""
+        """Return the same job with another wanted rate."""
         return replace(self, training=replace(self.training, samples_per_second=samples_per_second))
 
 
@@ -174,7 +174,7 @@ TABLE_KEYS = ("rows", "vectors_per_sample", "ids_per_sample", "zipf", "unique_sh
 
 
 def read_table(data: Mapping[str, Any]) -> tuple[Table, TableKeys]:
-    """Returns the table and the other keys of one of [[tables]]. An optimizer may be given by its name alone."""
+    """Return the table and the other keys of one of [[tables]]. An optimizer may be given by its name alone."""
     given = dict(require_mapping("tables", data))
     name = given.get("name")
     where = f"table {name!r}" if isinstance(name, str) else "tables"
@@ -192,7 +192,7 @@ def read_table(data: Mapping[str, Any]) -> tuple[Table, TableKeys]:
 
 
 def table_keys(where: str, table: Table, own: Mapping[str, Any]) -> TableKeys:
-    """Checks the keys of a table that only the planner has, and returns them with their defaults."""
+    """Check the keys of a table that only the planner has, and return them with their defaults."""
     rows = own.get("rows", table.capacity)
     if rows is None:
         raise ConfigError(
@@ -216,7 +216,7 @@ def table_keys(where: str, table: Table, own: Mapping[str, Any]) -> TableKeys:
 
 
 def _whole(where: str, name: str, value: object, low: int) -> int:
-    """Returns a whole number; 7.8e11 is one, too, since TOML's integers have no exponent."""
+    """Return a whole number; 7.8e11 is one, too, since TOML's integers have no exponent."""
     if isinstance(value, float) and value.is_integer():
         value = int(value)
     if isinstance(value, float):

@@ -22,7 +22,7 @@ def is_unix(address: str) -> bool:
 
 
 def split_address(address: str) -> tuple[str, int]:
-    """Returns the host and port of a TCP address; port 0 is any free port."""
+    """Return the host and port of a TCP address; port 0 is any free port."""
     match = _TCP.fullmatch(address) if isinstance(address, str) else None
     if match is None or (match["port"] != "*" and int(match["port"]) > 0xFFFF):
         raise ConfigError(f"the address is {address!r}; expected e.g. {_EXAMPLE}")
@@ -34,7 +34,7 @@ def join_address(host: str, port: int) -> str:
 
 
 def unix_path(address: str) -> Path:
-    """Returns the path of a Unix socket's address; the name "*" is any free one."""
+    """Return the path of a Unix socket's address; the name "*" is any free one."""
     text = address.removeprefix(_IPC)
     path = Path(text)
     if not path.is_absolute() or "\0" in text or path.name in ("", "..") or len(path.parts) < 3:
@@ -54,7 +54,7 @@ def join_unix(path: Path) -> str:
 
 
 def resolve_host(host: str) -> str:
-    """Returns the numeric address of a host, preferring IPv4 to IPv6; "*" is every address."""
+    """Return the numeric address of a host, preferring IPv4 to IPv6; "*" is every address."""
     if host == "*":
         return "0.0.0.0"
     try:
@@ -68,7 +68,7 @@ def resolve_host(host: str) -> str:
 
 
 def advertised_address(advertise: str | None, bound: str) -> str:
-    """Returns the address that other processes should call a service by. advertise: what the user chose, whose port 0
+    """Return the address that other processes should call a service by. advertise: what the user chose, whose port 0
     stands for the port of `bound`; None: `bound` itself, the address that the service listens at."""
     if advertise is None:
         return bound

@@ -82,7 +82,7 @@ class Channel:
         """The descriptor that is readable when messages arrive after `poll` found none."""
 
     def connect_within(self, seconds: float) -> None:
-        """Waits until a new channel has its connection or is refused, at most so many seconds."""
+        """Wait until a new channel has its connection or is refused, at most so many seconds."""
         if not self._is_new:
             return
         self._is_new = False
@@ -104,7 +104,7 @@ class Channel:
             raise InputError(f"{method}: result() was called in another thread than start(); call both in one thread")
 
     def try_send(self, pending: "PendingCall", now: float) -> None:
-        """Sends the request if there is a connection with room for it; otherwise leaves it due."""
+        """Send the request if there is a connection with room for it; otherwise leaves it due."""
         first, *others = pending.header(now).message(pending.frames)
         try:
             self.socket.send(first, _MORE | _NOW if others else _NOW)
@@ -119,7 +119,7 @@ class Channel:
             self._end_handshakes()
 
     def _watch_handshakes(self) -> None:
-        """Watches the handshakes of a connection that was lost. Connects again, since ZeroMQ would not do so if the
+        """Watch the handshakes of a connection that was lost. Connects again, since ZeroMQ would not do so if the
         server refused one before. Does nothing if the socket is connected and merely has a full queue."""
         num_unanswered = sum(each.schedule.num_sent for each in self.waiting.values())
         if self._handshakes is None and num_unanswered < _MAX_QUEUED_MESSAGES:
@@ -137,7 +137,7 @@ class Channel:
         self._last_connected = now
 
     def wait(self, pending: "PendingCall", until: float) -> None:
-        """Waits for the answer, at most until the call's deadline or the time `until`."""
+        """Wait for the answer, at most until the call's deadline or the time `until`."""
         with Uninterrupted() as interrupts:  # pyzmq can lose an interrupt, and a message must be received whole
             while pending.answer is None:
                 interrupts.check()
@@ -145,7 +145,7 @@ class Channel:
                     return
 
     def _poll_once(self, pending: "PendingCall", until: float) -> bool:
-        """Sends the request if it is due, and receives at most one message. Returns False when the time is over."""
+        """Send the request if it is due, and receives at most one message. Returns False when the time is over."""
         self.require_open()
         now = time.monotonic()
         blocked = self.send_if_due(pending, now)
@@ -158,7 +158,7 @@ class Channel:
         return not schedule.is_expired(now) and now < until
 
     def send_if_due(self, pending: "PendingCall", now: float) -> bool:
-        """Sends the request if it is due. Returns whether it has to wait for a connection with room for it."""
+        """Send the request if it is due. Returns whether it has to wait for a connection with room for it."""
         schedule = pending.schedule
         schedule.observe(now)
         if not schedule.is_due(now):
@@ -174,7 +174,7 @@ class Channel:
         return True
 
     def poll(self, events: int, milliseconds: int) -> int:
-        """Returns the events that the socket is ready for. Also notices a connection that is refused meanwhile."""
+        """Return the events that the socket is ready for. Also notices a connection that is refused meanwhile."""
         polled = [(self.socket, events)]
         if self._handshakes is not None and events & _OUT:
             polled.append((self._handshakes.monitor, _IN))
@@ -194,7 +194,7 @@ class Channel:
             self.socket.close(0)
 
     def receive(self) -> "PendingCall | None":
-        """Receives one message, if there is one. Returns the call that it answers, if it does."""
+        """Receive one message, if there is one. Returns the call that it answers, if it does."""
         try:
             first = self.socket.recv(_NOW, copy=False)
         except zmq.Again:
@@ -262,7 +262,7 @@ class PendingCall:
         self.unwarned_since = schedule.due
 
     def header(self, now: float) -> Header:
-        """Returns the header of the request as it is sent now."""
+        """Return the header of the request as it is sent now."""
         left = math.ceil(1000 * (self.schedule.deadline - now))
         return Header(
             kind=Kind.REQUEST,
@@ -276,7 +276,7 @@ class PendingCall:
         )
 
     def send(self) -> None:
-        """Sends the request for the first time, if there is a connection; otherwise it is sent while it is waited
+        """Send the request for the first time, if there is a connection; otherwise it is sent while it is waited
         for."""
         channel = self.channel
         with Uninterrupted(), channel.lock:
@@ -285,7 +285,7 @@ class PendingCall:
             channel.try_send(self, time.monotonic())
 
     def wait(self, seconds: float) -> bool:
-        """Waits at most so many seconds for the call to end. Returns whether it ended, with or without an answer."""
+        """Wait at most so many seconds for the call to end. Returns whether it ended, with or without an answer."""
         channel = self.channel
         channel.require_own_thread(self._method.name)
         until = time.monotonic() + seconds
@@ -295,7 +295,7 @@ class PendingCall:
         return self.answer is not None or self.schedule.is_expired(time.monotonic())
 
     def result(self) -> Any:
-        """Returns the method's result; raises its exception, or DeadlineError. Call it in the thread of `start`."""
+        """Return the method's result; raise its exception, or DeadlineError. Call it in the thread of `start`."""
         channel = self.channel
         self.wait(math.inf)
         if self.answer is None:
@@ -314,7 +314,7 @@ class PendingCall:
             raise RpcError(f"{channel.address} sent an invalid reply: {error}") from None
 
     def warn_unconnected(self, seconds: float) -> None:
-        """Logs once that there has been no connection for so many seconds, since the deadline may be far away."""
+        """Log once that there has been no connection for so many seconds, since the deadline may be far away."""
         self.unwarned_since = math.inf
         late = f"{self._no_connection_message(seconds)} It"
         if self.schedule.num_sent:

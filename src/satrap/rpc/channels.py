@@ -35,7 +35,7 @@ class Channels:
         self._lock = threading.RLock()  # no socket is created after close()
 
     def for_this_thread(self) -> Channel:
-        """Returns this thread's channel. A new one starts to connect."""
+        """Return this thread's channel. A new one starts to connect."""
         if os.getpid() != self._process:
             raise ForkError(
                 f"this client was created in process {self._process} and this is its fork {os.getpid()}: a fork cannot "
@@ -62,7 +62,7 @@ class Channels:
         channel.close()
 
     def close(self) -> None:
-        """Closes all sockets; waiting calls raise RpcError. Idempotent; does nothing in a fork."""
+        """Close all sockets; waiting calls raise RpcError. Idempotent; does nothing in a fork."""
         if os.getpid() != self._process:
             return
         with self._lock:

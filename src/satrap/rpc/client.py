@@ -62,7 +62,7 @@ class Client(Generic[P]):
         deadline: float = 30.0,
         retry_seconds: float = 2.0,
     ) -> None:
-        """Creates a client of the server at `address`, e.g. "tcp://server:5555". Connects at the first call.
+        """Create a client of the server at `address`, e.g. "tcp://server:5555". Connects at the first call.
 
         keys: `Keys.read("client.key")`, which `satrap keys` wrote. Without keys, a server at tcp:// must have none
             either; it is then not authenticated, and traffic is not encrypted.
@@ -92,14 +92,14 @@ class Client(Generic[P]):
         self.call = self.with_deadline(self._deadline)
 
     def with_deadline(self, deadline: float) -> P:
-        """Returns the Protocol's methods with another deadline in seconds: `client.with_deadline(5).lookup(ids)`."""
+        """Return the Protocol's methods with another deadline in seconds: `client.with_deadline(5).lookup(ids)`."""
         seconds = _check_seconds("deadline", deadline)
         return cast(P, SimpleNamespace(**{name: partial(_call, self, name, seconds) for name in self._methods}))
 
     def start(
         self, name: str, /, *arguments: Any, deadline: float | None = None, patient: bool = False, **named: Any
     ) -> PendingCall:
-        """Prepares a call and sends it. A thread's first call waits for the connection, at most a second. See
+        """Prepare a call and send it. A thread's first call waits for the connection, at most a second. See
         `prepare`."""
         pending = self.prepare(name, *arguments, deadline=deadline, patient=patient, **named)
         pending.channel.connect_within(min(pending.seconds, _CONNECT_SECONDS))
@@ -109,7 +109,7 @@ class Client(Generic[P]):
     def prepare(
         self, name: str, /, *arguments: Any, deadline: float | None = None, patient: bool = False, **named: Any
     ) -> PendingCall:
-        """Returns a call of the method of that name, for this thread to `send` at once, since its deadline has begun.
+        """Return a call of the method of that name, for this thread to `send` at once, since its deadline has begun.
         Its result is collected later, in this thread.
 
         patient: the call may take as long as the server reports that it is running; `deadline` limits the silence.
@@ -148,7 +148,7 @@ class Client(Generic[P]):
         self.close()
 
     def close(self) -> None:
-        """Closes the connections of all threads; waiting calls raise RpcError. Idempotent; does nothing in a fork. A
+        """Close the connections of all threads; waiting calls raise RpcError. Idempotent; does nothing in a fork. A
         client is also closed when it is collected and at the end of the process."""
         self._channels.close()
 

@@ -61,7 +61,7 @@ class Connections:
         return sum(peer.unfinished for peer in self._peers.values())
 
     def is_waiting(self) -> bool:
-        """Returns whether a connection may have to be closed because time passes."""
+        """Return whether a connection may have to be closed because time passes."""
         return any(peer.unfinished_since is not None for peer in self._peers.values())
 
     def record_accepted(self, fd: int, inode: int) -> None:
@@ -72,18 +72,18 @@ class Connections:
         self._peers.pop(fd, None)
 
     def inode(self, fd: int) -> int | None:
-        """Returns the inode of a connection, if it is known."""
+        """Return the inode of a connection, if it is known."""
         peer = self._peers.get(fd)
         return None if peer is None else peer.inode
 
     def record_message(self, fd: int, num_bytes: int) -> None:
-        """Records that a message of so many bytes was delivered."""
+        """Record that a message of so many bytes was delivered."""
         if (peer := self._peers.get(fd)) is not None:
             peer.has_sent, peer.unfinished_since = True, None
             peer.delivered += num_bytes
 
     def record_received(self, fd: int, num_bytes: int) -> None:
-        """Records how many bytes TCP has received on a connection in total."""
+        """Record how many bytes TCP has received on a connection in total."""
         peer = self._peers.get(fd)
         if peer is None:
             return
@@ -97,7 +97,7 @@ class Connections:
             peer.progress_bytes, peer.progress_at = peer.received, self._clock
 
     def select_to_close(self, now: float) -> dict[int, int]:
-        """Returns the connections to close, with their inodes, and forgets them."""
+        """Return the connections to close, with their inodes, and forgets them."""
         if self._checked_at is not None:
             self._clock += min(now - self._checked_at, _MAX_GAP_SECONDS)
         self._checked_at = now

@@ -19,7 +19,7 @@ _CLASSES = {
 
 
 def encode_error(error: BaseException) -> list[memoryview]:
-    """Returns the frame of an error reply."""
+    """Return the frame of an error reply."""
     text = str(error)
     if len(text) > _MAX_TEXT:
         text = f"{text[:_MAX_TEXT]}... ({len(text)} characters)"
@@ -27,7 +27,7 @@ def encode_error(error: BaseException) -> list[memoryview]:
 
 
 def decode_error(frames: Sequence[Buffer], method: str, address: str) -> SatrapError:
-    """Returns the exception to raise at the caller."""
+    """Return the exception to raise at the caller."""
     try:
         (frame,) = frames
         name, text = json.loads(bytes(frame))

@@ -17,7 +17,7 @@ _BYTES = 64
 
 
 def expects_keys(address: str, seconds: float) -> bool:
-    """Returns whether a ZeroMQ server that requires keys answers at the address within so many seconds."""
+    """Return whether a ZeroMQ server that requires keys answers at the address within so many seconds."""
     greeting = (_SIGNATURE + _VERSION + _MECHANISM).ljust(_BYTES, b"\0")
     received = b""
     with suppress(OSError), _connect(address, seconds) as connection:

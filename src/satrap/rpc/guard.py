@@ -66,7 +66,7 @@ class Guard:
         self._thread.start()
 
     def stop(self) -> None:
-        """Stops the thread. Call it in a thread that may use the router, before the router is closed."""
+        """Stop the thread. Call it in a thread that may use the router, before the router is closed."""
         if self._thread.ident is not None:
             os.eventfd_write(self._wakeup, 1)
             self._thread.join()
@@ -76,7 +76,7 @@ class Guard:
         os.close(self._wakeup)
 
     def record_message(self, frame: zmq.Frame, num_bytes: int) -> None:
-        """Records that ZeroMQ delivered a message with this frame, of so many bytes."""
+        """Record that ZeroMQ delivered a message with this frame, of so many bytes."""
         fd = int(frame.get("__fd"))
         with self._lock:
             self._connections.record_message(fd, num_bytes)
@@ -126,7 +126,7 @@ class Guard:
 
 
 def _is_open(fd: int, inode: int | None) -> bool:
-    """Returns whether the descriptor still belongs to the connection, which ZeroMQ may close at any time. A duplicate
+    """Return whether the descriptor still belongs to the connection, which ZeroMQ may close at any time. A duplicate
     would keep it open, but when connections must be closed there may be no descriptors left."""
     with suppress(OSError):
         return os.fstat(fd).st_ino == inode
@@ -134,7 +134,7 @@ def _is_open(fd: int, inode: int | None) -> bool:
 
 
 def _received_bytes(fd: int) -> int:
-    """Returns the number of bytes that TCP has received on the connection."""
+    """Return the number of bytes that TCP has received on the connection."""
     with suppress(OSError):
         connection = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP, fd)
         try:

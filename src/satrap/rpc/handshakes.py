@@ -32,7 +32,7 @@ class Handshakes:
         self._num_cut = 0  # that the server ended without a word
 
     def read(self) -> str | None:
-        """Reads one event. Returns why the server refuses this client; None if it does not."""
+        """Read one event. Returns why the server refuses this client; None if it does not."""
         event = recv_monitor_message(self.monitor)["event"]
         if event == zmq.Event.HANDSHAKE_SUCCEEDED:
             self._num_cut = 0
@@ -51,6 +51,6 @@ class Handshakes:
         return "only one of the two has keys, or the process that listens there is not a satrap server"
 
     def close(self) -> None:
-        """Stops watching."""
+        """Stop watching."""
         self._watched.disable_monitor()
         self.monitor.close(0)

@@ -108,7 +108,7 @@ class Header:
         )
 
     def message(self, frames: Sequence[bytes | memoryview]) -> list[bytes | memoryview]:
-        """Returns the frames of the message as they are sent: the header and these, or all in one if they are small."""
+        """Return the frames of the message as they are sent: the header and these, or all in one if they are small."""
         packed = self.pack()
         if not frames or self.body_bytes > JOINED_BYTES:
             return [packed, *frames]
@@ -116,7 +116,7 @@ class Header:
         return [b"".join((packed, sizes, *frames))]
 
     def frames_of(self, received: Sequence[memoryview]) -> Sequence[memoryview]:
-        """Returns the frames of a received message with this header; RpcError unless `message` could have made it."""
+        """Return the frames of a received message with this header; RpcError unless `message` could have made it."""
         first = received[0]
         if len(first) == HEADER_BYTES:
             frames = received[1:]
@@ -147,7 +147,7 @@ class Header:
 
     @classmethod
     def unpack(cls, data: bytes | memoryview) -> "Header":
-        """Returns the header in the first frame of a message; RpcError unless `pack` could have written it."""
+        """Return the header in the first frame of a message; RpcError unless `pack` could have written it."""
         if len(data) < HEADER_BYTES:
             raise RpcError(f"a message starts with a frame of {len(data)} bytes; expected a header of {HEADER_BYTES}")
         magic, version, kind, num_frames, *numbers, deadline_ms, attempt, trainer, step, map_version, zero = (
@@ -178,7 +178,7 @@ class Header:
         )
 
     def check_frames(self, sizes: Sequence[int]) -> None:
-        """Checks number and total size of the received frames; RpcError if they differ from the header."""
+        """Check number and total size of the received frames; RpcError if they differ from the header."""
         if len(sizes) != self.num_frames or sum(sizes) != self.body_bytes:
             raise RpcError(
                 f"a message has {len(sizes)} frames and {sum(sizes)} bytes; its header declares {self.num_frames} and "

@@ -37,7 +37,7 @@ class Keys:
 
     @classmethod
     def read(cls, path: str | os.PathLike[str]) -> "Keys":
-        """Returns the keys in a file that `satrap keys` wrote; ConfigError if it cannot be trusted."""
+        """Return the keys in a file that `satrap keys` wrote; ConfigError if it cannot be trusted."""
         if not isinstance(path, str | os.PathLike):
             raise ConfigError(f"keys is {path!r}; expected the path of a key file")
         try:
@@ -51,7 +51,7 @@ class Keys:
 
     @classmethod
     def draw(cls) -> tuple["Keys", "Keys"]:
-        """Returns new keys of the servers and of their clients."""
+        """Return new keys of the servers and of their clients."""
         server, client = zmq.curve_keypair(), zmq.curve_keypair()
         return (
             cls(role="server", public=server[0], secret=server[1], peer=client[0]),
@@ -60,7 +60,7 @@ class Keys:
 
     @classmethod
     def parse(cls, text: bytes, where: object = "the keys") -> "Keys":
-        """Returns the keys in the content of a key file. where: its path, for the error."""
+        """Return the keys in the content of a key file. where: its path, for the error."""
         damaged = ConfigError(f"{where}: not a key file, or a damaged one; copy it again, or create new keys")
         try:
             data = json.loads(text)
@@ -75,7 +75,7 @@ class Keys:
         return cls(role=values[1], secret=secret, public=public, peer=peer)
 
     def text(self) -> bytes:
-        """Returns the content of a key file."""
+        """Return the content of a key file."""
         values = [_FORMAT, self.role, *(key.decode() for key in (self.secret, self.public, self.peer))]
         return (
             json.dumps(dict(zip(_FIELDS, values, strict=True)) | {"checksum": _checksum(values)}, indent=1) + "\n"
@@ -87,7 +87,7 @@ class Keys:
 
 
 def create_keys(folder: str | Path) -> list[Path]:
-    """Writes server.key and client.key into the folder and returns their paths. Creates the folder, for this user
+    """Write server.key and client.key into the folder and return their paths. Creates the folder, for this user
     alone, if it is missing. Never replaces a file."""
     folder = Path(folder)
     paths = [folder / f"{role}.key" for role in ROLES]
@@ -108,7 +108,7 @@ def create_keys(folder: str | Path) -> list[Path]:
 
 
 def _distrust(status: os.stat_result, user: int) -> str | None:
-    """Returns why this user cannot trust a key file with that status; None: the user can."""
+    """Return why this user cannot trust a key file with that status; None: the user can."""
     mode = status.st_mode & 0o777
     if status.st_uid not in (user, 0):
         return f"it belongs to user {status.st_uid}, who may know its secret; create new keys"

@@ -129,7 +129,7 @@ class Ledger:
         return len(self._open) - len(self._queued)
 
     def arrive(self, header: Header, frames: Sequence[Buffer], route: bytes, now: float) -> Admission:
-        """Queues a request, unless it is a duplicate or there is no room."""
+        """Queue a request, unless it is a duplicate or there is no room."""
         deadline = now + header.deadline_ms / 1000
         caller = self._callers.get(header.client)
         if caller is not None:
@@ -151,7 +151,7 @@ class Ledger:
         return Admission.QUEUED
 
     def start_next(self, now: float) -> Request | None:
-        """Returns the next request to run; None if none is queued. Drops requests past their deadline."""
+        """Return the next request to run; None if none is queued. Drops requests past their deadline."""
         while self._queued:
             request = self._queued.popleft()
             if now < request.deadline:
@@ -161,26 +161,26 @@ class Ledger:
         return None
 
     def finish(self, request: Request) -> bytes | None:
-        """Ends a running request. Returns the route of its reply, or None if it was dropped meanwhile."""
+        """End a running request. Returns the route of its reply, or None if it was dropped meanwhile."""
         if self._open.get(request.name) is not request:
             return None
         self.counts.replied += 1
         return self._remove(request)
 
     def record_unsent(self) -> None:
-        """Records that the reply of a finished request could not be sent."""
+        """Record that the reply of a finished request could not be sent."""
         self.counts.replied -= 1
         self.counts.unsent += 1
 
     def drop_queued(self) -> None:
-        """Drops all queued requests, and refuses new ones from now on."""
+        """Drop all queued requests, and refuse new ones from now on."""
         self.closed = True
         while self._queued:
             self._remove(self._queued.popleft())
             self.counts.dropped += 1
 
     def drop_running(self) -> None:
-        """Drops the running requests, whose Future is not done when the service ends."""
+        """Drop the running requests, whose Future is not done when the service ends."""
         for request in list(self._open.values()):
             self._remove(request)
             self.counts.dropped += 1
@@ -213,7 +213,7 @@ class Ledger:
         return caller.route
 
     def to_dict(self) -> dict[str, int]:
-        """Returns the counters, and the numbers of queued and running requests."""
+        """Return the counters, and the numbers of queued and running requests."""
         return {**asdict(self.counts), "queued": self.num_queued, "running": self.num_running}
 
     def check(self) -> None:

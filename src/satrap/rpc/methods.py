@@ -65,7 +65,7 @@ class Method:
         return origin, frames
 
     def decode_arguments(self, origin: Origin, frames: Sequence[Buffer]) -> tuple[list[Any], dict[str, Any]]:
-        """Returns the positional and the keyword arguments."""
+        """Return the positional and the keyword arguments."""
         values = decode(self.parameters, frames, self._argument)
         num_positional = self.num_positional
         positional = [origin, *values[:num_positional]] if self.takes_origin else values[:num_positional]
@@ -100,7 +100,7 @@ class Method:
 
 
 def methods_of(protocol: Callable[..., Any]) -> dict[str, Method]:
-    """Returns a Protocol's public methods by name; ConfigError if a parameter or result cannot be encoded."""
+    """Return a Protocol's public methods by name; ConfigError if a parameter or result cannot be encoded."""
     if not getattr(protocol, "_is_protocol", False):
         raise ConfigError(
             f"found {protocol!r}; expected a class derived from typing.Protocol, whose methods are called"

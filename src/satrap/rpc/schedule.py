@@ -46,7 +46,7 @@ class Schedule:
     _backoff: Backoff | None = None
 
     def observe(self, now: float) -> None:
-        """Records that the caller waits at this time."""
+        """Record that the caller waits at this time."""
         if self._last_observed is not None and now - self._last_observed > _MAX_GAP_SECONDS:
             self.deadline += now - self._last_observed
         self._last_observed = now
@@ -58,7 +58,7 @@ class Schedule:
         return now >= self.deadline
 
     def wait(self, now: float) -> float:
-        """Returns the seconds until the next action if no answer arrives."""
+        """Return the seconds until the next action if no answer arrives."""
         return max(0.0, min(self.due, self.deadline) - now)
 
     def record_sent(self, now: float) -> None:
@@ -66,13 +66,13 @@ class Schedule:
         self.due = now + self.retry_seconds
 
     def record_working(self, now: float) -> None:
-        """Records that the server reported the call as queued or running."""
+        """Record that the server reported the call as queued or running."""
         self.num_working += 1
         if self.patience:
             self.deadline = max(self.deadline, now + self.patience)
 
     def record_busy(self, now: float, jitter: float) -> None:
-        """Records a busy reply. `jitter`, from 0 to 1, keeps callers apart that were refused together."""
+        """Record a busy reply. `jitter`, from 0 to 1, keeps callers apart that were refused together."""
         self.num_busy += 1
         self._backoff = self._backoff or Backoff(*_BUSY_PAUSES)
         self.due = now + self._backoff.next_pause() * (0.5 + jitter)

@@ -78,7 +78,7 @@ class Service:
         limits: Limits | None = None,
         close_seconds: float = 10.0,
     ) -> None:
-        """Serves `served`, which satisfies `protocol`, at `address`: "ipc:///folder/name", or "tcp://10.0.0.5:0", where
+        """Serve `served`, which satisfies `protocol`, at `address`: "ipc:///folder/name", or "tcp://10.0.0.5:0", where
         port 0 is any free one.
 
         keys: `Keys.read("server.key")`, which `satrap keys` wrote; required for tcp:// unless `insecure`.
@@ -156,7 +156,7 @@ class Service:
             self._guard.start()
 
     def _bind(self, address: str) -> str:
-        """Binds the socket and returns the address for clients."""
+        """Bind the socket and return the address for clients."""
         if is_unix(address):
             self._socket_file = SocketFile(address)
             endpoint = self._socket_file.address
@@ -176,7 +176,7 @@ class Service:
         return join_address(os.uname().nodename if is_wildcard(bound) else bound, port)
 
     def _release_sockets(self) -> None:
-        """Releases what closing the sockets does not."""
+        """Release what closing the sockets does not."""
         if self._guard is not None:
             self._guard.stop()
         if self._authenticator is not None:
@@ -185,13 +185,13 @@ class Service:
             self._socket_file.release()
 
     def counts(self) -> dict[str, int]:
-        """Returns the counters of messages, see Counts, and the numbers of queued and running requests."""
+        """Return the counters of messages, see Counts, and the numbers of queued and running requests."""
         with self._changed:
             closed = 0 if self._guard is None else self._guard.num_closed
             return {**self._ledger.to_dict(), "ended_connections": closed}
 
     def call_times(self) -> dict[str, tuple[list[int], float]]:
-        """Returns for each method the histogram of the seconds from the start of its calls to the reply: the number of
+        """Return for each method the histogram of the seconds from the start of its calls to the reply: the number of
         calls in each bin, see `satrap.rpc.call_times.BOUNDS`, and their sum."""
         with self._changed:
             return self._times.to_dict()
@@ -203,7 +203,7 @@ class Service:
         self.close()
 
     def close(self) -> None:
-        """Stops all threads. Running calls are finished and answered; calls that are queued or wait for a Future are
+        """Stop all threads. Running calls are finished and answered; calls that are queued or wait for a Future are
         dropped.
 
         RpcError if a method still runs after `close_seconds`. Idempotent; does nothing in a fork.
@@ -255,7 +255,7 @@ class Service:
                 self._events.poll()
 
     def _next_request(self) -> Request | None:
-        """Receives messages until there is a request for this thread to run; None if there is nothing to do."""
+        """Receive messages until there is a request for this thread to run; None if there is nothing to do."""
         while True:
             with self._changed:
                 if self._is_stopping:
@@ -282,7 +282,7 @@ class Service:
         os.eventfd_write(self._wakeup, 1)
 
     def _receive(self) -> None:
-        """Receives one message. The caller holds the lock, as in the methods below."""
+        """Receive one message. The caller holds the lock, as in the methods below."""
         try:
             first = self._router.recv(_NOW, copy=False)
         except zmq.Again:
@@ -331,7 +331,7 @@ class Service:
             self._send(route, *_message(Kind.BUSY if admission is Admission.BUSY else Kind.WORKING, header, ()))
 
     def _send(self, route: bytes, header: Header, frames: Sequence[memoryview]) -> bool:
-        """Sends a message. Returns False if the peer is disconnected or does not read, which only the first frame, the
+        """Send a message. Returns False if the peer is disconnected or does not read, which only the first frame, the
         route, can tell."""
         try:
             self._router.send(route, _MORE | _NOW)
@@ -416,7 +416,7 @@ def _error(request: Header, error: BaseException) -> tuple[Header, Sequence[memo
 
 
 def _enable_curve(context: "zmq.Context[zmq.Socket[bytes]]", router: "zmq.Socket[bytes]", keys: Keys) -> Any:
-    """Enables encryption, and starts the authenticator, which accepts only the client's key. Fails closed."""
+    """Enable encryption, and start the authenticator, which accepts only the client's key. Fails closed."""
     from zmq.auth.thread import ThreadAuthenticator  # imports asyncio
 
     log = LimitedLog(_LOG.warning)

@@ -18,7 +18,7 @@ from satrap.rpc.address import join_unix, unix_path
 
 
 def require_private(folder: Path) -> None:
-    """Creates the folder with mode 0700 if it is missing; ConfigError if other users own it or may enter it."""
+    """Create the folder with mode 0700 if it is missing; ConfigError if other users own it or may enter it."""
     try:
         with suppress(FileExistsError):
             folder.mkdir(mode=0o700)
@@ -54,7 +54,7 @@ class SocketFile:
         self._lock = self._take_lock()
 
     def release(self) -> None:
-        """Removes the file, so that another process may listen here. Idempotent."""
+        """Remove the file, so that another process may listen here. Idempotent."""
         if self._lock >= 0:
             for path in (unix_path(self.address), self._lock_path):
                 with suppress(OSError):

@@ -62,7 +62,7 @@ _UNIONS = typing.Union, types.UnionType
 
 
 def read_type(where: str, annotation: Any) -> ValueType:
-    """Returns the type of an annotation; ConfigError if it cannot be encoded."""
+    """Return the type of an annotation; ConfigError if it cannot be encoded."""
     is_union = typing.get_origin(annotation) in _UNIONS
     arms = typing.get_args(annotation) if is_union else (annotation,)
     arrays = [arm for arm in arms if typing.get_origin(arm) is np.ndarray]
@@ -116,7 +116,7 @@ def _is_float(value: object) -> bool:
 
 
 def _is_json(value: object) -> bool:
-    """Returns whether the value survives a round trip through JSON."""
+    """Return whether the value survives a round trip through JSON."""
     if type(value) is list:
         return all(map(_is_json, value))
     if type(value) is dict:
@@ -141,7 +141,7 @@ _PLAIN: dict[object, PlainType] = {
 def encode(
     expected: Sequence[ValueType], values: Sequence[object], name: Callable[[int], str], error: type[SatrapError]
 ) -> list[memoryview]:
-    """Returns the frames of values. `name(i)` names the i-th one in errors; `error` is the class of the errors."""
+    """Return the frames of values. `name(i)` names the i-th one in errors; `error` is the class of the errors."""
     plain: list[object] = []
     frames = [memoryview(b"")]
     for i, (kind, value) in enumerate(zip(expected, values, strict=True)):
@@ -166,7 +166,7 @@ def encode(
 
 
 def in_pieces(frames: Sequence[memoryview], max_bytes: int = PIECE_BYTES) -> list[memoryview]:
-    """Returns the frames with arrays of more than `max_bytes` split into several frames."""
+    """Return the frames with arrays of more than `max_bytes` split into several frames."""
     pieces = list(frames[:1])
     for frame in frames[1:]:
         pieces += [frame[at : at + max_bytes] for at in range(0, max(1, len(frame)), max_bytes)]
@@ -174,7 +174,7 @@ def in_pieces(frames: Sequence[memoryview], max_bytes: int = PIECE_BYTES) -> lis
 
 
 def decode(expected: Sequence[ValueType], frames: Sequence[Buffer], name: Callable[[int], str]) -> list[Any]:
-    """Returns the values that were encoded in the frames; RpcError if they do not fit."""
+    """Return the values that were encoded in the frames; RpcError if they do not fit."""
     values = _parse(frames[0]) if frames else None
     if type(values) is not list or len(values) != len(expected):
         found = f"{len(values)} values" if type(values) is list else "no list of values"

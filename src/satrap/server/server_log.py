@@ -25,7 +25,7 @@ class ServerLog:
         self._log_refusal, self._log_move = LimitedLog(_LOG.warning), LimitedLog(_LOG.info)
 
     def record_start(self, shared: str | os.PathLike[str] | None) -> None:
-        """Logs which rows the process found at its start in the shared-memory file."""
+        """Log which rows the process found at its start in the shared-memory file."""
         if (state := self._state()) is None:
             where = "no --shared file was named" if shared is None else f"{os.fspath(shared)} has none"
             _LOG.info("no rows found, starting empty: %s", where, extra=event("rows_not_found"))
@@ -38,7 +38,7 @@ class ServerLog:
         _LOG.info(text, rows, len(state.tables), shared, attempt, step, extra=found)
 
     def record_job(self, state: ServerState) -> None:
-        """Logs the job that the first handshake brought."""
+        """Log the job that the first handshake brought."""
         self._describe(state)
         servers, version, tables = len(state.shard_map.addresses), state.shard_map.version, len(state.job.tables)
         got = event("job", tables=tables, servers=servers, map=version)
@@ -46,17 +46,17 @@ class ServerLog:
         _LOG.info(text, tables, state.number, servers, version, extra=got)
 
     def record_refusal(self, origin: Origin, error: SatrapError) -> None:
-        """Logs a handshake that was refused."""
+        """Log a handshake that was refused."""
         refused = event("hello_refused", trainer=origin.trainer, attempt=origin.attempt, why=str(error))
         self._log_refusal("hello refused: %s", error, extra=refused)
 
     def record_attempt(self, state: ServerState, attempt: int, how: str = "") -> None:
-        """Logs that an attempt replaces the one of the state."""
+        """Log that an attempt replaces the one of the state."""
         started = event("attempt", attempt=attempt, previous=state.engine.attempt)
         _LOG.info("attempt %d replaces attempt %d%s", attempt, state.engine.attempt, how, extra=started)
 
     def record_move(self, state: ServerState, outgoing: int, incoming: int) -> None:
-        """Logs that buckets moved to or from this server."""
+        """Log that buckets moved to or from this server."""
         self._describe(state)
         owned, buckets = int(state.owned().sum()), len(state.shard_map.bucket_map.flat())
         version = state.shard_map.version
@@ -68,7 +68,7 @@ class ServerLog:
         describe_process("server", number=state.number, job=state.job.fingerprint, step=partial(_step, ref(self)))
 
     def latest_step(self) -> int | None:
-        """Returns the latest step of the server's rows."""
+        """Return the latest step of the server's rows."""
         state = self._state()
         return None if state is None else state.engine.latest_step
 

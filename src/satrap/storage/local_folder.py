@@ -84,10 +84,10 @@ class LocalReadable:
             )
 
     def load(self, begin: int, end: int) -> None:
-        """Does nothing: the file is mapped."""
+        """Do nothing: the file is mapped."""
 
     def release(self, begin: int, end: int) -> None:
-        """Does nothing: the system does it."""
+        """Do nothing: the system does it."""
 
 
 class LocalWriter:

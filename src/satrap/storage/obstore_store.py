@@ -112,7 +112,7 @@ class ObstoreStore:
         obstore.delete(self._bucket, key)
 
     def delete_folder(self, prefix: str) -> None:
-        """Does nothing: there are no folders."""
+        """Do nothing: there are no folders."""
 
 
 class _ObstoreWriter:
@@ -130,6 +130,6 @@ class _ObstoreWriter:
         self._file.close()
 
     def abort(self) -> None:
-        """Completes the upload: obstore cannot cancel one, and its parts would be stored and paid for. The caller
+        """Complete the upload: obstore cannot cancel one, and its parts would be stored and paid for. The caller
         deletes the object."""
         self._file.close()

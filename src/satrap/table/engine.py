@@ -56,7 +56,7 @@ def open_engine(
     complete: bool = True,
     note: Mapping[str, int] | None = None,
 ) -> list[Slot]:
-    """Creates an engine for the tables: in anonymous memory, or in a new shared-memory file at `shared`. Unless
+    """Create an engine for the tables: in anonymous memory, or in a new shared-memory file at `shared`. Unless
     `complete`, the file cannot be attached before `set_complete(True)`: the caller has more to put into it. The file
     keeps the note: see `shared_note`."""
     for table in tables:
@@ -74,7 +74,7 @@ def open_engine(
 
 
 def attach_engine(path: str | os.PathLike[str], *, num_threads: int | None, simd: str = "auto") -> list[Slot]:
-    """Attaches the engine whose rows are in the shared-memory file at `path`, created by an earlier process."""
+    """Attach the engine whose rows are in the shared-memory file at `path`, created by an earlier process."""
     path = _shared_path("path", path)
     threads, simd = thread_count(num_threads), _simd(simd)
     tables, seed, _ = _read_shared_blob(path, _core.Engine.shared_config(path))
@@ -83,8 +83,8 @@ def attach_engine(path: str | os.PathLike[str], *, num_threads: int | None, simd
 
 
 def remove_unfinished(path: str | os.PathLike[str]) -> bool:
-    """Removes the shared-memory file at `path` if the process that created or filled it was killed before the file was
-    complete; returns whether it did."""
+    """Remove the shared-memory file at `path` if the process that created or filled it was killed before the file was
+    complete; return whether it did."""
     path = _shared_path("path", path)
     unfinished: bool = _core.Engine.shared_unfinished(path)
     if unfinished:
@@ -93,7 +93,7 @@ def remove_unfinished(path: str | os.PathLike[str]) -> bool:
 
 
 def shared_note(path: str | os.PathLike[str]) -> dict[str, int]:
-    """Returns the note that the creator of the shared-memory file at `path` left in it."""
+    """Return the note that the creator of the shared-memory file at `path` left in it."""
     path = _shared_path("path", path)
     return _read_shared_blob(path, _core.Engine.shared_config(path))[2]
 
@@ -101,7 +101,7 @@ def shared_note(path: str | os.PathLike[str]) -> dict[str, int]:
 def resolve_step(
     where: str, latest_step: int, *, train: bool, step: int | None, oldest_open: int | None
 ) -> tuple[int | None, int | None]:
-    """Checks the step and the oldest open step that the caller passed to a lookup; returns them."""
+    """Check the step and the oldest open step that the caller passed to a lookup; return them."""
     if not train:
         for name, value in (("step", step), ("oldest_open", oldest_open)):
             if value is not None:
@@ -133,7 +133,7 @@ def look_up(
     out: NDArray[np.float32] | None,
     with_ticket: bool = False,
 ) -> tuple[NDArray[np.float32], Any]:
-    """Looks rows up for a store or a table group; returns them and the ticket, or None. shape: of the rows."""
+    """Look rows up for a store or a table group; return them and the ticket, or None. shape: of the rows."""
     check_flag(where, "train", train, InputError)
     if out is not None:
         rows = as_out(where, out, shape)
@@ -157,7 +157,7 @@ def update(
     step: int | None,
     lrs: Sequence[float],
 ) -> None:
-    """Updates rows by a ticket. Only the core knows whether the ticket may be used: threads may race for it."""
+    """Update rows by a ticket. Only the core knows whether the ticket may be used: threads may race for it."""
     at = max(1, engine.latest_step) if step is None else as_step(where, "step", step)
     try:
         engine.update(ticket, gradients.reshape(-1), at, lrs)
@@ -166,7 +166,7 @@ def update(
 
 
 def native_config(table: Table, frame_pool: int | None = None) -> _core.TableConfig:
-    """Returns the table's configuration in the core. frame_pool: that of its rows, if they are on a device."""
+    """Return the table's configuration in the core. frame_pool: that of its rows, if they are on a device."""
     initial = table.initial
     match initial:
         case Zeros():
@@ -179,7 +179,7 @@ def native_config(table: Table, frame_pool: int | None = None) -> _core.TableCon
 
 
 def slots_of(engine: _core.Engine, tables: Sequence[Table], seed: int) -> list[Slot]:
-    """Returns the tables of a new engine, whose configurations these are."""
+    """Return the tables of a new engine, whose configurations these are."""
     transfers, count = Transfers(), len(tables)
     return [
         Slot(engine=engine, index=i, num_tables=count, table=table, seed=seed, transfers=transfers)
@@ -210,7 +210,7 @@ def _shared_blob(tables: Sequence[Table], seed: int, note: Mapping[str, int]) ->
 
 
 def _read_shared_blob(path: str, blob: bytes) -> tuple[list[Table], int, dict[str, int]]:
-    """Reads what `_shared_blob` wrote. The core has checked that the file is Satrap's; its version may differ."""
+    """Read what `_shared_blob` wrote. The core has checked that the file is Satrap's; its version may differ."""
     try:
         content: Any = json.loads(blob)
         if (content["format"], content["format_version"]) == (_SHARED_FORMAT, _SHARED_FORMAT_VERSION):

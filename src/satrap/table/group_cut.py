@@ -82,7 +82,7 @@ class GroupCut:
     def write(
         self, folders: Mapping[str, str | os.PathLike[str]], *, is_full: bool, is_beside: bool = True
     ) -> dict[str, int]:
-        """Writes each table, or what had changed in it, into its folder, and releases the cut; returns how many rows
+        """Write each table, or what had changed in it, into its folder, and release the cut; return how many rows
         each table had.
 
         is_beside: others train meanwhile, so a quarter of the engine's threads write, at least one."""
@@ -106,19 +106,19 @@ class GroupCut:
         return rows
 
     def cancel(self) -> None:
-        """Makes `write`, which another thread runs, give up soon: its rows are about to be replaced."""
+        """Make `write`, which another thread runs, give up soon: its rows are about to be replaced."""
         for cut in self._cuts.values():
             cut.cancelled.set()
 
     def release(self) -> None:
-        """Gives the cut up, unless it was written. Idempotent."""
+        """Give the cut up, unless it was written. Idempotent."""
         if self._held:
             for cut in self._cuts.values():
                 cut.end()
             self._admit_saves()
 
     def figures(self) -> dict[str, Any]:
-        """Returns what the engine kept for its cuts: `bytes` now, their `peak`, and since the engine was created the
+        """Return what the engine kept for its cuts: `bytes` now, their `peak`, and since the engine was created the
         number of rows `kept`, how often calls had to wait at the bound (`waits`) and for how long
         (`waited_seconds`)."""
         cut = next(iter(self._cuts.values()))

@@ -54,7 +54,7 @@ class Store:
         simd: str = "auto",
         shared: _PathLike | None = None,
     ) -> None:
-        """Creates an empty table.
+        """Create an empty table.
 
         seed: initial values and random draws are functions of it, of the table's name and of the id.
         num_threads: threads of one call, the caller's among them; None: the cores of this process. Changes no result.
@@ -66,7 +66,7 @@ class Store:
 
     @classmethod
     def attach(cls, path: _PathLike, *, num_threads: int | None = None, simd: str = "auto") -> Self:
-        """Attaches the table in the shared-memory file of a process that has exited or was killed. The file holds its
+        """Attach the table in the shared-memory file of a process that has exited or was killed. The file holds its
         configuration."""
         slots = attach_engine(path, num_threads=num_threads, simd=simd)
         if len(slots) != 1:
@@ -79,7 +79,7 @@ class Store:
 
     @classmethod
     def in_engine(cls, slot: Slot) -> Self:
-        """Returns a store over one table of an existing engine."""
+        """Return a store over one table of an existing engine."""
         store = cls.__new__(cls)
         store._begin(slot)
         return store
@@ -138,7 +138,7 @@ class Store:
         return self._engine.lr(self._slot.index)
 
     def set_lr(self, lr: float) -> None:
-        """Changes the learning rate from the next update on. Saved with the table."""
+        """Change the learning rate from the next update on. Saved with the table."""
         self._engine.set_lr(self._slot.index, array_args.as_lr(self._where, lr, self.table.optimizer))
 
     # -- lookup and update -------------------------------------------------------------------------------------------
@@ -152,7 +152,7 @@ class Store:
         oldest_open: int | None = None,
         out: NDArray[np.float32] | None = None,
     ) -> NDArray[np.float32]:
-        """Returns the values of the ids' rows: float32 [n, dim].
+        """Return the values of the ids' rows: float32 [n, dim].
 
         ids: uint64 [n], or int64 taken as its bit pattern; may repeat. An array that is not C-contiguous is copied.
         train: True stamps the rows as used at `step`, and admits and inserts ids that have none, with their initial
@@ -177,14 +177,14 @@ class Store:
         oldest_open: int | None = None,
         out: NDArray[np.float32] | None = None,
     ) -> tuple[NDArray[np.float32], Ticket]:
-        """Returns what `lookup` returns for training, and a ticket, with which `update` need not de-duplicate or search
+        """Return what `lookup` returns for training, and a ticket, with which `update` need not de-duplicate or search
         again. The options are those of `lookup`."""
         return self._look_up(ids, train=True, step=step, oldest_open=oldest_open, out=out, with_ticket=True)
 
     def update(
         self, ids: ArrayLike | Ticket, gradients: ArrayLike, *, step: int | None = None, lr: float | None = None
     ) -> None:
-        """Applies the optimizer to the ids' rows, once per id.
+        """Apply the optimizer to the ids' rows, once per id.
 
         ids: the ids of the gradients, or the ticket of `lookup_for_update`. Gradients of one id are summed first, in
             order of appearance. An id without a row is counted in `stats()["not_applied_absent"]` and nothing else.
@@ -203,7 +203,7 @@ class Store:
         update(self._where, self._engine, ticket, gradient_array, step, [rate] * self._slot.num_tables)
 
     def read(self, ids: ArrayLike) -> StoredRows:
-        """Returns the rows as they are stored; changes nothing.
+        """Return the rows as they are stored; changes nothing.
 
         Returns `values` float32 [n, dim], `state` float32 [n, state_dim] and `present` bool [n]. An id without a row
         is not present and reads as zeros, whatever `table.absent` says.
@@ -218,7 +218,7 @@ class Store:
     # -- contents ----------------------------------------------------------------------------------------------------
 
     def __len__(self) -> int:
-        """Returns the number of rows in the table."""
+        """Return the number of rows in the table."""
         return self._engine.num_rows(self._slot.index)
 
     def __reduce__(self) -> Never:
@@ -228,11 +228,11 @@ class Store:
         )
 
     def __bool__(self) -> bool:
-        """Returns True, for an empty store too."""
+        """Return True, for an empty store too."""
         return True
 
     def stats(self) -> dict[str, int]:
-        """Returns exact counts since the store was created, loaded or attached.
+        """Return exact counts since the store was created, loaded or attached.
 
         rows, bytes, sightings: what it holds now; sightings are ids seen but not yet admitted.
         lookups: ids of training lookups, each once a call. hits: with a row. inserted, refused: without.
@@ -245,13 +245,13 @@ class Store:
         return self._engine.stats(self._slot.index)
 
     def check(self) -> None:
-        """Checks every invariant of the whole table; raises AssertionError on a violation, which is a bug in Satrap."""
+        """Check every invariant of the whole table; raise AssertionError on a violation, which is a bug in Satrap."""
         self._engine.check(self._slot.index)
 
     # -- saving and loading ------------------------------------------------------------------------------------------
 
     def save(self, path: _PathLike) -> int:
-        """Writes the whole table into the folder `path`, replacing a snapshot of it there; returns its version.
+        """Write the whole table into the folder `path`, replacing a snapshot of it there; return its version.
 
         A snapshot of another table, configuration or seed is not replaced but refused. The folder is valid at every
         moment: it holds the old snapshot until the new one is complete and on disk. The snapshot holds the table as it
@@ -265,14 +265,14 @@ class Store:
             return self._snapshots.add(save_table(self._slot, folder))
 
     def save_part(self, path: _PathLike, owned: NDArray[np.bool_], *, since: int | None) -> int:
-        """Saves the table of a server that owns some of its buckets: whole, or what changed since a version."""
+        """Save the table of a server that owns some of its buckets: whole, or what changed since a version."""
         folder = folder_path(self._where, path)
         with self._one_at_a_time():
             start = None if since is None else self._snapshots.find(self._where, since)
             return self._snapshots.add(save_table(self._slot, folder, start, owned))
 
     def save_changes(self, path: _PathLike, *, since: int) -> int:
-        """Writes what changed since the snapshot of version `since` into the folder `path`; returns the new version.
+        """Write what changed since the snapshot of version `since` into the folder `path`; return the new version.
 
         since: the version that a save, load or apply of this store returned or left in `version`. Snapshots saved
             before an `attach` do not count, because the ids of removed rows do not survive the process: save the whole
@@ -296,7 +296,7 @@ class Store:
         simd: str = "auto",
         shared: _PathLike | None = None,
     ) -> Self:
-        """Loads the table that `save` wrote, bit for bit, and verifies it first. The options are those of `Store`."""
+        """Load the table that `save` wrote, bit for bit, and verify it first. The options are those of `Store`."""
         saved = Snapshot.open(folder_path("Store.load", path), "full", num_threads)
         seed = saved.manifest.seed
         slots = open_engine([saved.table], seed=seed, num_threads=num_threads, simd=simd, shared=shared, complete=False)
@@ -313,7 +313,7 @@ class Store:
         return store
 
     def apply_changes(self, path: _PathLike) -> None:
-        """Brings the table from the version at which the changes in the folder `path` start to the one they end at.
+        """Bring the table from the version at which the changes in the folder `path` start to the one they end at.
 
         Everything is verified before the table is modified: the files, that the table is the same, that it is at that
         very version and was not changed since. A process that is killed meanwhile leaves a table in shared memory with
@@ -328,7 +328,7 @@ class Store:
             self._snapshots.add(saved.manifest)
 
     def fill(self, levels: Sequence[Sequence[Snapshot]]) -> None:
-        """Puts a full snapshot and the changes after it, each maybe in parts, into this table, which must be new. The
+        """Put a full snapshot and the changes after it, each maybe in parts, into this table, which must be new. The
         caller marks the engine incomplete meanwhile."""
         with self._one_at_a_time():
             fill_levels(self._slot, levels)
@@ -337,18 +337,18 @@ class Store:
                     self._snapshots.add(level[0].manifest)
 
     def snapshot_id(self, version: int) -> str | None:
-        """Returns the id of the snapshot of that version, if this store has saved or loaded it."""
+        """Return the id of the snapshot of that version, if this store has saved or loaded it."""
         return self._snapshots.id_of(version)
 
     def forget_saves(self) -> None:
-        """Requires the next save to be a full one: the changes since an earlier one are no longer all known here."""
+        """Require the next save to be a full one: the changes since an earlier one are no longer all known here."""
         self._snapshots = History(1)
 
     # -- internals ---------------------------------------------------------------------------------------------------
 
     @contextmanager
     def _one_at_a_time(self) -> Iterator[None]:
-        """Excludes other saves, loads and applies. In a fork the lock may be held forever: the engine checks first."""
+        """Exclude other saves, loads and applies. In a fork the lock may be held forever: the engine checks first."""
         self._engine.version(self._slot.index)
         with self._snapshot_lock:
             yield
@@ -369,11 +369,11 @@ class Store:
 
 
 def history_of(store: Store) -> History:
-    """Returns the versions of a store at which changes can start. The caller holds `save_lock_of` it."""
+    """Return the versions of a store at which changes can start. The caller holds `save_lock_of` it."""
     return store._snapshots
 
 
 def save_lock_of(store: Store) -> threading.Lock:
-    """Returns the lock that excludes other saves, loads and applies of a store; any thread may release it."""
+    """Return the lock that excludes other saves, loads and applies of a store; any thread may release it."""
     store._engine.version(store._slot.index)  # in a fork, where the lock may be held forever, the engine refuses
     return store._snapshot_lock

@@ -51,7 +51,7 @@ class TableGroup(Mapping[str, Store]):
         simd: str = "auto",
         shared: _PathLike | None = None,
     ) -> None:
-        """Creates empty tables, in the order of their ids in every batch. The options are those of `Store`."""
+        """Create empty tables, in the order of their ids in every batch. The options are those of `Store`."""
         if not isinstance(tables, Sequence):
             raise ConfigError(f"tables is a {type(tables).__name__}; expected a list of satrap.Table")
         names = [table.name for table in tables if isinstance(table, Table)]
@@ -61,12 +61,12 @@ class TableGroup(Mapping[str, Store]):
 
     @classmethod
     def attach(cls, path: _PathLike, *, num_threads: int | None = None, simd: str = "auto") -> Self:
-        """Attaches the tables in the shared-memory file of a process that has exited or was killed."""
+        """Attach the tables in the shared-memory file of a process that has exited or was killed."""
         return cls.in_engine(attach_engine(path, num_threads=num_threads, simd=simd))
 
     @classmethod
     def in_engine(cls, slots: list[Slot], renew: Callable[[], list[Slot]] | None = None) -> Self:
-        """Returns a group of all tables of an existing engine. renew: replaces the engine by an empty one; without it
+        """Return a group of all tables of an existing engine. renew: replaces the engine by an empty one; without it
         a restore refuses used tables."""
         tables = cls.__new__(cls)
         tables._begin(slots, renew)
@@ -105,7 +105,7 @@ class TableGroup(Mapping[str, Store]):
         return getattr(self._engine, "keeps_cuts", True)
 
     def require_permitted(self, folder: _PathLike) -> None:
-        """Permits every folder. Only tables on servers restrict the folders that they write to."""
+        """Permit every folder. Only tables on servers restrict the folders that they write to."""
 
     def take_cut(
         self,
@@ -114,7 +114,7 @@ class TableGroup(Mapping[str, Store]):
         owned: Sequence[NDArray[np.bool_]] | None = None,
         memory: int = OLD_ROWS_BYTES,
     ) -> GroupCut:
-        """Takes the cut of all tables at once, to be written or released. No other call may run meanwhile; those that
+        """Take the cut of all tables at once, to be written or released. No other call may run meanwhile; those that
         come later change nothing of what will be saved. Waits for a save of one of the tables that is running.
 
         since: for each table the version at which changes would start; see `GroupCut.changes_known`.
@@ -124,7 +124,7 @@ class TableGroup(Mapping[str, Store]):
         return GroupCut(self._where, self._stores, list(self._slots.values()), since, owned, memory)
 
     def restore(self, folders: Mapping[str, Sequence[_PathLike]]) -> bool:
-        """Fills these tables, which must be new or of an `Embeddings`, bit for bit as they were saved; returns whether
+        """Fill these tables, which must be new or of an `Embeddings`, bit for bit as they were saved; return whether
         `save_changes` since then is possible, which it is not if several servers saved them.
 
         folders: for every table the folder of its full snapshot, then those of the changes after it. All of them are
@@ -155,7 +155,7 @@ class TableGroup(Mapping[str, Store]):
         owned: Sequence[NDArray[np.bool_]] | None = None,
         checksums: Sequence[Sequence[int]] | None = None,
     ) -> Chains:
-        """Opens what `fill` reads; raises unless tables like these can be filled from it. Reads the files' bytes that
+        """Open what `fill` reads; raise unless tables like these can be filled from it. Reads the files' bytes that
         the owned buckets need, each once: `fill` takes them from memory, where the system keeps what it has read.
 
         owned: for each table and each of its buckets, whether its rows are needed. None: all are.
@@ -186,7 +186,7 @@ class TableGroup(Mapping[str, Store]):
             }
 
     def fill(self, chains: Chains) -> bool:
-        """Fills these tables, which must be new, from what `verify` returned; returns what `restore` does."""
+        """Fill these tables, which must be new, from what `verify` returned; return what `restore` does."""
         total = sum(each.bytes_read for levels in chains.values() for level in levels for each in level)
         with Transfer(_LOG, "restore", f"restore of {self._where}", total=total, among=transfers_of(self)):
             self._engine.set_complete(False)  # a kill from here on leaves a shared-memory file that is refused
@@ -210,7 +210,7 @@ class TableGroup(Mapping[str, Store]):
         oldest_open: int | None = None,
         out: NDArray[np.float32] | None = None,
     ) -> NDArray[np.float32]:
-        """Returns the values of the ids' rows of all tables, table after table, in one flat float32 array.
+        """Return the values of the ids' rows of all tables, table after table, in one flat float32 array.
 
         ids: as in `Store.lookup`; those of table t are ids[offsets[t]:offsets[t + 1]].
         offsets: int64 [tables + 1], rising from 0 to the number of ids.
@@ -227,7 +227,7 @@ class TableGroup(Mapping[str, Store]):
         oldest_open: int | None = None,
         out: NDArray[np.float32] | None = None,
     ) -> tuple[NDArray[np.float32], Ticket]:
-        """Returns what `lookup` returns for training, and the batch's ticket for `update`."""
+        """Return what `lookup` returns for training, and the batch's ticket for `update`."""
         return self._look_up(ids, offsets, train=True, step=step, oldest_open=oldest_open, out=out, with_ticket=True)
 
     def _look_up(self, ids: ArrayLike, offsets: ArrayLike, **options: Any) -> tuple[NDArray[np.float32], Any]:
@@ -236,7 +236,7 @@ class TableGroup(Mapping[str, Store]):
         return look_up(self._where, self._engine, id_array, offset_array, shape, **options)
 
     def prepare(self, ids: ArrayLike, offsets: ArrayLike) -> Ticket:
-        """Returns a ticket for an update of ids that were looked up without one."""
+        """Return a ticket for an update of ids that were looked up without one."""
         id_array = array_args.as_ids(self._where, ids)
         return self._engine.prepare(id_array, self._offsets(offsets))
 
@@ -248,7 +248,7 @@ class TableGroup(Mapping[str, Store]):
         step: int | None = None,
         lrs: Mapping[str, float] | None = None,
     ) -> None:
-        """Applies each table's optimizer to the rows of a looked-up batch, once per id; see `Store.update`.
+        """Apply each table's optimizer to the rows of a looked-up batch, once per id; see `Store.update`.
 
         gradients: flat float32, as long as what the lookup returned.
         lrs: learning rates of this update by table; tables not named use their own.
@@ -292,12 +292,12 @@ class TableGroup(Mapping[str, Store]):
 
 
 def transfers_of(tables: TableGroup) -> Transfers:
-    """Returns saves, verifications and restores of these tables, for status and metrics."""
+    """Return saves, verifications and restores of these tables, for status and metrics."""
     return next(iter(tables._slots.values())).transfers
 
 
 def _needed_bytes(chains: Sequence[Sequence[_PathLike]], owned: Sequence[NDArray[np.bool_]] | None) -> int:
-    """Returns about how many bytes of each table's snapshots the owned buckets need, 0 for a folder that is missing."""
+    """Return about how many bytes of each table's snapshots the owned buckets need, 0 for a folder that is missing."""
     shares = [1.0] * len(chains) if owned is None else [float(each.mean()) for each in owned]
     paths = [[open_folder(each) for each in chain if isinstance(each, str | os.PathLike)] for chain in chains]
     return sum(round(share * sum(map(folder_bytes, chain))) for share, chain in zip(shares, paths, strict=True))

@@ -119,7 +119,7 @@ class SyncDense(DenseStrategy):
             self._is_checked = True
 
     def require_same_overflow(self, overflowed: bool) -> None:
-        """Scales and replicas would diverge. DDP spreads an overflow of a dense gradient, but not of an embedding's."""
+        """Scale and replicas would diverge. DDP spreads an overflow of a dense gradient, but not of an embedding's."""
         count, world_size = self._trainers.count(overflowed), self._trainers.world_size
         if 0 < count < world_size:
             raise StreamError(

@@ -38,7 +38,7 @@ class ObservedSteps:
 
 
 def observe_steps(num_steps: int, done: Callable[[ObservedSteps], None]) -> None:
-    """Observes the steps of the first `HybridOptimizer` that steps, and calls `done` before the step after them."""
+    """Observe the steps of the first `HybridOptimizer` that steps, and call `done` before the step after them."""
     observer = _Observer(num_steps, done)
     register_optimizer_step_pre_hook(observer.before_step)
 

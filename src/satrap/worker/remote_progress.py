@@ -23,7 +23,7 @@ class RemoteProgress:
         self._due = time.monotonic() + _QUERY_SECONDS
 
     def poll(self) -> None:
-        """Collects answers that have arrived, and starts the next query when it is due. Does not wait."""
+        """Collect answers that have arrived, and start the next query when it is due. Does not wait."""
         if self._transfer is None:
             return
         if not self._calls and time.monotonic() >= self._due:
@@ -39,6 +39,6 @@ class RemoteProgress:
                     self._transfer.observe(self._figures)
 
     def end(self) -> None:
-        """Forgets what the servers reported: the caller counts their work once it is complete."""
+        """Forget what the servers reported: the caller counts their work once it is complete."""
         if self._transfer is not None:
             self._transfer.observe([])

@@ -122,7 +122,7 @@ class ShardedRows:
         return getattr(ticket, "owner", None) is self
 
     def update(self, request: UpdateRequest) -> None:
-        """Raises if a server cannot be reached; the others may have applied the step then."""
+        """Raise if a server cannot be reached; the others may have applied the step then."""
         tickets: Sequence[ShardedTicket] = request.tickets
         rates = list(self._servers.lrs)
         for table, lr in request.lrs:

@@ -39,7 +39,7 @@ class LeavingServer(Protocol):
 
 
 def next_action(addresses: Sequence[str], own: str | None, answers: Mapping[str, Answer]) -> Action:
-    """Returns what a server that leaves does next.
+    """Return what a server that leaves does next.
 
     addresses: of the job's servers, in order. own: its address; None: it is none of them any more. answers: of the
     others, by address."""
@@ -60,14 +60,14 @@ class Departure:
         self._thread: threading.Thread | None = None
 
     def start(self, on_end: Callable[[], None]) -> None:
-        """Starts to move this server's buckets in a thread, which calls `on_end` at its end. A process that exits
+        """Start to move this server's buckets in a thread, which calls `on_end` at its end. A process that exits
         before interrupts it; a migration may be interrupted at any point."""
         self._server.leaves = True
         self._thread = threading.Thread(target=self._run, args=(on_end,), name="satrap-departure", daemon=True)
         self._thread.start()
 
     def report(self) -> None:
-        """Logs whether the server could leave with nothing."""
+        """Log whether the server could leave with nothing."""
         status = self._server.status(Origin())
         if own_address(status) is None:
             _LOG.info("this server's buckets have moved to other servers", extra=event("left"))
@@ -108,6 +108,6 @@ class Departure:
 
 
 def own_address(status: Mapping[str, Any]) -> str | None:
-    """Returns the address of the server that has this status, as its job knows it; None if it is not in a job."""
+    """Return the address of the server that has this status, as its job knows it; None if it is not in a job."""
     number = status.get("number", -1)
     return None if number < 0 else str(status["addresses"][number])

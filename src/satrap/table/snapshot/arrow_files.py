@@ -32,7 +32,7 @@ def pyarrow_or_error() -> Any:
 
 
 def schema_of(arrow: Any, file: FileKind, kind: Kind, snapshot_id: str, table: Table, states: int) -> Any:
-    """Returns the columns of a file of this kind, with the metadata that identifies it."""
+    """Return the columns of a file of this kind, with the metadata that identifies it."""
     columns = [("id", arrow.uint64())]
     if file in ("rows", "sightings"):
         columns.append(("step", arrow.uint32()))
@@ -56,7 +56,7 @@ def schema_of(arrow: Any, file: FileKind, kind: Kind, snapshot_id: str, table: T
 
 
 def items(arrow: Any, column: Any) -> Any:
-    """Returns the numbers of a column; of a column of lists, the numbers in its lists."""
+    """Return the numbers of a column; of a column of lists, the numbers in its lists."""
     return column.flatten() if arrow.types.is_fixed_size_list(column.type) else column
 
 
@@ -65,7 +65,7 @@ def _list_type(arrow: Any, number: Any, size: int) -> Any:
 
 
 def as_batch(arrow: Any, columns: Columns, schema: Any) -> Any:
-    """Wraps the columns as a record batch, without a copy."""
+    """Wrap the columns as a record batch, without a copy."""
     arrays = []
     for each in schema:
         data = columns[each.name]
@@ -78,7 +78,7 @@ def as_batch(arrow: Any, columns: Columns, schema: Any) -> Any:
 
 
 def as_columns(batch: Any) -> Columns:
-    """Returns the columns of a record batch without nulls, as views of its memory."""
+    """Return the columns of a record batch without nulls, as views of its memory."""
     columns = {}
     for name, column in zip(batch.schema.names, batch.columns, strict=True):
         if name in ("values", "state"):
@@ -89,7 +89,7 @@ def as_columns(batch: Any) -> Columns:
 
 
 def open_file(folder: Folder, file: DataFile) -> Readable:
-    """Opens a data file of the size that its manifest gives."""
+    """Open a data file of the size that its manifest gives."""
     with read_errors(folder, file):
         opened = folder.open(file.name)
     if opened.size != file.bytes or opened.size == 0:
@@ -101,7 +101,7 @@ def open_file(folder: Folder, file: DataFile) -> Readable:
 
 @contextmanager
 def read_errors(folder: Folder, file: DataFile) -> Iterator[None]:
-    """Converts the errors of reading a data file."""
+    """Convert the errors of reading a data file."""
     path = f"{folder}/{file.name}"
     try:
         yield
@@ -112,7 +112,7 @@ def read_errors(folder: Folder, file: DataFile) -> Iterator[None]:
 
 
 def in_threads(num_threads: int, work: Callable[[_T], _R], items: Sequence[_T]) -> list[_R]:
-    """Returns work(item) for each item, in order. Raises an error after the calls that had started have returned."""
+    """Return work(item) for each item, in order. Raises an error after the calls that had started have returned."""
     if num_threads == 1 or len(items) <= 1:
         return [work(item) for item in items]
     with ThreadPoolExecutor(min(num_threads, len(items)), thread_name_prefix="satrap-snapshot") as pool:

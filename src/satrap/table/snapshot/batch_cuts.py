@@ -28,7 +28,7 @@ class BatchCut(NamedTuple):
 def cut_batches(
     buckets: NDArray[np.uint32], begin: int, end: int, owned: Sequence[tuple[int, int]], line_bytes: int
 ) -> list[BatchCut]:
-    """Returns the record batches of lines whose buckets are `buckets`, rising, of the range begin to end.
+    """Return the record batches of lines whose buckets are `buckets`, rising, of the range begin to end.
 
     owned: the saver's buckets, as rising ranges. No batch spans buckets that are not among them.
     line_bytes: size of a line.

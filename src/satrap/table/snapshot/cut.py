@@ -79,12 +79,12 @@ class TableCut:
     """Set to make the writer give up."""
 
     def last_step(self) -> int:
-        """Returns a step that no row of the cut is stamped after. Called once all rows were exported."""
+        """Return a step that no row of the cut is stamped after. Called once all rows were exported."""
         engine = self.slot.engine
         return self.latest_step if getattr(engine, "keeps_cuts", True) else engine.latest_step
 
     def require_wanted(self) -> None:
-        """Raises SnapshotError if the save was cancelled."""
+        """Raise SnapshotError if the save was cancelled."""
         if self.cancelled.is_set():
             raise SnapshotError(
                 f"table {self.slot.table.name!r}: the save was cancelled, because the rows that it saves are being "
@@ -92,12 +92,12 @@ class TableCut:
             )
 
     def end(self) -> None:
-        """Releases what the engine keeps for the cut."""
+        """Release what the engine keeps for the cut."""
         self.slot.engine.end_cut(self.slot.index)
 
 
 def require_changes(slot: Slot, since: Since) -> None:
-    """Raises ChangesError unless the changes since a snapshot are all known: one process remembers the ids of
+    """Raise ChangesError unless the changes since a snapshot are all known: one process remembers the ids of
     removed rows, up to a bound. What was known at the cut is known until its table is exported."""
     oldest = slot.engine.removed_since(slot.index)
     if since.version < oldest:
@@ -116,7 +116,7 @@ def require_changes(slot: Slot, since: Since) -> None:
 def take_cuts(
     slots: Sequence[Slot], owned: Sequence[NDArray[np.bool_]] | None = None, memory: int = OLD_ROWS_BYTES
 ) -> list[TableCut]:
-    """Takes the cut of some tables of one engine. For a cut between two steps, no other call may run meanwhile.
+    """Take the cut of some tables of one engine. For a cut between two steps, no other call may run meanwhile.
 
     memory: most bytes of copies, for all tables together."""
     engine = slots[0].engine

@@ -36,7 +36,7 @@ _CHUNK = 1 << 20  # bytes that are checksummed, then written while they are stil
 
 
 def folder_path(where: str, path: object) -> Folder:
-    """Returns the folder that a caller passed as a path or URL."""
+    """Return the folder that a caller passed as a path or URL."""
     text = os.fspath(path) if isinstance(path, str | os.PathLike) else None
     if not isinstance(text, str) or not text or not is_path(text):
         raise InputError(f"{where}: path is {describe(path)}; expected the path of a snapshot's folder")
@@ -44,19 +44,19 @@ def folder_path(where: str, path: object) -> Folder:
 
 
 def folder_bytes(folder: Folder) -> int:
-    """Returns the size of the files in a folder and below it, as far as they can be read."""
+    """Return the size of the files in a folder and below it, as far as they can be read."""
     with suppress(OSError):
         return sum(folder.sizes().values())
     return 0
 
 
 def part_name(part: int, num_parts: int) -> str:
-    """Returns the name of the folder of one server's part of a table, within the table's folder."""
+    """Return the name of the folder of one server's part of a table, within the table's folder."""
     return f"{part}-of-{num_parts}"
 
 
 def parts_in(folder: Folder) -> list[Folder]:
-    """Returns the folders in it whose names are those of parts."""
+    """Return the folders in it whose names are those of parts."""
     try:
         return [folder / name for name in folder.names() if _PART.fullmatch(name)]
     except OSError as error:
@@ -66,7 +66,7 @@ def parts_in(folder: Folder) -> list[Folder]:
 
 
 def parts_of(folder: Folder) -> list[Folder]:
-    """Returns the folders of the parts that a table was saved in, each a snapshot: its own folder, unless servers saved
+    """Return the folders of the parts that a table was saved in, each a snapshot: its own folder, unless servers saved
     it. The folder has no `parts_record`."""
     names = {each.name for each in parts_in(folder)}
     if not names:
@@ -82,13 +82,13 @@ def parts_of(folder: Folder) -> list[Folder]:
 
 
 def holds_snapshot(folder: Folder) -> bool:
-    """Returns whether the folder is that of a saved table."""
+    """Return whether the folder is that of a saved table."""
     names = folder.names() if not folder.is_local or os.path.isdir(folder) else []
     return FILE_NAME in names or PARTS in names or any(map(_PART.fullmatch, names))
 
 
 def read_manifest(path: str | os.PathLike[str]) -> Manifest:
-    """Reads the manifest of the snapshot in the folder."""
+    """Read the manifest of the snapshot in the folder."""
     folder = open_folder(path)
     for part in read_record(folder) or []:
         if part["folder"] == "":
@@ -97,7 +97,7 @@ def read_manifest(path: str | os.PathLike[str]) -> Manifest:
 
 
 def read_manifest_with_checksum(folder: Folder, name: str = FILE_NAME) -> tuple[Manifest, int]:
-    """Reads the manifest of the snapshot in the folder, once; returns it with the CRC-32C of all its bytes."""
+    """Read the manifest of the snapshot in the folder, once; return it with the CRC-32C of all its bytes."""
     try:
         text = folder.read(name)
     except FileNotFoundError:
@@ -114,7 +114,7 @@ def read_manifest_with_checksum(folder: Folder, name: str = FILE_NAME) -> tuple[
 
 
 def require_same_table(held: Manifest, where: Folder, config: dict[str, Any], seed: int, since: Since | None) -> None:
-    """Raises unless a new snapshot of the table with this configuration may replace the one held."""
+    """Raise unless a new snapshot of the table with this configuration may replace the one held."""
     name, expected = held.config.get("name"), config["name"]
     kind = "full" if since is None else "changes"
     if name != expected:
@@ -181,7 +181,7 @@ class SnapshotDirectory:
             os.close(self._fd)
 
     def commit(self, manifest: Manifest) -> None:
-        """Makes this snapshot the one that the folder holds. Its data files are on disk already."""
+        """Make this snapshot the one that the folder holds. Its data files are on disk already."""
         temporary = self.path / temporary_name(self._token)
         with ChecksumFile(LocalWriter(temporary)) as file:
             file.write(manifest.to_json())
@@ -195,7 +195,7 @@ class SnapshotDirectory:
         self._sweep(lambda name: name not in named)
 
     def _may_be_committed(self) -> bool:
-        """Returns whether the manifest names this snapshot. The file decides: an interrupt may come right after the
+        """Return whether the manifest names this snapshot. The file decides: an interrupt may come right after the
         rename, before `commit` has noted it. If it cannot be read, nothing is removed: that costs only space."""
         try:
             return read_manifest(self.path).id == self._token
@@ -203,7 +203,7 @@ class SnapshotDirectory:
             return os.path.lexists(self.path / FILE_NAME)
 
     def _require_same_table(self) -> None:
-        """Applies rule 2. A folder without a manifest may be used: it is new, or a save was killed in it."""
+        """Apply rule 2. A folder without a manifest may be used: it is new, or a save was killed in it."""
         if (self.path / PARTS).exists():
             raise SnapshotError(f"{self.path} holds a copy of what was saved under a URL; give another folder")
         if not (self.path / FILE_NAME).exists():
@@ -215,7 +215,7 @@ class SnapshotDirectory:
         require_same_table(held, LocalFolder(self.path), self._config, self._seed, self._since)
 
     def _sweep(self, unwanted: Callable[[str], bool]) -> None:
-        """Removes files that saves have left. The next save retries what cannot be removed: it costs only space."""
+        """Remove files that saves have left. The next save retries what cannot be removed: it costs only space."""
         with suppress(OSError):
             for name in os.listdir(self.path):
                 if is_ours(name) and unwanted(name):
@@ -233,7 +233,7 @@ class ChecksumFile:
         self._writer = writer
 
     def write(self, data: object) -> int:
-        """Writes any object with a buffer. Large data is not copied; the GIL is released meanwhile."""
+        """Write any object with a buffer. Large data is not copied; the GIL is released meanwhile."""
         view = memoryview(data).cast("B")  # type: ignore[arg-type]
         for start in range(0, len(view), _CHUNK):
             piece = view[start : start + _CHUNK]
@@ -244,7 +244,7 @@ class ChecksumFile:
         return len(view)
 
     def flush(self) -> None:
-        """Does nothing: no data is buffered here."""
+        """Do nothing: no data is buffered here."""
 
     def close(self) -> None:
         if not self.closed:

@@ -36,22 +36,22 @@ _LARGEST = 2**64 - 1
 
 
 def is_ours(name: str) -> bool:
-    """Returns whether only a save can have left a file of this name."""
+    """Return whether only a save can have left a file of this name."""
     return any(pattern.fullmatch(name) for pattern in (*_NAMES.values(), _TEMPORARY, _OBJECT))
 
 
 def temporary_name(token: str) -> str:
-    """Returns the manifest's file name until it is complete."""
+    """Return the manifest's file name until it is complete."""
     return f"manifest-{token}.tmp"
 
 
 def object_name(snapshot_id: str) -> str:
-    """Returns the manifest's name under a URL, where no rename protects one snapshot's manifest from another's."""
+    """Return the manifest's name under a URL, where no rename protects one snapshot's manifest from another's."""
     return f"manifest-{snapshot_id}.json"
 
 
 def is_of_other(name: str, ids: Iterable[str]) -> bool:
-    """Returns whether only a save of another snapshot than these can have left an object of this name."""
+    """Return whether only a save of another snapshot than these can have left an object of this name."""
     return is_ours(name) and not any(each in name for each in ids)
 
 
@@ -99,7 +99,7 @@ class DataFile:
     """Its record batches, with lines in the order of mixed ids. None: an earlier Satrap did not record them."""
 
     def problems(self, holds: NDArray[np.bool_]) -> Iterator[str]:
-        """Yields the contradictions between its record batches and the rest. holds: the buckets of the snapshot."""
+        """Yield the contradictions between its record batches and the rest. holds: the buckets of the snapshot."""
         if self.batches is None:
             return
         bucket, at = self.bucket_begin, 0
@@ -155,18 +155,18 @@ class Manifest:
     """Rows files in order of their buckets, then sightings, then removed."""
 
     def of_kind(self, kind: FileKind) -> list[DataFile]:
-        """Returns the files of one kind."""
+        """Return the files of one kind."""
         return [file for file in self.files if file.kind == kind]
 
     def holds(self) -> NDArray[np.bool_]:
-        """Returns for each bucket whether the saver owned it; True for all if it recorded none."""
+        """Return for each bucket whether the saver owned it; True for all if it recorded none."""
         found = np.full(self.num_buckets, self.buckets is None)
         for begin, end in self.buckets or ():
             found[begin:end] = True
         return found
 
     def differences(self, config: dict[str, Any], seed: int) -> list[str]:
-        """Returns how a table of this configuration and seed differs from the snapshot's, field by field."""
+        """Return how a table of this configuration and seed differs from the snapshot's, field by field."""
         if (config, seed) == (self.config, self.seed):
             return []
         found, saved = flat(config) | {"seed": seed}, flat(_with_defaults(self.config)) | {"seed": self.seed}
@@ -178,13 +178,13 @@ class Manifest:
         ]
 
     def to_json(self) -> bytes:
-        """Returns canonical JSON that includes the checksum, and a newline."""
+        """Return canonical JSON that includes the checksum, and a newline."""
         content = {"format": FORMAT, "format_version": FORMAT_VERSION} | asdict(self)
         return json_with_checksum(content) + b"\n"
 
     @classmethod
     def from_json(cls, text: bytes, where: str) -> Self:
-        """Parses the manifest in the file `where`; checks every field against every other."""
+        """Parse the manifest in the file `where`; check every field against every other."""
         content = _verified(text, where)
         fields = _Fields(content, where)
         manifest = cls(
@@ -210,7 +210,7 @@ class Manifest:
         return manifest
 
     def _problems(self) -> Iterator[str]:
-        """Yields the contradictions in a manifest whose fields are each valid."""
+        """Yield the contradictions in a manifest whose fields are each valid."""
         if (self.kind == "changes") != (self.since is not None):
             yield f"kind is {self.kind!r} and since is {self.since}"
         if self.since is not None and self.since >= self.version:
@@ -318,12 +318,12 @@ def _data_file(fields: _Fields) -> DataFile:
 
 
 def _may_evict(config: dict[str, Any]) -> bool:
-    """Returns whether the number of buckets decides which rows a table of this configuration holds."""
+    """Return whether the number of buckets decides which rows a table of this configuration holds."""
     return config.get("capacity") is not None and config.get("on_full") != "grow"
 
 
 def _with_defaults(config: dict[str, Any]) -> dict[str, Any]:
-    """Returns a table's configuration with the fields that Satrap did not have when it was saved."""
+    """Return a table's configuration with the fields that Satrap did not have when it was saved."""
     try:
         return Table.from_dict(config).to_dict()
     except ConfigError:
@@ -331,7 +331,7 @@ def _with_defaults(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _verified(text: bytes, where: str) -> dict[str, Any]:
-    """Returns the JSON object if it is a manifest of a version that this Satrap reads, and intact."""
+    """Return the JSON object if it is a manifest of a version that this Satrap reads, and intact."""
     try:
         content: Any = json.loads(text)
     except (ValueError, RecursionError) as error:  # invalid JSON or UTF-8, or endlessly nested lists

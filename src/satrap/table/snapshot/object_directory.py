@@ -48,7 +48,7 @@ class ObjectDirectory:
             self._sweep(lambda name: self._token in name)
 
     def commit(self, manifest: Manifest) -> None:
-        """Writes the manifest, whose data files were uploaded already; then names it, unless it is a part."""
+        """Write the manifest, whose data files were uploaded already; then names it, unless it is a part."""
         data = manifest.to_json()
         self._folder.write(object_name(self._token), data)
         self._may_be_committed = True
@@ -65,7 +65,7 @@ class ObjectDirectory:
 
 
 def name_parts(folder: Folder, ids: Sequence[str]) -> int:
-    """Makes the snapshots with these ids the parts that the folder holds, in the order of their servers; deletes what
+    """Make the snapshots with these ids the parts that the folder holds, in the order of their servers; deletes what
     other saves have left in it. Returns the bytes of the parts' files."""
     places = [(folder / part_name(i, len(ids)), each) for i, each in enumerate(ids)]
     found = read_parts(folder, [(path, object_name(each)) for path, each in places])

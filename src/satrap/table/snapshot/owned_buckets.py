@@ -28,11 +28,11 @@ class OwnedBuckets:
         return self._owned is None
 
     def are_whole(self, begin: int, end: int) -> bool:
-        """Returns whether the process owns all of these buckets of the snapshot."""
+        """Return whether the process owns all of these buckets of the snapshot."""
         return bool(self._whole[begin:end].all())
 
     def hold(self, ids: NDArray[np.uint64]) -> _Flags:
-        """Returns for each id whether the process owns its bucket."""
+        """Return for each id whether the process owns its bucket."""
         if self._owned is None:
             return np.full(len(ids), True)
         held: _Flags = self._owned[np.asarray(bucket_of(ids, len(self._owned)))]

@@ -18,13 +18,13 @@ _FORMAT, _FORMAT_VERSION = "satrap-table-parts", 1
 
 
 def write_record(folder: Folder, parts: Sequence[dict[str, Any]]) -> None:
-    """Makes these snapshots the ones that the folder holds. parts: `SavedPart.to_dict()` of each."""
+    """Make these snapshots the ones that the folder holds. parts: `SavedPart.to_dict()` of each."""
     content = {"format": _FORMAT, "format_version": _FORMAT_VERSION, "parts": list(parts)}
     folder.write(PARTS, json_with_checksum(content) + b"\n")
 
 
 def read_record(folder: Folder) -> list[dict[str, Any]] | None:
-    """Returns what `write_record` wrote; None if the folder has no such record."""
+    """Return what `write_record` wrote; None if the folder has no such record."""
     where = f"{folder}/{PARTS}"
     try:
         data = folder.read(PARTS)

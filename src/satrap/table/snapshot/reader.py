@@ -40,16 +40,16 @@ class History:
         self._ids: dict[int, str] = {}
 
     def add(self, manifest: Manifest) -> int:
-        """Records a complete snapshot; returns its version."""
+        """Record a complete snapshot; return its version."""
         self._ids[manifest.version] = manifest.id
         return manifest.version
 
     def id_of(self, version: int) -> str | None:
-        """Returns the id of the snapshot of that version, if known."""
+        """Return the id of the snapshot of that version, if known."""
         return self._ids.get(version)
 
     def find(self, where: str, since: object) -> Since:
-        """Returns the snapshot of version `since`; raises an error that lists the known versions if there is none."""
+        """Return the snapshot of version `since`; raise an error that lists the known versions if there is none."""
         if isinstance(since, int) and not isinstance(since, bool) and (since in self._ids or 2 <= since <= self._first):
             return Since(since, self.id_of(since))
         known = ", ".join(map(str, sorted(self._ids))) or "none yet"
@@ -90,7 +90,7 @@ class Snapshot:
         manifest: Manifest | None = None,
         held: HeldBytes | None = None,
     ) -> Self:
-        """Verifies every byte of the files that the buckets need. If a save replaces the snapshot meanwhile, removing
+        """Verify every byte of the files that the buckets need. If a save replaces the snapshot meanwhile, removing
         its files, reads the new one.
 
         manifest: the folder's, if it was read already. held: None: of a table without rows."""
@@ -142,13 +142,13 @@ class Snapshot:
         return cls(path, manifest, table, thread_count(num_threads), owned, held)
 
     def require_same_table(self, slot: Slot) -> None:
-        """Raises unless the snapshot is of a table configured alike."""
+        """Raise unless the snapshot is of a table configured alike."""
         differ = self.manifest.differences(slot.table.to_dict(), slot.seed)
         if differ:
             raise SnapshotError(f"table {slot.table.name!r}: {self.path} is of another table: {'; '.join(differ)}")
 
     def require_next(self, slot: Slot, history: History) -> None:
-        """Raises unless these changes start at the table's version."""
+        """Raise unless these changes start at the table's version."""
         where = f"table {slot.table.name!r}"
         self.require_same_table(slot)
         version = slot.engine.version(slot.index)
@@ -170,7 +170,7 @@ class Snapshot:
             )
 
     def _way_on(self, version: int, history: History) -> str:
-        """Returns the advice for changes that do not start at the table's version."""
+        """Return the advice for changes that do not start at the table's version."""
         if history.id_of(self.manifest.version) == self.manifest.id:
             return ": these changes are already applied"
         if version == 1:
@@ -180,7 +180,7 @@ class Snapshot:
         return f"; apply the changes since version {version} first, or load a full snapshot"
 
     def fill(self, slot: Slot) -> None:
-        """Puts the rows of its buckets into the table: an empty one, or the one that the changes start at, without
+        """Put the rows of its buckets into the table: an empty one, or the one that the changes start at, without
         sightings."""
         manifest, engine, index = self.manifest, slot.engine, slot.index
         rows_before = engine.num_rows(index)
@@ -226,7 +226,7 @@ def open_levels(
     owned: NDArray[np.bool_] | None = None,
     checksums: Sequence[int] | None = None,
 ) -> list[list[Snapshot]]:
-    """Opens a full snapshot and the changes after it, of a table that was saved in one part or in many; verifies each
+    """Open a full snapshot and the changes after it, of a table that was saved in one part or in many; verify each
     part, and that it continues the one before. Returns first the full snapshots of all parts, then their changes.
 
     owned: for each bucket whether it is needed; None: all.
@@ -270,14 +270,14 @@ def _open_chain(
 
 
 def fill_from(slot: Slot, saved: Snapshot) -> None:
-    """Puts one snapshot into a table that `Snapshot.fill` permits, and logs that."""
+    """Put one snapshot into a table that `Snapshot.fill` permits, and log that."""
     what = f"restore of table {slot.table.name!r} from {saved.path}"
     with Transfer(_LOG, "restore", what, total=saved.bytes_read, among=slot.transfers, table=slot.table.name):
         fill_levels(slot, [[saved]])
 
 
 def fill_levels(slot: Slot, levels: Sequence[Sequence[Snapshot]]) -> None:
-    """Puts the levels into a new table: for each bucket what its owner saved. Every level holds all sightings."""
+    """Put the levels into a new table: for each bucket what its owner saved. Every level holds all sightings."""
     none = np.empty(0, np.uint32)
     for level in levels:
         slot.engine.import_sightings(slot.index, np.empty(0, np.uint64), none, none, clear=True)
@@ -286,7 +286,7 @@ def fill_levels(slot: Slot, levels: Sequence[Sequence[Snapshot]]) -> None:
 
 
 def _changed_since(slot: Slot, version: int) -> bool:
-    """Returns whether a row was changed or removed at this version; reads every row's mark if none was."""
+    """Return whether a row was changed or removed at this version; read every row's mark if none was."""
     engine, index = slot.engine, slot.index
     return any(
         engine.export_rows(index, b, b + 1, version)["id"].size > 0  # first, because it removes what has expired

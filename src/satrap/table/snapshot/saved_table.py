@@ -42,7 +42,7 @@ class SavedPart(Serializable):
 
     @classmethod
     def of(cls, folder: str, manifest: Manifest, crc32c: int) -> Self:
-        """Returns the record of the snapshot with this manifest, whose bytes have this checksum."""
+        """Return the record of the snapshot with this manifest, whose bytes have this checksum."""
         return cls(folder=folder, id=manifest.id, version=manifest.version, rows=manifest.rows, crc32c=crc32c)
 
     def __str__(self) -> str:
@@ -60,12 +60,12 @@ class SavedTable(Serializable):
 
     @classmethod
     def from_folder(cls, folder: Folder, rows: int) -> Self:
-        """Reads the record of the snapshots in a folder, of a table with that many rows."""
+        """Read the record of the snapshots in a folder, of a table with that many rows."""
         record = None if folder.is_local else read_record(folder)  # whose writer has read the manifests
         return cls(rows=rows, parts=saved_parts(folder) if record is None else tuple(map(SavedPart.from_dict, record)))
 
     def require(self, folder: Folder, checkpoint: str) -> None:
-        """Raises unless the folder holds exactly these snapshots."""
+        """Raise unless the folder holds exactly these snapshots."""
         expected = {part.folder: part for part in self.parts}
         found = {part.folder: part for part in saved_parts(folder)}
         if expected.keys() != found.keys():
@@ -100,7 +100,7 @@ class FoundPart(NamedTuple):
 
 
 def find_parts(folder: Folder) -> list[FoundPart]:
-    """Reads the manifests of a table's folder, each once; raises unless all parts of one save are there."""
+    """Read the manifests of a table's folder, each once; raise unless all parts of one save are there."""
     record = read_record(folder)
     if record is None:
         manifests = [(path, FILE_NAME) for path in parts_of(folder)]
@@ -113,7 +113,7 @@ def find_parts(folder: Folder) -> list[FoundPart]:
 
 
 def read_parts(folder: Folder, manifests: Sequence[tuple[Folder, str]]) -> list[FoundPart]:
-    """Reads the manifests of a table's parts: objects of these names in these folders, the table's own or within it."""
+    """Read the manifests of a table's parts: objects of these names in these folders, the table's own or within it."""
 
     def read(each: tuple[Folder, str]) -> FoundPart:
         path, name = each
@@ -124,12 +124,12 @@ def read_parts(folder: Folder, manifests: Sequence[tuple[Folder, str]]) -> list[
 
 
 def saved_parts(folder: Folder) -> tuple[SavedPart, ...]:
-    """Reads which snapshots a table's folder holds; raises unless all parts of one save are there."""
+    """Read which snapshots a table's folder holds; raise unless all parts of one save are there."""
     return tuple(part.record for part in find_parts(folder))
 
 
 def checksum_of(folder: str | os.PathLike[str]) -> int:
-    """Returns a number that differs where `saved_parts` does, to compare what two machines see."""
+    """Return a number that differs where `saved_parts` does, to compare what two machines see."""
     return _checksum(saved_parts(open_folder(folder)))
 
 
@@ -138,7 +138,7 @@ def _checksum(parts: Iterable[SavedPart]) -> int:
 
 
 def require_same_snapshots(folder: Folder, parts: Sequence[FoundPart], expected: int) -> None:
-    """Raises unless the parts found in the folder on this machine are those of the one that took `checksum_of` it."""
+    """Raise unless the parts found in the folder on this machine are those of the one that took `checksum_of` it."""
     if _checksum(part.record for part in parts) != expected:
         raise SnapshotError(
             f"{folder} holds other snapshots on this machine than the trainer sees there: give a folder that all "
@@ -147,7 +147,7 @@ def require_same_snapshots(folder: Folder, parts: Sequence[FoundPart], expected:
 
 
 def require_each_bucket_once(folder: Folder, parts: Sequence[Manifest]) -> None:
-    """Raises unless every bucket of the table is in exactly one part. Snapshots that record no buckets pass."""
+    """Raise unless every bucket of the table is in exactly one part. Snapshots that record no buckets pass."""
     if any(part.buckets is None for part in parts):
         return
     count = np.sum([part.holds() for part in parts], axis=0)

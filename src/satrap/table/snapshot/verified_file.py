@@ -46,7 +46,7 @@ class VerifiedFile:
         owned: OwnedBuckets,
         held: HeldBytes,
     ) -> None:
-        """Raises unless the file is byte for byte what was saved, and its lines fit the table.
+        """Raise unless the file is byte for byte what was saved, and its lines fit the table.
 
         schema: what the file must have.
         owned: which lines are needed.
@@ -72,7 +72,7 @@ class VerifiedFile:
 
     @staticmethod
     def is_needed(file: DataFile, manifest: Manifest, owned: OwnedBuckets) -> bool:
-        """Returns whether the owner of these buckets reads the file. One without lines is read by the owner of the
+        """Return whether the owner of these buckets reads the file. One without lines is read by the owner of the
         snapshot's first bucket, so that some server verifies every file."""
         if owned.are_all:
             return True
@@ -84,7 +84,7 @@ class VerifiedFile:
         return bool(_needed(file.batches, owned))
 
     def batches(self) -> Iterator[Columns]:
-        """Yields the lines of the needed buckets; each batch then counts as moved, and its memory is released."""
+        """Yield the lines of the needed buckets; each batch then counts as moved, and its memory is released."""
         count = self._reader.num_record_batches if self.file.batches is None else sum(map(_length, self._pieces))
         done = 0
         for n, piece in enumerate(self._pieces or [_Piece(0, count - 1, 0, self.file.bytes)]):
@@ -109,7 +109,7 @@ class VerifiedFile:
         return self._owned.are_whole(batch.bucket_begin, batch.bucket_end)
 
     def _verify_footer(self) -> None:
-        """Verifies what follows the last record batch; of a file without them, and of an older one, all of it."""
+        """Verify what follows the last record batch; of a file without them, and of an older one, all of it."""
         known = self.file.batches or ()
         at, before = (known[-1].end, known[-1].crc32c) if known else (0, 0)
         with read_errors(self._folder, self.file):
@@ -122,7 +122,7 @@ class VerifiedFile:
             raise SnapshotError(f"{self.path} is damaged{where}: its crc32c is {found}; expected {self.file.crc32c}")
 
     def _load(self, piece: _Piece) -> int:
-        """Reads adjacent record batches and verifies them together; returns the number of their bytes. A checksum
+        """Read adjacent record batches and verify them together; return the number of their bytes. A checksum
         continues the one before."""
         known = self.file.batches or ()
         with read_errors(self._folder, self.file):
@@ -211,7 +211,7 @@ class VerifiedFile:
             raise SnapshotError(f"{self.path} holds an id twice in its {rows} lines; expected each at most once")
 
     def _verified_batch(self, i: int) -> Any:
-        """Returns a record batch; raises if it has nulls, or steps after the snapshot's."""
+        """Return a record batch; raise if it has nulls, or steps after the snapshot's."""
         batch = self._reader.get_batch(i)
         batch.validate()
         if any(column.null_count or items(self._arrow, column).null_count for column in batch.columns):
@@ -225,7 +225,7 @@ class VerifiedFile:
 
 
 def _needed(batches: tuple[RecordBatch, ...], owned: OwnedBuckets) -> list[int]:
-    """Returns the numbers of the record batches that hold owned buckets."""
+    """Return the numbers of the record batches that hold owned buckets."""
     if owned.are_all:
         return list(range(len(batches)))
     count = np.concatenate([[0], np.cumsum(owned.some)]).tolist()
@@ -233,7 +233,7 @@ def _needed(batches: tuple[RecordBatch, ...], owned: OwnedBuckets) -> list[int]:
 
 
 def _pieces(numbers: list[int], batches: tuple[RecordBatch, ...], limit: int) -> Iterator[_Piece]:
-    """Yields the pieces of these record batches: adjacent ones, of at most `limit` bytes together unless it is one."""
+    """Yield the pieces of these record batches: adjacent ones, of at most `limit` bytes together unless it is one."""
     begin = 0
     for i in range(1, len(numbers) + 1):
         start = 0 if numbers[begin] == 0 else batches[numbers[begin] - 1].end

@@ -52,7 +52,7 @@ class SavedCut(NamedTuple):
 def save_table(
     slot: Slot, path: Folder, since: Since | None = None, owned: NDArray[np.bool_] | None = None
 ) -> Manifest:
-    """Writes the table as it is now, or what changed since a snapshot, into the folder.
+    """Write the table as it is now, or what changed since a snapshot, into the folder.
 
     owned: for each bucket whether this engine owns it; None: all. The engine knows it too, and exports no other.
     """
@@ -66,7 +66,7 @@ def save_table(
 
 
 def write_cut(cut: TableCut, path: Folder, since: Since | None, num_threads: int) -> SavedCut:
-    """Writes a table at a cut, or what had changed by then since a snapshot, into the folder."""
+    """Write a table at a cut, or what had changed by then since a snapshot, into the folder."""
     return _save(cut.slot, path, since, nullcontext(cut), num_threads, is_part=cut.owned is not None)
 
 
@@ -121,7 +121,7 @@ def _directory(
 
 
 def row_bytes(table: Table) -> int:
-    """Returns the bytes of one row in a snapshot, with its id and its step."""
+    """Return the bytes of one row in a snapshot, with its id and its step."""
     return table.dim * (4 if table.dtype == "float32" else 2) + 4 * native_config(table).state_dim + 12
 
 
@@ -189,7 +189,7 @@ class _Saver:
         )
 
     def _file_ranges(self) -> list[tuple[int, int]]:
-        """Returns the buckets of each rows file: files of about equal size, as many for each thread; one for a small
+        """Return the buckets of each rows file: files of about equal size, as many for each thread; one for a small
         table."""
         buckets = self.slot.engine.num_buckets(self.slot.index)
         total = self.bucket_bytes * sum(end - begin for begin, end in self.ranges)
@@ -222,7 +222,7 @@ class _Saver:
         )
 
     def _batches(self, kind: FileKind, begin: int, end: int) -> Iterator[tuple[int, int, Columns]]:
-        """Yields the record batches of one file, with their buckets."""
+        """Yield the record batches of one file, with their buckets."""
         num_buckets = self.slot.engine.num_buckets(self.slot.index)
         for first, last, columns in self._export(kind, begin, end):
             buckets = np.asarray(bucket_of(columns["id"], num_buckets))
@@ -231,7 +231,7 @@ class _Saver:
                 yield cut.bucket_begin, cut.bucket_end, lines
 
     def _export(self, kind: FileKind, begin: int, end: int) -> Iterator[tuple[int, int, Columns]]:
-        """Yields the lines of one file in the order of their mixed ids, some buckets at a time, and these buckets."""
+        """Yield the lines of one file in the order of their mixed ids, some buckets at a time, and these buckets."""
         engine, index = self.slot.engine, self.slot.index
         since = 0 if self.since is None else self.since.version
         step = max(1, _EXPORT_BYTES // self.bucket_bytes) if kind == "rows" else end - begin
@@ -253,7 +253,7 @@ class _Saver:
 
 
 def _ranges(owned: NDArray[np.bool_]) -> tuple[tuple[int, int], ...]:
-    """Returns the ranges where it is true, as [begin, end)."""
+    """Return the ranges where it is true, as [begin, end)."""
     ends = np.flatnonzero(np.diff(np.concatenate([[False], owned, [False]]).astype(np.int8))).tolist()
     return tuple(zip(ends[::2], ends[1::2], strict=True))
 

@@ -381,7 +381,7 @@ def test_memory_does_not_grow_with_the_file(kind: str, tmp_path: Path) -> None:
             "position is .*; expected the position of",
         ),
         (lambda data: data.batches(["a", "a"]), ConfigError, "features holds 'a' twice"),
-        (lambda data: data.batches([1]), ConfigError, "features is .*; expected texts"),
+        (lambda data: data.batches([1]), ConfigError, "features is .*; expected strings"),
         (
             lambda data: next(data.batches(["a"], position=Position(0, 9, 1))),
             SourceError,

@@ -78,10 +78,10 @@ def test_fixed_size_bytes() -> None:
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: hash_strings([1, 2]), "found a column of int64; expected texts or bytes"),
+        (lambda: hash_strings([1, 2]), "found a column of int64; expected strings or bytes"),
         (lambda: hash_strings([["a"]]), "found a column of list"),
-        (lambda: hash_strings(object()), "found object .*; expected a column of texts"),
-        (lambda: hash_strings(["a", 1]), "found list .*; expected a column of texts"),
+        (lambda: hash_strings(object()), "found object .*; expected a column of strings"),
+        (lambda: hash_strings(["a", 1]), "found list .*; expected a column of strings"),
         (lambda: hash_integers(np.array([1.0])), "ids are float64"),
         (lambda: hash_integers([1]), "ids is a list"),
         (lambda: _core.hash_texts(np.empty(0, np.int32), np.empty(0, np.uint8)), "offsets are empty"),

@@ -331,7 +331,7 @@ def test_ids_of_two_types_are_refused(kind: str, tmp_path: Path) -> None:
     for i, values in enumerate(([1701, 2], ["1701", "x"], [None, None])):
         clicks.write_table(tmp_path / f"{i}.{kind}", pa.table({"a": pa.array(values), "n": [0.5, 0.5]}))
     data = Parquet(tmp_path) if kind == "parquet" else Arrow(tmp_path)
-    with pytest.raises(SourceError, match=r"1\.\w+: column 'a' has texts, and .*0\.\w+ has integers; the same value"):
+    with pytest.raises(SourceError, match=r"1\.\w+: column 'a' has strings, and .*0\.\w+ has integers; the same value"):
         data.batches(["a"])
     rest = data.replace(path=[str(tmp_path / f"{i}.{kind}") for i in (0, 2)])
     assert sum(inputs.batch_size for inputs in rest.batches(["a"])) == 4

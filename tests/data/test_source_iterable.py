@@ -483,11 +483,14 @@ def test_columns_check_themselves_and_have_a_dict_form() -> None:
         (lambda: IdColumn(missing=0.5), "missing is 0.5"),  # type: ignore[arg-type]
         (lambda: IdColumn(weights=""), "IdColumn: the column is ''"),
         (lambda: LabelColumn(""), "LabelColumn: the column is ''"),
-        (lambda: LabelColumn("y", values={}), "label column 'y': values is {} .*; expected texts and numbers"),
-        (lambda: LabelColumn("y", values={"a": 1}, true="a"), "expected texts and numbers, without `true`"),
+        (lambda: LabelColumn("y", values={}), "label column 'y': values is {} .*; expected strings and numbers"),
+        (lambda: LabelColumn("y", values={"a": 1}, true="a"), "expected strings and numbers, without `true`"),
         (lambda: LabelColumn("y", values={"a": "b"}), r"values\['a'\] is 'b'"),  # type: ignore[dict-item]
         (lambda: LabelColumn("y", true=3), "label column 'y': true is 3"),  # type: ignore[arg-type]
-        (lambda: LabelColumn("y", true="a", above=1), "above is for numbers, values and true are for texts; give one"),
+        (
+            lambda: LabelColumn("y", true="a", above=1),
+            "above is for numbers, values and true are for strings; give one",
+        ),
         (lambda: LabelColumn("y", above=float("nan")), "above is nan"),
         (lambda: LabelColumn("y", missing="skip"), "missing is 'skip' .*; expected one of 'refuse', 'drop'"),  # type: ignore[arg-type]
         (lambda: LabelColumn("y", missing=float("inf")), "missing is inf"),

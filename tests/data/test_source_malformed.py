@@ -233,7 +233,7 @@ def test_dropped_and_bad_rows_in_one_chunk() -> None:
 
 WIDE = DenseColumn("x", width=2)
 WRONG_TYPES: list[tuple[dict[str, Any], dict[str, Any], str]] = [
-    ({"a": [0.5]}, {}, "column 'a' is of type double; expected integers or texts for ids; convert them, or declare"),
+    ({"a": [0.5]}, {}, "column 'a' is of type double; expected integers or strings for ids; convert them, or declare"),
     (
         {"a": ["x"]},
         {"ids": {"a": IdColumn(kind="integer")}},
@@ -242,16 +242,16 @@ WRONG_TYPES: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     (
         {"a": pa.array([1], pa.timestamp("ms"))},
         {},
-        r"column 'a' is of type timestamp\[ms\]; expected integers or texts for ids",
+        r"column 'a' is of type timestamp\[ms\]; expected integers or strings for ids",
     ),
     ({"a": [[[1]]]}, {}, "column 'a' is of type list"),
     (
         {"a": [1]},
         {"ids": {"a": IdColumn(separator="|")}},
-        "column 'a' is of type int64; expected texts to split at '|'",
+        "column 'a' is of type int64; expected strings to split at '|'",
     ),
-    ({"a": [1], "x": [b"1"]}, {"dense": "x"}, "column 'x' is of type binary; expected numbers, or texts of numbers"),
-    ({"a": [1], "x": [[b"1"]]}, {"dense": WIDE}, "column 'x' is of type list<.*>; expected numbers, or texts of"),
+    ({"a": [1], "x": [b"1"]}, {"dense": "x"}, "column 'x' is of type binary; expected numbers, or strings of numbers"),
+    ({"a": [1], "x": [[b"1"]]}, {"dense": WIDE}, "column 'x' is of type list<.*>; expected numbers, or strings of"),
     (
         {"a": [1], "x": [[1.0]]},
         {"dense": "x"},
@@ -267,11 +267,11 @@ WRONG_TYPES: list[tuple[dict[str, Any], dict[str, Any], str]] = [
         {"dense": WIDE},
         "column 'x' is of type fixed_size_list<.*; expected lists of 2",
     ),
-    ({"a": [1], "x": ["1"]}, {"label": "x"}, "column 'x' is of type string; expected numbers; for texts"),
+    ({"a": [1], "x": ["1"]}, {"label": "x"}, "column 'x' is of type string; expected numbers; for strings"),
     (
         {"a": [1], "x": [1]},
         {"label": "x", "label_true": "1"},
-        "column 'x' is of type int64; expected texts, as label_true",
+        "column 'x' is of type int64; expected strings, as label_true",
     ),
     ({"a": [1], "x": ["1"]}, {"weights": {"a": "x"}}, "column 'x' is of type string; expected numbers for weights"),
 ]

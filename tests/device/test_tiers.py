@@ -340,7 +340,7 @@ def test_bounded_tables_that_fit_have_one_tier() -> None:
 
 def test_device_memory_is_checked() -> None:
     refused: list[tuple[Any, str]] = [
-        ("12 parsecs", r"device_memory is '12 parsecs' \(str\); expected bytes as an integer, or a text such as"),
+        ("12 parsecs", r"device_memory is '12 parsecs' \(str\); expected bytes as an integer, or a string such as"),
         (-1, r"device_memory is -1 \(int\)"),
         (True, r"device_memory is True \(bool\)"),
         ({"t": None}, r"device_memory\['t'\] is None \(NoneType\); .* 'all' or 'none'"),

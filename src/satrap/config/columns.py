@@ -60,7 +60,7 @@ class DenseColumn(Config):
 
 @dataclass(frozen=True, slots=True)
 class LabelColumn(Config):
-    """A column of the values that the model learns to predict: numbers, or texts that stand for numbers."""
+    """A column of the values that the model learns to predict: numbers, or strings that stand for numbers."""
 
     name: str
     """The name of the column."""
@@ -72,7 +72,7 @@ class LabelColumn(Config):
     values: Mapping[str, float] | None = None
     """Texts and the numbers that they stand for, e.g. {">50K": 1, "<=50K": 0}. Any other text is malformed."""
     true: str | Sequence[str] | None = None
-    """The text or texts that stand for 1; any other text stands for 0. An alternative to `values`."""
+    """The string or strings that stand for 1; any other string stands for 0. An alternative to `values`."""
     above: float | None = None
     """Numbers above this read as 1, all others as 0."""
     missing: float | Literal["refuse", "drop"] = "refuse"
@@ -86,7 +86,7 @@ class LabelColumn(Config):
         if self.values is not None:
             if not isinstance(self.values, Mapping) or not self.values or self.true is not None:
                 raise ConfigError(
-                    f"{where}: values is {describe(self.values)}; expected texts and numbers, without `true`"
+                    f"{where}: values is {describe(self.values)}; expected strings and numbers, without `true`"
                 )
             values = {
                 str(text): check_number(where, f"values[{text!r}]", v, _NO_BOUND) for text, v in self.values.items()
@@ -98,7 +98,7 @@ class LabelColumn(Config):
             set_field(self, "true", as_names(where, "true", self.true))
         if self.above is not None:
             if self.values is not None or self.true is not None:
-                raise ConfigError(f"{where}: above is for numbers, values and true are for texts; give one of them")
+                raise ConfigError(f"{where}: above is for numbers, values and true are for strings; give one of them")
             set_field(self, "above", check_number(where, "above", self.above, _NO_BOUND))
         if isinstance(self.missing, str):
             check_choice(where, "missing", self.missing, ("refuse", "drop"))
@@ -133,14 +133,14 @@ class LabelColumn(Config):
 
     @property
     def text_values(self) -> dict[str, float] | None:
-        """The texts that stand for numbers, with the numbers; None: the column holds numbers."""
+        """The strings that stand for numbers, with the numbers; None: the column holds numbers."""
         if self.true is not None:
             return dict.fromkeys(self.true, 1.0)
         return None if self.values is None else dict(self.values)
 
     @property
     def other_value(self) -> float | None:
-        """The number that any other text stands for; None: another text is malformed."""
+        """The number that any other string stands for; None: another string is malformed."""
         return None if self.true is None else 0.0
 
 
@@ -152,14 +152,14 @@ class IdColumn(Config):
     """The name of the column; empty: the name of the feature."""
     _: KW_ONLY
     kind: Literal["string", "integer"] | None = None
-    """What the column holds: texts, which `satrap.data.hashing` turns into ids, or integers, which are ids unchanged.
-    None: the column's type decides; text files have no types, so they hold texts."""
+    """What the column holds: strings, which `satrap.data.hashing` turns into ids, or integers, which are ids unchanged.
+    None: the column's type decides; text files have no types, so they hold strings."""
     hash: bool = False
     """Whether to hash integers as well."""
     missing: int | None = None
     """The id that replaces a missing one. None: the sample has an empty bag, or the list is shorter."""
     separator: str | None = None
-    """The character between ids, where the column holds texts that list ids."""
+    """The character between ids, where the column holds strings that list ids."""
     weights: str | None = None
     """The name of the column with a weight for each id."""
 
@@ -291,7 +291,7 @@ def as_names(where: str, name: str, value: object) -> tuple[str, ...]:
     """Return one text, or several different ones, as a tuple."""
     names: Any = (value,) if isinstance(value, str) else value
     if not isinstance(names, Sequence) or not all(isinstance(each, str) for each in names):
-        raise ConfigError(f"{where}: {name} is {describe(value)}; expected texts")
+        raise ConfigError(f"{where}: {name} is {describe(value)}; expected strings")
     if len(set(names)) != len(names):
         raise ConfigError(f"{where}: {name} holds {next(each for each in names if names.count(each) > 1)!r} twice")
     return tuple(names)

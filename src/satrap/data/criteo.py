@@ -1,6 +1,6 @@
 """Criteo's click logs as a source: tab-separated text without a header; each line is an impression.
 
-The columns are named label, I1 to I13 (counts) and C1 to C26 (eight hexadecimal digits each, hashed as texts). The
+The columns are named label, I1 to I13 (counts) and C1 to C26 (eight hexadecimal digits each, hashed as strings). The
 files are those that Criteo publishes, plain or .gz. A test file has no label: give label=None.
 """
 
@@ -29,7 +29,7 @@ class Criteo(CSV):
     label: str | LabelColumn | Sequence[str | LabelColumn] | None = "label"
     """The label; None: lines have no label and begin with I1, as in Criteo's test file."""
     missing_id: int | None = _HASH_OF_EMPTY
-    """The id that replaces a missing category: the hash of the empty text, which is a separate category, so that every
+    """The id that replaces a missing category: the hash of the empty string, which is a separate category, so that every
     sample has one id of each feature. None: an empty bag."""
     columns: Sequence[str] | None = None
     """Fixed by the format; do not set it."""

@@ -58,12 +58,12 @@ class _Decoder:
         return (*bag, None if weights is None else self._weights(column, weights, bag, _numpy(array.is_null())))
 
     def _split(self, column: IdColumn, array: Any) -> Any:
-        """Split texts that list ids; an empty item is a missing id."""
+        """Split strings that list ids; an empty item is a missing id."""
         if column.separator is None or self.arrow.types.is_null(array.type):
             return array
         array, arrow = self._decoded(array), self.arrow
         if not is_text(arrow, array.type):
-            self._refuse_type(column.name, array.type, f"texts to split at {column.separator!r}")
+            self._refuse_type(column.name, array.type, f"strings to split at {column.separator!r}")
         is_missing = _numpy(arrow.compute.equal(array, "").fill_null(True))
         lists = arrow.compute.split_pattern(array, column.separator)
         lengths = np.where(is_missing, 0, _numpy(arrow.compute.list_value_length(lists).fill_null(0)))
@@ -91,7 +91,7 @@ class _Decoder:
             array, valid, wrong = self._integers(array)
         elif not (types.is_integer(kind) or types.is_boolean(kind)):
             hint = "; convert them, or declare kind='integer' if they are whole" if types.is_floating(kind) else ""
-            self._refuse_type(column.name, kind, f"integers or texts for ids{hint}")
+            self._refuse_type(column.name, kind, f"integers or strings for ids{hint}")
         if column.kind == "string":
             return hash_strings(array.cast(arrow.string())), valid, wrong
         wide = arrow.uint64() if types.is_unsigned_integer(array.type) else arrow.int64()
@@ -182,7 +182,7 @@ class _Decoder:
         return np.concatenate([self._numbers(column, array) for column, array in columns.items()], axis=1)
 
     def _numbers(self, column: DenseColumn, array: Any) -> NDArray[np.float32]:
-        """Return one dense column, as [n, width]; texts are parsed as in text files."""
+        """Return one dense column, as [n, width]; strings are parsed as in text files."""
         flat, width = self._decoded(array), self._width(column, array.type)
         has_width: NDArray[np.bool_] = np.ones(self.n, bool)
         if is_list(self.arrow, array.type):
@@ -201,7 +201,7 @@ class _Decoder:
         elif _is_number(self.arrow, flat.type):
             numbers[has_width] = _floats(flat).reshape(shape)
         elif not self.arrow.types.is_null(flat.type):
-            self._refuse_type(column.name, array.type, "numbers, or texts of numbers")
+            self._refuse_type(column.name, array.type, "numbers, or strings of numbers")
         self._fault(
             column.name, np.logical_or.reduce(np.isinf(numbers), axis=1), array, "finite numbers that float32 can hold"
         )
@@ -231,7 +231,7 @@ class _Decoder:
         if texts is None:
             if not (_is_number(self.arrow, array.type) or self.arrow.types.is_null(array.type)):
                 self._refuse_type(
-                    column.name, array.type, "numbers; for texts, declare what they stand for (label_true)"
+                    column.name, array.type, "numbers; for strings, declare what they stand for (label_true)"
                 )
             numbers = _floats(array)
         else:
@@ -250,7 +250,7 @@ class _Decoder:
 
     def _text_label(self, column: LabelColumn, array: Any, texts: Mapping[str, float]) -> NDArray[np.float32]:
         if not (is_text(self.arrow, array.type) or self.arrow.types.is_null(array.type)):
-            self._refuse_type(column.name, array.type, "texts, as label_true or its LabelColumn declares")
+            self._refuse_type(column.name, array.type, "strings, as label_true or its LabelColumn declares")
         array = array.cast(self.arrow.large_string())
         index = self.arrow.compute.index_in(array, value_set=self.arrow.array(list(texts), self.arrow.large_string()))
         known = np.array([*texts.values(), np.nan if column.other_value is None else column.other_value], np.float32)

@@ -1,7 +1,7 @@
 """Delimited text files as sources: CSV, TSV and similar, plain or compressed, parsed by the core.
 
-This module knows what the fields of a row mean; `delimited_file` finds the rows. Text has no types: the texts of an id
-column are hashed unless it is declared otherwise. An empty field, or one of the texts in `missing`, is a missing value.
+This module knows what the fields of a row mean; `delimited_file` finds the rows. Text has no types: the strings of an id
+column are hashed unless it is declared otherwise. An empty field, or one of the strings in `missing`, is a missing value.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -39,7 +39,7 @@ class CSV(FileSource):
     quote: str | None = '"'
     """The character that may enclose a field, and is doubled inside it; None: no character encloses fields."""
     missing: str | Sequence[str] = ()
-    """Texts that stand for a missing value, besides the empty text; e.g. "?" or "NA"."""
+    """Strings that stand for a missing value, besides the empty string; e.g. "?" or "NA"."""
     strip: bool = False
     """Whether to remove the blanks around a field."""
     skip_lines: int = 0
@@ -242,7 +242,7 @@ class _TextRows:
 
 
 def _text_array(offsets: Any, data: Any, present: Any) -> Any:
-    """Return a column of texts as an Arrow array that shares the parser's memory."""
+    """Return a column of strings as an Arrow array that shares the parser's memory."""
     arrow = pyarrow_for("reading text")
     valid = np.packbits(np.asarray(present), bitorder="little")
     buffers = [arrow.py_buffer(valid), arrow.py_buffer(np.asarray(offsets)), arrow.py_buffer(np.asarray(data))]

@@ -1,8 +1,8 @@
 """Hashes values to ids: one documented 64-bit hash, computed by the core over whole columns.
 
-The hash is XXH64 with seed 0, as specified: of the UTF-8 bytes of a text, of binary data unchanged, and of the 8
+The hash is XXH64 with seed 0, as specified: of the UTF-8 bytes of a string, of binary data unchanged, and of the 8
 little-endian bytes of an integer. A model that was trained on hashed ids depends on the hash, so it never changes.
-`columns` decides what a missing value becomes; here it is hashed as the empty text. Two different texts share an id
+`columns` decides what a missing value becomes; here it is hashed as the empty string. Two different strings share an id
 with probability 2**-64; different integers never do.
 """
 
@@ -31,7 +31,7 @@ def hash_strings(strings: Any) -> NDArray[np.uint64]:
             column = arrow.array(strings)
         except (arrow.ArrowException, TypeError, ValueError) as error:
             raise InputError(
-                f"hash_strings: found {type(strings).__name__} ({error}); expected a column of texts"
+                f"hash_strings: found {type(strings).__name__} ({error}); expected a column of strings"
             ) from None
     if isinstance(column, arrow.ChunkedArray):
         column = arrow.concat_arrays(column.chunks) if column.num_chunks else arrow.array([], column.type)
@@ -58,12 +58,12 @@ def is_text(arrow: Any, kind: Any) -> bool:
 
 
 def text_buffers(arrow: Any, column: Any) -> tuple[NDArray[Any], NDArray[np.uint8]]:
-    """Return (offsets, bytes) of a column of texts that is not dictionary-encoded; a missing text is empty."""
+    """Return (offsets, bytes) of a column of strings that is not dictionary-encoded; a missing string is empty."""
     types = arrow.types
     if types.is_null(column.type):
         column = column.cast(arrow.string())
     if not is_text(arrow, column.type):
-        raise InputError(f"hash_strings: found a column of {column.type}; expected texts or bytes")
+        raise InputError(f"hash_strings: found a column of {column.type}; expected strings or bytes")
     if (
         types.is_string_view(column.type)
         or types.is_binary_view(column.type)

@@ -52,7 +52,7 @@ class IterableSource(Source):
     offsets: bool = False
     """Whether the data can resume by itself: `items` is a function of an offset (None at the start) that returns pairs
     (item, offset after it). A checkpoint saves the offset before the first item that was not trained on completely,
-    and the function is called with it when the run resumes. An offset has plain JSON types: a number, a text, a dict by
+    and the function is called with it when the run resumes. An offset has plain JSON types: a number, a string, a dict by
     partition."""
     batch_size: int | None = None
     """The number of samples in a batch, whatever the items hold. None: each item is a batch."""
@@ -180,7 +180,7 @@ def _unpack_pair(number: int, item: Any) -> tuple[Any, Any]:
         text = "null"
     if text == "null":
         raise SourceError(
-            f"item {number}: its offset is {describe(item[1])}; expected plain JSON types: a number, a text, a list or "
+            f"item {number}: its offset is {describe(item[1])}; expected plain JSON types: a number, a string, a list or "
             "a dict of those"
         )
     return item[0], item[1]

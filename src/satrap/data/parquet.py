@@ -74,7 +74,7 @@ class _RowGroups:
     file: File
     decoder: TableDecoder
     hashed: list[str]
-    """Columns whose distinct texts are hashed once each."""
+    """Columns whose distinct strings are hashed once each."""
     block_rows: int
     first: int
     end: int

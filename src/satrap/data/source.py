@@ -43,7 +43,7 @@ class Source(Config, ABC):
     label: str | LabelColumn | Sequence[str | LabelColumn] | None = None
     """The column of labels; for a list of columns, the labels are [batch_size, number of labels]."""
     label_true: str | Sequence[str] | None = None
-    """Short for LabelColumn(label, true=...): the texts that stand for 1."""
+    """Short for LabelColumn(label, true=...): the strings that stand for 1."""
     ids: Mapping[str, str | IdColumn] = dataclasses.field(default_factory=dict)
     """The column of a feature, where its name differs from the feature's or its type does not say how to read it."""
     weights: Mapping[str, str] = dataclasses.field(default_factory=dict)

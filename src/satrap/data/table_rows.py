@@ -35,7 +35,7 @@ class TableDecoder:
     partition: Mapping[str, Any]
     """The required columns that come from the file's path: Arrow scalars."""
     kinds: Mapping[str, str]
-    """Whether the values of each id column are "texts" or "integers"; a column that is all null is left out."""
+    """Whether the values of each id column are "strings" or "integers"; a column that is all null is left out."""
 
     @classmethod
     def for_schema(
@@ -119,9 +119,9 @@ def file_blocks(
 
 
 def _typed_partitions(files: Sequence[File], columns: Columns) -> list[dict[str, Any]]:
-    """Return the partition of each file as Arrow scalars: integers if all files have integers there, otherwise texts.
+    """Return the partition of each file as Arrow scalars: integers if all files have integers there, otherwise strings.
 
-    A column that is declared to hold texts holds texts: "07" is not 7.
+    A column that is declared to hold strings holds strings: "07" is not 7.
     """
     arrow = pyarrow_for("reading data")
     partitions = [file.partition for file in files]
@@ -139,7 +139,7 @@ def _typed_partitions(files: Sequence[File], columns: Columns) -> list[dict[str,
 
 
 def _check_kinds(decoders: Iterable[TableDecoder]) -> None:
-    """Raise if a column holds integers in one file and texts in another: the same value would become two ids."""
+    """Raise if a column holds integers in one file and strings in another: the same value would become two ids."""
     seen: dict[str, tuple[str, str]] = {}
     for decoder in decoders:
         for column, kind in decoder.kinds.items():
@@ -169,14 +169,14 @@ def _check_types(schema: Any, columns: Columns, where: str) -> dict[str, str]:
     decode(empty, 0, columns, where=where, row=str, max_bad=0)
     kinds = {column.name: _item_type(arrow, empty[column.name].type) for column in columns.ids}
     return {
-        name: "texts" if is_text(arrow, kind) else "integers"
+        name: "strings" if is_text(arrow, kind) else "integers"
         for name, kind in kinds.items()
         if not arrow.types.is_null(kind)
     }
 
 
 def _validate(array: Any) -> None:
-    """Raise if an offset, a dictionary index, a type id or a text's UTF-8 is damaged; their use does not check them.
+    """Raise if an offset, a dictionary index, a type id or a string's UTF-8 is damaged; their use does not check them.
 
     Of a list, only the items of these rows are checked, since a file may hold the items of all rows in one array.
     """

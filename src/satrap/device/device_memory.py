@@ -13,7 +13,7 @@ Size = int | str
 DeviceMemory = Size | Mapping[str, Size] | None
 _UNITS = {"": 1, "B": 1, "kB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _UNITS |= {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
-_EXPECTED = "expected bytes as an integer, or a text such as '100GiB'"
+_EXPECTED = "expected bytes as an integer, or a string such as '100GiB'"
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +98,7 @@ def divide_bytes(total: int, demands: Sequence[int | None]) -> list[int]:
 
 
 def as_bytes(where: str, size: object, others: Literal["", ", 'all' or 'none'"] = "") -> int:
-    """Return a size in bytes, from an integer or a text with a unit."""
+    """Return a size in bytes, from an integer or a string with a unit."""
     if isinstance(size, int) and not isinstance(size, bool) and size >= 0:
         return size
     found = re.fullmatch(r"(\d+(?:\.\d+)?) ?(\w*)", size) if isinstance(size, str) else None

@@ -34,7 +34,7 @@ class RunContext(Serializable):
     workers: tuple[str, ...] = ()
     """Addresses of the embedding workers; if empty, each trainer is its own worker."""
     is_copy: bool = False
-    """Whether the script runs in a copy of its directory, which is deleted after the run."""
+    """Whether the script runs in a copy of its folder, which is deleted after the run."""
     keys: str | None = None
     """Path of the client's key file."""
     rendezvous: str | None = None

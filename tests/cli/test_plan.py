@@ -32,7 +32,7 @@ def test_the_plan_of_a_model(tmp_path: Path, capsys: Capture) -> None:
 def test_a_rate_out_of_reach_has_its_own_status(capsys: Capture) -> None:
     assert main(["plan", MODEL, "--machines", MACHINES, "--samples-per-second", "1e12", "--json"]) == 3
     content = json.loads(capsys.readouterr().out)
-    assert content["meets"] is False and content["wanted_samples_per_second"] == 1e12
+    assert content["meets"] is False and content["requested_samples_per_second"] == 1e12
 
 
 def test_the_plan_of_a_script(tmp_path: Path, capsys: Capture) -> None:

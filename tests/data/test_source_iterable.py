@@ -487,10 +487,7 @@ def test_columns_check_themselves_and_have_a_dict_form() -> None:
         (lambda: LabelColumn("y", values={"a": 1}, true="a"), "expected strings and numbers, without `true`"),
         (lambda: LabelColumn("y", values={"a": "b"}), r"values\['a'\] is 'b'"),  # type: ignore[dict-item]
         (lambda: LabelColumn("y", true=3), "label column 'y': true is 3"),  # type: ignore[arg-type]
-        (
-            lambda: LabelColumn("y", true="a", above=1),
-            "above is for numbers, values and true are for strings; give one",
-        ),
+        (lambda: LabelColumn("y", true="a", above=1), "above is for numbers, values and true are for strings"),
         (lambda: LabelColumn("y", above=float("nan")), "above is nan"),
         (lambda: LabelColumn("y", missing="skip"), "missing is 'skip' .*; expected one of 'refuse', 'drop'"),  # type: ignore[arg-type]
         (lambda: LabelColumn("y", missing=float("inf")), "missing is inf"),

@@ -83,10 +83,10 @@ def test_later_files_and_changes_replace_values() -> None:
         ("ray_version=2", r"ray_version is 2 \(int\); expected a version, such as '2.60.0'"),
         ("zone=3", r"zone is 3 \(int\); expected a zone"),
         ("working_dir=/train", r"working_dir is '/train' \(str\); expected a URL"),
-        ("storage.data=[3]", r"storage: data is \(3,\) \(tuple\); expected a list of directories and URLs"),
+        ("storage.data=[3]", r"storage: data is \(3,\) \(tuple\); expected a list of folders and URLs"),
         (
             'storage.data=["/data"]',
-            r"storage: data has '/data', a directory of one pod; expected a URL, or a directory",
+            r"storage: data has '/data', a folder of one pod; expected a URL, or a folder",
         ),
         ("name.x=1", r"--set is 'name.x=1', but name is not a table"),
         ("servers", r"--set is 'servers'; expected KEY=VALUE, such as servers.count=8"),
@@ -101,7 +101,7 @@ def test_directories_are_below_the_volume() -> None:
     changes = ["storage.volume=runs", 'storage.checkpoints=["/shared/runs"]']
     assert parse_job([("deploy.toml", JOB)], changes).storage.checkpoints == ("/shared/runs",)
     for path in ("/sharedruns", "/shared/../runs", "runs"):
-        with pytest.raises(ConfigError, match=r"expected a URL, or a directory below /shared, where the volume is"):
+        with pytest.raises(ConfigError, match=r"expected a URL, or a folder below /shared, where the volume is"):
             parse_job([("deploy.toml", JOB)], ["storage.volume=runs", f'storage.data=["{path}"]'])
 
 

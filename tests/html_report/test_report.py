@@ -48,7 +48,7 @@ def tile_values(run: RunRecords) -> dict[str, str]:
 def test_a_directory_without_a_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(ConfigError, match=r"there is no record of a run in .* expected the --folder of satrap run, or"):
         write_report(tmp_path, None)
-    assert main(["report", str(tmp_path / "no")]) == 1 and "there is no directory" in capsys.readouterr().err
+    assert main(["report", str(tmp_path / "no")]) == 1 and "there is no folder" in capsys.readouterr().err
     (tmp_path / "records").mkdir()
     with pytest.raises(ConfigError, match=r"cannot be written .* choose another file with --output"):
         write_report(tmp_path, tmp_path / "no" / "page.html")

@@ -60,7 +60,7 @@ def test_files_that_another_user_may_have_created_are_not_used(tmp_path: Path, h
 def test_an_error_if_all_names_are_taken(tmp_path: Path) -> None:
     for n in range(100):
         (tmp_path / f"satrap-run-{f'{n}-' if n else ''}server-0").mkdir()
-    with pytest.raises(ConfigError, match="belong to other users; choose another directory with --memory"):
+    with pytest.raises(ConfigError, match="belong to other users; choose another folder with --memory"):
         rows_file(tmp_path, "run", "server-0")
 
 

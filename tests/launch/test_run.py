@@ -397,7 +397,7 @@ def test_compressed_gradients(tmp_path: Path) -> None:
         ([str(JOB), "--max-servers", "2", "--server-gib", "0"], "server-gib is 0.0; expected a size above 0"),
         ([str(JOB), "--max-servers", "2", "--server-gib", "nan"], "server-gib is nan; expected"),
         ([str(JOB), "--server-gib", "2"], "--server-gib was given without --max-servers"),
-        ([str(JOB), "--memory", "nowhere"], "memory is 'nowhere'; expected a directory"),
+        ([str(JOB), "--memory", "nowhere"], "memory is 'nowhere'; expected a folder"),
         ([str(JOB), "--folder", str(JOB)], "cannot be used: "),
     ],
 )
@@ -472,6 +472,6 @@ def test_two_runs_in_one_directory(tmp_path: Path) -> None:
     with start_run(tmp_path, JOB, arguments=(str(tmp_path), "20000", "4")) as run:
         wait_until(lambda: num_checkpoints(tmp_path) >= 1, run)
         status, _, err = run_to_its_end(tmp_path, JOB)
-        assert status == 1 and "another run uses directory" in err
+        assert status == 1 and "another run uses folder" in err
         run.send_signal(signal.SIGINT)
         assert wait_for_exit(run)[0] == 130

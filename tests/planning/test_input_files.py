@@ -1,4 +1,5 @@
-"""What may be wrong in model.toml and machines.toml: an error names the file and the key, and says what is expected."""
+"""Mistakes in the description of a job and in the list of machines: an error names the file and the key, and says what
+is expected."""
 
 from __future__ import annotations
 
@@ -7,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from satrap.errors import ConfigError
-from satrap.planning.input_files import read_model, read_prices
+from satrap.planning.input_files import read_description, read_prices
 
 MODEL = """
 [training]
@@ -38,7 +39,7 @@ def write(folder: Path, text: str) -> Path:
 
 
 def test_the_defaults(tmp_path: Path) -> None:
-    job = read_model(write(tmp_path, MODEL))
+    job = read_description(write(tmp_path, MODEL))
     (table,) = job.tables
     assert (table.rows, table.ids_per_sample, table.vectors_per_sample, table.zipf) == (10**9, 1.0, 1.0, 1.05)
     assert (job.training.batch_size, job.training.staleness, job.training.wire) == (4096, 0, "float32")
@@ -52,7 +53,7 @@ def test_the_defaults(tmp_path: Path) -> None:
 
 def test_keys_are_changed_by_set(tmp_path: Path) -> None:
     changes = ["training.staleness=4", "tables.item.rows=5", "tables.*.optimizer=Adam", "training.wire=float16"]
-    job = read_model(write(tmp_path, MODEL), changes)
+    job = read_description(write(tmp_path, MODEL), changes)
     assert (job.training.staleness, job.training.wire, job.tables[0].rows) == (4, "float16", 5)
     assert type(job.tables[0].table.optimizer).__name__ == "Adam"
 
@@ -81,7 +82,7 @@ def test_keys_are_changed_by_set(tmp_path: Path) -> None:
 )
 def test_a_wrong_key_of_a_model(tmp_path: Path, change: str, message: str) -> None:
     with pytest.raises(ConfigError, match=rf"input\.toml: .*{message}"):
-        read_model(write(tmp_path, MODEL), [change])
+        read_description(write(tmp_path, MODEL), [change])
 
 
 @pytest.mark.parametrize(
@@ -98,7 +99,7 @@ def test_a_wrong_key_of_a_model(tmp_path: Path, change: str, message: str) -> No
 )
 def test_a_wrong_model(tmp_path: Path, text: str, message: str) -> None:
     with pytest.raises(ConfigError, match=rf"input\.toml: .*{message}"):
-        read_model(write(tmp_path, text))
+        read_description(write(tmp_path, text))
 
 
 @pytest.mark.parametrize(

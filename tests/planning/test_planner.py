@@ -15,7 +15,7 @@ from plans import FREE, assess, load, machine, prices, workload
 from satrap.errors import ConfigError
 from satrap.planning.coefficients import DEFAULTS
 from satrap.planning.deploy_file import Start
-from satrap.planning.input_files import read_model, read_prices
+from satrap.planning.input_files import read_description, read_prices
 from satrap.planning.layout import Layout, Pool
 from satrap.planning.machines import Limits, MachineType, PriceList
 from satrap.planning.planner import Plan, make_plan
@@ -91,7 +91,7 @@ def test_a_small_job_runs_in_one_process() -> None:
 
 def test_the_papers_run_needs_24_machines_of_12_tb() -> None:
     """222 TB fill 24 machines of 12 TB to 80 %; the paper used 30."""
-    job = read_model(EXAMPLES / "paper.toml")
+    job = read_description(EXAMPLES / "paper.toml")
     found = make_plan(job, PriceList(machines=tuple(PAPER_MACHINES)), DEFAULTS)
     servers = found.estimate.layout.pool_of("server")
     assert found.meets and servers.num_machines == 24
@@ -121,7 +121,7 @@ def test_a_rate_out_of_reach_gives_the_fastest_and_what_to_change() -> None:
 
 @pytest.mark.parametrize("name", ["clicks", "paper"])
 def test_the_examples_are_planned(name: str) -> None:
-    found = make_plan(read_model(EXAMPLES / f"{name}.toml"), read_prices(EXAMPLES / "machines.toml"), DEFAULTS)
+    found = make_plan(read_description(EXAMPLES / f"{name}.toml"), read_prices(EXAMPLES / "machines.toml"), DEFAULTS)
     start = Start(script="train.py", arguments=("--epochs", "3"))
     text = "\n".join(lines_of(found, start))
     assert found.meets and "bound by" in text and "train.py" in text

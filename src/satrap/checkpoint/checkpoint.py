@@ -302,10 +302,16 @@ class Checkpoint:
         path, names = f"{entry.folder}/{STATE}", list(self._session.worker.tables)
         state = read_state(entry.folder, STATE, entry.state_crc32c)
         if self._objects.keys() != state["objects"].keys():
-            raise CheckpointError(f"{path} has {sorted(state['objects'])}; this job has {sorted(self._objects)}")
+            raise CheckpointError(
+                f"{path} has the state of {sorted(state['objects'])}; this job has {sorted(self._objects)}: pass "
+                "Checkpoint the same extra_state as when it was saved"
+            )
         require_model(path, state["objects"]["model"], self._objects["model"].state_dict())
         if sorted(entry.tables) != sorted(names):
-            raise CheckpointError(f"{entry.where} has tables {sorted(entry.tables)}; this job has {sorted(names)}")
+            raise CheckpointError(
+                f"{entry.where} has tables {sorted(entry.tables)}; this job has {sorted(names)}: declare the same "
+                "tables, or use another folder"
+            )
         self._require_same_source(entry)
         self._position_for_this_trainer(entry)
         return state
@@ -352,7 +358,9 @@ class Checkpoint:
                 try:
                     each.load_state_dict(state["objects"][name])
                 except (ValueError, RuntimeError, KeyError, TypeError, SatrapError) as error:
-                    raise CheckpointError(f"{where}: {name} cannot load its state: {error}") from error
+                    raise CheckpointError(
+                        f"{where}: {name} cannot load its state: {error}; expected the same {name} as when it was saved"
+                    ) from error
             yield
         except BaseException:
             for name, each in self._objects.items():

@@ -66,7 +66,7 @@ class CheckpointManifest:
             if content["format"] != _FORMAT or version not in (_FORMAT_VERSION, _UNBOUND_VERSION):
                 raise CheckpointError(
                     f"{path} is of format {content['format']!r} version {version!r}; expected {_FORMAT!r} version "
-                    f"{_UNBOUND_VERSION} or {_FORMAT_VERSION}"
+                    f"{_UNBOUND_VERSION} or {_FORMAT_VERSION}: resume it with the release of Satrap that saved it"
                 )
             if content["crc32c"] != json_checksum(content, _INDENT):
                 raise CheckpointError(

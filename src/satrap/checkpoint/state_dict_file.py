@@ -70,13 +70,15 @@ def read_state(folder: Folder, name: str, crc32c: int) -> Any:
     try:
         data = folder.read(name)
     except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
+        raise CheckpointError(
+            f"{path} cannot be read: {error.strerror}; remove {folder} to use an older one"
+        ) from error
     if checksum(data) != crc32c:
-        raise CheckpointError(f"{path} is damaged: its checksum does not match; remove {folder}")
+        raise CheckpointError(f"{path} is damaged: its checksum does not match; remove {folder} to use an older one")
     try:
         return state_of(data)
     except (SafetensorError, KeyError, ValueError) as error:
-        raise CheckpointError(f"{path} cannot be read: {error}") from error
+        raise CheckpointError(f"{path} cannot be read: {error}; remove {folder} to use an older one") from error
 
 
 def require_model(path: str, found: Mapping[str, Any], expected: Mapping[str, Any]) -> None:

@@ -160,7 +160,7 @@ def _migrate(current: Sequence[str], target: Sequence[str], keys: str | None) ->
 
 def _keys(folder: str) -> Iterator[str]:
     if not folder:
-        raise ConfigError("the directory is ''; expected the path of a directory for the two key files")
+        raise ConfigError("the folder is ''; expected the path of a folder for the two key files")
     from satrap.rpc.keys import create_keys
 
     for path in create_keys(folder):

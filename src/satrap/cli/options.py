@@ -23,8 +23,8 @@ def add_http(command: argparse._ActionsContainer, more: str) -> None:
     command.add_argument(
         "--http",
         metavar="[HOST:]PORT",
-        help="serve /metrics for Prometheus, /healthz and /readyz at this port; 0 chooses a free one, HOST is loopback "
-        f"by default{more}",
+        help="serve /metrics for Prometheus, /healthz and /readyz at this port; port 0 chooses a free one (default "
+        f"host: loopback){more}",
     )
 
 
@@ -39,3 +39,14 @@ def add_log_format(group: argparse._ActionsContainer) -> None:
 
 def add_keys(command: argparse.ArgumentParser) -> None:
     command.add_argument("--keys", metavar="FILE", help="path of client.key; required for servers with keys")
+
+
+def add_changes(command: argparse.ArgumentParser, what: str) -> None:
+    command.add_argument(
+        "--set",
+        dest="changes",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help=f"replace a value of {what}; may be repeated",
+    )

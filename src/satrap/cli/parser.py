@@ -5,7 +5,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from satrap.cli.options import Commands, add_folder, add_http, add_keys, add_log_format
+from satrap.cli.options import Commands, add_changes, add_folder, add_http, add_keys, add_log_format
 from satrap.cli.process_parser import add_server, add_trainer, add_worker
 from satrap.config.validation import suggest
 
@@ -13,7 +13,7 @@ from satrap.config.validation import suggest
 def command_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="satrap",
-        description="Train recommender models whose embeddings do not fit one machine.",
+        description="Train recommender models whose embeddings do not fit in the memory of one machine.",
         epilog="Run 'satrap COMMAND --help' for the options of a command.",
     )
     parser.add_argument("--version", action="version", version=f"satrap {version('satrap')}")
@@ -96,7 +96,7 @@ def _add_run(commands: Commands) -> None:
         run.add_argument_group("monitoring"),
         "; each process of the run serves its own on a free port of the same host, and /targets lists them all",
     )
-    _add_paths(run.add_argument_group("files and directories"))
+    _add_paths(run.add_argument_group("files and folders"))
     _add_cluster(run)
     add_log_format(run.add_argument_group("log"))
 
@@ -106,13 +106,13 @@ def _add_number(group: argparse._ArgumentGroup, option: str, what: str, default:
 
 
 def _add_paths(group: argparse._ArgumentGroup) -> None:
-    add_folder(group, "directory for the run's state and logs; only one run can use it at a time")
+    add_folder(group, "folder for the run's state and logs; only one run can use it at a time")
     group.add_argument(
         "--memory",
         type=Path,
         default=Path("/dev/shm"),
         metavar="DIR",
-        help="directory in shared memory for the servers' rows (default: %(default)s)",
+        help="folder in shared memory for the servers' rows (default: %(default)s)",
     )
     for option, what in (("--checkpoints", "servers write checkpoints"), ("--data", "workers read training data")):
         group.add_argument(
@@ -120,8 +120,8 @@ def _add_paths(group: argparse._ArgumentGroup) -> None:
             action="append",
             default=[],
             metavar="DIR|URL",
-            help=f"let {what} below this directory or URL, too; may be repeated (always allowed: the script's "
-            "directory and the paths in its arguments)",
+            help=f"let {what} below this folder or URL, too; may be repeated (always allowed: the script's "
+            "folder and the paths in its arguments)",
         )
 
 
@@ -171,11 +171,11 @@ def _add_scale(commands: Commands) -> None:
     scale = commands.add_parser(
         "scale",
         help="change the number of servers of a live run",
-        description="Change the number of servers of a live run. The run moves rows to the new servers, or away from "
-        "those that leave, while it trains, and prints when it has finished.",
+        description="Change the number of servers of a live run. Rows migrate to the servers that join and "
+        "from those that leave, while training continues. The command returns when the migration is complete.",
     )
     scale.add_argument("--servers", type=int, required=True, metavar="N", help="new number of parameter servers")
-    add_folder(scale, "the directory of the run, its --folder")
+    add_folder(scale, "folder of the run: the --folder of satrap run")
 
 
 def _add_status(commands: Commands) -> None:
@@ -183,9 +183,9 @@ def _add_status(commands: Commands) -> None:
         "status",
         help="show what a live run does",
         description="Show the processes of a live run, their rows and memory, the rate of lookups, the staleness, the "
-        "last checkpoint, moves and faults. Training does not notice it.",
+        "last checkpoint, migrations and faults. This does not slow down training.",
     )
-    add_folder(status, "the directory of the run, its --folder")
+    add_folder(status, "folder of the run: the --folder of satrap run")
     status.add_argument(
         "--servers",
         nargs="+",
@@ -194,14 +194,14 @@ def _add_status(commands: Commands) -> None:
         help="addresses of one or more servers that were started by hand, instead of --folder",
     )
     add_keys(status)
-    status.add_argument("--watch", action="store_true", help="show it repeatedly, until Ctrl-C")
-    status.add_argument("--json", action="store_true", help="print JSON: one object for each time that it is shown")
+    status.add_argument("--watch", action="store_true", help="show the state repeatedly, until Ctrl-C")
+    status.add_argument("--json", action="store_true", help="print JSON instead; with --watch one object at a time")
     status.add_argument(
         "--seconds",
         type=float,
         default=1.0,
         metavar="SECONDS",
-        help="time over which rates are measured, and between two tables of --watch (default: %(default)s)",
+        help="time over which rates are measured, and time between two outputs of --watch (default: %(default)s)",
     )
 
 
@@ -211,8 +211,8 @@ def _add_report(commands: Commands) -> None:
         help="write a page about a run, live or not",
         description="Write one HTML page about a run, which any browser shows without a network: curves of loss, AUC "
         "and samples per second, validation, staleness, time of each stage, rows and memory of each table, faults and "
-        "launches, settings. A run in progress may be reported as often as you like; training does not notice it. The "
-        "page shows the script's arguments and settings: look at them before you share it.",
+        "launches, settings. This does not slow down training. The page shows the script's "
+        "arguments and settings: look at them before you share it.",
     )
     report.add_argument(
         "folder",
@@ -220,11 +220,11 @@ def _add_report(commands: Commands) -> None:
         type=Path,
         default=Path("satrap-run"),
         metavar="RUN",
-        help="the directory of the run: the --folder of satrap run, or the directory that the script gave to "
+        help="folder of the run: the --folder of satrap run, or the folder that the script gave to "
         "satrap.Progress(record=...) (default: %(default)s)",
     )
     report.add_argument(
-        "--output", type=Path, metavar="FILE", help="where to write the page (default: report.html in RUN)"
+        "--output", type=Path, metavar="FILE", help="file to write the page to (default: report.html in RUN)"
     )
 
 
@@ -233,47 +233,54 @@ def _add_plan(commands: Commands) -> None:
         "plan",
         help="find the cheapest machines for a job, before it runs",
         usage="satrap plan JOB --machines FILE [options] [-- ARGUMENTS]",
-        description="Find the cheapest machines on which a job reaches the wanted samples per second: servers, "
-        "workers, trainers, their memory, links and cores, what bounds them, and the price. JOB is a model.toml, or a "
-        "training script, which is run for a few steps. The exit status is 3 if no machines reach the rate.",
+        description="Find the cheapest machines on which a job reaches the requested samples per second. Print "
+        "how many servers, workers and trainers they run, their memory, links and cores, what limits the rate, and the "
+        "price. JOB is a description in TOML (docs/planning.md), or a training script, of which a few steps are run. "
+        "The exit status is 3 if no machines reach the rate.",
         epilog="Example: satrap plan train.py --machines machines.toml --samples-per-second 1e6 -- --epochs 3",
     )
-    plan.add_argument("job", nargs="?", type=Path, metavar="JOB", help="model.toml, or a script; docs/planning.md")
-    plan.add_argument("--machines", type=Path, metavar="FILE", help="price list of machine types, machines.toml")
+    plan.add_argument(
+        "job",
+        nargs="?",
+        type=Path,
+        metavar="JOB",
+        help="description of the job in TOML, or a training script",
+    )
+    plan.add_argument(
+        "--machines",
+        type=Path,
+        metavar="FILE",
+        help="list of machine types with their prices, such as examples/planning/machines.toml; required with JOB",
+    )
     plan.add_argument(
         "--samples-per-second",
         type=float,
         metavar="N",
-        help="wanted rate of all trainers together; JOB's, if it has one",
+        help="requested rate of all trainers together (default: the description's); required for a script",
+    )
+    add_changes(plan, "the job: training.staleness=4, tables.item.rows=1e9 or 'tables.*.zipf=1.2'")
+    plan.add_argument(
+        "--steps", type=int, default=8, metavar="N", help="number of steps of a script to run (default: %(default)s)"
     )
     plan.add_argument(
-        "--set",
-        dest="changes",
-        action="append",
-        default=[],
-        metavar="KEY=VALUE",
-        help="use this value instead of the job's: training.staleness=4, tables.item.rows=1e9, 'tables.*.zipf=1.2'; "
-        "may be repeated",
-    )
-    plan.add_argument(
-        "--steps", type=int, default=8, metavar="N", help="steps of a script that are run (default: %(default)s)"
-    )
-    plan.add_argument(
-        "--coefficients", type=Path, metavar="FILE", help="what work costs, as --calibrate wrote it (default: built in)"
+        "--coefficients",
+        type=Path,
+        metavar="FILE",
+        help="what work costs: a file that --calibrate wrote, or is to write (default: built-in coefficients)",
     )
     plan.add_argument(
         "--calibrate",
         action="store_true",
-        help="measure on this machine what work costs, in about half a minute of CPU time; with --coefficients write "
-        "it there; JOB may be left out",
+        help="measure the coefficients of this machine, which takes about half a minute of CPU time, and write them to "
+        "--coefficients; JOB is optional",
     )
     plan.add_argument(
         "--deploy",
         type=Path,
         metavar="FILE",
-        help="write processes and machines as a job file of 'satrap deploy render'",
+        help="write the number, size and machine type of the processes to this file, for 'satrap deploy render'",
     )
-    plan.add_argument("--json", action="store_true", help="print JSON")
+    plan.add_argument("--json", action="store_true", help="print the plan as JSON")
 
 
 def _add_deploy(commands: Commands) -> None:
@@ -296,31 +303,24 @@ def _add_deploy(commands: Commands) -> None:
         nargs="+",
         type=Path,
         metavar="JOB",
-        help="job file, in TOML; docs/deploy.md describes its keys. Of several files, such as one that 'satrap plan' "
-        "wrote, a later one replaces values of the earlier ones",
+        help="job file in TOML (docs/deploy.md); values of a later file replace those of an earlier one, so a file of "
+        "'satrap plan --deploy' may follow",
     )
     render.add_argument(
         "--target",
         choices=("kuberay", "kubernetes"),
         default="kuberay",
-        help="what runs the job (default: %(default)s)",
+        help="manifests for KubeRay, or for plain Kubernetes (default: %(default)s)",
     )
     render.add_argument(
         "--output",
         type=Path,
         default=Path("manifests"),
         metavar="DIR",
-        help="directory for the manifests; files of an earlier rendering are replaced, others are not "
-        "(default: %(default)s)",
+        help="folder for the manifests; it may have files of an earlier rendering, which are replaced (default: "
+        "%(default)s)",
     )
-    render.add_argument(
-        "--set",
-        dest="changes",
-        action="append",
-        default=[],
-        metavar="KEY=VALUE",
-        help="use this value instead of the job file's, such as trainers.gpus=1; may be repeated",
-    )
+    add_changes(render, "the job file, such as trainers.gpus=1")
 
 
 def _add_migrate(commands: Commands) -> None:
@@ -328,8 +328,9 @@ def _add_migrate(commands: Commands) -> None:
         "migrate",
         help="migrate rows between servers that were started by hand",
         description="Migrate rows between servers that were started by hand, while trainers use them. Afterwards the "
-        "target servers own equal shares; the others are empty and may be stopped. If it is "
-        "interrupted, run the same command again.",
+        "target servers own equal shares; the others are empty and may be stopped. If the command is interrupted, "
+        "run it "
+        "again.",
     )
     for option, name, which in (("--from", "current", "all current servers"), ("--to", "target", "the target servers")):
         migrate.add_argument(
@@ -352,7 +353,7 @@ def _add_keys_and_doctor(commands: Commands) -> None:
         description="Create the key files of a cluster: server.key for its servers and workers, client.key for its "
         "trainers and workers. Existing files are never overwritten.",
     )
-    keys.add_argument("folder", metavar="DIR", help="directory for the key files; created with mode 0700 if missing")
+    keys.add_argument("folder", metavar="DIR", help="folder for the key files; created with mode 0700 if missing")
     doctor = commands.add_parser(
         "doctor",
         help="check this installation and time a short training run",

@@ -10,14 +10,20 @@ from satrap.config.validation import check_integer
 from satrap.errors import ConfigError
 from satrap.planning.coefficients import DEFAULTS, Coefficients
 from satrap.planning.deploy_file import Start, deploy_toml
-from satrap.planning.input_files import read_coefficients, read_model, read_prices, workload_of, write_coefficients
+from satrap.planning.input_files import (
+    read_coefficients,
+    read_description,
+    read_prices,
+    workload_of,
+    write_coefficients,
+)
 from satrap.planning.planner import make_plan
 from satrap.planning.report import json_of, lines_of
 from satrap.planning.workload import Workload
 
 
 def print_plan(options: argparse.Namespace, arguments: Sequence[str]) -> int:
-    """Print the plan. Returns 0 if it reaches the wanted rate, else 3."""
+    """Print the plan. Returns 0 if it reaches the requested rate, else 3."""
     _check(options)
     prices = None if options.machines is None else read_prices(options.machines)
     if options.calibrate:
@@ -35,7 +41,9 @@ def print_plan(options: argparse.Namespace, arguments: Sequence[str]) -> int:
         try:
             replace_file(options.deploy, deploy_toml(plan).encode())
         except OSError as error:
-            raise ConfigError(f"--deploy {options.deploy}: cannot be written ({error.strerror})") from error
+            raise ConfigError(
+                f"--deploy {options.deploy} cannot be written ({error.strerror}); choose another file"
+            ) from error
     if options.json:
         print(json.dumps(json_of(plan, start)))
     else:
@@ -46,11 +54,13 @@ def print_plan(options: argparse.Namespace, arguments: Sequence[str]) -> int:
 def _check(options: argparse.Namespace) -> None:
     """Raise ConfigError for options that do not go together."""
     if options.job is None and not options.calibrate:
-        raise ConfigError("plan: no job was given; expected a script or a model.toml, or --calibrate")
+        raise ConfigError("plan: no job was given; expected a training script or a description in TOML, or --calibrate")
     if options.job is not None and options.machines is None:
         raise ConfigError("plan: --machines is missing; expected a price list, such as examples/planning/machines.toml")
     if options.job is None and options.coefficients is None:
-        raise ConfigError("plan: --calibrate without a job; expected --coefficients FILE, where to write what it finds")
+        raise ConfigError(
+            "plan: --calibrate without a job needs --coefficients FILE, the file to write the coefficients to"
+        )
     check_integer("plan", "steps", options.steps, 1, 1_000_000)
 
 
@@ -70,8 +80,10 @@ def _workload(options: argparse.Namespace, arguments: Sequence[str]) -> Workload
         changes.append(f"training.samples_per_second={options.samples_per_second!r}")
     if options.job.suffix == ".toml":
         if arguments:
-            raise ConfigError(f"plan: arguments after -- are for a script, and {options.job} is none: remove them")
-        return read_model(options.job, changes)
+            raise ConfigError(
+                f"plan: arguments after -- are for a script, and {options.job} is a description: remove them"
+            )
+        return read_description(options.job, changes)
     from satrap.planning.job_script import assumptions_of, observe_script
 
     content = observe_script(options.job, arguments, options.steps)

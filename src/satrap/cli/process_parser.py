@@ -23,9 +23,9 @@ def add_server(commands: Commands) -> None:
         "--on-stop",
         choices=("keep", "move"),
         default="keep",
-        help="what SIGTERM does to the rows. keep: those of --shared stay there, for the next server with that file. "
-        "move: the buckets move to the other servers first, while training continues; with --keys, this needs "
-        "client.key in the same directory (default: %(default)s)",
+        help="what happens to the rows at SIGTERM. keep: rows stay in the file of --shared, for the next server with "
+        "this file. move: the server first moves its rows to the other servers, while training continues; with --keys, "
+        "this needs client.key in the same folder (default: %(default)s)",
     )
     server.add_argument(
         "--grace",
@@ -50,7 +50,7 @@ def add_worker(commands: Commands) -> None:
         "address and runs until SIGTERM or Ctrl-C. ('satrap run' starts workers by itself.)",
     )
     _add_listen(
-        worker, "path of server.key, with client.key in the same directory; required for tcp:// without --insecure"
+        worker, "path of server.key, with client.key in the same folder; required for tcp:// without --insecure"
     )
     add_http(worker, "")
     _add_allowed(worker, "--data", "read training data")
@@ -65,7 +65,8 @@ def add_trainer(commands: Commands) -> None:
         help="run a training script on servers that were started by hand",
         usage="satrap trainer SCRIPT --servers ADDRESS [ADDRESS ...] [options] [-- ARGUMENTS]",
         description="Run a training script in this process, as one trainer on servers that were started by hand. The "
-        "script is the one of 'satrap run', unchanged. torchrun starts several trainers. ('satrap run' starts trainers "
+        "script is the same as for 'satrap run'. For several trainers, start this command with torchrun. ('satrap "
+        "run' starts trainers "
         "by itself.)",
         epilog="Example: torchrun --nproc-per-node 8 -m satrap trainer train.py --servers tcp://10.0.0.5:5555 -- "
         "--epochs 3",
@@ -92,7 +93,7 @@ def add_trainer(commands: Commands) -> None:
         "--clear",
         action="store_true",
         help="if the script resumes no checkpoint, remove the rows that the servers have from an earlier start "
-        "(default: that is refused)",
+        "(default: refuse to train on such rows)",
     )
     add_http(trainer, "; each further trainer of a machine takes the next port")
     add_log_format(trainer)
@@ -105,14 +106,14 @@ def _add_listen(command: argparse.ArgumentParser, keys: str) -> None:
         "--listen",
         required=True,
         metavar="ADDRESS",
-        help="address to listen at: ipc:///directory/name, a Unix socket in a directory of mode 0700, or "
-        "tcp://10.0.0.5:5555, where port 0 chooses a free one",
+        help="address to listen at: ipc:///folder/name, a Unix socket in a folder of mode 0700, or "
+        "tcp://10.0.0.5:5555; port 0 chooses a free port",
     )
     command.add_argument(
         "--advertise",
         metavar="ADDRESS",
-        help="address that other processes should use, if it is not the one to listen at: a name that outlives the "
-        "machine or pod, such as tcp://server-0.jobs:5555; port 0 is that of --listen (default: where it listens)",
+        help="address for other processes, if it differs from --listen: a name that stays the same when the machine or "
+        "pod is replaced, such as tcp://server-0.jobs:5555; port 0 stands for the port of --listen (default: --listen)",
     )
     command.add_argument("--keys", metavar="FILE", help=keys)
     command.add_argument(
@@ -129,7 +130,7 @@ def _add_allowed(command: argparse.ArgumentParser, option: str, verb: str) -> No
         action="append",
         default=[],
         metavar="DIR|URL",
-        help=f"{verb} below this directory or URL; may be repeated (default: nowhere)",
+        help=f"{verb} below this folder or URL; may be repeated (default: nowhere)",
     )
 
 

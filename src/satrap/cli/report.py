@@ -12,9 +12,9 @@ from satrap.launch.run_state import is_live
 
 
 def write_report(folder: Path, output: Path | None) -> str:
-    """Write the page about the run in this directory, and return what to print."""
+    """Write the page about the run in this folder, and return what to print."""
     if not folder.is_dir():
-        raise ConfigError(f"there is no directory {str(folder)!r}; expected the directory of a run")
+        raise ConfigError(f"there is no folder {str(folder)!r}; expected the folder of a run")
     run = read_run(folder, is_live(folder) if (folder / "run.json").is_file() else None)
     content = page(run, time.time()).encode()
     path = folder / "report.html" if output is None else output

@@ -1,8 +1,8 @@
 """`satrap status`: reads what a live run does, and prints it once or continuously.
 
-    status.json of the run's directory ──> addresses ──> call `status` of servers and workers ──> status_table
+    status.json of the run's folder ──> addresses ──> call `status` of servers and workers ──> status_table
 
-The call takes no lock and starts no attempt, so no process waits for it. Without a run's directory, the address of one
+The call takes no lock and starts no attempt, so no process waits for it. Without a run's folder, the address of one
 server is enough: it knows the others.
 """
 
@@ -36,7 +36,7 @@ class RunReader:
     """Reads the status of one run, repeatedly. A context manager."""
 
     def __init__(self, folder: Path | None, servers: Sequence[str] = (), keys: Keys | None = None) -> None:
-        """folder: the directory of a live run. servers: or the addresses of one or more servers."""
+        """folder: the folder of a live run. servers: or the addresses of one or more servers."""
         if folder is None:
             check_addresses(servers)
         if folder is not None and keys is None and (folder / CLIENT_KEY).exists():
@@ -112,7 +112,7 @@ def _read_run(folder: Path) -> dict[str, Any]:
 
 def _last_checkpoint(answers: Mapping[str, Mapping[str, Any]]) -> dict[str, Any] | None:
     """Return the last save that the servers completed, and whether its checkpoint was published, which only a local
-    directory can tell."""
+    folder can tell."""
     servers = [each for each in answers.values() if "snapshots" in each and each["snapshots"]["save"]["completed"]]
     if not servers:
         return None

@@ -16,7 +16,7 @@ _HEADER = ("PROCESS", "PLACE", "STATE", "ROWS", "MEMORY", "ROWS/S", "STALENESS",
 def summarize(now: Mapping[str, Any], before: Mapping[str, Any] | None) -> dict[str, Any]:
     """Return the summary of a reading. before: an earlier one, for the numbers per second; without it they are None.
 
-    A reading has `at` (Unix time), `clock` (monotonic seconds), `run` (status.json, or None without a run's directory),
+    A reading has `at` (Unix time), `clock` (monotonic seconds), `run` (status.json, or None without a run's folder),
     and `answers`: for each address of a server or worker what it answered to `status`, or {"error": why there is none}.
     """
     run, answers = now["run"], now["answers"]

@@ -21,7 +21,7 @@ def put_on_disk(path: Path) -> None:
 
 
 def write_file(path: Path, data: bytes, mode: int = 0o666) -> None:
-    """Create a file and flushes it to disk; its folder is not flushed. FileExistsError if there is one."""
+    """Create a file and flush it to disk; its folder is not flushed. FileExistsError if there is one."""
     with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as file:
         file.write(data)
         file.flush()

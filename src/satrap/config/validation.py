@@ -92,7 +92,7 @@ def suggest(name: object, known: list[str]) -> str:
 
 
 def check_numbers(config: Config, **lowest: float) -> None:
-    """Check that each named field is a finite float32 number of at least its minimum; stores it as a float."""
+    """Check that each named field is a finite float32 number of at least its minimum; store it as a float."""
     for name, low in lowest.items():
         set_field(config, name, check_number(type(config).__name__, name, getattr(config, name), low))
 

@@ -29,8 +29,8 @@ class Criteo(CSV):
     label: str | LabelColumn | Sequence[str | LabelColumn] | None = "label"
     """The label; None: lines have no label and begin with I1, as in Criteo's test file."""
     missing_id: int | None = _HASH_OF_EMPTY
-    """The id that replaces a missing category: the hash of the empty string, which is a separate category, so that every
-    sample has one id of each feature. None: an empty bag."""
+    """The id that replaces a missing category: the hash of the empty string, which is a separate category, so that
+    every sample has one id of each feature. None: an empty bag."""
     columns: Sequence[str] | None = None
     """Fixed by the format; do not set it."""
     delimiter: str = "\t"

@@ -1,7 +1,8 @@
 """Delimited text files as sources: CSV, TSV and similar, plain or compressed, parsed by the core.
 
-This module knows what the fields of a row mean; `delimited_file` finds the rows. Text has no types: the strings of an id
-column are hashed unless it is declared otherwise. An empty field, or one of the strings in `missing`, is a missing value.
+This module knows what the fields of a row mean; `delimited_file` finds the rows. Text has no types: the strings of an
+id column are hashed unless it is declared otherwise. An empty field, or one of the strings in `missing`, is a missing
+value.
 """
 
 from collections.abc import Iterator, Mapping, Sequence

@@ -114,7 +114,9 @@ def as_inputs(features: Iterable[str], ids: object) -> Inputs:
     batch_size = len(lengths[0])
     for name, each in zip(names, lengths, strict=True):
         if len(each) != batch_size:
-            raise InputError(f"a batch has {batch_size} samples of {names[0]!r} and {len(each)} of {name!r}")
+            raise InputError(
+                f"a batch has {batch_size} samples of {names[0]!r} and {len(each)} of {name!r}; expected one number"
+            )
     offsets = np.concatenate([[0], np.cumsum(np.concatenate(lengths))]).astype(np.int64)
     return Inputs(names=names, values=np.concatenate(values), offsets=offsets, batch_size=batch_size)
 

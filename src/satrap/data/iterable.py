@@ -52,8 +52,8 @@ class IterableSource(Source):
     offsets: bool = False
     """Whether the data can resume by itself: `items` is a function of an offset (None at the start) that returns pairs
     (item, offset after it). A checkpoint saves the offset before the first item that was not trained on completely,
-    and the function is called with it when the run resumes. An offset has plain JSON types: a number, a string, a dict by
-    partition."""
+    and the function is called with it when the run resumes. An offset has plain JSON types: a number, a string, a dict
+    by partition."""
     batch_size: int | None = None
     """The number of samples in a batch, whatever the items hold. None: each item is a batch."""
     _optional: ClassVar[tuple[str, ...]] = (*Source._optional, "batch_size")
@@ -180,8 +180,8 @@ def _unpack_pair(number: int, item: Any) -> tuple[Any, Any]:
         text = "null"
     if text == "null":
         raise SourceError(
-            f"item {number}: its offset is {describe(item[1])}; expected plain JSON types: a number, a string, a list or "
-            "a dict of those"
+            f"item {number}: its offset is {describe(item[1])}; expected plain JSON types: a number, a string, a list "
+            "or a dict of those"
         )
     return item[0], item[1]
 

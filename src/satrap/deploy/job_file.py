@@ -59,7 +59,7 @@ class Storage(Serializable):
         for name in ("checkpoints", "data"):
             paths: Any = getattr(self, name)
             if not isinstance(paths, list | tuple) or not all(isinstance(each, str) and each for each in paths):
-                raise ConfigError(f"storage: {name} is {describe(paths)}; expected a list of directories and URLs")
+                raise ConfigError(f"storage: {name} is {describe(paths)}; expected a list of folders and URLs")
             set_field(self, name, tuple(paths))
             for path in paths:
                 self._require_reachable(name, path)
@@ -71,12 +71,12 @@ class Storage(Serializable):
             return
         if self.volume is None:
             raise ConfigError(
-                f"storage: {name} has {path!r}, a directory of one pod; expected a URL, or a directory below "
+                f"storage: {name} has {path!r}, a folder of one pod; expected a URL, or a folder below "
                 f"{VOLUME_PATH} together with volume"
             )
         if not f"{path}/".startswith(f"{VOLUME_PATH}/") or ".." in path.split("/"):
             raise ConfigError(
-                f"storage: {name} has {path!r}; expected a URL, or a directory below {VOLUME_PATH}, where the volume is"
+                f"storage: {name} has {path!r}; expected a URL, or a folder below {VOLUME_PATH}, where the volume is"
             )
 
 

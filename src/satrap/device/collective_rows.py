@@ -201,7 +201,7 @@ class CollectiveRows(ShardedRows):
 
     def drop(self, ticket: CollectiveTicket) -> None:  # type: ignore[override]
         if ticket.used:
-            raise TicketError("drop of a batch: this ticket was used already")
+            raise TicketError("drop of a batch: this ticket was used already; a batch is updated or dropped once")
         ticket.used = True
         if not ticket.split.used:
             self.split.drop(ticket.split)

@@ -119,11 +119,11 @@ class RunRecords:
 
 
 def read_run(folder: Path, is_live: bool | None = None) -> RunRecords:
-    """Read the records of a run; ConfigError if the directory is not that of a run."""
+    """Read the records of a run; ConfigError if the folder is not that of a run."""
     records = folder / FOLDER
     if not records.is_dir() and not (folder / "run.json").is_file():
         raise ConfigError(
-            f"there is no record of a run in {str(folder)!r}; expected the --folder of satrap run, or the directory "
+            f"there is no record of a run in {str(folder)!r}; expected the --folder of satrap run, or the folder "
             "that a script gives to satrap.Progress(record=...)"
         )
     found = RunRecords(name=folder.resolve().name, is_live=is_live)

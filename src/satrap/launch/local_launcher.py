@@ -1,6 +1,6 @@
 """The launcher of one machine: the processes of a run are children of the supervisor's process.
 
-They communicate over Unix sockets, in a directory of the run that no other user may enter.
+They communicate over Unix sockets, in a folder of the run that no other user may enter.
 """
 
 import logging
@@ -26,10 +26,10 @@ class LocalLauncher:
     """Implements `satrap.launch.run_loop.Launcher`."""
 
     def __init__(self, folder: Path, logs: RunLogs, memory: Path) -> None:
-        """memory: directory in shared memory for the servers' rows."""
+        """memory: the folder in shared memory for the servers' rows."""
         if not os.access(memory, os.W_OK | os.X_OK):
             raise ConfigError(
-                f"memory is {os.fspath(memory)!r}; expected a directory that can be written to, for the servers' rows"
+                f"memory is {os.fspath(memory)!r}; expected a folder that can be written to, for the servers' rows"
             )
         self._folder, self._logs, self._memory = folder, logs, memory
         self._children = ChildProcesses()
@@ -66,7 +66,7 @@ class LocalLauncher:
 
 
 def _socket_folder(name: str) -> Path:
-    """Return the directory of the run's sockets. The run's own directory may have too long a path for them."""
+    """Return the folder of the run's sockets. The run's own folder may have too long a path for them."""
     folders = [Path(parent) / f"satrap-{name}" for parent in (tempfile.gettempdir(), "/tmp")]
     fitting = [folder for folder in folders if len(os.fsencode(folder)) + _MAX_NAME_BYTES <= MAX_PATH_BYTES]
     return (fitting or folders)[0]

@@ -40,8 +40,8 @@ class Script:
             raise ConfigError(f"run: there is no script {os.fspath(self.path)!r}; expected the path of a Python file")
 
     def named_paths(self) -> list[str]:
-        """Return the directories, files and URLs that the command line names: the script's directory and every
-        argument that may be a path, including "--path=A,B" and globs, except the root directory."""
+        """Return the folders, files and URLs that the command line names: the script's folder and every
+        argument that may be a path, including "--path=A,B" and globs, except the root folder."""
         words = [word.partition("=")[2] if word.startswith("-") else word for word in self.arguments]
         pieces = [without_glob(piece) for word in words for piece in (word, *word.split(",")) if piece]
         paths = [piece if is_url(piece) else os.path.abspath(os.path.expanduser(piece)) for piece in pieces]
@@ -58,7 +58,7 @@ class LaunchSite:
     """Shared-memory file of a server."""
     script: Path
     is_copy: bool = False
-    """Whether the script's directory is a copy that was made for the run."""
+    """Whether the script's folder is a copy that was made for the run."""
     keys: Path | None = None
     """Key file: the server's, with the client's beside it for a worker; for a trainer the client's."""
     rendezvous: str | None = None

@@ -6,21 +6,21 @@ node's copy. The run cannot name another one then, so the script must be in that
 
 from pathlib import Path
 
-_COPIES = "working_dir_files"  # the directory of all copies on a node
+_COPIES = "working_dir_files"  # the folder of all copies on a node
 
 
 def job_directory(folder: Path) -> Path:
     """Return this node's copy of the job's working directory.
 
-    folder: this process's directory, which is the copy or below it."""
+    folder: this process's working directory, which is the copy or below it."""
     return next((each for each in (folder, *folder.parents) if each.parent.name == _COPIES), folder)
 
 
 def script_path(script: Path, directory: Path | None) -> Path:
-    """Return the path of the script for a process that starts in a copy of its directory: relative to the copy, or
+    """Return the path of the script for a process that starts in a copy of its folder: relative to the copy, or
     absolute for a script outside the job's working directory.
 
-    directory: the job's working directory; None: the script's own directory is copied."""
+    folder: the job's working directory; None: the script's own folder is copied."""
     if directory is None:
         return Path(script.name)
     absolute = script.absolute()

@@ -72,11 +72,11 @@ class _ProcessActor:
     def start(
         self, spec: ProcessSpec, script: Path, memory: Path, keys: dict[str, bytes], rendezvous: str | None
     ) -> list[Report]:
-        """script: its path, relative to the directory that Ray has copied, where this actor starts."""
+        """script: its path, relative to the folder that Ray has copied, where this actor starts."""
         if not os.access(memory, os.W_OK | os.X_OK):
             raise ConfigError(
                 f"memory is {os.fspath(memory)!r}, which cannot be written to on node {self._host}; choose another "
-                "directory with --memory"
+                "folder with --memory"
             )
         if not (here := Path.cwd() / script).is_file():
             raise ConfigError(
@@ -172,7 +172,7 @@ class RayLauncher:
     """Implements `satrap.launch.run_loop.Launcher`."""
 
     def __init__(self, run_config: RunConfig, ray_config: RayConfig, logs: RunLogs, script: Path) -> None:
-        """script: its path, relative to the directory that Ray has copied."""
+        """script: its path, relative to the folder that Ray has copied."""
         self._run_config, self._ray_config, self._logs, self._script = run_config, ray_config, logs, script
         self._resources = ray_config.resources
         self._groups: dict[Role, PlacementGroup] = {}
@@ -333,7 +333,7 @@ class RayLauncher:
         self._records[ref] = _ActorRecord(spec, actor, waiting_since)
 
     def _collect(self, ref: Any) -> list[Report]:
-        """Return the reports of an actor and requests the next ones."""
+        """Return the reports of an actor and request the next ones."""
         record = self._records.pop(ref)
         try:
             reports: list[Report] = ray.get(ref)
@@ -443,7 +443,7 @@ def _connect(options: dict[str, Any]) -> tuple[Any, bool]:
     try:
         try:
             return ray.init(**options), False
-        except ValueError:  # such a job permits no other directory
+        except ValueError:  # such a job permits no other folder
             if ray.is_initialized():
                 raise
             context = ray.init(**{name: value for name, value in options.items() if name != "runtime_env"})

@@ -91,7 +91,7 @@ class RayConfig:
     address: str | None
     """Address of the head node, or "auto"; None: a private Ray on this machine."""
     memory: Path
-    """Directory in shared memory on every node, for the servers' rows."""
+    """Folder in shared memory on every node, for the servers' rows."""
     placement_seconds: float
     """Time for Ray to find a node for a process."""
     resources: RunResources

@@ -26,7 +26,7 @@ def rows_file(memory: Path, run: str, server: str) -> tuple[Path, str | None]:
             )
             return paths[index], warning if index else None
     raise ConfigError(
-        f"{paths[0]} and {_MAX_NAMES - 1} alternatives belong to other users; choose another directory with --memory"
+        f"{paths[0]} and {_MAX_NAMES - 1} alternatives belong to other users; choose another folder with --memory"
     )
 
 

@@ -58,8 +58,8 @@ class Launcher(Protocol):
 
 @contextmanager
 def lock_run_folder(folder: Path) -> Iterator[None]:
-    """Create the run's directory and locks it for this process."""
-    where = f"directory {os.fspath(folder)!r}"
+    """Create the run's folder and lock it for this process."""
+    where = f"folder {os.fspath(folder)!r}"
     with ExitStack() as stack:
         try:
             folder.mkdir(parents=True, exist_ok=True)

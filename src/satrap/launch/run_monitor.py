@@ -1,7 +1,7 @@
 """What a run is doing, for `satrap status` and `--http`: its processes, restarts, faults and migration; and what it
 did, for `satrap report`.
 
-    run_loop ──events, commands──> RunMonitor ──> status.json and records/run.jsonl in the run's directory,
+    run_loop ──events, commands──> RunMonitor ──> status.json and records/run.jsonl in the run's folder,
                                                   samples, targets
 
 It observes the supervisor and decides nothing. status.json is for readers beside the run: it is replaced whole, is not
@@ -54,7 +54,7 @@ class RunMonitor:
         client_key: bytes | None = None,
         settings: Mapping[str, Any] | None = None,
     ) -> None:
-        """folder: the run's directory. places, metrics: where each process runs, and the URL of its metrics, as
+        """folder: the run's folder. places, metrics: where each process runs, and the URL of its metrics, as
         `satrap.launch.logs.RunLogs` learns them. client_key: content of the key file with which to call the run's
         servers, which only this user may read while the run lives; None: they have no keys.
         settings: the run's, for its record."""

@@ -22,7 +22,7 @@ class RunState(Serializable):
     name: str
     """Name of the run, in the names of its files in shared memory."""
     launch: int = 0
-    """Number of launches so far, including those of earlier runs in the same directory."""
+    """Number of launches so far, including those of earlier runs in the same folder."""
     first_launch: int = 1
     """The first launch of this run."""
     servers: tuple[str, ...] = ()
@@ -44,7 +44,7 @@ class RunState(Serializable):
         except OSError as error:
             raise ConfigError(
                 f"{path} cannot be written ({error.strerror}), and no launch can start without it; free some disk "
-                "space, or choose another directory with --folder"
+                "space, or choose another folder with --folder"
             ) from error
 
     @classmethod
@@ -56,12 +56,12 @@ class RunState(Serializable):
             return None
         except (ValueError, TypeError, ConfigError) as error:
             raise ConfigError(
-                f"{path} is not the state of a run ({error}); remove it, or choose another directory with --folder"
+                f"{path} is not the state of a run ({error}); remove it, or choose another folder with --folder"
             ) from error
 
 
 def is_live(folder: Path) -> bool:
-    """Return whether a run uses the directory. ConfigError if none ever did."""
+    """Return whether a run uses the folder. ConfigError if none ever did."""
     if not (folder / "run.json").exists():
         raise ConfigError(f"there is no run in {str(folder)!r}; expected the --folder of a live run")
     with opened(folder) as file:  # a live run holds the lock of `satrap.launch.run_loop.lock_run_folder`

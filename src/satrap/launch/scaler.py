@@ -1,6 +1,6 @@
 """Changes the number of servers of a run while it trains: collects requests and migrates buckets.
 
-Requests come from the user (`satrap scale` writes the number to a file in the run's directory) and, within limits, from
+Requests come from the user (`satrap scale` writes the number to a file in the run's folder) and, within limits, from
 the load that the servers report (`satrap.sharding.autoscaler`). Servers may take long to answer, so threads do all of
 this, and its results are events.
 """
@@ -37,7 +37,7 @@ class Scaler:
         limits: ScaleLimits | None = None,
         server_bytes: float | None = None,
     ) -> None:
-        """folder: the run's directory. limits: of the autoscaler; None: no autoscaling. server_bytes: memory for rows
+        """folder: the run's folder. limits: of the autoscaler; None: no autoscaling. server_bytes: memory for rows
         in each server."""
         self._folder, self._keys, self._limits, self._server_bytes = folder, keys, limits, server_bytes
         self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
@@ -121,7 +121,7 @@ class Scaler:
 
 
 def request_servers(folder: Path, servers: int) -> None:
-    """Request this number of servers from the live run in the directory."""
+    """Request this number of servers from the live run in the folder."""
     if not is_live(folder):
         raise ConfigError(
             f"the run in {str(folder)!r} has ended; start it again with --servers {servers}, or give the --folder of a "
@@ -134,5 +134,5 @@ def request_servers(folder: Path, servers: int) -> None:
     except OSError as error:
         new.unlink(missing_ok=True)
         raise ConfigError(
-            f"directory {str(folder)!r} cannot be written ({error.strerror}); the request was not sent"
+            f"folder {str(folder)!r} cannot be written ({error.strerror}); the request was not sent"
         ) from error

@@ -77,7 +77,7 @@ class Progress:
         sinks: None: a Screen on standard error.
         every_seconds: interval of reports; None: the shortest that a sink requests, or else 10; a bar requests 1.
         window: number of recent samples for AUC and normalised entropy.
-        record: local directory in which this trainer records the run for `satrap report`, below `records/`; None: under
+        record: local folder in which this trainer records the run for `satrap report`, below `records/`; None: under
             `satrap run` that of the run, elsewhere no record.
         settings: settings of your own that the report shows beside those of the embeddings, such as `vars(args)`.
         """

@@ -116,12 +116,12 @@ def open_record(folder: str | os.PathLike[str] | None, rank: int) -> RecordFile 
         return None if pipe is None else RecordFile(os.dup(pipe), "the record of this trainer")
     path = os.fspath(folder)
     if not path or "://" in path:
-        raise ConfigError(f"Progress: record is {path!r}; expected the path of a local directory")
+        raise ConfigError(f"Progress: record is {path!r}; expected the path of a local folder")
     try:
         return RecordFile.open(Path(path) / FOLDER / f"trainer-{rank}.jsonl")
     except OSError as error:
         raise ConfigError(
-            f"Progress: record is {path!r}, which cannot be written to ({error.strerror}); choose another directory"
+            f"Progress: record is {path!r}, which cannot be written to ({error.strerror}); choose another folder"
         ) from error
 
 

@@ -41,7 +41,7 @@ class Bound:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Link:
-    """Traffic of one machine of a pool in each direction, at the wanted rate."""
+    """Traffic of one machine of a pool in each direction, at the requested rate."""
 
     pool: Pool
     out_bytes: float

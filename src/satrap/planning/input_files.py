@@ -1,6 +1,7 @@
-"""Reads model.toml, machines.toml and a file of coefficients. Every error names the file and the key.
+"""Reads the description of a job, the list of machines and a file of coefficients. Every error names the file and the
+key.
 
-`--set KEY=VALUE` changes a key of model.toml before it is checked: "training.staleness=4", "tables.item.rows=1e9".
+`--set KEY=VALUE` changes a key of the description before it is checked: "training.staleness=4", "tables.item.rows=1e9".
 """
 
 import json
@@ -26,8 +27,8 @@ def read_prices(path: Path) -> PriceList:
     return _checked(path, lambda: PriceList.from_dict(_toml(path)))
 
 
-def read_model(path: Path, changes: Sequence[str] = ()) -> Workload:
-    """Read model.toml. changes: those of `--set`."""
+def read_description(path: Path, changes: Sequence[str] = ()) -> Workload:
+    """Read the description of a job. changes: those of `--set`."""
     return _checked(path, lambda: workload_of(str(path), _toml(path), changes))
 
 
@@ -54,7 +55,7 @@ def write_coefficients(path: Path, costs: Coefficients) -> None:
 def workload_of(
     name: str, data: Mapping[str, Any], changes: Sequence[str] = (), assumptions: Sequence[str] = ()
 ) -> Workload:
-    """Return the job that the content of a model.toml describes."""
+    """Return the job that the content of a description describes."""
     given = dict(data)
     for key in given:
         if key not in _KEYS:

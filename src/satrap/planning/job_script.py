@@ -1,8 +1,8 @@
 """Reads a job from its training script: a child process runs the script, alone, and ends before step N + 1.
 
 The child runs what the script does before that step: it reads data, creates tables in its memory, and resumes a
-checkpoint if the script does so. What a few steps cannot show is given on the command line or assumed: the wanted rate,
-and the rows at the end of training of tables without a capacity.
+checkpoint if the script does so. What a few steps cannot show is given on the command line or assumed: the requested
+rate, and the rows at the end of training of tables without a capacity.
 """
 
 import json
@@ -22,9 +22,11 @@ _BACKWARD = 3.0
 
 
 def observe_script(script: Path, arguments: Sequence[str], num_steps: int) -> dict[str, Any]:
-    """Return the job of a script in the form of a model.toml, found by running so many of its steps."""
+    """Return the job of a script in the form of a description, found by running so many of its steps."""
     if not script.is_file():
-        raise ConfigError(f"there is no file {str(script)!r}; expected a training script, or a model.toml")
+        raise ConfigError(
+            f"there is no file {str(script)!r}; expected a training script, or a description of the job in TOML"
+        )
     with tempfile.TemporaryDirectory(prefix="satrap-plan-") as folder:
         found = Path(folder) / "model.json"
         command = [sys.executable, "-m", "satrap.planning.job_script", str(found), str(num_steps), str(script)]
@@ -35,7 +37,9 @@ def observe_script(script: Path, arguments: Sequence[str], num_steps: int) -> di
             )
         except subprocess.TimeoutExpired:
             raise ConfigError(
-                f"{script}: no {num_steps} steps within {_SECONDS:.0f} s; write a model.toml, or use --steps with less"
+                f"{script} took more than {_SECONDS:.0f} s for {num_steps} steps; reduce --steps, or describe the "
+                "job in "
+                "TOML"
             ) from None
         if not found.exists():
             last = "\n".join(run.stdout.splitlines()[-8:])
@@ -48,7 +52,7 @@ def observe_script(script: Path, arguments: Sequence[str], num_steps: int) -> di
 
 
 def model_of(steps: Any) -> dict[str, Any]:
-    """Return observed steps (`satrap.train.step_observer.ObservedSteps`) in the form of a model.toml."""
+    """Return observed steps (`satrap.train.step_observer.ObservedSteps`) in the form of a description."""
     samples = steps.samples
     tables = []
     for table in steps.features.tables:

@@ -1,4 +1,4 @@
-"""Finds the cheapest layout that reaches the wanted rate, or the fastest that fits and what stands in its way. Pure.
+"""Finds the cheapest layout that reaches the requested rate, or the fastest that fits and what stands in its way. Pure.
 
 For each way to place the roles, and each machine type for them, machines are added where the tightest bound is, from
 the fewest that hold the rows; then those that turn out not to be needed are removed again. The cheapest result wins.
@@ -33,7 +33,7 @@ class Plan:
 
     @property
     def meets(self) -> bool:
-        """Whether the layout reaches the wanted rate."""
+        """Whether the layout reaches the requested rate."""
         return self.estimate.samples_per_second >= self.workload.training.samples_per_second
 
     @property
@@ -42,13 +42,13 @@ class Plan:
 
     @property
     def price_per_billion(self) -> float:
-        """Price of a billion samples at the wanted rate, or at the rate of the plan if that is lower."""
+        """Price of a billion samples at the requested rate, or at the rate of the plan if that is lower."""
         rate = min(self.estimate.samples_per_second, self.workload.training.samples_per_second)
         return self.price_per_hour / 3600 / rate * 1e9
 
 
 def make_plan(workload: Workload, prices: PriceList, costs: Coefficients) -> Plan:
-    """Return the cheapest plan that reaches the wanted rate; if none does, the fastest that fits; ConfigError if no
+    """Return the cheapest plan that reaches the requested rate; if none does, the fastest that fits; ConfigError if no
     machines hold the rows."""
     found: list[Estimate] = []
     reasons: list[str] = []

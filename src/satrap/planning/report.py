@@ -19,7 +19,7 @@ def lines_of(plan: Plan, start: Start) -> Iterator[str]:
     """Yield the plan as text."""
     workload, found = plan.workload, plan.estimate
     wanted = workload.training.samples_per_second
-    yield f"plan for {workload.name}: {amount(wanted)} samples/s wanted"
+    yield f"plan for {workload.name}: {amount(wanted)} samples/s requested"
     yield f"costs    {plan.costs.source}"
     yield ""
     yield from _machines(plan)
@@ -66,7 +66,7 @@ def _machines(plan: Plan) -> Iterator[str]:
 
 
 def _cores_used(plan: Plan, pool: Pool) -> dict[str, float]:
-    """Return the cores of one machine that each role uses at the wanted rate, or at the rate of the plan if lower."""
+    """Return the cores of one machine that each role uses at the requested rate, or at the plan's if lower."""
     training = plan.workload.training
     batches = min(training.samples_per_second, plan.estimate.samples_per_second) / training.batch_size
     seconds = core_seconds(plan.estimate.layout, pool, plan.estimate.demand, plan.costs)
@@ -106,7 +106,7 @@ def _tables(plan: Plan) -> Iterator[str]:
 
 def _bounds(plan: Plan) -> Iterator[str]:
     wanted = plan.workload.training.samples_per_second
-    rows = [["resource", "permits samples/s", "in use at the wanted rate"]]
+    rows = [["resource", "permits samples/s", "in use at the requested rate"]]
     for each in plan.estimate.bounds[:_SHOWN_BOUNDS]:
         rows.append(
             [each.name, amount(each.samples_per_second), f"{wanted / each.samples_per_second:.0%} of its limit"]
@@ -124,8 +124,8 @@ def _bounds(plan: Plan) -> Iterator[str]:
 def _distance(bound: Bound, wanted: float) -> str:
     ratio = bound.samples_per_second / wanted
     if ratio >= 1:
-        return f"it permits {ratio:.2f} times the wanted rate"
-    return f"it permits {ratio:.0%} of the wanted rate"
+        return f"it permits {ratio:.2f} times the requested rate"
+    return f"it permits {ratio:.0%} of the requested rate"
 
 
 def _rates(plan: Plan) -> Iterator[str]:
@@ -218,7 +218,7 @@ def json_of(plan: Plan, start: Start) -> dict[str, Any]:
     return {
         "workload": workload.name,
         "meets": plan.meets,
-        "wanted_samples_per_second": workload.training.samples_per_second,
+        "requested_samples_per_second": workload.training.samples_per_second,
         "samples_per_second": found.samples_per_second,
         "price_per_hour": plan.price_per_hour,
         "price_per_billion_samples": plan.price_per_billion,

@@ -1,4 +1,4 @@
-"""What a job asks for: its tables, the ids of a sample, the dense network and the wanted rate. Pure.
+"""What a job asks for: its tables, the ids of a sample, the dense network and the requested rate. Pure.
 
 `satrap.planning.model_file` reads it from a file, `satrap.planning.job_script` from a script.
 """
@@ -75,7 +75,7 @@ class TableLoad:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Training(Serializable):
-    """The keys of [training] in model.toml: the dense network, how it is trained, and how fast."""
+    """The keys of [training] in a description: the dense network, how it is trained, and how fast."""
 
     samples_per_second: float
     """Wanted samples a second, of all trainers together."""
@@ -155,13 +155,13 @@ class Workload:
         return table, size
 
     def at(self, samples_per_second: float) -> Self:
-        """Return the same job with another wanted rate."""
+        """Return the same job with another requested rate."""
         return replace(self, training=replace(self.training, samples_per_second=samples_per_second))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TableKeys:
-    """The keys of one of [[tables]] in model.toml that are not those of `satrap.Table`."""
+    """The keys of one of [[tables]] in a description that are not those of `satrap.Table`."""
 
     rows: int
     vectors_per_sample: float

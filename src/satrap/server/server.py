@@ -317,7 +317,7 @@ class Server(SaveCalls, MigrationCalls, StatusCalls):
 
     def _require_all_tables(self, state: ServerState, folders: list[list[str]]) -> None:
         if len(folders) != len(state.tables):
-            raise InputError(f"found folders of {len(folders)} tables; expected of all {len(state.tables)}")
+            raise InputError(f"found folders of {len(folders)} tables; expected those of all {len(state.tables)}")
 
     def _create_tables(self, job: Job, shard_map: ShardMap, number: int) -> ServerState:
         if self._open_tables is not None:
@@ -380,7 +380,10 @@ class Server(SaveCalls, MigrationCalls, StatusCalls):
         elif must_agree and known.bucket_map != shard_map.bucket_map:
             differences.append(f"bucket map {shard_map.version}: different owners")
         if differences:
-            raise ConfigError(f"the server belongs to another job: {'; '.join(differences)}")
+            raise ConfigError(
+                f"the server belongs to another job: {'; '.join(differences)}; name the servers of this job, in order, "
+                "or restart this server without the rows of the other job"
+            )
         if known.version > shard_map.version:
             raise MovedError(
                 f"hello: found bucket map {shard_map.version}; expected the server's, {known.version}: take that map "

@@ -270,7 +270,9 @@ class _InFolder:
             try:
                 with directory.chain_of() as chain:
                     if not chain:
-                        raise CheckpointError(f"{path} contains neither a checkpoint nor a snapshot of a table")
+                        raise CheckpointError(
+                            f"{path} contains neither a checkpoint nor a snapshot of a table; expected one"
+                        )
                     self._fill(table_folders(chain))
                     require_rows(chain, {each: len(table) for each, table in self.tables.items()})
                     self.where = chain[-1].where

@@ -56,7 +56,7 @@ def _bucket(url: str, is_patient: bool) -> Any:
     try:
         return ObstoreStore(url, is_patient=is_patient)
     except OSError as error:
-        raise ConfigError(f"{url} cannot be opened: {error.strerror}") from error
+        raise ConfigError(f"{url} cannot be opened: {error.strerror}; expected e.g. s3://bucket/run") from error
 
 
 def _file_system(url: str) -> Any:
@@ -65,4 +65,6 @@ def _file_system(url: str) -> Any:
 
         return FsspecStore(url)
     except (ImportError, ValueError) as error:
-        raise ConfigError(f"{url} cannot be opened: {error}") from error
+        raise ConfigError(
+            f"{url} cannot be opened: {error}; correct the URL, or install what its scheme needs"
+        ) from error

@@ -223,5 +223,6 @@ def _read_shared_blob(path: str, blob: bytes) -> tuple[list[Table], int, dict[st
         ) from error
     raise SharedMemoryError(
         f"shared-memory file {path!r}: its configuration is of format {content['format']!r} version "
-        f"{content['format_version']!r}; this Satrap reads {_SHARED_FORMAT!r} version {_SHARED_FORMAT_VERSION}"
+        f"{content['format_version']!r}; this Satrap reads {_SHARED_FORMAT!r} version {_SHARED_FORMAT_VERSION}: "
+        "attach it with the Satrap that created it"
     )

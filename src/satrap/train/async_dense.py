@@ -203,7 +203,11 @@ class AsyncDense(DenseStrategy):
         wrong = np.flatnonzero(~np.isfinite(values).all(axis=1))
         if len(wrong):
             number = np.searchsorted(self._first, wrong[0], side="right") - 1
-            raise NonFiniteError(f"step {step}: the gradient of dense parameter {number} holds NaN or infinity")
+            raise NonFiniteError(
+                f"step {step}: the gradient of dense parameter {number} holds NaN or infinity, and was not sent: "
+                "clip the "
+                "gradients, or use a lower lr"
+            )
         lrs = [*self._servers.lrs[: -len(self.tables)], *gradients.lrs]
 
         def arguments(part: "OwnedIds") -> tuple[Any, ...]:

@@ -47,6 +47,7 @@ _INTERRUPTED = (
 _CLOSE_SECONDS = 10.0  # a reader that takes longer is reported, and ends with the process
 
 
+_CLOSED = "this stream was closed: start another one with embeddings.stream(...)"
 _TABLES = (Stage.UPDATE, Stage.LOOKUP)
 
 
@@ -110,7 +111,7 @@ class PrefetchPipeline(Generic[Item]):
                 if self._ended():
                     return None
                 if self._state.closed:
-                    raise StreamError("this stream was closed")
+                    raise StreamError(_CLOSED)
                 if self._state.ahead or self._blocked():
                     if self._state.waiting:
                         item = self._hand_ahead()
@@ -129,7 +130,7 @@ class PrefetchPipeline(Generic[Item]):
             while not is_there():
                 self._raise_error()
                 if self._state.closed:
-                    raise StreamError("this stream was closed")
+                    raise StreamError(_CLOSED)
                 if self._stuck():
                     return False
                 if self._threads or not self._do_one(held, is_needed=True):

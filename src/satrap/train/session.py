@@ -81,7 +81,7 @@ class TrainingSession:
     def open(self, dense: DenseStrategy) -> None:
         """Open the worker, of a job that also has the tables of the dense parameters."""
         if self._worker is not None:
-            raise ConfigError("dense='async': optimizer(...) was already called, and cannot be called again")
+            raise ConfigError("dense='async': optimizer(...) was already called; use the optimizer that it returned")
         self._worker = self._open_worker(dense.tables)
         if self._worker.servers is not None:
             dense.connect(self._worker.servers)

@@ -93,7 +93,7 @@ class ServerGroup:
         deadline: float = 60.0,
         retry_seconds: float = 2.0,
     ) -> None:
-        """Make a handshake with all servers; raises if one belongs to another job.
+        """Make a handshake with all servers; raise if one belongs to another job.
 
         addresses: of server 0, 1, ... If the servers know a newer shard map, its addresses replace these.
         keys: the client's, from `satrap keys`; without keys the servers must be on this machine.

@@ -177,7 +177,7 @@ class ShardedRows:
 
     def drop(self, ticket: ShardedTicket) -> None:
         if ticket.used:
-            raise TicketError("drop of a batch: this ticket was used already")
+            raise TicketError("drop of a batch: this ticket was used already; a batch is updated or dropped once")
         with Uninterrupted():
             if not ticket.split.used:
                 self.split.drop(ticket.split)

@@ -94,7 +94,7 @@ def open_file(folder: Folder, file: DataFile) -> Readable:
         opened = folder.open(file.name)
     if opened.size != file.bytes or opened.size == 0:
         raise SnapshotError(
-            f"{folder}/{file.name} has {opened.size} bytes; expected {file.bytes}: it is not as it was saved"
+            f"{folder}/{file.name} has {opened.size} bytes; expected {file.bytes}, as when it was saved: restore it"
         )
     return opened
 
@@ -106,7 +106,7 @@ def read_errors(folder: Folder, file: DataFile) -> Iterator[None]:
     try:
         yield
     except FileNotFoundError:
-        raise SnapshotError(f"{path} is missing; the manifest names it") from None
+        raise SnapshotError(f"{path} is missing, and the manifest names it: restore it") from None
     except OSError as error:
         raise SnapshotError(f"{path} cannot be read: {error.strerror}") from error
 

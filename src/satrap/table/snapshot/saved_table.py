@@ -85,10 +85,12 @@ class SavedTable(Serializable):
     def __post_init__(self) -> None:
         numbers = [self.rows, *(number for part in self.parts for number in (part.version, part.rows, part.crc32c))]
         if not self.parts or not all(type(number) is int and number >= 0 for number in numbers):
-            raise ConfigError(f"a table has {len(self.parts)} parts and the numbers {numbers}")
+            raise ConfigError(
+                f"a table has {len(self.parts)} parts and the numbers {numbers}; expected parts, and integers from 0"
+            )
         folders = [part.folder for part in self.parts]
         if folders not in ([""], [part_name(i, len(folders)) for i in range(len(folders))]):
-            raise ConfigError(f"a table has the parts {folders}")
+            raise ConfigError(f"a table has the parts {folders}; expected those of one save, in order")
 
 
 class FoundPart(NamedTuple):

@@ -290,7 +290,7 @@ class RemoteBatches(Iterator[RemoteInputs]):
 
     def drop(self, ticket: RemoteTicket) -> None:
         if ticket.used:
-            raise TicketError("drop of a batch: this ticket was used already")
+            raise TicketError("drop of a batch: this ticket was used already; a batch is updated or dropped once")
         with Uninterrupted():
             ticket.used = True
             self._settle(ticket.number)

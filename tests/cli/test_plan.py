@@ -49,7 +49,7 @@ def test_the_plan_of_a_script(tmp_path: Path, capsys: Capture) -> None:
     [
         (["--machines", MACHINES], "no job was given"),
         ([MODEL], "--machines is missing"),
-        (["--calibrate"], "--calibrate without a job; expected --coefficients FILE"),
+        (["--calibrate"], "--calibrate without a job needs --coefficients FILE"),
         ([MODEL, "--machines", MACHINES, "--steps", "0"], "steps is 0"),
         ([MODEL, "--machines", "none.toml"], "none.toml: cannot be read"),
         ([MODEL, "--machines", MACHINES, "--", "x"], "arguments after -- are for a script"),

@@ -141,5 +141,5 @@ def test_damage_that_is_found_without_the_verification_drops_no_row(cluster: Clu
 def test_folders_of_some_tables(cluster: Cluster) -> None:
     for name in ("verify", "restore"):
         cluster.worker.servers.attempt += name == "restore"
-        with pytest.raises(InputError, match="found folders of 2 tables; expected of all 1"):
+        with pytest.raises(InputError, match="found folders of 2 tables; expected those of all 1"):
             cluster.worker.servers.call_all(name, [[str(cluster.folder)]] * 2, [[0]] * 2, patient=True)

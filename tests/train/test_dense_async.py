@@ -360,7 +360,7 @@ def test_unsupported_parameters_are_refused() -> None:
 
 def test_changes_during_training_are_refused() -> None:
     with job_on_servers(kind=KINDS["Adam"]) as (embeddings, model, optimizer):
-        with pytest.raises(ConfigError, match="was already called, and cannot be called again"):
+        with pytest.raises(ConfigError, match="was already called; use the optimizer that it returned"):
             embeddings.optimizer(torch.optim.SGD(Net().parameters(), lr=0.1))
         with pytest.raises(ConfigError, match="add it before"):
             optimizer.add_param_group({"params": [torch.nn.Parameter(torch.zeros(1))]})

@@ -358,9 +358,7 @@ class Checkpoint:
                 try:
                     each.load_state_dict(state["objects"][name])
                 except (ValueError, RuntimeError, KeyError, TypeError, SatrapError) as error:
-                    raise CheckpointError(
-                        f"{where}: {name} cannot load its state: {error}; expected the same {name} as when it was saved"
-                    ) from error
+                    raise CheckpointError(f"{where}: {name} cannot load its state: {error}") from error
             yield
         except BaseException:
             for name, each in self._objects.items():

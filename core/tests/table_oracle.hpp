@@ -1,5 +1,5 @@
 // A model of one table with dim 1, SGD and a constant initial value, as simple as possible: the oracle of
-// test_table.cpp and test_frames.cpp. Maps instead of a bucket's memory, a search for the oldest at every eviction,
+// test_table.cpp and frame_calls.hpp. Maps instead of a bucket's memory, a search for the oldest at every eviction,
 // rows that expire gone at once instead of when a reader finds out.
 #pragma once
 

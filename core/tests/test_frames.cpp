@@ -1,73 +1,22 @@
 // Tables whose rows are on a device, which here is a vector: the oracle of test_table.cpp with several tables and
 // pools, and after each call the same rows, sightings and counters, and no frame of two rows. Then what such an engine
 // refuses.
-#include "frame_device.hpp"
-#include "shared_file.hpp"
-
 #include <array>
-#include <map>
+#include <limits>
+
+#include "frame_calls.hpp"
+#include "shared_file.hpp"
 
 using namespace satrap;
 using testing::Device, testing::Found, testing::Ids, testing::IdsOfTables, testing::kMost, testing::Line,
-    testing::on_device, testing::Oracle, testing::Random;
+    testing::on_device, testing::Random;
 
 namespace {
 
 CASE(live_as_the_oracle_says, testing::scaled(400)) {
     const std::vector<TableConfig> configs = testing::draw_tables(random);
     Device device(configs);
-    std::vector<Oracle> oracles(configs.begin(), configs.end());
-    struct Open {
-        std::unique_ptr<Ticket> ticket;
-        IdsOfTables ids;
-    };
-    std::vector<Open> open;
-    const std::uint32_t kinds = random.pick(std::vector{30U, 300U, 1000U}), staleness = random.below(20);
-    std::uint32_t newest = 1, oldest = 1;
-    auto check = [&] {
-        device.check();
-        for (std::size_t t = 0; t < configs.size(); ++t)
-            testing::check_same(*device.engine, t, oracles[t], [&](const Line& line) { return device.value(t, line); });
-    };
-    for (unsigned call = 0; call < 120; ++call) {
-        newest += random.below(3) + (random.chance(0.02) ? 20 : 0);
-        oldest = std::max(oldest, newest > staleness ? newest - staleness : 1);
-        const LookupStep at{true, random.between(oldest, newest), oldest, random.chance(0.5)};
-        IdsOfTables ids;
-        for (std::size_t t = 0; t < configs.size(); ++t) // a table without an id, too
-            ids.push_back(random.chance(0.2) ? Ids{} : testing::draw_ids(random, kinds, kMost));
-        const unsigned kind = random.below(10);
-        if (kind < 5) {
-            std::vector<float> expected;
-            try {
-                expected = testing::oracle_lookup(oracles, ids, at);
-            } catch (const Oracle::Full&) {
-                CHECK_THROWS(CapacityError, "set capacity to at least", device.lookup(ids, at));
-                continue;
-            }
-            Found found = device.lookup(ids, at);
-            CHECK(found.rows == expected);
-            open.push_back({std::move(found.ticket), ids});
-        } else if (kind < 9 && !open.empty()) { // a ticket that may be old: its rows may have gone
-            std::swap(open[random.below(open.size())], open.back());
-            if (random.chance(0.2)) {
-                device.engine->drop(*open.back().ticket);
-            } else {
-                const auto gradients = testing::draw_gradients_of(random, configs, open.back().ids);
-                for (std::size_t t = 0; t < configs.size(); ++t)
-                    oracles[t].update(open.back().ids[t], gradients[t], at.step);
-                device.update(*open.back().ticket, gradients, at.step);
-            }
-            open.pop_back();
-        } else if (kind == 9) {
-            std::vector<float> expected;
-            for (std::size_t t = 0; t < configs.size(); ++t)
-                for (const float row : oracles[t].read(ids[t])) expected.push_back(row);
-            CHECK(device.lookup(ids, {false, 0, 0}).rows == expected);
-        }
-        if (call % 20 == 0) check();
-    }
-    check();
+    testing::check_random_calls(random, device, configs, random.below(20));
 }
 
 // Rows pass from one engine to another as those of a snapshot; removed ones leave their frames.
@@ -146,30 +95,15 @@ CASE(threads_never_share_a_frame, testing::scaled(8)) {
     testing::in_threads(4, [&](unsigned thread) {
         Random own(seed + thread);
         for (unsigned call = 0; call < 200; ++call) {
-            const IdsOfTables ids{testing::draw_ids(own, 1000, 40), testing::draw_ids(own, 300, 40)};
-            const testing::Flat flat(ids);
-            std::vector<std::int32_t> frames(flat.ids.size());
-            const std::uint32_t step = device.engine->next_step();
-            FrameLookup found;
-            try {
-                const BagInputs inputs{flat.ids.data(), flat.offsets.data(), nullptr, 1, 2};
-                const LookupStep at{true, step, step > 5 ? step - 5 : 1};
-                found = device.engine->lookup_frames(device.bags, inputs, at, frames.data(), true);
-            } catch (const CapacityError&) { // the other threads were far ahead, and their rows are pinned
-                continue;
-            }
-            std::map<std::int32_t, std::uint64_t> of;
-            for (std::size_t i = 0; i < frames.size(); ++i) {
-                const std::uint64_t id = flat.ids[i] * 2 + (i >= static_cast<std::size_t>(flat.offsets[1]));
-                CHECK(frames[i] >= 0 && of.try_emplace(frames[i], id).first->second == id);
-            }
-            Ticket* const tickets[] = {found.ticket.get()};
+            const auto done = testing::look_up_in_thread(own, device, 5, std::numeric_limits<std::int32_t>::max());
+            if (!done) continue;
+            Ticket* const tickets[] = {done->ticket.get()};
             if (own.chance(0.3)) {
-                device.engine->drop(*found.ticket);
+                device.engine->drop(*done->ticket);
                 continue;
             }
             const GivenParts given[] = {{false, {true, own.chance(0.5)}}};
-            const FrameRuns runs = device.engine->update_frames(tickets, given, step);
+            const FrameRuns runs = device.engine->update_frames(tickets, given, done->step);
             const std::uint32_t used = device.engine->frame_pool(0).used();
             for (const std::uint32_t frame : runs.frames) CHECK(frame == kNoFrame || frame < used);
         }

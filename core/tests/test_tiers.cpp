@@ -1,95 +1,23 @@
 // Rows in two tiers, frames of a device and home: the oracle of test_table.cpp for any sizes of the tiers, every row in
 // one place, and the rows that go home are those that were used least recently. Then what does not fit.
+#include <map>
 #include <set>
 
-#include "frame_device.hpp"
+#include "frame_calls.hpp"
 
 using namespace satrap;
 using testing::Device, testing::Found, testing::Ids, testing::IdsOfTables, testing::kMost, testing::Line,
-    testing::on_device, testing::Oracle, testing::Random;
+    testing::on_device, testing::Random;
 
 namespace {
-
-// A lookup of the device, which has the rows of the oracles' or is refused; then it returns nothing.
-std::unique_ptr<Ticket> checked_lookup(Device& device, std::vector<Oracle>& oracles, const IdsOfTables& ids,
-                                       const LookupStep& at) {
-    Found found;
-    std::string refused;
-    try {
-        found = device.lookup(ids, at);
-    } catch (const CapacityError& error) {
-        refused = error.what();
-    }
-    if (refused.find("the batch has") != std::string::npos) return nullptr; // before anything was changed
-    std::vector<float> expected;
-    bool is_full = false;
-    try {
-        expected = testing::oracle_lookup(oracles, ids, at);
-    } catch (const Oracle::Full&) {
-        is_full = true;
-    }
-    if (refused.empty()) {
-        CHECK(!is_full && found.rows == expected);
-    } else {
-        CHECK_EQ(refused.find("set capacity to at least") != std::string::npos, is_full);
-        CHECK_EQ(refused.find("device_memory") != std::string::npos, !is_full);
-    }
-    return std::move(found.ticket);
-}
 
 // Random calls, of which those that do not fit are refused; the tables know nothing of tiers, except those calls.
 CASE(tiers_change_no_result, testing::scaled(400)) {
     const std::vector<TableConfig> configs = testing::draw_tables(random);
     Device device(configs);
-    std::vector<Oracle> oracles(configs.begin(), configs.end());
     for (std::size_t p = 0; p < device.engine->num_frame_pools(); ++p)
         if (random.chance(0.9)) device.engine->set_device_frames(p, random.pick(std::vector{0U, 20U, 100U, 200U}));
-    struct Open {
-        std::unique_ptr<Ticket> ticket;
-        IdsOfTables ids;
-    };
-    std::vector<Open> open;
-    const std::uint32_t kinds = random.pick(std::vector{30U, 300U, 1000U}), staleness = random.below(4);
-    std::uint32_t newest = 1, oldest = 1;
-    auto check = [&] {
-        device.check();
-        for (std::size_t t = 0; t < configs.size(); ++t)
-            testing::check_same(*device.engine, t, oracles[t], [&](const Line& line) { return device.value(t, line); });
-    };
-    for (unsigned call = 0; call < 120; ++call) {
-        newest += random.below(3) + (random.chance(0.02) ? 20 : 0);
-        oldest = std::max(oldest, newest > staleness ? newest - staleness : 1);
-        const LookupStep at{true, random.between(oldest, newest), oldest, random.chance(0.5)};
-        IdsOfTables ids;
-        for (std::size_t t = 0; t < configs.size(); ++t)
-            ids.push_back(random.chance(0.2)
-                              ? Ids{}
-                              : testing::draw_ids(random, kinds, random.pick(std::vector{3U, 20U, kMost})));
-        const unsigned kind = random.below(10);
-        if (kind < 5) {
-            if (auto ticket = checked_lookup(device, oracles, ids, at)) open.push_back({std::move(ticket), ids});
-        } else if (kind < 9 && !open.empty()) { // a ticket that may be old: its rows may have gone, or gone home
-            std::swap(open[random.below(open.size())], open.back());
-            if (random.chance(0.2)) {
-                device.engine->drop(*open.back().ticket);
-            } else {
-                const auto gradients = testing::draw_gradients_of(random, configs, open.back().ids);
-                for (std::size_t t = 0; t < configs.size(); ++t)
-                    oracles[t].update(open.back().ids[t], gradients[t], at.step);
-                device.update(*open.back().ticket, gradients, at.step);
-            }
-            open.pop_back();
-        } else if (kind == 9) {
-            std::vector<float> expected;
-            for (std::size_t t = 0; t < configs.size(); ++t)
-                for (const float row : oracles[t].read(ids[t])) expected.push_back(row);
-            const std::size_t moves = device.moves;
-            CHECK(device.lookup(ids, {false, 0, 0}).rows == expected);
-            CHECK_EQ(device.moves, moves);
-        }
-        if (call % 10 == 0) check();
-    }
-    check();
+    testing::check_random_calls(random, device, configs, random.below(4));
 }
 
 // A dictionary of the rows in frames, over two tables that share them: what a lookup needs comes in, and the smallest
@@ -249,31 +177,17 @@ CASE(threads_leave_every_row_in_one_place, testing::scaled(8)) {
     testing::in_threads(4, [&](unsigned thread) {
         Random own(seed + thread);
         for (unsigned call = 0; call < 200; ++call) {
-            const IdsOfTables ids{testing::draw_ids(own, 1000, 40), testing::draw_ids(own, 300, 40)};
-            const testing::Flat flat(ids);
-            std::vector<std::int32_t> frames(flat.ids.size());
-            const std::uint32_t step = device.engine->next_step();
-            FrameLookup found;
-            try {
-                const BagInputs inputs{flat.ids.data(), flat.offsets.data(), nullptr, 1, 2};
-                const LookupStep at{true, step, step > 2 ? step - 2 : 1};
-                found = device.engine->lookup_frames(device.bags, inputs, at, frames.data(), true);
-            } catch (const CapacityError&) {
-                continue;
-            }
-            std::map<std::int32_t, std::uint64_t> of;
-            for (std::size_t i = 0; i < frames.size(); ++i) {
-                const std::uint64_t id = flat.ids[i] * 2 + (i >= static_cast<std::size_t>(flat.offsets[1]));
-                CHECK(frames[i] >= 0 && frames[i] < 300 && of.try_emplace(frames[i], id).first->second == id);
-            }
-            Ticket* const tickets[] = {found.ticket.get()};
+            const auto done = testing::look_up_in_thread(own, device, 2, 300);
+            if (!done) continue;
+            Ticket* const tickets[] = {done->ticket.get()};
             if (own.chance(0.3)) {
-                device.engine->drop(*found.ticket);
-                if (own.chance(0.3)) device.engine->import_removed(0, Ids{ids[0]});
+                device.engine->drop(*done->ticket);
+                if (own.chance(0.3)) device.engine->import_removed(0, Ids{done->ids[0]});
                 if (own.chance(0.3)) testing::rows_of(*device.engine, 1);
                 if (own.chance(0.3)) device.engine->check_frames();
             } else {
-                device.engine->update_frames(tickets, std::vector<GivenParts>{{false, {true, own.chance(0.5)}}}, step);
+                device.engine->update_frames(tickets, std::vector<GivenParts>{{false, {true, own.chance(0.5)}}},
+                                             done->step);
             }
         }
     });

@@ -153,7 +153,7 @@ def test_status_and_metrics_of_a_live_run(tmp_path: Path) -> None:
         after = status_of(tmp_path)
         assert after["faults"]["count"] == 1 and after["faults"]["last"][0]["what"] == "server 1 was killed by signal 9"
         assert processes(after, "restarts")["server 1"] == 1 and "server 2" in processes(after, "rows")
-        assert after["rows"] == before["rows"] and after["moves"]["rows_received"] > 0
+        assert after["rows"] == before["rows"] and after["migration"]["rows_received"] > 0
         numbers = scrape(urls["run 0"])
         assert number(numbers, "satrap_run_restarts_total", process="server") == 1
         assert number(numbers, "satrap_run_faults_total") == 1
@@ -289,7 +289,7 @@ def test_work_in_progress_is_shown() -> None:
     assert lines[0].endswith("| trainers are running | launch 2 | running for 1:01:40")
     assert lines[1] == "step 12 | 0.0 steps/s | 1k rows | 4.0 MiB"  # no rate: one of the servers was not read before
     assert lines[2].endswith("| save in progress: 40 %, 800.0 KiB, about 12 s left")
-    assert lines[3] == "moves: 12 of 64 buckets | 14k rows moved so far"
+    assert lines[3] == "migration: 12 of 64 buckets | 14k rows moved so far"
     assert lines[4:8] == ["faults: 5", *(f"  1:00:0{10 - i} ago: fault {i}" for i in (2, 3, 4))]
     assert [line.split()[:2] for line in lines[10:]] == [["server", str(i)] for i in (0, 1, 2)] + [["trainer", "0"]]
     assert [each["rows_per_second"] for each in summary["processes"]] == [0.0, None, None, None]

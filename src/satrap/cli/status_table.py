@@ -45,7 +45,7 @@ def summarize(now: Mapping[str, Any], before: Mapping[str, Any] | None) -> dict[
         "tables": _tables(servers.values()),
         "last_checkpoint": now["checkpoint"],
         "snapshots": _snapshots(servers.values()),
-        "moves": _moves(run, servers.values()),
+        "migration": _migration(run, servers.values()),
         "faults": {"count": 0, "last": []} if run is None else run["faults"],
         "processes": processes,
     }
@@ -136,9 +136,9 @@ def _snapshots(answers: Any) -> dict[str, dict[str, Any]]:
     return found
 
 
-def _moves(run: Mapping[str, Any] | None, answers: Any) -> dict[str, Any]:
+def _migration(run: Mapping[str, Any] | None, answers: Any) -> dict[str, Any]:
     return {
-        "migration": None if run is None else run["migration"],
+        "progress": None if run is None else run["migration"],
         "rows_received": sum(answer["moved_rows"]["in"] for answer in answers),
         "frozen_buckets": sum(answer["buckets"]["frozen"] for answer in answers),
     }
@@ -153,7 +153,7 @@ def as_lines(summary: Mapping[str, Any]) -> list[str]:
     rates += [f"{short(summary['rows'])} rows", format_bytes(summary["table_bytes"])]
     if summary["rows_per_second"] is not None:
         rates.append(f"{short(summary['rows_per_second'])} rows/s looked up")
-    lines += [" | ".join(rates), _checkpoint_line(summary), _moves_line(summary), *_fault_lines(summary), ""]
+    lines += [" | ".join(rates), _checkpoint_line(summary), _migration_line(summary), *_fault_lines(summary), ""]
     rows = [_HEADER, *(_cells(each) for each in summary["processes"])]
     widths = [max(len(row[i]) for row in rows) for i in range(len(_HEADER))]
     lines += ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
@@ -181,14 +181,14 @@ def _checkpoint_line(summary: Mapping[str, Any]) -> str:
     return text
 
 
-def _moves_line(summary: Mapping[str, Any]) -> str:
-    moves = summary["moves"]
-    text = "moves: none in progress"
-    if moves["migration"] is not None:
-        text = f"moves: {moves['migration']['moved']} of {moves['migration']['all']} buckets"
-    elif moves["frozen_buckets"]:
-        text = f"moves: {moves['frozen_buckets']} buckets are frozen"
-    return text + (f" | {short(moves['rows_received'])} rows moved so far" if moves["rows_received"] else "")
+def _migration_line(summary: Mapping[str, Any]) -> str:
+    migration = summary["migration"]
+    text = "migration: none in progress"
+    if migration["progress"] is not None:
+        text = f"migration: {migration['progress']['moved']} of {migration['progress']['all']} buckets"
+    elif migration["frozen_buckets"]:
+        text = f"migration: {migration['frozen_buckets']} buckets are frozen"
+    return text + (f" | {short(migration['rows_received'])} rows moved so far" if migration["rows_received"] else "")
 
 
 def _fault_lines(summary: Mapping[str, Any]) -> list[str]:

@@ -16,12 +16,12 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Self, TypeVar
 
+from satrap.byte_sizes import format_bytes
 from satrap.event_log import event
 
 T = TypeVar("T")
 
 _REPORT_SECONDS = 10.0
-_UNITS = ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"))
 _innermost: contextvars.ContextVar["Transfer | None"] = contextvars.ContextVar("satrap-transfer", default=None)
 _lock = threading.Lock()  # guards the numbers of all transfers
 
@@ -200,14 +200,6 @@ def format_progress(done: int, total: int | None, bytes: int, seconds_left: int 
     if not total or seconds_left is None:
         return f"{format_bytes(bytes)} so far"
     return f"{min(100, 100 * done // total)} %, {format_bytes(bytes)}, about {format_seconds(seconds_left)} left"
-
-
-def format_bytes(number: float) -> str:
-    """Return bytes in words, such as "1.2 GiB"."""
-    for size, unit in _UNITS:
-        if number >= size:
-            return f"{number / size:,.1f} {unit}"
-    return f"{number:.0f} bytes"
 
 
 def format_seconds(seconds: float) -> str:

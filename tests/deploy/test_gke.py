@@ -13,9 +13,9 @@ import yaml
 
 import kubernetes_schemas
 from deploy_jobs import pods_of
+from satrap.byte_sizes import parse_bytes
 from satrap.deploy.job_file import parse_job
 from satrap.deploy.render import manifests
-from satrap.launch.resources import parse_size
 
 FOLDER = Path(__file__).parents[2] / "deploy/gke"
 JOB = parse_job([("deploy.toml", (FOLDER / "deploy.toml").read_text())])
@@ -43,7 +43,9 @@ def test_the_pods_fit_the_machines_of_the_paper() -> None:
     for name in ("head", "servers", "workers", "trainers"):
         role = getattr(JOB, name)
         _, cores, memory = ALLOCATABLE[role.machine]
-        in_one = min(cores // (role.cpus * role.per_pod), parse_size(memory) // (role.memory_bytes * role.per_pod))
+        in_one = min(
+            cores // (role.cpus * role.per_pod), parse_bytes("memory", memory) // (role.memory_bytes * role.per_pod)
+        )
         assert in_one > 0 and role.pods % in_one == 0
         places[role.machine] += role.pods // in_one
     assert places == {machine: count for machine, (count, _, _) in ALLOCATABLE.items()}
@@ -62,7 +64,11 @@ def test_the_queue_has_room_for_one_run() -> None:
         assert list(quota) == group["coveredResources"]
         (role,) = [each for each in (JOB.head, JOB.servers, JOB.workers, JOB.trainers) if each.machine == machine]
         assert role.count * role.cpus <= quota["cpu"] <= count * cores
-        assert role.count * role.memory_bytes <= parse_size(f"{quota['memory']}B") <= count * parse_size(memory)
+        assert (
+            role.count * role.memory_bytes
+            <= parse_bytes("memory", f"{quota['memory']}B")
+            <= count * parse_bytes("memory", memory)
+        )
         assert role.count * role.gpus == quota["nvidia.com/gpu"]
     (local,) = [each for each in objects if each["kind"] == "LocalQueue"]
     assert (local["metadata"]["name"], local["metadata"]["namespace"]) == (JOB.queue, JOB.namespace)

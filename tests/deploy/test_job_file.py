@@ -69,7 +69,7 @@ def test_later_files_and_changes_replace_values() -> None:
         ("servers.cont=3", r"\[servers\]: .*'cont'.*count"),
         ("servers.count=0", r"servers: count is 0; expected"),
         ("servers.gpus=1", r"servers: gpus is 1; only trainers use GPUs: remove it"),
-        ("servers.memory=100GB", r"\[servers\]: memory is '100GB'; expected a whole number"),
+        ("servers.memory=100G", r"\[servers\]: memory is '100G' \(str\); expected bytes as an integer"),
         ("servers.memory=1GiB", r"Role: memory is '1GiB'; expected at least 2GiB"),
         ("servers.rows=100GiB", r"rows is '100GiB' and memory '100GiB'; expected at least 1GiB beside the rows"),
         ("servers.per_pod=2", r"servers: per_pod is 2; expected 1: only trainers share pods"),

@@ -6,8 +6,10 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
+from satrap.byte_sizes import parse_bytes
 from satrap.config.tables import Table
-from satrap.device.device_memory import ALL, Share, as_bytes, divide_bytes, shares_of
+from satrap.device.device_memory import ALL, Share, divide_bytes, shares_of
+from satrap.errors import ConfigError
 
 demands = st.lists(st.one_of(st.none(), st.integers(0, 1000)), min_size=1, max_size=8)
 
@@ -31,7 +33,13 @@ def test_the_division_is_fair(total: int, demanded: list[int | None]) -> None:
     [(7, 7), ("0", 0), ("12", 12), ("100GiB", 100 << 30), ("1.5 kB", 1500), ("2 MiB", 2 << 20), ("3TB", 3 * 10**12)],
 )
 def test_sizes(text: int | str, size: int) -> None:
-    assert as_bytes("device_memory", text) == size
+    assert parse_bytes("device_memory", text) == size
+
+
+@pytest.mark.parametrize("size", ["4G", "GiB", "-1", "", -1, True, None])
+def test_wrong_sizes_are_refused(size: object) -> None:
+    with pytest.raises(ConfigError, match=r"memory is .*; expected bytes as an integer, or a string such as '100GiB'"):
+        parse_bytes("memory", size)
 
 
 def test_shares_of_tables() -> None:

@@ -13,7 +13,6 @@ from satrap.launch.resources import (
     describe_run,
     parse_custom,
     parse_labels,
-    parse_size,
     total_cpus,
 )
 from satrap.launch.run_events import Role
@@ -24,14 +23,6 @@ RESOURCES = {
     Role.WORKER: Resources(cpus=2),
     Role.TRAINER: Resources(cpus=4, gpus=1),
 }
-
-
-def test_sizes() -> None:
-    texts = ("5", "2KiB", "3 MiB", "64GiB", "1TiB")
-    assert [parse_size(text) for text in texts] == [5, 2048, 3 << 20, 64 << 30, 1 << 40]
-    for text in ("4G", "GiB", "-1", "1.5GiB", ""):
-        with pytest.raises(ConfigError, match=f"memory is '{text}'; expected a whole number of bytes"):
-            parse_size(text)
 
 
 def test_resources_as_bundles_and_in_words() -> None:

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 
 from logged import Records
 from satrap import transfer
-from satrap.transfer import Transfer, Transfers, advance, current_transfer, format_bytes, format_seconds, in_context
+from satrap.byte_sizes import format_bytes
+from satrap.transfer import Transfer, Transfers, advance, current_transfer, format_seconds, in_context
 
 LOG = logging.getLogger("satrap.tests")
 

@@ -6,13 +6,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from satrap.byte_sizes import parse_bytes
 from satrap.cli.http import monitor_run
 from satrap.config.cores import num_cores
 from satrap.errors import ConfigError
 from satrap.launch.local_launcher import LocalLauncher
 from satrap.launch.logs import RunLogs
 from satrap.launch.process_command import Script
-from satrap.launch.resources import RayConfig, Resources, parse_custom, parse_labels, parse_size
+from satrap.launch.resources import RayConfig, Resources, parse_custom, parse_labels
 from satrap.launch.run_events import Role
 from satrap.launch.run_loop import lock_run_folder, run
 from satrap.launch.scaler import Scaler
@@ -101,7 +102,7 @@ def _check_server_gib(options: argparse.Namespace) -> None:
 def _resources(options: argparse.Namespace, role: Role) -> Resources:
     given: dict[str, Any] = {name: getattr(options, f"{role}_{name}", None) for name in ("cpus", "gpus", "memory")}
     if (memory := given.pop("memory")) is not None:
-        given["memory_bytes"] = parse_size(memory)
+        given["memory_bytes"] = parse_bytes(f"--{role}-memory", memory)
     given["custom"] = parse_custom(getattr(options, f"{role}_resource") or ())
     given["labels"] = parse_labels(getattr(options, f"{role}_label") or ())
     return Resources(**{name: amount for name, amount in given.items() if amount is not None})

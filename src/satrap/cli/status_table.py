@@ -7,8 +7,9 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from satrap.byte_sizes import format_bytes
 from satrap.monitor.report import short
-from satrap.transfer import format_bytes, format_progress
+from satrap.transfer import format_progress
 
 _HEADER = ("PROCESS", "PLACE", "STATE", "ROWS", "MEMORY", "ROWS/S", "STALENESS", "RESTARTS")
 

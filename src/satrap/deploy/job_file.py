@@ -10,10 +10,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from satrap.byte_sizes import parse_bytes
 from satrap.config.path_allowlist import is_url
 from satrap.config.validation import Serializable, check_integer, describe, set_field
 from satrap.errors import ConfigError
-from satrap.launch.resources import parse_size
 
 VOLUME_PATH = "/shared"
 """Where the shared volume is mounted in every pod."""
@@ -136,13 +136,13 @@ class Role(Serializable):
     @property
     def memory_bytes(self) -> int:
         """Memory of one process."""
-        return parse_size(self.memory)
+        return parse_bytes("memory", self.memory)
 
     @property
     def rows_bytes(self) -> int:
         """Memory of one server for rows."""
         if self.rows is not None:
-            return parse_size(self.rows)
+            return parse_bytes("rows", self.rows)
         memory = self.memory_bytes
         return memory - max(memory // 10, _MIN_SPARE)
 

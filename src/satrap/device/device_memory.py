@@ -1,19 +1,15 @@
 """How much of a device's memory the rows of each table take: what `Embeddings(device_memory=...)` declares. Pure
 functions."""
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
+from satrap.byte_sizes import parse_bytes
 from satrap.config.tables import Table
 from satrap.errors import ConfigError
 
 Size = int | str
 DeviceMemory = Size | Mapping[str, Size] | None
-_UNITS = {"": 1, "B": 1, "kB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
-_UNITS |= {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
-_EXPECTED = "expected bytes as an integer, or a string such as '100GiB'"
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +46,7 @@ def shares_of(
             _share_of(table, size, device_memory.get(table.name, "all"))
             for table, size in zip(tables, row_bytes, strict=True)
         ]
-    total = as_bytes("device_memory", device_memory)
+    total = parse_bytes("device_memory", device_memory)
     sizes = divide_bytes(
         total, [None if rows is None else rows * size for rows, size in zip(capacities, row_bytes, strict=True)]
     )
@@ -66,7 +62,7 @@ def _share_of(table: Table, row_bytes: int, declared: Size) -> Share:
     if declared == "none":
         return Share("none", 0)
     where = f"device_memory[{table.name!r}]"
-    size = as_bytes(where, declared, ", 'all' or 'none'")
+    size = parse_bytes(where, declared, ", 'all' or 'none'")
     _require_row(where, table, size, row_bytes)
     return Share(f"table {table.name}", size)
 
@@ -95,13 +91,3 @@ def divide_bytes(total: int, demands: Sequence[int | None]) -> list[int]:
         sizes[first] = fair if demand is None else min(demand, fair)
         total -= sizes[first]
     return sizes
-
-
-def as_bytes(where: str, size: object, others: Literal["", ", 'all' or 'none'"] = "") -> int:
-    """Return a size in bytes, from an integer or a string with a unit."""
-    if isinstance(size, int) and not isinstance(size, bool) and size >= 0:
-        return size
-    found = re.fullmatch(r"(\d+(?:\.\d+)?) ?(\w*)", size) if isinstance(size, str) else None
-    if found is None or found[2] not in _UNITS:
-        raise ConfigError(f"{where} is {size!r} ({type(size).__name__}); {_EXPECTED}{others}")
-    return int(float(found[1]) * _UNITS[found[2]])

@@ -1,7 +1,6 @@
 """Resources of a run's processes on a cluster: CPUs, GPUs, memory and Ray's custom resources of each, and the labels of
 the nodes where it may be, by role. Values only."""
 
-import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,18 +11,8 @@ from satrap.errors import ConfigError
 from satrap.launch.run_events import Role
 from satrap.launch.supervisor import RunConfig
 
-_UNITS = {"": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
-_SIZE = re.compile(r"(\d+)\s*(\w*)")
 _MAX_AMOUNT = 1 << 50
 _OWN_NAMES = ("CPU", "GPU", "memory", "object_store_memory")  # Ray's, for which there are other options
-
-
-def parse_size(text: str) -> int:
-    """Return the bytes of a size such as "64GiB", "512 MiB" or "1024"."""
-    match = _SIZE.fullmatch(text)
-    if match is None or match[2] not in _UNITS:
-        raise ConfigError(f"memory is {text!r}; expected a whole number of bytes, KiB, MiB, GiB or TiB, such as 64GiB")
-    return int(match[1]) * _UNITS[match[2]]
 
 
 def parse_custom(texts: Iterable[str]) -> dict[str, float]:

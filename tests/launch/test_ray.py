@@ -378,7 +378,7 @@ def test_a_server_that_cannot_be_placed_again_ends_the_run(tmp_path: Path, clust
     [
         (["--server-cpus", "4"], "--server-cpus requires --cluster ray"),
         (["--address", "auto"], "--address requires --cluster ray"),
-        (["--cluster", "ray", "--trainer-memory", "4G"], "memory is '4G'; expected a whole number of bytes, KiB"),
+        (["--cluster", "ray", "--trainer-memory", "4G"], "--trainer-memory is '4G' (str); expected bytes"),
         (["--cluster", "ray", "--server-cpus", "0"], "cpus is 0; expected"),
         (["--server-label", "role=server"], "--server-label requires --cluster ray"),
         (

@@ -215,13 +215,13 @@ class ShardedRows:
     def _drop_at_servers(self, tickets: Sequence[ShardedTicket]) -> None:
         numbers = [ticket.number for ticket in tickets]
         topology = self._servers.topology
-        holders = [
+        owners = [
             server
             for server in range(len(topology))
             if any(server >= ticket.split.num_servers or ticket.split.num_floats(server) for ticket in tickets)
         ]
         with suppress(MovedError):  # the servers forgot all tickets when the map changed
-            self._servers.call_servers("drop", 0, dict.fromkeys(holders, (numbers,)), topology=topology)
+            self._servers.call_servers("drop", 0, dict.fromkeys(owners, (numbers,)), topology=topology)
 
     def _advance_step(self, step: int | None) -> int:
         with self._lock:

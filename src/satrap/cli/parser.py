@@ -31,7 +31,7 @@ def command_parser() -> argparse.ArgumentParser:
     _add_keys_and_doctor(commands)
     add_trainer(commands)
     _add_deploy(commands)
-    commands.choices = None  # type: ignore[assignment]  # `_CommandAction` refuses others; argparse lists `trainer`, too
+    commands.choices = None  # type: ignore[assignment]  # `_CommandAction` refuses others
     return parser
 
 
@@ -45,9 +45,8 @@ class _CommandAction(argparse._SubParsersAction):  # type: ignore[type-arg]
         values: Any,
         option_string: str | None = None,
     ) -> None:
-        known = [each.dest for each in self._choices_actions]  # those with a help text
         if values[0] not in self._name_parser_map:
-            parser.error(f"there is no command {values[0]!r}; {suggest(values[0], known)}")
+            parser.error(f"there is no command {values[0]!r}; {suggest(values[0], list(self._name_parser_map))}")
         super().__call__(parser, namespace, values, option_string)
 
 

@@ -128,7 +128,7 @@ def test_an_unknown_command_names_those_that_users_call(
     with pytest.raises(SystemExit):
         main([typed])
     error = capsys.readouterr().err
-    assert f"there is no command {typed!r}; {expected}" in error and "trainer" not in error
+    assert f"there is no command {typed!r}; {expected}" in error
 
 
 def test_a_bad_dim_is_a_one_line_error(capsys: pytest.CaptureFixture[str]) -> None:
@@ -184,9 +184,9 @@ def test_a_closed_output_pipe_is_not_an_error_message() -> None:
 
 SIGNAL_RACE = """
 import os, signal, threading
-from satrap.cli.main import _install_stop_handler
+from satrap.cli.main import _StopSignals
 
-wait_for_stop, permit = _install_stop_handler(), threading.Semaphore(0)
+wait_for_stop, permit = _StopSignals(), threading.Semaphore(0)
 
 def send_signals():
     for _ in range(3000):

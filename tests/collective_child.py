@@ -1,6 +1,6 @@
 """One of several trainers, for rows on their devices: a job of trainer_child.py, or, with "compare", random steps on
 two workers, with rows on the devices and in the trainers' memory, whose results must be the same bits; or, with
-"refused", options that several trainers cannot have."""
+"refused", options that several trainers cannot have; or, with "differs", a trainer that does not do as the others."""
 
 from __future__ import annotations
 
@@ -11,12 +11,14 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
 
 import trainer_child
-from satrap import SGD, Adagrad, Adam, Embeddings, Ftrl, MinCount, Normal, RowWiseAdagrad, Table
+from loop import Net, batches, loss_of
+from satrap import SGD, Adagrad, Adam, Checkpoint, Embeddings, Ftrl, MinCount, Normal, RowWiseAdagrad, Table, Validation
 from satrap.config.features import Feature, Features
 from satrap.data.inputs import Inputs
-from satrap.errors import ConfigError
+from satrap.errors import ConfigError, StreamError
 
 NUM_IDS = 40
 SHARDED = {"replicated": ("item", "user", "rare", "last"), "columns": ("item", "tiny", "rare", "last")}
@@ -146,6 +148,45 @@ def refusal(options: dict[str, Any]) -> dict[str, Any]:
     return {}
 
 
+def differ(job: dict[str, Any], rank: int) -> dict[str, Any]:
+    """Train until a trainer does something else than the others, at step 3. Return the error and the rows."""
+    way, after_error = job["differs"], dist.new_group(backend="gloo")  # the gradients of a step may be in the other one
+    torch.manual_seed(0)
+    embeddings, net, error = trainer_child.embeddings_of(job), Net(), ""
+    net.register_buffer("unused", torch.zeros(1))  # DistributedDataParallel broadcasts it before each forward pass
+    model = DistributedDataParallel(net)
+    optimizer = embeddings.optimizer(torch.optim.SGD(model.parameters(), lr=0.05))
+    run = Checkpoint(job["checkpoint"], model, optimizer, embeddings)
+    try:
+        with embeddings.stream(batches(5 * dist.get_world_size()), overlap=job["overlap"]) as stream:
+            for batch in list(stream) if job["ahead"] else stream:
+                here = batch.step == 3 and (rank == 1 or way == "all end")
+                if here and way == "leaves out":
+                    continue
+                if here and way == "saves":
+                    run.save()
+                if here and way == "evaluates":
+                    Validation(model, embeddings, batches(1)).step()
+                if here and way in ("ends", "all end"):
+                    break
+                loss = loss_of(model, batch)
+                if here and way == "no backward pass":
+                    continue
+                loss.backward()
+                if here and way == "no step":
+                    continue
+                optimizer.step()
+                optimizer.zero_grad()
+    except StreamError as found:
+        error = str(found)
+    embeddings.drain() if not error else None
+    dist.barrier(group=after_error)
+    state = {"error": error} | trainer_child.state_of(embeddings, model)
+    dist.barrier(group=after_error)
+    embeddings.close()
+    return state
+
+
 def require_same(looked: list[Any]) -> None:
     host, device = looked
     np.testing.assert_array_equal(device.block.numpy(), host.block)
@@ -192,12 +233,17 @@ def contents(worker: Any, ids: Any) -> dict[str, Any]:
 
 
 def main(rank: int, world_size: int, rendezvous: str, job: dict[str, Any]) -> None:
-    if "compare" not in job and "refused" not in job:
+    if not {"compare", "refused", "differs"} & job.keys():
         trainer_child.main(rank, world_size, rendezvous, job)
         return
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=world_size)
-    found = compare(job) if "compare" in job else refusal(job["refused"])
+    if "differs" in job:
+        found = differ(job, rank)
+    elif "compare" in job:
+        found = compare(job)
+    else:
+        found = refusal(job["refused"])
     dist.destroy_process_group()
     print(json.dumps(found), flush=True)
 

@@ -144,6 +144,38 @@ def test_saves_and_evaluations_in_the_loop(trainers: Trainers, tmp_path: Path) -
     assert all(each["resumed"] for each in again)
 
 
+@pytest.mark.draw(3)
+@pytest.mark.parametrize(
+    ("way", "expected"),
+    [
+        ("leaves out", "trainer 0 uses the batch of step 3, but trainer 1 requests its next batch"),
+        ("reads ahead", "trainer 0 uses the batch of step 3, but trainer 1 uses the batch of step 4"),
+        ("no backward pass", "trainer 0 makes a backward pass for step 3, but trainer 1 requests its next batch"),
+        (
+            "no step",
+            "trainer 0 calls optimizer.step() or zero_grad() for step 3, but trainer 1 requests its next batch",
+        ),
+        ("ends", "trainer 0 uses the batch of step 3, but trainer 1 ends its stream"),
+        ("saves", "trainer 0 uses the batch of step 3, but trainer 1 saves a checkpoint"),
+        ("evaluates", "trainer 0 uses the batch of step 3, but trainer 1 evaluates"),
+    ],
+)
+@pytest.mark.parametrize(("world_size", "staleness", "overlap"), [(2, 0, False), (3, 0, True), (2, 2, True)])
+def test_a_trainer_that_leaves_the_step_of_the_others_is_named_by_all(
+    trainers: Trainers, tmp_path: Path, way: str, expected: str, world_size: int, staleness: int, overlap: bool
+) -> None:
+    """At staleness 0, neither a table nor a dense parameter has changed since the step before."""
+    how: dict[str, Any] = {"staleness": staleness, "overlap": overlap, "device": "cpu"}
+    how |= {"checkpoint": str(tmp_path / "run"), "deterministic": staleness > 0, "ahead": way == "reads ahead"}
+    found = trainers.run([], world_size, tmp_path, **how, differs="leaves out" if how["ahead"] else way)
+    expected = expected if world_size == 2 else expected.replace("trainer 0 ", "each of trainers 0, 2 ")
+    assert all(each["error"].startswith(f"step 3: {expected}. In each of these calls") for each in found), found
+    if staleness == 0:
+        whole = trainers.run([], world_size, tmp_path, **how, differs="all end")
+        assert [each["error"] for each in whole] == [""] * world_size
+        assert all(same(each, whole[0]) for each in found)
+
+
 def test_columns_need_as_many_as_there_are_trainers(trainers: Trainers, tmp_path: Path) -> None:
     found = trainers.run([], 3, tmp_path, refused={"dim": 2, "shard": "columns"})
     expected = (

@@ -173,6 +173,8 @@ class Checkpoint:
         request."""
         trainers = self._session.trainers
         started_at = time.monotonic()
+        if (joint := self._session.joint) is not None:
+            joint.save()
         self._settle()
         paused_at = time.monotonic()
         with self._session.pause():

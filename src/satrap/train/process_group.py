@@ -86,8 +86,10 @@ class ProcessGroup:
         return self.count(flag, patient=patient) == self.world_size
 
     def exchange(self, numbers: Sequence[int], *, patient: bool) -> list[list[int]]:
-        """Return the numbers of all trainers, each of which gives as many. In a group of its own, since a trainer that
-        calls another collective shall be found here. patient: allow a trainer to come much later than another."""
+        """Return the numbers of all trainers, each of which gives as many. In another group than all other collectives:
+        a trainer that calls one of these by mistake then does not mix with those that call this.
+
+        patient: allow a trainer to come much later than another."""
         own = torch.tensor([list(numbers)] * self.world_size)
         received = torch.empty_like(own)
         work = dist.all_to_all_single(received, own, group=self._exchange_group, async_op=True)

@@ -293,9 +293,9 @@ class TrainingSession:
         return None if self._training is None else self._training.joint
 
     def join_step(self) -> None:
-        """Compare the step of the batches that have gradients with what other trainers do."""
-        if self._training is not None:
-            self._training.join_step()
+        """Compare the step, or the drop, of the batches that have gradients with what other trainers do."""
+        if self.joint is not None and (waiting := self.waiting_batches()):
+            self.joint.step(waiting[-1])
 
     def update(self, lrs: Mapping[str, float], scale: float) -> None:
         """Send the collected gradients to the tables."""
@@ -315,6 +315,7 @@ class TrainingSession:
     def drop_batches_with_gradients(self, cause: str) -> None:
         """Drop the batches that a backward pass has reached."""
         if self._training is not None:
+            self.join_step()
             self._training.drop(cause)
 
     def drain(self) -> None:

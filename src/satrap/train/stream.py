@@ -244,14 +244,8 @@ class Stream(Iterator[Batch]):
         """Return the held batches that have gradients."""
         return [batch for batch in self._held if batch.has_gradient]
 
-    def join_step(self) -> None:
-        """Compare the step of the held batches that have gradients with what other trainers do."""
-        if self.joint is not None and (waiting := self._waiting_batches()):
-            self.joint.step(waiting[-1])
-
     def drop(self, cause: str) -> None:
         """Drop the held batches that have gradients."""
-        self.join_step()
         self._drop(self._waiting_batches(), cause)
         self._close_if_done()
 

@@ -208,12 +208,14 @@ def evaluate_unequally(job: dict[str, Any], rank: int) -> dict[str, Any]:
     torch.manual_seed(0)
     embeddings, net = trainer_child.embeddings_of(job), Net()
     net.register_buffer("unused", torch.zeros(1))  # DistributedDataParallel broadcasts it before each forward pass
-    model, valid, shown = DistributedDataParallel(net), batches(5, seed=9), []
+    model, valid = DistributedDataParallel(net), batches(5, seed=9)
+    shown: list[list[str]] = []
     optimizer = embeddings.optimizer(torch.optim.SGD(model.parameters(), lr=0.05))
 
     def score(batch: Any) -> torch.Tensor:
         shown[-1].append(float(batch.embeddings.double().sum()).hex())
-        return net(batch.dense, batch.embeddings)
+        logits: torch.Tensor = net(batch.dense, batch.embeddings)
+        return logits
 
     with embeddings.stream(batches(4 * dist.get_world_size()), overlap=job["overlap"]) as stream:
         for batch in stream:
@@ -226,7 +228,8 @@ def evaluate_unequally(job: dict[str, Any], rank: int) -> dict[str, Any]:
     dist.barrier()
     embeddings.eval()
     assert evaluate_model(model, embeddings.stream(valid[: rank + 1])).num_samples == 8 * (rank + 1)
-    with Reader(servers=list(embeddings.worker.servers.addresses), features=embeddings.features) as reader:
+    servers: Any = embeddings.worker.servers
+    with Reader(servers=list(servers.addresses), features=embeddings.features) as reader:
         for each in valid[rank:]:
             np.testing.assert_array_equal(reader(each).embeddings, embeddings(each).embeddings)
     found = {"shown": shown} | trainer_child.state_of(embeddings, model)

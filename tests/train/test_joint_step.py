@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import csv
 import gzip
+from collections.abc import Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -152,8 +153,8 @@ def test_a_weight_applies_until_the_batchs_backward_pass() -> None:
     weights: list[float] = []
     others = iter([8, 8, 8, 0])
 
-    def exchange(own: Any, *, patient: bool) -> list[list[int]]:
-        return [own, [*own[:3], next(others), 2, 0] if own[0] == Call.NEXT else own]
+    def exchange(numbers: Sequence[int], *, patient: bool) -> list[Sequence[int]]:
+        return [numbers, [*numbers[:3], next(others), 2, 0] if numbers[0] == Call.NEXT else numbers]
 
     inputs = JointBatches(
         iter([*batches(1), *batches(1, size=3)]), embeddings.features.names, exchange, 0, weights.append
@@ -226,7 +227,7 @@ def test_padding_has_the_shape_of_the_other_trainers_batches(label: tuple[int, .
         label=None if label is None else np.ones(label, np.float32),
         position=Position(0, 0, 1, 5),
     )
-    stream = JointBatches(iter([one]), ("a",), lambda own, *, patient: [own], 0, lambda _: None)
+    stream = JointBatches(iter([one]), ("a",), lambda numbers, patient: [numbers], 0, lambda _: None)
     assert next(stream) is one
     padding = next(stream)
     assert describe(padding) == describe(None)

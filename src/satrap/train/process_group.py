@@ -94,7 +94,7 @@ class ProcessGroup:
         received = torch.empty_like(own)
         work = dist.all_to_all_single(received, own, group=self._exchange_group, async_op=True)
         work.wait() if patient else work.wait(_EXCHANGE_TIMEOUT)
-        return received.tolist()  # type: ignore[no-any-return]
+        return received.tolist()
 
     def gather(self, data: bytes, *, patient: bool = False) -> list[bytes]:
         """Return each trainer's data, in the order of ranks. patient: allow a trainer to come much later than

@@ -47,7 +47,7 @@ class JointBatches(Iterator[Inputs]):
         self._padding = Padding(names=features, values=np.empty(0, np.uint64), batch_size=0)
         self._read = self._handed_over = 0  # batches with samples
         self._has_ended = False
-        self._returned = self._stepped = 0  # the numbers of the last batches
+        self._requested = self._returned = self._stepped = 0  # the numbers of the last batches
         self._last_step = 0  # of the last batch returned
         self._error: str | None = None
         self._is_alone = False  # compares no more calls
@@ -80,11 +80,13 @@ class JointBatches(Iterator[Inputs]):
     @property
     def must_compare_request(self) -> bool:
         """Whether a batch was not stepped, so that another trainer may wait for its step."""
-        return self._returned > self._stepped and not self.is_stopped
+        return self._stepped < self._returned == self._requested and not self.is_stopped
 
     def request(self) -> None:
-        """Compare the request of another batch."""
-        self._compare(Call.REQUEST, self._returned + 1, self._last_step)
+        """Compare the request of another batch, once: an interrupted request is retried."""
+        with Uninterrupted():
+            self._compare(Call.REQUEST, self._returned + 1, self._last_step)
+            self._requested = self._returned + 1
 
     def take(self, batch: InFlightBatch) -> JointStep | None:
         """Return the step that the batch makes with the other trainers' batches; None if none of them has samples:
@@ -95,6 +97,7 @@ class JointBatches(Iterator[Inputs]):
             self.is_stopped = True
             return None
         self._returned, self._last_step = self._returned + 1, batch.step
+        self._requested = self._returned
         batch.calls = BatchCalls(self._returned, batch.step)
         return step
 
@@ -153,7 +156,7 @@ class JointBatches(Iterator[Inputs]):
                 calls.last = call
 
     def _compare(self, call: Call, number: int, step: int, shape: BatchShape = (0, 0, 0)) -> list[JointCall]:
-        """Return the calls of all trainers; raise StreamError, also in every later call, if they differ."""
+        """Return the calls of all trainers; raise StreamError if they differ, and in every call after an error."""
         if self._error is not None:
             raise StreamError(self._error)
         own = JointCall(call, number, step, shape)
@@ -162,7 +165,7 @@ class JointBatches(Iterator[Inputs]):
         try:
             made = [JointCall.parse(each) for each in self._exchange(own.line(), patient=own.is_patient)]
             require_same(made)
-        except StreamError as error:
+        except Exception as error:
             self._error, self._is_alone = str(error), True
             raise
         return made

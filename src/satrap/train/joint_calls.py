@@ -92,7 +92,7 @@ def require_same(calls: Sequence[JointCall]) -> None:
     raise StreamError(
         f"step {first.step}: {_clause(ranks, first)}, but {rest}. In each of these calls trainers wait for each other: "
         "all of them must use and step the same batches, or leave out the same ones, and save, evaluate and end their "
-        "loops after the same step. This step has changed no table: correct the loop, and start all trainers again, "
+        "loops after the same step. These calls have changed nothing: correct the loop, and start all trainers again, "
         "from the last checkpoint"
     )
 

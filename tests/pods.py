@@ -1,9 +1,9 @@
 """Pods of Kubernetes as processes of this machine: each has its own network, host name, files and process ids.
 
-A bridge connects the networks of all pods, and /etc/hosts has the names that a headless Service gives them. The root of
-a pod is this machine's, with the pod's volumes mounted over it, and nothing answers questions of DNS. So what a manifest says of commands, volumes,
-environment and names is carried out; images, limits, users and probes are not. Nothing has a name outside: networks and
-mounts disappear with the last process in them. Needs root.
+A bridge connects the networks of all pods, and /etc/hosts has the names that a headless Service gives them; there is no
+DNS. The root of a pod is this machine's, with the pod's volumes mounted over it. So what a manifest says of commands,
+volumes, environment and names is carried out; images, limits, users and probes are not. Nothing has a name outside:
+networks and mounts disappear with the last process in them. Needs root.
 """
 
 from __future__ import annotations

@@ -19,6 +19,7 @@ from satrap.launch.run_events import (
     Event,
     ExitRun,
     LogMessage,
+    MachineStopping,
     MigrateBuckets,
     MigrationDue,
     MigrationEnded,
@@ -64,7 +65,7 @@ class Machine:
                     self._start(process, address)
                 case StopProcess(process, _):
                     self.stopped.add(process)
-                case MigrateBuckets(current, target):
+                case MigrateBuckets(current, target, _):
                     self.with_rows |= self.numbers_of(target)
                     assert self.migrating is None and current == self.supervisor.run_state.servers and current != target
                     assert {*current, *target} <= set(self.last_address.values())
@@ -206,6 +207,7 @@ def test_the_run_continues_or_ends_after_any_events(
                 machine.handle(MigrationEnded(failure, failure is not None and draw.random() < 0.5))
             else:
                 either: list[Event] = [ScaleRequested(draw.randrange(0, 6), "at random"), MigrationDue()]
+                either += [MachineStopping(each) for each in machine.running if each.role is Role.SERVER]
                 machine.handle(draw.choice(either))
         elif chance < 0.95 and machine.running:
             one = draw.choice(sorted(machine.running, key=str))
@@ -364,6 +366,52 @@ def test_scaling_up_and_down_while_trainers_run() -> None:
     assert pauses == [2, 4, 8, 16, 32, 60, 60, 60, 60], "a migration that fails never ends the run"
     machine.handle(MigrationEnded())
     assert len(machine.supervisor.run_state.servers) == 2 and machine.exit_status is None
+
+
+def test_a_server_leaves_its_machine_before_that_stops() -> None:
+    machine = training_machine(servers=3, workers=0)
+    first = machine.supervisor.run_state.servers
+    stopping = [each for each in machine.started if each.role is Role.SERVER][:2]
+    for each in stopping:
+        machine.handle(MachineStopping(each))
+    assert "the machine of server 0 will stop: moving its buckets to 2 servers" in machine.log
+    machine.handle(MigrationEnded())
+    assert machine.stopped == {stopping[0]} and machine.migrating == first[2:], "then the buckets of the second"
+    machine.handle(MigrationEnded())
+    machine.execute_stops()
+    assert [each.number for each in machine.started[-2:]] == [3, 4], "others take their place"
+    machine.make_all_ready()
+    machine.handle(MigrationEnded())
+    assert len(machine.supervisor.run_state.servers) == 3 and max(machine.launches) == 1
+
+
+@pytest.mark.parametrize("when", ["before", "during"])
+def test_a_machine_that_stops_too_early_costs_its_rows(when: str) -> None:
+    """The run has as many servers again."""
+    machine = training_machine(servers=2, workers=0)
+    if when == "before":
+        machine.handle(ScaleRequested(3, "requested"))
+    for each in [each for each in machine.started if each.role is Role.SERVER and each.number == 1]:
+        machine.handle(MachineStopping(each))
+    if when == "before":
+        assert machine.migrating is None, "a server is joining"
+    machine.relocate(Role.SERVER, 1)
+    machine.exit(Role.SERVER, 1, -9)
+    machine.make_all_ready()
+    machine.restart_all()
+    machine.restart_all()
+    assert max(machine.launches) == 2 and len(machine.trainers()) == 2
+    assert len(machine.supervisor.run_state.servers) == 2 + (when == "before")
+
+
+def test_no_buckets_move_if_all_machines_stop() -> None:
+    machine = training_machine(servers=2, workers=0)
+    first, second = (each for each in machine.started if each.role is Role.SERVER)
+    machine.handle(MachineStopping(first))
+    machine.handle(MachineStopping(second))
+    assert machine.migrating is not None
+    machine.handle(MigrationEnded())
+    assert machine.migrating is None and machine.stopped == {first}
 
 
 def test_a_scaling_before_the_first_trainer_has_called_waits() -> None:

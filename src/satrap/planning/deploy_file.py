@@ -76,7 +76,7 @@ def run_line(plan: Plan, start: Start) -> str:
 
 
 def _rows_mib(memory_gib: int) -> int:
-    """Returns how much of a server's memory is for rows: all but a tenth, as `satrap deploy render` has it by default."""
+    """Returns how much of a server's memory is for rows: all but a tenth, the default of `satrap deploy render`."""
     memory = memory_gib * 1024
     return memory - max(math.ceil(memory / 10), 1024)
 

@@ -185,6 +185,11 @@ class RayRun:
         status, out, err = wait_for_exit(self.process)
         assert status == 0, f"{out}{err}{logs(self.pods)}"
         assert_same_result(self.shared / "job", self.expected)
+        for pod in self.pods.values():  # the end of the cluster: nothing runs there, so no node drains for long
+            pod.terminate()
+        for pod in self.pods.values():
+            pod.process.wait(timeout=DEADLINE_SECONDS)
+        assert not any("did not finish draining" in pod.log.read_text() for pod in self.pods.values()), logs(self.pods)
         return out
 
 

@@ -169,8 +169,8 @@ def _keys(folder: str) -> Iterator[str]:
 
 def _server(options: argparse.Namespace) -> Iterator[str]:
     from satrap.cli.http import StatusEndpoint
-    from satrap.rpc import Keys, Limits, Origin, Service
-    from satrap.rpc.address import advertised_address, check_address
+    from satrap.rpc import Client, Keys, Limits, Origin, Service
+    from satrap.rpc.address import advertised_address
     from satrap.server.migration.arrival import Arrival
     from satrap.server.migration.departure import Departure
     from satrap.server.protocol import ServerCalls
@@ -185,8 +185,8 @@ def _server(options: argparse.Namespace) -> Iterator[str]:
     if (moves or options.join) and keys is not None:
         client_keys = Keys.read(Path(options.keys).with_name("client.key"))
     check_number("server", "grace", options.grace, 0.0)
-    for each in options.join:
-        check_address(each)
+    for each in options.join:  # an address that cannot be called is an error now
+        Client(ServerCalls, each, keys=client_keys).close()
     server = Server(shared=options.shared, num_threads=options.threads, checkpoints=options.checkpoints)
     limits = Limits(max_bytes=16 << 30)  # the parts of all trainers wait until the last one has arrived
     with (

@@ -308,13 +308,25 @@ class Supervisor:
     def _move_from_leaving(self) -> list[Command]:
         """Moves the buckets of the servers whose machines will stop to the other servers, if there are any."""
         leaving = [each for each in self._servers if each in self._leaving]
-        if self._cannot_scale() or len(leaving) in (0, len(self._servers)):
+        if len(leaving) in (0, len(self._servers)):
             return []
+        postponed = self._postpone_joining()
+        if self._cannot_scale():
+            return postponed
         self._targets = [each for each in self._servers if each not in leaving]
         self._num_left += len(leaving)
         names = ", ".join(map(str, leaving))
         text = f"the machine of server {names} will stop: moving its buckets to {_count(len(self._targets), 'server')}"
-        return [LogMessage(text), *self._migrate()]
+        return [*postponed, LogMessage(text), *self._migrate()]
+
+    def _postpone_joining(self) -> list[Command]:
+        """Stops servers that should join and have no buckets yet; others will join once those that leave have left."""
+        joining = [each for each in self._targets or () if each not in self._servers]
+        if not joining or self._is_migrating or self._may_have_moved or self._phase is not _Phase.TRAINING:
+            return []
+        self._num_left += len(joining)
+        self._targets, self._migration_failures = None, 0
+        return self._stop_surplus_servers()
 
     def _replace_left(self, now: float) -> list[Command]:
         """Adds as many servers as have left."""

@@ -33,11 +33,6 @@ def join_address(host: str, port: int) -> str:
     return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
 
 
-def check_address(address: str) -> None:
-    """Checks the form of an address, without resolving its host."""
-    unix_path(address) if is_unix(address) else split_address(address)
-
-
 def unix_path(address: str) -> Path:
     """Returns the path of a Unix socket's address; the name "*" is any free one."""
     text = address.removeprefix(_IPC)

@@ -42,7 +42,7 @@ def _spec(group: Mapping[str, Any], head: str | None) -> dict[str, Any]:
         "args": [f"ulimit -n 65536; ray start {_flags(group, head)}"],
         "env": [*container.get("env", []), *({"name": name, "value": each} for name, each in environment.items())],
     }
-    return spec | {"containers": [container | own, *others]}
+    return {**spec, "containers": [container | own, *others]}
 
 
 def _flags(group: Mapping[str, Any], head: str | None) -> str:

@@ -13,6 +13,7 @@ import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -68,8 +69,7 @@ def test_a_rolling_restart_of_the_servers_loses_nothing(tmp_path: Path, rng: np.
             pod.terminate()
             assert pod.process.wait(timeout=DEADLINE_SECONDS) == 0, logs(run.pods)
             run.start(name)
-            log = run.pods[name].log
-            wait_until(lambda log=log: '"event": "joined"' in log.read_text() or has_ended(run.pods))
+            wait_until(partial(run.has_joined, name))
             assert is_ready(run.pods[name], run.templates["servers"][1]["spec"])
         assert "resumed" not in run.end()
 
@@ -90,6 +90,9 @@ class Run:
     def start(self, name: str) -> None:
         _, role, index = name.split("-")
         self.pods[name] = self.cluster.start(name, f"smoke-{role}", self.templates[role][1]["spec"], int(index))
+
+    def has_joined(self, name: str) -> bool:
+        return '"event": "joined"' in self.pods[name].log.read_text() or has_ended(self.pods)
 
     def end(self) -> str:
         """Lets the script continue, and returns the output of the first trainer."""

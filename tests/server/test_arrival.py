@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import signal
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,8 @@ import pytest
 
 import rpc_parts  # noqa: F401  starts a thread that pyzmq keeps
 from bag_oracle import draw_bags
-from cluster import ANYWHERE, contents, features, server_processes, sharded_worker, step_both, wait_until
+from cluster import ANYWHERE, contents, features, server_processes, sharded_worker, step_both
+from runs import wait_until
 from satrap.rpc import Client, Keys, Origin, Service
 from satrap.rpc.keys import create_keys
 from satrap.server.migration.arrival import Arrival, next_action
@@ -40,6 +42,10 @@ MEMBER = {"number": 0, "addresses": ["a", "b"], "leaves": False}
 )
 def test_the_next_action(own: dict[str, Any], other: dict[str, Any], action: str) -> None:
     assert next_action("own", own, other) == action
+
+
+def is_ready(client: Client[ServerCalls]) -> bool:
+    return not client.call.status(Origin())["not_ready"]
 
 
 def test_servers_that_arrive_at_the_same_time(rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -88,7 +94,7 @@ def test_a_rolling_restart_loses_nothing(tmp_path: Path, rng: np.random.Generato
                 server.shared.unlink()  # a pod's memory ends with it
                 server.restart()
                 with Client(ServerCalls, server.address, **keys) as client:
-                    wait_until(lambda client=client: not client.call.status(Origin())["not_ready"])
+                    wait_until(partial(is_ready, client))
                     assert client.call.status(Origin())["buckets"]["owned"] > 0
             step_both([local, worker], rng, [draw_bags(rng, local.features, 60)], 3)
             assert sorted(worker.servers.addresses) == sorted(addresses)

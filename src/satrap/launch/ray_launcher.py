@@ -287,7 +287,7 @@ class RayLauncher:
         if now < self._drain_check_at:
             return []
         self._drain_check_at = now + _DRAIN_CHECK_SECONDS
-        draining = ray._private.state.state.get_draining_nodes()  # type: ignore[attr-defined]
+        draining = ray._private.state.state.get_draining_nodes()
         found = []
         for record in self._records.values() if draining else ():
             process = record.spec.process

@@ -1,7 +1,7 @@
 """What the operator KubeRay makes of a RayJob: the pods of its cluster, with the commands and the environment that the
 operator adds to the templates of the manifest.
 
-An oracle for tests, after the source of KubeRay 1.5: pods are started with `ray start`, whose parameters come from
+An oracle for tests, after the source of KubeRay: pods are started with `ray start`, whose parameters come from
 `rayStartParams` and from the labels, the resources and the limits of the group. Left out are the dashboard, which
 starts a dozen processes, the container that waits for the head, and variables that only report the usage of Ray.
 """

@@ -67,11 +67,11 @@ INTERNAL = {
     "HybridOptimizer": "hold",
     "LabelColumn": "expected find_invalid other_value text_values",
     "Position": "after is_of_older_release",
-    "ProcessGroup": "all count run_first broadcast_int gather joint_step require_same_gradients wrap broadcast_",
+    "ProcessGroup": "all count run_first broadcast_int gather exchange require_same_gradients wrap broadcast_",
     "ShardedTables": "is_whole keeps_cuts map_version require_permitted restore take_cut",
     "Source": "origin",
     "Store": "fill forget_saves in_engine save_part",
-    "Stream": "drop evaluation pause update",
+    "Stream": "drop evaluation joint pause update",
     "TableGroup": "fill in_engine is_whole keeps_cuts map_version require_permitted restore take_cut verify",
 }
 """Public members that other packages of Satrap call and users do not, by class."""

@@ -1,6 +1,7 @@
 """One of several trainers, for rows on their devices: a job of trainer_child.py, or, with "compare", random steps on
 two workers, with rows on the devices and in the trainers' memory, whose results must be the same bits; or, with
-"refused", options that several trainers cannot have."""
+"refused", options that several trainers cannot have; or, with "differs", a trainer that does not do as the others; or,
+with "unequal", evaluations."""
 
 from __future__ import annotations
 
@@ -11,12 +12,28 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
 
 import trainer_child
-from satrap import SGD, Adagrad, Adam, Embeddings, Ftrl, MinCount, Normal, RowWiseAdagrad, Table
+from loop import Net, batches, loss_of, train_step
+from satrap import (
+    SGD,
+    Adagrad,
+    Adam,
+    Checkpoint,
+    Embeddings,
+    Ftrl,
+    MinCount,
+    Normal,
+    Reader,
+    RowWiseAdagrad,
+    Table,
+    Validation,
+)
+from satrap import evaluate as evaluate_model
 from satrap.config.features import Feature, Features
 from satrap.data.inputs import Inputs
-from satrap.errors import ConfigError
+from satrap.errors import ConfigError, StreamError
 
 NUM_IDS = 40
 SHARDED = {"replicated": ("item", "user", "rare", "last"), "columns": ("item", "tiny", "rare", "last")}
@@ -146,6 +163,81 @@ def refusal(options: dict[str, Any]) -> dict[str, Any]:
     return {}
 
 
+def differ(job: dict[str, Any], rank: int) -> dict[str, Any]:
+    """Train until trainer 1, or every trainer, does something else at step 3. Return the error and the rows."""
+    way, after_error = job["differs"], dist.new_group(backend="gloo")  # the gradients of a step may be in the other one
+    torch.manual_seed(0)
+    embeddings, net, error = trainer_child.embeddings_of(job), Net(), ""
+    net.register_buffer("unused", torch.zeros(1))  # DistributedDataParallel broadcasts it before each forward pass
+    model = DistributedDataParallel(net)
+    optimizer = embeddings.optimizer(torch.optim.SGD(model.parameters(), lr=0.05))
+    run = Checkpoint(job["checkpoint"], model, optimizer, embeddings)
+    try:
+        with embeddings.stream(batches(5 * dist.get_world_size()), overlap=job["overlap"]) as stream:
+            for batch in list(stream) if job["ahead"] else stream:
+                here = batch.step == 3 and (rank == 1 or job.get("all"))
+                if here and way == "leaves out":
+                    continue
+                if here and way == "saves":
+                    run.save()
+                if here and way == "evaluates":
+                    Validation(model, embeddings, batches(1)).step()
+                if here and way == "ends":
+                    break
+                loss = loss_of(model, batch)
+                if here and way == "no backward pass":
+                    continue
+                loss.backward()
+                if here and way == "no step":
+                    continue
+                optimizer.step()
+                optimizer.zero_grad()
+    except StreamError as found:
+        error = str(found)
+    embeddings.drain() if not error else None
+    dist.barrier(group=after_error)
+    state = {"error": error} | trainer_child.state_of(embeddings, model)
+    dist.barrier(group=after_error)
+    embeddings.close()
+    return state
+
+
+def evaluate_unequally(job: dict[str, Any], rank: int) -> dict[str, Any]:
+    """Train, and after each step evaluate another number of batches than the other trainers, also with a Reader. Return
+    what the batches showed."""
+    torch.manual_seed(0)
+    embeddings, net = trainer_child.embeddings_of(job), Net()
+    net.register_buffer("unused", torch.zeros(1))  # DistributedDataParallel broadcasts it before each forward pass
+    model, valid = DistributedDataParallel(net), batches(5, seed=9)
+    shown: list[list[str]] = []
+    optimizer = embeddings.optimizer(torch.optim.SGD(model.parameters(), lr=0.05))
+
+    def score(batch: Any) -> torch.Tensor:
+        shown[-1].append(float(batch.embeddings.double().sum()).hex())
+        logits: torch.Tensor = net(batch.dense, batch.embeddings)
+        return logits
+
+    with embeddings.stream(batches(4 * dist.get_world_size()), overlap=job["overlap"]) as stream:
+        for batch in stream:
+            train_step(model, optimizer, batch)
+            part = valid[: (2 * rank + batch.step) % 5] if job["unequal"] else []
+            shown.append([])
+            evaluate_model(model, embeddings.stream(part, train=False, overlap=job["overlap"]), score=score)
+            evaluate_model(model, embeddings.stream(part, train=False))
+    embeddings.drain()
+    dist.barrier()
+    embeddings.eval()
+    assert evaluate_model(model, embeddings.stream(valid[: rank + 1])).num_samples == 8 * (rank + 1)
+    servers: Any = embeddings.worker.servers
+    with Reader(servers=list(servers.addresses), features=embeddings.features) as reader:
+        for each in valid[rank:]:
+            np.testing.assert_array_equal(reader(each).embeddings, embeddings(each).embeddings)
+    found = {"shown": shown} | trainer_child.state_of(embeddings, model)
+    dist.barrier()
+    embeddings.close()
+    return found
+
+
 def require_same(looked: list[Any]) -> None:
     host, device = looked
     np.testing.assert_array_equal(device.block.numpy(), host.block)
@@ -192,12 +284,19 @@ def contents(worker: Any, ids: Any) -> dict[str, Any]:
 
 
 def main(rank: int, world_size: int, rendezvous: str, job: dict[str, Any]) -> None:
-    if "compare" not in job and "refused" not in job:
+    if not {"compare", "refused", "differs", "unequal"} & job.keys():
         trainer_child.main(rank, world_size, rendezvous, job)
         return
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=world_size)
-    found = compare(job) if "compare" in job else refusal(job["refused"])
+    if "differs" in job:
+        found = differ(job, rank)
+    elif "unequal" in job:
+        found = evaluate_unequally(job, rank)
+    elif "compare" in job:
+        found = compare(job)
+    else:
+        found = refusal(job["refused"])
     dist.destroy_process_group()
     print(json.dumps(found), flush=True)
 

@@ -24,11 +24,12 @@ def tables(lr: float = 0.1, shards: tuple[Any, Any] = ("rows", "rows")) -> dict[
     return {"user": user, "item": item, "history": item.bag("mean")}
 
 
-def counting_tables() -> dict[str, Any]:
-    """Return tables whose rows become minus the sum of their gradients: exact for integers, in any order."""
+def counting_tables(shards: tuple[Any, Any] = ("rows", "rows")) -> dict[str, Any]:
+    """Return tables whose rows become minus the sum of their gradients: exact for integers, in any order. shards: as
+    those of `tables`."""
     how: dict[str, Any] = {"dim": DIM, "optimizer": SGD(lr=1.0), "initial": Zeros()}
-    item = Table("item", **how)
-    return {"user": Table("user", **how), "item": item, "history": item.bag("sum")}
+    user, item = (Table(name, shard=shard, **how) for name, shard in zip(("user", "item"), shards, strict=True))
+    return {"user": user, "item": item, "history": item.bag("sum")}
 
 
 def batches(num: int, seed: int = 0, size: int = BATCH) -> list[Inputs]:

@@ -1,9 +1,9 @@
 """Pods of Kubernetes as processes of this machine: each has its own network, host name, files and process ids.
 
-A bridge connects the networks of all pods, and /etc/hosts has the names that a headless Service gives them. The root of
-a pod is this machine's, with the pod's volumes mounted over it. So what a manifest says of commands, volumes,
-environment and names is carried out; images, limits, users and probes are not. Nothing has a name outside: networks and
-mounts disappear with the last process in them. Needs root.
+A bridge connects the networks of all pods, and /etc/hosts has the names that a headless Service gives them; there is no
+DNS. The root of a pod is this machine's, with the pod's volumes mounted over it. So what a manifest says of commands,
+volumes, environment and names is carried out; images, limits, users and probes are not. Nothing has a name outside:
+networks and mounts disappear with the last process in them. Needs root.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from runs import wait_until
 
 _BIN = str(Path(sys.executable).parent)
 _SUBNET = "10.214.0"
+_SCRATCH = "/scratch"  # the pod's /tmp: this machine's has the directories that are mounted
 _NAMESPACES = ("unshare", "--net", "--mount", "--uts", "--pid", "--fork", "--kill-child", "--propagation", "private")
 _ROOT = """\
 set -eu
@@ -37,11 +38,14 @@ for each in /*; do
 done
 mount -t proc proc {root}/proc
 mount --bind {hosts} {root}/etc/hosts
+mount --bind /dev/null {root}/etc/resolv.conf
 echo {name} > /proc/sys/kernel/hostname
 ip link set lo up
 read -r started
 ip address add {address}/24 dev pod0
 ip link set pod0 up
+mkdir {root}{scratch}
+mount -t tmpfs scratch {root}{scratch}
 {volumes}
 exec chroot {root} /usr/bin/env -i -C / {command}
 """
@@ -54,6 +58,7 @@ class Pod:
     name: str
     process: subprocess.Popen[bytes]
     log: Path
+    environment: Mapping[str, str]
 
     def kill_node(self) -> None:
         """Ends the pod as the loss of its node does: all processes, its memory and its network at once."""
@@ -62,9 +67,23 @@ class Pod:
 
     def terminate(self) -> None:
         """Asks the first process of the pod to stop, as Kubernetes does."""
-        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
-        for child in children:
-            os.kill(int(child), signal.SIGTERM)
+        os.kill(self._first_process(), signal.SIGTERM)
+
+    def run(self, *command: str) -> subprocess.Popen[str]:
+        """Starts a command in the pod's container, with its environment, as `kubectl exec` does."""
+        enter = ["nsenter", "--net", "--mount", "--uts", "--pid", "--root", "--wd", "--target"]
+        own = ["env", "-i", *(f"{name}={value}" for name, value in self.environment.items())]
+        return subprocess.Popen(
+            [*enter, str(self._first_process()), *own, *command],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    def _first_process(self) -> int:
+        (child,) = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
+        return int(child)
 
 
 @dataclass(slots=True)
@@ -102,7 +121,7 @@ class Pods:
     def _start(self, name: str, spec: Mapping[str, Any], container: Mapping[str, Any], index: int) -> Pod:
         root = self.folder / "root"
         root.mkdir(exist_ok=True)
-        environment = {"PATH": f"{_BIN}:/usr/bin:/bin", "HOME": "/tmp", **_environment(container, index)}
+        environment = _environment(container, index)
         words = [*container["command"], *container.get("args", ())]
         words = [word.replace("$(POD_INDEX)", str(index)).replace("$$(", "$(") for word in words]
         script = _ROOT.format(
@@ -110,6 +129,7 @@ class Pods:
             hosts=self.folder / "hosts",
             name=name,
             address=self.addresses[name].split()[0],
+            scratch=_SCRATCH,
             volumes="\n".join(self._mounts(root, spec, container)),
             command=shlex.join([*(f"{key}={value}" for key, value in environment.items()), *words]),
         )
@@ -118,7 +138,7 @@ class Pods:
             process = subprocess.Popen(
                 [*_NAMESPACES, "sh", "-c", script], stdin=subprocess.PIPE, stdout=output, stderr=subprocess.STDOUT
             )
-        self.pods.append(pod := Pod(name, process, log))
+        self.pods.append(pod := Pod(name, process, log, environment))
         self._plug_in(pod)
         return pod
 
@@ -180,7 +200,8 @@ def pods(folder: Path, volumes: Mapping[str, Path], image: Mapping[str, Path]) -
 
 def _environment(container: Mapping[str, Any], index: int) -> dict[str, str]:
     """Returns the environment of a container. A field of the pod that it may name is its index."""
-    return {each["name"]: each.get("value", str(index)) for each in container.get("env", [])}
+    given = {each["name"]: each.get("value", str(index)) for each in container.get("env", [])}
+    return {"PATH": f"{_BIN}:/usr/bin:/bin", "HOME": _SCRATCH, "TMPDIR": _SCRATCH} | given
 
 
 def _run(*command: str) -> None:

@@ -99,7 +99,8 @@ def embeddings_of(job: dict[str, Any]) -> Embeddings:
     if job.get("machines"):
         trainer_server._is_own_folder = lambda name: False
     where = Deployment(job["servers"], workers=job.get("workers"))
-    features = counting_tables() if job.get("counted") else tables(shards=job.get("shards", ("rows", "rows")))
+    shards = job.get("shards", ("rows", "rows"))
+    features = counting_tables(shards) if job.get("counted") else tables(shards=shards)
     how: dict[str, Any] = {name: job.get(name) for name in ("device", "device_memory")}
     how["deterministic"] = job.get("deterministic", False)
     return Embeddings(features, num_threads=1, staleness=job["staleness"], deployment=where, **how)

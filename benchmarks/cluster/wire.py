@@ -48,7 +48,7 @@ def count(job: Mapping[str, Any], wire: str) -> dict[str, Any]:
     with (
         satrap_server(num_threads) as (address, _),
         CountingProxy(address) as proxy,
-        tables.connected(features, proxy.address, num_threads, wire=wire) as worker,
+        tables.connected(features, [proxy.address], num_threads, wire=wire) as worker,
     ):
         for step, batch in enumerate(batches, start=1):
             before = proxy.counts()

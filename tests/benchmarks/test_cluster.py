@@ -118,7 +118,7 @@ def test_both_number_formats_have_a_share() -> None:
 def test_cases_have_unique_names_a_kind_and_targets() -> None:
     every = cases.full_cases()
     names = [f"{kind}/20Mx{dim}/2t" for kind in ("echo", "rows", "train", "bytes", "network") for dim in (16, 64)]
-    names += [f"restart/10Mx{dim}/2t" for dim in (16, 64)]
+    names += [*(f"restart/10Mx{dim}/2t" for dim in (16, 64)), "fan_out/260kx16/2t"]
     assert [case.name for case in every] == names
     assert all(case.kind in SUITE.kinds and case.targets for case in every)
     assert {case.kind for case in cases.quick_cases()} == SUITE.kinds.keys()

@@ -181,9 +181,9 @@ def test_a_closed_output_pipe_is_not_an_error_message() -> None:
 
 SIGNAL_RACE = """
 import os, signal, threading
-from satrap.cli.main import _install_stop_handler
+from satrap.cli.main import _StopSignals
 
-wait_for_stop, permit = _install_stop_handler(), threading.Semaphore(0)
+wait_for_stop, permit = _StopSignals(), threading.Semaphore(0)
 
 def send_signals():
     for _ in range(3000):

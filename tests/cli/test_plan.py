@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import tomllib
 from pathlib import Path
 
@@ -27,6 +28,25 @@ def test_the_plan_of_a_model(tmp_path: Path, capsys: Capture) -> None:
     for words in ("bound by", "head room", "buckets", "descriptors", "saves", "resume", "link", "satrap run train.py"):
         assert words in text
     assert tomllib.loads(deploy.read_text())["servers"]["count"] > 0
+
+
+@pytest.mark.parametrize("model", ["paper", "clicks"])
+def test_the_figures_of_the_page_on_kubernetes(model: str, capsys: Capture) -> None:
+    page = (ROOT / "docs/deploy.md").read_text()
+    (row,) = [line for line in page.splitlines() if line.startswith("|") and f"`{model}.toml`" in line]
+    assert main(["plan", str(ROOT / f"examples/planning/{model}.toml"), "--machines", MACHINES]) == 0
+    text = capsys.readouterr().out
+    for figure in (
+        r"for \S+: (\S+ samples/s) wanted",
+        r"\nsum +(.*?) of rows",
+        r"\nservers +\d+ +(\d+ x \S+)",
+        r"\nservers .*?  ([\d.]+ [GT]B) ",
+        r"\nbound by (.*?):",
+        r"\nsaves .*? in (.*?) \(",
+        r"\nprice +(.* for a billion samples)",
+    ):
+        found = re.search(figure, text)
+        assert found is not None and found[1] in row, figure
 
 
 def test_a_rate_out_of_reach_has_its_own_status(capsys: Capture) -> None:

@@ -66,9 +66,12 @@ def watch_in_a_terminal(folder: Path, columns: int, lines: int) -> bytes:
     primary, secondary = pty.openpty()
     fcntl.ioctl(secondary, termios.TIOCSWINSZ, struct.pack("HHHH", lines, columns, 0, 0))
     command = [str(SATRAP), "status", "--watch", "--seconds", "0.1", "--folder", str(folder / "run")]
-    process = subprocess.Popen(command, stdin=secondary, stdout=secondary, stderr=secondary, start_new_session=True)
+    environment = os.environ | {"PYTHONFAULTHANDLER": "1"}  # if it hangs, SIGABRT shows where
+    process = subprocess.Popen(
+        command, stdin=secondary, stdout=secondary, stderr=secondary, start_new_session=True, env=environment
+    )
     os.close(secondary)
-    timer = threading.Timer(120, process.kill)
+    timer = threading.Timer(120, process.send_signal, (signal.SIGABRT,))
     timer.start()
     written, is_interrupted = b"", False
     try:
@@ -78,7 +81,7 @@ def watch_in_a_terminal(folder: Path, columns: int, lines: int) -> bytes:
                 if not is_interrupted and written.count(b"\x1b[H") >= 4:
                     process.send_signal(signal.SIGINT)
                     is_interrupted = True
-        assert process.wait() == 0
+        assert process.wait() == 0, written.decode()
     finally:
         timer.cancel()
         timer.join()

@@ -152,6 +152,7 @@ def test_the_commands_of_plain_pods_are_what_satrap_takes_and_name_each_other(jo
                 assert options.shared.startswith("/dev/shm/") and options.checkpoints == list(job.storage.checkpoints)
                 assert options.on_stop == job.servers.on_stop
                 assert options.grace < job.servers.grace_seconds
+                assert (options.advertise in options.join) is (job.servers.on_stop == "move")
             else:
                 assert options.data == list(job.storage.data)
 
@@ -166,6 +167,17 @@ def check_trainers(job: DeployJob, command: list[str], listening: dict[str, list
     assert (options.command, options.script, arguments) == ("trainer", job.script, list(job.arguments))
     assert options.servers == listening["servers"] and options.workers == listening.get("workers", [])
     assert options.keys in keys
+
+
+def test_the_pod_of_a_server_that_stops_has_time_to_move_its_rows() -> None:
+    """With Ray, its node drains so long, which Ray reads from the environment."""
+    for on_stop, seconds in (("move", "110"), ("keep", "0")):
+        servers = {"on_stop": on_stop, "grace_seconds": 120}
+        job = DeployJob.from_dict({"name": "a", "script": "/a.py", "image": {"cpu": "a"}, "servers": servers})
+        for role, (_, template) in pods_of(rendered(job, "kuberay")).items():
+            env = {each["name"]: each["value"] for each in template["spec"]["containers"][0].get("env", ())}
+            found = env.get("RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S")
+            assert found == (seconds if role == "servers" else None)
 
 
 def test_a_trainers_pod_waits_for_all_that_it_calls() -> None:

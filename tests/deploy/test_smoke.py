@@ -1,11 +1,21 @@
-"""The manifests of plain Kubernetes, carried out: the command of every pod runs as processes with networks and files of
-their own (tests/pods.py). A node is lost, its pod starts again elsewhere with empty memory, and training ends with the
-bits of a run on one machine."""
+"""Rendered manifests, carried out: the command of every pod runs as processes with networks and files of their own
+(tests/pods.py). A node is lost, its pod starts again elsewhere with empty memory, and training ends with the bits of a
+run on one machine.
+
+KubeRay's part is tests/kuberay_pods.py. Its cluster has no dashboard, so the entrypoint is submitted on the head
+(tests/ray_submit.py) and the probe of the dashboard is not tried."""
 
 from __future__ import annotations
 
+import json
 import shutil
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -13,13 +23,24 @@ import pyarrow.parquet as pq
 import pytest
 
 from deploy_jobs import pods_of, rendered
+from kuberay_pods import ray_pods
 from loop import NUM_IDS
-from pods import Pod, pods
-from runs import DEADLINE_SECONDS, JOB, assert_same_result, num_checkpoints, run_to_its_end, wait_until
+from pods import Pod, Pods, pods
+from runs import (
+    DEADLINE_SECONDS,
+    JOB,
+    assert_same_result,
+    num_checkpoints,
+    run_to_its_end,
+    wait_for_exit,
+    wait_until,
+)
 from satrap.deploy.job_file import DeployJob, Image, Role, Storage
 from satrap.rpc.keys import create_keys
 
 NUM_ROWS = 640
+HEAD, NAMESPACE = "smoke-head-svc", "default.svc.cluster.local"
+pytestmark = pytest.mark.draw(1)
 
 
 def write_data(path: Path, rng: np.random.Generator) -> None:
@@ -29,56 +50,205 @@ def write_data(path: Path, rng: np.random.Generator) -> None:
     pq.write_table(pa.table(columns), path, row_group_size=80)
 
 
-@pytest.mark.draw(1)
 @pytest.mark.parametrize(("lost", "num_trainers"), [("servers", 1), ("trainers", 1), ("servers", 2)])
 def test_a_rendered_run_survives_the_loss_of_a_node(
     tmp_path: Path, rng: np.random.Generator, lost: str, num_trainers: int
 ) -> None:
-    (shared := tmp_path / "shared").mkdir()
-    (app := tmp_path / "app").mkdir()
+    with run_at_step_30(tmp_path, rng, num_trainers) as run:
+        name = f"smoke-{lost}-{run.templates[lost][0] - 1}"
+        run.pods[name].kill_node()
+        run.start(name)
+        assert "resumed" in run.end()
+
+
+def test_a_rolling_restart_of_the_servers_loses_nothing(tmp_path: Path, rng: np.random.Generator) -> None:
+    """Each pod of the StatefulSet is deleted in turn, once the pod before is ready again."""
+    with run_at_step_30(tmp_path, rng, 1) as run:
+        for name in ("smoke-servers-0", "smoke-servers-1"):
+            pod = run.pods[name]
+            pod.terminate()
+            assert pod.process.wait(timeout=DEADLINE_SECONDS) == 0, logs(run.pods)
+            run.start(name)
+            wait_until(partial(run.has_joined, name))
+            assert is_ready(run.pods[name], run.templates["servers"][1]["spec"])
+        assert "resumed" not in run.end()
+
+
+@dataclass(slots=True)
+class Run:
+    """A rendered run without Ray."""
+
+    cluster: Pods
+    templates: dict[str, tuple[int, dict[str, Any]]]
+    shared: Path
+    expected: dict[str, np.ndarray]
+    pods: dict[str, Pod] = field(default_factory=dict)
+
+    def names(self, *roles: str) -> list[str]:
+        return [f"smoke-{role}-{index}" for role in roles for index in range(self.templates[role][0])]
+
+    def start(self, name: str) -> None:
+        _, role, index = name.split("-")
+        self.pods[name] = self.cluster.start(name, f"smoke-{role}", self.templates[role][1]["spec"], int(index))
+
+    def has_joined(self, name: str) -> bool:
+        return '"event": "joined"' in self.pods[name].log.read_text() or has_ended(self.pods)
+
+    def end(self) -> str:
+        """Lets the script continue, and returns the output of the first trainer."""
+        (self.shared / "job/hold").unlink()
+        trainers = self.names("trainers")
+        for name in trainers:
+            assert self.pods[name].process.wait(timeout=DEADLINE_SECONDS) == 0, logs(self.pods)
+        assert_same_result(self.shared / "job", self.expected)
+        rest = [pod for name, pod in self.pods.items() if name not in trainers]
+        for pod in rest:  # the end of the job: no server stays, so none waits for its grace period
+            pod.terminate()
+        assert [pod.process.wait(timeout=DEADLINE_SECONDS) for pod in rest] == [0] * len(rest), logs(self.pods)
+        return self.pods[trainers[0]].log.read_text()
+
+
+@contextmanager
+def run_at_step_30(folder: Path, rng: np.random.Generator, num_trainers: int) -> Iterator[Run]:
+    shared, app, expected = prepare(folder, rng, num_trainers)
+    create_keys(folder / "keys")
+    templates = pods_of(rendered(smoke_job(num_trainers), "kubernetes"))
+    with pods(folder, {"runs": shared, "smoke-keys": folder / "keys"}, app) as cluster:
+        run = Run(cluster, templates, shared, expected)
+        for name in run.names(*templates):
+            cluster.name(name, name.rpartition("-")[0])
+        for name in run.names(*templates):
+            run.start(name)
+        wait_until(lambda: num_checkpoints(shared / "job") >= 2 or has_ended(run.pods))
+        assert not has_ended(run.pods), logs(run.pods)
+        yield run
+
+
+@pytest.mark.parametrize("lost", ["servers", "workers", "trainers"])
+def test_a_rendered_ray_job_survives_the_loss_of_a_node(tmp_path: Path, rng: np.random.Generator, lost: str) -> None:
+    with ray_job_at_step_30(tmp_path, rng) as run:
+        assert is_ready(run.pods["smoke-servers-0"], run.groups["servers"][1])
+        name = f"smoke-{lost}-{run.groups[lost][0] - 1}"
+        run.pods.pop(name).kill_node()
+        run.start(f"{name}b", lost)
+        out = run.end()
+        assert "\nbegan\n" in out and "\nresumed\n" in out, out
+
+
+def test_a_pod_of_a_rendered_ray_job_that_is_asked_to_stop_moves_its_rows(
+    tmp_path: Path, rng: np.random.Generator
+) -> None:
+    """Nothing is lost: no launch resumes a checkpoint. The pod that takes its place gets a share."""
+    with ray_job_at_step_30(tmp_path, rng) as run:
+        before = run.servers()
+        pod = run.pods.pop("smoke-servers-1")
+        pod.terminate()
+        wait_until(lambda: len(run.servers()) == 1, run.process)
+        wait_until(lambda: pod.process.poll() is not None, run.process)
+        run.start("smoke-servers-1b", "servers")
+        wait_until(lambda: len(run.servers()) == 2, run.process)
+        assert run.servers()[0] in before and run.servers()[1] not in before
+        out = run.end()
+        assert "\nbegan\n" in out and "\nresumed\n" not in out, out
+
+
+@dataclass(slots=True)
+class RayRun:
+    """A rendered RayJob that runs."""
+
+    cluster: Pods
+    groups: dict[str, tuple[int, dict[str, Any]]]
+    shared: Path
+    expected: dict[str, np.ndarray]
+    pods: dict[str, Pod] = field(default_factory=dict)
+    process: subprocess.Popen[str] = field(init=False)
+
+    def start(self, name: str, role: str) -> None:
+        self.pods[name] = self.cluster.start(name, NAMESPACE, self.groups[role][1], 0)
+
+    def submit(self, entrypoint: str) -> None:
+        """Starts the pods, the head first, and submits the job."""
+        self.start(HEAD, "head")
+        log = self.pods[HEAD].log
+        wait_until(lambda: "Ray runtime started" in log.read_text() or has_ended(self.pods))
+        for role, (count, _) in self.groups.items():
+            for index in range(count if role != "head" else 0):
+                self.start(f"smoke-{role}-{index}", role)
+        script = str(JOB.with_name("ray_submit.py"))
+        self.process = self.pods[HEAD].run("python", script, f"{HEAD}:6379", "", entrypoint)
+
+    def servers(self) -> list[str]:
+        """Returns the addresses of the servers that own all buckets."""
+        state = json.loads((self.shared / "smoke/run/run.json").read_text())
+        return list(state["servers"])
+
+    def end(self) -> str:
+        """Lets the script continue, and returns the output of the job."""
+        (self.shared / "job/hold").unlink()
+        status, out, err = wait_for_exit(self.process)
+        assert status == 0, f"{out}{err}{logs(self.pods)}"
+        assert_same_result(self.shared / "job", self.expected)
+        for pod in self.pods.values():  # the end of the cluster: nothing runs there, so no node drains for long
+            pod.terminate()
+        for pod in self.pods.values():
+            pod.process.wait(timeout=DEADLINE_SECONDS)
+        assert not any("did not finish draining" in pod.log.read_text() for pod in self.pods.values()), logs(self.pods)
+        return out
+
+
+@contextmanager
+def ray_job_at_step_30(folder: Path, rng: np.random.Generator) -> Iterator[RayRun]:
+    shared, app, expected = prepare(folder, rng, 1)
+    (ray_job,) = rendered(smoke_job(1), "kuberay")
+    groups = ray_pods(ray_job, f"{HEAD}.{NAMESPACE}")
+    with pods(folder, {"runs": shared}, app) as cluster:
+        run = RayRun(cluster, groups, shared, expected)
+        run.submit(ray_job["spec"]["entrypoint"])
+        try:
+            wait_until(lambda: num_checkpoints(shared / "job") >= 2, run.process)
+            yield run
+        finally:
+            run.process.kill()
+            run.process.communicate()
+
+
+def is_ready(pod: Pod, spec: dict[str, Any]) -> bool:
+    """Tries the probe of a pod, inside it."""
+    probe = spec["containers"][0]["readinessProbe"]["httpGet"]
+    ports = {each["name"]: each["containerPort"] for each in spec["containers"][0]["ports"]}
+    url = f"http://127.0.0.1:{ports.get(probe['port'], probe['port'])}{probe['path']}"
+    request = pod.run("python", "-c", f"from urllib.request import urlopen; urlopen({url!r}, timeout=100)")
+    request.communicate(timeout=DEADLINE_SECONDS)
+    return request.returncode == 0
+
+
+def prepare(
+    folder: Path, rng: np.random.Generator, num_trainers: int
+) -> tuple[Path, dict[str, Path], dict[str, np.ndarray]]:
+    """Returns the shared volume with the data, the directories of the image, and the result of a run on one machine.
+    The script waits at step 30."""
+    (shared := folder / "shared").mkdir()
+    (app := folder / "app").mkdir()
     for name in ("run_job.py", "loop.py", "lean_torch.py"):
         shutil.copy(JOB.with_name(name), app)
     write_data(shared / "data.parquet", rng)
-    expected = oracle(tmp_path / "one_machine", shared / "data.parquet", num_trainers)
-    (folder := shared / "job").mkdir()
-    (folder / "hold").touch()
-    create_keys(tmp_path / "keys")
-    job = DeployJob(
+    expected = oracle(folder / "one_machine", shared / "data.parquet", num_trainers)
+    (shared / "job").mkdir()
+    (shared / "job" / "hold").touch()
+    return shared, {"/app": app}, expected
+
+
+def smoke_job(num_trainers: int) -> DeployJob:
+    return DeployJob(
         name="smoke",
         script="/app/run_job.py",
         image=Image(cpu="satrap:1"),
         arguments=["/shared/job", "0", "0", "/shared/data.parquet"],
         storage=Storage(checkpoints=["/shared/job"], data=["/shared"], volume="runs"),
-        servers=Role(count=2, cpus=1, memory="2GiB"),
+        servers=Role(count=2, cpus=1, memory="2GiB", grace_seconds=40),
         workers=Role(count=1, cpus=1, memory="2GiB"),
         trainers=Role(count=num_trainers, cpus=1, memory="2GiB"),
     )
-    templates = pods_of(rendered(job, "kubernetes"))
-    numbers = {f"smoke-{role}-{i}": (role, i) for role, (count, _) in templates.items() for i in range(count)}
-    with pods(tmp_path, {"runs": shared, "smoke-keys": tmp_path / "keys"}, {"/app": app}) as cluster:
-
-        def start(name: str) -> Pod:
-            role, index = numbers[name]
-            return cluster.start(name, f"smoke-{role}", templates[role][1]["spec"], index)
-
-        for name, (role, _) in numbers.items():
-            cluster.name(name, f"smoke-{role}")
-        running = {name: start(name) for name in numbers}
-        trainers = [name for name in numbers if numbers[name][0] == "trainers"]
-        wait_until(lambda: num_checkpoints(folder) >= 2 or has_ended(running))
-        assert not has_ended(running), logs(running)
-        name = f"smoke-{lost}-{templates[lost][0] - 1}"
-        running[name].kill_node()
-        running[name] = start(name)
-        (folder / "hold").unlink()
-        for name in trainers:
-            assert running[name].process.wait(timeout=DEADLINE_SECONDS) == 0, logs(running)
-        assert "resumed" in running[trainers[0]].log.read_text()
-        assert_same_result(folder, expected)
-        rest = [pod for name, pod in running.items() if name not in trainers]
-        for pod in rest:  # the end of the job: no server stays, so none waits for its grace period
-            pod.terminate()
-        assert [pod.process.wait(timeout=DEADLINE_SECONDS) for pod in rest] == [0] * len(rest), logs(running)
 
 
 def oracle(folder: Path, data: Path, num_trainers: int) -> dict[str, np.ndarray]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -50,11 +51,38 @@ def test_random_steps_on_two_tiers_have_the_bits_of_rows_in_memory(
     assert all(each == found[0] and each["moved_out"]["item"] > 0 for each in found)
 
 
+SHARDS = [("rows", "rows"), ("replicated", "columns"), ("columns", "replicated")]
+
+
+@pytest.mark.draw(1)
+@pytest.mark.parametrize(
+    ("way", "staleness", "overlap", "ahead"),
+    [
+        ("leaves out", 0, False, False),
+        ("leaves out", 0, True, True),
+        ("leaves out", 2, True, False),
+        ("no backward pass", 0, False, False),
+        ("no backward pass", 1, True, False),
+        ("saves", 0, False, False),
+        ("evaluates", 0, True, True),
+    ],
+)
+def test_what_all_trainers_do_is_no_error(
+    trainers: Trainers, tmp_path: Path, way: str, staleness: int, overlap: bool, ahead: bool
+) -> None:
+    how: dict[str, Any] = {"staleness": staleness, "overlap": overlap, "ahead": ahead, "device": "cpu"}
+    found = trainers.run([], 2, tmp_path, **how, checkpoint=str(tmp_path / "run"), differs=way, all=True)
+    assert all(each["error"] == "" and same(each, found[0]) for each in found), found[0]["error"]
+
+
+@pytest.mark.draw(2)
+@pytest.mark.parametrize("shards", SHARDS)
 @pytest.mark.parametrize(("world_size", "overlap"), [(2, False), (3, True)])
 def test_it_equals_one_trainer_on_the_joined_batch(
-    trainers: Trainers, world_size: int, overlap: bool, tmp_path: Path
+    trainers: Trainers, world_size: int, overlap: bool, shards: tuple[str, str], tmp_path: Path
 ) -> None:
-    found = trainers.run([], world_size, tmp_path, batches=6 * world_size, overlap=overlap, device="cpu")
+    how: dict[str, Any] = {"batches": 6 * world_size, "overlap": overlap, "shards": shards}
+    found = trainers.run([], world_size, tmp_path, **how, device="cpu")
     require_same_as_alone(found, 6 * world_size)
 
 
@@ -68,9 +96,13 @@ def test_uneven_batches_drops_and_accumulation_equal_rows_in_memory(
     assert same(found[0], in_memory[0]) and same(found[1], in_memory[1])
 
 
+@pytest.mark.draw(2)
+@pytest.mark.parametrize("shards", SHARDS)
 @pytest.mark.parametrize("overlap", [False, True])
-def test_with_staleness_each_update_is_applied_once(trainers: Trainers, tmp_path: Path, overlap: bool) -> None:
-    how: dict[str, Any] = {"batches": 16, "staleness": 2, "counted": True}
+def test_with_staleness_each_update_is_applied_once(
+    trainers: Trainers, tmp_path: Path, overlap: bool, shards: tuple[str, str]
+) -> None:
+    how: dict[str, Any] = {"batches": 16, "staleness": 2, "counted": True, "shards": shards}
     found = trainers.run([], 4, tmp_path, **how, overlap=overlap, device="cpu")
     assert [each["lost"] for each in found] == [{}] * 4
     expected = trainers.run([], 1, tmp_path, **how)
@@ -86,6 +118,37 @@ def test_a_deterministic_run_with_staleness_repeats_and_equals_no_other_stalenes
         for staleness, overlap in ((2, True), (2, False), (1, True))
     ]
     assert same(found[0], found[1]) and not same(found[0], found[2])
+
+
+@pytest.mark.draw(2)
+@pytest.mark.parametrize("shards", SHARDS[1:])
+@pytest.mark.parametrize(("world_size", "staleness", "memory"), [(2, 2, None), (3, 1, None), (3, 2, {"user": "none"})])
+def test_a_deterministic_run_with_staleness_is_the_same_for_every_shard(
+    trainers: Trainers, tmp_path: Path, shards: tuple[str, str], world_size: int, staleness: int, memory: Any
+) -> None:
+    how: dict[str, Any] = {"batches": 6 * world_size, "device": "cpu", "deterministic": True, "staleness": staleness}
+    by_rows = trainers.run([], world_size, tmp_path, **how, overlap=True)
+    for overlap in (True, False):
+        found = trainers.run([], world_size, tmp_path, **how, shards=shards, overlap=overlap, device_memory=memory)
+        assert all(same(each, by_rows[0]) and each["updated"] == by_rows[0]["updated"] for each in found)
+
+
+@pytest.mark.draw(1)
+@pytest.mark.parametrize("shards", SHARDS)
+@pytest.mark.parametrize("overlap", [False, True])
+def test_trainers_evaluate_different_numbers_of_batches(
+    trainers: Trainers, tmp_path: Path, shards: tuple[str, str], overlap: bool
+) -> None:
+    """Neither waits another one, nor changes an evaluation the training."""
+    how: dict[str, Any] = {"device": "cpu", "shards": shards, "overlap": overlap}
+    found = trainers.run([], 3, tmp_path, **how, unequal=True)
+    plain = trainers.run([], 3, tmp_path, **how, unequal=False)
+    assert all(same(each, plain[0]) for each in found)
+    lengths = [[len(of_step) for of_step in each["shown"]] for each in found]
+    assert lengths == [[(2 * rank + step) % 5 for step in range(1, 5)] for rank in range(3)]
+    if not overlap:  # a lookup ahead inserts rows, which evaluations then show
+        for of_step in zip(*(each["shown"] for each in found), strict=True):
+            assert all(one == other for a, b in pairwise(of_step) for one, other in zip(a, b, strict=False))
 
 
 def test_a_run_that_leaves_its_stream_early_starts_another_one(trainers: Trainers, tmp_path: Path) -> None:
@@ -142,6 +205,38 @@ def test_saves_and_evaluations_in_the_loop(trainers: Trainers, tmp_path: Path) -
     assert all(same(each, found[0]) for each in found)
     again = trainers.run([], 2, tmp_path, batches=24, patience=5, checkpoint=str(tmp_path / "run"), device="cpu")
     assert all(each["resumed"] for each in again)
+
+
+@pytest.mark.draw(3)
+@pytest.mark.parametrize(
+    ("way", "expected"),
+    [
+        ("leaves out", "trainer 0 uses the batch of step 3, but trainer 1 requests its next batch"),
+        ("reads ahead", "trainer 0 uses the batch of step 3, but trainer 1 uses the batch of step 4"),
+        ("no backward pass", "trainer 0 makes a backward pass for step 3, but trainer 1 requests its next batch"),
+        (
+            "no step",
+            "trainer 0 calls optimizer.step() or zero_grad() for step 3, but trainer 1 requests its next batch",
+        ),
+        ("ends", "trainer 0 uses the batch of step 3, but trainer 1 ends its stream"),
+        ("saves", "trainer 0 uses the batch of step 3, but trainer 1 saves a checkpoint"),
+        ("evaluates", "trainer 0 uses the batch of step 3, but trainer 1 evaluates"),
+    ],
+)
+@pytest.mark.parametrize(("world_size", "staleness", "overlap"), [(2, 0, False), (3, 0, True), (2, 2, True)])
+def test_a_trainer_that_leaves_the_step_of_the_others_is_named_by_all(
+    trainers: Trainers, tmp_path: Path, way: str, expected: str, world_size: int, staleness: int, overlap: bool
+) -> None:
+    """At staleness 0, neither a table nor a dense parameter has changed since the step before."""
+    how: dict[str, Any] = {"staleness": staleness, "overlap": overlap, "device": "cpu"}
+    how |= {"checkpoint": str(tmp_path / "run"), "deterministic": staleness > 0, "ahead": way == "reads ahead"}
+    found = trainers.run([], world_size, tmp_path, **how, differs="leaves out" if how["ahead"] else way)
+    expected = expected if world_size == 2 else expected.replace("trainer 0 ", "each of trainers 0, 2 ")
+    assert all(each["error"].startswith(f"step 3: {expected}. In each of these calls") for each in found), found
+    if staleness == 0:
+        whole = trainers.run([], world_size, tmp_path, **how, differs="ends", all=True)
+        assert [each["error"] for each in whole] == [""] * world_size
+        assert all(same(each, whole[0]) for each in found)
 
 
 def test_columns_need_as_many_as_there_are_trainers(trainers: Trainers, tmp_path: Path) -> None:

@@ -60,6 +60,7 @@ def test_deploy_render_takes_the_file() -> None:
     job_file = pytest.importorskip("satrap.deploy.job_file", reason="satrap deploy is not in this tree")
     found = plan(samples_per_second=20_000.0)
     own = 'name = "job"\nscript = "/app/train.py"\n[image]\ncpu = "satrap:1"\n[workers]\ncount = 3\n'
+    own += '[servers]\nrows = "1GiB"\n'
     job = job_file.parse_job([("deploy.toml", own), ("plan.toml", deploy_toml(found))])
     assert (job.trainers.count, job.workers.count) == (found.estimate.layout.count("trainer"), 0)
     assert job.servers.rows_bytes >= found.workload.server_bytes(job.servers.count)

@@ -262,3 +262,12 @@ def test_an_address_that_cannot_be_advertised(
 ) -> None:
     assert main([command, "--listen", listen, "--insecure", "--advertise", advertise]) == 1
     assert problem in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("address", "problem"),
+    [("server-0", "the address is 'server-0'; expected e.g."), ("tcp://*:5", "expected that of one server")],
+)
+def test_an_address_that_cannot_be_joined(address: str, problem: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["server", "--listen", LOOPBACK, "--insecure", "--join", address]) == 1
+    assert problem in capsys.readouterr().err

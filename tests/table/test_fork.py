@@ -116,6 +116,7 @@ def engine_calls(engine: _core.Engine) -> dict[str, Callable[[], object]]:
         "state_dim": lambda: engine.state_dim(0),
         "num_buckets": lambda: engine.num_buckets(0),
         "num_rows": lambda: engine.num_rows(0),
+        "share_buckets": lambda: engine.share_buckets(0),
         "stats": lambda: engine.stats(0),
         "check": lambda: engine.check(0),
         "version": lambda: engine.version(0),
@@ -198,7 +199,8 @@ def test_every_call_of_the_engine_is_refused(store: Store) -> None:
     """A new method must be added to `engine_calls`, unless it works on no rows."""
     engine, home = store._engine, os.getpid()
     calls = engine_calls(engine) | frame_calls()
-    of_no_rows = {"attach", "shared_config", "shared_unfinished", "simd", "num_threads", "num_floats", "cut_figures"}
+    of_no_rows = {"attach", "shared_config", "shared_unfinished", "simd", "num_threads", "num_floats"}
+    of_no_rows |= {"cut_figures", "shares_buckets"}
     assert {name for name in dir(engine) if not name.startswith("_")} - of_no_rows == set(calls)
 
     def body() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import csv
 import gzip
+from collections.abc import Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -18,12 +19,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from loop import NUM_IDS, batches, job, loss_of, train, train_step
-from satrap import Inputs
+from satrap import Inputs, Table
+from satrap.config.features import Features
 from satrap.data.inputs import Position
 from satrap.errors import StreamError
+from satrap.train.batch import InFlightBatch
 from satrap.train.dense_strategy import SyncDense
 from satrap.train.embeddings import session_of
-from satrap.train.joint_step import PADDING_ROWS, JointBatches, JointStep, describe
+from satrap.train.joint_batches import JointBatches
+from satrap.train.joint_calls import Call
+from satrap.train.joint_step import PADDING_ROWS, JointStep, describe
 from satrap.train.process_group import ProcessGroup
 from satrap.train.staleness_gate import StalenessGate
 from satrap.train.stream import Stream
@@ -147,11 +152,12 @@ def test_a_weight_applies_until_the_batchs_backward_pass() -> None:
     embeddings, model, optimizer = job(staleness=1)
     weights: list[float] = []
     others = iter([8, 8, 8, 0])
+
+    def exchange(numbers: Sequence[int], *, patient: bool) -> list[Sequence[int]]:
+        return [numbers, [*numbers[:3], next(others), 2, 0] if numbers[0] == Call.NEXT else numbers]
+
     inputs = JointBatches(
-        iter([*batches(1), *batches(1, size=3)]),
-        embeddings.features.names,
-        lambda own: JointStep.from_batches([own, (next(others), 2, 0)], 0),
-        weights.append,
+        iter([*batches(1), *batches(1, size=3)]), embeddings.features.names, exchange, 0, weights.append
     )
     stream = Stream(
         inputs,
@@ -221,12 +227,13 @@ def test_padding_has_the_shape_of_the_other_trainers_batches(label: tuple[int, .
         label=None if label is None else np.ones(label, np.float32),
         position=Position(0, 0, 1, 5),
     )
-    stream = JointBatches(iter([one]), ("a",), lambda _: JointStep.from_batches([(0, 0, 0)], 0), lambda _: None)
+    stream = JointBatches(iter([one]), ("a",), lambda numbers, patient: [numbers], 0, lambda _: None)
     assert next(stream) is one
     padding = next(stream)
     assert describe(padding) == describe(None)
     dense, found = JointStep.from_batches([describe(padding), describe(one)], 0).padding()
     assert dense.shape == (2, 3) and not dense.any()
     assert (None if found is None else found.shape[1:]) == (None if label is None else label[1:])
-    stream.stop()
+    batch = InFlightBatch(padding, 1, torch.empty(0), None, Features({"a": Table("a", dim=1)}))
+    assert stream.take(batch) is None and stream.is_stopped
     assert list(stream) == []

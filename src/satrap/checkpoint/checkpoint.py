@@ -152,6 +152,8 @@ class Checkpoint:
             if self._session.trainers.world_size == 1 and self._running is not None and self._running.is_done:
                 self._settle()
             return False
+        if (joint := self._session.joint) is not None:
+            joint.save()
         while not self._save_together(every_steps, best, wait):
             pass
         self._saved_step = step

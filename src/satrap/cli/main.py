@@ -169,7 +169,9 @@ def _keys(folder: str) -> Iterator[str]:
 
 def _server(options: argparse.Namespace) -> Iterator[str]:
     from satrap.cli.http import StatusEndpoint
-    from satrap.rpc import Keys, Limits, Origin, Service
+    from satrap.rpc import Client, Keys, Limits, Origin, Service
+    from satrap.rpc.address import advertised_address
+    from satrap.server.migration.arrival import Arrival
     from satrap.server.migration.departure import Departure
     from satrap.server.protocol import ServerCalls
     from satrap.server.server import Server
@@ -179,9 +181,12 @@ def _server(options: argparse.Namespace) -> Iterator[str]:
     _check_listening(options)
     keys = None if options.keys is None else Keys.read(options.keys)
     client_keys = None
-    if (moves := options.on_stop == "move") and keys is not None:
+    moves = options.on_stop == "move"
+    if (moves or options.join) and keys is not None:
         client_keys = Keys.read(Path(options.keys).with_name("client.key"))
     check_number("server", "grace", options.grace, 0.0)
+    for each in options.join:  # an address that cannot be called is an error now
+        Client(ServerCalls, each, keys=client_keys).close()
     server = Server(shared=options.shared, num_threads=options.threads, checkpoints=options.checkpoints)
     limits = Limits(max_bytes=16 << 30)  # the parts of all trainers wait until the last one has arrived
     with (
@@ -190,7 +195,11 @@ def _server(options: argparse.Namespace) -> Iterator[str]:
     ):
         yield from endpoint.attach(service)
         yield from _announce("server", options.advertise, service.address)
+        own = advertised_address(options.advertise, service.address)
+        arrival = Arrival(server, own, options.join, client_keys)
+        arrival.start()
         number = wait_for_stop()
+        arrival.close()
         endpoint.drain()
         if moves and number == signal.SIGTERM:
             departure = Departure(server, client_keys, options.grace)

@@ -35,6 +35,16 @@ def add_server(commands: Commands) -> None:
         help="time for --on-stop move, after which the server ends with the rows that it still has (default: "
         "%(default)g, since Kubernetes kills a pod after 30)",
     )
+    server.add_argument(
+        "--join",
+        nargs="+",
+        action="extend",
+        default=[],
+        metavar="ADDRESS",
+        help="addresses of the job's servers: if they train without this server when it starts, it takes an equal "
+        "share of their buckets, while training continues; with --keys, this needs client.key in the same directory "
+        "(default: it stays empty until satrap migrate or a trainer gives it buckets)",
+    )
     add_http(server, "")
     _add_allowed(server, "--checkpoints", "write and read checkpoints")
     _add_threads(server)

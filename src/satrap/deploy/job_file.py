@@ -95,8 +95,8 @@ class Role(Serializable):
     rows: str | None = None
     """Part of a server's memory that is for rows, in /dev/shm; None: all but a tenth."""
     on_stop: str = "move"
-    """What a server without Ray does at SIGTERM: "move" its rows to the other servers, or "keep" none, and then the
-    run goes back to its last checkpoint."""
+    """What happens when a server's pod is asked to stop: "move" its rows to the other servers, or "keep" none, and
+    then the run goes back to its last checkpoint."""
     gpus: int = 0
     """GPUs of each trainer."""
     machine: str | None = None

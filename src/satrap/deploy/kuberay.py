@@ -162,7 +162,10 @@ def _pod(
     env: list[Any] = []
     if role == "servers":
         text = "Off: Ray would kill the server when its rows fill the memory. The limit of the container is enough."
-        env = [Note(text, {"name": "RAY_memory_monitor_refresh_ms", "value": "0"})]
+        env = [
+            Note(text, {"name": "RAY_memory_monitor_refresh_ms", "value": "0"}),
+            {"name": "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S", "value": _drain_seconds(job.servers)},
+        ]
     first: dict[str, Any] = {}
     if job.ray_tls is not None:
         names = {"CERT": "tls.crt", "KEY": "tls.key"}
@@ -191,6 +194,14 @@ def _pod(
         "metadata": pods.pod_metadata(job, role, scraped=role == "head"),
         "spec": spec | first | {"containers": [container], "volumes": volumes},
     }
+
+
+def _drain_seconds(size: Role) -> Any:
+    """Return how long Ray keeps the node of a pod that stops, while servers move their rows."""
+    if size.on_stop == "keep":
+        return Note("A pod that stops moves no rows.", "0")
+    text = "How long a pod that stops may take to move its rows to the other servers."
+    return Note(text, str(size.grace_seconds - pods.EXIT_SECONDS))
 
 
 def _tls_container(image: str) -> dict[str, Any]:

@@ -28,7 +28,6 @@ else
   until getent hosts {host} >/dev/null; do sleep 2; done
 fi
 """
-_EXIT_SECONDS = 10  # of the grace period, for a server that has moved its rows
 
 
 def servers(job: DeployJob) -> list[dict[str, Any]]:
@@ -37,9 +36,10 @@ def servers(job: DeployJob) -> list[dict[str, Any]]:
         *_listen(job, "servers"),
         f"--shared={SHARED_MEMORY}/rows",
         f"--on-stop={job.servers.on_stop}",
-        *([f"--grace={job.servers.grace_seconds - _EXIT_SECONDS}"] if job.servers.on_stop == "move" else []),
         *[f"--checkpoints={pods.literal(each)}" for each in job.storage.checkpoints],
     ]
+    if job.servers.on_stop == "move":
+        args += [f"--grace={job.servers.grace_seconds - pods.EXIT_SECONDS}", "--join", *_addresses(job, "servers")]
     return [_service(job, "servers"), _stateful_set(job, "servers", ["satrap", "server"], args)]
 
 
@@ -71,6 +71,10 @@ def trainers(job: DeployJob) -> list[dict[str, Any]]:
 def address(job: DeployJob, role: str, number: int | str) -> str:
     """Return the address of a server or worker."""
     return f"tcp://{_host(job, role, number)}:{_PORTS[role]}"
+
+
+def _addresses(job: DeployJob, role: str) -> list[str]:
+    return [address(job, role, number) for number in range(getattr(job, role).count)]
 
 
 def _host(job: DeployJob, role: str, number: int | str) -> str:
@@ -138,9 +142,7 @@ def _stateful_set(job: DeployJob, role: str, command: list[str], args: list[str]
 
 def _trainer_pod(job: DeployJob) -> dict[str, Any]:
     size, name = job.trainers, f"{job.name}-trainers"
-    servers, workers = (
-        [address(job, role, number) for number in range(getattr(job, role).count)] for role in ("servers", "workers")
-    )
+    servers, workers = _addresses(job, "servers"), _addresses(job, "workers")
     args = [
         f"--nnodes={size.pods}",
         f"--nproc-per-node={size.per_pod}",

@@ -11,6 +11,8 @@ from satrap.deploy.yaml_text import Note
 
 HTTP_PORT = 9100
 """Where each process serves /metrics, /healthz and /readyz; further trainers of a pod take the next ports."""
+EXIT_SECONDS = 10
+"""Part of the grace period for a server to exit after it has moved its rows."""
 SHARED_MEMORY = "/dev/shm"
 USER = 1000
 """The user of the images."""

@@ -4,6 +4,7 @@ driver (this process)                                     a node
 RayLauncher.start ──── spec, keys, rendezvous ──────────> _ProcessActor.start ──> the same child as on one machine
 RayLauncher.poll  <─── output, ready, exited ──────────── _ProcessActor.poll
 Ray itself        ──── the actor or its node died ──────> ChildExited, as if by SIGKILL
+                  ──── the node of a server drains ─────> MachineStopping
 
 Ray carries commands and reports, never rows. The processes of a role have one bundle each in a placement group, so a
 process restarts on the same node as long as that node lives. A server that joins later takes the bundle of a server
@@ -26,7 +27,7 @@ from typing import Any
 
 import ray
 from ray.exceptions import RayActorError, RayError, RayTaskError
-from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from satrap.config.cores import num_cores
@@ -38,7 +39,7 @@ from satrap.launch.process_command import LaunchSite, ProcessSpec, Script
 from satrap.launch.ray_job import job_directory, script_path
 from satrap.launch.resources import RayConfig, describe_resources, describe_run, total_cpus
 from satrap.launch.rows_file import has_rows, remove_rows, rows_file
-from satrap.launch.run_events import Event, PlacementFailed, Process, Role, StopMode
+from satrap.launch.run_events import Event, MachineStopping, PlacementFailed, Process, Role, StopMode
 from satrap.launch.run_monitor import CLIENT_KEY
 from satrap.launch.supervisor import RunConfig
 from satrap.rpc.keys import Keys, create_keys
@@ -47,6 +48,7 @@ _LOG = logging.getLogger("satrap.launch")
 _POLL_SECONDS = 0.5  # the longest delay of a command while the actor waits for its child
 _CONNECT_SECONDS = 10.0
 _REMOVE_SECONDS = 60.0  # Ray starts a process on each node to remove files, which takes long where the cores are busy
+_DRAIN_CHECK_SECONDS = 1.0  # between questions to Ray which nodes will stop
 _READY_CHECK_SECONDS = 5.0  # time for Ray to answer whether a bundle is reserved
 _START_SECONDS = 300.0  # time for Ray to start an actor in its bundle
 _STORE_BYTES = 100 << 20  # of a private Ray, which carries reports only
@@ -166,6 +168,8 @@ class _ActorRecord:
     is_started: bool = False
     was_stopped: bool = False
     release: bool = False
+    is_draining: bool = False
+    """Whether its node will stop, and the supervisor knows."""
 
 
 class RayLauncher:
@@ -180,6 +184,7 @@ class RayLauncher:
         self._records: dict[Any, _ActorRecord] = {}  # by the reference of the pending call
         self._rendezvous: Any = None
         self._run_name: str | None = None
+        self._drain_check_at = 0.0
         self._may_have_left_files = False  # an actor died before it had removed its rows and keys
         self._num_actors: Counter[str] = Counter()  # by name
         with tempfile.TemporaryDirectory() as folder:
@@ -237,6 +242,8 @@ class RayLauncher:
     def poll(self, timeout: float) -> list[Event]:
         if overdue := [ref for ref, record in self._records.items() if self._is_overdue(record, time.monotonic())]:
             return [self._give_up(self._records.pop(ref)) for ref in overdue]
+        if draining := self._draining_servers(time.monotonic()):
+            return [MachineStopping(process) for process in draining]
         ray.wait(list(self._records), num_returns=1, timeout=timeout)
         done, _ = ray.wait(list(self._records), num_returns=len(self._records), timeout=0)
         return self._logs.handle([report for ref in done for report in self._collect(ref)])
@@ -274,6 +281,22 @@ class RayLauncher:
         bundles = [resources.bundle()] * count
         group: PlacementGroup = placement_group(bundles, bundle_label_selector=selectors, **options)
         return group
+
+    def _draining_servers(self, now: float) -> list[Process]:
+        """Return the servers of which it is new that their nodes will stop: Ray places nothing there any more."""
+        if now < self._drain_check_at:
+            return []
+        self._drain_check_at = now + _DRAIN_CHECK_SECONDS
+        draining = ray._private.state.state.get_draining_nodes()
+        found = []
+        for record in self._records.values() if draining else ():
+            process = record.spec.process
+            if process.role is not Role.SERVER or not record.is_started or record.was_stopped or record.is_draining:
+                continue
+            group, index = self._bundles[process.number]
+            record.is_draining = placement_group_table(group)["bundles_to_node_id"][index] in draining
+            found += [process] if record.is_draining else []
+        return found
 
     def _has_initial_bundle(self, number: int) -> bool:
         """Return whether a server has one of the bundles that the run started with."""

@@ -53,6 +53,13 @@ class PlacementFailed:
 
 
 @dataclass(frozen=True, slots=True)
+class MachineStopping:
+    """Event: the machine of a server will stop soon."""
+
+    process: Process
+
+
+@dataclass(frozen=True, slots=True)
 class ScaleRequested:
     """Event: the user or the autoscaler requests this number of servers."""
 
@@ -109,6 +116,8 @@ class MigrateBuckets:
 
     current: tuple[str, ...]
     target: tuple[str, ...]
+    is_urgent: bool = False
+    """Whether to move without pauses, because a machine will stop soon."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,5 +141,14 @@ class ExitRun:
     status: int
 
 
-Event = ProcessReady | ProcessExited | PlacementFailed | ScaleRequested | MigrationEnded | MigrationDue | StopRequested
+Event = (
+    ProcessReady
+    | ProcessExited
+    | PlacementFailed
+    | MachineStopping
+    | ScaleRequested
+    | MigrationEnded
+    | MigrationDue
+    | StopRequested
+)
 Command = StartProcess | StopProcess | MigrateBuckets | PauseMigration | LogMessage | ExitRun

@@ -100,8 +100,8 @@ def run(
                             launcher.start(ProcessSpec(process, address, script, run_config, run_state))
                         case StopProcess(process, mode, release):
                             launcher.stop(process, mode, release)
-                        case MigrateBuckets(current, target):
-                            scaler.migrate(current, target)
+                        case MigrateBuckets(current, target, is_urgent):
+                            scaler.migrate(current, target, is_urgent)
                         case PauseMigration(seconds):
                             scaler.pause(seconds)
                         case ExitRun(status):

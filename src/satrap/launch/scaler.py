@@ -52,9 +52,9 @@ class Scaler:
             self._watcher = threading.Thread(target=self._watch, args=(servers, self._limits), daemon=True)
             self._watcher.start()
 
-    def migrate(self, current: Sequence[str], target: Sequence[str]) -> None:
-        """Start to migrate the buckets of the current servers to the target servers."""
-        threading.Thread(target=self._migrate, args=(current, target), daemon=True).start()
+    def migrate(self, current: Sequence[str], target: Sequence[str], is_urgent: bool) -> None:
+        """Start to migrate the buckets of the current servers to the target servers. is_urgent: without pauses."""
+        threading.Thread(target=self._migrate, args=(current, target, is_urgent), daemon=True).start()
 
     @property
     def progress(self) -> tuple[int, int] | None:
@@ -83,10 +83,11 @@ class Scaler:
         if self._watcher is not None:
             self._watcher.join()
 
-    def _migrate(self, current: Sequence[str], target: Sequence[str]) -> None:
+    def _migrate(self, current: Sequence[str], target: Sequence[str], is_urgent: bool) -> None:
         failure, has_no_job = None, False
         try:
-            self._migration = Migration(current, target, keys=self._keys)
+            pause_ratio = 0.0 if is_urgent else 1.0
+            self._migration = Migration(current, target, keys=self._keys, pause_ratio=pause_ratio)
             self._migration.run()
         except SatrapError as error:
             failure, has_no_job = str(error), isinstance(error, NoJobError)

@@ -14,7 +14,7 @@ checkpoint as soon as all servers and workers listen. Launches are numbered, and
 starts. Servers refuse calls of an older launch, so a process that was suspended or disconnected can no longer write.
 
 While trainers run, servers can be added or removed: new ones start, buckets migrate, then servers that own no buckets
-any more stop.
+any more stop. A server whose machine will stop is removed in the same way, and then another one is added.
 """
 
 import signal
@@ -29,6 +29,7 @@ from satrap.launch.run_events import (
     Event,
     ExitRun,
     LogMessage,
+    MachineStopping,
     MigrateBuckets,
     MigrationDue,
     MigrationEnded,
@@ -118,6 +119,8 @@ class Supervisor:
         self._servers = list(range(run_config.servers))  # their numbers, in the order that trainers know
         self._targets: list[int] | None = None  # their numbers after the scaling in progress
         self._is_migrating = False
+        self._leaving: set[int] = set()  # numbers of the servers whose machines will stop
+        self._num_left = 0  # servers that have left, and that others will replace
         self._may_have_moved = False  # an earlier attempt of the scaling in progress may have moved buckets
         self._servers_have_rows = False  # since they last started empty
         self._has_lost_rows = False  # a server restarted without its rows
@@ -144,7 +147,7 @@ class Supervisor:
         if isinstance(event, ScaleRequested):
             return self._on_scale_requested(event, now)
         if isinstance(event, MigrationEnded):
-            return self._on_migration_ended(event)
+            return self._on_migration_ended(event, now)
         if isinstance(event, MigrationDue):
             return self._migrate() if self._can_migrate() else []
         running = self._running.get((event.process.role, event.process.number))
@@ -152,6 +155,9 @@ class Supervisor:
             return []  # the event is about an earlier incarnation
         if isinstance(event, ProcessReady):
             return self._on_ready(running, event.address, now)
+        if isinstance(event, MachineStopping):
+            self._leaving.add(event.process.number)
+            return self._move_from_leaving()
         del self._running[event.process.role, event.process.number]
         if self._phase is _Phase.SHUTTING_DOWN:
             return self._stop_remaining()
@@ -212,7 +218,8 @@ class Supervisor:
     def _reset_servers(self) -> list[Command]:
         """Kill all servers. The requested number of servers starts afterwards: no buckets need to migrate."""
         self._phase, self._migration_failures, self._may_have_moved = _Phase.RESETTING_SERVERS, 0, False
-        self._servers, self._targets = self._targets or self._servers, None
+        self._servers, self._targets = [*(self._targets or self._servers), *self._new_numbers(self._num_left)], None
+        self._num_left = 0
         servers = self._with_role(Role.SERVER)
         return [
             LogMessage("a server's rows are lost; restarting all servers empty"),
@@ -248,6 +255,8 @@ class Supervisor:
 
     def _start_process(self, role: Role, number: int, now: float, address: str | None = None) -> StartProcess:
         self._starts[role, number] += 1
+        if role is Role.SERVER:
+            self._leaving.discard(number)
         process = Process(role, number, self._starts[role, number])
         self._running[role, number] = _RunningProcess(process, now, address)
         return StartProcess(process, address)
@@ -257,22 +266,30 @@ class Supervisor:
     def _on_scale_requested(self, event: ScaleRequested, now: float) -> list[Command]:
         num_servers, requested = len(self._servers), _count(event.servers, "server")
         max_servers = self._config.max_servers or MAX_PROCESSES
-        is_scaling = self._targets is not None or self._is_migrating
-        if is_scaling or self._phase is not _Phase.TRAINING:
-            why = "buckets are being moved" if is_scaling else self._phase.value
+        if why := self._cannot_scale():
             return [LogMessage(f"request for {requested} refused: {why}; retry later")]
         if event.servers > max_servers:
             return [LogMessage(f"request for {requested} refused: the maximum is {max_servers}")]
         if event.servers < 1 or event.servers == num_servers:
             return [LogMessage(f"request for {requested} ignored: the run has {num_servers}")]
-        number = max(each for role, each in self._starts if role is Role.SERVER) + 1
-        new = list(range(number, number + event.servers - num_servers))
+        new = self._new_numbers(event.servers - num_servers)
         self._targets = [*self._servers, *new][: event.servers]
         return [
             LogMessage(f"scaling to {requested} from {num_servers}: {event.reason}"),
             *(self._start_process(Role.SERVER, each, now) for each in new),
             *([] if new else self._migrate()),
         ]
+
+    def _cannot_scale(self) -> str | None:
+        """Return why the number of servers cannot change now; None if it can."""
+        if self._targets is not None or self._is_migrating:
+            return "buckets are being moved"
+        return None if self._phase is _Phase.TRAINING else self._phase.value
+
+    def _new_numbers(self, count: int) -> list[int]:
+        """Return numbers for servers that should join."""
+        first = max(each for role, each in self._starts if role is Role.SERVER) + 1
+        return list(range(first, first + count))
 
     def _can_migrate(self) -> bool:
         return self._targets is not None and not self._is_migrating and self._phase is not _Phase.SHUTTING_DOWN
@@ -286,9 +303,39 @@ class Supervisor:
             tuple(self._addresses[Role.SERVER, each] for each in numbers) for numbers in (self._servers, self._targets)
         )
         self._is_migrating = True
-        return [MigrateBuckets(current, target)]
+        return [MigrateBuckets(current, target, is_urgent=not self._leaving.isdisjoint(self._servers))]
 
-    def _on_migration_ended(self, event: MigrationEnded) -> list[Command]:
+    def _move_from_leaving(self) -> list[Command]:
+        """Move the buckets of the servers whose machines will stop to the other servers, if there are any."""
+        leaving = [each for each in self._servers if each in self._leaving]
+        if len(leaving) in (0, len(self._servers)):
+            return []
+        postponed = self._postpone_joining()
+        if self._cannot_scale():
+            return postponed
+        self._targets = [each for each in self._servers if each not in leaving]
+        self._num_left += len(leaving)
+        names = ", ".join(map(str, leaving))
+        text = f"the machine of server {names} will stop: moving its buckets to {_count(len(self._targets), 'server')}"
+        return [*postponed, LogMessage(text), *self._migrate()]
+
+    def _postpone_joining(self) -> list[Command]:
+        """Stop servers that should join and have no buckets yet; others will join once those that leave have left."""
+        joining = [each for each in self._targets or () if each not in self._servers]
+        if not joining or self._is_migrating or self._may_have_moved or self._phase is not _Phase.TRAINING:
+            return []
+        self._num_left += len(joining)
+        self._targets, self._migration_failures = None, 0
+        return self._stop_surplus_servers()
+
+    def _replace_left(self, now: float) -> list[Command]:
+        """Add as many servers as have left."""
+        if self._cannot_scale() or not self._num_left:
+            return []
+        num_servers, self._num_left = len(self._servers) + self._num_left, 0
+        return self._on_scale_requested(ScaleRequested(num_servers, "in place of those that have left"), now)
+
+    def _on_migration_ended(self, event: MigrationEnded, now: float) -> list[Command]:
         self._is_migrating = False
         if self._phase is _Phase.SHUTTING_DOWN or self._targets is None:
             return []
@@ -298,7 +345,8 @@ class Supervisor:
         self._servers, self._targets = self._targets, None
         self._migration_failures, self._may_have_moved = 0, False
         self._update_run_state()
-        return [LogMessage(f"buckets moved: the run has {self._num_servers()}"), *self._stop_surplus_servers()]
+        moved = [LogMessage(f"buckets moved: the run has {self._num_servers()}"), *self._stop_surplus_servers()]
+        return [*moved, *(self._move_from_leaving() or self._replace_left(now))]
 
     def _retry_migration(self, event: MigrationEnded) -> list[Command]:
         """Retry for as long as the run lasts: training continues with the servers that own the buckets."""
@@ -326,8 +374,8 @@ class Supervisor:
         commands: list[Command] = [message, *self._stop_surplus_servers()]
         if may_have_rows:  # the server ran before, and its rows went with it
             self._has_lost_rows = True
-            commands += self._abandon_launch(f"{process} is lost", now)
-        return commands
+            return [*commands, *self._abandon_launch(f"{process} is lost", now)]
+        return [*commands, *self._move_from_leaving()]
 
     def _stop_surplus_servers(self) -> list[Command]:
         """Stop the servers that own no buckets."""
@@ -343,7 +391,8 @@ class Supervisor:
         processes = [Process(Role.TRAINER, number, launch) for number in trainers]
         self._running |= {(Role.TRAINER, each.number): _RunningProcess(each, now) for each in processes}
         message = LogMessage(f"launch {launch}: starting {_count(len(processes), 'trainer')}")
-        return [message, *(StartProcess(each) for each in processes)]
+        scaling = self._move_from_leaving() or self._replace_left(now)
+        return [message, *(StartProcess(each) for each in processes), *scaling]
 
     def _on_trainer_exited(self, running: _RunningProcess, status: int, now: float) -> list[Command]:
         remaining = self._with_role(Role.TRAINER)

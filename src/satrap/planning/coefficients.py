@@ -170,8 +170,8 @@ DEFAULTS = Coefficients(
     start=2.1,
     trainer_bytes=416e6,
     server_bytes=50e6,
-    client_files=16.5,
-    worker_files=26.0,
+    client_files=4.0,
+    worker_files=4.0,
     server_files=4.0,
 )
 """Used without `--coefficients` and `--calibrate`."""

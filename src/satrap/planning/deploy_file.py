@@ -75,6 +75,12 @@ def run_line(plan: Plan, start: Start) -> str:
     return shlex.join([*words, *(["--", *arguments] if arguments else [])])
 
 
+def _rows_mib(memory_gib: int) -> int:
+    """Return how much of a server's memory is for rows: all but a tenth, the default of `satrap deploy render`."""
+    memory = memory_gib * 1024
+    return memory - max(math.ceil(memory / 10), 1024)
+
+
 def deploy_toml(plan: Plan) -> str:
     """Return the roles of a job file. Every key is there, since this file replaces values of another one."""
     layout, limits = plan.estimate.layout, plan.prices.limits
@@ -93,6 +99,7 @@ def deploy_toml(plan: Plan) -> str:
             f"per_pod = {per_pod}",
             f"cpus = {request.cpus}",
             f'memory = "{request.memory_gib}GiB"',
+            *([f'rows = "{_rows_mib(request.memory_gib)}MiB"'] if role == "server" else []),
             f"gpus = {request.gpus if role == 'trainer' else 0}",
             f"machine = {json.dumps(pool.machine.name)}",
         ]

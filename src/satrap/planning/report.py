@@ -142,7 +142,9 @@ def _rates(plan: Plan) -> Iterator[str]:
 
 def _raise_limit(found: Estimate) -> str:
     most = max(found.files.values())
-    return f"; set ulimit -n {1 << math.ceil(math.log2(2 * most))} or more" if most > 1024 else ""
+    if most <= 1024:
+        return ""
+    return f"; their hard limit (ulimit -Hn) must be {1 << math.ceil(math.log2(2 * most))} or more"
 
 
 def _upkeep(plan: Plan) -> Iterator[str]:

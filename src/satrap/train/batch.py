@@ -21,6 +21,7 @@ from satrap.config.features import Features
 from satrap.config.validation import suggest
 from satrap.data.inputs import Inputs, Position
 from satrap.errors import InputError, StreamError
+from satrap.train.joint_calls import BatchCalls
 from satrap.train.joint_step import Padding
 
 _NOT_LOOKED_UP = torch.empty(0)
@@ -48,6 +49,8 @@ class InFlightBatch:
         """Identifies the lookup in the update; None in evaluation, for padding, and before the lookup."""
         self.weight = 1.0
         """Factor of its gradients relative to the other trainers'; see `satrap.train.joint_step`."""
+        self.calls = BatchCalls()
+        """Which calls were compared with the other trainers'."""
         self.is_used = False
         """Whether the rows were returned to the user."""
         self.is_training = False

@@ -18,7 +18,7 @@ from satrap.config.tables import Table
 from satrap.data.inputs import Inputs
 from satrap.errors import StreamError
 from satrap.interrupts import Uninterrupted
-from satrap.train.joint_step import JointBatches
+from satrap.train.joint_batches import JointBatches
 from satrap.train.process_group import ProcessGroup
 
 if TYPE_CHECKING:
@@ -137,7 +137,7 @@ class SyncDense(DenseStrategy):
     def batches(self, inputs: Iterator[Inputs], features: tuple[str, ...]) -> Iterator[Inputs]:
         if self._trainers.world_size == 1:
             return inputs
-        return JointBatches(inputs, features, self._trainers.joint_step, self.weigh)
+        return JointBatches(inputs, features, self._trainers.exchange, self._trainers.rank, self.weigh)
 
     def weigh(self, weight: float) -> None:
         """Multiply the gradients of the following backward passes by `weight`, before DDP averages them."""

@@ -7,6 +7,7 @@ import torch
 from satrap.errors import InputError
 from satrap.monitor import metrics
 from satrap.train.batch import Batch
+from satrap.train.process_group import unwrap
 
 
 def evaluate(
@@ -19,10 +20,13 @@ def evaluate(
     """Return AUC, log loss and normalised entropy of the logits `model(batch.dense, batch.embeddings)`.
 
     The model's train() or eval() mode is left unchanged. The stream must have been started after `embeddings.eval()`.
+    Of a model in DistributedDataParallel the model itself is called, so trainers may evaluate different numbers of
+    batches.
+
     score, label: functions that return a batch's logits and labels, one per sample, for models with other inputs or
         several heads.
     """
-    result = metrics.Evaluation()
+    result, model = metrics.Evaluation(), unwrap(model)
     with torch.no_grad():
         for batch in stream:
             if batch.step:

@@ -7,9 +7,8 @@ padding: batches without rows or samples, of weight 0, which the dense network c
 another.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,6 +17,8 @@ from satrap.data.inputs import Inputs
 
 PADDING_ROWS = 2
 """Rows of zeros that a padding batch feeds the dense network: enough for a BatchNorm."""
+BatchShape = tuple[int, int, int]
+"""What the other trainers need to know of a batch: its samples, and its columns of dense features and of labels."""
 _NO_LABEL, _FLAT_LABEL = -1, 0
 
 
@@ -33,7 +34,7 @@ class JointStep:
     _label_columns: int
 
     @classmethod
-    def from_batches(cls, batches: Sequence[Sequence[int]], rank: int) -> "JointStep":
+    def from_batches(cls, batches: Sequence[BatchShape], rank: int) -> "JointStep":
         """Build the step from each trainer's batch, given as `describe` returns it."""
         total = sum(each[0] for each in batches)
         weight = len(batches) * batches[rank][0] / total if total else 0.0
@@ -49,9 +50,8 @@ class JointStep:
         return dense, np.zeros((PADDING_ROWS, *columns), np.float32)
 
 
-def describe(inputs: Inputs | None) -> tuple[int, int, int]:
-    """Return what the other trainers need to know of a batch: its samples, and its columns of dense features and of
-    labels."""
+def describe(inputs: Inputs | None) -> BatchShape:
+    """Return the shape of a batch."""
     if inputs is None or isinstance(inputs, Padding):
         return 0, 0, _NO_LABEL
     label = _NO_LABEL
@@ -62,54 +62,3 @@ def describe(inputs: Inputs | None) -> tuple[int, int, int]:
 
 class Padding(Inputs):
     """A batch without samples, for a trainer whose data has ended before another's."""
-
-
-class JointBatches(Iterator[Inputs]):
-    """Iterates over a trainer's batches, then over padding until it is stopped."""
-
-    def __init__(
-        self,
-        batches: Iterator[Inputs],
-        features: tuple[str, ...],
-        join: Callable[[tuple[int, int, int]], JointStep],
-        weigh: Callable[[float], None],
-    ) -> None:
-        """join: returns the joint step for a batch, as `describe` returns it; all trainers call it for each batch.
-        weigh: sets the weight of the batch whose backward pass comes next.
-        """
-        self.join, self.weigh = join, weigh
-        self._batches = batches
-        self._padding = Padding(names=features, values=np.empty(0, np.uint64), batch_size=0)
-        self._read = self._handed_over = 0  # batches with samples
-        self._has_ended = False
-        self.is_stopped = False
-        """Whether no trainer has another batch."""
-
-    def __next__(self) -> Inputs:
-        if self.is_stopped:
-            raise StopIteration
-        inputs = next(self._batches, None)
-        if inputs is None:
-            self._has_ended = True
-            return self._padding
-        self._read += 1
-        return inputs
-
-    def hand_over(self, inputs: Inputs) -> None:
-        """Count a batch as returned to the training loop."""
-        self._handed_over += not isinstance(inputs, Padding)
-
-    @property
-    def num_left(self) -> int | None:
-        """Batches with samples that were read but not yet returned; None while there may be more to read."""
-        return self._read - self._handed_over if self._has_ended else None
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._batches, name)
-
-    def __len__(self) -> int:
-        return len(self._batches)  # type: ignore[arg-type]  # not every iterator has a length
-
-    def stop(self) -> None:
-        """End the padding: no trainer has another batch."""
-        self.is_stopped = True

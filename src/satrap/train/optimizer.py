@@ -76,6 +76,7 @@ class HybridOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        self._session.join_step()
         found: Tensor | None = getattr(self, "found_inf", None)
         if found is not None:
             self._strategy.require_same_overflow(overflowed := found.item() != 0)

@@ -8,6 +8,7 @@ their own, so that these collectives cannot mix with the user's.
 
 import warnings
 from collections.abc import Callable, Iterable, Sequence
+from datetime import timedelta
 from typing import Literal
 
 import numpy as np
@@ -19,10 +20,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 from satrap.errors import ConfigError, StreamError
 from satrap.run_context import COLLECTIVE_TIMEOUT
-from satrap.train.joint_step import JointStep
 
 Compress = Literal["float16", "bfloat16"]
 _HOOKS = {"float16": default_hooks.fp16_compress_hook, "bfloat16": default_hooks.bf16_compress_hook}
+
+
+_EXCHANGE_TIMEOUT = timedelta(minutes=30)  # torch's default
 
 
 class ProcessGroup:
@@ -42,6 +45,7 @@ class ProcessGroup:
         """The number of trainers."""
         has_peers = self.world_size > 1
         self._group = dist.new_group(backend="gloo") if has_peers else None
+        self._exchange_group = dist.new_group(backend="gloo", timeout=COLLECTIVE_TIMEOUT) if has_peers else None
         self._patient_group = dist.new_group(backend="gloo", timeout=COLLECTIVE_TIMEOUT) if has_peers else None
 
     def broadcast_int(self, value: int, group: dist.ProcessGroup | None = None) -> int:
@@ -81,13 +85,16 @@ class ProcessGroup:
         """Return whether the flag is true on all trainers."""
         return self.count(flag, patient=patient) == self.world_size
 
-    def joint_step(self, batch: Sequence[int]) -> JointStep:
-        """Return the step that this trainer's batch, as `describe` returns it, makes with the other trainers'
-        batches."""
-        own = torch.tensor(batch, dtype=torch.int64)
-        gathered = [torch.empty_like(own) for _ in range(self.world_size)]
-        dist.all_gather(gathered, own, group=self._group)
-        return JointStep.from_batches([each.tolist() for each in gathered], self.rank)
+    def exchange(self, numbers: Sequence[int], *, patient: bool) -> list[list[int]]:
+        """Return the numbers of all trainers, each of which gives as many. In another group than all other collectives:
+        a trainer that calls one of these by mistake then does not mix with those that call this.
+
+        patient: allow a trainer to come much later than another."""
+        own = torch.tensor([list(numbers)] * self.world_size)
+        received = torch.empty_like(own)
+        work = dist.all_to_all_single(received, own, group=self._exchange_group, async_op=True)
+        work.wait() if patient else work.wait(_EXCHANGE_TIMEOUT)
+        return received.tolist()
 
     def gather(self, data: bytes, *, patient: bool = False) -> list[bytes]:
         """Return each trainer's data, in the order of ranks. patient: allow a trainer to come much later than

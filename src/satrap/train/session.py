@@ -26,6 +26,7 @@ from satrap.run_context import current_context, register_exit_hook
 from satrap.table.table_group import transfers_of
 from satrap.train.batch import InFlightBatch
 from satrap.train.dense_strategy import DenseStrategy
+from satrap.train.joint_batches import JointBatches
 from satrap.train.process_group import ProcessGroup
 from satrap.train.staleness_gate import StalenessGate
 from satrap.train.stream import Stream
@@ -286,6 +287,16 @@ class TrainingSession:
             return "the embeddings are closed"
         return "" if self._worker is not None else "the embeddings have no rows yet"
 
+    @property
+    def joint(self) -> JointBatches | None:
+        """The batches of a training stream in which several trainers step together."""
+        return None if self._training is None else self._training.joint
+
+    def join_step(self) -> None:
+        """Compare the step, or the drop, of the batches that have gradients with what other trainers do."""
+        if self.joint is not None and (waiting := self.waiting_batches()):
+            self.joint.step(waiting[-1])
+
     def update(self, lrs: Mapping[str, float], scale: float) -> None:
         """Send the collected gradients to the tables."""
         self.require_expected_rows()
@@ -304,6 +315,7 @@ class TrainingSession:
     def drop_batches_with_gradients(self, cause: str) -> None:
         """Drop the batches that a backward pass has reached."""
         if self._training is not None:
+            self.join_step()
             self._training.drop(cause)
 
     def drain(self) -> None:

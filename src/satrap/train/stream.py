@@ -40,22 +40,15 @@ from satrap.monitor.report import Counters
 from satrap.train.batch import Batch, InFlightBatch
 from satrap.train.batch_lookup import BatchLookup
 from satrap.train.dense_strategy import DenseStrategy
-from satrap.train.joint_step import JointBatches, describe
+from satrap.train.drop_reasons import DROP_REASONS, NO_LOADER, why_not_yet, why_passed
+from satrap.train.joint_batches import JointBatches
 from satrap.train.pipeline_stages import Seconds, Update
 from satrap.train.prefetch_pipeline import PrefetchPipeline
 from satrap.train.staleness_gate import StalenessGate
 from satrap.worker.worker import Ticket, Worker
 
 _LOG = logging.getLogger("satrap.train")
-_NO_LOADER = (
-    "a torch DataLoader cannot read a stream: its batches are complete, and their gradients return to this "
-    "process; use embeddings.stream(satrap.IterableSource(loader)) and iterate over the stream itself"
-)
 _EVALUATION_AHEAD = 2  # batches looked up ahead of the dense network if the two overlap
-_DROP_REASONS = {
-    "zero_grad": "zero_grad() cleared its gradients before optimizer.step()",
-    "overflow": "a GradScaler found an overflow and skipped its step",
-}
 
 
 class Stream(Iterator[Batch]):
@@ -90,11 +83,11 @@ class Stream(Iterator[Batch]):
         """The last step that was updated or dropped."""
         self._inputs, self._train, self._worker = inputs, train, worker
         self._gate, self._on_hold, self._dense = gate, on_hold, dense or DenseStrategy()
-        self._joint = inputs if isinstance(inputs, JointBatches) else None
+        self.joint = inputs if isinstance(inputs, JointBatches) else None  # if several trainers step together
         self._held: list[InFlightBatch] = []  # looked up, neither updated nor dropped
         self._ahead: deque[InFlightBatch] = deque()  # later batches, returned before their lookup
         self._next_batch: InFlightBatch | None = None  # taken from the pipeline, not returned yet
-        self._length: int | None = None  # the result of len(), if it was called
+        self._length: int | None = None  # of len(), if it was called
         self._joined = False  # whether the joint step of that batch is known
         self._dropped_tickets: deque[Ticket] = deque()  # of dropped batches, to be dropped at the worker
         self._num_returned: Counter[int] = Counter()  # batches returned, by step
@@ -151,7 +144,7 @@ class Stream(Iterator[Batch]):
 
     def __iter__(self) -> Self:
         if torch.utils.data.get_worker_info() is not None:
-            raise StreamError(_NO_LOADER)
+            raise StreamError(NO_LOADER)
         num_returned = sum(self._num_returned.values())
         if self._ended or 0 < num_returned == self._length:  # a loop that knows the length does not request the end
             raise StreamError(
@@ -162,7 +155,7 @@ class Stream(Iterator[Batch]):
 
     def __getitem__(self, _: object) -> NoReturn:
         """Refuse torch's DataLoader, which takes any object with this method for a dataset of samples."""
-        raise StreamError(_NO_LOADER)
+        raise StreamError(NO_LOADER)
 
     def __len__(self) -> int:
         """Return the total number of batches of this stream; TypeError if the source does not know it."""
@@ -180,6 +173,9 @@ class Stream(Iterator[Batch]):
             raise StopIteration
         if self._ended_because is not None:
             raise StreamError(self._ended_because)
+        if self._next_batch is None and self.joint is not None and self.joint.must_compare_request:
+            self._worker.settle()  # before another trainer may wait for this one
+            self.joint.request()
         if self._train and (self._held or self._ahead):
             self._drop_released()
         if self._next_batch is None:  # else an interrupt came before the batch was returned
@@ -195,8 +191,8 @@ class Stream(Iterator[Batch]):
                 self._pipeline.drop(self._gate.oldest_open)
                 return held.hand_over(None)
             self._num_returned[held.step] += 1
-            if self._joint is not None:
-                self._joint.hand_over(held.inputs)
+            if self.joint is not None:
+                self.joint.hand_over(held.inputs)
             self._ahead.append(held)
             self._collect()  # earlier batches may be looked up by now, and come first
             return held.hand_over(self._use, with_dense=bool(self._dense.tables))
@@ -231,7 +227,7 @@ class Stream(Iterator[Batch]):
 
     def _is_last(self) -> bool:
         """Return whether this trainer has no other batch. Reads one batch ahead to find out."""
-        return self._pipeline.is_last() or (self._joint is not None and self._joint.num_left == 0)
+        return self._pipeline.is_last() or (self.joint is not None and self.joint.num_left == 0)
 
     def _mark_submitted(self, batches: list[InFlightBatch]) -> None:
         """Record that the pipeline has taken over the update of these batches."""
@@ -284,6 +280,14 @@ class Stream(Iterator[Batch]):
 
         why: the error message for a later request of a batch.
         """
+        try:
+            if self.joint is not None and self.joint.may_be_awaited:
+                self._worker.settle()  # as above
+                self.joint.leave()
+        finally:
+            self._close(why)
+
+    def _close(self, why: str = "this stream was closed") -> None:
         if self._ended_because is None:
             with Uninterrupted():
                 self._ended_because = why
@@ -313,6 +317,8 @@ class Stream(Iterator[Batch]):
 
     def release(self) -> None:
         """Let calls fail that wait for other trainers: this stream is closed after an error."""
+        if self.joint is not None:
+            self.joint.part()
         if self._train:
             self._worker.release()
 
@@ -323,10 +329,11 @@ class Stream(Iterator[Batch]):
             self.close()
 
     def _use(self, held: InFlightBatch) -> None:
-        """Prepare the rows of a batch for their first use; look them up now if the batch was returned before its
-        lookup."""
+        """Prepare the rows of a batch for their first use; look them up now if that was not done."""
         if held.drop_reason is not None:
             raise StreamError(held.drop_reason)
+        if self.joint is not None:
+            self.joint.use(held)
         if self._ahead:  # which may contain this batch
             while not self._pipeline.wait_for_lookup(held.is_looked_up):
                 self._collect()
@@ -336,12 +343,14 @@ class Stream(Iterator[Batch]):
         with Uninterrupted():
             self._weigh(held)
             self._look_up.hand_over(held)
+            if self.joint is not None:
+                self.joint.watch(held)
             held.is_used, held.is_training = True, torch.is_grad_enabled()
             self._hold(self._held)
 
     def _weigh(self, held: InFlightBatch) -> None:
         """Set the weight for the next backward pass, which must be this batch's."""
-        if self._joint is None:
+        if self.joint is None:
             return
         other = self._awaiting_backward()
         if other is not None and other is not held and other.weight != held.weight:
@@ -350,7 +359,7 @@ class Stream(Iterator[Batch]):
                 f"which waits for its backward pass, has {other.inputs.batch_size}; several trainers weigh each batch "
                 "by its samples: call backward() for a batch before using the next one"
             )
-        self._joint.weigh(held.weight)
+        self.joint.weigh(held.weight)
 
     def _awaiting_backward(self) -> InFlightBatch | None:
         """Return the first batch that is used and that no backward pass has reached."""
@@ -369,21 +378,9 @@ class Stream(Iterator[Batch]):
         step, staleness = self._held[0].step, self._gate.staleness
         oldest = [batch for batch in self._held if batch.step == step]
         if any(batch.may_get_gradient for batch in oldest):
-            reached = any(batch.has_gradient for batch in oldest)
-            what, drop = ("a loss reached", "zero_grad()") if reached else ("the loop used", "deleting it")
-            raise StreamError(
-                f"step {next_used.step}: its batch cannot be used yet: {what} the batch of step {step} and "
-                f"optimizer.step() was not called, and the staleness is {staleness}; call step() of the optimizer that "
-                f"embeddings.optimizer() returned before using the next batch, or drop the earlier one by {drop}, or "
-                f"set Embeddings(staleness={next_used.step - step}), or stream(accumulate=N) to step once for N batches"
-            )
-        self._drop(
-            oldest,
-            "unused",
-            f"the batch of step {next_used.step} was used before this one was stepped, and the staleness is "
-            f"{staleness}: call backward() and optimizer.step() before using the next batch, or set "
-            f"Embeddings(staleness={next_used.step - step})",
-        )
+            has_gradient = any(batch.has_gradient for batch in oldest)
+            raise StreamError(why_not_yet(next_used.step, step, staleness, has_gradient=has_gradient))
+        self._drop(oldest, "unused", why_passed(next_used.step, step, staleness))
 
     def _drop_released(self) -> None:
         """Settle batches that the user released unused, so that the stream holds no more than the user does."""
@@ -418,7 +415,7 @@ class Stream(Iterator[Batch]):
     def _close_if_done(self) -> None:
         if self._ended and not self._held and not self._ahead:
             self._worker.settle()  # other trainers may wait for the last step, and no lookup follows to report it
-            self.close()
+            self._close()
 
     def _drop_all(self, why: str) -> None:
         """Drop all batches when the stream is closed."""
@@ -444,7 +441,7 @@ class Stream(Iterator[Batch]):
                 self.dropped[cause] += 1
                 self._dropped_tickets.append(batch.ticket)
             self._pipeline.drop(batch.step)
-            batch.drop(f"step {batch.step}: its batch was dropped: {why or _DROP_REASONS[cause]}")
+            batch.drop(f"step {batch.step}: its batch was dropped: {why or DROP_REASONS[cause]}")
         self._forget(batches)
         for step in {batch.step for batch in batches} - self._stepped:
             whole = self._ended or self._num_returned[step] == self._gate.accumulate
@@ -462,17 +459,15 @@ class Stream(Iterator[Batch]):
 
     def _joins_step(self, held: InFlightBatch) -> bool:
         """Return whether any trainer has samples for the next step, which includes this batch."""
-        if self._joint is None or self._joined:
+        if self.joint is None or self._joined:
             return True
-        if not self._joint.is_stopped:  # else this is a retry after an interrupt
-            self._worker.settle()  # before another trainer may wait for this one in the joint step
+        if not self.joint.is_stopped:  # else this is a retry after an interrupt
+            self._worker.settle()  # before another trainer may wait for this one
             with Uninterrupted():
-                step = self._joint.join(describe(held.inputs))
-                if step.num_samples:
+                if (step := self.joint.take(held)) is not None:
                     self._look_up.join(held, step)
                     self._joined = True
                     return True
-                self._joint.stop()
                 self._worker.end_lookups()
         while self._next_batch is not None:  # this batch and what was read after it are all padding
             if not self._pipeline.return_item(self._next_batch):
@@ -489,9 +484,9 @@ class Stream(Iterator[Batch]):
         self.position = max([*known, *([] if self.position is None else [self.position])], default=None)
         self.last_step = max(self.last_step, *(batch.step for batch in batches))
         self._hold([batch for batch in self._held if batch not in batches])
-        if self._joint is not None:
+        if self.joint is not None:
             awaited = self._awaiting_backward()
-            self._joint.weigh(1.0 if awaited is None else awaited.weight)
+            self.joint.weigh(1.0 if awaited is None else awaited.weight)
 
     def _hold(self, held: list[InFlightBatch]) -> None:
         self._held = held

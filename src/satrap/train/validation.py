@@ -16,7 +16,7 @@ from satrap.config.validation import check_choice, check_integer
 from satrap.errors import ConfigError, StreamError
 from satrap.monitor.progress import Progress
 from satrap.train.batch import Batch
-from satrap.train.embeddings import Embeddings
+from satrap.train.embeddings import Embeddings, session_of
 from satrap.train.evaluation import evaluate
 from satrap.train.process_group import unwrap
 
@@ -137,6 +137,8 @@ class Validation:
                 result = evaluate(self._model, stream, score=self._score, label=self._label)
             found[:] = torch.tensor([getattr(result, name)() for name in _METRICS], dtype=torch.float64)
 
+        if (joint := session_of(self._embeddings).joint) is not None:
+            joint.evaluate()
         self._embeddings.drain()
         modes = {module: module.training for module in self._model.modules()}
         self._model.eval()

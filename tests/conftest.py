@@ -11,6 +11,7 @@ import gc
 import logging
 import os
 import random
+import signal
 import threading
 import time
 import zlib
@@ -30,6 +31,8 @@ from satrap.table.store import Store
 from trainers import Trainers
 
 torch.set_num_threads(1)
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # the jobs of a shell's background inherit that
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = (
         "1"  # read by Triton's decorators, its own library's too, so before any import of it

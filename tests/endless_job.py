@@ -1,7 +1,6 @@
 """Trains forever, with table work in threads, and prints a line once it trains; for the test of Ctrl-C."""
 
 import itertools
-import signal
 
 import numpy as np
 import torch
@@ -11,7 +10,6 @@ from satrap import Embeddings, Inputs, Table
 
 if __name__ == "__main__":
     skip_compiler()
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs inherit an ignored SIGINT
     embeddings = Embeddings({"item": Table("item", dim=4)}, staleness=2, num_threads=1)
     model = torch.nn.Linear(4, 1)
     optimizer = embeddings.optimizer(torch.optim.SGD(model.parameters(), lr=0.1))

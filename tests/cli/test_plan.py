@@ -37,7 +37,7 @@ def test_the_figures_of_the_page_on_kubernetes(model: str, capsys: Capture) -> N
     assert main(["plan", str(ROOT / f"examples/planning/{model}.toml"), "--machines", MACHINES]) == 0
     text = capsys.readouterr().out
     for figure in (
-        r"for \S+: (\S+ samples/s) wanted",
+        r"for \S+: (\S+ samples/s) requested",
         r"\nsum +(.*?) of rows",
         r"\nservers +\d+ +(\d+ x \S+)",
         r"\nservers .*?  ([\d.]+ [GT]B) ",

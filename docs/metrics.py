@@ -14,16 +14,15 @@ ROOT = Path(__file__).parents[1]
 _HEAD = """\
 # Metrics
 
-`--http PORT` on `satrap server`, `worker` and `run` serves three pages: `/metrics` for
+With `--http PORT`, each server, worker, trainer and run serves three pages: `/metrics` for
 [Prometheus](https://prometheus.io), `/healthz`, which answers 200 while the process is alive, and `/readyz`, which
-answers 200 while it is ready and 503 with the reason while it is not. [Monitoring](cluster.md#monitoring) shows how to
-set it up. A scrape reads counters that exist anyway, so it costs a step nothing; only the time of each call is recorded
-for it.
+answers 200 while it is ready and otherwise 503 with the reason. [Monitoring](cluster.md#monitoring) shows the setup. A
+scrape reads counters that exist anyway, so it costs no time in a step; only the time of each call is recorded for it.
 
-A name that ends in `_total` counts up from 0 since the process started. A histogram `NAME` has the series
+A name that ends in `_total` is that of a counter, from 0 at the start of the process. A histogram `NAME` has the series
 `NAME_bucket`, `NAME_sum` and `NAME_count`. Every endpoint also serves prometheus_client's `process_*`: resident memory,
-CPU seconds, open files, start time. The last column names the commands that serve a metric; a trainer serves those of
-tables if it holds the rows itself.
+CPU seconds, open files, start time. The last column names the processes that serve a metric; a trainer serves the
+metrics of tables if it holds the rows itself.
 """
 _FOOT = """\
 
@@ -182,7 +181,7 @@ _RULES = (
         "10m",
         "info",
         "lookups of {{ $labels.instance }} always miss as many steps as permitted",
-        "Updates take longer than a step: add servers or threads, or accept it.",
+        "Updates take longer than a step: add servers or threads, or accept the staleness.",
     ),
     (
         "SatrapLastSaveTooOld",
@@ -238,10 +237,14 @@ def page() -> str:
     """Return the text of docs/metrics.md."""
     lines = [_HEAD]
     for group, metrics in GROUPS.items():
-        lines += [f"## {group}\n", "| metric | kind | unit | labels | what it is | of |", "|---|---|---|---|---|---|"]
+        lines += [
+            f"## {group}\n",
+            "| metric | kind | unit | labels | what it is | served by |",
+            "|---|---|---|---|---|---|",
+        ]
         lines += [_row(metric) for metric in metrics]
         lines.append("")
-    lines += ["## Alerts\n", "| rule | holds for | severity | what to do |", "|---|---|---|---|"]
+    lines += ["## Alerts\n", "| rule | fires after | severity | what to do |", "|---|---|---|---|"]
     lines += [f"| {name} | {seconds} | {severity} | {to_do} |" for name, _, seconds, severity, _, to_do in _RULES]
     return "\n".join(lines) + "\n" + _FOOT
 

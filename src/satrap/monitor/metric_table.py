@@ -42,14 +42,16 @@ GROUPS: dict[str, tuple[Metric, ...]] = {
             "satrap_table_lookups",
             "counter",
             "ids",
-            "Ids of training lookups, each once a call.",
+            "Ids of training lookups; an id counts once in each call.",
             _TABLES,
             ("table",),
         ),
-        Metric("satrap_table_hits", "counter", "ids", "Ids looked up that had a row.", _TABLES, ("table",)),
+        Metric("satrap_table_hits", "counter", "ids", "Ids of training lookups with a row.", _TABLES, ("table",)),
         Metric("satrap_table_inserted", "counter", "rows", "Rows inserted.", _TABLES, ("table",)),
-        Metric("satrap_table_refused", "counter", "ids", "Ids without a row that got none.", _TABLES, ("table",)),
-        Metric("satrap_table_evicted", "counter", "rows", "Rows removed to make room.", _TABLES, ("table",)),
+        Metric(
+            "satrap_table_refused", "counter", "ids", "Ids of training lookups that got no row.", _TABLES, ("table",)
+        ),
+        Metric("satrap_table_evicted", "counter", "rows", "Rows removed to make room for others.", _TABLES, ("table",)),
         Metric(
             "satrap_table_expired",
             "counter",
@@ -58,7 +60,14 @@ GROUPS: dict[str, tuple[Metric, ...]] = {
             _TABLES,
             ("table",),
         ),
-        Metric("satrap_table_updated", "counter", "rows", "Rows updated, once an update.", _TABLES, ("table",)),
+        Metric(
+            "satrap_table_updated",
+            "counter",
+            "rows",
+            "Rows updated; a row counts once in each update.",
+            _TABLES,
+            ("table",),
+        ),
         Metric("satrap_table_absent", "counter", "ids", "Ids with a gradient and without a row.", _TABLES, ("table",)),
         Metric(
             "satrap_table_skipped",
@@ -90,7 +99,13 @@ GROUPS: dict[str, tuple[Metric, ...]] = {
         Metric("satrap_calls_queued", "gauge", "calls", "Calls that wait for a thread.", _SERVICES),
         Metric("satrap_calls_running", "gauge", "calls", "Calls that run or wait for other trainers.", _SERVICES),
         Metric("satrap_calls_duplicate", "counter", "calls", "Duplicates of open calls.", _SERVICES),
-        Metric("satrap_calls_busy", "counter", "calls", "Calls refused for lack of room; retried.", _SERVICES),
+        Metric(
+            "satrap_calls_busy",
+            "counter",
+            "calls",
+            "Calls refused because too many were open; callers retry.",
+            _SERVICES,
+        ),
         Metric("satrap_calls_expired", "counter", "calls", "Calls whose deadline passed in the queue.", _SERVICES),
         Metric("satrap_calls_failed", "counter", "calls", "Calls answered with an error.", _SERVICES),
         Metric("satrap_calls_unsent", "counter", "calls", "Replies whose caller was disconnected.", _SERVICES),
@@ -101,7 +116,7 @@ GROUPS: dict[str, tuple[Metric, ...]] = {
             "Messages that were not readable or named an unknown method.",
             _SERVICES,
         ),
-        Metric("satrap_connections_ended", "counter", "connections", "Connections ended by a limit.", _SERVICES),
+        Metric("satrap_connections_ended", "counter", "connections", "Connections that a limit has ended.", _SERVICES),
         Metric("satrap_received_bytes", "counter", "bytes", "Bytes of messages received.", _SERVICES),
         Metric("satrap_sent_bytes", "counter", "bytes", "Bytes of replies sent.", _SERVICES),
     ),
@@ -124,8 +139,16 @@ GROUPS: dict[str, tuple[Metric, ...]] = {
             (TRAINER,),
             ("stage",),
         ),
-        Metric("satrap_stream_seconds", "counter", "seconds", "Time of the training loop in its stream.", (TRAINER,)),
-        Metric("satrap_lost", "counter", "", "What was not trained on, by cause.", (TRAINER,), ("what",)),
+        Metric(
+            "satrap_stream_seconds",
+            "counter",
+            "seconds",
+            "Time of the training loop in calls of its stream.",
+            (TRAINER,),
+        ),
+        Metric(
+            "satrap_lost", "counter", "", "Batches, samples and ids not trained on, by cause.", (TRAINER,), ("what",)
+        ),
         Metric("satrap_sessions", "gauge", "trainers", "Trainers with a session in this worker.", (WORKER,)),
     ),
     "Saves, restores and migrations": (
@@ -136,7 +159,7 @@ GROUPS: dict[str, tuple[Metric, ...]] = {
             "satrap_last_checkpoint_pause_seconds",
             "gauge",
             "seconds",
-            "For how long training waited for the last checkpoint.",
+            "Time that training waited for the last checkpoint.",
             (TRAINER,),
         ),
         Metric(
@@ -149,13 +172,22 @@ GROUPS: dict[str, tuple[Metric, ...]] = {
         Metric(
             "satrap_snapshots", "counter", "", "Saves, verifications and restores of tables completed.", _TABLES, _WORK
         ),
-        Metric("satrap_snapshots_running", "gauge", "", "Those in progress.", _TABLES, _WORK),
-        Metric("satrap_snapshot_done_bytes", "gauge", "bytes", "Bytes that these have moved.", _TABLES, _WORK),
+        Metric(
+            "satrap_snapshots_running",
+            "gauge",
+            "",
+            "Saves, verifications and restores of tables in progress.",
+            _TABLES,
+            _WORK,
+        ),
+        Metric(
+            "satrap_snapshot_done_bytes", "gauge", "bytes", "Bytes that the work in progress has moved.", _TABLES, _WORK
+        ),
         Metric(
             "satrap_snapshot_expected_bytes",
             "gauge",
             "bytes",
-            "About how many bytes they will move; 0: not known, as for a delta.",
+            "Estimate of all bytes of the work in progress; 0 if not known, as for a delta.",
             _TABLES,
             _WORK,
         ),
@@ -163,12 +195,14 @@ GROUPS: dict[str, tuple[Metric, ...]] = {
             "satrap_snapshot_left_seconds",
             "gauge",
             "seconds",
-            "Estimate of the time until they are completed; absent if not known.",
+            "Estimate of the time until the work in progress is completed; absent if not known.",
             _TABLES,
             _WORK,
         ),
-        Metric("satrap_last_snapshot_bytes", "gauge", "bytes", "Bytes of the last one completed.", _TABLES, _WORK),
-        Metric("satrap_last_snapshot_seconds", "gauge", "seconds", "Duration of the same.", _TABLES, _WORK),
+        Metric("satrap_last_snapshot_bytes", "gauge", "bytes", "Bytes of the last completed work.", _TABLES, _WORK),
+        Metric(
+            "satrap_last_snapshot_seconds", "gauge", "seconds", "Duration of the last completed work.", _TABLES, _WORK
+        ),
         Metric(
             "satrap_buckets",
             "gauge",
@@ -177,12 +211,14 @@ GROUPS: dict[str, tuple[Metric, ...]] = {
             (SERVER,),
             ("state",),
         ),
-        Metric("satrap_moved_rows", "counter", "rows", "Rows sent and received.", (SERVER,), ("direction",)),
+        Metric(
+            "satrap_moved_rows", "counter", "rows", "Rows that migrations sent and received.", (SERVER,), ("direction",)
+        ),
         Metric(
             "satrap_migration_buckets",
             "gauge",
             "buckets",
-            "Buckets of the migration in progress: all, and those moved.",
+            "Buckets that the migration in progress moves, and has moved.",
             (RUN,),
             ("state",),
         ),
@@ -196,7 +232,7 @@ GROUPS: dict[str, tuple[Metric, ...]] = {
             _ALL,
             ("process", "version"),
         ),
-        Metric("satrap_ready", "gauge", "", "1 if /readyz answers that the process is ready, else 0.", _ALL),
+        Metric("satrap_ready", "gauge", "", "1 if /readyz answers that the process is ready, otherwise 0.", _ALL),
         Metric(
             "satrap_memory_used_bytes",
             "gauge",
@@ -205,10 +241,10 @@ GROUPS: dict[str, tuple[Metric, ...]] = {
             _ALL,
             ("of",),
         ),
-        Metric("satrap_memory_allowed_bytes", "gauge", "bytes", "Memory that may be used.", _ALL, ("of",)),
+        Metric("satrap_memory_allowed_bytes", "gauge", "bytes", "Limit of the memory in use.", _ALL, ("of",)),
         Metric("satrap_run_launches", "counter", "launches", "Launches of the trainers.", (RUN,)),
-        Metric("satrap_run_restarts", "counter", "restarts", "Processes started again.", (RUN,), ("process",)),
-        Metric("satrap_run_faults", "counter", "faults", "Processes and migrations that failed.", (RUN,)),
+        Metric("satrap_run_restarts", "counter", "restarts", "Restarts of processes.", (RUN,), ("process",)),
+        Metric("satrap_run_faults", "counter", "faults", "Failures of processes and migrations.", (RUN,)),
         Metric("satrap_run_processes", "gauge", "processes", "Processes of the run.", (RUN,), ("process", "state")),
     ),
 }

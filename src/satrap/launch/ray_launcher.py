@@ -473,6 +473,6 @@ def _connect(options: dict[str, Any]) -> tuple[Any, bool]:
             if not ray.get_runtime_context().runtime_env.get("working_dir"):
                 raise
             return context, True
-    except (ConnectionError, RuntimeError, ValueError, RayError) as error:
+    except Exception as error:  # Ray also raises the class itself, e.g. if a node does not start in time
         where = "this machine" if options["address"] == "local" else options["address"]
         raise ConfigError(f"cannot connect to Ray at {where}: {error}") from error

@@ -22,6 +22,7 @@ from benchmarks.harness.case import Case, select_cases
 from benchmarks.harness.machine import ROOT
 from benchmarks.harness.record import complaints, make_record
 
+pytestmark = pytest.mark.draw(12)
 QUIET = {"other_cpu": 0.0, "steal": 0.0, "noisy": False}
 emulation = pytest.mark.skipif(machines.unable() is not None, reason=str(machines.unable()))
 

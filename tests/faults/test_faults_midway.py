@@ -28,6 +28,7 @@ from satrap.table.snapshot.saved_table import checksum_of
 from satrap.worker.local_rows import LocalWorker
 from satrap.worker.sharded_rows import ShardedWorker
 
+pytestmark = pytest.mark.draw(3)
 SILENCE_SECONDS = 3.0
 
 

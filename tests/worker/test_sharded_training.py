@@ -20,6 +20,7 @@ from satrap.server.migration.coordinator import Migration
 from satrap.worker.sharded_rows import ShardedRows, ShardedWorker
 from satrap.worker.worker import UpdateRequest
 
+pytestmark = pytest.mark.draw(10)
 each_way = pytest.mark.parametrize("overlap", [False, True], ids=["inline", "overlap"])
 
 

@@ -17,8 +17,9 @@ _HEAD = """\
 `--http PORT` on `satrap server`, `worker` and `run` serves three pages: `/metrics` for
 [Prometheus](https://prometheus.io), `/healthz`, which answers 200 while the process is alive, and `/readyz`, which
 answers 200 while it is ready and 503 with the reason while it is not. [Monitoring](cluster.md#monitoring) shows how to
-set it up. A scrape reads counters that exist anyway, so it costs a step nothing; only the time of each call is recorded
-for it.
+set it up. A scrape reads counters that exist anyway; a step only records the time of each call. This takes 0.06 % of
+the CPU time of a step of 512 ids (0.68 of 1,129 µs on an AMD EPYC), and less of a larger one. A scrape takes 7.6 ms of
+CPU time: 0.05 % of a core at one in 15 seconds.
 
 A name that ends in `_total` counts up from 0 since the process started. A histogram `NAME` has the series
 `NAME_bucket`, `NAME_sum` and `NAME_count`. Every endpoint also serves prometheus_client's `process_*`: resident memory,

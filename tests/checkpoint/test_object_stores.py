@@ -1,4 +1,7 @@
-"""Checkpoints in S3: by moto's HTTP server, servers in processes that are killed, and errors that take seconds."""
+"""Checkpoints in object stores: servers in processes that are killed, and errors that take seconds.
+
+What depends on the kind of store is tested with all of them, by the fixture `store`; the rest with S3.
+"""
 
 from __future__ import annotations
 
@@ -20,59 +23,120 @@ import pytest
 from checkpoint_job import NUM_IDS, Job, same
 from cluster import ANYWHERE, DEADLINE_SECONDS, running_servers, server_processes
 from logged import logged
-from moto_s3 import BUCKET, S3, running_s3, use
+from object_stores import BUCKET, S3, Azure, ObjectStore, running_azurite, running_moto, use
 from satrap import Deployment, Reader
 from satrap.checkpoint.run_owner import OWNER
 from satrap.errors import ChangesError, CheckpointError, ConfigError, SnapshotError
 from satrap.storage.object_folder import ObjectFolder
-from satrap.storage.open_folder import _bucket
+from satrap.storage.open_folder import _bucket, open_folder
 
 ROOT = f"s3://{BUCKET}"
-PERMITTED = ANYWHERE, ["--checkpoints", ROOT]
+SCHEMES = ("s3", "gs", "az")
 IDS = np.arange(NUM_IDS, dtype=np.uint64)
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3]:
-    with running_s3(tmp_path_factory.mktemp("s3")) as server:
-        yield server
+def moto(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, S3]]:
+    with running_moto(tmp_path_factory.mktemp("moto")) as stores:
+        yield stores
+
+
+@pytest.fixture(scope="module")
+def azurite(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Azure]]:
+    with running_azurite(tmp_path_factory.mktemp("azurite")) as stores:
+        yield stores
+
+
+@pytest.fixture(scope="module", params=SCHEMES)
+def server(request: pytest.FixtureRequest) -> ObjectStore:
+    fixture = {"s3": "moto", "gs": "moto", "az": "azurite"}[request.param]
+    stores: dict[str, ObjectStore] = request.getfixturevalue(fixture)
+    return stores[request.param]
 
 
 @pytest.fixture
-def s3(server: S3, monkeypatch: pytest.MonkeyPatch) -> Iterator[S3]:
-    use(monkeypatch, server.endpoint)
+def store(server: ObjectStore, monkeypatch: pytest.MonkeyPatch) -> Iterator[ObjectStore]:
+    """One store of each kind."""
+    use(monkeypatch, server)
     yield server
     _bucket.cache_clear()
+
+
+@pytest.fixture
+def s3(moto: dict[str, S3], monkeypatch: pytest.MonkeyPatch) -> Iterator[S3]:
+    use(monkeypatch, moto["s3"])
+    yield moto["s3"]
+    _bucket.cache_clear()
+
+
+def permitted(store: ObjectStore) -> tuple[str, list[str]]:
+    """Return how to start servers that may use the store."""
+    return ANYWHERE, ["--checkpoints", store.root]
 
 
 def rows(addresses: list[str]) -> dict[str, Deployment]:
     return {"deployment": Deployment(addresses)}
 
 
-def versions(s3: S3, run: str) -> set[str]:
-    """The folders of the run; not the file of its owner."""
-    names = {key.removeprefix(f"{run}/").split("/")[0] for key in s3.sizes(f"{run}/")}
+def versions(store: ObjectStore, run: str) -> set[str]:
+    """Return the folders of the run; not the file of its owner."""
+    names = {key.removeprefix(f"{run}/").split("/")[0] for key in store.sizes(f"{run}/")}
     return names - {OWNER}
+
+
+# -- objects -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_large_object_is_written_in_parts_and_read_in_ranges(store: ObjectStore, seed: int) -> None:
+    data = np.random.default_rng(seed).bytes(20_000_001)  # three parts
+    folder = open_folder(f"{store.root}/large-{store.scheme}")
+    for key in ("d/e[1] %20/part", "aborted"):
+        writer = folder.create(key)
+        for start in range(0, len(data), 1_500_000):
+            writer.write(memoryview(data)[start : start + 1_500_000])
+        writer.complete() if key != "aborted" else writer.abort()
+    folder.write("small", b"1")
+    folder.write("small", b"22")
+    assert folder.sizes() == {"d/e[1] %20/part": len(data), "small": 2}
+    assert sorted(folder.names()) == ["d", "small"] and (folder / "d").names() == ["e[1] %20"]
+    opened = folder.open("d/e[1] %20/part")
+    opened.load(9, 15_000_000)  # four requests
+    assert opened.size == len(data) and opened.memory[9:15_000_000] == data[9:15_000_000]
+    folder.delete("small")
+    folder.delete("small")
+    for read in (folder.read, folder.open):
+        with pytest.raises(FileNotFoundError):
+            read("small")
+    folder.delete_all()
+    assert not folder.sizes() and not folder.names() and not store.sizes(f"large-{store.scheme}/")
 
 
 # -- the probe ---------------------------------------------------------------------------------------------------------
 
 
-def test_a_place_that_cannot_be_used_is_refused_within_seconds(s3: S3, monkeypatch: pytest.MonkeyPatch) -> None:
-    began = time.monotonic()
-    with pytest.raises(
-        CheckpointError, match=r"s3://none/run cannot be used: NoSuchBucket: .* at s3://none/run/\.probe"
+def test_a_place_that_cannot_be_used_is_refused_within_seconds(
+    store: ObjectStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Job(str(tmp_path / "run"), 1)  # imports what a first job does
+    began, root = time.monotonic(), store.root
+    none = f"{store.scheme}://none/run"
+    with pytest.raises(CheckpointError, match=rf"{none} cannot be used: {store.no_bucket}: .* at {none}/\.probe"):
+        Job(none, 1)
+    with (
+        store.refused(),
+        pytest.raises(CheckpointError, match=rf"{root}/run cannot be used: AccessDenied: Access Denied"),
     ):
-        Job("s3://none/run", 1)
-    with s3.refused(), pytest.raises(CheckpointError, match=rf"{ROOT}/run cannot be used: AccessDenied: Access Denied"):
-        Job(f"{ROOT}/run", 1)
-    use(monkeypatch, "http://127.0.0.1:1")
-    with pytest.raises(CheckpointError, match=rf"{ROOT}/run cannot be used: .* PUT http://127\.0\.0\.1:1/{BUCKET}/run"):
-        Job(f"{ROOT}/run", 1)
+        Job(f"{root}/run", 1)
+    use(monkeypatch, store, "http://127.0.0.1:1")
+    with pytest.raises(CheckpointError, match=rf"{root}/run cannot be used: .* PUT http://127\.0\.0\.1:1/{BUCKET}/run"):
+        Job(f"{root}/run", 1)
     assert time.monotonic() - began < 30
+    assert not store.sizes("run/")
+
+
+def test_a_scheme_that_nothing_opens_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"nothing://x/run cannot be opened: Protocol not known: nothing"):
         Job("nothing://x/run", 1)
-    assert not s3.sizes("run/")
 
 
 def test_a_server_that_cannot_use_it_is_named_at_once(s3: S3) -> None:
@@ -85,9 +149,9 @@ def test_a_server_that_cannot_use_it_is_named_at_once(s3: S3) -> None:
 def test_each_server_uses_its_own_environment(s3: S3, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with ExitStack() as stack:
         with monkeypatch.context() as patched:
-            use(patched, "http://127.0.0.1:1")
-            (server,) = stack.enter_context(server_processes(tmp_path, 1, *PERMITTED))
-        use(monkeypatch, s3.endpoint)
+            use(patched, s3, "http://127.0.0.1:1")
+            (server,) = stack.enter_context(server_processes(tmp_path, 1, *permitted(s3)))
+        use(monkeypatch, s3)
         asked = rf"PUT http://127\.0\.0\.1:1/{BUCKET}/run/"
         words = rf"(?s)^this server cannot use {ROOT}/run: .* {asked}.* at {server.address}$"
         with pytest.raises(SnapshotError, match=words):
@@ -97,7 +161,9 @@ def test_each_server_uses_its_own_environment(s3: S3, tmp_path: Path, monkeypatc
 # -- servers -----------------------------------------------------------------------------------------------------------
 
 
-def test_servers_write_and_read_their_parts(s3: S3, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_servers_write_and_read_their_parts(
+    store: ObjectStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The trainer stages nothing. Any number of servers, the process itself and a `Reader` read what others wrote."""
     whole = Job(str(tmp_path / "run"), 6)
     whole.train(every_steps=10**6)
@@ -108,8 +174,8 @@ def test_servers_write_and_read_their_parts(s3: S3, tmp_path: Path, monkeypatch:
         written[key.rpartition("/")[2]] += len(data)
         write(folder, key, data)
 
-    url = f"{ROOT}/parts/run"
-    with server_processes(tmp_path, 3, *PERMITTED) as servers, monkeypatch.context() as patched:
+    url = f"{store.root}/parts-{store.scheme}/run"
+    with server_processes(tmp_path, 3, *permitted(store)) as servers, monkeypatch.context() as patched:
         patched.setattr(ObjectFolder, "write", counted)
         patched.setattr(ObjectFolder, "create", None)  # the servers write all data files
         job = Job(url, 6, keep=2, full_every=4, rows=rows([each.address for each in servers]))
@@ -117,11 +183,11 @@ def test_servers_write_and_read_their_parts(s3: S3, tmp_path: Path, monkeypatch:
         expected = job.state()
         job.embeddings.close()
     same(expected, whole.state())
-    assert len(versions(s3, "parts/run")) == 3, "two, and a parent of theirs"
+    assert len(versions(store, f"parts-{store.scheme}/run")) == 3, "two, and a parent of theirs"
     probes = [name for name in written if name.startswith(".probe-")]
     assert written.keys() == {"parts.json", "state.safetensors", "checkpoint.json", ".owner.json", *probes}
     assert not {name for name in set(os.listdir(tempfile.gettempdir())) - staged if "checkpoint" in name}
-    with running_servers(2, checkpoints=[ROOT]) as services:
+    with running_servers(2, checkpoints=[store.root]) as services:
         again = Job(url, 6, rows=rows([each.address for each in services]))
         assert again.run.resume() and again.embeddings.step == 6
         same(again.state(), expected)
@@ -137,7 +203,7 @@ def test_servers_write_and_read_their_parts(s3: S3, tmp_path: Path, monkeypatch:
 def test_a_server_that_is_killed_during_a_save_tears_nothing(s3: S3, tmp_path: Path) -> None:
     """The server that replaces it saves again, while its last request still arrives."""
     url = f"{ROOT}/killed/run"
-    with server_processes(tmp_path, 2, *PERMITTED) as servers, ThreadPoolExecutor(1) as pool:
+    with server_processes(tmp_path, 2, *permitted(s3)) as servers, ThreadPoolExecutor(1) as pool:
         job = Job(url, 4, keep=3, full_every=3, rows=rows([each.address for each in servers]))
         job.train(every_steps=2)
         with s3.held(r"000003-step-4.*/tables/1/1-of-2/part-.*\.arrow$") as (wait, let_go):
@@ -159,7 +225,7 @@ def test_servers_write_their_parts_while_rows_are_trained(
 ) -> None:
     """A save beside training counts only once it is complete. A server that is killed loses it, and no older one."""
     url, data_file = f"{ROOT}/beside/run", r"/tables/1/1-of-2/part-.*\.arrow$"
-    with server_processes(tmp_path, 2, *PERMITTED) as servers:
+    with server_processes(tmp_path, 2, *permitted(s3)) as servers:
         job = Job(url, 9, keep=9, full_every=3, rows=rows([each.address for each in servers]))
         stream = job.embeddings.stream(job.source)
 
@@ -206,21 +272,25 @@ def test_servers_write_their_parts_while_rows_are_trained(
         same(alone.state(), states[step])
 
 
-@pytest.mark.parametrize("beside", [(), ("{}", "beside")])
+@pytest.mark.parametrize(
+    ("server", "beside"),
+    [("s3", ()), *((scheme, ("{}", "beside")) for scheme in SCHEMES)],
+    indirect=["server"],
+)
 def test_a_trainer_that_is_killed_during_a_save_leaves_a_version_that_is_swept(
-    s3: S3, tmp_path: Path, beside: tuple[str, ...]
+    store: ObjectStore, tmp_path: Path, beside: tuple[str, ...]
 ) -> None:
     whole = Job(str(tmp_path / "run"), 4)
     whole.train(every_steps=10**6)
-    run = f"torn{len(beside)}/run"
-    url = f"{ROOT}/{run}"
+    run = f"torn-{store.scheme}-{len(beside)}/run"
+    url = f"{store.root}/{run}"
     script = Path(__file__).parents[1] / "checkpoint_job.py"
-    with s3.held(r"000002-step-2.*/state\.safetensors$") as (wait, _):
+    with store.held(r"000002-step-2.*/state\.safetensors$") as (wait, _):
         child = subprocess.Popen([sys.executable, str(script), url, "4", *beside], stdout=subprocess.DEVNULL)
         wait()
         child.kill()
         child.wait()
-    (torn,) = {name for name in versions(s3, run) if name.startswith("000002")}
+    (torn,) = {name for name in versions(store, run) if name.startswith("000002")}
     job = Job(url, 4, keep=2)
     with logged(
         "satrap.checkpoint", match=rf"{url}/{torn} has no complete checkpoint\.json: .* The next save removes it"
@@ -228,7 +298,7 @@ def test_a_trainer_that_is_killed_during_a_save_leaves_a_version_that_is_swept(
         assert job.run.resume() and job.embeddings.step == 1
     job.train()
     same(job.state(), whole.state())
-    assert {name[:13] for name in versions(s3, run)} == {"000004-step-3", "000005-step-4"}
+    assert {name[:13] for name in versions(store, run)} == {"000004-step-3", "000005-step-4"}
 
 
 def test_damage_is_named_by_its_url_and_changes_nothing(s3: S3) -> None:

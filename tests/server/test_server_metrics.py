@@ -13,6 +13,7 @@ import pytest
 import zmq
 
 from cluster import ANYWHERE, DEADLINE_SECONDS, batch, one_table, sharded_worker
+from oracle import COUNTERS, Oracle
 from satrap import transfer
 from satrap.cli.http import StatusEndpoint
 from satrap.config.tables import MinCount
@@ -58,40 +59,41 @@ def test_scraped_numbers_are_what_was_done(tmp_path: Path, seed: int) -> None:
     with served(server) as (service, url):
         ready = url.replace("metrics", "readyz")
         assert get(ready) == (503, "no trainer has given this server its job yet\n")
-        features = one_table(admission=MinCount(2), on_nonfinite="skip")
-        steps = [draw.integers(0, 30, 20).astype(np.uint64) for _ in range(10)]
+        limits: dict[str, Any] = {"num_buckets": 1, "capacity": 20, "expire_after": 3}
+        features = one_table(admission=MinCount(2), on_nonfinite="skip", **limits)
+        of_step = [40] * 16 + [5] * 4  # at the end few ids, so that the rows of the others expire
+        steps = [draw.integers(0, each, 20).astype(np.uint64) for each in of_step]
         with sharded_worker(features, [service.address]) as worker:
             for step, ids in enumerate(steps, 1):
-                train(worker, step, ids, np.nan if step == 10 else 1.0)
+                train(worker, step, ids, np.nan if step == len(steps) else 1.0)
             numbers = scrape(url)
             stats = worker.tables["t"].stats() | {"skipped": 0}  # by this process, before the server sees them
             version = worker.tables["t"].save(tmp_path / "saved")
             after_save = scrape(url)
         assert get(ready) == (200, "ready\n")
-        # The table, by a dictionary of how often an id was seen.
-        seen: dict[int, int] = {}
-        rows: set[int] = set()
-        expected = dict.fromkeys(("lookups", "hits", "inserted", "refused", "updated"), 0)
+        # The table, by a model of it.
+        model = Oracle(features.tables[0], seed=0)
         for step, ids in enumerate(steps, 1):
-            for each in np.unique(ids).tolist():
-                seen[each] = seen.get(each, 0) + 1
-                expected["lookups"] += 1
-                outcome = "hits" if each in rows else "inserted" if seen[each] == 2 else "refused"
-                expected[outcome] += 1
-                rows |= {each} if seen[each] == 2 else set()
-                expected["updated"] += each in rows and step < 10
+            model.lookup(ids.tolist(), step=step)
+            if step < len(steps):
+                model.update(ids.tolist(), np.ones((len(ids), 2), np.float32), step=step)
         found = table_numbers(numbers)
-        assert {name: found[name] for name in expected} == expected
-        assert found["rows"] == len(rows)
         named = {"absent": "not_applied_absent"}
+        counted = {name: model.counters[named.get(name, name)] for name in found if named.get(name, name) in COUNTERS}
+        assert {name: found[name] for name in counted} == counted and len(counted) == len(COUNTERS)
+        assert all(count > 0 for name, count in counted.items() if name != "skipped")
+        assert found["rows"] == len(model.rows)
         assert found == {name: stats[named.get(name, name)] for name in found} and len(found) == len(stats)
         # The calls.
-        for method, calls in (("lookup", 10), ("update", 9)):  # an update without a finite gradient is not sent
+        for method, calls in (
+            ("lookup", len(steps)),
+            ("update", len(steps) - 1),
+        ):  # an update without a finite gradient is not sent
             assert number(numbers, "satrap_call_seconds_count", method=method) == calls
             assert 0 < number(numbers, "satrap_call_seconds_sum", method=method) < 60
         assert number(numbers, "satrap_step") == len(steps)
         assert number(numbers, "satrap_attempt") > 0
-        assert number(numbers, "satrap_buckets", state="owned") == 8
+        assert number(numbers, "satrap_buckets", state="owned") == 1
         assert number(numbers, "satrap_calls_queued") == number(numbers, "satrap_calls_failed_total") == 0
         # Ids cross once with the lookup; rows and gradients of two floats each, of unique ids.
         num_ids = sum(len(np.unique(ids)) for ids in steps)

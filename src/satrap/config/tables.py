@@ -166,7 +166,8 @@ class Table(Serializable):
     num_buckets: how many parts, each with its own lock, the table is divided into: a power of two up to 65536 and at
         most `capacity`. It decides which row is evicted, so it is saved; a table that never evicts may be restored with
         another number. None: see `resolved_num_buckets`; without a capacity a run on more than 32 servers has more, at
-        least 8 for each server that it starts with.
+        least 8 for each server that it starts with. With a capacity the default is 1 for 32768 rows, so a small table
+        may leave servers without rows: set 8 for each server.
     shard: how several servers, or trainers without servers, divide the table: by rows, or the whole "table" to one of
         them. With rows on the devices of several trainers also "replicated": each has all rows, which suits small
         tables; or "columns": each has some columns of all rows, for an optimizer that treats each number alone;

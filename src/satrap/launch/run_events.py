@@ -40,8 +40,8 @@ class ProcessExited:
 
     process: Process
     status: int
-    """As subprocess reports it: negative if a signal killed the process. One that was killed because it did not stop in
-    time counts as killed by SIGTERM."""
+    """The exit status that subprocess reports: negative if a signal killed the process. A process that was killed
+    because it did not stop in time counts as killed by SIGTERM."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -149,7 +149,14 @@ GROUPS: dict[str, tuple[Metric, ...]] = {
         Metric(
             "satrap_snapshots", "counter", "", "Saves, verifications and restores of tables completed.", _TABLES, _WORK
         ),
-        Metric("satrap_snapshots_running", "gauge", "", "Those in progress.", _TABLES, _WORK),
+        Metric(
+            "satrap_snapshots_running",
+            "gauge",
+            "",
+            "Saves, verifications and restores of tables in progress.",
+            _TABLES,
+            _WORK,
+        ),
         Metric("satrap_snapshot_done_bytes", "gauge", "bytes", "Bytes that these have moved.", _TABLES, _WORK),
         Metric(
             "satrap_snapshot_expected_bytes",

@@ -157,8 +157,9 @@ def _holds_strings(ids: object) -> bool:
     """Return whether the first of the ids is a string or bytes."""
     if isinstance(ids, np.ndarray) and ids.dtype.kind in "UST":
         return True
-    has_objects = isinstance(ids, list | tuple) or (isinstance(ids, np.ndarray) and ids.dtype.kind == "O")
-    return has_objects and isinstance(next(iter(ids), None), str | bytes)
+    if isinstance(ids, list | tuple) or (isinstance(ids, np.ndarray) and ids.dtype.kind == "O"):
+        return isinstance(next(iter(ids), None), str | bytes)
+    return False
 
 
 def _is_buffer(value: object) -> bool:

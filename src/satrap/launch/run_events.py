@@ -35,6 +35,13 @@ class ProcessReady:
 
 
 @dataclass(frozen=True, slots=True)
+class ScriptStarted:
+    """Event: a trainer has imported its libraries and joined the others, and runs the script from now on."""
+
+    process: Process
+
+
+@dataclass(frozen=True, slots=True)
 class ProcessExited:
     """Event: a process exited."""
 
@@ -143,6 +150,7 @@ class ExitRun:
 
 Event = (
     ProcessReady
+    | ScriptStarted
     | ProcessExited
     | PlacementFailed
     | MachineStopping

@@ -18,7 +18,7 @@ from jsonschema import Draft202012Validator
 from referencing import Registry, Resource
 
 SCHEMAS = importlib.resources.files("kubernetes_validate") / "kubernetes-json-schema/v1.32.0-local-strict"
-"""Those of one release of Kubernetes. The package's own `validate` reads all of them again for each object."""
+"""The schemas of one release of Kubernetes. The package's own `validate` reads all of them again for each object."""
 _RAY_JOB = Path(__file__).parent / "fixtures/kubernetes/ray.io_rayjobs.yaml.gz"
 
 

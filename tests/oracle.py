@@ -4,7 +4,7 @@ One dict: id -> Row(values, state, stamp), one dict of sightings per bucket, cou
 sightings, shares of the capacity, eviction, expiry, what an absent row reads as, and which gradients are applied.
 Three things it asks of the store's own functions instead of repeating them, through probe stores: the initial values
 of an id, the draw of `Probability`, and the bucket of an id. It is slow and simple; it has no threads, no files and
-no native code of its own.
+no native code.
 
 Values after an update are not predicted but judged: `settle` takes the row the store arrived at, asserts that the
 step is right (one_row.py) and adopts it, so that differences of an ulp never add up.

@@ -1,7 +1,7 @@
 """The kind `echo`: bytes per second through satrap.rpc beside a loop over plain sockets, in turns of a few steps.
 
 A request has the unique ids of a batch, a reply as many bytes as their float32 rows; no row is looked up, so only the
-transport is timed. Bytes are those of ids and rows alone, both directions together. Each end has a core of its own, as
+transport is timed. Bytes are those of ids and rows alone, both directions together. Each end has a core to itself, as
 on two machines; and once more (`_free`) all threads may run on any core, where the figure depends on Linux's placement.
 """
 

@@ -1,4 +1,4 @@
-"""One run in a process of its own: `python -m benchmarks.harness.worker '<job as JSON>'`.
+"""One run in a separate process: `python -m benchmarks.harness.worker '<job as JSON>'`.
 
 The job's `module` names the file whose `measure(job)` does the work. The harness starts one worker at a time, with the
 interpreter of the environment that has the contender, so that only one contender's tables are in memory. The last line

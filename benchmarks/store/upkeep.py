@@ -155,8 +155,8 @@ def measure_snapshot(job: dict[str, Any]) -> dict[str, Any]:
 
 def measure_save_beside(job: dict[str, Any]) -> dict[str, Any]:
     """Train a table while a thread saves it five times; return by how much the longest step during a save exceeds the
-    median step without one, and the rate of training meanwhile over that without a save. The writer has a core of its
-    own if the table's threads leave one."""
+    median step without one, and the rate of training meanwhile over that without a save. The writer has a core to
+    itself if the table's threads leave one."""
     from satrap.table.table_group import TableGroup
 
     rows, folder = job["rows"], Path(job["folder"])

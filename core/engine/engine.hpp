@@ -45,7 +45,7 @@ struct TableStats {
     std::size_t rows = 0;
     std::size_t sightings = 0;
     std::size_t bytes = 0;
-    // Of rows on a device: those in frames now, and how many were moved between frames and home.
+    // For a table on a device: the rows in frames now, and how many rows moved between frames and home.
     std::size_t in_frames = 0, moved_in = 0, moved_out = 0;
 };
 

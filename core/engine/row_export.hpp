@@ -64,7 +64,7 @@ class HashOrder {
 // Columns with room for the lines of some rows. They go back to the pool if the export fails.
 class RowExport {
   public:
-    // Of rows as a table stores them, those on a device with the number of their frame as values.
+    // Takes rows as a table stores them. A row on a device has the number of its frame as its values.
     RowExport(BlockPool& blocks, const TableConfig& config)
         : RowExport(blocks, config.frame_pool ? config.payload_bytes() : config.dim * config.element_bytes(),
                     config.frame_pool ? 0 : config.state_dim() * sizeof(float), config.value_bytes()) {}

@@ -49,7 +49,7 @@ class FrameOrder {
         chunk.rows[i].id.store(use.id, kRelaxed);
         touch(use.frame, use.stamp);
     }
-    // Of a frame that holds a row.
+    // Notes that the row in this frame was used.
     void touch(std::uint32_t frame, std::uint32_t stamp) {
         chunk_of(frame)->stamps[frame % chunk_frames_].store(stamp, kRelaxed);
         if (stamp <= newest_victim_.load(kRelaxed)) is_spoiled_.store(true, kRelaxed);

@@ -61,7 +61,7 @@ class Table {
     // this step was applied is counted and changes nothing.
     void update(const BucketVisit& visit, const Gradients& gradients, const StepScalars& scalars, bool hinted,
                 bool filter, const UpdateMark& mark, Scratch& scratch);
-    // Of rows on a device: writes the place of unique id i to places[i], or kNoFrame if it has no row. Rows that this
+    // For rows on a device: writes the place of unique id i to places[i], or kNoFrame if it has no row. Rows that this
     // inserts are added to `inserted` in the order of the ids, also if it throws; their places have no values yet.
     void lookup_places(const BucketVisit& visit, const LookupStep& at, std::uint32_t* places,
                        std::vector<InsertedRow>& inserted, Scratch& scratch);

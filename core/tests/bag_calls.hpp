@@ -109,7 +109,7 @@ inline IdsOfTables ids_of_tables(const Bags& described, const BagCall& call) {
 
 // What the block and the sequences must hold, if `rows` are the flat rows of ids_of_tables().
 inline Floats pooled(const Bags& described, const BagCall& call, const std::vector<float>& rows) {
-    Floats wanted(described, call.samples, 0.0f);
+    Floats expected(described, call.samples, 0.0f);
     const float* row = rows.data();
     std::size_t q = 0;
     for (std::size_t f = 0; f < call.bags.size(); ++f) {
@@ -119,10 +119,10 @@ inline Floats pooled(const Bags& described, const BagCall& call, const std::vect
             for (std::size_t k = 0; k < at.size(); ++k, row += feature.dim)
                 for (std::size_t i = 0; i < feature.dim; ++i) {
                     if (feature.is_sequence()) {
-                        wanted.sequences[q][(s * feature.max_length + k) * feature.dim + i] = row[i];
+                        expected.sequences[q][(s * feature.max_length + k) * feature.dim + i] = row[i];
                         continue;
                     }
-                    float& to = wanted.block[s * described.total_dim + feature.column + i];
+                    float& to = expected.block[s * described.total_dim + feature.column + i];
                     if (feature.weighted)
                         to = k == 0 ? call.weights[f][s][at[0]] * row[i]
                                     : std::fma(call.weights[f][s][at[k]], row[i], to);
@@ -133,7 +133,7 @@ inline Floats pooled(const Bags& described, const BagCall& call, const std::vect
         }
         q += feature.is_sequence();
     }
-    return wanted;
+    return expected;
 }
 
 // One gradient for each id, table by table, of all calls: what the twin's update takes.

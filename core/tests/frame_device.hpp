@@ -176,7 +176,7 @@ inline std::vector<std::vector<float>> draw_gradients_of(Random& random, const s
     return gradients;
 }
 
-// Of a training lookup; nothing if both are full, which the oracles are table after table as the engine is.
+// The rows of a training lookup. The oracles run out of room table after table, as the engine does.
 inline std::vector<float> oracle_lookup(std::vector<Oracle>& oracles, const IdsOfTables& ids, const LookupStep& at) {
     std::vector<float> rows;
     for (Oracle& oracle : oracles) oracle.open_step(at);

@@ -21,17 +21,17 @@ CASE(failed_growth, 20) {
     Buffer<std::uint32_t> buffer;
     std::size_t held = 0;
     for (int i = 0; i < 200; ++i) {
-        const std::size_t wanted = random.between(1, 5000);
+        const std::size_t expected = random.between(1, 5000);
         no_memory = random.chance(0.5);
         try {
-            buffer.reserve(wanted);
+            buffer.reserve(expected);
         } catch (const std::bad_alloc&) {
             no_memory = false;
             for (std::size_t k = 0; k < held; ++k) CHECK_EQ(buffer[k], held + k);
-            buffer.reserve(wanted);
+            buffer.reserve(expected);
         }
         no_memory = false;
-        held = wanted;
+        held = expected;
         for (std::size_t k = 0; k < held; ++k) buffer[k] = static_cast<std::uint32_t>(held + k);
     }
 }

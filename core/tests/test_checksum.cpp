@@ -19,9 +19,9 @@ CASE(known_vectors, 1) {
                                                                            {ones, 0x62a8ab43U},
                                                                            {rising, 0x46dd794eU},
                                                                            {falling, 0x113fdb5cU}};
-    for (const auto& [data, wanted] : vectors) {
-        CHECK_EQ(crc32c(data.data(), data.size(), 0), wanted);
-        CHECK_EQ(crc32c_portable(data.data(), data.size(), 0), wanted);
+    for (const auto& [data, expected] : vectors) {
+        CHECK_EQ(crc32c(data.data(), data.size(), 0), expected);
+        CHECK_EQ(crc32c_portable(data.data(), data.size(), 0), expected);
     }
 }
 

@@ -168,16 +168,16 @@ bool model_row(const TextFormat& format, const std::string& line, Model& model, 
     return true;
 }
 
-void check_bags(const BagColumn& column, const std::vector<std::vector<std::uint64_t>>& wanted,
+void check_bags(const BagColumn& column, const std::vector<std::vector<std::uint64_t>>& expected,
                 const std::vector<std::vector<float>>* weights) {
-    for (std::size_t i = 0; i < wanted.size(); ++i) {
+    for (std::size_t i = 0; i < expected.size(); ++i) {
         const auto begin =
             static_cast<std::size_t>(column.offsets == nullptr ? static_cast<std::int64_t>(i) : column.offsets[i]);
         const auto end = static_cast<std::size_t>(column.offsets == nullptr ? static_cast<std::int64_t>(i) + 1
                                                                             : column.offsets[i + 1]);
-        CHECK_EQ(end - begin, wanted[i].size());
+        CHECK_EQ(end - begin, expected[i].size());
         for (std::size_t k = begin; k < end; ++k) {
-            CHECK_EQ(column.values[k * column.stride], wanted[i][k - begin]);
+            CHECK_EQ(column.values[k * column.stride], expected[i][k - begin]);
             if (weights != nullptr) CHECK_EQ(column.weights[k], (*weights)[i][k - begin]);
         }
     }

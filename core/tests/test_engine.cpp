@@ -125,7 +125,7 @@ CASE(tickets_are_good_once_and_at_home, 1) {
     CHECK_EQ(engine->stats(0).counters.not_applied_absent, 1);
 }
 
-// Of many threads that bring the same ticket back, one is heard.
+// If many threads update with the same ticket, one succeeds and the others are refused.
 CASE(one_ticket_many_threads, 1) {
     const auto engine = testing::make_engine({testing::counting_table("contested", 1)}, 2);
     for (std::uint32_t step = 1; step <= testing::scaled(40); ++step) {

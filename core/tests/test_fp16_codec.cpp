@@ -74,13 +74,13 @@ std::vector<float> decoded(const Kernels& kernels, const Coded& coded, std::size
 
 // Everything that is claimed of one row, on every path.
 void check_row(Random& random, const std::vector<float>& row) {
-    const Coded wanted = by_the_text(row);
+    const Coded expected = by_the_text(row);
     double most = 0;
     for (float value : row)
         if (std::isfinite(value)) most = std::max(most, std::fabs(double{value}));
     for (const Kernels* kernels : available_kernels()) {
-        CHECK(encoded(*kernels, row, random.below(4)) == wanted);
-        const std::vector<float> found = decoded(*kernels, wanted, random.below(4));
+        CHECK(encoded(*kernels, row, random.below(4)) == expected);
+        const std::vector<float> found = decoded(*kernels, expected, random.below(4));
         for (std::size_t i = 0; i < row.size(); ++i) {
             const double given = row[i], got = found[i];
             CHECK(std::signbit(got) == std::signbit(given));
@@ -94,7 +94,7 @@ void check_row(Random& random, const std::vector<float>& row) {
     }
 }
 
-// Of all magnitudes; rows of like ones, of unlike ones, and with values at the edges of rounding.
+// Rows of all magnitudes: values of like or of unlike magnitudes, and values at the edges of rounding.
 std::vector<float> draw_row(Random& random, std::uint32_t dim) {
     const int base = static_cast<int>(random.below(277)) - 149;
     const bool alike = random.chance(0.5), wild = random.chance(0.1);
@@ -223,10 +223,10 @@ CASE(other_exponents_are_refused, 20) {
 CASE(any_halves_are_decoded_alike, testing::scaled(400)) {
     Coded coded{static_cast<int>(random.below(240)) - 126, {}};
     while (coded.halves.size() < 67) coded.halves.push_back(static_cast<std::uint16_t>(random.word()));
-    const std::vector<float> wanted = decoded(portable_kernels(), coded);
+    const std::vector<float> expected = decoded(portable_kernels(), coded);
     for (const Kernels* kernels : available_kernels()) {
         const std::vector<float> found = decoded(*kernels, coded);
-        CHECK(std::equal(wanted.begin(), wanted.end(), found.begin(), same_bits));
+        CHECK(std::equal(expected.begin(), expected.end(), found.begin(), same_bits));
     }
 }
 

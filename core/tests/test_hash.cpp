@@ -12,7 +12,7 @@ using testing::Random, testing::unmix64;
 
 namespace {
 
-// Of `total` throws into counts.size() equal boxes: the sum of squares lies within six sigma of its mean.
+// Checks the counts of `total` throws into equal boxes: the sum of squares is within six sigma of its mean.
 void check_even(const std::vector<std::uint32_t>& counts, double total) {
     const double boxes = static_cast<double>(counts.size()), mean = total / boxes;
     double chi = 0;
@@ -94,8 +94,8 @@ CASE(draws_are_uniform, testing::scaled(10)) {
 CASE(log_is_close, 5) {
     for (int i = 0; i < 20000; ++i) {
         const double x = std::ldexp(1.0 + unit_interval(random.bits()), static_cast<int>(random.below(200)) - 150);
-        const double wanted = std::log(x);
-        CHECK(std::fabs(portable_log(x) - wanted) <= 4e-15 * std::max(std::fabs(wanted), 0.01));
+        const double expected = std::log(x);
+        CHECK(std::fabs(portable_log(x) - expected) <= 4e-15 * std::max(std::fabs(expected), 0.01));
     }
     CHECK_EQ(portable_log(1.0), 0.0);
 }

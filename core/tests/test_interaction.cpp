@@ -40,12 +40,12 @@ struct Batch {
     void check() const {
         const double close = 1e-6 * (dim + num);
         for (std::size_t s = 0; s < size; ++s) {
-            std::vector<double> wanted(std::size_t{num} * dim);
+            std::vector<double> expected(std::size_t{num} * dim);
             const float* found = out.data() + s * out_dim;
             const float* weight = gradient.data() + s * out_dim;
             for (std::uint32_t d = 0; d < head; ++d) {
                 CHECK_EQ(*found++, vector(s, 0)[d]);
-                wanted[d] += double{*weight++};
+                expected[d] += double{*weight++};
             }
             for (std::uint32_t i = 1; i < num; ++i)
                 for (std::uint32_t j = 0; j < i; ++j, ++weight) {
@@ -53,14 +53,14 @@ struct Batch {
                     for (std::uint32_t d = 0; d < dim; ++d) {
                         const double x = vector(s, i)[d], y = vector(s, j)[d];
                         product += x * y;
-                        wanted[std::size_t{i} * dim + d] += y * double{*weight};
-                        wanted[std::size_t{j} * dim + d] += x * double{*weight};
+                        expected[std::size_t{i} * dim + d] += y * double{*weight};
+                        expected[std::size_t{j} * dim + d] += x * double{*weight};
                     }
                     CHECK(std::abs(double{*found++} - product) <= close);
                 }
             for (std::uint32_t i = 0; i < num; ++i)
                 for (std::uint32_t d = 0; d < dim; ++d)
-                    CHECK(std::abs(double{of_vector(s, i, d)} - wanted[std::size_t{i} * dim + d]) <= close);
+                    CHECK(std::abs(double{of_vector(s, i, d)} - expected[std::size_t{i} * dim + d]) <= close);
         }
     }
 

@@ -177,13 +177,13 @@ CASE(plain_sgd_is_exact, testing::scaled(200)) {
     config.optimizer.lr = random.real(0.0f, 1.0f);
     std::vector<float> scratch(config.dim);
     for (const Kernels* kernels : available_kernels()) {
-        std::vector<float> row = draw_floats(random, config.dim), wanted = row;
+        std::vector<float> row = draw_floats(random, config.dim), expected = row;
         const std::vector<float> gradient = draw_floats(random, config.dim);
         const auto lr = static_cast<float>(config.optimizer.lr);
-        for (std::uint32_t i = 0; i < config.dim; ++i) wanted[i] = std::fma(-lr, gradient[i], row[i]);
+        for (std::uint32_t i = 0; i < config.dim; ++i) expected[i] = std::fma(-lr, gradient[i], row[i]);
         const RowStep step{reinterpret_cast<std::byte*>(row.data()), gradient.data(), 1};
         kernels->step(step_scalars(config, 1), &step, 1, scratch.data());
-        CHECK(row == wanted);
+        CHECK(row == expected);
     }
 }
 
@@ -240,16 +240,16 @@ CASE(gather_copies_exactly, testing::scaled(40)) {
             for (std::size_t e = 0; e < count; ++e)
                 local.push_back(random.below(rows)), positions.push_back(static_cast<std::uint32_t>(2 * e));
             for (std::size_t e = count; e > 1; --e) std::swap(positions[e - 1], positions[random.below(e)]);
-            std::vector<std::uint32_t> out(16 + first + 2 * count * dim + 16, 0x12345678U), wanted = out;
+            std::vector<std::uint32_t> out(16 + first + 2 * count * dim + 16, 0x12345678U), expected = out;
             const std::size_t aligned = (64 - reinterpret_cast<std::uintptr_t>(out.data()) % 64) % 64 / 4;
             const std::size_t at = aligned + (random.chance(0.5) ? 0 : first); // streaming wants whole lines
             std::vector<float*> to;
             for (std::size_t e = 0; e < count; ++e) {
-                std::memcpy(wanted.data() + at + positions[e] * dim, pointers[local[e]], 4 * dim);
+                std::memcpy(expected.data() + at + positions[e] * dim, pointers[local[e]], 4 * dim);
                 to.push_back(reinterpret_cast<float*>(out.data() + at + positions[e] * dim));
             }
             kernels->gather(pointers.data(), local.data(), to.data(), count, dim, Dtype::float32);
-            CHECK(out == wanted);
+            CHECK(out == expected);
         }
 }
 
@@ -277,7 +277,7 @@ CASE(sum_adds_in_order, testing::scaled(20)) {
                 local.push_back(random.below(ids));
                 from.push_back(gradients.data() + std::size_t{random.below(count)} * dim);
             }
-            std::vector<float> sums(std::size_t{ids} * dim, 3.0f), wanted = sums;
+            std::vector<float> sums(std::size_t{ids} * dim, 3.0f), expected = sums;
             std::vector<std::uint8_t> started(ids), seen(ids);
             for (std::uint32_t e = 0; e < count; ++e) {
                 for (std::uint32_t i = 0; i < dim; ++i) {
@@ -287,13 +287,13 @@ CASE(sum_adds_in_order, testing::scaled(20)) {
                         if (given != nullptr) g = g * given[e].weight;
                         if (given != nullptr) g = g / given[e].divisor;
                     }
-                    float& sum = wanted[local[e] * dim + i];
+                    float& sum = expected[local[e] * dim + i];
                     sum = seen[local[e]] ? sum + g : g;
                 }
                 seen[local[e]] = 1;
             }
             kernels->sum({from.data(), given, scale}, local.data(), count, dim, sums.data(), started.data());
-            CHECK(sums == wanted);
+            CHECK(sums == expected);
             CHECK(started == seen);
         }
 }
@@ -306,20 +306,20 @@ CASE(pool_adds_in_order, testing::scaled(20)) {
                                      weights = draw_floats(random, count);
             const bool weighted = random.chance(0.5);
             const float divisor = random.chance(0.5) ? 1.0f : random.real(1.0f, 9.0f);
-            std::vector<float> out(dim + 1, 7.0f), wanted = out;
+            std::vector<float> out(dim + 1, 7.0f), expected = out;
             for (std::uint32_t i = 0; i < dim; ++i) {
-                wanted[i] = 0.0f;
+                expected[i] = 0.0f;
                 for (std::uint32_t k = 0; k < count; ++k) {
                     const float value = rows[std::size_t{k} * dim + i];
                     if (weighted)
-                        wanted[i] = k == 0 ? weights[0] * value : std::fma(weights[k], value, wanted[i]);
+                        expected[i] = k == 0 ? weights[0] * value : std::fma(weights[k], value, expected[i]);
                     else
-                        wanted[i] = k == 0 ? value : wanted[i] + value;
+                        expected[i] = k == 0 ? value : expected[i] + value;
                 }
-                wanted[i] = wanted[i] / divisor;
+                expected[i] = expected[i] / divisor;
             }
             kernels->pool(rows.data(), weighted ? weights.data() : nullptr, count, dim, divisor, out.data());
-            CHECK(out == wanted);
+            CHECK(out == expected);
         }
 }
 
@@ -334,11 +334,11 @@ CASE(largest_is_found_anywhere, testing::scaled(8)) {
             const std::uint32_t magnitude = bad[random.below(6)], sign = random.chance(0.5) ? 0x80000000U : 0;
             const float kept = values[at];
             values[at] = std::bit_cast<float>(magnitude | sign);
-            std::uint32_t wanted = 0;
+            std::uint32_t expected = 0;
             for (std::size_t i = begin; i < begin + count; ++i)
-                wanted = std::max(wanted, std::bit_cast<std::uint32_t>(values[i]) & 0x7fffffffU);
-            CHECK_EQ(kernels->largest(values.data() + begin, count), wanted);
-            if (at >= begin && at < begin + count) CHECK_EQ(wanted, magnitude);
+                expected = std::max(expected, std::bit_cast<std::uint32_t>(values[i]) & 0x7fffffffU);
+            CHECK_EQ(kernels->largest(values.data() + begin, count), expected);
+            if (at >= begin && at < begin + count) CHECK_EQ(expected, magnitude);
             values[at] = kept;
         };
         for (std::size_t begin = 0; begin < 4; ++begin)
@@ -370,12 +370,12 @@ CASE(initial_values_are_spread, testing::scaled(10)) {
             }
         }
         const double mean = sum / n, deviation = std::sqrt(std::max(0.0, squares / n - mean * mean));
-        const double wanted_mean = kind == InitialKind::uniform ? (a + b) / 2 : a;
-        const double wanted = kind == InitialKind::uniform  ? (b - a) / std::sqrt(12.0)
-                              : kind == InitialKind::normal ? b
-                                                            : 0;
-        CHECK(std::fabs(mean - wanted_mean) < 6 * wanted / std::sqrt(n) + 1e-6);
-        CHECK(std::fabs(deviation - wanted) < 6 * wanted / std::sqrt(n) + 1e-3);
+        const double expected_mean = kind == InitialKind::uniform ? (a + b) / 2 : a;
+        const double expected = kind == InitialKind::uniform  ? (b - a) / std::sqrt(12.0)
+                                : kind == InitialKind::normal ? b
+                                                              : 0;
+        CHECK(std::fabs(mean - expected_mean) < 6 * expected / std::sqrt(n) + 1e-6);
+        CHECK(std::fabs(deviation - expected) < 6 * expected / std::sqrt(n) + 1e-3);
     }
 }
 

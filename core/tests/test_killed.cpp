@@ -127,7 +127,7 @@ struct Opened {
     bool armed() const { return reinterpret_cast<const UndoHeader*>(undo)->armed.load() != 0; }
 };
 
-// As if the process had died between arming and disarming: heads and bytes of all rows are spoilt half way.
+// The process died between arming and disarming, and spoilt the heads and half the bytes of all rows.
 CASE(an_armed_slot_is_undone, 10) {
     TableConfig config = testing::counting_table("t", 5);
     config.optimizer.kind = OptimizerKind::adam;

@@ -96,7 +96,7 @@ struct Modelled {
     void check() {
         rows.check(limit);
         CHECK_EQ(rows.size(), known.size());
-        std::vector<std::byte> wanted(row_bytes);
+        std::vector<std::byte> expected(row_bytes);
         for (const auto& [id, each] : known) {
             const std::uint32_t slot = rows.find(id, mix64(id));
             CHECK_EQ(slot, each.slot);
@@ -104,8 +104,8 @@ struct Modelled {
             CHECK_EQ(rows.head(slot).stamp, each.stamp);
             CHECK_EQ(rows.head(slot).changed, each.changed);
             CHECK(rows.row(slot) == each.row); // rows never move
-            fill(id, wanted.data());
-            CHECK(row_bytes == 0 || std::memcmp(rows.row(slot), wanted.data(), row_bytes) == 0);
+            fill(id, expected.data());
+            CHECK(row_bytes == 0 || std::memcmp(rows.row(slot), expected.data(), row_bytes) == 0);
         }
         std::size_t visited = 0;
         rows.for_each([&](std::uint32_t slot, const Head& head) {

@@ -189,12 +189,12 @@ CASE(chunks_come_back, testing::scaled(6)) {
         std::size_t seen = 0;
         arena->for_each([&](const ChunkTag& tag, std::byte* memory, std::size_t bytes) {
             CHECK(seen < chunks.size());
-            const Chunk& wanted = chunks[seen++];
-            CHECK(tag.kind == wanted.tag.kind && tag.table == wanted.tag.table && tag.bucket == wanted.tag.bucket &&
-                  tag.sequence == wanted.tag.sequence);
-            CHECK(bytes >= wanted.bytes && bytes < wanted.bytes + 64);
-            for (std::size_t at = 0; at < wanted.bytes; at += 61)
-                CHECK(memory[at] == static_cast<std::byte>(wanted.filling));
+            const Chunk& expected = chunks[seen++];
+            CHECK(tag.kind == expected.tag.kind && tag.table == expected.tag.table &&
+                  tag.bucket == expected.tag.bucket && tag.sequence == expected.tag.sequence);
+            CHECK(bytes >= expected.bytes && bytes < expected.bytes + 64);
+            for (std::size_t at = 0; at < expected.bytes; at += 61)
+                CHECK(memory[at] == static_cast<std::byte>(expected.filling));
         });
         CHECK_EQ(seen, chunks.size());
     }

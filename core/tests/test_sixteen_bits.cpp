@@ -132,11 +132,11 @@ CASE(new_rows_round_to_nearest, testing::scaled(12)) {
             const float value = draw_float(random, dtype);
             for (const Kernels* kernels : available_kernels()) {
                 const Code found = encoded(*kernels, dtype, value);
-                const Code wanted = nearest_of(dtype, value), sign = std::signbit(value) ? 0x8000 : 0;
-                if (found != (wanted | sign))
+                const Code expected = nearest_of(dtype, value), sign = std::signbit(value) ? 0x8000 : 0;
+                if (found != (expected | sign))
                     testing::fail(__FILE__, __LINE__,
                                   std::string(kernels->name) + ": " + std::to_string(value) + " became code " +
-                                      std::to_string(found) + "; expected " + std::to_string(wanted | sign));
+                                      std::to_string(found) + "; expected " + std::to_string(expected | sign));
             }
         }
 }
@@ -176,11 +176,11 @@ CASE(updates_round_to_a_neighbour, testing::scaled(12)) {
                 CHECK(row == first);
             }
             for (std::uint32_t e = 0; e < kDim; ++e) {
-                const double wanted = -double{gradient[e]};
-                const Code low = low_of(dtype, wanted), code = first[e] & 0x7fff;
+                const double expected = -double{gradient[e]};
+                const Code low = low_of(dtype, expected), code = first[e] & 0x7fff;
                 CHECK(is_finite(dtype, first[e]));
-                CHECK(code == low || (value_of(dtype, low) != std::fabs(wanted) && code == low + 1));
-                if (wanted != 0) CHECK_EQ((first[e] & 0x8000) != 0, wanted < 0);
+                CHECK(code == low || (value_of(dtype, low) != std::fabs(expected) && code == low + 1));
+                if (expected != 0) CHECK_EQ((first[e] & 0x8000) != 0, expected < 0);
             }
         }
 }

@@ -98,7 +98,7 @@ LookedSplit lookup(Servers& servers, const BagCall& call, std::uint32_t step) {
     return looked;
 }
 
-// Of several tickets; returns the sums that were applied.
+// Updates with several tickets; returns the sums that were applied.
 Sums update(Servers& servers, std::vector<LookedSplit>& looked, const std::vector<BagGradients>& gradients, float scale,
             std::uint32_t step) {
     std::vector<SplitTicket*> tickets;
@@ -150,10 +150,10 @@ void train_alike(Random& random, const Model& model, Servers& servers, Engine& e
         bool whole = true;
         for (std::uint32_t n = random.chance(0.6) ? 1 : random.between(2, 3); n > 0; --n) {
             const BagCall call = testing::draw_call(random, model, most_samples);
-            auto wanted = testing::lookup(engine, described, call, {true, step, step});
+            auto expected = testing::lookup(engine, described, call, {true, step, step});
             looked.push_back(lookup(servers, call, step));
-            CHECK(looked.back().rows == wanted.rows);
-            tickets.push_back(std::move(wanted.ticket));
+            CHECK(looked.back().rows == expected.rows);
+            tickets.push_back(std::move(expected.ticket));
             pointers.push_back(tickets.back().get());
             floats.push_back(testing::draw_gradients(random, *described, call.samples, false));
         }

@@ -14,16 +14,16 @@ namespace {
 
 // The same lookup in both; without a ticket if both are full.
 testing::Looked lookup_both(Engine& engine, Oracle& oracle, const Ids& ids, const LookupStep& at) {
-    std::vector<float> wanted;
+    std::vector<float> expected;
     try {
-        wanted = oracle.lookup(ids, at);
+        expected = oracle.lookup(ids, at);
     } catch (const Oracle::Full&) {
         CHECK_THROWS(CapacityError, "set capacity to at least",
                      testing::lookup(engine, {ids}, at.step, at.oldest_open, at.first_epoch));
         return {};
     }
     testing::Looked looked = testing::lookup(engine, {ids}, at.step, at.oldest_open, at.first_epoch);
-    CHECK(looked.rows == wanted);
+    CHECK(looked.rows == expected);
     return looked;
 }
 

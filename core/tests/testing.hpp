@@ -49,12 +49,12 @@ template <typename A, typename B> bool equal(const A& a, const B& b) {
 }
 
 template <typename A, typename B>
-void check_equal(const A& found, const B& wanted, const char* file, int line, const char* found_text,
-                 const char* wanted_text) {
-    if (equal(found, wanted)) return;
+void check_equal(const A& found, const B& expected, const char* file, int line, const char* found_text,
+                 const char* expected_text) {
+    if (equal(found, expected)) return;
     std::ostringstream message;
     message.precision(17);
-    message << found_text << " is " << found << "; expected " << wanted << " (" << wanted_text << ")";
+    message << found_text << " is " << found << "; expected " << expected << " (" << expected_text << ")";
     fail(file, line, message.str());
 }
 
@@ -73,7 +73,7 @@ void check_throws(Call call, const std::string& text, const char* file, int line
     do {                                                                                                               \
         if (!(condition)) ::testing::fail(__FILE__, __LINE__, #condition);                                             \
     } while (false)
-#define CHECK_EQ(found, wanted) ::testing::check_equal((found), (wanted), __FILE__, __LINE__, #found, #wanted)
+#define CHECK_EQ(found, expected) ::testing::check_equal((found), (expected), __FILE__, __LINE__, #found, #expected)
 // The call throws Error with `text` somewhere in its message.
 #define CHECK_THROWS(Error, text, ...)                                                                                 \
     ::testing::check_throws<Error>([&] { (void)(__VA_ARGS__); }, text, __FILE__, __LINE__, #__VA_ARGS__)

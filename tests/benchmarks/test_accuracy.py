@@ -79,7 +79,7 @@ def test_adult_is_read_as_the_original_reads_it() -> None:
     # 39, State-gov, Bachelors, Never-married, Adm-clerical, Not-in-family, White, Male, United-States
     assert [int(train[name][0]) for name in adult.CATEGORIES] == [7, 9, 4, 1, 1, 4, 1, 39]
     assert [float(train[name][0]) for name in adult.NUMBERS] == [39.0, 13.0, 2174.0, 0.0, 40.0]
-    # Nobody in the test file is from Holland, so there the countries after it have other codes.
+    # No person in the test file is from Holland, so there the countries after it have other codes.
     assert int(train["native_country"].max()) == 41 and int(test["native_country"].max()) == 40
     assert int(test["native_country"][0]) == 38
     assert train["workclass"].dtype == np.uint64 and train["age"].dtype == np.float32

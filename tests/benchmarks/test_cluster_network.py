@@ -93,7 +93,7 @@ def test_a_full_switch_drops_packets() -> None:
     for number in range(8):
         for source in (0, 2):
             net.send(0.0, size, source, 1, source, f"{source}-{number}")
-    # Two come for one that goes on, so after four of each the switch is full, and takes one of two.
+    # Two packets arrive for each one that leaves, so after four of each the switch is full, and takes one of two.
     assert len(arrivals(net)) == 12
     assert net.lost == 4
 

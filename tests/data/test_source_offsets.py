@@ -24,7 +24,7 @@ from satrap.errors import ConfigError, SourceError
 def test_data_with_offsets_resumes_by_itself(
     sizes: list[int], batch_size: int | None, samples: bool, world_size: int, draw: st.DataObject
 ) -> None:
-    """As with a message broker, items before the offset are not returned again. Resuming continues the sequence."""
+    """The data resumes like a message broker: items before the offset are not returned again."""
     ends = np.cumsum(sizes).tolist()
     requested: list[int] = []
 

@@ -38,7 +38,7 @@ def pod(folder: Path, authority: Path) -> Path:
 
 
 def context(folder: Path, protocol: int) -> ssl.SSLContext:
-    """As Ray sets gRPC up: both sides show a certificate."""
+    """Return a context like that of Ray for gRPC: both sides show a certificate."""
     found = ssl.SSLContext(protocol)
     found.load_cert_chain(folder / "tls.crt", folder / "tls.key")
     found.load_verify_locations(folder / "ca.crt")

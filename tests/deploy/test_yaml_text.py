@@ -47,7 +47,7 @@ def test_a_reader_gets_the_values_that_were_written(value: dict[str, Any]) -> No
 def test_a_document_is_what_a_person_would_write() -> None:
     value = {
         "name": "run",
-        "replicas": Note("As many as there are machines.", 2),
+        "replicas": Note("One for each machine.", 2),
         "image": "example.com/team/satrap:1.0",
         "version": "1.0",
         "mode": Octal(0o440),
@@ -60,7 +60,7 @@ def test_a_document_is_what_a_person_would_write() -> None:
     }
     assert document(value) == (
         "name: run\n"
-        "# As many as there are machines.\n"
+        "# One for each machine.\n"
         "replicas: 2\n"
         "image: example.com/team/satrap:1.0\n"
         'version: "1.0"\n'

@@ -238,8 +238,8 @@ def test_a_run_that_loses_a_node_with_a_server_resumes_its_checkpoint(
 
 
 def test_a_job_with_a_working_directory(tmp_path: Path, cluster: Any, one_machine: dict[str, np.ndarray]) -> None:
-    """As of `ray job submit --working-dir . -- satrap run jobs/job.py`, and of a RayJob with a runtimeEnv. Its
-    variables reach the script."""
+    """`ray job submit --working-dir . -- satrap run jobs/job.py` and a RayJob with a runtimeEnv start such a job.
+    The variables of its environment reach the script."""
     (work := tmp_path / "work").mkdir()
     (work / "jobs").mkdir()
     write_changed_job(work / "jobs", ('"resumed" if', 'os.environ["GREETING"] if'), ("import sys", "import os, sys"))

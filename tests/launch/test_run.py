@@ -331,6 +331,7 @@ def test_a_script_that_fails_ends_the_run_with_its_own_error(tmp_path: Path) -> 
     script = tmp_path / "job.py"
     script.write_text("import sys\nprint(sys.argv[1:], __name__, flush=True)\nraise ValueError('a bug')\n")
     status, out, err = run_to_its_end(tmp_path, script, arguments=("--servers", "x"))
+    assert (tmp_path / "run/records/trainer-0.jsonl").read_bytes() == b"\n\n", "the run knows when the script started"
     assert (status, out) == (1, "['--servers', 'x'] __main__\n")
     assert "ValueError: a bug" in err and "trainer 0 exited with status 1, soon after it started" in err
     for how, expected in (("7", 7), ("''", 1)):

@@ -25,6 +25,7 @@ from satrap.launch.run_events import (
     ProcessReady,
     Role,
     ScaleRequested,
+    ScriptStarted,
     StopRequested,
 )
 from satrap.launch.run_state import RunState
@@ -167,6 +168,17 @@ def test_servers_that_hang_end_the_run() -> None:
         machine.exit(Role.TRAINER, 0, 1, after=65.0)
         machine.execute_stops()
     assert machine.exit_status == 1 and max(machine.launches) == 3
+
+
+def test_a_script_that_fails_early_is_not_retried_although_the_trainer_took_long_to_start_it() -> None:
+    """On a busy machine the imports of a trainer take minutes."""
+    machine = training_machine(restarts=2)
+    machine.now += 120.0
+    machine.handle(ScriptStarted(machine.trainers()[0]))
+    machine.exit(Role.TRAINER, 0, 1, after=5.0)
+    machine.execute_stops()
+    assert machine.exit_status == 1 and max(machine.launches) == 1
+    assert "trainer 0 exited with status 1, soon after it started; stopping the run" in machine.log[-1]
 
 
 def test_a_launch_that_is_killed_early_repeatedly_ends_the_run() -> None:

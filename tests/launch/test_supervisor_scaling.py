@@ -67,7 +67,7 @@ def test_a_server_leaves_its_machine_before_that_stops() -> None:
 
 
 def test_a_server_that_has_not_joined_does_not_delay_one_that_leaves() -> None:
-    """As when nodes are drained one after the other, and no node has room yet for the server in place of the first."""
+    """Nodes are drained one after the other, and no node has room yet for the server in place of the first."""
     machine = training_machine(servers=3, workers=0)
     first = machine.supervisor.run_state.servers
     stopping = [each for each in machine.started if each.role is Role.SERVER][:2]

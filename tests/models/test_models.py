@@ -78,6 +78,26 @@ def test_dlrm_by_hand(num_dense: int) -> None:
         torch.testing.assert_close(logits[sample], expected.float()[0])
 
 
+def test_dlrm_of_one_vector_takes_the_vector_itself() -> None:
+    """Without pairs the top would have no input, and the logit would be one constant."""
+    model = DLRM(0, Embeddings([4]), top=(6, 1))
+    _, block = inputs(7, 0, 4)
+    torch.testing.assert_close(model(None, block), model.top(block)[:, 0])
+
+
+@each_kind
+@pytest.mark.parametrize(("num_dense", "num_features"), [(0, 1), (1, 1), (0, 2), (0, 3)])
+def test_the_logit_depends_on_every_feature(kind: type[Any], num_dense: int, num_features: int) -> None:
+    torch.manual_seed(0)
+    model = small(kind, num_dense, Embeddings([4] * num_features))
+    dense, block = inputs(64, num_dense, 4 * num_features)
+    if dense is not None:
+        dense.requires_grad_()
+    torch.autograd.backward(model(dense, block).sum())
+    assert block.grad is not None and block.grad.view(64, num_features, 4).abs().sum((0, 2)).all()
+    assert dense is None or (dense.grad is not None and dense.grad.abs().sum(0).all())
+
+
 @pytest.mark.parametrize("num_dense", [0, 3])
 @pytest.mark.parametrize("rank", [None, 2])
 @pytest.mark.parametrize("deep", [(), (6, 5)])
@@ -163,7 +183,7 @@ def test_a_model_of_another_dtype(dtype: torch.dtype) -> None:
 
 
 def test_the_core_has_second_derivatives_by_torchs_form() -> None:
-    """As in a gradient penalty."""
+    """A gradient penalty needs them."""
     found = []
     interaction = Interaction(4, 2)
     for call in (interaction, interaction.in_torch):

@@ -153,7 +153,7 @@ def test_objects_of_a_run_have_no_attribute_that_is_not_described(
 
 
 def test_the_classes_that_public_calls_return_are_described(writer: ModuleType, sections: dict[str, str]) -> None:
-    """A class of Satrap in the type of a public member is a section of its own, or internal."""
+    """A class of Satrap in the type of a public member has a section, or is internal."""
     known = {*sections, *HIDDEN_TYPES}
     for name in sections:
         for returned in re.findall(r"^(?:\w+\(.*)?\) -> (.+)$", sections[name], re.MULTILINE):

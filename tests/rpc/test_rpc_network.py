@@ -15,11 +15,11 @@ from logged import logged
 from rpc_parts import DEADLINE_SECONDS, LOOPBACK, Calls, FrameProxy, Served
 from satrap.errors import DeadlineError
 from satrap.rpc import Client, Keys, Service
-from satrap.rpc.greeting import expects_keys
+from satrap.rpc.key_probe import expects_keys
 from satrap.rpc.keys import create_keys
 from satrap.rpc.values import PIECE_BYTES
 
-MARK = b"the ids of this batch, sixty-four bytes that nobody should see!!"
+MARK = b"the ids of this batch, sixty-four bytes that must stay unread!!!"
 
 
 class Listener(CountingProxy):

@@ -90,7 +90,7 @@ def test_each_byte_is_read_once(cluster: Cluster, reads: Counter[Path]) -> None:
 
 
 def test_a_restore_without_the_verification_reads_once_too(cluster: Cluster, reads: Counter[Path]) -> None:
-    """As when a server was restarted in between, or the shard map has changed."""
+    """The verification is missing when a server was restarted in between, or the shard map has changed."""
     cluster.worker.servers.attempt += 1
     reads.clear()
     assert cluster.call("restore") == [False, False]

@@ -129,7 +129,7 @@ def test_updates_from_many_threads_all_count(num_threads: int, open_store: OpenS
     assert stats["inserted"] == len(store) == np.sum(total > 0)
     assert stats["not_applied_absent"] == 0
     assert stats["lookups"] == stats["hits"] + stats["inserted"] == stats["updated"]
-    assert store.latest_step == 4 * num_updates, "each lookup has a step of its own"
+    assert store.latest_step == 4 * num_updates, "each lookup has its own step"
 
 
 @pytest.mark.parametrize("num_threads", [1, 2])

@@ -88,7 +88,7 @@ def test_any_number_of_threads(
     assert_same(contents(Store.load(tmp_path / "a", num_threads=loaded_by)), contents(store))
 
 
-# -- what lies in the folder -------------------------------------------------------------------------------------------
+# -- what is in the folder ---------------------------------------------------------------------------------------------
 
 
 def test_the_files_are_as_specified(tmp_path: Path, rng: np.random.Generator, small_pieces: None) -> None:

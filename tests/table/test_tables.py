@@ -18,13 +18,13 @@ from satrap.table.table_group import TableGroup
 TABLES = [
     Table("user", dim=4, optimizer=Adam(), num_buckets=2),
     Table("item", dim=7, optimizer=Adagrad(lr=0.5), dtype="bfloat16", capacity=500, num_buckets=8),
-    Table("nobody", dim=3),
+    Table("unused", dim=3),
     Table("word", dim=1, optimizer=Ftrl(), absent="zeros"),
 ]
 
 
 def batch(rng: np.random.Generator, tables: list[Table]) -> tuple[Any, Any]:
-    counts = [0 if table.name == "nobody" else int(rng.integers(60)) for table in tables]
+    counts = [0 if table.name == "unused" else int(rng.integers(60)) for table in tables]
     offsets = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
     return rng.integers(80, size=offsets[-1]).astype(np.uint64), offsets
 

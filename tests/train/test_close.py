@@ -31,7 +31,7 @@ from satrap.rpc import Client, Service
 from satrap.run_context import RunContext
 from satrap.train.embeddings import session_of
 
-SECONDS = 30.0  # for all rounds together
+SECONDS = 2.5  # for each round; one that hangs takes ten
 OWN_THREADS = {"satrap-lease", "satrap-read", "satrap-tables", "satrap-lookups", "satrap-updates"}
 
 
@@ -63,7 +63,10 @@ def train_some_steps(way: str, overlap: bool, **options: Any) -> None:
 WAYS = ("closed", "dropped in the middle", "dropped after")
 
 
-@pytest.mark.parametrize(("where", "num_made"), [("here", 6), ("shared", 6), ("servers", 12)])
+@pytest.mark.parametrize(
+    ("where", "num_made"),
+    [("here", 6), ("shared", 6), ("servers", 12), pytest.param("servers", 50, marks=pytest.mark.draw(0))],
+)
 def test_many_embeddings_leak_nothing(where: str, num_made: int, tmp_path: Path) -> None:
     """Alternates with and without threads, closed, dropped at the end, or dropped with a live stream."""
     with ExitStack() as stack:
@@ -80,7 +83,7 @@ def test_many_embeddings_leak_nothing(where: str, num_made: int, tmp_path: Path)
             if n % 10 == 9:
                 gc.collect()
         wait_until(lambda: collect() and num_resources() <= before)  # servers notice that callers disconnected
-        assert time.monotonic() - began < SECONDS
+        assert time.monotonic() - began < SECONDS * num_made
 
 
 @pytest.mark.parametrize("closes", [True, False])

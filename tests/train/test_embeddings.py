@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pytest
 import torch
 from torch import Tensor
@@ -307,6 +308,8 @@ def test_a_mapping_of_ids_is_a_batch() -> None:
 
 
 IDS = np.arange(2, dtype=np.uint64)
+HASH = r": make ids of strings with satrap\.data\.hashing\.hash_strings\(ids\)$"
+BAGS = r"expected an array with one id per sample, or for bags \(ids, offsets\): all ids in one array"
 
 
 @pytest.mark.parametrize(
@@ -318,6 +321,16 @@ IDS = np.arange(2, dtype=np.uint64)
         ({"user": IDS[:1]}, "a batch has 1 samples of 'user' and 2 of 'item'"),
         ({"user": IDS.astype(np.float32)}, "feature 'user': ids are float32; expected uint64"),
         ({"user": [1, 2]}, "feature 'user': ids is a list; expected a uint64 or int64 array: convert it"),
+        ({"user": np.array(["US", "DE"])}, f"feature 'user': ids are <U2; expected uint64 .*{HASH}"),
+        ({"user": np.array(["US", "DE"], object)}, f"feature 'user': ids are object; expected uint64 .*{HASH}"),
+        ({"user": ["US", "DE"]}, f"feature 'user': ids is a list; expected a uint64 or int64 array{HASH}"),
+        ({"user": "US"}, f"feature 'user': ids is a str; expected a uint64 or int64 array{HASH}"),
+        ({"user": np.array([1, 2], np.int32)}, r"ids are int32; .*: convert them, e\.g\. ids\.astype\(numpy\.uint64\)"),
+        ({"history": [[1, 2], [3]]}, rf"'history': found several ids for one sample in a list; {BAGS}"),
+        ({"history": [IDS, IDS]}, rf"'history': found several ids for one sample in a list; {BAGS}"),
+        ({"history": np.array([[1, 2], [3, 4]], np.uint64)}, rf"several ids for one sample in a ndarray; {BAGS}"),
+        ({"history": torch.zeros(2, 3, dtype=torch.int64)}, rf"several ids for one sample in a Tensor; {BAGS}"),
+        ({"history": pa.array([[1, 2], [3]])}, rf"several ids for one sample in a ListArray; {BAGS}"),
         ({"user": (IDS, None, None)}, r"a batch has 3 values for 'user'; expected ids, or \(ids, offsets\)"),
         ({"user": (IDS, np.array([0, 1]))}, r"feature 'user': offsets must rise from 0 to the number of ids, 2; found"),
         ({"user": (IDS, np.array([0, 3, 2]))}, r"feature 'user': offsets must rise from 0 to the number of ids, 2"),
@@ -327,7 +340,7 @@ IDS = np.arange(2, dtype=np.uint64)
 )
 def test_invalid_mappings_are_refused(ids: Any, message: str) -> None:
     if isinstance(ids, dict) and message.find("has no ids") < 0 and "usr" not in ids:
-        ids = {"item": IDS, "history": IDS, **ids}
+        ids = {"user": IDS, "item": IDS, "history": IDS, **ids}
     with pytest.raises(InputError, match=message):
         job()[0](ids)
 

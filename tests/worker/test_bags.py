@@ -129,7 +129,7 @@ def test_features_at_most_one_id(rng: np.random.Generator) -> None:
 
 
 def test_a_missing_gradient_differs_from_zero(rng: np.random.Generator) -> None:
-    """As in torch: an id without a gradient stays unchanged, while Adam would change it with a gradient of 0."""
+    """An id without a gradient stays unchanged, as in torch, while Adam would change it with a gradient of 0."""
     for without in ("block", "path", "last"):
         worker = make("sum", False, Adam(), 4)
         bags = draw_bags(rng, worker.features, 5)

@@ -26,7 +26,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Never
 
 import numpy as np
 import torch
@@ -73,6 +73,7 @@ class Checkpoint:
         full_every: int = 1,
         extra_state: Mapping[str, Any] | None = None,
         save_memory: int = OLD_ROWS_BYTES,
+        **unknown: Never,
     ) -> None:
         """keep: number of checkpoints to keep, not counting parents that they need.
 
@@ -83,6 +84,7 @@ class Checkpoint:
         save_memory: most bytes of memory, here or on each server, that a save with wait=False may take for rows that
             change before they are written; beyond it, training waits for the save.
         """
+        _refuse(unknown)
         if not isinstance(optimizer, HybridOptimizer):
             raise CheckpointError(
                 f"optimizer is {kind_of(optimizer)}; expected the one that embeddings.optimizer(...) returned"
@@ -92,8 +94,7 @@ class Checkpoint:
                 f"embeddings is {kind_of(embeddings)}; expected the satrap.Embeddings: "
                 "Checkpoint(path, model, optimizer, embeddings, data)"
             )
-        taken = {"model", "optimizer"} & set(extra_state or {})
-        if taken:
+        if taken := {"model", "optimizer"} & set(extra_state or {}):
             raise CheckpointError(f"extra_state has the reserved names {sorted(taken)}: use other names")
         for name, value in (("keep", keep), ("full_every", full_every), ("save_memory", save_memory)):
             _require_count(name, value)
@@ -434,6 +435,13 @@ class _SaveFigures:
         yield Sample("satrap_last_checkpoint_seconds", self.seconds)
         yield Sample("satrap_last_checkpoint_pause_seconds", self.pause_seconds)
         yield Sample("satrap_last_checkpoint_timestamp_seconds", self.at)
+
+
+def _refuse(unknown: Mapping[str, Any]) -> None:
+    """Raise TypeError if there are arguments that `Checkpoint` does not have."""
+    for name in unknown:
+        hint = ": write extra_state=..." if name == "further" else ""
+        raise TypeError(f"Checkpoint got an unexpected keyword argument {name!r}{hint}")
 
 
 def _require_count(name: str, value: object) -> None:

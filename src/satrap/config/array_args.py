@@ -18,6 +18,7 @@ from satrap.config.tables import LAST_STEP
 from satrap.config.validation import LARGEST_FLOAT32, check_integer, kind_of
 from satrap.errors import InputError
 
+_HASH_STRINGS = "satrap.data.hashing.hash_strings(ids)"
 _ROUNDS_TO_0 = 2.0**-150  # half the smallest float32 above 0
 
 
@@ -26,7 +27,9 @@ def as_ids(where: str, ids: object) -> NDArray[np.uint64]:
     array = _as_array(where, "ids", ids, "a uint64 or int64 array")
     if array.dtype not in (np.uint64, np.int64):
         advice = f"{array.dtype} cannot hold all ids: read them as integers"
-        if array.dtype.kind not in "fc":
+        if _holds_strings(array):
+            advice = f"make ids of strings with {_HASH_STRINGS}"
+        elif array.dtype.kind not in "fc":
             advice = f"convert them, e.g. ids{'.to(torch.int64)' if _is_tensor(ids) else '.astype(numpy.uint64)'}"
         raise InputError(
             f"{where}: ids are {array.dtype}; expected uint64 (or int64, taken as its bit pattern): {advice}"
@@ -141,11 +144,22 @@ def _as_array(where: str, name: str, value: object, expected: str) -> NDArray[An
             f"on the CPU: pass a tensor as .detach(){cast}.cpu()"
         ) from error
     make = "" if written else f": convert it, e.g. with numpy.asarray({name}, dtype=numpy.{dtype})"
+    if name == "ids" and (isinstance(value, str) or _holds_strings(value)):
+        make = f": make ids of strings with {_HASH_STRINGS}"
     raise InputError(f"{where}: {name} is {kind_of(value)}; expected {expected}{make}")
 
 
 def _is_tensor(value: object) -> bool:
     return type(value).__module__.partition(".")[0] == "torch"
+
+
+def _holds_strings(ids: object) -> bool:
+    """Return whether the first of the ids is a string or bytes."""
+    if isinstance(ids, np.ndarray) and ids.dtype.kind in "UST":
+        return True
+    if isinstance(ids, list | tuple) or (isinstance(ids, np.ndarray) and ids.dtype.kind == "O"):
+        return isinstance(next(iter(ids), None), str | bytes)
+    return False
 
 
 def _is_buffer(value: object) -> bool:

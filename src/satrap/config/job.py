@@ -72,8 +72,8 @@ class Job(Serializable):
 
 def buckets_for(num_servers: int) -> int:
     """Return how many buckets a table without a capacity has on so many servers."""
-    wanted = max(DEFAULT_BUCKETS, _BUCKETS_PER_SERVER * num_servers)
-    return min(1 << (wanted - 1).bit_length(), MAX_BUCKETS)
+    num = max(DEFAULT_BUCKETS, _BUCKETS_PER_SERVER * num_servers)
+    return min(1 << (num - 1).bit_length(), MAX_BUCKETS)
 
 
 def with_buckets_of(tables: Sequence[Table], there: Sequence[Table]) -> tuple[Table, ...]:

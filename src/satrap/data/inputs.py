@@ -109,7 +109,7 @@ def as_inputs(features: Iterable[str], ids: object) -> Inputs:
         pair = ids[name] if isinstance(ids[name], tuple) else (ids[name], None)
         if len(pair) != 2:
             raise InputError(f"a batch has {len(pair)} values for {name!r}; expected ids, or (ids, offsets)")
-        values.append(as_ids(f"feature {name!r}", pair[0]))
+        values.append(_feature_ids(name, pair[0]))
         lengths.append(_bag_lengths(f"feature {name!r}", pair[1], len(values[-1])))
     batch_size = len(lengths[0])
     for name, each in zip(names, lengths, strict=True):
@@ -119,6 +119,27 @@ def as_inputs(features: Iterable[str], ids: object) -> Inputs:
             )
     offsets = np.concatenate([[0], np.cumsum(np.concatenate(lengths))]).astype(np.int64)
     return Inputs(names=names, values=np.concatenate(values), offsets=offsets, batch_size=batch_size)
+
+
+def _feature_ids(name: str, ids: object) -> NDArray[np.uint64]:
+    """Return the ids of one feature, flat."""
+    try:
+        return as_ids(f"feature {name!r}", ids)
+    except InputError:
+        if not _is_nested(ids):
+            raise
+    raise InputError(
+        f"feature {name!r}: found several ids for one sample in {kind_of(ids)}; expected an array with one id per "
+        "sample, or for bags (ids, offsets): all ids in one array, where sample s has ids[offsets[s] : offsets[s + 1]]"
+    )
+
+
+def _is_nested(ids: object) -> bool:
+    """Return whether the elements of an array or list are arrays or lists, too."""
+    if (num_dims := getattr(ids, "ndim", 1)) != 1 or not (isinstance(ids, Iterable) and isinstance(ids, Sized)):
+        return bool(num_dims > 1)
+    first = next(iter(ids), None)
+    return isinstance(first, Sized) and not isinstance(first, str | bytes) and getattr(first, "ndim", 1) > 0
 
 
 def _bag_lengths(where: str, offsets: object, num_ids: int) -> NDArray[np.int64]:

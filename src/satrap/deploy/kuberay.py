@@ -129,7 +129,7 @@ def _worker_group(job: DeployJob, role: str) -> dict[str, Any]:
         "replicas": size.pods,
         "minReplicas": size.pods,
         "maxReplicas": size.pods,
-        "labels": Note("Of the Ray node: its dashboard shows them.", {"satrap-role": role}),
+        "labels": Note("Labels of the Ray node: its dashboard shows them.", {"satrap-role": role}),
         "resources": Note(
             "A process of this role requests one, and no other process does.",
             {RAY_RESOURCES[role]: str(size.per_pod)},

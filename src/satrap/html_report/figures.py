@@ -114,7 +114,9 @@ def _curves(run: RunRecords, key: str, title: str, y: str) -> LineChart:
 def _auc(run: RunRecords) -> LineChart:
     windows = [int(window) for loop in run.loops for each in loop.intervals if (window := each.numbers.get("window"))]
     chart = _curves(run, "auc", "AUC in training", f"AUC of the last {max(windows, default=0):,} samples")
-    chart.note = " ".join(["Of training samples, by the scores that Progress.step was given.", chart.note]).strip()
+    chart.note = " ".join(
+        ["The samples are those of training, with the scores that Progress.step was given.", chart.note]
+    ).strip()
     return chart
 
 

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import IO, Literal
 
 from satrap.errors import ConfigError
-from satrap.launch.run_events import Process, ProcessReady, Role, StopMode
+from satrap.launch.run_events import Process, ProcessReady, Role, ScriptStarted, StopMode
 
 GRACE_SECONDS = 10.0
 """Grace period: a process that has not exited this long after it was stopped is killed."""
@@ -71,7 +71,7 @@ class MetricsServed:
     url: str
 
 
-Report = ProcessPlaced | ProcessOutput | MetricsServed | ProcessReady | ChildExited
+Report = ProcessPlaced | ProcessOutput | MetricsServed | ProcessReady | ScriptStarted | ChildExited
 
 
 @dataclass(slots=True, eq=False)
@@ -86,6 +86,8 @@ class _Child:
     """Stream on which it prints its addresses: a server or worker where it listens, a trainer only its metrics."""
     printed: bytes = b""
     """First output on that stream, kept until the line with the address is complete."""
+    runs_script: bool = False
+    """Whether a trainer has written to its record, which it does first when it starts the script."""
     kill_at: float | None = None
     was_stopped: bool = False
 
@@ -180,6 +182,9 @@ class ChildProcesses:
 
     def _on_output(self, child: _Child, stream: Stream, data: bytes) -> list[Report]:
         output = ProcessOutput(child.process, stream, data)
+        if stream == "record" and not child.runs_script:
+            child.runs_script = True
+            return [ScriptStarted(child.process), output]
         if stream != child.announces_on:
             return [output]
         child.printed += data

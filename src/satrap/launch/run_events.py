@@ -35,13 +35,20 @@ class ProcessReady:
 
 
 @dataclass(frozen=True, slots=True)
+class ScriptStarted:
+    """Event: a trainer has imported its libraries and joined the others, and runs the script from now on."""
+
+    process: Process
+
+
+@dataclass(frozen=True, slots=True)
 class ProcessExited:
     """Event: a process exited."""
 
     process: Process
     status: int
-    """As subprocess reports it: negative if a signal killed the process. One that was killed because it did not stop in
-    time counts as killed by SIGTERM."""
+    """The exit status that subprocess reports: negative if a signal killed the process. A process that was killed
+    because it did not stop in time counts as killed by SIGTERM."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,6 +150,7 @@ class ExitRun:
 
 Event = (
     ProcessReady
+    | ScriptStarted
     | ProcessExited
     | PlacementFailed
     | MachineStopping

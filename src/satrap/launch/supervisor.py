@@ -39,6 +39,7 @@ from satrap.launch.run_events import (
     ProcessReady,
     Role,
     ScaleRequested,
+    ScriptStarted,
     StartProcess,
     StopProcess,
     StopRequested,
@@ -62,7 +63,7 @@ class RunConfig:
     max_servers: int | None = None
     """Upper limit for the autoscaler and for the user's requests; None: no limit."""
     early_seconds: float = 60.0
-    """A launch that fails by itself within this time is not retried: most likely the script is wrong."""
+    """A launch whose script fails by itself within this time is not retried: most likely the script is wrong."""
 
     def __post_init__(self) -> None:
         for name, low in (("servers", 1), ("workers", 0), ("trainers", 1), ("restarts", 0)):
@@ -88,6 +89,8 @@ class _Phase(Enum):
 class _RunningProcess:
     process: Process
     started_at: float
+    """When it started; for a trainer, when the last trainer of the launch started the script. Until then they import,
+    which may take a minute on a busy machine."""
     address: str | None = None
     """Address of its previous incarnation."""
     is_ready: bool = False
@@ -155,6 +158,10 @@ class Supervisor:
             return []  # the event is about an earlier incarnation
         if isinstance(event, ProcessReady):
             return self._on_ready(running, event.address, now)
+        if isinstance(event, ScriptStarted):
+            for (role, _), each in self._running.items():
+                each.started_at = now if role is Role.TRAINER else each.started_at
+            return []
         if isinstance(event, MachineStopping):
             self._leaving.add(event.process.number)
             return self._move_from_leaving()

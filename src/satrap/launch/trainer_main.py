@@ -9,6 +9,7 @@ import runpy
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +64,9 @@ def run_trainer(
     text = "started: process %d, trainer %d of %d, launch %d, script %s"
     began = event("started", pid=os.getpid(), world_size=context.world_size, launch=context.launch)
     _LOG.info(text, os.getpid(), context.rank, context.world_size, context.launch, script, extra=began)
+    if record is not None:
+        with suppress(OSError):  # the run has ended
+            os.write(record, b"\n")  # an empty line: the script starts now
     sys.argv = [script, *arguments]
     sys.path[0] = str(Path(script).absolute().parent)
     try:

@@ -11,7 +11,10 @@ from satrap.models.parts import block_dims, check_inputs, count, stack, widths
 
 
 class DLRM(nn.Module):
-    """Bottom layers map the dense features to the embeddings' dim; top layers take the dot products of all pairs."""
+    """Bottom layers map the dense features to the embeddings' dim; top layers take the dot products of all pairs.
+
+    With one feature and no dense features there are no pairs, and the top layers take the feature's vector.
+    """
 
     def __init__(
         self,
@@ -39,16 +42,18 @@ class DLRM(nn.Module):
             raise ConfigError(f"DLRM: top is {tuple(top)}; expected 1 as its last width, the logit, e.g. (256, 1)")
         self.num_dense: int = count("DLRM", "num_dense", num_dense, 0)
         self.total_dim: int = len(dims) * self.dim
-        dense_dim = self.dim if self.num_dense else 0
         sizes = [self.num_dense, *widths("DLRM", "bottom", bottom), self.dim]
         self.bottom: nn.Sequential | None = stack(sizes, last_relu=True) if self.num_dense else None
         num_vectors = len(dims) + (1 if self.num_dense else 0)
-        self.interaction = Interaction(num_vectors, self.dim)
-        self.top: nn.Sequential = stack([dense_dim + num_vectors * (num_vectors - 1) // 2, *top], last_relu=False)
+        self.interaction: Interaction | None = Interaction(num_vectors, self.dim) if num_vectors > 1 else None
+        # A single vector has no pairs: it is the input of the top itself, which would otherwise have none.
+        vector_dim = self.dim if self.num_dense or num_vectors == 1 else 0
+        self.top: nn.Sequential = stack([vector_dim + num_vectors * (num_vectors - 1) // 2, *top], last_relu=False)
 
     def forward(self, dense: torch.Tensor | None, embeddings: torch.Tensor) -> torch.Tensor:
         """Return logits [batch] for dense [batch, num_dense], None if that is 0, and embeddings [batch, total_dim]."""
         check_inputs("DLRM", dense, embeddings, self.num_dense, self.total_dim)
         first = None if self.bottom is None else self.bottom(dense)
-        logits: torch.Tensor = self.top(self.interaction(first, embeddings))
+        crossed = embeddings if self.interaction is None else self.interaction(first, embeddings)
+        logits: torch.Tensor = self.top(crossed)
         return logits.squeeze(1).float()

@@ -84,7 +84,7 @@ class _Loop:
 
     client: Sample
     server: Sample
-    """Of all servers."""
+    """All servers together."""
 
 
 def _with_servers(found: Coefficients, folder: Path) -> Coefficients:

@@ -95,11 +95,12 @@ class Coefficients(Serializable):
     source: str
     """Where the numbers come from."""
     local: Cost
-    """Of a trainer that holds the rows: lookup, update and the loop around them."""
+    """Cost at a trainer that holds the rows: lookup, update and the loop around them."""
     client: Cost
-    """Of a trainer or worker with rows on servers: unique ids, pooled rows, sums of gradients, calls to one server."""
+    """Cost at a trainer or worker with rows on servers: unique ids, pooled rows, sums of gradients, calls to one
+    server."""
     server: Cost
-    """Of all servers together, for the lookup and the update of a batch; `step` for each server."""
+    """Cost of the lookup and the update of a batch at all servers together; `step` for each server."""
     call: float
     """Seconds at a client for the two calls of a batch to each further server."""
     flops_per_second: float

@@ -21,16 +21,16 @@ _FLOAT = 4.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Demand:
-    """Of one batch."""
+    """What one batch needs."""
 
     ids: float
     unique_ids: float
     server_seconds: float
-    """Of all servers together."""
+    """Seconds of all servers together."""
     client_seconds: float
-    """Of the worker, or of the trainer without workers."""
+    """Seconds of the worker, or without workers of the trainer."""
     trainer_seconds: float
-    """Of the trainer's process beside its dense network and what a client does."""
+    """Seconds of the trainer's process beside its dense network and what a client does."""
     dense_flops: float
     reduce_seconds: float
     requests: float

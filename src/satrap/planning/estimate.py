@@ -19,7 +19,7 @@ from satrap.planning.workload import Workload
 _SERIAL_TRIPS = 4
 """Round trips of a synchronous step: lookup, update, all-reduce, whether all trainers have a batch."""
 _OPEN_TRIPS = 2
-"""Those that staleness does not hide: the latter two."""
+"""Round trips that staleness does not hide: the last two."""
 SERVER_THREAD = "network thread of each server"
 _OTHER_FILES = 32
 """File descriptors of a process without a connection: its libraries, log, data and epoll."""

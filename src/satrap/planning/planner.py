@@ -63,10 +63,10 @@ def make_plan(workload: Workload, prices: PriceList, costs: Coefficients) -> Pla
             f"no machines fit this job: {'; '.join(dict.fromkeys(reasons))}. List machines with more memory or more of "
             "them (available), or make rows smaller: dtype float16, RowWiseAdagrad, less dim"
         )
-    wanted = workload.training.samples_per_second
+    requested = workload.training.samples_per_second
 
     def rank(each: Estimate) -> tuple[float, float, float]:
-        missing = max(0.0, 1.0 - each.samples_per_second / wanted)
+        missing = max(0.0, 1.0 - each.samples_per_second / requested)
         return missing, each.layout.price_per_hour, each.layout.num_machines
 
     ranked = sorted(found, key=rank)
@@ -141,16 +141,16 @@ def _least_servers(workload: Workload, machine: MachineType, costs: Coefficients
 def _fit(workload: Workload, prices: PriceList, costs: Coefficients, start: Layout) -> Estimate:
     """Add machines where the tightest bound is until the rate is reached or no more can be added; then removes what is
     not needed."""
-    wanted = workload.training.samples_per_second
+    requested = workload.training.samples_per_second
 
     def assess(layout: Layout) -> Estimate:
         return estimate(workload, layout, costs, prices.limits)
 
     best = assess(start)
     for _ in range(_MAX_ROUNDS):
-        if not best.misfits and best.samples_per_second >= wanted:
+        if not best.misfits and best.samples_per_second >= requested:
             break
-        grown = _grown(best, wanted)
+        grown = _grown(best, requested)
         if grown is None:
             break
         best = assess(grown)
@@ -159,13 +159,13 @@ def _fit(workload: Workload, prices: PriceList, costs: Coefficients, start: Layo
     for role in ("worker", "trainer", "server"):
         while (smaller := _changed(best.layout, role, -1)) is not None:
             found = assess(smaller)
-            if found.misfits or found.samples_per_second < min(wanted, best.samples_per_second):
+            if found.misfits or found.samples_per_second < min(requested, best.samples_per_second):
                 break
             best = found
     return best
 
 
-def _grown(found: Estimate, wanted: float) -> Layout | None:
+def _grown(found: Estimate, requested: float) -> Layout | None:
     """Return the layout with more of what is too little; None if there is no more."""
     layout = found.layout
     if found.misfits:
@@ -179,7 +179,7 @@ def _grown(found: Estimate, wanted: float) -> Layout | None:
         servers = pool.servers + 1
         return _with(layout, pool, replace(pool, servers=servers)) if servers <= _MAX_PROCESSES else None
     have = layout.pool_of(tight.role).num_machines
-    missing = min(wanted / tight.samples_per_second, 2.0)
+    missing = min(requested / tight.samples_per_second, 2.0)
     return _changed(layout, tight.role, max(1, int(have * (missing - 1.0))))
 
 

@@ -18,8 +18,8 @@ _SHOWN_TABLES = 12
 def lines_of(plan: Plan, start: Start) -> Iterator[str]:
     """Yield the plan as text."""
     workload, found = plan.workload, plan.estimate
-    wanted = workload.training.samples_per_second
-    yield f"plan for {workload.name}: {amount(wanted)} samples/s requested"
+    requested = workload.training.samples_per_second
+    yield f"plan for {workload.name}: {amount(requested)} samples/s requested"
     yield f"costs    {plan.costs.source}"
     yield ""
     yield from _machines(plan)
@@ -105,11 +105,11 @@ def _tables(plan: Plan) -> Iterator[str]:
 
 
 def _bounds(plan: Plan) -> Iterator[str]:
-    wanted = plan.workload.training.samples_per_second
+    requested = plan.workload.training.samples_per_second
     rows = [["resource", "permits samples/s", "in use at the requested rate"]]
     for each in plan.estimate.bounds[:_SHOWN_BOUNDS]:
         rows.append(
-            [each.name, amount(each.samples_per_second), f"{wanted / each.samples_per_second:.0%} of its limit"]
+            [each.name, amount(each.samples_per_second), f"{requested / each.samples_per_second:.0%} of its limit"]
         )
     yield from columns(rows)
     limits = plan.prices.limits
@@ -118,11 +118,11 @@ def _bounds(plan: Plan) -> Iterator[str]:
         f"{limits.round_trip_ms:g} ms a round trip"
     )
     first = plan.estimate.bounds[0]
-    yield f"bound by {first.name}: {_distance(first, wanted)}"
+    yield f"bound by {first.name}: {_distance(first, requested)}"
 
 
-def _distance(bound: Bound, wanted: float) -> str:
-    ratio = bound.samples_per_second / wanted
+def _distance(bound: Bound, requested: float) -> str:
+    ratio = bound.samples_per_second / requested
     if ratio >= 1:
         return f"it permits {ratio:.2f} times the requested rate"
     return f"it permits {ratio:.0%} of the requested rate"
@@ -175,11 +175,11 @@ def _advice(plan: Plan) -> Iterator[str]:
     if plan.meets:
         return
     found, workload = plan.estimate, plan.workload
-    wanted = workload.training.samples_per_second
+    requested = workload.training.samples_per_second
     yield ""
     yield (
-        f"NOT MET  no plan reaches {amount(wanted)} samples/s; this one reaches {amount(found.samples_per_second)} "
-        f"({found.samples_per_second / wanted:.0%})"
+        f"NOT MET  no plan reaches {amount(requested)} samples/s; this one reaches {amount(found.samples_per_second)} "
+        f"({found.samples_per_second / requested:.0%})"
     )
     tight = found.bounds[0]
     options = []

@@ -64,10 +64,10 @@ class TableLoad:
         """Return the table's own number of buckets, or one that servers share evenly and that migrates in parts."""
         if self.table.num_buckets is not None:
             return self.table.num_buckets
-        wanted = max(num_servers * _BUCKETS_PER_SERVER, -(-self.bytes // _BUCKET_BYTES)) if num_servers else 1
+        num = max(num_servers * _BUCKETS_PER_SERVER, -(-self.bytes // _BUCKET_BYTES)) if num_servers else 1
         if self.table.capacity is not None:
-            wanted = min(wanted, self.table.capacity)
-        power = 1 << (min(wanted, _MAX_BUCKETS) - 1).bit_length()
+            num = min(num, self.table.capacity)
+        power = 1 << (min(num, _MAX_BUCKETS) - 1).bit_length()
         while self.table.capacity is not None and power > self.table.capacity:
             power //= 2
         return max(self.table.resolved_num_buckets, power)
@@ -78,7 +78,7 @@ class Training(Serializable):
     """The keys of [training] in a description: the dense network, how it is trained, and how fast."""
 
     samples_per_second: float
-    """Wanted samples a second, of all trainers together."""
+    """Requested samples a second, of all trainers together."""
     batch_size: int
     """Samples of a step of one trainer."""
     dense_flops: float
@@ -89,9 +89,9 @@ class Training(Serializable):
     dense_features: int = 0
     """Numbers of a sample beside its ids, labels included."""
     staleness: int = 0
-    """As in `satrap.Embeddings`."""
+    """`staleness` of `satrap.Embeddings`."""
     wire: str = "float32"
-    """As in `satrap.Deployment`."""
+    """`wire` of `satrap.Deployment`."""
     read_bytes_per_sample: float = 0.0
     """Bytes of a sample in the files that are read; 0: reading is not counted."""
 

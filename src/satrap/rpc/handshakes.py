@@ -7,11 +7,11 @@ is there: a process with connections to hundreds of servers would need twice the
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from satrap.rpc.greeting import expects_keys
+from satrap.rpc.key_probe import expects_keys
 from satrap.rpc.open_files import require_files
 
 _SUSPECT_HANDSHAKES = 20  # cut ones in a row, within 1 to 4 s, that cause a look at the server's greeting
-_GREETING_SECONDS = 0.5
+_PROBE_SECONDS = 0.5
 _NUM_FILES = 2
 _EVENTS = (
     zmq.Event.HANDSHAKE_FAILED_AUTH
@@ -40,7 +40,7 @@ class Handshakes:
         if event == zmq.Event.HANDSHAKE_FAILED_NO_DETAIL:
             self._num_cut += 1
             is_suspect = self._has_keys and self._num_cut % _SUSPECT_HANDSHAKES == 0
-            if not is_suspect or not expects_keys(self._endpoint, _GREETING_SECONDS):
+            if not is_suspect or not expects_keys(self._endpoint, _PROBE_SECONDS):
                 return None  # nothing listens there yet, or the network cut the connection
             return (
                 "the server there has keys of another pair; use the client.key that `satrap keys` wrote beside its "

@@ -109,7 +109,7 @@ def decide(
     """
     if not servers:
         raise ConfigError("there are no servers; expected the load of at least one")
-    found = _wanted(servers, step_seconds, bounds)
+    found = _decide_now(servers, step_seconds, bounds)
     same = past.same + 1 if found.change * past.change > 0 else int(found.change != 0)
     then = replace(past, same=same, change=found.change)
     outside = not bounds.min_servers <= len(servers) <= bounds.max_servers
@@ -120,7 +120,7 @@ def decide(
     return found, ScaleHistory(changed_at=now)
 
 
-def _wanted(servers: Sequence[ServerLoad], step_seconds: float, bounds: ScaleLimits) -> Decision:
+def _decide_now(servers: Sequence[ServerLoad], step_seconds: float, bounds: ScaleLimits) -> Decision:
     """Return the decision that ignores the history."""
     have = len(servers)
     memory = max(each.used_bytes / each.limit_bytes for each in servers)
@@ -129,13 +129,13 @@ def _wanted(servers: Sequence[ServerLoad], step_seconds: float, bounds: ScaleLim
     needed = max(1, math.ceil(have * max(memory / bounds.memory_goal, work / bounds.work_goal)))
     why = f"memory at {memory:.2f} of its limit, work at {work:.2f} of a step, with {have} servers"
     if memory > bounds.memory_high or work > bounds.work_high:
-        wanted = needed
+        target = needed
     elif needed < have and step_seconds > 0:
-        wanted = have - 1  # one at a time: removing a server is not urgent
+        target = have - 1  # one at a time: removing a server is not urgent
     else:
-        wanted = have
-    wanted = min(max(wanted, bounds.min_servers), bounds.max_servers)
-    if wanted >= have:
-        return Decision(add=wanted - have, reason=why)
+        target = have
+    target = min(max(target, bounds.min_servers), bounds.max_servers)
+    if target >= have:
+        return Decision(add=target - have, reason=why)
     least = sorted(servers, key=lambda each: each.rows)  # so that the fewest rows move
-    return Decision(remove=tuple(each.address for each in least[: have - wanted]), reason=why)
+    return Decision(remove=tuple(each.address for each in least[: have - target]), reason=why)

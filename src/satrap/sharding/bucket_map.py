@@ -74,9 +74,9 @@ class BucketMap(Serializable):
         if not servers or len(set(servers)) < len(servers) or not all(0 <= s < self.num_servers for s in servers):
             raise ConfigError(f"servers are {list(servers)}; expected some of 0..{self.num_servers - 1}, each once")
         own = [[table.count(server) for server in servers] for table in self.owners]
-        wanted = _even_shares(own, [len(table) for table in self.owners])
+        shares = _even_shares(own, [len(table) for table in self.owners])
         moves, first = {}, 0
-        for table, have, share in zip(self.owners, own, wanted, strict=True):
+        for table, have, share in zip(self.owners, own, shares, strict=True):
             spare = {server: have[k] - share[k] for k, server in enumerate(servers)}
             takers = [server for server in servers for _ in range(-spare[server])]
             for b in reversed(range(len(table))):

@@ -410,13 +410,13 @@ def native_features(
     ]
 
 
-def _name_differences(found: object, wanted: tuple[str, ...]) -> str:
+def _name_differences(found: object, expected: tuple[str, ...]) -> str:
     if not isinstance(found, tuple):
         return f"names is a {type(found).__name__}; expected the tuple of features.names"
-    missing, extra = [name for name in wanted if name not in found], [name for name in found if name not in wanted]
+    missing, extra = [name for name in expected if name not in found], [name for name in found if name not in expected]
     if missing or extra:
         return f"the features {missing} are missing and {extra} are unknown; expected features.names, in its order"
-    return f"the features are {list(found)}; expected them in the order of features.names, {list(wanted)}"
+    return f"the features are {list(found)}; expected them in the order of features.names, {list(expected)}"
 
 
 def _require_list(name: str, value: object) -> Sequence[object]:

@@ -32,7 +32,7 @@ class ArrivingServer(Protocol):
     """What an arrival needs of its server."""
 
     def status(self, origin: Origin) -> dict[str, Any]:
-        """As in `ServerCalls`."""
+        """Return what `ServerCalls.status` returns."""
 
 
 def next_action(own: str, own_status: Mapping[str, Any], other_status: Mapping[str, Any]) -> Action:

@@ -35,7 +35,7 @@ class LeavingServer(Protocol):
     """Whether the server tells others that it leaves."""
 
     def status(self, origin: Origin) -> dict[str, Any]:
-        """As in `ServerCalls`."""
+        """Return what `ServerCalls.status` returns."""
 
 
 def next_action(addresses: Sequence[str], own: str | None, answers: Mapping[str, Answer]) -> Action:

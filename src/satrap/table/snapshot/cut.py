@@ -83,7 +83,7 @@ class TableCut:
         engine = self.slot.engine
         return self.latest_step if getattr(engine, "keeps_cuts", True) else engine.latest_step
 
-    def require_wanted(self) -> None:
+    def require_not_cancelled(self) -> None:
         """Raise SnapshotError if the save was cancelled."""
         if self.cancelled.is_set():
             raise SnapshotError(

@@ -181,8 +181,8 @@ class VerifiedFile:
             )
         low, high = np.asarray(bucket_of(ids[[0, -1]], self._manifest.num_buckets)).tolist()
         if not expected.bucket_begin <= low <= high < expected.bucket_end:
-            wanted_buckets = f"{expected.bucket_begin} to {expected.bucket_end - 1}"
-            raise SnapshotError(f"{where} holds ids of the buckets {low} to {high}; expected {wanted_buckets}")
+            expected_buckets = f"{expected.bucket_begin} to {expected.bucket_end - 1}"
+            raise SnapshotError(f"{where} holds ids of the buckets {low} to {high}; expected {expected_buckets}")
 
     def _verify_unsorted(self) -> None:
         rows, ids = 0, [np.empty(0, np.uint64)]
@@ -195,9 +195,9 @@ class VerifiedFile:
                 buckets = np.asarray(bucket_of(ids[-1], self._manifest.num_buckets))
                 low, high = int(buckets.min()), int(buckets.max())
                 if low < file.bucket_begin or high >= file.bucket_end:
-                    wanted_buckets = f"{file.bucket_begin} to {file.bucket_end - 1}"
+                    expected_buckets = f"{file.bucket_begin} to {file.bucket_end - 1}"
                     raise SnapshotError(
-                        f"{self.path} holds ids of the buckets {low} to {high}; expected {wanted_buckets}"
+                        f"{self.path} holds ids of the buckets {low} to {high}; expected {expected_buckets}"
                     )
                 if not holds[buckets].all():
                     raise SnapshotError(

@@ -57,7 +57,7 @@ def save_table(
     owned: for each bucket whether this engine owns it; None: all. The engine knows it too, and exports no other.
     """
     changes = "" if since is None else f", changes since version {since.version},"
-    # Of changes the size is not known.
+    # The size of changes is not known.
     total = slot.engine.num_rows(slot.index) * row_bytes(slot.table) if since is None else None
     what = f"save of table {slot.table.name!r}{changes} into {path}"
     with Transfer(_LOG, "save", what, total=total, among=slot.transfers, table=slot.table.name):
@@ -237,7 +237,7 @@ class _Saver:
         step = max(1, _EXPORT_BYTES // self.bucket_bytes) if kind == "rows" else end - begin
         for first in range(begin, end, step):
             last = min(first + step, end)
-            self.cut.require_wanted()
+            self.cut.require_not_cancelled()
             match kind:
                 case "rows":
                     found = engine.export_cut(index, first, last, since)

@@ -44,7 +44,7 @@ def test_truncated_ids_are_reported() -> None:
 
 @pytest.mark.parametrize("used", ["pooled", "sequence"])
 def test_rows_that_no_loss_used_stay_unchanged(used: str) -> None:
-    """As for a Parameter whose grad is None: an optimizer with weight decay would change it."""
+    """They stay as a Parameter whose grad is None stays; with a gradient of 0, weight decay would change them."""
     optimizer_ = AdamW(lr=0.1, weight_decay=0.5)
     one, other = Table("one", dim=DIM, optimizer=optimizer_), Table("other", dim=DIM, optimizer=optimizer_)
     embeddings = Embeddings({"pooled": one, "sequence": other.sequence(1)}, num_threads=1)

@@ -1,4 +1,4 @@
-"""The greeting of a ZeroMQ server (ZMTP 3.1), read over a plain socket: whether it requires keys.
+"""Finds out whether a ZeroMQ server requires keys, from its greeting (ZMTP 3.1), read over a plain socket.
 
 A server whose secret key does not belong to the public key that a client has for it closes the connection without a
 word, and ZeroMQ reconnects forever. The greeting, which precedes all keys, tells such a server from a port at which
@@ -18,15 +18,15 @@ _BYTES = 64
 
 def expects_keys(address: str, seconds: float) -> bool:
     """Return whether a ZeroMQ server that requires keys answers at the address within so many seconds."""
-    greeting = (_SIGNATURE + _VERSION + _MECHANISM).ljust(_BYTES, b"\0")
+    sent = (_SIGNATURE + _VERSION + _MECHANISM).ljust(_BYTES, b"\0")
     received = b""
     with suppress(OSError), _connect(address, seconds) as connection:
-        connection.sendall(greeting)
+        connection.sendall(sent)
         while len(received) < _BYTES and (data := connection.recv(_BYTES - len(received))):
             received += data
     start = len(_SIGNATURE) + len(_VERSION)
-    is_greeting = len(received) == _BYTES and received[0] == _SIGNATURE[0] and received[9] == _SIGNATURE[9]
-    return is_greeting and received[start:].startswith(_MECHANISM)
+    is_zeromq = len(received) == _BYTES and received[0] == _SIGNATURE[0] and received[9] == _SIGNATURE[9]
+    return is_zeromq and received[start:].startswith(_MECHANISM)
 
 
 def _connect(address: str, seconds: float) -> socket.socket:

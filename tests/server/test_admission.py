@@ -29,6 +29,7 @@ from satrap.server.state import FencingToken, ServerState
 @dataclass
 class FakeEngine:
     attempt: int = 2
+    latest_step: int = 7
     begun: list[int] = field(default_factory=list)
 
     def begin_attempt(self, attempt: int) -> None:
@@ -131,6 +132,20 @@ def test_a_newer_fencing_token_excludes_older_coordinators(held: int, called: in
     else:
         with pytest.raises(ConfigError, match=f"it holds fencing token {held}, this one {called}; wait"):
             fence._require_fencing_token(Origin(step=called))
+
+
+def test_a_server_that_knows_no_coordinator_accepts_any() -> None:
+    CallFence()._require_fencing_token(Origin(step=0))
+
+
+def test_the_log_follows_the_state_and_keeps_no_server_alive() -> None:
+    fence = CallFence()
+    log = fence._log
+    assert log.latest_step() is None
+    fence._state = cast(ServerState, FakeState())
+    assert log.latest_step() == 7
+    del fence
+    assert log.latest_step() is None
 
 
 def test_the_seconds_of_admitted_calls_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -110,3 +110,9 @@ def test_the_first_version_of_a_folder() -> None:
     assert Catalog({}, []).next(3, "0123abcd").name == "000001-step-3-0123abcd"
     assert Version.parse("000001-step-3") == (1, 3, "")
     assert Catalog({}, ["000001-step-3"]).skipped == ["000001-step-3"] and not Catalog({}, ["000001-step-3"]).garbage()
+
+
+def test_versions_that_name_each_other_as_parents_are_kept() -> None:
+    """No save writes that; a damaged folder must not hang a save."""
+    one, other = "000001-step-1", "000002-step-2"
+    assert Catalog({one: other, other: one}, []).removable(1) == []

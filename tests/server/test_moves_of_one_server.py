@@ -165,3 +165,35 @@ def test_a_departure_ends_when_its_time_is_over(
 def test_what_a_departure_reports(status: dict[str, Any], level: int, text: str) -> None:
     with logged("satrap.server", text, level):
         Departure(ScriptedServer(status), None, 7.5).report()
+
+
+@pytest.mark.parametrize(
+    ("status", "answer"), [({"leaves": True}, "leaves"), ({"leaves": False}, "stays"), (None, "silent")]
+)
+def test_the_answer_of_another_server(
+    status: dict[str, Any] | None, answer: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A server that does not answer in two seconds, or with an error, is silent."""
+
+    def ask(origin: Origin) -> dict[str, Any]:
+        if status is None:
+            raise NotReadyError("no answer")
+        return status
+
+    class Client:
+        """Is itself the client, as the real one."""
+
+        def __init__(self, calls: Any, address: str, **options: Any) -> None:
+            assert address == "a" and options == {"keys": None, "deadline": 2.0}
+            self.call = SimpleNamespace(status=ask)
+
+        def __enter__(self) -> Client:
+            return self
+
+        def __exit__(self, *error: object) -> None:
+            pass
+
+    for module in (arrival, departure):
+        monkeypatch.setattr(module, "Client", Client)
+    assert Departure(ScriptedServer(MEMBER), None, 1.0)._ask("a") == answer
+    assert Arrival(ScriptedServer(IN_NO_JOB), "own", ["a"], None)._ask("a") == (status or {})

@@ -23,7 +23,7 @@ import fsspec
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, Phase, settings
 
 from logged import Records
 from satrap.config.tables import Table
@@ -47,6 +47,9 @@ settings.register_profile(
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
 )
 settings.register_profile("thorough", settings.get_profile("laptop"), max_examples=500, stateful_step_count=40)
+settings.register_profile(  # of tests/mutate.py: a failure need not be simplified
+    "mutation", settings.get_profile("laptop"), phases=[Phase.explicit, Phase.generate], derandomize=True
+)
 settings.load_profile("laptop")
 
 SEED = pytest.StashKey[int]()

@@ -4,26 +4,30 @@
 
 Prints each change that no test noticed, with its line. A person judges whether it matters (a change of a limit that
 only saves time does not). No file is changed: each change runs in a fork, which imports the module from the changed
-tree. For pure modules with quick tests. It is not a test itself.
+tree. For pure modules with quick tests; of a large module, `--draw 60` tries 60 changes, drawn at random by `--seed`
+(1). Options that it does not know are pytest's, such as `-k`. It is not a test itself.
 """
 
 from __future__ import annotations
 
+import argparse
 import ast
+import importlib
 import importlib.abc
 import importlib.machinery
 import importlib.util
 import os
+import random
 import select
 import signal
 import sys
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from copy import deepcopy
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-SECONDS = 120  # a change that makes the tests take longer is noticed
 SWAPS: dict[type, type] = {
     ast.Lt: ast.LtE,
     ast.LtE: ast.Lt,
@@ -129,7 +133,7 @@ class Changed(importlib.abc.MetaPathFinder, importlib.abc.InspectLoader):
         return compile(self._tree, str(self._path), "exec")
 
 
-def noticed(name: str, path: Path, tree: ast.Module, tests: Sequence[str]) -> bool:
+def noticed(name: str, path: Path, tree: ast.Module, tests: Sequence[str], seconds: float) -> bool:
     """Runs the tests in a fork that has the changed module. Returns whether one failed, or hung."""
     import pytest
 
@@ -142,41 +146,81 @@ def noticed(name: str, path: Path, tree: ast.Module, tests: Sequence[str]) -> bo
         sys.meta_path.insert(0, Changed(name, path, tree))
         status = 1
         try:
-            status = int(pytest.main([*tests, "-x", "-q", "--assert=plain", "-p", "no:cacheprovider"]))
+            options = ["-x", "-q", "--assert=plain", "-p", "no:cacheprovider", "--hypothesis-profile=mutation"]
+            status = int(pytest.main([*options, *tests]))
         finally:
             os._exit(status != 0)
     fd = os.pidfd_open(child)
-    in_time = bool(select.select([fd], [], [], SECONDS)[0])
+    in_time = bool(select.select([fd], [], [], seconds)[0])
     os.close(fd)
     if not in_time:
         os.killpg(child, signal.SIGKILL)
     return os.waitpid(child, 0)[1] != 0
 
 
-def main(name: str, tests: Sequence[str]) -> int:
+def others_loaded_by(tests: Sequence[str]) -> list[str]:
+    """Returns the modules of other packages that the tests load, so that forks need not."""
+    import pytest
+
+    reads, writes = os.pipe()
+    child = os.fork()
+    if child == 0:
+        quiet = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(quiet, 1)
+        try:
+            pytest.main(["--collect-only", "-q", "--assert=plain", "-p", "no:cacheprovider", *tests])
+            own = {each.stem for each in Path("tests").rglob("*.py")}
+            found = [each for each in sys.modules if each.split(".")[0] not in {"satrap", "tests", "__main__", *own}]
+            with open(writes, "w") as file:
+                file.write("\n".join(found))
+        finally:
+            os._exit(0)
+    os.close(writes)
+    with open(reads) as file:
+        found = file.read().split("\n")
+    os.waitpid(child, 0)
+    return found
+
+
+def main(name: str, tests: Sequence[str], options: argparse.Namespace) -> int:
     import hypothesis  # noqa: F401  once, for all forks
     import numpy  # noqa: F401
     import torch  # noqa: F401
 
     sys.path[:0] = [".", "tests"]
+    for each in others_loaded_by(tests):
+        with suppress(Exception):
+            importlib.import_module(each)
     path = Path("src", *name.split(".")).with_suffix(".py")
     source = path.read_text()
-    if noticed(name, path, ast.parse(source), tests):
+    if noticed(name, path, ast.parse(source), tests, options.seconds):
         raise SystemExit(f"{' '.join(tests)} fail without any change; expected green tests of {name}")
-    lines, number, num_left = source.splitlines(), 0, 0
-    while True:
-        number += 1
+    every = Replace(0)  # counts the changes
+    every.visit(ast.parse(source))
+    numbers = list(range(1, every.count + 1))
+    if options.draw is not None and options.draw < len(numbers):
+        numbers = sorted(random.Random(options.seed).sample(numbers, options.draw))
+    lines, num_left = source.splitlines(), 0
+    for number in numbers:
         replace = Replace(number)
         tree = ast.fix_missing_locations(replace.visit(ast.parse(source)))
-        if not replace.what:
-            break
-        if not noticed(name, path, tree, tests):
+        if not noticed(name, path, tree, tests, options.seconds):
             num_left += 1
             line = int(replace.what.split()[1].rstrip(":"))
             print(f"{name} {replace.what}\n    {lines[line - 1].strip()}", flush=True)
-    print(f"{name}: {number - 1} changes, {num_left} not noticed", flush=True)
+    print(f"{name}: {len(numbers)} of {every.count} changes, {num_left} not noticed", flush=True)
     return num_left
 
 
+def parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(allow_abbrev=False)
+    made.add_argument("module")
+    made.add_argument("--draw", type=int)
+    made.add_argument("--seed", type=int, default=1)
+    made.add_argument("--seconds", type=float, default=120.0, help="a change that makes the tests longer is noticed")
+    return made
+
+
 if __name__ == "__main__":
-    raise SystemExit(main(sys.argv[1], sys.argv[2:]) > 0)
+    known, others = parser().parse_known_args()
+    raise SystemExit(main(known.module, others, known) > 0)

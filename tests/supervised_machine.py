@@ -38,6 +38,7 @@ class Machine:
         self.now, self.running, self.ready = 0.0, set[Process](), set[Process]()
         self.stopped, self.log, self.started = set[Process](), list[str](), list[Process]()
         self.exit_status: int | None = None
+        self.commands: list[Command] = []  # of the last event
         self.launches: dict[int, int] = {}
         self.migrating: tuple[str, ...] | None = None
         self.last_address: dict[tuple[Role, int], str] = {}
@@ -48,6 +49,7 @@ class Machine:
         self.execute(self.supervisor.start(self.now))
 
     def execute(self, commands: list[Command]) -> None:
+        self.commands = commands
         for command in commands:
             assert self.exit_status is None, "no command follows ExitRun"
             match command:
@@ -129,6 +131,10 @@ class Machine:
             self.trainers_know = self.addresses()
         if self.exit_status is None and any(each not in self.stopped for each in self.trainers()):
             assert self.trainers_know == self.addresses(), "no trainer keeps addresses that are out of date"
+
+    def stops(self) -> dict[str, tuple[str, bool]]:
+        """Returns how the last event stopped each process, and whether its place was released."""
+        return {str(each.process): (each.mode, each.release) for each in self.commands if isinstance(each, StopProcess)}
 
     def fail_migration(self, has_no_job: bool = False, resume: bool = True) -> float:
         """Fails the migration in progress, and returns the pause before the next one, which starts if `resume`."""

@@ -35,6 +35,34 @@ def test_other_names_do_not_parse() -> None:
         assert Version.parse(name) is None, name
 
 
+def numbered(names: set[str]) -> list[Version]:
+    return sorted(version for name in names if (version := Version.parse(name)) is not None)
+
+
+@given(st.lists(versions, max_size=12, unique=True), st.lists(versions, max_size=12), st.sets(versions, max_size=4))
+def test_the_newest_and_the_best(whole: list[Version], best: list[Version], torn: set[Version]) -> None:
+    """A version that was the best counts only if it is complete."""
+    found = Catalog(
+        {each.name: None for each in whole}, [each.name for each in torn], best=[each.name for each in best]
+    )
+    assert found.newest == (max(whole).name if whole else None)
+    complete = set(best) & set(whole)
+    assert found.best == (max(complete).name if complete else None)
+
+
+@given(catalogs(), st.integers(1, 4))
+def test_what_is_removed(found: tuple[Catalog, set[str], set[str]], keep: int) -> None:
+    """The model follows each parent: exactly the newest, the best and what they need is kept."""
+    catalog, whole, _ = found
+    pending = [each.name for each in numbered(whole)[-keep:]] + [catalog.best] * (catalog.best is not None)
+    kept = set[str | None]()
+    while pending:
+        name = pending.pop()
+        kept.add(name)
+        pending += [parent for parent in [catalog.parents.get(name or "")] if parent is not None]
+    assert catalog.removable(keep) == [each.name for each in numbered(whole - kept)]
+
+
 @given(catalogs(), st.integers(1, 4))
 def test_kept_versions_can_be_resumed(found: tuple[Catalog, set[str], set[str]], keep: int) -> None:
     catalog, whole, _ = found
@@ -60,8 +88,8 @@ def test_only_torn_uploads_are_garbage(found: tuple[Catalog, set[str], set[str]]
         assert version is not None
         newer = newest is None or version.number > newest.number
         assert (name in catalog.skipped) == newer
-        if name in catalog.garbage():
-            assert version.writer and newest is not None and version.number < newest.number
+        older = newest is not None and version.number < newest.number
+        assert (name in catalog.garbage()) == (older and version.writer != "")
         assert (name in catalog.removed_later) == bool(version.writer)
 
 
@@ -70,8 +98,21 @@ def test_no_number_is_reused(found: tuple[Catalog, set[str], set[str]], used: Ve
     catalog, whole, torn = found
     known = Catalog(catalog.parents, torn, [used.name])
     made = known.next(7, "")
-    assert all(made.number > Version.parse(name).number for name in (*whole, *torn, used.name))  # type: ignore[union-attr]
+    assert made == (1 + max(each.number for each in (used, *numbered(whole | torn))), 7, "")
     for name in whole | torn:
         assert known.is_newer(made.name, name) and not known.is_newer(name, made.name)
         assert not known.is_newer(name, name) and known.is_newer(name, None)
     assert known.is_newer("000005-step-1-0123abcd", "000005-step-1-89abcdef"), "another version of the same number"
+    assert known.is_newer(made.name, "of another folder") and not known.is_newer("no version", None)
+
+
+def test_the_first_version_of_a_folder() -> None:
+    assert Catalog({}, []).next(3, "0123abcd").name == "000001-step-3-0123abcd"
+    assert Version.parse("000001-step-3") == (1, 3, "")
+    assert Catalog({}, ["000001-step-3"]).skipped == ["000001-step-3"] and not Catalog({}, ["000001-step-3"]).garbage()
+
+
+def test_versions_that_name_each_other_as_parents_are_kept() -> None:
+    """No save writes that; a damaged folder must not hang a save."""
+    one, other = "000001-step-1", "000002-step-2"
+    assert Catalog({one: other, other: one}, []).removable(1) == []

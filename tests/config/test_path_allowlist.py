@@ -13,7 +13,7 @@ from clicks import write_table
 from cluster import batch, one_table, running_servers, sharded_worker
 from remote_worker_parts import Working, running, source, train, write
 from satrap import CSV, Arrow, Checkpoint, Parquet
-from satrap.config.path_allowlist import PathAllowlist, without_glob
+from satrap.config.path_allowlist import PathAllowlist, is_url, without_glob
 from satrap.data.registry import restrict
 from satrap.data.source import Source
 from satrap.errors import ConfigError, InputError, SatrapError
@@ -42,6 +42,8 @@ from satrap.server.protocol import ServerCalls
         ("file://{}/other", False),
         ("FILE://{}/other", False),
         ("local://{}/other", False),
+        ("{}/other/file://../data/0", False),  # a folder of that name: a scheme is only one at the beginning
+        ("{}/data/file://../0", True),
         ("single.csv2", False),
     ],
 )
@@ -94,6 +96,54 @@ def test_urls(url: str, permitted: bool) -> None:
 )
 def test_where_a_glob_begins(path: str, folder: str) -> None:
     assert without_glob(path) == folder
+
+
+def test_everything_below_the_root_is_permitted(tmp_path: Path) -> None:
+    allowlist = PathAllowlist(["/"], "--data")
+    assert allowlist.permits("/") and allowlist.permits(f"{tmp_path}/x") and not allowlist.permits("s3://bucket")
+
+
+def test_a_drive_letter_is_no_url(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert not is_url("c://x") and is_url("s3://x") and not is_url("File://x") and not is_url("a/s3://x")
+    assert PathAllowlist([tmp_path], "--data").permits("c://x")
+
+
+def test_relative_paths_and_the_users_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "home").mkdir()
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.chdir(tmp_path)
+    allowlist = PathAllowlist(["~/data", "here"], "--data")
+    for path in ("~/data/0", "file://~/data/0", f"{tmp_path}/home/data", "here/0", "file://here", f"{tmp_path}/here"):
+        assert allowlist.permits(path), path
+    for path in ("~/other", "data/0", f"{tmp_path}/~/data", "~"):
+        assert not allowlist.permits(path), path
+
+
+@pytest.mark.parametrize(
+    ("glob", "folder"),
+    [
+        ("{}/data/*.csv", None),
+        ("{}/data*", "{}"),
+        ("{}/data[1", None),  # the name of a file that was allowed, although it looks like a glob
+        ("{}/data[2", "{}"),
+        ("file://{}/data/?", None),
+        ("{}/*/../data/x", None),  # ".." is resolved first, as in a source
+        ("s3://bucket/data/*", None),
+        ("s3://bucket/*", "s3://bucket"),
+        ("s3://bucket/data/*/../x", None),
+    ],
+)
+def test_all_that_a_glob_may_match(tmp_path: Path, glob: str, folder: str | None) -> None:
+    """`folder`: what is refused."""
+    allowed = [f"{tmp_path}/data", f"{tmp_path}/data[1", f"{tmp_path}/data", "s3://bucket/data"]
+    allowlist, text = PathAllowlist(allowed, "--data"), glob.format(tmp_path)
+    if folder is None:
+        allowlist.require_below(text)
+    else:
+        known = rf"'{tmp_path}/data', '{tmp_path}/data\[1', 's3://bucket/data'; allow"
+        with pytest.raises(ConfigError, match=f"^'{folder.format(tmp_path)}' is refused: expected .* below {known}"):
+            allowlist.require_below(text)
 
 
 def test_nothing_is_permitted_unless_it_was_named() -> None:

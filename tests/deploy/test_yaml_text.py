@@ -80,3 +80,72 @@ def test_a_document_is_what_a_person_would_write() -> None:
 def test_text_that_another_reader_takes_for_something_else_is_quoted(text: str) -> None:
     """PyYAML reads some of these as text, and others would not."""
     assert document({"a": text}) == f'a: "{text}"\n'
+
+
+WORDS = st.lists(st.text("ab", min_size=1, max_size=40), min_size=1, max_size=30)
+
+
+def assert_filled(lines: list[str], words: list[str], prefix: str) -> None:
+    """Each line holds as many words as fit into 110 characters, one at least."""
+    assert all(line.startswith(prefix) for line in lines)
+    held = [line.removeprefix(prefix).split(" ") for line in lines]
+    assert [word for line in held for word in line] == words
+    for line, after in zip(lines, [*held[1:], None], strict=True):
+        assert len(line) <= 110 or " " not in line.removeprefix(prefix)
+        assert after is None or len(f"{line} {after[0]}") > 110
+
+
+@given(WORDS, st.integers(0, 2))
+@settings(max_examples=40)
+def test_a_comment_fills_its_lines(words: list[str], depth: int) -> None:
+    value: dict[str, Any] = {"key": Note("  ".join(words), 1)}
+    for _ in range(depth):
+        value = {"outer": value}
+    *lines, last = document(value).splitlines()[depth:]
+    pad = "  " * depth
+    assert last == f"{pad}key: 1"
+    assert_filled(lines, words, f"{pad}# ")
+
+
+@given(WORDS)
+@settings(max_examples=40)
+def test_a_command_fills_its_lines(words: list[str]) -> None:
+    first, *lines = document({"run": Command(words)}).splitlines()
+    assert first == "run: >-"
+    assert_filled(lines, words, "  ")
+
+
+def test_an_option_of_a_command_begins_a_line() -> None:
+    words = ["--first", "a", "-n", "--", "b", "c-d", "-"]
+    assert document({"run": Command(words)}) == "run: >-\n  --first a\n  -n\n  -- b c-d\n  -\n"
+
+
+@pytest.mark.parametrize("words", [[], ["a  b"], ["a", ""], ["", "a"], ["a\tb"], ["\xe9"], ["a\nb"]])
+def test_a_command_that_lines_would_change_is_on_one(words: list[str]) -> None:
+    (line,) = document({"run": Command(words)}).splitlines()
+    assert yaml.safe_load(line) == {"run": " ".join(words)}
+
+
+@pytest.mark.parametrize(("length", "num_lines"), [(66, 1), (67, 2)])
+def test_a_list_of_texts_is_on_one_line_if_it_is_short(length: int, num_lines: int) -> None:
+    """At most 70 characters with its brackets and quotes; never if it has anything but texts."""
+    assert len(document({"a": ["x" * length]}).splitlines()) == num_lines
+    assert document({"a": ["x", 1]}) == "a:\n  - x\n  - 1\n"
+    assert document({"a": []}) == "a: []\n"
+
+
+@pytest.mark.parametrize("text", ["\n", "a", "a\nb", " a\nb\n", "a\n\n", "\na\n", "a\tb\n", "\xe9\n"])
+def test_text_that_a_block_would_change_is_quoted(text: str) -> None:
+    (line,) = document({"a": text}).splitlines()
+    assert yaml.safe_load(line) == {"a": text}
+
+
+def test_an_empty_line_of_a_block_has_no_spaces() -> None:
+    assert document({"a": {"b": "c\n\n d\n"}}) == "a:\n  b: |\n    c\n\n     d\n"
+
+
+def test_comments_of_a_lists_mappings() -> None:
+    value = {"a": [{"b": Note("Of b.", 1), "c": Note("Of c.", 2)}, {}, [{"d": 1}], Note("Of e.", "e")]}
+    assert document(value) == (
+        "a:\n  # Of b.\n  - b: 1\n    # Of c.\n    c: 2\n  - {}\n  -\n    - d: 1\n  # Of e.\n  - e\n"
+    )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -82,6 +83,60 @@ def test_a_plan_has_no_machine_too_many(rows: int) -> None:
     servers = pools[0].num_machines if pools[0].servers else 0
     usable = machine().memory_bytes - DEFAULTS.server_bytes
     assert servers <= 1 or job.server_bytes(servers - 1) > 0.99 * usable
+
+
+@given(st.floats(1e4, 1e6), st.integers(10**6, 10**9), st.sampled_from([0, 4]), st.integers(2, 12))
+@settings(max_examples=6)
+def test_every_machine_of_a_plan_is_needed(rate: float, rows: int, staleness: int, available: int) -> None:
+    """With one machine less of any kind, a plan is below the rate, or its own if that is lower, or does not fit."""
+    job = workload(load(rows), samples_per_second=rate, staleness=staleness)
+    found = plan(job, machine(available=available))
+    pools, reached = found.estimate.layout.pools, min(rate, found.estimate.samples_per_second)
+    for pool in pools:
+        if pool.num_machines > 1:
+            fewer = replace(pool, num_machines=pool.num_machines - 1)
+            less = assess(job, Layout(pools=tuple(fewer if each is pool else each for each in pools)))
+            assert less.misfits or less.samples_per_second < reached
+
+
+@given(st.floats(1e4, 1e7), st.integers(10**6, 10**9))
+@settings(max_examples=10)
+def test_alternatives_place_the_roles_in_other_ways(rate: float, rows: int) -> None:
+    """One for each way, in the order in which they are preferred; none is preferred to the plan."""
+    found = plan(workload(load(rows), samples_per_second=rate), machine(available=50))
+    ranked = [found.estimate, *found.alternatives]
+    ways = [tuple(pool.roles for pool in each.layout.pools) for each in ranked]
+    assert len(set(ways)) == len(ways)
+    preference = [
+        (max(0.0, 1.0 - each.samples_per_second / rate), each.layout.price_per_hour, each.layout.num_machines)
+        for each in ranked
+    ]
+    assert preference == sorted(preference)
+
+
+def test_each_gpu_has_a_trainer() -> None:
+    """So a machine with several GPUs needs servers for the rows."""
+    for gpus in (1, 8):
+        kind = machine(gpus=gpus, gpu_tflops=10.0)
+        found = plan(workload(samples_per_second=100.0), kind)
+        ways = [tuple(pool.roles for pool in each.layout.pools) for each in (found.estimate, *found.alternatives)]
+        assert ((("trainer",),) in ways) == (gpus == 1)
+        for each in (found.estimate, *found.alternatives):
+            assert each.layout.pool_of("trainer").trainers == gpus
+
+
+def test_machines_run_the_roles_that_they_are_for() -> None:
+    kinds = [machine(role, roles=[role]) for role in ("server", "worker", "trainer")]
+    found = plan(workload(load(10**9), samples_per_second=1e5), *kinds)
+    for each in (found.estimate, *found.alternatives):
+        assert all(pool.roles == (pool.machine.name,) for pool in each.layout.pools)
+
+
+def test_more_servers_on_a_machine_share_the_work_of_a_busy_network_thread() -> None:
+    kind = machine(cores=200, network_gbit=1e6, memory_gib=1e4)
+    found = plan(workload(load(10**8), samples_per_second=2e7, staleness=4, dense_flops=0, dense_parameters=0), kind)
+    layout = found.estimate.layout
+    assert 1 < layout.pool_of("server").servers <= 16
 
 
 def test_a_small_job_runs_in_one_process() -> None:

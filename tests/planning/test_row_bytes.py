@@ -56,3 +56,15 @@ def test_a_saved_row_is_what_a_checkpoint_has(tmp_path: Path) -> None:
     store.save(tmp_path / "saved")
     size = sum(each.stat().st_size for each in (tmp_path / "saved").rglob("*") if each.is_file())
     assert math.isclose(size, 50_000 * saved_row_bytes(table), rel_tol=0.1)
+
+
+def test_a_table_that_may_grow_beyond_its_capacity_is_measured_as_one_without() -> None:
+    one, grows = (Table("t", dim=8, **more) for more in ({}, {"capacity": 10**7, "on_full": "grow"}))  # type: ignore[arg-type]
+    assert memory_row_bytes(grows, 10**7) == memory_row_bytes(one, 10**7)
+
+
+@pytest.mark.parametrize("capacity", [None, 1, 100, 1000])
+def test_small_tables_have_a_size(capacity: int | None) -> None:
+    """Also if each of their buckets has room for one row only."""
+    for rows in (0, 1, capacity or 100):
+        assert memory_row_bytes(Table("t", dim=8, capacity=capacity), rows) >= 8 * 4

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from satrap.errors import ConfigError
-from satrap.rpc.header import Header, Kind
+from satrap.rpc.header import MAX_FRAMES, Header, Kind
 from satrap.rpc.ledger import Admission, Ledger, Limits, Request
 from satrap.rpc.schedule import Schedule
 
@@ -29,6 +29,8 @@ class LedgerMachine(RuleBasedStateMachine):
         self.running: dict[tuple[int, int], tuple[Request, int]] = {}
         self.routes: dict[int, bytes] = {}
         self.num_routes = self.num_expired = 0
+        self.num_arrived = self.num_duplicates = self.num_busy = self.num_dropped = 0
+        self.is_closed = False
 
     def is_full(self, num_bytes: int) -> bool:
         used = sum(size for _, size, _ in self.queued) + sum(size for _, size in self.running.values())
@@ -40,17 +42,20 @@ class LedgerMachine(RuleBasedStateMachine):
         self.routes[client] = route = b"%d" % self.num_routes
         name, until = (client, call), self.now + ms / 1000
         admission = self.ledger.arrive(header(client, call, num_bytes, ms), (), route, self.now)
+        self.num_duplicates += admission is Admission.DUPLICATE
+        self.num_busy += admission is Admission.BUSY
+        self.num_arrived += admission is Admission.QUEUED
         if name in self.running:
             assert admission is Admission.DUPLICATE
         elif any(each == name for each, _, _ in self.queued):
             assert admission is Admission.DUPLICATE
             self.queued = [(n, b, max(u, until)) if n == name else (n, b, u) for n, b, u in self.queued]
         else:
-            if self.is_full(num_bytes):
+            if self.is_full(num_bytes) and not self.is_closed:
                 alive = [each for each in self.queued if self.now < each[2]]
                 self.num_expired += len(self.queued) - len(alive)
                 self.queued = alive
-            assert admission is (Admission.BUSY if self.is_full(num_bytes) or self.ledger.closed else Admission.QUEUED)
+            assert admission is (Admission.BUSY if self.is_full(num_bytes) or self.is_closed else Admission.QUEUED)
             if admission is Admission.QUEUED:
                 self.queued.append((name, num_bytes, until))
 
@@ -63,7 +68,7 @@ class LedgerMachine(RuleBasedStateMachine):
         assert (request is None) == (not self.queued)
         if request is not None:
             name, num_bytes, _ = self.queued.pop(0)
-            assert request.name == name
+            assert request.name == name and request.started_at == self.now
             self.running[name] = request, num_bytes
 
     @precondition(lambda self: self.running)
@@ -80,10 +85,12 @@ class LedgerMachine(RuleBasedStateMachine):
     def time_passes(self, ms: int) -> None:
         self.now += ms / 1000
 
-    @precondition(lambda self: self.num_routes > 20)
+    @precondition(lambda self: self.num_routes > 8)
     @rule()
     def close(self) -> None:
         self.ledger.drop_queued()
+        self.num_dropped += len(self.queued)
+        self.is_closed = True
         self.queued.clear()
 
     @invariant()
@@ -91,7 +98,14 @@ class LedgerMachine(RuleBasedStateMachine):
         self.ledger.check()
         assert self.ledger.num_queued == len(self.queued)
         assert self.ledger.num_running == len(self.running)
-        assert self.ledger.counts.expired == self.num_expired
+        assert self.ledger.closed == self.is_closed
+        counts = self.ledger.to_dict()
+        assert counts["queued"] == len(self.queued) and counts["running"] == len(self.running)
+        assert counts["arrived"] == self.num_arrived and counts["expired"] == self.num_expired
+        assert counts["duplicates"] == self.num_duplicates and counts["busy"] == self.num_busy
+        assert counts["dropped"] == self.num_dropped
+        others = ("bad", "failed", "received_bytes", "sent_bytes")  # the service counts these
+        assert not any(counts[each] for each in others)
 
     def teardown(self) -> None:
         self.ledger.drop_queued()
@@ -104,11 +118,41 @@ class LedgerMachine(RuleBasedStateMachine):
 TestLedger = LedgerMachine.TestCase
 
 
-@pytest.mark.parametrize("name", ["max_requests", "max_bytes", "max_frame_bytes", "max_frames"])
-@pytest.mark.parametrize("value", [0, -1, 1.5, 2**63])
-def test_limits_are_checked(name: str, value: float) -> None:
-    with pytest.raises(ConfigError, match=f"Limits: {name} is"):
-        Limits(**{name: value})  # type: ignore[arg-type]
+@pytest.mark.parametrize(
+    ("name", "high"),
+    [
+        ("max_requests", 1 << 20),
+        ("max_bytes", 1 << 62),
+        ("max_frame_bytes", 1 << 62),
+        ("max_partial_bytes", 1 << 62),
+        ("max_frames", MAX_FRAMES),
+    ],
+)
+def test_limits_are_checked(name: str, high: int) -> None:
+    for value in (0, -1, 1.5, high + 1, 2**63):
+        with pytest.raises(ConfigError, match=f"Limits: {name} is"):
+            Limits(**{name: value})  # type: ignore[arg-type]
+    for value in (1, high):
+        assert getattr(Limits(**{name: value}), name) == value
+
+
+@pytest.mark.parametrize("deadline_ms", [1, 1000, 123_456])
+def test_a_request_expires_at_its_deadline_and_not_before(deadline_ms: int) -> None:
+    ledger, end = Ledger(LIMITS), 5.0 + deadline_ms / 1000
+    for call in (1, 2):
+        ledger.arrive(header(1, call, deadline_ms=deadline_ms), (), b"", 5.0)
+    request = ledger.start_next(end - 0.0001)
+    assert request is not None and request.name == (1, 1)
+    assert ledger.start_next(end) is None and ledger.counts.expired == 1
+
+
+def test_a_closed_ledger_refuses_what_would_fit() -> None:
+    """Also a request that replaces one whose deadline has passed."""
+    ledger = Ledger(LIMITS)
+    assert ledger.arrive(header(1, 1), (), b"", 0.0) is Admission.QUEUED
+    ledger.drop_queued()
+    assert ledger.arrive(header(1, 1), (), b"", 0.0) is Admission.BUSY
+    assert ledger.to_dict() | {"arrived": 1, "dropped": 1, "busy": 1} == ledger.to_dict()
 
 
 @given(

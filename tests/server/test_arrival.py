@@ -37,6 +37,8 @@ MEMBER = {"number": 0, "addresses": ["a", "b"], "leaves": False}
         ({}, MEMBER, "join"),
         ({"number": -1}, MEMBER, "join"),
         ({"number": 2}, MEMBER, "end"),
+        ({"number": 0}, {}, "end"),
+        ({}, MEMBER | {"number": 1}, "join"),
         ({}, MEMBER | {"addresses": ["a", "own"]}, "end"),
     ],
 )

@@ -25,7 +25,7 @@ from logged import logged
 from satrap.rpc import Client, Keys, Origin, Service
 from satrap.rpc.keys import create_keys
 from satrap.server.migration.coordinator import Migration
-from satrap.server.migration.departure import Answer, Departure, next_action
+from satrap.server.migration.departure import Answer, Departure, next_action, own_address
 from satrap.server.protocol import ServerCalls
 from satrap.server.server import Server
 from satrap.worker.local_rows import LocalWorker
@@ -49,6 +49,32 @@ def test_one_of_those_that_leave_moves_the_buckets_of_all(states: list[Answer]) 
         assert set(actions) <= {"wait"}
     else:
         assert actions == ["move", *["wait"] * (len(actions) - 1)][: len(actions)]
+
+
+@given(st.lists(ANSWERS, min_size=1, max_size=6), st.data())
+def test_what_a_server_that_leaves_does_next(states: list[Answer], data: st.DataObject) -> None:
+    """It moves the buckets if it is the first that leaves, all others answer, and one of them stays."""
+    addresses = [f"tcp://s{number}:1" for number in range(len(states) + 1)]
+    own = data.draw(st.sampled_from(addresses))
+    others = [each for each in addresses if each != own]
+    answers = dict(zip(others, states, strict=True))
+    before = [answers[each] for each in addresses[: addresses.index(own)]]
+    wanted = "wait" if "silent" in states or "leaves" in before else "move"
+    assert next_action(addresses, own, answers) == (wanted if "stays" in states else "end")
+    assert next_action(addresses, None, answers) == "end"
+
+
+@pytest.mark.parametrize(
+    ("status", "address"),
+    [
+        ({}, None),
+        ({"number": -1, "addresses": ["a", "b"]}, None),
+        ({"number": 0, "addresses": ["a", "b"]}, "a"),
+        ({"number": 1, "addresses": ["a", "b"]}, "b"),
+    ],
+)
+def test_a_servers_own_address(status: dict[str, Any], address: str | None) -> None:
+    assert own_address(status) == address
 
 
 def test_a_server_that_is_in_no_job_ends_at_once() -> None:

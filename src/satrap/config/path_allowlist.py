@@ -13,7 +13,7 @@ from satrap.errors import ConfigError
 
 URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+)://")
 GLOB_CHARACTER = re.compile(r"[*?\[]")
-_LOCAL = re.compile(r"(file|local)://", re.IGNORECASE)
+_LOCAL = re.compile(r"\A(file|local)://", re.IGNORECASE)
 
 
 class PathAllowlist:
@@ -70,7 +70,7 @@ def without_glob(path: str) -> str:
 
 def _local(path: str) -> str:
     """Return a path as sources read it: without the scheme, absolute, with the user's folder expanded."""
-    return os.path.abspath(os.path.expanduser(_LOCAL.sub("", path, count=1)))
+    return os.path.abspath(os.path.expanduser(_LOCAL.sub("", path)))
 
 
 def _is_below(real: str, root: str) -> bool:

@@ -151,7 +151,7 @@ def _crossing(layout: Layout, pool: Pool, demand: Demand) -> tuple[float, float]
     if not (worker and trainer):
         out += worker * demand.vectors_to_trainer + trainer * demand.vectors_to_worker
         into += trainer * demand.vectors_to_trainer + worker * demand.vectors_to_worker
-    if pool.num_machines > 1 or trainer < 1:
+    if pool.num_machines > 1:
         out += trainer * demand.reduced
         into += trainer * demand.reduced
     return out, into

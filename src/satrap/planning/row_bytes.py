@@ -39,7 +39,7 @@ def _measured(table: Table, rows: int) -> int:
     store = Store(table, num_threads=1)
     # A bounded table evicts: with twice the ids, each bucket is full.
     ids = np.random.default_rng(0).integers(0, 2**63, rows if table.capacity is None else 2 * rows, dtype=np.uint64)
-    for part in np.array_split(ids, 8):
+    for part in np.array_split(ids, 2 * _BUCKETS):  # each fits into one bucket: no lookup needs more rows at once
         store.lookup(part)
     found = store.stats()
     return math.ceil(found["bytes"] / found["rows"])

@@ -471,5 +471,6 @@ NB_MODULE(_core, m) {
     bind_engine(m);
     bind_split(m);
     bind_samples(m);
+    bind_messages(m);
     bind_interaction(m);
 }

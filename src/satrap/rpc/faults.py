@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 from satrap import errors
 from satrap.errors import RpcError, SatrapError
+from satrap.rpc.header import frames_in
 from satrap.rpc.values import Buffer
 
 _MAX_TEXT = 8192
@@ -26,8 +27,10 @@ def encode_error(error: BaseException) -> list[memoryview]:
     return [memoryview(json.dumps([type(error).__name__, text]).encode())]
 
 
-def decode_error(frames: Sequence[Buffer], method: str, address: str) -> SatrapError:
-    """Return the exception to raise at the caller."""
+def decode_error(frames: Sequence[Buffer] | bytes, method: str, address: str) -> SatrapError:
+    """Return the exception to raise at the caller. frames: or a whole message of one frame."""
+    if isinstance(frames, bytes):
+        frames = frames_in(frames)
     try:
         (frame,) = frames
         name, text = json.loads(bytes(frame))

@@ -39,6 +39,9 @@ struct Type {
     int items = -1;       // which ones may be in a list; -1: no list
 };
 
+// Returns one of the two names that the buffer protocol has for a 64-bit integer.
+char one_name(char format) { return format == 'l' ? 'q' : format == 'L' ? 'Q' : format; }
+
 // An array's memory, borrowed while a message is packed.
 class Borrowed {
   public:
@@ -58,7 +61,7 @@ class Borrowed {
         }
         ++count_;
         num_bytes_ += static_cast<std::size_t>(view.len);
-        return view.ndim == 1 && view.format[0] == type.format && view.format[1] == '\0' &&
+        return view.ndim == 1 && one_name(view.format[0]) == type.format && view.format[1] == '\0' &&
                static_cast<std::size_t>(view.itemsize) == type.item_bytes;
     }
     std::size_t count() const { return count_; }
@@ -199,7 +202,7 @@ class MessageCodec {
             Type type;
             if (given.size() == 4) {
                 type.dtype = given[0];
-                type.format = nb::cast<std::string>(given[1]).at(0);
+                type.format = one_name(nb::cast<std::string>(given[1]).at(0));
                 type.item_bytes = nb::cast<std::size_t>(given[2]);
                 type.optional = nb::cast<bool>(given[3]);
             } else {

@@ -25,8 +25,9 @@ from satrap.rpc.faults import decode_error
 from satrap.rpc.handshakes import Handshakes
 from satrap.rpc.header import MAX_DEADLINE_MS, Header, Kind, Message, set_deadline
 from satrap.rpc.keys import Keys
-from satrap.rpc.methods import Frames, Method
+from satrap.rpc.methods import Method
 from satrap.rpc.schedule import Schedule
+from satrap.rpc.values import Frames
 
 _LOG = logging.getLogger("satrap.rpc")
 _WARN_SECONDS = 5.0  # a call without a connection is logged after this time

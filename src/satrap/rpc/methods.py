@@ -17,10 +17,8 @@ from typing import Any
 from satrap._core import MessageCodec
 from satrap.errors import ConfigError, InputError, RpcError
 from satrap.rpc.header import NO_ORIGIN, Header, Kind, Origin, frames_in
-from satrap.rpc.values import Buffer, ValueType, codec_of, decode, encode, read_type
+from satrap.rpc.values import Frames, ValueType, codec_of, decode, encode, read_type
 
-Frames = Sequence[Buffer] | bytes
-"""The frames of a message; or the whole message if it is one frame and `Header.of_joined` accepted it."""
 _REQUEST, _REPLY = int(Kind.REQUEST), int(Kind.REPLY)
 
 

@@ -30,6 +30,8 @@ from satrap.config.validation import describe
 from satrap.errors import ConfigError, RpcError, SatrapError
 
 Buffer = bytes | memoryview
+Frames = Sequence[Buffer] | bytes
+"""The frames of a message; or the whole message if it is one frame and `Header.of_joined` accepted it."""
 MAX_JSON_BYTES = 4 << 20
 """Limit of the values other than arrays; parsing them takes about twenty times their bytes."""
 

@@ -417,6 +417,7 @@ void bind_engine(nb::module_& m) {
 NB_MODULE(_core, m) {
     m.doc() = "Satrap's native table; satrap.Store is the interface that users call.";
     nb::register_exception_translator(translate);
+    nb::set_leak_warnings(false); // the threads of a service that is not closed hold objects when the process ends
     m.def(
         "simd_paths",
         [] {
@@ -471,5 +472,6 @@ NB_MODULE(_core, m) {
     bind_engine(m);
     bind_split(m);
     bind_samples(m);
+    bind_messages(m);
     bind_interaction(m);
 }

@@ -24,6 +24,7 @@ void bind_config(nb::module_& m);                           // bindings_config.c
 void bind_interaction(nb::module_& m);                      // bindings_interaction.cpp
 void bind_hash(nb::module_& m);                             // bindings_hash.cpp
 void bind_samples(nb::module_& m);                          // bindings_samples.cpp
+void bind_messages(nb::module_& m);                         // bindings_messages.cpp
 void bind_split(nb::module_& m);                            // bindings_split.cpp
 void bind_bags(nb::module_& m, nb::class_<Engine>& engine); // bindings_bags.cpp
 void bind_frames(nb::class_<Engine>& engine);               // bindings_frames.cpp

@@ -659,6 +659,24 @@ def parse_numbers(offsets: NDArray[numpy.int64], data: NDArray[numpy.uint8]) -> 
 def log1p(values: Annotated[NDArray[numpy.float32], dict(shape=(None,), order='C', device='cpu', writable=False)]) -> Annotated[NDArray[numpy.float32], dict(shape=(None,), order='C')]:
     """ln(1 + max(x, 0)) of each, the same bits on every machine."""
 
+def read_header(message: bytes) -> tuple[int, ...] | None:
+    """
+    Returns the fields of the header of a message of one frame, in their order; None unless header and sizes are in order.
+    """
+
+class MessageCodec:
+    """Packs and unpacks messages of one frame with values of given types."""
+
+    def __init__(self, types: list[tuple[Any, ...]], array_class: type, frombuffer: Any, scan: Any) -> None: ...
+
+    def pack(self, kind: int, method: int, client: int, call: int, deadline_ms: int, origin: Any, values: tuple[Any, ...], first: int) -> bytearray | None:
+        """
+        Returns the message of the values from `first` on; None if it is large, or a value is unusual or wrong.
+        """
+
+    def unpack(self, message: bytes) -> list[Any] | None:
+        """Returns the values of a message; None if anything is unusual or wrong."""
+
 class Dots:
     """
     DLRM's interaction of a batch, on the CPU: the dot products of all pairs of vectors.

@@ -10,37 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from rpc_parts import INTS, JSON, REALS, Calls, arrays, same
+from rpc_parts import Calls, pairs, same
 from satrap.errors import ConfigError, InputError, RpcError
 from satrap.rpc.faults import decode_error, encode_error
 from satrap.rpc.header import Origin
 from satrap.rpc.methods import methods_of
 from satrap.rpc.values import ArrayType, ValueType, decode, encode, in_pieces, read_type
-
-DTYPES = [np.bool_, np.uint8, np.int8, np.uint16, np.int16, np.uint32, np.int32, np.uint64, np.int64]
-FLOATS = [np.float16, np.float32, np.float64]
-PLAIN: list[tuple[Any, st.SearchStrategy[Any]]] = [
-    (None, st.none()),
-    (bool, st.booleans()),
-    (int, INTS),
-    (float, REALS),
-    (str, st.text()),
-    (list[int], st.lists(INTS, max_size=4)),
-    (dict[str, float], st.dictionaries(st.text(), REALS, max_size=4)),
-    (list[dict[str, str | None]], st.lists(st.dictionaries(st.text(), st.none() | st.text()), max_size=3)),
-    (str | None, st.none() | st.text()),
-    (int | list[str], INTS | st.lists(st.text(), max_size=3)),
-    (dict, st.dictionaries(st.text(), JSON, max_size=3)),
-    (object, JSON),
-]
-
-
-def pairs() -> st.SearchStrategy[tuple[ValueType, Any]]:
-    """Returns a strategy for a type and a value of it."""
-    plain = [st.tuples(st.just(read_type("x", annotation)), value) for annotation, value in PLAIN]
-    whole = [st.tuples(st.just(ArrayType(np.dtype(dtype))), arrays(dtype)) for dtype in DTYPES + FLOATS]
-    absent = st.sampled_from(DTYPES).map(lambda dtype: (ArrayType(np.dtype(dtype), optional=True), None))
-    return st.one_of(*plain, *whole, absent)
 
 
 def name(i: int) -> str:

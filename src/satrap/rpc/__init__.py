@@ -20,7 +20,7 @@ from satrap.errors import RpcError
 try:
     from satrap.rpc.channel import PendingCall
     from satrap.rpc.client import Client
-    from satrap.rpc.gather import Gather
+    from satrap.rpc.gather import Gathers, send_all
     from satrap.rpc.header import Origin
     from satrap.rpc.keys import Keys
     from satrap.rpc.ledger import Limits
@@ -29,4 +29,4 @@ try:
 except ModuleNotFoundError as error:
     raise RpcError(f"servers and workers need pyzmq ({error}): pip install pyzmq") from error
 
-__all__ = ["Backoff", "Client", "Gather", "Keys", "Limits", "Origin", "PendingCall", "Service"]
+__all__ = ["Backoff", "Client", "Gathers", "Keys", "Limits", "Origin", "PendingCall", "Service", "send_all"]

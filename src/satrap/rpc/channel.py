@@ -12,21 +12,22 @@ import secrets
 import threading
 import time
 import weakref
-from collections.abc import Sequence
 from typing import Any
 
 import zmq
 
+from satrap._core import read_header
 from satrap.errors import ConfigError, DeadlineError, ForkError, InputError, RpcError
 from satrap.event_log import event
 from satrap.interrupts import Uninterrupted
 from satrap.rpc.address import is_unix, join_address, resolve_host, split_address
 from satrap.rpc.faults import decode_error
 from satrap.rpc.handshakes import Handshakes
-from satrap.rpc.header import MAX_DEADLINE_MS, Header, Kind, Origin
+from satrap.rpc.header import MAX_DEADLINE_MS, Header, Kind, Message, set_deadline
 from satrap.rpc.keys import Keys
 from satrap.rpc.methods import Method
 from satrap.rpc.schedule import Schedule
+from satrap.rpc.values import Frames
 
 _LOG = logging.getLogger("satrap.rpc")
 _WARN_SECONDS = 5.0  # a call without a connection is logged after this time
@@ -36,6 +37,7 @@ _MAX_QUEUED_MESSAGES = 64
 _RECONNECT_MS, _MAX_RECONNECT_MS, _CONNECT_TIMEOUT_MS = 50, 200, 5_000
 _HEARTBEAT_MS, _HEARTBEAT_TIMEOUT_MS = 2_000, 10_000
 # Plain integers: combining two members of zmq.Flag takes as long as sending a header.
+_REQUEST, _ERROR, _BUSY, _WORKING = map(int, (Kind.REQUEST, Kind.ERROR, Kind.BUSY, Kind.WORKING))
 _IN, _OUT, _MORE, _NOW = int(zmq.POLLIN), int(zmq.POLLOUT), int(zmq.SNDMORE), int(zmq.NOBLOCK)
 
 
@@ -46,7 +48,7 @@ class Channel:
         self.address, self.has_keys = address, keys is not None
         self.client = secrets.randbits(64)
         self.numbers = itertools.count(1)
-        self.waiting: weakref.WeakValueDictionary[int, PendingCall] = weakref.WeakValueDictionary()
+        self.waiting: dict[int, weakref.ref[PendingCall]] = {}  # an abandoned call removes itself
         self._thread, self._process = threading.get_ident(), os.getpid()
         self.lock = threading.Lock()  # held while the socket is used; close() takes it from another thread
         self.is_closed, self._is_new = False, True
@@ -105,23 +107,27 @@ class Channel:
 
     def try_send(self, pending: "PendingCall", now: float) -> None:
         """Send the request if there is a connection with room for it; otherwise leaves it due."""
-        first, *others = pending.header(now).message(pending.frames)
+        message, socket = pending.message, self.socket
+        pending.set_deadline(now)
+        last = len(message) - 1
         try:
-            self.socket.send(first, _MORE | _NOW if others else _NOW)
+            socket.send(message[0], _MORE | _NOW if last else _NOW)
         except zmq.Again:
             return
-        last = len(others) - 1
-        for i, frame in enumerate(others):
-            self.socket.send(frame, _MORE if i < last else 0, copy=False)
+        for i in range(1, last + 1):
+            socket.send(message[i], _MORE if i < last else 0, copy=False)
         pending.schedule.record_sent(now)
         self._last_connected = now
         if self._handshakes is not None:
             self._end_handshakes()
 
+    def _calls(self) -> "list[PendingCall]":
+        return [call for each in list(self.waiting.values()) if (call := each()) is not None]
+
     def _watch_handshakes(self) -> None:
         """Watch the handshakes of a connection that was lost. Connects again, since ZeroMQ would not do so if the
         server refused one before. Does nothing if the socket is connected and merely has a full queue."""
-        num_unanswered = sum(each.schedule.num_sent for each in self.waiting.values())
+        num_unanswered = sum(each.schedule.num_sent for each in self._calls())
         if self._handshakes is None and num_unanswered < _MAX_QUEUED_MESSAGES:
             self._handshakes = Handshakes(self.socket, self._endpoint, self.has_keys)
             self._reconnect(self._last_connected)
@@ -199,41 +205,48 @@ class Channel:
             first = self.socket.recv(_NOW, copy=False)
         except zmq.Again:
             return None
-        more = first.more
-        # pyzmq swallows an interrupt that is pending while it frees a frame: it frees that of a small message here.
-        frames = [first.buffer if more else memoryview(first.bytes)]
-        while more:
-            frame = self.socket.recv(copy=False)
-            frames.append(frame.buffer)
-            more = frame.more
+        if first.more:
+            frames = [first.buffer]
+            more = True
+            while more:
+                frame = self.socket.recv(copy=False)
+                frames.append(frame.buffer)
+                more = frame.more
+        else:
+            # pyzmq swallows an interrupt that is pending while it frees a frame: it frees that of a small message here.
+            message = first.bytes
+            if (fields := read_header(message)) is not None:
+                return self._handle_message(fields[0], fields[2], fields[3], message)
+            frames = [memoryview(message)]
         try:
             header = Header.unpack(frames[0])
-            return self._handle_message(header, header.frames_of(frames))
+            return self._handle_message(header.kind, header.client, header.call, header.frames_of(frames))
         except RpcError as error:
             self._fail_all(RpcError(f"{self.address} sent an invalid reply: {error}"))
             return None
 
-    def _handle_message(self, header: Header, frames: Sequence[memoryview]) -> "PendingCall | None":
-        if header.kind == Kind.ERROR and header.client == header.call == 0:  # the server could not read the sender
+    def _handle_message(self, kind: int, client: int, number: int, frames: Frames) -> "PendingCall | None":
+        if kind == _ERROR and client == number == 0:  # the server could not read the sender
             error = decode_error(frames, "a request", self.address)
             self._fail_all(RpcError(f"{self.address} cannot read what this client sends: {error}"))
             return None
-        pending = self.waiting.get(header.call) if header.client == self.client else None
-        if pending is None or header.kind == Kind.REQUEST:
+        known = self.waiting.get(number) if client == self.client else None
+        pending = None if known is None else known()
+        if pending is None or kind == _REQUEST:
             return None
-        if header.kind == Kind.WORKING:
+        if kind == _WORKING:
             pending.schedule.record_working(time.monotonic())
             return None
-        if header.kind == Kind.BUSY:
+        if kind == _BUSY:
             pending.schedule.record_busy(time.monotonic(), random.random())
             return None
-        pending.answer = header.kind, frames
-        pending.frames = ()
-        del self.waiting[header.call]
+        pending.answer = kind, frames
+        pending.message = []
+        self.waiting.pop(number, None)
         return pending
 
     def _fail_all(self, error: RpcError) -> None:
-        for pending in list(self.waiting.values()):
+        for pending in self._calls():
             pending.answer = error
         self.waiting.clear()
 
@@ -241,47 +254,56 @@ class Channel:
 class PendingCall:
     """A call that was started. Its result is collected later, in the same thread."""
 
+    __slots__ = (
+        "__weakref__",
+        "_client",
+        "_method",
+        "answer",
+        "channel",
+        "message",
+        "number",
+        "schedule",
+        "seconds",
+        "unwarned_since",
+    )
+
     def __init__(
         self,
         client: object,
         channel: Channel,
         method: Method,
-        origin: Origin,
-        frames: Sequence[memoryview],
+        number: int,
+        message: Message,
         schedule: Schedule,
         seconds: float,
     ) -> None:
-        self.number = next(channel.numbers)
-        self.schedule = schedule
-        self.answer: tuple[Kind, Sequence[memoryview]] | RpcError | None = None
-        self.frames: Sequence[memoryview] = frames
+        """message: the frames of the request, the first of which begins with its header."""
+        self.number, self.message, self.schedule = number, message, schedule
+        self.answer: tuple[int, Frames] | RpcError | None = None
         self._client = client  # keeps the client from being collected before its calls have ended
         self.channel, self._method, self.seconds = channel, method, seconds
-        self._origin = origin
-        self._num_bytes = sum(frame.nbytes for frame in frames)
         self.unwarned_since = schedule.due
 
-    def header(self, now: float) -> Header:
-        """Return the header of the request as it is sent now."""
+    def __del__(self) -> None:
+        self.channel.waiting.pop(self.number, None)
+
+    def set_deadline(self, now: float) -> None:
+        """Set the deadline in the request, which is sent now."""
         left = math.ceil(1000 * (self.schedule.deadline - now))
-        return Header(
-            kind=Kind.REQUEST,
-            method=self._method.number,
-            client=self.channel.client,
-            call=self.number,
-            num_frames=len(self.frames),
-            body_bytes=self._num_bytes,
-            deadline_ms=min(max(left, 1), MAX_DEADLINE_MS),
-            origin=self._origin,
-        )
+        set_deadline(self.message, min(max(left, 1), MAX_DEADLINE_MS))
 
     def send(self) -> None:
         """Send the request for the first time, if there is a connection; otherwise it is sent while it is waited
         for."""
+        with Uninterrupted():
+            self.send_uninterrupted()
+
+    def send_uninterrupted(self) -> None:
+        """Send the request in a block of `Uninterrupted`."""
         channel = self.channel
-        with Uninterrupted(), channel.lock:
+        with channel.lock:
             channel.require_open()
-            channel.waiting[self.number] = self
+            channel.waiting[self.number] = weakref.ref(self)
             channel.try_send(self, time.monotonic())
 
     def wait(self, seconds: float) -> bool:
@@ -297,7 +319,10 @@ class PendingCall:
     def result(self) -> Any:
         """Return the method's result; raise its exception, or DeadlineError. Call it in the thread of `start`."""
         channel = self.channel
-        self.wait(math.inf)
+        if self.answer is None:
+            self.wait(math.inf)
+        else:
+            channel.require_own_thread(self._method.name)
         if self.answer is None:
             raise DeadlineError(self._timeout_message())
         if isinstance(self.answer, RpcError):
@@ -306,7 +331,7 @@ class PendingCall:
             back = event("peer_back", peer=self.channel.address, method=self._method.name)
             _LOG.info("%s answers again", self.channel.address, extra=back)
         kind, frames = self.answer
-        if kind == Kind.ERROR:
+        if kind == _ERROR:
             raise decode_error(frames, self._method.name, channel.address)
         try:
             return self._method.decode_result(frames)

@@ -33,10 +33,10 @@ from satrap.errors import ConfigError, InputError
 from satrap.rpc.address import is_unix, split_address, unix_path
 from satrap.rpc.channel import PendingCall
 from satrap.rpc.channels import Channels
-from satrap.rpc.header import MAX_DEADLINE_MS
+from satrap.rpc.header import MAX_DEADLINE_MS, Header, Kind, Message
 from satrap.rpc.keys import Keys
 from satrap.rpc.ledger import Limits
-from satrap.rpc.methods import methods_of
+from satrap.rpc.methods import Method, methods_of
 from satrap.rpc.schedule import Schedule
 from satrap.rpc.unix_socket import require_private
 from satrap.rpc.values import in_pieces
@@ -115,9 +115,28 @@ class Client(Generic[P]):
         patient: the call may take as long as the server reports that it is running; `deadline` limits the silence.
             The deadline only moves while the caller waits (`PendingCall.wait`, `PendingCall.result`).
         """
-        if name not in self._methods:
+        method = self._methods.get(name)
+        if method is None:
             raise InputError(f"there is no method {name!r}; {suggest(name, list(self._methods))}")
-        method = self._methods[name]
+        seconds = self._deadline
+        if deadline is not None and deadline is not seconds:
+            seconds = _check_seconds("deadline", deadline)
+        channel = self._channels.for_this_thread()
+        number = next(channel.numbers)
+        packed = None if named else method.pack_arguments(arguments, channel.client, number)
+        message: Message = (
+            [packed] if packed is not None else self._encode(method, arguments, named, channel.client, number)
+        )
+        now = time.monotonic()
+        patience = seconds if patient else 0.0
+        schedule = Schedule(deadline=now + seconds, retry_seconds=self._retry_seconds, due=now, patience=patience)
+        schedule.observe(now)
+        return PendingCall(self, channel, method, number, message, schedule, seconds)
+
+    def _encode(
+        self, method: Method, arguments: tuple[Any, ...], named: dict[str, Any], client: int, number: int
+    ) -> Message:
+        """Return the frames of a request: the header, and those of the values."""
         origin, frames = method.encode_arguments(arguments, named)
         largest = max((frame.nbytes for frame in frames), default=0)
         if largest > _MAX_FRAME_BYTES:
@@ -132,14 +151,17 @@ class Client(Generic[P]):
             )
         if self._keys is not None:
             frames = in_pieces(frames)
-        seconds = self._deadline
-        if deadline is not None and deadline is not seconds:
-            seconds = _check_seconds("deadline", deadline)
-        now = time.monotonic()
-        patience = seconds if patient else 0.0
-        schedule = Schedule(deadline=now + seconds, retry_seconds=self._retry_seconds, due=now, patience=patience)
-        schedule.observe(now)
-        return PendingCall(self, self._channels.for_this_thread(), method, origin, frames, schedule, seconds)
+        header = Header(
+            kind=Kind.REQUEST,
+            method=method.number,
+            client=client,
+            call=number,
+            num_frames=len(frames),
+            body_bytes=total,
+            deadline_ms=1,
+            origin=origin,
+        )
+        return header.message(frames)
 
     def __enter__(self) -> Self:
         return self

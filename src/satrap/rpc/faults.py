@@ -6,11 +6,11 @@ the caller neither runs nor imports code that the server names.
 """
 
 import json
-from collections.abc import Sequence
 
 from satrap import errors
 from satrap.errors import RpcError, SatrapError
-from satrap.rpc.values import Buffer
+from satrap.rpc.header import frames_in
+from satrap.rpc.values import Frames
 
 _MAX_TEXT = 8192
 _CLASSES = {
@@ -26,8 +26,10 @@ def encode_error(error: BaseException) -> list[memoryview]:
     return [memoryview(json.dumps([type(error).__name__, text]).encode())]
 
 
-def decode_error(frames: Sequence[Buffer], method: str, address: str) -> SatrapError:
+def decode_error(frames: Frames, method: str, address: str) -> SatrapError:
     """Return the exception to raise at the caller."""
+    if isinstance(frames, bytes):
+        frames = frames_in(frames)
     try:
         (frame,) = frames
         name, text = json.loads(bytes(frame))

@@ -1,20 +1,22 @@
-"""Waits for several calls at once, to different servers: a `Gather` returns those that have ended, in any order.
+"""Sends several calls and waits for all of them at once: a `Gather` returns those that have ended, in any order.
 
 Asking each socket in turn would cost a system call per socket and answer. Instead, all descriptors are watched by one
-epoll. ZeroMQ makes a descriptor readable only for what arrives after its socket was found empty, so
+epoll, which a thread keeps for its next calls, since registering a socket costs about as much as sending to it. ZeroMQ
+makes a descriptor readable only for what arrives after its socket was found empty, so
 
 1. all sockets are polled before the first wait, after a call was added, and every 0.1 s;
-2. in between, a message is received from each socket whose descriptor is readable.
+2. in between, a message is received from each socket whose descriptor has become readable (edge-triggered: a fork may
+   keep the descriptor of a closed socket open, and it may stay readable).
 
 Requests that are due are sent, and deadlines are noticed, in step 1.
 """
 
 import math
 import select
+import threading
 import time
-from collections.abc import Iterable
-from contextlib import ExitStack
-from typing import Self
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 import zmq
 
@@ -24,30 +26,34 @@ from satrap.rpc.channel import Channel, PendingCall
 _IN, _OUT = int(zmq.POLLIN), int(zmq.POLLOUT)
 
 
-class Gather:
-    """The calls of one thread that it waits for. A context manager."""
+def send_all(calls: Iterable[PendingCall]) -> None:
+    """Send several calls as `PendingCall.send` does; a Ctrl-C takes effect when all are sent."""
+    with Uninterrupted():
+        for call in calls:
+            call.send_uninterrupted()
 
-    def __init__(self, calls: Iterable[PendingCall] = ()) -> None:
+
+class Gather:
+    """The calls of one thread that it waits for."""
+
+    def __init__(self) -> None:
         self._calls: dict[PendingCall, Channel] = {}
         self._watched: dict[int, Channel] = {}
         self._epoll = select.epoll()
         self._check_at = -math.inf
-        for call in calls:
-            self.add(call)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._epoll.close()
 
     def add(self, call: PendingCall) -> None:
         """Wait for this call, too."""
         channel = self._calls[call] = call.channel
         if self._watched.get(channel.fileno) is not channel:
+            self._watched = {number: each for number, each in self._watched.items() if not each.is_closed}
             self._watched[channel.fileno] = channel
-            self._epoll.register(channel.fileno, select.EPOLLIN)
+            self._epoll.register(channel.fileno, select.EPOLLIN | select.EPOLLET)
         self._check_at = -math.inf
+
+    def forget_all(self) -> None:
+        """Wait for none of the calls any longer."""
+        self._calls.clear()
 
     def wait(self, seconds: float) -> list[PendingCall]:
         """Wait until a call has ended, with or without an answer, or so many seconds. Return those that have ended."""
@@ -67,7 +73,9 @@ class Gather:
         """Wait for messages, and receive those of each socket that has some. Return the calls that they answer."""
         answered = []
         for descriptor, _ in self._epoll.poll(max(0.0, seconds)):
-            channel = self._watched[descriptor]
+            channel = self._watched.get(descriptor)
+            if channel is None:
+                continue
             with channel.lock:
                 call = None if channel.is_closed else channel.receive()
                 if call is None or channel.waiting:
@@ -78,23 +86,34 @@ class Gather:
 
     def _check(self, now: float) -> list[PendingCall]:
         """Receive what is there already, and send what is due. Return the calls that have ended."""
-        channels = set(self._calls.values())
-        with ExitStack() as locks:
+        channels, locked = set(self._calls.values()), list[Channel]()
+        try:
             for channel in channels:
-                locks.enter_context(channel.lock)
+                channel.lock.acquire()
+                locked.append(channel)
                 channel.require_open()
             ready = dict(zmq.zmq_poll([(channel.socket, _IN) for channel in channels], 0))
             for channel in channels:
-                if channel.socket in ready:
+                if ready and channel.socket in ready:
                     channel.receive()
                     while channel.poll(_IN, 0):
                         channel.receive()
-            next_at = now + SLICE_SECONDS
-            for call, channel in self._calls.items():
-                if call.answer is None and not self._attend(call, channel, now):
-                    next_at = min(next_at, now + call.schedule.wait(now))
-        self._check_at = next_at
+            self._check_at = self._send_due(now)
+        finally:
+            for channel in locked:
+                channel.lock.release()
         return [call for call in self._calls if call.answer is not None or call.schedule.is_expired(now)]
+
+    def _send_due(self, now: float) -> float:
+        """Send the calls that are due. Return when to check again."""
+        next_at = now + SLICE_SECONDS
+        for call, channel in self._calls.items():
+            if call.answer is None:
+                schedule = call.schedule
+                schedule.observe(now)
+                if schedule.due > now or not self._attend(call, channel, now):
+                    next_at = min(next_at, now + schedule.wait(now))
+        return next_at
 
     def _attend(self, call: PendingCall, channel: Channel, now: float) -> bool:
         """Send a call if it is due. Return whether it has to wait for a connection."""
@@ -103,3 +122,19 @@ class Gather:
         if not channel.poll(_OUT, 0):  # notices a server that refuses this client
             return True
         return channel.send_if_due(call, now)
+
+
+class Gathers(threading.local):
+    """A `Gather` of each thread, for one use after another."""
+
+    _idle: Gather | None = None
+
+    @contextmanager
+    def waiting_for(self, calls: Iterable[PendingCall]) -> Iterator[Gather]:
+        """Yield this thread's `Gather` with these calls, or another one if it is in use or was interrupted."""
+        gather, self._idle = self._idle or Gather(), None
+        for call in calls:
+            gather.add(call)
+        yield gather
+        gather.forget_all()
+        self._idle = gather

@@ -82,17 +82,19 @@ class Guard:
             self._connections.record_message(fd, num_bytes)
 
     def _watch(self) -> None:
-        # Descriptors of the previous round are checked again: they may have received bytes before they were watched.
-        is_waiting, previous = False, set[int]()
-        self._read_monitor()  # ZeroMQ only signals events that come after the first read
+        is_waiting, monitor = False, int(self._monitor.fileno())
+        self._read_monitor()  # ZeroMQ only signals events that come after the monitor was found empty
         while True:
-            ready = {fd for fd, _ in self._events.poll(0 if previous else _CHECK_SECONDS if is_waiting else None)}
+            ready = {fd for fd, _ in self._events.poll(_CHECK_SECONDS if is_waiting else None)}
             if self._wakeup in ready:
                 return
-            ready.discard(self._monitor.fileno())
             with self._lock:
-                self._read_monitor()
-                for fd in ready | previous:
+                if monitor in ready:
+                    ready.remove(monitor)
+                    self._read_monitor()
+                for fd in ready:
+                    with suppress(OSError):  # the connection is closed
+                        self._events.modify(fd, _WATCHED)  # before the bytes are counted: later ones wake this thread
                     if _is_open(fd, self._connections.inode(fd)):
                         self._connections.record_received(fd, _received_bytes(fd))
                 for fd, inode in self._connections.select_to_close(time.monotonic()).items():
@@ -100,13 +102,9 @@ class Guard:
                 is_waiting = self._connections.is_waiting()
             if ready:
                 time.sleep(_MIN_INTERVAL_SECONDS)
-            for fd in ready:
-                with suppress(OSError):  # the connection is closed
-                    self._events.modify(fd, _WATCHED)
-            previous = ready
 
     def _read_monitor(self) -> None:
-        while self._monitor.poll(0):
+        while int(self._monitor.get(zmq.EVENTS)) & zmq.POLLIN:
             event = recv_monitor_message(self._monitor)
             fd = int(event["value"])
             if event["event"] == zmq.Event.HANDSHAKE_FAILED_PROTOCOL:  # the value is the kind of the failure

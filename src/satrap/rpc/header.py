@@ -25,6 +25,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 
+from satrap._core import read_header
 from satrap.config.validation import check_integer
 from satrap.errors import InputError, RpcError
 
@@ -36,7 +37,10 @@ _VERSION = 2
 JOINED_BYTES = 1 << 15
 """A message of at most so many bytes is sent as one frame. Copying them takes less time than one more frame does."""
 _LAYOUT = struct.Struct("<4sBBHQQQQIIIIII")
+_DEADLINE, _DEADLINE_AT = struct.Struct("<I"), 40
 assert _LAYOUT.size == HEADER_BYTES
+Message = list[bytearray | memoryview]
+"""The frames of a message as they are sent. The first begins with the header, and can be changed."""
 
 
 class Kind(IntEnum):
@@ -107,13 +111,13 @@ class Header:
             0,
         )
 
-    def message(self, frames: Sequence[bytes | memoryview]) -> list[bytes | memoryview]:
+    def message(self, frames: Sequence[memoryview]) -> Message:
         """Return the frames of the message as they are sent: the header and these, or all in one if they are small."""
-        packed = self.pack()
+        packed = bytearray(self.pack())
         if not frames or self.body_bytes > JOINED_BYTES:
             return [packed, *frames]
         sizes = struct.pack(f"<{len(frames)}I", *map(len, frames))
-        return [b"".join((packed, sizes, *frames))]
+        return [bytearray().join((packed, sizes, *frames))]
 
     def frames_of(self, received: Sequence[memoryview]) -> Sequence[memoryview]:
         """Return the frames of a received message with this header; RpcError unless `message` could have made it."""
@@ -144,6 +148,26 @@ class Header:
         if begin != len(joined):
             raise RpcError(f"a message of one frame has {len(joined)} bytes; its sizes add up to {begin}")
         return frames
+
+    @classmethod
+    def of_joined(cls, message: bytes) -> "Header | None":
+        """Return the header of a message of one frame; None unless `unpack` and `frames_of` would accept it."""
+        if (fields := read_header(message)) is None:
+            return None
+        kind, method, client, call, num_frames, body_bytes, deadline_ms, *origin = fields
+        attempt, trainer, step, map_version = origin
+        return cls(
+            kind=_KINDS[kind],
+            method=method,
+            client=client,
+            call=call,
+            num_frames=num_frames,
+            body_bytes=body_bytes,
+            deadline_ms=deadline_ms,
+            origin=Origin(attempt=attempt, trainer=trainer, step=step, map_version=map_version)
+            if any(origin)
+            else NO_ORIGIN,
+        )
 
     @classmethod
     def unpack(cls, data: bytes | memoryview) -> "Header":
@@ -184,3 +208,13 @@ class Header:
                 f"a message has {len(sizes)} frames and {sum(sizes)} bytes; its header declares {self.num_frames} and "
                 f"{self.body_bytes}"
             )
+
+
+def frames_in(message: bytes) -> Sequence[memoryview]:
+    """Return the frames of a message of one frame that `Header.of_joined` accepted."""
+    return Header.unpack(message).frames_of([memoryview(message)])
+
+
+def set_deadline(message: Message, milliseconds: int) -> None:
+    """Change the deadline in the header of a message."""
+    _DEADLINE.pack_into(message[0], _DEADLINE_AT, milliseconds)

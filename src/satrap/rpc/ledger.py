@@ -15,13 +15,12 @@ queue is dropped: its caller has given up.
 """
 
 from collections import deque
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from enum import Enum
 
 from satrap.config.validation import check_integer
 from satrap.rpc.header import MAX_FRAMES, Header
-from satrap.rpc.values import Buffer
+from satrap.rpc.values import Frames
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -84,7 +83,7 @@ class Request:
     """An open request."""
 
     header: Header
-    frames: Sequence[Buffer]
+    frames: Frames
     deadline: float
     started_at: float = 0.0
     """When it started to run."""
@@ -128,7 +127,7 @@ class Ledger:
     def num_running(self) -> int:
         return len(self._open) - len(self._queued)
 
-    def arrive(self, header: Header, frames: Sequence[Buffer], route: bytes, now: float) -> Admission:
+    def arrive(self, header: Header, frames: Frames, route: bytes, now: float) -> Admission:
         """Queue a request, unless it is a duplicate or there is no room."""
         deadline = now + header.deadline_ms / 1000
         caller = self._callers.get(header.client)

@@ -14,14 +14,20 @@ from functools import cached_property
 from hashlib import blake2b
 from typing import Any
 
+from satrap._core import MessageCodec
 from satrap.errors import ConfigError, InputError, RpcError
-from satrap.rpc.header import NO_ORIGIN, Origin
-from satrap.rpc.values import Buffer, ValueType, decode, encode, read_type
+from satrap.rpc.header import NO_ORIGIN, Header, Kind, Origin, frames_in
+from satrap.rpc.values import Frames, ValueType, codec_of, decode, encode, read_type
+
+_REQUEST, _REPLY = int(Kind.REQUEST), int(Kind.REPLY)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Method:
-    """A method of a Protocol. Encodes and decodes its arguments and results."""
+    """A method of a Protocol. Encodes and decodes its arguments and results.
+
+    Small messages of the usual types take the short way: the core's codec packs and unpacks them whole. Where it does
+    not, `encode` and `decode` do the same work or raise the error."""
 
     name: str
     """Protocol.method"""
@@ -45,6 +51,32 @@ class Method:
     def number(self) -> int:
         return int.from_bytes(blake2b(str(self).encode(), digest_size=8).digest(), "little")
 
+    @cached_property
+    def _argument_codec(self) -> MessageCodec | None:
+        return codec_of(self.parameters) if self.num_positional == len(self.parameters) else None
+
+    @cached_property
+    def _result_types(self) -> tuple[ValueType, ...]:
+        if isinstance(self.result, tuple):
+            return self.result
+        return () if self.result is None else (self.result,)
+
+    @cached_property
+    def _result_codec(self) -> MessageCodec | None:
+        return codec_of(self._result_types)
+
+    def pack_arguments(self, positional: tuple[object, ...], client: int, call: int) -> bytearray | None:
+        """Return a request as one message, with a deadline that is still to be set; None if `encode_arguments` has to
+        decide."""
+        codec, origin = self._argument_codec, NO_ORIGIN
+        if codec is None:
+            return None
+        if self.takes_origin:
+            if not positional or type(positional[0]) is not Origin:
+                return None
+            origin = positional[0]
+        return codec.pack(_REQUEST, self.number, client, call, 1, origin, positional, int(self.takes_origin))
+
     def encode_arguments(
         self, positional: Sequence[object], keywords: Mapping[str, object]
     ) -> tuple[Origin, list[memoryview]]:
@@ -64,32 +96,43 @@ class Method:
         frames = encode(self.parameters, positional[self.takes_origin :], self._argument, InputError)
         return origin, frames
 
-    def decode_arguments(self, origin: Origin, frames: Sequence[Buffer]) -> tuple[list[Any], dict[str, Any]]:
+    def decode_arguments(self, origin: Origin, frames: Frames) -> tuple[list[Any], dict[str, Any]]:
         """Return the positional and the keyword arguments."""
-        values = decode(self.parameters, frames, self._argument)
+        values = _decode(self._argument_codec, self.parameters, frames, self._argument)
         num_positional = self.num_positional
         positional = [origin, *values[:num_positional]] if self.takes_origin else values[:num_positional]
         return positional, dict(zip(self.names[num_positional:], values[num_positional:], strict=True))
 
+    def pack_result(self, value: object, request: Header) -> bytearray | None:
+        """Return the reply to a request as one message; None if `encode_result` has to decide."""
+        codec, result = self._result_codec, self.result
+        if codec is None:
+            return None
+        if isinstance(result, tuple):
+            if type(value) is not tuple:
+                return None
+            values = value
+        else:
+            values = () if result is value is None else (value,)
+        return codec.pack(_REPLY, request.method, request.client, request.call, 0, NO_ORIGIN, values, 0)
+
     def encode_result(self, value: object) -> list[memoryview]:
         if not isinstance(self.result, tuple):
-            expected: Sequence[ValueType] = () if self.result is None else (self.result,)
             if self.result is None and value is not None:
                 raise RpcError(
                     f"{self.name} returned type {type(value).__name__}; expected None: correct the served object"
                 )
-            return encode(expected, [value][: len(expected)], self._result, RpcError)
+            return encode(self._result_types, [value][: len(self._result_types)], self._result, RpcError)
         if not isinstance(value, tuple) or len(value) != len(self.result):
             raise RpcError(
                 f"{self.name} returned type {type(value).__name__}; expected a tuple of {len(self.result)}: {self}"
             )
         return encode(self.result, value, self._result, RpcError)
 
-    def decode_result(self, frames: Sequence[Buffer]) -> Any:
+    def decode_result(self, frames: Frames) -> Any:
+        values = _decode(self._result_codec, self._result_types, frames, self._result)
         if isinstance(self.result, tuple):
-            return tuple(decode(self.result, frames, self._result))
-        expected = () if self.result is None else (self.result,)
-        values = decode(expected, frames, self._result)
+            return tuple(values)
         return values[0] if values else None
 
     def _argument(self, i: int) -> str:
@@ -97,6 +140,16 @@ class Method:
 
     def _result(self, i: int) -> str:
         return f"{self.name}: result {i}" if isinstance(self.result, tuple) else f"{self.name}: the result"
+
+
+def _decode(
+    codec: MessageCodec | None, types: Sequence[ValueType], frames: Frames, name: Callable[[int], str]
+) -> list[Any]:
+    if isinstance(frames, bytes):
+        if codec is not None and (values := codec.unpack(frames)) is not None:
+            return values
+        frames = frames_in(frames)
+    return decode(types, frames, name)
 
 
 def methods_of(protocol: Callable[..., Any]) -> dict[str, Method]:

@@ -40,13 +40,13 @@ from satrap.rpc.address import is_unix, is_wildcard, join_address, resolve_host,
 from satrap.rpc.call_times import CallTimes
 from satrap.rpc.faults import encode_error
 from satrap.rpc.guard import Guard
-from satrap.rpc.header import Header, Kind
+from satrap.rpc.header import JOINED_BYTES, Header, Kind, Message
 from satrap.rpc.keys import Keys
 from satrap.rpc.ledger import Admission, Ledger, Limits, Request
 from satrap.rpc.methods import Method, methods_of
 from satrap.rpc.open_files import raise_limit
 from satrap.rpc.unix_socket import SocketFile
-from satrap.rpc.values import MAX_JSON_BYTES, PIECE_BYTES, in_pieces
+from satrap.rpc.values import MAX_JSON_BYTES, PIECE_BYTES, Frames, in_pieces
 
 _LOG = logging.getLogger("satrap.rpc")
 _MAX_QUEUED_MESSAGES = 64  # of one connection, in either direction
@@ -59,7 +59,8 @@ _LINGER_MS = 1_000
 _GRACE_SECONDS = 0.05
 _DOMAIN = "satrap"
 # Plain integers: combining two members of zmq.Flag takes as long as sending a header.
-_MORE, _NOW = int(zmq.SNDMORE), int(zmq.NOBLOCK)
+_MORE, _NOW, _IN, _EVENTS = int(zmq.SNDMORE), int(zmq.NOBLOCK), int(zmq.POLLIN), int(zmq.EVENTS)
+_MAX_JOINED_BYTES = 2 * JOINED_BYTES  # of a message of one frame, with its header and the sizes
 _NO_REQUEST = Header(kind=Kind.ERROR, method=0, client=0, call=0)
 
 
@@ -98,9 +99,10 @@ class Service:
         self._limits = limits or Limits()
         self._ledger = Ledger(self._limits)
         self._times = CallTimes({method.number: name for name, method in methods.items()})
-        self._changed = threading.Condition(threading.Lock())  # guards ledger, times, socket, eventfd and these:
+        self._lock = threading.Lock()  # guards ledger, times, socket, eventfd and these:
         self._busy: set[threading.Thread] = set()  # threads that run methods
         self._is_stopping = self._closed = False
+        self._changed = threading.Condition(self._lock)
         self._last_reply = 0.0
         self._process = os.getpid()
         raise_limit()
@@ -133,7 +135,6 @@ class Service:
                 "--insecure)"
             )
         self._router = router = self._context.socket(zmq.ROUTER)
-        self._polled = [(router, zmq.POLLIN)]  # Socket.poll takes twice as long
         router.router_mandatory = True
         max_frame_bytes = self._limits.max_frame_bytes
         router.maxmsgsize = max_frame_bytes if keys is None else min(max_frame_bytes, _MAX_KEYED_FRAME_BYTES)
@@ -256,13 +257,11 @@ class Service:
 
     def _next_request(self) -> Request | None:
         """Receive messages until there is a request for this thread to run; None if there is nothing to do."""
-        while True:
-            with self._changed:
-                if self._is_stopping:
-                    return None
+        with self._lock:
+            while not self._is_stopping:
                 has_room = len(self._busy) + 1 < len(self._threads)
                 request = self._ledger.start_next(time.monotonic()) if has_room else None
-                has_message = bool(zmq.zmq_poll(self._polled, 0))
+                has_message = int(self._router.get(_EVENTS)) & _IN  # zmq_poll would let other threads of Python run
                 if request is not None:
                     self._busy.add(threading.current_thread())
                     if has_message or self._ledger.num_queued:
@@ -271,9 +270,10 @@ class Service:
                 if not has_message:
                     return None
                 self._receive()
+            return None
 
     def _mark_idle(self) -> None:
-        with self._changed:
+        with self._lock:
             self._busy.remove(threading.current_thread())
             if self._closed:
                 self._changed.notify_all()
@@ -287,7 +287,7 @@ class Service:
             first = self._router.recv(_NOW, copy=False)
         except zmq.Again:
             return
-        route, num_surplus, num_bytes = bytes(first.buffer), 0, 0
+        route, num_surplus, num_bytes = first.bytes, 0, 0
         frames: list[memoryview] = []
         more = first.more
         while more:
@@ -300,21 +300,25 @@ class Service:
         self._ledger.counts.received_bytes += num_bytes
         if self._guard is not None:
             self._guard.record_message(first, num_bytes)
-        header = None
+        header, joined = None, b""
         try:
             if not frames:
                 raise RpcError("found an empty message; expected a header")
-            header = Header.unpack(frames[0])
+            if len(frames) == 1 and num_bytes <= _MAX_JOINED_BYTES:
+                joined = frames[0].tobytes()
+                header = Header.of_joined(joined)
+            is_joined = header is not None
+            header = header or Header.unpack(frames[0])
             if num_surplus or header.num_frames > self._limits.max_frames:
                 frames.clear()
                 raise RpcError(f"a message has more than {self._limits.max_frames} frames: send fewer, larger arrays")
-            self._admit(header, header.frames_of(frames), route)
+            self._admit(header, joined if is_joined else header.frames_of(frames), route)
         except RpcError as error:
             self._ledger.counts.bad += 1
             if header is None or header.kind == Kind.REQUEST:
-                self._send(route, *_error(header or _NO_REQUEST, error))
+                self._send(route, _error(header or _NO_REQUEST, error))
 
-    def _admit(self, header: Header, frames: Sequence[memoryview], route: bytes) -> None:
+    def _admit(self, header: Header, frames: Frames, route: bytes) -> None:
         if header.kind != Kind.REQUEST:
             raise RpcError(f"a message has kind {header.kind.name}; a server expects requests")
         if header.method not in self._methods:
@@ -328,16 +332,15 @@ class Service:
             )
         admission = self._ledger.arrive(header, frames, route, time.monotonic())
         if admission is not Admission.QUEUED:
-            self._send(route, *_message(Kind.BUSY if admission is Admission.BUSY else Kind.WORKING, header, ()))
+            self._send(route, _message(Kind.BUSY if admission is Admission.BUSY else Kind.WORKING, header, ()))
 
-    def _send(self, route: bytes, header: Header, frames: Sequence[memoryview]) -> bool:
+    def _send(self, route: bytes, message: Message) -> bool:
         """Send a message. Returns False if the peer is disconnected or does not read, which only the first frame, the
         route, can tell."""
         try:
             self._router.send(route, _MORE | _NOW)
         except zmq.ZMQError:  # EAGAIN, or an unknown route
             return False
-        message = header.message(frames)
         last = len(message) - 1
         for i, frame in enumerate(message):
             self._router.send(frame, _MORE if i < last else 0, copy=i == 0)
@@ -354,7 +357,7 @@ class Service:
         except RpcError as error:
             with self._changed:
                 self._ledger.counts.bad += 1
-            self._reply(request, *_error(request.header, error))
+            self._reply(request, _error(request.header, error))
             return
         try:
             result = call(*positional, **named)
@@ -374,6 +377,9 @@ class Service:
             self._succeed(request, method, future.result())
 
     def _succeed(self, request: Request, method: Method, result: object) -> None:
+        if (packed := method.pack_result(result, request.header)) is not None:
+            self._reply(request, [packed])
+            return
         try:
             frames = method.encode_result(result)
             if self._authenticator is not None:
@@ -381,25 +387,25 @@ class Service:
         except RpcError as error:
             self._fail(request, error)
             return
-        self._reply(request, *_message(Kind.REPLY, request.header, frames))
+        self._reply(request, _message(Kind.REPLY, request.header, frames))
 
     def _fail(self, request: Request, error: BaseException) -> None:
         with self._changed:
             self._ledger.counts.failed += 1
-        self._reply(request, *_error(request.header, error))
+        self._reply(request, _error(request.header, error))
 
-    def _reply(self, request: Request, header: Header, frames: Sequence[memoryview]) -> None:
-        with self._changed:
+    def _reply(self, request: Request, message: Message) -> None:
+        with self._lock:
             if self._is_stopping or (route := self._ledger.finish(request)) is None:
                 return
             self._times.record(request.header.method, time.monotonic() - request.started_at)
-            if not self._send(route, header, frames):
+            if not self._send(route, message):
                 self._ledger.record_unsent()
             if threading.current_thread() not in self._busy:  # this thread will not receive what arrived meanwhile
                 self._wake()
 
 
-def _message(kind: Kind, request: Header, frames: Sequence[memoryview]) -> tuple[Header, Sequence[memoryview]]:
+def _message(kind: Kind, request: Header, frames: Sequence[memoryview]) -> Message:
     header = Header(
         kind=kind,
         method=request.method,
@@ -408,10 +414,10 @@ def _message(kind: Kind, request: Header, frames: Sequence[memoryview]) -> tuple
         num_frames=len(frames),
         body_bytes=sum(frame.nbytes for frame in frames),
     )
-    return header, frames
+    return header.message(frames)
 
 
-def _error(request: Header, error: BaseException) -> tuple[Header, Sequence[memoryview]]:
+def _error(request: Header, error: BaseException) -> Message:
     return _message(Kind.ERROR, request, encode_error(error))
 
 

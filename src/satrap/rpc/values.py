@@ -18,17 +18,20 @@ import json
 import math
 import types
 import typing
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeGuard
 
 import numpy as np
 from numpy.typing import NDArray
 
+from satrap._core import MessageCodec
 from satrap.config.validation import describe
 from satrap.errors import ConfigError, RpcError, SatrapError
 
 Buffer = bytes | memoryview
+Frames = Sequence[Buffer] | bytes
+"""The frames of a message; or the whole message if it is one frame and `Header.of_joined` accepted it."""
 MAX_JSON_BYTES = 4 << 20
 """Limit of the values other than arrays; parsing them takes about twenty times their bytes."""
 
@@ -42,6 +45,10 @@ class ArrayType:
     dtype: np.dtype[Any]
     optional: bool = False
 
+    def native(self) -> tuple[Any, ...]:
+        """Return the type as `_core.MessageCodec` takes it."""
+        return self.dtype, np.empty(0, self.dtype).data.format, self.dtype.itemsize, self.optional
+
     def __str__(self) -> str:
         return f"{self.dtype.name}[]" + (" | None" if self.optional else "")
 
@@ -52,12 +59,22 @@ class PlainType:
 
     name: str
     fits: Callable[[object], bool]
+    scalars: int | None = None
+    """Which scalars fit: a sum of the numbers of `_SCALARS`. None: other values than scalars and lists of them fit, or
+    any list."""
+    items: int = -1
+    """Which scalars fit in a list, likewise; -1: no list fits."""
+
+    def native(self) -> tuple[Any, ...] | None:
+        """Return the type as `_core.MessageCodec` takes it, or None."""
+        return None if self.scalars is None else (self.scalars, self.items)
 
     def __str__(self) -> str:
         return self.name
 
 
 ValueType = ArrayType | PlainType
+_SCALARS = {"None": 1, "bool": 2, "int": 4, "float": 8, "str": 16}  # as in core/bindings/bindings_messages.cpp
 _UNIONS = typing.Union, types.UnionType
 
 
@@ -91,10 +108,22 @@ def _read_plain(where: str, annotation: Any) -> PlainType:
     outer, inner = typing.get_origin(annotation), typing.get_args(annotation)
     if outer in _UNIONS:
         arms = [_read_plain(where, arm) for arm in inner]
-        return PlainType(" | ".join(map(str, arms)), lambda value: any(arm.fits(value) for arm in arms))
+        lists = [arm.items for arm in arms if arm.items >= 0]
+        return PlainType(
+            " | ".join(map(str, arms)),
+            lambda value: any(arm.fits(value) for arm in arms),
+            None if len(lists) > 1 else _union(arm.scalars for arm in arms),
+            *lists[:1],
+        )
     if outer is list:
         item = _read_plain(where, inner[0])
-        return PlainType(f"list[{item}]", lambda value: type(value) is list and all(map(item.fits, value)))
+        is_flat = item.scalars is not None and item.items < 0
+        return PlainType(
+            f"list[{item}]",
+            lambda value: type(value) is list and all(map(item.fits, value)),
+            0 if is_flat else None,
+            item.scalars if item.scalars is not None and is_flat else -1,
+        )
     if outer is dict and inner[0] is str:
         item = _read_plain(where, inner[1])
         return PlainType(
@@ -105,6 +134,15 @@ def _read_plain(where: str, annotation: Any) -> PlainType:
         f"{where}: found {annotation}; expected a 1-D array such as NDArray[np.float32], or bool, int, float, str, "
         "None, list[...], dict[str, ...], object"
     )
+
+
+def _union(scalars: Iterable[int | None]) -> int | None:
+    union = 0
+    for each in scalars:
+        if each is None:
+            return None
+        union |= each
+    return union
 
 
 def _is_int(value: object) -> TypeGuard[int]:
@@ -125,17 +163,26 @@ def _is_json(value: object) -> bool:
 
 
 _PLAIN: dict[object, PlainType] = {
-    None: PlainType("None", lambda value: value is None),
-    types.NoneType: PlainType("None", lambda value: value is None),
-    bool: PlainType("bool", lambda value: isinstance(value, bool)),
-    int: PlainType("int", _is_int),
-    float: PlainType("float", _is_float),
-    str: PlainType("str", lambda value: isinstance(value, str)),
+    None: PlainType("None", lambda value: value is None, _SCALARS["None"]),
+    types.NoneType: PlainType("None", lambda value: value is None, _SCALARS["None"]),
+    bool: PlainType("bool", lambda value: isinstance(value, bool), _SCALARS["bool"]),
+    int: PlainType("int", _is_int, _SCALARS["int"]),
+    float: PlainType("float", _is_float, _SCALARS["float"]),
+    str: PlainType("str", lambda value: isinstance(value, str), _SCALARS["str"]),
     list: PlainType("list", lambda value: type(value) is list and _is_json(value)),
     dict: PlainType("dict", lambda value: type(value) is dict and _is_json(value)),
     object: PlainType("object", _is_json),
     Any: PlainType("object", _is_json),
 }
+
+
+def codec_of(types: Sequence[ValueType]) -> MessageCodec | None:
+    """Return the codec of small messages with values of these types, which does what `encode`, `decode` and the header
+    do together; None if it does not know one of the types."""
+    native = [native for kind in types if (native := kind.native()) is not None]
+    if len(native) < len(types):
+        return None
+    return MessageCodec(native, np.ndarray, np.frombuffer, _DECODER.scan_once)  # type: ignore[attr-defined]
 
 
 def encode(

@@ -27,7 +27,7 @@ from satrap.config.validation import check_choice
 from satrap.errors import AttemptError, DeadlineError, InputError, MovedError, NotReadyError, SatrapError, TicketError
 from satrap.event_log import event
 from satrap.interrupts import Uninterrupted
-from satrap.rpc import Backoff, Client, Gather, Keys, Origin, PendingCall
+from satrap.rpc import Backoff, Client, Gathers, Keys, Origin, PendingCall, send_all
 from satrap.rpc.open_files import FILES_PER_CONNECTION, require_files
 from satrap.server.lease import LEASE_SECONDS, Lease, process_id
 from satrap.server.protocol import NO_ATTEMPT, WIRES, ServerCalls
@@ -120,6 +120,7 @@ class ServerGroup:
         self._claims: OrderedDict[tuple[int, int], weakref.ref[Any]] = OrderedDict()  # by attempt and step
         self._lock = threading.Lock()  # guards what follows
         self._clients: dict[str, Client[ServerCalls]] = {}
+        self._gathers = Gathers()
         self.attempt = NO_ATTEMPT if attempt is None else attempt
         self._launch, self._take_over = launch, take_over
         self._lease: Lease | None = None
@@ -313,10 +314,8 @@ class ServerGroup:
         answers: dict[int, Any] = {}
         failed: dict[int, SatrapError] = {}
         progress = RemoteProgress(topology.clients) if patient else None
-        with Uninterrupted():
-            for call in pending:
-                call.send()
-        with Gather(pending) as gather:
+        send_all(pending)
+        with self._gathers.waiting_for(pending) as gather:
             while pending:
                 if progress is not None:
                     progress.poll()

@@ -167,9 +167,9 @@ class ShardedRows:
             return number, ids, offsets, gradients, rates, self._servers.barrier_size, coded
 
         arguments_by_server = {
-            server: arguments(server, number if len(sums.ids(server)) else 0)
+            server: arguments(server, number if sums.num_floats(server) else 0)
             for server in range(len(topology))
-            if len(sums.ids(server)) or self._servers.barrier_size
+            if sums.num_floats(server) or self._servers.barrier_size
         }
         answers = self._servers.call_servers("update", step, arguments_by_server, topology=topology)
         lost = [server for server, answer in answers.items() if isinstance(answer, TicketError)]

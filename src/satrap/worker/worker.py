@@ -22,7 +22,7 @@ from satrap.config import array_args
 from satrap.config.features import Features
 from satrap.config.tables import Feature, Table
 from satrap.config.validation import check_flag
-from satrap.data.inputs import Inputs, Position
+from satrap.data.inputs import Inputs, Position, as_inputs
 from satrap.data.iterable import IterableSource
 from satrap.errors import InputError, TicketError
 from satrap.table.engine import resolve_step
@@ -56,8 +56,9 @@ class Ticket(Protocol):
 class BagRequest:
     """The lookup of one batch, with checked arguments."""
 
-    values: NDArray[np.uint64]
-    """The ids of all bags, feature after feature and sample after sample."""
+    values: Any
+    """The ids of all bags, feature after feature and sample after sample: uint64, or `DeviceIds` if they lie on the
+    device of the rows. Those have their offsets and weights."""
     offsets: NDArray[np.int64] | None
     """Where each bag begins in `values`, and where the last one ends; None: each bag has one id."""
     weights: Floats | None
@@ -130,8 +131,8 @@ class LookupResult:
     """[batch_size, total_dim]: pooled rows, feature after feature; see `Features`."""
     sequences: dict[str, Block]
     """For each sequence [batch_size, max_length, dim]; 0 where there is no id."""
-    masks: dict[str, NDArray[np.bool_]]
-    """For each sequence [batch_size, max_length]: where there is an id."""
+    masks: dict[str, Any]
+    """For each sequence, bool [batch_size, max_length]: where there is an id. Tensors, if the ids are."""
     truncated: list[int]
     """For each sequence, the number of ids beyond its max_length, which were not looked up."""
     ticket: Ticket | None
@@ -167,6 +168,10 @@ class Worker:
     def can_read(self, source: Any) -> bool:
         """Return whether another process reads the source for this worker, so that its batches have no ids here."""
         return False
+
+    def inputs_of(self, ids: Any) -> Inputs:
+        """Return a batch of ids by feature; see `satrap.data.inputs.as_inputs`."""
+        return as_inputs(self.features, ids)
 
     def batches(self, source: Any, position: Position | None = None, **share: int) -> Iterator[Inputs]:
         """Return the batches of a source, or of an iterable without columns, after the position.
@@ -215,14 +220,21 @@ class Worker:
         memory = self._check_block(block, shape)
         sequences = [(each, self._rows.empty(batch_size, each.floats)) for each in self._sequences]
         ticket = self._rows.lookup(request, memory, [rows for _, rows in sequences])
-        lengths = [(each, each.lengths(request)) for each in self._sequences]
+        masks, truncated = self._masks(request)
         return LookupResult(
             block=block,
             sequences={each.name: rows.reshape(each.shape(batch_size)) for each, rows in sequences},
-            masks={each.name: each.mask(its) for each, its in lengths},
-            truncated=[each.count_truncated(its) for each, its in lengths],
+            masks=masks,
+            truncated=truncated,
             ticket=ticket,
         )
+
+    def _masks(self, request: BagRequest) -> tuple[dict[str, Any], list[int]]:
+        """Return `masks` and `truncated` of a lookup's result."""
+        lengths = [(each, each.lengths(request)) for each in self._sequences]
+        return {each.name: each.mask(its) for each, its in lengths}, [
+            each.count_truncated(its) for each, its in lengths
+        ]
 
     def update(
         self,
@@ -311,17 +323,21 @@ class Worker:
         if inputs.names != self.features.names:
             raise InputError(f"{_WHERE}: {_name_differences(inputs.names, self.features.names)}")
         batch_size = array_args.as_step(_WHERE, "batch_size", inputs.batch_size, low=0, high=2**30 - 1)
-        values = array_args.as_ids(_WHERE, inputs.values)
-        meaning = "features * batch_size + 1, or None if every bag holds one id"
-        offsets = inputs.offsets
-        if offsets is not None:
-            offsets = array_args.as_offsets(_WHERE, offsets, len(self.features) * batch_size + 1, meaning)
-        weights = None if inputs.weights is None else array_args.as_weights(_WHERE, inputs.weights)
+        values, offsets, weights = self._arrays(inputs, batch_size)
         check_flag(_WHERE, "train", train, InputError)
         latest = self._rows.latest_step
         step, oldest_open = resolve_step(_WHERE, latest, train=train, step=step, oldest_open=oldest_open)
         first_epoch = inputs.position is None or inputs.position.epoch == 0
         return BagRequest(values, offsets, weights, batch_size, step, oldest_open, train, first_epoch)
+
+    def _arrays(self, inputs: Inputs, batch_size: int) -> tuple[Any, NDArray[np.int64] | None, Floats | None]:
+        """Check the ids of a batch, their offsets and weights."""
+        values = array_args.as_ids(_WHERE, inputs.values)
+        meaning = "features * batch_size + 1, or None if every bag holds one id"
+        offsets = inputs.offsets
+        if offsets is not None:
+            offsets = array_args.as_offsets(_WHERE, offsets, len(self.features) * batch_size + 1, meaning)
+        return values, offsets, None if inputs.weights is None else array_args.as_weights(_WHERE, inputs.weights)
 
     def _gradients(self, ticket: Ticket, block: ArrayLike | None, sequences: Gradients) -> TicketGradients:
         if not isinstance(sequences, Mapping):

@@ -24,6 +24,7 @@ from satrap.device.device_ids import DeviceIds, IdLayout
 from satrap.device.device_tickets import DeviceTicket, Given, SortedGradients
 from satrap.device.host_copy import to_device
 from satrap.device.kernels import kernels_of
+from satrap.device.magnitude import Magnitude
 from satrap.device.row_memory import RowMemory
 from satrap.device.runs import PooledFeatures, Runs
 from satrap.errors import TicketError
@@ -92,10 +93,10 @@ class DeviceRows:
         with self._engine.in_order():
             flat = self._flat(request.gradients)
             sorted_there = _claim(request.tickets)
-            found = self._sorted(request, given, flat, scale) if len(sorted_there) == len(request.tickets) else None
+            found = self._sorted(request, given, scale) if len(sorted_there) == len(request.tickets) else None
             if found is None:
                 request = replace(request, tickets=[self._as_core(ticket) for ticket in request.tickets])
-            skips = found is None and self._check(request, flat, scale)
+            skips = found is None and self._check(request, scale)
             groups = list(self._fused_tables(dict(request.lrs), skips=skips))
 
             def record() -> Owed:
@@ -218,13 +219,11 @@ class DeviceRows:
 
     # -- update --------------------------------------------------------------------------------------------------------
 
-    def _sorted(
-        self, request: UpdateRequest, given: Sequence[Given], flat: Tensor, scale: float
-    ) -> SortedGradients | None:
+    def _sorted(self, request: UpdateRequest, given: Sequence[Given], scale: float) -> SortedGradients | None:
         """Return the gradients of batches whose ids were sorted on the device, id by id; None if there are none, or if
         the core has to see which are finite."""
         tickets: Sequence[DeviceTicket] = request.tickets
-        if not self._largest(flat) * abs(scale) * sum(ticket.bound for ticket in tickets) < LARGEST:
+        if not largest_of(request) * abs(scale) * sum(ticket.bound for ticket in tickets) < LARGEST:
             return None
         return SortedGradients.of(self.id_layout, tickets, given)
 
@@ -234,13 +233,10 @@ class DeviceRows:
             return ticket
         return self._engine.core.bag_ticket(self._bags, *ticket.ids.on_cpu(), ticket.batch_size)
 
-    def _largest(self, flat: Tensor) -> float:
-        return float(flat.abs().max()) if len(flat) else 0.0
-
-    def _check(self, request: UpdateRequest, flat: Tensor, scale: float) -> bool:
+    def _check(self, request: UpdateRequest, scale: float) -> bool:
         """Raise NonFiniteError if a table refuses a gradient; return whether gradients may have to be skipped."""
         bound = abs(scale) * self._engine.core.sum_bound(request.tickets)
-        if self._largest(flat) * bound < LARGEST:  # not true of a NaN
+        if largest_of(request) * bound < LARGEST:  # not true of a NaN
             return False
         on_cpu = [
             (
@@ -316,6 +312,15 @@ class DeviceRows:
             rows = slice(*(runs.tables[number + i] - runs.tables[tables.start] for i in (0, 1)))
             ids = part.ids[rows][is_summed[rows]]
             self._engine.core.settle_frames(number, ids, int(left_out[rows].sum()), step)
+
+
+def largest_of(request: UpdateRequest) -> float:
+    """Return the largest magnitude of an update's gradients; a NaN if there is one. Waits for the device, unless they
+    were measured where they were computed."""
+    if request.magnitude is not None:
+        return float(request.magnitude)
+    parts = [each for block, sequences in request.gradients for each in (block, *sequences) if each is not None]
+    return float(Magnitude((each, 1.0) for each in parts))
 
 
 def _claim(tickets: Sequence[Any]) -> list[DeviceTicket]:

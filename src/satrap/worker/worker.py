@@ -85,6 +85,8 @@ class UpdateRequest:
     lrs: list[tuple[int, float]]
     """Pairs of a table's number and its rate."""
     scale: float
+    magnitude: Any = None
+    """What `Worker.measure` returned for these gradients; None: they were not measured."""
 
 
 class Rows(Protocol):
@@ -245,6 +247,7 @@ class Worker:
         step: int | None = None,
         lrs: Mapping[str, float] | None = None,
         scale: float = 1.0,
+        magnitude: Any = None,
     ) -> None:
         """Apply one optimizer step to the ids of one batch, or of several batches whose gradients were accumulated.
 
@@ -256,6 +259,7 @@ class Worker:
         step: the job's batch number; None: the latest. Rows are stamped with it.
         lrs: learning rates of this update by table; other tables use their own.
         scale: factor of each gradient: 1 / loss scale, or 1 / number of trainers.
+        magnitude: what `measure` returned for these gradients, if it was called.
         """
         for ticket in _require_list("tickets", tickets):
             if self._require_ticket(_UPDATE, ticket).used:
@@ -274,7 +278,13 @@ class Worker:
         ]
         at = max(1, self._rows.latest_step) if step is None else array_args.as_step(_UPDATE, "step", step)
         rates = [] if lrs is None else self._learning_rates(lrs)
-        self._rows.update(UpdateRequest(list(tickets), gradients, at, rates, array_args.as_scale(_UPDATE, scale)))
+        factor = array_args.as_scale(_UPDATE, scale)
+        self._rows.update(UpdateRequest(list(tickets), gradients, at, rates, factor, magnitude))
+
+    def measure(self, gradients: Sequence[tuple[Any, float]]) -> Any:
+        """Return the largest magnitude of tensors times their factors, for `update`; None if it needs none. Call this
+        where the tensors are computed, without a wait for them."""
+        return None
 
     def drop(self, ticket: Ticket) -> None:
         """Give up a batch that will not be updated. Its rows stay as the lookup left them."""

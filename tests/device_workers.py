@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from bag_oracle import UNIVERSE
 from satrap.config.features import Features
+from satrap.data.inputs import Inputs
 from satrap.device.device_worker import DeviceWorker
 from satrap.worker.local_rows import LocalWorker
 from satrap.worker.worker import LookupResult
@@ -32,6 +33,23 @@ class ArrayWorker(DeviceWorker):
                 {name: torch.from_numpy(rows) for name, rows in each.items()} for each in sequence_gradients
             ]
         super().update(tickets, blocks, sequence_gradients, **options)
+
+
+def as_tensors(inputs: Inputs) -> Inputs:
+    """Return the batch with tensors in place of arrays, on the CPU."""
+    parts: Any = {
+        name: None if (array := getattr(inputs, name)) is None else torch.from_numpy(array)
+        for name in ("values", "offsets", "weights", "dense", "label")
+    }
+    return replace(inputs, **parts)
+
+
+class SortingWorker(ArrayWorker):
+    """The same with ids in tensors, which are sorted as on a GPU where a test says so: `SORTS_IDS`."""
+
+    def lookup(self, inputs: Inputs, **options: Any) -> LookupResult:
+        found = super().lookup(as_tensors(inputs), **options)
+        return replace(found, masks={name: np.asarray(mask) for name, mask in found.masks.items()})
 
 
 def pair(declared: Features, seed: int = 3) -> list[Any]:

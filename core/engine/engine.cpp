@@ -222,11 +222,15 @@ std::unique_ptr<Ticket> Engine::prepare(const std::uint64_t* ids, std::span<cons
 
 std::unique_ptr<Ticket> Engine::ticket_for(const std::uint64_t* ids, std::span<const std::int64_t> offsets) {
     std::unique_ptr<Batch> batch = group(ids, offsets);
-    BucketScheduler::ScratchLease lease(scheduler_, batch->size());
-    scheduler_.for_each_bucket(
-        map_, lease, [&](std::uint32_t b) { return occupied(*batch, b); },
-        [&](std::size_t, std::uint32_t b, Scratch& scratch) { batch->deduplicate(b, scratch.dedupe); });
+    deduplicate(*batch);
     return std::unique_ptr<Ticket>(new Ticket(ticket_of(std::move(batch), identity_, out_size(offsets))));
+}
+
+void Engine::deduplicate(Batch& batch) {
+    BucketScheduler::ScratchLease lease(scheduler_, batch.size());
+    scheduler_.for_each_bucket(
+        map_, lease, [&](std::uint32_t b) { return occupied(batch, b); },
+        [&](std::size_t, std::uint32_t b, Scratch& scratch) { batch.deduplicate(b, scratch.dedupe); });
 }
 
 // Returns the bytes that the largest bucket of an update needs in an undo slot; 0 if rows do not survive the process.

@@ -152,6 +152,8 @@ class Engine {
                             bool filter = false);
     // Called with the ids that had a gradient to apply, after some were skipped.
     void settle_frames(std::size_t t, std::span<const std::uint64_t> ids, std::uint64_t skipped, std::uint32_t step);
+    // Returns a ticket for bags whose rows lookup_id_frames has found. The inputs have no padding and nothing to cut.
+    std::unique_ptr<Ticket> bag_ticket(const std::shared_ptr<const Bags>& bags, const BagInputs& inputs);
     // A sum of these tickets' gradients is at most this many times the largest gradient times the scale.
     double sum_bound(Tickets tickets) const;
     // Throws NonFiniteError as update_bags would; sets `filter` if gradients may have to be skipped.
@@ -289,6 +291,7 @@ class Engine {
     std::unique_ptr<Batch> group(const std::uint64_t* ids, std::span<const std::int64_t> offsets,
                                  bool with_indexes = false);
     std::unique_ptr<Ticket> ticket_for(const std::uint64_t* ids, std::span<const std::int64_t> offsets);
+    void deduplicate(Batch& batch);
     void open_step(const LookupStep& at);
     // Returns the destinations of bucket b of table t, one for each entry; the array lives in the scratch.
     using Destinations = std::function<float* const*(std::size_t t, std::uint32_t b, Scratch& scratch)>;

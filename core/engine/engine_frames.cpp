@@ -167,6 +167,20 @@ FrameRuns Engine::update_id_frames(const std::uint64_t* ids, std::span<const std
     return take_runs(claim, tickets, given_of, step, filter);
 }
 
+std::unique_ptr<Ticket> Engine::bag_ticket(const std::shared_ptr<const Bags>& bags, const BagInputs& inputs) {
+    fork_guard_.require_same_process();
+    require_rows_on_device();
+    std::unique_ptr<BagPlan> plan = plans_.take();
+    plan->make(*bags, inputs, *kernels_, scheduler_.pool());
+    std::unique_ptr<Batch> batch = batches_.take();
+    plan->group(*batch, map_, scheduler_.pool());
+    plans_.give(std::move(plan));
+    deduplicate(*batch);
+    const std::size_t num_floats = inputs.batch_size * bags->total_dim;
+    return std::unique_ptr<Ticket>(
+        new Ticket(ticket_of(std::move(batch), identity_, num_floats, bags, inputs.batch_size)));
+}
+
 void Engine::settle_frames(std::size_t t, std::span<const std::uint64_t> ids, std::uint64_t skipped,
                            std::uint32_t step) {
     fork_guard_.require_same_process();

@@ -228,6 +228,9 @@ class Engine:
     def lookup_id_frames(self, ids: NDArray[numpy.uint64], offsets: NDArray[numpy.int64], step: int, oldest_open: int, train: bool, frames: NDArray[numpy.int32], first_epoch: bool = True) -> dict[str, Any]:
         """Finds the frames of ids in flat arrays, table by table."""
 
+    def bag_ticket(self, bags: Bags, values: NDArray[numpy.uint64], offsets: NDArray[numpy.int64] | None, weights: NDArray[numpy.float32] | None, batch_size: int) -> Ticket:
+        """Returns a ticket for a batch whose rows lookup_id_frames has found."""
+
     def update_id_frames(self, ids: NDArray[numpy.uint64], offsets: NDArray[numpy.int64], places: NDArray[numpy.int32], step: int, filter: bool) -> dict[str, Any]:
         """Does all of an update of ids in flat arrays but the optimizer."""
 

@@ -9,15 +9,18 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import event, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, invariant
 from numpy.typing import NDArray
 
+from device_workers import as_tensors
 from satrap.config.features import Features
 from satrap.config.tables import Table
 from satrap.data.inputs import Inputs
+from satrap.device import device_ids
 from satrap.device.device_worker import DeviceWorker
 from satrap.device.row_layout import RowLayout
 from satrap.errors import CapacityError
@@ -63,13 +66,27 @@ class DeviceStore:
         self.worker.update([ticket], [torch.from_numpy(gradients)], step=step, lrs=lrs)
 
 
+class SortingStore(DeviceStore):
+    """The same with ids in tensors, which are sorted as on a GPU."""
+
+    def _inputs(self, ids: NDArray[np.uint64]) -> Inputs:
+        return as_tensors(super()._inputs(ids))
+
+    def lookup_for_update(self, ids: NDArray[np.uint64], **step: Any) -> tuple[Any, Any]:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setitem(device_ids.SORTS_IDS, "cpu", True)
+            return super().lookup_for_update(ids, **step)
+
+
 class DeviceMachine(StoreMachine):
     has_cuts = False
     updates_ids = False
     position = "sample"
 
+    store_type: type[DeviceStore] = DeviceStore
+
     def create(self, table: Table, seed: int, num_threads: int) -> DeviceStore:
-        return DeviceStore(table, seed, num_threads, device_memory=self.device_memory(table))
+        return self.store_type(table, seed, num_threads, device_memory=self.device_memory(table))
 
     def device_memory(self, table: Table) -> Any:
         return None
@@ -84,6 +101,14 @@ class DeviceMachine(StoreMachine):
 
 TestDevice = DeviceMachine.TestCase
 TestDevice.settings = settings(max_examples=40)
+
+
+class SortingMachine(DeviceMachine):
+    store_type = SortingStore
+
+
+TestSorting = SortingMachine.TestCase
+TestSorting.settings = settings(max_examples=30)
 
 
 class TieredMachine(DeviceMachine):
@@ -133,3 +158,11 @@ class TieredMachine(DeviceMachine):
 
 TestTiers = TieredMachine.TestCase
 TestTiers.settings = settings(max_examples=30)
+
+
+class SortingTieredMachine(TieredMachine):
+    store_type = SortingStore
+
+
+TestSortingTiers = SortingTieredMachine.TestCase
+TestSortingTiers.settings = settings(max_examples=20)

@@ -20,6 +20,8 @@ from satrap.config.optimizers import Adagrad, Adam
 from satrap.config.tables import Constant, Feature, MinCount, Normal, Probability, Table, Uniform
 from satrap.data.inputs import Inputs
 from satrap.device.device_worker import DeviceWorker
+from satrap.device.row_layout import RowLayout
+from satrap.device.row_memory import RowMemory
 from satrap.errors import CapacityError, InputError, NonFiniteError, SatrapError, TicketError
 from satrap.table.store import Store
 from snapshots import assert_same
@@ -219,6 +221,26 @@ def test_memory_grows_with_the_rows_and_frames_are_used_again() -> None:
     store = worker.tables["item"]
     assert len(store) == 64 and store.stats()["evicted"] > 300
     assert len(worker._rows._engine.memory(0).values) <= 120  # type: ignore[attr-defined]
+
+
+def test_the_error_of_a_gpu_without_memory_has_the_bytes_that_are_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a GPU: only the allocation and the count of free bytes are asked of the device."""
+
+    def full(*_: object, **__: object) -> Any:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    memory = RowMemory(RowLayout("float32", 4, 4), CPU)
+    memory.device = torch.device("cuda", 1)
+    free = {memory.device: (12_345, 80 << 30)}
+    monkeypatch.setattr("satrap.device.row_memory.torch.empty", full)
+    monkeypatch.setattr("torch.cuda.mem_get_info", free.__getitem__)
+    expected = (
+        "tables 'item', 'user': cuda:1 has no memory for 1000 rows: expected 32,000 bytes and has 12,345 bytes free"
+    )
+    with pytest.raises(CapacityError, match=expected) as error:
+        memory.reserve(1000, ["item", "user"])
+    assert isinstance(error.value.__cause__, torch.OutOfMemoryError)
+    assert len(memory.values) == 0
 
 
 def test_a_device_without_memory_is_an_error_that_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

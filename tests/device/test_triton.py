@@ -11,12 +11,18 @@ import pytest
 import torch
 from torch import Tensor
 
+from bag_oracle import UNIVERSE, draw_bags
+from cluster import step_both
+from device_workers import ArrayWorker, assert_equal
 from one_row import OPTIMIZERS, fma, state_dim
-from satrap.config.optimizers import SGD, Adam, AdamW
+from satrap.config.features import Features
+from satrap.config.optimizers import SGD, Adagrad, Adam, AdamW
+from satrap.config.tables import MinCount, Normal, Table
 from satrap.device import home_memory, reference
 from satrap.device.home_memory import HomeMemory
 from satrap.device.row_layout import RowLayout
 from satrap.device.runs import PooledFeatures, Runs
+from satrap.worker.local_rows import LocalWorker
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 DIMS = [1, 5, 16, 37]
@@ -142,7 +148,7 @@ def test_pool(kernels: Any, dim: int, dtype: torch.dtype, uniform: bool, rng: np
 
 
 @pytest.mark.parametrize("state_dim", [0, 1, 33])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("dim", [1, 5, 16, 1100])
 def test_exchange(
     kernels: Any, dim: int, dtype: Any, state_dim: int, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
@@ -182,7 +188,7 @@ def test_exchange(
 
 
 def as_integers(part: Tensor) -> Tensor:
-    return part.view(torch.int16 if part.dtype == torch.bfloat16 else torch.int32)
+    return part.view(torch.int32 if part.dtype == torch.float32 else torch.int16)
 
 
 def at_home(home: HomeMemory) -> list[Tensor]:
@@ -191,13 +197,40 @@ def at_home(home: HomeMemory) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("uniform", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("dim", DIMS)
-def test_copy_sequence(kernels: Any, dim: int, uniform: bool, rng: np.random.Generator) -> None:
+def test_copy_sequence(kernels: Any, dim: int, dtype: torch.dtype, uniform: bool, rng: np.random.Generator) -> None:
     samples, length = 7, 5
-    rows = draw_lookup(rng, dim, torch.bfloat16, 3 * samples, uniform=uniform)
+    rows = draw_lookup(rng, dim, dtype, 3 * samples, uniform=uniform)
     outs = []
     for each, device in ((reference, "cpu"), (kernels, DEVICE)):
         out = torch.full((samples, length, dim), 7.0, device=device)
         each.copy_sequence(*(on(device, x) for x in rows), 1, out)
         outs.append(bits(out))
     assert outs[0] == outs[1]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="compiled kernels do not take rows in CPU memory")
+@pytest.mark.parametrize("memory", [None, {"item": 2000, "user": "none"}])
+def test_a_worker_on_these_kernels_has_the_bits_of_the_core(
+    kernels: Any, memory: Any, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All kernels together, with rows at home and without."""
+    for module in ("device_rows", "row_memory"):
+        monkeypatch.setattr(f"satrap.device.{module}.kernels_of", lambda _: kernels)
+    item = Table("item", dim=5, optimizer=Adagrad(lr=0.1), initial=Normal(std=0.5), dtype="bfloat16", num_buckets=2)
+    user = Table("user", dim=3, optimizer=Adam(lr=0.1), initial=Normal(std=0.5), admission=MinCount(2))
+    declared = Features(
+        {"item": item, "bag": item.bag("mean", weighted=True), "path": item.sequence(2), "user": user.bag("sqrtn")}
+    )
+    workers: list[Any] = [
+        LocalWorker(declared, seed=3, num_threads=1),
+        ArrayWorker(declared, "cpu", seed=3, num_threads=1, device_memory=memory),
+    ]
+    for step in range(1, 4):
+        step_both(workers, rng, [draw_bags(rng, declared, 4) for _ in range(1 + step % 2)], step)
+    if memory is None:
+        assert_equal(workers)
+    for name in ("item", "user"):
+        expected, found = (worker.tables[name].read(UNIVERSE) for worker in workers)
+        assert all(map(np.array_equal, expected, found))

@@ -8,7 +8,8 @@ iterable can only be read from its start: to resume, all earlier items are read 
 
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence, Sized
+from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
+from copy import copy
 from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import partial
 from itertools import islice
@@ -19,7 +20,7 @@ import numpy as np
 from satrap import _core
 from satrap.config.columns import Columns, IdColumn
 from satrap.config.features import Features
-from satrap.config.validation import check_flag, describe, kind_of, suggest
+from satrap.config.validation import check_flag, describe, kind_of, set_field, suggest
 from satrap.data.block import Block, Chunk
 from satrap.data.decode import decode
 from satrap.data.frame import as_arrow, as_numpy
@@ -58,6 +59,7 @@ class IterableSource(Source):
     """The number of samples in a batch, whatever the items hold. None: each item is a batch."""
     _optional: ClassVar[tuple[str, ...]] = (*Source._optional, "batch_size")
     _used: list[bool] = field(default_factory=list, init=False, repr=False, compare=False)
+    _stays: Callable[[object], bool] | None = field(default=None, init=False, repr=False, compare=False)
 
     __eq__ = object.__eq__  # items are not compared
     __hash__ = object.__hash__
@@ -164,10 +166,35 @@ class _ItemReader:
         for number, item in enumerate(items):
             if self._source.offsets:
                 item, offset = _unpack_pair(number, item)
-            chunk = decode_item(f"item {number}", item, self._columns, self._source.max_bad_rows)
+            chunk = self._kept(number, item)
+            if chunk is None:
+                chunk = decode_item(f"item {number}", item, self._columns, self._source.max_bad_rows)
             if self._source.batch_size is not None:  # it is kept while the next item is generated
                 chunk = replace(chunk, samples=chunk.decoded(), ready_batch=None)
             yield replace(chunk, offset=offset)
+
+    def _kept(self, number: int, item: Any) -> Chunk | None:
+        """Return an Inputs whose ids stay where they are, if it is a whole batch."""
+        stays, columns, where = self._source._stays, self._columns, f"item {number}"
+        if stays is None or self._source.batch_size is not None or not isinstance(item, Inputs):
+            return None
+        names = tuple(column.name for column in columns.ids)
+        if not stays(item.values) or not item.names == columns.features == names or columns.extra:
+            return None
+        _refuse_declared(where, columns)
+        dense, label = (_floats(each, stays) for each in (item.dense, item.label))
+        if not all(rows is None or len(rows) == item.batch_size for rows in (dense, label)):
+            return None
+        batch, samples = replace(item, dense=dense, label=label), partial(_samples_of, where, item, columns)
+        return Chunk(samples=samples, ready_batch=batch, is_label_flat=label is not None and label.ndim == 1)
+
+
+def keeping(source: IterableSource, stays: Callable[[object], bool]) -> IterableSource:
+    """Return the source such that an Inputs that is a complete batch is passed on unchanged if its ids are some for
+    which `stays` returns True: they lie on a device, where they are used."""
+    kept = copy(source)
+    set_field(kept, "_stays", stays)
+    return kept
 
 
 def _unpack_pair(number: int, item: Any) -> tuple[Any, Any]:
@@ -357,6 +384,13 @@ def _integers(where: str, name: str, numbers: Any) -> Any:
 
 def _is_flat(label: Any) -> bool:
     return np.ndim(label) == 1
+
+
+def _floats(numbers: Any, stays: Callable[[object], bool]) -> Any:
+    """Return numbers as float32, where they stay or on the CPU."""
+    if numbers is None or stays(numbers):
+        return None if numbers is None else numbers.float()
+    return np.ascontiguousarray(as_numpy(numbers), np.float32)
 
 
 def _numbers(numbers: Any) -> Any:

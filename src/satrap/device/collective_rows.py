@@ -24,7 +24,7 @@ from satrap.config.features import Features
 from satrap.config.optimizers import SGD
 from satrap.device.collective_lookups import CollectiveLookups, LookupPart
 from satrap.device.collective_updates import CollectiveUpdates, UpdatePart
-from satrap.device.device_rows import LARGEST
+from satrap.device.device_rows import LARGEST, largest_of
 from satrap.device.exchange import Exchange
 from satrap.device.host_copy import to_device
 from satrap.device.kernels import kernels_of
@@ -270,8 +270,8 @@ class CollectiveRows(ShardedRows):
         scale = float(np.float32(request.scale))
         parts = [each for block, rest in request.gradients for each in (block, *rest) if each is not None]
         flat = torch.cat([each.reshape(-1) for each in parts] or [self.empty(0, 0).view(-1)])
-        largest = float(flat.abs().max()) if len(flat) else 0.0
-        if not largest * scale * sum(each.bound for each in tickets) < LARGEST:  # not true of a NaN either
+        bound = largest_of(request) * scale * sum(each.bound for each in tickets)
+        if not bound < LARGEST:  # not true of a NaN either
             return self._checked_part(request, rates)
         splits, num_owners = [each.split for each in tickets], len(self._servers.topology)
         given = [
@@ -289,7 +289,7 @@ class CollectiveRows(ShardedRows):
                 of_table = runs.of_tables(range(table, table + 1))
                 self._kernels.update(values, values[:, :0], of_table, flat, _SUM, -1.0, scale, 1, skip_nonfinite=False)
             sums.append(values)
-        return UpdatePart(*send_to_all(self._to_all, self._rank, ids, counts), sums, rates)
+        return UpdatePart(*send_to_all(self._to_all, self._rank, ids, counts), sums, rates, bound)
 
     def _checked_part(self, request: UpdateRequest, rates: Sequence[float]) -> UpdatePart:
         """Return the same, summed on the CPU: raise NonFiniteError if a table refuses a gradient, or leave it out."""
@@ -311,8 +311,10 @@ class CollectiveRows(ShardedRows):
                 dim = self._tables[table].dim
                 by_group[self._groups.numbers[table]].append(gradients[at : at + count * dim].reshape(count, dim))
                 at += count * dim
-        sums = [to_device(np.concatenate(each), self.device) for each in by_group]
-        return UpdatePart(*send_to_all(self._to_all, self._rank, ids, counts), sums, rates)
+        on_host = [np.concatenate(each) for each in by_group]
+        bound = max((float(np.abs(each).max()) for each in on_host if each.size), default=0.0)
+        sums = [to_device(each, self.device) for each in on_host]
+        return UpdatePart(*send_to_all(self._to_all, self._rank, ids, counts), sums, rates, bound)
 
 
 def _sent(laid_out: Any) -> tuple[list[NDArray[np.uint64]], NDArray[np.int64]]:

@@ -22,7 +22,7 @@ from satrap.device.step_order import StepOrder
 from satrap.errors import StreamError
 
 _IDLE, _NOTHING, _PART = range(3)  # what a trainer brings to a round
-_KIND, _STEP, _COUNTS = range(3)  # columns of a header; rates follow the counts
+_KIND, _STEP, _BOUND, _COUNTS = range(4)  # columns of a header; rates follow the counts
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -37,6 +37,8 @@ class UpdatePart:
     """For each group of tables the gradients, owner by owner; once, if they go to all trainers."""
     lrs: Sequence[float]
     """The rate of each table."""
+    bound: float
+    """No number of the gradients is larger than this."""
 
 
 class CollectiveUpdates:
@@ -126,6 +128,7 @@ class CollectiveUpdates:
         own = np.zeros((self._exchange.world_size, self._rates.stop), np.int64)
         own[:, _KIND], own[:, _STEP] = kind, step
         if part is not None:
+            own[:, _BOUND] = np.float64(part.bound).view(np.int64)
             own[:, self._counts] = part.counts
             own[:, self._rates] = np.array(part.lrs, np.float64).view(np.int64)
         headers = self._exchange.headers(own)
@@ -154,4 +157,5 @@ class CollectiveUpdates:
         gradients = [self._rows_between.gradients(group, *each) for group, each in enumerate(of_groups)]
         first = int(np.flatnonzero(headers[:, _KIND] == _PART)[0])
         lrs = headers[first, self._rates].view(np.float64).tolist()
-        owned.apply(received, counts, gradients, step, lrs)
+        bound = float(headers[:, _BOUND].copy().view(np.float64).sum())
+        owned.apply(received, counts, gradients, step, lrs, bound)

@@ -1,10 +1,12 @@
 """What workers over rows on a device have in common: their blocks and gradients are tensors there."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from satrap.device.magnitude import Magnitude
 from satrap.errors import InputError
 from satrap.worker.worker import Worker
 
@@ -17,6 +19,9 @@ class DeviceBlocks(Worker):
         if not found.is_contiguous():
             raise InputError(f"block has the strides {found.stride()}; expected a contiguous tensor")
         return found
+
+    def measure(self, gradients: Sequence[tuple[Tensor, float]]) -> Magnitude:
+        return Magnitude(gradients)
 
     def _check_gradient(self, where: str, gradient: Any, shape: tuple[int, ...]) -> Any:
         return _tensor_of(f"{where}: the gradient", gradient, shape, self.device).contiguous()

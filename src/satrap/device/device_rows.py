@@ -6,6 +6,7 @@ puts into it comes after every earlier use.
 """
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import groupby
 from typing import Any
@@ -19,10 +20,14 @@ from satrap import _core
 from satrap.config.features import Features
 from satrap.config.optimizers import Optimizer
 from satrap.device.device_engine import DeviceEngine, Owed
+from satrap.device.device_ids import DeviceIds, IdLayout
+from satrap.device.device_tickets import DeviceTicket, Given, SortedGradients
 from satrap.device.host_copy import to_device
 from satrap.device.kernels import kernels_of
+from satrap.device.magnitude import Magnitude
 from satrap.device.row_memory import RowMemory
 from satrap.device.runs import PooledFeatures, Runs
+from satrap.errors import TicketError
 from satrap.worker.worker import BagRequest, TicketGradients, UpdateRequest, native_features
 
 LARGEST = float(np.finfo(np.float32).max)
@@ -39,6 +44,7 @@ class DeviceRows:
         self.device = engine.device
         self._kernels = kernels_of(engine.device)
         self._features, self._tables = features, features.tables
+        self.id_layout = IdLayout(features, engine.device)
         self.use(engine)
 
     def use(self, engine: DeviceEngine) -> None:
@@ -46,6 +52,7 @@ class DeviceRows:
         self._engine = engine
         self._bags = _core.Bags(engine.core, native_features(self._features, self._tables))
         self._pooled = [PooledFeatures.of(self._features, memory.tables, self.device) for memory in engine.memories]
+        self._num_cut = [0] * len(self.id_layout.sequences)  # of ids on the device
 
     @property
     def latest_step(self) -> int:
@@ -53,18 +60,18 @@ class DeviceRows:
 
     @property
     def truncated(self) -> list[int]:
-        return self._bags.truncated
+        return [sum(each) for each in zip(self._bags.truncated, self._num_cut, strict=True)]
 
     def empty(self, lines: int, floats: int) -> Tensor:
         return torch.empty((lines, floats), dtype=torch.float32, device=self.device)
 
-    def lookup(self, request: BagRequest, block: Tensor, sequences: list[Tensor]) -> _core.Ticket | None:
+    def lookup(self, request: BagRequest, block: Tensor, sequences: list[Tensor]) -> _core.Ticket | DeviceTicket | None:
         with self._engine.exclusive():
             found: dict[str, Any] = request.resolved or self._find_frames(request)
             self._engine.moves.wait(found["moved"])
             self._gather(request.batch_size, found, block, sequences)
             self._engine.moves.note_use()
-        ticket: _core.Ticket | None = found["ticket"]
+        ticket: _core.Ticket | DeviceTicket | None = found["ticket"]
         return ticket
 
     def resolve(self, request: BagRequest) -> dict[str, Any]:
@@ -74,26 +81,42 @@ class DeviceRows:
             return self._find_frames(request)
 
     def owns_ticket(self, ticket: object) -> bool:
+        if isinstance(ticket, DeviceTicket):
+            return ticket.bags is self._bags
         return isinstance(ticket, _core.Ticket) and self._bags.made(ticket)
 
     def update(self, request: UpdateRequest) -> None:
-        given = [
+        given: list[Given] = [
             (block is not None, [each is not None for each in sequences]) for block, sequences in request.gradients
         ]
         scale = float(np.float32(request.scale))
         with self._engine.in_order():
             flat = self._flat(request.gradients)
-            skips = self._check(request, flat, scale)
+            sorted_there = _claim(request.tickets)
+            found = self._sorted(request, given, scale) if len(sorted_there) == len(request.tickets) else None
+            if found is None:
+                request = replace(request, tickets=[self._as_core(ticket) for ticket in request.tickets])
+            skips = found is None and self._check(request, scale)
             groups = list(self._fused_tables(dict(request.lrs), skips=skips))
 
             def record() -> Owed:
-                runs = self._engine.core.update_frames(request.tickets, given, request.step, skips)
-                return partial(self._steps, runs, groups, [flat] * len(groups), scale, request.step)
+                core = self._engine.core
+                if found is None:
+                    runs = core.update_frames(request.tickets, given, request.step, skips)
+                else:
+                    ids, numbers = found.grouped.ids, np.arange(len(found.grouped.ids), dtype=np.int32)
+                    runs = core.update_id_frames(ids, found.grouped.offsets, numbers, request.step, False)
+                for ticket in sorted_there:
+                    ticket.used = True
+                return partial(self._steps, runs, groups, [flat] * len(groups), scale, request.step, found)
 
             self._engine.owe(record)
 
-    def drop(self, ticket: _core.Ticket) -> None:
-        self._engine.core.drop(ticket)
+    def drop(self, ticket: _core.Ticket | DeviceTicket) -> None:
+        if isinstance(ticket, DeviceTicket):
+            _claim([ticket])[0].used = True
+        else:
+            self._engine.core.drop(ticket)
 
     def skip(self, step: int) -> None:
         """Do nothing: no other process waits for this one's steps."""
@@ -105,6 +128,8 @@ class DeviceRows:
 
     def _find_frames(self, request: BagRequest) -> dict[str, Any]:
         """Return what `lookup_frames` of the core returns, and the frames."""
+        if isinstance(request.values, DeviceIds):
+            return self._find_sorted(request, request.values)
         frames = np.empty(len(request.values), np.int32)
         if request.train:
             self._reserve(request)
@@ -124,6 +149,35 @@ class DeviceRows:
         finally:  # a lookup that fails has inserted rows too
             self._engine.place_rows()
         return {**found, "frames": frames[: found["num_ids"]], "moved": self._engine.moves.moved}
+
+    def _find_sorted(self, request: BagRequest, ids: DeviceIds) -> dict[str, Any]:
+        """Return the same for ids that were sorted on the device: what has an entry for each id is there."""
+        core, grouped = self._engine.core, ids.grouped
+        frames, step = np.empty(len(grouped.ids), np.int32), 0
+        if request.train:
+            self._engine.reserve(np.diff(grouped.offsets))
+            step = request.step or core.next_step()
+        try:
+            found = core.lookup_id_frames(
+                grouped.ids,
+                grouped.offsets,
+                step,
+                request.oldest_open or step,
+                request.train,
+                frames,
+                request.first_epoch,
+            )
+        finally:  # a lookup that fails has inserted rows too
+            self._engine.place_rows()
+        self._num_cut = [sum(each) for each in zip(self._num_cut, ids.num_cut, strict=True)]
+        return {
+            **found,
+            "frames": to_device(frames, self.device)[grouped.inverse],
+            "offsets": ids.offsets,
+            "weights": ids.weights,
+            "ticket": DeviceTicket(ids, self._bags) if request.train else None,
+            "moved": self._engine.moves.moved,
+        }
 
     def _reserve(self, request: BagRequest) -> None:
         """Make room for the rows that the lookup may insert, before it changes anything."""
@@ -147,7 +201,7 @@ class DeviceRows:
     def _gather(self, batch_size: int, found: dict[str, Any], block: Tensor, sequences: list[Tensor]) -> None:
         """Pool and copy the rows of all features."""
         at, offsets, weights = (
-            None if array is None else to_device(array, self.device)
+            to_device(array, self.device) if isinstance(array, np.ndarray) else array
             for array in (found["frames"], found["offsets"], found["weights"])
         )
         assert at is not None
@@ -165,11 +219,24 @@ class DeviceRows:
 
     # -- update --------------------------------------------------------------------------------------------------------
 
-    def _check(self, request: UpdateRequest, flat: Tensor, scale: float) -> bool:
+    def _sorted(self, request: UpdateRequest, given: Sequence[Given], scale: float) -> SortedGradients | None:
+        """Return the gradients of batches whose ids were sorted on the device, id by id; None if there are none, or if
+        the core has to see which are finite."""
+        tickets: Sequence[DeviceTicket] = request.tickets
+        if not largest_of(request) * abs(scale) * sum(ticket.bound for ticket in tickets) < LARGEST:
+            return None
+        return SortedGradients.of(self.id_layout, tickets, given)
+
+    def _as_core(self, ticket: _core.Ticket | DeviceTicket) -> _core.Ticket:
+        """Return the ticket that the core would have made of the same ids in CPU memory."""
+        if not isinstance(ticket, DeviceTicket):
+            return ticket
+        return self._engine.core.bag_ticket(self._bags, *ticket.ids.on_cpu(), ticket.batch_size)
+
+    def _check(self, request: UpdateRequest, scale: float) -> bool:
         """Raise NonFiniteError if a table refuses a gradient; return whether gradients may have to be skipped."""
         bound = abs(scale) * self._engine.core.sum_bound(request.tickets)
-        largest = float(flat.abs().max()) if len(flat) else 0.0
-        if largest * bound < LARGEST:  # not true of a NaN
+        if largest_of(request) * bound < LARGEST:  # not true of a NaN
             return False
         on_cpu = [
             (
@@ -197,11 +264,17 @@ class DeviceRows:
             yield range(first, [first, *others][-1] + 1), optimizer, lr, skip
 
     def _steps(
-        self, found: dict[str, Any], groups: list[_Group], flats: Sequence[Tensor], scale: float, step: int
+        self,
+        found: dict[str, Any],
+        groups: list[_Group],
+        flats: Sequence[Tensor],
+        scale: float,
+        step: int,
+        gradients: SortedGradients | None = None,
     ) -> Sequence[Owed]:
         """Copy the runs of an update to the device; return the step of each group of tables. flats: the gradients of
-        each group."""
-        runs = Runs.to_device(found, self.device)
+        each group. gradients: where they are, if they were sorted on the device."""
+        runs = Runs.to_device(found, self.device) if gradients is None else gradients.runs(found, self.device)
         work: list[Owed] = []
         for group, flat in zip(groups, flats, strict=True):
             work.append(partial(self._step, runs, group, flat, scale, step))
@@ -239,3 +312,21 @@ class DeviceRows:
             rows = slice(*(runs.tables[number + i] - runs.tables[tables.start] for i in (0, 1)))
             ids = part.ids[rows][is_summed[rows]]
             self._engine.core.settle_frames(number, ids, int(left_out[rows].sum()), step)
+
+
+def largest_of(request: UpdateRequest) -> float:
+    """Return the largest magnitude of an update's gradients; a NaN if there is one. Waits for the device, unless they
+    were measured where they were computed."""
+    if request.magnitude is not None:
+        return float(request.magnitude)
+    parts = [each for block, sequences in request.gradients for each in (block, *sequences) if each is not None]
+    return float(Magnitude((each, 1.0) for each in parts))
+
+
+def _claim(tickets: Sequence[Any]) -> list[DeviceTicket]:
+    """Return the tickets of ids that were sorted on the device; raise TicketError if one was used. The core claims the
+    others."""
+    found = [ticket for ticket in tickets if isinstance(ticket, DeviceTicket)]
+    if any(ticket.used for ticket in found) or len(set(map(id, found))) != len(found):
+        raise TicketError("this ticket was used already; a batch is updated once: look it up again for another step")
+    return found

@@ -1,14 +1,20 @@
 """A worker whose rows are on a device. Its blocks and gradients are tensors there."""
 
+from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
+from typing import Any
 
 import torch
 
 from satrap.config.features import Features
 from satrap.config.tables import Always
-from satrap.data.inputs import Inputs
+from satrap.data.inputs import Inputs, Position
+from satrap.data.iterable import IterableSource, keeping
 from satrap.device.device_blocks import DeviceBlocks
 from satrap.device.device_engine import DeviceEngine
+from satrap.device.device_ids import DeviceIds, sorts_ids
+from satrap.device.device_inputs import ids_of, inputs_of, lie_on
 from satrap.device.device_memory import DeviceMemory
 from satrap.device.device_rows import DeviceRows
 from satrap.device.kernels import require_possible
@@ -66,6 +72,30 @@ class DeviceWorker(DeviceBlocks):
             return None
         request = self._request(inputs, step, oldest_open, train=True)
         return replace(request, resolved=self._device_rows.resolve(request))
+
+    def inputs_of(self, ids: Any) -> Inputs:
+        return inputs_of(self.features, ids, self.device)
+
+    def batches(self, source: Any, position: Position | None = None, **share: int) -> Iterator[Inputs]:
+        declared = source if hasattr(source, "batches") else IterableSource(source)
+        if isinstance(declared, IterableSource) and sorts_ids(self.device):
+            declared = keeping(declared, partial(lie_on, device=self.device))
+        return super().batches(declared, position, **share)
+
+    def _arrays(self, inputs: Inputs, batch_size: int) -> tuple[Any, Any, Any]:
+        found = ids_of(inputs, self._device_rows.id_layout, self.device)
+        return super()._arrays(found, batch_size) if isinstance(found, Inputs) else (found, None, None)
+
+    def _masks(self, request: BagRequest) -> tuple[dict[str, Any], list[int]]:
+        ids = request.values
+        if not isinstance(ids, DeviceIds):
+            return super()._masks(request)
+        masks = {
+            name: ids.mask(number, feature.max_length)
+            for number, (name, feature) in enumerate(self.features.items())
+            if feature.max_length is not None
+        }
+        return masks, ids.num_cut
 
     def close(self) -> None:
         """Do nothing: the rows are freed with the last reference to them."""

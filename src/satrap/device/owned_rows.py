@@ -83,7 +83,7 @@ class OwnedRows(DeviceRows):
             to = to_device(joined.lines[at], self.device)
             out = lines[self._groups.numbers[memory.tables[0]]]
             out[to] = memory.values[to_device(np.maximum(chosen, 0), self.device)] if len(memory.values) else 0
-            if (without := chosen < 0).any():
+            if len(without := np.flatnonzero(chosen < 0)):
                 absent = torch.cat([torch.zeros((1, out.shape[1]), device=self.device), self._absent(found, memory)])
                 rows = absent[to_device(-1 - chosen[without], self.device)]
                 out[to[to_device(without, self.device)]] = rows.to(out.dtype)
@@ -96,10 +96,12 @@ class OwnedRows(DeviceRows):
         sums: Sequence[Tensor],
         step: int,
         lrs: Sequence[float],
+        bound: float,
     ) -> None:
         """Add up the gradients of each id in the order of the ranks, and step its row once.
 
-        sums: for each group the gradient of each line, in float32."""
+        sums: for each group the gradient of each line, in float32.
+        bound: no sum of an id's gradients is larger, as far as the trainers that sent them know."""
         joined = JoinedIds.join(received, counts, self._groups)
         dims = np.array([self._engine.memory(table).layout.dim for table in range(len(self._tables))])
         places = joined.lines * dims[joined.tables()]
@@ -109,7 +111,7 @@ class OwnedRows(DeviceRows):
                 "that fit on a device: make smaller batches"
             )
         with self._engine.in_order():
-            skips = self._check_sums(joined, sums, len(counts))
+            skips = not bound < LARGEST and self._check_sums(joined, sums, len(counts))  # it may be a NaN
             groups = list(self._fused_tables(dict(enumerate(lrs)), skips=skips))
             flats = [sums[self._groups.numbers[tables.start]].reshape(-1) for tables, *_ in groups]
 

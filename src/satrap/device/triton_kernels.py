@@ -21,6 +21,7 @@ from satrap.device import triton_optimizers as optimizers
 from satrap.device import triton_rounding as rounding
 from satrap.device.exact import signed
 from satrap.device.home_memory import HomeMemory
+from satrap.device.host_copy import to_device
 from satrap.device.runs import PooledFeatures, Runs
 
 _UNROLL = 8  # gradients of one row whose loads are in flight at a time
@@ -315,7 +316,7 @@ def update(
     summed = torch.zeros_like(runs.frames) if skip_nonfinite else None
     if len(runs.frames) == 0:
         return summed
-    doubles = torch.tensor([lr, *getattr(optimizer, "betas", (0.0, 0.0))], dtype=torch.float64, device=values.device)
+    doubles = to_device(np.array([lr, *getattr(optimizer, "betas", (0.0, 0.0))], np.float64), values.device)
     mark = signed(0x9E3779B97F4A7C15 * (step + 1))
     _update_kernel[(len(runs.frames),)](
         _as_bits(values), state, runs.frames, runs.begin, runs.end, runs.places, runs.factors, runs.keys, gradients,

@@ -169,6 +169,8 @@ class BatchLookup:
     def update_with(self, batches: list[InFlightBatch], lrs: dict[str, float], scale: float) -> Callable[[], None]:
         """Return a function that applies the gradients of the batches; any thread may call it."""
         update_dense = self._dense.update_with(scale)
+        leaves = [(leaf.grad, each.weight) for each in batches if not each.is_padding for leaf in each.leaves]
+        magnitude = self._worker.measure([(gradient, w) for gradient, w in leaves if gradient is not None])
         ready = torch.cuda.current_stream(self._device).record_event() if self._gradient_copies is not None else None
         step = batches[-1].step
         batches = [batch for batch in batches if not batch.is_padding]
@@ -191,6 +193,7 @@ class BatchLookup:
                     step=step,
                     lrs=lrs,
                     scale=scale,
+                    magnitude=magnitude,
                 )
 
         return apply

@@ -19,7 +19,7 @@ from torch import Tensor
 from satrap.config.features import Feature, Features
 from satrap.config.tables import Table
 from satrap.config.validation import check_choice, kind_of
-from satrap.data.inputs import Inputs, as_inputs
+from satrap.data.inputs import Inputs
 from satrap.device.torch_device import resolve_device
 from satrap.errors import ConfigError
 from satrap.monitor.report import Counters
@@ -271,7 +271,7 @@ class Embeddings(torch.nn.Module):
         """
         self._session.require_whole_rows()
         look_up = BatchLookup(self.worker, self.worker.device or torch.device("cpu"), train=False, overlap=False)
-        return look_up(as_inputs(self.features, inputs), 0, 0).hand_over(None)
+        return look_up(self.worker.inputs_of(inputs), 0, 0).hand_over(None)
 
     def extra_repr(self) -> str:
         """Return what print(model) shows."""

@@ -4,6 +4,7 @@ torch calls a hook before each step of an optimizer. Batches that wait for the s
 torch's counts the operations of the dense network.
 """
 
+import math
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -80,7 +81,7 @@ def _add(found: ObservedSteps, inputs: Any) -> None:
     found.batches += 1
     found.samples += size
     dense = 0 if inputs.dense is None else inputs.dense.shape[1]
-    label = 0 if inputs.label is None else int(inputs.label.size // max(1, size))
+    label = 0 if inputs.label is None else math.prod(inputs.label.shape[1:])
     found.dense_features = max(found.dense_features, dense + label)
     by_table: dict[str, set[int]] = {}
     for number, name in enumerate(names):

@@ -22,7 +22,7 @@ from satrap.config import array_args
 from satrap.config.features import Features
 from satrap.config.tables import Feature, Table
 from satrap.config.validation import check_flag
-from satrap.data.inputs import Inputs, Position
+from satrap.data.inputs import Inputs, Position, as_inputs
 from satrap.data.iterable import IterableSource
 from satrap.errors import InputError, TicketError
 from satrap.table.engine import resolve_step
@@ -56,8 +56,9 @@ class Ticket(Protocol):
 class BagRequest:
     """The lookup of one batch, with checked arguments."""
 
-    values: NDArray[np.uint64]
-    """The ids of all bags, feature after feature and sample after sample."""
+    values: Any
+    """The ids of all bags, feature after feature and sample after sample: uint64, or `DeviceIds` if they lie on the
+    device of the rows. Those have their offsets and weights."""
     offsets: NDArray[np.int64] | None
     """Where each bag begins in `values`, and where the last one ends; None: each bag has one id."""
     weights: Floats | None
@@ -84,6 +85,8 @@ class UpdateRequest:
     lrs: list[tuple[int, float]]
     """Pairs of a table's number and its rate."""
     scale: float
+    magnitude: Any = None
+    """What `Worker.measure` returned for these gradients; None: they were not measured."""
 
 
 class Rows(Protocol):
@@ -130,8 +133,8 @@ class LookupResult:
     """[batch_size, total_dim]: pooled rows, feature after feature; see `Features`."""
     sequences: dict[str, Block]
     """For each sequence [batch_size, max_length, dim]; 0 where there is no id."""
-    masks: dict[str, NDArray[np.bool_]]
-    """For each sequence [batch_size, max_length]: where there is an id."""
+    masks: dict[str, Any]
+    """For each sequence, bool [batch_size, max_length]: where there is an id. Tensors, if the ids are."""
     truncated: list[int]
     """For each sequence, the number of ids beyond its max_length, which were not looked up."""
     ticket: Ticket | None
@@ -167,6 +170,10 @@ class Worker:
     def can_read(self, source: Any) -> bool:
         """Return whether another process reads the source for this worker, so that its batches have no ids here."""
         return False
+
+    def inputs_of(self, ids: Any) -> Inputs:
+        """Return a batch of ids by feature; see `satrap.data.inputs.as_inputs`."""
+        return as_inputs(self.features, ids)
 
     def batches(self, source: Any, position: Position | None = None, **share: int) -> Iterator[Inputs]:
         """Return the batches of a source, or of an iterable without columns, after the position.
@@ -215,14 +222,21 @@ class Worker:
         memory = self._check_block(block, shape)
         sequences = [(each, self._rows.empty(batch_size, each.floats)) for each in self._sequences]
         ticket = self._rows.lookup(request, memory, [rows for _, rows in sequences])
-        lengths = [(each, each.lengths(request)) for each in self._sequences]
+        masks, truncated = self._masks(request)
         return LookupResult(
             block=block,
             sequences={each.name: rows.reshape(each.shape(batch_size)) for each, rows in sequences},
-            masks={each.name: each.mask(its) for each, its in lengths},
-            truncated=[each.count_truncated(its) for each, its in lengths],
+            masks=masks,
+            truncated=truncated,
             ticket=ticket,
         )
+
+    def _masks(self, request: BagRequest) -> tuple[dict[str, Any], list[int]]:
+        """Return `masks` and `truncated` of a lookup's result."""
+        lengths = [(each, each.lengths(request)) for each in self._sequences]
+        return {each.name: each.mask(its) for each, its in lengths}, [
+            each.count_truncated(its) for each, its in lengths
+        ]
 
     def update(
         self,
@@ -233,6 +247,7 @@ class Worker:
         step: int | None = None,
         lrs: Mapping[str, float] | None = None,
         scale: float = 1.0,
+        magnitude: Any = None,
     ) -> None:
         """Apply one optimizer step to the ids of one batch, or of several batches whose gradients were accumulated.
 
@@ -244,6 +259,7 @@ class Worker:
         step: the job's batch number; None: the latest. Rows are stamped with it.
         lrs: learning rates of this update by table; other tables use their own.
         scale: factor of each gradient: 1 / loss scale, or 1 / number of trainers.
+        magnitude: what `measure` returned for these gradients, if it was called.
         """
         for ticket in _require_list("tickets", tickets):
             if self._require_ticket(_UPDATE, ticket).used:
@@ -262,7 +278,13 @@ class Worker:
         ]
         at = max(1, self._rows.latest_step) if step is None else array_args.as_step(_UPDATE, "step", step)
         rates = [] if lrs is None else self._learning_rates(lrs)
-        self._rows.update(UpdateRequest(list(tickets), gradients, at, rates, array_args.as_scale(_UPDATE, scale)))
+        factor = array_args.as_scale(_UPDATE, scale)
+        self._rows.update(UpdateRequest(list(tickets), gradients, at, rates, factor, magnitude))
+
+    def measure(self, gradients: Sequence[tuple[Any, float]]) -> Any:
+        """Return the largest magnitude of tensors times their factors, for `update`; None if it needs none. Call this
+        where the tensors are computed, without a wait for them."""
+        return None
 
     def drop(self, ticket: Ticket) -> None:
         """Give up a batch that will not be updated. Its rows stay as the lookup left them."""
@@ -311,17 +333,21 @@ class Worker:
         if inputs.names != self.features.names:
             raise InputError(f"{_WHERE}: {_name_differences(inputs.names, self.features.names)}")
         batch_size = array_args.as_step(_WHERE, "batch_size", inputs.batch_size, low=0, high=2**30 - 1)
-        values = array_args.as_ids(_WHERE, inputs.values)
-        meaning = "features * batch_size + 1, or None if every bag holds one id"
-        offsets = inputs.offsets
-        if offsets is not None:
-            offsets = array_args.as_offsets(_WHERE, offsets, len(self.features) * batch_size + 1, meaning)
-        weights = None if inputs.weights is None else array_args.as_weights(_WHERE, inputs.weights)
+        values, offsets, weights = self._arrays(inputs, batch_size)
         check_flag(_WHERE, "train", train, InputError)
         latest = self._rows.latest_step
         step, oldest_open = resolve_step(_WHERE, latest, train=train, step=step, oldest_open=oldest_open)
         first_epoch = inputs.position is None or inputs.position.epoch == 0
         return BagRequest(values, offsets, weights, batch_size, step, oldest_open, train, first_epoch)
+
+    def _arrays(self, inputs: Inputs, batch_size: int) -> tuple[Any, NDArray[np.int64] | None, Floats | None]:
+        """Check the ids of a batch, their offsets and weights."""
+        values = array_args.as_ids(_WHERE, inputs.values)
+        meaning = "features * batch_size + 1, or None if every bag holds one id"
+        offsets = inputs.offsets
+        if offsets is not None:
+            offsets = array_args.as_offsets(_WHERE, offsets, len(self.features) * batch_size + 1, meaning)
+        return values, offsets, None if inputs.weights is None else array_args.as_weights(_WHERE, inputs.weights)
 
     def _gradients(self, ticket: Ticket, block: ArrayLike | None, sequences: Gradients) -> TicketGradients:
         if not isinstance(sequences, Mapping):

@@ -1,0 +1,192 @@
+"""Ids that lie on the rows' device: they are checked, cut, sorted and made unique there, and only the unique ones are
+copied to the CPU, in one copy, where the core finds their rows.
+
+Padding, and what a sequence cuts off, is left out first, as the core does for ids in CPU memory. What the core would
+refuse is left to it: then `DeviceIds.of` returns None, and the ids go to the CPU. Each call waits for the device
+twice: for a few numbers about the batch, and for the ids.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Any, Self
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from satrap.config.features import Features
+from satrap.device.exact import signed
+
+_ANY_LENGTH = 2**62
+
+
+SORTS_IDS = {"cuda": True, "cpu": False}
+"""Whether ids on a device of a type are sorted there. The core sorts those in CPU memory faster than torch does; tests
+turn it on."""
+
+
+def sorts_ids(device: torch.device) -> bool:
+    """Return whether ids that lie on this device are sorted there."""
+    return SORTS_IDS[device.type]
+
+
+class IdLayout:
+    """What is declared about the ids of each feature, as tensors on the device, [features]."""
+
+    def __init__(self, features: Features, device: torch.device) -> None:
+        each = list(features.values())
+
+        def tensor(numbers: Any) -> Tensor:
+            return torch.tensor(list(numbers), device=device)
+
+        self.num_tables, self.total_dim = len(features.tables), features.total_dim
+        self.tables = tensor(features.table_index)
+        self.is_weighted = tensor(feature.weighted for feature in each)
+        self.pooling = tensor(("none", "sum", "mean", "sqrtn").index(feature.pooling) for feature in each)
+        self.max_length = tensor(feature.max_length or _ANY_LENGTH for feature in each)
+        self.keeps_last = tensor(feature.keep == "last" for feature in each)
+        self.has_padding = tensor(feature.padding_id is not None for feature in each)
+        self.padding = tensor(signed(feature.padding_id or 0) for feature in each)
+        self.dims = tensor(features.dims)
+        self.any_weighted = any(feature.weighted for feature in each)
+        self.any_scaled = self.any_weighted or any(feature.pooling in ("mean", "sqrtn") for feature in each)
+        self.columns = features.columns
+        self.sequences = [number for number, feature in enumerate(each) if feature.max_length is not None]
+        self.sequence_floats = [(feature.max_length or 0) * feature.table.dim for feature in each]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class GroupedIds:
+    """The unique ids of some entries, and where each one's entries are."""
+
+    ids: NDArray[np.uint64]
+    """In this process: table by table, within a table in order of first appearance."""
+    offsets: NDArray[np.int64]
+    """Where the unique ids of each table begin, and where the last end."""
+    inverse: Tensor
+    """int64 [entries]: which unique id each entry has."""
+    order: Tensor
+    """int64 [entries]: the entries, id by id, those of an id in order of appearance."""
+    begin: Tensor
+    """int32 [unique ids]: where the entries of each begin in `order`."""
+    end: Tensor
+    """int32 [unique ids]"""
+
+    @classmethod
+    def of(cls, values: Tensor, tables: Tensor, num_tables: int) -> Self:
+        """Sort ids, at least one. tables: the table of each."""
+        order = torch.sort(values, stable=True).indices
+        if num_tables > 1:
+            order = order[torch.sort(tables[order], stable=True).indices]
+        ids, of_table = values[order], tables[order]
+        is_new = torch.ones_like(ids, dtype=torch.bool)
+        is_new[1:] = (ids[1:] != ids[:-1]) | (of_table[1:] != of_table[:-1])
+        begin = is_new.nonzero()[:, 0]  # waits for the device
+        end = torch.cat([begin[1:], begin.new_full((1,), len(ids))])
+        table = of_table[begin]
+        by_appearance = torch.sort(order[begin]).indices
+        if num_tables > 1:
+            by_appearance = by_appearance[torch.sort(table[by_appearance], stable=True).indices]
+        rank = torch.empty_like(by_appearance)
+        rank[by_appearance] = torch.arange(len(rank), device=rank.device)
+        inverse = torch.empty_like(order)
+        inverse[order] = rank[is_new.cumsum(0) - 1]
+        offsets = torch.searchsorted(table, torch.arange(num_tables + 1, device=table.device))
+        on_cpu = torch.cat([offsets, ids[begin][by_appearance]]).cpu().numpy()
+        return cls(
+            ids=on_cpu[num_tables + 1 :].view(np.uint64),
+            offsets=on_cpu[: num_tables + 1],
+            inverse=inverse,
+            order=order,
+            begin=begin[by_appearance].int(),
+            end=end[by_appearance].int(),
+        )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DeviceIds:
+    """The ids of one batch, on a device, without padding and without what sequences cut off."""
+
+    values: Tensor
+    """int64, as bit patterns: feature after feature, and sample after sample."""
+    offsets: Tensor | None
+    """int64 [bags + 1]; None: each bag has one id."""
+    weights: Tensor | None
+    """float32, of each id."""
+    batch_size: int
+    largest_weight: float
+    """The largest magnitude of a weight; at least 1."""
+    num_cut: list[int]
+    """For each sequence, the number of ids beyond its max_length."""
+    grouped: GroupedIds
+
+    def __len__(self) -> int:
+        return len(self.values)
+
+    @classmethod
+    def of(
+        cls, layout: IdLayout, values: Tensor, offsets: Tensor | None, weights: Tensor | None, batch_size: int
+    ) -> Self | None:
+        """Return the ids of a batch; None if there are none, or if the core has to refuse them."""
+        n, num_bags = len(values), len(layout.tables) * batch_size
+        if n == 0 or num_bags == 0 or (n if offsets is None else len(offsets) - 1) != num_bags:
+            return None
+        if layout.any_weighted and (weights is None or len(weights) != n):
+            return None
+        bounds = torch.arange(num_bags + 1, device=values.device) if offsets is None else offsets
+        feature = bags_of(bounds, n) // batch_size
+        is_kept = ~(layout.has_padding[feature] & (values == layout.padding[feature]))
+        kept = torch.cat([bounds.new_zeros(1), is_kept.cumsum(0)])  # how many come before each id
+        before = kept[bounds.clamp(0, n)]
+        lengths = before[1:] - before[:-1]
+        most = layout.max_length.repeat_interleave(batch_size, output_size=num_bags)
+        beyond = (lengths - most).clamp(min=0).view(-1, batch_size).sum(1)
+        largest = torch.ones(1, dtype=torch.float64, device=values.device)
+        if layout.any_weighted and weights is not None:
+            largest = torch.where(layout.is_weighted[feature], weights.abs(), 1.0).max().double()[None]
+        is_valid = (bounds[:1] == 0) & (bounds[-1:] == n) & (bounds[1:] >= bounds[:-1]).all()
+        valid, drops, largest_weight, *cut = torch.cat(
+            [is_valid.double(), (~is_kept).any().double()[None], largest, beyond.double()]
+        ).tolist()  # waits for the device
+        if not valid or not math.isfinite(largest_weight):
+            return None
+        if drops or any(cut):
+            first = torch.where(
+                layout.keeps_last.repeat_interleave(batch_size, output_size=num_bags), lengths - most, 0
+            )
+            bag = bags_of(bounds, n)
+            at = kept[:-1] - before[bag] - first.clamp(min=0)[bag]  # its place among those that stay
+            stays = (is_kept & (at >= 0) & (at < most[bag])).nonzero()[:, 0]
+            if len(stays) == 0:
+                return None
+            values, weights = values[stays], None if weights is None else weights[stays]
+            offsets = torch.cat([bounds.new_zeros(1), torch.minimum(lengths, most).cumsum(0)])
+            feature = feature[stays]
+        grouped = GroupedIds.of(values, layout.tables[feature], layout.num_tables)
+        num_cut = [int(cut[number]) for number in layout.sequences]
+        return cls(values, offsets, weights, batch_size, max(1.0, largest_weight), num_cut, grouped)
+
+    def bounds(self, num_bags: int) -> Tensor:
+        """Return where each bag begins, and where the last ends."""
+        return torch.arange(num_bags + 1, device=self.values.device) if self.offsets is None else self.offsets
+
+    def mask(self, feature: int, max_length: int) -> Tensor:
+        """Return where a sequence has ids, [samples, max_length]."""
+        first = feature * self.batch_size
+        if self.offsets is None:
+            lengths = torch.ones(self.batch_size, dtype=torch.int64, device=self.values.device)
+        else:
+            lengths = self.offsets[first : first + self.batch_size + 1].diff()
+        return torch.arange(max_length, device=lengths.device) < lengths[:, None]
+
+    def on_cpu(self) -> tuple[NDArray[np.uint64], NDArray[np.int64] | None, NDArray[np.float32] | None]:
+        """Copy the ids, offsets and weights to the CPU."""
+        offsets, weights = (None if each is None else each.cpu().numpy() for each in (self.offsets, self.weights))
+        return self.values.cpu().numpy().view(np.uint64), offsets, weights
+
+
+def bags_of(bounds: Tensor, n: int) -> Tensor:
+    """Return the bag of each of n ids. bounds: where each bag begins, and where the last ends."""
+    at = torch.arange(n, device=bounds.device)
+    return (torch.searchsorted(bounds, at, right=True) - 1).clamp(0, len(bounds) - 2)

@@ -82,7 +82,7 @@ def quick_cases() -> list[Case]:
         replace(_RESOLVE, rows=MILLION, ids="zipf", num_warmup=2, num_steps=10),
         replace(_KERNELS, ids="uniform", **small),
         replace(_TIERS, rows=900_000, dim=16, ids="zipf", num_warmup=1, num_steps=5),
-        replace(_ABLATION, ids="zipf", dim=16, **small),
-        replace(_LARGEST, ids="zipf", dim=16, **{**small, "rows": 900_000}),
+        replace(_ABLATION, ids="zipf", dim=16, **{**small, "rows": 26_000}),
+        replace(_LARGEST, ids="zipf", dim=16, **{**small, "rows": 300_000}),
         *(replace(train, precision=precision) for precision in PRECISIONS[:2]),
     ]

@@ -62,9 +62,11 @@ class Job:
         seed: int = 0,
         hidden: int = 8,
         rows: Mapping[str, Any] = MappingProxyType({}),
+        dense: str = "cpu",
         **options: Any,
     ) -> None:
-        """rows: options of `Embeddings` that say where the rows are. options: of `Checkpoint`."""
+        """rows: options of `Embeddings` that say where the rows are. dense: the device of the network. options: of
+        `Checkpoint`."""
         torch.manual_seed(1)
         random.seed(1)
         user = Table("user", dim=dim, optimizer=Adagrad(lr=0.1), capacity=120, num_buckets=2)
@@ -72,7 +74,8 @@ class Job:
         self.embeddings = Embeddings({"user": user, "item": item}, seed=seed, num_threads=1, **rows)
         self.model = torch.nn.Sequential(
             torch.nn.Linear(3 + 2 * dim, hidden), torch.nn.Dropout(0.5), torch.nn.Linear(hidden, 1)
-        )
+        ).to(dense)
+        self.dense = dense
         self.optimizer = self.embeddings.optimizer(torch.optim.Adam(self.model.parameters(), lr=0.01))
         self.scheduler = torch.optim.lr_scheduler.ExponentialLR(self.optimizer, 0.99)
         self.source = Source(num_steps)
@@ -99,7 +102,7 @@ class Job:
 
     def train(self, every_steps: int = 1, *, wait: bool = True) -> None:
         """Train the remaining steps."""
-        with self.embeddings.stream(self.source) as stream:
+        with self.embeddings.stream(self.source, device=self.dense) as stream:
             for batch in stream:
                 self.step(batch)
                 self.run.save(every_steps=every_steps, wait=wait)
@@ -115,7 +118,7 @@ class Job:
             found |= {f"{name}.values": values, f"{name}.state": state, f"{name}.present": present}
             found[f"{name}.rows"] = len(store)
         for name, parameter in self.model.named_parameters():
-            found[name] = parameter.detach().numpy().copy()
+            found[name] = parameter.detach().cpu().numpy().copy()
         found |= {"step": self.embeddings.step, "lr": [group["lr"] for group in self.optimizer.param_groups]}
         found["random"] = torch.get_rng_state().numpy()
         return found

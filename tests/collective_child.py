@@ -108,10 +108,10 @@ def compare(job: dict[str, Any]) -> dict[str, Any]:
     """Take random steps on both workers. Return how many rows there are at the end, and how many left the devices."""
     num_ids, largest = job.get("ids", NUM_IDS), job.get("batch_size", 11)
     rng, common = np.random.default_rng([job["compare"], dist.get_rank()]), np.random.default_rng(job["compare"])
-    shards = "rows", job["shard"]
+    shards, place = ("rows", job["shard"]), job.get("device", "cpu")
     both = [
         Embeddings(features(shard), seed=3, num_threads=1, device=device, device_memory=memory)
-        for shard, device, memory in zip(shards, (None, "cpu"), (None, job.get("device_memory")), strict=True)
+        for shard, device, memory in zip(shards, (None, place), (None, job.get("device_memory")), strict=True)
     ]
     workers: list[Any] = [each.worker for each in both]
     workers[1].open_stream(1)
@@ -240,9 +240,9 @@ def evaluate_unequally(job: dict[str, Any], rank: int) -> dict[str, Any]:
 
 def require_same(looked: list[Any]) -> None:
     host, device = looked
-    np.testing.assert_array_equal(device.block.numpy(), host.block)
+    np.testing.assert_array_equal(device.block.cpu().numpy(), host.block)
     for name, rows in host.sequences.items():
-        np.testing.assert_array_equal(device.sequences[name].numpy(), rows)
+        np.testing.assert_array_equal(device.sequences[name].cpu().numpy(), rows)
         np.testing.assert_array_equal(device.masks[name], host.masks[name])
 
 
@@ -267,8 +267,9 @@ def update(workers: list[Any], looked: list[list[Any]], rng: np.random.Generator
         del sequences[0]["path"]
     how: dict[str, Any] = {"step": step, "scale": 0.5, "lrs": {"item": 0.1 / step}}
     workers[0].update([each.ticket for each in looked[0]], blocks, sequences, **how)
-    tensors = [None if block is None else torch.from_numpy(block) for block in blocks]
-    of_sequences = [{name: torch.from_numpy(rows) for name, rows in each.items()} for each in sequences]
+    place = workers[1].device
+    tensors = [None if block is None else torch.from_numpy(block).to(place) for block in blocks]
+    of_sequences = [{name: torch.from_numpy(rows).to(place) for name, rows in each.items()} for each in sequences]
     workers[1].update([each.ticket for each in looked[1]], tensors, of_sequences, **how)
 
 
@@ -287,8 +288,7 @@ def main(rank: int, world_size: int, rendezvous: str, job: dict[str, Any]) -> No
     if not {"compare", "refused", "differs", "unequal"} & job.keys():
         trainer_child.main(rank, world_size, rendezvous, job)
         return
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=world_size)
+    trainer_child.join(rank, world_size, rendezvous, job)
     if "differs" in job:
         found = differ(job, rank)
     elif "unequal" in job:

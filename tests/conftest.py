@@ -119,6 +119,12 @@ def _not_drawn(items: list[pytest.Item], seed: int) -> set[pytest.Item]:
 
 
 @pytest.fixture
+def device() -> str:
+    """Where tests of rows on a device have them; train/test_gpu.py runs the same tests on a GPU."""
+    return "cpu"
+
+
+@pytest.fixture
 def seed(request: pytest.FixtureRequest) -> int:
     """A seed for each test, from the run's seed and the test's name, so that tests can be repeated alone."""
     own = zlib.crc32(request.node.nodeid.encode(), request.config.stash[SEED] & 0xFFFFFFFF)

@@ -1,4 +1,4 @@
-"""Workers with rows on a device, here the CPU, beside workers with rows in the core."""
+"""Workers with rows on a device, by default the CPU, beside workers with rows in the core."""
 
 from __future__ import annotations
 
@@ -19,18 +19,19 @@ from satrap.worker.worker import LookupResult
 
 
 class ArrayWorker(DeviceWorker):
-    """A worker on the CPU that takes and returns arrays, as the other workers do."""
+    """A worker that takes and returns arrays, as the other workers do."""
 
     def lookup(self, *args: Any, **options: Any) -> LookupResult:
         found = super().lookup(*args, **options)
-        sequences = {name: rows.numpy() for name, rows in found.sequences.items()}
-        return replace(found, block=found.block.numpy(), sequences=sequences)
+        sequences = {name: rows.cpu().numpy() for name, rows in found.sequences.items()}
+        return replace(found, block=found.block.cpu().numpy(), sequences=sequences)
 
     def update(self, tickets: Any, block_gradients: Any, sequence_gradients: Any = None, **options: Any) -> None:
-        blocks = [None if block is None else torch.from_numpy(block) for block in block_gradients]
+        blocks = [None if block is None else torch.from_numpy(block).to(self.device) for block in block_gradients]
         if sequence_gradients is not None:
             sequence_gradients = [
-                {name: torch.from_numpy(rows) for name, rows in each.items()} for each in sequence_gradients
+                {name: torch.from_numpy(rows).to(self.device) for name, rows in each.items()}
+                for each in sequence_gradients
             ]
         super().update(tickets, blocks, sequence_gradients, **options)
 
@@ -52,10 +53,10 @@ class SortingWorker(ArrayWorker):
         return replace(found, masks={name: np.asarray(mask) for name, mask in found.masks.items()})
 
 
-def pair(declared: Features, seed: int = 3) -> list[Any]:
+def pair(declared: Features, seed: int = 3, device: str = "cpu") -> list[Any]:
     return [
         LocalWorker(declared, seed=seed, num_threads=2),
-        ArrayWorker(declared, "cpu", seed=seed, num_threads=2),
+        ArrayWorker(declared, device, seed=seed, num_threads=2),
     ]
 
 

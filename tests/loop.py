@@ -93,10 +93,11 @@ def deployed(options: dict[str, Any]) -> dict[str, Any]:
     return others | ({"deployment": Deployment(**where)} if where else {})
 
 
-def job(staleness: int = 0, **options: Any) -> tuple[Embeddings, Net, HybridOptimizer]:
+def job(staleness: int = 0, dense: str = "cpu", **options: Any) -> tuple[Embeddings, Net, HybridOptimizer]:
+    """dense: the device of the model."""
     torch.manual_seed(0)
     embeddings = Embeddings(tables(), staleness=staleness, num_threads=1, **deployed(options))
-    model = Net()
+    model = Net().to(dense)
     return embeddings, model, embeddings.optimizer(torch.optim.SGD(model.parameters(), lr=0.05))
 
 
@@ -106,7 +107,7 @@ def rows(embeddings: Embeddings) -> dict[str, np.ndarray]:
 
 def bits(embeddings: Embeddings, model: torch.nn.Module) -> list[bytes]:
     """Return the bytes of every parameter and of every row's values."""
-    dense = [parameter.detach().numpy().tobytes() for parameter in model.parameters()]
+    dense = [parameter.detach().cpu().numpy().tobytes() for parameter in model.parameters()]
     return dense + [values.tobytes() for values in rows(embeddings).values()]
 
 

@@ -5,7 +5,7 @@ With "ahead" it takes all batches of an epoch before the first step. With "count
 integers, so that rows are exact in any order of updates. With "tells" a trainer also prints a line at its third step.
 With "patience" it evaluates every second step. With "beside" it saves while it trains; with "continues" it also
 continues after a save that fails. Without servers the trainers share the rows; with "machines" as if each were on
-another one.
+another one. "dense" is the device of the network, "device" that of the rows.
 """
 
 import json
@@ -25,16 +25,15 @@ from satrap.train import trainer_server
 
 
 def main(rank: int, world_size: int, rendezvous: str, job: dict[str, Any]) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=world_size)
+    join(rank, world_size, rendezvous, job)
     torch.manual_seed(0)
-    embeddings = embeddings_of(job)
-    net = Net()
+    embeddings, dense = embeddings_of(job), job.get("dense", "cpu")
+    net = Net().to(dense)
     if job.get("patience"):
         net.register_buffer("unused", torch.zeros(1))  # DistributedDataParallel broadcasts it before each forward pass
     model = DistributedDataParallel(net)
     optimizer = embeddings.optimizer(torch.optim.SGD(model.parameters(), lr=0.05))
-    scaler = scaler_of(job.get("scaler"))
+    scaler = scaler_of(job.get("scaler"), dense)
     seen, failed = [], []
     data = data_of(job)
     run = Checkpoint(job["checkpoint"], model, optimizer, embeddings, data, full_every=2) if job["checkpoint"] else None
@@ -43,7 +42,8 @@ def main(rank: int, world_size: int, rendezvous: str, job: dict[str, Any]) -> No
     for epoch in range(job["epochs"]):
         if epoch and job.get("again"):
             assert run is not None and run.resume(job["again"])
-        with embeddings.stream(data, overlap=job["overlap"], accumulate=job["accumulate"]) as stream:
+        how: dict[str, Any] = {"overlap": job["overlap"], "accumulate": job["accumulate"], "device": dense}
+        with embeddings.stream(data, **how) as stream:
             for number, batch in enumerate(list(stream) if job.get("ahead") else stream, 1):
                 if batch.step == job["until"]:
                     break
@@ -82,6 +82,16 @@ def main(rank: int, world_size: int, rendezvous: str, job: dict[str, Any]) -> No
     embeddings.worker.close()
     dist.destroy_process_group()
     print(json.dumps(found), flush=True)
+
+
+def join(rank: int, world_size: int, rendezvous: str, job: dict[str, Any]) -> None:
+    """Join the other trainers: by gloo, and with rows or a network on GPUs, of which each trainer has one, by NCCL."""
+    torch.set_num_threads(1)
+    backend = "gloo"
+    if "cuda" in (job.get("dense"), job.get("device")):
+        torch.cuda.set_device(rank)
+        backend = "cpu:gloo,cuda:nccl"
+    dist.init_process_group(backend, init_method=f"file://{rendezvous}", rank=rank, world_size=world_size)
 
 
 def save(run: Checkpoint, job: dict[str, Any]) -> str:
@@ -134,10 +144,10 @@ def counted_loss(model: torch.nn.Module, batch: Any, world_size: int) -> torch.T
     return loss
 
 
-def scaler_of(kind: str | None) -> torch.amp.GradScaler:
+def scaler_of(kind: str | None, device: str = "cpu") -> torch.amp.GradScaler:
     if kind == "sharded":
-        return ShardedGradScaler("cpu", init_scale=1024.0)
-    return torch.amp.GradScaler("cpu", init_scale=1024.0, enabled=kind is not None)
+        return ShardedGradScaler(device, init_scale=1024.0)
+    return torch.amp.GradScaler(device, init_scale=1024.0, enabled=kind is not None)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,5 @@
-"""Rows on the devices of several trainers: the same bits as with the rows in their memory, or on servers."""
+"""Rows on the devices of several trainers: the same bits as with the rows in their memory, or on servers. The devices
+are the CPU; train/test_gpu.py imports some of these tests for GPUs, where the dense network is, too."""
 
 from __future__ import annotations
 
@@ -29,10 +30,10 @@ def same(found: dict[str, Any], other: dict[str, Any]) -> bool:
     [(n, shard) for shard in ("rows", "table", "replicated", "columns") for n in (2, 3, 4)],
 )
 def test_random_steps_have_the_bits_of_rows_in_memory(
-    trainers: Trainers, world_size: int, shard: str, tmp_path: Path, seed: int
+    trainers: Trainers, world_size: int, shard: str, device: str, tmp_path: Path, seed: int
 ) -> None:
     """Micro-batches, padding, drops, gradients that are missing or not finite, other rates."""
-    found = trainers.run([], world_size, tmp_path, compare=seed, steps=12, shard=shard)
+    found = trainers.run([], world_size, tmp_path, compare=seed, steps=12, shard=shard, device=device)
     assert all(each == found[0] and min(each["rows"].values()) > 0 for each in found)
 
 
@@ -42,9 +43,9 @@ def test_random_steps_have_the_bits_of_rows_in_memory(
     [(3, "rows", 1600, 400), (2, "columns", 1500, 600), (2, "replicated", 4000, 1000)],
 )
 def test_random_steps_on_two_tiers_have_the_bits_of_rows_in_memory(
-    trainers: Trainers, world_size: int, shard: str, of_item: int, of_user: int, tmp_path: Path, seed: int
+    trainers: Trainers, world_size: int, shard: str, of_item: int, of_user: int, device: str, tmp_path: Path, seed: int
 ) -> None:
-    how: dict[str, Any] = {"shard": shard, "ids": 400, "batch_size": 2, "steps": 12}
+    how: dict[str, Any] = {"shard": shard, "ids": 400, "batch_size": 2, "steps": 12, "device": device}
     memory = {"item": of_item, "user": of_user, "last": "none"}
     found = trainers.run([], world_size, tmp_path, compare=seed, **how, device_memory=memory)
     assert all(each == found[0] and each["moved_out"]["item"] > 0 for each in found)
@@ -79,20 +80,20 @@ def test_what_all_trainers_do_is_no_error(
 @pytest.mark.parametrize("shards", ALL_SHARDS)
 @pytest.mark.parametrize(("world_size", "overlap"), [(2, False), (3, True), (4, True)])
 def test_it_equals_one_trainer_on_the_joined_batch(
-    trainers: Trainers, world_size: int, overlap: bool, shards: tuple[str, str], tmp_path: Path
+    trainers: Trainers, world_size: int, overlap: bool, shards: tuple[str, str], device: str, tmp_path: Path
 ) -> None:
-    how: dict[str, Any] = {"batches": 6 * world_size, "overlap": overlap, "shards": shards}
-    found = trainers.run([], world_size, tmp_path, **how, device="cpu")
+    how: dict[str, Any] = {"batches": 6 * world_size, "overlap": overlap, "shards": shards, "dense": device}
+    found = trainers.run([], world_size, tmp_path, **how, device=device)
     require_same_as_alone(found, 6 * world_size)
 
 
 @pytest.mark.parametrize("overlap", [False, True])
 def test_uneven_batches_drops_and_accumulation_equal_rows_in_memory(
-    trainers: Trainers, overlap: bool, tmp_path: Path
+    trainers: Trainers, overlap: bool, device: str, tmp_path: Path
 ) -> None:
-    how: dict[str, Any] = {"batches": 9, "dropped": [[None, 2]], "accumulate": 2, "overlap": overlap}
+    how: dict[str, Any] = {"batches": 9, "dropped": [[None, 2]], "accumulate": 2, "overlap": overlap, "dense": device}
     in_memory = trainers.run([], 2, tmp_path, **how)
-    found = trainers.run([], 2, tmp_path, **how, device="cpu")
+    found = trainers.run([], 2, tmp_path, **how, device=device)
     assert same(found[0], in_memory[0]) and same(found[1], in_memory[1])
 
 
@@ -115,10 +116,10 @@ def test_an_overflow_of_one_trainer(
 @pytest.mark.parametrize("shards", SHARDS)
 @pytest.mark.parametrize("overlap", [False, True])
 def test_with_staleness_each_update_is_applied_once(
-    trainers: Trainers, tmp_path: Path, overlap: bool, shards: tuple[str, str]
+    trainers: Trainers, tmp_path: Path, overlap: bool, shards: tuple[str, str], device: str
 ) -> None:
     how: dict[str, Any] = {"batches": 16, "staleness": 2, "counted": True, "shards": shards}
-    found = trainers.run([], 4, tmp_path, **how, overlap=overlap, device="cpu")
+    found = trainers.run([], 4, tmp_path, **how, overlap=overlap, dense=device, device=device)
     assert [each["lost"] for each in found] == [{}] * 4
     expected = trainers.run([], 1, tmp_path, **how)
     assert all(each["rows"] == expected[0]["rows"] for each in found)
@@ -174,20 +175,21 @@ def test_a_run_that_leaves_its_stream_early_starts_another_one(trainers: Trainer
 
 
 def test_a_checkpoint_resumes_on_other_numbers_of_trainers_in_memory_and_on_servers(
-    trainers: Trainers, tmp_path: Path
+    trainers: Trainers, device: str, tmp_path: Path
 ) -> None:
-    whole = trainers.run([], 2, tmp_path, batches=12, device="cpu")
-    first = trainers.run([], 2, tmp_path, batches=12, device="cpu", checkpoint=str(tmp_path / "run"), until=5)
+    how: dict[str, Any] = {"batches": 12, "dense": device}
+    whole = trainers.run([], 2, tmp_path, **how, device=device)
+    first = trainers.run([], 2, tmp_path, **how, device=device, checkpoint=str(tmp_path / "run"), until=5)
     assert not any(each["resumed"] for each in first)
     found = {}
     for world_size, where in ((2, "devices"), (3, "devices"), (3, "memory"), (3, "servers"), (1, "devices")):
         copy = tmp_path / f"{where}{world_size}"
         shutil.copytree(tmp_path / "run", copy)
-        how: dict[str, Any] = {"batches": 12, "checkpoint": str(copy)}
+        how["checkpoint"] = str(copy)
         if where == "servers":
             each = trainers.run_on_servers(2, world_size, tmp_path, **how)
         else:
-            each = trainers.run([], world_size, tmp_path, **how, device="cpu" if where == "devices" else None)
+            each = trainers.run([], world_size, tmp_path, **how, device=device if where == "devices" else None)
         assert all(one["resumed"] for one in each)
         found[where, world_size] = each[0]
     assert same(found["devices", 2], whole[0])
@@ -197,10 +199,10 @@ def test_a_checkpoint_resumes_on_other_numbers_of_trainers_in_memory_and_on_serv
 @pytest.mark.draw(1)
 @pytest.mark.parametrize("device_memory", [None, {"user": "none", "item": 400}])
 def test_a_checkpoint_of_tables_that_all_trainers_have_resumes_elsewhere(
-    trainers: Trainers, device_memory: Any, tmp_path: Path
+    trainers: Trainers, device_memory: Any, device: str, tmp_path: Path
 ) -> None:
-    how: dict[str, Any] = {"batches": 12, "shards": ["replicated", "columns"]}
-    there = {"device": "cpu", "device_memory": device_memory}
+    how: dict[str, Any] = {"batches": 12, "shards": ["replicated", "columns"], "dense": device}
+    there = {"device": device, "device_memory": device_memory}
     whole = trainers.run([], 2, tmp_path, **how, **there)
     trainers.run([], 2, tmp_path, **how, **there, checkpoint=str(tmp_path / "run"), until=5)
     found: dict[tuple[int, bool], dict[str, Any]] = {}

@@ -1,5 +1,6 @@
 """Rows on a device against rows in the core: the same bits, counters, errors and snapshots, for every option of a table
-and of a feature. The device is the CPU, on which the same code runs as on any other."""
+and of a feature. The device is the CPU, on which the same code runs as on any other; train/test_gpu.py imports these
+tests for a GPU."""
 
 from __future__ import annotations
 
@@ -47,9 +48,9 @@ def tables_like(table: Table, optimizer: Any, dtype: Any) -> Features:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=lambda each: type(each).__name__)
-def test_it_has_the_bits_of_the_core(optimizer: Any, dtype: str, rng: np.random.Generator) -> None:
+def test_it_has_the_bits_of_the_core(optimizer: Any, dtype: str, device: str, rng: np.random.Generator) -> None:
     table = Table("item", dim=int(rng.integers(1, 40)), initial=Normal(std=0.5), num_buckets=4)
-    workers = pair(tables_like(table, optimizer, dtype))
+    workers = pair(tables_like(table, optimizer, dtype), device=device)
     for step in range(1, 6):
         step_both(workers, rng, [draw_bags(rng, workers[0].features, 7) for _ in range(1 + step % 2)], step)
     assert_equal(workers)
@@ -67,10 +68,10 @@ LIVES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("life", LIVES)
-def test_rows_live_as_in_the_core(life: str, rng: np.random.Generator) -> None:
+def test_rows_live_as_in_the_core(life: str, device: str, rng: np.random.Generator) -> None:
     """Admission, eviction, expiry and absent rows; a feature without a gradient, dropped batches, and evaluation."""
     item = Table("item", dim=3, optimizer=Adagrad(lr=0.1), **LIVES[life])
-    workers = pair(Features({"item": item, "path": item.sequence(2), "bag": item.bag("mean")}))
+    workers = pair(Features({"item": item, "path": item.sequence(2), "bag": item.bag("mean")}), device=device)
     for step in range(1, 25):
         bags = draw_bags(rng, workers[0].features, 1)
         evaluated = [worker.lookup(bags.inputs(), train=False) for worker in workers]
@@ -96,14 +97,14 @@ def test_rows_live_as_in_the_core(life: str, rng: np.random.Generator) -> None:
 
 
 @pytest.mark.parametrize("accumulate", [1, 3])
-def test_it_equals_torch(accumulate: int, rng: np.random.Generator) -> None:
-    follow(ArrayWorker(features(), CPU, num_threads=1), rng, num_steps=3, accumulate=accumulate, scale=0.5)
+def test_it_equals_torch(accumulate: int, device: str, rng: np.random.Generator) -> None:
+    follow(ArrayWorker(features(), device, num_threads=1), rng, num_steps=3, accumulate=accumulate, scale=0.5)
 
 
-def test_updates_later_than_other_lookups(rng: np.random.Generator) -> None:
+def test_updates_later_than_other_lookups(device: str, rng: np.random.Generator) -> None:
     """With staleness: an id that was refused, and is admitted before its gradient arrives, is updated."""
     item = Table("item", dim=3, admission=MinCount(2), capacity=6, num_buckets=1)
-    workers = pair(Features({"item": item}))
+    workers = pair(Features({"item": item}), device=device)
     open_batches: list[tuple[int, list[Any]]] = []
     for step in range(1, 20):
         inputs = Inputs(names=("item",), values=rng.choice(UNIVERSE[:9], 2), batch_size=2)
@@ -121,10 +122,10 @@ def test_updates_later_than_other_lookups(rng: np.random.Generator) -> None:
 
 @pytest.mark.parametrize("on_nonfinite", ["raise", "skip"])
 @pytest.mark.parametrize("bad", [np.nan, np.inf, 3e38])
-def test_gradients_that_are_not_finite(on_nonfinite: Any, bad: float, rng: np.random.Generator) -> None:
+def test_gradients_that_are_not_finite(on_nonfinite: Any, bad: float, device: str, rng: np.random.Generator) -> None:
     """3e38 is finite, the sum of several is not."""
     item = Table("item", dim=3, on_nonfinite=on_nonfinite, optimizer=Adagrad(lr=0.1))
-    workers = pair(Features({"item": item, "path": item.sequence(4)}))
+    workers = pair(Features({"item": item, "path": item.sequence(4)}), device=device)
     for step in range(1, 6):
         ids = rng.choice(UNIVERSE[:4], 20)
         offsets = np.array([0, 1, 2, 3, 4, 8, 12, 16, 20])
@@ -169,8 +170,8 @@ def test_what_is_refused_changes_nothing(rng: np.random.Generator) -> None:
         worker.update([ticket], [block])
 
 
-def test_a_store_reads_rows_on_the_device(rng: np.random.Generator) -> None:
-    workers = pair(features())
+def test_a_store_reads_rows_on_the_device(device: str, rng: np.random.Generator) -> None:
+    workers = pair(features(), device=device)
     for step in range(1, 4):
         step_both(workers, rng, [draw_bags(rng, workers[0].features, 9)], step)
     for name, store in workers[0].tables.items():
@@ -183,11 +184,11 @@ def test_a_store_reads_rows_on_the_device(rng: np.random.Generator) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_snapshots_are_those_of_the_core(dtype: Any, rng: np.random.Generator, tmp_path: Path) -> None:
+def test_snapshots_are_those_of_the_core(dtype: Any, device: str, rng: np.random.Generator, tmp_path: Path) -> None:
     """Full ones and changes, saved from either and loaded into either."""
     item = Table("item", dim=5, optimizer=Adam(), dtype=dtype, admission=MinCount(2), capacity=12, num_buckets=2)
     declared = Features({"item": Feature(item), "bag": item.bag("sum")})
-    workers = pair(declared)
+    workers = pair(declared, device=device)
     stores = [worker.tables["item"] for worker in workers]
     for step in range(1, 9):
         step_both(workers, rng, [draw_bags(rng, declared, 1)], step)
@@ -200,7 +201,7 @@ def test_snapshots_are_those_of_the_core(dtype: Any, rng: np.random.Generator, t
         loaded = Store.load(tmp_path / f"full{i}", num_threads=1)
         loaded.apply_changes(tmp_path / f"changes{i}")
         assert_same(stored(loaded), expected)
-        again = ArrayWorker(declared, CPU, seed=3, num_threads=1)
+        again = ArrayWorker(declared, device, seed=3, num_threads=1)
         again.tables.restore({"item": [tmp_path / f"full{i}", tmp_path / f"changes{i}"]})
         assert_same(stored(again.tables["item"]), expected)
         again.tables["item"].check()
@@ -209,9 +210,9 @@ def test_snapshots_are_those_of_the_core(dtype: Any, rng: np.random.Generator, t
         assert_same(stored(again.tables["item"]), expected)
 
 
-def test_memory_grows_with_the_rows_and_frames_are_used_again() -> None:
+def test_memory_grows_with_the_rows_and_frames_are_used_again(device: str) -> None:
     item = Table("item", dim=4, capacity=64, num_buckets=1)
-    worker = DeviceWorker(Features({"item": item}), CPU, num_threads=1)
+    worker = DeviceWorker(Features({"item": item}), device, num_threads=1)
     for step in range(1, 50):
         ids = np.arange(step * 10, step * 10 + 16, dtype=np.uint64)
         looked = worker.lookup(Inputs(names=("item",), values=ids, batch_size=16), step=step)
@@ -243,9 +244,9 @@ def test_the_error_of_a_gpu_without_memory_has_the_bytes_that_are_free(monkeypat
     assert len(memory.values) == 0
 
 
-def test_a_device_without_memory_is_an_error_that_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_device_without_memory_is_an_error_that_changes_nothing(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     item = Table("item", dim=4)
-    worker = DeviceWorker(Features({"item": item}), CPU, num_threads=1)
+    worker = DeviceWorker(Features({"item": item}), device, num_threads=1)
     first = Inputs(names=("item",), values=UNIVERSE, batch_size=len(UNIVERSE))
     worker.lookup(first, step=1)
     before = contents(worker)
@@ -256,10 +257,9 @@ def test_a_device_without_memory_is_an_error_that_changes_nothing(monkeypatch: p
     many = Inputs(names=("item",), values=np.arange(100, 200, dtype=np.uint64), batch_size=100)
     with monkeypatch.context() as patched:
         patched.setattr("satrap.device.row_memory.torch.empty", full)
-        patched.setattr(worker._rows, "empty", lambda lines, floats: torch.zeros((lines, floats)))
-        with pytest.raises(
-            CapacityError, match=r"tables 'item': cpu has no memory for 1\d\d rows: expected [\d,]+ bytes"
-        ):
+        patched.setattr(worker._rows, "empty", lambda lines, floats: torch.zeros((lines, floats), device=device))
+        expected = rf"tables 'item': {device}.* has no memory for 1\d\d rows: expected [\d,]+ bytes"
+        with pytest.raises(CapacityError, match=expected + (".* bytes free" if device == "cuda" else "")):
             worker.lookup(many, step=2)
     assert contents(worker) == before
     worker.lookup(many, step=2)

@@ -1,5 +1,6 @@
 """Rows in two tiers, in the device's memory and at home: the same results as rows in one, every row in one place. Here
-both are memory of the CPU; the kernel that moves rows on a GPU is compared in test_triton.py."""
+both are memory of the CPU; train/test_gpu.py imports these tests for a GPU, and test_triton.py compares the kernel that
+moves rows there."""
 
 from __future__ import annotations
 
@@ -66,12 +67,15 @@ def draw_batches(rng: np.random.Generator, num: int) -> list[Inputs]:
     return drawn
 
 
-def train(data: list[Inputs], declared: dict[str, Any], *, overlap: bool = False, **how: Any) -> Any:
+def train(
+    data: list[Inputs], declared: dict[str, Any], *, overlap: bool = False, dense: str = "cpu", **how: Any
+) -> Any:
+    """Train with some options of `Embeddings`. dense: the device of the network."""
     torch.manual_seed(0)
     embeddings = Embeddings(declared, num_threads=1, seed=3, **how)
-    model = Net()
+    model = Net().to(dense)
     optimizer = embeddings.optimizer(torch.optim.SGD(model.parameters(), lr=0.05))
-    with embeddings.stream(data, overlap=overlap) as stream:
+    with embeddings.stream(data, overlap=overlap, device=dense) as stream:
         for number, batch in enumerate(stream, 1):
             loss_of(model, batch).backward()
             if number % 7 == 0:  # dropped
@@ -107,12 +111,12 @@ def moves(embeddings: Embeddings) -> dict[str, int]:
 @pytest.mark.parametrize(("staleness", "overlap"), [(0, False), (0, True), (2, False), (2, True)])
 @pytest.mark.parametrize("tiers", TIERS)
 def test_training_equals_rows_in_memory(
-    tiers: str, staleness: int, overlap: bool, options: dict[str, Any], rng: np.random.Generator
+    tiers: str, staleness: int, overlap: bool, options: dict[str, Any], device: str, rng: np.random.Generator
 ) -> None:
     data = draw_batches(rng, 60)
-    how: dict[str, Any] = {"staleness": staleness, "deterministic": staleness > 0}
+    how: dict[str, Any] = {"staleness": staleness, "deterministic": staleness > 0, "dense": device}
     expected = train(data, features(**options), **how)
-    found = train(data, features(**options), overlap=overlap, device="cpu", device_memory=TIERS[tiers], **how)
+    found = train(data, features(**options), overlap=overlap, device=device, device_memory=TIERS[tiers], **how)
     assert contents(*found) == contents(*expected)
     counted = moves(found[0])
     if "none" in tiers:
@@ -121,13 +125,13 @@ def test_training_equals_rows_in_memory(
         assert counted["moved_in"] > 0 and counted["moved_out"] > 0 and 0 < counted["on_device"] <= 200
 
 
-def test_tables_of_every_kind_share_a_device(rng: np.random.Generator) -> None:
+def test_tables_of_every_kind_share_a_device(device: str, rng: np.random.Generator) -> None:
     """Layouts, dtypes, admission and three residences in one batch."""
     user = Table("user", dim=3, optimizer=RowWiseAdagrad(0.1), dtype="bfloat16", admission=MinCount(2))
     item = Table("item", dim=4, optimizer=Adagrad(0.1), capacity=50)
     declared = Features({"user": user, "item": item, "history": item.sequence(3), "other": replace(item, name="b")})
     memory: dict[str, Any] = {"user": 20 * 10, "item": 20 * ROW, "b": "none"}
-    tiered = ArrayWorker(declared, "cpu", seed=1, num_threads=2, device_memory=memory)
+    tiered = ArrayWorker(declared, device, seed=1, num_threads=2, device_memory=memory)
     workers: list[Any] = [LocalWorker(declared, seed=1, num_threads=2), tiered]
     for step in range(1, 30):
         values = rng.integers(0, 70, 24).astype(np.uint64)
@@ -179,7 +183,7 @@ def test_the_next_batch_is_on_the_device_before_its_step(rng: np.random.Generato
     assert resolved == list(range(1, steps + 1))
 
 
-def test_batches_are_found_ahead_again_after_one_that_did_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_batches_are_found_ahead_again_after_one_that_did_not_fit(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Twelve rows fit: two small batches, or a large one alone."""
     sizes, large = [4] * 40, 6
     sizes[large - 1] = 10
@@ -201,7 +205,7 @@ def test_batches_are_found_ahead_again_after_one_that_did_not_fit(monkeypatch: p
 
     monkeypatch.setattr(DeviceWorker, "resolve", note)
     declared, rows = one_table(), []
-    tiered: dict[str, Any] = {"device": "cpu", "device_memory": 12 * ROW}
+    tiered: dict[str, Any] = {"device": device, "device_memory": 12 * ROW}
     for where in (tiered, {}):
         embeddings = Embeddings(dict(declared), num_threads=1, seed=3, **where)
         optimizer = embeddings.optimizer(torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.05))
@@ -220,31 +224,31 @@ def test_batches_are_found_ahead_again_after_one_that_did_not_fit(monkeypatch: p
         np.testing.assert_array_equal(one, other)
 
 
-def test_reading_and_evaluation_move_nothing(rng: np.random.Generator) -> None:
+def test_reading_and_evaluation_move_nothing(device: str, rng: np.random.Generator) -> None:
     data = draw_batches(rng, 30)
-    embeddings, _ = train(data, features(), device="cpu", device_memory=TIERS["a budget"])
-    expected, _ = train(data, features())
+    embeddings, _ = train(data, features(), dense=device, device=device, device_memory=TIERS["a budget"])
+    expected, _ = train(data, features(), dense=device)
     before = moves(embeddings)
     assert before["at_home"] > 0
     for one, other in zip(*(each.stream(data, train=False) for each in (embeddings, expected)), strict=True):
-        assert torch.equal(one.embeddings, other.embeddings)
+        assert torch.equal(one.embeddings.cpu(), other.embeddings)
     assert contents(embeddings) == contents(expected)
     assert moves(embeddings) == before
 
 
-def test_a_checkpoint_resumes_with_other_tiers(tmp_path: Path, rng: np.random.Generator) -> None:
+def test_a_checkpoint_resumes_with_other_tiers(device: str, tmp_path: Path, rng: np.random.Generator) -> None:
     data, ends = draw_batches(rng, 40), []
     places: list[list[Any]] = [[None], [TIERS["a budget"], "in memory", TIERS["by table"]]]
     for run, parts in enumerate(places):
         for part, memory in enumerate(parts):
             torch.manual_seed(0)
-            how = {} if memory == "in memory" else {"device": "cpu", "device_memory": memory}
+            how = {} if memory == "in memory" else {"device": device, "device_memory": memory}
             embeddings = Embeddings(features(), num_threads=1, seed=3, **how)
-            model = Net()
+            model = Net().to(device)
             optimizer = embeddings.optimizer(torch.optim.SGD(model.parameters(), lr=0.05))
             checkpoint = Checkpoint(tmp_path / str(run), model, optimizer, embeddings, data, full_every=2)
             assert checkpoint.resume() == (part > 0)
-            for batch in embeddings.stream(data):
+            for batch in embeddings.stream(data, device=device):
                 loss_of(model, batch).backward()
                 optimizer.step()
                 optimizer.zero_grad()
@@ -266,8 +270,8 @@ def batch(ids: Any) -> Inputs:
     return Inputs(names=("one",), values=np.asarray(ids, np.uint64), batch_size=len(ids))
 
 
-def test_a_batch_that_does_not_fit_is_refused_by_name() -> None:
-    worker = DeviceWorker(one_table(), "cpu", num_threads=1, device_memory=5 * ROW)
+def test_a_batch_that_does_not_fit_is_refused_by_name(device: str) -> None:
+    worker = DeviceWorker(one_table(), device, num_threads=1, device_memory=5 * ROW)
     expected = "table 't': the batch has 6 unique ids; expected at most 5, the rows in 160 bytes of the device: give"
     with pytest.raises(CapacityError, match=expected):
         worker.lookup(batch(np.arange(6)))
@@ -279,16 +283,16 @@ def test_a_batch_that_does_not_fit_is_refused_by_name() -> None:
     assert len(worker.tables["t"]) == 5
     worker.tables["t"].check()
     assert ticket is not None
-    worker.update([ticket], [torch.ones(5, 4)])  # its rows have not moved
+    worker.update([ticket], [torch.ones(5, 4, device=device)])  # its rows have not moved
     assert worker.tables["t"].stats()["moved_out"] == 0
     worker.lookup(batch([3, 8, 9]), step=3)
     assert worker.tables["t"].stats()["moved_out"] == 2
 
 
-def test_an_update_of_rows_that_went_home_is_applied_there() -> None:
+def test_an_update_of_rows_that_went_home_is_applied_there(device: str) -> None:
     """A caller without a stream may look up more batches than fit before it updates the first."""
     workers: list[Any] = [LocalWorker(one_table(dtype="float16"), num_threads=1)]
-    workers.append(ArrayWorker(one_table(dtype="float16"), "cpu", num_threads=1, device_memory=5 * 24))
+    workers.append(ArrayWorker(one_table(dtype="float16"), device, num_threads=1, device_memory=5 * 24))
     tickets = [[worker.lookup(batch(np.arange(k, k + 5)), step=k + 1).ticket for k in range(4)] for worker in workers]
     gradients = np.random.default_rng(0).normal(size=(4, 5, 4)).astype(np.float32)
     for worker, of_worker in zip(workers, tickets, strict=True):
@@ -365,10 +369,6 @@ def test_device_memory_is_checked() -> None:
         Embeddings(features(), device_memory="1GiB")
 
 
-@pytest.mark.parametrize(
-    "device",
-    ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"))],
-)
 def test_batches_found_ahead_have_the_bits_of_rows_in_memory(device: str, rng: np.random.Generator) -> None:
     """With gradients that depend on the rows, so that an update and a move in the wrong order would show."""
     here = LocalWorker(one_table(dim=64), num_threads=1)

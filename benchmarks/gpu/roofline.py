@@ -1,0 +1,188 @@
+"""What bounds a case: the bytes, ids and products of a sample, over what the device and the host can do. Pure.
+
+Counted are the bytes that the kernels must move, and for the dense network six passes over each activation: written
+once and read twice, and so is its gradient. Fused kernels move less, and caches hide some, so a limit is an estimate of
+what is possible and no promise. `python -m benchmarks.gpu.roofline FILE` prints the table of
+docs/design/004-device.md from the records of `--case resolve` in a file.
+"""
+
+import json
+import sys
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from benchmarks.gpu.cases import BOTTOM, MOONSHOTS, SAMPLES, TOP, TRAIN
+from benchmarks.gpu.devices import CLASS, SHEETS, DataSheet
+from benchmarks.workload import NUM_DENSE, NUM_FEATURES, row_numbers
+
+FLOAT, PLACE, ID = 4, 4, 8
+ACTIVATION_PASSES = 6
+CHECK_PASSES = 3
+"""Of the gradients, to find the largest: they are read, and their magnitudes are written and read."""
+PRODUCTS = 3
+"""Of each layer: forward, and the gradients of its input and of its weights."""
+CORES = 16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sample:
+    """What one sample of the small DLRM takes."""
+
+    rows_bytes: float
+    """Moved in the device's memory for its rows: lookup, check of the gradients, update."""
+    dense_bytes: float
+    """Moved there for the dense network."""
+    bus_bytes: float
+    """Sent to the device: frames, dense numbers, label, and the runs of the update."""
+    flops: float
+    ids: int = NUM_FEATURES
+
+    @property
+    def memory_bytes(self) -> float:
+        """Moved in the device's memory in all."""
+        return self.rows_bytes + self.dense_bytes
+
+
+def sample_of(
+    dim: int,
+    unique: float,
+    *,
+    is_half: bool,
+    value_bytes: int = FLOAT,
+    moved: float = 0.0,
+    num_rows: int = NUM_FEATURES,
+) -> Sample:
+    """Return what a sample takes. unique: its ids that no other sample of the batch has named before, on average.
+
+    is_half: the dense network computes in 16 bits. value_bytes: of a number of a row. moved: rows from home.
+    """
+    row, line = dim * value_bytes, dim * FLOAT
+    lookup = num_rows * (row + line + PLACE)
+    check = CHECK_PASSES * num_rows * line
+    update = num_rows * (line + PLACE) + unique * (2 * row + 3 * PLACE)
+    runs = num_rows * PLACE + unique * (3 * PLACE + (ID if value_bytes < FLOAT else 0))
+    moves = moved * 2 * row
+    macs, widths = _dense(dim, num_rows)
+    number = 2 if is_half else FLOAT
+    casts = 2 * num_rows * dim * (FLOAT + number) if is_half else 0
+    return Sample(
+        rows_bytes=lookup + check + update + moves,
+        dense_bytes=ACTIVATION_PASSES * number * widths + casts,
+        bus_bytes=num_rows * PLACE + (NUM_DENSE + 1) * FLOAT + runs + moved * row,
+        flops=2 * PRODUCTS * macs,
+        ids=num_rows,
+    )
+
+
+def _dense(dim: int, num_rows: int) -> tuple[int, int]:
+    """Return the multiplications of the dense network forward, and the numbers that its layers write."""
+    vectors = num_rows + 1
+    pairs = vectors * (vectors - 1) // 2
+    bottom, top = (NUM_DENSE, *BOTTOM, dim), (dim + pairs, *TOP)
+    macs = sum(a * b for sizes in (bottom, top) for a, b in pairwise(sizes))
+    return macs + vectors * vectors * dim, sum(bottom[1:]) + sum(top) + vectors * dim
+
+
+def limits(sample: Sample, rates: Mapping[str, float | None]) -> dict[str, float]:
+    """Return the samples/s that each resource permits. rates: bytes/s of memory and bus, ids/s of the host, flops; None
+    where it is unknown."""
+    needed = {"memory": sample.memory_bytes, "bus": sample.bus_bytes, "host": sample.ids, "flops": sample.flops}
+    return {name: rate / needed[name] for name, rate in rates.items() if rate}
+
+
+def describe(
+    sample: Sample, rates: Mapping[str, float | None], reached: float | None, sources: Mapping[str, str]
+) -> dict[str, Any]:
+    """Return the roofline of a record: the limits, the lowest, and which share of it was reached."""
+    found = limits(sample, rates)
+    bound = min(found, key=lambda name: found[name], default=None)
+    return {
+        "per_sample": {
+            "memory_bytes": round(sample.memory_bytes),
+            "of_rows": round(sample.rows_bytes),
+            "bus_bytes": round(sample.bus_bytes),
+            "ids": sample.ids,
+            "flops": round(sample.flops),
+        },
+        "rates": {name: rate for name, rate in rates.items() if rate},
+        "sources": {name: source for name, source in sources.items() if rates.get(name)},
+        "samples_per_s": {name: round(limit) for name, limit in found.items()},
+        "bound": bound,
+        "share": None if bound is None or reached is None else round(reached / found[bound], 4),
+    }
+
+
+def of_host(resolve: float, update: float, threads: int) -> dict[str, Any]:
+    """Return what both halves of a step on the host permit, given ids/s of so many threads: measured there, and by
+    proportion on `CORES` cores. A step looks up and updates every id of a sample, and the two never overlap."""
+    together = 1 / (1 / resolve + 1 / update) / NUM_FEATURES
+    return {
+        "ids_per_sample": NUM_FEATURES,
+        "samples_per_s": round(together),
+        f"samples_per_s_on_{CORES}_cores": round(together * CORES / threads),
+        "cores_of_target": round(_wanted(TRAIN) / together * threads, 1),
+        "cores_of_moonshot": round(_wanted(MOONSHOTS["train"]) / together * threads, 1),
+    }
+
+
+def _wanted(target: Any) -> float:
+    assert target.at_least is not None
+    return float(target.at_least)
+
+
+def of_cores(records: Iterable[Mapping[str, Any]]) -> dict[str, tuple[float, float]]:
+    """Return ids/s of one core for both halves of a step, by distribution: those of the run with most threads, divided
+    by these."""
+    resolved = sorted((each for each in records if each.get("kind") == "resolve"), key=lambda each: each["num_threads"])
+    return {
+        each["ids"]: (
+            each["rows_per_s"]["resolve"]["median"] / each["num_threads"],
+            each["rows_per_s"]["update"]["median"] / each["num_threads"],
+        )
+        for each in resolved
+    }
+
+
+def table(sheet: DataSheet, cores: Mapping[str, tuple[float, float]]) -> list[str]:
+    """Return the table of the design note. cores: what one core does, by distribution."""
+    samples = {ids: sample_of(128, unique_per_sample(ids), is_half=True) for ids in cores}
+    hosts = {ids: of_host(*rates, 1) for ids, rates in cores.items()}
+    limit = {"memory": sheet.memory_bytes_per_s, "bus": sheet.bus_bytes_per_s, "flops": sheet.flops}
+    found = {ids: limits(sample, limit) for ids, sample in samples.items()}
+    rows = {
+        "distinct ids of a sample in its batch": [f"{unique_per_sample(ids):.1f}" for ids in cores],
+        "bytes in the device's memory: rows": [f"{each.rows_bytes:,.0f}" for each in samples.values()],
+        "bytes in the device's memory: dense network": [f"{each.dense_bytes:,.0f}" for each in samples.values()],
+        "bytes over the bus": [f"{each.bus_bytes:,.0f}" for each in samples.values()],
+        "MFLOP": [f"{each.flops / 1e6:.1f}" for each in samples.values()],
+        "ids/s of a core: resolve, update (M)": [f"{a / 1e6:.0f}, {b / 1e6:.0f}" for a, b in cores.values()],
+        "**limit** of the memory, M samples/s": [f"{each['memory'] / 1e6:.1f}" for each in found.values()],
+        "of the bus": [f"{each['bus'] / 1e6:.0f}" for each in found.values()],
+        "of the products": [f"{each['flops'] / 1e6:.0f}" for each in found.values()],
+        f"of the host, {CORES} cores": [
+            f"{each[f'samples_per_s_on_{CORES}_cores'] / 1e6:.1f}" for each in hosts.values()
+        ],
+        "cores for 9.1 M samples/s": [f"{each['cores_of_target']:.1f}" for each in hosts.values()],
+        "cores for 12 M samples/s": [f"{each['cores_of_moonshot']:.1f}" for each in hosts.values()],
+    }
+    heads = [f"| a sample | {' | '.join(cores)} |", f"|---|{'---:|' * len(cores)}"]
+    return [*heads, *(f"| {name} | {' | '.join(cells)} |" for name, cells in rows.items())]
+
+
+def unique_per_sample(ids: str, rows: int = 33_000_000) -> float:
+    """Return the distinct ids of a batch, over its samples."""
+    numbers = row_numbers(rows, ids, 1, 0, SAMPLES)[0]
+    return len(set(numbers.tolist())) / SAMPLES
+
+
+def main(path: str) -> None:
+    """Print the table from a file of records."""
+    records = [json.loads(line) for line in Path(path).read_text().splitlines()]
+    print("\n".join(table(SHEETS[CLASS], of_cores(records))))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -10,7 +10,6 @@
 #include <map>
 #include <optional>
 
-#include "base/checksum.hpp"
 #include "bindings/bindings_fp16.hpp"
 
 namespace {
@@ -417,7 +416,6 @@ void bind_engine(nb::module_& m) {
 NB_MODULE(_core, m) {
     m.doc() = "Satrap's native table; satrap.Store is the interface that users call.";
     nb::register_exception_translator(translate);
-    nb::set_leak_warnings(false); // the threads of a service that is not closed hold objects when the process ends
     m.def(
         "simd_paths",
         [] {
@@ -437,9 +435,6 @@ NB_MODULE(_core, m) {
         "openmp"_a.none(),
         "Runs calls of this thread on the threads of the OpenMP library at this path, which must be loaded; None: on "
         "the core's threads again.");
-    m.def(
-        "crc32c", [](const Bytes& bytes, std::uint32_t crc) { return crc32c(bytes.data(), bytes.size(), crc); },
-        "data"_a, "crc"_a = 0, WithoutGil(), "Returns the CRC-32C of a byte buffer, chained from `crc`.");
     m.def(
         "bucket_of",
         [](const Ids& ids, std::uint32_t num_buckets) {

@@ -1,5 +1,6 @@
-// The Python binding of xxh64.hpp: ids from integers, and from the texts of an Arrow column. Validates and releases
-// the GIL; the one loop over values is the core's.
+// The Python binding of xxh64.hpp and checksum.hpp: ids from integers, and from the texts of an Arrow column, and the
+// CRC of bytes. Validates and releases the GIL; the one loop over values is the core's.
+#include "base/checksum.hpp"
 #include "bindings/bindings.hpp"
 #include "data/xxh64.hpp"
 
@@ -37,6 +38,9 @@ template <typename Offset> Hashes hash_column(const Column<Offset>& offsets, con
 } // namespace
 
 void bind_hash(nb::module_& m) {
+    m.def(
+        "crc32c", [](const Bytes& bytes, std::uint32_t crc) { return crc32c(bytes.data(), bytes.size(), crc); },
+        "data"_a, "crc"_a = 0, WithoutGil(), "Returns the CRC-32C of a byte buffer, chained from `crc`.");
     m.def("hash_integers", &hash_integers, "values"_a, "XXH64 (seed 0) of each integer's 8 bytes, the lowest first.");
     constexpr const char* texts = "XXH64 (seed 0) of each text: data[offsets[i]:offsets[i + 1]].";
     m.def("hash_texts", &hash_column<std::int32_t>, "offsets"_a, "data"_a, texts);

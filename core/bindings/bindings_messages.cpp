@@ -339,6 +339,7 @@ class MessageCodec {
 } // namespace
 
 void bind_messages(nb::module_& m) {
+    nb::set_leak_warnings(false); // the threads of a service that is not closed hold a codec when the process ends
     m.def("read_header", &read_header, "message"_a,
           nb::sig("def read_header(message: bytes) -> tuple[int, ...] | None"),
           "Returns the fields of the header of a message of one frame, in their order; None unless header and sizes "

@@ -17,9 +17,6 @@ def borrow_threads(openmp: str | None) -> None:
     Runs calls of this thread on the threads of the OpenMP library at this path, which must be loaded; None: on the core's threads again.
     """
 
-def crc32c(data: Annotated[NDArray[numpy.uint8], dict(shape=(None,), order='C', device='cpu', writable=False)], crc: int = 0) -> int:
-    """Returns the CRC-32C of a byte buffer, chained from `crc`."""
-
 def bucket_of(ids: Annotated[NDArray[numpy.uint64], dict(shape=(None,), order='C', device='cpu', writable=False)], num_buckets: int) -> Annotated[NDArray[numpy.uint32], dict(shape=(None,), order='C')]:
     """Returns the bucket of each id."""
 
@@ -27,6 +24,9 @@ def mixed_order(ids: Annotated[NDArray[numpy.uint64], dict(shape=(None,), order=
     """
     Returns how many of the first ids are in rising order of their hashes, none twice.
     """
+
+def crc32c(data: Annotated[NDArray[numpy.uint8], dict(shape=(None,), order='C', device='cpu', writable=False)], crc: int = 0) -> int:
+    """Returns the CRC-32C of a byte buffer, chained from `crc`."""
 
 def hash_integers(values: Annotated[NDArray[numpy.uint64], dict(shape=(None,), order='C', device='cpu', writable=False)]) -> Annotated[NDArray[numpy.uint64], dict(shape=(None,), order='C')]:
     """XXH64 (seed 0) of each integer's 8 bytes, the lowest first."""

@@ -63,7 +63,7 @@ class PlainType:
     """Which scalars fit: a sum of the numbers of `_SCALARS`. None: other values than scalars and lists of them fit, or
     any list."""
     items: int = -1
-    """Which scalars fit in a list, likewise; -1: no list fits."""
+    """Which scalars fit in a list, as such a sum; -1: no list fits."""
 
     def native(self) -> tuple[Any, ...] | None:
         """Return the type as `_core.MessageCodec` takes it, or None."""

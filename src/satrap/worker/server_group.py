@@ -119,8 +119,7 @@ class ServerGroup:
         self._deadline, self._relays = deadline, is_relay
         self._claims: OrderedDict[tuple[int, int], weakref.ref[Any]] = OrderedDict()  # by attempt and step
         self._lock = threading.Lock()  # guards what follows
-        self._clients: dict[str, Client[ServerCalls]] = {}
-        self._gathers = Gathers()
+        self._clients, self._gathers = dict[str, Client[ServerCalls]](), Gathers()
         self.attempt = NO_ATTEMPT if attempt is None else attempt
         self._launch, self._take_over = launch, take_over
         self._lease: Lease | None = None

@@ -23,7 +23,7 @@ QUICK_ROWS = 1_500_000
 BOTTOM, TOP = (512, 256), (1024, 1024, 512, 256, 1)
 PRECISIONS = ("fp32", "amp", "fp32-compile", "amp-compile")
 LARGEST_ROWS = 883 * MILLION
-"""Of dim 128: NVIDIA's 113 billion parameters."""
+"""NVIDIA's 113 billion parameters, at dim 128."""
 
 # NVIDIA's published 4.55 M samples/s on an A100, times 2, on a device of 2.4 times its bandwidth.
 TRAIN = Target(figure="samples_per_s", at_least=9.1e6)

@@ -19,7 +19,7 @@ class DataSheet:
     bus_bytes_per_s: float
     """In one direction."""
     flops: float
-    """Of dense products in half precision, without sparsity."""
+    """The rate of dense products in half precision, without sparsity."""
     tf32_flops: float
 
 

@@ -17,7 +17,7 @@ FRAMEWORK_BYTES = 4 << 30
 NEEDS_GPU = "import torch; assert torch.cuda.is_available()"
 NEEDS_FBGEMM = "import fbgemm_gpu"
 SHARES = {"all": 1.0, "half": 0.5, "tenth": 0.1}
-"""Of the rows, how many are on the device; the others are at home."""
+"""Shares of the rows that are on the device; the others are at home."""
 ON = ("amp", "fused", "compile")
 ABLATION = {"all": ON, **{f"no_{name}": tuple(each for each in ON if each != name) for name in ON}}
 """What is on in each run of the ablation."""

@@ -21,9 +21,9 @@ from benchmarks.workload import NUM_DENSE, NUM_FEATURES, row_numbers
 FLOAT, PLACE, ID = 4, 4, 8
 ACTIVATION_PASSES = 6
 CHECK_PASSES = 3
-"""Of the gradients, to find the largest: they are read, and their magnitudes are written and read."""
+"""Passes over the gradients to find the largest: they are read, and their magnitudes are written and read."""
 PRODUCTS = 3
-"""Of each layer: forward, and the gradients of its input and of its weights."""
+"""Products of each layer: forward, and the gradients of its input and of its weights."""
 CORES = 16
 
 

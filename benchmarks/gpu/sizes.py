@@ -17,7 +17,7 @@ WORKING_BYTES = 160_000
 HOST_RESERVE = 6 << 30
 """For everything on the CPU that is neither a row nor a batch."""
 SHARE = 0.92
-"""Of what is left, how much the rows may take."""
+"""The share of the remaining memory that rows may take."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -145,7 +145,7 @@ def test_an_empty_line_of_a_block_has_no_spaces() -> None:
 
 
 def test_comments_of_a_lists_mappings() -> None:
-    value = {"a": [{"b": Note("Of b.", 1), "c": Note("Of c.", 2)}, {}, [{"d": 1}], Note("Of e.", "e")]}
+    value = {"a": [{"b": Note("On b.", 1), "c": Note("On c.", 2)}, {}, [{"d": 1}], Note("On e.", "e")]}
     assert document(value) == (
-        "a:\n  # Of b.\n  - b: 1\n    # Of c.\n    c: 2\n  - {}\n  -\n    - d: 1\n  # Of e.\n  - e\n"
+        "a:\n  # On b.\n  - b: 1\n    # On c.\n    c: 2\n  - {}\n  -\n    - d: 1\n  # On e.\n  - e\n"
     )

@@ -46,8 +46,7 @@ def test_links_of_processes_on_three_kinds_of_machines() -> None:
 
 @pytest.mark.parametrize("num_machines", [2, 4])
 def test_links_of_machines_with_all_roles(num_machines: int) -> None:
-    """Of the calls of a client, the share to servers on its own machine crosses no link; nor does a batch of its own
-    worker."""
+    """Calls of a client to servers on its own machine cross no link; nor does a batch of the machine's worker."""
     pool = Pool(machine=machine(), num_machines=num_machines, servers=1, workers=1, trainers=1)
     found = assess(JOB, Layout(pools=(pool,)))
     demand = found.demand
@@ -113,7 +112,7 @@ def test_a_bound_names_the_role_that_uses_most_of_its_machines() -> None:
 
 @pytest.mark.parametrize("staleness", [0, 4])
 def test_the_time_of_a_step_of_several_trainers(staleness: int) -> None:
-    """Without staleness they call at the same time. With it, their loop is a bound of its own."""
+    """Without staleness they call at the same time. With it, their loop is a separate bound."""
     limits = replace(FREE, round_trip_ms=5.0)
     found = assess(workload(UNIQUE, staleness=staleness), split(servers=2, trainers=3), limits)
     demand = found.demand

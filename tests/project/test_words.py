@@ -24,12 +24,6 @@ DOCS = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md",
 DOCS += [ROOT / "CMakeLists.txt", ROOT / "core/tests/isolated_kernels.cmake"]
 DOCS += sorted(path for path in (ROOT / "docs").rglob("*.md") if path.name not in OTHERS)
 PERMITTED = {"so_far"}
-OLD_FRAGMENTS = {  # to be reworded with the code around them
-    "benchmarks/gpu/plan.py",
-    "src/satrap/device/collective_lookups.py",
-    "src/satrap/device/collective_updates.py",
-    "src/satrap/device/table_shards.py",
-}
 COMMENT_OR_STRING = re.compile(r"""//[^\n]*|/\*.*?\*/|"(?:\\.|[^"\\\n])*"|'(?:\\.|[^'\\\n])'""", re.DOTALL)
 PART = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+")
 THIRD_PERSON = {"Returns", "Yields", "Raises", "Reads", "Writes", "Logs", "Starts", "Runs", "Creates", "Stops", "Sets"}
@@ -89,8 +83,7 @@ def test_phrases_are_not_retired(path: Path) -> None:
 
 @pytest.mark.parametrize("path", [*PYTHON, *CORE, *TESTS], ids=relative)
 def test_no_docstring_comment_or_message_begins_with_a_fragment(path: Path) -> None:
-    if relative(path) not in OLD_FRAGMENTS:
-        assert FRAGMENT.findall(path.read_text()) == [], "begin with a noun or a verb"
+    assert FRAGMENT.findall(path.read_text()) == [], "begin with a noun or a verb"
 
 
 @pytest.mark.parametrize("path", PYTHON, ids=relative)

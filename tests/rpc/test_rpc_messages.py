@@ -66,7 +66,7 @@ def test_a_message_has_the_same_bytes_and_values_as_in_python(header: Header, gi
 
 
 def test_the_usual_messages_take_the_short_way() -> None:
-    """Those of a lookup and an update of rows on servers, as numpy makes arrays and as the core does."""
+    """The messages of a lookup and an update of rows on servers, with arrays as numpy and as the core make them."""
     annotations = [int, bool, str, float, list[float], int | None, list[str] | None, None]
     values = [-(2**63), True, "float32", 1e-05, [0.05, 3, 1e300], 2**64 - 1, ["a b", "~"], None]
     kinds: list[ValueType] = [read_type("x", annotation) for annotation in annotations]

@@ -85,7 +85,7 @@ def test_an_arrival_asks_others_until_it_has_joined(
     assert [made for made, _ in migrations] == [(["a", "b"], ["a", "b", "own"])] * 2
 
 
-def test_an_arrival_without_others_asks_nobody() -> None:
+def test_an_arrival_without_others_asks_no_server() -> None:
     one = Arrival(ScriptedServer(IN_NO_JOB), "own", ["own"], None)
     one.start()
     assert not one._thread.is_alive()
@@ -129,7 +129,7 @@ def test_a_departure_moves_the_buckets_of_all_that_leave(
 
     with logged("satrap.server", "moving this server's buckets: another migration is running"):
         depart(ScriptedServer(MEMBER, MEMBER, MEMBER, IN_NO_JOB), monkeypatch, answer)
-    assert asked == ["a", "b"] * 3, "not itself, and nobody once it is in no job"
+    assert asked == ["a", "b"] * 3, "not itself, and no server once it is in no job"
     assert [made for made, _ in migrations] == [(["a", "own", "b"], ["a"])] * 2
     for _, options in migrations:
         assert options["pause_ratio"] == 0.0 and 0 < options["deadline"] <= 1000

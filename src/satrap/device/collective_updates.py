@@ -30,7 +30,7 @@ class UpdatePart:
     """One trainer's gradients of a step."""
 
     ids: Sequence[NDArray[np.uint64]]
-    """Those of each owner."""
+    """The ids of each owner."""
     counts: NDArray[np.int64]
     """How many of each table, [trainers, tables]."""
     sums: Sequence[Tensor]

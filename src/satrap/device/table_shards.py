@@ -39,9 +39,9 @@ class Columns:
     begin: int
     end: int
     dim: int
-    """Of whole rows."""
+    """The dim of whole rows."""
     state_dim: int
-    """Of whole rows."""
+    """The number of state values in whole rows."""
 
     @classmethod
     def of(cls, table: Table, state_dim: int, rank: int, world_size: int) -> "Columns":

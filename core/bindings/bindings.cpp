@@ -415,6 +415,7 @@ void bind_engine(nb::module_& m) {
 
 NB_MODULE(_core, m) {
     m.doc() = "Satrap's native table; satrap.Store is the interface that users call.";
+    nb::set_leak_warnings(false); // threads that are alive when the process ends keep what they refer to
     nb::register_exception_translator(translate);
     m.def(
         "simd_paths",

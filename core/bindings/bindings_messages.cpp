@@ -125,6 +125,7 @@ bool write_scalar(std::string& out, PyObject* value, unsigned allowed) {
             PyErr_Clear();
             return false;
         }
+        if (size > static_cast<Py_ssize_t>(kMostBytes)) return false;
         const std::string_view view(text, static_cast<std::size_t>(size));
         for (const char c : view)
             if (c < ' ' || c > '~' || c == '"' || c == '\\') return false;
@@ -253,6 +254,7 @@ class MessageCodec {
     }
 
     nb::object unpack(const nb::bytes& message) const {
+        if (message.size() > 2 * kMostBytes) return nb::none(); // Python limits the JSON frame
         const std::optional<Parts> parts = parts_of(message);
         if (!parts) return nb::none();
         const char* at = parts->body();
@@ -339,7 +341,6 @@ class MessageCodec {
 } // namespace
 
 void bind_messages(nb::module_& m) {
-    nb::set_leak_warnings(false); // the threads of a service that is not closed hold a codec when the process ends
     m.def("read_header", &read_header, "message"_a,
           nb::sig("def read_header(message: bytes) -> tuple[int, ...] | None"),
           "Returns the fields of the header of a message of one frame, in their order; None unless header and sizes "

@@ -12,6 +12,7 @@ import secrets
 import threading
 import time
 import weakref
+from functools import partial
 from typing import Any
 
 import zmq
@@ -284,9 +285,6 @@ class PendingCall:
         self.channel, self._method, self.seconds = channel, method, seconds
         self.unwarned_since = schedule.due
 
-    def __del__(self) -> None:
-        self.channel.waiting.pop(self.number, None)
-
     def set_deadline(self, now: float) -> None:
         """Set the deadline in the request, which is sent now."""
         left = math.ceil(1000 * (self.schedule.deadline - now))
@@ -303,7 +301,8 @@ class PendingCall:
         channel = self.channel
         with channel.lock:
             channel.require_open()
-            channel.waiting[self.number] = weakref.ref(self)
+            # Called by the weak reference itself: a destructor in Python could lose a Ctrl-C.
+            channel.waiting[self.number] = weakref.ref(self, partial(channel.waiting.pop, self.number))
             channel.try_send(self, time.monotonic())
 
     def wait(self, seconds: float) -> bool:

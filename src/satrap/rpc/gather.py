@@ -44,11 +44,14 @@ class Gather:
 
     def add(self, call: PendingCall) -> None:
         """Wait for this call, too."""
-        channel = self._calls[call] = call.channel
+        channel = call.channel
         if self._watched.get(channel.fileno) is not channel:
             self._watched = {number: each for number, each in self._watched.items() if not each.is_closed}
+            with channel.lock:  # another thread may close it
+                channel.require_open()
+                self._epoll.register(channel.fileno, select.EPOLLIN | select.EPOLLET)
             self._watched[channel.fileno] = channel
-            self._epoll.register(channel.fileno, select.EPOLLIN | select.EPOLLET)
+        self._calls[call] = channel
         self._check_at = -math.inf
 
     def forget_all(self) -> None:
@@ -94,7 +97,7 @@ class Gather:
                 channel.require_open()
             ready = dict(zmq.zmq_poll([(channel.socket, _IN) for channel in channels], 0))
             for channel in channels:
-                if ready and channel.socket in ready:
+                if channel.socket in ready:
                     channel.receive()
                     while channel.poll(_IN, 0):
                         channel.receive()

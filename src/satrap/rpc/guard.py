@@ -82,19 +82,19 @@ class Guard:
             self._connections.record_message(fd, num_bytes)
 
     def _watch(self) -> None:
-        is_waiting, monitor = False, int(self._monitor.fileno())
+        # Descriptors of the previous round are checked again: ZeroMQ may have read bytes, and so have ended the event,
+        # before the descriptor was watched.
+        is_waiting, previous, monitor = False, set[int](), int(self._monitor.fileno())
         self._read_monitor()  # ZeroMQ only signals events that come after the monitor was found empty
         while True:
-            ready = {fd for fd, _ in self._events.poll(_CHECK_SECONDS if is_waiting else None)}
+            ready = {fd for fd, _ in self._events.poll(0 if previous else _CHECK_SECONDS if is_waiting else None)}
             if self._wakeup in ready:
                 return
             with self._lock:
                 if monitor in ready:
                     ready.remove(monitor)
                     self._read_monitor()
-                for fd in ready:
-                    with suppress(OSError):  # the connection is closed
-                        self._events.modify(fd, _WATCHED)  # before the bytes are counted: later ones wake this thread
+                for fd in ready | previous:
                     if _is_open(fd, self._connections.inode(fd)):
                         self._connections.record_received(fd, _received_bytes(fd))
                 for fd, inode in self._connections.select_to_close(time.monotonic()).items():
@@ -102,6 +102,10 @@ class Guard:
                 is_waiting = self._connections.is_waiting()
             if ready:
                 time.sleep(_MIN_INTERVAL_SECONDS)
+            for fd in ready:
+                with suppress(OSError):  # the connection is closed
+                    self._events.modify(fd, _WATCHED)
+            previous = ready
 
     def _read_monitor(self) -> None:
         while int(self._monitor.get(zmq.EVENTS)) & zmq.POLLIN:

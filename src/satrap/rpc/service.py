@@ -257,8 +257,10 @@ class Service:
 
     def _next_request(self) -> Request | None:
         """Receive messages until there is a request for this thread to run; None if there is nothing to do."""
-        with self._lock:
-            while not self._is_stopping:
+        while True:
+            with self._lock:
+                if self._is_stopping:
+                    return None
                 has_room = len(self._busy) + 1 < len(self._threads)
                 request = self._ledger.start_next(time.monotonic()) if has_room else None
                 has_message = int(self._router.get(_EVENTS)) & _IN  # zmq_poll would let other threads of Python run
@@ -270,7 +272,6 @@ class Service:
                 if not has_message:
                     return None
                 self._receive()
-            return None
 
     def _mark_idle(self) -> None:
         with self._lock:

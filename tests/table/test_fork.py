@@ -108,6 +108,7 @@ def engine_calls(engine: _core.Engine) -> dict[str, Callable[[], object]]:
         "prepare": lambda: engine.prepare(IDS, offsets),
         "update": lambda: engine.update(ticket, floats, 1, [1.0]),
         "drop": lambda: engine.drop(ticket),
+        "bag_ticket": lambda: engine.bag_ticket(bags, IDS, None, None, len(IDS)),
         "read": lambda: engine.read(0, IDS, floats, empty, flags),
         "encode_rows": lambda: engine.encode_rows(offsets, floats),
         "decode_rows": lambda: engine.decode_rows(offsets, message),

@@ -86,7 +86,8 @@ with satrap.Embeddings({"item": satrap.Table("item", dim=4)}) as embeddings:
         optimizer.step()
         optimizer.zero_grad()
         run.save(every_steps=2)
-    print(f"trainer {rank}: {len(embeddings.tables['item'])} rows, resumed: {resumed}")
+    # One write: the trainers share a pipe.
+    sys.stdout.write(f"trainer {rank}: {len(embeddings.tables['item'])} rows, resumed: {resumed}\\n")
     if rank == 0:  # the other one waits, since this reads its rows
         numpy.save(folder / "rows.npy", embeddings.tables["item"].read(numpy.arange(64)).values)
 """

@@ -158,7 +158,7 @@ def _holds_strings(ids: object) -> bool:
     if isinstance(ids, np.ndarray) and ids.dtype.kind in "UST":
         return True
     if isinstance(ids, list | tuple) or (isinstance(ids, np.ndarray) and ids.dtype.kind == "O"):
-        return isinstance(next(iter(ids), None), str | bytes)
+        return isinstance(next(iter(np.ravel(ids) if isinstance(ids, np.ndarray) else ids), None), str | bytes)
     return False
 
 

@@ -183,7 +183,10 @@ class _ItemReader:
             return None
         _refuse_declared(where, columns)
         dense, label = (_floats(each, stays) for each in (item.dense, item.label))
-        if not all(rows is None or len(rows) == item.batch_size for rows in (dense, label)):
+        if dense is not None and dense.ndim == 1:
+            dense = dense[:, None]
+        shapes = (dense, (2,)), (label, (1, 2))
+        if not all(a is None or (a.ndim in dims and len(a) == item.batch_size) for a, dims in shapes):
             return None
         batch, samples = replace(item, dense=dense, label=label), partial(_samples_of, where, item, columns)
         return Chunk(samples=samples, ready_batch=batch, is_label_flat=label is not None and label.ndim == 1)
@@ -389,7 +392,7 @@ def _is_flat(label: Any) -> bool:
 def _floats(numbers: Any, stays: Callable[[object], bool]) -> Any:
     """Return numbers as float32, where they stay or on the CPU."""
     if numbers is None or stays(numbers):
-        return None if numbers is None else numbers.float()
+        return None if numbers is None else numbers.detach().float()
     return np.ascontiguousarray(as_numpy(numbers), np.float32)
 
 

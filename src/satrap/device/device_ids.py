@@ -132,7 +132,7 @@ class DeviceIds:
         n, num_bags = len(values), len(layout.tables) * batch_size
         if n == 0 or num_bags == 0 or (n if offsets is None else len(offsets) - 1) != num_bags:
             return None
-        if layout.any_weighted and (weights is None or len(weights) != n):
+        if (weights is None) == layout.any_weighted or (weights is not None and len(weights) != n):
             return None
         bounds = torch.arange(num_bags + 1, device=values.device) if offsets is None else offsets
         feature = bags_of(bounds, n) // batch_size

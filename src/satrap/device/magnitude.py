@@ -18,10 +18,11 @@ class Magnitude:
         queue in which they are computed."""
         parts = [_largest(gradient) * abs(weight) for gradient, weight in weighted if gradient.numel()]
         self._ready: torch.cuda.Event | None = None
-        self._number = torch.stack(parts).max() if parts else torch.zeros(())
+        self._number = torch.stack(parts).max() if parts else torch.zeros((), device="cpu")
         if self._number.is_cuda:
             there = self._number
-            self._number = torch.empty((), dtype=there.dtype, pin_memory=True).copy_(there, non_blocking=True)
+            pinned = torch.empty((), dtype=there.dtype, device="cpu", pin_memory=True)
+            self._number = pinned.copy_(there, non_blocking=True)
             self._ready = torch.cuda.current_stream(there.device).record_event()
 
     def __float__(self) -> float:

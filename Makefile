@@ -16,6 +16,8 @@ fixed_addresses := $(shell setarch -R true 2>/dev/null && echo setarch -R)
 
 export CMAKE_BUILD_PARALLEL_LEVEL = $(JOBS)
 export CTEST_PARALLEL_LEVEL = $(JOBS)
+# Where it is set, as in many images, every process compiles again what it imports: for torch two seconds.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: setup test core-test python-test check bench demo docs wheel format stub reference clean
 .DEFAULT_GOAL := setup

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import logging
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from cluster import running_servers
+from cluster import DEADLINE_SECONDS, running_servers
 from logged import Records
 from loop import Net, batches, tables, train
 from satrap import Checkpoint, Deployment, Embeddings, transfer
@@ -50,6 +51,25 @@ def slow(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, seconds: float)
     monkeypatch.setattr(owner, name, work)
 
 
+def observed_before_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make a server end a verification or restore only after the trainer has observed one of its kind."""
+    is_observed = {"verify": threading.Event(), "restore": threading.Event()}
+    observe, leave = transfer.Transfer.observe, transfer.Transfer.__exit__
+
+    def observe_and_note(self: transfer.Transfer, figures: Sequence[Mapping[str, int]]) -> None:
+        observe(self, figures)
+        if any(each["done"] for each in figures):
+            is_observed[self.kind].set()
+
+    def leave_once_observed(self: transfer.Transfer, *error: Any) -> None:
+        if self._among is not None and self.figures()["done"]:
+            assert is_observed[self.kind].wait(DEADLINE_SECONDS)
+        leave(self, *error)
+
+    monkeypatch.setattr(transfer.Transfer, "observe", observe_and_note)
+    monkeypatch.setattr(transfer.Transfer, "__exit__", leave_once_observed)
+
+
 def test_saves_resumes_and_moves_over_servers(
     tmp_path: Path, records: list[logging.LogRecord], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -61,10 +81,10 @@ def test_saves_resumes_and_moves_over_servers(
             train(embeddings, model, optimizer, batches(10))
             run = Checkpoint(tmp_path, model, optimizer, embeddings)
             with monkeypatch.context() as patched:
-                slow(patched, ChecksumFile, "write", 0.02)
+                slow(patched, ChecksumFile, "write", 0.005)
                 run.save()
             with monkeypatch.context() as patched:
-                slow(patched, transfer.Transfer, "__exit__", 0.3)  # at the end of verification and restore
+                observed_before_end(patched)
                 run.resume()
         Migration(addresses[:1], addresses, group_bytes=40, pause_ratio=0.0).run()
     saves = figures(records, "satrap.checkpoint", "save_progress")

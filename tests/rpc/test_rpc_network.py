@@ -9,12 +9,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import zmq
 from benchmarks.cluster.proxy import CountingProxy
 
 from logged import logged
 from rpc_parts import DEADLINE_SECONDS, LOOPBACK, Calls, FrameProxy, Served
 from satrap.errors import DeadlineError
 from satrap.rpc import Client, Keys, Service
+from satrap.rpc.handshakes import Handshakes
 from satrap.rpc.key_probe import expects_keys
 from satrap.rpc.keys import create_keys
 from satrap.rpc.values import PIECE_BYTES
@@ -162,3 +164,10 @@ def test_a_server_that_replaces_another_program_is_found(tmp_path: Path, monkeyp
             listener.close()
             with Service(Served(), Calls, address, server):
                 assert call.result() == 1
+
+
+def test_a_connection_may_be_lost_at_any_time_after_it_came_back() -> None:
+    """ZeroMQ frees the address of a closed monitor late, so that watching the same socket at once again could fail."""
+    with zmq.Context() as context, context.socket(zmq.DEALER) as watched:
+        for _ in range(50):
+            Handshakes(watched, "tcp://127.0.0.1:1", has_keys=False).close()

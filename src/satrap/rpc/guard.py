@@ -24,6 +24,7 @@ from zmq.utils.monitor import recv_monitor_message
 from satrap.event_log import LimitedLog
 from satrap.event_log import event as log_event
 from satrap.rpc.connections import Connections
+from satrap.rpc.socket_events import watch_events
 
 _MIN_INTERVAL_SECONDS = 0.02
 _CHECK_SECONDS = 0.5  # interval of checks while a message is unfinished and nothing is received
@@ -53,7 +54,7 @@ class Guard:
         self._lock = threading.Lock()  # guards the connections
         self.num_closed = 0
         """Number of connections closed so far."""
-        self._router, self._monitor = router, router.get_monitor_socket(_EVENTS)
+        self._router, self._monitor = router, watch_events(router, _EVENTS)
         self._libc = ctypes.CDLL(None)
         self._log_refusal = LimitedLog(_LOG.warning)
         self._wakeup = os.eventfd(0)

@@ -9,6 +9,7 @@ from zmq.utils.monitor import recv_monitor_message
 
 from satrap.rpc.key_probe import expects_keys
 from satrap.rpc.open_files import require_files
+from satrap.rpc.socket_events import watch_events
 
 _SUSPECT_HANDSHAKES = 20  # cut ones in a row, within 1 to 4 s, that cause a look at the server's greeting
 _PROBE_SECONDS = 0.5
@@ -26,7 +27,7 @@ class Handshakes:
 
     def __init__(self, socket: "zmq.Socket[bytes]", endpoint: str, has_keys: bool) -> None:
         require_files(_NUM_FILES, f"the handshakes with {endpoint}")
-        self.monitor = socket.get_monitor_socket(_EVENTS)
+        self.monitor = watch_events(socket, _EVENTS)
         """The socket that is readable when a handshake has ended."""
         self._watched, self._endpoint, self._has_keys = socket, endpoint, has_keys
         self._num_cut = 0  # that the server ended without a word

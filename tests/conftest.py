@@ -106,15 +106,18 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _not_drawn(items: list[pytest.Item], seed: int) -> set[pytest.Item]:
-    """Returns the tests that a run with this seed leaves out: `draw(number)` marks a function with several variants, or
-    a module, of whose tests so many run."""
-    groups: dict[tuple[str, int], list[pytest.Item]] = {}
+    """Returns the tests that a run with this seed leaves out. `draw(number)` marks a function with several variants, or
+    a module, of whose tests so many run; `draw(number, of=group)` marks functions and modules, of which so many run."""
+    groups: dict[tuple[str, int], dict[str, list[pytest.Item]]] = {}
     for item in items:
         for node, mark in item.iter_markers_with_node("draw"):
-            groups.setdefault((node.nodeid.partition("[")[0], mark.args[0]), []).append(item)
+            marked = node.nodeid.partition("[")[0]
+            group, unit = (mark.kwargs["of"], marked) if mark.kwargs else (marked, item.nodeid)
+            groups.setdefault((group, mark.args[0]), {}).setdefault(unit, []).append(item)
     left_out: set[pytest.Item] = set()
-    for (name, number), group in groups.items():
-        left_out |= set(group) - set(random.Random(f"{seed} {name}").sample(group, min(number, len(group))))
+    for (name, number), units in groups.items():
+        drawn = random.Random(f"{seed} {name}").sample(sorted(units), min(number, len(units)))
+        left_out.update(item for unit, its_items in units.items() if unit not in drawn for item in its_items)
     return left_out
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -40,34 +39,32 @@ def figures(records: list[logging.LogRecord], logger: str, event: str) -> list[d
     return [each.event_values for each in found]  # type: ignore[attr-defined]
 
 
-def slow(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, seconds: float) -> None:
-    """Makes a method take long enough for the servers to be queried meanwhile."""
-    method = getattr(owner, name)
-
-    def work(*arguments: Any) -> Any:
-        time.sleep(seconds)
-        return method(*arguments)
-
-    monkeypatch.setattr(owner, name, work)
-
-
-def observed_before_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make a server end a verification or restore only after the trainer has observed one of its kind."""
-    is_observed = {"verify": threading.Event(), "restore": threading.Event()}
-    observe, leave = transfer.Transfer.observe, transfer.Transfer.__exit__
+def observed_midway(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make a server continue a save after its first bytes, and end a verification or restore, only after the trainer
+    has observed one of its kind."""
+    is_observed = {kind: threading.Event() for kind in ("save", "verify", "restore")}
+    observe, leave, write = transfer.Transfer.observe, transfer.Transfer.__exit__, ChecksumFile.write
 
     def observe_and_note(self: transfer.Transfer, figures: Sequence[Mapping[str, int]]) -> None:
         observe(self, figures)
         if any(each["done"] for each in figures):
             is_observed[self.kind].set()
 
+    def wait_once_begun(begun: transfer.Transfer | None) -> None:
+        if begun is not None and begun._among is not None and begun.figures()["done"]:
+            assert is_observed[begun.kind].wait(DEADLINE_SECONDS)
+
+    def write_once_observed(self: ChecksumFile, data: Any) -> Any:
+        wait_once_begun(transfer.current_transfer())
+        return write(self, data)
+
     def leave_once_observed(self: transfer.Transfer, *error: Any) -> None:
-        if self._among is not None and self.figures()["done"]:
-            assert is_observed[self.kind].wait(DEADLINE_SECONDS)
+        wait_once_begun(self)
         leave(self, *error)
 
     monkeypatch.setattr(transfer.Transfer, "observe", observe_and_note)
     monkeypatch.setattr(transfer.Transfer, "__exit__", leave_once_observed)
+    monkeypatch.setattr(ChecksumFile, "write", write_once_observed)
 
 
 def test_saves_resumes_and_moves_over_servers(
@@ -81,10 +78,8 @@ def test_saves_resumes_and_moves_over_servers(
             train(embeddings, model, optimizer, batches(10))
             run = Checkpoint(tmp_path, model, optimizer, embeddings)
             with monkeypatch.context() as patched:
-                slow(patched, ChecksumFile, "write", 0.005)
+                observed_midway(patched)
                 run.save()
-            with monkeypatch.context() as patched:
-                observed_before_end(patched)
                 run.resume()
         Migration(addresses[:1], addresses, group_bytes=40, pause_ratio=0.0).run()
     saves = figures(records, "satrap.checkpoint", "save_progress")

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import hypothesis.strategies as st
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 
 from satrap.config.columns import IdColumn
 from satrap.data.delimited import CSV
@@ -51,6 +51,7 @@ def test_ranks_partition_the_samples(data: UnevenSource, world_size: int) -> Non
     assert max(counts) - min(counts) <= 1, "equally many for each rank"
 
 
+@settings(max_examples=40)
 @given(uneven_sources(), st.lists(st.sampled_from([1, 2, 3, 7]), min_size=2, max_size=4), st.data())
 def test_another_number_of_ranks_continues(data: UnevenSource, worlds: list[int], draw: st.DataObject) -> None:
     """Trainers stop after different numbers of batches, and others continue: every sample occurs once."""

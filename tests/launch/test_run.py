@@ -243,6 +243,7 @@ def test_a_trainer_that_finishes_early_joins_the_others_checkpoints(tmp_path: Pa
         assert (step, weight) == (28, summed(lengths))
 
 
+@pytest.mark.draw(3, of="whole runs")
 def test_closing_the_embeddings_waits_for_the_others_checkpoints(tmp_path: Path) -> None:
     """The trainers' shares have unequal lengths, in both orders."""
     for name, lengths in (("a", "3,16"), ("b", "16,3")):

@@ -43,13 +43,13 @@ setup: .venv/.dev
 
 test: setup core-test python-test
 
-# The tests beside one another, one more at a time than there are cores since many wait for processes that they killed; then
-# those that measure time. Of the slowest, which are marked `draw`, each run draws some; ALL=1 runs all of them. SEED=N
-# repeats a run's random draws.
+# First the tests that measure time; then the others beside one another, one more at a time than there are cores since many
+# wait for processes that they killed. Of the slowest, which are marked `draw`, each run draws some; ALL=1 runs all of
+# them. SEED=N repeats a run's random draws.
 drawn := $(if $(ALL),,--draw) $(SEED:%=--seed %)
 python-test: setup
-	$(bin)/python -m pytest -m "not alone" -n $$(($(JOBS) + 1)) --dist loadfile --no-loadscope-reorder $(drawn)
 	$(bin)/python -m pytest -m alone $(drawn)
+	$(bin)/python -m pytest -m "not alone" -n $$(($(JOBS) + 1)) --dist loadfile --no-loadscope-reorder $(drawn)
 
 # Once plain, once under ASan + UBSan, once under TSan.
 core-test: .venv/.tools

@@ -38,7 +38,11 @@ class Trainers:
 
     def __exit__(self, *_: object) -> None:
         for each in self._processes:
-            each.communicate(timeout=DEADLINE_SECONDS)
+            assert each.stdin is not None and each.stdout is not None
+            each.stdin.close()
+            each.stdout.close()
+        for each in self._processes:
+            each.wait(timeout=DEADLINE_SECONDS)
         assert [each.returncode for each in self._processes] == [0] * self._max_trainers
 
     def run(

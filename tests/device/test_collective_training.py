@@ -24,7 +24,7 @@ def same(found: dict[str, Any], other: dict[str, Any]) -> bool:
     return (found["dense"], found["rows"]) == (other["dense"], other["rows"])
 
 
-@pytest.mark.draw(4)
+@pytest.mark.draw(3)
 @pytest.mark.parametrize(
     ("world_size", "shard"),
     [(n, shard) for shard in ("rows", "table", "replicated", "columns") for n in (2, 3, 4)],
@@ -112,7 +112,7 @@ def test_an_overflow_of_one_trainer(
         assert same(trainers.run([], 2, tmp_path, **how)[0], found[0])
 
 
-@pytest.mark.draw(2)
+@pytest.mark.draw(1)
 @pytest.mark.parametrize("shards", SHARDS)
 @pytest.mark.parametrize("overlap", [False, True])
 def test_with_staleness_each_update_is_applied_once(
@@ -136,7 +136,7 @@ def test_a_deterministic_run_with_staleness_repeats_and_equals_no_other_stalenes
     assert same(found[0], found[1]) and not same(found[0], found[2])
 
 
-@pytest.mark.draw(2)
+@pytest.mark.draw(1)
 @pytest.mark.parametrize("shards", SHARDS[1:])
 @pytest.mark.parametrize(("world_size", "staleness", "memory"), [(2, 2, None), (3, 1, None), (3, 2, {"user": "none"})])
 def test_a_deterministic_run_with_staleness_is_the_same_for_every_shard(
@@ -224,7 +224,7 @@ def test_saves_and_evaluations_in_the_loop(trainers: Trainers, tmp_path: Path) -
     assert all(each["resumed"] for each in again)
 
 
-@pytest.mark.draw(3)
+@pytest.mark.draw(2)
 @pytest.mark.parametrize(
     ("way", "expected"),
     [

@@ -43,7 +43,7 @@ if importlib.util.find_spec("ray") is None:
     pytest.skip("Ray is not installed: pip install 'ray>=2.52'", allow_module_level=True)
 
 SIZES = ("--servers", "2", "--trainers", "2")
-pytestmark = pytest.mark.draw(4)
+pytestmark = pytest.mark.draw(3)
 LIST_ACTORS = """
 import json, sys, ray
 from ray._private.state import actors

@@ -43,7 +43,7 @@ from satrap.launch.run_loop import lock_run_folder
 from satrap.launch.scaler import Scaler, request_servers
 
 ASYNC = JOB.with_name("async_job.py")
-pytestmark = pytest.mark.draw(7)
+pytestmark = pytest.mark.draw(6)
 
 
 def children(run: subprocess.Popen[str]) -> dict[str, int]:

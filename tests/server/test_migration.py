@@ -33,7 +33,7 @@ from satrap.worker.local_rows import LocalWorker
 from satrap.worker.sharded_rows import ShardedWorker
 from tour import TOUR, Tour
 
-pytestmark = pytest.mark.draw(6)
+pytestmark = pytest.mark.draw(5)
 EXACT = np.arange(200, dtype=np.uint64)  # ids of tables whose rows stay exact
 
 

@@ -171,6 +171,7 @@ if __name__ == "__main__":
         rows["deployment"] = Deployment(rows.pop("servers"), take_over=True)
     job = Job(sys.argv[1], int(sys.argv[2]), rows=rows, keep=2, full_every=3)
     if not job.run.resume() and "deployment" in rows:
-        job.embeddings.tables.clear()  # servers keep the rows of a trainer killed before its first checkpoint
+        # Servers keep the rows of a trainer that was killed before its first checkpoint.
+        job.embeddings.tables.clear()  # type: ignore[union-attr]
     job.train(wait="beside" not in sys.argv)
     np.savez(Path(sys.argv[1]) / "end.npz", **job.state())

@@ -1,8 +1,8 @@
 """The HTTP server of an object store, which can hold and refuse requests: `python object_store_server.py FOLDER [URL]`.
 
 It is moto's S3, or it forwards to the Azurite at the URL. It prints its port. The folder is how a test talks to it:
-`hold` has a pattern, and a request to write a key that matches waits as long as that file exists, and creates `held`
-first; `refuse` refuses all requests, as if the credentials had no permission.
+`hold` has the name of a file and a pattern, each in a line: a request to write a key that matches creates the named file,
+and waits as long as `hold` exists; `refuse` refuses all requests, as if the credentials had no permission.
 """
 
 from __future__ import annotations
@@ -32,11 +32,12 @@ class _Held:
         hold = self._folder / "hold"
         while environ["REQUEST_METHOD"] in ("PUT", "POST") and hold.exists():
             try:
-                if not re.search(hold.read_text(), environ["PATH_INFO"]):
-                    break
+                held, pattern = hold.read_text().splitlines()
             except FileNotFoundError:
                 break
-            (self._folder / "held").touch()
+            if not re.search(pattern, environ["PATH_INFO"]):
+                break
+            (self._folder / held).touch()
             time.sleep(0.01)
         return self._application(environ, start_response)
 

@@ -14,6 +14,7 @@ import http.client
 import json
 import os
 import re
+import secrets
 import shutil
 import subprocess
 import sys
@@ -60,14 +61,14 @@ class ObjectStore:
     def held(self, pattern: str) -> Iterator[tuple[Callable[[], None], Callable[[], None]]]:
         """Hold writes of keys that match. Yields two functions: one waits until a write is held, one lets it go, and
         those that follow."""
-        hold, held, new = (self._folder / name for name in ("hold", "held", "new"))
-        new.write_text(pattern)
+        name = f"held-{secrets.token_hex(4)}"  # of this call: a request of an earlier one may still create its file
+        hold, held, new = (self._folder / each for each in ("hold", name, "new"))
+        new.write_text(f"{name}\n{pattern}\n")
         new.rename(hold)
         try:
             yield lambda: wait_until(held.exists), hold.unlink
         finally:
             hold.unlink(missing_ok=True)
-            held.unlink(missing_ok=True)
 
     @contextmanager
     def refused(self) -> Iterator[None]:

@@ -229,4 +229,4 @@ def test_a_process_in_a_real_group_knows_its_limits() -> None:
     found = json.loads(done.stdout)
     assert found["limit"] == 400 * MIB and found["machine"][1] <= 400 * MIB
     assert found["cores"] == min(2, len(os.sched_getaffinity(0))) == math.ceil(min(1.5, found["cores"]))
-    assert 32 * MIB <= found["rows"] < 48 * MIB, "shared memory counts"
+    assert 31 * MIB <= found["rows"] < 48 * MIB, "shared memory counts"  # what the process freed meanwhile does not

@@ -22,10 +22,13 @@ unexport PYTHONDONTWRITEBYTECODE
 .PHONY: setup test core-test python-test check bench demo docs wheel format stub reference clean
 .DEFAULT_GOAL := setup
 
-setup: .venv/.dev
+# Compiling and installing packages beside each other: neither keeps two cores busy all the time.
+setup: .venv/.tools
+	@$(MAKE) --no-print-directory -j2 .venv/.compiled .venv/.dev
+	@$(MAKE) --no-print-directory .venv/.built
 
-# The stamps: the tools that build, again after a change of a version; the package with what training needs, again after a
-# change of the core; what tests, checks and benchmarks need besides.
+# The stamps: the tools that build, again after a change of a version; the compiled core; what training needs; what tests,
+# checks and benchmarks need besides; Satrap itself, for which nothing is compiled any more.
 .venv/.tools: constraints.txt pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit("Satrap needs Python 3.11 or newer; found " + sys.version.split()[0] + \
 	    ": call make with PYTHON=python3.11 or newer" if sys.version_info < (3, 11) else 0)'
@@ -33,12 +36,23 @@ setup: .venv/.dev
 	$(install) scikit-build-core nanobind cmake ninja
 	touch $@
 
-.venv/.built: .venv/.tools CMakeLists.txt $(core_files) src/satrap/errors.py
-	$(install) --no-build-isolation -e '.[train]'
+.venv/.compiled: .venv/.tools CMakeLists.txt $(core_files) src/satrap/errors.py
+	env -u MAKEFLAGS $(bin)/python -c 'import scikit_build_core.build as build; \
+	    build.build_editable("build/editable", {"build-dir": "build/module"})'
 	touch $@
 
-.venv/.dev: .venv/.tools | .venv/.built
-	$(install) --no-build-isolation -e '.[dev]'
+.venv/.train: .venv/.tools
+	$(bin)/python tests/requirements.py train >$@.txt
+	$(install) -r $@.txt
+	touch $@
+
+.venv/.dev: .venv/.train
+	$(bin)/python tests/requirements.py dev >$@.txt
+	$(install) -r $@.txt
+	touch $@
+
+.venv/.built: .venv/.compiled .venv/.train
+	$(install) --no-build-isolation --no-deps -C build-dir=build/module -e .
 	touch $@
 
 test: setup core-test python-test
@@ -51,17 +65,21 @@ python-test: setup
 	$(bin)/python -m pytest -m alone $(drawn)
 	$(bin)/python -m pytest -m "not alone" -n $$(($(JOBS) + 1)) --dist loadfile --no-loadscope-reorder $(drawn)
 
-# Once plain, once under ASan + UBSan, once under TSan.
-core-test: .venv/.tools
-	$(call run_core_tests,plain,)
-	$(call run_core_tests,address,address)
-	$(call run_core_tests,thread,thread)
+# Once with the core as Python loads it, once under ASan + UBSan, once under TSan.
+core-test: .venv/.compiled
+	$(call run_core_tests,module)
+	$(call configure_core_tests,address)
+	$(call run_core_tests,address)
+	$(call configure_core_tests,thread)
+	$(call run_core_tests,thread)
+
+define configure_core_tests
+$(bin)/cmake -S . -B build/$(1) -G Ninja -DCMAKE_MAKE_PROGRAM=$(CURDIR)/$(bin)/ninja -DSATRAP_PYTHON=OFF -DSATRAP_SANITIZE=$(1)
+endef
 
 define run_core_tests
-$(bin)/cmake -S . -B build/core-$(1) -G Ninja -DCMAKE_MAKE_PROGRAM=$(CURDIR)/$(bin)/ninja \
-    -DSATRAP_CORE_TESTS=ON -DSATRAP_SANITIZE=$(2)
-$(bin)/cmake --build build/core-$(1)
-$(fixed_addresses) $(bin)/ctest --test-dir build/core-$(1) --output-on-failure --no-tests=error
+$(bin)/cmake --build build/$(1) --target core_tests
+$(fixed_addresses) $(bin)/ctest --test-dir build/$(1) --output-on-failure --no-tests=error
 endef
 
 check: setup
@@ -75,7 +93,9 @@ bench: setup
 	$(bin)/python -m benchmarks.store
 
 # A DLRM on the Adult census data, in one process, with what training needs and nothing else; then the report of that run.
-demo: .venv/.built
+demo: .venv/.tools
+	@$(MAKE) --no-print-directory -j2 .venv/.compiled .venv/.train
+	@$(MAKE) --no-print-directory .venv/.built
 	rm -rf build/demo
 	$(bin)/python examples/adult.py --record build/demo
 	@echo
@@ -110,4 +130,4 @@ stub: setup
 	cp $(stub) src/satrap/_core.pyi
 
 clean:
-	rm -rf build dist .hypothesis .mypy_cache .pytest_cache .ruff_cache .venv/.built .venv/.dev
+	rm -rf build dist .hypothesis .mypy_cache .pytest_cache .ruff_cache .venv/.compiled .venv/.built

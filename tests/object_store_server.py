@@ -1,8 +1,8 @@
 """The HTTP server of an object store, which can hold and refuse requests: `python object_store_server.py FOLDER [URL]`.
 
 It is moto's S3, or it forwards to the Azurite at the URL. It prints its port. The folder is how a test talks to it:
-`hold` has the name of a file and a pattern, each in a line: a request to write a key that matches creates the named file,
-and waits as long as `hold` exists; `refuse` refuses all requests, as if the credentials had no permission.
+`hold` has the name of a file and a pattern, each in a line: a request to write a key that matches creates the named
+file, and waits as long as `hold` exists; `refuse` refuses all requests, as if the credentials had no permission.
 """
 
 from __future__ import annotations

@@ -263,6 +263,7 @@ def test_machines_end_with_their_parent() -> None:
 
 
 @emulation
+@pytest.mark.draw(3, of="whole runs")
 def test_the_case_runs(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--quick", "--case", "network", "--steps", "2", "--check"]) == 0
     (record,) = (json.loads(line) for line in capsys.readouterr().out.splitlines())

@@ -100,7 +100,7 @@ class DeviceMachine(StoreMachine):
 
 
 TestDevice = DeviceMachine.TestCase
-TestDevice.settings = settings(max_examples=40)
+TestDevice.settings = settings(max_examples=25)
 
 
 class SortingMachine(DeviceMachine):
@@ -108,7 +108,7 @@ class SortingMachine(DeviceMachine):
 
 
 TestSorting = SortingMachine.TestCase
-TestSorting.settings = settings(max_examples=30)
+TestSorting.settings = settings(max_examples=20)
 
 
 class TieredMachine(DeviceMachine):
@@ -157,7 +157,7 @@ class TieredMachine(DeviceMachine):
 
 
 TestTiers = TieredMachine.TestCase
-TestTiers.settings = settings(max_examples=30)
+TestTiers.settings = settings(max_examples=20)
 
 
 class SortingTieredMachine(TieredMachine):

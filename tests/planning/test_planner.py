@@ -85,7 +85,7 @@ def test_a_plan_has_no_machine_too_many(rows: int) -> None:
     assert servers <= 1 or job.server_bytes(servers - 1) > 0.99 * usable
 
 
-@given(st.floats(1e4, 1e6), st.integers(10**6, 10**9), st.sampled_from([0, 4]), st.integers(2, 12))
+@given(st.floats(1e4, 1e6), st.integers(10**6, 10**9), st.sampled_from([0, 4]), st.integers(3, 12))
 @settings(max_examples=6)
 def test_every_machine_of_a_plan_is_needed(rate: float, rows: int, staleness: int, available: int) -> None:
     """With one machine less of any kind, a plan is below the rate, or its own if that is lower, or does not fit."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from bag_oracle import update
-from cluster import batch, contents, one_table, running_servers, sharded_worker
+from cluster import ANYWHERE, batch, contents, one_table, running_servers, sharded_worker
 from satrap.config.features import Features
 from satrap.config.optimizers import Adagrad
 from satrap.config.tables import MinCount, Normal, Table
@@ -21,7 +21,9 @@ from satrap.errors import AttemptError, ChangesError, DeadlineError, SatrapError
 from satrap.rpc import Service
 from satrap.server import state
 from satrap.server.migration.coordinator import Migration
+from satrap.server.protocol import ServerCalls
 from satrap.server.save_calls import SaveCalls
+from satrap.server.server import Server
 from satrap.server.state import ServerState
 from satrap.storage.folder import Folder
 from satrap.worker.local_rows import LocalWorker
@@ -48,6 +50,27 @@ def restored(folder: Path) -> dict[str, list[bytes]]:
     worker.tables.restore({"t": [folder]})
     worker.tables["t"].check()
     return contents(worker, UNIVERSE)
+
+
+def test_rows_expire_on_servers_that_a_batch_leaves_alone(tmp_path: Path) -> None:
+    """Each batch is one id, so one of the two servers gets no ids; its rows expire as those of a local worker do."""
+    local = LocalWorker(one_table(expire_after=3), num_threads=1)
+    with ExitStack() as stack:
+        servers = [Server(num_threads=2, checkpoints=["/"]) for _ in range(2)]
+        addresses = [stack.enter_context(Service(each, ServerCalls, ANYWHERE)).address for each in servers]
+        worker = stack.enter_context(sharded_worker(one_table(expire_after=3), addresses))
+        for step, number in enumerate([*range(40), *[0] * 8], start=1):
+            for each in (local, worker):
+                looked = each.lookup(batch([number]), step=step)
+                update(each, looked, looked.block + 1, step=step)
+            assert contents(worker) == contents(local)
+            assert len(worker.tables["t"]) == len(local.tables["t"])
+        cut = worker.tables.take_cut()
+        assert cut.write({"t": tmp_path / "t"}, is_full=True) == {"t": 1}
+        states = [each._state for each in servers]
+        assert not any(kept for each in states if each for kept in each.tickets.values()), (
+            "a lookup without ids leaves no ticket"
+        )
 
 
 def test_cuts_stay_as_they_were_while_rows_are_trained_and_migrate(rng: np.random.Generator, tmp_path: Path) -> None:
@@ -99,8 +122,8 @@ def test_a_migration_waits_for_the_cut(tmp_path: Path) -> None:
 def test_a_cut_that_nothing_writes_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with two_servers() as (services, worker):
         addresses = [each.address for each in services]
-        cut = worker.tables.take_cut()
         monkeypatch.setattr(state, "CUT_SECONDS", 0.0)
+        cut = worker.tables.take_cut()
         assert Migration(addresses[:2], addresses, deadline=60.0).run().buckets > 0
         with pytest.raises(ChangesError):
             cut.write({"t": tmp_path / "t"}, is_full=True)

@@ -76,10 +76,8 @@ class SaveCalls(CallFence):
     ) -> tuple[list[int], list[str]]:
         with self._admit(origin) as state:
             parts = [self._part(state, folder) for folder in folders]
-            with self._condition:
-                held = self._require_cut(state, cut)
-                is_first, held.is_begun = not held.is_begun, True
-        if is_first:  # not as an admitted call: the calls of a migration, or of another attempt, would wait for it
+            held = self._require_cut(state, cut)
+        if held.begin():  # not as an admitted call: the calls of a migration, or of another attempt, would wait for it
             try:
                 paths = dict(zip(state.tables, parts, strict=True))
                 found = held.tables.write(paths, is_full=is_full, is_beside=is_beside)
@@ -94,7 +92,7 @@ class SaveCalls(CallFence):
             return state.store(table).snapshot_id(version)
 
     def release_cut(self, origin: Origin, cut: int) -> None:
-        with self._admit(origin) as state, self._condition:
+        with self._admit(origin) as state:
             if state.cut is not None and state.cut.number == cut:
                 state.cut.give_up()
 

@@ -6,7 +6,8 @@ from a trainer that was suspended.
 """
 
 import json
-import time
+import threading
+import weakref
 from collections import OrderedDict
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
@@ -59,7 +60,7 @@ class VerifiedCheckpoint:
     chains: Chains
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, weakref_slot=True)
 class HeldCut:
     """The tables at a cut that a trainer has taken and that is not written yet, or the last one that was."""
 
@@ -70,26 +71,38 @@ class HeldCut:
     """Whether it is being written, or was."""
     written: "Future[tuple[list[int], list[str]]]" = field(default_factory=Future)
     """Once all tables are written: how many rows each had, and the ids of their snapshots."""
-    taken_at: float = field(default_factory=time.monotonic)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+    _timer: threading.Timer = field(init=False)
+
+    def __post_init__(self) -> None:
+        own = weakref.ref(self)  # so that the timer does not keep the tables
+        self._timer = threading.Timer(CUT_SECONDS, lambda: (held := own()) and held.give_up_unless_begun())
+        self._timer.daemon = True
+        self._timer.start()
 
     @property
     def is_pending(self) -> bool:
         """Whether rows must stay in this server until they are written."""
         return not self.written.done()
 
+    def begin(self) -> bool:
+        """Return whether the caller is the one that writes it."""
+        with self._lock:
+            is_first, self.is_begun = not self.is_begun, True
+        self._timer.cancel()
+        return is_first
+
     def give_up(self) -> None:
         """Let the writer stop, and release what is kept for it."""
-        if self.is_begun:
+        if not self.give_up_unless_begun():
             self.tables.cancel()
-        elif not self.written.done():
-            self.is_begun = True
+
+    def give_up_unless_begun(self) -> bool:
+        """Release what is kept for the writer, unless there is one; return whether this call has."""
+        if is_first := self.begin():
             self.tables.release()
             self.written.set_exception(ChangesError("the cut was given up before it was written; save again"))
-
-    def give_up_if_abandoned(self) -> None:
-        """Give up if the trainer has not begun to write it for too long: it may have failed."""
-        if not self.is_begun and time.monotonic() > self.taken_at + CUT_SECONDS:
-            self.give_up()
+        return is_first
 
 
 @dataclass(slots=True)
@@ -168,10 +181,8 @@ class ServerState:
 
     def require_no_cut(self) -> None:
         """Raise NotReadyError while a checkpoint of this server's buckets is being saved, which needs them here."""
-        if self.cut is not None:
-            self.cut.give_up_if_abandoned()
-            if self.cut.is_pending:
-                raise NotReadyError("a checkpoint of this server's buckets is being saved: retry when it is complete")
+        if self.cut is not None and self.cut.is_pending:
+            raise NotReadyError("a checkpoint of this server's buckets is being saved: retry when it is complete")
 
     def progress(self) -> dict[str, Any]:
         """Return the counters that a server must reach before it takes over buckets or joins."""

@@ -66,6 +66,7 @@ class ShardedRows:
         self.num_threads = thread_count(num_threads)
         self.split = _core.Split(tables, native_features(features, servers.job.tables), self.num_threads, "auto")
         self._servers = servers
+        self._rows_expire = any(table.expire_after is not None for table in servers.job.tables)
         self._skipped_steps: list[int] = []  # steps for which the other trainers wait for this one's empty part
         # Starts at random: lookups of a killed predecessor may still be in flight under its numbers.
         self._numbers = itertools.count(1 + secrets.randbits(62))
@@ -87,18 +88,19 @@ class ShardedRows:
         train = request.train
         at = self._advance_step(request.step) if train else 0
         number = next(self._numbers) if train else 0
-        rest = request.oldest_open or at, train, number, self._servers.wire, request.first_epoch
+        rest = self._servers.wire, request.first_epoch
 
         def call(newest: Topology) -> dict[int, Any]:
             nonlocal topology
             if newest is not topology:
                 self.split.reshard(split, newest.owners, len(newest))
                 topology = newest
-            calls = {
-                server: (split.ids(server), split.offsets(server), *rest)
-                for server in range(len(newest))
-                if split.num_floats(server)
-            }
+            calls = {}
+            for server in range(len(newest)):
+                has_ids = bool(split.num_floats(server))
+                if has_ids or (train and self._rows_expire):  # the step, too, makes rows expire
+                    ids = split.ids(server), split.offsets(server)
+                    calls[server] = *ids, request.oldest_open or at, train, number if has_ids else 0, *rest
             return self._servers.call_servers("lookup", at, calls, topology=newest)
 
         answers = self._servers.follow(call)

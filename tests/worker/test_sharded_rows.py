@@ -5,7 +5,9 @@ are reported or repaired, and nothing is applied twice.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -66,6 +68,27 @@ def test_it_has_the_bits_of_a_local_worker(worker: ShardedWorker, rng: np.random
     np.testing.assert_array_equal(evaluated[0].block, evaluated[1].block)
     assert evaluated[1].ticket is None
     assert worker.truncated == local.truncated
+
+
+@pytest.mark.parametrize("pads", [False, True])
+@pytest.mark.parametrize("wire", ["float32", "float16"])
+def test_a_trainer_without_ids_at_a_server_pins_no_rows_there(pads: bool, wire: str) -> None:
+    """Two trainers share a bounded table; the second uses two ids for ever, or pads."""
+    with running_servers(3) as services, ExitStack() as stack:
+        addresses = [each.address for each in services]
+        first = stack.enter_context(sharded_worker(one_table(capacity=64), addresses, wire=wire))
+        options: dict[str, Any] = {"trainer": 1, "attempt": first.servers.attempt, "wire": wire}
+        second = stack.enter_context(sharded_worker(one_table(capacity=64), addresses, **options))
+        for step in range(1, 40):
+            if pads and step > 1:
+                second.pad(step, step)
+            else:
+                looked = second.lookup(batch([0, 1] if step > 1 else range(8)), step=step)
+                update(second, looked, looked.block, step=step)
+            looked = first.lookup(batch(range(step * 8, step * 8 + 8)), step=step)
+            update(first, looked, looked.block, step=step)
+        assert 32 < len(first.tables["t"]) <= 64
+        first.tables["t"].check()
 
 
 def test_steps_are_numbered_by_default(worker: ShardedWorker, rng: np.random.Generator) -> None:

@@ -66,7 +66,7 @@ class ShardedRows:
         self.num_threads = thread_count(num_threads)
         self.split = _core.Split(tables, native_features(features, servers.job.tables), self.num_threads, "auto")
         self._servers = servers
-        self._rows_expire = any(table.expire_after is not None for table in servers.job.tables)
+        self._rows_leave = any(table.expire_after or table.capacity for table in servers.job.tables)
         self._skipped_steps: list[int] = []  # steps for which the other trainers wait for this one's empty part
         # Starts at random: lookups of a killed predecessor may still be in flight under its numbers.
         self._numbers = itertools.count(1 + secrets.randbits(62))
@@ -98,7 +98,7 @@ class ShardedRows:
             calls = {}
             for server in range(len(newest)):
                 has_ids = bool(split.num_floats(server))
-                if has_ids or (train and self._rows_expire):  # the step, too, makes rows expire
+                if has_ids or (train and self._rows_leave):  # which rows may leave depends on the step, too
                     ids = split.ids(server), split.offsets(server)
                     calls[server] = *ids, request.oldest_open or at, train, number if has_ids else 0, *rest
             return self._servers.call_servers("lookup", at, calls, topology=newest)
@@ -110,6 +110,14 @@ class ShardedRows:
             return ShardedTicket(split, number, self)
         self.split.drop(split)
         return None
+
+    def pad(self, step: int, oldest_open: int) -> None:
+        """Let all servers know of a step in which this trainer looks nothing up, so that rows of its earlier steps may
+        leave."""
+        if self._rows_leave:
+            offsets = np.zeros(len(self._servers.job.tables) + 1, np.int64)
+            nothing = _NO_IDS, offsets, oldest_open, True, 0, self._servers.wire
+            self._servers.call_all("lookup", *nothing, step=self._advance_step(step))
 
     def _split_ids(self, request: BagRequest, topology: Topology) -> _core.SplitTicket:
         return self.split.lookup(
@@ -266,6 +274,9 @@ class ShardedWorker(Worker):
         self.servers.close()
         if self.stop_own_server is not None:
             self.stop_own_server()
+
+    def pad(self, step: int, oldest_open: int) -> None:
+        self._sharded_rows.pad(step, oldest_open)
 
     def renew(self, inputs: Inputs) -> ShardedTicket:
         """Return a ticket for a batch that an earlier process looked up."""

@@ -294,7 +294,7 @@ class Worker:
         """Prepare for the lookups and updates of a training stream that begins at this step."""
 
     def pad(self, step: int, oldest_open: int) -> None:
-        """Join a lookup of other trainers with a padding batch."""
+        """Take part in a step in which only other trainers look rows up."""
 
     def pause(self) -> None:
         """Return once the rows have all updates and skipped steps of this trainer, whose stream is paused."""

@@ -1,12 +1,14 @@
 """One of several trainers, for rows on their devices: a job of trainer_child.py, or, with "compare", random steps on
 two workers, with rows on the devices and in the trainers' memory, whose results must be the same bits; or, with
 "refused", options that several trainers cannot have; or, with "differs", a trainer that does not do as the others; or,
-with "unequal", evaluations."""
+with "unequal", evaluations; or, with "slowly", several streams."""
 
 from __future__ import annotations
 
+import gc
 import json
 import sys
+import time
 from typing import Any
 
 import numpy as np
@@ -34,6 +36,7 @@ from satrap import evaluate as evaluate_model
 from satrap.config.features import Feature, Features
 from satrap.data.inputs import Inputs
 from satrap.errors import ConfigError, StreamError
+from satrap.interrupts import SLICE_SECONDS
 
 NUM_IDS = 40
 SHARDED = {"replicated": ("item", "user", "rare", "last"), "columns": ("item", "tiny", "rare", "last")}
@@ -114,7 +117,7 @@ def compare(job: dict[str, Any]) -> dict[str, Any]:
         for shard, device, memory in zip(shards, (None, place), (None, job.get("device_memory")), strict=True)
     ]
     workers: list[Any] = [each.worker for each in both]
-    workers[1].open_stream(1)
+    stream = workers[1].open_stream(1)
     for step in range(1, job["steps"] + 1):
         micro_batches, most = int(common.integers(1, 3)), int(common.integers(1, largest + 1))
         looked: list[list[Any]] = [[], []]
@@ -140,8 +143,8 @@ def compare(job: dict[str, Any]) -> dict[str, Any]:
             dist.barrier()
             evaluate(workers, inputs(rng, 3, num_ids))
             dist.barrier()
-    workers[1].end_lookups()
-    workers[1].end_updates()
+    stream.end_lookups()
+    stream.end_updates()
     dist.barrier()
     found = [contents(worker, ids_of(num_ids)) for worker in workers]
     for name, expected in found[0].items():
@@ -238,6 +241,32 @@ def evaluate_unequally(job: dict[str, Any], rank: int) -> dict[str, Any]:
     return found
 
 
+def train_slowly(job: dict[str, Any], rank: int) -> dict[str, Any]:
+    """Train on three streams, with a trainer that the others wait for. Meanwhile the earlier streams are collected, or
+    closed again by one trainer. Return the rows."""
+    torch.manual_seed(0)
+    embeddings, model = trainer_child.embeddings_of(job), DistributedDataParallel(Net())
+    optimizer = embeddings.optimizer(torch.optim.SGD(model.parameters(), lr=0.05))
+    kept: list[Any] = []
+    for _ in range(3):
+        with embeddings.stream(batches(3 * dist.get_world_size())) as stream:
+            for batch in stream:
+                train_step(model, optimizer, batch)
+                gc.collect()
+                if rank == 1:
+                    for each in kept:
+                        each.close()
+                    time.sleep(3 * SLICE_SECONDS)
+        if job["slowly"] == "kept":
+            kept.append(stream)
+    embeddings.drain()
+    dist.barrier()
+    found = trainer_child.state_of(embeddings, model)
+    dist.barrier()
+    embeddings.close()
+    return found
+
+
 def require_same(looked: list[Any]) -> None:
     host, device = looked
     np.testing.assert_array_equal(device.block.cpu().numpy(), host.block)
@@ -285,7 +314,7 @@ def contents(worker: Any, ids: Any) -> dict[str, Any]:
 
 
 def main(rank: int, world_size: int, rendezvous: str, job: dict[str, Any]) -> None:
-    if not {"compare", "refused", "differs", "unequal"} & job.keys():
+    if not {"compare", "refused", "differs", "unequal", "slowly"} & job.keys():
         trainer_child.main(rank, world_size, rendezvous, job)
         return
     trainer_child.join(rank, world_size, rendezvous, job)
@@ -293,6 +322,8 @@ def main(rank: int, world_size: int, rendezvous: str, job: dict[str, Any]) -> No
         found = differ(job, rank)
     elif "unequal" in job:
         found = evaluate_unequally(job, rank)
+    elif "slowly" in job:
+        found = train_slowly(job, rank)
     elif "compare" in job:
         found = compare(job)
     else:

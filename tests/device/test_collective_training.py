@@ -174,6 +174,13 @@ def test_a_run_that_leaves_its_stream_early_starts_another_one(trainers: Trainer
     assert all(each["rows"] == found[0]["rows"] for each in found)
 
 
+@pytest.mark.parametrize("earlier", ["collected", "kept"])
+def test_an_earlier_stream_does_nothing_to_the_next(trainers: Trainers, tmp_path: Path, earlier: str) -> None:
+    in_memory = trainers.run([], 2, tmp_path, slowly=earlier)
+    found = trainers.run([], 2, tmp_path, slowly=earlier, device="cpu")
+    assert all(same(*each) for each in zip(found, in_memory, strict=True))
+
+
 def test_a_checkpoint_resumes_on_other_numbers_of_trainers_in_memory_and_on_servers(
     trainers: Trainers, device: str, tmp_path: Path
 ) -> None:

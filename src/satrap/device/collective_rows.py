@@ -7,7 +7,6 @@ Each trainer owns some buckets of every table, and all exchange ids, rows and gr
 trainer also serves its rows by the calls of a server, which evaluation, reading and checkpoints use.
 """
 
-import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -23,6 +22,7 @@ from satrap import _core
 from satrap.config.features import Features
 from satrap.config.optimizers import SGD
 from satrap.device.collective_lookups import CollectiveLookups, LookupPart
+from satrap.device.collective_stream import CollectiveStream
 from satrap.device.collective_updates import CollectiveUpdates, UpdatePart
 from satrap.device.device_rows import LARGEST, largest_of
 from satrap.device.exchange import Exchange
@@ -93,8 +93,8 @@ class CollectiveRows(ShardedRows):
         self._lookup_thread = RoundThread("satrap-exchange-lookups", explain, prepare=use_device)
         self._updates = CollectiveUpdates(updates, self._groups, owned, self._update_thread)
         self._lookups = CollectiveLookups(lookups, self._groups, owned, self._lookup_thread, self._updates, staleness)
-        self._has_ended = True  # changes under the lock, so that no lookup follows the end of the lookups
-        self._stream_lock = threading.Lock()
+        self._stream = CollectiveStream(self._lookups, self._updates)
+        self._stream.has_ended_lookups = True  # there is no stream yet
         self._unfinished: tuple[CollectiveTicket, Future[list[Tensor]]] | None = None
 
     def _owners_of(self, servers: ServerGroup) -> NDArray[np.uint32]:
@@ -105,40 +105,25 @@ class CollectiveRows(ShardedRows):
 
     # -- streams -------------------------------------------------------------------------------------------------------
 
-    def open_stream(self, step: int) -> None:
+    def open_stream(self, step: int) -> CollectiveStream:
         """Begin a training stream at this step. All trainers do."""
-        self._lookup_thread.is_released = self._update_thread.is_released = False
-        self._has_ended, self._unfinished = False, None
+        self._stream, self._unfinished = CollectiveStream(self._lookups, self._updates), None
+        self._lookup_thread.released = self._update_thread.released = self._stream.released
         self._updates.start(step)
-
-    def end_lookups(self) -> None:
-        """End the lookups of the stream: later ones return zeros, without other trainers."""
-        with self._stream_lock:
-            if not self._has_ended:
-                self._has_ended = True
-                self._lookups.idle()
-
-    def end_updates(self) -> None:
-        """End the updates of the stream, and wait until those that this trainer joined are applied."""
-        self._updates.idle()
-        self._updates.settle()
+        return self._stream
 
     def pause(self) -> None:
         """Return once the updates that this trainer joined are applied. Until all trainers are paused, answer their
         lookups."""
-        if not self._has_ended:
+        if not self._stream.has_ended_lookups:
             self._lookups.idle()
         self._updates.settle()
-
-    def release(self) -> None:
-        """Let calls that wait for other trainers fail: this trainer's stream ends with an error."""
-        self._lookup_thread.is_released = self._update_thread.is_released = True
 
     def close(self) -> None:
         """End the threads. Rounds that another trainer has not joined by then, after an error, are given up.
         Idempotent."""
-        self.release()
         for thread in (self._lookup_thread, self._update_thread):
+            thread.released.set()
             thread.close()
         for thread, exchange in zip((self._lookup_thread, self._update_thread), self._exchanges, strict=True):
             if not thread.join(_CLOSE_SECONDS):
@@ -238,8 +223,8 @@ class CollectiveRows(ShardedRows):
 
     def _submit(self, part: LookupPart) -> "Future[list[Tensor]] | None":
         """Start a round of the lookups; return None if they have ended."""
-        with self._stream_lock:
-            if self._has_ended:
+        with self._stream.lock:
+            if self._stream.has_ended_lookups:
                 return None
             self._updates.pass_through(part.at.step - self._staleness - 1)  # the gate has settled these steps
             return self._lookups.submit(part)

@@ -8,6 +8,7 @@ from satrap.collected import close_when_collected
 from satrap.config.features import Features
 from satrap.config.job import Job
 from satrap.device.collective_rows import CollectiveRows
+from satrap.device.collective_stream import CollectiveStream
 from satrap.device.device_blocks import DeviceBlocks
 from satrap.device.device_engine import DeviceEngine
 from satrap.device.device_memory import DeviceMemory
@@ -90,23 +91,14 @@ class CollectiveWorker(DeviceBlocks, ShardedWorker):
         self.device = device
         close_when_collected(self, self._collective.close)
 
-    def open_stream(self, step: int) -> None:
-        self._collective.open_stream(step)
+    def open_stream(self, step: int) -> CollectiveStream:
+        return self._collective.open_stream(step)
 
     def pad(self, step: int, oldest_open: int) -> None:
         self._collective.join(step, oldest_open)
 
     def pause(self) -> None:
         self._collective.pause()
-
-    def end_lookups(self) -> None:
-        self._collective.end_lookups()
-
-    def end_updates(self) -> None:
-        self._collective.end_updates()
-
-    def release(self) -> None:
-        self._collective.release()
 
     def close(self) -> None:
         self._collective.close()

@@ -34,8 +34,8 @@ class RoundThread:
         self._works: SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = SimpleQueue()
         self.error: Exception | None = None
         """Why no other function runs; None: none has failed."""
-        self.is_released = False
-        """Whether callers give up instead of waiting."""
+        self.released = threading.Event()
+        """Set once callers give up instead of waiting; each stream has another one."""
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
@@ -47,13 +47,14 @@ class RoundThread:
 
     def wait(self, future: "Future[_R]") -> _R:
         """Return the result of a submitted function; StreamError if callers give up."""
+        released = self.released
         while True:
             try:
                 return future.result(SLICE_SECONDS)
             except TimeoutError:
                 if future.done():
                     raise
-                if self.is_released:
+                if released.is_set():
                     raise StreamError(
                         "this stream ended with an error while other trainers still had to join its step"
                     ) from None

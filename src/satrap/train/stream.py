@@ -45,6 +45,7 @@ from satrap.train.joint_batches import JointBatches
 from satrap.train.pipeline_stages import Seconds, Update
 from satrap.train.prefetch_pipeline import PrefetchPipeline
 from satrap.train.staleness_gate import StalenessGate
+from satrap.worker.row_stream import RowStream
 from satrap.worker.worker import Ticket, Worker
 
 _LOG = logging.getLogger("satrap.train")
@@ -97,8 +98,7 @@ class Stream(Iterator[Batch]):
         self._ended_because: str | None = None  # why no other batch will come
         self._look_up = BatchLookup(worker, device, train=train, overlap=overlap, dense=self._dense)
         remote = train and worker.servers is not None  # an evaluation has no updates
-        if train:
-            worker.open_stream(gate.next_step)
+        self._row_stream = worker.open_stream(gate.next_step) if train else RowStream()
         with Uninterrupted():
             self._pipeline: PrefetchPipeline[InFlightBatch] = PrefetchPipeline(
                 inputs,
@@ -110,8 +110,7 @@ class Stream(Iterator[Batch]):
                 remote=remote,
             )
             close_when_collected(self, self._pipeline.close)
-            if train:
-                close_when_collected(self, worker.release)  # before the pipeline is closed
+            close_when_collected(self, self._row_stream.release)  # before the pipeline is closed
 
     @classmethod
     def evaluation(cls, inputs: Iterator[Inputs], worker: Worker, device: torch.device, *, overlap: bool) -> "Stream":
@@ -293,12 +292,10 @@ class Stream(Iterator[Batch]):
                 self._ended_because = why
                 self._drop_all(why)
         try:
-            if self._train:
-                self._worker.end_lookups()
+            self._row_stream.end_lookups()
             self._release_tickets()
             self._pipeline.finish()
-            if self._train:
-                self._worker.end_updates()
+            self._row_stream.end_updates()
             if not self._finished:
                 try:
                     self._dense.finish()
@@ -319,8 +316,7 @@ class Stream(Iterator[Batch]):
         """Let calls fail that wait for other trainers: this stream is closed after an error."""
         if self.joint is not None:
             self.joint.part()
-        if self._train:
-            self._worker.release()
+        self._row_stream.release()
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is not None:
@@ -468,7 +464,7 @@ class Stream(Iterator[Batch]):
                     self._look_up.join(held, step)
                     self._joined = True
                     return True
-                self._worker.end_lookups()
+                self._row_stream.end_lookups()
         while self._next_batch is not None:  # this batch and what was read after it are all padding
             if not self._pipeline.return_item(self._next_batch):
                 self._pipeline.drop(self._next_batch.step)

@@ -26,6 +26,7 @@ from satrap.data.inputs import Inputs, Position, as_inputs
 from satrap.data.iterable import IterableSource
 from satrap.errors import InputError, TicketError
 from satrap.table.engine import resolve_step
+from satrap.worker.row_stream import RowStream
 
 if TYPE_CHECKING:
     from satrap.worker.server_group import ServerGroup
@@ -290,23 +291,15 @@ class Worker:
         """Give up a batch that will not be updated. Its rows stay as the lookup left them."""
         self._rows.drop(self._require_ticket("drop of a batch", ticket))
 
-    def open_stream(self, step: int) -> None:
+    def open_stream(self, step: int) -> RowStream:
         """Prepare for the lookups and updates of a training stream that begins at this step."""
+        return RowStream()
 
     def pad(self, step: int, oldest_open: int) -> None:
         """Take part in a step in which only other trainers look rows up."""
 
     def pause(self) -> None:
         """Return once the rows have all updates and skipped steps of this trainer, whose stream is paused."""
-
-    def end_lookups(self) -> None:
-        """Note that the training stream needs no further lookup; those that come return zeros."""
-
-    def end_updates(self) -> None:
-        """Note that the training stream has no further update, and wait until the rows have all of them."""
-
-    def release(self) -> None:
-        """Let calls fail that wait for other trainers: the training stream ends with an error."""
 
     def skip(self, step: int) -> None:
         """Note that this step will have no update; `settle` tells the processes that wait for it."""

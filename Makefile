@@ -74,7 +74,7 @@ core-test: .venv/.compiled
 	$(call run_core_tests,thread)
 
 define configure_core_tests
-$(bin)/cmake -S . -B build/$(1) -G Ninja -DCMAKE_MAKE_PROGRAM=$(CURDIR)/$(bin)/ninja -DSATRAP_PYTHON=OFF -DSATRAP_SANITIZE=$(1)
+$(bin)/cmake -S . -B build/$(1) -G Ninja -DCMAKE_MAKE_PROGRAM="$(CURDIR)/$(bin)/ninja" -DSATRAP_PYTHON=OFF -DSATRAP_SANITIZE=$(1)
 endef
 
 define run_core_tests

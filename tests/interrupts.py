@@ -8,16 +8,33 @@ does: the current handler runs at the next place where the interpreter checks, a
 from __future__ import annotations
 
 import _thread
+import concurrent.futures
+import contextlib
 import dis
 import faulthandler
+import queue
 import signal
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from types import CodeType, FrameType, TracebackType
+from pathlib import Path
+from types import CodeType, FrameType, ModuleType, TracebackType
 from typing import Any, Self
 
-_WATCHED = ("/satrap/", "/zmq/", "/threading.py", "/contextlib.py", "/concurrent/futures/", "/queue.py")
+import zmq
+
+import satrap
+
+
+def _files_of(module: ModuleType) -> str:
+    """Returns what the path of each of a module's files begins with: its own path, or that of its package's folder."""
+    assert module.__file__ is not None
+    return str(Path(module.__file__).parent) + "/" if hasattr(module, "__path__") else module.__file__
+
+
+# By the places of the modules: a checkout may have any name, and `satrap` is one that its other folders share.
+_WATCHED = tuple(map(_files_of, (satrap, zmq, threading, contextlib, concurrent.futures, queue)))
 _CHECKS_SIGNALS = {code for name, code in dis.opmap.items() if name.startswith(("CALL", "JUMP_BACKWARD", "RESUME"))}
 
 
@@ -49,7 +66,7 @@ class Interrupts:
         sys.settrace(None)
 
     def _call(self, frame: FrameType, event: str, argument: Any) -> Any:
-        if not any(part in frame.f_code.co_filename for part in _WATCHED):
+        if not frame.f_code.co_filename.startswith(_WATCHED):
             return None
         frame.f_trace_lines, frame.f_trace_opcodes = False, True
         self._codes.setdefault(frame.f_code, frame.f_code.co_code)

@@ -1,0 +1,100 @@
+"""Ratios as ranges over the processors that they were measured on: the tables of README and docs/comparison.md.
+
+`python -m benchmarks.ranges` prints them from all records in results/: of each case and processor the newest counts.
+A figure of one processor says little about another, so the worst is named first.
+"""
+
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+RESULTS = Path(__file__).parent / "results"
+PROCESSORS = {
+    "AMD EPYC (family 25, model 17": "EPYC, Zen 4",
+    "AMD EPYC (family 26, model 2": "EPYC, Zen 5",
+    "Intel(R) Xeon(R) Processor": "Xeon",
+}
+"""The name of a processor in the tables, by how `describe_machine` begins its name."""
+Ratio = tuple[float, float, float]
+"""The median of some rounds, and the lowest and the highest."""
+_ZEN_4 = "EPYC, Zen 4"
+REPORTED: dict[tuple[str, str], Ratio] = {
+    ("train/20Mx16/adagrad/zipf/2t", _ZEN_4): (2.4, 2.1, 2.9),
+    ("train/20Mx64/adagrad/zipf/2t", _ZEN_4): (3.45, 3.45, 3.45),
+    ("train/20Mx16/rowwise/zipf/2t", _ZEN_4): (1.02, 0.87, 1.12),
+    ("train/20Mx64/rowwise/zipf/2t", _ZEN_4): (1.01, 1.01, 1.01),
+    ("train/20Mx16/rowwise/zipf/2t one thread", _ZEN_4): (0.69, 0.58, 0.79),
+    ("train/20Mx64/rowwise/zipf/2t one thread", _ZEN_4): (0.63, 0.63, 0.63),
+    ("train/20Mx16/light/fp32/adagrad/2t", _ZEN_4): (1.55, 1.55, 1.55),
+    ("train/20Mx16/light/bf16/adagrad/2t", _ZEN_4): (1.76, 1.76, 1.76),
+}
+"""Runs of the same commands whose records were not kept (docs/log.md, 28 November 2026). A record replaces them."""
+STORE = {
+    f"{rows}M x {dim}, {name}": f"train/{rows}Mx{dim}/{optimizer}/zipf/2t"
+    for optimizer, name in (("adagrad", "Adagrad"), ("rowwise", "row-wise Adagrad"))
+    for rows in (1, 20)
+    for dim in (16, 64)
+}
+TRAIN = {
+    f"{top}, {dim}, {precision}": f"train/20Mx{dim}/{top}/{precision}/adagrad/2t"
+    for dim in (16, 64)
+    for top in ("light", "heavy")
+    for precision in ("fp32", "bf16")
+}
+"""The cases of each table by the name of their line."""
+
+
+def ratios(records: Iterable[Mapping[str, Any]]) -> dict[tuple[str, str], Ratio]:
+    """Return the ratio of each case and processor from its newest record; with one thread under "CASE one thread"."""
+    newest: dict[tuple[str, str], Ratio] = {}
+    for record in sorted(records, key=lambda record: record["date"]):
+        case, figures = record["case"], record["figures"]
+        by_case = {case: figures.get("ratio"), f"{case} one thread": figures.get("ratio_1t")}
+        if case.endswith("/1t"):  # in older records, one thread is a case
+            by_case = {f"{case.removesuffix('1t')}2t one thread": figures.get("ratio")}
+        for start, name in PROCESSORS.items():
+            if record["machine"]["cpu"].startswith(start):
+                newest |= {
+                    (at, name): (figure["median"], figure["low"], figure["high"])
+                    for at, figure in by_case.items()
+                    if figure and figure["median"]
+                }
+    return newest
+
+
+def table(cases: Mapping[str, str], head: str, measured: Mapping[tuple[str, str], Ratio]) -> list[str]:
+    """Return the lines of a table: for each case the range of its medians, and the ratio on each processor."""
+    known, names = REPORTED | dict(measured), list(PROCESSORS.values())
+    lines = [[head, "worst to best", *names, "one thread"], ["---", *["---:"] * (len(names) + 2)]]
+    for label, case in cases.items():
+        threads, one_thread = (
+            {name: known[at, name] for name in names if (at, name) in known} for at in (case, f"{case} one thread")
+        )
+        cells = [_spread(threads[name]) if name in threads else "" for name in names]
+        lines.append([label, _range(threads.values()), *cells, _range(one_thread.values())])
+    return [f"| {' | '.join(line)} |" for line in lines]
+
+
+def _spread(ratio: Ratio) -> str:
+    median, low, high = ratio
+    return f"{median:.2f}" if low == high else f"{median:.2f} ({low:.2f}-{high:.2f})"
+
+
+def _range(ratios: Iterable[Ratio]) -> str:
+    medians = [f"{median:.1f}" for median in sorted(median for median, *_ in ratios)]
+    return " to ".join(dict.fromkeys([medians[0], medians[-1]])) if medians else ""
+
+
+def tables() -> list[list[str]]:
+    """Return the table of the store and that of training steps."""
+    lines = [line for path in sorted(RESULTS.glob("*.jsonl")) for line in path.read_text().splitlines()]
+    measured = ratios(map(json.loads, lines))
+    return [
+        table(STORE, "table, optimizer", measured),
+        table(TRAIN, "top network, dim, precision of the dense network", measured),
+    ]
+
+
+if __name__ == "__main__":
+    print("\n\n".join("\n".join(lines) for lines in tables()))

@@ -1,0 +1,50 @@
+"""The tables of ratios in README and docs/comparison.md are those of the committed records."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from benchmarks.ranges import ratios, table, tables
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_the_tables_are_made_of_the_records() -> None:
+    comparison, readme = (ROOT / "docs/comparison.md").read_text(), (ROOT / "README.md").read_text()
+    for lines in tables():
+        assert "\n".join(lines) in comparison, "docs/comparison.md differs from `python -m benchmarks.ranges`"
+        for line in lines:
+            cells = line.split(" | ")
+            assert " | ".join([*cells[:2], cells[-1]]) in readme, "README differs from `python -m benchmarks.ranges`"
+
+
+def record(case: str, cpu: str, date: str, ratio: float | None, one_thread: float | None = None) -> dict[str, Any]:
+    figures = {name: {"median": each, "low": each, "high": each} for name, each in (("ratio", ratio),) if each}
+    if one_thread:
+        figures["ratio_1t"] = {"median": one_thread, "low": one_thread, "high": one_thread}
+    return {"case": case, "date": date, "machine": {"cpu": cpu}, "figures": figures}
+
+
+def test_the_newest_record_of_each_processor_counts_and_the_worst_is_first() -> None:
+    xeon, epyc = "Intel(R) Xeon(R) Processor", "AMD EPYC (family 26, model 2, stepping 1)"
+    measured = ratios(
+        [
+            record("a/2t", xeon, "2026-02", 3.0),
+            record("a/2t", xeon, "2026-01", 9.0),
+            record("a/1t", xeon, "2026-01", 2.0),
+            record("a/2t", epyc, "2026-01", 1.0, one_thread=0.5),
+            record("a/2t", "another processor", "2026-03", 0.1),
+            record("b/2t", xeon, "2026-01", None),
+        ]
+    )
+    assert {(case, name): median for (case, name), (median, *_) in measured.items()} == {
+        ("a/2t", "Xeon"): 3.0,
+        ("a/2t one thread", "Xeon"): 2.0,
+        ("a/2t", "EPYC, Zen 5"): 1.0,
+        ("a/2t one thread", "EPYC, Zen 5"): 0.5,
+    }
+    _, _, line = table({"a": "a/2t"}, "head", measured)
+    assert line == "| a | 1.0 to 3.0 |  | 1.00 | 3.00 | 0.5 to 2.0 |"
+    _, _, line = table({"b": "b/2t"}, "head", measured)
+    assert line == "| b |  |  |  |  |  |"

@@ -1,7 +1,6 @@
 """The split over ranks: each sample has one rank, the shares are even, and another number of ranks can continue."""
 
 import gzip
-import json
 from collections import Counter
 from itertools import chain
 from pathlib import Path
@@ -16,8 +15,6 @@ from satrap.data.inputs import Position
 from satrap.data.rank_split import RowRange, assign, rank_share
 from satrap.errors import SourceError
 from uneven_source import UnevenSource, at, ids, uneven_sources
-
-FIXTURES = Path(__file__).parents[1] / "fixtures"
 
 
 @given(st.lists(st.integers(0, 30), max_size=30), st.integers(1, 9))
@@ -68,20 +65,6 @@ def test_another_number_of_ranks_continues(data: UnevenSource, worlds: list[int]
         start = Position.from_dict(Position.after(positions).to_dict())
     assert not list(data.batches(["a"], position=start)), "no sample is left"
     assert seen == dict.fromkeys(range(data.total), data.epochs)
-
-
-def test_positions_of_older_releases_continue_as_there() -> None:
-    """A release that split blocks over ranks in another way wrote the file."""
-    cases = json.loads((FIXTURES / "positions_of_older_releases.json").read_text())
-    sizes = [[3, 4], [5], [], [2, 2, 2], [7], [1], [6, 1], [9]]
-    for case in cases:
-        data = UnevenSource(
-            sizes=sizes, guess=1, batch_size=4, shuffle=case["shuffle"], shuffle_blocks=3, seed=5, rows_known=True
-        )
-        position = Position.from_dict(case["position"])
-        rest = data.batches(["a"], position=position, rank=case["rank"], world_size=case["world"])
-        assert [inputs.values.tolist() for inputs in rest] == case["rest"]
-    assert len(cases) == 30
 
 
 @pytest.mark.parametrize("ending", ["csv", "csv.gz"])

@@ -26,9 +26,9 @@ from satrap.config.columns import Columns
 from satrap.data.block import Block, Chunk
 from satrap.data.decode import concatenated
 from satrap.data.inputs import Inputs, Position
-from satrap.data.rank_split import EpochPlan, GroupShare, RowAssigner, RowRange, plan_epoch
+from satrap.data.rank_split import GroupShare, RowAssigner, RowRange, plan_epoch
 from satrap.data.read_ahead import ReadAhead
-from satrap.data.shuffle_order import LegacyTurn, legacy_share, legacy_turns, permutation
+from satrap.data.shuffle_order import permutation
 from satrap.data.skipped_rows import SkippedRows
 from satrap.errors import SourceError
 
@@ -150,13 +150,8 @@ class _EpochReader:
         self.start = replace(start, before=self.before)
         num_blocks = len(assembler.blocks)
         order = permutation(num_blocks, assembler.seed, start.epoch) if assembler.shuffle else np.arange(num_blocks)
-        self.legacy_turns: list[LegacyTurn] = []
-        if assembler.world_size > 1 and start.is_of_older_release:
-            self.legacy_turns = legacy_turns(order.tolist(), rank=assembler.rank, world_size=assembler.world_size)
-            self.plan = EpochPlan([], [RowRange(turn.block) for turn in self.legacy_turns])
-        else:
-            rows = [block.num_rows for block in assembler.blocks]
-            self.plan = plan_epoch(order.tolist(), rows, assembler.world_size, start.epoch, self.before)[assembler.rank]
+        rows = [block.num_rows for block in assembler.blocks]
+        self.plan = plan_epoch(order.tolist(), rows, assembler.world_size, start.epoch, self.before)[assembler.rank]
         if start.block > len(self.plan):
             raise SourceError(
                 f"position {start} is at block {start.block} and rank {assembler.rank} of {assembler.world_size} reads "
@@ -242,27 +237,12 @@ class _EpochReader:
             num_chunks=assembler.num_chunks + 2 * assembler.num_threads,
         )
         with ahead:
-            index, number = first, 0
+            index = first
             for rows_before, chunk in ahead.chunks():
-                if chunk is None:
-                    yield index, rows_before, None
-                    index, number = index + 1, 0
-                    continue
-                self._count(chunk)
-                yield index, rows_before, self._legacy_share(chunk, index, number)
-                number += 1
-
-    def _legacy_share(self, chunk: Chunk, index: int, number: int) -> Chunk:
-        """Return the rank's share of a chunk in an epoch that an older release started; else the whole chunk."""
-        assembler = self.assembler
-        if not self.legacy_turns or not self.legacy_turns[index].is_shared:
-            return chunk
-        if assembler.batch_size is None:  # each chunk is a batch, which is not divided
-            return chunk if number % assembler.world_size == assembler.rank else replace(chunk, end=0)
-        begin, end = legacy_share(
-            len(chunk), self.legacy_turns[index].block + number, assembler.rank, assembler.world_size
-        )
-        return replace(chunk, begin=begin, end=end, ready_batch=None, samples=chunk.decoded())
+                if chunk is not None:
+                    self._count(chunk)
+                yield index, rows_before, chunk
+                index += chunk is None
 
     def _count(self, chunk: Chunk) -> None:
         """Count the rows that decoding left out; raise if there are more bad rows than allowed."""

@@ -19,8 +19,8 @@ def num_batches(assembler: BatchAssembler) -> int:
         raise TypeError("epochs is None, so there is no end")
     if assembler.max_bad_rows or any(label.missing == "drop" for label in assembler.columns.label):
         raise TypeError("rows may be left out, by max_bad_rows or by a label's missing='drop'")
-    if position.before or (position.is_of_older_release and assembler.world_size > 1):
-        raise TypeError("another number of trainers, or an older release, started this epoch")
+    if position.before:
+        raise TypeError("another number of trainers started this epoch")
     if position.epoch >= assembler.epochs:
         return 0
     sizes = [block.num_items if block.num_rows is None else block.num_rows for block in assembler.blocks]

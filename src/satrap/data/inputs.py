@@ -32,7 +32,7 @@ class Position(Serializable):
     """How many samples were returned from the start of that block on. Batches and blocks do not end together, so
     `batch` alone would not say where in the block to continue."""
     end: int = 0
-    """The block after the last one that was started; 0 before the first, and in positions of older releases."""
+    """The block after the last one that was started; 0 before the first."""
     rows: int = 0
     """How many rows of the epoch precede that block, where ranks share the chunks of blocks."""
     before: tuple[tuple["Position", ...], ...] = ()
@@ -46,17 +46,12 @@ class Position(Serializable):
             set_field(self, name, check_integer("Position", name, getattr(self, name), 0, _MAX_COUNT))
 
     def to_dict(self) -> dict[str, Any]:
-        """Return this position as plain JSON types, without fields of later releases that say nothing."""
+        """Return this position as plain JSON types, without fields that have their default."""
         form = super(Position, self).to_dict()
         for name, nothing in (("end", 0), ("rows", 0), ("before", []), ("offset", None)):
             if form[name] == nothing:
                 del form[name]
         return form
-
-    @property
-    def is_of_older_release(self) -> bool:
-        """Whether an older release saved it, which split blocks over trainers in another way and left samples out."""
-        return self.sample > 0 and self.end == 0
 
     @classmethod
     def after(cls, positions: Sequence["Position"]) -> Self:

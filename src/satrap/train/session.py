@@ -134,7 +134,7 @@ class TrainingSession:
 
     def require_rows(self, state: Any) -> None:
         """Raise StreamError if `state`, from `rows_state`, identifies other rows than the current ones."""
-        expected, found = _rows_of(state), _rows_of(self.rows_state())
+        expected, found = state.tolist(), self.rows_state().tolist()
         if expected != found:
             raise StreamError(
                 f"load_state_dict was given the state of {_shown(expected)}, but the tables are at {_shown(found)}: a "
@@ -404,14 +404,6 @@ class _TrackedSource:
     position: Position | None = None
     resume: bool = False
     """Whether the next stream over it starts at the position."""
-
-
-def _rows_of(state: Any) -> list[int]:
-    """Return the step and the version of each table."""
-    if isinstance(state, Mapping):  # written by an older release
-        return [state["step"], *state["versions"].values()]
-    found: list[int] = state.tolist()
-    return found
 
 
 def _shown(rows: list[int]) -> str:

@@ -66,6 +66,7 @@ INTERNAL = {
     "Embeddings": "extra_repr get_extra_state set_extra_state settings worker",
     "HybridOptimizer": "hold",
     "LabelColumn": "expected find_invalid other_value text_values",
+    "Position": "after",
     "ProcessGroup": "all count run_first broadcast_int gather exchange require_same_gradients wrap broadcast_",
     "ShardedTables": "is_whole keeps_cuts map_version require_permitted restore take_cut",
     "Source": "origin",

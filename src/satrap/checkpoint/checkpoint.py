@@ -328,12 +328,10 @@ class Checkpoint:
         if not any(positions):
             return None
         known = [each or Position(0, 0, 0) for each in positions]
-        older = any(each.is_of_older_release for each in known) and len(known) > 1
-        if older or any(each.offset is not None for each in known):
-            why = "its release sharded the data differently" if older else "its positions are offsets in the data"
+        if any(each.offset is not None for each in known):
             raise CheckpointError(
-                f"{entry.where} was saved by {len(known)} trainers and this job has {trainers.world_size}: {why}: "
-                f"resume it with {len(known)} trainers"
+                f"{entry.where} was saved by {len(known)} trainers and this job has {trainers.world_size}: its positions "
+                f"are offsets in the data: resume it with {len(known)} trainers"
             )
         return Position.after(known)
 

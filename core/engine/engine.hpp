@@ -14,6 +14,7 @@
 
 #include "bags/bag_plan.hpp"
 #include "bags/bucket_runs.hpp"
+#include "base/atomic_max.hpp"
 #include "base/fork_guard.hpp"
 #include "engine/row_export.hpp"
 #include "ids/bucket_scheduler.hpp"

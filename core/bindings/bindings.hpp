@@ -16,9 +16,10 @@
 #include "base/pooled_block.hpp"
 #include "engine/engine.hpp"
 
+namespace satrap {
+
 namespace nb = nanobind;
-using namespace nb::literals;
-using namespace satrap;
+using nb::literals::operator""_a;
 
 void bind_config(nb::module_& m);                           // bindings_config.cpp
 void bind_interaction(nb::module_& m);                      // bindings_interaction.cpp
@@ -40,6 +41,12 @@ using FloatsOut = nb::ndarray<float, nb::c_contig, nb::device::cpu>;
 // Releases the GIL while a function runs: its arguments are converted before, its result after. The function may use
 // the memory of arrays, and no other Python object.
 using WithoutGil = nb::call_guard<nb::gil_scoped_release>;
+
+// Returns the result of a call that runs without the GIL.
+template <typename Call> auto without_gil(Call call) {
+    nb::gil_scoped_release release;
+    return call();
+}
 
 [[noreturn]] inline void refuse(const std::string& message) { throw InputError(message); }
 
@@ -153,7 +160,7 @@ Array<T, Rank> as_array(std::unique_ptr<T[]> memory, const std::array<std::size_
 template <typename T> std::unique_ptr<T[]> uncleared(std::size_t n) { return std::unique_ptr<T[]>(new T[n]); }
 
 inline Array<std::uint64_t> as_array(Engine& engine, const std::vector<std::uint64_t>& words) {
-    BlockPool::Block block = engine.blocks()->take(words.size() * 8);
+    const BlockPool::Block block = engine.blocks()->take(words.size() * 8);
     if (!words.empty()) std::memcpy(block.memory, words.data(), words.size() * 8);
     return as_array<std::uint64_t>(engine.blocks(), block, {words.size()});
 }
@@ -163,3 +170,5 @@ inline Array<float, 2> empty_block(const std::shared_ptr<BlockPool>& pool, std::
         refuse("a block of " + std::to_string(rows) + " x " + std::to_string(dim) + " floats");
     return as_array<float, 2>(pool, pool->take(rows * dim * sizeof(float)), {rows, dim});
 }
+
+} // namespace satrap

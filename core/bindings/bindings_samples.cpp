@@ -12,6 +12,8 @@
 #include "data/delimited.hpp"
 #include "data/samples.hpp"
 
+namespace satrap {
+
 namespace {
 
 using Floats = nb::ndarray<const float, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
@@ -305,3 +307,5 @@ void bind_samples(nb::module_& m) {
     bind_text(m);
     m.def("log1p", &log1p_each, "values"_a, "ln(1 + max(x, 0)) of each, the same bits on every machine.");
 }
+
+} // namespace satrap

@@ -8,6 +8,8 @@
 #include "bindings/bindings_fp16.hpp"
 #include "bindings/bindings_frames.hpp"
 
+namespace satrap {
+
 namespace {
 
 std::shared_ptr<Split> make_split(const std::vector<TableConfig>& tables, const std::vector<NamedFeature>& features,
@@ -47,11 +49,7 @@ std::vector<std::uint32_t> checked_groups(const Split& split, const Words& group
 
 nb::dict lines(Split& split, SplitTicket& ticket, const Words& groups) {
     const std::vector<std::uint32_t> of_tables = checked_groups(split, groups);
-    SplitLines found;
-    {
-        nb::gil_scoped_release release;
-        found = split.lines(ticket, of_tables);
-    }
+    SplitLines found = without_gil([&] { return split.lines(ticket, of_tables); });
     nb::dict out;
     out["lines"] = moved<std::int32_t>(std::move(found.lines));
     out["offsets"] = moved_or_none<std::int64_t>(std::move(found.offsets));
@@ -59,24 +57,14 @@ nb::dict lines(Split& split, SplitTicket& ticket, const Words& groups) {
     return out;
 }
 
-nb::tuple runs(Split& split, const std::vector<SplitTicket*>& tickets,
-               const std::vector<std::pair<bool, std::vector<bool>>>& given, const Words& owners,
-               std::uint32_t num_servers, const Words& groups) {
-    if (tickets.empty()) refuse("no ticket was given; expected at least one");
-    require_size("given", given.size(), tickets.size());
-    std::vector<GivenParts> parts;
-    for (std::size_t k = 0; k < tickets.size(); ++k) {
-        if (tickets[k] == nullptr) refuse("a ticket is None");
-        require_size("given sequences", given[k].second.size(), split.bags().sequences.size());
-        parts.push_back({given[k].first, given[k].second});
-    }
+nb::tuple runs(Split& split, const std::vector<SplitTicket*>& tickets, const std::vector<GivenFlags>& given,
+               const Words& owners, std::uint32_t num_servers, const Words& groups) {
+    const std::vector<GivenParts> parts =
+        checked_parts(tickets, given, [&](const SplitTicket&) { return &split.bags(); });
     const std::vector<std::uint32_t> of_tables = checked_groups(split, groups);
     std::vector<std::uint32_t> of_buckets = checked_owners(split, owners, num_servers);
-    auto found = std::make_unique<SumRuns>();
-    {
-        nb::gil_scoped_release release;
-        *found = split.runs(tickets, parts, std::move(of_buckets), num_servers, of_tables);
-    }
+    auto found = std::make_unique<SumRuns>(
+        without_gil([&] { return split.runs(tickets, parts, std::move(of_buckets), num_servers, of_tables); }));
     nb::dict of_runs = dict_of(std::move(found->runs));
     return nb::make_tuple(std::move(found), std::move(of_runs));
 }
@@ -258,3 +246,5 @@ void bind_split(nb::module_& m) {
     bind_fp16(split);
     bind_runs(split);
 }
+
+} // namespace satrap

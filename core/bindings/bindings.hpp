@@ -139,22 +139,29 @@ inline void require_lr(const Engine& engine, std::size_t t, double lr) {
 
 template <typename T, std::size_t Rank = 1> using Array = nb::ndarray<nb::numpy, T, nb::ndim<Rank>, nb::c_contig>;
 
+// Returns memory as a numpy array, with which `keep`, the owner of the memory, is destroyed.
+template <typename T, std::size_t Rank = 1, typename Owner>
+Array<T, Rank> array_over(T* memory, const std::array<std::size_t, Rank>& shape, Owner keep) {
+    auto* owner = new Owner(std::move(keep));
+    nb::capsule capsule(owner, [](void* p) noexcept { delete static_cast<Owner*>(p); });
+    return Array<T, Rank>(memory, Rank, shape.data(), capsule);
+}
+
 // Returns a block of the pool as a numpy array; it returns to the pool when the array is freed, maybe after the engine.
 template <typename T, std::size_t Rank = 1>
 Array<T, Rank> as_array(const std::shared_ptr<BlockPool>& pool, BlockPool::Block block,
                         const std::array<std::size_t, Rank>& shape) {
     if (block.memory == nullptr) block = pool->take(1);
-    auto* lease = new PooledBlock(pool, block);
-    nb::capsule capsule(lease, [](void* p) noexcept { delete static_cast<PooledBlock*>(p); });
-    return Array<T, Rank>(lease->template as<T>(), Rank, shape.data(), capsule);
+    auto lease = std::make_unique<PooledBlock>(pool, block);
+    T* memory = lease->template as<T>();
+    return array_over<T, Rank>(memory, shape, std::move(lease));
 }
 
 // Returns memory of new[] as a numpy array, which owns it.
 template <typename T, std::size_t Rank = 1>
 Array<T, Rank> as_array(std::unique_ptr<T[]> memory, const std::array<std::size_t, Rank>& shape) {
-    T* data = memory.release();
-    nb::capsule owner(data, [](void* p) noexcept { delete[] static_cast<T*>(p); });
-    return Array<T, Rank>(data, Rank, shape.data(), owner);
+    T* data = memory.get();
+    return array_over<T, Rank>(data, shape, std::move(memory));
 }
 
 template <typename T> std::unique_ptr<T[]> uncleared(std::size_t n) { return std::unique_ptr<T[]>(new T[n]); }

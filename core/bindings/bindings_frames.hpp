@@ -7,18 +7,14 @@ namespace satrap {
 
 // Moves a vector into a numpy array of elements of the same size.
 template <typename T, typename Element> nb::object moved(std::vector<Element> elements) {
-    static_assert(sizeof(Element) % sizeof(T) == 0);
-    auto* owner = new std::vector<Element>(std::move(elements));
-    nb::capsule capsule(owner, [](void* p) noexcept { delete static_cast<std::vector<Element>*>(p); });
     constexpr std::size_t width = sizeof(Element) / sizeof(T);
-    T* data = reinterpret_cast<T*>(owner->data());
-    if constexpr (width == 1) {
-        const std::size_t shape[] = {owner->size()};
-        return nb::cast(nb::ndarray<nb::numpy, T, nb::ndim<1>>(data, 1, shape, capsule));
-    } else {
-        const std::size_t shape[] = {owner->size(), width};
-        return nb::cast(nb::ndarray<nb::numpy, T, nb::ndim<2>>(data, 2, shape, capsule));
-    }
+    static_assert(sizeof(Element) == width * sizeof(T));
+    T* data = reinterpret_cast<T*>(elements.data());
+    const std::size_t n = elements.size();
+    if constexpr (width == 1)
+        return nb::cast(array_over<T>(data, {n}, std::move(elements)));
+    else
+        return nb::cast(array_over<T, 2>(data, {n, width}, std::move(elements)));
 }
 
 // Returns one member of all elements as a numpy array of T, which has the member's size.

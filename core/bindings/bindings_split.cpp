@@ -107,13 +107,6 @@ std::unique_ptr<Sums> sums(Split& split, const std::vector<SplitTicket*>& ticket
     return std::make_unique<Sums>(split.sums(tickets, checked, scale_of_all, std::move(of_buckets), num_servers));
 }
 
-// Returns an array of n elements in memory that `keep` owns.
-template <typename T> Array<const T> view_of(const T* memory, std::size_t n, const std::shared_ptr<const void>& keep) {
-    nb::capsule capsule(new std::shared_ptr<const void>(keep),
-                        [](void* p) noexcept { delete static_cast<std::shared_ptr<const void>*>(p); });
-    return Array<const T>(memory, {n}, capsule);
-}
-
 const ShardLayout& layout_of(const std::shared_ptr<const ShardLayout>& layout, std::size_t server) {
     if (server >= layout->num_servers())
         refuse("server " + std::to_string(server) + " of " + std::to_string(layout->num_servers()));
@@ -128,14 +121,14 @@ template <typename Class> void bind_layout(nb::class_<Class>& bound) {
             [](const Class& own, std::size_t server) {
                 const ShardLayout& layout = layout_of(own.layout, server);
                 const std::uint64_t* memory = own.ids->template as<std::uint64_t>() + layout.first_id[server];
-                return view_of(memory, layout.num_ids(server), own.ids);
+                return array_over(memory, {layout.num_ids(server)}, own.ids);
             },
             "server"_a, "Ids of the server, table by table, and within a table bucket by bucket.")
         .def(
             "offsets",
             [](const Class& own, std::size_t server) {
                 const ShardLayout& layout = layout_of(own.layout, server);
-                return view_of(layout.offsets(server), layout.num_tables + 1, own.layout);
+                return array_over(layout.offsets(server), {layout.num_tables + 1}, own.layout);
             },
             "server"_a, "Where each table's ids begin in ids(server), and where the last one's end.")
         .def(
@@ -206,7 +199,7 @@ void bind_split(nb::module_& m) {
             [](const Sums& own, std::size_t server) {
                 const ShardLayout& layout = layout_of(own.layout, server);
                 const float* memory = own.gradients->as<float>() + layout.first_float[server];
-                return view_of(memory, layout.num_floats[server], own.gradients);
+                return array_over(memory, {layout.num_floats[server]}, own.gradients);
             },
             "server"_a, "The gradients of ids(server), in their order.")
         .def_ro("same_ids", &Sums::same_ids, "Whether ids and servers are those of the one ticket's lookup.")

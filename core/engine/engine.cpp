@@ -1,6 +1,8 @@
-// Splits calls over buckets and threads; see engine.hpp.
+// Splits lookups and updates, of flat ids and of bags, over buckets and threads; see engine.hpp.
 #include "engine/engine.hpp"
 
+#include "bags/bag_gradients.hpp"
+#include "bags/bag_output.hpp"
 #include "base/errors.hpp"
 #include "base/float_mode.hpp"
 
@@ -277,6 +279,48 @@ void Engine::update(Ticket& ticket, const float* gradients, std::uint32_t step, 
     if (ticket.bags != nullptr) throw TicketError("this ticket came from a lookup of bags; its update is update_bags");
     Ticket* const tickets[] = {&ticket};
     apply(FlatSource(*this, ticket, gradients), tickets, step, lrs, trainer);
+}
+
+std::unique_ptr<Ticket> Engine::lookup_bags(const std::shared_ptr<const Bags>& bags, const BagInputs& inputs,
+                                            LookupStep at, float* block, float* const* sequences, bool want_ticket) {
+    require_rows_here();
+    PlannedBags planned = plan_bags(*bags, inputs, at, false);
+    if (at.train) wait_for_cut_room();
+    const BagRows rows(*bags, *planned.plan, *planned.batch, block, sequences, blocks_);
+    lookup_buckets(*planned.batch, at,
+                   [&](std::size_t t, std::uint32_t b, Scratch& scratch) { return rows.to(t, b, scratch); });
+    rows.finish(*kernels_, scheduler_.pool());
+    return end_lookup(std::move(planned), bags, want_ticket);
+}
+
+Engine::PlannedBags Engine::plan_bags(const Bags& bags, const BagInputs& inputs, LookupStep& at, bool with_indexes) {
+    SATRAP_ASSERT(bags.engine == identity_);
+    PlannedBags planned{plans_.take(), nullptr};
+    planned.plan->make(bags, inputs, *kernels_, scheduler_.pool());
+    if (at.train && at.step == 0) at.step = next_step();
+    if (at.train && at.oldest_open == 0) at.oldest_open = at.step;
+    planned.batch = batches_.take();
+    planned.plan->group(*planned.batch, map(), scheduler_.pool(), with_indexes);
+    return planned;
+}
+
+std::unique_ptr<Ticket> Engine::end_lookup(PlannedBags planned, const std::shared_ptr<const Bags>& bags,
+                                           bool want_ticket) {
+    const std::size_t batch_size = planned.plan->batch_size();
+    planned.plan->count_cut();
+    plans_.give(std::move(planned.plan));
+    if (want_ticket)
+        return std::unique_ptr<Ticket>(
+            new Ticket(ticket_of(std::move(planned.batch), identity_, batch_size * bags->total_dim, bags, batch_size)));
+    batches_.give(std::move(planned.batch));
+    return nullptr;
+}
+
+void Engine::update_bags(Tickets tickets, std::span<const BagGradients> gradients, float scale, std::uint32_t step,
+                         std::span<const double> lrs) {
+    for (const Ticket* ticket : tickets)
+        if (ticket->bags == nullptr) throw TicketError("this ticket came from a flat lookup; its update is update");
+    apply(BagSource(map(), tickets, gradients, scale), tickets, step, lrs, kNoTrainer);
 }
 
 bool Engine::check_id_gradients(const std::uint64_t* ids, std::span<const std::int64_t> offsets,

@@ -6,7 +6,7 @@
 //
 // The path of a lookup: Batch.group (by bucket) -> per bucket: deduplicate, Table.lookup. An update's: finite check
 // over all gradients (so that a refused call changes nothing) -> per bucket: Table.update. Ids come table by table,
-// flat, or in bags (engine_bags.cpp), which differ in where rows go and where gradients are, and in nothing else.
+// flat, or in bags, which differ in where rows go and where gradients are, and in nothing else.
 // Invariants: a ticket's batch is grouped by tables_.map(); all tables, the arena and the applied steps number buckets
 //   and tables alike; one thread at a time works on a bucket of a call.
 // Locks: none on the hot path but the bucket locks inside Table; ThreadPool serves one call at a time.

@@ -1,5 +1,6 @@
 // A ticket brings a batch back for its update: its grouping and the slots that the lookup found. It is used once, by
 // the call that claims it: a Claim marks all tickets of a call used or none, and reverts that if the call fails.
+// Invariants: used = it is claimed or used up; batch = nullptr <=> it is used up; size = batch->size() before.
 #pragma once
 
 #include <memory>

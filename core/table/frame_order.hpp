@@ -4,7 +4,9 @@
 // The stamps are apart from the rest, so that a search for victims reads them one after another; chunks are allocated
 // as frames are used, so a limit far above the rows costs nothing. A search collects at least the oldest 1/32; a row
 // whose stamp has risen since is skipped, and a stamp within their range makes the next call search again. So the rows
-// that are returned are always the oldest. Thread safety: put, touch and clear of different frames at the same time;
+// that are returned are always the oldest.
+// Invariants: victims_ falls by (stamp, table, id), as these were when they were collected, all with stamps of at most
+//   newest_victim_; a stamp is kFree <=> its frame holds no row. Thread safety: put, touch and clear of different frames at the same time;
 // oldest() by one thread, beside them: a row that they change meanwhile may be returned, and the caller checks each
 // under its bucket's lock.
 #pragma once

@@ -1,7 +1,8 @@
 // Numbers of frames: a frame is the memory of one row on a device, which the core knows by its number alone. Tables
 // whose rows have the same layout share a pool. Such a table keeps ids, stamps and versions as every table does; the
 // payload of its rows is the number of their frame.
-// Invariant: a frame is free, or one row has it. Thread-safe: buckets take and give frames at the same time.
+// Invariants: a frame is free, or one row has it: free_ and the frames of rows are together 0 .. used_-1, each once;
+//   used_ <= limit_ <= kMostFrames. Thread-safe: buckets take and give frames at the same time.
 #pragma once
 
 #include <algorithm>

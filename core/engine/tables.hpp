@@ -27,7 +27,7 @@ class Tables {
     const BucketNumbering& map() const { return map_; }
     const std::vector<const GradientSum*>& summations() const { return summations_; }
 
-    // Of bucket b of all tables' buckets: its table, and itself.
+    // Returns the table that has bucket b of all tables' buckets.
     std::size_t table_of(std::uint32_t b) const {
         SATRAP_ASSERT(b < map_.total());
         const auto after = std::upper_bound(map_.first.begin(), map_.first.end(), b);
@@ -42,7 +42,7 @@ class Tables {
     void open_step(const LookupStep& at) const {
         for (std::size_t t = 0; at.train && t < tables_.size(); ++t) tables_[t]->open_step(at);
     }
-    // Throw InputError unless the rows are in this memory, or on a device.
+    // Both throw InputError, unless the rows are in this memory, or on a device.
     void require_rows_here() const { tables_[0]->require_rows_here(); }
     void require_rows_on_device() const {
         if (!tables_[0]->config().frame_pool)

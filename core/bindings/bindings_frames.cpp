@@ -255,7 +255,9 @@ void bind_frames(nb::class_<Engine>& engine) {
              nb::sig("def import_frames(self, table: int, ids: NDArray[numpy.uint64], steps: NDArray[numpy.uint32]) -> "
                      "NDArray[numpy.int32]"),
              "Inserts or replaces rows of a snapshot; returns their frames.")
-        .def("check_frames", &Engine::check_frames, "Raises AssertionError unless each frame is free or of one row.");
+        .def(
+            "check_frames", [](Engine& e) { e.directory().check(); },
+            "Raises AssertionError unless each frame is free or of one row.");
 }
 
 } // namespace satrap

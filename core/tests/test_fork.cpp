@@ -129,11 +129,10 @@ CASE(rows_on_a_device_are_refused, 1) {
         Ticket* const tickets[] = {ticket.get()};
         const GivenParts given[] = {{true, {}}};
         float value = 0.0f;
-        bool filter = false;
         CHECK_THROWS(ForkError, says, engine->lookup_frames(bags, inputs, {true, 2, 2}, &frame, true));
         CHECK_THROWS(ForkError, says, engine->update_frames(tickets, given, 1));
         CHECK_THROWS(ForkError, says, engine->sum_bound(tickets));
-        CHECK_THROWS(ForkError, says, engine->check_gradients(tickets, {}, 1.0f, filter));
+        CHECK_THROWS(ForkError, says, engine->check_gradients(tickets, {}, 1.0f));
         CHECK_THROWS(ForkError, says, engine->directory().take_inserted());
         CHECK_THROWS(ForkError, says, engine->initial_rows(0, {&id, 1}, reinterpret_cast<std::byte*>(&value), nullptr));
         CHECK_THROWS(ForkError, says, engine->directory().pool(0).device);

@@ -6,9 +6,11 @@
 namespace satrap {
 
 void BagSource::open() {
+    SATRAP_ASSERT(places_.empty() && gradients_.size() == tickets_.size());
     for (std::size_t k = 0; k < tickets_.size(); ++k) {
         const Ticket& ticket = *tickets_[k];
         const BagGradients& given = gradients_[k];
+        SATRAP_ASSERT(ticket.bags != nullptr && given.sequences.size() == ticket.bags->sequences.size());
         places_.push_back(places_of(*ticket.bags, ticket.batch_size, given.block, given.sequences.data()));
         complete_ &= given.block != nullptr || ticket.bags->total_dim == 0;
         for (const float* sequence : given.sequences) complete_ &= sequence != nullptr;
@@ -36,6 +38,7 @@ double BagSource::largest_factor() const {
 }
 
 BucketGradients BagSource::part(std::size_t t, std::uint32_t b, Scratch& scratch) const {
+    SATRAP_ASSERT(places_.size() == tickets_.size()); // open() was called
     if (!whole()) return joined(t, b, scratch);
     Batch& batch = *tickets_[0]->batch;
     const BucketVisit visit = visit_of(batch, map_.first[t], b);

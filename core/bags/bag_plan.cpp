@@ -8,6 +8,7 @@
 namespace satrap {
 
 void BagPlan::make(const Bags& bags, const BagInputs& inputs, const Kernels& kernels, ThreadPool& pool) {
+    SATRAP_ASSERT(inputs.num_bags == bags.features.size() * inputs.batch_size);
     bags_ = &bags;
     inputs_ = inputs;
     features_.assign(bags.features.size() + 1, Feature{});
@@ -200,6 +201,7 @@ struct IndexedCursor {
 } // namespace
 
 void BagPlan::group(Batch& batch, const BucketNumbering& map, ThreadPool& pool, bool with_indexes) const {
+    SATRAP_ASSERT(inputs_.ids != nullptr || num_ids() == 0); // not after keep_inputs()
     describe(batch);
     auto cursor_at = [&](std::size_t t, std::size_t first) { return BagCursor(*this, batch, t, first); };
     if (!with_indexes) return batch.group(inputs_.ids, map, pool, cursor_at);
@@ -257,6 +259,7 @@ void BagPlan::finish_feature(std::size_t f, std::size_t begin, std::size_t end, 
     const BagFeature& feature = bags_->features[f];
     const Feature& plan = features_[f];
     if (plan.route == Route::direct && plan.least == 1) return;
+    SATRAP_ASSERT(begin <= end && end <= inputs_.batch_size);
     const std::size_t first_bag = f * inputs_.batch_size, dim = feature.dim;
     for (std::size_t s = begin; s < end; ++s) {
         const std::size_t id = inputs_.begin(first_bag + s), length = inputs_.begin(first_bag + s + 1) - id;
@@ -291,6 +294,7 @@ void BagCursor::enter() {
     const Bags& bags = *plan_.bags_;
     const BagInputs& inputs = plan_.inputs_;
     const std::size_t i = next_, samples = inputs.batch_size;
+    SATRAP_ASSERT(i < plan_.num_ids());
     while (plan_.features_[f_ + 1].first_id <= i) ++f_;
     const BagFeature& feature = bags.features[f_];
     const BagPlan::Feature& plan = plan_.features_[f_];
@@ -336,6 +340,7 @@ void BagCursor::find_bag(std::size_t i) {
     } else {
         while (inputs.begin(bag_ + 1) <= i) ++bag_;
     }
+    SATRAP_ASSERT(first <= bag_ && inputs.begin(bag_) <= i && i < inputs.begin(bag_ + 1));
 }
 
 } // namespace satrap

@@ -24,6 +24,7 @@ struct BagInputs {
     std::size_t num_bags; // features * batch_size
 
     std::size_t begin(std::size_t bag) const {
+        SATRAP_ASSERT(bag <= num_bags);
         return offsets == nullptr ? bag : static_cast<std::size_t>(offsets[bag]);
     }
 };
@@ -93,6 +94,7 @@ class BagCursor {
 
     void put(std::uint32_t e) {
         if (left_ == 0) enter();
+        SATRAP_ASSERT(left_ != 0);
         --left_;
         positions_[e] = place_;
         place_ += step_;

@@ -59,6 +59,7 @@ class GivenPlaces {
         if (given) end_ += floats;
     }
     const Part& of(std::uint32_t place) const {
+        SATRAP_ASSERT(place < parts_.back().last);
         const Part* part = parts_.data();
         while (place >= part->last) ++part;
         return *part;
@@ -72,6 +73,7 @@ constexpr std::uint64_t kMostPlaces = 0x7fffffffU; // the device counts them in 
 
 // Throws InputError if the gradients hold too many floats.
 inline std::vector<GivenPlaces> given_places(Tickets tickets, std::span<const GivenParts> given) {
+    SATRAP_ASSERT(!tickets.empty() && given.size() == tickets.size());
     std::vector<GivenPlaces> places;
     for (std::size_t k = 0; k < tickets.size(); ++k)
         places.emplace_back(*tickets[k], given[k], places.empty() ? 0 : places.back().end());
@@ -105,6 +107,7 @@ class BucketRuns {
     BucketRuns(Tickets tickets, std::span<const EntryPlaces> given, std::uint32_t b, std::uint32_t num_unique,
                Scratch& scratch)
         : tickets_(tickets), given_(given), b_(b), numbers_(scratch.joined_numbers.data()) {
+        SATRAP_ASSERT(given.size() == tickets.size());
         begin_ = scratch.run_begin.reserve(num_unique + 1);
         std::memset(begin_, 0, (num_unique + 1) * sizeof(std::uint32_t));
         for_each([&](std::uint32_t number, const Batch&, std::uint32_t, std::uint32_t) { ++begin_[number + 1]; });

@@ -5,9 +5,14 @@
 #include <optional>
 #include <tuple>
 
+#include "base/atomic_max.hpp"
+
 namespace satrap {
 
-bool all_sums_finite(const GradientSource& source, std::size_t num_entries, const Kernels& kernels, ThreadPool& pool) {
+// Returns whether all gradients are finite, and so small that no sum of `num_entries` of them can overflow, in one
+// pass.
+static bool all_sums_finite(const GradientSource& source, std::size_t num_entries, const Kernels& kernels,
+                            ThreadPool& pool) {
     constexpr std::size_t kBlock = 4096; // stays in the first-level cache and in one register
     std::atomic<std::uint32_t> most{0};
     for (const std::span<const float> memory : source.memory())
@@ -16,16 +21,17 @@ bool all_sums_finite(const GradientSource& source, std::size_t num_entries, cons
             std::uint32_t here = 0;
             for (std::size_t at = memory.size() * thread / threads; at < end && here < 0x7f800000U; at += kBlock)
                 here = std::max(here, kernels.largest(memory.data() + at, std::min(kBlock, end - at)));
-            for (std::uint32_t seen = most.load(); seen < here && !most.compare_exchange_weak(seen, here);) {
-            }
+            raise_to(most, here);
         });
     const auto magnitude = static_cast<double>(std::bit_cast<float>(most.load()));
     return magnitude * source.largest_factor() * static_cast<double>(num_entries) <
            static_cast<double>(std::numeric_limits<float>::max());
 }
 
-void refuse_nonfinite(const GradientSource& source, Tickets tickets, const BucketNumbering& map,
-                      std::span<const GradientSum* const> tables) {
+// Throws for the first id, in the source's order, whose gradients or their sum are not finite, of a table that refuses
+// them. It names a sum only if every gradient is finite.
+static void refuse_nonfinite(const GradientSource& source, Tickets tickets, const BucketNumbering& map,
+                             std::span<const GradientSum* const> tables) {
     Scratch scratch;
     for (std::size_t t = 0; t < tables.size(); ++t) {
         if (!tables[t]->refuses_nonfinite()) continue;
@@ -47,6 +53,14 @@ void refuse_nonfinite(const GradientSource& source, Tickets tickets, const Bucke
         }
         if (first) tables[t]->refuse_nonfinite(*first, source.where(first_order));
     }
+}
+
+bool must_filter(const GradientSource& source, Tickets tickets, const BucketNumbering& map,
+                 std::span<const GradientSum* const> tables, const Kernels& kernels, ThreadPool& pool) {
+    SATRAP_ASSERT(tables.size() == map.num_tables());
+    if (all_sums_finite(source, size_of(tickets), kernels, pool)) return false;
+    refuse_nonfinite(source, tickets, map, tables);
+    return true;
 }
 
 } // namespace satrap

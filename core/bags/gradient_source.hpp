@@ -30,13 +30,9 @@ class GradientSource {
     virtual std::string where(std::uint64_t order) const = 0;
 };
 
-// Returns whether all gradients are finite, and so small that no sum of `num_entries` of them can overflow, in one
-// pass.
-bool all_sums_finite(const GradientSource& source, std::size_t num_entries, const Kernels& kernels, ThreadPool& pool);
-
-// Throws for the first id, in the source's order, whose gradients or their sum are not finite, of a table that refuses
-// them. It names a sum only if every gradient is finite.
-void refuse_nonfinite(const GradientSource& source, Tickets tickets, const BucketNumbering& map,
-                      std::span<const GradientSum* const> tables);
+// Returns whether some gradient or sum may be not finite, so that the update has to filter them. Throws for the first
+// that a table refuses, in the source's order; it names a sum only if every gradient is finite.
+bool must_filter(const GradientSource& source, Tickets tickets, const BucketNumbering& map,
+                 std::span<const GradientSum* const> tables, const Kernels& kernels, ThreadPool& pool);
 
 } // namespace satrap

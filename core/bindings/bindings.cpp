@@ -12,6 +12,8 @@
 
 #include "bindings/bindings_fp16.hpp"
 
+namespace satrap {
+
 namespace {
 
 using Flags = nb::ndarray<bool, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
@@ -65,27 +67,13 @@ void read(Engine& engine, std::size_t t, const Ids& ids, const FloatsOut& values
 
 nb::dict stats(Engine& engine, std::size_t t) {
     checked_table(engine, t);
-    TableStats stats;
-    {
-        nb::gil_scoped_release release;
-        stats = engine.stats(t);
-    }
-    const Counters& c = stats.counters;
+    const TableStats stats = without_gil([&] { return engine.stats(t); });
     nb::dict out;
     out["rows"] = stats.rows;
     out["bytes"] = stats.bytes;
-    out["lookups"] = c.lookups;
-    out["hits"] = c.hits;
-    out["inserted"] = c.inserted;
-    out["refused"] = c.refused;
-    out["evicted"] = c.evicted;
-    out["expired"] = c.expired;
-    out["updated"] = c.updated;
-    out["not_applied_absent"] = c.not_applied_absent;
-    out["skipped"] = c.skipped;
-    out["repeated"] = c.repeated;
+    for (const Counters::Field& field : Counters::kFields) out[field.name] = stats.counters.*field.number;
     out["sightings"] = stats.sightings;
-    if (const auto pool = engine.table(t).config().frame_pool; pool && engine.row_places(*pool).is_tiered()) {
+    if (const auto pool = engine.table(t).config().frame_pool; pool && engine.directory().pool(*pool).is_tiered()) {
         out["on_device"] = stats.in_frames;
         out["moved_in"] = stats.moved_in;
         out["moved_out"] = stats.moved_out;
@@ -127,24 +115,16 @@ nb::dict as_sightings(Engine& engine, const RowColumns& columns) {
 nb::dict export_rows(Engine& engine, std::size_t t, std::uint32_t first, std::uint32_t last, std::uint32_t since,
                      bool others) {
     require_buckets(engine, t, first, last);
-    RowColumns columns;
-    {
-        nb::gil_scoped_release release;
-        columns = engine.export_rows(t, first, last, since, others);
-    }
-    return as_rows(engine, engine.table(t).config(), columns);
+    return as_rows(engine, engine.table(t).config(),
+                   without_gil([&] { return engine.export_rows(t, first, last, since, others); }));
 }
 
 nb::list begin_cut(Engine& engine, const std::vector<std::size_t>& tables, std::size_t limit, double patience) {
     for (std::size_t t : tables) checked_table(engine, t);
     if (!(patience >= 0.0 && patience <= 1e6)) refuse("patience=" + std::to_string(patience) + ", expected seconds");
-    std::vector<TableCut> cuts;
-    {
-        nb::gil_scoped_release release;
-        cuts = engine.begin_cut(tables, limit, std::chrono::nanoseconds(static_cast<std::int64_t>(patience * 1e9)));
-    }
+    const std::chrono::nanoseconds nanoseconds(static_cast<std::int64_t>(patience * 1e9));
     nb::list out;
-    for (const TableCut& cut : cuts) {
+    for (const TableCut& cut : without_gil([&] { return engine.begin_cut(tables, limit, nanoseconds); })) {
         nb::dict figures;
         figures["version"] = cut.version;
         figures["expire_before"] = cut.expire_before;
@@ -157,11 +137,7 @@ nb::list begin_cut(Engine& engine, const std::vector<std::size_t>& tables, std::
 
 nb::dict export_cut(Engine& engine, std::size_t t, std::uint32_t first, std::uint32_t last, std::uint32_t since) {
     require_buckets(engine, t, first, last);
-    CutRows found;
-    {
-        nb::gil_scoped_release release;
-        found = engine.export_cut(t, first, last, since);
-    }
+    const CutRows found = without_gil([&] { return engine.export_cut(t, first, last, since); });
     nb::dict out = as_rows(engine, engine.table(t).config(), found.columns);
     out["removed"] = as_array(engine, found.removed);
     out["alive"] = found.alive;
@@ -170,12 +146,7 @@ nb::dict export_cut(Engine& engine, std::size_t t, std::uint32_t first, std::uin
 
 nb::dict export_cut_sightings(Engine& engine, std::size_t t, std::uint32_t first, std::uint32_t last) {
     require_buckets(engine, t, first, last);
-    RowColumns columns;
-    {
-        nb::gil_scoped_release release;
-        columns = engine.export_cut_sightings(t, first, last);
-    }
-    return as_sightings(engine, columns);
+    return as_sightings(engine, without_gil([&] { return engine.export_cut_sightings(t, first, last); }));
 }
 
 nb::dict cut_figures(Engine& engine) {
@@ -191,23 +162,13 @@ nb::dict cut_figures(Engine& engine) {
 
 nb::dict export_sightings(Engine& engine, std::size_t t, std::uint32_t first, std::uint32_t last, bool others) {
     require_buckets(engine, t, first, last);
-    RowColumns columns;
-    {
-        nb::gil_scoped_release release;
-        columns = engine.export_sightings(t, first, last, others);
-    }
-    return as_sightings(engine, columns);
+    return as_sightings(engine, without_gil([&] { return engine.export_sightings(t, first, last, others); }));
 }
 
 Array<std::uint64_t> export_removed(Engine& engine, std::size_t t, std::uint32_t first, std::uint32_t last,
                                     std::uint32_t since) {
     require_buckets(engine, t, first, last);
-    std::vector<std::uint64_t> ids;
-    {
-        nb::gil_scoped_release release;
-        ids = engine.export_removed(t, first, last, since);
-    }
-    return as_array(engine, ids);
+    return as_array(engine, without_gil([&] { return engine.export_removed(t, first, last, since); }));
 }
 
 using Values = nb::ndarray<nb::ro, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
@@ -281,7 +242,7 @@ void bind_saving(nb::class_<Engine>& engine) {
     engine.def(
               "version", [](Engine& e, std::size_t t) { return of_table(e, t).ledger().version.load(); }, "table"_a)
         .def(
-            "begin_version", [](Engine& e, std::size_t t) { return e.begin_version(checked_table(e, t)); }, "table"_a)
+            "begin_version", [](Engine& e, std::size_t t) { return of_table(e, t).begin_version(); }, "table"_a)
         .def("export_rows", &export_rows, "table"_a, "bucket_begin"_a, "bucket_end"_a, "since"_a, "others"_a = false,
              nb::sig("def export_rows(self, table: int, bucket_begin: int, bucket_end: int, since: int, others: bool = "
                      "False) -> dict[str, NDArray[typing.Any]]"))
@@ -350,12 +311,12 @@ void bind_steps(nb::class_<Engine>& engine) {
         .def(
             "finished",
             [](Engine& e, std::uint32_t r, std::uint32_t s) {
-                return e.applied_steps().finished(checked_trainer(r), s);
+                return e.ownership().steps().finished(checked_trainer(r), s);
             },
             "trainer"_a, "step"_a, "Whether finish() was called for this trainer and step, in this attempt.")
         .def(
             "finish",
-            [](Engine& e, std::uint32_t r, std::uint32_t s) { e.applied_steps().finish(checked_trainer(r), s); },
+            [](Engine& e, std::uint32_t r, std::uint32_t s) { e.ownership().steps().finish(checked_trainer(r), s); },
             "trainer"_a, "step"_a, "Records that every bucket has applied this update, for as long as the rows live.")
         .def("begin_attempt", &Engine::begin_attempt, "attempt"_a,
              "Starts an attempt in which no update counts as applied. No update may run.");
@@ -471,3 +432,5 @@ NB_MODULE(_core, m) {
     bind_messages(m);
     bind_interaction(m);
 }
+
+} // namespace satrap

@@ -16,9 +16,10 @@
 #include "base/pooled_block.hpp"
 #include "engine/engine.hpp"
 
+namespace satrap {
+
 namespace nb = nanobind;
-using namespace nb::literals;
-using namespace satrap;
+using nb::literals::operator""_a;
 
 void bind_config(nb::module_& m);                           // bindings_config.cpp
 void bind_interaction(nb::module_& m);                      // bindings_interaction.cpp
@@ -40,6 +41,12 @@ using FloatsOut = nb::ndarray<float, nb::c_contig, nb::device::cpu>;
 // Releases the GIL while a function runs: its arguments are converted before, its result after. The function may use
 // the memory of arrays, and no other Python object.
 using WithoutGil = nb::call_guard<nb::gil_scoped_release>;
+
+// Returns the result of a call that runs without the GIL.
+template <typename Call> auto without_gil(Call call) {
+    nb::gil_scoped_release release;
+    return call();
+}
 
 [[noreturn]] inline void refuse(const std::string& message) { throw InputError(message); }
 
@@ -132,28 +139,35 @@ inline void require_lr(const Engine& engine, std::size_t t, double lr) {
 
 template <typename T, std::size_t Rank = 1> using Array = nb::ndarray<nb::numpy, T, nb::ndim<Rank>, nb::c_contig>;
 
+// Returns memory as a numpy array, with which `keep`, the owner of the memory, is destroyed.
+template <typename T, std::size_t Rank = 1, typename Owner>
+Array<T, Rank> array_over(T* memory, const std::array<std::size_t, Rank>& shape, Owner keep) {
+    auto* owner = new Owner(std::move(keep));
+    nb::capsule capsule(owner, [](void* p) noexcept { delete static_cast<Owner*>(p); });
+    return Array<T, Rank>(memory, Rank, shape.data(), capsule);
+}
+
 // Returns a block of the pool as a numpy array; it returns to the pool when the array is freed, maybe after the engine.
 template <typename T, std::size_t Rank = 1>
 Array<T, Rank> as_array(const std::shared_ptr<BlockPool>& pool, BlockPool::Block block,
                         const std::array<std::size_t, Rank>& shape) {
     if (block.memory == nullptr) block = pool->take(1);
-    auto* lease = new PooledBlock(pool, block);
-    nb::capsule capsule(lease, [](void* p) noexcept { delete static_cast<PooledBlock*>(p); });
-    return Array<T, Rank>(lease->template as<T>(), Rank, shape.data(), capsule);
+    auto lease = std::make_unique<PooledBlock>(pool, block);
+    T* memory = lease->template as<T>();
+    return array_over<T, Rank>(memory, shape, std::move(lease));
 }
 
 // Returns memory of new[] as a numpy array, which owns it.
 template <typename T, std::size_t Rank = 1>
 Array<T, Rank> as_array(std::unique_ptr<T[]> memory, const std::array<std::size_t, Rank>& shape) {
-    T* data = memory.release();
-    nb::capsule owner(data, [](void* p) noexcept { delete[] static_cast<T*>(p); });
-    return Array<T, Rank>(data, Rank, shape.data(), owner);
+    T* data = memory.get();
+    return array_over<T, Rank>(data, shape, std::move(memory));
 }
 
 template <typename T> std::unique_ptr<T[]> uncleared(std::size_t n) { return std::unique_ptr<T[]>(new T[n]); }
 
 inline Array<std::uint64_t> as_array(Engine& engine, const std::vector<std::uint64_t>& words) {
-    BlockPool::Block block = engine.blocks()->take(words.size() * 8);
+    const BlockPool::Block block = engine.blocks()->take(words.size() * 8);
     if (!words.empty()) std::memcpy(block.memory, words.data(), words.size() * 8);
     return as_array<std::uint64_t>(engine.blocks(), block, {words.size()});
 }
@@ -163,3 +177,5 @@ inline Array<float, 2> empty_block(const std::shared_ptr<BlockPool>& pool, std::
         refuse("a block of " + std::to_string(rows) + " x " + std::to_string(dim) + " floats");
     return as_array<float, 2>(pool, pool->take(rows * dim * sizeof(float)), {rows, dim});
 }
+
+} // namespace satrap

@@ -4,6 +4,8 @@
 
 #include "bindings/bindings_bags.hpp"
 
+namespace satrap {
+
 namespace {
 
 std::shared_ptr<Bags> make_bags(const Engine& engine, const std::vector<NamedFeature>& named) {
@@ -60,3 +62,5 @@ void bind_bags(nb::module_& m, nb::class_<Engine>& engine) {
             "drop", [](Engine& e, Ticket& ticket) { e.drop(ticket); }, "ticket"_a,
             "Releases a ticket that will not be updated.");
 }
+
+} // namespace satrap

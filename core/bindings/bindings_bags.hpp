@@ -15,6 +15,8 @@
 #include "base/float_mode.hpp"
 #include "bindings/bindings.hpp"
 
+namespace satrap {
+
 // (name, table, pooling, weighted, max_length or 0, whether a sequence keeps its last ids, the id that is padding)
 using NamedFeature =
     std::tuple<std::string, std::size_t, std::string, bool, std::uint32_t, bool, std::optional<std::uint64_t>>;
@@ -147,3 +149,5 @@ inline std::vector<std::uint64_t> truncated(const Bags& bags) {
     for (const std::size_t f : bags.sequences) counts.push_back(bags.truncated[f].load());
     return counts;
 }
+
+} // namespace satrap

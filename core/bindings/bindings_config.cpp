@@ -5,6 +5,8 @@
 
 #include "bindings/bindings.hpp"
 
+namespace satrap {
+
 namespace {
 
 class Fields {
@@ -23,7 +25,7 @@ class Fields {
     template <typename Choice> void choose(const char* name, Choice& value, Choices<Choice> known) {
         std::string found;
         read(name, found);
-        value = ::choose(where_ + name, found, known);
+        value = satrap::choose(where_ + name, found, known);
     }
 
     // The fields of a part, such as the optimizer.
@@ -137,3 +139,5 @@ void bind_config(nb::module_& m) {
              "table: what satrap.Table.to_dict() returns, with its num_buckets. frame_pool: of rows on a device.")
         .def_prop_ro("state_dim", &TableConfig::state_dim, "Number of floats of optimizer state in a row.");
 }
+
+} // namespace satrap

@@ -6,6 +6,8 @@
 #include "bindings/bindings.hpp"
 #include "kernels/fp16_codec.hpp"
 
+namespace satrap {
+
 inline std::vector<std::int64_t> checked_rows(const Fp16Codec& wire, const Offsets& offsets) {
     const std::size_t last = offsets.size() == 0 ? 0 : static_cast<std::size_t>(offsets.data()[offsets.size() - 1]);
     return checked_offsets(offsets, wire.dims().size(), last);
@@ -54,3 +56,5 @@ template <typename Class> void bind_fp16(nb::class_<Class>& bound) {
             },
             "offsets"_a, "message"_a, "Decodes a message of encode_rows.");
 }
+
+} // namespace satrap

@@ -5,6 +5,8 @@
 
 #include "bindings/bindings_frames.hpp"
 
+namespace satrap {
+
 namespace {
 
 using FramesOut = nb::ndarray<std::int32_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
@@ -13,8 +15,8 @@ using Stamps = nb::ndarray<const std::uint32_t, nb::ndim<1>, nb::c_contig, nb::d
 using BytesOut = nb::ndarray<nb::ndim<2>, nb::c_contig, nb::device::cpu>;
 
 std::size_t checked_pool(const Engine& engine, std::size_t p) {
-    if (p >= engine.num_frame_pools())
-        refuse("frame pool " + std::to_string(p) + " of " + std::to_string(engine.num_frame_pools()));
+    if (p >= engine.directory().num_pools())
+        refuse("frame pool " + std::to_string(p) + " of " + std::to_string(engine.directory().num_pools()));
     return p;
 }
 
@@ -25,17 +27,10 @@ std::size_t checked_device_table(Engine& engine, std::size_t t) {
 }
 
 nb::dict absent_of(const FrameLookup& found) {
-    std::vector<std::uint64_t> ids;
-    std::vector<std::uint32_t> tables, places;
-    for (const AbsentRow& row : found.absent) {
-        ids.push_back(row.id);
-        tables.push_back(row.table);
-        places.push_back(row.place);
-    }
     nb::dict out;
-    out["absent_ids"] = moved<std::uint64_t>(std::move(ids));
-    out["absent_tables"] = moved<std::uint32_t>(std::move(tables));
-    out["absent_places"] = moved<std::int32_t>(std::move(places));
+    out["absent_ids"] = column<std::uint64_t>(found.absent, &AbsentRow::id);
+    out["absent_tables"] = column<std::uint32_t>(found.absent, &AbsentRow::table);
+    out["absent_places"] = column<std::int32_t>(found.absent, &AbsentRow::place);
     return out;
 }
 
@@ -48,11 +43,8 @@ nb::dict lookup_frames(Engine& engine, const std::shared_ptr<Bags>& bags, const 
     require_size("frames", frames.size(), values.size());
     for (std::size_t t = 0; t < engine.num_tables(); ++t) checked_device_table(engine, t);
     std::int32_t* memory = frames.data();
-    FrameLookup found;
-    {
-        nb::gil_scoped_release release;
-        found = engine.lookup_frames(bags, inputs, when, memory, train);
-    }
+    FrameLookup found = without_gil(
+        [&, &inputs = inputs, &when = when] { return engine.lookup_frames(bags, inputs, when, memory, train); });
     nb::dict out = absent_of(found);
     out["ticket"] = std::move(found.ticket);
     out["num_ids"] = found.num_ids;
@@ -76,12 +68,7 @@ nb::dict lookup_id_frames(Engine& engine, const Ids& ids, const Offsets& offsets
     const LookupStep when = checked_step(step, oldest_open, train, false, first_epoch);
     require_size("frames", frames.size(), ids.size());
     std::int32_t* memory = frames.data();
-    FrameLookup found;
-    {
-        nb::gil_scoped_release release;
-        found = engine.lookup_id_frames(ids.data(), of_tables, when, memory);
-    }
-    return absent_of(found);
+    return absent_of(without_gil([&] { return engine.lookup_id_frames(ids.data(), of_tables, when, memory); }));
 }
 
 nb::dict update_id_frames(Engine& engine, const Ids& ids, const Offsets& offsets, const Places& places,
@@ -89,12 +76,9 @@ nb::dict update_id_frames(Engine& engine, const Ids& ids, const Offsets& offsets
     require_step("step", step);
     const std::vector<std::int64_t> of_tables = checked_offsets(offsets, engine.num_tables(), ids.size());
     require_size("places", places.size(), ids.size());
-    FrameRuns runs;
-    {
-        nb::gil_scoped_release release;
-        runs = engine.update_id_frames(ids.data(), of_tables, places.data(), static_cast<std::uint32_t>(step), filter);
-    }
-    return dict_of(std::move(runs));
+    return dict_of(without_gil([&] {
+        return engine.update_id_frames(ids.data(), of_tables, places.data(), static_cast<std::uint32_t>(step), filter);
+    }));
 }
 
 bool check_id_gradients(Engine& engine, const Ids& ids, const Offsets& offsets, const FloatsIn& gradients) {
@@ -104,54 +88,31 @@ bool check_id_gradients(Engine& engine, const Ids& ids, const Offsets& offsets, 
 }
 
 nb::dict take_inserted(Engine& engine) {
-    std::vector<std::uint64_t> ids;
-    std::vector<std::uint32_t> tables, frames;
-    for (const InsertedRow& row : engine.take_inserted()) {
-        ids.push_back(row.id);
-        tables.push_back(row.table);
-        frames.push_back(row.place);
-    }
+    const std::vector<InsertedRow> rows = engine.directory().take_inserted();
     nb::dict out;
-    out["ids"] = moved<std::uint64_t>(std::move(ids));
-    out["tables"] = moved<std::uint32_t>(std::move(tables));
-    out["frames"] = moved<std::int32_t>(std::move(frames));
+    out["ids"] = column<std::uint64_t>(rows, &InsertedRow::id);
+    out["tables"] = column<std::uint32_t>(rows, &InsertedRow::table);
+    out["frames"] = column<std::int32_t>(rows, &InsertedRow::place);
     return out;
 }
 
 nb::dict take_moves(Engine& engine) {
-    std::vector<std::uint32_t> pools, frames, slots, directions;
-    for (const Move& move : engine.take_moves()) {
-        pools.push_back(move.pool);
-        frames.push_back(move.frame);
-        slots.push_back(move.slot);
-        directions.push_back(move.directions);
-    }
+    const std::vector<Move> moves = engine.directory().take_moves();
     nb::dict out;
-    out["pools"] = moved<std::uint32_t>(std::move(pools));
-    out["frames"] = moved<std::int32_t>(std::move(frames));
-    out["slots"] = moved<std::int32_t>(std::move(slots));
-    out["directions"] = moved<std::int32_t>(std::move(directions));
+    out["pools"] = column<std::uint32_t>(moves, &Move::pool);
+    out["frames"] = column<std::int32_t>(moves, &Move::frame);
+    out["slots"] = column<std::int32_t>(moves, &Move::slot);
+    out["directions"] = column<std::int32_t>(moves, &Move::directions);
     return out;
 }
 
-nb::dict update_frames(Engine& engine, const std::vector<Ticket*>& tickets,
-                       const std::vector<std::pair<bool, std::vector<bool>>>& given, std::uint64_t step, bool filter) {
+nb::dict update_frames(Engine& engine, const std::vector<Ticket*>& tickets, const std::vector<GivenFlags>& given,
+                       std::uint64_t step, bool filter) {
     require_step("step", step);
-    if (tickets.empty()) refuse("no ticket was given; expected at least one");
-    require_size("given", given.size(), tickets.size());
-    std::vector<GivenParts> parts;
-    for (std::size_t k = 0; k < tickets.size(); ++k) {
-        if (tickets[k] == nullptr) refuse("a ticket is None");
-        if (tickets[k]->bags != nullptr)
-            require_size("given sequences", given[k].second.size(), tickets[k]->bags->sequences.size());
-        parts.push_back({given[k].first, given[k].second});
-    }
-    FrameRuns runs;
-    {
-        nb::gil_scoped_release release;
-        runs = engine.update_frames(tickets, parts, static_cast<std::uint32_t>(step), filter);
-    }
-    return dict_of(std::move(runs));
+    const std::vector<GivenParts> parts =
+        checked_parts(tickets, given, [](const Ticket& ticket) { return ticket.bags.get(); });
+    return dict_of(
+        without_gil([&] { return engine.update_frames(tickets, parts, static_cast<std::uint32_t>(step), filter); }));
 }
 
 void settle_frames(Engine& engine, std::size_t t, const Ids& ids, std::uint64_t skipped, std::uint64_t step) {
@@ -164,9 +125,7 @@ bool check_gradients(Engine& engine, const std::vector<Ticket*>& tickets, const 
                      double scale) {
     const float scale_of_all = checked_scale(scale);
     const std::vector<BagGradients> checked = checked_gradients_of(engine, tickets, gradients);
-    bool filter = false;
-    engine.check_gradients(tickets, checked, scale_of_all, filter);
-    return filter;
+    return engine.check_gradients(tickets, checked, scale_of_all);
 }
 
 void initial_rows(Engine& engine, std::size_t t, const Ids& ids, const BytesOut& values, const FloatsOut& state) {
@@ -200,25 +159,28 @@ void bind_places(nb::class_<Engine>& engine) {
              "Returns the copies between frames and slots at home that the rows' places require.")
         .def(
             "set_device_frames",
-            [](Engine& e, std::size_t p, std::uint32_t frames) { e.set_device_frames(checked_pool(e, p), frames); },
+            [](Engine& e, std::size_t p, std::uint32_t frames) {
+                e.directory().set_device_frames(checked_pool(e, p), frames);
+            },
             "pool"_a, "frames"_a, "Limits the frames of a pool; the other rows are at home.")
         .def(
-            "home_used", [](Engine& e, std::size_t p) { return e.row_places(checked_pool(e, p)).home.used(); },
+            "home_used", [](Engine& e, std::size_t p) { return e.directory().pool(checked_pool(e, p)).home.used(); },
             "pool"_a, "How many slots the memory at home must have.")
         .def(
-            "home_free", [](Engine& e, std::size_t p) { return e.row_places(checked_pool(e, p)).home.num_free(); },
-            "pool"_a)
+            "home_free",
+            [](Engine& e, std::size_t p) { return e.directory().pool(checked_pool(e, p)).home.num_free(); }, "pool"_a)
         .def(
-            "frames_used", [](Engine& e, std::size_t p) { return e.frame_pool(checked_pool(e, p)).used(); }, "pool"_a,
+            "frames_used",
+            [](Engine& e, std::size_t p) { return e.directory().pool(checked_pool(e, p)).device.used(); }, "pool"_a,
             "How many frames the device's memory must have.")
         .def(
-            "frames_free", [](Engine& e, std::size_t p) { return e.frame_pool(checked_pool(e, p)).num_free(); },
-            "pool"_a)
+            "frames_free",
+            [](Engine& e, std::size_t p) { return e.directory().pool(checked_pool(e, p)).device.num_free(); }, "pool"_a)
         .def(
             "set_frame_limit",
             [](Engine& e, std::size_t p, std::uint32_t limit) {
-                if (e.row_places(checked_pool(e, p)).is_tiered()) refuse("set_device_frames has set the limit");
-                e.frame_pool(p).set_limit(limit);
+                if (e.directory().pool(checked_pool(e, p)).is_tiered()) refuse("set_device_frames has set the limit");
+                e.directory().pool(p).device.set_limit(limit);
             },
             "pool"_a, "limit"_a);
 }
@@ -226,10 +188,10 @@ void bind_places(nb::class_<Engine>& engine) {
 void bind_id_frames(nb::class_<Engine>& engine) {
     engine
         .def(
-            "share_buckets", [](Engine& e, std::size_t t) { e.share_buckets(checked_table(e, t)); }, "table"_a,
+            "share_buckets", [](Engine& e, std::size_t t) { e.ownership().share(checked_table(e, t)); }, "table"_a,
             "Lets this engine look up and update the rows of all buckets of a table.")
         .def(
-            "shares_buckets", [](const Engine& e, std::size_t t) { return e.shares_buckets(checked_table(e, t)); },
+            "shares_buckets", [](const Engine& e, std::size_t t) { return e.ownership().shares(checked_table(e, t)); },
             "table"_a)
         .def("lookup_id_frames", &lookup_id_frames, "ids"_a, "offsets"_a, "step"_a, "oldest_open"_a, "train"_a,
              "frames"_a, "first_epoch"_a = true,
@@ -293,5 +255,9 @@ void bind_frames(nb::class_<Engine>& engine) {
              nb::sig("def import_frames(self, table: int, ids: NDArray[numpy.uint64], steps: NDArray[numpy.uint32]) -> "
                      "NDArray[numpy.int32]"),
              "Inserts or replaces rows of a snapshot; returns their frames.")
-        .def("check_frames", &Engine::check_frames, "Raises AssertionError unless each frame is free or of one row.");
+        .def(
+            "check_frames", [](Engine& e) { e.directory().check(); },
+            "Raises AssertionError unless each frame is free or of one row.");
 }
+
+} // namespace satrap

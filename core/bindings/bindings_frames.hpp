@@ -3,24 +3,49 @@
 
 #include "bindings/bindings_bags.hpp"
 
+namespace satrap {
+
 // Moves a vector into a numpy array of elements of the same size.
 template <typename T, typename Element> nb::object moved(std::vector<Element> elements) {
-    static_assert(sizeof(Element) % sizeof(T) == 0);
-    auto* owner = new std::vector<Element>(std::move(elements));
-    nb::capsule capsule(owner, [](void* p) noexcept { delete static_cast<std::vector<Element>*>(p); });
     constexpr std::size_t width = sizeof(Element) / sizeof(T);
-    T* data = reinterpret_cast<T*>(owner->data());
-    if constexpr (width == 1) {
-        const std::size_t shape[] = {owner->size()};
-        return nb::cast(nb::ndarray<nb::numpy, T, nb::ndim<1>>(data, 1, shape, capsule));
-    } else {
-        const std::size_t shape[] = {owner->size(), width};
-        return nb::cast(nb::ndarray<nb::numpy, T, nb::ndim<2>>(data, 2, shape, capsule));
-    }
+    static_assert(sizeof(Element) == width * sizeof(T));
+    T* data = reinterpret_cast<T*>(elements.data());
+    const std::size_t n = elements.size();
+    if constexpr (width == 1)
+        return nb::cast(array_over<T>(data, {n}, std::move(elements)));
+    else
+        return nb::cast(array_over<T, 2>(data, {n, width}, std::move(elements)));
+}
+
+// Returns one member of all elements as a numpy array of T, which has the member's size.
+template <typename T, typename Element, typename Member>
+nb::object column(const std::vector<Element>& elements, Member Element::* member) {
+    std::vector<Member> values;
+    for (const Element& element : elements) values.push_back(element.*member);
+    return moved<T>(std::move(values));
 }
 
 template <typename T, typename Element> nb::object moved_or_none(std::vector<Element> elements) {
     return elements.empty() ? nb::object(nb::none()) : moved<T>(std::move(elements));
+}
+
+// Whether a ticket's block, and each of its sequences, has a gradient.
+using GivenFlags = std::pair<bool, std::vector<bool>>;
+
+// bags_of: returns the bags of a ticket, or nullptr if the call refuses it.
+template <typename AnyTicket, typename BagsOf>
+std::vector<GivenParts> checked_parts(const std::vector<AnyTicket*>& tickets, const std::vector<GivenFlags>& given,
+                                      BagsOf bags_of) {
+    if (tickets.empty()) refuse("no ticket was given; expected at least one");
+    require_size("given", given.size(), tickets.size());
+    std::vector<GivenParts> parts;
+    for (std::size_t k = 0; k < tickets.size(); ++k) {
+        if (tickets[k] == nullptr) refuse("a ticket is None");
+        if (const Bags* bags = bags_of(*tickets[k]); bags != nullptr)
+            require_size("given sequences", given[k].second.size(), bags->sequences.size());
+        parts.push_back({given[k].first, given[k].second});
+    }
+    return parts;
 }
 
 inline nb::dict dict_of(FrameRuns runs) {
@@ -35,3 +60,5 @@ inline nb::dict dict_of(FrameRuns runs) {
     out["ids"] = moved_or_none<std::uint64_t>(std::move(runs.ids));
     return out;
 }
+
+} // namespace satrap

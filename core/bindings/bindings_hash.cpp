@@ -4,6 +4,8 @@
 #include "bindings/bindings.hpp"
 #include "data/xxh64.hpp"
 
+namespace satrap {
+
 namespace {
 
 template <typename T> using Column = nb::ndarray<const T, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
@@ -46,3 +48,5 @@ void bind_hash(nb::module_& m) {
     m.def("hash_texts", &hash_column<std::int32_t>, "offsets"_a, "data"_a, texts);
     m.def("hash_texts", &hash_column<std::int64_t>, "offsets"_a, "data"_a, texts);
 }
+
+} // namespace satrap

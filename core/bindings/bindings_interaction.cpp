@@ -7,6 +7,8 @@
 #include "bindings/bindings.hpp"
 #include "models/dlrm_interaction.hpp"
 
+namespace satrap {
+
 namespace {
 
 using Matrix = nb::ndarray<const float, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
@@ -77,3 +79,5 @@ void bind_interaction(nb::module_& m) {
             "dim"_a, "first"_a.none(), "block"_a, "gradient"_a, "of_first"_a.none(), "of_block"_a, WithoutGil(),
             "Fills of_first and of_block with the gradients of first and block, given that of out.");
 }
+
+} // namespace satrap

@@ -13,6 +13,8 @@
 
 #include "bindings/bindings.hpp"
 
+namespace satrap {
+
 namespace {
 
 constexpr std::size_t kHeaderBytes = 64, kMostBytes = 1 << 15, kMostArrays = 16;
@@ -359,3 +361,5 @@ void bind_messages(nb::module_& m) {
              nb::sig("def unpack(self, message: bytes) -> list[typing.Any] | None"),
              "Returns the values of a message; None if anything is unusual or wrong.");
 }
+
+} // namespace satrap

@@ -4,6 +4,8 @@
 
 #include "bindings/bindings.hpp"
 
+namespace satrap {
+
 namespace {
 
 // Returns a copy, so that the checked values are the ones used.
@@ -17,12 +19,13 @@ std::vector<std::uint32_t> checked_buckets(const Engine& engine, const Words& bu
 
 void set_owners(Engine& engine, const Words& owners, std::uint32_t self) {
     require_size("owners", owners.size(), engine.map().total());
-    engine.set_owners({owners.data(), owners.size()}, self);
+    engine.ownership().set({owners.data(), owners.size()}, self);
 }
 
 nb::tuple export_windows(Engine& engine, const Words& buckets) {
     std::vector<std::uint32_t> trainers;
-    const std::vector<std::uint64_t> words = engine.export_windows(checked_buckets(engine, buckets), trainers);
+    const std::vector<std::uint64_t> words =
+        engine.ownership().export_windows(checked_buckets(engine, buckets), trainers);
     return nb::make_tuple(std::move(trainers), as_array(engine, words));
 }
 
@@ -31,12 +34,12 @@ void import_windows(Engine& engine, const Words& buckets, const std::vector<std:
     require_size("words", words.size(), trainers.size() * buckets.size());
     for (std::uint32_t trainer : trainers)
         if (trainer >= kMostTrainers) refuse("trainer=" + std::to_string(trainer));
-    engine.import_windows(checked_buckets(engine, buckets), trainers, {words.data(), words.size()});
+    engine.ownership().import_windows(checked_buckets(engine, buckets), trainers, {words.data(), words.size()});
 }
 
 void import_counters(Engine& engine, const Words& buckets, const Ids& counters) {
     require_size("counters", counters.size(), buckets.size() * Counters::kCount);
-    engine.import_counters(checked_buckets(engine, buckets), {counters.data(), counters.size()});
+    engine.ownership().import_counters(checked_buckets(engine, buckets), {counters.data(), counters.size()});
 }
 
 } // namespace
@@ -49,7 +52,9 @@ void bind_migration(nb::class_<Engine>& engine) {
              "refused then.")
         .def(
             "freeze",
-            [](Engine& e, const Words& buckets, bool frozen) { e.freeze(checked_buckets(e, buckets), frozen); },
+            [](Engine& e, const Words& buckets, bool frozen) {
+                e.ownership().freeze(checked_buckets(e, buckets), frozen);
+            },
             "buckets"_a, "frozen"_a, "Sets whether calls that would change these are refused.")
         .def("export_windows", &export_windows, "buckets"_a,
              nb::sig("def export_windows(self, buckets: NDArray[numpy.uint32]) -> tuple[list[int], "
@@ -58,29 +63,31 @@ void bind_migration(nb::class_<Engine>& engine) {
         .def("import_windows", &import_windows, "buckets"_a, "trainers"_a, "words"_a)
         .def(
             "export_counters",
-            [](Engine& e, const Words& buckets) { return as_array(e, e.export_counters(checked_buckets(e, buckets))); },
+            [](Engine& e, const Words& buckets) {
+                return as_array(e, e.ownership().export_counters(checked_buckets(e, buckets)));
+            },
             "buckets"_a)
         .def("import_counters", &import_counters, "buckets"_a, "counters"_a)
         .def(
             "hand_over",
-            [](Engine& e, const Words& buckets) { e.applied_steps().hand_over(checked_buckets(e, buckets)); },
+            [](Engine& e, const Words& buckets) { e.ownership().steps().hand_over(checked_buckets(e, buckets)); },
             "buckets"_a, "Called before they leave: records what is finished here at each. No update may run.")
         .def(
             "take_over",
             [](Engine& e, const Words& buckets, bool first) {
-                e.applied_steps().take_over(checked_buckets(e, buckets), first);
+                e.ownership().steps().take_over(checked_buckets(e, buckets), first);
             },
             "buckets"_a, "first"_a, "Called after they arrived: adopts what is finished at each. No update may run.")
         .def(
-            "forget", [](Engine& e, const Words& buckets) { e.forget(checked_buckets(e, buckets)); }, "buckets"_a,
-            WithoutGil(), "Empties the buckets.")
+            "forget", [](Engine& e, const Words& buckets) { e.ownership().forget(checked_buckets(e, buckets)); },
+            "buckets"_a, WithoutGil(), "Empties the buckets.")
         .def(
             "reach_step", [](Engine& e, std::uint32_t step) { e.reach_step(step); }, "step"_a,
             "Raises the latest step to at least this one.")
         .def(
             "reach_table",
             [](Engine& e, std::size_t t, std::uint32_t version, std::uint32_t expire_before) {
-                e.reach_table(checked_table(e, t), version, expire_before);
+                e.table(checked_table(e, t)).reach(version, expire_before);
             },
             "table"_a, "version"_a, "expire_before"_a,
             "Raises the table's version and expire_before to at least these.")
@@ -96,3 +103,5 @@ void bind_migration(nb::class_<Engine>& engine) {
             "note"_a,
             "Stores a note that lives as long as the rows; replaced as a whole, even if the process is killed.");
 }
+
+} // namespace satrap

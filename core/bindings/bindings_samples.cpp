@@ -12,17 +12,13 @@
 #include "data/delimited.hpp"
 #include "data/samples.hpp"
 
+namespace satrap {
+
 namespace {
 
 using Floats = nb::ndarray<const float, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using Rows = nb::ndarray<const float, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
 using Bag = std::tuple<Ids, std::optional<Offsets>, std::optional<Floats>>;
-
-template <typename T> Array<T> view(const std::shared_ptr<T[]>& memory, std::size_t n) {
-    auto* owner = new std::shared_ptr<T[]>(memory);
-    nb::capsule capsule(owner, [](void* p) noexcept { delete static_cast<std::shared_ptr<T[]>*>(p); });
-    return Array<T>(memory.get(), {n}, capsule);
-}
 
 void require_size(const std::string& what, std::size_t found, std::size_t expected) {
     if (found != expected) refuse(what + " are " + std::to_string(found) + ", expected " + std::to_string(expected));
@@ -154,8 +150,9 @@ nb::tuple parse_text(const TextFormat& format, const Bytes& text, std::size_t mo
     const std::size_t n = parsed.samples->n;
     for (const TextColumn& column : parsed.texts) {
         const auto size = static_cast<std::size_t>(column.offsets.data()[n]);
-        texts.append(nb::make_tuple(view(column.offsets.shared(), n + 1), view(column.data.shared(), size),
-                                    view(column.present.shared(), n)));
+        texts.append(nb::make_tuple(array_over(column.offsets.data(), {n + 1}, column.offsets.shared()),
+                                    array_over(column.data.data(), {size}, column.data.shared()),
+                                    array_over(column.present.data(), {n}, column.present.shared())));
     }
     for (const BadRow& row : parsed.bad)
         bad.append(nb::make_tuple(row.at, fault_name(row.fault), row.column, row.field_begin, row.field_end, row.found,
@@ -305,3 +302,5 @@ void bind_samples(nb::module_& m) {
     bind_text(m);
     m.def("log1p", &log1p_each, "values"_a, "ln(1 + max(x, 0)) of each, the same bits on every machine.");
 }
+
+} // namespace satrap

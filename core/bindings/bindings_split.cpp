@@ -8,6 +8,8 @@
 #include "bindings/bindings_fp16.hpp"
 #include "bindings/bindings_frames.hpp"
 
+namespace satrap {
+
 namespace {
 
 std::shared_ptr<Split> make_split(const std::vector<TableConfig>& tables, const std::vector<NamedFeature>& features,
@@ -47,11 +49,7 @@ std::vector<std::uint32_t> checked_groups(const Split& split, const Words& group
 
 nb::dict lines(Split& split, SplitTicket& ticket, const Words& groups) {
     const std::vector<std::uint32_t> of_tables = checked_groups(split, groups);
-    SplitLines found;
-    {
-        nb::gil_scoped_release release;
-        found = split.lines(ticket, of_tables);
-    }
+    SplitLines found = without_gil([&] { return split.lines(ticket, of_tables); });
     nb::dict out;
     out["lines"] = moved<std::int32_t>(std::move(found.lines));
     out["offsets"] = moved_or_none<std::int64_t>(std::move(found.offsets));
@@ -59,24 +57,14 @@ nb::dict lines(Split& split, SplitTicket& ticket, const Words& groups) {
     return out;
 }
 
-nb::tuple runs(Split& split, const std::vector<SplitTicket*>& tickets,
-               const std::vector<std::pair<bool, std::vector<bool>>>& given, const Words& owners,
-               std::uint32_t num_servers, const Words& groups) {
-    if (tickets.empty()) refuse("no ticket was given; expected at least one");
-    require_size("given", given.size(), tickets.size());
-    std::vector<GivenParts> parts;
-    for (std::size_t k = 0; k < tickets.size(); ++k) {
-        if (tickets[k] == nullptr) refuse("a ticket is None");
-        require_size("given sequences", given[k].second.size(), split.bags().sequences.size());
-        parts.push_back({given[k].first, given[k].second});
-    }
+nb::tuple runs(Split& split, const std::vector<SplitTicket*>& tickets, const std::vector<GivenFlags>& given,
+               const Words& owners, std::uint32_t num_servers, const Words& groups) {
+    const std::vector<GivenParts> parts =
+        checked_parts(tickets, given, [&](const SplitTicket&) { return &split.bags(); });
     const std::vector<std::uint32_t> of_tables = checked_groups(split, groups);
     std::vector<std::uint32_t> of_buckets = checked_owners(split, owners, num_servers);
-    auto found = std::make_unique<SumRuns>();
-    {
-        nb::gil_scoped_release release;
-        *found = split.runs(tickets, parts, std::move(of_buckets), num_servers, of_tables);
-    }
+    auto found = std::make_unique<SumRuns>(
+        without_gil([&] { return split.runs(tickets, parts, std::move(of_buckets), num_servers, of_tables); }));
     nb::dict of_runs = dict_of(std::move(found->runs));
     return nb::make_tuple(std::move(found), std::move(of_runs));
 }
@@ -119,13 +107,6 @@ std::unique_ptr<Sums> sums(Split& split, const std::vector<SplitTicket*>& ticket
     return std::make_unique<Sums>(split.sums(tickets, checked, scale_of_all, std::move(of_buckets), num_servers));
 }
 
-// Returns an array of n elements in memory that `keep` owns.
-template <typename T> Array<const T> view_of(const T* memory, std::size_t n, const std::shared_ptr<const void>& keep) {
-    nb::capsule capsule(new std::shared_ptr<const void>(keep),
-                        [](void* p) noexcept { delete static_cast<std::shared_ptr<const void>*>(p); });
-    return Array<const T>(memory, {n}, capsule);
-}
-
 const ShardLayout& layout_of(const std::shared_ptr<const ShardLayout>& layout, std::size_t server) {
     if (server >= layout->num_servers())
         refuse("server " + std::to_string(server) + " of " + std::to_string(layout->num_servers()));
@@ -140,14 +121,14 @@ template <typename Class> void bind_layout(nb::class_<Class>& bound) {
             [](const Class& own, std::size_t server) {
                 const ShardLayout& layout = layout_of(own.layout, server);
                 const std::uint64_t* memory = own.ids->template as<std::uint64_t>() + layout.first_id[server];
-                return view_of(memory, layout.num_ids(server), own.ids);
+                return array_over(memory, {layout.num_ids(server)}, own.ids);
             },
             "server"_a, "Ids of the server, table by table, and within a table bucket by bucket.")
         .def(
             "offsets",
             [](const Class& own, std::size_t server) {
                 const ShardLayout& layout = layout_of(own.layout, server);
-                return view_of(layout.offsets(server), layout.num_tables + 1, own.layout);
+                return array_over(layout.offsets(server), {layout.num_tables + 1}, own.layout);
             },
             "server"_a, "Where each table's ids begin in ids(server), and where the last one's end.")
         .def(
@@ -218,7 +199,7 @@ void bind_split(nb::module_& m) {
             [](const Sums& own, std::size_t server) {
                 const ShardLayout& layout = layout_of(own.layout, server);
                 const float* memory = own.gradients->as<float>() + layout.first_float[server];
-                return view_of(memory, layout.num_floats[server], own.gradients);
+                return array_over(memory, {layout.num_floats[server]}, own.gradients);
             },
             "server"_a, "The gradients of ids(server), in their order.")
         .def_ro("same_ids", &Sums::same_ids, "Whether ids and servers are those of the one ticket's lookup.")
@@ -258,3 +239,5 @@ void bind_split(nb::module_& m) {
     bind_fp16(split);
     bind_runs(split);
 }
+
+} // namespace satrap

@@ -145,7 +145,7 @@ class DelimitedParser {
     // Finds the first possible delimiter or newline at or after `at`.
     const char* find(const char* at) const {
         for (; end_ - at >= 8; at += 8) {
-            const auto word = xxh64_detail::load<std::uint64_t>(reinterpret_cast<const unsigned char*>(at));
+            const auto word = Xxh64::load<std::uint64_t>(reinterpret_cast<const unsigned char*>(at));
             const std::uint64_t hit = zero_bytes(word ^ delimiters_) | zero_bytes(word ^ (kOnes * '\n'));
             if (hit != 0) return at + (std::countr_zero(hit) >> 3);
         }

@@ -1,6 +1,8 @@
-// Splits calls over buckets and threads; see engine.hpp.
+// Splits lookups and updates, of flat ids and of bags, over buckets and threads; see engine.hpp.
 #include "engine/engine.hpp"
 
+#include "bags/bag_gradients.hpp"
+#include "bags/bag_output.hpp"
 #include "base/errors.hpp"
 #include "base/float_mode.hpp"
 
@@ -27,20 +29,15 @@ static void require_alike(std::span<const TableConfig> configs, bool survives_pr
 
 Engine::Engine(std::vector<TableConfig> configs, const Options& options, std::unique_ptr<Arena> arena)
     : identity_(next_identity()), kernels_(&kernels_named(options.simd)), arena_(std::move(arena)),
-      scheduler_(options.num_threads), codec_(dims_of(configs), *kernels_, scheduler_.pool()) {
+      directory_(tables_, scheduler_), ownership_(tables_), scheduler_(options.num_threads),
+      codec_(dims_of(configs), *kernels_, scheduler_.pool()) {
     require_alike(configs, arena_->survives_process());
     for (TableConfig& config : configs) {
-        map_.add_table(config.bucket_bits());
-        while (config.frame_pool && *config.frame_pool >= row_places_.size())
-            row_places_.push_back(std::make_unique<RowPlaces>());
-        RowPlaces* places = config.frame_pool ? row_places_[*config.frame_pool].get() : nullptr;
-        tables_.push_back(std::make_unique<Table>(std::move(config), static_cast<std::uint32_t>(tables_.size()),
-                                                  options.seed, *kernels_, *arena_, places));
-        summations_.push_back(&tables_.back()->summation());
+        RowPlaces* places = directory_.add_table(config);
+        tables_.add(std::make_unique<Table>(std::move(config), static_cast<std::uint32_t>(tables_.size()), options.seed,
+                                            *kernels_, *arena_, places));
     }
-    applied_steps_.init(*arena_, map_.total());
-    owners_ = std::vector<std::atomic<std::uint32_t>>(map_.total()); // this engine owns all until set_owners()
-    is_shared_.assign(map_.total(), 0);
+    ownership_.init(*arena_);
 }
 
 std::unique_ptr<Engine> Engine::attach(std::vector<TableConfig> configs, const Options& options,
@@ -58,39 +55,38 @@ std::unique_ptr<Engine> Engine::attach(std::vector<TableConfig> configs, const O
 void Engine::adopt(SharedArena& file) {
     std::vector<UndoSlot> undo;
     file.for_each([&](const ChunkTag& tag, std::byte* memory, std::size_t bytes) {
-        if (tag.table >= tables_.size() || tag.bucket >= tables_[tag.table]->config().num_buckets)
+        if (tag.table >= tables_.size() || tag.bucket >= tables_[tag.table].config().num_buckets)
             throw InvariantError("a chunk of table " + std::to_string(tag.table) + ", bucket " +
                                  std::to_string(tag.bucket));
-        Bucket& bucket = tables_[tag.table]->bucket(tag.bucket);
+        Bucket& bucket = tables_[tag.table].bucket(tag.bucket);
         switch (tag.kind) {
         case ChunkKind::rows: bucket.rows.adopt_chunk(tag.sequence, memory, bytes); break;
         case ChunkKind::sightings: bucket.sightings.adopt_chunk(tag.sequence, memory, bytes); break;
         case ChunkKind::undo: undo.emplace_back(memory, bytes); break;
-        case ChunkKind::windows: applied_steps_.adopt(tag.sequence, memory, bytes); break;
+        case ChunkKind::windows: ownership_.steps().adopt(tag.sequence, memory, bytes); break;
         case ChunkKind::note: break;
         default: throw InvariantError("a chunk of unknown kind");
         }
     });
     for (UndoSlot& slot : undo) {
         auto rows_of = [&](std::uint32_t t, std::uint32_t b) -> Rows& {
-            if (t >= tables_.size() || b >= tables_[t]->config().num_buckets)
+            if (t >= tables_.size() || b >= tables_[t].config().num_buckets)
                 throw InvariantError("an undo slot of a bucket that does not exist");
-            return tables_[t]->bucket(b).rows;
+            return tables_[t].bucket(b).rows;
         };
         slot.recover(rows_of, [&](std::uint32_t trainer, std::uint32_t t, std::uint32_t b) -> StepWindow& {
             if (trainer >= kMostTrainers) throw InvariantError("an undo slot of trainer " + std::to_string(trainer));
-            return applied_steps_.of(trainer)[map_.first[t] + b];
+            return ownership_.steps().of(trainer)[map().first[t] + b];
         });
         undo_.give(std::make_unique<UndoSlot>(slot));
     }
-    for (auto& table : tables_)
-        for (std::uint32_t b = 0; b < table->config().num_buckets; ++b) {
-            Bucket& bucket = table->bucket(b);
-            bucket.rows.rebuild();
-            bucket.sightings.rebuild();
-            bucket.drop_stale_sightings();
-            bucket.log_start = table->ledger().version.load() + 1; // earlier removals are no longer known
-        }
+    for (std::uint32_t b = 0; b < map().total(); ++b) {
+        Bucket& bucket = tables_.bucket(b);
+        bucket.rows.rebuild();
+        bucket.sightings.rebuild();
+        bucket.drop_stale_sightings();
+        bucket.log_start = tables_[tables_.table_of(b)].ledger().version.load() + 1; // earlier removals are not known
+    }
 }
 
 std::shared_ptr<Engine> Engine::owned(std::unique_ptr<Engine> engine) {
@@ -112,30 +108,19 @@ std::uint32_t Engine::next_step() {
 }
 
 void Engine::begin_attempt(std::uint32_t attempt) {
-    applied_steps().clear(); // first: if the process dies in between, the attempt has not started
+    ownership().steps().clear(); // first: if the process dies in between, the attempt has not started
     arena_->attempt().store(attempt);
-}
-
-std::uint32_t Engine::begin_version(std::size_t t) {
-    std::atomic<std::uint32_t>& version = table(t).ledger().version;
-    std::uint32_t now = version.load();
-    do {
-        if (now >= kLastVersion)
-            throw InputError("table '" + tables_[t]->config().name + "': all " + std::to_string(kLastVersion) +
-                             " versions are used");
-    } while (!version.compare_exchange_weak(now, now + 1));
-    return now + 1;
 }
 
 std::unique_ptr<Batch> Engine::group(const std::uint64_t* ids, std::span<const std::int64_t> offsets,
                                      bool with_indexes) {
-    fork_guard_.require_same_process();
+    SATRAP_ASSERT(offsets.size() == tables_.size() + 1);
     std::unique_ptr<Batch> batch = batches_.take();
     batch->offsets.assign(offsets.begin(), offsets.end());
     if (with_indexes)
-        batch->group_with_indexes(ids, map_, scheduler_.pool());
+        batch->group_with_indexes(ids, map(), scheduler_.pool());
     else
-        batch->group(ids, map_, scheduler_.pool());
+        batch->group(ids, map(), scheduler_.pool());
     return batch;
 }
 
@@ -180,34 +165,25 @@ class FlatSource final : public GradientSource {
 
 } // namespace
 
-void Engine::open_step(const LookupStep& at) {
-    if (!at.train) return;
-    reach_step(at.step);
-    for (auto& table : tables_) table->open_step(at);
-}
-
 void Engine::lookup_buckets(Batch& batch, const LookupStep& at, const Destinations& destinations) {
     BucketScheduler::ScratchLease lease(scheduler_, batch.size());
-    open_step(at);
-    scheduler_.for_each_bucket(
-        map_, lease, [&](std::uint32_t b) { return occupied(batch, b); },
-        [&](std::size_t t, std::uint32_t b, Scratch& scratch) {
-            batch.deduplicate(b, scratch.dedupe);
-            tables_[t]->lookup(visit_of(batch, map_.first[t], b), at, destinations(t, b, scratch), scratch);
-        });
+    tables_.open_step(at);
+    scheduler_.for_each_occupied(map(), lease, batch, [&](std::size_t t, std::uint32_t b, Scratch& scratch) {
+        batch.deduplicate(b, scratch.dedupe);
+        tables_[t].lookup(visit_of(batch, map().first[t], b), at, destinations(t, b, scratch), scratch);
+    });
     batch.hinted = true;
 }
 
 std::unique_ptr<Ticket> Engine::lookup(const std::uint64_t* ids, std::span<const std::int64_t> offsets,
                                        const LookupStep& at, float* out, bool want_ticket) {
-    fork_guard_.require_same_process();
     require_rows_here();
     std::unique_ptr<Batch> batch = group(ids, offsets);
     const std::vector<std::size_t> begin = float_offsets(offsets);
-    require_owned([&](std::uint32_t b) { return occupied(*batch, b); }, at.train);
+    ownership_.require([&](std::uint32_t b) { return occupied(*batch, b); }, at.train);
     if (at.train) wait_for_cut_room();
     lookup_buckets(*batch, at, [&](std::size_t t, std::uint32_t b, Scratch& scratch) {
-        return floats_at(*batch, b, out + begin[t], tables_[t]->config().dim, scratch.to);
+        return floats_at(*batch, b, out + begin[t], tables_[t].config().dim, scratch.to);
     });
     if (want_ticket) return std::unique_ptr<Ticket>(new Ticket(ticket_of(std::move(batch), identity_, begin.back())));
     batches_.give(std::move(batch));
@@ -215,7 +191,6 @@ std::unique_ptr<Ticket> Engine::lookup(const std::uint64_t* ids, std::span<const
 }
 
 std::unique_ptr<Ticket> Engine::prepare(const std::uint64_t* ids, std::span<const std::int64_t> offsets) {
-    fork_guard_.require_same_process();
     require_rows_here();
     return ticket_for(ids, offsets);
 }
@@ -228,19 +203,17 @@ std::unique_ptr<Ticket> Engine::ticket_for(const std::uint64_t* ids, std::span<c
 
 void Engine::deduplicate(Batch& batch) {
     BucketScheduler::ScratchLease lease(scheduler_, batch.size());
-    scheduler_.for_each_bucket(
-        map_, lease, [&](std::uint32_t b) { return occupied(batch, b); },
-        [&](std::size_t, std::uint32_t b, Scratch& scratch) { batch.deduplicate(b, scratch.dedupe); });
+    scheduler_.deduplicate(map(), lease, batch);
 }
 
 // Returns the bytes that the largest bucket of an update needs in an undo slot; 0 if rows do not survive the process.
 std::size_t Engine::undo_bytes(Tickets tickets) const {
     std::size_t most = 0;
     for (std::size_t t = 0; arena_->survives_process() && t < tables_.size(); ++t)
-        for (std::uint32_t b = map_.first[t]; b < map_.first[t + 1]; ++b) {
+        for (std::uint32_t b = map().first[t]; b < map().first[t + 1]; ++b) {
             std::size_t unique = 0;
             for (const Ticket* ticket : tickets) unique += ticket->batch->num_unique[b];
-            most = std::max(most, UndoSlot::bytes_for(unique, tables_[t]->config().row_bytes()));
+            most = std::max(most, UndoSlot::bytes_for(unique, tables_[t].config().row_bytes()));
         }
     return most;
 }
@@ -249,9 +222,9 @@ std::size_t Engine::undo_bytes(Tickets tickets) const {
 void Engine::reserve_update(BucketScheduler::ScratchLease& lease, Tickets tickets, bool filter) const {
     std::size_t entries = 0, unique = 0, sums = 0, dim = 0;
     for (std::size_t t = 0; t < tables_.size(); ++t) {
-        const std::size_t of_table = tables_[t]->config().dim;
+        const std::size_t of_table = tables_[t].config().dim;
         dim = std::max(dim, of_table);
-        for (std::uint32_t b = map_.first[t]; b < map_.first[t + 1]; ++b) {
+        for (std::uint32_t b = map().first[t]; b < map().first[t + 1]; ++b) {
             std::size_t here = 0, ids = 0;
             for (const Ticket* ticket : tickets) {
                 here += ticket->batch->begin[b + 1] - ticket->batch->begin[b];
@@ -268,39 +241,36 @@ void Engine::reserve_update(BucketScheduler::ScratchLease& lease, Tickets ticket
 
 void Engine::apply(GradientSource&& source, Tickets tickets, std::uint32_t step, std::span<const double> lrs,
                    std::uint32_t trainer) {
-    fork_guard_.require_same_process();
     require_rows_here();
     Claim claim(tickets, identity_);
-    require_owned([&](std::uint32_t b) { return occupied(tickets, b); }, true);
+    ownership_.require([&](std::uint32_t b) { return occupied(tickets, b); }, true);
     wait_for_cut_room();
     const FloatMode mode;
     source.open();
+    SATRAP_ASSERT(lrs.size() == tables_.size());
     std::vector<StepScalars> scalars(tables_.size());
     UndoSet undo(undo_, *arena_);
     BucketScheduler::ScratchLease lease(scheduler_, size_of(tickets));
-    const bool filter = !all_sums_finite(source, size_of(tickets), *kernels_, scheduler_.pool());
-    if (filter) refuse_nonfinite(source, tickets, map_, summations_);
+    const bool filter = must_filter(source, tickets, map(), tables_.summations(), *kernels_, scheduler_.pool());
     reserve_update(lease, tickets, filter);
     if (const std::size_t bytes = undo_bytes(tickets); bytes != 0) undo.fill(scheduler_.num_threads(), bytes);
     for (unsigned thread = 0; thread < lease.size(); ++thread) lease[thread].undo = undo.slot(thread);
-    StepWindow* windows = trainer == kNoTrainer ? nullptr : applied_steps_.of(trainer);
-    for (std::uint32_t b = 0; windows != nullptr && b < map_.total(); ++b)
+    StepWindow* windows = trainer == kNoTrainer ? nullptr : ownership_.steps().of(trainer);
+    for (std::uint32_t b = 0; windows != nullptr && b < map().total(); ++b)
         if (occupied(tickets, b) && windows[b].forgot(step))
             throw InputError("step " + std::to_string(step) + " of trainer " + std::to_string(trainer) +
                              " is too far behind its step " + std::to_string(windows[b].newest()) + ": at most " +
                              std::to_string(StepWindow::kSteps) + " may be in flight; nothing was applied");
     claim.keep(); // updates may be applied from here on
     bool hinted = true;
-    for (std::size_t t = 0; t < tables_.size(); ++t) scalars[t] = tables_[t]->step_scalars(step, lrs[t]);
+    for (std::size_t t = 0; t < tables_.size(); ++t) scalars[t] = tables_[t].step_scalars(step, lrs[t]);
     for (const Ticket* ticket : tickets) hinted &= ticket->batch->hinted;
     reach_step(step);
-    scheduler_.for_each_bucket(
-        map_, lease, [&](std::uint32_t b) { return occupied(tickets, b); },
-        [&](std::size_t t, std::uint32_t b, Scratch& scratch) {
-            const BucketGradients part = source.part(t, b, scratch);
-            const UpdateMark mark{trainer, windows == nullptr ? nullptr : windows + b};
-            tables_[t]->update(part.visit, part.gradients, scalars[t], hinted, filter, mark, scratch);
-        });
+    scheduler_.for_each_occupied(map(), lease, tickets, [&](std::size_t t, std::uint32_t b, Scratch& scratch) {
+        const BucketGradients part = source.part(t, b, scratch);
+        const UpdateMark mark{trainer, windows == nullptr ? nullptr : windows + b};
+        tables_[t].update(part.visit, part.gradients, scalars[t], hinted, filter, mark, scratch);
+    });
     for (Ticket* ticket : tickets) batches_.give(std::move(ticket->batch));
 }
 
@@ -311,16 +281,57 @@ void Engine::update(Ticket& ticket, const float* gradients, std::uint32_t step, 
     apply(FlatSource(*this, ticket, gradients), tickets, step, lrs, trainer);
 }
 
+std::unique_ptr<Ticket> Engine::lookup_bags(const std::shared_ptr<const Bags>& bags, const BagInputs& inputs,
+                                            LookupStep at, float* block, float* const* sequences, bool want_ticket) {
+    require_rows_here();
+    PlannedBags planned = plan_bags(*bags, inputs, at, false);
+    if (at.train) wait_for_cut_room();
+    const BagRows rows(*bags, *planned.plan, *planned.batch, block, sequences, blocks_);
+    lookup_buckets(*planned.batch, at,
+                   [&](std::size_t t, std::uint32_t b, Scratch& scratch) { return rows.to(t, b, scratch); });
+    rows.finish(*kernels_, scheduler_.pool());
+    return end_lookup(std::move(planned), bags, want_ticket);
+}
+
+Engine::PlannedBags Engine::plan_bags(const Bags& bags, const BagInputs& inputs, LookupStep& at, bool with_indexes) {
+    SATRAP_ASSERT(bags.engine == identity_);
+    PlannedBags planned{plans_.take(), nullptr};
+    planned.plan->make(bags, inputs, *kernels_, scheduler_.pool());
+    if (at.train && at.step == 0) at.step = next_step();
+    if (at.train && at.oldest_open == 0) at.oldest_open = at.step;
+    planned.batch = batches_.take();
+    planned.plan->group(*planned.batch, map(), scheduler_.pool(), with_indexes);
+    return planned;
+}
+
+std::unique_ptr<Ticket> Engine::end_lookup(PlannedBags planned, const std::shared_ptr<const Bags>& bags,
+                                           bool want_ticket) {
+    const std::size_t batch_size = planned.plan->batch_size();
+    planned.plan->count_cut();
+    plans_.give(std::move(planned.plan));
+    if (want_ticket)
+        return std::unique_ptr<Ticket>(
+            new Ticket(ticket_of(std::move(planned.batch), identity_, batch_size * bags->total_dim, bags, batch_size)));
+    batches_.give(std::move(planned.batch));
+    return nullptr;
+}
+
+void Engine::update_bags(Tickets tickets, std::span<const BagGradients> gradients, float scale, std::uint32_t step,
+                         std::span<const double> lrs) {
+    for (const Ticket* ticket : tickets)
+        if (ticket->bags == nullptr) throw TicketError("this ticket came from a flat lookup; its update is update");
+    apply(BagSource(map(), tickets, gradients, scale), tickets, step, lrs, kNoTrainer);
+}
+
 bool Engine::check_id_gradients(const std::uint64_t* ids, std::span<const std::int64_t> offsets,
                                 const float* gradients) {
+    fork_guard_.require_same_process();
     const std::unique_ptr<Ticket> ticket = ticket_for(ids, offsets);
     Ticket* const tickets[] = {ticket.get()};
     const FloatMode mode;
     FlatSource source(*this, *ticket, gradients);
     source.open();
-    const bool filter = !all_sums_finite(source, size_of(tickets), *kernels_, scheduler_.pool());
-    if (filter) refuse_nonfinite(source, tickets, map_, summations_);
-    return filter;
+    return must_filter(source, tickets, map(), tables_.summations(), *kernels_, scheduler_.pool());
 }
 
 void Engine::drop(Ticket& ticket) {
@@ -332,7 +343,7 @@ void Engine::drop(Ticket& ticket) {
 
 TableStats Engine::stats(std::size_t t) {
     Table& table = this->table(t);
-    const auto places_lock = lock_places();
+    const auto places_lock = directory_.lock();
     TableStats stats;
     stats.bytes = sizeof(Table) + table.config().num_buckets * sizeof(Bucket);
     for (std::uint32_t b = 0; b < table.config().num_buckets; ++b) {
@@ -340,10 +351,10 @@ TableStats Engine::stats(std::size_t t) {
         std::lock_guard lock(bucket.mutex);
         bucket.sweep(table.expire_before(), table.ledger().version.load());
         stats.bytes += bucket.rows.bytes() + bucket.sightings.bytes() + bucket.removed.capacity() * sizeof(Removed);
-        if (owned(t, b)) { // not the buckets that are migrating to this engine, which the sender still counts
+        if (ownership_.owns(t, b)) { // not the buckets that are migrating to this engine, which the sender still counts
             stats.rows += bucket.rows.size();
             stats.sightings += bucket.sightings.size();
-        } else if (shares_buckets(t)) {
+        } else if (ownership_.shares(t)) {
             continue; // their owner counts what happens in all engines alike
         }
         stats.counters.add(bucket.counters);
@@ -351,7 +362,8 @@ TableStats Engine::stats(std::size_t t) {
         stats.moved_in += bucket.moved_in;
         stats.moved_out += bucket.moved_out;
     }
-    if (table.config().frame_pool && places_of(t)->is_tiered()) stats.bytes += stats.in_frames * FrameOrder::kBytes;
+    if (table.config().frame_pool && directory_.pool_of(table).is_tiered())
+        stats.bytes += stats.in_frames * FrameOrder::kBytes;
     return stats;
 }
 

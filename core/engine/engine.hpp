@@ -1,10 +1,14 @@
 // Many tables in one memory: the object that bindings.cpp exports to Python. A call passes the ids of all tables at
-// once; its cost grows with ids and touched buckets, not with features. Engine owns arena, tables, threads and spare
-// scratch; it splits a call over threads by bucket, so results cannot depend on how many there are.
+// once; its cost grows with ids and touched buckets, not with features. Engine joins what it consists of: arena,
+// tables, threads and spare scratch; Ownership, which knows the buckets that are served here; DeviceDirectory, which
+// knows where rows on a device are. It splits a call over threads by bucket, so results cannot depend on how many there
+// are.
 //
 // The path of a lookup: Batch.group (by bucket) -> per bucket: deduplicate, Table.lookup. An update's: finite check
 // over all gradients (so that a refused call changes nothing) -> per bucket: Table.update. Ids come table by table,
-// flat, or in bags (engine_bags.cpp), which differ in where rows go and where gradients are, and in nothing else.
+// flat, or in bags, which differ in where rows go and where gradients are, and in nothing else.
+// Invariants: a ticket's batch is grouped by tables_.map(); all tables, the arena and the applied steps number buckets
+//   and tables alike; one thread at a time works on a bucket of a call.
 // Locks: none on the hot path but the bucket locks inside Table; ThreadPool serves one call at a time.
 // Processes: in a fork every call that works on rows is refused, before it takes any lock; see owned() for its end.
 #pragma once
@@ -14,12 +18,13 @@
 
 #include "bags/bag_plan.hpp"
 #include "bags/bucket_runs.hpp"
+#include "base/atomic_max.hpp"
 #include "base/fork_guard.hpp"
+#include "engine/device_directory.hpp"
+#include "engine/ownership.hpp"
 #include "engine/row_export.hpp"
-#include "ids/bucket_scheduler.hpp"
 #include "kernels/fp16_codec.hpp"
 #include "storage/shared_arena.hpp"
-#include "table/table.hpp"
 
 namespace satrap {
 
@@ -47,13 +52,6 @@ struct TableStats {
     std::size_t bytes = 0;
     // For a table on a device: the rows in frames now, and how many rows moved between frames and home.
     std::size_t in_frames = 0, moved_in = 0, moved_out = 0;
-};
-
-// An id that has no frame: it reads the values of its row at home, or without a row those that it would begin with.
-struct AbsentRow {
-    std::uint64_t id;
-    std::uint32_t table;
-    std::uint32_t place; // kNoFrame: it has no row
 };
 
 // A lookup of rows on a device: the ids that were looked up, without what was cut, and those without a frame.
@@ -86,10 +84,20 @@ class Engine {
     std::size_t num_tables() const { return tables_.size(); }
     Table& table(std::size_t t) {
         fork_guard_.require_same_process();
-        return *tables_[t];
+        return tables_[t];
     }
-    const Table& table(std::size_t t) const { return *tables_[t]; }
-    const BucketNumbering& map() const { return map_; }
+    const Table& table(std::size_t t) const { return tables_[t]; }
+    const BucketNumbering& map() const { return tables_.map(); }
+    Ownership& ownership() {
+        fork_guard_.require_same_process();
+        return ownership_;
+    }
+    const Ownership& ownership() const { return ownership_; }
+    DeviceDirectory& directory() {
+        fork_guard_.require_same_process();
+        return directory_;
+    }
+    const DeviceDirectory& directory() const { return directory_; }
     const std::shared_ptr<BlockPool>& blocks() {
         fork_guard_.require_same_process();
         return blocks_;
@@ -100,10 +108,6 @@ class Engine {
     Arena& arena() {
         fork_guard_.require_same_process();
         return *arena_;
-    }
-    AppliedSteps& applied_steps() {
-        fork_guard_.require_same_process();
-        return applied_steps_;
     }
     std::uint32_t latest_step() { return arena().latest_step().load(); }
     std::uint32_t next_step();
@@ -134,18 +138,9 @@ class Engine {
                      std::span<const double> lrs);
 
     // The same for rows on a device (engine_frames.cpp), for which the calls above, migration and shared memory are
-    // refused. frames[i] is that of id i, without what was cut; -1: it reads
-    // zeros; -2 - k: it reads absent[k].
+    // refused; frames: see DeviceDirectory::find.
     FrameLookup lookup_frames(const std::shared_ptr<const Bags>& bags, const BagInputs& inputs, LookupStep at,
                               std::int32_t* frames, bool want_ticket);
-    // The rows inserted since the last call, whose places have no values yet. Also of lookups that failed.
-    std::vector<InsertedRow> take_inserted();
-    // Limits the frames of a pool's rows, before the first; the other rows are at home. A training lookup brings its
-    // rows into frames, in exchange for the rows with the smallest (stamp, table, id) that no open step uses; if they
-    // do not fit, it throws CapacityError. With 0 frames all rows stay at home (engine_tiers.cpp).
-    void set_device_frames(std::size_t p, std::uint32_t frames);
-    // The moves that lookups have recorded since the last call, to be carried out before take_inserted() is.
-    std::vector<Move> take_moves();
     // Does all of an update but the optimizer. `filter`: gradients may have to be skipped; then rows of tables that
     // skip are neither stamped nor counted before settle_frames.
     FrameRuns update_frames(Tickets tickets, std::span<const GivenParts> given, std::uint32_t step,
@@ -156,8 +151,8 @@ class Engine {
     std::unique_ptr<Ticket> bag_ticket(const std::shared_ptr<const Bags>& bags, const BagInputs& inputs);
     // A sum of these tickets' gradients is at most this many times the largest gradient times the scale.
     double sum_bound(Tickets tickets) const;
-    // Throws NonFiniteError as update_bags would; sets `filter` if gradients may have to be skipped.
-    void check_gradients(Tickets tickets, std::span<const BagGradients> gradients, float scale, bool& filter);
+    // Throws NonFiniteError as update_bags would. Returns whether gradients may have to be skipped.
+    bool check_gradients(Tickets tickets, std::span<const BagGradients> gradients, float scale);
     // The same for ids in flat arrays, table by table: those that other processes look up and update here. places[i]:
     // where the gradient of id i begins.
     FrameLookup lookup_id_frames(const std::uint64_t* ids, std::span<const std::int64_t> offsets, const LookupStep& at,
@@ -167,43 +162,11 @@ class Engine {
     // gradients: in the order of the ids. Returns whether some may have to be skipped.
     bool check_id_gradients(const std::uint64_t* ids, std::span<const std::int64_t> offsets, const float* gradients);
     void initial_rows(std::size_t t, std::span<const std::uint64_t> ids, std::byte* values, float* state);
-    // Throws InvariantError unless each frame, and each slot at home, is free or of one row.
-    void check_frames();
-    FramePool& frame_pool(std::size_t p) { return row_places(p).device; }
-    RowPlaces& row_places(std::size_t p) {
-        fork_guard_.require_same_process();
-        return *row_places_[p];
-    }
-    std::size_t num_frame_pools() const { return row_places_.size(); }
 
     std::size_t num_rows(std::size_t t) { return stats(t).rows; }
     TableStats stats(std::size_t t);
     // Starts an attempt in which no update counts as applied. No update may run.
     void begin_attempt(std::uint32_t attempt);
-    std::uint32_t begin_version(std::size_t t);
-
-    // Sets the owner of each bucket, over all tables in order; this engine is server `self`. An engine without owners
-    // owns all. Lookups and updates that touch a bucket of another server, or a frozen one, are refused before they
-    // change anything; reads of frozen ones are not. No call may run while owners are set; one that runs while a bucket
-    // is frozen may still change it.
-    void set_owners(std::span<const std::uint32_t> owners, std::uint32_t self);
-    // Lets this engine, whose rows are on a device, look up and update all buckets of a table, also those of other
-    // owners, whose engines do the same: each has all rows. Only the owner exports and counts those of a bucket.
-    void share_buckets(std::size_t t);
-    bool shares_buckets(std::size_t t) const { return is_shared_[map_.first[t]] != 0; }
-    void freeze(std::span<const std::uint32_t> buckets, bool frozen);
-    // The data that migrates with a bucket besides rows and sightings. words[i * buckets + b] is trainers[i]'s window
-    // of buckets[b]; counters are Counters::kCount for each.
-    std::vector<std::uint64_t> export_windows(std::span<const std::uint32_t> buckets,
-                                              std::vector<std::uint32_t>& trainers);
-    void import_windows(std::span<const std::uint32_t> buckets, std::span<const std::uint32_t> trainers,
-                        std::span<const std::uint64_t> words);
-    std::vector<std::uint64_t> export_counters(std::span<const std::uint32_t> buckets);
-    void import_counters(std::span<const std::uint32_t> buckets, std::span<const std::uint64_t> counters);
-    // Empties the buckets: no row, no sighting, no window, no count.
-    void forget(std::span<const std::uint32_t> buckets);
-    // Raises the table's version and expire_before to at least these.
-    void reach_table(std::size_t t, std::uint32_t version, std::uint32_t expire_before);
 
     // Exports are in order of the bucket, then of the mixed id (mix64).
     // others: include buckets that this engine does not own, which may be migrating to it or from it.
@@ -236,63 +199,50 @@ class Engine {
                  double lr);
 
   private:
-    static constexpr std::uint32_t kFrozen = 1U << 31; // a bit of owners_
-    template <typename Has> void require_owned(Has has, bool changes) const {
-        const std::uint32_t self = self_.load(std::memory_order_relaxed);
-        for (std::uint32_t b = 0; b < map_.total(); ++b)
-            if (const std::uint32_t owner = owners_[b].load(std::memory_order_relaxed);
-                owner != self && has(b) && (changes || (owner & ~kFrozen) != self))
-                refuse_moved(b, owner, self);
-    }
-    // Throws InputError unless the rows are in this memory, or on a device: an engine's tables are alike in this.
+    // Refuses the call in a fork, and of rows that are on a device.
     void require_rows_here() const {
-        if (!row_places_.empty()) tables_[0]->require_rows_here();
+        fork_guard_.require_same_process();
+        tables_.require_rows_here();
     }
-    void require_rows_on_device() const;
-    [[noreturn]] void refuse_moved(std::uint32_t b, std::uint32_t owner, std::uint32_t self) const;
-    bool owned(std::size_t t, std::uint32_t b) const {
-        return (owners_[map_.first[t] + b].load(std::memory_order_relaxed) & ~kFrozen) == self_.load();
+    void require_rows_on_device() const {
+        fork_guard_.require_same_process();
+        tables_.require_rows_on_device();
     }
-    std::size_t table_of(std::uint32_t b) const {
-        return static_cast<std::size_t>(std::upper_bound(map_.first.begin(), map_.first.end(), b) -
-                                        map_.first.begin()) -
-               1;
+    // Calls visit(bucket) for the buckets first .. last-1 of a table that this engine owns, or for all of them, each
+    // under its lock.
+    template <typename Visit>
+    void each_bucket(std::size_t t, std::uint32_t first, std::uint32_t last, bool others, Visit visit) {
+        Table& table = this->table(t);
+        SATRAP_ASSERT(first <= last && last <= table.config().num_buckets);
+        for (std::uint32_t b = first; b < last; ++b) {
+            if (!others && !ownership_.owns(t, b)) continue;
+            std::lock_guard lock(table.bucket(b).mutex);
+            visit(table.bucket(b));
+        }
     }
-    Bucket& bucket_at(std::uint32_t b) {
-        const std::size_t t = table_of(b);
-        return tables_[t]->bucket(b - map_.first[t]);
+    template <typename Visit> void each_bucket(std::size_t t, Visit visit) {
+        each_bucket(t, 0, table(t).config().num_buckets, true, visit);
     }
     void export_bucket_cut(Table& table, Bucket& bucket, std::uint32_t since, RowExport& out, CutRows& found);
     void require_cut(const Table& table) const;
     void wait_for_cut_room();
-    void find_frames(Batch& batch, const LookupStep& at, std::int32_t* frames, std::vector<AbsentRow>& absent);
-    void write_frames(const Batch& batch, std::size_t t, std::uint32_t b, std::uint32_t* unique, std::int32_t* frames,
-                      std::vector<AbsentRow>& absent);
-    void keep_inserted(std::span<const InsertedRow> rows);
-    struct FoundPlaces;
-    void find_tiered_frames(Batch& batch, const LookupStep& at, std::int32_t* frames, std::vector<AbsentRow>& absent);
-    std::vector<std::uint64_t> require_frames(const Batch& batch);
-    void require_room(Batch& batch, const LookupStep& at, const std::vector<std::uint64_t>& rows,
-                      BucketScheduler::ScratchLease& lease);
-    void find_places(Batch& batch, const LookupStep& at, FoundPlaces& found, BucketScheduler::ScratchLease& lease);
-    void bring_rows(FoundPlaces& found, const LookupStep& at);
-    [[noreturn]] void fail_frames(std::size_t t, std::size_t missing, const LookupStep& at, std::uint32_t before);
-    RowPlaces* places_of(std::size_t t) const { return row_places_[*tables_[t]->config().frame_pool].get(); }
-    // Rows that are moved are removed by no other call.
-    std::unique_lock<std::mutex> lock_places() {
-        return is_tiered_ ? std::unique_lock(places_mutex_) : std::unique_lock<std::mutex>();
-    }
     // Returns where each ticket's gradients of table t begin.
     using GivenOf = std::function<std::vector<EntryPlaces>(std::size_t t)>;
     FrameRuns take_runs(Claim& claim, Tickets tickets, const GivenOf& given_of, std::uint32_t step, bool filter);
     void reserve_update(BucketScheduler::ScratchLease& lease, Tickets tickets, bool filter) const;
     std::size_t undo_bytes(Tickets tickets) const;
     void adopt(SharedArena& arena);
+    // A lookup of bags whose inputs were checked and whose ids are grouped by bucket.
+    struct PlannedBags {
+        std::unique_ptr<BagPlan> plan;
+        std::unique_ptr<Batch> batch;
+    };
+    PlannedBags plan_bags(const Bags& bags, const BagInputs& inputs, LookupStep& at, bool with_indexes);
+    std::unique_ptr<Ticket> end_lookup(PlannedBags planned, const std::shared_ptr<const Bags>& bags, bool want_ticket);
     std::unique_ptr<Batch> group(const std::uint64_t* ids, std::span<const std::int64_t> offsets,
                                  bool with_indexes = false);
     std::unique_ptr<Ticket> ticket_for(const std::uint64_t* ids, std::span<const std::int64_t> offsets);
     void deduplicate(Batch& batch);
-    void open_step(const LookupStep& at);
     // Returns the destinations of bucket b of table t, one for each entry; the array lives in the scratch.
     using Destinations = std::function<float* const*(std::size_t t, std::uint32_t b, Scratch& scratch)>;
     void lookup_buckets(Batch& batch, const LookupStep& at, const Destinations& destinations);
@@ -304,27 +254,14 @@ class Engine {
     std::shared_ptr<BlockPool> blocks_ = std::make_shared<BlockPool>();
     const Kernels* kernels_;
     std::unique_ptr<Arena> arena_;
-    std::vector<std::unique_ptr<RowPlaces>> row_places_; // of each frame pool; outlive the tables
-    CutMemory cut_memory_;                               // outlives the tables, too
-    std::vector<std::unique_ptr<Table>> tables_;
-    std::vector<const GradientSum*> summations_; // of the tables
-    BucketNumbering map_;
+    DeviceDirectory directory_; // outlives the tables
+    CutMemory cut_memory_;      // outlives the tables, too
+    Tables tables_;
+    Ownership ownership_;
     static constexpr std::size_t kMostSpare = 16; // number of calls whose memory is kept
     Recycler<Batch> batches_{kMostSpare};
     Recycler<BagPlan> plans_{kMostSpare};
     Recycler<UndoSlot> undo_;
-    AppliedSteps applied_steps_;
-    std::vector<std::atomic<std::uint32_t>> owners_; // [buckets]
-    std::atomic<std::uint32_t> self_{0};
-    std::vector<std::uint8_t> is_shared_; // [buckets]
-    std::mutex inserted_mutex_;
-    std::vector<InsertedRow> inserted_;
-    std::vector<Move> moves_; // under inserted_mutex_
-    std::mutex absent_mutex_;
-    std::mutex places_mutex_;
-    // Under places_mutex_: of lookups at steps that may be open, the step and how many rows of each pool it has.
-    std::vector<std::pair<std::uint32_t, std::vector<std::uint64_t>>> open_lookups_;
-    std::atomic<bool> is_tiered_{false};
     BucketScheduler scheduler_;
     Fp16Codec codec_;
 };

@@ -18,16 +18,10 @@ constexpr std::chrono::microseconds kYield{20}; // for calls that wait for the l
 
 const Head& head_at(const std::byte* line) { return *reinterpret_cast<const Head*>(line); }
 
-// Sorts ids by their hashes and removes repeated ones.
-void sort_mixed(std::vector<std::uint64_t>& ids, std::size_t begin) {
-    const auto from = ids.begin() + static_cast<std::ptrdiff_t>(begin);
-    std::sort(from, ids.end(), [](std::uint64_t a, std::uint64_t b) { return mix64(a) < mix64(b); });
-    ids.erase(std::unique(from, ids.end()), ids.end());
-}
-
 // Lists the slots of the bucket's rows at the cut that changed since a version, and what it had removed. Rows that need
 // not be exported need not be kept, either.
 void list_cut(Bucket& bucket, std::uint32_t expire_before, std::uint32_t since, HashOrder& order, CutRows& found) {
+    SATRAP_ASSERT(bucket.mutex.is_held());
     OldRows& old = bucket.rows.old_rows();
     const auto list = [&](std::uint32_t slot, const Head& head) {
         if (head.stamp < expire_before) {
@@ -57,21 +51,17 @@ std::vector<TableCut> Engine::begin_cut(std::span<const std::size_t> tables, std
     cut_memory_.begin(limit, patience);
     std::vector<TableCut> cuts;
     for (std::size_t t : tables) { // before any bucket: what changes after its mark is changed at this version
-        const std::uint32_t version = begin_version(t);
-        Table& table = *tables_[t];
+        Table& table = tables_[t];
+        const std::uint32_t version = table.begin_version();
         table.cut_expire_before() = table.expire_before();
         table.cut_version().store(version);
         cuts.push_back({version, table.cut_expire_before(), table.lr(), 0});
     }
     for (std::size_t i = 0; i < tables.size(); ++i) {
-        Table& table = *tables_[tables[i]];
-        for (std::uint32_t b = 0; b < table.config().num_buckets; ++b) {
-            if (!owned(tables[i], b)) continue;
-            Bucket& bucket = table.bucket(b);
-            std::lock_guard lock(bucket.mutex);
+        each_bucket(tables[i], 0, tables_[tables[i]].config().num_buckets, false, [&](Bucket& bucket) {
             if (bucket.places == nullptr) bucket.begin_cut(cut_memory_);
             cuts[i].rows += bucket.rows.size();
-        }
+        });
     }
     return cuts;
 }
@@ -87,10 +77,10 @@ CutRows Engine::export_cut(std::size_t t, std::uint32_t first, std::uint32_t las
     Table& table = this->table(t);
     RowExport out(*blocks_, table.config());
     CutRows found;
-    const auto places_lock = lock_places();
+    const auto places_lock = directory_.lock();
     require_cut(table);
     for (std::uint32_t b = first; b < last; ++b) {
-        if (!owned(t, b)) continue;
+        if (!ownership_.owns(t, b)) continue;
         export_bucket_cut(table, table.bucket(b), since, out, found);
         cut_memory_.give(0); // there is progress
     }
@@ -154,11 +144,8 @@ RowColumns Engine::export_cut_sightings(std::size_t t, std::uint32_t first, std:
     require_cut(table);
     std::vector<Head> heads;
     for (std::uint32_t b = first; b < last; ++b) {
-        if (!owned(t, b)) continue;
-        Bucket& bucket = table.bucket(b);
         heads.clear();
-        {
-            std::lock_guard lock(bucket.mutex);
+        each_bucket(t, b, b + 1, false, [&](Bucket& bucket) {
             Rows& sightings = bucket.sightings;
             if (bucket.places != nullptr) sightings.begin_cut(cut_memory_);
             if (!sightings.in_cut()) require_cut(table);
@@ -168,7 +155,7 @@ RowColumns Engine::export_cut_sightings(std::size_t t, std::uint32_t first, std:
             });
             for (std::size_t i = 0; old != nullptr && i < old->rows().size(); ++i)
                 heads.push_back(head_at(old->rows()[i].line));
-        }
+        });
         HashOrder order;
         for (std::uint32_t i = 0; i < heads.size(); ++i) order.add(heads[i].id(), i);
         out.reserve(out.rows() + order.size());
@@ -182,18 +169,14 @@ RowColumns Engine::export_cut_sightings(std::size_t t, std::uint32_t first, std:
 }
 
 void Engine::end_cut(std::size_t t) {
-    Table& table = this->table(t);
-    table.cut_version().store(0);
-    for (std::uint32_t b = 0; b < table.config().num_buckets; ++b) {
-        std::lock_guard lock(table.bucket(b).mutex);
-        table.bucket(b).end_cut();
-    }
+    table(t).cut_version().store(0);
+    each_bucket(t, [](Bucket& bucket) { bucket.end_cut(); });
 }
 
 void Engine::wait_for_cut_room() {
     if (cut_memory_.wait_for_room()) return;
     for (std::size_t t = 0; t < tables_.size(); ++t)
-        if (tables_[t]->cut_version() != 0) end_cut(t);
+        if (tables_[t].cut_version() != 0) end_cut(t);
 }
 
 } // namespace satrap

@@ -8,91 +8,21 @@ namespace satrap {
 
 static_assert(kNoRow == kNoFrame);
 
-void Engine::keep_inserted(std::span<const InsertedRow> rows) {
-    std::lock_guard lock(inserted_mutex_);
-    inserted_.insert(inserted_.end(), rows.begin(), rows.end());
-}
-
-std::vector<InsertedRow> Engine::take_inserted() {
-    fork_guard_.require_same_process();
-    std::lock_guard lock(inserted_mutex_);
-    return std::exchange(inserted_, {});
-}
-
-void Engine::require_rows_on_device() const {
-    if (row_places_.empty())
-        throw InputError("table '" + tables_[0]->config().name + "': its rows are not on a device");
-}
-
 FrameLookup Engine::lookup_frames(const std::shared_ptr<const Bags>& bags, const BagInputs& inputs, LookupStep at,
                                   std::int32_t* frames, bool want_ticket) {
-    fork_guard_.require_same_process();
     require_rows_on_device();
-    std::unique_ptr<BagPlan> plan = plans_.take();
-    plan->make(*bags, inputs, *kernels_, scheduler_.pool());
-    if (at.train && at.step == 0) at.step = next_step();
-    if (at.train && at.oldest_open == 0) at.oldest_open = at.step;
-    std::unique_ptr<Batch> batch = batches_.take();
-    plan->group(*batch, map_, scheduler_.pool(), true);
+    PlannedBags planned = plan_bags(*bags, inputs, at, true);
     FrameLookup found;
-    found.num_ids = plan->num_ids();
-    const BagInputs& kept = plan->inputs();
+    found.num_ids = planned.plan->num_ids();
+    const BagInputs& kept = planned.plan->inputs();
     if (kept.offsets != nullptr) found.offsets.assign(kept.offsets, kept.offsets + kept.num_bags + 1);
     if (kept.weights != nullptr) found.weights.assign(kept.weights, kept.weights + found.num_ids);
-    find_frames(*batch, at, frames, found.absent);
-    plan->count_cut();
-    plans_.give(std::move(plan));
-    if (want_ticket) {
-        const std::size_t num_floats = inputs.batch_size * bags->total_dim;
-        found.ticket.reset(new Ticket(ticket_of(std::move(batch), identity_, num_floats, bags, inputs.batch_size)));
-    } else {
-        batches_.give(std::move(batch));
-    }
+    directory_.find(*planned.batch, at, frames, found.absent);
+    found.ticket = end_lookup(std::move(planned), bags, want_ticket);
     return found;
 }
 
-// Writes the frame of each id. An id without one reads what is added to `absent`, or zeros.
-void Engine::find_frames(Batch& batch, const LookupStep& at, std::int32_t* frames, std::vector<AbsentRow>& absent) {
-    const auto places_lock = lock_places();
-    if (places_lock.owns_lock() && at.train) return find_tiered_frames(batch, at, frames, absent);
-    BucketScheduler::ScratchLease lease(scheduler_, batch.size());
-    open_step(at);
-    scheduler_.for_each_bucket(
-        map_, lease, [&](std::uint32_t b) { return occupied(batch, b); },
-        [&](std::size_t t, std::uint32_t b, Scratch& scratch) {
-            batch.deduplicate(b, scratch.dedupe);
-            const BucketVisit visit = visit_of(batch, map_.first[t], b);
-            std::uint32_t* unique = scratch.frames.reserve(visit.num_unique);
-            std::vector<InsertedRow> inserted;
-            try {
-                tables_[t]->lookup_places(visit, at, unique, inserted, scratch);
-            } catch (...) {
-                keep_inserted(inserted);
-                throw;
-            }
-            keep_inserted(inserted);
-            write_frames(batch, t, b, unique, frames, absent);
-        });
-    batch.hinted = true;
-}
-
-// Writes the frames of a bucket's entries; unique: the places of its unique ids, which this replaces.
-void Engine::write_frames(const Batch& batch, std::size_t t, std::uint32_t b, std::uint32_t* unique,
-                          std::int32_t* frames, std::vector<AbsentRow>& absent) {
-    const std::uint32_t first = batch.begin[b];
-    const bool zeros = tables_[t]->config().absent == Absent::zeros;
-    for (std::uint32_t i = 0; i < batch.num_unique[b]; ++i) {
-        if (is_frame(unique[i]) || (unique[i] == kNoFrame && zeros)) continue;
-        std::lock_guard lock(absent_mutex_);
-        absent.push_back({batch.unique[first + i], static_cast<std::uint32_t>(t), unique[i]});
-        unique[i] = kNoFrame - static_cast<std::uint32_t>(absent.size()); // -2 reads absent[0], and so on
-    }
-    for (std::uint32_t e = first; e < batch.begin[b + 1]; ++e)
-        frames[batch.indexes[e]] = static_cast<std::int32_t>(unique[batch.local[e]]);
-}
-
 FrameRuns Engine::update_frames(Tickets tickets, std::span<const GivenParts> given, std::uint32_t step, bool filter) {
-    fork_guard_.require_same_process();
     require_rows_on_device();
     Claim claim(tickets, identity_);
     const std::vector<GivenPlaces> places = given_places(tickets, given);
@@ -103,8 +33,8 @@ FrameRuns Engine::update_frames(Tickets tickets, std::span<const GivenParts> giv
 // Stamps the rows, finds their frames and orders their gradients.
 FrameRuns Engine::take_runs(Claim& claim, Tickets tickets, const GivenOf& given_of, std::uint32_t step, bool filter) {
     bool rounded = false;
-    for (const auto& table : tables_) rounded |= table->config().dtype != Dtype::float32;
-    FrameRuns runs = reserve_runs(map_, tickets, rounded);
+    for (std::size_t t = 0; t < tables_.size(); ++t) rounded |= tables_[t].config().dtype != Dtype::float32;
+    FrameRuns runs = reserve_runs(map(), tickets, rounded);
     if (filter) runs.ids.resize(runs.frames.size());
     bool hinted = true;
     for (const Ticket* ticket : tickets) hinted &= ticket->batch->hinted;
@@ -112,81 +42,70 @@ FrameRuns Engine::take_runs(Claim& claim, Tickets tickets, const GivenOf& given_
     for (std::size_t t = 0; t < tables_.size(); ++t) places.push_back(given_of(t));
     BucketScheduler::ScratchLease lease(scheduler_, size_of(tickets));
     claim.keep();
-    const auto places_lock = lock_places();
+    const auto places_lock = directory_.lock();
     reach_step(step);
-    scheduler_.for_each_bucket(
-        map_, lease, [&](std::uint32_t b) { return occupied(tickets, b); },
-        [&](std::size_t t, std::uint32_t b, Scratch& scratch) {
-            const std::uint32_t n = join_ids(tickets, b, scratch);
-            BucketRuns entries(tickets, places[t], b, n, scratch);
-            std::uint8_t* started = scratch.started.reserve(n);
-            const std::uint32_t run = runs.first_run[b], entry = runs.first_entry[b];
-            for (std::uint32_t i = 0; i < n; ++i) {
-                started[i] = entries.started(i);
-                runs.begin[run + i] = entry + entries.begin(i);
-                runs.end[run + i] = entry + entries.begin(i + 1);
-                if (!runs.keys.empty()) runs.keys[run + i] = tables_[t]->row_key_of(scratch.joined_ids[i]);
-            }
-            const BucketVisit visit{.bucket = b - map_.first[t],
-                                    .unique = scratch.joined_ids.data(),
-                                    .num_unique = n,
-                                    .local = nullptr,
-                                    .count = 0,
-                                    .hints = scratch.joined_hints.data()};
-            const bool settled = !filter || tables_[t]->config().on_nonfinite != OnNonfinite::skip;
-            tables_[t]->update_places(visit, started, step, hinted, settled, runs.frames.data() + run, scratch);
-            if (filter) std::copy_n(scratch.joined_ids.data(), n, runs.ids.data() + run);
-            entries.write(t, runs.places.data() + entry, runs.factors.empty() ? nullptr : runs.factors.data() + entry);
-        });
+    scheduler_.for_each_occupied(map(), lease, tickets, [&](std::size_t t, std::uint32_t b, Scratch& scratch) {
+        const std::uint32_t n = join_ids(tickets, b, scratch);
+        BucketRuns entries(tickets, places[t], b, n, scratch);
+        std::uint8_t* started = scratch.started.reserve(n);
+        const std::uint32_t run = runs.first_run[b], entry = runs.first_entry[b];
+        for (std::uint32_t i = 0; i < n; ++i) {
+            started[i] = entries.started(i);
+            runs.begin[run + i] = entry + entries.begin(i);
+            runs.end[run + i] = entry + entries.begin(i + 1);
+            if (!runs.keys.empty()) runs.keys[run + i] = tables_[t].row_key_of(scratch.joined_ids[i]);
+        }
+        const BucketVisit visit{.bucket = b - map().first[t],
+                                .unique = scratch.joined_ids.data(),
+                                .num_unique = n,
+                                .local = nullptr,
+                                .count = 0,
+                                .hints = scratch.joined_hints.data()};
+        const bool settled = !filter || tables_[t].config().on_nonfinite != OnNonfinite::skip;
+        tables_[t].update_places(visit, started, step, hinted, settled, runs.frames.data() + run, scratch);
+        if (filter) std::copy_n(scratch.joined_ids.data(), n, runs.ids.data() + run);
+        entries.write(t, runs.places.data() + entry, runs.factors.empty() ? nullptr : runs.factors.data() + entry);
+    });
     for (Ticket* ticket : tickets) batches_.give(std::move(ticket->batch));
     return runs;
 }
 
 FrameLookup Engine::lookup_id_frames(const std::uint64_t* ids, std::span<const std::int64_t> offsets,
                                      const LookupStep& at, std::int32_t* frames) {
-    fork_guard_.require_same_process();
     require_rows_on_device();
     std::unique_ptr<Batch> batch = group(ids, offsets, true);
-    require_owned([&](std::uint32_t b) { return occupied(*batch, b) && is_shared_[b] == 0; }, at.train);
+    ownership_.require([&](std::uint32_t b) { return occupied(*batch, b); }, at.train);
     FrameLookup found;
     found.num_ids = batch->size();
-    find_frames(*batch, at, frames, found.absent);
+    directory_.find(*batch, at, frames, found.absent);
     batches_.give(std::move(batch));
     return found;
 }
 
 FrameRuns Engine::update_id_frames(const std::uint64_t* ids, std::span<const std::int64_t> offsets,
                                    const std::int32_t* places, std::uint32_t step, bool filter) {
-    fork_guard_.require_same_process();
     require_rows_on_device();
     const std::unique_ptr<Ticket> ticket = ticket_for(ids, offsets);
     Ticket* const tickets[] = {ticket.get()};
     Claim claim(tickets, identity_);
-    require_owned([&](std::uint32_t b) { return occupied(tickets, b) && is_shared_[b] == 0; }, true);
+    ownership_.require([&](std::uint32_t b) { return occupied(tickets, b); }, true);
     const auto given_of = [&](std::size_t t) { return std::vector{EntryPlaces(places + offsets[t])}; };
     return take_runs(claim, tickets, given_of, step, filter);
 }
 
 std::unique_ptr<Ticket> Engine::bag_ticket(const std::shared_ptr<const Bags>& bags, const BagInputs& inputs) {
-    fork_guard_.require_same_process();
     require_rows_on_device();
-    std::unique_ptr<BagPlan> plan = plans_.take();
-    plan->make(*bags, inputs, *kernels_, scheduler_.pool());
-    std::unique_ptr<Batch> batch = batches_.take();
-    plan->group(*batch, map_, scheduler_.pool());
-    plans_.give(std::move(plan));
-    deduplicate(*batch);
-    const std::size_t num_floats = inputs.batch_size * bags->total_dim;
-    return std::unique_ptr<Ticket>(
-        new Ticket(ticket_of(std::move(batch), identity_, num_floats, bags, inputs.batch_size)));
+    LookupStep at{false, 0, 0};
+    PlannedBags planned = plan_bags(*bags, inputs, at, false);
+    deduplicate(*planned.batch);
+    return end_lookup(std::move(planned), bags, true);
 }
 
 void Engine::settle_frames(std::size_t t, std::span<const std::uint64_t> ids, std::uint64_t skipped,
                            std::uint32_t step) {
-    fork_guard_.require_same_process();
     require_rows_on_device();
-    for (const std::uint64_t id : ids) tables_[t]->settle_row(id, step);
-    Bucket& bucket = tables_[t]->bucket(0); // the table's count is the sum over buckets
+    for (const std::uint64_t id : ids) tables_[t].settle_row(id, step);
+    Bucket& bucket = tables_[t].bucket(0); // the table's count is the sum over buckets
     std::lock_guard lock(bucket.mutex);
     bucket.counters.skipped += skipped;
 }
@@ -202,14 +121,13 @@ double Engine::sum_bound(Tickets tickets) const {
     return entries * weight;
 }
 
-void Engine::check_gradients(Tickets tickets, std::span<const BagGradients> gradients, float scale, bool& filter) {
+bool Engine::check_gradients(Tickets tickets, std::span<const BagGradients> gradients, float scale) {
     fork_guard_.require_same_process();
     const Claim claim(tickets, identity_); // until the end of the call: another thread may use or drop a ticket
     const FloatMode mode;
-    BagSource source(map_, tickets, gradients, scale);
+    BagSource source(map(), tickets, gradients, scale);
     source.open();
-    filter = !all_sums_finite(source, size_of(tickets), *kernels_, scheduler_.pool());
-    if (filter) refuse_nonfinite(source, tickets, map_, summations_);
+    return must_filter(source, tickets, map(), tables_.summations(), *kernels_, scheduler_.pool());
 }
 
 // Writes the values and states that new rows of the ids begin with, side by side.
@@ -222,7 +140,7 @@ void Engine::initial_rows(std::size_t t, std::span<const std::uint64_t> ids, std
         std::vector<std::byte> row(config.row_bytes());
         std::vector<float> scratch(config.dim);
         for (std::size_t i = ids.size() * thread / threads; i < ids.size() * (thread + 1) / threads; ++i) {
-            tables_[t]->initial_row(ids[i], row.data(), scratch.data());
+            tables_[t].initial_row(ids[i], row.data(), scratch.data());
             std::memcpy(values + i * value_bytes, row.data(), value_bytes);
             if (state_bytes != 0)
                 std::memcpy(state + i * config.state_dim(), row.data() + config.value_bytes(), state_bytes);

@@ -9,19 +9,12 @@ namespace satrap {
 RowColumns Engine::export_rows(std::size_t t, std::uint32_t first, std::uint32_t last, std::uint32_t since,
                                bool others) {
     Table& table = this->table(t);
-    const auto places_lock = lock_places();
+    const auto places_lock = directory_.lock();
     RowExport out(*blocks_, table.config());
     HashOrder order;
     std::size_t expected = 0; // a first guess, so that columns are rarely copied
-    for (std::uint32_t b = first; b < last && since == 0; ++b) {
-        if (!others && !owned(t, b)) continue;
-        std::lock_guard lock(table.bucket(b).mutex);
-        expected += table.bucket(b).rows.size();
-    }
-    for (std::uint32_t b = first; b < last; ++b) {
-        if (!others && !owned(t, b)) continue;
-        Bucket& bucket = table.bucket(b);
-        std::lock_guard lock(bucket.mutex);
+    if (since == 0) each_bucket(t, first, last, others, [&](Bucket& bucket) { expected += bucket.rows.size(); });
+    each_bucket(t, first, last, others, [&](Bucket& bucket) {
         bucket.sweep(table.expire_before(), table.ledger().version.load());
         order.clear();
         bucket.rows.for_each([&](std::uint32_t slot, const Head& head) {
@@ -31,7 +24,7 @@ RowColumns Engine::export_rows(std::size_t t, std::uint32_t first, std::uint32_t
         std::size_t line = out.add(order.size());
         for (const HashOrder::Entry& entry : order.sorted(table.config().bucket_bits()))
             out.put(line++, bucket.rows.head(entry.slot), bucket.rows.row(entry.slot));
-    }
+    });
     return out.done();
 }
 
@@ -40,10 +33,7 @@ RowColumns Engine::export_sightings(std::size_t t, std::uint32_t first, std::uin
     Table& table = this->table(t);
     RowExport out(*blocks_, sizeof(Head::changed), 0, 0);
     HashOrder order;
-    for (std::uint32_t b = first; b < last; ++b) {
-        if (!others && !owned(t, b)) continue;
-        Bucket& bucket = table.bucket(b);
-        std::lock_guard lock(bucket.mutex);
+    each_bucket(t, first, last, others, [&](Bucket& bucket) {
         order.clear();
         bucket.sightings.for_each([&](std::uint32_t slot, const Head& head) { order.add(head.id(), slot); });
         out.reserve(out.rows() + order.size());
@@ -52,35 +42,25 @@ RowColumns Engine::export_sightings(std::size_t t, std::uint32_t first, std::uin
             const Head& head = bucket.sightings.head(entry.slot);
             out.put(line++, head, reinterpret_cast<const std::byte*>(&head.changed));
         }
-    }
+    });
     return out.done();
 }
 
 std::vector<std::uint64_t> Engine::export_removed(std::size_t t, std::uint32_t first, std::uint32_t last,
                                                   std::uint32_t since) {
-    Table& table = this->table(t);
     std::vector<std::uint64_t> ids;
-    for (std::uint32_t b = first; b < last; ++b) {
-        if (!owned(t, b)) continue;
-        Bucket& bucket = table.bucket(b);
-        std::lock_guard lock(bucket.mutex);
+    each_bucket(t, first, last, false, [&](Bucket& bucket) {
         const std::size_t begin = ids.size();
         for (const Removed& removal : bucket.removed)
             if (removal.version >= since) ids.push_back(removal.id);
-        std::sort(ids.begin() + static_cast<std::ptrdiff_t>(begin), ids.end(),
-                  [](std::uint64_t a, std::uint64_t b) { return mix64(a) < mix64(b); });
-        ids.erase(std::unique(ids.begin() + static_cast<std::ptrdiff_t>(begin), ids.end()), ids.end());
-    }
+        sort_mixed(ids, begin);
+    });
     return ids;
 }
 
 std::uint32_t Engine::removed_since(std::size_t t) {
-    Table& table = this->table(t);
     std::uint32_t oldest = 0;
-    for (std::uint32_t b = 0; b < table.config().num_buckets; ++b) {
-        std::lock_guard lock(table.bucket(b).mutex);
-        oldest = std::max(oldest, table.bucket(b).log_start);
-    }
+    each_bucket(t, [&](Bucket& bucket) { oldest = std::max(oldest, bucket.log_start); });
     return oldest;
 }
 
@@ -126,7 +106,7 @@ void Engine::import_rows(std::size_t t, std::size_t n, const std::uint64_t* ids,
 
 void Engine::import_removed(std::size_t t, std::span<const std::uint64_t> ids) {
     Table& table = this->table(t);
-    const auto places_lock = lock_places();
+    const auto places_lock = directory_.lock();
     for (std::uint64_t id : ids) {
         Bucket& bucket = table.bucket(table.hash_bucket(id));
         std::lock_guard lock(bucket.mutex);
@@ -138,11 +118,10 @@ void Engine::import_removed(std::size_t t, std::span<const std::uint64_t> ids) {
 void Engine::import_sightings(std::size_t t, std::size_t n, const std::uint64_t* ids, const std::uint32_t* steps,
                               const std::uint32_t* counts, bool clear) {
     Table& table = this->table(t);
-    for (std::uint32_t b = 0; clear && b < table.config().num_buckets; ++b) {
-        Bucket& bucket = table.bucket(b);
-        std::lock_guard lock(bucket.mutex);
-        bucket.sightings.for_each([&](std::uint32_t slot, const Head&) { bucket.sightings.erase(slot); });
-    }
+    if (clear)
+        each_bucket(t, [](Bucket& bucket) {
+            bucket.sightings.for_each([&](std::uint32_t slot, const Head&) { bucket.sightings.erase(slot); });
+        });
     for (std::size_t i = 0; i < n; ++i) {
         const std::uint32_t b = table.hash_bucket(ids[i]);
         const std::uint64_t hash = mix64(ids[i]);
@@ -159,15 +138,13 @@ void Engine::restore(std::size_t t, std::uint32_t version, std::uint32_t latest_
                      double lr) {
     Table& table = this->table(t);
     table.ledger().version.store(version);
-    raise_to(table.ledger().expire_before, expire_before); // it never falls
+    table.reach(version, expire_before); // expire_before never falls
     table.set_lr(lr);
     reach_step(std::max(latest_step, expire_before)); // new rows are stamped with the larger
-    for (std::uint32_t b = 0; b < table.config().num_buckets; ++b) {
-        Bucket& bucket = table.bucket(b);
-        std::lock_guard lock(bucket.mutex);
+    each_bucket(t, [&](Bucket& bucket) {
         bucket.log_start = std::min(bucket.log_start, version); // nothing was removed since this version
         if (bucket.removed.empty()) bucket.log_start = version;
-    }
+    });
 }
 
 } // namespace satrap

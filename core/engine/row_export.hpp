@@ -61,6 +61,14 @@ class HashOrder {
     std::vector<std::size_t> ends_;
 };
 
+// Sorts the ids from `begin` on by their hashes and removes repeated ones.
+inline void sort_mixed(std::vector<std::uint64_t>& ids, std::size_t begin) {
+    SATRAP_ASSERT(begin <= ids.size());
+    const auto from = ids.begin() + static_cast<std::ptrdiff_t>(begin);
+    std::sort(from, ids.end(), [](std::uint64_t a, std::uint64_t b) { return mix64(a) < mix64(b); });
+    ids.erase(std::unique(from, ids.end()), ids.end());
+}
+
 // Columns with room for the lines of some rows. They go back to the pool if the export fails.
 class RowExport {
   public:
@@ -87,8 +95,12 @@ class RowExport {
         grow(columns_.state, 3, state_bytes_, rows);
     }
     // Counts rows as added; put() fills their lines, in any order.
-    std::size_t add(std::size_t count) { return std::exchange(columns_.rows, columns_.rows + count); }
+    std::size_t add(std::size_t count) {
+        SATRAP_ASSERT((columns_.rows + count) * sizeof(std::uint64_t) <= capacity_[0]); // there is room
+        return std::exchange(columns_.rows, columns_.rows + count);
+    }
     void put(std::size_t line, const Head& head, const std::byte* values) {
+        SATRAP_ASSERT(line < columns_.rows);
         std::memcpy(columns_.id.memory + line * 8, head.id_words, 8);
         std::memcpy(columns_.step.memory + line * 4, &head.stamp, 4);
         std::memcpy(columns_.values.memory + line * value_bytes_, values, value_bytes_);

@@ -7,12 +7,14 @@
 // Invariant: the tables of features 0, 1, ... never fall, so a table's ids are those of adjacent features.
 #pragma once
 
+#include <algorithm>
 #include <atomic>
 #include <cmath>
 #include <optional>
 #include <string>
 #include <vector>
 
+#include "base/assertions.hpp"
 #include "base/buffers.hpp"
 #include "kernels/kernels.hpp"
 
@@ -47,6 +49,8 @@ struct Bags {
         : features(std::move(given)), engine(of_engine), first(num_tables + 1), truncated(features.size()) {
         for (std::size_t f = 0; f < features.size(); ++f) {
             BagFeature& feature = features[f];
+            SATRAP_ASSERT(feature.table < num_tables && (f == 0 || features[f - 1].table <= feature.table));
+            SATRAP_ASSERT(feature.dim != 0 && feature.is_sequence() == (feature.max_length != 0));
             any_weighted |= feature.weighted;
             if (feature.is_sequence()) {
                 sequences.push_back(f);
@@ -91,10 +95,14 @@ struct BagEntries {
 // The memory behind the places of one table's entries. T is float or const float.
 template <typename T> class Places {
   public:
-    void add(std::uint64_t begin, std::uint64_t end, T* memory) { segments_.push_back({begin, end, memory}); }
+    void add(std::uint64_t begin, std::uint64_t end, T* memory) {
+        SATRAP_ASSERT(begin <= end && (segments_.empty() || segments_.back().end <= begin));
+        segments_.push_back({begin, end, memory});
+    }
 
     // Returns nullptr if there is no memory for the place: the caller passed no gradient.
     T* at(std::uint32_t place) const {
+        SATRAP_ASSERT(!segments_.empty() && place < segments_.back().end);
         const Segment* segment = segments_.data();
         while (place >= segment->end) ++segment;
         return segment->memory == nullptr ? nullptr : segment->memory + (place - segment->begin);
@@ -104,6 +112,7 @@ template <typename T> class Places {
     bool simple() const { return segments_.size() == 1 && segments_[0].memory != nullptr; }
 
     void resolve(const std::uint32_t* places, std::size_t count, T** out) const {
+        SATRAP_ASSERT(std::all_of(places, places + count, [&](std::uint32_t at) { return at < segments_.back().end; }));
         if (simple()) {
             T* const block = segments_[0].memory;
             for (std::size_t e = 0; e < count; ++e) out[e] = block + places[e];

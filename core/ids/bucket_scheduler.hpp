@@ -8,6 +8,7 @@
 #include "base/float_mode.hpp"
 #include "base/thread_pool.hpp"
 #include "ids/bucket_visit.hpp"
+#include "ids/ticket.hpp"
 
 namespace satrap {
 
@@ -35,7 +36,10 @@ class BucketScheduler {
                 spare_.give(std::move(scratch));
             }
         }
-        Scratch& operator[](unsigned thread) { return *taken_[thread]; }
+        Scratch& operator[](unsigned thread) {
+            SATRAP_ASSERT(thread < taken_.size());
+            return *taken_[thread];
+        }
         unsigned size() const { return static_cast<unsigned>(taken_.size()); }
 
       private:
@@ -45,6 +49,17 @@ class BucketScheduler {
 
     template <typename Has, typename Work>
     void for_each_bucket(const BucketNumbering& map, ScratchLease& lease, Has has, Work work);
+    // The same for the buckets that a batch, or tickets, have ids in.
+    template <typename Ids, typename Work>
+    void for_each_occupied(const BucketNumbering& map, ScratchLease& lease, const Ids& ids, Work work) {
+        for_each_bucket(map, lease, [&](std::uint32_t b) { return occupied(ids, b); }, work);
+    }
+    // Makes the ids of every bucket of a batch unique.
+    void deduplicate(const BucketNumbering& map, ScratchLease& lease, Batch& batch) {
+        for_each_occupied(map, lease, batch, [&](std::size_t, std::uint32_t b, Scratch& scratch) {
+            batch.deduplicate(b, scratch.dedupe);
+        });
+    }
 
   private:
     Recycler<Scratch> spare_;
@@ -55,6 +70,7 @@ class BucketScheduler {
 // throws that of the lowest bucket, so the message depends on timing no more than the state does.
 template <typename Has, typename Work>
 void BucketScheduler::for_each_bucket(const BucketNumbering& map, ScratchLease& lease, Has has, Work work) {
+    SATRAP_ASSERT(lease.size() == 1 || lease.size() == num_threads());
     // Small enough that no thread finishes late, large enough that the counter is no bottleneck.
     const std::uint32_t grain = std::max(1U, map.total() / (64 * pool_.num_threads()));
     std::atomic<std::uint32_t> next{0}, failed_bucket{0xffffffffU};
@@ -68,6 +84,7 @@ void BucketScheduler::for_each_bucket(const BucketNumbering& map, ScratchLease& 
             for (std::uint32_t end = std::min(b + grain, map.total()); b < end; ++b) {
                 if (!has(b) || b > failed_bucket.load(std::memory_order_relaxed)) continue;
                 while (b >= map.first[t + 1]) ++t;
+                SATRAP_ASSERT(map.first[t] <= b && t < map.num_tables());
                 try {
                     work(t, b, own);
                 } catch (...) {

@@ -24,6 +24,8 @@ struct BucketVisit {
 
 // Returns the visit of bucket b of all tables' buckets, in the table whose first bucket is `first`.
 inline BucketVisit visit_of(Batch& batch, std::uint32_t first, std::uint32_t b) {
+    SATRAP_ASSERT(first <= b && b + std::size_t{1} < batch.begin.size());
+    SATRAP_ASSERT(batch.num_unique[b] <= batch.begin[b + 1] - batch.begin[b]);
     const std::uint32_t at = batch.begin[b];
     return {.bucket = b - first,
             .unique = batch.unique.data() + at,

@@ -1,12 +1,15 @@
 // Sums of the finite gradients; see gradient_sum.hpp.
 #include "ids/gradient_sum.hpp"
 
+#include <algorithm>
+
 #include "base/errors.hpp"
 
 namespace satrap {
 
 // Returns the gradient of one entry as it is added to its id's sum.
 const float* GradientSum::applied(const Gradients& gradients, std::uint32_t e, float* room) const {
+    SATRAP_ASSERT(gradients.from[e] != nullptr);
     const Factor* factor = gradients.factors == nullptr ? nullptr : gradients.factors + e;
     const std::uint32_t zero = 0;
     std::uint8_t started = 0;
@@ -16,6 +19,7 @@ const float* GradientSum::applied(const Gradients& gradients, std::uint32_t e, f
 
 GradientSum::Entries GradientSum::begin(const BucketVisit& visit, const Gradients& gradients, bool filter,
                                         Scratch& scratch) const {
+    SATRAP_ASSERT(visit.count == 0 || (gradients.from != nullptr && gradients.scale > 0.0f));
     std::memset(scratch.started.reserve(visit.num_unique), 0, visit.num_unique);
     if (!filter) return {visit.local, gradients, visit.count};
     std::uint32_t* local = scratch.kept_local.reserve(visit.count);
@@ -34,6 +38,9 @@ GradientSum::Entries GradientSum::begin(const BucketVisit& visit, const Gradient
 
 std::size_t GradientSum::add(const BucketVisit& visit, const Entries& entries, bool filter, float* sums,
                              Scratch& scratch) const {
+    SATRAP_ASSERT(filter ? entries.count <= visit.count : entries.count == visit.count);
+    SATRAP_ASSERT(std::all_of(entries.local, entries.local + entries.count,
+                              [&](std::uint32_t i) { return i < visit.num_unique; }));
     kernels_->sum(entries.gradients, entries.local, entries.count, dim_, sums, scratch.started.data());
     return filter ? drop_overflowed(visit, entries, sums, scratch) : entries.count;
 }
@@ -52,6 +59,7 @@ std::size_t GradientSum::drop_overflowed(const BucketVisit& visit, const Entries
 
 std::vector<NonFinite> GradientSum::find_nonfinite(const BucketVisit& visit, const Gradients& gradients,
                                                    Scratch& scratch) const {
+    SATRAP_ASSERT(refuses_nonfinite());
     std::vector<NonFinite> found;
     auto note = [&](std::uint32_t e, const float* row, bool of_sum) {
         std::uint32_t i = 0;

@@ -25,6 +25,7 @@ struct BucketNumbering {
     std::vector<std::uint32_t> first{0};
     std::vector<std::uint8_t> bits;
     void add_table(unsigned num_bits) {
+        SATRAP_ASSERT(num_bits < 32 && total() < ~0U - (1U << num_bits));
         bits.push_back(static_cast<std::uint8_t>(num_bits));
         first.push_back(total() + (1U << num_bits));
     }
@@ -36,6 +37,7 @@ struct BucketNumbering {
 // are. `table` is scratch.
 inline std::uint32_t deduplicate_ids(std::uint64_t* ids, std::uint32_t count, std::uint32_t* numbers,
                                      Buffer<std::uint32_t>& table) {
+    SATRAP_ASSERT(count <= 1U << 30);
     const std::uint32_t mask = std::bit_ceil(2 * count) - 1;
     std::uint32_t* slots = table.reserve(mask + 1); // number + 1; 0: empty
     std::memset(slots, 0, (static_cast<std::size_t>(mask) + 1) * sizeof(std::uint32_t));
@@ -50,6 +52,7 @@ inline std::uint32_t deduplicate_ids(std::uint64_t* ids, std::uint32_t count, st
             number = slots[at] == 0 ? found : slots[at] - 1;
         }
         slots[at] = number + 1;
+        SATRAP_ASSERT(number <= found && found <= e);
         numbers[e] = number;
         found += number == found;
     }
@@ -69,10 +72,14 @@ struct Batch {
     bool hinted = false;
     std::vector<std::uint32_t> counts; // [threads][buckets], scratch of group()
 
-    std::size_t size() const { return static_cast<std::size_t>(offsets.back()); }
+    std::size_t size() const {
+        SATRAP_ASSERT(!offsets.empty() && offsets.front() == 0);
+        return static_cast<std::size_t>(offsets.back());
+    }
 
     // Calls visit(table, first, last) for the parts of [from, to) that lie in one table.
     template <typename Visitor> void by_table(std::size_t from, std::size_t to, Visitor visit) const {
+        SATRAP_ASSERT(from <= to && to <= size());
         for (std::size_t t = 0; t + 1 < offsets.size(); ++t) {
             std::size_t first = std::max(from, static_cast<std::size_t>(offsets[t]));
             std::size_t last = std::min(to, static_cast<std::size_t>(offsets[t + 1]));
@@ -119,6 +126,8 @@ struct Batch {
 
     // Makes bucket b's ids unique; `table` is scratch.
     void deduplicate(std::uint32_t b, Buffer<std::uint32_t>& table) {
+        SATRAP_ASSERT(b < num_unique.size() && begin.size() == num_unique.size() + 1 && begin[b] <= begin[b + 1]);
+        SATRAP_ASSERT(num_unique[b] == 0); // else the ids of the entries are no longer there
         num_unique[b] =
             deduplicate_ids(unique.data() + begin[b], begin[b + 1] - begin[b], local.data() + begin[b], table);
     }
@@ -129,6 +138,7 @@ struct Batch {
 
 // Replaces the counts by where each range's entries of each bucket begin.
 inline void Batch::begin_buckets(std::uint32_t ranges, std::uint32_t buckets) {
+    SATRAP_ASSERT(counts.size() == std::size_t{ranges} * buckets);
     begin.resize(buckets + 1);
     std::uint32_t at = 0;
     for (std::uint32_t b = 0; b < buckets; ++b) {
@@ -140,6 +150,7 @@ inline void Batch::begin_buckets(std::uint32_t ranges, std::uint32_t buckets) {
             at += here;
         }
     }
+    SATRAP_ASSERT(at == size());
     begin[buckets] = at;
 }
 
@@ -148,6 +159,8 @@ void Batch::group(const std::uint64_t* ids, const BucketNumbering& map, ThreadPo
     constexpr std::size_t kAlone = 2048; // below this, waking threads costs more than it saves
     const std::size_t n = size();
     const std::uint32_t buckets = map.total();
+    SATRAP_ASSERT(offsets.size() == map.num_tables() + 1 && std::is_sorted(offsets.begin(), offsets.end()));
+    SATRAP_ASSERT(n < 1U << 30 && buckets != 0);
     num_unique.assign(buckets, 0);
     unique.reserve(n);
     positions.reserve(n);

@@ -1,5 +1,6 @@
 // A ticket brings a batch back for its update: its grouping and the slots that the lookup found. It is used once, by
 // the call that claims it: a Claim marks all tickets of a call used or none, and reverts that if the call fails.
+// Invariants: used = it is claimed or used up; batch = nullptr <=> it is used up; size = batch->size() before.
 #pragma once
 
 #include <memory>
@@ -28,7 +29,10 @@ struct Ticket {
 
 using Tickets = std::span<Ticket* const>;
 
-inline bool occupied(const Batch& batch, std::uint32_t b) { return batch.begin[b] != batch.begin[b + 1]; }
+inline bool occupied(const Batch& batch, std::uint32_t b) {
+    SATRAP_ASSERT(b + std::size_t{1} < batch.begin.size());
+    return batch.begin[b] != batch.begin[b + 1];
+}
 
 inline bool occupied(Tickets tickets, std::uint32_t b) {
     for (const Ticket* ticket : tickets)
@@ -45,6 +49,7 @@ inline std::size_t size_of(Tickets tickets) {
 // The ticket of a lookup, after its batch was grouped and its ids made unique.
 inline Ticket ticket_of(std::unique_ptr<Batch> batch, std::uint64_t maker, std::size_t num_floats,
                         std::shared_ptr<const Bags> bags = nullptr, std::size_t batch_size = 0) {
+    SATRAP_ASSERT(batch != nullptr && (bags != nullptr || batch_size == 0));
     const std::size_t size = batch->size(), num_tables = batch->offsets.size() - 1;
     std::size_t table = 0;
     while (table < num_tables && static_cast<std::size_t>(batch->offsets[table + 1] - batch->offsets[table]) != size)
@@ -56,9 +61,11 @@ inline Ticket ticket_of(std::unique_ptr<Batch> batch, std::uint64_t maker, std::
 class Claim {
   public:
     Claim(Tickets tickets, std::uint64_t maker) : tickets_(tickets) {
-        for (const Ticket* ticket : tickets)
+        for (const Ticket* ticket : tickets) {
+            SATRAP_ASSERT(ticket != nullptr);
             if (ticket->maker != maker)
                 throw TicketError("this ticket came from another store; pass it to the store that created it");
+        }
         for (std::size_t i = 0; i < tickets.size(); ++i) {
             if (!tickets[i]->used.exchange(true)) continue;
             for (std::size_t k = 0; k < i; ++k) tickets[k]->used.store(false);
@@ -69,7 +76,10 @@ class Claim {
     Claim(const Claim&) = delete;
     Claim& operator=(const Claim&) = delete;
     ~Claim() {
-        for (Ticket* ticket : tickets_) ticket->used.store(false);
+        for (Ticket* ticket : tickets_) {
+            SATRAP_ASSERT(ticket->used.load() && ticket->batch != nullptr);
+            ticket->used.store(false);
+        }
     }
     void keep() { tickets_ = {}; }
 

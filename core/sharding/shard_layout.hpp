@@ -20,6 +20,8 @@ struct ShardLayout {
         : owners(std::move(of_buckets)), counts(of_each), num_tables(map.num_tables()), id_begin(map.total()),
           float_begin(map.total()), first_id(num_servers + 1), first_float(num_servers + 1), num_floats(num_servers),
           ends(num_servers * (num_tables + 1)) {
+        SATRAP_ASSERT(owners.size() == map.total() && counts.size() == map.total() && dims.size() == num_tables);
+        SATRAP_ASSERT(std::all_of(owners.begin(), owners.end(), [&](std::uint32_t s) { return s < num_servers; }));
         for (std::size_t t = 0; t < num_tables; ++t)
             for (std::uint32_t b = map.first[t]; b < map.first[t + 1]; ++b) {
                 ends[owners[b] * (num_tables + 1) + t + 1] += counts[b];
@@ -43,7 +45,10 @@ struct ShardLayout {
 
     std::uint32_t num_servers() const { return static_cast<std::uint32_t>(num_floats.size()); }
     // Returns [tables + 1] offsets, from 0 to the number of the server's ids.
-    const std::int64_t* offsets(std::size_t server) const { return ends.data() + server * (num_tables + 1); }
+    const std::int64_t* offsets(std::size_t server) const {
+        SATRAP_ASSERT(server < num_servers());
+        return ends.data() + server * (num_tables + 1);
+    }
     std::size_t num_ids(std::size_t server) const { return static_cast<std::size_t>(offsets(server)[num_tables]); }
 
     std::vector<std::uint32_t> owners, counts; // [buckets]

@@ -7,6 +7,8 @@ namespace satrap {
 // Returns the line of each bucket's first id in the group of its table.
 std::vector<std::uint32_t> Split::first_lines(const ShardLayout& layout, std::span<const std::uint32_t> groups) const {
     const std::size_t num_tables = map_.num_tables();
+    SATRAP_ASSERT(groups.size() == num_tables && layout.num_tables == num_tables);
+    SATRAP_ASSERT(std::all_of(groups.begin(), groups.end(), [&](std::uint32_t g) { return g < num_tables; }));
     std::vector<std::uint64_t> next(num_tables), shift(layout.num_servers() * num_tables); // there are fewer groups
     for (std::size_t s = 0; s < layout.num_servers(); ++s)
         for (std::size_t t = 0; t < num_tables; ++t) {
@@ -34,12 +36,10 @@ SplitLines Split::lines(SplitTicket& given, std::span<const std::uint32_t> group
     if (kept.offsets != nullptr) found.offsets.assign(kept.offsets, kept.offsets + kept.num_bags + 1);
     if (kept.weights != nullptr) found.weights.assign(kept.weights, kept.weights + found.lines.size());
     BucketScheduler::ScratchLease lease(scheduler_, batch.size());
-    scheduler_.for_each_bucket(
-        map_, lease, [&](std::uint32_t b) { return occupied(batch, b); },
-        [&](std::size_t, std::uint32_t b, Scratch&) {
-            for (std::uint32_t e = batch.begin[b]; e < batch.begin[b + 1]; ++e)
-                found.lines[batch.indexes[e]] = static_cast<std::int32_t>(first[b] + batch.local[e]);
-        });
+    scheduler_.for_each_occupied(map_, lease, batch, [&](std::size_t, std::uint32_t b, Scratch&) {
+        for (std::uint32_t e = batch.begin[b]; e < batch.begin[b + 1]; ++e)
+            found.lines[batch.indexes[e]] = static_cast<std::int32_t>(first[b] + batch.local[e]);
+    });
     plans_.give(std::move(given.plan));
     return found;
 }
@@ -59,21 +59,19 @@ SumRuns Split::runs(std::span<SplitTicket* const> given_tickets, std::span<const
     std::vector<std::uint64_t> ids(runs.frames.size());
     std::vector<std::uint32_t> counts(map_.total()); // ids with a gradient
     BucketScheduler::ScratchLease lease(scheduler_, size_of(tickets));
-    scheduler_.for_each_bucket(
-        map_, lease, [&](std::uint32_t b) { return occupied(tickets, b); },
-        [&](std::size_t t, std::uint32_t b, Scratch& scratch) {
-            const std::uint32_t n = join_ids(tickets, b, scratch);
-            BucketRuns entries(tickets, entry_places, b, n, scratch);
-            const std::uint32_t run = runs.first_run[b], entry = runs.first_entry[b];
-            for (std::uint32_t i = 0; i < n; ++i) {
-                runs.begin[run + i] = entry + entries.begin(i);
-                runs.end[run + i] = entry + entries.begin(i + 1);
-                if (!entries.started(i)) continue;
-                ids[run + counts[b]] = scratch.joined_ids[i];
-                runs.frames[run + i] = counts[b]++; // until the layout is known
-            }
-            entries.write(t, runs.places.data() + entry, runs.factors.empty() ? nullptr : runs.factors.data() + entry);
-        });
+    scheduler_.for_each_occupied(map_, lease, tickets, [&](std::size_t t, std::uint32_t b, Scratch& scratch) {
+        const std::uint32_t n = join_ids(tickets, b, scratch);
+        BucketRuns entries(tickets, entry_places, b, n, scratch);
+        const std::uint32_t run = runs.first_run[b], entry = runs.first_entry[b];
+        for (std::uint32_t i = 0; i < n; ++i) {
+            runs.begin[run + i] = entry + entries.begin(i);
+            runs.end[run + i] = entry + entries.begin(i + 1);
+            if (!entries.started(i)) continue;
+            ids[run + counts[b]] = scratch.joined_ids[i];
+            runs.frames[run + i] = counts[b]++; // until the layout is known
+        }
+        entries.write(t, runs.places.data() + entry, runs.factors.empty() ? nullptr : runs.factors.data() + entry);
+    });
     found.layout = make_layout(std::move(owners), num_servers, counts);
     const std::vector<std::uint32_t> first = first_lines(*found.layout, groups);
     const std::shared_ptr<const PooledBlock> memory = take_block(found.layout->first_id.back() * sizeof(std::uint64_t));

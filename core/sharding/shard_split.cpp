@@ -39,9 +39,9 @@ std::unique_ptr<SplitTicket> Split::lookup(const BagInputs& inputs, std::vector<
     plan->group(*batch, map_, scheduler_.pool(), with_indexes);
     plan->keep_inputs();
     BucketScheduler::ScratchLease lease(scheduler_, batch->size());
-    scheduler_.for_each_bucket(
-        map_, lease, [&](std::uint32_t b) { return occupied(*batch, b); },
-        [&](std::size_t, std::uint32_t b, Scratch& scratch) { batch->deduplicate(b, scratch.dedupe); });
+    scheduler_.for_each_occupied(map_, lease, *batch, [&](std::size_t, std::uint32_t b, Scratch& scratch) {
+        batch->deduplicate(b, scratch.dedupe);
+    });
     plan->count_cut();
     const std::size_t num_floats = inputs.batch_size * bags_->total_dim;
     std::unique_ptr<SplitTicket> ticket(
@@ -64,12 +64,10 @@ void Split::lay_out(SplitTicket& ticket, std::vector<std::uint32_t> owners, std:
     const Batch& batch = *ticket.ticket.batch;
     std::shared_ptr<const ShardLayout> layout = make_layout(std::move(owners), num_servers, batch.num_unique);
     std::shared_ptr<const PooledBlock> ids = take_block(layout->first_id.back() * sizeof(std::uint64_t));
-    scheduler_.for_each_bucket(
-        map_, lease, [&](std::uint32_t b) { return occupied(batch, b); },
-        [&](std::size_t, std::uint32_t b, Scratch&) {
-            std::copy_n(batch.unique.data() + batch.begin[b], batch.num_unique[b],
-                        ids->as<std::uint64_t>() + layout->id_begin[b]);
-        });
+    scheduler_.for_each_occupied(map_, lease, batch, [&](std::size_t, std::uint32_t b, Scratch&) {
+        std::copy_n(batch.unique.data() + batch.begin[b], batch.num_unique[b],
+                    ids->as<std::uint64_t>() + layout->id_begin[b]);
+    });
     ticket.layout = std::move(layout);
     ticket.ids = std::move(ids);
 }
@@ -81,18 +79,17 @@ void Split::fill(SplitTicket& given, std::span<const float* const> rows, float* 
     if (given.plan == nullptr) throw TicketError("this ticket was already filled; look its batch up again");
     const Batch& batch = *given.ticket.batch;
     const ShardLayout& layout = *given.layout;
+    SATRAP_ASSERT(rows.size() == layout.num_servers());
     const BagRows to(*bags_, *given.plan, batch, block, sequences, blocks_);
     BucketScheduler::ScratchLease lease(scheduler_, batch.size());
-    scheduler_.for_each_bucket(
-        map_, lease, [&](std::uint32_t b) { return occupied(batch, b); },
-        [&](std::size_t t, std::uint32_t b, Scratch& scratch) {
-            const std::uint32_t begin = batch.begin[b], server = layout.owners[b], n = batch.num_unique[b];
-            const float* first = rows[server] + (layout.float_begin[b] - layout.first_float[server]);
-            const std::byte** from = scratch.rows.reserve(n);
-            for (std::size_t i = 0; i < n; ++i) from[i] = reinterpret_cast<const std::byte*>(first + i * dims_[t]);
-            kernels_->gather(from, batch.local.data() + begin, to.to(t, b, scratch), batch.begin[b + 1] - begin,
-                             dims_[t], Dtype::float32);
-        });
+    scheduler_.for_each_occupied(map_, lease, batch, [&](std::size_t t, std::uint32_t b, Scratch& scratch) {
+        const std::uint32_t begin = batch.begin[b], server = layout.owners[b], n = batch.num_unique[b];
+        const float* first = rows[server] + (layout.float_begin[b] - layout.first_float[server]);
+        const std::byte** from = scratch.rows.reserve(n);
+        for (std::size_t i = 0; i < n; ++i) from[i] = reinterpret_cast<const std::byte*>(first + i * dims_[t]);
+        kernels_->gather(from, batch.local.data() + begin, to.to(t, b, scratch), batch.begin[b + 1] - begin, dims_[t],
+                         Dtype::float32);
+    });
     to.finish(*kernels_, scheduler_.pool());
     plans_.give(std::move(given.plan));
 }
@@ -100,6 +97,7 @@ void Split::fill(SplitTicket& given, std::span<const float* const> rows, float* 
 Sums Split::sums(std::span<SplitTicket* const> given, std::span<const BagGradients> gradients, float scale,
                  std::vector<std::uint32_t> owners, std::uint32_t num_servers) {
     fork_guard_.require_same_process();
+    SATRAP_ASSERT(gradients.size() == given.size());
     std::vector<Ticket*> all;
     for (SplitTicket* each : given) all.push_back(&each->ticket);
     const Tickets tickets(all);
@@ -107,8 +105,7 @@ Sums Split::sums(std::span<SplitTicket* const> given, std::span<const BagGradien
     const FloatMode mode;
     BagSource source(map_, tickets, gradients, scale);
     source.open();
-    const bool filter = !all_sums_finite(source, size_of(tickets), *kernels_, scheduler_.pool());
-    if (filter) refuse_nonfinite(source, tickets, map_, summations_);
+    const bool filter = must_filter(source, tickets, map_, summations_, *kernels_, scheduler_.pool());
 
     const ShardLayout& sent = *given[0]->layout;
     const bool same_layout = given.size() == 1 && sent.num_servers() == num_servers && sent.owners == owners;
@@ -139,26 +136,25 @@ void Split::sum_up(const BagSource& source, Tickets tickets, bool filter, Sums& 
                    std::vector<std::uint32_t>& counts) {
     std::vector<std::uint64_t> skipped(map_.total());
     BucketScheduler::ScratchLease lease(scheduler_, size_of(tickets));
-    scheduler_.for_each_bucket(
-        map_, lease, [&](std::uint32_t b) { return occupied(tickets, b); },
-        [&](std::size_t t, std::uint32_t b, Scratch& scratch) {
-            const GradientSum& summation = *summations_[t];
-            const std::size_t dim = dims_[t];
-            const auto [visit, gradients] = source.part(t, b, scratch);
-            float* out = sums.gradients->as<float>() + sums.layout->float_begin[b];
-            const GradientSum::Entries entries = summation.begin(visit, gradients, filter, scratch);
-            skipped[b] = visit.count - summation.add(visit, entries, filter, out, scratch);
-            counts[b] = visit.num_unique;
-            if (sums.same_ids) return;
-            std::uint64_t* ids = sums.ids->as<std::uint64_t>() + sums.layout->id_begin[b];
-            std::uint32_t n = 0;
-            for (std::uint32_t i = 0; i < visit.num_unique; ++i) {
-                if (!scratch.started[i]) continue;
-                if (n != i) std::copy_n(out + i * dim, dim, out + n * dim);
-                ids[n++] = visit.unique[i];
-            }
-            counts[b] = n;
-        });
+    scheduler_.for_each_occupied(map_, lease, tickets, [&](std::size_t t, std::uint32_t b, Scratch& scratch) {
+        const GradientSum& summation = *summations_[t];
+        const std::size_t dim = dims_[t];
+        const auto [visit, gradients] = source.part(t, b, scratch);
+        float* out = sums.gradients->as<float>() + sums.layout->float_begin[b];
+        const GradientSum::Entries entries = summation.begin(visit, gradients, filter, scratch);
+        skipped[b] = visit.count - summation.add(visit, entries, filter, out, scratch);
+        SATRAP_ASSERT(visit.num_unique <= sums.layout->counts[b]);
+        counts[b] = visit.num_unique;
+        if (sums.same_ids) return;
+        std::uint64_t* ids = sums.ids->as<std::uint64_t>() + sums.layout->id_begin[b];
+        std::uint32_t n = 0;
+        for (std::uint32_t i = 0; i < visit.num_unique; ++i) {
+            if (!scratch.started[i]) continue;
+            if (n != i) std::copy_n(out + i * dim, dim, out + n * dim);
+            ids[n++] = visit.unique[i];
+        }
+        counts[b] = n;
+    });
     sums.skipped.resize(summations_.size());
     for (std::size_t t = 0; t < summations_.size(); ++t)
         for (std::uint32_t b = map_.first[t]; b < map_.first[t + 1]; ++b) sums.skipped[t] += skipped[b];
@@ -183,6 +179,8 @@ Sums Split::reshard_sums(const Sums& sums, std::vector<std::uint32_t> owners, st
 // Copies each bucket's sums from one layout to another.
 void Split::lay_out(const Sums& wide, Sums& sums) {
     const std::vector<std::uint32_t>& counts = sums.layout->counts;
+    SATRAP_ASSERT(std::equal(counts.begin(), counts.end(), wide.layout->counts.begin(), wide.layout->counts.end(),
+                             std::less_equal()));
     sums.ids = take_block(sums.layout->first_id.back() * sizeof(std::uint64_t));
     sums.gradients = take_block(sums.layout->first_float.back() * sizeof(float));
     BucketScheduler::ScratchLease lease(scheduler_, sums.layout->first_id.back());

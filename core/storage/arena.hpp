@@ -21,6 +21,7 @@
 #include <utility>
 #include <vector>
 
+#include "base/assertions.hpp"
 #include "base/errors.hpp"
 
 namespace satrap {
@@ -42,12 +43,6 @@ struct TableLedger {
     std::atomic<std::uint64_t> lr_bits;
 };
 
-// Raises a number to at least `least`, beside other threads that do.
-inline void raise_to(std::atomic<std::uint32_t>& number, std::uint32_t least) {
-    for (std::uint32_t now = number.load(); now < least && !number.compare_exchange_weak(now, least);) {
-    }
-}
-
 class Arena {
   public:
     explicit Arena(std::size_t num_tables) : own_ledgers_(num_tables) {}
@@ -63,7 +58,10 @@ class Arena {
     virtual void set_complete(bool) {}
     // In a fork, instead of destruction: closes what would keep the owner's file locked, and takes no lock.
     virtual void leave() noexcept {}
-    virtual TableLedger& ledger(std::size_t table) { return own_ledgers_[table]; }
+    virtual TableLedger& ledger(std::size_t table) {
+        SATRAP_ASSERT(table < own_ledgers_.size());
+        return own_ledgers_[table];
+    }
     virtual std::atomic<std::uint32_t>& latest_step() { return own_latest_step_; }
     // The attempt of a run's processes: those of an older one may no longer write. See AppliedSteps.
     virtual std::atomic<std::uint32_t>& attempt() { return own_attempt_; }
@@ -79,7 +77,10 @@ class Arena {
     std::atomic<std::uint32_t> own_attempt_{0};
 };
 
-inline std::size_t round_up(std::size_t bytes, std::size_t unit) { return (bytes + unit - 1) / unit * unit; }
+inline std::size_t round_up(std::size_t bytes, std::size_t unit) {
+    SATRAP_ASSERT(unit != 0 && bytes <= SIZE_MAX - unit);
+    return (bytes + unit - 1) / unit * unit;
+}
 
 // Anonymous memory in regions of huge pages. Blocks of all buckets and sizes are carved from them, so small ones share
 // a huge page; released blocks (outgrown indexes) are merged with free neighbours and reused, for rows too.
@@ -111,12 +112,14 @@ class AnonymousArena final : public Arena {
 
     // Returns the smallest released block that fits, else the next bytes of the newest region (`fresh`: zero).
     std::byte* take(std::size_t bytes, bool& fresh) {
+        SATRAP_ASSERT(bytes != 0);
         bytes = round_up(bytes, 64);
         std::lock_guard lock(mutex_);
         if (auto fit = by_size_.lower_bound({bytes, nullptr}); fit != by_size_.end()) {
             auto [size, block] = *fit;
             by_size_.erase(fit);
             by_address_.erase(block);
+            SATRAP_ASSERT(size >= bytes);
             if (size > bytes) add_free(block + bytes, size - bytes);
             return block;
         }
@@ -129,7 +132,10 @@ class AnonymousArena final : public Arena {
     }
 
     void add_free(std::byte* block, std::size_t bytes) {
+        SATRAP_ASSERT(reinterpret_cast<std::uintptr_t>(block) % 64 == 0);
+        SATRAP_ASSERT(bytes != 0 && bytes % 64 == 0);
         auto after = by_address_.lower_bound(block);
+        SATRAP_ASSERT(after == by_address_.end() || block + bytes <= after->first); // nothing is released twice
         if (after != by_address_.end() && block + bytes == after->first) {
             bytes += after->second;
             by_size_.erase({after->second, after->first});
@@ -137,6 +143,7 @@ class AnonymousArena final : public Arena {
         }
         if (after != by_address_.begin()) {
             auto before = std::prev(after);
+            SATRAP_ASSERT(before->first + before->second <= block);
             if (before->first + before->second == block) {
                 block = before->first;
                 bytes += before->second;
@@ -149,6 +156,7 @@ class AnonymousArena final : public Arena {
     }
 
     void add_region(std::size_t bytes) {
+        SATRAP_ASSERT(bytes > left_ && bytes % 64 == 0);
         std::size_t usable = round_up(bytes > kRegion ? bytes : kRegion, kHugePage);
         std::size_t mapped = usable + kHugePage; // room to align
         void* address =

@@ -9,8 +9,10 @@
 // would otherwise all be split in the same few batches.
 // An index that is to hold at most kMostInOnePage entries has one page, which ends with room for just these: pages that
 // are split are between half full and full.
-// Invariants: a page has at most capacity() entries; the directory is at most 8 times longer than pages are many, even
-//   if the hashes are chosen: a page that is deeper than evenly spread hashes can make it is replaced by a larger one.
+// Invariants: mask_ + 1 = 2^(depth of the directory); pages_[i].number = p <=> i mod 2^depth(p) = prefix(p);
+//   size() = sum of states_[p].size; a page has at most capacity() entries; the directory is at most 8 times longer than
+//   pages are many, even if the hashes are chosen: a page deeper than evenly spread hashes can make it is replaced by a
+//   larger one.
 #pragma once
 
 #include <algorithm>
@@ -37,6 +39,8 @@ class Index {
 
     // limit: the largest number of entries, 0: there is none. phase: in [0, 1), of the bucket.
     void init(Arena& arena, std::uint64_t limit, double phase) {
+        SATRAP_ASSERT(states_.empty());
+        SATRAP_ASSERT(phase >= 0.0 && phase < 1.0);
         arena_ = &arena;
         limit_ = limit;
         phase_ = phase;
@@ -56,7 +60,11 @@ class Index {
     template <typename IsIt> std::uint32_t find(std::uint64_t hash, IsIt is_it) const {
         return page_of(hash).find(hash, is_it);
     }
-    const IndexPage& page_of(std::uint64_t hash) const { return pages_[(hash >> kFirstBit) & mask_]; }
+    const IndexPage& page_of(std::uint64_t hash) const {
+        SATRAP_ASSERT((std::uint64_t{mask_} & (std::uint64_t{mask_} + 1)) == 0);
+        SATRAP_ASSERT(mask_ == 0 || mask_ + 1 == directory_.size());
+        return pages_[(hash >> kFirstBit) & mask_];
+    }
 
     bool has_room(std::uint64_t hash) const {
         const IndexPage& page = page_of(hash);
@@ -66,6 +74,7 @@ class Index {
     // Makes room for the hash. `slots` knows the entries: slots.hash_of(slot), slots.prefetch(slot). If it throws, the
     // entries are as before.
     template <typename Slots> void make_room(std::uint64_t hash, const Slots& slots) {
+        SATRAP_ASSERT(arena_ != nullptr);
         while (!has_room(hash)) {
             if (states_.empty())
                 grow(0, 1, slots);
@@ -78,6 +87,7 @@ class Index {
 
     // Makes room for so many entries in all, of which there are none yet; otherwise later calls of make_room do.
     template <typename Slots> void reserve(std::uint64_t entries, const Slots& slots) {
+        SATRAP_ASSERT(arena_ != nullptr);
         if (size_ != 0 || entries == 0) return;
         grow(0, has_one_page() ? entries : std::min(entries, IndexPage::capacity_of(full_groups(0))), slots);
         for (std::uint32_t number = 0; number < states_.size(); ++number) // split() adds to them
@@ -86,6 +96,7 @@ class Index {
 
     // Requires that the id is absent and that there is room.
     void insert(std::uint64_t hash, std::uint32_t slot) {
+        SATRAP_ASSERT(has_room(hash));
         const IndexPage& page = page_of(hash);
         page.insert(hash, slot);
         ++states_[page.number].size;
@@ -94,6 +105,7 @@ class Index {
     // Removes the entry of `slot`, which must exist.
     void erase(std::uint64_t hash, std::uint32_t slot) {
         const IndexPage& page = page_of(hash);
+        SATRAP_ASSERT(size_ != 0 && page.number < states_.size() && states_[page.number].size != 0);
         page.erase(hash, slot);
         --states_[page.number].size;
         --size_;
@@ -132,7 +144,12 @@ class Index {
     static inline Group empty_group{}; // of every index without entries; never written
 
     bool has_one_page() const { return limit_ != 0 && limit_ <= kMostInOnePage; }
-    const IndexPage& page_at(std::uint32_t number) const { return pages_[states_[number].prefix]; }
+    const IndexPage& page_at(std::uint32_t number) const {
+        SATRAP_ASSERT(number < states_.size());
+        SATRAP_ASSERT(states_[number].depth <= kMostBits && states_[number].prefix >> states_[number].depth == 0);
+        SATRAP_ASSERT(pages_[states_[number].prefix].number == number);
+        return pages_[states_[number].prefix];
+    }
 
     // Returns at how many groups a page of the prefix is split instead of replaced by a larger one.
     std::uint32_t full_groups(std::uint32_t prefix) const {
@@ -156,9 +173,12 @@ class Index {
     }
 
     Group* allocate(std::uint64_t groups) {
+        SATRAP_ASSERT(groups != 0);
         return reinterpret_cast<Group*>(arena_->allocate_index(groups * sizeof(Group)));
     }
     void release(const IndexPage& page) {
+        SATRAP_ASSERT(page.groups != &empty_group);
+        SATRAP_ASSERT(page_bytes_ >= page.bytes());
         arena_->release_index(reinterpret_cast<std::byte*>(page.groups), page.bytes());
         page_bytes_ -= page.bytes();
     }
@@ -168,6 +188,7 @@ class Index {
         std::vector<Entry> entries;
         entries.reserve(page.capacity());
         page.for_each([&](std::uint32_t slot, std::uint8_t) { entries.push_back({0, slot}); });
+        SATRAP_ASSERT(entries.size() <= page.capacity());
         for (std::size_t i = 0; i < entries.size(); ++i) {
             if (i + kAhead < entries.size()) slots.prefetch(entries[i + kAhead].slot);
             entries[i].hash = slots.hash_of(entries[i].slot);
@@ -179,6 +200,7 @@ class Index {
     // that differs by bucket. The last step before the limit is taken early, so that later rows reuse the memory of the
     // outgrown page.
     std::uint64_t larger_groups(std::uint64_t entries, std::uint32_t prefix, bool is_small) const {
+        SATRAP_ASSERT(entries != 0);
         double target = 8.0 + 4.0 * phase_;
         while (target < static_cast<double>(entries)) target *= 1.5;
         auto room = static_cast<std::uint64_t>(target);
@@ -190,6 +212,7 @@ class Index {
     // Replaces a page by one that has room for so many entries.
     template <typename Slots> void grow(std::uint32_t number, std::uint64_t entries, const Slots& slots) {
         const bool is_first = states_.empty();
+        SATRAP_ASSERT(is_first ? number == 0 : entries > states_[number].size);
         const State state = is_first ? State{0, 0, 0} : states_[number];
         const IndexPage old = pages_[state.prefix];
         const std::vector<Entry> moved = is_first ? std::vector<Entry>() : entries_of(old, slots);
@@ -197,6 +220,7 @@ class Index {
         const auto groups = static_cast<std::uint32_t>(larger_groups(entries, state.prefix, is_small));
         states_.reserve(1);
         const IndexPage larger{allocate(groups), groups, number}; // nothing throws from here on
+        SATRAP_ASSERT(larger.capacity() >= entries && moved.size() < larger.capacity());
         page_bytes_ += larger.bytes();
         if (is_first)
             states_.push_back(state);
@@ -208,9 +232,11 @@ class Index {
 
     // Moves the entries of a page whose next bit is 1 to a new page.
     template <typename Slots> void split(std::uint32_t number, const Slots& slots) {
+        SATRAP_ASSERT(may_split(number));
         const IndexPage old = page_at(number);
         const std::uint32_t depth = states_[number].depth, bit = 1U << depth, prefix = states_[number].prefix | bit;
         const std::vector<Entry> entries = entries_of(old, slots);
+        SATRAP_ASSERT(entries.size() == states_[number].size);
         const auto leaves = std::count_if(entries.begin(), entries.end(), [&](const Entry& entry) {
             return (entry.hash >> (kFirstBit + depth) & 1) != 0;
         });
@@ -231,6 +257,7 @@ class Index {
     }
 
     void double_directory() {
+        SATRAP_ASSERT(mask_ < 1U << (kMostBits - 1));
         std::vector<IndexPage> twice;
         twice.reserve(2 * (std::size_t{mask_} + 1));
         for (int half = 0; half < 2; ++half) twice.insert(twice.end(), pages_, pages_ + mask_ + 1);

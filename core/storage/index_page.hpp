@@ -15,6 +15,8 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "base/assertions.hpp"
+
 namespace satrap {
 
 inline constexpr std::uint32_t kNoSlot = 0xffffffffU;
@@ -28,6 +30,7 @@ struct alignas(64) Group {
 
     // Bit i is set where tags[i] == tag.
     unsigned match(std::uint8_t tag) const {
+        SATRAP_ASSERT(reinterpret_cast<std::uintptr_t>(this) % alignof(Group) == 0);
 #if defined(__SSE2__)
         __m128i line = _mm_load_si128(reinterpret_cast<const __m128i*>(tags));
         return static_cast<unsigned>(_mm_movemask_epi8(_mm_cmpeq_epi8(line, _mm_set1_epi8(static_cast<char>(tag))))) &
@@ -77,6 +80,7 @@ struct IndexPage {
 
     // Requires that the id is absent and that there are fewer entries than capacity().
     void insert(std::uint64_t hash, std::uint32_t slot) const {
+        SATRAP_ASSERT(slot != kNoSlot);
         for (std::uint64_t g = home(hash);; g = next(g)) {
             Group& group = groups[g];
             unsigned empty = group.match(0);
@@ -87,6 +91,7 @@ struct IndexPage {
                 return;
             }
             if (group.passed != 255) ++group.passed;
+            SATRAP_ASSERT(next(g) != home(hash)); // else every group is full
         }
     }
 
@@ -101,7 +106,8 @@ struct IndexPage {
                 group.tags[i] = 0;
                 return;
             }
-            if (group.passed != 255) --group.passed; // one probe fewer passes it
+            SATRAP_ASSERT(group.passed != 0 && next(g) != home(hash)); // else there is no entry of the slot
+            if (group.passed != 255) --group.passed;                   // one probe fewer passes it
         }
     }
 
@@ -112,12 +118,18 @@ struct IndexPage {
                 if (groups[g].tags[i] != 0) visit(groups[g].slots[i], groups[g].tags[i]);
     }
 
-    std::uint64_t home(std::uint64_t hash) const { return (((hash >> 8) & 0xffffffffU) * num_groups) >> 32; }
+    std::uint64_t home(std::uint64_t hash) const {
+        SATRAP_ASSERT(groups != nullptr && num_groups != 0);
+        return (((hash >> 8) & 0xffffffffU) * num_groups) >> 32;
+    }
     static std::uint8_t tag_of(std::uint64_t hash) {
         auto tag = static_cast<std::uint8_t>(hash);
         return tag != 0 ? tag : 1;
     }
-    std::uint64_t next(std::uint64_t g) const { return g + 1 == num_groups ? 0 : g + 1; }
+    std::uint64_t next(std::uint64_t g) const {
+        SATRAP_ASSERT(g < num_groups);
+        return g + 1 == num_groups ? 0 : g + 1;
+    }
 };
 static_assert(sizeof(IndexPage) == 16);
 

@@ -120,7 +120,10 @@ class SharedArena final : public Arena {
     bool survives_process() const override { return true; }
     void set_complete(bool complete) override { header().incomplete.store(complete ? 0 : 1); }
     void leave() noexcept override { ::close(fd_); } // the lock stays with the other processes that have the file open
-    TableLedger& ledger(std::size_t table) override { return ledgers()[table]; }
+    TableLedger& ledger(std::size_t table) override {
+        SATRAP_ASSERT(table < header().num_tables);
+        return reinterpret_cast<TableLedger*>(first_ + kLedgersAt)[table];
+    }
     std::atomic<std::uint32_t>& latest_step() override { return header().latest_step; }
     std::atomic<std::uint32_t>& attempt() override { return header().attempt; }
 
@@ -160,6 +163,7 @@ class SharedArena final : public Arena {
     }
 
     std::byte* allocate(const ChunkTag& tag, std::size_t bytes) override {
+        SATRAP_ASSERT(bytes != 0 && static_cast<std::uint32_t>(tag.kind) != 0);
         bytes = round_up(bytes, 64) + sizeof(ChunkHeader);
         std::lock_guard lock(mutex_);
         std::uint64_t tail = header().tail.load();
@@ -217,13 +221,16 @@ class SharedArena final : public Arena {
     SharedArena(std::string path, std::size_t tables) : Arena(tables), path_(std::move(path)) {}
 
     static std::string errno_text(const char* what) { return std::string(what) + ": " + std::strerror(errno); }
-    FileHeader& header() { return *reinterpret_cast<FileHeader*>(first_); }
-    TableLedger* ledgers() { return reinterpret_cast<TableLedger*>(first_ + kLedgersAt); }
+    FileHeader& header() {
+        SATRAP_ASSERT(first_ != nullptr);
+        return *reinterpret_cast<FileHeader*>(first_);
+    }
     std::uint64_t end() const { return mappings_.back().offset + mappings_.back().bytes; }
     std::size_t config_offset() { return config_offset(header().num_tables); }
     static std::size_t config_offset(std::size_t tables) { return kLedgersAt + tables * sizeof(TableLedger); }
 
     ChunkHeader* chunk_header(std::uint64_t offset) {
+        SATRAP_ASSERT(offset < end());
         auto mapping = std::upper_bound(mappings_.begin(), mappings_.end(), offset,
                                         [](std::uint64_t at, const Mapping& p) { return at < p.offset; });
         --mapping;
@@ -249,6 +256,8 @@ class SharedArena final : public Arena {
     }
 
     void map_range(std::uint64_t offset, std::size_t bytes) {
+        SATRAP_ASSERT(fd_ >= 0);
+        SATRAP_ASSERT(bytes != 0 && bytes % kPage == 0 && offset % kPage == 0);
         void* address = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd_, static_cast<off_t>(offset));
         if (address == MAP_FAILED) fail(errno_text("cannot be mapped"));
         madvise(address, bytes, MADV_HUGEPAGE); // honoured where the system allows huge pages on tmpfs
@@ -267,6 +276,7 @@ class SharedArena final : public Arena {
     }
 
     void write_header(std::size_t tables, std::span<const char> config, bool complete) {
+        SATRAP_ASSERT(mappings_.empty());
         const std::size_t bytes = round_up(config_offset(tables) + config.size(), kPage);
         add_mapping(round_up(std::max(bytes, kMappingBytes), kPage));
         FileHeader& head = header();

@@ -30,6 +30,7 @@ class StepWindow {
         return step <= newest() && newest() - step < kSteps && (bits() >> (newest() - step) & 1) != 0;
     }
     void mark(std::uint32_t step) {
+        SATRAP_ASSERT(step != 0);
         if (forgot(step)) return;
         const std::uint32_t by = step > newest() ? step - newest() : 0;
         const std::uint32_t now = by == 0 ? bits() | 1U << (newest() - step) : (by < kSteps ? bits() << by : 0) | 1;
@@ -80,6 +81,7 @@ class AppliedSteps {
   public:
     // buckets: the number of buckets of all tables.
     void init(Arena& arena, std::uint32_t buckets) {
+        SATRAP_ASSERT(arena_ == nullptr);
         arena_ = &arena;
         size_ = std::size_t{buckets} + 1;
     }
@@ -87,6 +89,7 @@ class AppliedSteps {
     // Returns the trainer's windows, one for each bucket, then the last; creates those of a new trainer. Throws if
     // there is no memory.
     StepWindow* of(std::uint32_t trainer) {
+        SATRAP_ASSERT(arena_ != nullptr && trainer < kMostTrainers);
         std::lock_guard lock(mutex_);
         if (trainer >= of_trainer_.size()) of_trainer_.resize(trainer + 1);
         StepWindow*& windows = of_trainer_[trainer];
@@ -98,6 +101,7 @@ class AppliedSteps {
 
     // After a restart: takes over a chunk of the file.
     void adopt(std::uint32_t trainer, std::byte* memory, std::size_t bytes) {
+        SATRAP_ASSERT(reinterpret_cast<std::uintptr_t>(memory) % alignof(StepWindow) == 0);
         if (trainer >= kMostTrainers || bytes < size_ * sizeof(StepWindow))
             throw InvariantError("a chunk of windows of trainer " + std::to_string(trainer));
         if (trainer >= of_trainer_.size()) of_trainer_.resize(trainer + 1);
@@ -126,6 +130,7 @@ class AppliedSteps {
     }
     // Before these buckets leave: marks what is finished here at each of them. No update may run.
     void hand_over(std::span<const std::uint32_t> buckets) {
+        SATRAP_ASSERT(have_windows(buckets));
         std::lock_guard lock(mutex_);
         for (StepWindow* windows : of_trainer_)
             for (std::uint32_t b : buckets)
@@ -134,6 +139,7 @@ class AppliedSteps {
     // After these buckets arrived: a step is finished if it is so at each of them and, unless they are the first here,
     // was so before. No update may run.
     void take_over(std::span<const std::uint32_t> buckets, bool first) {
+        SATRAP_ASSERT(have_windows(buckets));
         std::lock_guard lock(mutex_);
         for (StepWindow* windows : of_trainer_) {
             if (windows == nullptr) continue;
@@ -150,6 +156,11 @@ class AppliedSteps {
     }
 
   private:
+    // The last window is of no bucket.
+    bool have_windows(std::span<const std::uint32_t> buckets) const {
+        return std::all_of(buckets.begin(), buckets.end(), [&](std::uint32_t b) { return b + 1 < size_; });
+    }
+
     Arena* arena_ = nullptr;
     std::size_t size_ = 0;
     std::mutex mutex_;

@@ -8,9 +8,10 @@
 //   while a cut has not ended, the first cut_removed entries of `removed` are those of before the cut.
 #pragma once
 
-#include <mutex>
+#include <array>
 #include <vector>
 
+#include "base/mutex.hpp"
 #include "base/table_config.hpp"
 #include "table/row_places.hpp"
 #include "table/rows.hpp"
@@ -18,32 +19,31 @@
 namespace satrap {
 
 struct Counters {
-    std::uint64_t lookups = 0;
-    std::uint64_t hits = 0;
-    std::uint64_t inserted = 0;
-    std::uint64_t refused = 0;
-    std::uint64_t evicted = 0;
-    std::uint64_t expired = 0;
-    std::uint64_t updated = 0;
-    std::uint64_t not_applied_absent = 0;
-    std::uint64_t skipped = 0;
-    std::uint64_t repeated = 0;
+    std::uint64_t lookups = 0, hits = 0, inserted = 0, refused = 0, evicted = 0, expired = 0;
+    std::uint64_t updated = 0, not_applied_absent = 0, skipped = 0, repeated = 0;
 
-    static constexpr std::size_t kCount = 10; // of these numbers, which are adjacent
+    struct Field {
+        const char* name; // in Python
+        std::uint64_t Counters::* number;
+    };
+    static constexpr std::size_t kCount = 10;
+    static const std::array<Field, kCount> kFields; // in the order in which they are exported
 
     void add(const Counters& other) {
-        lookups += other.lookups;
-        hits += other.hits;
-        inserted += other.inserted;
-        refused += other.refused;
-        evicted += other.evicted;
-        expired += other.expired;
-        updated += other.updated;
-        not_applied_absent += other.not_applied_absent;
-        skipped += other.skipped;
-        repeated += other.repeated;
+        for (const Field& field : kFields) this->*field.number += other.*field.number;
     }
 };
+inline constexpr std::array<Counters::Field, Counters::kCount> Counters::kFields{
+    {{"lookups", &Counters::lookups},
+     {"hits", &Counters::hits},
+     {"inserted", &Counters::inserted},
+     {"refused", &Counters::refused},
+     {"evicted", &Counters::evicted},
+     {"expired", &Counters::expired},
+     {"updated", &Counters::updated},
+     {"not_applied_absent", &Counters::not_applied_absent},
+     {"skipped", &Counters::skipped},
+     {"repeated", &Counters::repeated}}};
 
 struct Removed {
     std::uint64_t id;
@@ -51,7 +51,7 @@ struct Removed {
 };
 
 struct Bucket {
-    std::mutex mutex;
+    Mutex mutex;
     Rows rows;
     Rows sightings;
     Counters counters;
@@ -64,11 +64,13 @@ struct Bucket {
 
     // Every change from here on keeps what the save of this moment needs, until rows and sightings end their cut.
     void begin_cut(CutMemory& memory) {
+        SATRAP_ASSERT(mutex.is_held());
         rows.begin_cut(memory);
         sightings.begin_cut(memory);
         cut_removed = removed.size();
     }
     void end_cut() {
+        SATRAP_ASSERT(mutex.is_held());
         rows.end_cut();
         sightings.end_cut();
     }
@@ -81,7 +83,10 @@ struct Bucket {
 
     // Removes a row without a trace.
     void erase(std::uint32_t slot) {
+        SATRAP_ASSERT(mutex.is_held());
+        SATRAP_ASSERT(rows.live(slot));
         if (places != nullptr) {
+            SATRAP_ASSERT(!is_frame(place_of(slot)) || in_frames != 0);
             in_frames -= is_frame(place_of(slot));
             places->give(place_of(slot));
         }
@@ -89,19 +94,28 @@ struct Bucket {
     }
 
     std::uint32_t place_of(std::uint32_t slot) const {
+        SATRAP_ASSERT(mutex.is_held());
+        SATRAP_ASSERT(places != nullptr && rows.row_bytes() == sizeof(std::uint32_t));
         std::uint32_t place;
         std::memcpy(&place, rows.row(slot), sizeof(place));
         return place;
     }
-    void set_place(std::uint32_t slot, std::uint32_t place) { std::memcpy(rows.row(slot), &place, sizeof(place)); }
+    void set_place(std::uint32_t slot, std::uint32_t place) {
+        SATRAP_ASSERT(mutex.is_held());
+        SATRAP_ASSERT(places != nullptr && place != kNoFrame);
+        std::memcpy(rows.row(slot), &place, sizeof(place));
+    }
 
     // Orders the row's frame by its new stamp.
     void note_use(std::uint32_t slot) {
+        SATRAP_ASSERT(rows.live(slot));
         if (places->is_tiered() && is_frame(place_of(slot)))
             places->order().touch(place_of(slot), rows.head(slot).stamp);
     }
 
     void log_removal(std::uint64_t id, std::uint32_t version) {
+        SATRAP_ASSERT(mutex.is_held());
+        SATRAP_ASSERT(version > 1 && (!rows.in_cut() || cut_removed <= removed.size()));
         const std::size_t most = std::max<std::size_t>(4096, rows.size()); // with more, a full save is smaller
         if (removed.size() >= most && !rows.in_cut()) {
             std::size_t half = removed.size() / 2;
@@ -112,6 +126,7 @@ struct Bucket {
     }
 
     void sweep(std::uint32_t expire_before, std::uint32_t version) {
+        SATRAP_ASSERT(mutex.is_held());
         if (expire_before <= swept_before) return;
         swept_before = expire_before;
         rows.for_each([&](std::uint32_t slot, const Head& head) {
@@ -124,6 +139,8 @@ struct Bucket {
     // Counts that an id without a row was seen at `step`; returns whether it was seen `min_count` times. The sighting
     // stays until the row exists (forget), so that a lookup that fails in between can be retried.
     bool sight(std::uint64_t id, std::uint64_t hash, std::uint32_t step, std::uint32_t min_count) {
+        SATRAP_ASSERT(mutex.is_held());
+        SATRAP_ASSERT(rows.find(id, hash) == kNoSlot);
         if (min_count <= 1) return true;
         std::uint32_t slot = sightings.find(id, hash);
         if (slot == kNoSlot) {
@@ -139,6 +156,8 @@ struct Bucket {
     }
 
     void add_sighting(std::uint64_t id, std::uint64_t hash, std::uint32_t step, std::uint32_t count) {
+        SATRAP_ASSERT(mutex.is_held());
+        SATRAP_ASSERT(rows.find(id, hash) == kNoSlot && count != 0);
         if (sightings.full()) sightings.erase(sightings.oldest());
         sightings.publish(sightings.insert(id, hash), step, count);
     }
@@ -151,6 +170,7 @@ struct Bucket {
     }
 
     void forget(std::uint64_t id, std::uint64_t hash) {
+        SATRAP_ASSERT(mutex.is_held());
         std::uint32_t slot = sightings.find(id, hash);
         if (slot != kNoSlot) sightings.erase(slot);
     }

@@ -4,7 +4,9 @@
 // The stamps are apart from the rest, so that a search for victims reads them one after another; chunks are allocated
 // as frames are used, so a limit far above the rows costs nothing. A search collects at least the oldest 1/32; a row
 // whose stamp has risen since is skipped, and a stamp within their range makes the next call search again. So the rows
-// that are returned are always the oldest. Thread safety: put, touch and clear of different frames at the same time;
+// that are returned are always the oldest.
+// Invariants: victims_ falls by (stamp, table, id), as these were when they were collected, all with stamps of at most
+//   newest_victim_; a stamp is kFree <=> its frame holds no row. Thread safety: put, touch and clear of different frames at the same time;
 // oldest() by one thread, beside them: a row that they change meanwhile may be returned, and the caller checks each
 // under its bucket's lock.
 #pragma once
@@ -16,6 +18,8 @@
 #include <mutex>
 #include <tuple>
 #include <vector>
+
+#include "base/assertions.hpp"
 
 namespace satrap {
 
@@ -42,6 +46,7 @@ class FrameOrder {
     void reserve(std::uint32_t frame) { chunk_for(frame); }
     // The frame holds this row, last used at the stamp.
     void put(const Use& use) {
+        SATRAP_ASSERT(use.stamp != kFree);
         Chunk& chunk = chunk_for(use.frame);
         const std::uint32_t i = use.frame % chunk_frames_;
         chunk.rows[i].table.store(use.table, kRelaxed);
@@ -51,6 +56,7 @@ class FrameOrder {
     }
     // Notes that the row in this frame was used.
     void touch(std::uint32_t frame, std::uint32_t stamp) {
+        SATRAP_ASSERT(stamp != kFree && chunk_of(frame) != nullptr);
         chunk_of(frame)->stamps[frame % chunk_frames_].store(stamp, kRelaxed);
         if (stamp <= newest_victim_.load(kRelaxed)) is_spoiled_.store(true, kRelaxed);
     }
@@ -72,6 +78,7 @@ class FrameOrder {
     // Adds up to n rows with the smallest stamps, all below `before`, to `out`, the oldest first. The caller moves each
     // away, or calls retry().
     void oldest(std::size_t n, std::uint32_t before, std::vector<Use>& out) {
+        SATRAP_ASSERT(before != kFree);
         if (is_spoiled_.exchange(false)) victims_.clear();
         const std::size_t first = out.size();
         take_victims(n, before, out);
@@ -114,6 +121,7 @@ class FrameOrder {
     };
 
     Chunk* chunk_of(std::uint32_t frame) const {
+        SATRAP_ASSERT(frame / chunk_frames_ < chunks_.size());
         return chunks_[frame / chunk_frames_].load(std::memory_order_acquire);
     }
     Chunk& chunk_for(std::uint32_t frame) {
@@ -151,6 +159,7 @@ class FrameOrder {
 
     // Collects all rows up to a stamp, at least `target` if there are so many below `before`, in falling order.
     void collect(std::size_t target, std::uint32_t before) {
+        SATRAP_ASSERT(target != 0);
         victims_.clear();
         const std::uint32_t newest = stamp_of(target, before);
         for_each_stamp([&](std::uint32_t frame, std::uint32_t stamp) {

@@ -18,6 +18,9 @@
 #include <mutex>
 #include <vector>
 
+#include "base/assertions.hpp"
+#include "base/atomic_max.hpp"
+
 namespace satrap {
 
 // The figures of the copies of an engine.
@@ -37,17 +40,13 @@ class CutMemory {
         progress_at_ = std::chrono::steady_clock::now();
     }
 
-    void take(std::size_t bytes) noexcept {
-        const std::size_t now = bytes_.fetch_add(bytes) + bytes;
-        std::size_t peak = peak_.load();
-        while (now > peak && !peak_.compare_exchange_weak(peak, now)) {
-        }
-    }
+    void take(std::size_t bytes) noexcept { raise_to(peak_, bytes_.fetch_add(bytes) + bytes); }
     void count_kept() { kept_.fetch_add(1, std::memory_order_relaxed); }
     bool has_kept() const { return bytes_.load(std::memory_order_relaxed) != 0; }
 
     // Releases bytes; called with 0 when a part of the save was exported.
     void give(std::size_t bytes) {
+        SATRAP_ASSERT(bytes <= bytes_.load());
         bytes_.fetch_sub(bytes);
         std::lock_guard lock(mutex_);
         progress_at_ = std::chrono::steady_clock::now();
@@ -108,10 +107,14 @@ class OldRows {
     // Returns whether the slot's row of the cut no longer has to be read from the slot: it was copied, here or by the
     // save, or the slot was free.
     bool is_done(std::uint32_t slot) const { return slot >= slots_ || ((is_done_[slot / 64] >> (slot % 64)) & 1) != 0; }
-    void set_done(std::uint32_t slot) { is_done_[slot / 64] |= std::uint64_t{1} << (slot % 64); }
+    void set_done(std::uint32_t slot) {
+        SATRAP_ASSERT(slot < slots_);
+        is_done_[slot / 64] |= std::uint64_t{1} << (slot % 64);
+    }
 
     // Makes room for so many copies: `keep` then throws nothing.
     void reserve(std::size_t count) {
+        SATRAP_ASSERT(rows_.capacity() >= rows_.size() + room_);
         if (room_ >= count) return;
         const std::size_t usual = std::min<std::size_t>(kMostLines, std::max<std::size_t>(16, rows_.size()));
         const std::size_t lines = std::max(count, usual);
@@ -127,8 +130,10 @@ class OldRows {
     // Copies the slot's line, if it holds a row of the cut that was not copied yet.
     void keep(std::uint32_t slot, const std::byte* line, bool is_live) {
         if (is_done(slot)) return;
+        SATRAP_ASSERT(line != nullptr);
         if (is_live) {
             reserve(1);
+            SATRAP_ASSERT(room_ != 0 && rows_.size() < rows_.capacity());
             std::memcpy(next_, line, line_bytes_);
             rows_.push_back({slot, next_});
             next_ += line_bytes_;

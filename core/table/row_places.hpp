@@ -32,12 +32,16 @@ class RowPlaces {
 
     // Before the first row: at most so many rows are in frames, all others at home.
     void set_device_frames(std::uint32_t frames) {
+        SATRAP_ASSERT(frames <= kMostFrames);
+        SATRAP_ASSERT(device.used() == 0 && home.used() == 0);
         device.set_limit(frames);
         order_ = std::make_unique<FrameOrder>(frames);
     }
     bool is_tiered() const { return order_ != nullptr; }
-    FrameOrder& order() { return *order_; }
-    const FrameOrder& order() const { return *order_; }
+    FrameOrder& order() const {
+        SATRAP_ASSERT(is_tiered());
+        return *order_;
+    }
 
     // Fills a prefix of `out` with free frames and returns its length. Rows can be ordered in them without an error.
     std::size_t take_frames(std::span<std::uint32_t> out) {
@@ -58,6 +62,7 @@ class RowPlaces {
         return is_tiered() && home.take({&place, 1}) == 1 ? place | kAtHome : kNoFrame;
     }
     void give(std::uint32_t place) {
+        SATRAP_ASSERT(place != kNoFrame);
         if (is_frame(place)) {
             if (is_tiered()) order_->clear(place);
             device.give({&place, 1});

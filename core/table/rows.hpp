@@ -50,6 +50,8 @@ class Rows {
 
     // limit: the maximum number of rows (the last chunk is cut to it), 0 if unknown.
     void init(Arena* arena, ChunkTag tag, std::size_t row_bytes, std::uint64_t limit) {
+        SATRAP_ASSERT(arena != nullptr && chunks_.empty());
+        SATRAP_ASSERT(row_bytes % alignof(Head) == 0);
         arena_ = arena;
         tag_ = tag;
         row_bytes_ = row_bytes;
@@ -71,6 +73,7 @@ class Rows {
     std::uint32_t used() const { return used_; }
 
     Head& head(std::uint32_t slot) const {
+        SATRAP_ASSERT(slot < capacity_);
         if (slot >= kChunkRows) {
             const std::size_t at = std::size_t{slot} + shift_;
             return *reinterpret_cast<Head*>(chunks_[at / kChunkRows + kDoublings - 1] + at % kChunkRows * stride_);
@@ -89,6 +92,7 @@ class Rows {
     }
 
     std::uint32_t find(std::uint64_t id, std::uint64_t hash) const {
+        SATRAP_ASSERT(hash == mix64(id));
         return index_.find(hash, [&](std::uint32_t slot) { return head(slot).id() == id; });
     }
 
@@ -97,6 +101,8 @@ class Rows {
 
     // Returns a slot for a new id, in the index but still free in its head: fill the payload, then publish().
     std::uint32_t insert(std::uint64_t id, std::uint64_t hash) {
+        SATRAP_ASSERT(find(id, hash) == kNoSlot);
+        SATRAP_ASSERT(!full());
         if (!index_.has_room(hash)) index_.make_room(hash, Hashes{*this});
         if (in_cut()) old_rows(); // may throw, which it must not once the slot is taken
         std::uint32_t slot = take_slot();
@@ -108,7 +114,9 @@ class Rows {
     }
 
     void publish(std::uint32_t slot, std::uint32_t stamp, std::uint32_t changed) {
+        SATRAP_ASSERT(slot < used_ && changed != 0);
         Head& h = head(slot);
+        SATRAP_ASSERT(find(h.id(), mix64(h.id())) == slot);
         h.stamp = stamp;
         std::atomic_ref(h.changed).store(changed, std::memory_order_release);
         spoil({h.id(), stamp, slot}); // the stamp may be an old one
@@ -116,6 +124,7 @@ class Rows {
 
     // Stamps the row as used at `step`.
     void touch(std::uint32_t slot, std::uint32_t step) {
+        SATRAP_ASSERT(slot < used_ && live(slot));
         Head& h = head(slot);
         if (step <= h.stamp) return;
         h.stamp = step;
@@ -123,6 +132,7 @@ class Rows {
     }
 
     void erase(std::uint32_t slot) {
+        SATRAP_ASSERT(slot < used_ && live(slot) && size_ != 0);
         keep(slot);
         Head& h = head(slot);
         index_.erase(mix64(h.id()), slot);
@@ -148,6 +158,7 @@ class Rows {
             chunks_.push_back(chunk);
             capacity_ += rows;
         }
+        SATRAP_ASSERT(capacity_ >= used_);
         chunks_ = {};
         victims_ = {};
         chunk_bytes_ = size_ = used_ = capacity_ = 0;
@@ -193,10 +204,12 @@ class Rows {
     }
     // Copies the slot's row if it belongs to the cut and was not copied yet.
     void keep(std::uint32_t slot) {
+        SATRAP_ASSERT(slot < used_);
         if (in_cut()) old_rows().keep(slot, reinterpret_cast<const std::byte*>(&head(slot)), live(slot));
     }
     // Nothing was inserted before the first call since the cut, so the slots in use are those of the cut.
     OldRows& old_rows() {
+        SATRAP_ASSERT(in_cut());
         if (old_ == nullptr) old_ = std::make_unique<OldRows>(*cut_memory_, used_, stride_);
         return *old_;
     }
@@ -210,6 +223,7 @@ class Rows {
     }
 
     void rebuild() {
+        SATRAP_ASSERT(!in_cut() && victims_.empty());
         used_ = capacity_;
         size_ = 0;
         free_ = kNoSlot;
@@ -274,6 +288,8 @@ class Rows {
     }
 
     void add_chunk(std::byte* memory, std::uint32_t rows) {
+        SATRAP_ASSERT(memory != nullptr && reinterpret_cast<std::uintptr_t>(memory) % alignof(Head) == 0);
+        SATRAP_ASSERT(rows != 0 && rows <= kChunkRows);
         const std::size_t missing = chunks_.size() == kDoublings ? shift_ * stride_ : 0; // before its first row
         chunks_.push_back(memory - missing);
         capacity_ += rows;
@@ -283,9 +299,11 @@ class Rows {
     std::uint32_t take_slot() {
         if (free_ != kNoSlot) {
             std::uint32_t slot = free_;
+            SATRAP_ASSERT(slot < used_ && !live(slot));
             free_ = static_cast<std::uint32_t>(head(slot).id());
             return slot;
         }
+        SATRAP_ASSERT(size_ == used_ && used_ <= capacity_);
         if (used_ == capacity_) {
             std::uint32_t rows = chunk_rows();
             tag_.sequence = static_cast<std::uint32_t>(chunks_.size());
@@ -297,6 +315,7 @@ class Rows {
     // Collects the oldest 1/32 in one scan, so that an eviction costs about 32 heads; the result is the same for any
     // share.
     void collect_victims() {
+        SATRAP_ASSERT(size_ != 0 && victims_.empty());
         std::size_t target = std::max<std::size_t>(1, size_ / 32);
         std::vector<Victim> heap; // a max-heap of the smallest so far
         heap.reserve(target);
@@ -311,6 +330,7 @@ class Rows {
             std::push_heap(heap.begin(), heap.end());
         });
         std::sort(heap.begin(), heap.end(), [](const Victim& a, const Victim& b) { return b < a; });
+        SATRAP_ASSERT(heap.size() == target);
         victims_ = std::move(heap);
     }
 

@@ -1,6 +1,7 @@
 // The life of a row; see table.hpp.
 #include "table/table.hpp"
 
+#include "base/atomic_max.hpp"
 #include "base/errors.hpp"
 #include "base/float_mode.hpp"
 
@@ -11,6 +12,8 @@ Table::Table(TableConfig config, std::uint32_t number, std::uint64_t seed, const
     : config_(std::move(config)), summation_(config_.name, config_.dim, config_.on_nonfinite, kernels),
       key_(table_key(seed, config_.name)), number_(number), kernels_(&kernels), arena_(&arena),
       ledger_(&arena.ledger(number)), buckets_(std::make_unique<Bucket[]>(config_.num_buckets)) {
+    SATRAP_ASSERT(std::has_single_bit(config_.num_buckets) && config_.dim != 0);
+    SATRAP_ASSERT((places != nullptr) == config_.frame_pool.has_value());
     const FloatMode mode;
     initial_ = InitialScalars::of(config_, key_);
     if (ledger_->version.load() == 0) { // new, not attached
@@ -25,13 +28,31 @@ Table::Table(TableConfig config, std::uint32_t number, std::uint64_t seed, const
     }
 }
 
+std::uint32_t Table::begin_version() {
+    std::uint32_t now = ledger_->version.load();
+    do {
+        if (now >= kLastVersion)
+            throw InputError("table '" + config_.name + "': all " + std::to_string(kLastVersion) +
+                             " versions are used");
+    } while (!ledger_->version.compare_exchange_weak(now, now + 1));
+    return now + 1;
+}
+
+void Table::reach(std::uint32_t version, std::uint32_t expire_before) {
+    raise_to(ledger_->version, version);
+    raise_to(ledger_->expire_before, expire_before);
+}
+
 void Table::open_step(const LookupStep& at) {
+    SATRAP_ASSERT(at.train && at.step != 0 && at.step <= kLastStep);
+    raise_to(arena_->latest_step(), at.step);
     if (config_.expire_after == 0 || at.step <= config_.expire_after) return;
     raise_to(ledger_->expire_before, std::min(at.step - config_.expire_after, at.oldest_open));
 }
 
 // Finds the slot of every unique id (kNoSlot: no row) in passes, so that the cache misses of a bucket overlap.
 void Table::locate(Bucket& bucket, const BucketVisit& visit, bool hinted, Scratch& scratch) {
+    SATRAP_ASSERT(bucket.mutex.is_held());
     Rows& rows = bucket.rows;
     const std::uint32_t n = visit.num_unique;
     std::uint32_t* slots = scratch.slots.reserve(n);
@@ -58,7 +79,8 @@ void Table::locate(Bucket& bucket, const BucketVisit& visit, bool hinted, Scratc
 }
 
 void Table::lookup(const BucketVisit& visit, const LookupStep& at, float* const* to, Scratch& scratch) {
-    Bucket& bucket = buckets_[visit.bucket];
+    Bucket& bucket = this->bucket(visit.bucket);
+    SATRAP_ASSERT(bucket.places == nullptr);
     std::lock_guard lock(bucket.mutex);
     find_rows(bucket, visit, at, nullptr, scratch);
     point_rows(bucket, visit, scratch);
@@ -80,6 +102,7 @@ void Table::find_rows(Bucket& bucket, const BucketVisit& visit, const LookupStep
 // Stamps hits before it inserts any miss, so that no id of a batch evicts another.
 void Table::touch_hits(Bucket& bucket, const BucketVisit& visit, std::uint32_t step, std::uint32_t version,
                        std::uint32_t* slots) {
+    SATRAP_ASSERT(bucket.mutex.is_held() && version <= kLastVersion);
     const std::uint32_t line = expire_before();
     std::uint64_t hits = 0;
     for (std::uint32_t i = 0; i < visit.num_unique; ++i) {
@@ -103,6 +126,8 @@ void Table::touch_hits(Bucket& bucket, const BucketVisit& visit, std::uint32_t s
 
 void Table::insert_misses(Bucket& bucket, const BucketVisit& visit, const LookupStep& at, std::uint32_t version,
                           std::vector<InsertedRow>* inserted, Scratch& scratch) {
+    SATRAP_ASSERT(bucket.mutex.is_held());
+    SATRAP_ASSERT((inserted != nullptr) == (bucket.places != nullptr));
     std::uint32_t* slots = scratch.slots.data();
     float* values = scratch.values.reserve(config_.dim);
     const std::uint32_t line = expire_before();
@@ -134,6 +159,7 @@ void Table::insert_misses(Bucket& bucket, const BucketVisit& visit, const Lookup
 }
 
 bool Table::admit(Bucket& bucket, std::uint64_t id, std::uint64_t hash, const LookupStep& at) {
+    SATRAP_ASSERT(at.train && hash == mix64(id));
     switch (config_.admission) {
     case AdmissionKind::always: return true;
     case AdmissionKind::probability: return unit_interval(step_key(row_key(~key_, id), at.step)) < config_.probability;
@@ -146,8 +172,10 @@ bool Table::admit(Bucket& bucket, std::uint64_t id, std::uint64_t hash, const Lo
 // Evicts one row of a full bucket, or throws. `needed`: how many rows the call may still need here, for the message.
 void Table::make_room(Bucket& bucket, std::uint32_t b, const LookupStep& at, std::uint32_t version,
                       std::size_t needed) {
+    SATRAP_ASSERT(bucket.mutex.is_held() && needed != 0);
     if (!bucket.rows.full()) return;
     const std::uint32_t victim = bucket.rows.oldest();
+    SATRAP_ASSERT(victim != kNoSlot); // a full bucket has rows
     const std::uint32_t stamp = bucket.rows.head(victim).stamp;
     if (stamp < expire_before()) {
         ++bucket.counters.expired;
@@ -177,6 +205,7 @@ void Table::fail_full(Bucket& bucket, std::uint32_t b, const LookupStep& at, std
 
 // Finds where each unique id's values are read: its row, or the values of an absent row.
 void Table::point_rows(Bucket& bucket, const BucketVisit& visit, Scratch& scratch) {
+    SATRAP_ASSERT(bucket.mutex.is_held());
     const std::uint32_t* slots = scratch.slots.data();
     const std::uint32_t line = expire_before();
     const std::byte** rows = scratch.rows.reserve(visit.num_unique);
@@ -203,7 +232,10 @@ void Table::point_rows(Bucket& bucket, const BucketVisit& visit, Scratch& scratc
 
 void Table::update(const BucketVisit& visit, const Gradients& gradients, const StepScalars& scalars, bool hinted,
                    bool filter, const UpdateMark& mark, Scratch& scratch) {
-    Bucket& bucket = buckets_[visit.bucket];
+    SATRAP_ASSERT(scalars.step != 0 && scalars.step <= kLastStep);
+    SATRAP_ASSERT((mark.window == nullptr) == (mark.trainer == kNoTrainer));
+    Bucket& bucket = this->bucket(visit.bucket);
+    SATRAP_ASSERT(bucket.places == nullptr);
     const std::uint32_t n = visit.num_unique;
     RowStep* steps = scratch.steps.reserve(n);
     float* sums = scratch.sums.reserve(static_cast<std::size_t>(n) * config_.dim);
@@ -233,6 +265,7 @@ void Table::update(const BucketVisit& visit, const Gradients& gradients, const S
 
 // Keeps the rows of these slots for the save of the last cut, all of them or, if memory is short, none.
 static void keep_rows(Rows& rows, std::span<const std::uint32_t> slots) {
+    SATRAP_ASSERT(rows.in_cut());
     OldRows& old = rows.old_rows();
     std::size_t count = 0;
     for (std::uint32_t slot : slots) count += !old.is_done(slot);
@@ -243,6 +276,9 @@ static void keep_rows(Rows& rows, std::span<const std::uint32_t> slots) {
 // Applies one optimizer step to the rows of scratch.slots and steps; in a shared-memory file, whole or not at all.
 void Table::apply(Bucket& bucket, std::uint32_t b, const StepScalars& scalars, std::size_t count,
                   const UpdateMark& mark, Scratch& scratch) {
+    SATRAP_ASSERT(bucket.mutex.is_held());
+    SATRAP_ASSERT(mark.window == nullptr || !mark.window->applied(scalars.step)); // nothing is applied twice
+    SATRAP_ASSERT((scratch.undo != nullptr) == arena_->survives_process());
     const std::uint32_t* slots = scratch.slots.data();
     const RowStep* steps = scratch.steps.data();
     float* room = scratch.values.reserve(config_.dim); // may throw, which it must not after the slot is armed
@@ -282,7 +318,7 @@ bool Table::read(std::uint64_t id, float* values, float* state) {
     Bucket& bucket = buckets_[hash_bucket(id)];
     std::lock_guard lock(bucket.mutex);
     const std::uint32_t slot = bucket.rows.find(id, mix64(id));
-    if (slot == kNoSlot || bucket.rows.head(slot).stamp < expire_before()) return false;
+    if (!is_live(bucket, slot)) return false;
     const FloatMode mode;
     const std::byte* row = bucket.rows.row(slot);
     const std::uint32_t zero = 0;

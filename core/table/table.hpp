@@ -40,9 +40,16 @@ class Table {
 
     const TableConfig& config() const { return config_; }
     const GradientSum& summation() const { return summation_; }
-    Bucket& bucket(std::uint32_t b) { return buckets_[b]; }
+    Bucket& bucket(std::uint32_t b) {
+        SATRAP_ASSERT(b < config_.num_buckets);
+        return buckets_[b];
+    }
     TableLedger& ledger() { return *ledger_; }
     double lr() const { return std::bit_cast<double>(ledger_->lr_bits.load()); }
+    // Starts the next version, at which later changes count as changed.
+    std::uint32_t begin_version();
+    // Raises the version and expire_before to at least these.
+    void reach(std::uint32_t version, std::uint32_t expire_before);
     void set_lr(double lr) { ledger_->lr_bits.store(std::bit_cast<std::uint64_t>(lr)); }
     std::uint32_t hash_bucket(std::uint64_t id) const { return bucket_of(mix64(id), config_.bucket_bits()); }
     std::uint64_t row_share(std::uint32_t b) const {
@@ -52,7 +59,7 @@ class Table {
         return std::max<std::uint64_t>(1, config_.share(config_.window, b));
     }
 
-    // Called before the buckets of a training lookup: advances expire_before.
+    // Called before the buckets of a training lookup: advances the latest step, and expire_before.
     void open_step(const LookupStep& at);
 
     // Copies the row of entry e of the visit to to[e]. Of rows in this memory.
@@ -114,6 +121,7 @@ class Table {
     void insert_misses(Bucket& bucket, const BucketVisit& visit, const LookupStep& at, std::uint32_t version,
                        std::vector<InsertedRow>* inserted, Scratch& scratch);
     bool is_live(const Bucket& bucket, std::uint32_t slot) const { // false: there is no row, or it has expired
+        SATRAP_ASSERT(bucket.mutex.is_held());
         return slot != kNoSlot && bucket.rows.head(slot).stamp >= expire_before();
     }
     bool stamp_updated(Bucket& bucket, std::uint32_t slot, std::uint32_t step);

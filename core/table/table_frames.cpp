@@ -6,6 +6,7 @@ namespace satrap {
 
 // Inserts a row and gives it a place; if that fails, the place is free again.
 std::uint32_t Table::insert_place(Bucket& bucket, std::uint64_t id, std::uint64_t hash) const {
+    SATRAP_ASSERT(bucket.places != nullptr && bucket.mutex.is_held());
     const std::uint32_t place = bucket.places->take();
     if (place == kNoFrame)
         throw CapacityError("table '" + config_.name + "': all " + std::to_string(bucket.places->device.limit()) +
@@ -23,6 +24,7 @@ std::uint32_t Table::insert_place(Bucket& bucket, std::uint64_t id, std::uint64_
 
 // Orders a row that is new in its frame, or whose stamp may have fallen.
 void Table::order_frame(const Bucket& bucket, std::uint32_t slot) const {
+    SATRAP_ASSERT(bucket.rows.live(slot));
     const Head& head = bucket.rows.head(slot);
     if (const std::uint32_t place = bucket.place_of(slot); bucket.places->is_tiered() && is_frame(place))
         bucket.places->order().put({head.stamp, number_, head.id(), place, slot});
@@ -30,7 +32,7 @@ void Table::order_frame(const Bucket& bucket, std::uint32_t slot) const {
 
 void Table::lookup_places(const BucketVisit& visit, const LookupStep& at, std::uint32_t* places,
                           std::vector<InsertedRow>& inserted, Scratch& scratch) {
-    Bucket& bucket = buckets_[visit.bucket];
+    Bucket& bucket = this->bucket(visit.bucket);
     std::lock_guard lock(bucket.mutex);
     find_rows(bucket, visit, at, &inserted, scratch);
     const std::uint32_t* slots = scratch.slots.data();
@@ -39,7 +41,7 @@ void Table::lookup_places(const BucketVisit& visit, const LookupStep& at, std::u
 }
 
 std::size_t Table::count_in_frames(const BucketVisit& visit, std::uint32_t since) {
-    Bucket& bucket = buckets_[visit.bucket];
+    Bucket& bucket = this->bucket(visit.bucket);
     std::lock_guard lock(bucket.mutex);
     std::size_t count = 0;
     for (std::uint32_t i = 0; i < visit.num_unique; ++i) {
@@ -64,7 +66,8 @@ bool Table::stamp_updated(Bucket& bucket, std::uint32_t slot, std::uint32_t step
 
 void Table::update_places(const BucketVisit& visit, const std::uint8_t* started, std::uint32_t step, bool hinted,
                           bool settled, std::uint32_t* places, Scratch& scratch) {
-    Bucket& bucket = buckets_[visit.bucket];
+    SATRAP_ASSERT(step != 0 && step <= kLastStep);
+    Bucket& bucket = this->bucket(visit.bucket);
     std::lock_guard lock(bucket.mutex);
     locate(bucket, visit, hinted, scratch);
     const std::uint32_t* slots = scratch.slots.data();
@@ -112,6 +115,7 @@ void Table::move_in(std::uint64_t id, std::uint32_t row, std::uint32_t slot, std
     Bucket& bucket = buckets_[hash_bucket(id)];
     std::lock_guard lock(bucket.mutex);
     require_at(bucket, row, id, slot | kAtHome);
+    SATRAP_ASSERT(is_frame(frame) && is_frame(slot));
     bucket.set_place(row, frame);
     order_frame(bucket, row);
     ++bucket.in_frames;
@@ -122,6 +126,7 @@ void Table::move_out(std::uint64_t id, std::uint32_t row, std::uint32_t frame, s
     Bucket& bucket = buckets_[hash_bucket(id)];
     std::lock_guard lock(bucket.mutex);
     require_at(bucket, row, id, frame);
+    SATRAP_ASSERT(is_frame(slot) && bucket.in_frames != 0);
     bucket.set_place(row, slot | kAtHome);
     --bucket.in_frames;
     ++bucket.moved_out;

@@ -42,12 +42,14 @@ class UndoSlot {
     // Makes the slot large enough, before anything is written; changes nothing if it throws.
     void reserve(Arena& arena, std::size_t needed) {
         if (needed <= bytes_) return;
+        SATRAP_ASSERT(arena.survives_process());
         std::size_t grown = std::max(2 * bytes_, round_up(needed, 4096));
         memory_ = arena.allocate({ChunkKind::undo, 0, 0, 0}, grown);
         bytes_ = grown;
     }
 
     void open(std::uint32_t table, std::uint32_t bucket, std::size_t row_bytes) {
+        SATRAP_ASSERT(bytes_ >= sizeof(UndoHeader) && header().armed.load() == 0);
         header().table = table;
         header().bucket = bucket;
         header().count = 0;
@@ -57,6 +59,8 @@ class UndoSlot {
     }
 
     void add(std::uint32_t slot, const Head& head, const std::byte* row) {
+        SATRAP_ASSERT(header().armed.load() == 0);
+        SATRAP_ASSERT(bytes_for(header().count + std::size_t{1}, header().row_bytes) <= bytes_); // it was reserved
         UndoEntry entry{head, slot, 0};
         std::memcpy(next_, &entry, sizeof(entry));
         std::memcpy(next_ + sizeof(entry), row, header().row_bytes);
@@ -66,11 +70,13 @@ class UndoSlot {
 
     // Copies the trainer's window of the bucket.
     void keep(std::uint32_t trainer, const StepWindow& window) {
+        SATRAP_ASSERT(trainer != kNoTrainer && header().armed.load() == 0);
         header().trainer = trainer;
         header().window = window;
     }
 
     void arm() {
+        SATRAP_ASSERT(header().armed.load() == 0);
         header().armed.store(1, std::memory_order_release);
         std::atomic_signal_fence(std::memory_order_seq_cst); // later writes stay after this
     }
@@ -99,7 +105,10 @@ class UndoSlot {
     }
 
   private:
-    UndoHeader& header() { return *reinterpret_cast<UndoHeader*>(memory_); }
+    UndoHeader& header() {
+        SATRAP_ASSERT(memory_ != nullptr);
+        return *reinterpret_cast<UndoHeader*>(memory_);
+    }
 
     std::byte* memory_ = nullptr;
     std::size_t bytes_ = 0;
@@ -117,13 +126,17 @@ class UndoSet {
     }
 
     void fill(unsigned threads, std::size_t bytes) {
+        SATRAP_ASSERT(taken_.empty());
         taken_.reserve(threads);
         while (taken_.size() < threads) {
             taken_.push_back(slots_.take());
             taken_.back()->reserve(arena_, bytes); // if it throws, the slot can still serve a smaller update
         }
     }
-    UndoSlot* slot(unsigned thread) { return taken_.empty() ? nullptr : taken_[thread].get(); }
+    UndoSlot* slot(unsigned thread) {
+        SATRAP_ASSERT(taken_.empty() || thread < taken_.size());
+        return taken_.empty() ? nullptr : taken_[thread].get();
+    }
 
   private:
     Recycler<UndoSlot>& slots_;

@@ -9,7 +9,9 @@
 
 namespace testing {
 
-using namespace satrap;
+using satrap::AbsentRow, satrap::BagFeature, satrap::BagInputs, satrap::Bags, satrap::CapacityError;
+using satrap::FrameLookup, satrap::FrameRuns, satrap::GivenParts, satrap::InsertedRow, satrap::kAtHome;
+using satrap::is_frame, satrap::kNoFrame, satrap::Move, satrap::OnNonfinite, satrap::Pooling, satrap::RowPlaces;
 
 inline constexpr std::uint32_t kMost = 60; // ids of a table in a call
 
@@ -33,8 +35,8 @@ class Device {
             features_.push_back({config.name, table, Pooling::none, false, kMost, false, 1, 0, {}});
             pools_.push_back(*config.frame_pool);
         }
-        memory.resize(engine->num_frame_pools());
-        home.resize(engine->num_frame_pools());
+        memory.resize(engine->directory().num_pools());
+        home.resize(engine->directory().num_pools());
         bags = std::make_shared<Bags>(features_, configs.size(), engine->identity());
     }
 
@@ -90,7 +92,7 @@ class Device {
 
     // Carries out the moves, then gives the places of new rows their values.
     void initialise() {
-        for (const Move& move : engine->take_moves()) {
+        for (const Move& move : engine->directory().take_moves()) {
             float& in_frame = reach(memory[move.pool], move.frame);
             float& in_slot = reach(home[move.pool], move.slot);
             const float kept = in_frame;
@@ -99,7 +101,7 @@ class Device {
             if (move.directions == Move::kIn) in_slot = std::nanf(""); // a row is in one place
             ++moves;
         }
-        for (const InsertedRow& row : engine->take_inserted()) {
+        for (const InsertedRow& row : engine->directory().take_inserted()) {
             float value;
             engine->initial_rows(row.table, {&row.id, 1}, reinterpret_cast<std::byte*>(&value), nullptr);
             write(row.table, row.place, value);
@@ -120,11 +122,11 @@ class Device {
 
     // A place is free or of one row.
     void check() {
-        engine->check_frames();
+        engine->directory().check();
         std::vector<std::size_t> rows(memory.size());
         for (std::size_t t = 0; t < pools_.size(); ++t) rows[pools_[t]] += engine->num_rows(t); // sweeps what expired
         for (std::uint32_t p = 0; p < rows.size(); ++p) {
-            const RowPlaces& places = engine->row_places(p);
+            const RowPlaces& places = engine->directory().pool(p);
             CHECK_EQ(places.device.used() - places.device.num_free() + places.home.used() - places.home.num_free(),
                      rows[p]);
         }

@@ -1,4 +1,4 @@
-// Lookups and updates of bags against an engine that sees only flat ids (engine_bags.hpp): the same bits, for any
+// Lookups and updates of bags against an engine that sees only flat ids (bag_layout.hpp): the same bits, for any
 // poolings, shapes, threads and SIMD path; and what is refused, and that it changes nothing.
 #include <tuple>
 

@@ -129,7 +129,7 @@ CASE(changes_of_cuts_lead_from_cut_to_cut, testing::scaled(200)) {
         const Contents expected(*model);
         const Exported found = export_all(*engine, random, {since}, [&] { train(random.below(4)); });
         CHECK_EQ(found.alive[0], expected.rows[0].size());
-        replica->reach_table(0, cut.version, cut.expire_before);
+        replica->table(0).reach(cut.version, cut.expire_before);
         replica->stats(0); // what has expired makes room
         replica->import_removed(0, found.removed[0]);
         replica->import_sightings(0, 0, nullptr, nullptr, nullptr, true);

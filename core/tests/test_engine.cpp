@@ -187,7 +187,7 @@ void watch(Engine& engine, Random random, const std::atomic<unsigned>& training)
         switch (random.below(6)) {
         case 0: engine.table(t).check(); break;
         case 1: engine.stats(t).counters; break;
-        case 2: engine.begin_version(t); break;
+        case 2: engine.table(t).begin_version(); break;
         case 3:
             for (const testing::Line& line : testing::rows_of(engine, t, random.below(2)))
                 for (std::uint32_t i = 1; i < dim; ++i) CHECK_EQ(line.value(i), line.value(0));

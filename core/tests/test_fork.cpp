@@ -101,7 +101,7 @@ void every_call_is_refused(Engine& engine, Ticket& ticket, const Ids& ids, pid_t
     CHECK_THROWS(ForkError, says, engine.latest_step());
     CHECK_THROWS(ForkError, says, engine.reach_step(9));
     CHECK_THROWS(ForkError, says, engine.num_rows(0));
-    CHECK_THROWS(ForkError, says, engine.begin_version(0));
+    CHECK_THROWS(ForkError, says, engine.table(0).begin_version());
     CHECK_THROWS(ForkError, says, engine.export_rows(0, 0, 8, 0));
     CHECK_THROWS(ForkError, says, engine.export_sightings(0, 0, 8));
     CHECK_THROWS(ForkError, says, engine.export_removed(0, 0, 8, 0));
@@ -129,15 +129,14 @@ CASE(rows_on_a_device_are_refused, 1) {
         Ticket* const tickets[] = {ticket.get()};
         const GivenParts given[] = {{true, {}}};
         float value = 0.0f;
-        bool filter = false;
         CHECK_THROWS(ForkError, says, engine->lookup_frames(bags, inputs, {true, 2, 2}, &frame, true));
         CHECK_THROWS(ForkError, says, engine->update_frames(tickets, given, 1));
         CHECK_THROWS(ForkError, says, engine->sum_bound(tickets));
-        CHECK_THROWS(ForkError, says, engine->check_gradients(tickets, {}, 1.0f, filter));
-        CHECK_THROWS(ForkError, says, engine->take_inserted());
+        CHECK_THROWS(ForkError, says, engine->check_gradients(tickets, {}, 1.0f));
+        CHECK_THROWS(ForkError, says, engine->directory().take_inserted());
         CHECK_THROWS(ForkError, says, engine->initial_rows(0, {&id, 1}, reinterpret_cast<std::byte*>(&value), nullptr));
-        CHECK_THROWS(ForkError, says, engine->frame_pool(0));
-        CHECK_THROWS(ForkError, says, engine->check_frames());
+        CHECK_THROWS(ForkError, says, engine->directory().pool(0).device);
+        CHECK_THROWS(ForkError, says, engine->directory().check());
         CHECK(!ticket->used.load());
     });
     CHECK_EQ(fork.end(), 0);

@@ -63,13 +63,13 @@ CASE(frames_are_used_again, 1) {
     Device device({on_device(config), on_device(expiring)});
     for (std::uint32_t step = 1; step < 200; ++step) device.lookup({{2 * step}, {step}}, {true, step, step});
     device.check();
-    CHECK(device.engine->frame_pool(0).used() <= 8 + 4);
+    CHECK(device.engine->directory().pool(0).device.used() <= 8 + 4);
     for (std::size_t t = 0; t < 2; ++t) CHECK(device.engine->stats(t).counters.inserted == 199);
 }
 
 CASE(the_limit_of_frames_refuses_a_row, 1) {
     Device device({on_device(testing::counting_table("item", 1))});
-    FramePool& pool = device.engine->frame_pool(0);
+    FramePool& pool = device.engine->directory().pool(0).device;
     pool.set_limit(3);
     CHECK_THROWS(CapacityError, "table 'item': all 3 frames of the device's memory are in use",
                  device.lookup({{1, 2, 3, 4}}, {true, 1, 1}));
@@ -104,11 +104,11 @@ CASE(threads_never_share_a_frame, testing::scaled(8)) {
             }
             const GivenParts given[] = {{false, {true, own.chance(0.5)}}};
             const FrameRuns runs = device.engine->update_frames(tickets, given, done->step);
-            const std::uint32_t used = device.engine->frame_pool(0).used();
+            const std::uint32_t used = device.engine->directory().pool(0).device.used();
             for (const std::uint32_t frame : runs.frames) CHECK(frame == kNoFrame || frame < used);
         }
     });
-    CHECK(device.engine->take_inserted().size() >= device.engine->num_rows(0) + device.engine->num_rows(1));
+    CHECK(device.engine->directory().take_inserted().size() >= device.engine->num_rows(0) + device.engine->num_rows(1));
     device.check();
 }
 
@@ -118,14 +118,12 @@ CASE(tickets_are_used_once, 1) {
     Ticket* const tickets[] = {found.ticket.get()};
     const float gradients[kMost] = {};
     const BagGradients given[] = {{nullptr, {gradients}}};
-    bool filter = true;
     CHECK_EQ(device.engine->sum_bound(tickets), 2.0);
-    device.engine->check_gradients(tickets, given, 1.0f, filter);
-    CHECK(!filter);
+    CHECK(!device.engine->check_gradients(tickets, given, 1.0f));
     device.update(*found.ticket, {{1.0f, 1.0f}}, 1); // neither of them has used it
     CHECK_THROWS(TicketError, "used already", device.update(*found.ticket, {{1.0f, 1.0f}}, 1));
     CHECK_THROWS(TicketError, "used already", device.engine->sum_bound(tickets));
-    CHECK_THROWS(TicketError, "used already", device.engine->check_gradients(tickets, given, 1.0f, filter));
+    CHECK_THROWS(TicketError, "used already", device.engine->check_gradients(tickets, given, 1.0f));
     CHECK_THROWS(TicketError, "another store", device.update(*foreign.ticket, {{1.0f}}, 1));
 }
 
@@ -152,12 +150,12 @@ CASE(flat_calls_memory_files_and_migration_are_refused, 1) {
     refused([&] { engine.table(0).read(id, &value, nullptr); });
     refused([&] { engine.import_rows(0, 1, &id, &step, reinterpret_cast<std::byte*>(&value), nullptr); });
     std::vector<std::uint32_t> trainers;
-    refused([&] { engine.freeze({&bucket, 1}, true); });
-    refused([&] { engine.export_windows({&bucket, 1}, trainers); });
-    refused([&] { engine.import_windows({&bucket, 1}, {}, {}); });
-    refused([&] { engine.export_counters({&bucket, 1}); });
-    refused([&] { engine.import_counters({&bucket, 1}, {}); });
-    refused([&] { engine.forget({&bucket, 1}); });
+    refused([&] { engine.ownership().freeze({&bucket, 1}, true); });
+    refused([&] { engine.ownership().export_windows({&bucket, 1}, trainers); });
+    refused([&] { engine.ownership().import_windows({&bucket, 1}, {}, {}); });
+    refused([&] { engine.ownership().export_counters({&bucket, 1}); });
+    refused([&] { engine.ownership().import_counters({&bucket, 1}, {}); });
+    refused([&] { engine.ownership().forget({&bucket, 1}); });
     CHECK_EQ(value, 5.0f);
     CHECK_EQ(engine.num_rows(0), 2);
     device.check();
@@ -206,7 +204,7 @@ CASE(ids_in_flat_arrays_find_the_frames_of_bags, 1) {
     CHECK_EQ(found.num_ids, 4);
     CHECK(found.absent.empty());
     CHECK(frames[0] == frames[2] && frames[0] != frames[1] && frames[3] != frames[0]);
-    CHECK_EQ(engine.take_inserted().size(), 3);
+    CHECK_EQ(engine.directory().take_inserted().size(), 3);
     const std::int32_t places[] = {5, 3, 1, 9};
     const FrameRuns runs = engine.update_id_frames(ids, offsets, places, 1, false);
     CHECK_EQ(runs.first_run_of_table.size(), 3);
@@ -219,16 +217,16 @@ CASE(ids_in_flat_arrays_find_the_frames_of_bags, 1) {
     CHECK(of_frame[static_cast<std::uint32_t>(frames[3])] == (std::vector<std::uint32_t>{9}));
     CHECK_EQ(engine.stats(0).counters.updated, 2);
     const std::uint32_t owners[] = {1, 0}; // the engine's tables have a bucket each
-    engine.set_owners(owners, 0);
+    engine.ownership().set(owners, 0);
     CHECK_THROWS(MovedError, "belongs to server 1", engine.update_id_frames(ids, offsets, places, 2, false));
     CHECK_THROWS(MovedError, "belongs to server 1", engine.lookup_id_frames(ids, offsets, {true, 2, 2}, frames));
     const std::uint64_t rows = engine.stats(0).rows;
-    engine.share_buckets(0);
+    engine.ownership().share(0);
     engine.lookup_id_frames(ids, offsets, {true, 2, 2}, frames);
     engine.update_id_frames(ids, offsets, places, 2, false);
     CHECK(frames[0] >= 0 && rows == 0 && engine.stats(0).rows == 0); // its owner counts and saves them
     CHECK_EQ(engine.export_rows(0, 0, 1, 0).rows, 0);
-    engine.check_frames();
+    engine.directory().check();
 }
 
 } // namespace

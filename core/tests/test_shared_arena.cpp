@@ -40,8 +40,8 @@ CASE(attached_is_as_it_was, testing::scaled(12)) {
         testing::train(*beside, same, 5, 900, 3000);
         engine->table(0).set_lr(0.5 + round);
         beside->table(0).set_lr(0.5 + round);
-        engine->begin_version(0);
-        beside->begin_version(0);
+        engine->table(0).begin_version();
+        beside->table(0).begin_version();
         engine = nullptr;
         CHECK_EQ(SharedArena::config_of(file.path), "the blob");
         engine = file.attach(configs, random.between(1, 3));

@@ -39,7 +39,7 @@ void copy_sightings(Engine& from, Engine& to, std::size_t t) {
 
 // A save as snapshot.py makes it: a new version begins, then rows, removed ids and sightings, bucket range by range.
 std::uint32_t copy(Random& random, Engine& from, Engine& to, std::size_t t, std::uint32_t since) {
-    const std::uint32_t version = from.begin_version(t), buckets = from.table(t).config().num_buckets;
+    const std::uint32_t version = from.table(t).begin_version(), buckets = from.table(t).config().num_buckets;
     CHECK(since == 0 || from.removed_since(t) <= since);
     const std::uint32_t middle = random.below(buckets + 1);
     if (since != 0) { // all rows are read before the removed ids, and applied after them
@@ -108,7 +108,7 @@ CASE(exports_are_in_the_order_of_the_hashes, testing::scaled(40)) {
     in_order(engine->export_sightings(0, 0, config.num_buckets));
     testing::lookup(*engine, {ids}, 2);
     in_order(engine->export_rows(0, 0, config.num_buckets, 0));
-    engine->begin_version(0);
+    engine->table(0).begin_version();
     engine->import_removed(0, ids);
     const Ids removed = engine->export_removed(0, 0, config.num_buckets, 2);
     CHECK_EQ(removed.size(), n);
@@ -121,7 +121,7 @@ CASE(exports_are_in_the_order_of_the_hashes, testing::scaled(40)) {
 CASE(changes_are_the_touched_rows, 1) {
     const auto engine = testing::make_engine({testing::counting_table("t", 2, 4)});
     testing::lookup(*engine, {{1, 2, 3, 4}}, 1);
-    CHECK_EQ(engine->begin_version(0), 2);
+    CHECK_EQ(engine->table(0).begin_version(), 2);
     testing::peek(*engine, {{1, 2}});
     CHECK_EQ(testing::rows_of(*engine, 0, 2).size(), 0);
     testing::lookup(*engine, {{3}}, 2); // only its stamp
@@ -146,10 +146,10 @@ CASE(removed_ids_are_remembered_up_to_a_bound, 1) {
     };
     evict(150);
     CHECK(engine->export_removed(0, 0, 1, 0).empty());
-    CHECK_EQ(engine->begin_version(0), 2);
+    CHECK_EQ(engine->table(0).begin_version(), 2);
     evict(10);
     CHECK_EQ(engine->export_removed(0, 0, 1, 2).size(), 10);
-    CHECK_EQ(engine->begin_version(0), 3);
+    CHECK_EQ(engine->table(0).begin_version(), 3);
     evict(5);
     testing::lookup(*engine, {{1}}, ++step); // was there, was removed, is there again, and goes once more
     evict(101);
@@ -159,7 +159,7 @@ CASE(removed_ids_are_remembered_up_to_a_bound, 1) {
     evict(5000);
     const std::uint32_t known_since = engine->removed_since(0);
     CHECK_EQ(known_since, 4); // half of the log went, entries of version 3 among them
-    CHECK_EQ(engine->begin_version(0), 4);
+    CHECK_EQ(engine->table(0).begin_version(), 4);
     evict(20);
     CHECK_EQ(engine->export_removed(0, 0, 1, 4).size(), 20);
     CHECK_EQ(engine->removed_since(0), 4);
@@ -170,7 +170,7 @@ CASE(removed_rows_are_removed, 1) {
     TableConfig config = testing::counting_table("t", 1, 2);
     const auto engine = testing::make_engine({config});
     testing::lookup(*engine, {{1, 2, 3}}, 1);
-    engine->begin_version(0);
+    engine->table(0).begin_version();
     engine->import_removed(0, std::vector<std::uint64_t>{2, 77, 2});
     CHECK_EQ(engine->num_rows(0), 2);
     CHECK(engine->export_removed(0, 0, 2, 2) == Ids{2}); // so that changes of the copy know it, too

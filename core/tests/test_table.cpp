@@ -279,6 +279,7 @@ CASE(check_sees_what_is_broken, 1) {
         {"more hits than lookups", [](Engine&, Bucket& b) { b.counters.hits = b.counters.lookups + 1; }},
     };
     for (const Break& each : breaks) {
+        if (kAssertions && std::string_view(each.says).starts_with("more rows")) continue; // Rows::insert asserts it
         TableConfig config = testing::counting_table("broken", 1, 2);
         config.admission = AdmissionKind::min_count;
         config.min_count = 2;

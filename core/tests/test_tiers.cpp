@@ -15,8 +15,9 @@ namespace {
 CASE(tiers_change_no_result, testing::scaled(400)) {
     const std::vector<TableConfig> configs = testing::draw_tables(random);
     Device device(configs);
-    for (std::size_t p = 0; p < device.engine->num_frame_pools(); ++p)
-        if (random.chance(0.9)) device.engine->set_device_frames(p, random.pick(std::vector{0U, 20U, 100U, 200U}));
+    for (std::size_t p = 0; p < device.engine->directory().num_pools(); ++p)
+        if (random.chance(0.9))
+            device.engine->directory().set_device_frames(p, random.pick(std::vector{0U, 20U, 100U, 200U}));
     testing::check_random_calls(random, device, configs, random.below(4));
 }
 
@@ -28,7 +29,7 @@ CASE(the_least_recently_used_rows_go_home, testing::scaled(60)) {
     Device device(configs, random.pick(std::vector{1U, 2U}));
     const std::uint32_t k = random.below(3), kinds = random.pick(std::vector{100U, 400U}),
                         frames = random.between(40 * (k + 1), 200);
-    device.engine->set_device_frames(0, frames);
+    device.engine->directory().set_device_frames(0, frames);
     std::map<std::pair<std::size_t, std::uint64_t>, std::uint32_t> in_frames; // to the stamp
     std::map<std::size_t, std::uint64_t> moved_out;
     for (std::uint32_t step = 1; step < 60; ++step) {
@@ -123,7 +124,7 @@ CASE(the_order_of_frames_is_that_of_a_sort, testing::scaled(300)) {
 CASE(a_batch_that_does_not_fit_is_refused_by_name, 1) {
     TableConfig item = testing::counting_table("item", 1, 2);
     Device device({on_device(item), on_device(testing::counting_table("user", 1))});
-    device.engine->set_device_frames(0, 4);
+    device.engine->directory().set_device_frames(0, 4);
     CHECK_THROWS(CapacityError,
                  "table 'item': the batch has 5 unique ids; expected at most 4, the rows in 16 bytes of the device: "
                  "give the tables at least 20 bytes of device_memory",
@@ -147,7 +148,7 @@ CASE(a_batch_that_does_not_fit_is_refused_by_name, 1) {
     device.lookup({{3, 4}, {1}}, {true, 2, 2});
     device.check();
     CHECK_EQ(device.moves, 1);
-    CHECK_THROWS(InputError, "frame pool 0 has rows already", device.engine->set_device_frames(0, 8));
+    CHECK_THROWS(InputError, "frame pool 0 has rows already", device.engine->directory().set_device_frames(0, 8));
 }
 
 // Ids that may be refused are not counted before the lookup.
@@ -156,7 +157,7 @@ CASE(ids_that_get_no_row_need_no_frame, 1) {
     config.admission = AdmissionKind::min_count;
     config.min_count = 2;
     Device device({on_device(config)});
-    device.engine->set_device_frames(0, 2);
+    device.engine->directory().set_device_frames(0, 2);
     for (std::uint32_t step = 1; step < 3; ++step) device.lookup({{1, 2}}, {true, step, step});
     device.lookup({{1, 2, 3, 4, 5}}, {true, 3, 3});
     CHECK_EQ(device.engine->num_rows(0), 2);
@@ -172,7 +173,7 @@ CASE(threads_leave_every_row_in_one_place, testing::scaled(8)) {
     TableConfig expiring = testing::counting_table("user", 1, 2);
     expiring.expire_after = 8;
     Device device({on_device(config), on_device(expiring)}, 2);
-    device.engine->set_device_frames(0, 300);
+    device.engine->directory().set_device_frames(0, 300);
     const std::uint64_t seed = random.bits();
     testing::in_threads(4, [&](unsigned thread) {
         Random own(seed + thread);
@@ -184,7 +185,7 @@ CASE(threads_leave_every_row_in_one_place, testing::scaled(8)) {
                 device.engine->drop(*done->ticket);
                 if (own.chance(0.3)) device.engine->import_removed(0, Ids{done->ids[0]});
                 if (own.chance(0.3)) testing::rows_of(*device.engine, 1);
-                if (own.chance(0.3)) device.engine->check_frames();
+                if (own.chance(0.3)) device.engine->directory().check();
             } else {
                 device.engine->update_frames(tickets, std::vector<GivenParts>{{false, {true, own.chance(0.5)}}},
                                              done->step);

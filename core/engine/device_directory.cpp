@@ -1,17 +1,12 @@
-// Rows on a device of which only some fit there: the others are at home. A training lookup brings its rows into frames
-// and records the moves, which the device carries out in the order of the calls; nothing else moves a row. A lookup
-// that does not fit, beside the rows of open steps, is refused before anything is changed. Which ids a table admits is
-// known later only: so a lookup finds all its rows, chooses the frames for those that are at home, and only then
-// changes a place. If they do not fit, no row has moved.
+// Finds rows on a device, and moves them between its frames and home; see device_directory.hpp.
 #include <numeric>
 
-#include "base/errors.hpp"
-#include "engine/engine.hpp"
+#include "engine/device_directory.hpp"
 
 namespace satrap {
 
 // What a lookup finds before it moves rows.
-struct Engine::FoundPlaces {
+struct DeviceDirectory::FoundPlaces {
     struct AtHome {
         std::uint64_t id;
         std::uint32_t row;    // its slot in its bucket
@@ -28,34 +23,85 @@ struct Engine::FoundPlaces {
     std::vector<std::vector<AtHome>> at_home; // by pool: the rows that need a frame
 };
 
-void Engine::set_device_frames(std::size_t p, std::uint32_t frames) {
-    RowPlaces& places = row_places(p);
+RowPlaces* DeviceDirectory::add_table(const TableConfig& config) {
+    if (!config.frame_pool) return nullptr;
+    while (*config.frame_pool >= pools_.size()) pools_.push_back(std::make_unique<RowPlaces>());
+    return pools_[*config.frame_pool].get();
+}
+
+void DeviceDirectory::set_device_frames(std::size_t p, std::uint32_t frames) {
+    RowPlaces& places = pool(p);
     if (places.device.used() != 0 || places.home.used() != 0)
         throw InputError("frame pool " + std::to_string(p) + " has rows already: limit its frames before the first");
     places.set_device_frames(std::min(frames, kMostFrames));
     is_tiered_ = true;
 }
 
-std::vector<Move> Engine::take_moves() {
-    fork_guard_.require_same_process();
+void DeviceDirectory::keep_inserted(std::span<const InsertedRow> rows) {
+    std::lock_guard lock(inserted_mutex_);
+    inserted_.insert(inserted_.end(), rows.begin(), rows.end());
+}
+
+std::vector<InsertedRow> DeviceDirectory::take_inserted() {
+    std::lock_guard lock(inserted_mutex_);
+    return std::exchange(inserted_, {});
+}
+
+std::vector<Move> DeviceDirectory::take_moves() {
     std::lock_guard lock(inserted_mutex_);
     return std::exchange(moves_, {});
 }
 
-void Engine::find_tiered_frames(Batch& batch, const LookupStep& at, std::int32_t* frames,
-                                std::vector<AbsentRow>& absent) {
+// Writes the frame of each id. An id without one reads what is added to `absent`, or zeros.
+void DeviceDirectory::find(Batch& batch, const LookupStep& at, std::int32_t* frames, std::vector<AbsentRow>& absent) {
+    const auto places_lock = lock();
+    if (places_lock.owns_lock() && at.train) return find_tiered(batch, at, frames, absent);
     BucketScheduler::ScratchLease lease(scheduler_, batch.size());
-    auto has = [&](std::uint32_t b) { return occupied(batch, b); };
-    scheduler_.for_each_bucket(map_, lease, has, [&](std::size_t, std::uint32_t b, Scratch& scratch) {
+    tables_.open_step(at);
+    scheduler_.for_each_occupied(tables_.map(), lease, batch, [&](std::size_t t, std::uint32_t b, Scratch& scratch) {
         batch.deduplicate(b, scratch.dedupe);
+        const BucketVisit visit = visit_of(batch, tables_.map().first[t], b);
+        std::uint32_t* unique = scratch.frames.reserve(visit.num_unique);
+        std::vector<InsertedRow> inserted;
+        try {
+            tables_[t].lookup_places(visit, at, unique, inserted, scratch);
+        } catch (...) {
+            keep_inserted(inserted);
+            throw;
+        }
+        keep_inserted(inserted);
+        write(batch, t, b, unique, frames, absent);
     });
+    batch.hinted = true;
+}
+
+// Writes the frames of a bucket's entries; unique: the places of its unique ids, which this replaces.
+void DeviceDirectory::write(const Batch& batch, std::size_t t, std::uint32_t b, std::uint32_t* unique,
+                            std::int32_t* frames, std::vector<AbsentRow>& absent) {
+    const std::uint32_t first = batch.begin[b];
+    const bool zeros = tables_[t].config().absent == Absent::zeros;
+    for (std::uint32_t i = 0; i < batch.num_unique[b]; ++i) {
+        if (is_frame(unique[i]) || (unique[i] == kNoFrame && zeros)) continue;
+        std::lock_guard lock(absent_mutex_);
+        absent.push_back({batch.unique[first + i], static_cast<std::uint32_t>(t), unique[i]});
+        unique[i] = kNoFrame - static_cast<std::uint32_t>(absent.size()); // -2 reads absent[0], and so on
+    }
+    for (std::uint32_t e = first; e < batch.begin[b + 1]; ++e)
+        frames[batch.indexes[e]] = static_cast<std::int32_t>(unique[batch.local[e]]);
+}
+
+void DeviceDirectory::find_tiered(Batch& batch, const LookupStep& at, std::int32_t* frames,
+                                  std::vector<AbsentRow>& absent) {
+    SATRAP_ASSERT(places_mutex_.is_held());
+    BucketScheduler::ScratchLease lease(scheduler_, batch.size());
+    scheduler_.deduplicate(tables_.map(), lease, batch);
     const std::vector<std::uint64_t> rows = require_frames(batch);
     require_room(batch, at, rows, lease);
-    open_step(at);
+    tables_.open_step(at);
     open_lookups_.emplace_back(at.step, rows);
     FoundPlaces found;
     found.places.resize(batch.size());
-    found.at_home.resize(row_places_.size());
+    found.at_home.resize(pools_.size());
     try {
         find_places(batch, at, found, lease);
         bring_rows(found, at);
@@ -64,22 +110,23 @@ void Engine::find_tiered_frames(Batch& batch, const LookupStep& at, std::int32_t
         throw;
     }
     keep_inserted(found.inserted);
-    scheduler_.for_each_bucket(map_, lease, has, [&](std::size_t t, std::uint32_t b, Scratch&) {
-        write_frames(batch, t, b, found.places.data() + batch.begin[b], frames, absent);
+    scheduler_.for_each_occupied(tables_.map(), lease, batch, [&](std::size_t t, std::uint32_t b, Scratch&) {
+        write(batch, t, b, found.places.data() + batch.begin[b], frames, absent);
     });
     batch.hinted = true;
 }
 
 // Refuses a batch that has more rows than frames, before anything is changed. Returns how many rows each pool has of
 // the batch, without ids that may be refused.
-std::vector<std::uint64_t> Engine::require_frames(const Batch& batch) {
-    std::vector<std::uint64_t> rows(row_places_.size());
+std::vector<std::uint64_t> DeviceDirectory::require_frames(const Batch& batch) {
+    std::vector<std::uint64_t> rows(pools_.size());
     for (std::size_t t = 0; t < tables_.size(); ++t) {
-        const TableConfig& config = tables_[t]->config();
-        const std::uint64_t limit = places_of(t)->device.limit();
+        const TableConfig& config = tables_[t].config();
+        const std::uint64_t limit = pool_of(tables_[t]).device.limit();
         if (config.admission != AdmissionKind::always || limit == 0) continue;
-        const std::uint64_t here = std::accumulate(batch.num_unique.begin() + map_.first[t],
-                                                   batch.num_unique.begin() + map_.first[t + 1], std::uint64_t{0});
+        const std::uint64_t here =
+            std::accumulate(batch.num_unique.begin() + tables_.map().first[t],
+                            batch.num_unique.begin() + tables_.map().first[t + 1], std::uint64_t{0});
         std::uint64_t& of_pool = rows[*config.frame_pool];
         of_pool += here;
         if (of_pool <= limit) continue;
@@ -97,83 +144,83 @@ std::vector<std::uint64_t> Engine::require_frames(const Batch& batch) {
 
 // Refuses a batch whose rows do not fit beside those of open steps, before anything is changed. A sum over the lookups
 // of these steps decides most cases; if it is too large, the frames are counted, which are fewer than that.
-void Engine::require_room(Batch& batch, const LookupStep& at, const std::vector<std::uint64_t>& rows,
-                          BucketScheduler::ScratchLease& lease) {
+void DeviceDirectory::require_room(Batch& batch, const LookupStep& at, const std::vector<std::uint64_t>& rows,
+                                   BucketScheduler::ScratchLease& lease) {
+    SATRAP_ASSERT(places_mutex_.is_held() && rows.size() == pools_.size());
     const std::uint32_t before = std::min(at.oldest_open, at.step);
     std::erase_if(open_lookups_, [&](const auto& lookup) { return lookup.first < before; });
-    for (std::size_t p = 0; p < row_places_.size(); ++p) {
-        const std::uint64_t limit = row_places_[p]->device.limit();
-        if (!row_places_[p]->is_tiered() || rows[p] == 0) continue;
+    for (std::size_t p = 0; p < pools_.size(); ++p) {
+        const std::uint64_t limit = pools_[p]->device.limit();
+        if (!pools_[p]->is_tiered() || rows[p] == 0) continue;
         std::uint64_t most = rows[p];
         for (const auto& lookup : open_lookups_) most += lookup.second[p];
         if (most <= limit) continue;
         std::atomic<std::uint64_t> shared{0}; // rows of the batch that open steps use, too
-        auto has = [&](std::uint32_t b) { return occupied(batch, b); };
-        scheduler_.for_each_bucket(map_, lease, has, [&](std::size_t t, std::uint32_t b, Scratch&) {
-            if (*tables_[t]->config().frame_pool == p && tables_[t]->config().admission == AdmissionKind::always)
-                shared += tables_[t]->count_in_frames(visit_of(batch, map_.first[t], b), before);
+        scheduler_.for_each_occupied(tables_.map(), lease, batch, [&](std::size_t t, std::uint32_t b, Scratch&) {
+            if (*tables_[t].config().frame_pool == p && tables_[t].config().admission == AdmissionKind::always)
+                shared += tables_[t].count_in_frames(visit_of(batch, tables_.map().first[t], b), before);
         });
-        const std::uint64_t others = row_places_[p]->order().used_since(before) - shared;
+        const std::uint64_t others = pools_[p]->order().used_since(before) - shared;
         if (rows[p] + others <= limit) continue;
-        const auto first = std::find_if(tables_.begin(), tables_.end(),
-                                        [&](const auto& table) { return *table->config().frame_pool == p; });
-        const std::size_t bytes = (*first)->config().device_bytes();
-        throw CapacityError("table '" + (*first)->config().name + "': at step " + std::to_string(at.step) +
-                            " the batch has " + std::to_string(rows[p]) + " unique ids of the tables that share its " +
-                            "memory, and " + std::to_string(others) + " other rows are in use by open steps (" +
-                            std::to_string(before) + " and later); expected at most " + std::to_string(limit) +
-                            " together, the rows in " + std::to_string(limit * bytes) +
-                            " bytes of the device: give the tables at least " +
+        std::size_t first = 0;
+        while (*tables_[first].config().frame_pool != p) ++first;
+        const TableConfig& config = tables_[first].config();
+        const std::size_t bytes = config.device_bytes();
+        throw CapacityError("table '" + config.name + "': at step " + std::to_string(at.step) + " the batch has " +
+                            std::to_string(rows[p]) + " unique ids of the tables that share its " + "memory, and " +
+                            std::to_string(others) + " other rows are in use by open steps (" + std::to_string(before) +
+                            " and later); expected at most " + std::to_string(limit) + " together, the rows in " +
+                            std::to_string(limit * bytes) + " bytes of the device: give the tables at least " +
                             std::to_string((rows[p] + others) * bytes) +
                             " bytes of device_memory, or use a smaller batch or less staleness");
     }
 }
 
-void Engine::find_places(Batch& batch, const LookupStep& at, FoundPlaces& found, BucketScheduler::ScratchLease& lease) {
-    scheduler_.for_each_bucket(
-        map_, lease, [&](std::uint32_t b) { return occupied(batch, b); },
-        [&](std::size_t t, std::uint32_t b, Scratch& scratch) {
-            const BucketVisit visit = visit_of(batch, map_.first[t], b);
-            std::uint32_t* places = found.places.data() + batch.begin[b];
-            std::vector<InsertedRow> inserted;
-            try {
-                tables_[t]->lookup_places(visit, at, places, inserted, scratch);
-            } catch (...) {
-                std::lock_guard lock(found.mutex);
-                found.inserted.insert(found.inserted.end(), inserted.begin(), inserted.end());
-                throw;
-            }
+void DeviceDirectory::find_places(Batch& batch, const LookupStep& at, FoundPlaces& found,
+                                  BucketScheduler::ScratchLease& lease) {
+    scheduler_.for_each_occupied(tables_.map(), lease, batch, [&](std::size_t t, std::uint32_t b, Scratch& scratch) {
+        const BucketVisit visit = visit_of(batch, tables_.map().first[t], b);
+        std::uint32_t* places = found.places.data() + batch.begin[b];
+        std::vector<InsertedRow> inserted;
+        try {
+            tables_[t].lookup_places(visit, at, places, inserted, scratch);
+        } catch (...) {
             std::lock_guard lock(found.mutex);
-            const std::size_t first = found.inserted.size();
             found.inserted.insert(found.inserted.end(), inserted.begin(), inserted.end());
-            const bool stays = places_of(t)->device.limit() == 0;
-            for (std::uint32_t i = 0, k = 0; i < visit.num_unique; ++i) {
-                const bool is_new = k < inserted.size() && inserted[k].id == visit.unique[i];
-                if (is_at_home(places[i]) && !stays)
-                    found.at_home[*tables_[t]->config().frame_pool].push_back(
-                        {visit.unique[i], visit.hints[i], batch.begin[b] + i, is_new ? first + k : FoundPlaces::kOld,
-                         static_cast<std::uint32_t>(t)});
-                k += is_new;
-            }
-        });
+            throw;
+        }
+        std::lock_guard lock(found.mutex);
+        const std::size_t first = found.inserted.size();
+        found.inserted.insert(found.inserted.end(), inserted.begin(), inserted.end());
+        const bool stays = pool_of(tables_[t]).device.limit() == 0;
+        for (std::uint32_t i = 0, k = 0; i < visit.num_unique; ++i) {
+            const bool is_new = k < inserted.size() && inserted[k].id == visit.unique[i];
+            if (is_at_home(places[i]) && !stays)
+                found.at_home[*tables_[t].config().frame_pool].push_back(
+                    {visit.unique[i], visit.hints[i], batch.begin[b] + i, is_new ? first + k : FoundPlaces::kOld,
+                     static_cast<std::uint32_t>(t)});
+            k += is_new;
+        }
+    });
 }
 
 // Gives each row that was found at home a frame: a free one, or one whose row goes home in exchange.
-void Engine::bring_rows(FoundPlaces& found, const LookupStep& at) {
+void DeviceDirectory::bring_rows(FoundPlaces& found, const LookupStep& at) {
+    SATRAP_ASSERT(places_mutex_.is_held());
     constexpr std::size_t kAhead = 8; // moves whose rows are being fetched
     const std::uint32_t before = std::min(at.oldest_open, at.step);
-    std::vector<std::vector<std::uint32_t>> free(row_places_.size());
-    std::vector<std::vector<FrameOrder::Use>> victims(row_places_.size());
+    std::vector<std::vector<std::uint32_t>> free(pools_.size());
+    std::vector<std::vector<FrameOrder::Use>> victims(pools_.size());
     std::size_t num_moves = 0;
     try {
-        for (std::size_t p = 0; p < row_places_.size(); ++p) {
+        for (std::size_t p = 0; p < pools_.size(); ++p) {
             const std::size_t needed = found.at_home[p].size();
             if (needed == 0) continue;
             num_moves += needed;
             std::vector<std::uint32_t> frames(needed);
-            frames.resize(row_places_[p]->take_frames(frames));
+            frames.resize(pools_[p]->take_frames(frames));
             free[p] = std::move(frames);
-            row_places_[p]->order().oldest(needed - free[p].size(), before, victims[p]);
+            pools_[p]->order().oldest(needed - free[p].size(), before, victims[p]);
             if (const std::size_t missing = needed - free[p].size() - victims[p].size(); missing != 0) {
                 const auto first = std::min_element(found.at_home[p].begin(), found.at_home[p].end(),
                                                     [](const auto& a, const auto& b) { return a.table < b.table; });
@@ -181,33 +228,34 @@ void Engine::bring_rows(FoundPlaces& found, const LookupStep& at) {
             }
         }
     } catch (...) {
-        for (std::size_t p = 0; p < row_places_.size(); ++p) {
-            row_places_[p]->device.give(free[p]);
-            if (row_places_[p]->is_tiered()) row_places_[p]->order().retry();
+        for (std::size_t p = 0; p < pools_.size(); ++p) {
+            pools_[p]->device.give(free[p]);
+            if (pools_[p]->is_tiered()) pools_[p]->order().retry();
         }
         throw;
     }
     std::lock_guard lock(inserted_mutex_);
     moves_.reserve(moves_.size() + num_moves); // nothing may throw once a row has another place
-    for (std::size_t p = 0; p < row_places_.size(); ++p)
+    for (std::size_t p = 0; p < pools_.size(); ++p)
         for (std::size_t i = 0; i < found.at_home[p].size(); ++i) {
             const FoundPlaces::AtHome& row = found.at_home[p][i];
+            SATRAP_ASSERT(is_at_home(found.places[row.at]));
             const std::uint32_t slot = found.places[row.at] & ~kAtHome;
             const bool has_victim = i >= free[p].size();
             if (const std::size_t next = i + kAhead; has_victim && next < found.at_home[p].size()) {
                 const FrameOrder::Use& later = victims[p][next - free[p].size()];
-                tables_[later.table]->prefetch_row(later.id, later.slot);
+                tables_[later.table].prefetch_row(later.id, later.slot);
             }
             std::uint32_t frame;
             if (has_victim) {
                 const FrameOrder::Use& victim = victims[p][i - free[p].size()];
                 frame = victim.frame;
-                tables_[victim.table]->move_out(victim.id, victim.slot, frame, slot);
+                tables_[victim.table].move_out(victim.id, victim.slot, frame, slot);
             } else {
                 frame = free[p][i];
             }
-            tables_[row.table]->move_in(row.id, row.row, slot, frame, row.is_new());
-            if (!has_victim) row_places_[p]->home.give({&slot, 1});
+            tables_[row.table].move_in(row.id, row.row, slot, frame, row.is_new());
+            if (!has_victim) pools_[p]->home.give({&slot, 1});
             found.places[row.at] = frame;
             if (row.is_new()) found.inserted[row.inserted].place = frame;
             const std::uint32_t directions = (row.is_new() ? 0 : Move::kIn) | (has_victim ? Move::kOut : 0);
@@ -215,9 +263,9 @@ void Engine::bring_rows(FoundPlaces& found, const LookupStep& at) {
         }
 }
 
-void Engine::fail_frames(std::size_t t, std::size_t missing, const LookupStep& at, std::uint32_t before) {
-    const TableConfig& config = tables_[t]->config();
-    const RowPlaces& places = *places_of(t);
+void DeviceDirectory::fail_frames(std::size_t t, std::size_t missing, const LookupStep& at, std::uint32_t before) {
+    const TableConfig& config = tables_[t].config();
+    const RowPlaces& places = pool_of(tables_[t]);
     const std::size_t limit = places.device.limit(), used = places.order().used_since(before),
                       bytes = config.device_bytes();
     throw CapacityError(
@@ -254,22 +302,21 @@ class Census {
 
 } // namespace
 
-void Engine::check_frames() {
-    fork_guard_.require_same_process();
-    const auto places_lock = lock_places();
+void DeviceDirectory::check() {
+    const auto places_lock = lock();
     std::vector<Census> frames, slots;
-    for (const auto& places : row_places_) {
+    for (const auto& places : pools_) {
         frames.emplace_back(places->device, "frame");
         slots.emplace_back(places->home, "slot at home");
         for (const std::uint32_t frame : places->device.free())
             if (places->is_tiered() && places->order().of(frame).stamp != FrameOrder::kFree)
                 throw InvariantError("frame " + std::to_string(frame) + " is free and may be a victim");
     }
-    for (std::uint32_t t = 0; t < tables_.size() && !row_places_.empty(); ++t) {
-        const TableConfig& config = tables_[t]->config();
-        const RowPlaces& places = *places_of(t);
+    for (std::uint32_t t = 0; t < tables_.size() && !pools_.empty(); ++t) {
+        const TableConfig& config = tables_[t].config();
+        const RowPlaces& places = pool_of(tables_[t]);
         for (std::uint32_t b = 0; b < config.num_buckets; ++b) {
-            Bucket& bucket = tables_[t]->bucket(b);
+            Bucket& bucket = tables_[t].bucket(b);
             std::lock_guard lock(bucket.mutex);
             std::uint64_t in_frames = 0;
             bucket.rows.for_each([&](std::uint32_t slot, const Head& head) {

@@ -209,7 +209,8 @@ def _sum_long_runs(
 )
 def _update_kernel(
     values, state, frames, begins, ends, places, factors, keys, gradients, summed, sums, counts, num_runs,
-    scale, lr: tl.float64, beta1: tl.float64, beta2: tl.float64, momentum, decay, eps, l1, l2, step_mark: tl.int64, first,
+    scale, lr: tl.float64, beta1: tl.float64, beta2: tl.float64, momentum, decay, eps, l1, l2, step_mark: tl.int64,
+    first,
     KIND: tl.constexpr, NESTEROV: tl.constexpr, DTYPE: tl.constexpr, FACTORS: tl.constexpr, SCALED: tl.constexpr,
     SKIP: tl.constexpr, ALIGNMENT: tl.constexpr, LONG: tl.constexpr, dim: tl.constexpr, ROWS: tl.constexpr,
     BLOCK: tl.constexpr,

@@ -19,10 +19,7 @@ def sgd(p, g, lr, decay):
 def momentum_sgd(p, g, buffer, lr, momentum, decay, NESTEROV: tl.constexpr):
     g = tl.fma(decay, p, g)
     buffer = buffer * momentum + g
-    if NESTEROV:
-        change = tl.fma(momentum, buffer, g)
-    else:
-        change = buffer
+    change = tl.fma(momentum, buffer, g) if NESTEROV else buffer
     return tl.fma(_negative(lr), change, p), buffer
 
 

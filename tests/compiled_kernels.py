@@ -85,7 +85,8 @@ class Compilers:
 
     def __init__(self, processes: dict[int, subprocess.Popen[str]]) -> None:
         self._processes = processes
-        self.version = [json.loads(self._read(target)) for target in processes][0]["triton"]
+        versions = [json.loads(self._read(target))["triton"] for target in processes]
+        self.version: str = versions[0]
 
     def compile(self, launches: Sequence[Launch]) -> tuple[list[Kernel], list[str]]:
         """Return the kernels of the launches on all targets, and what could not be compiled."""

@@ -57,13 +57,22 @@ setup: .venv/.tools
 
 test: setup core-test python-test
 
+# The Triton that torch 2.11 brings: with ALL=1 tests compile the kernels of rows on a GPU with it, too, and run them in its
+# interpreter. It is not in .venv, which has a newer one.
+older_triton := $(if $(ALL),$(if $(filter x86_64,$(shell uname -m)),build/triton-3.6.0))
+build/triton-3.6.0: | .venv/.tools
+	rm -rf $@.new
+	$(pip) install --no-compile --no-deps --target $@.new triton==3.6.0
+	mv $@.new $@
+
 # First the tests that measure time; then the others beside one another, one more at a time than there are cores since many
 # wait for processes that they killed. Of the slowest, which are marked `draw`, each run draws some; ALL=1 runs all of
 # them. SEED=N repeats a run's random draws.
 drawn := $(if $(ALL),,--draw) $(SEED:%=--seed %)
-python-test: setup
+python-test: setup $(older_triton)
 	$(bin)/python -m pytest -m alone $(drawn)
 	$(bin)/python -m pytest -m "not alone" -n $$(($(JOBS) + 1)) --dist loadfile --no-loadscope-reorder $(drawn)
+	$(if $(older_triton),PYTHONPATH=$(CURDIR)/$(older_triton) $(bin)/python -m pytest tests/device/test_triton.py --draw $(SEED:%=--seed %))
 
 # Once with the core as Python loads it, once under ASan + UBSan, once under TSan.
 core-test: .venv/.compiled

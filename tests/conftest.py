@@ -56,6 +56,7 @@ SEED = pytest.StashKey[int]()
 SLOWEST = (
     "test_run.py",
     "test_ray.py",
+    "test_compiled.py",
     "test_smoke.py",
     "test_migration.py",
     "test_remote_worker_faults.py",

@@ -20,7 +20,7 @@ from satrap.config.features import Features
 from satrap.config.optimizers import Adagrad
 from satrap.config.tables import MinCount, Normal, Probability
 from satrap.data.inputs import Inputs
-from satrap.device import device_ids
+from satrap.device import device_ids, reference
 from satrap.device.device_ids import DeviceIds, GroupedIds
 from satrap.errors import CapacityError, InputError, NonFiniteError, TicketError
 from satrap.worker.local_rows import LocalWorker
@@ -375,3 +375,30 @@ def test_ids_by_feature_that_are_refused(wrong: Any) -> None:
             embeddings(wrong)
         messages.append(str(error.value))
     assert messages[0] == messages[1]
+
+
+@pytest.mark.parametrize("dim", [8, 5])
+def test_kernels_may_load_four_floats_at_a_place_if_every_dim_is_a_multiple_of_four(
+    dim: int, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of ids in CPU memory and on the device. With a table of another dim, not even where the places happen to be
+    multiples of four, on the device; in CPU memory, where all places are seen, only then."""
+    taken = []
+    sum_runs = reference._sum_runs
+
+    def look(runs: Any, *args: Any, **options: Any) -> Any:
+        taken.append(runs)
+        return sum_runs(runs, *args, **options)
+
+    monkeypatch.setattr(reference, "_sum_runs", look)
+    item, user = (Table(name, dim=dim, optimizer=Adagrad(lr=0.1)) for name in ("item", "user"))
+    declared = Features(
+        {"item": item, "user": replace(user, dim=12), "path": item.sequence(3), "bag": item.bag("mean")}
+    )
+    workers = three(declared)
+    for step in range(1, 4):
+        step_both(workers, rng, [draw_bags(rng, declared, 20) for _ in range(step)], step)
+    assert len(taken) >= 2 * 3
+    for runs in taken:
+        assert runs.alignment == (4 if dim == 8 else 1)
+        assert not (runs.places % runs.alignment).any()

@@ -52,6 +52,7 @@ class IdLayout:
         self.any_weighted = any(feature.weighted for feature in each)
         self.any_scaled = self.any_weighted or any(feature.pooling in ("mean", "sqrtn") for feature in each)
         self.columns = features.columns
+        self.alignment = 1 if any(dim % 4 for dim in features.dims) else 4  # of the places of gradients
         self.sequences = [number for number, feature in enumerate(each) if feature.max_length is not None]
         self.sequence_floats = [(feature.max_length or 0) * feature.table.dim for feature in each]
 

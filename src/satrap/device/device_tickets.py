@@ -53,6 +53,8 @@ class SortedGradients:
     """int32 [gradients], in the order of `grouped`: where each begins among the floats of all gradients."""
     factors: Tensor | None
     """float32 [gradients, 2], in the same order: weight and divisor; None: all are 1."""
+    alignment: int
+    """Every place is a multiple of it: see `Runs`."""
 
     @classmethod
     def of(cls, layout: IdLayout, tickets: Sequence[DeviceTicket], given: Sequence[Given]) -> Self | None:
@@ -75,7 +77,8 @@ class SortedGradients:
             values = torch.cat([ticket.ids.values for ticket in tickets])[has]
             places, factors = places[has], factors[has]
             grouped = GroupedIds.of(values, layout.tables[feature[has]], layout.num_tables)
-        return cls(grouped, places[grouped.order].int(), factors[grouped.order] if layout.any_scaled else None)
+        factors = factors[grouped.order] if layout.any_scaled else None
+        return cls(grouped, places[grouped.order].int(), factors, layout.alignment)
 
     def runs(self, found: dict[str, Any], device: torch.device) -> Runs:
         """Return the runs of an update. found: what the core returned for an update whose places are the numbers of
@@ -83,7 +86,7 @@ class SortedGradients:
         at = to_device(found["places"][found["begin"]].astype(np.int64), device)
         runs = Runs.to_device({**found, "places": found["begin"], "factors": None}, device)
         begin, end = self.grouped.begin[at], self.grouped.end[at]
-        return replace(runs, begin=begin, end=end, places=self.places, factors=self.factors)
+        return replace(runs, begin=begin, end=end, places=self.places, factors=self.factors, alignment=self.alignment)
 
 
 def _part_begins(layout: IdLayout, samples: int, given: Given, begin: int) -> tuple[list[int], int]:

@@ -35,13 +35,18 @@ class Runs:
     """Where the runs of each table begin, and where the last end."""
     ids: NDArray[np.uint64] | None = None
     """[runs], in this process: the id of each run, if gradients may have to be skipped."""
+    alignment: int = 1
+    """4 if every place is a multiple of 4, so that kernels may load four floats at a time; else 1."""
 
     @classmethod
     def to_device(cls, arrays: dict[str, Any], device: torch.device) -> Self:
         """Copy what the core returned to the device."""
         names = ("frames", "begin", "end", "places", "factors", "keys")
         tensors: Any = {name: None if arrays[name] is None else to_device(arrays[name], device) for name in names}
-        return cls(tables=tuple(arrays["tables"].tolist()), ids=arrays["ids"], **tensors)
+        is_aligned = not np.bitwise_or.reduce(arrays["places"]) & 3
+        return cls(
+            tables=tuple(arrays["tables"].tolist()), ids=arrays["ids"], alignment=4 if is_aligned else 1, **tensors
+        )
 
     def of_tables(self, tables: range) -> Self:
         """Return the runs of some tables."""
@@ -80,6 +85,8 @@ class PooledFeatures:
     """The index in POOLINGS."""
     weighted: Tensor
     """Whether ids have weights."""
+    alignment: int = 1
+    """4 if every column is a multiple of 4, so that kernels may store four floats at a time; else 1."""
 
     @classmethod
     def of(cls, features: Features, tables: Sequence[int], device: torch.device) -> Self:
@@ -89,7 +96,8 @@ class PooledFeatures:
             for number, feature in enumerate(features.values())
             if feature.pooling != "none" and features.table_index[number] in tables
         ]
-        return cls(*torch.tensor(lines, dtype=torch.int32).view(-1, 4).T.contiguous().to(device))
+        of_features = torch.tensor(lines, dtype=torch.int32).view(-1, 4).T.contiguous().to(device)
+        return cls(*of_features, alignment=1 if any(column % 4 for _, column, *_ in lines) else 4)
 
     def lines(self) -> Iterator[tuple[int, int, str, bool]]:
         """Yield number, column, pooling and whether it is weighted of each."""

@@ -1,7 +1,8 @@
-"""The step of each optimizer in Triton, on the values of one row: the bits of `satrap.device.reference`.
+"""The step of each optimizer in Triton, on a tile of rows, and the stochastic rounding of 16-bit values: the bits of
+`satrap.device.reference` and `satrap.device.exact`. Only arithmetic; the kernels load and store.
 
-p: the values. g: the sum of the row's gradients. at: where its elements begin in `values`, by column; state is laid out
-as the core's. Each returns the new values and stores the new state.
+p: the values, g: the sums of gradients, both [rows, columns]. A state is [rows, columns], too, unless a step says
+otherwise. Each step returns the new values and the new state.
 """
 
 import triton
@@ -9,107 +10,158 @@ import triton.language as tl
 
 
 @triton.jit
-def _power(base, count):
-    """Return base ** count by squaring: `power` of the core. base: float64."""
-    result = base * 0.0 + 1.0
-    while count != 0:
-        result = tl.where(count & 1 == 1, result * base, result)
-        base = base * base
-        count = count >> 1
-    return result
-
-
-@triton.jit
-def _row_total(squares, BLOCK: tl.constexpr):
-    """Return the sum of squares: element i in lane i % 16, the lanes added as a tree. squares: g, shaped (-1, 16)."""
-    lanes = tl.zeros((16,), dtype=tl.float32)
-    number = tl.arange(0, BLOCK // 16)[:, None]
-    for i in tl.static_range(BLOCK // 16):
-        g = tl.sum(tl.where(number == i, squares, 0.0), axis=0)
-        lanes = tl.fma(g, g, lanes)
-    lanes = tl.sum(tl.reshape(lanes, (2, 8)), axis=0)
-    lanes = tl.sum(tl.reshape(lanes, (2, 4)), axis=0)
-    lanes = tl.sum(tl.reshape(lanes, (2, 2)), axis=0)
-    return tl.sum(lanes, axis=0)
-
-
-@triton.jit
 def sgd(p, g, lr, decay):
-    zeros = tl.zeros_like(g)
-    g = tl.where(decay == 0.0, g, tl.fma(zeros + decay, p, g))
-    return tl.fma(zeros - lr, g, p)
+    g = tl.where(decay == 0.0, g, tl.fma(decay, p, g))
+    return tl.fma(_negative(lr), g, p)
 
 
 @triton.jit
-def momentum_sgd(p, g, state, at, inside, lr, momentum, decay, NESTEROV: tl.constexpr):
-    zeros = tl.zeros_like(g)
-    g = tl.fma(zeros + decay, p, g)
-    buffer = tl.load(state + at, mask=inside, other=0.0) * momentum + g
-    tl.store(state + at, buffer, mask=inside)
-    if NESTEROV:
-        buffer = tl.fma(zeros + momentum, buffer, g)
-    return tl.fma(zeros - lr, buffer, p)
+def momentum_sgd(p, g, buffer, lr, momentum, decay, NESTEROV: tl.constexpr):
+    g = tl.fma(decay, p, g)
+    buffer = buffer * momentum + g
+    change = tl.fma(momentum, buffer, g) if NESTEROV else buffer
+    return tl.fma(_negative(lr), change, p), buffer
 
 
 @triton.jit
-def adagrad(p, g, state, at, inside, lr, decay, eps):
-    zeros = tl.zeros_like(g)
-    g = tl.fma(zeros + decay, p, g)
-    total = tl.load(state + at, mask=inside, other=1.0) + g * g
-    tl.store(state + at, total, mask=inside)
-    return tl.fma(zeros - lr, tl.div_rn(g, tl.sqrt_rn(total) + eps), p)
+def adagrad(p, g, total, lr, decay, eps):
+    g = tl.fma(decay, p, g)
+    total = total + g * g
+    return tl.fma(_negative(lr), tl.div_rn(g, tl.sqrt_rn(total) + eps), p), total
 
 
 @triton.jit
-def row_wise_adagrad(p, g, state, inside, lr, decay, eps, dim, BLOCK: tl.constexpr):
-    """state: of this row. dim: as float32."""
-    zeros = tl.zeros_like(g)
-    g = tl.fma(zeros + decay, p, g)
-    squares = _row_total(tl.reshape(tl.where(inside, g, 0.0), (BLOCK // 16, 16)), BLOCK)
-    total = tl.load(state) + tl.div_rn(squares, dim)
-    tl.store(state, total)
-    factor = tl.div_rn(tl.cast(lr, tl.float32), tl.sqrt_rn(total) + eps)
-    return tl.fma(zeros - factor, g, p)
+def row_wise_adagrad(p, g, total, inside, lr, decay, eps, dim: tl.constexpr):
+    """total: [rows]. inside: the columns that rows have."""
+    g = tl.fma(decay, p, g)
+    squares = _row_totals(tl.where(inside, g, 0.0))
+    total = total + tl.div_rn(squares, tl.full(squares.shape, dim, tl.float32))
+    factor = tl.div_rn(tl.zeros_like(total) + lr, tl.sqrt_rn(total) + eps)
+    return tl.fma(_negative(factor)[:, None], g, p), total
 
 
 @triton.jit
-def adam(p, g, state, column, inside, dim: tl.constexpr, doubles, decay, eps, DECOUPLED: tl.constexpr):
-    """state: of this row. doubles: lr, beta1 and beta2 as float64. DECOUPLED: AdamW."""
-    zeros = tl.zeros_like(g)
-    steps = tl.load(state + 2 * dim) + 1.0
-    tl.store(state + 2 * dim, steps)
-    number = steps.to(tl.int32)
-    lr, beta1, beta2 = tl.load(doubles), tl.load(doubles + 1), tl.load(doubles + 2)
-    step_size = (lr / (1.0 - _power(beta1, number))).to(tl.float32)
-    correction = tl.sqrt(1.0 - _power(beta2, number)).to(tl.float32)
-    weight = (1.0 - beta1).to(tl.float32)
-    average = tl.load(state + column, mask=inside, other=0.0)
-    square = tl.load(state + dim + column, mask=inside, other=0.0)
+def adam(p, g, average, square, steps, lr, beta1, beta2, decay, eps, DECOUPLED: tl.constexpr):
+    """steps: [rows], with this one. lr, beta1, beta2: float64. DECOUPLED: AdamW."""
+    power1, power2 = _powers(beta1, beta2, steps.to(tl.int32))
+    step_size = (lr / (1.0 - power1)).to(tl.float32)[:, None]
+    correction = tl.sqrt(1.0 - power2).to(tl.float32)[:, None]
+    weight = tl.cast(1.0 - beta1, tl.float32)
     if DECOUPLED:
-        p = p * (1.0 - lr * tl.cast(decay, tl.float64)).to(tl.float32)
-        g = tl.fma(zeros, p, g)
+        p = p * tl.cast(1.0 - lr * tl.cast(decay, tl.float64), tl.float32)
+        g = tl.fma(0.0, p, g)
     else:
-        g = tl.fma(zeros + decay, p, g)
+        g = tl.fma(decay, p, g)
     coefficient = tl.where(weight < 0.5, weight, weight - 1.0)
-    average = tl.fma(zeros + coefficient, g - average, tl.where(weight < 0.5, average, g))
-    square = tl.fma((1.0 - beta2).to(tl.float32) * g, g, square * beta2.to(tl.float32))
-    tl.store(state + column, average, mask=inside)
-    tl.store(state + dim + column, square, mask=inside)
-    return tl.fma(zeros - step_size, tl.div_rn(average, tl.div_rn(tl.sqrt_rn(square), zeros + correction) + eps), p)
+    average = tl.fma(coefficient, g - average, tl.where(weight < 0.5, average, g))
+    square = tl.fma(tl.cast(1.0 - beta2, tl.float32) * g, g, square * tl.cast(beta2, tl.float32))
+    root = tl.div_rn(tl.sqrt_rn(square), tl.zeros_like(square) + correction)
+    return tl.fma(_negative(step_size), tl.div_rn(average, root + eps), p), average, square
 
 
 @triton.jit
-def ftrl(p, g, state, column, inside, dim: tl.constexpr, doubles, beta, l1, l2):
-    """state: of this row. doubles: lr as float64."""
-    z = tl.load(state + column, mask=inside, other=0.0)
-    n = tl.load(state + dim + column, mask=inside, other=1.0)
-    inverse_lr = (1.0 / tl.load(doubles)).to(tl.float32)
+def ftrl(p, g, z, n, lr, beta, l1, l2):
+    """lr: float64."""
+    inverse_lr = tl.cast(1.0 / lr, tl.float32)
     new_n = tl.fma(g, g, n)
     root = tl.sqrt_rn(new_n)
     sigma = (root - tl.sqrt_rn(n)) * inverse_lr
-    z = tl.fma(-sigma, p, z + g)
+    z = tl.fma(_negative(sigma), p, z + g)
     magnitude = tl.abs(z)
     shrunk = tl.where(z.to(tl.uint32, bitcast=True) >> 31 == 0, 1.0, -1.0) * tl.abs(magnitude - l1)
-    tl.store(state + column, z, mask=inside)
-    tl.store(state + dim + column, new_n, mask=inside)
-    return tl.where(magnitude <= l1, 0.0, tl.div_rn(-shrunk, (beta + root) * inverse_lr + l2))
+    p = tl.where(magnitude <= l1, 0.0, tl.div_rn(_negative(shrunk), (beta + root) * inverse_lr + l2))
+    return p, z, new_n
+
+
+@triton.jit
+def _negative(x):
+    """Return -x, of zero too: Triton computes a unary minus as 0 - x."""
+    return x * -1.0
+
+
+@triton.jit
+def _powers(base1, base2, count):
+    """Return base1 ** count and base2 ** count of each row by squaring: `power` of the core. The bases are float64."""
+    power1 = tl.full(count.shape, 1.0, tl.float64)
+    power2 = tl.full(count.shape, 1.0, tl.float64)
+    base1 = tl.cast(1.0, tl.float64) * base1  # Triton's interpreter assigns a Python float as float32
+    base2 = tl.cast(1.0, tl.float64) * base2
+    left = tl.max(count)
+    while left != 0:
+        power1 = tl.where(count & 1 == 1, power1 * base1, power1)
+        power2 = tl.where(count & 1 == 1, power2 * base2, power2)
+        base1 = base1 * base1
+        base2 = base2 * base2
+        count = count >> 1
+        left = left >> 1
+    return power1, power2
+
+
+@triton.jit
+def _row_totals(g):
+    """Return each row's sum of squares: element i is added in lane i % 16, in order, and the lanes as a tree."""
+    ROWS: tl.constexpr = g.shape[0]
+    parts = tl.permute(tl.reshape(g, (ROWS, g.shape[1] // 16, 16)), (0, 2, 1))
+    lanes = _add_squares(tl.zeros((ROWS, 16), dtype=tl.float32), parts)
+    lanes = tl.sum(tl.reshape(lanes, (ROWS, 2, 8)), axis=1)
+    lanes = tl.sum(tl.reshape(lanes, (ROWS, 2, 4)), axis=1)
+    lanes = tl.sum(tl.reshape(lanes, (ROWS, 2, 2)), axis=1)
+    return tl.sum(lanes, axis=1)
+
+
+@triton.jit
+def _add_squares(lanes, parts):
+    """Add the squares of parts [..., 0], [..., 1] and so on to the lanes, in this order."""
+    if parts.shape[2] == 1:
+        part = tl.reshape(parts, lanes.shape)
+        lanes = tl.fma(part, part, lanes)
+    else:
+        HALF: tl.constexpr = parts.shape[2] // 2
+        halves = tl.permute(tl.reshape(parts, (parts.shape[0], 16, 2, HALF)), (0, 1, 3, 2))
+        first, second = tl.split(halves)
+        lanes = _add_squares(_add_squares(lanes, first), second)
+    return lanes
+
+
+@triton.jit
+def draw(key, element):
+    """Return 32 random bits: `draw_element` of the core."""
+    x = key.to(tl.uint32) + element.to(tl.uint32) * 0x9E3779B9
+    x = x ^ (x >> 16)
+    x = x * 0x7FEB352D
+    x = x ^ (x >> 15) ^ (key >> 32).to(tl.uint32)
+    x = x * 0x846CA68B
+    return x ^ (x >> 16)
+
+
+@triton.jit
+def mix(x):
+    """Return 64 mixed bits: the end of `step_key` of the core."""
+    x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9
+    x = (x ^ (x >> 27)) * 0x94D049BB133111EB
+    return x ^ (x >> 31)
+
+
+@triton.jit
+def to_bfloat16(value, noise):
+    """Round up or down to bfloat16, as the noise decides; never up to infinity."""
+    bits = value.to(tl.uint32, bitcast=True)
+    magnitude = bits & 0x7FFFFFFF
+    rounded = (bits + (noise & 0xFFFF)) >> 16
+    cut = bits >> 16
+    return tl.where(magnitude > 0x7F800000, cut | 0x40, tl.where(magnitude >= 0x7F7F0000, cut, rounded))
+
+
+@triton.jit
+def to_float16(value, noise):
+    """Round up or down to float16, as the noise decides; never up to infinity."""
+    bits = value.to(tl.uint32, bitcast=True)
+    magnitude = bits & 0x7FFFFFFF
+    normal = (magnitude - (112 << 23) + (noise & 0x1FFF)) >> 13
+    scaled = tl.where(magnitude < 0x38800000, tl.abs(value), 0.0) * 16777216.0
+    whole = scaled.to(tl.int32)
+    up = (noise >> 8).to(tl.int32).to(tl.float32) * 5.9604644775390625e-08 < scaled - whole.to(tl.float32)
+    half = tl.where(magnitude >= 0x38800000, normal, (whole + up.to(tl.int32)).to(tl.uint32))
+    half = tl.where(magnitude >= 0x477FE000, 0x7BFF, half)
+    half = tl.where(magnitude > 0x7F800000, 0x7E00, half)
+    return half | ((bits >> 16) & 0x8000)

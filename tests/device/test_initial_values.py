@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import re
+import struct
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -116,3 +122,52 @@ def test_rare_draws_of_the_normal_distribution(rng: np.random.Generator) -> None
     found, _ = on_device(initial_values.initialise, table, 2, ids, RowLayout("float32", 64, 64))
     assert torch.equal(found, expected)
     assert (found.view(torch.float32).abs() > 4.5).any()
+
+
+_COMPILE = """
+import torch, triton
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+
+class Driver:
+    def get_current_target(self): return GPUTarget("cuda", 90, 32)
+    def get_current_device(self): return 0
+    def get_current_stream(self, device=None): return 0
+    def get_active_torch_device(self): return torch.device("cpu")
+    def get_device_interface(self): return torch.cuda
+
+driver.set_active(Driver())
+run, compiled = JITFunction.run, []
+JITFunction.run = lambda self, *args, grid, warmup, **how: compiled.append(
+    run(self, *args, grid=grid, warmup=True, **how)
+)
+from satrap.config.tables import Normal, Table
+from satrap.device.initial_values import InitialValues
+from satrap.device.row_layout import RowLayout
+from satrap.device.triton_initial import initialise
+
+initial = InitialValues.of(Table("t", dim=16, initial=Normal()), 1, torch.device("cpu"))
+frames, ids = torch.zeros(1, dtype=torch.int32), torch.zeros(1, dtype=torch.int64)
+initialise(torch.zeros(1, 16), torch.zeros(1, 16), frames, ids, initial, RowLayout("float32", 16, 16))
+print(compiled[0].asm["ptx"])
+"""
+
+
+def test_a_compiled_kernel_has_every_constant_in_float64(tmp_path: Path) -> None:
+    """Triton rounds some constants to float32, which its interpreter does not."""
+    pytest.importorskip("triton")
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    ran = subprocess.run(
+        [sys.executable, "-c", _COMPILE],
+        env=environment | {"TRITON_CACHE_DIR": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert ran.returncode == 0, ran.stderr
+    found = {struct.unpack(">d", bytes.fromhex(bits))[0] for bits in re.findall(r"0d([0-9A-F]{16})", ran.stdout)}
+    expected = {abs(each) for part in (*initial_values.CENTRAL, *initial_values.TAIL) for each in part}
+    expected |= {1.0 / k for k in range(21, 0, -2)} | {0.02425, 1.4142135623730951, 0.6931471805599453, 2.0**-32}
+    assert expected <= {abs(each) for each in found}
+    assert not re.search(r"\.ftz|\.approx|div\.full|fma\.rn\.f64", ran.stdout)

@@ -1,4 +1,7 @@
-"""The first values and states of rows in Triton: the bits of `satrap.device.initial_values.initialise`."""
+"""The first values and states of rows in Triton: the bits of `satrap.device.initial_values.initialise`.
+
+A comparison rounds a constant to float32, and a sum or a product does not: so what a float64 is compared with is a sum.
+"""
 
 from contextlib import nullcontext
 
@@ -28,7 +31,7 @@ def _log(x):
     """Return the natural logarithm: `portable_log` of the core."""
     bits = x.to(tl.int64, bitcast=True)
     m = ((bits & 0xFFFFFFFFFFFFF) | 0x3FF0000000000000).to(tl.float64, bitcast=True)
-    is_large = m > 1.4142135623730951
+    is_large = m > tl.zeros_like(m) + 1.4142135623730951
     exponent = ((bits >> 52) - 1023 + is_large.to(tl.int64)).to(tl.float64)
     m = tl.where(is_large, m * 0.5, m)
     s = (m - 1.0) / (m + 1.0)
@@ -47,7 +50,7 @@ def _quantile(u):
     central = _polynomial(d * d, _CENTRAL_ABOVE, 6) * d / _polynomial(d * d, _CENTRAL_BELOW, 6)
     t = tl.sqrt(-2.0 * _log(q))
     tail = _polynomial(t, _TAIL_ABOVE, 6) / _polynomial(t, _TAIL_BELOW, 5)
-    return tl.where(q > 0.02425, central, tl.where(u < 0.5, tail, -tail))
+    return tl.where(q > tl.zeros_like(q) + 0.02425, central, tl.where(u < 0.5, tail, -tail))
 
 
 @triton.jit

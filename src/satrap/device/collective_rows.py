@@ -26,7 +26,7 @@ from satrap.device.collective_stream import CollectiveStream
 from satrap.device.collective_updates import CollectiveUpdates, UpdatePart
 from satrap.device.device_rows import LARGEST, largest_of
 from satrap.device.exchange import Exchange
-from satrap.device.host_copy import to_device
+from satrap.device.host_copy import to_device, to_host
 from satrap.device.kernels import kernels_of
 from satrap.device.owned_rows import LookupTime, OwnedRows
 from satrap.device.round_thread import RoundThread
@@ -280,8 +280,8 @@ class CollectiveRows(ShardedRows):
         """Return the same, summed on the CPU: raise NonFiniteError if a table refuses a gradient, or leave it out."""
         on_cpu: list[TicketGradients] = [
             (
-                None if block is None else block.cpu().numpy(),
-                [None if each is None else each.cpu().numpy() for each in sequences],
+                None if block is None else to_host(block).numpy(),
+                [None if each is None else to_host(each).numpy() for each in sequences],
             )
             for block, sequences in request.gradients
         ]

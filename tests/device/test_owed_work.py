@@ -143,8 +143,8 @@ def test_skipped_gradients_are_counted_once(device: str) -> None:
 
 
 def test_memory_at_home_is_allocated_ahead_and_without_the_lock(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Pinning a segment takes the driver long. Other calls go on meanwhile, and a segment is there before a lookup needs
-    it."""
+    """Pinning a segment takes the driver long. Other calls go on meanwhile, and a segment is there before a lookup
+    needs it."""
     monkeypatch.setattr(home_memory, "SEGMENT_BYTES", 1024)
     features = Features({"a": Table("a", dim=4, optimizer=Adagrad(lr=0.1), initial=Normal(std=1.0))})
     worker = DeviceWorker(features, device, num_threads=1, device_memory={"a": 32 * ROWS})
@@ -179,9 +179,7 @@ def test_memory_at_home_is_allocated_ahead_and_without_the_lock(device: str, mon
     assert needed.count(True) == 1, "a lookup waited for memory, after the first"
 
 
-def test_no_memory_for_the_reserve_is_no_error_until_it_is_needed(
-    device: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_memory_for_the_reserve_is_no_error_until_it_is_needed(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(home_memory, "SEGMENT_BYTES", 1024)
     features = two_pools()
     worker = worker_of(features, device)

@@ -79,7 +79,8 @@ class CollectiveRows(ShardedRows):
         owned: returns the rows that this trainer owns, on the device of the stream.
         explain: returns the error to raise for one of an exchange."""
         super().__init__(features, servers, num_threads=num_threads)
-        self.device = device = stream.device
+        self.device, self._row_stream = stream.device, stream
+        device = stream.device
         self._features, self._staleness = features, staleness
         self._tables = servers.job.tables
         self._groups, self._kernels = TableGroups.of(self._tables), kernels_of(device)
@@ -161,7 +162,8 @@ class CollectiveRows(ShardedRows):
         except KeyboardInterrupt:
             self._unfinished = ticket, future  # the retry waits for the same rows
             raise
-        self._pool(ticket, rows, request.batch_size, block, sequences)
+        with self._row_stream.joined():
+            self._pool(ticket, rows, request.batch_size, block, sequences)
         return ticket
 
     def join(self, step: int, oldest_open: int) -> None:
@@ -182,7 +184,7 @@ class CollectiveRows(ShardedRows):
             rates = list(self._servers.lrs)
             for table, lr in request.lrs:
                 rates[table] = lr
-            with Uninterrupted():
+            with Uninterrupted(), self._row_stream.joined():
                 part = self._part(request, rates)
                 pending = self._updates.submit(self._advance_step(request.step), part)
                 for ticket in tickets:

@@ -14,8 +14,10 @@ import pytest
 import torch
 
 from satrap import SGD, Adagrad, Embeddings, Inputs, Normal, Table
+from satrap.config.features import Features
 from satrap.data.inputs import Position
 from satrap.device import device_ids, home_memory
+from satrap.device.device_worker import DeviceWorker
 from satrap.device.streams import Stream, new_stream
 from satrap.train.batch_lookup import BatchLookup
 from stream_recorder import Recorder, recorded
@@ -230,3 +232,17 @@ def test_waits_and_passes_of_a_step(overlap: bool, scaled: bool, recorder: Recor
     assert recorder.faults == []
     expected = {"aminmax", "update"} | ({"_amp_foreach_non_finite_check_and_unscale_"} if scaled else set())
     assert [set(each) for each in passes] == [expected] * len(data)
+
+
+def test_calls_of_a_worker_are_ordered_with_the_callers_stream(recorder: Recorder, rng: np.random.Generator) -> None:
+    """Without a stream of batches: its work comes after what the caller has computed, and before what follows."""
+    with recorder.recording(), new_stream(CPU).running():
+        worker = DeviceWorker(Features(features()), CPU, num_threads=1)
+        for number, inputs in enumerate(batches(rng, 4), 1):
+            block = torch.ones(SIZE, 2 * DIM) * 7.0
+            found = worker.lookup(inputs, step=number, block=block)
+            assert found.ticket is not None and found.block is block
+            gradient, rows = found.block * 0.5, found.sequences["history"] * 0.5
+            worker.update([found.ticket], [gradient], [{"history": rows}], step=number)
+        values = worker.tables["user"].read(np.arange(NUM_IDS, dtype=np.uint64)).values
+    assert recorder.faults == [] and values.any()

@@ -283,7 +283,7 @@ def train_in_order(job: dict[str, Any], rank: int) -> dict[str, Any]:
             time.sleep(rng.random() * 0.02)
         all_to_all(self, *given)
 
-    Exchange._all_to_all = note  # type: ignore[method-assign]
+    Exchange._all_to_all = note  # type: ignore[assignment, method-assign]
     try:
         torch.manual_seed(0)
         embeddings, model = trainer_child.embeddings_of(job), DistributedDataParallel(Net())

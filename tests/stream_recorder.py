@@ -23,8 +23,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from satrap.device import initial_values, reference, streams
-from satrap.device.streams import Stream
+from satrap.device import device_stream, initial_values, reference
+from satrap.device.device_stream import DeviceStream
 from satrap.train.prefetch_pipeline import PrefetchPipeline
 
 Clock = Counter[str]
@@ -217,7 +217,7 @@ class Recorder:
 
 class _Operations(TorchDispatchMode):
     def __init__(self, recorder: Recorder) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._recorder = recorder
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -262,7 +262,7 @@ class RecordedMark:
         self.recorder.wait_here(self.what, self.clock)
 
 
-class RecordedStream(Stream):
+class RecordedStream(DeviceStream):
     """A stream of the CPU."""
 
     recorder: Recorder
@@ -278,7 +278,7 @@ class RecordedStream(Stream):
     def __eq__(self, other: object) -> bool:
         return isinstance(other, RecordedStream) and self.name == other.name
 
-    __hash__ = None  # type: ignore[assignment]
+    __hash__ = None
 
     def running(self) -> Any:
         return self.recorder.on(self.name)
@@ -323,7 +323,7 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> Iterator[Recorder]:
     recorder = Recorder()
     kind = type("Recorded", (RecordedStream,), {"recorder": recorder})
     with monkeypatch.context() as patched:
-        patched.setitem(streams.STREAMS, "cpu", kind)
+        patched.setitem(device_stream.STREAMS, "cpu", kind)
         for module, names in (
             (reference, ("pool", "copy_sequence", "update", "exchange")),
             (initial_values, ("initialise",)),

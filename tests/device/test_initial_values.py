@@ -17,7 +17,7 @@ import torch
 from satrap import _core
 from satrap.config.optimizers import SGD, Adagrad, Adam, Ftrl, Optimizer, RowWiseAdagrad
 from satrap.config.tables import Constant, Normal, ScaledUniform, Table, Uniform, Zeros
-from satrap.device import initial_values
+from satrap.device import exact, initial_values
 from satrap.device.initial_values import InitialValues
 from satrap.device.row_layout import RowLayout
 from satrap.table.engine import native_config
@@ -57,7 +57,7 @@ def initialise(request: pytest.FixtureRequest) -> Any:
 
         def fused(_: Any, x: Any, y: Any, z: Any) -> Any:
             a, b, c = (torch.from_numpy(np.array(each.data)) for each in (x, y, z))
-            return TensorHandle(initial_values.fma(a, b, c).numpy(), z.dtype.scalar)
+            return TensorHandle(exact.fma(a, b, c).numpy(), z.dtype.scalar)
 
         request.getfixturevalue("monkeypatch").setattr(InterpreterBuilder, "create_fma", fused)
     return triton_initial.initialise

@@ -118,7 +118,7 @@ def test_skipped_gradients_are_counted_once(device: str) -> None:
     inputs = batch(workers[0].features, 0)
     tickets = [worker.lookup(inputs, step=1).ticket for worker in workers]
     engine = workers[1]._device_rows._engine
-    core, has_failed = engine.core, []
+    core, has_failed = engine.core, list[int]()
 
     class Failing:
         def __getattr__(self, name: str) -> Any:

@@ -17,8 +17,8 @@ from satrap import SGD, Adagrad, Embeddings, Inputs, Normal, Table
 from satrap.config.features import Features
 from satrap.data.inputs import Position
 from satrap.device import device_ids, home_memory
+from satrap.device.device_stream import DeviceStream, new_stream
 from satrap.device.device_worker import DeviceWorker
-from satrap.device.streams import Stream, new_stream
 from satrap.train.batch_lookup import BatchLookup
 from stream_recorder import Recorder, recorded
 
@@ -82,7 +82,7 @@ def step(model: Net, batch: Any) -> None:
 def train(
     data: list[Inputs],
     *,
-    loop: Stream | None = None,
+    loop: DeviceStream | None = None,
     staleness: int = 0,
     overlap: bool = False,
     accumulate: int = 1,
@@ -145,7 +145,7 @@ def test_everything_is_ordered(
     assert recorder.faults == []
     assert {name for name, _ in recorder.kernels} >= {"pool", "copy_sequence", "update", "initialise"}
     used = {name for kernel, name in recorder.kernels if kernel in ("pool", "copy_sequence", "update")}
-    assert used == {embeddings.worker.stream.name}, "rows are used on one stream"
+    assert used == {embeddings.worker.device_stream.name}, "rows are used on one stream"
     monkeypatch.undo()
     expected, _ = train(data, **LOOPS[how])
     assert found == expected
@@ -195,7 +195,7 @@ def test_a_weighted_gradient_is_made_where_it_is_used(recorder: Recorder, rng: n
     with recorder.recording():
         _, embeddings = train(batches(rng, 6), loop=new_stream(CPU), overlap=True, weight=0.5)
     assert recorder.faults == []
-    assert embeddings.worker.stream is not None
+    assert embeddings.worker.device_stream is not None
 
 
 @pytest.mark.parametrize("scaled", [False, True])
@@ -218,6 +218,7 @@ def test_waits_and_passes_of_a_step(overlap: bool, scaled: bool, recorder: Recor
         with embeddings.stream(data, overlap=overlap) as stream:
             for number, batch in enumerate(stream):
                 scaler.scale(layer(batch.embeddings).sum()).backward()
+                assert batch.embeddings.grad is not None
                 gradient = recorder.memory_of(batch.embeddings.grad)
                 read = len(gradient.reads)
                 scaler.step(optimizer)

@@ -23,7 +23,7 @@ from device.test_tiers import small_segments as small_segments
 from loop import DIM, batches, job, loss_of, rows, train, train_step
 from runs import JOB, start_run, wait_for_exit
 from satrap import SGD, Embeddings, Inputs, Table
-from satrap.device.streams import new_stream
+from satrap.device.device_stream import new_stream
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
 DEVICE = "cuda"
@@ -101,9 +101,7 @@ def test_a_step_waits_for_nothing_but_the_largest_gradient(overlap: bool, rng: n
     embeddings = Embeddings({"t": Table("t", dim=DIM, optimizer=SGD(lr=0.1))}, device=DEVICE, num_threads=1)
     layer = torch.nn.Linear(DIM, 1).to(DEVICE)
     optimizer = embeddings.optimizer(torch.optim.SGD(layer.parameters(), lr=0.05))
-    data = [
-        Inputs(names=("t",), values=rng.integers(0, 10**6, 64, dtype=np.uint64), batch_size=64) for _ in range(12)
-    ]
+    data = [Inputs(names=("t",), values=rng.integers(0, 10**6, 64, dtype=np.uint64), batch_size=64) for _ in range(12)]
     try:
         with embeddings.stream(data, overlap=overlap) as stream:
             for number, batch in enumerate(stream):

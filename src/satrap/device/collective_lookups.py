@@ -14,12 +14,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from satrap.device.collective_updates import CollectiveUpdates
+from satrap.device.device_stream import DeviceStream
 from satrap.device.exchange import Exchange
 from satrap.device.owned_rows import LookupTime, OwnedRows
 from satrap.device.round_thread import RoundThread
 from satrap.device.row_exchange import RowExchange
 from satrap.device.segments import TableGroups
-from satrap.device.streams import Stream
 
 _IDLE, _PART = range(2)  # what a trainer brings to a round
 _KIND, _STEP, _OLDEST_OPEN, _FIRST_EPOCH, _COUNTS = range(5)  # columns of a header
@@ -47,7 +47,7 @@ class CollectiveLookups:
         thread: RoundThread,
         updates: CollectiveUpdates,
         staleness: int,
-        stream: Stream,
+        stream: DeviceStream,
     ) -> None:
         """owned: returns the rows that this trainer owns. staleness: how many earlier updates a lookup may miss.
         stream: of the rows."""

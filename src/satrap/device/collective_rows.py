@@ -25,6 +25,7 @@ from satrap.device.collective_lookups import CollectiveLookups, LookupPart
 from satrap.device.collective_stream import CollectiveStream
 from satrap.device.collective_updates import CollectiveUpdates, UpdatePart
 from satrap.device.device_rows import LARGEST, largest_of
+from satrap.device.device_stream import DeviceStream
 from satrap.device.exchange import Exchange, LaunchOrder
 from satrap.device.host_copy import to_device, to_host
 from satrap.device.kernels import kernels_of
@@ -32,7 +33,6 @@ from satrap.device.owned_rows import LookupTime, OwnedRows
 from satrap.device.round_thread import RoundThread
 from satrap.device.runs import PooledFeatures, Runs
 from satrap.device.segments import TableGroups, send_to_all
-from satrap.device.streams import Stream
 from satrap.errors import StreamError, TicketError
 from satrap.interrupts import Uninterrupted
 from satrap.worker.server_group import ServerGroup
@@ -68,7 +68,7 @@ class CollectiveRows(ShardedRows):
         features: Features,
         servers: ServerGroup,
         owned: Callable[[], OwnedRows],
-        stream: Stream,
+        stream: DeviceStream,
         *,
         num_threads: int | None,
         staleness: int,

@@ -13,13 +13,13 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from satrap.device.device_stream import DeviceStream
 from satrap.device.exchange import Exchange
 from satrap.device.owned_rows import OwnedRows
 from satrap.device.round_thread import RoundThread
 from satrap.device.row_exchange import RowExchange
 from satrap.device.segments import TableGroups
 from satrap.device.step_order import StepOrder
-from satrap.device.streams import Stream
 from satrap.errors import StreamError
 
 _IDLE, _NOTHING, _PART = range(3)  # what a trainer brings to a round
@@ -51,7 +51,7 @@ class CollectiveUpdates:
         groups: TableGroups,
         owned: Callable[[], OwnedRows],
         thread: RoundThread,
-        stream: Stream,
+        stream: DeviceStream,
     ) -> None:
         """owned: returns the rows that this trainer owns. stream: of the rows."""
         self._stream = stream

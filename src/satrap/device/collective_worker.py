@@ -12,9 +12,9 @@ from satrap.device.collective_stream import CollectiveStream
 from satrap.device.device_blocks import DeviceBlocks
 from satrap.device.device_engine import DeviceEngine
 from satrap.device.device_memory import DeviceMemory
+from satrap.device.device_stream import new_stream
 from satrap.device.owned_rows import OwnedRows
 from satrap.device.segments import TableGroups
-from satrap.device.streams import new_stream
 from satrap.device.table_shards import Trainer
 from satrap.table.engine import Slot, native_config
 from satrap.worker.server_group import ServerGroup
@@ -92,7 +92,7 @@ class CollectiveWorker(DeviceBlocks, ShardedWorker):
             features, servers, own.rows, own.stream, num_threads=num_threads, staleness=staleness, explain=explain
         )
         super().__init__(features, servers, rows=self._collective)
-        self.device, self.stream = device, own.stream
+        self.device, self.device_stream = device, own.stream
         close_when_collected(self, self._collective.close)
 
     def open_stream(self, step: int) -> CollectiveStream:

@@ -18,10 +18,10 @@ from satrap import _core
 from satrap.config.cores import thread_count
 from satrap.config.tables import Table
 from satrap.device.device_memory import DeviceMemory
+from satrap.device.device_stream import DeviceStream, new_stream
 from satrap.device.initial_values import InitialValues
 from satrap.device.move_queue import MoveQueue
 from satrap.device.row_memory import RowMemory, memories_of
-from satrap.device.streams import Stream, new_stream
 from satrap.device.table_shards import ALONE, Part, Trainer, capacities_of, kind_of
 from satrap.errors import InputError, SnapshotError
 from satrap.interrupts import Uninterrupted
@@ -46,7 +46,7 @@ class DeviceEngine:
         num_threads: int | None,
         device_memory: DeviceMemory = None,
         trainer: Trainer = ALONE,
-        stream: Stream | None = None,
+        stream: DeviceStream | None = None,
     ) -> None:
         """Create empty tables. seed and num_threads are those of `Store`, device_memory is that of `Embeddings`.
         trainer: of several, which trainer this is. stream: where rows are read and changed; None: one of its own."""

@@ -17,8 +17,8 @@ from satrap.device.device_ids import DeviceIds, sorts_ids
 from satrap.device.device_inputs import ids_of, inputs_of, lie_on
 from satrap.device.device_memory import DeviceMemory
 from satrap.device.device_rows import DeviceRows
+from satrap.device.device_stream import new_stream
 from satrap.device.kernels import require_possible
-from satrap.device.streams import new_stream
 from satrap.device.torch_device import resolve_device
 from satrap.errors import ConfigError
 from satrap.table.engine import Slot
@@ -47,7 +47,7 @@ class DeviceWorker(DeviceBlocks):
             )
         resolved = resolve_device(device)
         require_possible(features.tables, resolved)
-        self.stream = stream = new_stream(resolved)
+        self.device_stream = stream = new_stream(resolved)
 
         def create() -> DeviceEngine:
             return DeviceEngine(

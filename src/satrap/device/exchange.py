@@ -96,7 +96,8 @@ class Exchange:
         to = [len(part) + 1 for part in parts]
         self._all_to_all(received, torch.from_numpy(sent.view(np.int64)), sizes, to, self._host)
         found = received.numpy().view(np.uint64)
-        return np.delete(found, np.cumsum(sizes) - sizes), int(found[0])
+        heads = np.concatenate([[0], np.cumsum(sizes)[:-1]]).astype(np.int64)
+        return np.delete(found, heads), int(found[0])
 
     @contextmanager
     def turn(self, number: int) -> Iterator[None]:

@@ -6,7 +6,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from satrap.device.streams import current_stream
+from satrap.device.device_stream import current_stream
 
 
 def to_device(array: NDArray[Any], device: torch.device) -> Tensor:

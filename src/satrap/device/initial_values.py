@@ -68,17 +68,20 @@ class InitialValues:
                 kind, first, second = NORMAL, mean, std
             case _:
                 kind, first, second = UNIFORM, initial.low, initial.high
-        is_ftrl = isinstance(optimizer, Ftrl)
-        accumulates = isinstance(optimizer, Adagrad | RowWiseAdagrad)
+        start, decay, l1 = 0.0, None, 0.0
+        if isinstance(optimizer, Adagrad | RowWiseAdagrad):
+            start = _float(optimizer.initial_accumulator_value)
+        if isinstance(optimizer, Ftrl):
+            decay, l1 = _float(optimizer.beta / optimizer.lr + optimizer.l2), _float(optimizer.l1)
         return cls(
             kind=kind,
             key=signed(_mix(_mix(seed) ^ _hash_of(table.name))),
             numbers=torch.tensor([first, second], dtype=torch.float64, device=device),
             low=_float(first),
             span=_float(second - first),
-            start=_float(optimizer.initial_accumulator_value) if accumulates else 0.0,
-            decay=_float(optimizer.beta / optimizer.lr + optimizer.l2) if is_ftrl else None,
-            l1=_float(optimizer.l1) if is_ftrl else 0.0,
+            start=start,
+            decay=decay,
+            l1=l1,
         )
 
 

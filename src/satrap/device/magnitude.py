@@ -9,7 +9,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from satrap.device.streams import current_stream
+from satrap.device.device_stream import current_stream
 
 
 class Magnitude:

@@ -9,13 +9,13 @@ from contextlib import contextmanager
 
 from torch import Tensor
 
-from satrap.device.streams import Mark, Stream
+from satrap.device.device_stream import DeviceStream, Mark
 
 
 class MoveQueue:
     """The moves of one device. The lock of the rows is held during each call."""
 
-    def __init__(self, rows: Stream, moves: Stream) -> None:
+    def __init__(self, rows: DeviceStream, moves: DeviceStream) -> None:
         """rows: where rows are used. moves: where they are moved; the same one, if none ever is."""
         self._rows, self._moves = rows, moves
         self._used: Mark | None = None

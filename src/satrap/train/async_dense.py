@@ -31,7 +31,7 @@ from torch import Tensor
 
 from satrap.config.features import Features
 from satrap.config.tables import LAST_STEP, Table, Zeros
-from satrap.device.streams import current_stream
+from satrap.device.device_stream import current_stream
 from satrap.errors import ConfigError, NonFiniteError, StreamError
 from satrap.train.async_optimizer import table_optimizer
 from satrap.train.dense_strategy import DenseStrategy

@@ -20,7 +20,7 @@ from torch import Tensor
 from satrap.config.features import Features
 from satrap.config.validation import suggest
 from satrap.data.inputs import Inputs, Position
-from satrap.device.streams import Mark
+from satrap.device.device_stream import Mark
 from satrap.errors import InputError, StreamError
 from satrap.train.joint_calls import BatchCalls
 from satrap.train.joint_step import Padding

@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from satrap.data.inputs import Inputs
+from satrap.device.device_stream import Mark, current_stream, new_stream
 from satrap.device.host_copy import to_device
-from satrap.device.streams import Mark, current_stream, new_stream
 from satrap.errors import CapacityError
 from satrap.train.batch import InFlightBatch, Sequence, gradient_array, gradient_of
 from satrap.train.dense_strategy import DenseStrategy
@@ -28,7 +28,7 @@ class BatchLookup:
     """Looks up batches as tensors, on the device if there is one.
 
     Copies of batches and gradients have streams of their own, so neither the dense network nor the tables wait for
-    them. If the rows are on the device, its work on them runs on a further one, `Worker.stream`.
+    them. If the rows are on the device, its work on them runs on a further one, `Worker.device_stream`.
     """
 
     def __init__(
@@ -52,7 +52,9 @@ class BatchLookup:
         self._is_looking_up = False
         self._looked_up = threading.Condition()
         self._batch_copies = new_stream(device)  # copies batches to the device
-        self._gradients = worker.stream or new_stream(device)  # copies gradients back, or updates the rows with them
+        self._gradients = worker.device_stream or new_stream(
+            device
+        )  # copies gradients, or uses them
 
     def resolve(self, inputs: Inputs, step: int, oldest_open: int) -> None:
         """Do the part of a training lookup that needs no row's values. Runs in the thread that reads. A batch that does
@@ -103,7 +105,8 @@ class BatchLookup:
             for name, values in rows.sequences.items()
         }
         block = self._to_device(rows.block)
-        batch.ready += [self._batch_copies.mark(), *([self._worker.stream.mark()] if self._worker.stream else [])]
+        of_rows = self._worker.device_stream
+        batch.ready += [self._batch_copies.mark(), *([] if of_rows is None else [of_rows.mark()])]
         batch.embeddings = block  # last: marks the batch as looked up
         return batch
 
@@ -111,7 +114,7 @@ class BatchLookup:
     def _beside_the_loop(self, inputs: Inputs) -> Iterator[None]:
         """Put work on rows on their stream, without a wait for what the loop has on its own: only for ids that are on
         the device, which the calling thread's stream may still compute."""
-        rows = self._worker.stream
+        rows = self._worker.device_stream
         if rows is None:
             yield
             return
@@ -234,7 +237,7 @@ class BatchLookup:
         """Return the gradients times their weights, which the loop's stream has computed by `ready`: in CPU memory, or
         on the device if the rows are there."""
         take: Callable[[Tensor, float], Any] = gradient_array
-        if self._worker.stream is None:
+        if self._worker.device_stream is None:
             ready.synchronize()
         else:
             take = gradient_of

@@ -30,7 +30,7 @@ class _Reached:
         """Return at once."""
 
 
-class Stream:
+class DeviceStream:
     """The one stream of a device without streams, such as a CPU."""
 
     def __init__(self, device: torch.device) -> None:
@@ -42,7 +42,7 @@ class Stream:
         return cls(device)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Stream) and self.device == other.device
+        return isinstance(other, DeviceStream) and self.device == other.device
 
     __hash__ = None  # type: ignore[assignment]
 
@@ -88,7 +88,7 @@ class Stream:
             caller.wait(self.mark())
 
 
-class CudaStream(Stream):
+class CudaStream(DeviceStream):
     """A stream of a CUDA device."""
 
     def __init__(self, device: torch.device, stream: torch.cuda.Stream | None = None) -> None:
@@ -103,13 +103,14 @@ class CudaStream(Stream):
     def __eq__(self, other: object) -> bool:
         return isinstance(other, CudaStream) and self._stream == other._stream
 
-    __hash__ = None  # type: ignore[assignment]
+    __hash__ = None
 
     def running(self) -> AbstractContextManager[Any]:
         return torch.cuda.stream(self._stream)
 
     def mark(self) -> Mark:
-        return self._stream.record_event()
+        mark: Mark = self._stream.record_event()
+        return mark
 
     def wait(self, *marks: Any) -> None:
         for mark in marks:
@@ -130,15 +131,15 @@ class CudaStream(Stream):
         return pinned, torch.cuda.current_stream(self.device).record_event()
 
 
-STREAMS: dict[str, type[Stream]] = {"cuda": CudaStream}
+STREAMS: dict[str, type[DeviceStream]] = {"cuda": CudaStream}
 """The class for each type of device that has several streams. Tests add one for the CPU, which checks the order."""
 
 
-def new_stream(device: torch.device) -> Stream:
+def new_stream(device: torch.device) -> DeviceStream:
     """Return a stream of the device on which nothing runs yet."""
-    return STREAMS.get(device.type, Stream)(device)
+    return STREAMS.get(device.type, DeviceStream)(device)
 
 
-def current_stream(device: torch.device) -> Stream:
+def current_stream(device: torch.device) -> DeviceStream:
     """Return the stream on which the calling thread's work on the device runs."""
-    return STREAMS.get(device.type, Stream).current(device)
+    return STREAMS.get(device.type, DeviceStream).current(device)

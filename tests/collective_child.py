@@ -1,13 +1,14 @@
 """One of several trainers, for rows on their devices: a job of trainer_child.py, or, with "compare", random steps on
 two workers, with rows on the devices and in the trainers' memory, whose results must be the same bits; or, with
 "refused", options that several trainers cannot have; or, with "differs", a trainer that does not do as the others; or,
-with "unequal", evaluations; or, with "slowly", several streams."""
+with "unequal", evaluations; or, with "slowly", several streams; or, with "launches", what the devices are given."""
 
 from __future__ import annotations
 
 import gc
 import json
 import sys
+import threading
 import time
 from typing import Any
 
@@ -35,6 +36,7 @@ from satrap import (
 from satrap import evaluate as evaluate_model
 from satrap.config.features import Feature, Features
 from satrap.data.inputs import Inputs
+from satrap.device.exchange import Exchange
 from satrap.errors import ConfigError, StreamError
 from satrap.interrupts import SLICE_SECONDS
 
@@ -267,6 +269,38 @@ def train_slowly(job: dict[str, Any], rank: int) -> dict[str, Any]:
     return found
 
 
+def train_in_order(job: dict[str, Any], rank: int) -> dict[str, Any]:
+    """Train with threads that are held up at random, differently on each trainer. Return the order in which this
+    trainer gave collectives to its device: which kind of exchange each was of."""
+    rng, all_to_all, launched = np.random.default_rng([job["seed"], rank]), Exchange._all_to_all, list[Any]()
+    kinds: dict[int, str] = {}
+
+    def note(self: Exchange, *given: Any) -> None:
+        kind = kinds.setdefault(id(self), threading.current_thread().name.rsplit("-", 1)[1])
+        if given[-1] is self._launches.group:
+            launched.append(kind)
+        elif rng.random() < 0.5:
+            time.sleep(rng.random() * 0.02)
+        all_to_all(self, *given)
+
+    Exchange._all_to_all = note  # type: ignore[assignment, method-assign]
+    try:
+        torch.manual_seed(0)
+        embeddings, model = trainer_child.embeddings_of(job), DistributedDataParallel(Net())
+        optimizer = embeddings.optimizer(torch.optim.SGD(model.parameters(), lr=0.05))
+        with embeddings.stream(batches(job["num_batches"]), overlap=True) as stream:
+            for batch in stream:
+                train_step(model, optimizer, batch)
+        embeddings.drain()
+        dist.barrier()
+        found = trainer_child.state_of(embeddings, model)
+        dist.barrier()
+        embeddings.close()
+    finally:
+        Exchange._all_to_all = all_to_all  # type: ignore[method-assign]
+    return found | {"launched": launched}
+
+
 def require_same(looked: list[Any]) -> None:
     host, device = looked
     np.testing.assert_array_equal(device.block.cpu().numpy(), host.block)
@@ -314,7 +348,7 @@ def contents(worker: Any, ids: Any) -> dict[str, Any]:
 
 
 def main(rank: int, world_size: int, rendezvous: str, job: dict[str, Any]) -> None:
-    if not {"compare", "refused", "differs", "unequal", "slowly"} & job.keys():
+    if not {"compare", "launches", "refused", "differs", "unequal", "slowly"} & job.keys():
         trainer_child.main(rank, world_size, rendezvous, job)
         return
     trainer_child.join(rank, world_size, rendezvous, job)
@@ -324,6 +358,8 @@ def main(rank: int, world_size: int, rendezvous: str, job: dict[str, Any]) -> No
         found = evaluate_unequally(job, rank)
     elif "slowly" in job:
         found = train_slowly(job, rank)
+    elif "launches" in job:
+        found = train_in_order(job, rank)
     elif "compare" in job:
         found = compare(job)
     else:

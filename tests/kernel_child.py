@@ -1,5 +1,5 @@
 """A program that compiles the kernels of rows on a device for a CUDA target, where there is no device: it calls the
-launching functions of `satrap.device.triton_kernels` with tensors in CPU memory, and Triton only compiles.
+launching functions of `satrap.device` with tensors in CPU memory, and Triton only compiles.
 
     python tests/kernel_child.py CAPABILITY
 
@@ -32,8 +32,11 @@ from triton.runtime.jit import JITFunction
 from compiled_kernels import Launch
 from one_row import state_dim
 from satrap.config.optimizers import SGD, Adagrad, Adam, AdamW, Ftrl, RowWiseAdagrad
+from satrap.config.tables import Constant, Normal, Table, Uniform
+from satrap.device import triton_initial
 from satrap.device import triton_kernels as kernels
 from satrap.device.home_memory import HomeMemory
+from satrap.device.initial_values import InitialValues
 from satrap.device.row_layout import RowLayout
 from satrap.device.runs import PooledFeatures, Runs
 
@@ -47,6 +50,7 @@ OPTIMIZERS: dict[str, Any] = {
     "AdamW": AdamW(lr=0.1),
     "Ftrl": Ftrl(lr=0.1),
 }
+INITIAL: dict[str, Any] = {"uniform": Uniform(-0.1, 0.1), "normal": Normal(std=0.1), "constant": Constant(0.5)}
 _SAMPLES, _FEATURES, _FRAMES = 64, 26, 100
 
 
@@ -98,11 +102,27 @@ def launch_exchange(launch: Launch, rows: int = 10, first: int = 0) -> None:
     kernels.exchange(values, torch.zeros(_FRAMES, num_state), home, at, at, at)
 
 
+def launch_initialise(launch: Launch, rows: int = 10, first: int = 0) -> None:
+    """Write the first values and states of rows; option: "uniform", "normal" or "constant"."""
+    optimizer = OPTIMIZERS[launch.optimizer]
+    table = Table("t", dim=launch.dim, optimizer=optimizer, dtype=launch.dtype, initial=INITIAL[launch.options[0]])
+    num_state, at = state_dim(optimizer, launch.dim), int32(first + rows)[first:]
+    triton_initial.initialise(
+        values_of(launch),
+        torch.zeros(_FRAMES, num_state),
+        at,
+        at.to(torch.int64),
+        InitialValues.of(table, 0, torch.device("cpu")),
+        RowLayout(launch.dtype, launch.dim, num_state),
+    )
+
+
 LAUNCHERS: dict[str, Callable[[Launch], None]] = {
     "pool": launch_pool,
     "sequence": launch_sequence,
     "update": launch_update,
     "exchange": launch_exchange,
+    "initialise": launch_initialise,
 }
 """What a launch may name. A new kernel has a line here and its launches in tests/device/test_compiled.py."""
 
@@ -130,6 +150,7 @@ def launch_a_job() -> None:
     """Launch what a job launches: several tables, batches of several sizes, the last one of a single sample."""
     pool, bags = (Launch("pool", "float32", 16, options=each) for each in ((), ("bags",)))
     update, exchange = Launch("update", "bfloat16", 16, "Adagrad"), Launch("exchange", "float32", 16)
+    initialise = Launch("initialise", "float32", 16, options=("uniform",))
     for samples in (512, 500, 1):
         launch_pool(pool, samples)
         launch_pool(bags, samples)
@@ -137,6 +158,7 @@ def launch_a_job() -> None:
             launch_sequence(pool, samples, feature)
         for first in range(3):
             launch_exchange(exchange, samples, first)
+            launch_initialise(initialise, samples, first)
     for step, tables in enumerate([(16, 49, 55), (1, 2, 3), (3, 8, 80)]):
         runs = runs_of(update, 96, tables)
         for table in range(4):

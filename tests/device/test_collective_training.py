@@ -270,3 +270,20 @@ def test_columns_need_as_many_as_there_are_trainers(trainers: Trainers, tmp_path
         "shard='rows'"
     )
     assert found == [{"refused": expected}] * 3
+
+
+@pytest.mark.draw(1)
+@pytest.mark.parametrize(("world_size", "staleness"), [(2, 0), (2, 2), (3, 2)])
+def test_all_trainers_give_collectives_to_their_devices_in_one_order(
+    trainers: Trainers, world_size: int, staleness: int, device: str, tmp_path: Path, seed: int
+) -> None:
+    """Lookups and updates are sent by two threads, which each trainer runs at another pace. Two devices that are given
+    collectives in different orders wait for each other forever."""
+    how: dict[str, Any] = {"staleness": staleness, "launches": True, "seed": seed, "num_batches": 12 * world_size}
+    found = trainers.run([], world_size, tmp_path, **how, device=device)
+    orders = [each["launched"] for each in found]
+    assert all(order == orders[0] for order in orders)
+    assert {"lookups", "updates"} == set(orders[0])
+    if staleness:
+        alternates = ["lookups", "updates"] * (len(orders[0]) // 2)
+        assert orders[0] != alternates, "lookups run ahead of updates"

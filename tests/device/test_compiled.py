@@ -32,6 +32,7 @@ BUDGETS: dict[str, tuple[int, int]] = {
     "pool bags": (900, 1250),
     "sequence": (280, 280),
     "exchange": (920, 820),
+    "initialise": (3000, 3000),
     "SGD": (370, 930),
     "momentum": (450, 1130),
     "Nesterov": (470, 1150),
@@ -91,7 +92,17 @@ def launches(dim: int) -> list[Launch]:
         for dtype in ("float32", "bfloat16")  # float16 is the same kernel
         for optimizer in ("SGD", "Adagrad", "RowWiseAdagrad", "Adam", "Ftrl")
     ]
-    return [*updates, *pools, *sequences, *exchanges]
+    initial = [
+        Launch("initialise", dtype, dim, optimizer, (kind,))
+        for dtype in DTYPES
+        for optimizer, kind in (
+            ("SGD", "uniform"),
+            ("Adam", "normal"),
+            ("RowWiseAdagrad", "constant"),
+            ("Ftrl", "normal"),
+        )
+    ]
+    return [*updates, *pools, *sequences, *exchanges, *initial]
 
 
 @pytest.mark.draw(1)
@@ -127,7 +138,7 @@ def arithmetic(kernel: Kernel) -> Iterator[str]:
     if kernel.name == "_update_kernel":
         expected = FUSED.get(kernel.launch.optimizer, 2) * kernel.numbers
         again = AGAIN.get(kernel.launch.optimizer, 0) * kernel.numbers
-    elif {"bags", "weighted"} <= {*kernel.launch.options}:
+    elif "uniform" in kernel.launch.options or {"bags", "weighted"} <= {*kernel.launch.options}:
         expected = kernel.numbers
     fused = {name: count for name, count in kernel.ptx.items() if name.startswith("fma")}
     count = fused.pop("fma.rn.f32", 0)
@@ -148,6 +159,7 @@ def memory(kernel: Kernel) -> Iterator[str]:
         "update": (values + 4 * tiles + 8, values + 4 * tiles),  # with a gradient, and the sum of a long run
         "pool": (values + 4, 4),  # with initial values of absent rows
         "sequence": (values + 4, 4),
+        "initialise": (0, (values + 4 * tiles) // (4 if "normal" in kernel.launch.options else 1)),
         "exchange": (2 * values + 8 * min(tiles, 1), 2 * values + 8 * min(tiles, 1)),
     }[kernel.launch.launcher]
     for name, expected in (("LDG", loads), ("STG", stores)):
@@ -183,7 +195,7 @@ def test_a_job_compiles_each_kernel_once(triton: str, request: pytest.FixtureReq
     """Whatever the sizes of its batches and the places of its tables among the runs. Pooling has two kernels: for bags,
     and for one id."""
     once = dict.fromkeys(("_sequence_kernel", "_update_kernel", "_find_long_runs", "_sum_long_runs"), 1)
-    expected = {**once, "_exchange_kernel": 1, "_pool_kernel": 2}
+    expected = {**once, "_exchange_kernel": 1, "_initialise_kernel": 1, "_pool_kernel": 2}
     assert request.getfixturevalue(triton).variants() == dict.fromkeys(TARGETS, expected)
 
 

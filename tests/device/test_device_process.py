@@ -160,7 +160,7 @@ def test_rows_whose_values_could_not_be_written_get_them_later(
 ) -> None:
     """A lookup inserts rows and fails before their initial values are on the device: no reader sees what was there."""
     workers = pair(one_table())
-    write = RowMemory.write
+    initialise = RowMemory.initialise
 
     def fail(*_: object) -> None:
         raise error("no memory, or Ctrl-C")
@@ -173,12 +173,12 @@ def test_rows_whose_values_could_not_be_written_get_them_later(
     for call in later:
         ids = UNIVERSE[:3]
         workers[0].lookup(batch(ids), step=1)
-        monkeypatch.setattr(RowMemory, "write", fail)
+        monkeypatch.setattr(RowMemory, "initialise", fail)
         with pytest.raises(error):
             workers[1].lookup(batch(ids), step=1)
         with pytest.raises(error):  # it is still full
             call(workers[1])
-        monkeypatch.setattr(RowMemory, "write", write)
+        monkeypatch.setattr(RowMemory, "initialise", initialise)
         for worker in workers:
             call(worker)
         assert_equal(workers)

@@ -69,7 +69,7 @@ OUTSIDE: dict[str, str | None] = {
     "obstore": "storage.obstore_store",
     "zmq": "rpc",
     "ray": "launch.ray_launcher",
-    "triton": "device.triton_kernels device.triton_optimizers",
+    "triton": "device.triton_initial device.triton_kernels device.triton_optimizers",
     "prometheus_client": "monitor.endpoint",
 }
 # The standard library only: what decides, apart from what does.

@@ -16,11 +16,14 @@ import satrap
 from device import test_collective_training as of_trainers
 from device import test_device_training as of_loops
 from device import test_device_worker as of_workers
+from device import test_owed_work as of_owed_work
+from device import test_streams as of_streams
 from device import test_tiers as of_tiers
 from device.test_tiers import small_segments as small_segments
 from loop import DIM, batches, job, loss_of, rows, train, train_step
 from runs import JOB, start_run, wait_for_exit
 from satrap import SGD, Embeddings, Inputs, Table
+from satrap.device.device_stream import new_stream
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
 DEVICE = "cuda"
@@ -60,6 +63,12 @@ test_a_batch_that_does_not_fit = of_tiers.test_a_batch_that_does_not_fit_is_refu
 test_an_update_of_rows_that_went_home = of_tiers.test_an_update_of_rows_that_went_home_is_applied_there
 test_batches_found_ahead_on_two_tiers = of_tiers.test_batches_found_ahead_have_the_bits_of_rows_in_memory
 
+test_a_move_that_fails = of_owed_work.test_a_move_that_fails_between_two_pools_is_done_once
+test_an_import_that_fails = of_owed_work.test_rows_of_an_import_that_fails_are_written_later
+test_skipped_gradients_are_counted_once = of_owed_work.test_skipped_gradients_are_counted_once
+test_memory_at_home_is_allocated_ahead = of_owed_work.test_memory_at_home_is_allocated_ahead_and_without_the_lock
+test_no_memory_for_the_reserve = of_owed_work.test_no_memory_for_the_reserve_is_no_error_until_it_is_needed
+
 trainers = of_trainers.trainers  # with NCCL, beside gloo
 test_random_steps_of_trainers = of_trainers.test_random_steps_have_the_bits_of_rows_in_memory
 test_trainers_with_two_tiers = of_trainers.test_random_steps_on_two_tiers_have_the_bits_of_rows_in_memory
@@ -70,6 +79,41 @@ test_a_run_of_trainers_resumes = (
     of_trainers.test_a_checkpoint_resumes_on_other_numbers_of_trainers_in_memory_and_on_servers
 )
 test_a_run_of_shared_tables_resumes = of_trainers.test_a_checkpoint_of_tables_that_all_trainers_have_resumes_elsewhere
+
+
+test_collectives_have_one_order = of_trainers.test_all_trainers_give_collectives_to_their_devices_in_one_order
+
+
+@pytest.mark.parametrize("how", of_streams.LOOPS)
+def test_a_loop_on_a_stream_of_its_own(how: str, rng: np.random.Generator) -> None:
+    """The bits do not depend on the stream on which the user's loop runs."""
+    data, there = of_streams.batches(rng, 40), torch.device(DEVICE, torch.cuda.current_device())
+    found = [
+        of_streams.train(data, loop=loop, device=there, **of_streams.LOOPS[how])[0]
+        for loop in (None, new_stream(there), new_stream(there))
+    ]
+    assert found[1] == found[0] and found[2] == found[0]
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_step_waits_for_nothing_but_the_largest_gradient(overlap: bool, rng: np.random.Generator) -> None:
+    """Neither new ids nor the update make this process wait for the device, but by the event behind that number."""
+    embeddings = Embeddings({"t": Table("t", dim=DIM, optimizer=SGD(lr=0.1))}, device=DEVICE, num_threads=1)
+    layer = torch.nn.Linear(DIM, 1).to(DEVICE)
+    optimizer = embeddings.optimizer(torch.optim.SGD(layer.parameters(), lr=0.05))
+    data = [Inputs(names=("t",), values=rng.integers(0, 10**6, 64, dtype=np.uint64), batch_size=64) for _ in range(12)]
+    try:
+        with embeddings.stream(data, overlap=overlap) as stream:
+            for number, batch in enumerate(stream):
+                layer(batch.embeddings).sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                if number == 3:  # the kernels are compiled
+                    stream.drain()
+                    torch.cuda.set_sync_debug_mode("error")
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert len(embeddings.tables["t"]) > 700
 
 
 def trained(device: str, staleness: int, overlap: bool | None = None) -> tuple[list[float], dict[str, Any]]:

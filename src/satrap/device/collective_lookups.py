@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from satrap.device.collective_updates import CollectiveUpdates
+from satrap.device.device_stream import DeviceStream
 from satrap.device.exchange import Exchange
 from satrap.device.owned_rows import LookupTime, OwnedRows
 from satrap.device.round_thread import RoundThread
@@ -46,11 +47,13 @@ class CollectiveLookups:
         thread: RoundThread,
         updates: CollectiveUpdates,
         staleness: int,
+        stream: DeviceStream,
     ) -> None:
-        """owned: returns the rows that this trainer owns. staleness: how many earlier updates a lookup may miss."""
+        """owned: returns the rows that this trainer owns. staleness: how many earlier updates a lookup may miss.
+        stream: of the rows."""
         self._exchange, self._groups, self._owned, self._thread = exchange, groups, owned, thread
         self._rows_between = RowExchange(exchange, groups)
-        self._updates, self._staleness = updates, staleness
+        self._updates, self._staleness, self._stream = updates, staleness, stream
 
     def submit(self, part: LookupPart) -> "Future[list[Tensor]]":
         """Look up a batch: the result has the rows of each group of tables, owner by owner, in the order of its
@@ -83,10 +86,14 @@ class CollectiveLookups:
         if (headers[:, _KIND] == _IDLE).all():
             return None
         sent, counts = own[:, _COUNTS:], headers[:, _COUNTS:]
-        received = self._exchange.ids(no_ids if part is None else part.ids, counts.sum(1).tolist())
-        rows = self._look_up(received, headers)
-        of_groups = zip(rows, self._groups.counts(counts), self._groups.counts(sent), strict=True)
-        return [self._rows_between.rows(group, *each) for group, each in enumerate(of_groups)]
+        last = int(headers[headers[:, _KIND] == _PART, _STEP].max())
+        self._updates.wait_applied(last - self._staleness - 1)  # before trainer 0 numbers the round
+        received, number = self._exchange.ids(no_ids if part is None else part.ids, counts.sum(1).tolist())
+        with self._stream.running():
+            rows = self._look_up(received, headers)
+            of_groups = zip(rows, self._groups.counts(counts), self._groups.counts(sent), strict=True)
+            with self._exchange.turn(number):
+                return [self._rows_between.rows(group, *each) for group, each in enumerate(of_groups)]
 
     def _look_up(self, received: NDArray[np.uint64], headers: NDArray[np.int64]) -> list[Tensor]:
         """Read the rows here. Trainers that are at different steps, after a pause, are served one step after
@@ -110,5 +117,4 @@ class CollectiveLookups:
     def _look_up_at(
         self, ids: NDArray[np.uint64], counts: NDArray[np.int64], step: int, first_epoch: bool, oldest_open: int
     ) -> list[Tensor]:
-        self._updates.wait_applied(step - self._staleness - 1)
         return self._owned().look_up(ids, counts, LookupTime(step, min(step, oldest_open), first_epoch))

@@ -25,14 +25,15 @@ from satrap.device.collective_lookups import CollectiveLookups, LookupPart
 from satrap.device.collective_stream import CollectiveStream
 from satrap.device.collective_updates import CollectiveUpdates, UpdatePart
 from satrap.device.device_rows import LARGEST, largest_of
-from satrap.device.exchange import Exchange
-from satrap.device.host_copy import to_device
+from satrap.device.device_stream import DeviceStream
+from satrap.device.exchange import Exchange, LaunchOrder
+from satrap.device.host_copy import to_device, to_host
 from satrap.device.kernels import kernels_of
 from satrap.device.owned_rows import LookupTime, OwnedRows
 from satrap.device.round_thread import RoundThread
 from satrap.device.runs import PooledFeatures, Runs
 from satrap.device.segments import TableGroups, send_to_all
-from satrap.errors import TicketError
+from satrap.errors import StreamError, TicketError
 from satrap.interrupts import Uninterrupted
 from satrap.worker.server_group import ServerGroup
 from satrap.worker.sharded_rows import ShardedRows
@@ -67,7 +68,7 @@ class CollectiveRows(ShardedRows):
         features: Features,
         servers: ServerGroup,
         owned: Callable[[], OwnedRows],
-        device: torch.device,
+        stream: DeviceStream,
         *,
         num_threads: int | None,
         staleness: int,
@@ -75,27 +76,34 @@ class CollectiveRows(ShardedRows):
     ) -> None:
         """All trainers call this together.
 
-        owned: returns the rows that this trainer owns.
+        owned: returns the rows that this trainer owns, on the device of the stream.
         explain: returns the error to raise for one of an exchange."""
         super().__init__(features, servers, num_threads=num_threads)
-        self.device, self._features, self._staleness = device, features, staleness
+        self.device, self._row_stream = stream.device, stream
+        device = stream.device
+        self._features, self._staleness = features, staleness
         self._tables = servers.job.tables
         self._groups, self._kernels = TableGroups.of(self._tables), kernels_of(device)
         self._rank, self._to_all = servers.trainer, self._groups.of_kinds("replicated", "columns")
         self._owners = self._owners_of(servers)
         self._pooled = [PooledFeatures.of(features, tables, device) for tables in self._groups.tables]
         self._absent = [torch.empty((0, dim), device=device) for _, dim in self._groups.layouts]
-        self._exchanges = lookups, updates = Exchange(device), Exchange(device)
+        self._launches = LaunchOrder(device)
+        self._exchanges = lookups, updates = Exchange(self._launches), Exchange(self._launches)
         use_device = partial(torch.cuda.set_device, device) if device.type == "cuda" else lambda: None
-        self._update_thread = RoundThread(
-            "satrap-exchange-updates", explain, prepare=use_device, failed=lambda: self._updates.wake()
-        )
-        self._lookup_thread = RoundThread("satrap-exchange-lookups", explain, prepare=use_device)
-        self._updates = CollectiveUpdates(updates, self._groups, owned, self._update_thread)
-        self._lookups = CollectiveLookups(lookups, self._groups, owned, self._lookup_thread, self._updates, staleness)
+        self._update_thread = RoundThread("satrap-exchange-updates", explain, prepare=use_device, failed=self._failed)
+        self._lookup_thread = RoundThread("satrap-exchange-lookups", explain, prepare=use_device, failed=self._failed)
+        groups, of_updates = self._groups, self._update_thread
+        self._updates = CollectiveUpdates(updates, groups, owned, of_updates, stream)
+        self._lookups = CollectiveLookups(lookups, groups, owned, self._lookup_thread, self._updates, staleness, stream)
         self._stream = CollectiveStream(self._lookups, self._updates)
         self._stream.has_ended_lookups = True  # there is no stream yet
         self._unfinished: tuple[CollectiveTicket, Future[list[Tensor]]] | None = None
+
+    def _failed(self, error: Exception) -> None:
+        """Let the rounds of the other thread fail that wait for one of a thread that has failed."""
+        self._launches.fail(error)
+        self._updates.wake()
 
     def _owners_of(self, servers: ServerGroup) -> NDArray[np.uint32]:
         """Return whom to ask for each bucket: this trainer itself for tables of which each trainer has all ids."""
@@ -128,6 +136,7 @@ class CollectiveRows(ShardedRows):
         for thread, exchange in zip((self._lookup_thread, self._update_thread), self._exchanges, strict=True):
             if not thread.join(_CLOSE_SECONDS):
                 exchange.is_abandoned = True
+                self._launches.fail(StreamError("the embeddings were closed before all trainers had joined a step"))
                 thread.join(_CLOSE_SECONDS)
 
     # -- as Rows -------------------------------------------------------------------------------------------------------
@@ -153,7 +162,8 @@ class CollectiveRows(ShardedRows):
         except KeyboardInterrupt:
             self._unfinished = ticket, future  # the retry waits for the same rows
             raise
-        self._pool(ticket, rows, request.batch_size, block, sequences)
+        with self._row_stream.joined():
+            self._pool(ticket, rows, request.batch_size, block, sequences)
         return ticket
 
     def join(self, step: int, oldest_open: int) -> None:
@@ -174,7 +184,7 @@ class CollectiveRows(ShardedRows):
             rates = list(self._servers.lrs)
             for table, lr in request.lrs:
                 rates[table] = lr
-            with Uninterrupted():
+            with Uninterrupted(), self._row_stream.joined():
                 part = self._part(request, rates)
                 pending = self._updates.submit(self._advance_step(request.step), part)
                 for ticket in tickets:
@@ -280,8 +290,8 @@ class CollectiveRows(ShardedRows):
         """Return the same, summed on the CPU: raise NonFiniteError if a table refuses a gradient, or leave it out."""
         on_cpu: list[TicketGradients] = [
             (
-                None if block is None else block.cpu().numpy(),
-                [None if each is None else each.cpu().numpy() for each in sequences],
+                None if block is None else to_host(block).numpy(),
+                [None if each is None else to_host(each).numpy() for each in sequences],
             )
             for block, sequences in request.gradients
         ]

@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from satrap.device.device_stream import DeviceStream
 from satrap.device.exchange import Exchange
 from satrap.device.owned_rows import OwnedRows
 from satrap.device.round_thread import RoundThread
@@ -45,9 +46,15 @@ class CollectiveUpdates:
     """The updates of all trainers."""
 
     def __init__(
-        self, exchange: Exchange, groups: TableGroups, owned: Callable[[], OwnedRows], thread: RoundThread
+        self,
+        exchange: Exchange,
+        groups: TableGroups,
+        owned: Callable[[], OwnedRows],
+        thread: RoundThread,
+        stream: DeviceStream,
     ) -> None:
-        """owned: returns the rows that this trainer owns."""
+        """owned: returns the rows that this trainer owns. stream: of the rows."""
+        self._stream = stream
         self._exchange, self._groups, self._owned, self._thread = exchange, groups, owned, thread
         self._rows_between = RowExchange(exchange, groups)
         num_tables = len(groups.numbers)
@@ -150,12 +157,14 @@ class CollectiveUpdates:
     def _apply(self, step: int, part: UpdatePart | None, own: NDArray[np.int64], headers: NDArray[np.int64]) -> None:
         sent, counts = own[:, self._counts], headers[:, self._counts]
         no_ids = [np.empty(0, np.uint64)] * len(own)
-        received = self._exchange.ids(no_ids if part is None else part.ids, counts.sum(1).tolist())
+        received, number = self._exchange.ids(no_ids if part is None else part.ids, counts.sum(1).tolist())
         owned = self._owned()
-        sums = [owned.empty(0, dim) for _, dim in self._groups.layouts] if part is None else part.sums
-        of_groups = zip(sums, self._groups.counts(sent), self._groups.counts(counts), strict=True)
-        gradients = [self._rows_between.gradients(group, *each) for group, each in enumerate(of_groups)]
         first = int(np.flatnonzero(headers[:, _KIND] == _PART)[0])
         lrs = headers[first, self._rates].view(np.float64).tolist()
         bound = float(headers[:, _BOUND].copy().view(np.float64).sum())
-        owned.apply(received, counts, gradients, step, lrs, bound)
+        with self._stream.running():
+            sums = [owned.empty(0, dim) for _, dim in self._groups.layouts] if part is None else part.sums
+            of_groups = zip(sums, self._groups.counts(sent), self._groups.counts(counts), strict=True)
+            with self._exchange.turn(number):
+                gradients = [self._rows_between.gradients(group, *each) for group, each in enumerate(of_groups)]
+            owned.apply(received, counts, gradients, step, lrs, bound)

@@ -12,6 +12,7 @@ from satrap.device.collective_stream import CollectiveStream
 from satrap.device.device_blocks import DeviceBlocks
 from satrap.device.device_engine import DeviceEngine
 from satrap.device.device_memory import DeviceMemory
+from satrap.device.device_stream import new_stream
 from satrap.device.owned_rows import OwnedRows
 from satrap.device.segments import TableGroups
 from satrap.device.table_shards import Trainer
@@ -30,6 +31,8 @@ class OwnTables:
         cannot divide."""
         self._features, self._device, self._device_memory = features, device, device_memory
         self.trainer = Trainer(rank, world_size)
+        self.stream = new_stream(device)
+        """Where rows are read and changed."""
         for table in features.tables:
             self.trainer.columns(table, native_config(table).state_dim)
         self.num_threads: int | None = None
@@ -48,6 +51,7 @@ class OwnTables:
             num_threads=self.num_threads,
             device_memory=self._device_memory,
             trainer=self.trainer,
+            stream=self.stream,
         )
         self._engine, self._rows = engine, OwnedRows(self._features, engine, self._groups, self.trainer.rank)
         return engine.slots(job.seed)
@@ -85,10 +89,10 @@ class CollectiveWorker(DeviceBlocks, ShardedWorker):
         """All trainers call this together. servers: those of all trainers. own: the tables of this trainer's.
         explain: returns the error to raise for one of an exchange between trainers."""
         self._collective = CollectiveRows(
-            features, servers, own.rows, device, num_threads=num_threads, staleness=staleness, explain=explain
+            features, servers, own.rows, own.stream, num_threads=num_threads, staleness=staleness, explain=explain
         )
         super().__init__(features, servers, rows=self._collective)
-        self.device = device
+        self.device, self.device_stream = device, own.stream
         close_when_collected(self, self._collective.close)
 
     def open_stream(self, step: int) -> CollectiveStream:

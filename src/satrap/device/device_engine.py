@@ -18,6 +18,8 @@ from satrap import _core
 from satrap.config.cores import thread_count
 from satrap.config.tables import Table
 from satrap.device.device_memory import DeviceMemory
+from satrap.device.device_stream import DeviceStream, new_stream
+from satrap.device.initial_values import InitialValues
 from satrap.device.move_queue import MoveQueue
 from satrap.device.row_memory import RowMemory, memories_of
 from satrap.device.table_shards import ALONE, Part, Trainer, capacities_of, kind_of
@@ -44,10 +46,12 @@ class DeviceEngine:
         num_threads: int | None,
         device_memory: DeviceMemory = None,
         trainer: Trainer = ALONE,
+        stream: DeviceStream | None = None,
     ) -> None:
         """Create empty tables. seed and num_threads are those of `Store`, device_memory is that of `Embeddings`.
-        trainer: of several, which trainer this is."""
+        trainer: of several, which trainer this is. stream: where rows are read and changed; None: one of its own."""
         self.tables, self.device, self._trainer = tables, device, trainer
+        self.stream = new_stream(device) if stream is None else stream
         self._columns = [trainer.columns(table, native_config(table).state_dim) for table in tables]
         layouts = [columns.layout(table.dtype) for columns, table in zip(self._columns, tables, strict=True)]
         capacities = capacities_of(tables, trainer.rank, trainer.world_size)
@@ -61,8 +65,9 @@ class DeviceEngine:
         for number, table in enumerate(tables):
             if trainer.world_size > 1 and kind_of(table) != "rows":
                 self.core.share_buckets(number)
+        self._initial = [InitialValues.of(table, seed, device) for table in tables]
         self._is_tiered = any(memory.home is not None for memory in self.memories)
-        self.moves = MoveQueue(device if self._is_tiered else None)
+        self.moves = MoveQueue(self.stream, new_stream(device) if self._is_tiered else self.stream)
         self._lock = threading.Lock()
         self._owed: list[Owed] = []
         self._pools = pools
@@ -77,21 +82,32 @@ class DeviceEngine:
         return getattr(self.core, name)
 
     @contextmanager
-    def exclusive(self) -> Iterator[None]:
-        """Exclude other calls while frames are chosen, and until the kernels that use them are on the device's queue.
+    def exclusive(self, counts: NDArray[np.int64] | None = None) -> Iterator[None]:
+        """Exclude other calls while frames are chosen, and until the kernels that use them are on the stream of the
+        rows. The calling thread's work on other streams comes before and after them.
 
         Before that, do the work that a call still owes which an error or Ctrl-C ended. In a fork, where the lock may be
-        held forever, raise ForkError."""
+        held forever, raise ForkError.
+
+        counts: how many rows of each table the call may insert; there is room for them, or CapacityError is raised.
+            Memory at home takes long to allocate: that is done while other calls go on."""
         self.require_same_process()
-        with self._lock:
-            self.place_rows()
-            yield
+        while True:
+            with self._lock, self.stream.joined():
+                self.place_rows()
+                if counts is None or (missing := self._reserve(counts)) is None:
+                    yield
+                    break
+            missing()
+        for memory in self.memories:
+            if memory.home is not None and counts is not None:
+                memory.home.keep_reserve()
 
     @contextmanager
-    def in_order(self) -> Iterator[None]:
+    def in_order(self, counts: NDArray[np.int64] | None = None) -> Iterator[None]:
         """Exclude other calls, and do on the device what is inside the block after all moves so far, and before all
-        later ones."""
-        with self.exclusive():
+        later ones. counts: as in `exclusive`."""
+        with self.exclusive(counts):
             self.moves.wait(self.moves.moved)
             yield
             self.moves.note_use()
@@ -115,8 +131,9 @@ class DeviceEngine:
 
     # -- what the kernels need -----------------------------------------------------------------------------------------
 
-    def reserve(self, counts: NDArray[np.int64]) -> None:
-        """Make room for the rows that a call may insert, before it changes anything. counts: of ids by table."""
+    def _reserve(self, counts: NDArray[np.int64]) -> Callable[[], None] | None:
+        """Make room for the rows that a call may insert. Return what allocates memory at home that is missing for that,
+        without the lock. counts: of ids by table."""
         for pool, memory in enumerate(self.memories):
             rows, names = int(counts[memory.tables].sum()), [self.tables[t].name for t in memory.tables]
             used, free = self.core.frames_used(pool), self.core.frames_free(pool)
@@ -127,41 +144,47 @@ class DeviceEngine:
             if len(memory.values) < frames:
                 memory.reserve(frames, names)
                 self.moves.share([memory.values, memory.state])
-                self.moves.note_use()
-            slots = rows - (frames - used + free) - self.core.home_free(pool)
-            memory.home.reserve(self.core.home_used(pool) + max(0, slots), names)
+            slots = max(0, rows - (frames - used + free) - self.core.home_free(pool))
+            addresses = memory.home.addresses
+            if num_missing := memory.home.grow(self.core.home_used(pool) + slots):
+                return partial(memory.home.allocate, num_missing, names)
+            if memory.home.addresses is not addresses:
+                self.moves.share([memory.home.addresses])
+        return None
 
     def place_rows(self) -> None:
         """Carry out the moves that lookups have recorded, then write the initial values and states of the rows that
         they have inserted."""
+        if self._is_tiered:
+            self.owe(lambda: partial(self._move, self.core.take_moves()))
+        self.owe(lambda: partial(self._initialise, self.core.take_inserted()))
 
-        def record() -> Owed:
-            moves = self.core.take_moves() if self._is_tiered else None
-            return partial(self._move, moves, self.core.take_inserted())
+    def _move(self, moves: dict[str, NDArray[Any]]) -> Sequence[Owed]:
+        """Return the moves of each pool. Moved twice, two rows that change places would be back where they were."""
 
-        self.owe(record)
-
-    def _move(self, moves: dict[str, NDArray[Any]] | None, inserted: dict[str, NDArray[Any]]) -> Sequence[Owed]:
-        if moves is not None and len(moves["pools"]):
+        def exchange(pool: int) -> None:
+            here = moves["pools"] == pool
             with self.moves.moving():
-                for pool in np.unique(moves["pools"]).tolist():
-                    here = moves["pools"] == pool
-                    self.memories[pool].exchange(*(moves[name][here] for name in ("frames", "slots", "directions")))
-        return [partial(self._initialise, inserted)] if len(inserted["ids"]) else []
+                self.memories[pool].exchange(*(moves[name][here] for name in ("frames", "slots", "directions")))
 
-    def _initialise(self, inserted: dict[str, NDArray[Any]]) -> None:
-        with self.moves.moving():
-            for table in np.unique(inserted["tables"]).tolist():
-                rows = inserted["tables"] == table
-                values, state = self.initial_rows(table, inserted["ids"][rows])
-                self.memory(table).write(inserted["frames"][rows], values, state)
+        return [partial(exchange, pool) for pool in np.unique(moves["pools"]).tolist()]
 
-    def initial_rows(self, table: int, ids: NDArray[np.uint64]) -> Part:
-        """Return the values, of 16 bits as uint16, and states that rows of the ids begin with, as they are here: in
-        some columns of a table that is divided by columns."""
-        return self._columns[table].take(*self._initial_whole(table, ids))
+    def _initialise(self, inserted: dict[str, NDArray[Any]]) -> Sequence[Owed]:
+        """Return the new rows of each table."""
+
+        def initialise(table: int) -> None:
+            rows = inserted["tables"] == table
+            with self.moves.moving():
+                self.initialise(table, self.memory(table), inserted["frames"][rows], inserted["ids"][rows])
+
+        return [partial(initialise, table) for table in np.unique(inserted["tables"]).tolist()]
+
+    def initialise(self, table: int, memory: RowMemory, places: NDArray[np.int32], ids: NDArray[np.uint64]) -> None:
+        """Write the values and states that rows of the ids begin with into their places."""
+        memory.initialise(places, ids, self._initial[table])
 
     def _initial_whole(self, table: int, ids: NDArray[np.uint64]) -> Part:
+        """Return the values, of 16 bits as uint16, and states that whole rows of the ids begin with."""
         values, state = self._empty_rows(table, len(ids))
         self.core.initial_rows(table, ids, values, state)
         return values, state
@@ -293,12 +316,14 @@ class DeviceEngine:
         state: NDArray[np.float32],
     ) -> None:
         """Insert or replace rows."""
-        with self.in_order():
-            counts = np.zeros(len(self.tables), np.int64)
-            counts[table] = len(ids)
-            self.reserve(counts)
+        counts = np.zeros(len(self.tables), np.int64)
+        counts[table] = len(ids)
+        with self.in_order(counts):
             part = self._columns[table].take(values, state)
-            self.memory(table).write(self.core.import_frames(table, ids, steps), *part)
+            self.owe(lambda: partial(self._write, table, self.core.import_frames(table, ids, steps), part))
+
+    def _write(self, table: int, places: NDArray[np.int32], part: Part) -> None:
+        self.memory(table).write(places, *part)
 
     def stats(self, table: int) -> dict[str, int]:
         """Return the counts of a table; its bytes include its rows on the device and at home. Of several trainers, each

@@ -22,7 +22,7 @@ from satrap.config.optimizers import Optimizer
 from satrap.device.device_engine import DeviceEngine, Owed
 from satrap.device.device_ids import DeviceIds, IdLayout
 from satrap.device.device_tickets import DeviceTicket, Given, SortedGradients
-from satrap.device.host_copy import to_device
+from satrap.device.host_copy import to_device, to_host
 from satrap.device.kernels import kernels_of
 from satrap.device.magnitude import Magnitude
 from satrap.device.row_memory import RowMemory
@@ -66,7 +66,7 @@ class DeviceRows:
         return torch.empty((lines, floats), dtype=torch.float32, device=self.device)
 
     def lookup(self, request: BagRequest, block: Tensor, sequences: list[Tensor]) -> _core.Ticket | DeviceTicket | None:
-        with self._engine.exclusive():
+        with self._engine.exclusive(None if request.resolved else self._counts(request)):
             found: dict[str, Any] = request.resolved or self._find_frames(request)
             self._engine.moves.wait(found["moved"])
             self._gather(request.batch_size, found, block, sequences)
@@ -77,7 +77,7 @@ class DeviceRows:
     def resolve(self, request: BagRequest) -> dict[str, Any]:
         """Find the frames of a lookup's ids; the lookup reads them. A frame that it takes from an evicted row was last
         used by calls that are on the device's queue already."""
-        with self._engine.exclusive():
+        with self._engine.exclusive(self._counts(request)):
             return self._find_frames(request)
 
     def owns_ticket(self, ticket: object) -> bool:
@@ -131,8 +131,6 @@ class DeviceRows:
         if isinstance(request.values, DeviceIds):
             return self._find_sorted(request, request.values)
         frames = np.empty(len(request.values), np.int32)
-        if request.train:
-            self._reserve(request)
         try:
             found = self._engine.core.lookup_frames(
                 self._bags,
@@ -155,7 +153,6 @@ class DeviceRows:
         core, grouped = self._engine.core, ids.grouped
         frames, step = np.empty(len(grouped.ids), np.int32), 0
         if request.train:
-            self._engine.reserve(np.diff(grouped.offsets))
             step = request.step or core.next_step()
         try:
             found = core.lookup_id_frames(
@@ -179,13 +176,17 @@ class DeviceRows:
             "moved": self._engine.moves.moved,
         }
 
-    def _reserve(self, request: BagRequest) -> None:
-        """Make room for the rows that the lookup may insert, before it changes anything."""
+    def _counts(self, request: BagRequest) -> NDArray[np.int64] | None:
+        """Return how many rows of each table the lookup may insert, at most; None: it inserts none."""
+        if not request.train:
+            return None
+        if isinstance(request.values, DeviceIds):
+            return np.diff(request.values.grouped.offsets)
         bounds = np.arange(len(self._features) + 1) * request.batch_size
         bounds = bounds if request.offsets is None else request.offsets[bounds]
         counts = np.zeros(len(self._tables), np.int64)
         np.add.at(counts, list(self._features.table_index), np.diff(bounds))
-        self._engine.reserve(counts)
+        return counts
 
     def _absent(self, found: dict[str, Any], memory: RowMemory) -> Tensor:
         """Return the values of ids that have no frame: of their row at home, or those that it would begin with."""
@@ -193,7 +194,7 @@ class DeviceRows:
         for number in np.intersect1d(found["absent_tables"], memory.tables).tolist():
             of_table, has_row = found["absent_tables"] == number, found["absent_places"] != -1
             at = np.flatnonzero(of_table & ~has_row).astype(np.int32)
-            rows.write(at, *self._engine.initial_rows(number, found["absent_ids"][at]))
+            self._engine.initialise(number, rows, at, found["absent_ids"][at])
             if len(at := np.flatnonzero(of_table & has_row).astype(np.int32)):
                 rows.fetch(at, found["absent_places"][at])
         return rows.values.float()
@@ -240,8 +241,8 @@ class DeviceRows:
             return False
         on_cpu = [
             (
-                None if block is None else block.cpu().numpy(),
-                [None if g is None else g.cpu().numpy() for g in sequences],
+                None if block is None else to_host(block).numpy(),
+                [None if g is None else to_host(g).numpy() for g in sequences],
             )
             for block, sequences in request.gradients
         ]
@@ -303,15 +304,17 @@ class DeviceRows:
         self._kernels.update(rows.values, rows.state, runs, flat, optimizer, lr, scale, step, **how)
         memory.send_home(rows, places)
 
-    def _settle(self, runs: Runs, tables: range, summed: Tensor, step: int) -> None:
-        """Stamp and count the rows whose gradients were not all skipped."""
+    def _settle(self, runs: Runs, tables: range, summed: Tensor, step: int) -> Sequence[Owed]:
+        """Return the stamps and counts of the rows of each table whose gradients were not all skipped."""
         part = runs.of_tables(tables)
         assert part.ids is not None
-        left_out, is_summed = (part.end - part.begin - summed).cpu().numpy(), summed.cpu().numpy() > 0
+        left_out, num_summed = to_host(torch.stack([part.end - part.begin - summed, summed])).numpy()
+        work: list[Owed] = []
         for number in tables:
             rows = slice(*(runs.tables[number + i] - runs.tables[tables.start] for i in (0, 1)))
-            ids = part.ids[rows][is_summed[rows]]
-            self._engine.core.settle_frames(number, ids, int(left_out[rows].sum()), step)
+            ids = part.ids[rows][num_summed[rows] > 0]
+            work.append(partial(self._engine.core.settle_frames, number, ids, int(left_out[rows].sum()), step))
+        return work
 
 
 def largest_of(request: UpdateRequest) -> float:

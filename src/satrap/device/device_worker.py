@@ -17,6 +17,7 @@ from satrap.device.device_ids import DeviceIds, sorts_ids
 from satrap.device.device_inputs import ids_of, inputs_of, lie_on
 from satrap.device.device_memory import DeviceMemory
 from satrap.device.device_rows import DeviceRows
+from satrap.device.device_stream import new_stream
 from satrap.device.kernels import require_possible
 from satrap.device.torch_device import resolve_device
 from satrap.errors import ConfigError
@@ -46,10 +47,16 @@ class DeviceWorker(DeviceBlocks):
             )
         resolved = resolve_device(device)
         require_possible(features.tables, resolved)
+        self.device_stream = stream = new_stream(resolved)
 
         def create() -> DeviceEngine:
             return DeviceEngine(
-                features.tables, resolved, seed=seed, num_threads=num_threads, device_memory=device_memory
+                features.tables,
+                resolved,
+                seed=seed,
+                num_threads=num_threads,
+                device_memory=device_memory,
+                stream=stream,
             )
 
         engine = create()

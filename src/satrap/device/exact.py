@@ -46,8 +46,12 @@ def draw_elements(keys: Tensor, first: int, dim: int) -> Tensor:
 
 
 def step_keys(keys: Tensor, step: int) -> Tensor:
-    """Return the keys of rows at a step: `step_key` of the core. int64 as bit patterns; its products wrap around."""
-    x = keys + signed(0x9E3779B97F4A7C15 * (step + 1))
+    """Return the keys of rows at a step: `step_key` of the core."""
+    return mix_keys(keys + signed(0x9E3779B97F4A7C15 * (step + 1)))
+
+
+def mix_keys(x: Tensor) -> Tensor:
+    """Return mixed bits: `mix64` of the core. int64 as bit patterns; its products wrap around."""
     x = (x ^ _shifted(x, 30)) * signed(0xBF58476D1CE4E5B9)
     x = (x ^ _shifted(x, 27)) * signed(0x94D049BB133111EB)
     return x ^ _shifted(x, 31)

@@ -1,10 +1,14 @@
 """One kind of exchange between all trainers: of headers and ids between their CPUs, of rows between their devices.
 
 Every trainer calls the same methods in the same order. Lookups and updates each have an exchange, so a lookup never
-waits for an update of another trainer, nor an update for a lookup.
+waits for an update of another trainer, nor an update for a lookup. What both send between devices goes through one
+communicator, in one order on all trainers (`LaunchOrder`): a device that is given two collectives in another order than
+the next device waits forever.
 """
 
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 
 import numpy as np
@@ -20,18 +24,56 @@ from satrap.run_context import COLLECTIVE_TIMEOUT
 _SLICE = timedelta(seconds=SLICE_SECONDS)
 
 
+class LaunchOrder:
+    """The communicator between devices, and the order in which rounds use it: that in which trainer 0 numbers them.
+
+    Trainer 0 sends the number of a round with its ids. It numbers a lookup when it has applied the updates that this
+    lookup needs, so these have lower numbers, and no round waits for one with a higher number."""
+
+    def __init__(self, device: torch.device) -> None:
+        """All trainers call this together."""
+        backend = "nccl" if device.type == "cuda" else "gloo"
+        self.group = dist.new_group(backend=backend, timeout=COLLECTIVE_TIMEOUT)
+        self.error: Exception | None = None
+        """Why no other round has its turn; None: none has failed."""
+        self._num_numbered = self._next = 0
+        self._changed = threading.Condition()
+
+    def number(self) -> int:
+        """Return the number of a round that trainer 0 begins."""
+        with self._changed:
+            self._num_numbered += 1
+            return self._num_numbered - 1
+
+    @contextmanager
+    def turn(self, number: int) -> Iterator[None]:
+        """Begin the block after those of all lower numbers."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._next == number or self.error is not None)
+            if self.error is not None:
+                raise self.error
+        yield
+        with self._changed:
+            self._next = number + 1
+            self._changed.notify_all()
+
+    def fail(self, error: Exception) -> None:
+        """Let rounds fail that wait for their turn."""
+        with self._changed:
+            self.error = self.error or error
+            self._changed.notify_all()
+
+
 class Exchange:
     """Process groups of all trainers."""
 
-    def __init__(self, device: torch.device) -> None:
-        """All trainers call this together, in the same order."""
+    def __init__(self, launches: LaunchOrder) -> None:
+        """All trainers call this together, in the same order. launches: of all exchanges."""
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         self._host = dist.new_group(backend="gloo", timeout=COLLECTIVE_TIMEOUT)
         self.is_abandoned = False
         """Whether a call that waits for another trainer fails."""
-        self._device = (
-            dist.new_group(backend="nccl", timeout=COLLECTIVE_TIMEOUT) if device.type == "cuda" else self._host
-        )
+        self._launches = launches
 
     def headers(self, own: NDArray[np.int64]) -> NDArray[np.int64]:
         """Send line r to trainer r, and return each trainer's line for this one."""
@@ -43,18 +85,31 @@ class Exchange:
         """Return once all trainers have called this."""
         self.headers(np.zeros((self.world_size, 1), np.int64))
 
-    def ids(self, parts: Sequence[NDArray[np.uint64]], counts: Sequence[int]) -> NDArray[np.uint64]:
-        """Send part r to trainer r; return what all sent to this one, in the order of the ranks. counts: of each."""
-        sent = torch.from_numpy(np.concatenate(parts).view(np.int64))
-        received = torch.empty(sum(counts), dtype=torch.int64)
-        self._all_to_all(received, sent, list(counts), [len(part) for part in parts], self._host)
-        return received.numpy().view(np.uint64)
+    def ids(self, parts: Sequence[NDArray[np.uint64]], counts: Sequence[int]) -> tuple[NDArray[np.uint64], int]:
+        """Send part r to trainer r. Return what all sent to this one, in the order of the ranks, and the number of the
+        round for `turn`. counts: of each."""
+        number = self._launches.number() if self.rank == 0 else 0
+        head = np.array([number], np.uint64)
+        sent = np.concatenate([each for part in parts for each in (head, part)])
+        sizes = [count + 1 for count in counts]
+        received = torch.empty(sum(sizes), dtype=torch.int64)
+        to = [len(part) + 1 for part in parts]
+        self._all_to_all(received, torch.from_numpy(sent.view(np.int64)), sizes, to, self._host)
+        found = received.numpy().view(np.uint64)
+        heads = np.concatenate([[0], np.cumsum(sizes)[:-1]]).astype(np.int64)
+        return np.delete(found, heads), int(found[0])
+
+    @contextmanager
+    def turn(self, number: int) -> Iterator[None]:
+        """Send rows inside the block, in the order of the rounds of all exchanges."""
+        with self._launches.turn(number):
+            yield
 
     def rows(self, sent: Tensor, sent_counts: Sequence[int], counts: Sequence[int]) -> Tensor:
         """Send the first lines to trainer 0, the next ones to trainer 1, and so on; return what all sent to this one.
         sent: [lines, dim]."""
         received = torch.empty((sum(counts), sent.shape[1]), dtype=sent.dtype, device=sent.device)
-        self._all_to_all(_bytes_of(received), _bytes_of(sent), list(counts), list(sent_counts), self._device)
+        self._all_to_all(_bytes_of(received), _bytes_of(sent), list(counts), list(sent_counts), self._launches.group)
         return received
 
     def _all_to_all(
@@ -65,18 +120,19 @@ class Exchange:
         sent_counts: list[int] | None,
         group: dist.ProcessGroup,
     ) -> None:
-        """Exchange the tensors. On CPUs it waits in slices: a thread that is inside torch when the process exits would
-        abort it."""
+        """Exchange the tensors. Between CPUs it waits in slices: a thread that is inside torch when the process exits
+        would abort it."""
+        is_host = not received.is_cuda
         work = dist.all_to_all_single(received, sent, counts, sent_counts, group=group, async_op=True)
         while True:
             try:
-                if group is self._host:
+                if is_host:
                     work.wait(_SLICE)
                 else:
                     work.wait()  # the device's queue waits, and this thread does not
                 return
             except RuntimeError:
-                if group is not self._host:
+                if not is_host:
                     raise
                 if work.is_completed():  # with an error, which this raises; or since the slice ended
                     work.wait()

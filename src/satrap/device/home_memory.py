@@ -2,11 +2,14 @@
 reads and writes it itself. Only the kernel `exchange` and its callers touch it, in the order of the device's queue."""
 
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from satrap.device.host_copy import to_device
 from satrap.device.row_layout import RowLayout
 from satrap.errors import CapacityError
 
@@ -29,6 +32,9 @@ class HomeMemory:
     """The number of rows in a segment."""
     addresses: Tensor = field(init=False)
     """int64 on the device: where each segment begins."""
+    spare: list[Tensor] = field(default_factory=list)
+    """Segments to grow by. They are allocated without the lock of the rows: pinning one takes the driver long."""
+    _used: int = 0
     _earlier: list[Tensor] = field(default_factory=list)  # kernels that use them may still be in the queue
 
     def __post_init__(self) -> None:
@@ -44,24 +50,51 @@ class HomeMemory:
         """Return the number of slots."""
         return len(self.segments) * self.rows
 
-    def reserve(self, slots: int, names: Sequence[str]) -> None:
-        """Make room for so many slots; raise CapacityError if this process has no memory. names: of the tables."""
-        segments = list(self.segments)
-        while len(segments) * self.rows < slots:
-            size = max(SEGMENT_BYTES, self.state_at + self.rows * self.layout.state_bytes)
+    def grow(self, slots: int) -> int:
+        """Make room for so many slots with the segments in reserve; return how many more segments that takes. If some
+        are missing, nothing changes."""
+        num_missing = -(-slots // self.rows) - len(self.segments) - len(self.spare)
+        if num_missing > 0:
+            return num_missing
+        self._used = slots
+        if slots > len(self):
+            while slots > len(self):
+                self.segments.append(self.spare.pop())
+            self._earlier.append(self.addresses)
+            self.addresses = to_device(np.array([each.data_ptr() for each in self.segments]), self.device)
+        return 0
+
+    def allocate(self, num_segments: int, names: Sequence[str]) -> None:
+        """Put so many segments in reserve; raise CapacityError if this process has no memory. names: of the tables."""
+        size = self._segment_bytes
+        for number in range(num_segments):
             try:
-                segments.append(self._allocate(size))
+                self.spare.append(self._allocate(size))
             except RuntimeError as error:  # also of pinned memory
                 pinned = "pinned " if self.device.type == "cuda" else ""
+                held = len(self.segments) + len(self.spare)
+                slots = (held + num_segments - number) * self.rows
                 raise CapacityError(
                     f"tables {', '.join(map(repr, names))}: this process has no {pinned}memory for {slots} rows at "
-                    f"home: expected {size:,} bytes beside the {len(segments) * size:,} that it holds. Give the tables "
+                    f"home: expected {size:,} bytes beside the {held * size:,} that it holds. Give the tables "
                     "a capacity, or use a smaller dtype or dim"
                 ) from error
-        if len(segments) > len(self.segments):
-            self._earlier.append(self.addresses)
-            self.addresses = torch.tensor([each.data_ptr() for each in segments], device=self.device)
-            self.segments = segments
+
+    def reserve(self, slots: int, names: Sequence[str]) -> None:
+        """Make room for so many slots, with as many more segments as that takes. names: as in `allocate`."""
+        self.allocate(self.grow(slots), names)
+        self.grow(slots)
+
+    def keep_reserve(self) -> None:
+        """Put a segment in reserve if the last one is half full. Without memory for it, do nothing: the call that needs
+        it tries again, and raises the error."""
+        if not self.spare and self._used * 2 > len(self) * 2 - self.rows > 0:
+            with suppress(RuntimeError):
+                self.spare.append(self._allocate(self._segment_bytes))
+
+    @property
+    def _segment_bytes(self) -> int:
+        return max(SEGMENT_BYTES, self.state_at + self.rows * self.layout.state_bytes)
 
     @torch.inference_mode(False)  # a tensor of inference could never be updated
     def _allocate(self, size: int) -> Tensor:

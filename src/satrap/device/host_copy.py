@@ -1,4 +1,4 @@
-"""Copies of arrays to a device. The calling thread does not wait for them."""
+"""Copies between this process and a device, on the current stream of the calling thread."""
 
 from typing import Any
 
@@ -6,8 +6,15 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from satrap.device.device_stream import current_stream
+
 
 def to_device(array: NDArray[Any], device: torch.device) -> Tensor:
-    """Return the array as a tensor on the device: on a CUDA device by pinned memory, in the order of its queue."""
-    host = torch.from_numpy(array)
-    return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host
+    """Return the array as a tensor on the device. The calling thread does not wait: a CUDA device copies it from pinned
+    memory."""
+    return current_stream(device).upload(array)
+
+
+def to_host(tensor: Tensor) -> Tensor:
+    """Return the tensor in this process. Waits for the device."""
+    return current_stream(tensor.device).fetch(tensor)

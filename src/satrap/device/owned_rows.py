@@ -13,7 +13,8 @@ from torch import Tensor
 from satrap.config.features import Features
 from satrap.device.device_engine import DeviceEngine, Owed
 from satrap.device.device_rows import LARGEST, DeviceRows
-from satrap.device.host_copy import to_device
+from satrap.device.host_copy import to_device, to_host
+from satrap.device.magnitude import Magnitude
 from satrap.device.segments import JoinedIds, TableGroups
 from satrap.errors import InputError, NonFiniteError
 
@@ -47,8 +48,7 @@ class OwnedRows(DeviceRows):
         asked[np.ix_(np.arange(len(counts)) != self._rank, self._replicated)] = 0
         joined = JoinedIds.join(received, counts, self._groups, asked)
         frames = np.empty(len(joined.ids), np.int32)
-        with self._engine.exclusive():
-            self._engine.reserve(np.diff(joined.offsets))
+        with self._engine.exclusive(np.diff(joined.offsets)):
             try:
                 found = self._engine.core.lookup_id_frames(
                     joined.ids, joined.offsets, at.step, at.oldest_open, True, frames, at.first_epoch
@@ -125,10 +125,10 @@ class OwnedRows(DeviceRows):
 
     def _check_sums(self, joined: JoinedIds, sums: Sequence[Tensor], num_trainers: int) -> bool:
         """Raise NonFiniteError if a table refuses a gradient; return whether gradients may have to be skipped."""
-        largest = max((float(each.abs().max()) for each in sums if each.numel()), default=0.0)
+        largest = float(Magnitude((each, 1.0) for each in sums))
         if largest * num_trainers < LARGEST:  # not true of a NaN
             return False
-        on_cpu = [each.cpu().numpy() for each in sums]
+        on_cpu = [to_host(each).numpy() for each in sums]
         flat = []
         for table in range(len(self._tables)):
             part = slice(*joined.offsets[table : table + 2])

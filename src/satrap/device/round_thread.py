@@ -25,11 +25,11 @@ class RoundThread:
         explain: Callable[[Exception], Exception],
         *,
         prepare: Callable[[], None] = lambda: None,
-        failed: Callable[[], None] = lambda: None,
+        failed: Callable[[Exception], None] = lambda _: None,
     ) -> None:
         """explain: returns the error to raise in place of one that a function raised.
         prepare: called first, in the thread.
-        failed: called after the first failure."""
+        failed: called with the error after the first failure."""
         self._explain, self._prepare, self._failed = explain, prepare, failed
         self._works: SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = SimpleQueue()
         self.error: Exception | None = None
@@ -79,7 +79,7 @@ class RoundThread:
             except Exception as error:
                 if self.error is None:
                     self.error = self._explain(error)
-                    self._failed()
+                    self._failed(self.error)
                 future.set_exception(self.error)
             else:
                 future.set_result(result)

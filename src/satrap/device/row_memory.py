@@ -17,8 +17,9 @@ from torch import Tensor
 from satrap.config.tables import Table
 from satrap.device.device_memory import DeviceMemory, rows_of, shares_of
 from satrap.device.home_memory import IN, OUT, HomeMemory
-from satrap.device.host_copy import to_device
-from satrap.device.kernels import kernels_of
+from satrap.device.host_copy import to_device, to_host
+from satrap.device.initial_values import InitialValues
+from satrap.device.kernels import initialise_of, kernels_of
 from satrap.device.row_layout import RowLayout
 from satrap.device.table_shards import kind_of
 from satrap.errors import CapacityError
@@ -137,17 +138,28 @@ class RowMemory:
             others = np.flatnonzero(places >= 0)
             places, values, state = places[others], values[others], state[others]
         at = to_device(places, self.device)
-        self.values[at] = self._as_tensor(values).to(self.device)
+        self.values[at] = self._on_device(values)
         self.state[at] = to_device(np.require(state, requirements="W"), self.device)
+
+    def initialise(self, places: NDArray[np.int32], ids: NDArray[np.uint64], initial: InitialValues) -> None:
+        """Write what rows of the ids begin with. The calling thread does not wait for the device."""
+        if len(at_home := np.flatnonzero(places < 0)):
+            staged = self.staging(len(at_home))
+            staged.initialise(np.arange(len(at_home), dtype=np.int32), ids[at_home], initial)
+            self.send_home(staged, places[at_home])
+            in_frames = np.flatnonzero(places >= 0)
+            places, ids = places[in_frames], ids[in_frames]
+        at, drawn = to_device(places, self.device), to_device(ids.view(np.int64), self.device)
+        initialise_of(self.device)(self.values, self.state, at, drawn, initial, self.layout)
 
     def read(self, places: NDArray[np.int32]) -> tuple[NDArray[Any], NDArray[np.float32]]:
         """Return the values and states of rows as they are stored; of 16 bits as uint16."""
         rows = self.staged(places)
-        values = rows.values.cpu()
+        values = to_host(rows.values)
         as_stored = (
             values.numpy() if values.dtype == torch.float32 else values.view(torch.int16).numpy().view(np.uint16)
         )
-        return as_stored, rows.state.cpu().numpy()
+        return as_stored, to_host(rows.state).numpy()
 
     # -- rows at home --------------------------------------------------------------------------------------------------
 
@@ -187,13 +199,16 @@ class RowMemory:
 
     def as_floats(self, values: NDArray[Any]) -> NDArray[np.float32]:
         """Return stored values as float32."""
-        return self._as_tensor(values).float().numpy()
+        return torch.from_numpy(_bits_of(values)).view(self.values.dtype).float().numpy()
 
-    def _as_tensor(self, values: NDArray[Any]) -> Tensor:
-        values = np.require(values, requirements="W")  # a file's columns are views that torch warns of
-        if values.dtype == np.float32:
-            return torch.from_numpy(values)
-        return torch.from_numpy(values.view(np.int16)).view(self.values.dtype)
+    def _on_device(self, values: NDArray[Any]) -> Tensor:
+        return to_device(_bits_of(values), self.device).view(self.values.dtype)
+
+
+def _bits_of(values: NDArray[Any]) -> NDArray[Any]:
+    """Return stored values as torch takes them."""
+    values = np.require(values, requirements="W")  # a file's columns are views that torch warns of
+    return values if values.dtype == np.float32 else values.view(np.int16)
 
 
 def slots_of(places: NDArray[np.int32]) -> NDArray[np.int32]:

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from satrap import _core
 from satrap.config.array_args import as_out, as_step
 from satrap.config.cores import thread_count
-from satrap.config.tables import LAST_STEP, Constant, ScaledUniform, Table, Uniform, Zeros
+from satrap.config.tables import LAST_STEP, Constant, Normal, ScaledUniform, Table, Uniform, Zeros
 from satrap.config.validation import check_choice, check_flag, check_integer, is_path
 from satrap.errors import ConfigError, InputError, SharedMemoryError, TicketError
 from satrap.transfer import Transfers
@@ -167,15 +167,20 @@ def update(
 
 def native_config(table: Table, frame_pool: int | None = None) -> _core.TableConfig:
     """Return the table's configuration in the core. frame_pool: that of its rows, if they are on a device."""
-    initial = table.initial
-    match initial:
+    resolved = replace(table, initial=resolved_initial(table), num_buckets=table.resolved_num_buckets)
+    return _core.TableConfig(resolved.to_dict(), frame_pool)
+
+
+def resolved_initial(table: Table) -> Constant | Normal | Uniform:
+    """Return what the core draws initial values from."""
+    match table.initial:
         case Zeros():
-            initial = Constant(0.0)
+            return Constant(0.0)
         case ScaledUniform():
             bound = 1.0 / math.sqrt(table.dim)
-            initial = Uniform(low=-bound, high=bound)
-    resolved = replace(table, initial=initial, num_buckets=table.resolved_num_buckets)
-    return _core.TableConfig(resolved.to_dict(), frame_pool)
+            return Uniform(low=-bound, high=bound)
+        case given:
+            return given
 
 
 def slots_of(engine: _core.Engine, tables: Sequence[Table], seed: int) -> list[Slot]:

@@ -31,6 +31,7 @@ from torch import Tensor
 
 from satrap.config.features import Features
 from satrap.config.tables import LAST_STEP, Table, Zeros
+from satrap.device.device_stream import current_stream
 from satrap.errors import ConfigError, NonFiniteError, StreamError
 from satrap.train.async_optimizer import table_optimizer
 from satrap.train.dense_strategy import DenseStrategy
@@ -153,8 +154,7 @@ class AsyncDense(DenseStrategy):
     def hand_over(self, step: int) -> None:
         values = self._ahead.pop(step, None)
         if values is not None:
-            if values.is_cuda:
-                values.record_stream(torch.cuda.current_stream(values.device))
+            current_stream(values.device).keep([values])
             self._write(values)
 
     def forget(self, step: int) -> None:

@@ -20,6 +20,7 @@ from torch import Tensor
 from satrap.config.features import Features
 from satrap.config.validation import suggest
 from satrap.data.inputs import Inputs, Position
+from satrap.device.device_stream import Mark
 from satrap.errors import InputError, StreamError
 from satrap.train.joint_calls import BatchCalls
 from satrap.train.joint_step import Padding
@@ -49,6 +50,8 @@ class InFlightBatch:
         """Identifies the lookup in the update; None in evaluation, for padding, and before the lookup."""
         self.weight = 1.0
         """Factor of its gradients relative to the other trainers'; see `satrap.train.joint_step`."""
+        self.ready: list[Mark] = []
+        """After the work of the device that makes the batch's tensors."""
         self.calls = BatchCalls()
         """Which calls were compared with the other trainers'."""
         self.is_used = False

@@ -4,8 +4,8 @@ The pipeline decides the order and the thread; methods that must run in the user
 """
 
 import threading
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -14,6 +14,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from satrap.data.inputs import Inputs
+from satrap.device.device_stream import Mark, current_stream, new_stream
+from satrap.device.host_copy import to_device
 from satrap.errors import CapacityError
 from satrap.train.batch import InFlightBatch, Sequence, gradient_array, gradient_of
 from satrap.train.dense_strategy import DenseStrategy
@@ -25,7 +27,8 @@ from satrap.worker.worker import BagRequest, LookupResult, Worker
 class BatchLookup:
     """Looks up batches as tensors, on the device if there is one.
 
-    Copies use pinned memory and CUDA streams of their own, so neither the dense network nor the tables wait for them.
+    Copies of batches and gradients have streams of their own, so neither the dense network nor the tables wait for
+    them. If the rows are on the device, its work on them runs on a further one, `Worker.device_stream`.
     """
 
     def __init__(
@@ -44,11 +47,12 @@ class BatchLookup:
         self._resolves_ahead = train
         self._resolved: dict[int, BagRequest] = {}  # by id() of the inputs, which wait for their lookup
         self._unresolved: set[int] = set()  # those that did not fit ahead, and those after them
+        self._measured: tuple[list[InFlightBatch], Any] | None = None
+        """Batches, and what `Worker.measure` returned for their gradients."""
         self._is_looking_up = False
         self._looked_up = threading.Condition()
-        on_gpu = device.type == "cuda"
-        self._batch_copies = torch.cuda.Stream(device) if on_gpu else None  # copies batches to the device
-        self._gradient_copies = torch.cuda.Stream(device) if on_gpu else None  # copies gradients back
+        self._batch_copies = new_stream(device)  # copies batches to the device
+        self._gradients = worker.device_stream or new_stream(device)  # copies gradients, or uses them
 
     def resolve(self, inputs: Inputs, step: int, oldest_open: int) -> None:
         """Do the part of a training lookup that needs no row's values. Runs in the thread that reads. A batch that does
@@ -61,7 +65,8 @@ class BatchLookup:
                 self._unresolved.add(id(inputs))
                 return
         try:
-            request = self._worker.resolve(inputs, step=step, oldest_open=oldest_open)
+            with self._beside_the_loop(inputs):
+                request = self._worker.resolve(inputs, step=step, oldest_open=oldest_open)
         except CapacityError:  # there may be room after the steps in progress
             self._unresolved.add(id(inputs))
             return
@@ -85,20 +90,38 @@ class BatchLookup:
         if isinstance(inputs, Padding):
             self._worker.pad(step, oldest_open)
             return self._pad(self.read_ahead(inputs, step) if ahead is None else ahead)
-        with self._threads():
+        batch = self.read_ahead(inputs, step) if ahead is None else ahead
+        with self._threads(), self._beside_the_loop(inputs):
             if self._train:
                 self._dense.look_up(step, oldest_open, self._to_device)
                 rows = self._look_up(inputs, step, oldest_open)
             else:
                 rows = self._worker.lookup(inputs, step=None, oldest_open=None, train=False)
-        batch = self.read_ahead(inputs, step) if ahead is None else ahead
         batch.ticket = rows.ticket
         batch.sequences = {
             name: Sequence(self._to_device(values), self._to_device(rows.masks[name]))
             for name, values in rows.sequences.items()
         }
-        batch.embeddings = self._to_device(rows.block)  # last: marks the batch as looked up
+        block = self._to_device(rows.block)
+        of_rows = self._worker.device_stream
+        batch.ready += [self._batch_copies.mark(), *([] if of_rows is None else [of_rows.mark()])]
+        batch.embeddings = block  # last: marks the batch as looked up
         return batch
+
+    @contextmanager
+    def _beside_the_loop(self, inputs: Inputs) -> Iterator[None]:
+        """Put work on rows on their stream, without a wait for what the loop has on its own: only for ids that are on
+        the device, which the calling thread's stream may still compute."""
+        rows = self._worker.device_stream
+        if rows is None:
+            yield
+            return
+        given = [each for each in (inputs.values, inputs.offsets, inputs.weights) if isinstance(each, Tensor)]
+        if given:
+            rows.wait(current_stream(self._device).mark())
+            rows.keep(given)
+        with rows.running():
+            yield
 
     def _look_up(self, inputs: Inputs, step: int, oldest_open: int) -> LookupResult:
         """Look up a training batch, which may be resolved."""
@@ -120,7 +143,11 @@ class BatchLookup:
         dense = np.empty((inputs.batch_size, 0), np.float32) if inputs.dense is None else inputs.dense
         label = None if inputs.label is None else self._to_device(inputs.label)
         step = step if self._train else 0
-        return InFlightBatch(inputs, step, self._to_device(dense), label, self._worker.features)
+        batch = InFlightBatch(inputs, step, self._to_device(dense), label, self._worker.features)
+        batch.ready.append(self._batch_copies.mark())
+        if isinstance(dense, Tensor) or isinstance(inputs.label, Tensor):  # the calling thread may have computed them
+            batch.ready.append(current_stream(self._device).mark())
+        return batch
 
     def _pad(self, batch: InFlightBatch) -> InFlightBatch:
         """Set the rows of a padding batch to zeros."""
@@ -133,7 +160,9 @@ class BatchLookup:
                     **batch.sequences,
                     name: Sequence(self._to_device(np.zeros(shape, np.float32)), mask),
                 }
-        batch.embeddings = self._to_device(np.zeros((PADDING_ROWS, features.total_dim), np.float32))
+        block = self._to_device(np.zeros((PADDING_ROWS, features.total_dim), np.float32))
+        batch.ready.append(self._batch_copies.mark())
+        batch.embeddings = block
         return batch
 
     def join(self, batch: InFlightBatch, step: JointStep) -> None:
@@ -142,23 +171,19 @@ class BatchLookup:
         if batch.is_padding:
             dense, label = step.padding()
             batch.dense, batch.label = self._to_device(dense), None if label is None else self._to_device(label)
+            batch.ready.append(self._batch_copies.mark())
 
     def _to_device(self, array: NDArray[Any] | Tensor) -> Tensor:
-        if isinstance(array, Tensor):  # the rows are there
+        if isinstance(array, Tensor):  # it is there
             return array
-        host = torch.from_numpy(array)
-        if self._batch_copies is None:
-            return host
-        with torch.cuda.stream(self._batch_copies):
-            return host.pin_memory().to(self._device, non_blocking=True)
+        with self._batch_copies.running():
+            return to_device(array, self._device)
 
     def wait_for_copies(self, batch: InFlightBatch) -> None:
-        """Make the current CUDA stream wait for the copies of the batch. Runs in the user's thread."""
-        if self._batch_copies is not None:
-            current = torch.cuda.current_stream(self._device)
-            current.wait_stream(self._batch_copies)
-            for tensor in batch.tensors:
-                tensor.record_stream(current)
+        """Let the calling thread's stream wait for the batch, and keep its memory until that stream has used it."""
+        current = current_stream(self._device)
+        current.wait(*batch.ready)
+        current.keep(batch.tensors)
 
     def hand_over(self, batch: InFlightBatch) -> None:
         """Make the leaves collect gradients, as the user starts to use the rows. Runs in the user's thread."""
@@ -166,12 +191,20 @@ class BatchLookup:
             leaf.requires_grad_()
         self._dense.hand_over(batch.step)
 
+    def measure(self, batches: list[InFlightBatch]) -> None:
+        """Start to compute the largest gradient of the batches, for their update."""
+        leaves = [(leaf.grad, each.weight) for each in batches if not each.is_padding for leaf in each.leaves]
+        given = [(gradient, weight) for gradient, weight in leaves if gradient is not None]
+        self._measured = batches, self._worker.measure(given)
+
     def update_with(self, batches: list[InFlightBatch], lrs: dict[str, float], scale: float) -> Callable[[], None]:
         """Return a function that applies the gradients of the batches; any thread may call it."""
         update_dense = self._dense.update_with(scale)
-        leaves = [(leaf.grad, each.weight) for each in batches if not each.is_padding for leaf in each.leaves]
-        magnitude = self._worker.measure([(gradient, w) for gradient, w in leaves if gradient is not None])
-        ready = torch.cuda.current_stream(self._device).record_event() if self._gradient_copies is not None else None
+        if self._measured is None or self._measured[0] != batches:
+            self.measure(batches)
+        assert self._measured is not None
+        (_, magnitude), self._measured = self._measured, None
+        ready = current_stream(self._device).mark()
         step = batches[-1].step
         batches = [batch for batch in batches if not batch.is_padding]
 
@@ -182,36 +215,33 @@ class BatchLookup:
                 return
             if batches[0].ticket.used:  # a retry after an interrupt that came right after the update
                 return
-            blocks, sequences = self._copy_gradients(batches, ready)
-            with self._gradient_stream():
+            with self._gradients.running():
+                blocks, sequences = self._take_gradients(batches, ready)
                 update_dense(step)
-            with self._threads():
-                self._worker.update(
-                    [batch.ticket for batch in batches],
-                    blocks,
-                    sequences,
-                    step=step,
-                    lrs=lrs,
-                    scale=scale,
-                    magnitude=magnitude,
-                )
+                with self._threads():
+                    self._worker.update(
+                        [batch.ticket for batch in batches],
+                        blocks,
+                        sequences,
+                        step=step,
+                        lrs=lrs,
+                        scale=scale,
+                        magnitude=magnitude,
+                    )
 
         return apply
 
-    def _copy_gradients(
-        self, batches: list[InFlightBatch], ready: torch.cuda.Event | None
-    ) -> tuple[list[Any], list[dict[str, Any]]]:
-        """Copy the gradients to CPU memory; from a device on a CUDA stream of their own, which waits for `ready`
-        alone. Gradients of rows on a device stay there."""
-        take = gradient_of if self._worker.device is not None else gradient_array
-        if ready is not None:
+    def _take_gradients(self, batches: list[InFlightBatch], ready: Mark) -> tuple[list[Any], list[dict[str, Any]]]:
+        """Return the gradients times their weights, which the loop's stream has computed by `ready`: in CPU memory, or
+        on the device if the rows are there."""
+        take: Callable[[Tensor, float], Any] = gradient_array
+        if self._worker.device_stream is None:
             ready.synchronize()
-        with self._gradient_stream():
-            blocks = [take(each.embeddings, each.weight) for each in batches]
-            return blocks, [
-                {name: take(sequence.values, each.weight) for name, sequence in each.sequences.items()}
-                for each in batches
-            ]
-
-    def _gradient_stream(self) -> AbstractContextManager[Any]:
-        return nullcontext() if self._gradient_copies is None else torch.cuda.stream(self._gradient_copies)
+        else:
+            take = gradient_of
+            self._gradients.wait(ready)
+            self._gradients.keep(leaf.grad for each in batches for leaf in each.leaves if leaf.grad is not None)
+        blocks = [take(each.embeddings, each.weight) for each in batches]
+        return blocks, [
+            {name: take(sequence.values, each.weight) for name, sequence in each.sequences.items()} for each in batches
+        ]

@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from satrap.device.host_copy import to_host
 from satrap.errors import ConfigError
 from satrap.train.dense_strategy import DenseStrategy
 from satrap.train.session import TrainingSession
@@ -77,19 +78,30 @@ class HybridOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         self._session.join_step()
-        found: Tensor | None = getattr(self, "found_inf", None)
-        if found is not None:
-            self._strategy.require_same_overflow(overflowed := found.item() != 0)
-            if overflowed:
-                self._session.drop_batches_with_gradients("overflow")
-                return loss
-        scale: Tensor | None = getattr(self, "grad_scale", None)
-        inverse = 1.0 if scale is None else 1.0 / float(scale.item())
+        overflowed, inverse = self._read_scaler()
+        if overflowed:
+            self._session.drop_batches_with_gradients("overflow")
+            return loss
         self._strategy.require_same_gradients()
         # First, so that a gradient refused in this call leaves the dense half unchanged; threads refuse it later.
         self._session.update({group["table"]: float(group["lr"]) for group in self._tables}, inverse)
         self._strategy.step(inverse)
         return loss
+
+    def _read_scaler(self) -> tuple[bool, float]:
+        """Return whether a GradScaler found an overflow, and the factor of the gradients. Waits for the device once,
+        for these numbers and for the largest gradient, which the update needs too."""
+        found: Tensor | None = getattr(self, "found_inf", None)
+        scale: Tensor | None = getattr(self, "grad_scale", None)
+        given = [each.reshape(()).float() for each in (found, scale) if each is not None]
+        if not given:
+            return False, 1.0
+        self._session.measure()
+        numbers = iter(to_host(torch.stack(given)).tolist())
+        overflowed = False
+        if found is not None:
+            self._strategy.require_same_overflow(overflowed := next(numbers) != 0)
+        return overflowed, 1.0 if scale is None else 1.0 / next(numbers)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the dense gradients. Batches that a backward pass has reached and no step took are dropped."""

@@ -76,9 +76,10 @@ class ProcessGroup:
 
     def count(self, flag: bool, *, patient: bool = False) -> int:
         """Return on how many trainers the flag is true. patient: allow a trainer to come much later than another."""
+        if self._group is None:
+            return int(flag)
         tensor = torch.tensor([int(flag)])
-        if self._group is not None:
-            dist.all_reduce(tensor, group=self._patient_group if patient else self._group)
+        dist.all_reduce(tensor, group=self._patient_group if patient else self._group)
         return int(tensor.item())
 
     def all(self, flag: bool, *, patient: bool = False) -> bool:

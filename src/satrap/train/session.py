@@ -308,6 +308,11 @@ class TrainingSession:
                 "embeddings.train() before embeddings.stream(...)"
             )
 
+    def measure(self) -> None:
+        """Start to compute the largest gradient of the next update."""
+        if self._training is not None:
+            self._training.measure()
+
     def waiting_batches(self) -> list[InFlightBatch]:
         """Return the batches that a backward pass has reached and no step has taken."""
         return [] if self._training is None else self._training._waiting_batches()

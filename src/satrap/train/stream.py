@@ -224,6 +224,10 @@ class Stream(Iterator[Batch]):
             self._close_if_done()
         return True
 
+    def measure(self) -> None:
+        """Start to compute the largest gradient of the next update."""
+        self._look_up.measure(self._waiting_batches())
+
     def _is_last(self) -> bool:
         """Return whether this trainer has no other batch. Reads one batch ahead to find out."""
         return self._pipeline.is_last() or (self.joint is not None and self.joint.num_left == 0)
@@ -335,7 +339,7 @@ class Stream(Iterator[Batch]):
                 self._collect()
                 self._make_room(held)
             self._collect()
-            self._look_up.wait_for_copies(held)
+        self._look_up.wait_for_copies(held)  # on the stream of this use
         with Uninterrupted():
             self._weigh(held)
             self._look_up.hand_over(held)

@@ -149,6 +149,8 @@ class Worker:
     """The servers of the rows; None if the rows are in this process."""
     device: Any = None
     """The torch device of the rows, of blocks and of gradients; None: they are numpy arrays in this process."""
+    device_stream: Any = None
+    """The stream of the device on which the rows are read and changed; None: they are not on a device."""
 
     def __init__(self, features: Features, rows: Rows) -> None:
         """rows: of the tables of these features."""

@@ -52,9 +52,7 @@ class BatchLookup:
         self._is_looking_up = False
         self._looked_up = threading.Condition()
         self._batch_copies = new_stream(device)  # copies batches to the device
-        self._gradients = worker.device_stream or new_stream(
-            device
-        )  # copies gradients, or uses them
+        self._gradients = worker.device_stream or new_stream(device)  # copies gradients, or uses them
 
     def resolve(self, inputs: Inputs, step: int, oldest_open: int) -> None:
         """Do the part of a training lookup that needs no row's values. Runs in the thread that reads. A batch that does

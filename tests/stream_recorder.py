@@ -47,7 +47,7 @@ class Memory:
     reads: list[str] = field(default_factory=list)
     last: str = ""
     rows: dict[int, Memory] = field(default_factory=dict)
-    """Of rows on the device or at home: the kernels of two streams may use different ones at a time."""
+    """Rows on the device or at home, one by one: the kernels of two streams may use different ones at a time."""
 
 
 class Recorder:

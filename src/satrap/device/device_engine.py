@@ -49,7 +49,7 @@ class DeviceEngine:
         stream: DeviceStream | None = None,
     ) -> None:
         """Create empty tables. seed and num_threads are those of `Store`, device_memory is that of `Embeddings`.
-        trainer: of several, which trainer this is. stream: where rows are read and changed; None: one of its own."""
+        trainer: of several, which trainer this is. stream: where rows are read and changed; None: a new one."""
         self.tables, self.device, self._trainer = tables, device, trainer
         self.stream = new_stream(device) if stream is None else stream
         self._columns = [trainer.columns(table, native_config(table).state_dim) for table in tables]

@@ -311,7 +311,7 @@ class TrainingSession:
     def measure(self) -> None:
         """Start to compute the largest gradient of the next update."""
         if self._training is not None:
-            self._training.measure()
+            self._training._measure()
 
     def waiting_batches(self) -> list[InFlightBatch]:
         """Return the batches that a backward pass has reached and no step has taken."""

@@ -224,7 +224,7 @@ class Stream(Iterator[Batch]):
             self._close_if_done()
         return True
 
-    def measure(self) -> None:
+    def _measure(self) -> None:
         """Start to compute the largest gradient of the next update."""
         self._look_up.measure(self._waiting_batches())
 

@@ -47,7 +47,7 @@ BUDGETS: dict[str, tuple[int, int]] = {
 """Warp-instructions of a program: of a tile of 512 numbers, which is 4 rows of dim 128 or 32 of dim 16, or of 32
 gradients of a long run. Loops count once, as for bags and runs of one entry."""
 FOR_OPTIONS = 1200  # more for gradients with factors, a scale, and those that are not finite
-FOR_ODD_DIM = 1600  # more for rows that begin anywhere, whose numbers are read one by one
+FOR_ODD_DIM = 150  # more for a tile of 256 numbers that are read one by one, where rows begin anywhere
 
 FUSED = {"Nesterov": 3, "RowWiseAdagrad": 3, "Adam": 4, "AdamW": 4}  # multiply-adds of a number; other optimizers: 2
 AGAIN = {"RowWiseAdagrad": 1}  # more, where Triton computes what it squares twice rather than move it between threads

@@ -165,8 +165,8 @@ def test_pool(
     rows = draw_lookup(rng, dim, dtype, 3 * samples, uniform=uniform)
     weights = draw_numbers(rng, len(rows[2])) if weighted else None
     lines = ([0, 2, 1], [first, first + 2 * dim, first + dim], [0, 1, 2], [0, int(weighted), 0])
-    of_features = (torch.tensor(each, dtype=torch.int32) for each in lines)
-    features = PooledFeatures(*of_features, alignment=1 if dim % 4 else 4)
+    numbers, columns, poolings, has_weights = (torch.tensor(each, dtype=torch.int32) for each in lines)
+    features = PooledFeatures(numbers, columns, poolings, has_weights, alignment=1 if dim % 4 else 4)
     blocks = []
     for each, device in ((reference, "cpu"), (kernels, DEVICE)):
         block = torch.full((samples, first + 3 * dim), 7.0, device=device)

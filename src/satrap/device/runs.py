@@ -96,8 +96,8 @@ class PooledFeatures:
             for number, feature in enumerate(features.values())
             if feature.pooling != "none" and features.table_index[number] in tables
         ]
-        of_features = torch.tensor(lines, dtype=torch.int32).view(-1, 4).T.contiguous().to(device)
-        return cls(*of_features, alignment=1 if any(column % 4 for _, column, *_ in lines) else 4)
+        alignment = 1 if any(column % 4 for _, column, *_ in lines) else 4
+        return cls(*torch.tensor(lines, dtype=torch.int32).view(-1, 4).T.contiguous().to(device), alignment)
 
     def lines(self) -> Iterator[tuple[int, int, str, bool]]:
         """Yield number, column, pooling and whether it is weighted of each."""

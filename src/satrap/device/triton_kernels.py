@@ -1,7 +1,7 @@
 """The kernels of rows on a device in Triton: the bits of `satrap.device.reference`, at the speed of the memory.
 
 Imported only where the rows are on a CUDA device. A program has a tile of rows: as many as give each thread sixteen
-numbers of one row's dim, so that rows are read and written by 16 bytes. No kernel contracts a product and a sum
+numbers, so that rows are read and written by 16 bytes. No kernel contracts a product and a sum
 (`enable_fp_fusion=False`); where the core's formula is fused it says `fma`. Division and square root are those of IEEE.
 There are no atomics: the gradients of a row are added by one thread for each column, in the order of their places. Sums
 begin at -0.0, to which adding any number gives this number, of zero too. tests/device/test_compiled.py compiles every
@@ -460,9 +460,10 @@ _OPTIONS = {"enable_fp_fusion": False}
 
 
 def _tile(dim: int) -> dict[str, int]:
-    """Return how many rows and columns a program has, and its warps: 16 numbers for each thread."""
+    """Return how many rows and columns a program has, and its warps: 16 numbers for each thread. Half of them if rows
+    begin anywhere: each number then has an address of its own, and registers do not suffice for more."""
     block = max(16, triton.next_power_of_2(dim))
-    return {"ROWS": max(1, 512 // block), "BLOCK": block, "num_warps": max(1, block // 512)}
+    return {"ROWS": max(1, (256 if dim % 4 else 512) // block), "BLOCK": block, "num_warps": max(1, block // 512)}
 
 
 def _rounded(number: float) -> float:

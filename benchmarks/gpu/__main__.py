@@ -1,45 +1,257 @@
-"""The command line of `python -m benchmarks.gpu`."""
+"""The command line of `python -m benchmarks.gpu`: all parts in their order, within some minutes.
+
+A part gets a share of the time that is left when it starts, and is measured by processes of its own (`child.py`). A
+process that crashes or hangs loses one item: another process continues with the next. After a kernel that is wrong,
+nothing else is measured, since its figures would be those of a wrong kernel.
+"""
 
 import argparse
+import json
+import os
+import re
+import signal
+import subprocess
 import sys
-from dataclasses import replace
+import tempfile
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
 
-from benchmarks.gpu.cases import full_cases, quick_cases
-from benchmarks.gpu.devices import describe_device, incomparable
-from benchmarks.gpu.plan import KINDS
-from benchmarks.harness.case import Case
-from benchmarks.harness.rounds import say
-from benchmarks.harness.suite import Suite
+from benchmarks.gpu.child import Job
+from benchmarks.gpu.results import Results
+from benchmarks.harness.machine import ROOT
+
+GRACE_SECONDS = 3.0
+"""After its end, until a process is killed; and after the last part, for the summary."""
+TAIL_BYTES = 8000
+PARTS = {
+    "environment": 0.2,
+    "kernels": 0.4,
+    "tests": 0.3,
+    "bandwidth": 0.25,
+    "steps": 0.65,
+    "profile": 0.4,
+    "tiers": 1.0,
+}
+"""The share of the time that is left that a part may take."""
+MOST_PROCESSES = 6
+"""Beside one another, for the kernels, since one thread compiles a kernel for a second."""
+GPU_TESTS = ("tests/device/test_triton.py", "tests/train/test_gpu.py")
+CPU_TESTS = ("tests/device/test_device_worker.py", "tests/device/test_tiers.py", "tests/device/test_magnitude.py")
+"""Of the dry run: some of the tests that test_gpu.py imports."""
+TESTED = re.compile(r"(PASSED|FAILED|ERROR|SKIPPED|XFAIL)\b")
 
 
-def with_threads(case: Case, num_threads: int) -> Case:
-    """Return the case for another number of threads, which only resolving with several depends on."""
-    return replace(case, num_threads=num_threads) if case.num_threads > 1 else case
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Options:
+    """What the command line says."""
+
+    minutes: float
+    out: Path
+    parts: tuple[str, ...]
+    kernels: str | None
+    keep_going: bool
 
 
-class GpuSuite(Suite):
-    """A suite whose targets are those of a GPU, but for resolving, which the host does."""
+class Run:
+    """One run of the parts."""
 
-    def cases(self, options: argparse.Namespace) -> list[Case]:
-        """Return every case once, without targets of another device than this machine's."""
-        cases = list(dict.fromkeys(super().cases(options)))
-        if (reason := incomparable(describe_device())) is None:
-            return cases
-        if options.check:
-            say(f"no target but those of resolve is compared: {reason}")
-        return [case if case.kind == "resolve" else replace(case, targets=()) for case in cases]
+    def __init__(self, options: Options) -> None:
+        self.options = options
+        self.results = Results(options.out)
+        self.began = time.monotonic()
+        self.end = self.began + 60 * options.minutes - GRACE_SECONDS
+        self._stopped = threading.Event()
+        self._processes: set[subprocess.Popen[Any]] = set()
+
+    def measure(self) -> int:
+        """Measure all parts, and return the exit status: 1 if anything failed."""
+        for part in self.options.parts:
+            left = self.end - time.monotonic()
+            until = time.monotonic() + PARTS[part] * left
+            if left <= 0:
+                self.results.add(part, "all", {"status": "left out", "error": "the minutes are over"})
+            elif part == "tests":
+                self._test(until)
+            else:
+                self._measure_part(Job(part=part, until=until, out=self.options.out, kernels=self.options.kernels))
+            note = f"{time.monotonic() - self.began:.0f} s of {60 * self.options.minutes:.0f} s, after {part}"
+            if part == "kernels" and self.results.failed(part) and not self.options.keep_going:
+                names = ", ".join(each["item"] for each in self.results.failed(part))
+                self.results.summarise(f"{note}: stopped, since a kernel is wrong: {names}")
+                return 1
+            self.results.summarise(note)
+        return int(bool(self.results.failed()))
+
+    def _measure_part(self, job: Job) -> None:
+        """Measure the items of a part. Kernels, which are not timed, are divided over several processes."""
+        every = max(1, min(MOST_PROCESSES, (os.cpu_count() or 1) // 2)) if job.part == "kernels" else 1
+        threads = [
+            threading.Thread(target=self._measure_items, args=(replace(job, first=first, every=every),))
+            for first in range(every)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        self._stopped.clear()
+
+    def _measure_items(self, job: Job) -> None:
+        """Measure some items, in as many processes as it takes: the next one continues after an item that crashed."""
+        while not self._stopped.is_set():
+            number, item, num_items = self._run_child(job)
+            if num_items is None or number is None or number + job.every >= num_items:
+                return
+            job = replace(job, first=number + job.every)
+            if job.seconds_left() <= 0:
+                self.results.add(job.part, f"after {item}", {"status": "left out", "error": "the part's time is over"})
+                return
+
+    def _run_child(self, job: Job) -> tuple[int | None, str, int | None]:
+        """Run one process. Return the last item that it began, by number and name, and how many items there are."""
+        begun: tuple[int | None, str] = (None, "start")
+        num_items, has_ended = None, True
+        command = [sys.executable, "-m", "benchmarks.gpu.child", job.to_json()]
+        with tempfile.TemporaryFile() as errors:
+            process = self._start(command, stdout=subprocess.PIPE, stderr=errors, text=True)
+            killer = threading.Timer(max(0.0, job.seconds_left()) + GRACE_SECONDS, process.kill)
+            killer.start()
+            assert process.stdout is not None
+            for line in process.stdout:
+                told = json.loads(line)
+                if "items" in told:
+                    num_items = told["items"]
+                elif "begins" in told:
+                    begun, has_ended = (told["begins"], told["item"]), False
+                else:
+                    self.results.add(job.part, begun[1], told["record"])
+                    has_ended = True
+                    if job.part == "kernels" and told["record"]["status"] == "failed" and not self.options.keep_going:
+                        self._stop()
+            status = process.wait()
+            killer.cancel()
+            self._processes.discard(process)
+            tail = _tail(errors)
+        if status != 0 and not self._stopped.is_set():
+            if not has_ended or num_items is None:
+                is_late = job.seconds_left() <= 0
+                what = "cut by the part's end" if is_late else f"the process ended with status {status}"
+                record = {"status": "cut" if is_late else "crashed", "error": what, "stderr": tail}
+                self.results.add(job.part, begun[1], record)
+            self.results.append("errors.txt", f"== {job.part}, {begun[1]}, status {status}\n{tail}\n")
+        return (*begun, num_items)
+
+    def _start(self, command: list[str], **how: Any) -> "subprocess.Popen[Any]":
+        process = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.DEVNULL, **how)
+        self._processes.add(process)
+        return process
+
+    def _stop(self) -> None:
+        """End the part: after a kernel that is wrong."""
+        self._stopped.set()
+        for process in list(self._processes):
+            process.kill()
+
+    def close(self) -> None:
+        """Kill what still runs, and write the summary."""
+        self._stop()
+        self.results.summarise("ended from outside")
+
+    def _test(self, until: float) -> None:
+        """Run the device tests until they or their time ends."""
+        has_gpu = any(str(each.get("capability", "")) for each in self.results.records)
+        files = GPU_TESTS if has_gpu else CPU_TESTS
+        # A warning of another version of a library, and plugins that are installed there, must not fail the tests.
+        command = [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-v",
+            "-W",
+            "default",
+            "-p",
+            "no:cacheprovider",
+            "--tb=short",
+            *files,
+        ]
+        environment = os.environ | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+        probe = "import hypothesis, pytest, zmq"
+        if (done := subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True)).returncode:
+            note = f"the tests need {probe.removeprefix('import ')}: {done.stderr.strip().splitlines()[-1]}"
+            self.results.add("tests", "device tests", {"status": "left out", "error": note})
+            return
+        if has_gpu and subprocess.run([sys.executable, "-c", "import xdist"], capture_output=True).returncode == 0:
+            command += ["-p", "xdist.plugin", "-n", str(max(1, min(4, (os.cpu_count() or 1) // 4)))]
+        start = time.monotonic()
+        process = self._start(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        cut = threading.Timer(max(0.1, until - start), process.send_signal, [signal.SIGINT])
+        killer = threading.Timer(max(0.1, until - start) + GRACE_SECONDS, process.kill)
+        cut.start()
+        killer.start()
+        counts, lines, failed = dict.fromkeys(("PASSED", "FAILED", "ERROR", "SKIPPED", "XFAIL"), 0), [], []
+        assert process.stdout is not None
+        for line in process.stdout:
+            lines.append(line)
+            if "::" in line and "%]" in line and (found := TESTED.search(line)):
+                counts[found[1]] += 1
+                if found[1] in ("FAILED", "ERROR"):
+                    failed.append(line.strip())
+        status = process.wait()
+        was_cut = not cut.is_alive()
+        cut.cancel()
+        killer.cancel()
+        self._processes.discard(process)
+        self.results.append("tests.txt", "".join(lines))
+        ended = "failed" if failed or (status not in (0, 5) and not was_cut) else "cut" if was_cut else "ok"
+        record: dict[str, Any] = {
+            "status": ended,
+            "counts": " ".join(f"{n} {name.lower()}" for name, n in counts.items() if n),
+        }
+        record |= {"failed": failed[:50], "seconds": round(time.monotonic() - start, 1)}
+        if ended == "failed":
+            record["error"] = f"status {status}: {'; '.join(failed[:3]) or ''.join(lines[-3:])}"
+        self.results.add("tests", " ".join(files), record)
 
 
-SUITE = GpuSuite(
-    name="gpu",
-    purpose="Measure rows on a device: resolving ids, kernels, whole steps of a DLRM; one JSON line per case.",
-    full_cases=full_cases,
-    quick_cases=quick_cases,
-    kinds=KINDS,
-    contenders=("satrap", "torch"),
-    with_threads=with_threads,
-)
-main = SUITE.main
+def _tail(file: Any) -> str:
+    size = file.seek(0, os.SEEK_END)
+    file.seek(max(0, size - TAIL_BYTES))
+    return str(file.read().decode(errors="replace"))
+
+
+def parse(arguments: Sequence[str]) -> Options:
+    """Return the options."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu", description=__doc__.split("\n\n")[0])
+    parser.add_argument("--minutes", type=float, default=8.0, help="how long the run may take (default 8)")
+    parser.add_argument("--out", type=Path, required=True, metavar="FOLDER", help="where the results go")
+    parser.add_argument("--parts", nargs="+", choices=list(PARTS), default=list(PARTS), help="default: all, in order")
+    parser.add_argument("--kernels", metavar="MODULE", help="the module of the kernels (default: the device's)")
+    parser.add_argument("--keep-going", action="store_true", help="go on after a kernel that is wrong")
+    found = parser.parse_args(arguments)
+    if not found.minutes > 0:
+        parser.error(f"--minutes must be above 0, found {found.minutes}")
+    parts = tuple(part for part in PARTS if part in found.parts)
+    out = found.out.absolute()
+    return Options(minutes=found.minutes, out=out, parts=parts, kernels=found.kernels, keep_going=found.keep_going)
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run the benchmark, and print the summary."""
+    run = Run(parse(arguments))
+
+    def end(*_: object) -> None:
+        run.close()
+        os._exit(1)
+
+    signal.signal(signal.SIGTERM, end)
+    signal.signal(signal.SIGINT, end)
+    status = run.measure()
+    print((run.options.out / "summary.txt").read_text(), end="")
+    return status
+
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))

@@ -28,7 +28,7 @@ GRACE_SECONDS = 3.0
 """After its end, until a process is killed; and after the last part, for the summary."""
 TAIL_BYTES = 8000
 PARTS = {
-    "environment": 0.2,
+    "environment": 0.4,
     "kernels": 0.4,
     "tests": 0.3,
     "bandwidth": 0.25,
@@ -102,16 +102,18 @@ class Run:
     def _measure_items(self, job: Job) -> None:
         """Measure some items, in as many processes as it takes: the next one continues after an item that crashed."""
         while not self._stopped.is_set():
-            number, item, num_items = self._run_child(job)
-            if num_items is None or number is None or number + job.every >= num_items:
+            number, num_items = self._run_child(job)
+            job = job if number is None else replace(job, first=number + job.every)
+            if num_items is None or job.first >= num_items:
                 return
-            job = replace(job, first=number + job.every)
             if job.seconds_left() <= 0:
-                self.results.add(job.part, f"after {item}", {"status": "left out", "error": "the part's time is over"})
+                num_left = len(range(job.first, num_items, job.every))
+                record = {"status": "left out", "error": "the part's time is over"}
+                self.results.add(job.part, f"the last {num_left} items", record)
                 return
 
-    def _run_child(self, job: Job) -> tuple[int | None, str, int | None]:
-        """Run one process. Return the last item that it began, by number and name, and how many items there are."""
+    def _run_child(self, job: Job) -> tuple[int | None, int | None]:
+        """Run one process. Return the number of the last item that it began, and how many items there are."""
         begun: tuple[int | None, str] = (None, "start")
         num_items, has_ended = None, True
         command = [sys.executable, "-m", "benchmarks.gpu.child", job.to_json()]
@@ -142,7 +144,7 @@ class Run:
                 record = {"status": "cut" if is_late else "crashed", "error": what, "stderr": tail}
                 self.results.add(job.part, begun[1], record)
             self.results.append("errors.txt", f"== {job.part}, {begun[1]}, status {status}\n{tail}\n")
-        return (*begun, num_items)
+        return begun[0], num_items
 
     def _start(self, command: list[str], **how: Any) -> "subprocess.Popen[Any]":
         process = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.DEVNULL, **how)

@@ -101,6 +101,8 @@ def main(argument: str) -> None:
     part: Part = getattr(importlib.import_module(module), name)(job)
     say(items=len(part.names))
     for number in range(job.first, len(part.names), job.every):
+        if job.seconds_left() <= 0:
+            break
         say(begins=number, item=part.names[number])
         say(ends=number, record=outcome(job, part, part.names[number]))
         faulthandler.cancel_dump_traceback_later()
@@ -113,7 +115,6 @@ def outcome(job: Job, part: Part, name: str) -> dict[str, Any]:
     start = time.perf_counter()
     faulthandler.dump_traceback_later(max(1.0, min(ITEM_SECONDS, job.seconds_left())), exit=True)
     try:
-        job.require_seconds(0.0)
         record = {"status": "ok", **part.measure(name)}
     except OutOfTimeError as error:
         record = {"status": "left out", "error": str(error)}

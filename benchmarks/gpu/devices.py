@@ -142,8 +142,15 @@ def _software() -> dict[str, Any]:
         # Triton builds the code that launches kernels with a C compiler, once.
         "c_compiler": os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang"),
         "python_header": header.exists(),
-        "imports": {name: importlib.util.find_spec(name) is not None for name in PACKAGES},
+        "imports": [name for name in PACKAGES if _is_importable(name)],
     }
+
+
+def _is_importable(name: str) -> bool:
+    try:
+        return importlib.util.find_spec(name) is not None
+    except ImportError:
+        return False
 
 
 def _device() -> dict[str, Any]:

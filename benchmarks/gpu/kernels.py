@@ -6,7 +6,7 @@ thousands of gradients; the values, states and gradients are random. On the CPU 
 """
 
 import importlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import Any
 
@@ -17,9 +17,12 @@ from torch import Tensor
 import satrap
 from benchmarks.gpu.devices import device, sizes
 from benchmarks.workload import NUM_FEATURES, row_numbers
+from satrap.config.features import Features
 from satrap.config.optimizers import Optimizer
-from satrap.config.tables import Table
+from satrap.config.tables import Feature, Pooling, Table
+from satrap.data.inputs import Inputs
 from satrap.device import reference
+from satrap.device.device_worker import DeviceWorker
 from satrap.device.home_memory import IN, OUT, HomeMemory
 from satrap.device.kernels import kernels_of
 from satrap.device.row_layout import DTYPES, RowLayout
@@ -27,6 +30,7 @@ from satrap.device.runs import PooledFeatures, Runs
 from satrap.table.engine import native_config
 
 DIM, ABSENT, LENGTH = 128, 64, 8
+TABLE = Table("t", dim=DIM)
 OPTIMIZERS: dict[str, Optimizer] = {
     "SGD": satrap.SGD(lr=0.1),
     "RowWiseAdagrad": satrap.RowWiseAdagrad(lr=0.1, weight_decay=0.01),
@@ -36,6 +40,11 @@ OPTIMIZERS: dict[str, Optimizer] = {
     "momentum": satrap.SGD(lr=0.1, momentum=0.9, weight_decay=0.01),
     "nesterov": satrap.SGD(lr=0.1, momentum=0.9, nesterov=True),
     "Ftrl": satrap.Ftrl(lr=0.1, l1=0.01, l2=0.01),
+}
+INITIAL = {
+    "Uniform": Table("t", dim=DIM, initial=satrap.Uniform(-0.1, 0.1), optimizer=satrap.Ftrl(lr=0.1, l1=0.01)),
+    "Normal": Table("t", dim=DIM, initial=satrap.Normal(std=0.1), optimizer=satrap.Adagrad(lr=0.1)),
+    "Constant": Table("t", dim=DIM, initial=satrap.Constant(0.5), optimizer=satrap.Adam(lr=0.1)),
 }
 STATES = {"no state": 0, "one number": 1, "two vectors and a number": 2 * DIM + 1}
 
@@ -57,6 +66,7 @@ class Kernels:
                 *(f"update/{name}" for name in OPTIMIZERS),
                 *(f"copy_sequence/{form}" for form in ("one id", "bags")),
                 *(f"exchange/{name}" for name in STATES),
+                *(f"initial/{name}" for name in INITIAL),
             )
         ]
 
@@ -73,7 +83,7 @@ class Kernels:
         batch = draw_batch(rng, bags=bags)
         values, absent = random_values(dtype, sizes().checked_rows), random_values("float32", ABSENT)
         weights = random_values("float32", len(batch.frames), 1).view(-1) if bags else None
-        features = pooled_features(poolings=(0, 1, 2) if bags else (0,), weighted=bags)
+        features = pooled_features(poolings=("sum", "mean", "sqrtn") if bags else ("sum",), weighted=bags)
         blocks = []
         for module in (self.kernels, reference):
             block = torch.full((samples, NUM_FEATURES * DIM), 7.0, device=device())
@@ -149,6 +159,22 @@ class Kernels:
             require_same(what, as_integers(found).cpu(), as_integers(expected))
         return {"moved_rows": count}
 
+    def _initial(self, rng: np.random.Generator, name: str, dtype: str) -> dict[str, Any]:
+        """The values and states of new rows, beside those of a table in CPU memory."""
+        table = replace(INITIAL[name], dtype=dtype)
+        features = Features({"id": table})
+        ids = rng.integers(0, 2**64 - 1, sizes().moved_rows, dtype=np.uint64)
+        worker = DeviceWorker(features, device(), seed=5)
+        inputs = Inputs(names=features.names, values=ids, batch_size=len(ids))
+        worker.drop(worker.lookup(inputs, step=1, oldest_open=1, train=True).ticket)
+        store = satrap.Store(table, seed=5)
+        store.lookup(ids, step=1)
+        for what, found, expected in zip(
+            ("values", "states"), worker.tables["t"].read(ids), store.read(ids), strict=False
+        ):
+            require_same(what, torch.from_numpy(found), torch.from_numpy(expected))
+        return {"rows": len(ids)}
+
 
 @dataclass(frozen=True, slots=True)
 class Batch:
@@ -177,12 +203,13 @@ def draw_batch(rng: np.random.Generator, *, bags: bool) -> Batch:
     return Batch(torch.from_numpy(frames).to(device()), offsets)
 
 
-def pooled_features(poolings: tuple[int, ...] = (0,), *, weighted: bool = False) -> PooledFeatures:
+def pooled_features(poolings: tuple[Pooling, ...] = ("sum",), *, weighted: bool = False) -> PooledFeatures:
     """Return the features of a batch, with these poolings in turn; every second one is weighted."""
-    numbers = torch.arange(NUM_FEATURES, dtype=torch.int32)
-    of_features = torch.tensor([poolings[i % len(poolings)] for i in range(NUM_FEATURES)], dtype=torch.int32)
-    parts = (numbers, numbers * DIM, of_features, numbers % 2 if weighted else torch.zeros_like(numbers))
-    return PooledFeatures(*(part.to(device()) for part in parts))
+    features = {
+        f"c{i}": Feature(TABLE, poolings[i % len(poolings)], weighted=weighted and i % 2 == 1)
+        for i in range(NUM_FEATURES)
+    }
+    return PooledFeatures.of(Features(features), [0], device())
 
 
 def draw_runs(rng: np.random.Generator, frames: Any, dtype: str, *, factors: bool = False) -> Runs:

@@ -22,7 +22,7 @@ from benchmarks.gpu.__main__ import PARTS
 from benchmarks.gpu.child import Job, OutOfTimeError
 from benchmarks.gpu.results import Results
 
-from satrap.device import reference
+from satrap.device import home_memory, reference
 
 DEADLINE_SECONDS = 240
 ROOT = Path(__file__).parents[2]
@@ -31,6 +31,7 @@ EXTRAS = ("zmq", "pyarrow", "obstore", "safetensors", "fsspec", "hypothesis", "p
 pytestmark = [
     pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU it would measure that"),
     pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning"),  # torch.compile
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning"),  # torch.compile
 ]
 
 
@@ -77,8 +78,8 @@ class Refuse:
 sys.meta_path.insert(0, Refuse())
 """
     out, start = tmp_path / "out", time.monotonic()
-    status, printed = run(out, 1.0, modules={"sitecustomize": blocker})
-    assert time.monotonic() - start < 60 + 20, "it took longer than its minutes"
+    status, printed = run(out, 0.8, modules={"sitecustomize": blocker})
+    assert time.monotonic() - start < 48 + 20, "it took longer than its minutes"
     found = records(out)
     assert status == 0, printed
     assert list(dict.fromkeys(each["part"] for each in found)) == list(PARTS)
@@ -86,7 +87,7 @@ sys.meta_path.insert(0, Refuse())
     assert tests["status"] == "left out" and "No module named 'hypothesis'" in tests["error"]
     assert {each["status"] for each in found} <= {"ok", "left out", "cut"}
     software = found[0]
-    assert software["item"] == "software" and software["imports"]["zmq"] is False and software["torch"]
+    assert software["item"] == "software" and "zmq" not in software["imports"] and software["torch"]
     assert {"pool/one id/float32", "update/SGD/float32"} <= {each["item"] for each in found if each["status"] == "ok"}
     names = {each.name for each in out.iterdir()}
     assert {"results.jsonl", "summary.txt"} <= names and len(names) <= 8
@@ -167,19 +168,15 @@ def test_a_wrong_kernel_ends_the_run_with_its_name(tmp_path: Path) -> None:
 
 def test_a_crash_loses_one_item(tmp_path: Path) -> None:
     out = tmp_path / "out"
-    parts = ("--parts", "kernels", "bandwidth", "--kernels", "wrong", "--keep-going")
-    text = WRONG.replace("CHANGE", "import os, sys; print('gone', file=sys.stderr, flush=True); os.abort()")
-    status, _ = run(out, 10, *parts, modules={"wrong": text})
+    parts = ("--parts", "kernels", "--kernels", "wrong", "--keep-going")
+    crash = "import os, sys; print('gone', file=sys.stderr, flush=True); values.dtype != torch.float32 or os.abort()"
+    status, _ = run(out, 10, *parts, modules={"wrong": WRONG.replace("CHANGE", crash)})
     found = records(out)
-    crashed = [each for each in found if each["status"] != "ok"]
-    assert status == 1 and [each["item"] for each in crashed] == [
-        f"update/Adagrad/{dtype}" for dtype in ("float32", "float16", "bfloat16")
-    ]
-    assert all(each["status"] == "crashed" and "gone" in each["stderr"] for each in crashed)
-    assert "status -6" in crashed[0]["error"] and "gone" in (out / "errors.txt").read_text()
-    every = kernels.Kernels(SimpleNamespace(kernels=None)).names
-    assert [each["item"] for each in found if each["part"] == "kernels"] == every
-    assert any(each["part"] == "bandwidth" for each in found)
+    (crashed,) = [each for each in found if each["status"] != "ok"]
+    assert status == 1 and crashed["status"] == "crashed" and crashed["item"] == "update/Adagrad/float32"
+    assert "status -6" in crashed["error"] and "gone" in crashed["stderr"]
+    assert "gone" in (out / "errors.txt").read_text()
+    assert [each["item"] for each in found] == kernels.Kernels(SimpleNamespace(kernels=None)).names
 
 
 @pytest.fixture
@@ -187,6 +184,7 @@ def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Job:
     """A job of this process, at the smallest size."""
     for module in (devices, kernels, bandwidth, training):
         monkeypatch.setattr(module, "sizes", lambda: TINY)
+    monkeypatch.setattr(home_memory, "SEGMENT_BYTES", 1 << 16)
     monkeypatch.setattr(training, "ROUND_SECONDS", 0.0)
     monkeypatch.setattr(training, "FILL_SECONDS", 0.5)
     return Job(part="kernels", until=time.monotonic() + DEADLINE_SECONDS, out=tmp_path)
@@ -217,6 +215,17 @@ def test_one_wrong_bit_of_any_kernel_is_found(name: str, job: Job) -> None:
         part.kernels = reference
 
 
+def test_wrong_initial_values_are_found(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    part = kernels.Kernels(job)
+    items = [item for item in part.names if item.startswith("initial/")]
+    assert len(items) == 9 and all(part.measure(item) for item in items)
+    real = torch.Tensor.__setitem__
+    monkeypatch.setattr(torch.Tensor, "__setitem__", lambda to, at, rows: real(to, at, rows + 1.0))
+    for item in items:
+        with pytest.raises(kernels.WrongKernelError, match="numbers of values differ from the reference"):
+            part.measure(item)
+
+
 def test_every_optimizer_and_dtype_is_checked(job: Job) -> None:
     from satrap import config
 
@@ -236,7 +245,7 @@ def test_kernels_are_timed_on_values_that_are_verified(job: Job) -> None:
     for name, item in (("pool", part.names[0]), ("update", part.names[1]), ("copy_sequence", part.names[-1])):
         part.kernels = broken(name)
         if name == "update":  # only some rows are compared: those of most gradients, and of random runs
-            part.kernels.update = lambda values, *args, **options: values.add_(1.0) and None
+            part.kernels.update = lambda values, *args, **options: values.add_(1.0)
         with pytest.raises(kernels.WrongKernelError):
             part.measure(item)
     part.kernels = SimpleNamespace(exchange=lambda *_: None)

@@ -164,7 +164,13 @@ class Run:
 
     def _test(self, until: float) -> None:
         """Run the device tests until they or their time ends."""
-        has_gpu = any(str(each.get("capability", "")) for each in self.results.records)
+        probe = "import hypothesis, pytest, zmq, torch; print(torch.cuda.is_available())"
+        done = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True)
+        if done.returncode:
+            note = f"the tests need hypothesis, pytest and zmq: {done.stderr.strip().splitlines()[-1]}"
+            self.results.add("tests", "device tests", {"status": "left out", "error": note})
+            return
+        has_gpu = "True" in done.stdout
         files = GPU_TESTS if has_gpu else CPU_TESTS
         # A warning of another version of a library, and plugins that are installed there, must not fail the tests.
         command = [
@@ -180,11 +186,6 @@ class Run:
             *files,
         ]
         environment = os.environ | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
-        probe = "import hypothesis, pytest, zmq"
-        if (done := subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True)).returncode:
-            note = f"the tests need {probe.removeprefix('import ')}: {done.stderr.strip().splitlines()[-1]}"
-            self.results.add("tests", "device tests", {"status": "left out", "error": note})
-            return
         if has_gpu and subprocess.run([sys.executable, "-c", "import xdist"], capture_output=True).returncode == 0:
             command += ["-p", "xdist.plugin", "-n", str(max(1, min(4, (os.cpu_count() or 1) // 4)))]
         start = time.monotonic()

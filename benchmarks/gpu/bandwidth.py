@@ -25,6 +25,7 @@ from benchmarks.gpu.kernels import (
     LENGTH,
     OPTIMIZERS,
     as_integers,
+    copied,
     draw_runs,
     kernels_under_test,
     pooled_features,
@@ -121,12 +122,13 @@ class Bandwidth:
         runs = draw_runs(rng, frames.cpu().numpy(), dtype)
         lengths = (runs.end - runs.begin).cpu().numpy()
         compared = np.append(lengths.argmax(), rng.permutation(len(lengths))[:COMPARED_RUNS])
-        at = runs.frames[torch.from_numpy(compared).to(device())]
-        own = (values[at], state[at])
+        at, cpu = runs.frames[torch.from_numpy(compared).to(device())], torch.device("cpu")
+        own = (copied(values[at], cpu), copied(state[at], cpu))
         how: dict[str, Any] = {"skip_nonfinite": False}
         call = partial(self.kernels.update, values, state, runs, gradients, optimizer, 0.1, 1.0, 1, **how)
         call()
-        reference.update(*own, runs.take(compared), gradients, optimizer, 0.1, 1.0, 1, **how)
+        here = (copied(runs.take(compared), cpu), copied(gradients, cpu))
+        reference.update(*own, *here, optimizer, 0.1, 1.0, 1, **how)
         for what, found, expected in zip(("values", "states"), (values[at], state[at]), own, strict=True):
             require_same(what, found, expected)
         row_bytes = DIM * DTYPES[dtype].itemsize + state_dim * FLOAT

@@ -33,8 +33,9 @@ class Sizes:
     """Of a batch, each with an id of every feature."""
     rows: int
     """Of all tables together."""
+    checked_samples: int
+    """Of a batch on which kernels are checked, since the reference computes on the CPU."""
     checked_rows: int
-    """Of the tables on which kernels are checked."""
     moved_rows: int
     """That change places at a time."""
     copied_bytes: int
@@ -42,8 +43,8 @@ class Sizes:
     """Timed calls of a kernel, and steps, of one round."""
 
 
-LARGE = Sizes(65_536, 33_000_000, 2_000_000, 1 << 18, 1 << 30, 10)
-SMALL = Sizes(64, 26_000, 2_600, 256, 1 << 22, 2)
+LARGE = Sizes(65_536, 33_000_000, 16_384, 500_000, 1 << 18, 1 << 30, 10)
+SMALL = Sizes(64, 26_000, 64, 2_600, 256, 1 << 22, 2)
 
 
 @dataclass(frozen=True, slots=True)

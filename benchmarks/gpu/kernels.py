@@ -1,12 +1,12 @@
-"""Every kernel of rows on a device against `satrap.device.reference`, bit for bit, on batches of the size that training
-has: a part of the GPU benchmark.
+"""Every kernel of rows on a device against `satrap.device.reference` on the CPU, bit for bit, on batches of 16,384
+samples: a part of the GPU benchmark.
 
 The first failure names the kernel, so an item is one kernel with one dtype. The ids are Zipf's, so that some rows have
 thousands of gradients; the values, states and gradients are random. On the CPU the kernels are the reference itself.
 """
 
 import importlib
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from types import ModuleType
 from typing import Any
 
@@ -58,6 +58,7 @@ class Kernels:
 
     def __init__(self, job: Any) -> None:
         self.kernels = kernels_under_test(job.kernels)
+        torch.set_num_threads(max(1, torch.get_num_threads() // job.every))
         self.names = [
             f"{kernel}/{dtype}"
             for dtype in DTYPES
@@ -70,6 +71,11 @@ class Kernels:
             )
         ]
 
+    @property
+    def both(self) -> tuple[tuple[ModuleType, torch.device], ...]:
+        """The kernels and the reference, and where they compute."""
+        return (self.kernels, device()), (reference, torch.device("cpu"))
+
     def measure(self, name: str) -> dict[str, Any]:
         """Check one kernel with one dtype; raise WrongKernelError for another bit than the reference's."""
         kernel, form, dtype = name.split("/")
@@ -79,27 +85,29 @@ class Kernels:
 
     def _pool(self, rng: np.random.Generator, form: str, dtype: str) -> dict[str, Any]:
         """Every pooling, with weights and without; ids without a row, with initial values and without."""
-        samples, bags = sizes().samples, form == "bags"
+        samples, bags = sizes().checked_samples, form == "bags"
         batch = draw_batch(rng, bags=bags)
         values, absent = random_values(dtype, sizes().checked_rows), random_values("float32", ABSENT)
         weights = random_values("float32", len(batch.frames), 1).view(-1) if bags else None
         features = pooled_features(poolings=("sum", "mean", "sqrtn") if bags else ("sum",), weighted=bags)
         blocks = []
-        for module in (self.kernels, reference):
-            block = torch.full((samples, NUM_FEATURES * DIM), 7.0, device=device())
-            module.pool(values, absent, batch.frames, batch.offsets, weights, features, samples, block)
+        for module, place in self.both:
+            block = torch.full((samples, NUM_FEATURES * DIM), 7.0, device=place)
+            given = (values, absent, batch.frames, batch.offsets, weights, features)
+            module.pool(*(copied(each, place) for each in given), samples, block)
             blocks.append(block)
         require_same("the block", *blocks)
         return {"samples": samples, "ids": len(batch.frames)}
 
     def _copy_sequence(self, rng: np.random.Generator, form: str, dtype: str) -> dict[str, Any]:
-        samples = sizes().samples
+        samples = sizes().checked_samples
         batch = draw_batch(rng, bags=form == "bags")
         values, absent = random_values(dtype, sizes().checked_rows), random_values("float32", ABSENT)
         found = []
-        for module in (self.kernels, reference):
-            out = torch.full((samples, LENGTH, DIM), 7.0, device=device())
-            module.copy_sequence(values, absent, batch.frames, batch.offsets, 3, out)
+        for module, place in self.both:
+            out = torch.full((samples, LENGTH, DIM), 7.0, device=place)
+            given = (values, absent, batch.frames, batch.offsets)
+            module.copy_sequence(*(copied(each, place) for each in given), 3, out)
             found.append(out)
         require_same("the sequences", *found)
         return {"samples": samples, "length": LENGTH}
@@ -111,7 +119,7 @@ class Kernels:
         values, state = random_values(dtype, rows), random_values("float32", rows, state_dim).abs_()
         if isinstance(optimizer, satrap.Adam | satrap.AdamW):
             state[:, -1] = torch.from_numpy(rng.integers(0, 9, rows).astype(np.float32)).to(device())
-        frames = row_numbers(rows, "zipf", 1, int(rng.integers(1 << 30)), sizes().samples)[0]
+        frames = row_numbers(rows, "zipf", 1, int(rng.integers(1 << 30)), sizes().checked_samples)[0]
         gradients = random_values("float32", len(frames)).view(-1)
         longest = 0
         for with_all in (False, True):
@@ -120,10 +128,13 @@ class Kernels:
             if with_all:
                 gradients[rng.integers(0, len(gradients), 999)] = float("nan")
             ends = []
-            for module in (self.kernels, reference):
-                own = (values.clone(), state.clone())
+            for module, place in self.both:
+                own, last = (
+                    (copied(values, place), copied(state, place)),
+                    (optimizer, 0.03, 0.7 if with_all else 1.0, 7),
+                )
                 how: dict[str, Any] = {"skip_nonfinite": with_all}
-                summed = module.update(*own, runs, gradients, optimizer, 0.03, 0.7 if with_all else 1.0, 7, **how)
+                summed = module.update(*own, copied(runs, place), copied(gradients, place), *last, **how)
                 ends.append((*own, summed))
             form = "with weights, a scale and gradients that are not finite" if with_all else "plain"
             for what, found, expected in zip(("values", "states", "counts"), *ends, strict=True):
@@ -132,7 +143,7 @@ class Kernels:
         return {"runs": len(runs.frames), "longest": longest}
 
     def _exchange(self, rng: np.random.Generator, name: str, dtype: str) -> dict[str, Any]:
-        """In, out and both at once; the reference on the CPU."""
+        """In, out and both at once."""
         count = sizes().moved_rows
         layout = RowLayout(dtype, DIM, STATES[name])
         frames, slots = (rng.permutation(2 * count)[:count].astype(np.int32) for _ in range(2))
@@ -140,7 +151,7 @@ class Kernels:
         start = [random_values(dtype, 2 * count), random_values("float32", 2 * count, layout.state_dim)]
         bytes_at_home = None
         ends = []
-        for module, place in ((self.kernels, device()), (reference, torch.device("cpu"))):
+        for module, place in self.both:
             home = HomeMemory(layout, place)
             home.reserve(2 * count, ["bench"])
             if bytes_at_home is None:
@@ -149,24 +160,25 @@ class Kernels:
                 ]
             for segment, content in zip(home.segments, bytes_at_home, strict=True):
                 segment.copy_(content)
-            own = [part.clone().to(place) for part in start]
+            own = [copied(part, place) for part in start]
             module.exchange(*own, home, *(torch.from_numpy(each).to(place) for each in (frames, slots, directions)))
             if place.type == "cuda":
                 torch.cuda.synchronize()
             ends.append([*own, *home.segments])
         for number, (found, expected) in enumerate(zip(*ends, strict=True)):
             what = ("values", "states")[number] if number < 2 else f"segment {number - 2} at home"
-            require_same(what, as_integers(found).cpu(), as_integers(expected))
+            require_same(what, as_integers(found), as_integers(expected))
         return {"moved_rows": count}
 
     def _initial(self, rng: np.random.Generator, name: str, dtype: str) -> dict[str, Any]:
         """The values and states of new rows, beside those of a table in CPU memory."""
-        table = replace(INITIAL[name], dtype=dtype)
+        of_dtype: Any = {"dtype": dtype}
+        table = replace(INITIAL[name], **of_dtype)
         features = Features({"id": table})
         ids = rng.integers(0, 2**64 - 1, sizes().moved_rows, dtype=np.uint64)
         worker = DeviceWorker(features, device(), seed=5)
         inputs = Inputs(names=features.names, values=ids, batch_size=len(ids))
-        worker.drop(worker.lookup(inputs, step=1, oldest_open=1, train=True).ticket)
+        worker.lookup(inputs, step=1, oldest_open=1, train=True)
         store = satrap.Store(table, seed=5)
         store.lookup(ids, step=1)
         for what, found, expected in zip(
@@ -192,7 +204,7 @@ def kernels_under_test(name: str | None) -> ModuleType:
 
 def draw_batch(rng: np.random.Generator, *, bags: bool) -> Batch:
     """Draw the frames of a batch. Bags have no to four ids, of which some have no row."""
-    samples, rows = sizes().samples, sizes().checked_rows
+    samples, rows = sizes().checked_samples, sizes().checked_rows
     lengths = rng.integers(0, 5, NUM_FEATURES * samples) if bags else np.ones(NUM_FEATURES * samples, np.int64)
     drawn = row_numbers(rows, "zipf", 2, int(rng.integers(1 << 30)), samples).reshape(-1)
     frames = np.resize(drawn, lengths.sum()).astype(np.int32)
@@ -238,6 +250,15 @@ def random_values(dtype: str, rows: int, dim: int = DIM) -> Tensor:
     return torch.randn(rows, dim, device=device(), generator=generator).to(DTYPES[dtype])
 
 
+def copied(each: Any, place: torch.device) -> Any:
+    """Return a copy of a tensor, or of the tensors of Runs or PooledFeatures, in another place."""
+    if isinstance(each, Tensor):
+        return each.to(place, copy=True)
+    if not isinstance(each, Runs | PooledFeatures):
+        return each
+    return replace(each, **{field.name: copied(getattr(each, field.name), place) for field in fields(each)})
+
+
 def as_integers(part: Tensor) -> Tensor:
     """Return the bits of numbers."""
     widths = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
@@ -246,6 +267,7 @@ def as_integers(part: Tensor) -> Tensor:
 
 def require_same(what: str, found: Tensor, expected: Tensor) -> None:
     """Raise WrongKernelError unless both have the same bits; only the payload of a NaN may differ."""
+    found, expected = found.cpu(), expected.cpu()
     differs = as_integers(found) != as_integers(expected)
     if found.is_floating_point():
         differs &= ~(found.isnan() & expected.isnan())

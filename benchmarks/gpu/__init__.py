@@ -1,6 +1,6 @@
-"""Rows on a device, measured in one run of some minutes that nobody watches: `python -m benchmarks.gpu`.
+"""Rows on a device, measured in one unattended run of some minutes: `python -m benchmarks.gpu`.
 
-    __main__   the parts in their order, each in processes of its own that a deadline ends
+    __main__   the parts in their order, each in separate processes that a deadline ends
     results    the folder in which they leave what they measured
     child      such a process: one item of a part after another
     devices    the device: what it is, how large its measurements are, the bandwidth of a copy

@@ -1,6 +1,6 @@
 """The command line of `python -m benchmarks.gpu`: all parts in their order, within some minutes.
 
-A part gets a share of the time that is left when it starts, and is measured by processes of its own (`child.py`). A
+A part gets a share of the time that is left when it starts, and is measured by separate processes (`child.py`). A
 process that crashes or hangs loses one item: another process continues with the next. After a kernel that is wrong,
 nothing else is measured, since its figures would be those of a wrong kernel.
 """
@@ -41,7 +41,7 @@ MOST_PROCESSES = 6
 """Beside one another, for the kernels, since one thread compiles a kernel for a second."""
 GPU_TESTS = ("tests/device/test_triton.py", "tests/train/test_gpu.py")
 CPU_TESTS = ("tests/device/test_device_worker.py", "tests/device/test_tiers.py", "tests/device/test_magnitude.py")
-"""Of the dry run: some of the tests that test_gpu.py imports."""
+"""Tests of the dry run: some of those that test_gpu.py imports."""
 TESTED = re.compile(r"(PASSED|FAILED|ERROR|SKIPPED|XFAIL)\b")
 
 

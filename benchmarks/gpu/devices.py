@@ -30,14 +30,14 @@ class Sizes:
     """How large the measurements are."""
 
     samples: int
-    """Of a batch, each with an id of every feature."""
+    """Samples of a batch, each with an id of every feature."""
     rows: int
-    """Of all tables together."""
+    """Rows of all tables together."""
     checked_samples: int
-    """Of a batch on which kernels are checked, since the reference computes on the CPU."""
+    """Samples of a batch on which kernels are checked: fewer, since the reference computes on the CPU."""
     checked_rows: int
     moved_rows: int
-    """That change places at a time."""
+    """Rows that change places at a time."""
     copied_bytes: int
     num_calls: int
     """Timed calls of a kernel, and steps, of one round."""

@@ -34,8 +34,8 @@ DIM, LR, RANGE = 128, 0.1, 0.01
 BATCHES, TIER_BATCHES = 4, 32
 """How many batches are drawn: with two tiers so many that rows move in most steps."""
 WARMUP, ROUNDS, PROFILED, MOST_STEPS = 4, 3, 10, 40
-ROUND_SECONDS = 2.0
-FILL_SECONDS = 15.0
+ROUND_SECONDS = 1.5
+FILL_SECONDS = 10.0
 """At most, for rows that no batch names."""
 MOST_TRACE_BYTES = 15 << 20
 AMP = {"amp-fp16": torch.float16, "amp-bf16": torch.bfloat16}
@@ -49,12 +49,12 @@ class Setting:
     rows: str = "float32"
     """The dtype of the rows."""
     precision: str = "amp-fp16"
-    """Of the dense network: "fp32", or a name of `AMP`."""
+    """What the dense network computes in: "fp32", or a name of `AMP`."""
     compiled: bool = False
     staleness: int = 0
     ids: str = "zipf"
     share: float = 1.0
-    """Of the rows that are on the device; the others are at home."""
+    """The part of the rows that is on the device; the others are at home."""
 
     @property
     def name(self) -> str:
@@ -216,31 +216,34 @@ def draw_batches(rows: int, ids: str, samples: int, count: int = BATCHES) -> lis
 
 
 class Training:
-    """What the parts of whole steps have in common. Settings that follow one another share their tables."""
+    """What the parts of whole steps have in common. Settings that follow one another may share their tables."""
 
     def __init__(self, job: Any) -> None:
         torch.manual_seed(1)
         torch.backends.cuda.matmul.allow_tf32 = True
         self.job = job
         self.rows, self.samples, self.num_batches = sizes().rows, sizes().samples, BATCHES
-        self._key: tuple[Any, ...] | None = None
-        self._tables: Any = None
+        self._held: dict[str, tuple[Any, Any]] = {}  # by contender: what its tables depend on, and these
         self._copy: dict[str, float] | None = None
 
     def tables_of(self, setting: Setting, fill_seconds: float = FILL_SECONDS) -> Any:
-        """Return the tables of a setting, of which one is on the device at a time."""
-        key = (setting.contender, setting.rows, setting.staleness, setting.share, self.rows)
-        if key != self._key:
-            self.release()
+        """Return the tables of a setting. The device has those of one setting of each contender at a time."""
+        key = (setting.rows, setting.staleness, setting.share, self.rows)
+        held, tables = self._held.get(setting.contender, (None, None))
+        if key != held:
+            del tables
+            self.release(setting.contender)
             kind = TorchTables if setting.contender == "torch" else SatrapTables
-            self._tables, self._key = kind(self.rows, self.samples, setting, fill_seconds), key
-        return self._tables
+            tables = kind(self.rows, self.samples, setting, fill_seconds)
+            self._held[setting.contender] = (key, tables)
+        return tables
 
-    def release(self) -> None:
-        """Free the tables."""
-        if isinstance(self._tables, SatrapTables):
-            self._tables.embeddings.close()
-        self._key = self._tables = None
+    def release(self, contender: str = "satrap") -> None:
+        """Free the tables of a contender."""
+        _, tables = self._held.pop(contender, (None, None))
+        if isinstance(tables, SatrapTables):
+            tables.embeddings.close()
+        del tables
         gc.collect()
         torch.cuda.empty_cache()
 

@@ -16,7 +16,9 @@ import tempfile
 import threading
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +44,11 @@ MOST_PROCESSES = 6
 GPU_TESTS = ("tests/device/test_triton.py", "tests/train/test_gpu.py")
 CPU_TESTS = ("tests/device/test_device_worker.py", "tests/device/test_tiers.py", "tests/device/test_magnitude.py")
 """Tests of the dry run: some of those that test_gpu.py imports."""
-TESTED = re.compile(r"(PASSED|FAILED|ERROR|SKIPPED|XFAIL)\b")
+PYTEST = (
+    "import benchmarks.gpu.child as child, pytest, sys; child.end_with_parent(); sys.exit(pytest.main(sys.argv[1:]))"
+)
+OUTCOMES = ("PASSED", "FAILED", "ERROR", "SKIPPED", "XFAIL")
+TESTED = re.compile(rf"({'|'.join(OUTCOMES)})\b")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -119,7 +125,7 @@ class Run:
         command = [sys.executable, "-m", "benchmarks.gpu.child", job.to_json()]
         with tempfile.TemporaryFile() as errors:
             process = self._start(command, stdout=subprocess.PIPE, stderr=errors, text=True)
-            killer = threading.Timer(max(0.0, job.seconds_left()) + GRACE_SECONDS, process.kill)
+            killer = threading.Timer(max(0.0, job.seconds_left()) + GRACE_SECONDS, _kill, [process])
             killer.start()
             assert process.stdout is not None
             for line in process.stdout:
@@ -133,9 +139,8 @@ class Run:
                     has_ended = True
                     if job.part == "kernels" and told["record"]["status"] == "failed" and not self.options.keep_going:
                         self._stop()
-            status = process.wait()
+            status = self._wait(process)
             killer.cancel()
-            self._processes.discard(process)
             tail = _tail(errors)
         if status != 0 and not self._stopped.is_set():
             if not has_ended or num_items is None:
@@ -147,15 +152,23 @@ class Run:
         return begun[0], num_items
 
     def _start(self, command: list[str], **how: Any) -> "subprocess.Popen[Any]":
-        process = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.DEVNULL, **how)
+        process = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.DEVNULL, start_new_session=True, **how)
         self._processes.add(process)
         return process
+
+    def _wait(self, process: "subprocess.Popen[Any]") -> int:
+        """Return the status of a process that has closed its output."""
+        status = process.wait()
+        assert process.stdout is not None
+        process.stdout.close()
+        self._processes.discard(process)
+        return status
 
     def _stop(self) -> None:
         """End the part: after a kernel that is wrong."""
         self._stopped.set()
         for process in list(self._processes):
-            process.kill()
+            _kill(process)
 
     def close(self) -> None:
         """Kill what still runs, and write the summary."""
@@ -171,52 +184,57 @@ class Run:
             self.results.add("tests", "device tests", {"status": "left out", "error": note})
             return
         has_gpu = "True" in done.stdout
-        files = GPU_TESTS if has_gpu else CPU_TESTS
-        # A warning of another version of a library, and plugins that are installed there, must not fail the tests.
-        command = [
-            sys.executable,
-            "-m",
-            "pytest",
-            "-v",
-            "-W",
-            "default",
-            "-p",
-            "no:cacheprovider",
-            "--tb=short",
-            *files,
-        ]
-        environment = os.environ | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
-        if has_gpu and subprocess.run([sys.executable, "-c", "import xdist"], capture_output=True).returncode == 0:
-            command += ["-p", "xdist.plugin", "-n", str(max(1, min(4, (os.cpu_count() or 1) // 4)))]
         start = time.monotonic()
-        process = self._start(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-        cut = threading.Timer(max(0.1, until - start), process.send_signal, [signal.SIGINT])
-        killer = threading.Timer(max(0.1, until - start) + GRACE_SECONDS, process.kill)
+        # Warnings of other versions of libraries, and other plugins of pytest, must not fail the tests.
+        process = self._start(
+            [sys.executable, "-c", PYTEST, "-v", "-W", "default", "--tb=short", *_test_options(has_gpu)],
+            env=os.environ | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        seconds = max(0.1, until - start)
+        cut = threading.Timer(seconds, process.send_signal, [signal.SIGINT])
+        killer = threading.Timer(seconds + GRACE_SECONDS, _kill, [process])
         cut.start()
         killer.start()
-        counts, lines, failed = dict.fromkeys(("PASSED", "FAILED", "ERROR", "SKIPPED", "XFAIL"), 0), [], []
+        counts, failed, line = dict.fromkeys(OUTCOMES, 0), [], ""
         assert process.stdout is not None
-        for line in process.stdout:
-            lines.append(line)
-            if "::" in line and "%]" in line and (found := TESTED.search(line)):
-                counts[found[1]] += 1
-                if found[1] in ("FAILED", "ERROR"):
-                    failed.append(line.strip())
-        status = process.wait()
-        was_cut = not cut.is_alive()
+        with (self.options.out / "tests.txt").open("w") as output:
+            for line in process.stdout:
+                output.write(line)
+                output.flush()
+                if "::" in line and "%]" in line and (outcome := TESTED.search(line)):
+                    counts[outcome[1]] += 1
+                    if outcome[1] in ("FAILED", "ERROR"):
+                        failed.append(line.strip())
+        status, was_cut = self._wait(process), not cut.is_alive()
         cut.cancel()
         killer.cancel()
-        self._processes.discard(process)
-        self.results.append("tests.txt", "".join(lines))
-        ended = "failed" if failed or (status not in (0, 5) and not was_cut) else "cut" if was_cut else "ok"
-        record: dict[str, Any] = {
-            "status": ended,
-            "counts": " ".join(f"{n} {name.lower()}" for name, n in counts.items() if n),
-        }
-        record |= {"failed": failed[:50], "seconds": round(time.monotonic() - start, 1)}
-        if ended == "failed":
-            record["error"] = f"status {status}: {'; '.join(failed[:3]) or ''.join(lines[-3:])}"
-        self.results.add("tests", " ".join(files), record)
+        record: dict[str, Any] = {"status": "cut" if was_cut else "ok", "seconds": round(time.monotonic() - start, 1)}
+        record["counts"] = " ".join(f"{number} {name.lower()}" for name, number in counts.items() if number)
+        if failed or (status not in (0, 5) and not was_cut):
+            shown = "; ".join(failed[:3]) or line.strip()
+            record |= {
+                "status": "failed",
+                "error": f"pytest ended with status {status}: {shown}",
+                "failed": failed[:50],
+            }
+        self.results.add("tests", "device tests", record)
+
+
+def _kill(process: "subprocess.Popen[Any]") -> None:
+    """Kill a process with those that it started, which may have its output, so that reading that ends."""
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+
+
+def _test_options(has_gpu: bool) -> list[str]:
+    """Return the options and the files of pytest; several processes, if it can have them, use one GPU."""
+    if not has_gpu:
+        return ["-p", "no:cacheprovider", *CPU_TESTS]
+    several = ["-p", "xdist.plugin", "-n", str(max(1, min(4, (os.cpu_count() or 1) // 4)))]
+    return ["-p", "no:cacheprovider", *(several if find_spec("xdist") else []), *GPU_TESTS]
 
 
 def _tail(file: Any) -> str:

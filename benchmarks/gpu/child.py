@@ -84,7 +84,7 @@ class Job:
 
 def main(argument: str) -> None:
     """Measure the items."""
-    with_parent()
+    end_with_parent()
     out = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
 
@@ -137,7 +137,7 @@ def free_memory() -> None:
         torch.cuda.empty_cache()
 
 
-def with_parent() -> None:
+def end_with_parent() -> None:
     """Have the kernel end this process when its parent has ended."""
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(1, signal.SIGKILL, 0, 0, 0)

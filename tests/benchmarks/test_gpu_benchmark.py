@@ -181,6 +181,36 @@ def test_a_crash_loses_one_item(tmp_path: Path) -> None:
     assert [each["item"] for each in found] == kernels.Kernels(SimpleNamespace(kernels=None, every=1)).names
 
 
+def test_device_tests_are_run_and_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that fails is named; those that take too long are cut."""
+    from benchmarks.gpu import __main__ as command
+
+    text = """
+import subprocess
+import sys
+import pytest
+
+@pytest.mark.parametrize("name", ["a b", "c"])
+def test_right(name): pass
+def test_wrong(): assert False, "on purpose"
+def test_slow():
+    deaf = "import signal, time; signal.signal(2, signal.SIG_IGN); time.sleep(MANY)"
+    subprocess.run([sys.executable, "-c", deaf])
+"""
+    for many, seconds in ((0, DEADLINE_SECONDS), (600, 15)):
+        (tests := tmp_path / f"test_{many}.py").write_text(text.replace("MANY", str(many)))
+        monkeypatch.setattr(command, "CPU_TESTS", (str(tests), "--rootdir", str(tmp_path), "-c", "/dev/null"))
+        run = command.Run(command.parse(["--minutes", "9", "--out", str(tmp_path / "out")]))
+        run._test(time.monotonic() + seconds)
+        (record,) = run.results.records
+        if many == 0:
+            assert record["status"] == "failed" and record["counts"] == "3 passed 1 failed"
+            assert "test_wrong FAILED" in record["error"] and len(record["failed"]) == 1
+            assert "test_right[a b]" in (tmp_path / "out/tests.txt").read_text()
+        else:  # a slow machine may not come to the test that fails
+            assert record["status"] in ("cut", "failed") and record["seconds"] < 60
+
+
 @pytest.fixture
 def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Job:
     """A job of this process, at the smallest size."""

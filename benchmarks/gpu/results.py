@@ -12,6 +12,7 @@ Six files at most, each below 16 MiB, in no folder.
 
 import json
 import os
+import re
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -87,9 +88,21 @@ class Results:
                 shown_part = record["part"]
                 yield f"\n{shown_part}"
             figures = [form.format(record[name]) for name, form in SHOWN if record.get(name) is not None]
+            if (peer := self._rate_of_torch(record)) is not None:
+                figures.append(f"{record['samples_per_s'] / peer:.2f} of torch")
             status = "" if record["status"] == "ok" else f"{record['status'].upper()}: "
             yield f"  {record['item']:<66} {status}{', '.join(figures)}  [{record.get('seconds', 0):.1f} s]"
         yield from ("", f"{len(self.records)} items, {len(self.failed())} failed")
+        yield from (f"  {record['part']}: {record['item']}" for record in self.failed())
+
+    def _rate_of_torch(self, record: dict[str, Any]) -> float | None:
+        """Return the samples/s of plain torch with the setting of a record; None: there is none."""
+        contender, _, setting = record["item"].partition("/")
+        if contender != "satrap" or "samples_per_s" not in record:
+            return None
+        peer = "torch/" + re.sub(r"staleness \d+", "staleness 0", re.sub(r"^\w+", "float32", setting))
+        rates = {each["item"]: each["samples_per_s"] for each in self.records if "samples_per_s" in each}
+        return rates.get(peer)
 
 
 def _write(path: Path, text: str) -> None:

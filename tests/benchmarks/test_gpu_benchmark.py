@@ -336,6 +336,20 @@ def test_a_file_of_text_keeps_its_end(tmp_path: Path, monkeypatch: pytest.Monkey
     assert (tmp_path / "errors.txt").read_text() == "5678abcdef"
 
 
+def test_the_summary_compares_contenders_and_names_failures(tmp_path: Path) -> None:
+    written = Results(tmp_path)
+    for item, rate in (("torch/float32", 100), ("satrap/float16", 250), ("satrap/bfloat16", 50)):
+        written.add(
+            "steps", f"{item}/fp32/eager/staleness {int('16' in item)}/zipf", {"status": "ok", "samples_per_s": rate}
+        )
+    written.add("steps", "satrap/float32/amp-fp16/eager/staleness 0/zipf", {"status": "ok", "samples_per_s": 7})
+    written.add("tiers", "a half", {"status": "crashed", "error": "status -9"})
+    lines = written.summarise("done").splitlines()
+    shown = [line for line in lines if line.startswith("  satrap/")]
+    assert ["2.50 of torch" in shown[0], "0.50 of torch" in shown[1], "of torch" in shown[2]] == [True, True, False]
+    assert "CRASHED: status -9" in lines[-5] and lines[-3:] == ["5 items, 1 failed", "  tiers: a half", "done"]
+
+
 def test_the_roofline_counts_a_sample() -> None:
     """By hand: 26 rows of 512 bytes are read and written as a block, their gradients are read four times and magnitudes
     written once, and each distinct row is read and written."""

@@ -6,7 +6,7 @@ thousands of gradients; the values, states and gradients are random. On the CPU 
 """
 
 import importlib
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
 from types import ModuleType
 from typing import Any
 
@@ -86,27 +86,27 @@ class Kernels:
     def _pool(self, rng: np.random.Generator, form: str, dtype: str) -> dict[str, Any]:
         """Every pooling, with weights and without; ids without a row, with initial values and without."""
         samples, bags = sizes().checked_samples, form == "bags"
-        batch = draw_batch(rng, bags=bags)
+        frames, offsets = draw_batch(rng, bags=bags)
         values, absent = random_values(dtype, sizes().checked_rows), random_values("float32", ABSENT)
-        weights = random_values("float32", len(batch.frames), 1).view(-1) if bags else None
+        weights = random_values("float32", len(frames), 1).view(-1) if bags else None
         features = pooled_features(poolings=("sum", "mean", "sqrtn") if bags else ("sum",), weighted=bags)
         blocks = []
         for module, place in self.both:
             block = torch.full((samples, NUM_FEATURES * DIM), 7.0, device=place)
-            given = (values, absent, batch.frames, batch.offsets, weights, features)
+            given = (values, absent, frames, offsets, weights, features)
             module.pool(*(copied(each, place) for each in given), samples, block)
             blocks.append(block)
         require_same("the block", *blocks)
-        return {"samples": samples, "ids": len(batch.frames)}
+        return {"samples": samples, "ids": len(frames)}
 
     def _copy_sequence(self, rng: np.random.Generator, form: str, dtype: str) -> dict[str, Any]:
         samples = sizes().checked_samples
-        batch = draw_batch(rng, bags=form == "bags")
+        frames, offsets = draw_batch(rng, bags=form == "bags")
         values, absent = random_values(dtype, sizes().checked_rows), random_values("float32", ABSENT)
         found = []
         for module, place in self.both:
             out = torch.full((samples, LENGTH, DIM), 7.0, device=place)
-            given = (values, absent, batch.frames, batch.offsets)
+            given = (values, absent, frames, offsets)
             module.copy_sequence(*(copied(each, place) for each in given), 3, out)
             found.append(out)
         require_same("the sequences", *found)
@@ -188,22 +188,13 @@ class Kernels:
         return {"rows": len(ids)}
 
 
-@dataclass(frozen=True, slots=True)
-class Batch:
-    """The ids of a batch, as kernels take them."""
-
-    frames: Tensor
-    offsets: Tensor | None
-    """Where each bag begins; None: each has one id."""
-
-
 def kernels_under_test(name: str | None) -> ModuleType:
     """Return the kernels of this machine's device, or the module with this name."""
     return kernels_of(device()) if name is None else importlib.import_module(name)
 
 
-def draw_batch(rng: np.random.Generator, *, bags: bool) -> Batch:
-    """Draw the frames of a batch. Bags have no to four ids, of which some have no row."""
+def draw_batch(rng: np.random.Generator, *, bags: bool) -> tuple[Tensor, Tensor | None]:
+    """Draw the frames of a batch, and where its bags begin. Bags have no to four ids, of which some have no row."""
     samples, rows = sizes().checked_samples, sizes().checked_rows
     lengths = rng.integers(0, 5, NUM_FEATURES * samples) if bags else np.ones(NUM_FEATURES * samples, np.int64)
     drawn = row_numbers(rows, "zipf", 2, int(rng.integers(1 << 30)), samples).reshape(-1)
@@ -212,7 +203,7 @@ def draw_batch(rng: np.random.Generator, *, bags: bool) -> Batch:
         without = rng.random(len(frames)) < 0.05
         frames[without] = rng.integers(-1 - ABSENT, 0, without.sum())
     offsets = torch.from_numpy(np.append(0, np.cumsum(lengths))).to(device()) if bags else None
-    return Batch(torch.from_numpy(frames).to(device()), offsets)
+    return torch.from_numpy(frames).to(device()), offsets
 
 
 def pooled_features(poolings: tuple[Pooling, ...] = ("sum",), *, weighted: bool = False) -> PooledFeatures:

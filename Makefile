@@ -117,6 +117,7 @@ gpu:
 
 # build/gpu-wheels: what `make gpu` needs besides torch, Triton and numpy, for $(PYTHON), to be carried to a machine with a GPU.
 gpu-wheels: wheel
+	rm -rf build/gpu-wheels
 	mkdir -p build/gpu-wheels
 	cp dist/satrap-*-$$($(PYTHON) -c 'import sys; print("cp%d%d" % sys.version_info[:2])')-*.whl build/gpu-wheels
 	$(PYTHON) -m pip --disable-pip-version-check download --quiet --only-binary :all: -c constraints.txt -d build/gpu-wheels \

@@ -87,7 +87,7 @@ class Run:
             note = f"{time.monotonic() - self.began:.0f} s of {60 * self.options.minutes:.0f} s, after {part}"
             if part == "kernels" and self.results.failed(part) and not self.options.keep_going:
                 names = ", ".join(each["item"] for each in self.results.failed(part))
-                self.results.summarise(f"{note}: stopped, since a kernel is wrong: {names}")
+                self.results.summarise(f"{note}: stopped, since a kernel failed: {names}")
                 return 1
             self.results.summarise(note)
         return int(bool(self.results.failed()))
@@ -145,7 +145,8 @@ class Run:
         if status != 0 and not self._stopped.is_set():
             if not has_ended or num_items is None:
                 is_late = job.seconds_left() <= 0
-                what = "cut by the part's end" if is_late else f"the process ended with status {status}"
+                last = (tail.strip().splitlines() or [""])[-1]
+                what = "cut by the part's end" if is_late else f"the process ended with status {status}: {last[:300]}"
                 record = {"status": "cut" if is_late else "crashed", "error": what, "stderr": tail}
                 self.results.add(job.part, begun[1], record)
             self.results.append("errors.txt", f"== {job.part}, {begun[1]}, status {status}\n{tail}\n")

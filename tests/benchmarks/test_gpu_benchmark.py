@@ -160,7 +160,7 @@ def test_a_wrong_kernel_ends_the_run_with_its_name(tmp_path: Path) -> None:
     text = WRONG.replace("CHANGE", "values[3, 5] += 1.0")
     parts = ("--parts", "kernels", "bandwidth", "--kernels", "wrong")
     status, printed = run(out, 10, *parts, modules={"wrong": text})
-    assert status == 1 and "stopped, since a kernel is wrong: update/Adagrad/float32" in printed
+    assert status == 1 and "stopped, since a kernel failed: update/Adagrad/float32" in printed
     *right, wrong = records(out)
     assert {each["status"] for each in right} == {"ok"} and {each["part"] for each in right} == {"kernels"}
     assert wrong["item"] == "update/Adagrad/float32" and wrong["status"] == "failed"

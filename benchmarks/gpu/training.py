@@ -1,12 +1,20 @@
-"""Whole training steps of NVIDIA's small DLRM with rows on a device: a run of the GPU benchmark.
+"""Whole training steps of NVIDIA's small DLRM with rows on a device, beside plain PyTorch: three parts of the GPU
+benchmark.
 
-The batches are in host memory, as a loader leaves them. The peer is the same model in plain PyTorch: one `EmbeddingBag`
-with sparse gradients and SGD, whose rows are those of all tables, so that its lookup is fused too.
+26 features of one id, dim 128, SGD, batches of 65,536 samples in host memory, as a loader leaves them. Few batches are
+drawn, and used in turn. A table has the rows of these batches, and as many others as can be inserted in some seconds:
+`rows` of a record. The peer is the same model on one `EmbeddingBag` with sparse gradients, whose rows are those of all
+tables, so that its lookup is fused too.
 """
 
+import gc
+import os
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from functools import cache
+from itertools import cycle
 from typing import Any
 
 import numpy as np
@@ -15,186 +23,378 @@ from torch import Tensor, nn
 
 import satrap
 from benchmarks.contenders import CAPACITY_SLACK
-from benchmarks.gpu.cases import BOTTOM, TOP
-from benchmarks.gpu.devices import bandwidths, finish
-from benchmarks.gpu.sizes import largest, memory_found
-from benchmarks.harness.clock import noise_between, read_cpu
+from benchmarks.gpu.devices import bandwidths, device, finish, sheet_of, sizes
+from benchmarks.gpu.roofline import BOTTOM, TOP, limits, sample_of
 from benchmarks.workload import NUM_DENSE, NUM_FEATURES, hashed_ids, row_numbers, rows_per_feature, total_rows
 from satrap.data.inputs import Inputs
 from satrap.device.row_layout import DTYPES
 from satrap.models import DLRM
 
-LR, RANGE = 0.1, 0.01
-RESOLVED = 3  # batches that measure the host alone
+DIM, LR, RANGE = 128, 0.1, 0.01
+BATCHES, TIER_BATCHES = 4, 32
+"""How many batches are drawn: with two tiers so many that rows move in most steps."""
+WARMUP, ROUNDS, PROFILED, MOST_STEPS = 4, 3, 10, 40
+ROUND_SECONDS = 1.5
+FILL_SECONDS = 10.0
+"""At most, for rows that no batch names."""
+MOST_TRACE_BYTES = 15 << 20
+AMP = {"amp-fp16": torch.float16, "amp-bf16": torch.bfloat16}
 
 
-def measure(job: dict[str, Any]) -> dict[str, Any]:
-    """Train one contender for some steps."""
-    device = torch.device(job["device"])
-    torch.manual_seed(1)
-    torch.backends.cuda.matmul.allow_tf32 = True
-    measured: dict[str, Any] = bandwidths(device)
-    job = sized(job, device)
-    contender = TorchJob(job, device) if job["contender"] == "torch" else SatrapJob(job, device)
-    num_steps = job["num_warmup"] + job["num_steps"]
-    numbers = row_numbers(job["rows"], job["ids"], num_steps, job["part"], job["samples"])
-    rng = np.random.default_rng(job["part"])
-    dense = rng.standard_normal((num_steps, job["samples"], NUM_DENSE), np.float32)
-    labels = (rng.random((num_steps, job["samples"])) < 0.25).astype(np.float32)
-    measured |= contender.host_rate(numbers[: min(RESOLVED, num_steps)])
-    steps = contender.steps(list(zip(numbers, dense, labels, strict=True)))
-    losses = [next(steps) for _ in range(job["num_warmup"])]
-    finish(device)
-    moved = contender.moved_rows()
-    before, start = read_cpu(), time.perf_counter()
-    losses += list(steps)
-    finish(device)
-    seconds = time.perf_counter() - start
-    result = {
-        "samples_per_s": round(job["samples"] * job["num_steps"] / seconds),
-        "step_ms": round(1e3 * seconds / job["num_steps"], 3),
-        "moved_rows_per_step": round((contender.moved_rows() - moved) / job["num_steps"]),
-        "unique_per_sample": round(len(np.unique(numbers[-1])) / job["samples"], 3),
-        "rows_found": total_rows(job["rows"]),
-        "on_device_share": job["share"],
-        "loss_first": round(float(losses[0]), 6),
-        "loss_last": round(float(losses[-1]), 6),
-        **measured,
-        **noise_between(before, read_cpu()),
-    }
-    return {"streams": {f"{job['top']}/{job['precision']}:{job['contender']}": result}}
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    """One way to train."""
+
+    contender: str = "satrap"
+    rows: str = "float32"
+    """The dtype of the rows."""
+    precision: str = "amp-fp16"
+    """What the dense network computes in: "fp32", or a name of `AMP`."""
+    compiled: bool = False
+    staleness: int = 0
+    ids: str = "zipf"
+    share: float = 1.0
+    """The part of the rows that is on the device; the others are at home."""
+
+    @property
+    def name(self) -> str:
+        """The name of the item."""
+        compiled = "compiled" if self.compiled else "eager"
+        share = f"/{self.share:.0%} on the device" if self.share < 1 else ""
+        return f"{self.contender}/{self.rows}/{self.precision}/{compiled}/staleness {self.staleness}/{self.ids}{share}"
 
 
-def sized(job: dict[str, Any], device: torch.device) -> dict[str, Any]:
-    """Return the job with as many rows as fit, and the share of them on the device, if it wants the largest model."""
-    if not job["sizes_itself"]:
-        return job
-    row_bytes = job["dim"] * DTYPES[job["dtype"]].itemsize
-    found = memory_found(device, job["samples"], job["num_warmup"] + job["num_steps"], job["rows"] * row_bytes)
-    sizes = largest(job["rows"], found, row_bytes)
-    return {**job, "rows": sizes.rows, "share": sizes.on_device / sizes.rows}
+def with_torch(setting: Setting) -> list[Setting]:
+    """Return a setting, and the same for plain PyTorch."""
+    return [setting, replace(setting, contender="torch", staleness=0)]
+
+
+def settings() -> list[Setting]:
+    """Return all settings of the part, the most important ones first; those that share tables follow one another."""
+    base = Setting()
+    compiled = replace(base, compiled=True)
+    return [
+        *with_torch(base),
+        *with_torch(compiled),
+        *with_torch(replace(compiled, ids="uniform")),
+        replace(compiled, staleness=1),
+        replace(compiled, staleness=1, ids="uniform"),
+        replace(compiled, staleness=1, rows="float16"),
+        replace(compiled, staleness=1, rows="float16", ids="uniform"),
+        *with_torch(replace(base, precision="fp32")),
+        *with_torch(replace(compiled, precision="amp-bf16")),
+        replace(compiled, rows="bfloat16", precision="amp-bf16"),
+        replace(base, ids="uniform"),
+        replace(base, precision="fp32", ids="uniform"),
+    ]
 
 
 class Step:
-    """The dense network and its step, as NVIDIA trains it: SGD, and with amp in half precision with a scaled loss."""
+    """The dense network and its step, as NVIDIA trains it: SGD, and in half precision with a scaled loss."""
 
-    def __init__(self, model: nn.Module, switches: Sequence[str], device: torch.device) -> None:
-        """switches: what is on."""
-        self.amp, self.device = "amp" in switches, device
+    def __init__(self, model: nn.Module, setting: Setting) -> None:
+        self.dtype = AMP.get(setting.precision)
+        if device().type == "cpu" and self.dtype is not None:
+            self.dtype = torch.bfloat16
         self.model: Callable[..., Tensor] = model
-        if "compile" in switches:
+        if setting.compiled:
             # Without a GPU the question is only whether the model can be compiled.
-            self.model = torch.compile(model, backend="inductor" if device.type == "cuda" else "eager")
-        self.dtype = torch.float16 if device.type == "cuda" else torch.bfloat16
-        self.scaler = torch.amp.GradScaler(device.type, enabled=self.amp and device.type == "cuda")
+            self.model = torch.compile(model, backend="inductor" if device().type == "cuda" else "eager")
+        scaled = setting.precision == "amp-fp16" and device().type == "cuda"
+        self.scaler = torch.amp.GradScaler(device().type, enabled=scaled)
 
-    def loss(self, dense: Tensor, block: Tensor, labels: Tensor) -> Tensor:
-        with torch.autocast(self.device.type, dtype=self.dtype, enabled=self.amp):
+    def run(self, dense: Tensor, block: Tensor, labels: Tensor, optimizers: Sequence[Any]) -> Tensor:
+        """Train on one batch, and return the loss."""
+        with torch.autocast(device().type, dtype=self.dtype or torch.bfloat16, enabled=self.dtype is not None):
             logits = self.model(dense, block)
-        return nn.functional.binary_cross_entropy_with_logits(logits.float(), labels)
+        loss = nn.functional.binary_cross_entropy_with_logits(logits.float(), labels)
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        self.scaler.scale(loss).backward()
+        for optimizer in optimizers:
+            self.scaler.step(optimizer)
+        self.scaler.update()
+        return loss.detach()
 
 
-class SatrapJob:
-    """Satrap: 26 tables on the device, one for each feature; with less than all rows there, the others are at home."""
+class SatrapTables:
+    """26 tables on the device, one for each feature."""
 
-    def __init__(self, job: dict[str, Any], device: torch.device) -> None:
-        self.rows = rows_per_feature(job["rows"])
+    def __init__(self, rows: int, samples: int, setting: Setting, fill_seconds: float) -> None:
+        """Insert rows that no batch names, for so many seconds at most."""
+        self.samples, self.rows_per_feature = samples, rows_per_feature(rows)
+        capacity = int(self.rows_per_feature * CAPACITY_SLACK) + 1
+        how: dict[str, Any] = {"dim": DIM, "dtype": setting.rows, "optimizer": satrap.SGD(lr=LR), "capacity": capacity}
         tables = [
-            satrap.Table(
-                f"c{number}",
-                dim=job["dim"],
-                dtype=job["dtype"],
-                optimizer=satrap.SGD(lr=LR),
-                initial=satrap.Uniform(-RANGE, RANGE),
-            )
-            for number in range(NUM_FEATURES)
+            satrap.Table(f"c{number}", initial=satrap.Uniform(-RANGE, RANGE), **how) for number in range(NUM_FEATURES)
         ]
-        row_bytes = job["dim"] * DTYPES[job["dtype"]].itemsize
-        memory: Any = None if job["share"] == 1.0 else int(job["share"] * NUM_FEATURES * self.rows * row_bytes)
-        if job["bounded"]:
-            tables = [replace(table, capacity=int(self.rows * CAPACITY_SLACK) + 1) for table in tables]
-        if "fused" not in job["switches"]:
-            # Tables with memory that is theirs alone have their own kernels for lookups and for updates.
-            memory = {table.name: (table.capacity or self.rows) * row_bytes for table in tables}
-        features = {table.name: table for table in tables}
-        self.embeddings = satrap.Embeddings(features, device=device, device_memory=memory, seed=1)
-        model = DLRM(NUM_DENSE, self.embeddings, bottom=BOTTOM, top=TOP).to(device)
-        self.step = Step(model, job["switches"], device)
-        self.optimizer = self.embeddings.optimizer(torch.optim.SGD(model.parameters(), lr=LR))
-        for batch in self.embeddings.stream(self._every_row(job["samples"])):
-            del batch  # dropped: its rows are inserted
+        row_bytes = DIM * DTYPES[setting.rows].itemsize
+        memory = None if setting.share == 1 else int(setting.share * total_rows(rows)) * row_bytes
+        self.embeddings = satrap.Embeddings(
+            {table.name: table for table in tables},
+            device=device(),
+            device_memory=memory,
+            staleness=setting.staleness,
+            seed=1,
+        )
+        # A stream is trained by an optimizer, even one whose batches are all dropped.
+        self.embeddings.optimizer(torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=LR))
+        until = time.perf_counter() + fill_seconds
+        with self.embeddings.stream(self._every_row()) as stream:
+            for batch in stream:
+                del batch  # dropped: its rows are inserted
+                if time.perf_counter() > until:
+                    break
+        finish()
 
-    def _every_row(self, samples: int) -> Iterator[Inputs]:
-        """Yield batches of every row, which the peers' tables have from the start."""
-        first = np.arange(NUM_FEATURES)[:, None] * self.rows
-        for begin in range(0, self.rows, samples):
-            numbers = first + np.arange(begin, begin + samples)[None, :] % self.rows
-            yield self._inputs(numbers.reshape(-1))
-
-    def host_rate(self, batches: Any) -> dict[str, float]:
-        """Return the ids/s that the host resolves, as the thread that reads ahead does, while nothing else runs."""
-        worker: Any = self.embeddings.worker
-        given, step = [self._inputs(numbers) for numbers in batches], self.embeddings.step + 1
-        start = time.perf_counter()
-        for inputs in given:
-            worker.drop(worker.resolve(inputs, step=step, oldest_open=step).resolved["ticket"])
-        return {"resolve_ids_per_s": round(batches.size / (time.perf_counter() - start))}
+    def num_rows(self) -> int:
+        """Return how many rows there are."""
+        return sum(len(store) for store in self.embeddings.tables.values())
 
     def moved_rows(self) -> int:
         """Return how many rows were moved to the device so far."""
         return sum(store.stats().get("moved_in", 0) for store in self.embeddings.tables.values())
 
+    def _every_row(self) -> Iterator[Inputs]:
+        first = np.arange(NUM_FEATURES)[:, None] * self.rows_per_feature
+        for begin in range(0, self.rows_per_feature, self.samples):
+            end = min(begin + self.samples, self.rows_per_feature)
+            yield self._inputs((first + np.arange(begin, end)[None, :]).reshape(-1))
+
     def _inputs(self, numbers: Any, dense: Any = None, labels: Any = None) -> Inputs:
-        return Inputs(
-            names=self.embeddings.features.names,
-            values=hashed_ids(numbers),
-            batch_size=len(numbers) // NUM_FEATURES,
-            dense=dense,
-            label=labels,
-        )
+        names = self.embeddings.features.names
+        size = len(numbers) // NUM_FEATURES
+        return Inputs(names=names, values=hashed_ids(numbers), batch_size=size, dense=dense, label=labels)
 
-    def steps(self, batches: Sequence[Any]) -> Iterator[Tensor]:
-        scaler = self.step.scaler
-        for batch in self.embeddings.stream([self._inputs(*each) for each in batches]):
-            loss = self.step.loss(batch.dense, batch.embeddings, batch.label)
-            self.optimizer.zero_grad()
-            scaler.scale(loss).backward()
-            scaler.step(self.optimizer)
-            scaler.update()
-            yield loss.detach()
+    def steps(self, setting: Setting, batches: Sequence[Any]) -> Iterator[Tensor]:
+        """Train without end, and yield the loss of each step."""
+        model = DLRM(NUM_DENSE, self.embeddings, bottom=BOTTOM, top=TOP).to(device())
+        step = Step(model, setting)
+        optimizer = self.embeddings.optimizer(torch.optim.SGD(model.parameters(), lr=LR))
+        prepared = [self._inputs(*each) for each in batches]
+        with self.embeddings.stream(cycle(prepared)) as stream:
+            for batch in stream:
+                yield step.run(batch.dense, batch.embeddings, batch.label, [optimizer])
 
 
-class TorchJob:
+class TorchTables:
     """Plain PyTorch on the same device."""
 
-    def __init__(self, job: dict[str, Any], device: torch.device) -> None:
-        self.device = device
-        self.rows = nn.EmbeddingBag(total_rows(job["rows"]), job["dim"], mode="sum", sparse=True, device=device)
-        nn.init.uniform_(self.rows.weight, -RANGE, RANGE)
-        features = {f"c{number}": satrap.Table(f"c{number}", dim=job["dim"]) for number in range(NUM_FEATURES)}
-        model = DLRM(NUM_DENSE, satrap.Embeddings(features), bottom=BOTTOM, top=TOP).to(device)
-        self.step = Step(model, job["switches"], device)
-        self.optimizers = [torch.optim.SGD(model.parameters(), lr=LR), torch.optim.SGD(self.rows.parameters(), lr=LR)]
+    def __init__(self, rows: int, *_: Any) -> None:
+        self.bag = nn.EmbeddingBag(total_rows(rows), DIM, mode="sum", sparse=True, device=device())
+        nn.init.uniform_(self.bag.weight, -RANGE, RANGE)
 
-    def host_rate(self, batches: Any) -> dict[str, float]:
-        """Return nothing: the host resolves no ids."""
-        return {}
+    def num_rows(self) -> int:
+        """Return how many rows there are."""
+        return self.bag.num_embeddings
 
     def moved_rows(self) -> int:
         """Return 0: all rows stay on the device."""
         return 0
 
-    def steps(self, batches: Sequence[Any]) -> Iterator[Tensor]:
-        scaler = self.step.scaler
-        for numbers, dense, labels in batches:
+    def steps(self, setting: Setting, batches: Sequence[Any]) -> Iterator[Tensor]:
+        """Train without end, and yield the loss of each step."""
+        features = satrap.Embeddings({f"c{i}": satrap.Table(f"c{i}", dim=DIM) for i in range(NUM_FEATURES)})
+        model = DLRM(NUM_DENSE, features, bottom=BOTTOM, top=TOP).to(device())
+        step = Step(model, setting)
+        optimizers = [torch.optim.SGD(part.parameters(), lr=LR) for part in (model, self.bag)]
+        for numbers, dense, labels in cycle(batches):
             by_sample = np.ascontiguousarray(numbers.reshape(NUM_FEATURES, -1).T).reshape(-1, 1)
-            ids, floats, wanted = (torch.from_numpy(each).to(self.device) for each in (by_sample, dense, labels))
-            block = self.rows(ids).view(len(dense), -1)
-            loss = self.step.loss(floats, block, wanted)
-            for optimizer in self.optimizers:
-                optimizer.zero_grad()
-            scaler.scale(loss).backward()
-            for optimizer in self.optimizers:
-                scaler.step(optimizer)
-            scaler.update()
-            yield loss.detach()
+            ids, floats, wanted = (torch.from_numpy(each).to(device()) for each in (by_sample, dense, labels))
+            yield step.run(floats, self.bag(ids).view(len(dense), -1), wanted, optimizers)
+
+
+@cache
+def draw_batches(rows: int, ids: str, samples: int, count: int = BATCHES) -> list[tuple[Any, Any, Any]]:
+    """Return row numbers, dense numbers and labels of some batches. Zipf's ids take longest, so each has a thread."""
+    with ThreadPoolExecutor(min(count, os.cpu_count() or 1)) as pool:
+        numbers = list(pool.map(lambda part: row_numbers(rows, ids, 1, part, samples)[0], range(count)))
+    rng = np.random.default_rng(1)
+    dense = rng.standard_normal((count, samples, NUM_DENSE), np.float32)
+    labels = (rng.random((count, samples)) < 0.25).astype(np.float32)
+    return list(zip(numbers, dense, labels, strict=True))
+
+
+class Training:
+    """What the parts of whole steps have in common. Settings that follow one another may share their tables."""
+
+    def __init__(self, job: Any) -> None:
+        torch.manual_seed(1)
+        torch.backends.cuda.matmul.allow_tf32 = True
+        self.job = job
+        self.rows, self.samples, self.num_batches = sizes().rows, sizes().samples, BATCHES
+        self._held: dict[str, tuple[Any, Any]] = {}  # by contender: what its tables depend on, and these
+        self._copy: dict[str, float] | None = None
+
+    def tables_of(self, setting: Setting, fill_seconds: float = FILL_SECONDS) -> Any:
+        """Return the tables of a setting. The device has those of one setting of each contender at a time."""
+        key = (setting.rows, setting.staleness, setting.share, self.rows)
+        held, tables = self._held.get(setting.contender, (None, None))
+        if key != held:
+            del tables
+            self.release(setting.contender)
+            kind = TorchTables if setting.contender == "torch" else SatrapTables
+            tables = kind(self.rows, self.samples, setting, fill_seconds)
+            self._held[setting.contender] = (key, tables)
+        return tables
+
+    def release(self, contender: str = "satrap") -> None:
+        """Free the tables of a contender."""
+        _, tables = self._held.pop(contender, (None, None))
+        if isinstance(tables, SatrapTables):
+            tables.embeddings.close()
+        del tables
+        gc.collect()
+        torch.cuda.empty_cache()
+
+    def train(self, setting: Setting, fill_seconds: float = FILL_SECONDS) -> dict[str, Any]:
+        """Return the rate of a setting: the median of some rounds, and their range."""
+        self._copy = self._copy or bandwidths()
+        start = time.perf_counter()
+        tables = self.tables_of(setting, fill_seconds)
+        steps = tables.steps(setting, draw_batches(self.rows, setting.ids, self.samples, self.num_batches))
+        losses = [next(steps) for _ in range(WARMUP)]
+        finish()
+        prepared = time.perf_counter() - start
+        stages, moved = stages_of(tables), tables.moved_rows()
+        rates, num_steps = [], 0
+        for _ in range(ROUNDS):
+            begin, count = time.perf_counter(), 0
+            while count < sizes().num_calls or (time.perf_counter() - begin < ROUND_SECONDS and count < MOST_STEPS):
+                losses.append(next(steps))
+                count += 1
+            finish()
+            rates.append(self.samples * count / (time.perf_counter() - begin))
+            num_steps += count
+        steps.close()
+        numbers = [float(loss) for loss in losses]
+        if not np.isfinite(numbers).all():
+            raise FloatingPointError(f"a loss is not finite: {numbers}")
+        rate = sorted(rates)[ROUNDS // 2]
+        return {
+            "samples_per_s": round(rate),
+            "range": [round(min(rates)), round(max(rates))],
+            "step_ms": round(1e3 * self.samples / rate, 3),
+            "samples": self.samples,
+            "rows": tables.num_rows(),
+            "prepare_s": round(prepared, 2),
+            "loss": [round(numbers[0], 5), round(numbers[-1], 5)],
+            "moved_rows_per_step": round((tables.moved_rows() - moved) / num_steps),
+            "stage_ms": {
+                name: round(1e3 * (seconds - stages.get(name, 0.0)) / num_steps, 3)
+                for name, seconds in stages_of(tables).items()
+            },
+            **self._limits(setting, rate),
+        }
+
+    def _limits(self, setting: Setting, rate: float) -> dict[str, Any]:
+        """Return the samples/s that the measured copies permit, and a data sheet's products if there is one."""
+        assert self._copy is not None
+        numbers = draw_batches(self.rows, setting.ids, self.samples, self.num_batches)[0][0]
+        sample = sample_of(
+            DIM,
+            len(np.unique(numbers)) / self.samples,
+            is_half=setting.precision != "fp32",
+            value_bytes=DTYPES[setting.rows].itemsize,
+        )
+        sheet = sheet_of(torch.cuda.get_device_name()) if device().type == "cuda" else None
+        rates: dict[str, float | None] = {"flops": sheet.flops if sheet else None}
+        rates |= {"memory": 1e9 * self._copy["copy_gb_per_s"], "bus": 1e9 * self._copy["bus_gb_per_s"]}
+        found = limits(sample, rates)
+        return {
+            "limits": {name: round(limit) for name, limit in found.items()},
+            "share_of_limit": round(rate / min(found.values()), 4),
+        }
+
+
+def stages_of(tables: Any) -> dict[str, float]:
+    """Return the seconds of each stage so far."""
+    return dict(tables.embeddings.counters().stages) if isinstance(tables, SatrapTables) else {}
+
+
+class Steps(Training):
+    """The part of whole steps."""
+
+    def __init__(self, job: Any) -> None:
+        super().__init__(job)
+        self._settings = {setting.name: setting for setting in settings()}
+        self.names = list(self._settings)
+        self._last_seconds = 0.0
+
+    def measure(self, name: str) -> dict[str, Any]:
+        """Train one setting. To compile the network takes longest, so that needs more time than the last item took."""
+        setting, start = self._settings[name], time.perf_counter()
+        self.job.require_seconds(max(1.3 * self._last_seconds, 40.0 * (setting.compiled and device().type == "cuda")))
+        found = self.train(setting)
+        self._last_seconds = time.perf_counter() - start
+        return found
+
+
+class Profile(Training):
+    """The part that profiles ten steps: a table of kernels, and a trace."""
+
+    def __init__(self, job: Any) -> None:
+        super().__init__(job)
+        self.names = [Setting(compiled=True).name]
+
+    def measure(self, name: str) -> dict[str, Any]:
+        """Write the table and the trace, which is left out if it is too large."""
+        setting = Setting(compiled=True)
+        steps = self.tables_of(setting, 0.0).steps(setting, draw_batches(self.rows, setting.ids, self.samples))
+        for _ in range(2 * WARMUP):
+            next(steps)
+        finish()
+        with torch.profiler.profile() as profile:
+            for _ in range(PROFILED):
+                next(steps)
+            finish()
+        steps.close()
+        order = "self_cuda_time_total" if device().type == "cuda" else "self_cpu_time_total"
+        table = profile.key_averages().table(sort_by=order, row_limit=60, max_name_column_width=90)
+        (self.job.out / "profile.txt").write_text(f"{PROFILED} steps of {name}\n{table}\n")
+        trace = self.job.out / "trace.json.gz"
+        profile.export_chrome_trace(str(trace))
+        size = trace.stat().st_size
+        if size > MOST_TRACE_BYTES:
+            trace.unlink()
+        return {"steps": PROFILED, "trace_bytes": size, "kept": size <= MOST_TRACE_BYTES}
+
+
+class Tiers(Training):
+    """The part with rows in two tiers, at a size that fits the time that is left."""
+
+    def __init__(self, job: Any) -> None:
+        super().__init__(job)
+        self._settings = {
+            setting.name: setting
+            for setting in (Setting(share=share, ids=ids) for ids in ("zipf", "uniform") for share in (0.5, 0.1))
+        }
+        self.names = list(self._settings)
+        self.num_batches = TIER_BATCHES
+        self._rows_per_s: float | None = None
+
+    def measure(self, name: str) -> dict[str, Any]:
+        """Train with a half or a tenth of the rows on the device. Rows are inserted in a third of the time that is left
+        for a setting; a batch has as many samples as leave room for its rows in a quarter of the device's."""
+        setting = self._settings[name]
+        if self._rows_per_s is None:
+            self._rows_per_s = self._measure_insertions(setting)
+        seconds = self.job.seconds_left() / (len(self.names) - self.names.index(name)) / 3
+        fits = int(self._rows_per_s * seconds) // NUM_FEATURES * NUM_FEATURES
+        self.rows = max(NUM_FEATURES * 200, min(sizes().rows, fits))
+        room = int(setting.share * self.rows) // NUM_FEATURES // 4
+        self.samples = max(4, min(sizes().samples, room // 4 * 4))
+        found = self.train(setting, fill_seconds=2 * seconds)
+        self.release()
+        return found | {"rows_per_s_inserted": round(self._rows_per_s)}
+
+    def _measure_insertions(self, setting: Setting) -> float:
+        """Return how many rows are inserted in a second, from a small table, which also compiles the kernels."""
+        self.rows, self.samples = max(NUM_FEATURES * 200, sizes().rows // 16), sizes().samples // 4
+        self.tables_of(setting, 0.0)
+        self.release()
+        start = time.perf_counter()
+        inserted = self.tables_of(setting, FILL_SECONDS / 3).num_rows()
+        rate = float(inserted / (time.perf_counter() - start))
+        self.release()
+        return rate

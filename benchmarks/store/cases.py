@@ -10,6 +10,7 @@ A case's name is kind/rows x dim/optimizer/ids/threads. The kinds:
     growth      the longest batch while a table without a capacity grows, and its bytes beyond values and state
     snapshot    save to and load from memory-backed files
     save_beside training while a thread saves: the longest step during a save
+    resolve     the core's part of a step of rows on a device, ids to frames, beside a lookup of rows in memory
 """
 
 from collections.abc import Iterable
@@ -24,6 +25,7 @@ DISTRIBUTIONS = ("zipf", "uniform")
 DIMS = (16, 64)
 BASE = Case(kind="", optimizer="adagrad", num_threads=2, num_warmup=5, num_steps=30)
 QUICK = replace(BASE, num_warmup=3, num_steps=8)
+_RESOLVE = replace(BASE, kind="resolve", rows=20 * MILLION, dim=16, num_warmup=10, num_steps=100)
 
 
 def full_cases() -> list[Case]:
@@ -56,6 +58,10 @@ def full_cases() -> list[Case]:
         *(replace(BASE, kind="growth", rows=20 * MILLION, dim=dim, targets=growth) for dim in DIMS),
         replace(BASE, kind="snapshot", rows=5 * MILLION, dim=64, targets=speed),
         replace(BASE, kind="save_beside", rows=20 * MILLION, dim=16, num_threads=1, targets=stall),
+        *(
+            replace(_RESOLVE, ids=ids, targets=(Target(figure="ratio", at_least=2.0),) if ids == "zipf" else ())
+            for ids in DISTRIBUTIONS
+        ),
     ]
 
 
@@ -71,6 +77,7 @@ def quick_cases() -> list[Case]:
         replace(QUICK, kind="growth", rows=2 * MILLION, dim=16),
         replace(QUICK, kind="snapshot", rows=half, dim=64),
         replace(QUICK, kind="save_beside", rows=MILLION, dim=16, num_threads=1),
+        replace(QUICK, kind="resolve", rows=MILLION, dim=16, ids="zipf"),
     ]
 
 

@@ -69,6 +69,22 @@ def plan_upkeep(group: Sequence[Case], number: int, batches: Path) -> list[Run]:
     ]
 
 
+def plan_resolve(group: Sequence[Case], number: int, batches: Path) -> list[Run]:
+    """Return the run of `resolve.py`, which has a table with rows and a directory without."""
+    (case,) = group
+    names = ("rows", "dim", "ids", "num_threads", "num_warmup", "num_steps")
+    job = {"module": "benchmarks.store.resolve", "part": number, **{name: getattr(case, name) for name in names}}
+    return [
+        Run(
+            label="satrap",
+            contender="satrap",
+            job=job,
+            needed_bytes=2 * table_bytes(case.rows, case.dim, case.optimizer),
+            environment=all_cores(case.num_threads).environment,
+        )
+    ]
+
+
 def steps_run(
     group: Sequence[Case],
     number: int,
@@ -120,6 +136,12 @@ def record_with(ratios: Mapping[str, Ratio]) -> Callable[[Case, Rounds], dict[st
     return record
 
 
+def record_resolve(case: Case, rounds: Rounds) -> dict[str, Any]:
+    rates = rounds.spreads("rows_per_s")
+    figures = rounds.ratios({"ratio": ("resolve", ("lookup",))}, "rows_per_s")
+    return {"rows_per_s": rates, "figures": figures | {f"{name}_rows_per_s": rates[name] for name in RESOLVED}}
+
+
 def record_upkeep(case: Case, rounds: Rounds) -> dict[str, Any]:
     return {"figures": rounds.figures_of("satrap")}
 
@@ -131,6 +153,7 @@ TRAIN: dict[str, Ratio] = {
     "ratio_apart": ("satrap", tuple(f"{peer}_apart" for peer in PEERS)),
 }
 LOOKUP: dict[str, Ratio] = {"ratio": ("satrap", ARRAY), "ratio_eval": ("satrap_eval", ARRAY)}
+RESOLVED = ("resolve", "update")
 SHARED: dict[str, Ratio] = {"ratio": ("satrap_shared", ("satrap",))}
 plan_train = plan_with_peers({"satrap": "train", "satrap_plain": "train_plain"}, "train", PEERS)
 plan_lookup = plan_with_peers({"satrap": "lookup", "satrap_eval": "lookup_eval"}, "lookup", ARRAY)
@@ -138,6 +161,7 @@ KINDS = {
     "train": Kind(plan=plan_train, record=record_with(TRAIN), shares_table=True),
     "lookup": Kind(plan=plan_lookup, record=record_with(LOOKUP), shares_table=True),
     "first_seen": Kind(plan=plan_first_seen, record=record_with({})),
+    "resolve": Kind(plan=plan_resolve, record=record_resolve, required="satrap"),
     "shared": Kind(plan=plan_shared, record=record_with(SHARED), shares_table=True),
     **dict.fromkeys(("memory", "growth", "snapshot", "save_beside"), Kind(plan=plan_upkeep, record=record_upkeep)),
 }

@@ -1,163 +1,353 @@
-"""The GPU benchmark at its smallest: every kind runs on the CPU, and full cases want a GPU."""
+"""The GPU benchmark on the CPU: what a run leaves in its folder, however it ends, and that a wrong kernel is found."""
 
 from __future__ import annotations
 
-import importlib
 import json
-from argparse import Namespace
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from benchmarks.gpu import cases, devices, plan, roofline, sizes
-from benchmarks.gpu.__main__ import SUITE, main
-from benchmarks.harness import peers, rounds
-from benchmarks.harness.case import Case
-from benchmarks.harness.record import complaints, make_record
+from benchmarks.gpu import bandwidth, devices, kernels, roofline, training
+from benchmarks.gpu.__main__ import PARTS
+from benchmarks.gpu.child import Job, OutOfTimeError
+from benchmarks.gpu.results import Results
 
-QUICK = {case.kind: case for case in reversed(cases.quick_cases())}
-KERNELS = ("pool", "update", "exchange")
-STEPS = {"samples_per_s", "bound", "share"}
-pytestmark = pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch.compile
+from satrap.device import home_memory, reference
 
-
-@pytest.fixture(autouse=True)
-def small_copies(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(devices, "SMALL_COPY_BYTES", 1 << 16)
-
-
-def measure(case: Case) -> dict[str, Any]:
-    """Run the processes of one round here, one after another, and return the record."""
-    results: dict[str, list[dict[str, Any] | None]] = {}
-    for run in plan.plan([case], 0, Path()):
-        if plan.NEEDS_FBGEMM in run.needs:
-            continue
-        job = {**run.job, "samples": 64, "device": "cpu", "num_threads": 1}
-        done = importlib.import_module(job["module"]).measure(job)
-        results[run.label] = [{"peak_resident_bytes": 1, "versions": {}, **done}]
-    return make_record(case, results, plan.KINDS[case.kind].record)
-
-
-@pytest.mark.parametrize("kind", QUICK)
-def test_a_case_runs(kind: str) -> None:
-    rows = min(QUICK[kind].rows, 39_000 if kind in ("tiers", "largest") else 110_000)
-    record = measure(replace(QUICK[kind], rows=rows, num_warmup=1, num_steps=2))
-    json.dumps(record)
-    figures = {name: figure["median"] for name, figure in record["figures"].items()}
-    moved = {f"{name}_gb_per_s" for name in (*KERNELS, "copy", "bus", "to_home", "initialise")}
-    wanted = {
-        "resolve": {"ratio", "resolve_rows_per_s", "update_rows_per_s"},
-        "kernels": moved
-        | {f"{name}_share" for name in KERNELS}
-        | {"to_home_share_of_bus", "initialise_share_of_bus", "pool_rows_per_s", "step_rows_per_s"}
-        | {"pool_ratio_torch", "step_ratio_torch"},
-        "train": {"samples_per_s", "ratio"},
-        "ablation": {"amp", "fused_tables", "compile"},
-        "tiers": {"half", "tenth"},
-        "largest": {"samples_per_s", "rows_found", "on_device_share", "moved_rows_per_step"},
-    }
-    assert figures.keys() == wanted[kind] and all(value >= 0 for value in figures.values())  # rounded
-    assert record.get("published") == cases.PUBLISHED.get(kind)
-    if kind in ("train", "ablation", "tiers", "largest"):
-        found = record["roofline"]
-        assert record["roofline"].keys() > STEPS and found["bound"] in ("memory", "bus", "host")
-        assert found["share"] > 0 and found["samples_per_s"].keys() == {"memory", "bus", "host"}
-        assert "the device is cpu" in record["not_compared"]
-    if kind == "largest":
-        assert 0 < figures["on_device_share"] < 1 and record["parameters"] == figures["rows_found"] * 16
-
-
-def test_both_contenders_train() -> None:
-    """The loss falls, and is about the same at first."""
-    case = replace(QUICK["train"], rows=2_600, num_warmup=1, num_steps=25)
-    losses = measure(case)["loss"]
-    (first, last), (of_torch, last_of_torch) = losses["satrap"][0], losses["torch"][0]
-    assert abs(first - of_torch) < 0.1 and last < first and last_of_torch < of_torch
-
-
-def test_tables_that_are_not_fused_have_memories_of_their_own() -> None:
-    """And the same losses, to the last bit."""
-    from benchmarks.gpu.training import SatrapJob
-
-    case = replace(QUICK["ablation"], rows=2_600, precision="fp32")
-    jobs = {run.label: {**run.job, "samples": 64} for run in plan.plan([case], 0, Path())}
-    for label, memories in (("all", 1), ("no_fused", 26)):
-        worker: Any = SatrapJob(jobs[label], torch.device("cpu")).embeddings.worker
-        assert len(worker._device_rows._engine.memories) == memories
-        assert all(memory.home is None for memory in worker._device_rows._engine.memories)
-        assert sum(len(store) for store in worker.tables.values()) == 2_600
-    losses = measure(replace(case, num_warmup=1, num_steps=3))["loss"]
-    assert losses["all"] == losses["no_fused"] == losses["no_compile"]
-
-
-def test_full_cases_of_a_device_need_a_gpu() -> None:
-    for case in cases.full_cases():
-        needs = {plan.NEEDS_GPU in run.needs for run in plan.plan([case], 0, Path())}
-        assert needs == {case.kind != "resolve"}
-
-
-@pytest.mark.parametrize(
-    ("name", "is_comparable"),
-    [
-        ("NVIDIA H200", True),
-        ("NVIDIA B200", True),
-        ("NVIDIA H100 80GB HBM3", False),
-        ("NVIDIA GH200 480GB", False),
-        ("cpu", False),
-    ],
+DEADLINE_SECONDS = 240
+ROOT = Path(__file__).parents[2]
+TINY = replace(
+    devices.SMALL, samples=8, checked_samples=8, rows=26 * 60, checked_rows=260, moved_rows=40, copied_bytes=1 << 14
 )
-def test_targets_are_those_of_a_class_of_devices(
-    name: str, is_comparable: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for module in ("plan", "__main__"):
-        monkeypatch.setattr(f"benchmarks.gpu.{module}.describe_device", lambda: name)
-    options = Namespace(quick=False, check=True, threads=2, warmup=None, steps=None)
-    found = {case.kind for case in SUITE.cases(options) if case.targets}
-    assert found == ({"resolve", "kernels", "train", "largest"} if is_comparable else {"resolve"})
-    printed = capsys.readouterr().err
-    assert printed == ("" if is_comparable else f"no target but those of resolve is compared: the device is {name}, "
-                       "and the targets are those of a GPU of the H200 class\n")  # fmt: skip
-    case = replace(QUICK["train"], targets=(cases.TRAIN,) if is_comparable else ())
-    stream = dict.fromkeys(("samples_per_s", "step_ms", "copy_gb_per_s", "bus_gb_per_s", "resolve_ids_per_s"), 1e6)
-    stream |= dict.fromkeys(("moved_rows_per_step", "unique_per_sample", "loss_first", "loss_last"), 1.0)
-    result = {"streams": {f"{case.stream}satrap": stream}, "peak_resident_bytes": 1, "versions": {}}
-    record = make_record(case, {"satrap": [result]}, plan.record_train)
-    assert record["moonshot"]["met"] is (False if is_comparable else None)
-    assert ("flops" in record["roofline"]["samples_per_s"]) == (devices.sheet_of(name) is not None)
-    assert len(complaints(record)) == is_comparable
+EXTRAS = ("zmq", "pyarrow", "obstore", "safetensors", "fsspec", "hypothesis", "pytest")
+pytestmark = [
+    pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU it would measure that"),
+    pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning"),  # torch.compile
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning"),  # torch.compile
+]
 
 
-def test_without_a_gpu_full_cases_are_left_out_and_none_is_missed(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    if torch.cuda.is_available():
-        pytest.skip("there is a GPU, which would measure them")
-    monkeypatch.setattr(rounds, "_start", lambda *_: pytest.fail("a case was started"))
-    monkeypatch.setattr(peers, "runs", lambda python, statement: statement != plan.NEEDS_GPU)  # without an interpreter
-    assert main(["--case", "train", "largest", "kernels", "ablation", "--check", "--rounds", "1"]) == 0
-    printed = capsys.readouterr()
-    assert printed.out == "" and "left out" in printed.err and "no target but those of resolve" in printed.err
+@contextmanager
+def started(out: Path, minutes: float, *options: str, modules: dict[str, str] | None = None) -> Iterator[Any]:
+    """Start a run, to which some modules with these texts are importable. It is killed when the context ends."""
+    folder = out.with_name("modules")
+    folder.mkdir(exist_ok=True)
+    for name, text in (modules or {}).items():
+        (folder / f"{name}.py").write_text(text)
+    command = [sys.executable, "-m", "benchmarks.gpu", "--minutes", str(minutes), "--out", str(out), *options]
+    environment = {**os.environ, "PYTHONPATH": str(folder)}
+    process = subprocess.Popen(
+        command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
 
 
-def test_the_largest_model_fits() -> None:
-    """At any size: a row more would not fit, or all that is wanted is there."""
-    row = 256
-    for device_rows, host_rows in ((0, 5_000), (900, 5_000), (5_000, 5_000), (20_000, 900), (20_000, 50_000)):
-        memory = sizes.Memory(device=device_rows * row, host=host_rows * row)
-        found = sizes.largest(10_000, memory, row)
-        at_home = found.rows - found.on_device
-        frames = found.on_device if at_home else 0
-        used = at_home * row + found.rows * sizes.DIRECTORY_BYTES + frames * sizes.FRAME_BYTES
-        assert found.on_device <= device_rows and used <= memory.host and found.rows <= 10_000
-        assert (found.device_memory(row) is None) == (at_home == 0)
-        enough = 27 * (row + sizes.DIRECTORY_BYTES) + device_rows * sizes.FRAME_BYTES
-        assert found.rows > 10_000 - 26 or memory.host - used < enough
-    with pytest.raises(MemoryError, match="no row of 256 bytes fits"):
-        sizes.largest(10_000, sizes.Memory(device=1 << 20, host=20), row)
-    parameters = cases.LARGEST_ROWS * 128
-    assert parameters >= 113e9
+def run(out: Path, minutes: float, *options: str, modules: dict[str, str] | None = None) -> tuple[int, str]:
+    """Return the status of a run, and what it printed."""
+    with started(out, minutes, *options, modules=modules) as process:
+        printed, _ = process.communicate(timeout=DEADLINE_SECONDS)
+        return process.returncode, printed
+
+
+def records(out: Path) -> list[dict[str, Any]]:
+    text = (out / "results.jsonl").read_text() if (out / "results.jsonl").exists() else ""
+    assert text == "" or text.endswith("\n")
+    return [json.loads(line) for line in text.splitlines()]
+
+
+def test_a_run_needs_little_and_ends_in_time(tmp_path: Path) -> None:
+    """Without what only tests and servers need. Each part says what it measured, or that its time was over."""
+    blocker = f"""
+import sys
+class Refuse:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in {EXTRAS}:
+            raise ImportError(f"No module named {{name!r}}")
+sys.meta_path.insert(0, Refuse())
+"""
+    out, start = tmp_path / "out", time.monotonic()
+    status, printed = run(out, 0.8, modules={"sitecustomize": blocker})
+    assert time.monotonic() - start < 48 + 20, "it took longer than its minutes"
+    found = records(out)
+    assert status == 0, printed
+    assert list(dict.fromkeys(each["part"] for each in found)) == list(PARTS)
+    (tests,) = [each for each in found if each["part"] == "tests"]
+    assert tests["status"] == "left out" and "No module named 'hypothesis'" in tests["error"]
+    assert {each["status"] for each in found} <= {"ok", "left out", "cut"}
+    software = found[0]
+    assert software["item"] == "software" and "zmq" not in software["imports"] and software["torch"]
+    assert {"pool/one id/float32", "update/SGD/float32"} <= {each["item"] for each in found if each["status"] == "ok"}
+    names = {each.name for each in out.iterdir()}
+    assert {"results.jsonl", "summary.txt"} <= names and len(names) <= 8
+    assert all(path.is_file() and path.stat().st_size < 16 << 20 for path in out.iterdir())
+    summary = (out / "summary.txt").read_text()
+    assert printed.endswith(summary) and "after tiers" in summary and "0 failed" in summary
+
+
+def test_a_run_that_is_killed_loses_nothing(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    with started(out, 10, "--parts", "environment", "kernels") as process:
+        deadline = time.monotonic() + DEADLINE_SECONDS
+        while len(records(out)) < 6:
+            assert time.monotonic() < deadline and process.poll() is None, process.communicate()
+            time.sleep(0.02)
+        process.kill()
+        process.wait()
+    found = records(out)
+    assert [each["item"] for each in found[:4]] == ["software", "device", "copies", "pool/one id/float32"]
+    assert all(each["status"] == "ok" for each in found)
+    assert "after environment" in (out / "summary.txt").read_text()
+    while children_of(out):
+        assert time.monotonic() < deadline, "a process outlives the run"
+        time.sleep(0.02)
+
+
+def children_of(out: Path) -> list[Path]:
+    """Return the processes that write into the folder."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            if str(out).encode() in path.read_bytes():
+                found.append(path)
+        except OSError:
+            continue
+    return found
+
+
+def test_a_run_that_is_ended_says_so(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    with started(out, 10, "--parts", "environment", "kernels") as process:
+        deadline = time.monotonic() + DEADLINE_SECONDS
+        while len(records(out)) < 4:
+            assert time.monotonic() < deadline and process.poll() is None
+            time.sleep(0.02)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(DEADLINE_SECONDS) == 1
+    summary = (out / "summary.txt").read_text()
+    assert "pool/one id/float32" in summary and "ended from outside" in summary
+    assert not children_of(out)
+
+
+WRONG = """
+from satrap.config.optimizers import Adagrad
+from satrap.device.reference import *
+from satrap.device.reference import update as _update
+
+def update(values, state, runs, gradients, optimizer, *args, **options):
+    summed = _update(values, state, runs, gradients, optimizer, *args, **options)
+    if isinstance(optimizer, Adagrad):
+        CHANGE
+    return summed
+"""
+
+
+def test_a_wrong_kernel_ends_the_run_with_its_name(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    text = WRONG.replace("CHANGE", "values[3, 5] += 1.0")
+    parts = ("--parts", "kernels", "bandwidth", "--kernels", "wrong")
+    status, printed = run(out, 10, *parts, modules={"wrong": text})
+    assert status == 1 and "stopped, since a kernel failed: update/Adagrad/float32" in printed
+    *right, wrong = records(out)
+    assert {each["status"] for each in right} == {"ok"} and {each["part"] for each in right} == {"kernels"}
+    assert wrong["item"] == "update/Adagrad/float32" and wrong["status"] == "failed"
+    assert "1 of " in wrong["error"] and "numbers of values (plain) differ" in wrong["error"]
+    assert "the first is at [3, 5]: found" in wrong["error"]
+
+
+def test_a_crash_loses_one_item(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    parts = ("--parts", "kernels", "--kernels", "wrong", "--keep-going")
+    crash = "import os, sys; print('gone', file=sys.stderr, flush=True); values.dtype != torch.float32 or os.abort()"
+    status, _ = run(out, 10, *parts, modules={"wrong": WRONG.replace("CHANGE", crash)})
+    found = records(out)
+    (crashed,) = [each for each in found if each["status"] != "ok"]
+    assert status == 1 and crashed["status"] == "crashed" and crashed["item"] == "update/Adagrad/float32"
+    assert "status -6" in crashed["error"] and "gone" in crashed["stderr"]
+    assert "gone" in (out / "errors.txt").read_text()
+    assert [each["item"] for each in found] == kernels.Kernels(SimpleNamespace(kernels=None, every=1)).names
+
+
+def test_device_tests_are_run_and_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that fails is named; those that take too long are cut."""
+    from benchmarks.gpu import __main__ as command
+
+    text = """
+import subprocess
+import sys
+import pytest
+
+@pytest.mark.parametrize("name", ["a b", "c"])
+def test_right(name): pass
+def test_wrong(): assert False, "on purpose"
+def test_slow():
+    deaf = "import signal, time; signal.signal(2, signal.SIG_IGN); time.sleep(MANY)"
+    subprocess.run([sys.executable, "-c", deaf])
+"""
+    for many, seconds in ((0, DEADLINE_SECONDS), (600, 15)):
+        (tests := tmp_path / f"test_{many}.py").write_text(text.replace("MANY", str(many)))
+        monkeypatch.setattr(command, "CPU_TESTS", (str(tests), "--rootdir", str(tmp_path), "-c", "/dev/null"))
+        run = command.Run(command.parse(["--minutes", "9", "--out", str(tmp_path / "out")]))
+        run._test(time.monotonic() + seconds)
+        (record,) = run.results.records
+        if many == 0:
+            assert record["status"] == "failed" and record["counts"] == "3 passed 1 failed"
+            assert "test_wrong FAILED" in record["error"] and len(record["failed"]) == 1
+            assert "test_right[a b]" in (tmp_path / "out/tests.txt").read_text()
+        else:  # a slow machine may not come to the test that fails
+            assert record["status"] in ("cut", "failed") and record["seconds"] < 60
+
+
+@pytest.fixture
+def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Job:
+    """A job of this process, at the smallest size."""
+    for module in (devices, kernels, bandwidth, training):
+        monkeypatch.setattr(module, "sizes", lambda: TINY)
+    monkeypatch.setattr(home_memory, "SEGMENT_BYTES", 1 << 16)
+    monkeypatch.setattr(training, "ROUND_SECONDS", 0.0)
+    monkeypatch.setattr(training, "FILL_SECONDS", 0.5)
+    return Job(part="kernels", until=time.monotonic() + DEADLINE_SECONDS, out=tmp_path)
+
+
+def broken(name: str) -> Any:
+    """Return kernels of which one changes a bit of the last number that it writes."""
+
+    def wrong(*args: Any, **options: Any) -> Any:
+        done = getattr(reference, name)(*args, **options)
+        written = {"pool": 7, "copy_sequence": 5, "update": 0, "exchange": 0}[name]
+        kernels.as_integers(args[written]).view(-1)[-1] ^= 1
+        return done
+
+    return SimpleNamespace(**{**vars(reference), name: wrong})
+
+
+@pytest.mark.parametrize("name", ["pool", "update", "copy_sequence", "exchange"])
+def test_one_wrong_bit_of_any_kernel_is_found(name: str, job: Job) -> None:
+    part = kernels.Kernels(job)
+    items = [item for item in part.names if item.startswith(f"{name}/")]
+    assert len(items) >= 6
+    for item in items:
+        assert part.measure(item)
+        part.kernels = broken(name)
+        with pytest.raises(kernels.WrongKernelError, match=r"^1 of .* numbers of .* differ from the reference"):
+            part.measure(item)
+        part.kernels = reference
+
+
+def test_wrong_initial_values_are_found(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    part = kernels.Kernels(job)
+    items = [item for item in part.names if item.startswith("initial/")]
+    assert len(items) == 9 and all(part.measure(item) for item in items)
+    real = torch.Tensor.__setitem__
+    monkeypatch.setattr(torch.Tensor, "__setitem__", lambda to, at, rows: real(to, at, rows + 1.0))
+    for item in items:
+        with pytest.raises(kernels.WrongKernelError, match="numbers of values differ from the reference"):
+            part.measure(item)
+
+
+def test_every_optimizer_and_dtype_is_checked(job: Job) -> None:
+    from satrap import config
+
+    names = kernels.Kernels(job).names
+    assert {type(each).__name__ for each in kernels.OPTIMIZERS.values()} == {
+        "SGD", "RowWiseAdagrad", "Adagrad", "Adam", "AdamW", "Ftrl"
+    } <= set(vars(config.optimizers))  # fmt: skip
+    for dtype in ("float32", "float16", "bfloat16"):
+        assert len([name for name in names if name.startswith("update/") and name.endswith(f"/{dtype}")]) == 8
+
+
+def test_kernels_are_timed_on_values_that_are_verified(job: Job) -> None:
+    part: Any = bandwidth.Bandwidth(job)
+    for item in part.names:
+        found = part.measure(item)
+        assert found["gb_per_s"] > 0 and max(found.get("share_of_copy", 0), found.get("share_of_bus", 0)) >= 0
+    for name, item in (("pool", part.names[0]), ("update", part.names[1]), ("copy_sequence", part.names[-1])):
+        part.kernels = broken(name)
+        if name == "update":  # only some rows are compared: those of most gradients, and of random runs
+            part.kernels.update = lambda values, *args, **options: values.add_(1.0)
+        with pytest.raises(kernels.WrongKernelError):
+            part.measure(item)
+    part.kernels = SimpleNamespace(exchange=lambda *_: None)
+    with pytest.raises(kernels.WrongKernelError, match="the flags of moved rows"):
+        part.measure("exchange/float32")
+
+
+def test_steps_are_trained_in_every_setting(job: Job) -> None:
+    """The settings that the part names, of which some run here; the losses of both contenders fall alike."""
+    part = training.Steps(job)
+    settings = training.settings()
+    assert len(set(part.names)) == len(part.names) == len(settings)
+    assert {each.rows for each in settings} == {"float32", "float16", "bfloat16"}
+    assert {each.precision for each in settings} == {"fp32", "amp-fp16", "amp-bf16"}
+    assert {(each.compiled, each.staleness) for each in settings} == {(False, 0), (True, 0), (True, 1)}
+    assert {(each.contender, each.ids) for each in settings} == {
+        (name, ids) for name in ("satrap", "torch") for ids in ("zipf", "uniform")
+    }
+    losses = []
+    for item in (*part.names[:2], part.names[3], next(name for name in part.names if "float16" in name)):
+        found = part.measure(item)
+        json.dumps(found)
+        assert found["samples_per_s"] > 0 and found["range"][0] <= found["samples_per_s"] <= found["range"][1]
+        assert found["rows"] == TINY.rows and found["samples"] == TINY.samples
+        losses.append(found["loss"])
+    assert all(abs(first - losses[0][0]) < 0.2 for first, _ in losses)
+    with pytest.raises(OutOfTimeError, match="s are left, and it needs"):
+        training.Steps(replace(job, until=time.monotonic() + 1)).job.require_seconds(2)
+
+
+def test_ten_steps_are_profiled(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    part = training.Profile(job)
+    (item,) = part.names
+    assert part.measure(item) | {"trace_bytes": 0} == {"steps": 10, "trace_bytes": 0, "kept": True}
+    assert "10 steps of satrap/float32" in (job.out / "profile.txt").read_text()
+    assert (job.out / "trace.json.gz").read_bytes()[:2] == b"\x1f\x8b"
+    monkeypatch.setattr(training, "MOST_TRACE_BYTES", 10)
+    assert part.measure(item)["kept"] is False and not (job.out / "trace.json.gz").exists()
+
+
+def test_rows_move_between_two_tiers(job: Job) -> None:
+    part = training.Tiers(job)
+    assert len(part.names) == 4
+    for item in (part.names[0], part.names[-1]):
+        found = part.measure(item)
+        assert found["moved_rows_per_step"] > 0 and found["rows"] <= part.rows and found["rows_per_s_inserted"] > 0
+
+
+def test_a_file_of_text_keeps_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from benchmarks.gpu import results
+
+    monkeypatch.setattr(results, "MOST_BYTES", 10)
+    written = Results(tmp_path)
+    for text in ("12345678", "abcdef"):
+        written.append("errors.txt", text)
+    assert (tmp_path / "errors.txt").read_text() == "5678abcdef"
+
+
+def test_the_summary_compares_contenders_and_names_failures(tmp_path: Path) -> None:
+    written = Results(tmp_path)
+    for item, rate in (("torch/float32", 100), ("satrap/float16", 250), ("satrap/bfloat16", 50)):
+        written.add(
+            "steps", f"{item}/fp32/eager/staleness {int('16' in item)}/zipf", {"status": "ok", "samples_per_s": rate}
+        )
+    written.add("steps", "satrap/float32/amp-fp16/eager/staleness 0/zipf", {"status": "ok", "samples_per_s": 7})
+    written.add("tiers", "a half", {"status": "crashed", "error": "status -9"})
+    lines = written.summarise("done").splitlines()
+    shown = [line for line in lines if line.startswith("  satrap/")]
+    assert ["2.50 of torch" in shown[0], "0.50 of torch" in shown[1], "of torch" in shown[2]] == [True, True, False]
+    assert "CRASHED: status -9" in lines[-5] and lines[-3:] == ["5 items, 1 failed", "  tiers: a half", "done"]
 
 
 def test_the_roofline_counts_a_sample() -> None:
@@ -170,11 +360,8 @@ def test_the_roofline_counts_a_sample() -> None:
     assert sample.flops == 6 * (layers + 27 * 27 * 128)
     fewer = roofline.sample_of(128, 10, is_half=True)
     assert fewer.rows_bytes == sample.rows_bytes - 16 * (1024 + 12) and fewer.dense_bytes < sample.dense_bytes
-    found = roofline.describe(sample, {"memory": 4.8e12, "bus": None, "host": 26e6, "flops": 1e15}, 5e5, {})
-    assert found["bound"] == "host" and found["share"] == 0.5 and "bus" not in found["samples_per_s"]
-    on_host = roofline.of_host(52e6, 52e6, 2)
-    assert on_host["samples_per_s"] == 1_000_000 and on_host["samples_per_s_on_16_cores"] == 8_000_000
-    assert on_host["cores_of_target"] == 18.2 and on_host["cores_of_moonshot"] == 24.0
+    assert roofline.limits(sample, {"memory": 4.8e12, "bus": None, "host": 26e6})["host"] == 1e6
+    assert round(roofline.of_host(52e6, 52e6)) == 1_000_000
 
 
 def test_the_table_of_the_design_note_is_made_from_records(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

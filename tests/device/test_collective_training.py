@@ -13,10 +13,12 @@ import pytest
 
 from trainers import Trainers, require_same_as_alone
 
+CHILD = Path(__file__).parents[1] / "collective_child.py"
+
 
 @pytest.fixture(scope="module")
 def trainers() -> Iterator[Trainers]:
-    with Trainers(4, Path(__file__).parents[1] / "collective_child.py") as found:
+    with Trainers(4, CHILD) as found:
         yield found
 
 
@@ -35,6 +37,13 @@ def test_random_steps_have_the_bits_of_rows_in_memory(
     """Micro-batches, padding, drops, gradients that are missing or not finite, other rates."""
     found = trainers.run([], world_size, tmp_path, compare=seed, steps=12, shard=shard, device=device)
     assert all(each == found[0] and min(each["rows"].values()) > 0 for each in found)
+
+
+def test_a_lone_trainer_has_the_bits_of_rows_in_memory(device: str, tmp_path: Path, seed: int) -> None:
+    """With the exchanges of several: on a GPU it sends rows to itself by NCCL."""
+    with Trainers(1, CHILD) as alone:
+        (found,) = alone.run([], 1, tmp_path, compare=seed, steps=12, shard="rows", device=device)
+    assert min(found["rows"].values()) > 0
 
 
 @pytest.mark.draw(1)

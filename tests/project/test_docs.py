@@ -162,7 +162,8 @@ def after_checkpoints(out: str, namespace: dict[str, Any]) -> None:
 
 
 def after_gpu(out: str, namespace: dict[str, Any]) -> None:
-    assert out.startswith("continues after step 40 with 100 items")
+    assert namespace["embeddings"].step == 41 and namespace["found"].embeddings.shape == (512, 48)
+    assert sorted(os.listdir("run"))[-1].endswith("step-40") and len(namespace["embeddings"].tables["item"]) > 100
 
 
 CHECKS: dict[str, Callable[[str, dict[str, Any]], None]] = {

@@ -2,9 +2,11 @@
 
 Tests of rows are those of tests/device, which have them on the CPU, with the fixture `device` of this file: the same
 bits as rows in memory, whatever the loop, the tier and the number of trainers. Skipped without a device; what several
-trainers do by NCCL, without as many devices.
+trainers do by NCCL, without as many devices; what saves tables, without pyarrow. The benchmark of GPUs runs them on a
+machine that has little more than torch, so nothing else may be imported here.
 """
 
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +43,6 @@ test_rows_equal_those_of_torch = of_workers.test_it_equals_torch
 test_updates_later_than_other_lookups = of_workers.test_updates_later_than_other_lookups
 test_gradients_that_are_not_finite = of_workers.test_gradients_that_are_not_finite
 test_a_store_reads_rows = of_workers.test_a_store_reads_rows_on_the_device
-test_snapshots_are_those_of_the_core = of_workers.test_snapshots_are_those_of_the_core
 test_frames_are_used_again = of_workers.test_memory_grows_with_the_rows_and_frames_are_used_again
 test_memory_that_runs_out = of_workers.test_a_device_without_memory_is_an_error_that_changes_nothing
 
@@ -49,8 +50,6 @@ test_a_loop_ends_with_the_same_bits = of_loops.test_a_loop_ends_with_the_same_bi
 test_staleness = of_loops.test_staleness
 test_sequences_and_features_that_share_tables = of_loops.test_sequences_and_features_that_share_tables
 test_evaluation_and_reading = of_loops.test_evaluation_and_reading
-test_a_run_resumes_wherever_its_rows_were = of_loops.test_a_run_resumes_wherever_its_rows_were
-test_checkpoints_of_a_loop_that_finds_rows_ahead = of_loops.test_checkpoints_of_a_loop_that_finds_rows_ahead
 tables = of_loops.tables
 test_a_loss_that_is_not_finite = of_loops.test_a_loss_that_is_not_finite
 
@@ -58,7 +57,6 @@ test_two_tiers_equal_rows_in_memory = of_tiers.test_training_equals_rows_in_memo
 test_tables_of_every_kind_share_a_device = of_tiers.test_tables_of_every_kind_share_a_device
 test_batches_after_one_that_did_not_fit = of_tiers.test_batches_are_found_ahead_again_after_one_that_did_not_fit
 test_reading_and_evaluation_move_nothing = of_tiers.test_reading_and_evaluation_move_nothing
-test_a_checkpoint_resumes_with_other_tiers = of_tiers.test_a_checkpoint_resumes_with_other_tiers
 test_a_batch_that_does_not_fit = of_tiers.test_a_batch_that_does_not_fit_is_refused_by_name
 test_an_update_of_rows_that_went_home = of_tiers.test_an_update_of_rows_that_went_home_is_applied_there
 test_batches_found_ahead_on_two_tiers = of_tiers.test_batches_found_ahead_have_the_bits_of_rows_in_memory
@@ -69,19 +67,28 @@ test_skipped_gradients_are_counted_once = of_owed_work.test_skipped_gradients_ar
 test_memory_at_home_is_allocated_ahead = of_owed_work.test_memory_at_home_is_allocated_ahead_and_without_the_lock
 test_no_memory_for_the_reserve = of_owed_work.test_no_memory_for_the_reserve_is_no_error_until_it_is_needed
 
-trainers = of_trainers.trainers  # with NCCL, beside gloo
-test_random_steps_of_trainers = of_trainers.test_random_steps_have_the_bits_of_rows_in_memory
-test_trainers_with_two_tiers = of_trainers.test_random_steps_on_two_tiers_have_the_bits_of_rows_in_memory
-test_trainers_equal_one_on_the_joined_batch = of_trainers.test_it_equals_one_trainer_on_the_joined_batch
-test_uneven_batches = of_trainers.test_uneven_batches_drops_and_accumulation_equal_rows_in_memory
-test_each_update_is_applied_once = of_trainers.test_with_staleness_each_update_is_applied_once
-test_a_run_of_trainers_resumes = (
-    of_trainers.test_a_checkpoint_resumes_on_other_numbers_of_trainers_in_memory_and_on_servers
-)
-test_a_run_of_shared_tables_resumes = of_trainers.test_a_checkpoint_of_tables_that_all_trainers_have_resumes_elsewhere
+test_a_lone_trainer = of_trainers.test_a_lone_trainer_has_the_bits_of_rows_in_memory
 
+if find_spec("pyarrow") is not None:
+    test_snapshots_are_those_of_the_core = of_workers.test_snapshots_are_those_of_the_core
+    test_a_run_resumes_wherever_its_rows_were = of_loops.test_a_run_resumes_wherever_its_rows_were
+    test_checkpoints_of_a_loop_that_finds_rows_ahead = of_loops.test_checkpoints_of_a_loop_that_finds_rows_ahead
+    test_a_checkpoint_resumes_with_other_tiers = of_tiers.test_a_checkpoint_resumes_with_other_tiers
 
-test_collectives_have_one_order = of_trainers.test_all_trainers_give_collectives_to_their_devices_in_one_order
+if torch.cuda.device_count() > 1:
+    trainers = of_trainers.trainers  # with NCCL, beside gloo
+    test_random_steps_of_trainers = of_trainers.test_random_steps_have_the_bits_of_rows_in_memory
+    test_trainers_with_two_tiers = of_trainers.test_random_steps_on_two_tiers_have_the_bits_of_rows_in_memory
+    test_trainers_equal_one_on_the_joined_batch = of_trainers.test_it_equals_one_trainer_on_the_joined_batch
+    test_uneven_batches = of_trainers.test_uneven_batches_drops_and_accumulation_equal_rows_in_memory
+    test_each_update_is_applied_once = of_trainers.test_with_staleness_each_update_is_applied_once
+    test_a_run_of_trainers_resumes = (
+        of_trainers.test_a_checkpoint_resumes_on_other_numbers_of_trainers_in_memory_and_on_servers
+    )
+    test_a_run_of_shared_tables_resumes = (
+        of_trainers.test_a_checkpoint_of_tables_that_all_trainers_have_resumes_elsewhere
+    )
+    test_collectives_have_one_order = of_trainers.test_all_trainers_give_collectives_to_their_devices_in_one_order
 
 
 @pytest.mark.parametrize("how", of_streams.LOOPS)

@@ -330,8 +330,8 @@ class Checkpoint:
         known = [each or Position(0, 0, 0) for each in positions]
         if any(each.offset is not None for each in known):
             raise CheckpointError(
-                f"{entry.where} was saved by {len(known)} trainers and this job has {trainers.world_size}: its positions "
-                f"are offsets in the data: resume it with {len(known)} trainers"
+                f"{entry.where} was saved by {len(known)} trainers and this job has {trainers.world_size}: its "
+                f"positions are offsets in the data: resume it with {len(known)} trainers"
             )
         return Position.after(known)
 

@@ -1,9 +1,8 @@
-"""The core's part of a step of rows on a device, in turn with a store's lookup of the same ids: a run of the GPU
-benchmark.
+"""The core's part of a step of rows on a device, in turn with a store's lookup of the same ids. It needs no device.
 
-    resolve   `lookup_frames`: the frame of each id
-    update    `update_frames`: the runs of a batch's gradients, for a ticket of `resolve`
-    lookup    `lookup(train=True)` of a store with rows of the same dim in memory
+resolve   `lookup_frames`: the frame of each id
+update    `update_frames`: the runs of a batch's gradients, for a ticket of `resolve`
+lookup    `lookup(train=True)` of a store with rows of the same dim in memory
 """
 
 from typing import Any

@@ -112,7 +112,7 @@ def test_a_wrong_model(tmp_path: Path, text: str, message: str) -> None:
         ("price_per_hour = 1.0", "price_per_hour = -1", "price_per_hour is -1"),
         ("cores = 8", "cores = 8\ngpus = 2", "gpus is 2 and gpu_tflops 0; expected what your dense network reaches"),
         ("cores = 8", 'cores = 8\nroles = ["servers"]', "expected a list of 'server', 'worker', 'trainer'"),
-        ("cores = 8", 'cores = 8\nroles = ["server"]', "no machine has the role 'trainer'; found m"),
+        ("cores = 8", 'cores = 8\nroles = ["server"]', "no available machine has the role 'trainer'; found m"),
         (
             "price_per_hour = 1.0",
             "price_per_hour = 1.0\n[limits]\nmemory = 80",

@@ -105,7 +105,9 @@ def test_what_a_plan_writes_fits_its_machines_and_holds_its_rows(job: Workload, 
     assert {role: size.count for role, size in roles.items()} == {role: layout.count(role) for role in ROLES}
     assert roles["server"].count and roles["trainer"].count
     # All rows of the server that has the most of them, and no more than the permitted share of its /dev/shm.
-    assert job.server_bytes(roles["server"].count) <= share * roles["server"].rows_bytes
+    # The file with the rows grows by 16 MiB, and buckets of small tables are half empty.
+    assert job.server_bytes(roles["server"].count) + 16 * 2**20 <= share * roles["server"].rows_bytes
+    assert roles["server"].rows_bytes >= 2**30
     assert job.bytes <= share * roles["server"].rows_bytes * roles["server"].count
     for pool in layout.pools:
         for role in pool.roles:

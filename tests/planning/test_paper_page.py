@@ -33,10 +33,21 @@ def plan(*changes: str) -> Plan:
 
 def steps() -> Iterator[tuple[str, str, str]]:
     """Yield what is computed, how, and the result; every figure follows from those before and from the input files."""
-    found, costs, (load,) = plan(*LARGE).estimate, DEFAULTS, JOB.tables
-    servers, trainers = found.layout.pools
-    machine, training = servers.machine, JOB.training
-    rows, batch = load.rows, training.batch_size
+    found = plan(*LARGE)
+    yield from servers_of(found.estimate)
+    yield from trainers_of(found.estimate)
+    price = 24 * 61.99 + 4 * 29.98
+    yield "price", "24 x 61.99 + 4 x 29.98", f"{price:,.2f} $/h"
+    assert found.price_per_hour == pytest.approx(price)
+    saved = 781.25e9 * JOB.tables[0].saved_row_bytes
+    yield "a full save", f"{saved / 1e12:.0f} TB / 25 GB/s", f"{saved / 25e9 / 3600:.1f} h, while training continues"
+    assert found.upkeep.save_seconds == pytest.approx(saved / 25e9, rel=1e-3)
+
+
+def servers_of(found: Estimate) -> Iterator[tuple[str, str, str]]:
+    """Yield how many machines the rows need."""
+    (load,), (servers, _) = JOB.tables, found.layout.pools
+    machine, rows = servers.machine, load.rows
     yield "rows", "10^14 parameters / 128", f"{10**14 // 128:,}"
     assert rows == 10**14 // 128
     yield "bytes of a row", "128 x 2 in float16 + 4 of row-wise Adagrad + 24", f"{128 * 2 + 4 + 24}"
@@ -63,6 +74,12 @@ def steps() -> Iterator[tuple[str, str, str]]:
         f"{share / 1e12:.2f} TB; `rows` in the job file {found.requests['server'].rows_mib / 2**20:.2f} TiB",
     )
     assert share == pytest.approx(0.8 * found.requests["server"].rows_mib * 2**20, rel=1e-5)
+
+
+def trainers_of(found: Estimate) -> Iterator[tuple[str, str, str]]:
+    """Yield how many trainers the rate needs."""
+    costs, training, (load,) = DEFAULTS, JOB.training, JOB.tables
+    number, trainers, batch = found.layout.count("server"), found.layout.pool_of("trainer"), training.batch_size
     batches = training.samples_per_second / batch
     yield "batches", "1,920,000 / 4,096", f"{batches:.1f} a second"
     unique = load.unique_ids(batch)
@@ -99,12 +116,6 @@ def steps() -> Iterator[tuple[str, str, str]]:
         f"{rate / 1e9:.2f} GB/s of 12.5",
     )
     assert found.demand.reduced == pytest.approx(ring)
-    price = 24 * 61.99 + 4 * 29.98
-    yield "price", "24 x 61.99 + 4 x 29.98", f"{price:,.2f} $/h"
-    assert found.layout.price_per_hour == pytest.approx(price)
-    saved = 781.25e9 * load.saved_row_bytes
-    yield "a full save", f"{saved / 1e12:.0f} TB / 25 GB/s", f"{saved / 25e9 / 3600:.1f} h, while training continues"
-    assert plan(*LARGE).upkeep.save_seconds == pytest.approx(saved / 25e9, rel=1e-3)
 
 
 def bound(found: Estimate, name: str) -> float:

@@ -19,6 +19,9 @@ _POD_BYTES = _GIB // 2
 """Memory of Ray's own processes beside one of ours."""
 _BESIDE_ROWS = _GIB
 """Memory that a job file demands of a server beside its rows."""
+_LEAST_ROWS_MIB = 1024
+_FILE_STEP_BYTES = 16 * _MIB
+"""By how much the file with a server's rows grows at once."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,8 +56,9 @@ def requests_of(
         cpus = _cpus(pool, seconds)
         for role in pool.roles:
             least = (memory[role] + _POD_BYTES) / limits.memory
-            rows_mib = math.ceil(rows_bytes / limits.memory / _MIB) if role == "server" else 0
-            if rows_mib:
+            rows_mib = 0
+            if role == "server":
+                rows_mib = max(_LEAST_ROWS_MIB, math.ceil((rows_bytes + _FILE_STEP_BYTES) / limits.memory / _MIB))
                 least = max(least, rows_mib * _MIB + _BESIDE_ROWS)
             gpus = pool.machine.gpus // pool.trainers if role == "trainer" else 0
             memory_gib = max(_LEAST_GIB, math.ceil(least / _GIB))

@@ -153,6 +153,21 @@ def test_the_time_of_a_step_of_several_trainers(staleness: int) -> None:
     assert [each.samples_per_second for each in own] == [pytest.approx(3000 / loop)] * (staleness > 0)
 
 
+@pytest.mark.parametrize("staleness", [0, 4])
+def test_the_time_of_a_step_with_workers(staleness: int) -> None:
+    """Rows go to a worker, and their pooled vectors to its trainer: four round trips, over two kinds of links."""
+    limits = replace(FREE, round_trip_ms=5.0)
+    found = assess(workload(UNIQUE, staleness=staleness), split(servers=2, workers=2, trainers=3), limits)
+    demand = found.demand
+    loop = 3e9 / (DEFAULTS.flops_per_second * 10) + demand.trainer_seconds + demand.reduce_seconds
+    loop += demand.reduced / LINK + 2 * 2 * (3 - 1) * 5e-3 / 2
+    client = demand.client_thread_seconds + (demand.client_seconds - demand.client_thread_seconds) / 10
+    vectors = demand.vectors_to_trainer + demand.vectors_to_worker
+    calls = demand.server_seconds / 20 + (demand.requests + demand.replies + vectors) / (2 * LINK)
+    serial = loop + client + 4 * 5e-3 + (1 if staleness else 3) * calls
+    assert bound(found, "a step's time") == pytest.approx(1000 * 3 * (staleness + 1) / serial)
+
+
 def test_the_time_of_a_step_on_one_machine() -> None:
     """No trips, no links."""
     pool = Pool(machine=machine(), num_machines=1, servers=2, trainers=3)

@@ -153,6 +153,23 @@ def test_more_servers_on_a_machine_share_the_work_of_a_busy_network_thread() -> 
     assert less.bounds[0].name == "network thread of each server" and not less.reaches(4e6)
 
 
+def test_more_workers_on_a_machine_share_the_work_of_busy_python_threads() -> None:
+    """Encryption is the work of one thread: a machine of 50 cores has several workers."""
+    kinds = [machine(role, cores=50, roles=[role], network_gbit=100.0) for role in ("server", "worker", "trainer")]
+    job = workload(load(dim=64, unique_share=1.0), samples_per_second=7e5, staleness=4, dense_flops=1e7)
+    found = plan(job, *kinds)
+    (behind,) = (
+        each
+        for each in (found.estimate, *found.alternatives)
+        if "worker" in [p.machine.name for p in each.layout.pools]
+    )
+    pool = behind.layout.pool_of("worker")
+    assert pool.num_machines == 1 and pool.workers > 1
+    fewer = [replace(each, workers=each.workers - 1) if each is pool else each for each in behind.layout.pools]
+    less = assess(job, Layout(pools=tuple(fewer)))
+    assert not less.reaches(7e5)
+
+
 def test_a_small_job_runs_in_one_process() -> None:
     found = plan(workload(samples_per_second=1000.0))
     assert [(pool.num_machines, pool.roles) for pool in found.estimate.layout.pools] == [(1, ("trainer",))]

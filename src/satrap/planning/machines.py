@@ -112,8 +112,8 @@ class Limits(Serializable):
     """[limits]: the share of each resource that a plan may use; the rest is head room."""
 
     memory: float = 0.8
-    """Of the memory of each process, and of the part of a server's that is for rows. The alert SatrapMemory fires above
-    0.8, and `satrap run --max-servers` then adds servers."""
+    """Each process uses at most this share of the memory that it requests, and a server of the part that is for rows.
+    The alert SatrapMemory fires above 0.8, and `satrap run --max-servers` then adds servers."""
     cores: float = 0.7
     network: float = 0.7
     round_trip_ms: float = 0.2

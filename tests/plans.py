@@ -8,8 +8,7 @@ from satrap.config.optimizers import Adagrad, Optimizer
 from satrap.config.tables import Table
 from satrap.planning.coefficients import DEFAULTS
 from satrap.planning.estimate import Estimate, estimate
-from satrap.planning.layout import Layout, Pool
-from satrap.planning.machines import Limits, MachineType, PriceList
+from satrap.planning.machines import Layout, Limits, MachineType, Pool, PriceList
 from satrap.planning.workload import TableLoad, Training, Workload
 
 FREE = Limits(memory=1.0, cores=1.0, network=1.0, round_trip_ms=0.0)
@@ -36,7 +35,8 @@ def workload(*tables: TableLoad, **keys: Any) -> Workload:
 
 
 def machine(name: str = "m", **keys: Any) -> MachineType:
-    values = {"cores": 10, "memory_gib": 64.0, "network_gbit": 8.0, "price_per_hour": 1.0} | keys
+    """Return a machine type whose processes may have 10 cores together."""
+    values = {"cores": 11, "memory_gib": 64.0, "network_gbit": 8.0, "price_per_hour": 1.0} | keys
     return MachineType(name=name, **values)
 
 

@@ -17,10 +17,8 @@ from satrap.data.synthetic import Clicks
 from satrap.planning.calibration import calibrate
 from satrap.planning.coefficients import Coefficients
 from satrap.planning.estimate import core_seconds, estimate
-from satrap.planning.input_files import read_coefficients, write_coefficients
-from satrap.planning.layout import Layout, Pool
-from satrap.planning.machines import Limits, MachineType
-from satrap.planning.row_bytes import memory_row_bytes, saved_row_bytes
+from satrap.planning.input_files import memory_row_bytes, read_coefficients, saved_row_bytes, write_coefficients
+from satrap.planning.machines import Layout, Limits, MachineType, Pool
 from satrap.planning.workload import TableLoad, Training, Workload
 
 SAMPLES = 1 << 16  # of the file, which is read again and again

@@ -49,6 +49,15 @@ def test_the_figures_of_the_page_on_kubernetes(model: str, capsys: Capture) -> N
         assert found is not None and found[1] in row, figure
 
 
+def test_prices_have_a_date_and_can_be_replaced(capsys: Capture) -> None:
+    change = ["--set", "machines.*.price_per_hour=0.5", "--set", "training.staleness=2"]
+    assert main(["plan", MODEL, "--machines", MACHINES, *change]) == 0
+    text = capsys.readouterr().out
+    assert "\nprices   Google Cloud, europe-west4, April 2023, with the discount for sustained use" in text
+    machines = sum(int(found) for found in re.findall(r" (\d+) x ", text.partition("\ntable")[0]))
+    assert f"\nprice    {machines / 2:,.2f} $/h" in text
+
+
 def test_a_rate_out_of_reach_has_its_own_status(capsys: Capture) -> None:
     assert main(["plan", MODEL, "--machines", MACHINES, "--samples-per-second", "1e12", "--json"]) == 3
     content = json.loads(capsys.readouterr().out)

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from satrap.planning import calibration, reduce_peer
-from satrap.planning.coefficients import DEFAULTS, Cost, fit_cost
+from satrap.planning import calibration
+from satrap.planning.coefficients import DEFAULTS, Cost
 
 
 def servers(folder: Path) -> list[float]:
@@ -19,7 +19,7 @@ def servers(folder: Path) -> list[float]:
 
 
 def reduces(folder: Path) -> list[float]:
-    step, byte = reduce_peer.reduce_seconds(folder)
+    step, byte = calibration._reduce_seconds(folder)
     assert byte >= 0
     return [step]
 
@@ -27,7 +27,7 @@ def reduces(folder: Path) -> list[float]:
 def this_process(folder: Path) -> list[float]:
     flops = calibration._flops_per_second()
     assert 1e8 < flops < 1e13
-    cost: Cost = fit_cost([calibration._loop(shape).client for shape in calibration._SHAPES])
+    cost: Cost = calibration.fit_cost([calibration._loop(shape).client for shape in calibration._SHAPES])
     return [cost.seconds(1000, 1e5), *calibration._checkpoint_seconds(folder), calibration._read_seconds(folder)]
 
 

@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from satrap.errors import ConfigError
-from satrap.planning.coefficients import DEFAULTS, Coefficients, Cost, Sample, fit_cost
+from satrap.planning.calibration import Sample, fit_cost
+from satrap.planning.coefficients import DEFAULTS, Coefficients, Cost
 from satrap.planning.input_files import read_coefficients, write_coefficients
 
 SHAPES = [(128.0, 4e3), (32768.0, 1e6), (32768.0, 1.6e7)]

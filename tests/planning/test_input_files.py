@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from satrap.errors import ConfigError
-from satrap.planning.input_files import read_description, read_prices
+from satrap.planning.input_files import read_description, read_prices, split_changes
 
 MODEL = """
 [training]
@@ -56,6 +56,26 @@ def test_keys_are_changed_by_set(tmp_path: Path) -> None:
     job = read_description(write(tmp_path, MODEL), changes)
     assert (job.training.staleness, job.training.wire, job.tables[0].rows) == (4, "float16", 5)
     assert type(job.tables[0].table.optimizer).__name__ == "Adam"
+
+
+def test_values_of_the_price_list_are_changed_by_set(tmp_path: Path) -> None:
+    path = write(tmp_path, 'source = "Provider, 2026-11, on demand"\n' + MACHINES)
+    mixed = ["training.staleness=4", "machines.m.price_per_hour=2.5", "machines.*.available=7", "limits.memory=0.5"]
+    of_job, of_prices = split_changes(mixed)
+    assert of_job == mixed[:1]
+    listed = read_prices(path, of_prices)
+    assert (listed.machines[0].price_per_hour, listed.machines[0].available, listed.limits.memory) == (2.5, 7, 0.5)
+    assert listed.source == "Provider, 2026-11, on demand"
+    for change, message in (
+        ("machines.n.cores=4", "no machine 'n'; known are 'm'"),
+        ("machines.m.core=4", "machine 'm': unknown key 'core'"),
+        ("limits=4", "expected limits.KEY=VALUE, machines.NAME.KEY=VALUE"),
+        ("machines.m.available=0", "no available machine has the role 'server'; found m"),
+        ("machines.m.pod_memory_gib=65", "pod_memory_gib is 65 and memory_gib 64; expected at most memory_gib"),
+        ("limits.storage_gb_per_second=0", "storage_gb_per_second is 0"),
+    ):
+        with pytest.raises(ConfigError, match=rf"input\.toml: .*{message}"):
+            read_prices(path, [change])
 
 
 @pytest.mark.parametrize(
@@ -112,7 +132,7 @@ def test_a_wrong_model(tmp_path: Path, text: str, message: str) -> None:
         ("price_per_hour = 1.0", "price_per_hour = -1", "price_per_hour is -1"),
         ("cores = 8", "cores = 8\ngpus = 2", "gpus is 2 and gpu_tflops 0; expected what your dense network reaches"),
         ("cores = 8", 'cores = 8\nroles = ["servers"]', "expected a list of 'server', 'worker', 'trainer'"),
-        ("cores = 8", 'cores = 8\nroles = ["server"]', "no machine has the role 'trainer'; found m"),
+        ("cores = 8", 'cores = 8\nroles = ["server"]', "no available machine has the role 'trainer'; found m"),
         (
             "price_per_hour = 1.0",
             "price_per_hour = 1.0\n[limits]\nmemory = 80",

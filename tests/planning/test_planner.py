@@ -15,19 +15,14 @@ from hypothesis import strategies as st
 from plans import FREE, assess, load, machine, prices, workload
 from satrap.errors import ConfigError
 from satrap.planning.coefficients import DEFAULTS
-from satrap.planning.deploy_file import Start
 from satrap.planning.input_files import read_description, read_prices
-from satrap.planning.layout import Layout, Pool
-from satrap.planning.machines import Limits, MachineType, PriceList
+from satrap.planning.machines import Layout, Limits, MachineType, Pool, PriceList
 from satrap.planning.planner import Plan, make_plan
+from satrap.planning.processes import Start
 from satrap.planning.report import json_of, lines_of
 from satrap.planning.workload import Workload
 
 EXAMPLES = Path(__file__).parents[2] / "examples/planning"
-PAPER_MACHINES = [
-    machine("memory", cores=416, memory_gib=12e12 / 2**30, network_gbit=32.0, price_per_hour=62.0, roles=["server"]),
-    machine("compute", cores=30, memory_gib=120.0, network_gbit=32.0, price_per_hour=1.4, roles=["worker", "trainer"]),
-]
 
 
 def plan(job: Workload, *machines: MachineType, limits: Limits = FREE) -> Plan:
@@ -35,14 +30,17 @@ def plan(job: Workload, *machines: MachineType, limits: Limits = FREE) -> Plan:
 
 
 def every_layout(job: Workload, listed: PriceList) -> Iterator[Layout]:
-    """Yield the layouts of up to three machines for each role, and up to two servers on a machine."""
+    """Yield the layouts of up to three machines for each role, and up to two servers and trainers on a machine."""
     numbers = range(1, 4)
     for kind in listed.types("trainer"):
         yield Layout(pools=(Pool(machine=kind, num_machines=1, trainers=1),))
-        for server, many, count, each in itertools.product(listed.types("server"), numbers, numbers, (1, 2)):
+        sizes = itertools.product(listed.types("server"), numbers, numbers, (1, 2), (1, 2))
+        for server, many, count, each, beside in sizes:
             servers = Pool(machine=server, num_machines=many, servers=each)
-            trainers = Pool(machine=kind, num_machines=count, trainers=1)
+            trainers = Pool(machine=kind, num_machines=count, trainers=beside)
             yield Layout(pools=(servers, trainers))
+            if server is kind:
+                yield Layout(pools=(replace(servers, trainers=beside),))
             for worker, workers in itertools.product(listed.types("worker"), range(1, count + 1)):
                 yield Layout(pools=(servers, Pool(machine=worker, num_machines=workers, workers=1), trainers))
 
@@ -81,7 +79,7 @@ def test_a_plan_has_no_machine_too_many(rows: int) -> None:
     job = workload(load(rows, capacity=rows), samples_per_second=1.0)
     pools = plan(job).estimate.layout.pools
     servers = pools[0].num_machines if pools[0].servers else 0
-    usable = machine().memory_bytes - DEFAULTS.server_bytes
+    usable = machine().pod_bytes - 2 * 2**30  # whole GiB, and one for the server's process
     assert servers <= 1 or job.server_bytes(servers - 1) > 0.99 * usable
 
 
@@ -102,16 +100,15 @@ def test_every_machine_of_a_plan_is_needed(rate: float, rows: int, staleness: in
 @given(st.floats(1e4, 1e7), st.integers(10**6, 10**9))
 @settings(max_examples=10)
 def test_alternatives_place_the_roles_in_other_ways(rate: float, rows: int) -> None:
-    """One for each way, in the order in which they are preferred; none is preferred to the plan."""
+    """One for each way that reaches the rate of the plan, the cheapest first."""
     found = plan(workload(load(rows), samples_per_second=rate), machine(available=50))
     ranked = [found.estimate, *found.alternatives]
     ways = [tuple(pool.roles for pool in each.layout.pools) for each in ranked]
     assert len(set(ways)) == len(ways)
-    preference = [
-        (max(0.0, 1.0 - each.samples_per_second / rate), each.layout.price_per_hour, each.layout.num_machines)
-        for each in ranked
-    ]
+    preference = [(each.layout.price_per_hour, each.layout.num_machines) for each in ranked]
     assert preference == sorted(preference)
+    reached = rate if found.meets else found.estimate.samples_per_second / 1.02
+    assert all(each.samples_per_second >= reached for each in ranked)
 
 
 def test_each_gpu_has_a_trainer() -> None:
@@ -133,10 +130,44 @@ def test_machines_run_the_roles_that_they_are_for() -> None:
 
 
 def test_more_servers_on_a_machine_share_the_work_of_a_busy_network_thread() -> None:
+    """One server would need 95 % of each second for 100 batches of 10 MB."""
+    job = workload(
+        load(10**8, dim=64, unique_share=1.0),
+        samples_per_second=4e6,
+        batch_size=20_000,
+        staleness=4,
+        dense_flops=0,
+        dense_parameters=0,
+    )
     kind = machine(cores=200, network_gbit=1e6, memory_gib=1e4)
-    found = plan(workload(load(10**8), samples_per_second=2e7, staleness=4, dense_flops=0, dense_parameters=0), kind)
-    layout = found.estimate.layout
-    assert 1 < layout.pool_of("server").servers <= 16
+    found = plan(job, kind)
+    ways = {"/".join(role for pool in each.layout.pools for role in pool.roles): each for each in found.alternatives}
+    ways |= {"/".join(role for pool in found.estimate.layout.pools for role in pool.roles): found.estimate}
+    pool = ways["server/trainer"].layout.pool_of("server")
+    assert found.meets and 1 < pool.servers <= 16
+    fewer = [
+        replace(each, servers=each.servers - 1) if each is pool else each
+        for each in ways["server/trainer"].layout.pools
+    ]
+    less = assess(job, Layout(pools=tuple(fewer)))
+    assert less.bounds[0].name == "network thread of each server" and not less.reaches(4e6)
+
+
+def test_more_workers_on_a_machine_share_the_work_of_busy_python_threads() -> None:
+    """Encryption is the work of one thread: a machine of 50 cores has several workers."""
+    kinds = [machine(role, cores=50, roles=[role], network_gbit=100.0) for role in ("server", "worker", "trainer")]
+    job = workload(load(dim=64, unique_share=1.0), samples_per_second=7e5, staleness=4, dense_flops=1e7)
+    found = plan(job, *kinds)
+    (behind,) = (
+        each
+        for each in (found.estimate, *found.alternatives)
+        if "worker" in [p.machine.name for p in each.layout.pools]
+    )
+    pool = behind.layout.pool_of("worker")
+    assert pool.num_machines == 1 and pool.workers > 1
+    fewer = [replace(each, workers=each.workers - 1) if each is pool else each for each in behind.layout.pools]
+    less = assess(job, Layout(pools=tuple(fewer)))
+    assert not less.reaches(7e5)
 
 
 def test_a_small_job_runs_in_one_process() -> None:
@@ -144,19 +175,10 @@ def test_a_small_job_runs_in_one_process() -> None:
     assert [(pool.num_machines, pool.roles) for pool in found.estimate.layout.pools] == [(1, ("trainer",))]
 
 
-def test_the_papers_run_needs_24_machines_of_12_tb() -> None:
-    """222 TB fill 24 machines of 12 TB to 80 %; the paper used 30."""
-    job = read_description(EXAMPLES / "paper.toml")
-    found = make_plan(job, PriceList(machines=tuple(PAPER_MACHINES)), DEFAULTS)
-    servers = found.estimate.layout.pool_of("server")
-    assert found.meets and servers.num_machines == 24
-    assert round(job.bytes / 1e12) == 222
-    assert 0.75 < found.estimate.memory["server"] * servers.servers / servers.machine.memory_bytes <= 0.8
-    assert found.upkeep.checkpoint_bytes == pytest.approx(781.25e9 * job.tables[0].saved_row_bytes, rel=1e-3)
-
-
 def test_rows_that_no_machines_hold_are_an_error() -> None:
-    with pytest.raises(ConfigError, match=r"no machines fit this job: .*2 available machines cannot hold 1\.60 TB"):
+    with pytest.raises(
+        ConfigError, match=r"no machines fit this job: .*machines are needed for 1\.60 TB of rows, and 2 are"
+    ):
         plan(workload(load(10**10)), machine(available=2))
 
 

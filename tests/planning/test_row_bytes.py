@@ -10,8 +10,7 @@ import pytest
 
 from satrap.config.optimizers import SGD, Adagrad, Adam, Optimizer, RowWiseAdagrad
 from satrap.config.tables import Table
-from satrap.planning.input_files import workload_of
-from satrap.planning.row_bytes import memory_row_bytes, saved_row_bytes
+from satrap.planning.input_files import memory_row_bytes, saved_row_bytes, workload_of
 from satrap.table.store import Store
 
 PAPER_ROWS = 781_250_000_000  # 10^14 parameters in rows of 128

@@ -62,8 +62,7 @@ CORE_ARROWS = {
 OUTSIDE: dict[str, str | None] = {
     "numpy": None,
     "pyarrow": "config.optional_deps data table.snapshot.arrow_files",
-    "torch": "device train models checkpoint serving launch.trainer_main cli.doctor monitor.sinks "
-    "planning.calibration planning.reduce_peer",
+    "torch": "device train models checkpoint serving launch.trainer_main cli.doctor monitor.sinks planning.calibration",
     "safetensors": "checkpoint.state_dict_file",
     "fsspec": "storage.fsspec_store data.file_source",
     "obstore": "storage.obstore_store",
@@ -107,16 +106,11 @@ PURE = [
     "html_report.thinning",
     "planning.coefficients",
     "planning.demand",
-    "planning.deploy_file",
     "planning.estimate",
-    "planning.input_files",
-    "planning.layout",
     "planning.machines",
     "planning.planner",
+    "planning.processes",
     "planning.report",
-    "planning.skew",
-    "planning.units",
-    "planning.upkeep",
     "planning.workload",
 ]
 MAX_FILE_LINES = 500

@@ -257,7 +257,11 @@ def _add_plan(commands: Commands) -> None:
         metavar="N",
         help="requested rate of all trainers together (default: the description's); required for a script",
     )
-    add_changes(plan, "the job: training.staleness=4, tables.item.rows=1e9 or 'tables.*.zipf=1.2'")
+    add_changes(
+        plan,
+        "the job or the price list: training.staleness=4, 'tables.*.zipf=1.2', machines.NAME.available=10 or "
+        "limits.memory=0.7",
+    )
     plan.add_argument(
         "--steps", type=int, default=8, metavar="N", help="number of steps of a script to run (default: %(default)s)"
     )
@@ -277,7 +281,8 @@ def _add_plan(commands: Commands) -> None:
         "--deploy",
         type=Path,
         metavar="FILE",
-        help="write the number, size and machine type of the processes to this file, for 'satrap deploy render'",
+        help="write the number, size and machine type of the processes to this file, for 'satrap deploy render'; the "
+        "plan then has servers for the rows",
     )
     plan.add_argument("--json", action="store_true", help="print the plan as JSON")
 

@@ -9,15 +9,16 @@ from satrap.config.durable import replace_file
 from satrap.config.validation import check_integer
 from satrap.errors import ConfigError
 from satrap.planning.coefficients import DEFAULTS, Coefficients
-from satrap.planning.deploy_file import Start, deploy_toml
 from satrap.planning.input_files import (
     read_coefficients,
     read_description,
     read_prices,
+    split_changes,
     workload_of,
     write_coefficients,
 )
 from satrap.planning.planner import make_plan
+from satrap.planning.processes import Start, deploy_toml
 from satrap.planning.report import json_of, lines_of
 from satrap.planning.workload import Workload
 
@@ -25,7 +26,8 @@ from satrap.planning.workload import Workload
 def print_plan(options: argparse.Namespace, arguments: Sequence[str]) -> int:
     """Print the plan. Returns 0 if it reaches the requested rate, else 3."""
     _check(options)
-    prices = None if options.machines is None else read_prices(options.machines)
+    changes, price_changes = split_changes(options.changes)
+    prices = None if options.machines is None else read_prices(options.machines, price_changes)
     if options.calibrate:
         costs = _calibrated(options)
     elif options.coefficients is not None:
@@ -34,12 +36,14 @@ def print_plan(options: argparse.Namespace, arguments: Sequence[str]) -> int:
         costs = DEFAULTS
     if options.job is None or prices is None:
         return 0
-    plan = make_plan(_workload(options, arguments), prices, costs)
+    workload = _workload(options, arguments, changes)
+    plan = make_plan(workload, prices, costs, needs_servers=options.deploy is not None)
     is_script = options.job.suffix != ".toml"
     start = Start(script=str(options.job) if is_script else "train.py", arguments=tuple(arguments))
     if options.deploy is not None:
         try:
-            replace_file(options.deploy, deploy_toml(plan).encode())
+            text = deploy_toml(workload.name, plan.estimate.layout, plan.estimate.requests)
+            replace_file(options.deploy, text.encode())
         except OSError as error:
             raise ConfigError(
                 f"--deploy {options.deploy} cannot be written ({error.strerror}); choose another file"
@@ -74,10 +78,9 @@ def _calibrated(options: argparse.Namespace) -> Coefficients:
     return costs
 
 
-def _workload(options: argparse.Namespace, arguments: Sequence[str]) -> Workload:
-    changes = list(options.changes)
+def _workload(options: argparse.Namespace, arguments: Sequence[str], changes: list[str]) -> Workload:
     if options.samples_per_second is not None:
-        changes.append(f"training.samples_per_second={options.samples_per_second!r}")
+        changes = [*changes, f"training.samples_per_second={options.samples_per_second!r}"]
     if options.job.suffix == ".toml":
         if arguments:
             raise ConfigError(

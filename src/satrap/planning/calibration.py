@@ -13,6 +13,7 @@ each other.
     read, save, load  Criteo's text, and a table in a directory
 """
 
+import math
 import os
 import platform
 import subprocess
@@ -22,20 +23,20 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from datetime import date
-from itertools import pairwise
+from datetime import date, timedelta
+from itertools import chain, combinations, pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 
 from satrap.config.tables import Table
 from satrap.data.inputs import Inputs
 from satrap.data.synthetic import Clicks
 from satrap.errors import ConfigError
-from satrap.planning.coefficients import DEFAULTS, Coefficients, Sample, fit_cost
-from satrap.planning.reduce_peer import reduce_seconds
+from satrap.planning.coefficients import DEFAULTS, Coefficients, Cost
 from satrap.table.store import Store
 from satrap.train.deployment import Deployment
 from satrap.train.embeddings import Embeddings
@@ -49,6 +50,10 @@ _FURTHER = 3  # servers beside the first, for the cost of one more
 _SECONDS = 0.7  # of CPU time for each measurement
 _TICKS = os.sysconf("SC_CLK_TCK")
 _START_SECONDS = 600.0
+_SMALL_REDUCE, _LARGE_REDUCE = 4, 4 << 20  # bytes
+_NUM_REDUCES = 30
+_REDUCES_PER_STEP = 3  # gradients; whether all trainers have a batch; whether their gradients agree
+_REDUCE_TIMEOUT = timedelta(minutes=10)
 
 
 def calibrate(report: Callable[[str], None]) -> Coefficients:
@@ -56,8 +61,13 @@ def calibrate(report: Callable[[str], None]) -> Coefficients:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
+        alone = _flops_per_second()
         with tempfile.TemporaryDirectory(prefix="satrap-calibrate-") as folder, _busy_cores():
-            return _measure(Path(folder), report)
+            found = _measure(Path(folder), report)
+        # 1.0: a vCPU is a whole core. 1.3 or more: it is one of two hardware threads of a core.
+        factor = alone / found.flops_per_second
+        source = f"measured on {_cpu_name()}, {date.today().isoformat()}; a vCPU alone is {factor:.1f} times as fast"
+        return replace(found, source=source)
     finally:
         torch.set_num_threads(threads)
 
@@ -70,12 +80,36 @@ def _measure(folder: Path, report: Callable[[str], None]) -> Coefficients:
     report("rows on servers")
     found = _with_servers(found, folder)
     report("all-reduces")
-    step, byte = reduce_seconds(folder)
+    step, byte = _reduce_seconds(folder)
     found = replace(found, reduce_step=step, reduce_byte=byte)
     report("reading and checkpoints")
     save, load = _checkpoint_seconds(folder)
-    found = replace(found, save_byte=save, load_byte=load, read_byte=_read_seconds(folder))
-    return replace(found, source=f"measured on {_cpu_name()}, {date.today().isoformat()}")
+    return replace(found, save_byte=save, load_byte=load, read_byte=_read_seconds(folder))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sample:
+    """One measurement of a step: its ids, the bytes that it moved, and its seconds of a core."""
+
+    ids: float
+    moved_bytes: float
+    seconds: float
+
+
+def fit_cost(samples: Sequence[Sample]) -> Cost:
+    """Return the cost that explains the measurements best, by the least sum of squared relative errors; no part of it
+    is negative."""
+    seconds = np.array([each.seconds for each in samples])
+    parts = np.array([[1.0, each.ids, each.moved_bytes] for each in samples]) / seconds[:, None]
+    scales = np.linalg.norm(parts, axis=0)
+    best, least = np.zeros(3), math.inf
+    for used in map(list, chain.from_iterable(combinations(range(3), count) for count in (1, 2, 3))):
+        weights = np.zeros(3)
+        weights[used] = np.linalg.lstsq(parts[:, used] / scales[used], np.ones(len(samples)), rcond=None)[0]
+        error = float(np.sum((parts / scales @ weights - 1.0) ** 2))
+        if weights.min() >= 0 and error < least:
+            best, least = weights / scales, error
+    return Cost(step=float(best[0]), id=float(best[1]), byte=float(best[2]))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -244,6 +278,43 @@ def _flops_per_second() -> float:
     seconds, rounds = _time(step)
     flops = sum(2 * before * after for before, after in pairwise(sizes))
     return 3 * flops * batch_size * rounds / seconds
+
+
+def _reduce_seconds(folder: Path) -> tuple[float, float]:
+    """Return the CPU time of one of two processes for the all-reduces of a step, however small, and for each byte that
+    it sends."""
+    store = folder / "reduce"
+    code = f"from satrap.planning.calibration import join_reduces; join_reduces({str(store)!r})"
+    with subprocess.Popen([sys.executable, "-c", code]) as child:
+        try:
+            small, large = _reduce(store, 0)
+        except BaseException:
+            child.kill()
+            raise
+        child.wait(_REDUCE_TIMEOUT.total_seconds())
+    # A ring of two processes sends each byte once.
+    return _REDUCES_PER_STEP * small, max(0.0, large - small) / _LARGE_REDUCE
+
+
+def join_reduces(store: str) -> None:
+    """Be the other process of `_reduce_seconds`."""
+    torch.set_num_threads(1)
+    _reduce(Path(store), 1)
+
+
+def _reduce(store: Path, rank: int) -> tuple[float, float]:
+    """Return the CPU time of a small all-reduce and of a large one."""
+    group: Any = dist.ProcessGroupGloo(dist.FileStore(str(store), 2), rank, 2, _REDUCE_TIMEOUT)  # type: ignore[attr-defined]
+
+    def seconds(size: int) -> float:
+        tensor = torch.zeros(size // 4)
+        group.allreduce([tensor]).wait()
+        begin = time.process_time()
+        for _ in range(_NUM_REDUCES):
+            group.allreduce([tensor]).wait()
+        return (time.process_time() - begin) / _NUM_REDUCES
+
+    return seconds(_SMALL_REDUCE), seconds(_LARGE_REDUCE)
 
 
 def _checkpoint_seconds(folder: Path) -> tuple[float, float]:

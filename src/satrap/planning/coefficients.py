@@ -1,12 +1,11 @@
 """What work costs: seconds of one core, bytes of a process; measured by `--calibrate` or these defaults. Pure.
 
-The defaults were measured on an AMD EPYC (two cores of a virtual machine, no AMX), with both cores busy; docs/log.md
-says how much they vary. A core of another machine is `core_speed` times as fast.
+A core is here what providers call a vCPU: the defaults were measured on an AMD EPYC (a virtual machine with two vCPUs,
+no AMX), on one of two hardware threads of a core while the other one was busy; docs/log.md says how much they vary.
+Alone on its core, such a thread was 1.4 times as fast. A vCPU of another machine is `core_speed` times as fast.
 """
 
-import itertools
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -34,61 +33,6 @@ class Cost(Serializable):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sample:
-    """One measurement of a step: its ids, the bytes that it moved, and its seconds of a core."""
-
-    ids: float
-    moved_bytes: float
-    seconds: float
-
-
-def fit_cost(samples: Sequence[Sample]) -> Cost:
-    """Return the cost that explains the measurements best, by the least sum of squared relative errors; no part of it
-    is negative."""
-    known = [1 / each.seconds for each in samples], [each.ids / each.seconds for each in samples]
-    columns = [*known, [each.moved_bytes / each.seconds for each in samples]]
-    best, least = (0.0, 0.0, 0.0), math.inf
-    for used in itertools.chain.from_iterable(itertools.combinations(range(3), count) for count in (1, 2, 3)):
-        parts = _solve([columns[each] for each in used])
-        if parts is None or min(parts) < 0:
-            continue
-        found = [0.0, 0.0, 0.0]
-        for column, part in zip(used, parts, strict=True):
-            found[column] = part
-        predicted = (
-            sum(part * column[at] for part, column in zip(found, columns, strict=True)) for at in range(len(samples))
-        )
-        error = sum((each - 1.0) ** 2 for each in predicted)
-        if error < least:
-            best, least = (found[0], found[1], found[2]), error
-    return Cost(step=best[0], id=best[1], byte=best[2])
-
-
-def _solve(columns: Sequence[Sequence[float]]) -> list[float] | None:
-    """Return the weights of the columns whose sum is nearest to 1 everywhere: the normal equations, by elimination."""
-    size = len(columns)
-    scales = [math.sqrt(sum(value * value for value in column)) for column in columns]
-    if not all(scales):
-        return None
-    scaled = [[value / scale for value in column] for column, scale in zip(columns, scales, strict=True)]
-    rows = [[*(_dot(one, other) for other in scaled), sum(one)] for one in scaled]
-    for pivot in range(size):
-        row = max(range(pivot, size), key=lambda each: abs(rows[each][pivot]))
-        rows[pivot], rows[row] = rows[row], rows[pivot]
-        if abs(rows[pivot][pivot]) < 1e-12:
-            return None
-        for other in range(size):
-            if other != pivot:
-                factor = rows[other][pivot] / rows[pivot][pivot]
-                rows[other] = [a - factor * b for a, b in zip(rows[other], rows[pivot], strict=True)]
-    return [rows[at][size] / rows[at][at] / scales[at] for at in range(size)]
-
-
-def _dot(one: Sequence[float], other: Sequence[float]) -> float:
-    return sum(a * b for a, b in zip(one, other, strict=True))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Coefficients(Serializable):
     """What each part of a step costs, and the memory of each process."""
 
@@ -106,11 +50,13 @@ class Coefficients(Serializable):
     flops_per_second: float
     """Floating-point operations of a dense network on one core."""
     reduce_step: float
-    """Seconds of a step in which several trainers average their dense gradients on CPUs, however few these are."""
+    """Seconds of the calls by which several trainers average their gradients and agree on a step, however few bytes
+    these have. They use gloo, except that NCCL averages the gradients of trainers with GPUs."""
     joint_cores: float
     """Share of their machines' cores that several trainers can use, since they wait for each other in each step."""
     reduce_byte: float
-    """Seconds for each byte of dense gradients that a trainer sends."""
+    """Seconds for each byte of dense gradients that a trainer without a GPU sends, by gloo. With NCCL it costs no core:
+    what its own threads take for sockets was not measured and is left out."""
     transfer_byte: float
     """Seconds at each end for a byte of pooled rows between a worker and its trainer."""
     key_byte: float

@@ -1,4 +1,4 @@
-"""What a layout achieves: the rate that each resource permits, the memory, links and descriptors of each process. Pure.
+"""What a layout achieves: the rate that each resource permits, traffic of the links, the time of saves. Pure.
 
 A resource permits `limit x capacity / (what a batch needs of it)` batches a second; the smallest bounds the plan.
 Besides cores, links and GPUs there are two bounds on time: with staleness k at most k + 1 batches of a trainer are in
@@ -11,22 +11,17 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from satrap.planning.coefficients import Coefficients
-from satrap.planning.demand import Demand, demand_of
-from satrap.planning.layout import Layout, Pool
-from satrap.planning.machines import Limits
+from satrap.planning.demand import Demand, demand_of, memory_of
+from satrap.planning.machines import Layout, Limits, Pool
+from satrap.planning.processes import Request, misfit_of, requests_of
 from satrap.planning.workload import Workload
 
-_SERIAL_TRIPS = 4
-"""Round trips of a synchronous step: lookup, update, all-reduce, whether all trainers have a batch."""
-_OPEN_TRIPS = 2
-"""Round trips that staleness does not hide: the last two."""
-SERVER_THREAD = "network thread of each server"
-_OTHER_FILES = 32
-"""File descriptors of a process without a connection: its libraries, log, data and epoll."""
-_DENSE_COPIES = 16.0
-"""Bytes of a dense parameter in a trainer: itself, its gradient, two states of an optimizer, float32."""
-_MESSAGES = 3.0
-"""Copies of a batch in flight that a process holds: as it came, as it is worked on, as it leaves."""
+_CALL_TRIPS = 2
+"""Round trips of a synchronous step to the servers, and to a worker: lookup and update."""
+_RINGS = 2
+"""Rings of a step: the dense gradients, and whether all trainers have a batch."""
+_LEAST_SPARE = 0.1
+"""Share of cores and links that a save gets, even if training needs all of them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,15 +32,26 @@ class Bound:
     role: str
     """The role of which more processes would help."""
     samples_per_second: float
+    by_process: bool = False
+    """Whether it bounds each process, so that more processes on the same machines would help."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Link:
-    """Traffic of one machine of a pool in each direction, at the requested rate."""
+    """Traffic of one machine of a pool in each direction, at the requested rate or the layout's if that is lower."""
 
     pool: Pool
     out_bytes: float
     in_bytes: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Misfit:
+    """Why a layout cannot run."""
+
+    role: str
+    """The role of which more machines may help."""
+    reason: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,70 +64,54 @@ class Estimate:
     """The tightest first."""
     memory: dict[str, float]
     """Bytes of each process, by role."""
-    links: tuple[Link, ...]
-    files: dict[str, int]
-    """File descriptors of each process, by role."""
-    misfits: tuple[str, ...]
-    """Why the layout cannot run; empty if it can."""
+    requests: dict[str, Request]
+    """What each process gets, by role."""
+    misfits: tuple[Misfit, ...]
+    """Empty if the processes fit on the machines."""
 
     @property
     def samples_per_second(self) -> float:
         """The rate that the tightest bound permits."""
         return self.bounds[0].samples_per_second
 
+    def reaches(self, samples_per_second: float) -> bool:
+        """Return whether the layout fits and has this rate."""
+        return not self.misfits and self.samples_per_second >= samples_per_second
+
 
 def estimate(workload: Workload, layout: Layout, costs: Coefficients, limits: Limits) -> Estimate:
     """Return what the layout achieves."""
     demand = demand_of(workload, layout, costs)
+    memory = memory_of(workload, layout, demand, costs)
+    seconds = {
+        role: seconds for pool in layout.pools for role, seconds in core_seconds(layout, pool, demand, costs).items()
+    }
+    servers = layout.count("server")
+    rows_bytes = workload.server_bytes(servers) if servers else 0.0
+    requests = requests_of(layout, memory, rows_bytes, seconds, limits)
+    permitted = (
+        *_core_bounds(layout, demand, costs, limits, requests),
+        *_pool_bounds(layout, demand, limits),
+        *_process_bounds(layout, demand, limits),
+        *_time_bounds(workload, layout, demand, costs, limits, requests),
+    )
     batch = workload.training.batch_size
-    found = [
-        Bound(name=name, role=role, samples_per_second=batch * batches)
-        for name, role, batches in (
-            *_pool_bounds(layout, demand, costs, limits),
-            *_process_bounds(layout, demand, limits),
-            *_time_bounds(workload, layout, demand, costs, limits),
-        )
-    ]
-    memory = _memory(workload, layout, demand, costs)
-    batches = workload.training.samples_per_second / batch
+    bounds = (
+        Bound(name=name, role=role, samples_per_second=batch * batches, by_process="thread of each" in name)
+        for name, role, batches in permitted
+    )
     return Estimate(
         layout=layout,
         demand=demand,
-        bounds=tuple(sorted(found, key=lambda bound: bound.samples_per_second)),
+        bounds=tuple(sorted(bounds, key=lambda bound: bound.samples_per_second)),
         memory=memory,
-        links=tuple(
-            Link(pool=pool, out_bytes=batches * out / pool.num_machines, in_bytes=batches * into / pool.num_machines)
-            for pool in layout.pools
-            for out, into in [_crossing(layout, pool, demand)]
-        ),
-        files=_files(layout, costs),
-        misfits=tuple(_misfits(layout, memory, limits)),
+        requests=requests,
+        misfits=tuple(_misfits(layout, requests, limits)),
     )
 
 
 _Permitted = Iterator[tuple[str, str, float]]
 """A resource, its role, and the batches a second that it permits."""
-
-
-def _pool_bounds(layout: Layout, demand: Demand, costs: Coefficients, limits: Limits) -> _Permitted:
-    for pool in layout.pools:
-        where = f"{'/'.join(pool.roles)} machines"
-        seconds = core_seconds(layout, pool, demand, costs)
-        role = max(seconds, key=lambda each: seconds[each])
-        joint = costs.joint_cores if pool.trainers and layout.count("trainer") > 1 else 1.0
-        cores = pool.num_machines * pool.machine.cores * pool.machine.core_speed * min(limits.cores, joint)
-        if total := sum(seconds.values()):
-            yield f"cores of the {where}", role, cores / total
-        crossing = max(_crossing(layout, pool, demand))
-        if crossing:
-            yield (
-                f"network of the {where}",
-                role,
-                pool.num_machines * pool.machine.link_bytes * limits.network / crossing,
-            )
-        if pool.trainers and pool.machine.gpus and demand.dense_flops:
-            rate = pool.num_machines * pool.machine.gpus * pool.machine.gpu_tflops * 1e12
-            yield f"GPUs of the {where}", "trainer", rate / (demand.dense_flops * layout.share(pool, "trainer"))
 
 
 def core_seconds(layout: Layout, pool: Pool, demand: Demand, costs: Coefficients) -> dict[str, float]:
@@ -136,9 +126,40 @@ def core_seconds(layout: Layout, pool: Pool, demand: Demand, costs: Coefficients
     return {role: by_role[role] * layout.share(pool, role) for role in pool.roles}
 
 
+def _core_bounds(
+    layout: Layout, demand: Demand, costs: Coefficients, limits: Limits, requests: dict[str, Request]
+) -> _Permitted:
+    """Yield what the CPUs of each role permit; on a machine with fewer cores than processes, these share the cores."""
+    for pool in layout.pools:
+        seconds = core_seconds(layout, pool, demand, costs)
+        joint = costs.joint_cores if pool.trainers and layout.count("trainer") > 1 else 1.0
+        speed = pool.num_machines * pool.machine.core_speed * min(limits.cores, joint)
+        if sum(pool.each(role) for role in pool.roles) > pool.machine.pod_cores:
+            if total := sum(seconds.values()):
+                role = max(seconds, key=lambda each: seconds[each])
+                yield f"cores of the {'/'.join(pool.roles)} machines", role, speed * pool.machine.cores / total
+            continue
+        for role in pool.roles:
+            cores = pool.each(role) * requests[role].cpus if layout.count("server") else pool.machine.cores
+            if seconds[role]:
+                yield f"cores of the {role}s", role, speed * cores / seconds[role]
+
+
+def _pool_bounds(layout: Layout, demand: Demand, limits: Limits) -> _Permitted:
+    for pool in layout.pools:
+        machines = pool.num_machines
+        if crossing := max(_crossing(layout, pool, demand)):
+            role = "trainer" if pool.roles == ("trainer",) else pool.roles[0]
+            where = f"network of the {'/'.join(pool.roles)} machines"
+            yield where, role, machines * pool.machine.link_bytes * limits.network / crossing
+        if pool.trainers and pool.machine.gpus and demand.dense_flops:
+            rate = machines * pool.machine.gpus * pool.machine.gpu_tflops * 1e12
+            yield "GPUs of the trainers", "trainer", rate / (demand.dense_flops * layout.share(pool, "trainer"))
+
+
 def _crossing(layout: Layout, pool: Pool, demand: Demand) -> tuple[float, float]:
     """Return the bytes of a batch that leave and that enter the machines of a pool. Calls within a machine cross no
-    link."""
+    link, and the ring of the trainers leaves and enters each machine once, however many of them it has."""
     if layout.num_machines == 1:
         return 0.0, 0.0
     out, into = 0.0, demand.data * layout.share(pool, layout.client_role)
@@ -151,9 +172,9 @@ def _crossing(layout: Layout, pool: Pool, demand: Demand) -> tuple[float, float]
     if not (worker and trainer):
         out += worker * demand.vectors_to_trainer + trainer * demand.vectors_to_worker
         into += trainer * demand.vectors_to_trainer + worker * demand.vectors_to_worker
-    if pool.num_machines > 1:
-        out += trainer * demand.reduced
-        into += trainer * demand.reduced
+    if pool.trainers and pool.num_machines > 1:
+        out += trainer * demand.reduced / pool.trainers
+        into += trainer * demand.reduced / pool.trainers
     return out, into
 
 
@@ -161,108 +182,141 @@ def _process_bounds(layout: Layout, demand: Demand, limits: Limits) -> _Permitte
     """Yield what the one thread of each process that receives and sends permits."""
     if layout.count("server") and demand.server_thread_seconds:
         speed = layout.pool_of("server").machine.core_speed * limits.cores
-        yield SERVER_THREAD, "server", speed / demand.server_thread_seconds
+        yield "network thread of each server", "server", speed / demand.server_thread_seconds
     role = layout.client_role
     if demand.client_thread_seconds:
         speed = layout.pool_of(role).machine.core_speed * limits.cores
         yield f"Python thread of each {role}", role, layout.count(role) * speed / demand.client_thread_seconds
 
 
-def _time_bounds(workload: Workload, layout: Layout, demand: Demand, costs: Coefficients, limits: Limits) -> _Permitted:
-    trainers = layout.count("trainer")
-    pool = layout.pool_of("trainer")
+def _time_bounds(
+    workload: Workload,
+    layout: Layout,
+    demand: Demand,
+    costs: Coefficients,
+    limits: Limits,
+    requests: dict[str, Request],
+) -> _Permitted:
+    trainers, pool = layout.count("trainer"), layout.pool_of("trainer")
     trip = limits.round_trip_ms / 1e3 if layout.num_machines > 1 else 0.0
-    dense = dense_seconds(pool, demand, costs)
-    reduce = 0.0
+    loop = _dense_seconds(layout, demand, costs, requests) + demand.trainer_seconds / pool.machine.core_speed
     if trainers > 1:
-        reduce = demand.reduce_seconds + (demand.reduced / pool.machine.link_bytes if layout.num_machines > 1 else 0.0)
-    loop = (
-        dense
-        + reduce
-        + demand.trainer_seconds / pool.machine.core_speed
-        + (_OPEN_TRIPS * trip if trainers > 1 else 0.0)
-    )
-    serial = (
-        loop + _client_seconds(layout, demand) + trip * (_SERIAL_TRIPS - _OPEN_TRIPS if layout.count("server") else 0)
-    )
+        # A ring over M machines has 2 (M - 1) hops, one after another, each of half a round trip.
+        loop += demand.reduce_seconds / pool.machine.core_speed + _RINGS * (pool.num_machines - 1) * trip
+        loop += demand.reduced / pool.machine.link_bytes if pool.num_machines > 1 else 0.0
+    client = layout.pool_of(layout.client_role).machine.core_speed
+    fixed = demand.client_thread_seconds / client
+    divided = demand.client_seconds - demand.client_thread_seconds
+    serial = loop + fixed + divided / _threads(layout, layout.client_role, requests)
+    at_once = trainers if workload.training.staleness == 0 else 1
     if layout.count("server"):
-        at_once = trainers if workload.training.staleness == 0 else 1
-        servers = layout.pool_of("server")
-        cores = servers.count("server") * _threads(servers)
-        serial += at_once * demand.server_seconds / cores
-        if layout.num_machines > 1:
-            link = min(servers.num_machines * servers.machine.link_bytes, pool.num_machines * pool.machine.link_bytes)
-            serial += at_once * (demand.requests + demand.replies) / link
+        serial += at_once * demand.server_seconds / (layout.count("server") * _threads(layout, "server", requests))
+        serial += _CALL_TRIPS * trip
+        serial += at_once * (demand.requests + demand.replies) / _link(layout, layout.client_role, "server")
+    if layout.count("worker"):
+        serial += _CALL_TRIPS * trip
+        serial += at_once * (demand.vectors_to_trainer + demand.vectors_to_worker) / _link(layout, "worker", "trainer")
     in_flight = workload.training.staleness + 1
     yield f"a step's time, {in_flight} in flight", "trainer", trainers * in_flight / serial
     if in_flight > 1 and loop:
         yield "the trainers' own loop", "trainer", trainers / loop
 
 
-def dense_seconds(pool: Pool, demand: Demand, costs: Coefficients) -> float:
+def _link(layout: Layout, *roles: str) -> float:
+    """Return the bytes a second between all machines of two roles; inf if all processes are on one machine."""
+    if layout.num_machines == 1:
+        return math.inf
+    return min(pool.num_machines * pool.machine.link_bytes for pool in map(layout.pool_of, roles))
+
+
+def _dense_seconds(layout: Layout, demand: Demand, costs: Coefficients, requests: dict[str, Request]) -> float:
     """Return the seconds of a trainer's dense network for a batch."""
-    if pool.machine.gpus:
-        return demand.dense_flops / (pool.machine.gpu_tflops * 1e12)
-    return demand.dense_flops / (costs.flops_per_second * _threads(pool))
+    machine = layout.pool_of("trainer").machine
+    if machine.gpus:
+        return demand.dense_flops / (machine.gpu_tflops * 1e12)
+    return demand.dense_flops / (costs.flops_per_second * _threads(layout, "trainer", requests))
 
 
-def _client_seconds(layout: Layout, demand: Demand) -> float:
-    pool = layout.pool_of(layout.client_role)
-    fixed = demand.client_thread_seconds / pool.machine.core_speed
-    return fixed + (demand.client_seconds - demand.client_thread_seconds) / _threads(pool)
+def _threads(layout: Layout, role: str, requests: dict[str, Request]) -> float:
+    """Return the CPUs of a process in those of the coefficients. A trainer without servers has its whole machine."""
+    machine = layout.pool_of(role).machine
+    return machine.core_speed * (requests[role].cpus if layout.count("server") else machine.cores)
 
 
-def _threads(pool: Pool) -> float:
-    """Return the cores that each process of a machine has, if they divide the cores evenly."""
-    processes = sum(pool.each(each) for each in pool.roles)
-    return max(1.0, pool.machine.cores / processes) * pool.machine.core_speed
-
-
-def _memory(workload: Workload, layout: Layout, demand: Demand, costs: Coefficients) -> dict[str, float]:
-    training = workload.training
-    servers, trainers = layout.count("server"), layout.count("trainer")
-    in_flight = (training.staleness + 1) * _MESSAGES
-    message = demand.requests + demand.replies
-    block = 2 * workload.vector_floats * training.batch_size * 4.0
-    ids = 16.0 * demand.ids
-    client = in_flight * (message + ids + block)
-    found = {
-        "trainer": costs.trainer_bytes
-        + _DENSE_COPIES * training.dense_parameters
-        + in_flight * block
-        + (client if layout.client_role == "trainer" else 0.0)
-    }
-    if not servers:
-        found["trainer"] += workload.bytes
-        return found
-    if layout.count("worker"):
-        found["worker"] = costs.server_bytes + client * -(-trainers // layout.count("worker"))
-    found["server"] = costs.server_bytes + workload.server_bytes(servers) + trainers * in_flight * message / servers
-    return found
-
-
-def _files(layout: Layout, costs: Coefficients) -> dict[str, int]:
-    """Return the file descriptors of each process. Trainers have connections to each other, too."""
-    servers, workers, trainers = (layout.count(role) for role in ("server", "worker", "trainer"))
-    trainers_of_worker = -(-trainers // workers) if workers else 0
-    needed = {
-        "server": costs.server_files * trainers,
-        "worker": (costs.worker_files * servers + costs.server_files) * trainers_of_worker,
-        "trainer": costs.client_files * (1 if workers else servers) + trainers,
-    }
-    return {role: _OTHER_FILES + math.ceil(needed[role]) for role in needed if layout.count(role)}
-
-
-def _misfits(layout: Layout, memory: dict[str, float], limits: Limits) -> Iterator[str]:
+def _misfits(layout: Layout, requests: dict[str, Request], limits: Limits) -> Iterator[Misfit]:
     for pool in layout.pools:
-        needed = sum(pool.each(role) * memory[role] for role in pool.roles)
-        usable = pool.machine.memory_bytes * limits.memory
-        if needed > usable:
-            yield (
-                f"{pool.machine.name}: {' and '.join(pool.roles)} need {needed / 2**30:,.1f} GiB of each machine, and "
-                f"{usable / 2**30:,.1f} GiB of it may be used ({limits.memory:.0%} of {pool.machine.memory_gib:,.0f})"
-            )
-        if pool.num_machines > pool.machine.available:
-            yield f"{pool.machine.name}: {pool.num_machines} machines, and {pool.machine.available} are available"
+        if (reason := misfit_of(pool, requests, limits)) is not None:
+            yield Misfit(role=pool.roles[0], reason=reason)
     if layout.count("worker") > layout.count("trainer"):
-        yield "there are more workers than trainers, and a trainer uses one worker"
+        reason = "there are more workers than trainers, and a trainer uses one worker"
+        yield Misfit(role="trainer", reason=reason)
+
+
+def links_of(found: Estimate, workload: Workload) -> tuple[Link, ...]:
+    """Return the traffic of each pool's machines."""
+    batches = _batches(found, workload)
+    return tuple(
+        Link(pool=pool, out_bytes=batches * out / pool.num_machines, in_bytes=batches * into / pool.num_machines)
+        for pool in found.layout.pools
+        for out, into in [_crossing(found.layout, pool, found.demand)]
+    )
+
+
+def cores_used(found: Estimate, pool: Pool, workload: Workload, costs: Coefficients) -> dict[str, float]:
+    """Return the cores of one machine that each role uses, at the requested rate or at the layout's if lower."""
+    seconds = core_seconds(found.layout, pool, found.demand, costs)
+    speed = pool.num_machines * pool.machine.core_speed
+    return {role: _batches(found, workload) * each / speed for role, each in seconds.items()}
+
+
+def _batches(found: Estimate, workload: Workload) -> float:
+    training = workload.training
+    return min(training.samples_per_second, found.samples_per_second) / training.batch_size
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Upkeep:
+    """Seconds and bytes of checkpoints."""
+
+    checkpoint_bytes: float
+    save_seconds: float
+    """From the cut until a full checkpoint is complete; training continues."""
+    pause_seconds: float
+    """For which training waits."""
+    resume_seconds: float
+    """From the start of the processes until training continues; without the time to get machines."""
+    bound: str
+    """What a save waits for: "store", "machines" (their links or disks) or "cores"."""
+
+
+def upkeep_of(found: Estimate, workload: Workload, costs: Coefficients, limits: Limits) -> Upkeep:
+    """Return what checkpoints cost. All machines with rows save at once, into one store, with what training leaves of
+    their cores and links; training waits only for the cut. A resume has the cores and links for itself."""
+    layout = found.layout
+    pool = layout.pool_of("server" if layout.count("server") else "trainer")
+    saved = workload.saved_bytes + 12.0 * workload.training.dense_parameters
+    used = sum(cores_used(found, pool, workload, costs).values())
+    cores = pool.num_machines * pool.machine.core_speed * pool.machine.cores
+    spare_cores = cores * max(_LEAST_SPARE, 1.0 - used / pool.machine.cores)
+    (link,) = (each for each in links_of(found, workload) if each.pool is pool)
+    store = limits.storage_gb_per_second * 1e9
+
+    def rate(busy_bytes: float) -> float:
+        if pool.machine.storage_mb_per_second is not None:
+            return pool.num_machines * pool.machine.storage_mb_per_second * 1e6
+        spare = max(_LEAST_SPARE * pool.machine.link_bytes, pool.machine.link_bytes - busy_bytes)
+        return pool.num_machines * spare
+
+    seconds = {
+        "store": saved / store,
+        "machines": saved / rate(link.out_bytes),
+        "cores": costs.save_byte * saved / spare_cores,
+    }
+    bound = max(seconds, key=lambda each: seconds[each])
+    return Upkeep(
+        checkpoint_bytes=saved,
+        save_seconds=seconds[bound],
+        pause_seconds=costs.cut + costs.cut_server * layout.count("server"),
+        resume_seconds=costs.start + max(saved / store, saved / rate(0.0), costs.load_byte * saved / cores),
+        bound=bound,
+    )

@@ -1,30 +1,68 @@
 """Reads the description of a job, the list of machines and a file of coefficients. Every error names the file and the
 key.
 
-`--set KEY=VALUE` changes a key of the description before it is checked: "training.staleness=4", "tables.item.rows=1e9".
+`--set KEY=VALUE` changes a key before it is checked: "training.staleness=4", "tables.item.rows=1e9" of the job,
+"machines.c2-standard-30.price_per_hour=1.7", "limits.memory=0.7" of the price list.
+
+The bytes of a row are measured by filling a small table of the same configuration, so the layout of a row has one
+owner, the core. What a row takes beyond values and state is its head and its share of the index; a table without a
+capacity has room for growth, too.
 """
 
 import json
+import math
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, TypeVar
 
+import numpy as np
+
 from satrap.config.durable import replace_file
+from satrap.config.tables import Table
 from satrap.config.validation import describe, require_mapping, suggest
 from satrap.errors import ConfigError
 from satrap.planning.coefficients import Coefficients
 from satrap.planning.machines import PriceList
-from satrap.planning.row_bytes import memory_row_bytes, saved_row_bytes
 from satrap.planning.workload import TableLoad, Training, Workload, read_table
+from satrap.table.snapshot.writer import row_bytes as saved_row_bytes
+from satrap.table.store import Store
+
+__all__ = [
+    "memory_row_bytes",
+    "read_coefficients",
+    "read_description",
+    "read_prices",
+    "saved_row_bytes",
+    "split_changes",
+    "workload_of",
+    "write_coefficients",
+]
 
 T = TypeVar("T")
 _KEYS = ("training", "tables")
+_PRICE_KEYS = ("machines", "limits")
+_BUCKETS = 8  # of the measured table; they grow at different sizes, as those of a large table do
+_MAX_BUCKET_ROWS = 4096
 
 
-def read_prices(path: Path) -> PriceList:
-    """Read machines.toml."""
-    return _checked(path, lambda: PriceList.from_dict(_toml(path)))
+def read_prices(path: Path, changes: Sequence[str] = ()) -> PriceList:
+    """Read machines.toml. changes: those of `--set`."""
+
+    def read() -> PriceList:
+        data = _toml(path)
+        for change in changes:
+            _apply(change, data, "limits", "machines")
+        return PriceList.from_dict(data)
+
+    return _checked(path, read)
+
+
+def split_changes(changes: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Return the changes of a job, and those of a price list."""
+    of_prices = [each for each in changes if each.strip().partition(".")[0] in _PRICE_KEYS]
+    return [each for each in changes if each not in of_prices], of_prices
 
 
 def read_description(path: Path, changes: Sequence[str] = ()) -> Workload:
@@ -63,10 +101,10 @@ def workload_of(
     tables: Any = given.get("tables")
     if not isinstance(tables, list) or not tables:
         raise ConfigError(f"tables is {describe(tables)}; expected at least one table [[tables]]")
-    training = dict(require_mapping("training", given.get("training", {})))
-    tables = [dict(require_mapping("tables", each)) for each in tables]
     for change in changes:
-        _apply(change, training, tables)
+        _apply(change, given, "training", "tables")
+    training = require_mapping("training", given.get("training", {}))
+    tables = [require_mapping("tables", each) for each in given["tables"]]
     loads = tuple(_table_load(each) for each in tables)
     names = [each.table.name for each in loads]
     if repeated := sorted({each for each in names if names.count(each) > 1}):
@@ -88,26 +126,54 @@ def _table_load(data: Mapping[str, Any]) -> TableLoad:
     )
 
 
-def _apply(change: str, training: dict[str, Any], tables: list[dict[str, Any]]) -> None:
-    """Change one key: training.KEY, tables.NAME.KEY, or tables.*.KEY for all tables."""
+def memory_row_bytes(table: Table, rows: int) -> int:
+    """Return the bytes of memory that each of so many rows takes, rounded up."""
+    bounded = table.capacity is not None and table.on_full != "grow"
+    per_bucket = max(1, min(_MAX_BUCKET_ROWS, rows // table.resolved_num_buckets))
+    sample = Table(
+        "planned",
+        dim=table.dim,
+        optimizer=table.optimizer,
+        dtype=table.dtype,
+        capacity=_BUCKETS * per_bucket if bounded else None,
+        num_buckets=_BUCKETS,
+    )
+    return _measured(sample, _BUCKETS * per_bucket)
+
+
+@lru_cache(maxsize=1024)
+def _measured(table: Table, rows: int) -> int:
+    store = Store(table, num_threads=1)
+    # A bounded table evicts: with twice the ids, each bucket is full.
+    ids = np.random.default_rng(0).integers(0, 2**63, rows if table.capacity is None else 2 * rows, dtype=np.uint64)
+    for part in np.array_split(ids, 2 * _BUCKETS):  # each fits into one bucket: no lookup needs more rows at once
+        store.lookup(part)
+    stats = store.stats()
+    return math.ceil(stats["bytes"] / stats["rows"])
+
+
+def _apply(change: str, data: dict[str, Any], one: str, many: str) -> None:
+    """Change one key: ONE.KEY, MANY.NAME.KEY, or MANY.*.KEY for all. The values in `data` are replaced by changed
+    copies."""
     key, equals, text = change.partition("=")
-    room, _, rest = key.strip().partition(".")
+    first, _, rest = key.strip().partition(".")
     name, _, own = rest.rpartition(".")
     where = f"--set {change}"
-    if not equals or not rest or room not in _KEYS or (room == "tables" and not name):
-        raise ConfigError(f"{where}: expected training.KEY=VALUE, tables.NAME.KEY=VALUE or tables.*.KEY=VALUE")
+    if not equals or not rest or first not in (one, many) or (first == many and not name):
+        raise ConfigError(f"{where}: expected {one}.KEY=VALUE, {many}.NAME.KEY=VALUE or {many}.*.KEY=VALUE")
     try:
         value = tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
         value = text
-    if room == "training":
-        training[rest] = value
+    if first == one:
+        data[one] = {**require_mapping(one, data.get(one, {})), rest: value}
         return
-    chosen = [each for each in tables if name in ("*", each.get("name"))]
-    if not chosen:
-        raise ConfigError(f"{where}: no table {name!r}; {suggest(name, [str(each.get('name')) for each in tables])}")
-    for each in chosen:
-        each[own] = value
+    listed: Any = data.get(many)
+    entries = [require_mapping(many, each) for each in listed] if isinstance(listed, list) else []
+    names = [str(each.get("name")) for each in entries]
+    if name != "*" and name not in names:
+        raise ConfigError(f"{where}: no {many.removesuffix('s')} {name!r}; {suggest(name, names)}")
+    data[many] = [{**each, own: value} if name in ("*", each.get("name")) else each for each in entries]
 
 
 def _toml(path: Path) -> dict[str, Any]:

@@ -1,7 +1,10 @@
-"""The price list of machines.toml: machine types, how far they may be used, and the network between them. Pure."""
+"""What can be rented, and how a run uses it: the price list of machines.toml, and pools of equal machines with their
+processes. Pure."""
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 from satrap.config.validation import (
@@ -17,7 +20,10 @@ from satrap.config.validation import (
 from satrap.errors import ConfigError
 
 ROLES = ("server", "worker", "trainer")
-_MAX_MACHINES = 65535
+MAX_MACHINES = 65535
+NO_SOURCE = "of a date and kind that the price list does not say (source)"
+_POD_MEMORY, _SYSTEM_BYTES = 0.92, 2 * 2**30
+_POD_CORES = 0.97
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,7 +32,7 @@ class MachineType(Serializable):
 
     name: str
     cores: int
-    """Cores that the provider names; with hyper-threads, their number."""
+    """vCPUs, as the provider and Kubernetes count them: hardware threads, two to a core, on most machines."""
     memory_gib: float
     network_gbit: float
     """Bandwidth in one direction, in Gbit/s."""
@@ -35,11 +41,14 @@ class MachineType(Serializable):
     gpu_tflops: float = 0.0
     """What your dense network reaches on one GPU, in 10^12 operations a second; a fraction of the data sheet's."""
     core_speed: float = 1.0
-    """Speed of a core relative to those of the coefficients."""
+    """Speed of a vCPU relative to those of the coefficients."""
+    pod_memory_gib: float | None = None
+    """Memory that the processes of a machine may have together, which Kubernetes calls allocatable; None: 92 % of
+    `memory_gib` less 2 GiB, which is less than GKE leaves on machines of 8 GiB and more."""
     storage_mb_per_second: float | None = None
-    """Rate at which checkpoints are written and read; None: that of the network."""
-    available: int = _MAX_MACHINES
-    """Machines of this type that you can get."""
+    """Rate at which a machine writes and reads checkpoints; None: what training leaves of its link."""
+    available: int = MAX_MACHINES
+    """Machines of this type that you can get; 0: none, as if it were not listed."""
     roles: Sequence[str] = ROLES
     """What may run on it."""
 
@@ -48,15 +57,20 @@ class MachineType(Serializable):
         where = f"machine {self.name!r}"
         set_field(self, "cores", check_integer(where, "cores", self.cores, 1, 1 << 16))
         set_field(self, "gpus", check_integer(where, "gpus", self.gpus, 0, 1 << 10))
-        set_field(self, "available", check_integer(where, "available", self.available, 1, _MAX_MACHINES))
+        set_field(self, "available", check_integer(where, "available", self.available, 0, MAX_MACHINES))
         for name in ("memory_gib", "network_gbit", "core_speed", "price_per_hour", "gpu_tflops"):
             set_field(self, name, check_number(where, name, getattr(self, name), 0.0))
         for name in ("memory_gib", "network_gbit", "core_speed"):
             if getattr(self, name) == 0:
                 raise ConfigError(f"{where}: {name} is 0; expected a number above 0")
-        if self.storage_mb_per_second is not None:
-            number = check_number(where, "storage_mb_per_second", self.storage_mb_per_second, 0.001)
-            set_field(self, "storage_mb_per_second", number)
+        for name, low in (("storage_mb_per_second", 0.001), ("pod_memory_gib", 0.0)):
+            if getattr(self, name) is not None:
+                set_field(self, name, check_number(where, name, getattr(self, name), low))
+        if self.pod_memory_gib is not None and self.pod_memory_gib > self.memory_gib:
+            raise ConfigError(
+                f"{where}: pod_memory_gib is {self.pod_memory_gib:g} and memory_gib {self.memory_gib:g}; expected at "
+                "most memory_gib"
+            )
         if self.gpus and not self.gpu_tflops:
             raise ConfigError(
                 f"{where}: gpus is {self.gpus} and gpu_tflops 0; expected what your dense network reaches on one of "
@@ -77,9 +91,16 @@ class MachineType(Serializable):
         return self.network_gbit * 1e9 / 8
 
     @property
-    def storage_bytes(self) -> float:
-        """Bytes a second of a checkpoint."""
-        return self.link_bytes if self.storage_mb_per_second is None else self.storage_mb_per_second * 1e6
+    def pod_bytes(self) -> float:
+        """Memory that the processes of a machine may have together; the rest is the system's."""
+        if self.pod_memory_gib is not None:
+            return self.pod_memory_gib * 2**30
+        return max(0.0, _POD_MEMORY * self.memory_bytes - _SYSTEM_BYTES)
+
+    @property
+    def pod_cores(self) -> int:
+        """Whole vCPUs that the processes of a machine may have together."""
+        return max(1, int(_POD_CORES * self.cores))
 
     @classmethod
     def _where(cls, data: Mapping[str, Any]) -> str:
@@ -91,11 +112,14 @@ class Limits(Serializable):
     """[limits]: the share of each resource that a plan may use; the rest is head room."""
 
     memory: float = 0.8
-    """The mark above which `satrap run --max-servers` adds servers is the same."""
+    """Each process uses at most this share of the memory that it requests, and a server of the part that is for rows.
+    The alert SatrapMemory fires above 0.8, and `satrap run --max-servers` then adds servers."""
     cores: float = 0.7
     network: float = 0.7
     round_trip_ms: float = 0.2
     """Time of a round trip between two machines."""
+    storage_gb_per_second: float = 25.0
+    """Rate at which the store takes and returns checkpoints, in GB/s, for all machines together."""
 
     def __post_init__(self) -> None:
         for name in ("memory", "cores", "network"):
@@ -103,7 +127,8 @@ class Limits(Serializable):
             if not 0 < share <= 1:
                 raise ConfigError(f"limits: {name} is {share:g}; expected a share in (0, 1]")
             set_field(self, name, share)
-        set_field(self, "round_trip_ms", check_number("limits", "round_trip_ms", self.round_trip_ms, 0.0))
+        for name, low in (("round_trip_ms", 0.0), ("storage_gb_per_second", 0.001)):
+            set_field(self, name, check_number("limits", name, getattr(self, name), low))
 
     @classmethod
     def _where(cls, data: Mapping[str, Any]) -> str:
@@ -117,10 +142,12 @@ class PriceList:
     machines: tuple[MachineType, ...]
     limits: Limits = field(default_factory=Limits)
     currency: str = "$"
+    source: str = NO_SOURCE
+    """Where the prices are from: provider, region, date, and which discounts they have."""
 
     def types(self, role: str) -> tuple[MachineType, ...]:
         """Return the machine types on which a role may run."""
-        return tuple(each for each in self.machines if role in each.roles)
+        return tuple(each for each in self.machines if role in each.roles and each.available)
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> "PriceList":
@@ -133,12 +160,100 @@ class PriceList:
         names = [each.name for each in machines]
         if repeated := {name for name in names if names.count(name) > 1}:
             raise ConfigError(f"machine {sorted(repeated)[0]!r} is listed more than once; expected each name once")
-        found = cls(
+        prices = cls(
             machines=machines,
             limits=Limits.from_dict(given.get("limits", {})),
             currency=check_name("price list", given.get("currency", "$"), "'$'"),
+            source=check_name("price list", given.get("source", NO_SOURCE), "'Provider, region, 2026-11, on demand'"),
         )
         for role in ("server", "trainer"):
-            if not found.types(role):
-                raise ConfigError(f"no machine has the role {role!r}; found {', '.join(names)}: add it to roles")
-        return found
+            if not prices.types(role):
+                raise ConfigError(
+                    f"no available machine has the role {role!r}; found {', '.join(names)}: add it to roles"
+                )
+        return prices
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pool:
+    """Equal machines with the same processes on each."""
+
+    machine: MachineType
+    num_machines: int
+    servers: int = 0
+    """Servers on each machine."""
+    workers: int = 0
+    trainers: int = 0
+
+    def count(self, role: str) -> int:
+        """Return the processes of a role on all its machines."""
+        return self.num_machines * self._each[role]
+
+    def each(self, role: str) -> int:
+        """Return the processes of a role on one machine."""
+        return self._each[role]
+
+    def with_each(self, role: str, number: int) -> "Pool":
+        """Return the same machines with another number of a role's processes on each."""
+        numbers = self._each | {role: number}
+        return replace(self, servers=numbers["server"], workers=numbers["worker"], trainers=numbers["trainer"])
+
+    @cached_property
+    def roles(self) -> tuple[str, ...]:
+        return tuple(role for role in ROLES if self._each[role])
+
+    @cached_property
+    def _each(self) -> dict[str, int]:
+        return {"server": self.servers, "worker": self.workers, "trainer": self.trainers}
+
+    @property
+    def price_per_hour(self) -> float:
+        return self.num_machines * self.machine.price_per_hour
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """All machines of a run. Without servers, the only trainer holds the rows."""
+
+    pools: Sequence[Pool]
+
+    def count(self, role: str) -> int:
+        """Return the processes of a role."""
+        return self._counts[role]
+
+    def share(self, pool: Pool, role: str) -> float:
+        """Return the share of a role's processes that is in one pool."""
+        return pool.count(role) / total if (total := self._counts[role]) else 0.0
+
+    def pool_of(self, role: str) -> Pool:
+        """Return the pool of a role."""
+        return self._pools[role]
+
+    @cached_property
+    def _counts(self) -> dict[str, int]:
+        return {role: sum(pool.count(role) for pool in self.pools) for role in ROLES}
+
+    @cached_property
+    def _pools(self) -> dict[str, Pool]:
+        return {role: pool for pool in reversed(self.pools) for role in pool.roles}
+
+    @cached_property
+    def num_machines(self) -> int:
+        return sum(pool.num_machines for pool in self.pools)
+
+    @property
+    def machines_by_type(self) -> Counter[str]:
+        """The machines of all pools, by the name of their type."""
+        used: Counter[str] = Counter()
+        for pool in self.pools:
+            used[pool.machine.name] += pool.num_machines
+        return used
+
+    @property
+    def price_per_hour(self) -> float:
+        return sum(pool.price_per_hour for pool in self.pools)
+
+    @property
+    def client_role(self) -> str:
+        """The role that looks rows up."""
+        return "worker" if self._counts["worker"] else "trainer"

@@ -1,22 +1,28 @@
 """Finds the cheapest layout that reaches the requested rate, or the fastest that fits and what stands in its way. Pure.
 
-For each way to place the roles, and each machine type for them, machines are added where the tightest bound is, from
-the fewest that hold the rows; then those that turn out not to be needed are removed again. The cheapest result wins.
+A layout places the roles on machines in one of four ways (`_shapes`). For each way, each choice of machine types and
+each number of trainers on a machine there is one candidate: starting with one machine of each type, machines are added
+where the tightest bound is until the rate is reached, and then those that are not needed are removed again. Prices and
+available machines do not decide which candidates there are, only which one is the cheapest that can be had. So lower
+prices, more machines or another machine type never make a plan dearer.
 """
 
-from collections.abc import Iterator
+import math
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 from satrap.errors import ConfigError
 from satrap.planning.coefficients import Coefficients
-from satrap.planning.estimate import SERVER_THREAD, Estimate, estimate
-from satrap.planning.layout import Layout, Pool
-from satrap.planning.machines import MachineType, PriceList
-from satrap.planning.upkeep import Upkeep, upkeep_of
+from satrap.planning.estimate import Estimate, Upkeep, estimate, upkeep_of
+from satrap.planning.machines import MAX_MACHINES, Layout, MachineType, Pool, PriceList
 from satrap.planning.workload import Workload
 
 _MAX_ROUNDS = 200
-_MAX_PROCESSES = 16  # servers of one machine
+_MAX_PROCESSES = 16  # of a role on a machine
+_TRAINERS = (1, 2, 4, 8, 16)  # on a machine without GPUs
+_MAX_FACTOR = 8.0  # by which machines are added at once
+_LEAST_RATE = 1e-6  # of the requested one
+_RATE_STEP = 1.01  # how exactly the fastest layout is found
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,154 +53,220 @@ class Plan:
         return self.price_per_hour / 3600 / rate * 1e9
 
 
-def make_plan(workload: Workload, prices: PriceList, costs: Coefficients) -> Plan:
+def make_plan(workload: Workload, prices: PriceList, costs: Coefficients, *, needs_servers: bool = False) -> Plan:
     """Return the cheapest plan that reaches the requested rate; if none does, the fastest that fits; ConfigError if no
-    machines hold the rows."""
-    found: list[Estimate] = []
-    reasons: list[str] = []
-    for start in _starts(workload, prices, costs, reasons):
-        fitted = _fit(workload, prices, costs, start)
-        if fitted.misfits:
-            reasons += fitted.misfits
-        else:
-            found.append(fitted)
+    machines hold the rows. needs_servers: for Kubernetes, where a trainer's own rows would be lost with its pod."""
+    search = _Search(workload, prices, costs, needs_servers)
+    rate = workload.training.samples_per_second
+    found = search.candidates(rate)
     if not found:
-        raise ConfigError(
-            f"no machines fit this job: {'; '.join(dict.fromkeys(reasons))}. List machines with more memory or more of "
-            "them (available), or make rows smaller: dtype float16, RowWiseAdagrad, less dim"
-        )
-    requested = workload.training.samples_per_second
-
-    def rank(each: Estimate) -> tuple[float, float, float]:
-        missing = max(0.0, 1.0 - each.samples_per_second / requested)
-        return missing, each.layout.price_per_hour, each.layout.num_machines
-
-    ranked = sorted(found, key=rank)
-    best = ranked[0]
-    others: dict[tuple[tuple[str, ...], ...], Estimate] = {}
-    for each in ranked[1:]:
-        others.setdefault(tuple(pool.roles for pool in each.layout.pools), each)
-    others.pop(tuple(pool.roles for pool in best.layout.pools), None)
+        rate = search.fastest_rate()
+        found = search.candidates(rate)
+    ranked = sorted(found, key=lambda each: (each.layout.price_per_hour, each.layout.num_machines))
+    ways: dict[tuple[tuple[str, ...], ...], Estimate] = {}
+    for each in ranked:
+        ways.setdefault(tuple(pool.roles for pool in each.layout.pools), each)
+    best, *others = ways.values()
     return Plan(
         workload=workload,
         prices=prices,
         costs=costs,
         estimate=best,
-        upkeep=upkeep_of(workload, best.layout, costs),
-        alternatives=tuple(others.values()),
+        upkeep=upkeep_of(best, workload, costs, prices.limits),
+        alternatives=tuple(others),
     )
 
 
-def _starts(workload: Workload, prices: PriceList, costs: Coefficients, reasons: list[str]) -> Iterator[Layout]:
-    """Yield the smallest layout of each kind that may hold the rows; add to `reasons` why there is none."""
+def exhausted(layout: Layout) -> list[MachineType]:
+    """Return the machine types of which the layout has all that are available, or more."""
+    used = layout.machines_by_type
+    types = {pool.machine.name: pool.machine for pool in layout.pools}
+    return [machine for name, machine in types.items() if used[name] >= machine.available]
+
+
+class _Search:
+    """The candidates for a job and a price list."""
+
+    def __init__(self, workload: Workload, prices: PriceList, costs: Coefficients, needs_servers: bool) -> None:
+        self._workload, self._prices, self._costs = workload, prices, costs
+        self._reasons: list[str] = []
+        """Why candidates do not fit."""
+        self._shapes = [shape for shape in _shapes(prices) if shape.count("server") or not needs_servers]
+
+    def candidates(self, rate: float) -> list[Estimate]:
+        """Return the candidates that reach the rate with the available machines."""
+        found = (self._candidate(shape, rate) for shape in self._shapes)
+        return [each for each in found if each is not None]
+
+    def fastest_rate(self) -> float:
+        """Return the rate that the fastest candidates reach, to one per cent; ConfigError if none fits."""
+        requested = self._workload.training.samples_per_second
+        self._reasons.clear()
+        best = 0.0
+        for shape in self._shapes:
+            low, high = best * _RATE_STEP or _LEAST_RATE * requested, requested
+            if self._candidate(shape, low) is None:
+                continue
+            while (middle := math.sqrt(low * high)) > low * _RATE_STEP:
+                if self._candidate(shape, middle) is None:
+                    high = middle
+                else:
+                    low = middle
+            best = low
+        if not best:
+            raise ConfigError(
+                f"no machines fit this job: {'; '.join(dict.fromkeys(self._reasons))}. List machines with more memory "
+                "or more of them (available), or make rows smaller: dtype float16, RowWiseAdagrad, less dim"
+            )
+        return best
+
+    def _candidate(self, shape: Layout, rate: float) -> Estimate | None:
+        """Return the layout of this shape that reaches the rate; None if there is none, or too few machines for it."""
+        if (reason := self._too_large_bucket(shape)) is not None:
+            self._reasons.append(reason)
+            return None
+        grown = self._grow(shape, rate)
+        if grown is None:
+            return None
+        found = self._shrink(grown, rate)
+        used = found.layout.machines_by_type
+        for machine in (pool.machine for pool in found.layout.pools):
+            if used[machine.name] > machine.available:
+                self._reasons.append(
+                    f"{machine.name}: {used[machine.name]:,} machines are needed for "
+                    f"{self._workload.bytes / 1e12:,.2f} TB of rows, and {machine.available:,} are available"
+                )
+                return None
+        return found
+
+    def _assess(self, layout: Layout) -> Estimate:
+        return estimate(self._workload, layout, self._costs, self._prices.limits)
+
+    def _grow(self, layout: Layout, rate: float) -> Estimate | None:
+        """Add machines and processes until the layout reaches the rate; None if no number of them does."""
+        for _ in range(_MAX_ROUNDS):
+            found = self._assess(layout)
+            if found.reaches(rate):
+                return found
+            grown = self._grown(found, rate)
+            if grown is None:
+                self._reasons += [each.reason for each in found.misfits]
+                return None
+            layout = grown
+        return None
+
+    def _grown(self, found: Estimate, rate: float) -> Layout | None:
+        """Return the layout with more of what is too little; None if more would not help."""
+        layout = found.layout
+        if not layout.count("server"):
+            return None
+        if found.misfits:
+            pool = layout.pool_of(found.misfits[0].role)
+            shrinks = pool.servers or (pool.workers and layout.count("worker") < layout.count("trainer"))
+            if not (shrinks or layout.count("worker") > layout.count("trainer")):
+                return None
+            return _with_machines(layout, pool, int(_MAX_FACTOR) * pool.num_machines)
+        tight = found.bounds[0]
+        pool = layout.pool_of(tight.role)
+        more = self._with_process(found)
+        if more is not None and not self._assess(more).misfits:
+            return more
+        factor = min(rate / tight.samples_per_second, _MAX_FACTOR)
+        return _with_machines(layout, pool, pool.num_machines + max(1, int(pool.num_machines * (factor - 1.0))))
+
+    def _with_process(self, found: Estimate) -> Layout | None:
+        """Return the layout with one more server or worker on each of their machines if one thread of each bounds it;
+        None if that would not help. How many trainers a machine has is the shape's."""
+        tight = found.bounds[0]
+        pool = found.layout.pool_of(tight.role)
+        each = pool.each(tight.role) + 1
+        if not tight.by_process or tight.role == "trainer" or each > min(_MAX_PROCESSES, pool.machine.pod_cores):
+            return None
+        return _with(found.layout, pool, pool.with_each(tight.role, each))
+
+    def _shrink(self, found: Estimate, rate: float) -> Estimate:
+        """Remove machines and processes as long as the layout reaches the rate."""
+        before = None
+        while before is not found.layout:
+            before = found.layout
+            for role in ("trainer", "worker", "server"):
+                if found.layout.count(role):
+                    found = self._least(found, rate, role, _machines_of)
+                    found = self._least(found, rate, role, _processes_of) if role != "trainer" else found
+        return found
+
+    def _least(self, found: Estimate, rate: float, role: str, numbers: "_Numbers") -> Estimate:
+        """Return the layout with the least number of something of a role with which it still reaches the rate, if need
+        be with more servers or workers on each machine."""
+        pool = found.layout.pool_of(role)
+        high, change = numbers(found.layout, pool, role)
+        low = 1
+        while low < high:
+            middle = (low + high) // 2
+            fewer = self._assess(change(middle))
+            while numbers is _machines_of and not fewer.misfits and not fewer.reaches(rate):
+                more = self._with_process(fewer)
+                if more is None:
+                    break
+                fewer = self._assess(more)
+            if fewer.reaches(rate):
+                found, high = fewer, middle
+            else:
+                low = middle + 1
+        return found
+
+    def _too_large_bucket(self, shape: Layout) -> str | None:
+        if not shape.count("server"):
+            return None
+        machine, limit = shape.pool_of("server").machine, self._prices.limits.memory
+        load, size = self._workload.largest_bucket(1)
+        usable = machine.pod_bytes * limit
+        if size <= usable:
+            return None
+        return (
+            f"{machine.name}: one bucket of table {load.table.name!r} takes {size / 2**30:,.1f} GiB "
+            f"({load.bytes / 1e12:,.2f} TB in {load.num_buckets(1)} buckets), and {usable / 2**30:,.1f} GiB of a "
+            "machine may be used: give the table more num_buckets, at most 65536"
+        )
+
+
+def _shapes(prices: PriceList) -> Iterator[Layout]:
+    """Yield the ways to place the roles, with one machine of each type: a trainer that holds the rows; servers and
+    trainers on machines of their own; these and workers; servers and trainers on the same machines."""
     for trainers in prices.types("trainer"):
         alone = Pool(machine=trainers, num_machines=1, trainers=1)
         if trainers.gpus <= 1:
             yield Layout(pools=(alone,))
-        each = max(1, trainers.gpus)
-        for servers in prices.types("server"):
-            bucket = _too_large_bucket(workload, servers, prices)
-            if bucket is not None:
-                reasons.append(bucket)
+        for each in (trainers.gpus,) if trainers.gpus else _TRAINERS:
+            if each > trainers.pod_cores:
                 continue
-            least = _least_servers(workload, servers, costs, prices)
-            if least is None:
-                reasons.append(
-                    f"{servers.name}: {servers.available} available machines cannot hold {workload.bytes / 1e12:,.2f} "
-                    f"TB of rows within {prices.limits.memory:.0%} of their memory"
-                )
-                continue
-            base = Pool(machine=servers, num_machines=least, servers=1)
-            own = Pool(machine=trainers, num_machines=1, trainers=each)
-            yield Layout(pools=(base, own))
-            for workers in prices.types("worker"):
-                yield Layout(pools=(base, Pool(machine=workers, num_machines=1, workers=1), own))
-            if servers is trainers:
-                yield Layout(pools=(replace(base, trainers=each),))
+            own = replace(alone, trainers=each)
+            for servers in prices.types("server"):
+                base = Pool(machine=servers, num_machines=1, servers=1)
+                yield Layout(pools=(base, own))
+                for workers in prices.types("worker"):
+                    yield Layout(pools=(base, Pool(machine=workers, num_machines=1, workers=1), own))
+                if servers is trainers:
+                    yield Layout(pools=(replace(base, trainers=each),))
 
 
-def _too_large_bucket(workload: Workload, machine: MachineType, prices: PriceList) -> str | None:
-    table, size = workload.largest_bucket(1)
-    usable = machine.memory_bytes * prices.limits.memory
-    if size <= usable:
+_Numbers = Callable[[Layout, Pool, str], tuple[int, Callable[[int], Layout]]]
+"""Returns a number of a pool, and what changes it."""
+
+
+def _machines_of(layout: Layout, pool: Pool, role: str) -> tuple[int, Callable[[int], Layout]]:
+    return pool.num_machines, lambda number: _with(layout, pool, replace(pool, num_machines=number))
+
+
+def _processes_of(layout: Layout, pool: Pool, role: str) -> tuple[int, Callable[[int], Layout]]:
+    return pool.each(role), lambda number: _with(layout, pool, pool.with_each(role, number))
+
+
+def _with_machines(layout: Layout, pool: Pool, number: int) -> Layout | None:
+    if number == pool.num_machines or pool.num_machines == MAX_MACHINES:
         return None
-    return (
-        f"{machine.name}: one bucket of table {table.table.name!r} takes {size / 2**30:,.1f} GiB "
-        f"({table.bytes / 1e12:,.2f} TB in {table.num_buckets(1)} buckets), and {usable / 2**30:,.1f} GiB of a machine "
-        "may be used: give the table more num_buckets, at most 65536"
-    )
-
-
-def _least_servers(workload: Workload, machine: MachineType, costs: Coefficients, prices: PriceList) -> int | None:
-    """Return the fewest machines whose memory holds the rows, with one server on each; None if there are too few."""
-    usable = machine.memory_bytes * prices.limits.memory - costs.server_bytes
-    if usable <= 0:
-        return None
-    count = max(1, int(workload.bytes / usable))
-    while count <= machine.available:
-        if workload.server_bytes(count) <= usable:
-            return count
-        count = max(count + 1, int(count * workload.server_bytes(count) / usable * 0.999))
-    return None
-
-
-def _fit(workload: Workload, prices: PriceList, costs: Coefficients, start: Layout) -> Estimate:
-    """Add machines where the tightest bound is until the rate is reached or no more can be added; then removes what is
-    not needed."""
-    requested = workload.training.samples_per_second
-
-    def assess(layout: Layout) -> Estimate:
-        return estimate(workload, layout, costs, prices.limits)
-
-    best = assess(start)
-    for _ in range(_MAX_ROUNDS):
-        if not best.misfits and best.samples_per_second >= requested:
-            break
-        grown = _grown(best, requested)
-        if grown is None:
-            break
-        best = assess(grown)
-    if best.misfits:
-        return best
-    for role in ("worker", "trainer", "server"):
-        while (smaller := _changed(best.layout, role, -1)) is not None:
-            found = assess(smaller)
-            if found.misfits or found.samples_per_second < min(requested, best.samples_per_second):
-                break
-            best = found
-    return best
-
-
-def _grown(found: Estimate, requested: float) -> Layout | None:
-    """Return the layout with more of what is too little; None if there is no more."""
-    layout = found.layout
-    if found.misfits:
-        role = next((each for each in ("server", "trainer") if layout.count(each)), "trainer")
-        return _changed(layout, role, 1) if layout.count("server") else None
-    tight = found.bounds[0]
-    if not layout.count("server"):
-        return None
-    if tight.name == SERVER_THREAD:
-        pool = layout.pool_of("server")
-        servers = pool.servers + 1
-        return _with(layout, pool, replace(pool, servers=servers)) if servers <= _MAX_PROCESSES else None
-    have = layout.pool_of(tight.role).num_machines
-    missing = min(requested / tight.samples_per_second, 2.0)
-    return _changed(layout, tight.role, max(1, int(have * (missing - 1.0))))
-
-
-def _changed(layout: Layout, role: str, by: int) -> Layout | None:
-    """Return the layout with more or fewer machines for a role; None if that is impossible."""
-    if not layout.count(role):
-        return None
-    pool = layout.pool_of(role)
-    number = min(pool.num_machines + by, pool.machine.available)
-    if number < 1 or number == pool.num_machines:
-        return None
-    changed = _with(layout, pool, replace(pool, num_machines=number))
-    if changed.count("worker") > changed.count("trainer"):
-        return _changed(changed, "trainer", 1) if by > 0 and role == "worker" else None
-    return changed
+    changed = _with(layout, pool, replace(pool, num_machines=min(number, MAX_MACHINES)))
+    return changed if changed.count("server") <= MAX_MACHINES else None
 
 
 def _with(layout: Layout, pool: Pool, changed: Pool) -> Layout:

@@ -2,17 +2,19 @@
 
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from typing import Any
 
-from satrap.planning.deploy_file import Start, request_of, run_line
-from satrap.planning.estimate import Bound, Estimate, core_seconds
-from satrap.planning.layout import Layout, Pool
-from satrap.planning.machines import ROLES
-from satrap.planning.planner import Plan
-from satrap.planning.units import amount, seconds, size
+from satrap.planning.demand import files_of
+from satrap.planning.estimate import Bound, Estimate, cores_used, links_of
+from satrap.planning.machines import Layout, Pool
+from satrap.planning.planner import Plan, exhausted
+from satrap.planning.processes import Start, run_line
 
 _SHOWN_BOUNDS = 6
 _SHOWN_TABLES = 12
+_BYTES = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
+_MINUTE, _HOUR = 60.0, 3600.0
 
 
 def lines_of(plan: Plan, start: Start) -> Iterator[str]:
@@ -32,10 +34,11 @@ def lines_of(plan: Plan, start: Start) -> Iterator[str]:
     yield from _upkeep(plan)
     yield from _price(plan)
     yield ""
-    yield f"start    {run_line(plan, start)}"
+    yield f"start    {run_line(found.layout, found.requests, start)}"
     for each in found.layout.pools:
-        if each.servers > 1:
-            yield f"         {each.servers} on each {each.machine.name}: one thread of a server sends and receives"
+        for role in each.roles:
+            if each.each(role) > 1 and not (role == "trainer" and each.machine.gpus):
+                yield f"         {each.each(role)} {role}s on each {each.machine.name}"
     for note in workload.assumptions:
         yield f"assumed  {note}"
     if len(found.layout.pools) > 1 or found.layout.num_machines > 1:
@@ -45,12 +48,13 @@ def lines_of(plan: Plan, start: Start) -> Iterator[str]:
 
 def _machines(plan: Plan) -> Iterator[str]:
     found, currency = plan.estimate, plan.prices.currency
-    rows = [["role", "processes", "machines", "cores in use", "memory each", "of machine", f"{currency}/h"]]
+    head = ["role", "processes", "machines", "cores in use", "memory each", "of its request", "of machine"]
+    rows = [[*head, f"{currency}/h"]]
     for pool in found.layout.pools:
-        used = _cores_used(plan, pool)
+        used = cores_used(found, pool, plan.workload, plan.costs)
         for role in pool.roles:
             first = role == pool.roles[0]
-            memory = found.memory[role]
+            memory, requested = found.memory[role], found.requests[role].memory_gib * 2**30
             rows.append(
                 [
                     f"{role}s" if pool.count(role) != 1 else role,
@@ -58,20 +62,13 @@ def _machines(plan: Plan) -> Iterator[str]:
                     f"{pool.num_machines:,} x {pool.machine.name}" if first else "the same",
                     f"{used[role]:.1f} of {pool.machine.cores:,}",
                     size(memory),
-                    f"{pool.each(role) * memory / pool.machine.memory_bytes:.0%} of {size(pool.machine.memory_bytes)}",
+                    f"{memory / requested:.0%} of {size(requested)}",
+                    f"{pool.each(role) * requested / pool.machine.memory_bytes:.0%} of "
+                    f"{size(pool.machine.memory_bytes)}",
                     f"{pool.price_per_hour:,.2f}" if first else "",
                 ]
             )
     yield from columns(rows)
-
-
-def _cores_used(plan: Plan, pool: Pool) -> dict[str, float]:
-    """Return the cores of one machine that each role uses at the requested rate, or at the plan's if lower."""
-    training = plan.workload.training
-    batches = min(training.samples_per_second, plan.estimate.samples_per_second) / training.batch_size
-    seconds = core_seconds(plan.estimate.layout, pool, plan.estimate.demand, plan.costs)
-    speed = pool.num_machines * pool.machine.core_speed
-    return {role: batches * each / speed for role, each in seconds.items()}
 
 
 def _tables(plan: Plan) -> Iterator[str]:
@@ -129,19 +126,19 @@ def _distance(bound: Bound, requested: float) -> str:
 
 
 def _rates(plan: Plan) -> Iterator[str]:
-    for link in plan.estimate.links:
+    for link in links_of(plan.estimate, plan.workload):
         if link.out_bytes or link.in_bytes:
             rate = link.pool.machine.link_bytes
             yield (
                 f"link     {link.pool.machine.name} ({'/'.join(link.pool.roles)}): {size(link.out_bytes)}/s out, "
                 f"{size(link.in_bytes)}/s in, of {size(rate)}/s each"
             )
-    text = ", ".join(f"{role} {count:,}" for role, count in plan.estimate.files.items())
-    yield f"files    descriptors of each process: {text}{_raise_limit(plan.estimate)}"
+    files = files_of(plan.estimate.layout, plan.costs)
+    text = ", ".join(f"{role} {count:,}" for role, count in files.items())
+    yield f"files    descriptors of each process: {text}{_raise_limit(max(files.values()))}"
 
 
-def _raise_limit(found: Estimate) -> str:
-    most = max(found.files.values())
+def _raise_limit(most: int) -> str:
     if most <= 1024:
         return ""
     return f"; their hard limit (ulimit -Hn) must be {1 << math.ceil(math.log2(2 * most))} or more"
@@ -163,6 +160,7 @@ def _price(plan: Plan) -> Iterator[str]:
         f"price    {plan.price_per_hour:,.2f} {currency}/h, {plan.price_per_billion:,.2f} {currency} for a billion "
         f"samples at {amount(rate)} samples/s"
     )
+    yield f"prices   {plan.prices.source}"
     for each in plan.alternatives[:3]:
         text = " + ".join(
             f"{pool.num_machines} x {pool.machine.name} ({'/'.join(pool.roles)})" for pool in each.layout.pools
@@ -183,9 +181,8 @@ def _advice(plan: Plan) -> Iterator[str]:
     )
     tight = found.bounds[0]
     options = []
-    pool = found.layout.pool_of(tight.role)
-    if pool.num_machines >= pool.machine.available:
-        options.append(f"make more than {pool.machine.available} {pool.machine.name} available")
+    for machine in exhausted(found.layout):
+        options.append(f"make more than {machine.available} {machine.name} available")
     options.append(f"add a machine type for {tight.role}s with more of what bounds it ({tight.name})")
     if workload.training.staleness == 0:
         options.append("train with staleness 1 or more, which overlaps lookups, updates and the dense network")
@@ -196,21 +193,18 @@ def _advice(plan: Plan) -> Iterator[str]:
 
 def _processes(plan: Plan) -> dict[str, dict[str, Any]]:
     """Return the count and the requests of each role's processes."""
-    layout = plan.estimate.layout
-    found = {}
-    for role in ROLES:
-        if count := layout.count(role):
-            pool = layout.pool_of(role)
-            request = request_of(plan.estimate, pool, role, plan.prices.limits.memory)
-            found[f"{role}s"] = {
-                "count": count,
+    found = plan.estimate
+    processes = {}
+    for pool in found.layout.pools:
+        used = cores_used(found, pool, plan.workload, plan.costs)
+        for role in pool.roles:
+            processes[f"{role}s"] = {
+                "count": pool.count(role),
                 "machine": pool.machine.name,
-                "cores_in_use": _cores_used(plan, pool)[role] / pool.each(role),
-                "cpus": request.cpus,
-                "memory_gib": request.memory_gib,
-                "gpus": request.gpus,
+                "cores_in_use": used[role] / pool.each(role),
+                **asdict(found.requests[role]),
             }
-    return found
+    return processes
 
 
 def json_of(plan: Plan, start: Start) -> dict[str, Any]:
@@ -225,11 +219,12 @@ def json_of(plan: Plan, start: Start) -> dict[str, Any]:
         "price_per_hour": plan.price_per_hour,
         "price_per_billion_samples": plan.price_per_billion,
         "currency": plan.prices.currency,
+        "price_source": plan.prices.source,
         "costs": plan.costs.source,
         "pools": [_pool(pool) for pool in found.layout.pools],
         "processes": _processes(plan),
         "memory_bytes": found.memory,
-        "file_descriptors": found.files,
+        "file_descriptors": files_of(found.layout, plan.costs),
         "tables": {
             each.table.name: {
                 "rows": each.rows,
@@ -252,7 +247,7 @@ def json_of(plan: Plan, start: Start) -> dict[str, Any]:
                 "out_bytes_per_second": each.out_bytes,
                 "in_bytes_per_second": each.in_bytes,
             }
-            for each in found.links
+            for each in links_of(found, workload)
         ],
         "checkpoint": {
             "bytes": plan.upkeep.checkpoint_bytes,
@@ -262,7 +257,7 @@ def json_of(plan: Plan, start: Start) -> dict[str, Any]:
         },
         "alternatives": [_alternative(each) for each in plan.alternatives],
         "assumptions": list(workload.assumptions),
-        "command": run_line(plan, start),
+        "command": run_line(found.layout, found.requests, start),
     }
 
 
@@ -294,3 +289,25 @@ def columns(rows: Sequence[Sequence[str]]) -> Iterator[str]:
             for column, (cell, width) in enumerate(zip(row, widths, strict=True))
         )
         yield "  ".join([first, *others]).rstrip()
+
+
+def size(count: float) -> str:
+    """Return bytes in the unit that leaves one to three digits: "9.3 TB"."""
+    for unit, name in _BYTES:
+        if count >= unit:
+            return f"{count / unit:,.{1 if count < 100 * unit else 0}f} {name}"
+    return f"{count:.0f} B"
+
+
+def seconds(count: float) -> str:
+    """Return a time: "3.2 h", "12 min", "40 s", "98 ms"."""
+    if count >= _HOUR:
+        return f"{count / _HOUR:,.1f} h"
+    if count >= 2 * _MINUTE:
+        return f"{count / _MINUTE:.0f} min"
+    return f"{count:.1f} s" if count >= 1 else f"{1e3 * count:.0f} ms"
+
+
+def amount(count: float) -> str:
+    """Return a number with separators and at most three significant digits behind a point."""
+    return f"{count:,.0f}" if abs(count) >= 100 else f"{count:,.3g}"

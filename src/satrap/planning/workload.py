@@ -1,10 +1,13 @@
 """What a job asks for: its tables, the ids of a sample, the dense network and the requested rate. Pure.
 
-`satrap.planning.model_file` reads it from a file, `satrap.planning.job_script` from a script.
+`satrap.planning.input_files` reads it from a file, `satrap.planning.job_script` from a script. Ids of a table follow
+Zipf's law: the id of rank r occurs with a probability proportional to r ** -zipf.
 """
 
-from collections.abc import Mapping
+import math
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any, Self
 
 from satrap.config.tables import Table
@@ -19,12 +22,13 @@ from satrap.config.validation import (
     suggest,
 )
 from satrap.errors import ConfigError
-from satrap.planning.skew import expected_unique
 
 _MAX_COUNT = 2**53
 _MAX_BUCKETS = 65536
 _BUCKETS_PER_SERVER = 64
 _BUCKET_BYTES = 1 << 30
+_EXACT_RANKS = 2000  # further ranks are summed in bins, so 10^12 rows cost as little as 10^6
+_BIN_GROWTH = 1.02
 _BACKWARD = 3.0  # a backward pass takes two products where the forward pass takes one
 
 
@@ -222,3 +226,27 @@ def _whole(where: str, name: str, value: object, low: int) -> int:
     if isinstance(value, float):
         raise ConfigError(f"{where}: {name} is {describe(value)}; expected a whole number")
     return check_integer(where, name, value, low, _MAX_COUNT)
+
+
+@lru_cache(maxsize=4096)
+def expected_unique(draws: float, rows: int, exponent: float) -> float:
+    """Return how many different ids `draws` independent draws are expected to contain."""
+    if draws <= 0 or rows <= 0:
+        return 0.0
+    total = sum(count * rank**-exponent for rank, count in _ranks(rows))
+    unique = 0.0
+    for rank, count in _ranks(rows):
+        share = rank**-exponent / total
+        unique += count * (1.0 if share >= 1.0 else -math.expm1(draws * math.log1p(-share)))
+    return min(unique, draws, float(rows))
+
+
+def _ranks(rows: int) -> Iterator[tuple[float, float]]:
+    """Yield ranks and how many ranks each stands for: one each at first, then the middles of bins."""
+    exact = min(rows, _EXACT_RANKS)
+    yield from ((float(rank), 1.0) for rank in range(1, exact + 1))
+    begin = exact + 0.5
+    while begin < rows + 0.5:
+        end = min(begin * _BIN_GROWTH, rows + 0.5)
+        yield math.sqrt(begin * end), end - begin
+        begin = end

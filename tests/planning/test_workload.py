@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from satrap.planning.skew import expected_unique
+from satrap.planning.workload import expected_unique
 
 
 @given(st.integers(1, 20_000), st.integers(1, 50_000), st.floats(0.0, 2.5))

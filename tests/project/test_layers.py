@@ -21,7 +21,7 @@ BASE = {"errors", "byte_sizes", "event_log", "interrupts", "collected", "run_con
 ARROWS: dict[str, str] = {
     "config": "",
     "rpc": "config",
-    "monitor": "",
+    "monitor": "config",
     "sharding": "config",
     "storage": "config",
     "table": "config storage table.snapshot",
@@ -84,6 +84,7 @@ PURE = [
     "config.tables",
     "config.features",
     "config.job",
+    "config.location",
     "config.path_allowlist",
     "deploy.job_file",
     "deploy.kuberay",

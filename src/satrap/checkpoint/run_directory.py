@@ -10,10 +10,10 @@ owner, and write checkpoint.json (on a disk, with the rename of the folder); 5. 
 
 import json
 import logging
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from satrap.checkpoint.catalog import Catalog, Version
@@ -194,7 +194,7 @@ def require_rows(chain: Sequence[CheckpointManifest], found: Mapping[str, int]) 
 class RunDirectory:
     """The folder of a run, on this machine or on another file system."""
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, path: str | os.PathLike[str]) -> None:
         self._publisher = open_publisher(path)
         self.folder = self._publisher.folder
         self._this_owner = RunOwner()
@@ -208,7 +208,7 @@ class RunDirectory:
     @property
     def name(self) -> str:
         """The last part of its path, which is the same on all machines."""
-        return Path(str(self.folder).rpartition("://")[2]).absolute().name
+        return self.folder.name if not self.folder.is_local else os.path.basename(os.path.abspath(self.folder))
 
     def require_usable(self) -> None:
         """Raise CheckpointError unless this process can write, read, list and delete objects under the URL."""

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from satrap.cli.status_table import as_lines, fit, summarize
-from satrap.config.path_allowlist import is_url
+from satrap.config.location import is_url
 from satrap.config.validation import check_number
 from satrap.errors import ConfigError, DeadlineError, SatrapError
 from satrap.launch.run_monitor import CLIENT_KEY, STATUS

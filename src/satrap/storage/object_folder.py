@@ -7,7 +7,6 @@ parts into memory that is used only where something was read.
 
 import errno
 import mmap
-import os
 import secrets
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -227,9 +226,3 @@ class _NamedWriter:
             self._writer.abort()
         with suppress(Exception):  # what was written of it may have become an object
             self._folder.delete(self._key)
-
-
-def url_of(path: str | os.PathLike[str]) -> str:
-    """Return a path or URL as text, without slashes at the end of a URL."""
-    text = os.fspath(path)
-    return text.rstrip("/") if "://" in text else text

@@ -9,6 +9,7 @@ from dataclasses import KW_ONLY, dataclass, replace
 from os import PathLike
 from typing import Any, Literal, Self
 
+from satrap.config.location import local_path
 from satrap.config.validation import check_choice, check_flag, set_field
 from satrap.errors import ConfigError
 from satrap.run_context import current_context
@@ -49,6 +50,9 @@ class Deployment:
             set_field(self, name, tuple(addresses))
         if self.servers == ():
             raise ConfigError("Deployment: servers is []; expected a list of at least one 'tcp://host:port', or None")
+        for name in ("keys", "shared"):
+            if (path := getattr(self, name)) is not None:
+                set_field(self, name, str(local_path(path, f"Deployment: {name}")))
         check_choice("Deployment", "wire", self.wire, ("float32", "float16"))
         check_flag("Deployment", "take_over", self.take_over)
         if self.servers is not None and self.shared is not None:

@@ -10,6 +10,7 @@ and `sinks` show them. Numbers that were not passed are not shown.
 
 import os
 import time
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -89,7 +90,7 @@ class Progress:
         self._clock, self._embeddings = clock, embeddings
         now = clock()
         self._meter = Meter(now, counters=self._counters(), window=window, total_samples=total_samples)
-        self._due, self._closed = now + self._every, False
+        self._due, self._closed, self._has_warned = now + self._every, False, False
         known: Mapping[str, Any] = embeddings.settings() if isinstance(embeddings, HasSettings) else {}
         file = open_record(record, known.get("rank", 0))
         self._record = None
@@ -135,7 +136,7 @@ class Progress:
         """Report the steps since the last report and close the sinks."""
         try:
             if not self._closed and self._meter.has_news:
-                self._report(self._clock())
+                self._report(self._clock(), is_last=True)
         finally:
             self._close()
 
@@ -146,8 +147,15 @@ class Progress:
         # After an error nothing is read any more, which might raise another error and hide the first.
         self.close() if kind is None else self._close(error)
 
-    def _report(self, now: float, evaluation: Mapping[str, Any] | None = None) -> None:
+    def _report(self, now: float, evaluation: Mapping[str, Any] | None = None, *, is_last: bool = False) -> None:
         report = replace(self._meter.report(now, self._counters()), **(evaluation or {}))
+        if not self._has_warned and (is_last or self._meter.is_full) and (why := self._meter.undefined) is not None:
+            self._has_warned = True
+            warnings.warn(
+                f"Progress: AUC and normalised entropy are undefined (nan): {why} at step {report.step}; expected "
+                "labels 0 and labels 1: check the label column, or raise window",
+                stacklevel=3,
+            )
         self._due = now + self._every
         for sink in self._sinks:
             sink.write(report)

@@ -17,7 +17,9 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from satrap.cli.status_table import as_lines, fit, summarize
+from satrap.config.durable import parse_json
 from satrap.config.location import is_url
+from satrap.config.regular_file import MAX_JSON_BYTES, read_regular
 from satrap.config.validation import check_number
 from satrap.errors import ConfigError, DeadlineError, SatrapError
 from satrap.launch.run_monitor import CLIENT_KEY, STATUS
@@ -101,7 +103,7 @@ def _read_run(folder: Path) -> dict[str, Any]:
             "started by hand"
         )
     try:
-        run: dict[str, Any] = json.loads((folder / STATUS).read_bytes())
+        run: dict[str, Any] = parse_json(read_regular(folder / STATUS, MAX_JSON_BYTES))
     except (OSError, ValueError) as error:
         raise ConfigError(
             f"{folder / STATUS} cannot be read ({error}): the run is starting or ending, or an older release started "

@@ -17,6 +17,7 @@ import zmq
 
 from satrap.config.durable import put_on_disk, write_file
 from satrap.config.location import local_path
+from satrap.config.regular_file import open_regular
 from satrap.errors import ConfigError
 
 _FORMAT = "satrap key 1"
@@ -43,7 +44,7 @@ class Keys:
             raise ConfigError(f"keys is {path!r}; expected the path of a key file")
         path = local_path(path, "keys")
         try:
-            with open(path, "rb") as file:
+            with open_regular(path) as file:
                 if problem := _distrust(os.fstat(file.fileno()), os.geteuid()):
                     raise ConfigError(f"{path}: {problem}")
                 text = file.read(4096)

@@ -28,8 +28,8 @@ class ObjectStore(Protocol):
     """The calls of an object store, or of one bucket of it. Their exceptions are the store's own; a missing object is a
     FileNotFoundError. An OSError with an errno has what the store said as its strerror."""
 
-    def get(self, key: str) -> bytes:
-        """Return an object."""
+    def get(self, key: str, max_bytes: int | None) -> bytes:
+        """Return an object; raise OSError if it has more than `max_bytes`."""
 
     def get_range(self, key: str, begin: int, end: int) -> Any:
         """Return these bytes of an object, as any object with a buffer."""
@@ -96,9 +96,9 @@ class ObjectFolder:
             return dict(self._store.sizes(self._prefix))
         return {}
 
-    def read(self, key: str) -> bytes:
+    def read(self, key: str, max_bytes: int | None = None) -> bytes:
         with self._errors(key):
-            return self._store.get(self._key(key))
+            return self._store.get(self._key(key), max_bytes)
 
     def open(self, key: str) -> "ObjectReadable":
         with self._errors(key):

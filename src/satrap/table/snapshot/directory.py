@@ -22,6 +22,7 @@ import numpy as np
 
 from satrap._core import crc32c
 from satrap.config.durable import checksum, put_on_disk, try_lock
+from satrap.config.regular_file import MAX_JSON_BYTES
 from satrap.config.validation import describe, is_path
 from satrap.errors import InputError, SnapshotError
 from satrap.storage.folder import Folder, Writer
@@ -99,7 +100,7 @@ def read_manifest(path: str | os.PathLike[str]) -> Manifest:
 def read_manifest_with_checksum(folder: Folder, name: str = FILE_NAME) -> tuple[Manifest, int]:
     """Read the manifest of the snapshot in the folder, once; return it with the CRC-32C of all its bytes."""
     try:
-        text = folder.read(name)
+        text = folder.read(name, MAX_JSON_BYTES)
     except FileNotFoundError:
         if folder.is_local and not os.path.exists(folder):
             raise SnapshotError(f"{folder} does not exist; expected the folder of a snapshot") from None

@@ -23,7 +23,6 @@ from satrap.checkpoint.run_owner import OWNER
 from satrap.config.durable import checksum, json_with_checksum, parse_json
 from satrap.config.regular_file import MAX_JSON_BYTES
 from satrap.errors import CheckpointError, SatrapError
-from satrap.table.snapshot.manifest import FILE_NAME
 
 SECONDS = 120  # ends a hang
 DEEP = b"[" * 100_000 + b"]" * 100_000

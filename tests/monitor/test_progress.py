@@ -5,7 +5,6 @@ import io
 import json
 import math
 import re
-import re
 import weakref
 from collections import Counter
 from dataclasses import replace

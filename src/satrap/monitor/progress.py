@@ -17,6 +17,7 @@ from dataclasses import replace
 from typing import Any, Protocol, Self, runtime_checkable
 
 from satrap.errors import ConfigError, InputError
+from satrap.monitor.hidden_secrets import hide_secrets
 from satrap.monitor.meter import Meter, require_column
 from satrap.monitor.report import Counters
 from satrap.monitor.sinks import LINE_SECONDS, Screen, Sink
@@ -80,7 +81,8 @@ class Progress:
         window: number of recent samples for AUC and normalised entropy.
         record: local folder in which this trainer records the run for `satrap report`, below `records/`; None: under
             `satrap run` that of the run, elsewhere no record.
-        settings: settings of your own that the report shows beside those of the embeddings, such as `vars(args)`.
+        settings: settings of your own that the report shows beside those of the embeddings, such as `vars(args)`; texts
+            whose names say that they are secret, such as password or token, are neither recorded nor shown.
         """
         if every_seconds is not None and not every_seconds > 0:
             raise ConfigError(f"Progress: every_seconds is {every_seconds!r}; expected a number above 0")
@@ -95,7 +97,7 @@ class Progress:
         file = open_record(record, known.get("rank", 0))
         self._record = None
         if file is not None:
-            shown = {**known, "script": dict(settings or {})}
+            shown = {**known, "script": hide_secrets(dict(settings or {}))}
             self._record = TrainingRecord(file, self._counters, clock, window=window, settings=shown)
 
     def step(self, batch: SteppedBatch, *, loss: Any = None, scores: Any = None, labels: Any = None) -> None:

@@ -48,6 +48,8 @@ class Keys:
                 if problem := _distrust(os.fstat(file.fileno()), os.geteuid()):
                     raise ConfigError(f"{path}: {problem}")
                 text = file.read(4096)
+        except IsADirectoryError:
+            raise ConfigError(f"keys is '{path}', a folder; expected a key file in it, such as client.key") from None
         except OSError as error:
             raise ConfigError(f"{path}: the key cannot be read: {error}; create keys with `satrap keys DIR`") from None
         return cls.parse(text, path)

@@ -115,6 +115,8 @@ class _ArrowStorage(Storage):
         info = self._filesystem.get_file_info(path)
         if info.type == FileType.NotFound:
             return None
+        if info.type == FileType.Unknown:
+            raise SourceError(f"{self.prefix}{path} is a FIFO, a socket or a device; expected a file or a folder")
         return int(info.size) if info.type == FileType.File else -1
 
     def find(self, folder: str) -> list[tuple[str, int]]:

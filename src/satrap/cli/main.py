@@ -7,6 +7,7 @@ Carries out the commands that `parser` reads, and prints plain lines.
 """
 
 import argparse
+import errno
 import logging
 import os
 import select
@@ -65,7 +66,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except OSError as error:  # the reader has closed the pipe, as in `satrap doctor | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         if not isinstance(error, BrokenPipeError):
-            print(f"satrap: {error}", file=sys.stderr)
+            advice = "; raise the limit, see `ulimit -n`" if error.errno == errno.EMFILE else ""
+            print(f"satrap: {error}{advice}", file=sys.stderr)
         return 1
     except SatrapError as error:
         print(f"satrap: {error}", file=sys.stderr)

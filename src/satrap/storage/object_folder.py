@@ -9,12 +9,12 @@ import errno
 import mmap
 import secrets
 from collections.abc import Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from typing import Any, Protocol
 
 import numpy as np
 
+from satrap.config.cores import in_threads
 from satrap.storage.folder import Writer
 
 _GET_BYTES = 4 << 20
@@ -192,13 +192,7 @@ class ObjectReadable:
             stop = min(start + _GET_BYTES, end)
             into[start:stop] = np.frombuffer(self._folder.get_range(self._key, start, stop), np.uint8)
 
-        if len(starts) <= 1:
-            for start in starts:
-                get(start)
-            return
-        with ThreadPoolExecutor(min(_GET_THREADS, len(starts)), thread_name_prefix="satrap-get") as pool:
-            for done in [pool.submit(get, start) for start in starts]:
-                done.result()
+        in_threads(_GET_THREADS, get, starts, "satrap-get")
 
     def release(self, begin: int, end: int) -> None:
         page = mmap.PAGESIZE

@@ -236,6 +236,18 @@ def test_the_environment_is_never_read(path: Path) -> None:
         assert not found, f"{relative(path)}: {found}"
 
 
+WALL_CLOCK = {
+    *("checkpoint.checkpoint", "cli.report", "cli.status", "launch.run_monitor", "monitor.training_record", "transfer")
+}
+"""The files that read the wall clock, for what is shown: it may jump at any moment."""
+
+
+def test_no_decision_depends_on_the_wall_clock() -> None:
+    """Deadlines, leases and intervals are measured by time.monotonic()."""
+    found = {module(path) for path in package_files if re.search(r"\btime\.time\(|datetime\.now\(", path.read_text())}
+    assert found == WALL_CLOCK
+
+
 @each_python_file
 def test_python_files_open_with_a_paragraph_and_stay_short(path: Path) -> None:
     text = path.read_text()

@@ -20,8 +20,9 @@ from satrap.checkpoint.run_directory import RunDirectory
 from satrap.cli.main import main
 from satrap.cli.parser import command_parser
 from satrap.config.location import Location, local_path
+from satrap.config.optimizers import Adagrad
 from satrap.config.path_allowlist import PathAllowlist
-from satrap.config.tables import Adagrad, Table
+from satrap.config.tables import Table
 from satrap.data.source import Source
 from satrap.data.synthetic import Clicks
 from satrap.deploy.job_file import Storage

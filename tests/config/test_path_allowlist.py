@@ -157,7 +157,17 @@ def test_what_a_command_line_names(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.chdir(tmp_path)
     (tmp_path / "jobs").mkdir()
     (tmp_path / "jobs" / "train.py").touch()
-    given = ("day_*.gz", "--run=s3://b/run", "--test", "/a/x.csv,/b/*/y", "--flag", "-n", "3", "--sep=/", "../up")
+    given: tuple[str, ...] = (
+        "day_*.gz",
+        "--run=s3://b/run",
+        "--test",
+        "/a/x.csv,/b/*/y",
+        "--flag",
+        "-n",
+        "3",
+        "--sep=/",
+        "../up",
+    )
     given += ("ck=S3://b/other/", "data=/d/x,gs://c/*", "n=4")
     given += ("--rest=s3:/b/r", "s3:/b/s", "s3://", "x=s3:/b/t", "--u=s3:b/u")  # no URLs, nor local paths
     named = Script(path=Path("jobs/train.py"), arguments=given).named_paths()

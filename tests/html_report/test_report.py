@@ -150,7 +150,13 @@ def with_checksum(body: bytes) -> bytes:
 def test_forged_records_of_any_types_are_shown_or_left_out(tmp_path: Path, seed: int) -> None:
     rng = random.Random(seed)
     settings = {"rank": 0, "staleness": 1, "tables": [{"name": "t", "dim": 4}], "features": {"f": {"table": "t"}}}
-    maps = {"staleness": {"0": 5}, "stages": {"lookup": 0.1}, "rows": {"t": 5}, "bytes": {"t": 50}, "lost": {"x": 1}}
+    maps: dict[str, Any] = {
+        "staleness": {"0": 5},
+        "stages": {"lookup": 0.1},
+        "rows": {"t": 5},
+        "bytes": {"t": 50},
+        "lost": {"x": 1},
+    }
     lines = [start(where="w", version="1", script="s.py", settings={**settings, "script": {"lr": 0.1}}, launch=1)]
     lines += [interval(5, 5, loss=0.5, auc=0.5, ne=0.9, window=50, **maps), interval(9, 4, loss=0.4, **maps)]
     lines += [{"kind": "evaluation", "id": "a", "at": AT, "step": 5, "metrics": {"auc": 0.5}, "is_best": True}]

@@ -27,7 +27,8 @@ with satrap.Progress(None, [], settings={{"db": f"postgres://me:{{password}}@hos
 def test_a_password_is_shown_nowhere(tmp_path: Path) -> None:
     (script := tmp_path / "script.py").write_text(SCRIPT.format(secret=SECRET))
     arguments = (str(tmp_path), "--password", SECRET, f"--api-key={SECRET}")
-    folder, shown = tmp_path / "run", {}
+    folder = tmp_path / "run"
+    shown: dict[str, str] = {}
     with start_run(tmp_path, script, "--http", "0", arguments=arguments) as run:
         assert run.stderr is not None
         line = next(line for line in iter(run.stderr.readline, "") if "metrics at" in line)
@@ -37,7 +38,9 @@ def test_a_password_is_shown_nowhere(tmp_path: Path) -> None:
         shown |= {each: get(url.replace("/metrics", each))[1] for each in ("/metrics", "/targets", "/readyz")}
         status = [str(SATRAP), "status", "--folder", str(folder), "--seconds", "0.1"]
         for form in ([], ["--json"]):
-            shown["status", *form] = subprocess.run([*status, *form], capture_output=True, text=True, check=True).stdout
+            shown[f"status {form}"] = subprocess.run(
+                [*status, *form], capture_output=True, text=True, check=True
+            ).stdout
         for process in Path("/proc").glob("[0-9]*/cmdline"):
             command = process.read_bytes().replace(b"\0", b" ").decode(errors="replace")
             if str(tmp_path) in command and " server " in command:
@@ -48,7 +51,7 @@ def test_a_password_is_shown_nowhere(tmp_path: Path) -> None:
     shown |= {"out": out, "err": line + err}
     assert subprocess.run([str(SATRAP), "report", str(folder)], check=True, capture_output=True).returncode == 0
     shown |= {str(each): each.read_text(errors="replace") for each in folder.rglob("*") if each.is_file()}
-    assert len(shown) > 8 and any("server" in command for name, command in shown.items() if "/proc" in str(name))
+    assert len(shown) > 8 and any("server" in command for name, command in shown.items() if "/proc" in name)
     assert not [name for name, text in shown.items() if SECRET in text]
     report = (folder / "report.html").read_text()
     assert report.count(HIDDEN) >= 4 and "script.py" in report

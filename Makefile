@@ -74,7 +74,7 @@ core-test: .venv/.compiled
 	$(call run_core_tests,thread)
 
 define configure_core_tests
-$(bin)/cmake -S . -B build/$(1) -G Ninja -DCMAKE_MAKE_PROGRAM=$(CURDIR)/$(bin)/ninja -DSATRAP_PYTHON=OFF -DSATRAP_SANITIZE=$(1)
+$(bin)/cmake -S . -B build/$(1) -G Ninja -DCMAKE_MAKE_PROGRAM="$(CURDIR)/$(bin)/ninja" -DSATRAP_PYTHON=OFF -DSATRAP_SANITIZE=$(1)
 endef
 
 define run_core_tests
@@ -127,7 +127,7 @@ reference: setup
 
 # The committed copy of the generated stub, for mypy and for readers; a test compares the two.
 stub: setup
-	cp $(stub) src/satrap/_core.pyi
+	cp "$(stub)" src/satrap/_core.pyi
 
 clean:
 	rm -rf build dist .hypothesis .mypy_cache .pytest_cache .ruff_cache .venv/.compiled .venv/.built

@@ -21,7 +21,7 @@ from satrap.storage.open_folder import _bucket
 
 ROOT = f"s3://{BUCKET}"
 SCRIPT = Path(__file__).parents[1] / "checkpoint_job.py"
-STEPS, KILLS = 12, 6
+STEPS, KILLS = 8, 4
 
 
 @pytest.fixture(scope="module")

@@ -182,7 +182,7 @@ def test_a_parent_that_is_missing(run: Path) -> None:
 
 
 def test_the_parent_of_somebody_else(run: Path, tmp_path: Path) -> None:
-    """Of the same tables and steps, with the same name, in another run; with its checksum forged, and without."""
+    """It has the same tables, steps and name, and its checksum is forged in the end."""
     Job(str(tmp_path / "other"), 3, full_every=3, seed=1).train()
     shutil.rmtree(run / TWO)
     shutil.copytree(tmp_path / "other" / TWO, run / TWO)

@@ -243,7 +243,7 @@ ODD: list[Any] = [None, True, -1, 2**70, 10**400, 1.5, "", "x", "ipc:///x", [], 
 
 
 def test_a_forged_file_is_refused_or_shown(tmp_path: Path, seed: int) -> None:
-    """Of any types, deeply nested, huge, or no file; and no text controls the terminal."""
+    """It may have values of any types, be deeply nested, huge or no file. No text controls the terminal."""
     rng = random.Random(seed)
     RunState(name="a").write(tmp_path / "run.json")
     with durable.opened(tmp_path) as folder, RunReader(tmp_path) as reader:

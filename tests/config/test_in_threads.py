@@ -54,6 +54,6 @@ def test_calls_are_beside_each_other() -> None:
 
 
 def test_after_the_end_of_the_main_thread() -> None:
-    """As in a save that still runs when the script ends."""
+    """A save may still run when the script ends."""
     run = subprocess.run([sys.executable, "-c", LATE], capture_output=True, text=True, timeout=300)
     assert (run.returncode, run.stdout, run.stderr) == (0, "['1', '2', '3']\n", "")

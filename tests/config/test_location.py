@@ -1,4 +1,4 @@
-"""Paths and URLs are told apart in one place: what looks like a URL and is none reaches no disk, whoever parses it."""
+"""Paths and URLs are told apart in one place: what looks like a URL and is none reaches no disk, wherever a path is taken."""
 
 from __future__ import annotations
 

@@ -374,12 +374,12 @@ def test_globs_folders_and_lists(tmp_path: Path) -> None:
         (tmp_path / "empty", "empty: the folder holds no file"),
         (f"{tmp_path}/*.txt", r"\*.txt: the glob matches no file"),
         ("nowhere://x", "nowhere://x: its filesystem cannot be reached"),
-        ("s3:///", "s3:///: its filesystem cannot be reached"),
     ):
         with pytest.raises(SourceError, match=message):
             CSV(path).batches(["a"])
     wrong: list[tuple[Any, str]] = [
         ([], "path is an empty list"),
+        ("s3:///", "path is 's3:///', which names no bucket; expected e.g. 's3://bucket/run'"),
         (3, r"path is 3 \(int\); expected a file, a folder, a glob or a URL"),
         ("", "path is ''"),
     ]

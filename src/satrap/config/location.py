@@ -87,6 +87,8 @@ def is_url(text: str) -> bool:
 
 def local_path(path: object, what: str) -> Path:
     """Return the path of a local file or folder; ConfigError, which calls it `what`, if it is a URL or none of both."""
+    if not isinstance(path, str | os.PathLike) or not os.fspath(path):
+        raise ConfigError(f"{what} is {describe(path)}; expected the path of a local file or folder")
     location = Location.parse(path, what)
     if location.is_url:
         raise ConfigError(f"{what} is {str(location)!r}, a URL; expected the path of a local file or folder")

@@ -1,4 +1,5 @@
-"""Paths and URLs are told apart in one place: what looks like a URL and is none reaches no disk, wherever a path is taken."""
+"""Paths and URLs are told apart in one place: what looks like a URL and is none reaches no disk, wherever a path is
+taken."""
 
 from __future__ import annotations
 

@@ -132,7 +132,7 @@ def test_files_that_are_not_keys(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"keys is '.*', a folder; expected a key file in it, such as client\.key"):
         Keys.read(tmp_path)
     os.mkfifo(tmp_path / "fifo", 0o600)
-    with pytest.raises(ConfigError, match="cannot be read: .*it is a FIFO; expected a regular file"):
+    with pytest.raises(ConfigError, match=r"cannot be read: .*it is a FIFO; expected a regular file"):
         Keys.read(tmp_path / "fifo")
     os.close(os.open(tmp_path / "foreign", os.O_CREAT | os.O_WRONLY, 0o600))
     for text in ("", "[]", "{}", "-----BEGIN", "[" * 4000, "9" * 4096):

@@ -150,7 +150,7 @@ reference: setup
 
 # The committed copy of the generated stub, for mypy and for readers; a test compares the two.
 stub: setup
-	cp $(stub) src/satrap/_core.pyi
+	cp "$(stub)" src/satrap/_core.pyi
 
 clean:
 	rm -rf build dist .hypothesis .mypy_cache .pytest_cache .ruff_cache .venv/.compiled .venv/.built

@@ -22,6 +22,7 @@ import torch
 from lean_torch import skip_compiler
 from satrap import Adagrad, Adam, Checkpoint, Deployment, Embeddings, Inputs, MinCount, Position, Table
 from satrap.checkpoint.run_owner import OWNER
+from satrap.config.location import is_url
 
 SIZE, NUM_IDS = 16, 200
 DEADLINE_SECONDS = 240
@@ -174,4 +175,5 @@ if __name__ == "__main__":
         # Servers keep the rows of a trainer that was killed before its first checkpoint.
         job.embeddings.tables.clear()  # type: ignore[union-attr]
     job.train(wait="beside" not in sys.argv)
-    np.savez(Path(sys.argv[1]) / "end.npz", **job.state())
+    if not is_url(sys.argv[1]):  # else the last checkpoint has it
+        np.savez(Path(sys.argv[1]) / "end.npz", **job.state())

@@ -38,10 +38,10 @@ def cpu_limit(proc: Path = _PROC) -> float | None:
 
 def _memory_group(folder: Path) -> MemoryGroup | None:
     with suppress(OSError, ValueError):  # no such file at the root; "max" is no limit
-        limit, used = (int((folder / name).read_text()) for name in ("memory.max", "memory.current"))
+        limit, used = (_number((folder / name).read_text()) for name in ("memory.max", "memory.current"))
         return MemoryGroup(max(0, used - _statistic(folder, "inactive_file", 0)), limit)
     with suppress(OSError, ValueError):
-        limit, used = (int((folder / f"memory.{name}_in_bytes").read_text()) for name in ("limit", "usage"))
+        limit, used = (_number((folder / f"memory.{name}_in_bytes").read_text()) for name in ("limit", "usage"))
         limit = min(
             limit, _statistic(folder, "hierarchical_memory_limit", limit)
         )  # of groups that are not visible, too
@@ -52,17 +52,25 @@ def _memory_group(folder: Path) -> MemoryGroup | None:
 
 def _statistic(folder: Path, name: str, default: int) -> int:
     lines = (line.split() for line in (folder / "memory.stat").read_text().splitlines())
-    return next((int(line[1]) for line in lines if line[0] == name), default)
+    return next((_number(line[1]) for line in lines if len(line) == 2 and line[0] == name), default)
 
 
 def _cpu_quota(folder: Path) -> float | None:
-    with suppress(OSError, ValueError):
-        quota, period = (folder / "cpu.max").read_text().split()
-        return int(quota) / int(period)
     with suppress(OSError, ValueError, ZeroDivisionError):
-        quota, period = ((folder / f"cpu.cfs_{name}_us").read_text() for name in ("quota", "period"))
-        return int(quota) / int(period) if int(quota) > 0 else None  # -1: no quota
+        quota, period = map(_number, (folder / "cpu.max").read_text().split())
+        return quota / period or None
+    with suppress(OSError, ValueError, ZeroDivisionError):  # a quota of -1 is none
+        quota, period = (_number((folder / f"cpu.cfs_{name}_us").read_text()) for name in ("quota", "period"))
+        return quota / period or None
     return None
+
+
+def _number(text: str) -> int:
+    """Return a number of the kernel's; ValueError if it is none, such as "max", or cannot be one."""
+    number = int(text)
+    if not 0 <= number < 2**63:
+        raise ValueError(f"{number} is no number of the kernel's")
+    return number
 
 
 def _folders(controller: str, proc: Path) -> Iterator[Path]:

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from runs import SATRAP
 from satrap import __version__, _core
 from satrap.cli.main import main
 
@@ -198,3 +199,23 @@ for _ in range(3000):
 def test_a_signal_just_before_the_wait_ends_it() -> None:
     """Some of the 3000 signals arrive at that moment: with an Event, none of three trials finished."""
     subprocess.run([sys.executable, "-c", SIGNAL_RACE], check=True, timeout=240)
+
+
+def test_a_run_with_too_few_file_descriptors_is_refused(tmp_path: Path) -> None:
+    """Before it starts a process, and it names the limit; one more than is needed, and it runs."""
+    (script := tmp_path / "script.py").write_text("print('it runs')")
+
+    def run(limit: int) -> subprocess.CompletedProcess[str]:
+        command = [str(SATRAP), "run", str(script), "--servers", "3", "--folder", str(tmp_path / "run")]
+        limited = ["bash", "-c", f'ulimit -n {limit}; exec "$@"', "bash", *command, "--memory", str(tmp_path)]
+        return subprocess.run(limited, capture_output=True, text=True, timeout=300)
+
+    refused = run(24)
+    words = r"satrap: the pipes of 4 processes need 26 file descriptors besides the (\d+) that this process has open; "
+    found = re.match(
+        words + r"its limit is 24 \(hard limit: 24\): raise the hard limit to (\d+) or more", refused.stderr
+    )
+    assert refused.returncode == 1 and found is not None, refused.stderr
+    assert not (tmp_path / "run").exists()
+    allowed = run(int(found[2]))
+    assert allowed.returncode == 0 and "it runs" in allowed.stdout, allowed.stderr

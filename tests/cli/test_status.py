@@ -6,6 +6,7 @@ import fcntl
 import json
 import os
 import pty
+import random
 import re
 import signal
 import struct
@@ -39,6 +40,10 @@ from satrap.cli import status
 from satrap.cli.main import main
 from satrap.cli.status import RunReader
 from satrap.cli.status_table import as_lines, fit, summarize
+from satrap.config import durable
+from satrap.errors import ConfigError
+from satrap.launch.run_monitor import STATUS
+from satrap.launch.run_state import RunState
 from scrape import get, number, scrape
 
 
@@ -225,6 +230,63 @@ def test_a_run_that_is_not_live(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert "has ended" in capsys.readouterr().err
     assert main(["status", "--servers", "ipc:///nowhere"]) == 1
     assert main(["status", "--seconds", "0", "--folder", str(tmp_path)]) == 1
+
+
+GOOD: dict[str, Any] = {
+    "phase": "trainers are running", "launch": 1, "started_at": 1e9, "migration": {"moved": 1, "all": 2},
+    "processes": [
+        {"role": "trainer", "number": 0, "address": None, "where": "", "state": "up", "restarts": 0, "metrics": None}
+    ],
+    "faults": {"count": 1, "last": [{"at": 1e9, "what": "trainer 0 \x1b[2J was\nkilled"}]},
+}  # fmt: skip
+ODD: list[Any] = [None, True, -1, 2**70, 10**400, 1.5, "", "x", "ipc:///x", [], [1], {}, {"a": 1}, [{}], [None], 1e300]
+
+
+def test_a_forged_file_is_refused_or_shown(tmp_path: Path, seed: int) -> None:
+    """It may have values of any types, be deeply nested, huge or no file. No text controls the terminal."""
+    rng = random.Random(seed)
+    RunState(name="a").write(tmp_path / "run.json")
+    with durable.opened(tmp_path) as folder, RunReader(tmp_path) as reader:
+        assert durable.try_lock(folder)  # as a live run does
+        (tmp_path / STATUS).write_text(json.dumps(GOOD))
+        assert "trainer 0  [2J was killed" in "\n".join(as_lines(summarize(reader.read(), None)))
+        refused = 0
+        for _ in range(300):
+            node = forged = json.loads(json.dumps(GOOD))
+            while True:
+                key = rng.choice(list(node) if isinstance(node, dict) else range(len(node)))
+                if not isinstance(node[key], dict | list) or rng.random() < 0.3:
+                    break
+                node = node[key]
+            node[key] = rng.choice(ODD)
+            (tmp_path / STATUS).write_text(json.dumps(forged))
+            try:
+                summary = summarize(reader.read(), None)
+            except ConfigError as error:
+                assert "cannot be read (" in str(error)
+                refused += 1
+            else:
+                assert json.dumps(summary) and all(map(str.isprintable, as_lines(summary)))
+        assert refused > 100
+        (tmp_path / STATUS).write_bytes(b"[" * 100_000)
+        with pytest.raises(ConfigError, match="it is nested too deeply"):
+            reader.read()
+        os.truncate(tmp_path / STATUS, 1 << 30)
+        with pytest.raises(ConfigError, match="it has more than"):
+            reader.read()
+        (tmp_path / STATUS).unlink()
+        os.mkfifo(tmp_path / STATUS)
+        with pytest.raises(ConfigError, match="it is a FIFO"):
+            reader.read()
+
+
+def test_a_clock_that_was_set_back() -> None:
+    """Times of the wall clock are only shown, and rates are measured by another clock."""
+    run = GOOD | {"started_at": 2e9, "faults": {"count": 1, "last": [{"at": 2e9, "what": "w"}]}}
+    checkpoint = {"at": 2e9, "seconds": 1.0, "name": "a", "is_published": True, "folder": None}
+    reading = {"at": 1e9, "clock": 5.0, "run": run, "answers": {}, "checkpoint": checkpoint}
+    text = "\n".join(as_lines(summarize(reading, reading | {"at": 3e9, "clock": 4.0})))
+    assert "running for 0:00:00" in text and "0:00:00 ago: w" in text and "a, 0:00:00 ago" in text
 
 
 @given(st.lists(st.text(max_size=20), max_size=12), st.integers(1, 15), st.integers(2, 10))

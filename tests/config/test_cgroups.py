@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import random
 import subprocess
 import sys
 import uuid
@@ -230,3 +231,30 @@ def test_a_process_in_a_real_group_knows_its_limits() -> None:
     assert found["limit"] == 400 * MIB and found["machine"][1] <= 400 * MIB
     assert found["cores"] == min(2, len(os.sched_getaffinity(0))) == math.ceil(min(1.5, found["cores"]))
     assert 31 * MIB <= found["rows"] < 48 * MIB, "shared memory counts"  # what the process freed meanwhile does not
+
+
+CONTENTS = ["max", "max 100000", "0", "-1", "", "\n", "1 0", "0 100000", "100000 100000", "-1 100000", "1e9", "x y z"]
+CONTENTS += ["9" * 400, "\xff\xfe", "anon 5\n\ninactive_file 7", "inactive_file", "inactive_file -9", "5000000", "\0"]
+FILES = ["memory.max", "memory.current", "memory.stat", "memory.limit_in_bytes", "memory.usage_in_bytes", "cpu.max"]
+FILES += ["cpu.cfs_quota_us", "cpu.cfs_period_us"]
+
+
+def test_any_content_is_a_limit_or_none(tmp_path: Path, seed: int) -> None:
+    """A file that is no kernel's, such as one of a container runtime that emulates them, limits nothing."""
+    rng = random.Random(seed)
+    for number in range(300):
+        tree = Tree(tmp_path / str(number))
+        points = [tree.mount("two", "cgroup2", "rw"), tree.mount("one", "cgroup", "rw,memory,cpu")]
+        tree.join("", rng.choice(["/", "/a", "/a/b", "/../x", "a"]))
+        tree.join("memory,cpu", rng.choice(["/", "/a", "/..", "x"]))
+        for folder in (place for point in points for place in (point, point / "a")):
+            folder.mkdir(exist_ok=True)
+            for name in rng.sample(FILES, 6):
+                (folder / name).write_bytes(rng.choice(CONTENTS).encode("latin1"))
+        if rng.random() < 0.3:
+            mounts = bytearray((tree.proc / "self/mountinfo").read_bytes())
+            mounts[rng.randrange(len(mounts))] = rng.randrange(256)
+            (tree.proc / "self/mountinfo").write_bytes(mounts)
+        assert all(group.limit_bytes >= 0 and group.used_bytes >= 0 for group in memory_groups(tree.proc))
+        quota = cpu_limit(tree.proc)
+        assert quota is None or 0 < quota < math.inf

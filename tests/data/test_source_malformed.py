@@ -2,6 +2,7 @@
 
 import gzip
 import itertools
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -373,12 +374,12 @@ def test_globs_folders_and_lists(tmp_path: Path) -> None:
         (tmp_path / "empty", "empty: the folder holds no file"),
         (f"{tmp_path}/*.txt", r"\*.txt: the glob matches no file"),
         ("nowhere://x", "nowhere://x: its filesystem cannot be reached"),
-        ("s3:///", "s3:///: its filesystem cannot be reached"),
     ):
         with pytest.raises(SourceError, match=message):
             CSV(path).batches(["a"])
     wrong: list[tuple[Any, str]] = [
         ([], "path is an empty list"),
+        ("s3:///", "path is 's3:///', which names no bucket; expected e.g. 's3://bucket/run'"),
         (3, r"path is 3 \(int\); expected a file, a folder, a glob or a URL"),
         ("", "path is ''"),
     ]
@@ -471,3 +472,15 @@ def test_a_tab_between_fields_is_not_a_blank(tmp_path: Path) -> None:
     (inputs,) = data.batches(["a"])
     assert inputs.label is not None and inputs.label.tolist() == [0, 1, 0]
     assert inputs.values.tolist() == [*hash_strings(["1", "2"]), 7]
+
+
+@pytest.mark.parametrize("kind", [CSV, Parquet, Arrow, Criteo])
+def test_a_fifo_or_a_device_is_no_file(kind: Callable[..., Source], tmp_path: Path) -> None:
+    """Opening a FIFO, or reading a device to its end, would wait for ever; in a folder both are passed over."""
+    os.mkfifo(tmp_path / "fifo")
+    (tmp_path / "device").symlink_to("/dev/zero")
+    for name in ("fifo", "device"):
+        with pytest.raises(SourceError, match=f"{name} is a FIFO, a socket or a device; expected a file or a folder"):
+            kind(path=tmp_path / name).signature()
+    with pytest.raises(SourceError, match="the folder holds no file"):
+        kind(path=tmp_path).signature()

@@ -258,6 +258,7 @@ def test_checkpoints_of_a_loop_that_finds_rows_ahead(device: str, tmp_path: Path
 
 def test_what_is_refused() -> None:
     refused: list[tuple[dict[str, Any], str]] = [
+        ({"device": "cpu:7"}, "device is 'cpu:7', and torch has one CPU, whatever its cores; expected 'cpu'"),
         ({"device": "gpu"}, "device is 'gpu', which torch does not know; expected 'cuda'"),
         ({"device": 0}, r"device is 0 \(int\); expected 'cuda'"),
         ({"device": "meta"}, "device is 'meta', for which there are no kernels"),

@@ -6,6 +6,7 @@ import fcntl
 import json
 import os
 import random
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from satrap.errors import ConfigError
 from satrap.html_report.page import page
 from satrap.html_report.run_records import RunRecords, read_run
 from satrap.html_report.summary import events, listings, state_of, tiles, warnings
+from satrap.monitor import record_file
 from satrap.monitor.record_file import RecordFile, encode
 
 
@@ -121,6 +123,79 @@ def test_records_that_lack_something_are_left_out(tmp_path: Path, wrong: dict[st
     run = read_run(tmp_path)
     assert [each.step for each in run.loops[0].intervals] == [1, 3] and sum(run.damaged.values()) == 1
     shown(tmp_path)
+
+
+ODD: list[Any] = [None, True, -1, 3.5, 1e299, 10**400, "", "x", [], [1], [[]], [{}], {}, {"a": {"b": 1}}, {"1": 2}]
+ODD += [{"name": "x"}, [{"name": [1], "dim": {}}], "\ud800", "a" * 3000, {"a": 10**400}, float("nan"), float("inf")]
+DEEP = b'{"kind": "start", "settings": ' + b'{"a":' * 60 + b"1" + b"}" * 61
+
+
+def forged(rng: random.Random, line: dict[str, Any]) -> bytes:
+    """Returns the line of a record with up to two values of other types, and a checksum that matches."""
+    line = json.loads(json.dumps(line))
+    for _ in range(rng.randint(0, 2)):
+        node = line
+        while isinstance(node[key := rng.choice(list(node))], dict) and node[key] and rng.random() < 0.7:
+            node = node[key]
+        node[key] = json.loads(json.dumps(rng.choice(ODD)))
+        if rng.random() < 0.1 and len(node) > 1:
+            del node[key]
+    return with_checksum(json.dumps(line).encode())
+
+
+def with_checksum(body: bytes) -> bytes:
+    return body[:-1] + b', "crc": %d}\n' % zlib.crc32(body[:-1])
+
+
+def test_forged_records_of_any_types_are_shown_or_left_out(tmp_path: Path, seed: int) -> None:
+    rng = random.Random(seed)
+    settings = {"rank": 0, "staleness": 1, "tables": [{"name": "t", "dim": 4}], "features": {"f": {"table": "t"}}}
+    maps: dict[str, Any] = {
+        "staleness": {"0": 5},
+        "stages": {"lookup": 0.1},
+        "rows": {"t": 5},
+        "bytes": {"t": 50},
+        "lost": {"x": 1},
+    }
+    lines = [start(where="w", version="1", script="s.py", settings={**settings, "script": {"lr": 0.1}}, launch=1)]
+    lines += [interval(5, 5, loss=0.5, auc=0.5, ne=0.9, window=50, **maps), interval(9, 4, loss=0.4, **maps)]
+    lines += [{"kind": "evaluation", "id": "a", "at": AT, "step": 5, "metrics": {"auc": 0.5}, "is_best": True}]
+    lines += [{"kind": "end", "id": "a", "at": AT, "step": 9, "error": None}]
+    lines += [start("b", launch=2), interval(7, 2, "b"), {"kind": "end", "id": "b", "at": AT, "step": 7, "error": "E"}]
+    events = [{"kind": "run", "at": AT, "where": "w", "settings": {"script": "s.py", "arguments": ["a"]}}]
+    events += [{"kind": "launch", "at": AT, "launch": 1, "servers": 2}, {"kind": "servers", "at": AT, "servers": 2}]
+    events += [{"kind": "restart", "at": AT, "process": "p"}, {"kind": "fault", "at": AT, "what": "w"}]
+    events += [{"kind": "exit", "at": AT, "status": 0}]
+    (records := tmp_path / "records").mkdir()
+    for _ in range(50):
+        for name, written in (("trainer-0", lines), ("trainer-1", lines), ("run", events)):
+            (records / f"{name}.jsonl").write_bytes(b"".join(forged(rng, line) for line in written))
+        assert shown(tmp_path).encode("utf-8", "replace").startswith(b"<!doctype html>")
+
+
+def test_deep_and_endless_lines_are_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(tmp_path, "trainer-0", start(), interval(1, loss=0.5))
+    monkeypatch.setattr(record_file, "_MAX_LINE", 1 << 10)
+    with (tmp_path / "records" / "trainer-0.jsonl").open("ab") as file:
+        file.write(with_checksum(DEEP) + b"\0" * 5000 + b"\n")
+    run = read_run(tmp_path)
+    assert len(run.loops) == 1 and run.damaged["records/trainer-0.jsonl"] == 6, "a long line counts as several"
+
+
+def test_a_fifo_is_no_record(tmp_path: Path) -> None:
+    write(tmp_path, "trainer-0", start(), interval(1, loss=0.5))
+    os.mkfifo(fifo := tmp_path / "records" / "trainer-1.jsonl")
+    assert "records/trainer-1.jsonl cannot be read (it is a FIFO; expected a regular file)." in shown(tmp_path)
+    with pytest.raises(OSError, match="it is no regular file"):
+        RecordFile.open(fifo)
+
+
+def test_secrets_that_earlier_releases_recorded_are_hidden(tmp_path: Path) -> None:
+    script = {"password": "hunter2", "lr": 0.5}
+    write(tmp_path, "trainer-0", start(settings={"script": script}), interval(1))
+    write(tmp_path, "run", {"kind": "run", "at": AT, "settings": {"arguments": ["--token", "hunter2"]}})
+    text = shown(tmp_path)
+    assert "hunter2" not in text and text.count("(hidden)") == 2
 
 
 def test_other_files_and_unreadable_ones(tmp_path: Path) -> None:

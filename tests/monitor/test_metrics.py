@@ -3,7 +3,9 @@ values."""
 
 import math
 import tracemalloc
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from fractions import Fraction
 from typing import Any
 
@@ -16,6 +18,7 @@ from hypothesis import given
 from satrap.errors import ConfigError, InputError
 from satrap.monitor.metrics import Evaluation, Window, auc, log_loss, normalised_entropy
 
+may_be_undefined = pytest.mark.filterwarnings("ignore:.* is undefined")
 # A few values, so that ties are frequent; and the extremes.
 scores = st.one_of(st.integers(-3, 3).map(float), st.sampled_from([0.0, -0.0, 1e-300, math.inf, -math.inf]))
 samples = st.lists(st.tuples(st.booleans(), scores), max_size=40)
@@ -35,6 +38,7 @@ def same(found: float, expected: float) -> None:
     assert found == pytest.approx(expected, rel=1e-12, abs=1e-15, nan_ok=True)
 
 
+@may_be_undefined
 @given(samples)
 def test_auc_counts_pairs(drawn: list[tuple[bool, float]]) -> None:
     labels, values = [label for label, _ in drawn], [value for _, value in drawn]
@@ -69,19 +73,37 @@ def test_log_loss_of_huge_logits() -> None:
     assert log_loss([0, 1], [math.inf, 0.0]) == math.inf
 
 
+@contextmanager
+def telling(labels: list[int] | None) -> Iterator[None]:
+    """Expects that AUC and normalised entropy each tell why they are undefined; None: that neither does."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        yield
+    if labels is None:
+        assert not caught
+        return
+    why = f"all {len(labels)} labels are {labels[0]}" if labels else "there are no samples"
+    for metric, each in zip(("auc", "normalised_entropy"), caught, strict=True):
+        assert str(each.message).startswith(f"{metric} is undefined (nan): {why}; expected labels 0 and labels 1: ")
+        assert each.filename == __file__, "it names the line that called"
+
+
 @pytest.mark.parametrize("labels", [[], [1, 1], [0, 0, 0]])
 def test_undefined_values_are_nan(labels: list[int]) -> None:
     logits = np.linspace(-1, 1, len(labels))
     for metrics in (Window(8), Evaluation(), Evaluation(exact_samples=1, num_bins=1)):
         metrics.add(labels, logits)
-        assert math.isnan(metrics.auc())
-        assert math.isnan(metrics.normalised_entropy())
+        with telling(None if isinstance(metrics, Window) else labels):
+            assert math.isnan(metrics.auc())
+            assert math.isnan(metrics.normalised_entropy())
         assert math.isnan(metrics.log_loss()) == (not labels)
         same(metrics.log_loss(), log_loss(labels, logits))
-    assert math.isnan(auc(labels, logits))
-    assert math.isnan(normalised_entropy(labels, logits))
+    with telling(labels):
+        assert math.isnan(auc(labels, logits))
+        assert math.isnan(normalised_entropy(labels, logits))
 
 
+@may_be_undefined
 @given(samples, st.integers(1, 12), st.lists(st.integers(0, 9), max_size=12))
 def test_a_window_holds_the_last_samples(drawn: list[tuple[bool, float]], size: int, cuts: list[int]) -> None:
     labels, values = np.array([label for label, _ in drawn], bool), np.array([value for _, value in drawn])
@@ -96,6 +118,7 @@ def test_a_window_holds_the_last_samples(drawn: list[tuple[bool, float]], size: 
         same(window.normalised_entropy(), normalised_entropy(labels[last], values[last]))
 
 
+@may_be_undefined
 @given(
     samples,
     st.sampled_from([None, 1, 2, 7, 100]),

@@ -92,6 +92,7 @@ def test_counters_add(drawn: list[tuple[dict[int, int], int]]) -> None:
 steps = st.lists(st.tuples(st.integers(0, 9), st.integers(0, 5), st.booleans(), st.booleans()), max_size=30)
 
 
+@pytest.mark.filterwarnings("ignore:.* is undefined")
 @given(steps, st.integers(1, 40), st.integers(0, 2**32 - 1))
 def test_a_report_covers_its_interval(drawn: list[tuple[int, int, bool, bool]], window: int, seed: int) -> None:
     """Compares with sums over everything since the last report; and for the window with sums over everything."""
@@ -242,6 +243,30 @@ def test_a_run_without_steps_reports_nothing() -> None:
     kept = ListSink()
     Progress(None, [kept]).close()
     assert (kept.reports, kept.num_closed) == ([], 1)
+
+
+@pytest.mark.parametrize("label", [0.0, 1.0])
+def test_an_auc_of_one_label_is_warned_of_once(label: float) -> None:
+    """Once the window is full, or the loop ends: labels of a first few steps may well be alike."""
+    clock = Clock()
+
+    def train(steps: int, window: int, label: float) -> None:
+        with Progress(None, [ListSink()], every_seconds=1.0, window=window, clock=clock) as progress:
+            for number in range(steps):
+                clock.now += 2.0
+                progress.step(SteppedBatch(number, 2, np.full(2, label)), scores=np.ones(2))
+            progress.step(SteppedBatch(steps, 2, np.array([0.0, 1.0])), scores=np.ones(2))
+
+    train(3, 1 << 16, label)  # both labels by the end
+    with pytest.warns(UserWarning) as caught:
+        train(9, 4, label)
+    (warning,) = caught
+    why = rf"Progress: AUC .* undefined \(nan\): all 4 labels are {label:.0f} at step 1; .* check the label column"
+    assert re.match(why, str(warning.message))
+    progress = Progress(None, [ListSink()], clock=clock)
+    progress.step(SteppedBatch(1, 2, np.full(2, label)), scores=np.ones(2))
+    with pytest.warns(UserWarning, match="all 2 labels are .* at step 1"):
+        progress.close()
 
 
 def test_padding_counts_only_as_a_step() -> None:

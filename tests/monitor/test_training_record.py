@@ -218,7 +218,7 @@ def test_there_is_no_record_unless_requested(tmp_path: Path, monkeypatch: pytest
     Progress(Embedded(Clock()), []).close()
     assert not list(tmp_path.iterdir())
     for bad in ("", "s3://bucket/run"):
-        with pytest.raises(ConfigError, match="expected the path of a local folder"):
+        with pytest.raises(ConfigError, match="expected the path of a local file or folder"):
             Progress(record=bad)
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match=r"cannot be written to .*; choose another folder"):

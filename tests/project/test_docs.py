@@ -7,6 +7,8 @@ run. No page has a block of another kind, except the pages of `ELSEWHERE`.
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 import os
 import re
 import shlex
@@ -16,6 +18,7 @@ import tomllib
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -68,6 +71,34 @@ def test_a_page_has_blocks_of_python_and_commands_only(page: Path) -> None:
     outside = FENCE.sub("", text)
     assert "```" not in outside, "a fence is not closed, or is indented"
     assert not re.search(r"^\n    \S", outside, re.MULTILINE), "an indented block of code is run by no test: fence it"
+
+
+RENAMED = re.compile(r"^### Renamed\n.*?(?=^### )", re.DOTALL | re.MULTILINE)
+NAME = re.compile(r"(?<![\w./-])satrap(?:\.[A-Za-z_]\w*)+")
+
+
+def has_name(name: str) -> bool:
+    """Returns whether `name` is a module, or an attribute of one or of a class in it."""
+    _, *parts = name.split(".")
+    found: Any = importlib.import_module("satrap")
+    path = "satrap"
+    for part in parts:
+        path += f".{part}"
+        if hasattr(found, part):
+            found = getattr(found, part)
+        elif isinstance(found, ModuleType) and importlib.util.find_spec(path) is not None:
+            found = importlib.import_module(path)
+        else:
+            return False
+    return True
+
+
+@pytest.mark.parametrize("page", [ROOT / "CHANGELOG.md", ROOT / "CONTRIBUTING.md", *pages()], ids=relative)
+def test_every_name_of_the_package_exists(page: Path) -> None:
+    """Names in code spans, but for those that the changelog lists as renamed, and the keys of files' metadata."""
+    text = FENCE.sub("", RENAMED.sub("", page.read_text()))
+    names = {name for span in re.findall(r"`([^`]+)`", text) for name in NAME.findall(span)}
+    assert not {name for name in names if not has_name(name)}
 
 
 # -- Python ----------------------------------------------------------------------------------------------------------

@@ -21,7 +21,7 @@ BASE = {"errors", "byte_sizes", "event_log", "interrupts", "collected", "run_con
 ARROWS: dict[str, str] = {
     "config": "",
     "rpc": "config",
-    "monitor": "",
+    "monitor": "config",
     "sharding": "config",
     "storage": "config",
     "table": "config storage table.snapshot",
@@ -83,6 +83,7 @@ PURE = [
     "config.tables",
     "config.features",
     "config.job",
+    "config.location",
     "config.path_allowlist",
     "deploy.job_file",
     "deploy.kuberay",
@@ -227,6 +228,18 @@ def test_the_environment_is_never_read(path: Path) -> None:
             names = {alias.name for alias in node.names}
         found = names & {"environ", "environb", "getenv", "putenv"}
         assert not found, f"{relative(path)}: {found}"
+
+
+WALL_CLOCK = {
+    *("checkpoint.checkpoint", "cli.report", "cli.status", "launch.run_monitor", "monitor.training_record", "transfer")
+}
+"""The files that read the wall clock, for what is shown: it may jump at any moment."""
+
+
+def test_no_decision_depends_on_the_wall_clock() -> None:
+    """Deadlines, leases and intervals are measured by time.monotonic()."""
+    found = {module(path) for path in package_files if re.search(r"\btime\.time\(|datetime\.now\(", path.read_text())}
+    assert found == WALL_CLOCK
 
 
 @each_python_file

@@ -57,3 +57,13 @@ def test_make_demo_installs_what_training_needs_and_says_what_to_try_next() -> N
     assert listed == {"train >.venv/.train.txt"}
     assert any(line.endswith("satrap report build/demo") for line in lines)
     assert "satrap run examples/adult.py --servers 2 --trainers 2" in lines[-1]
+
+
+def test_a_checkout_may_have_a_blank_in_its_path() -> None:
+    """A recipe quotes what begins with the path of the checkout; pip splits the value of PIP_CONSTRAINT at blanks."""
+    makefile = (ROOT / "Makefile").read_text()
+    assert '"$(CURDIR)/$(bin)/ninja"' in makefile
+    unquoted = re.sub(r'"[^"\n]*"', '""', "\n".join(line for line in makefile.splitlines() if line.startswith("\t")))
+    assert not re.findall(r"\$\(CURDIR\)|\$\(stub\)", unquoted)
+    constraint = re.search(r'PIP_CONSTRAINT="([^"]*)"', (ROOT / ".ci/wheel").read_text())
+    assert constraint is not None and constraint[1].startswith("file://$here/")

@@ -129,8 +129,11 @@ def test_a_changed_field(tmp_path: Path, name: str) -> None:
 def test_files_that_are_not_keys(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"cannot be read: .*; create keys with `satrap keys DIR`"):
         Keys.read(tmp_path / "missing")
-    with pytest.raises(ConfigError, match="cannot be read"):
+    with pytest.raises(ConfigError, match=r"keys is '.*', a folder; expected a key file in it, such as client\.key"):
         Keys.read(tmp_path)
+    os.mkfifo(tmp_path / "fifo", 0o600)
+    with pytest.raises(ConfigError, match=r"cannot be read: .*it is a FIFO; expected a regular file"):
+        Keys.read(tmp_path / "fifo")
     os.close(os.open(tmp_path / "foreign", os.O_CREAT | os.O_WRONLY, 0o600))
     for text in ("", "[]", "{}", "-----BEGIN", "[" * 4000, "9" * 4096):
         (tmp_path / "foreign").write_text(text)

@@ -16,6 +16,7 @@ from satrap.errors import InputError, SnapshotError
 from satrap.rpc import Service
 from satrap.server.protocol import ServerCalls
 from satrap.server.server import Server
+from satrap.storage import local_folder
 from satrap.table.snapshot.saved_table import checksum_of
 from satrap.table.snapshot.verified_file import VerifiedFile
 from satrap.worker.sharded_rows import ShardedWorker
@@ -61,18 +62,18 @@ def cluster(tmp_path: Path) -> Iterator[Cluster]:
 def reads(monkeypatch: pytest.MonkeyPatch) -> Counter[Path]:
     """The bytes of data files that were verified, by path; of manifests, how often they were read."""
     found: Counter[Path] = Counter()
-    verify, read = VerifiedFile.__init__, Path.read_bytes
+    verify, read = VerifiedFile.__init__, local_folder.read_regular
 
     def counted_verify(self: VerifiedFile, *arguments: Any) -> None:
         verify(self, *arguments)
         found[Path(self.path)] += self.bytes_read
 
-    def counted_read(path: Path) -> bytes:
+    def counted_read(path: Path, max_bytes: int | None = None) -> bytes:
         found[path] += path.name == "manifest.json"
-        return read(path)
+        return read(path, max_bytes)
 
     monkeypatch.setattr(VerifiedFile, "__init__", counted_verify)
-    monkeypatch.setattr(Path, "read_bytes", counted_read)
+    monkeypatch.setattr(local_folder, "read_regular", counted_read)
     return found
 
 

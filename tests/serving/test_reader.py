@@ -441,7 +441,7 @@ def test_invalid_arguments_are_refused(tmp_path: Path) -> None:
         Reader()
     with pytest.raises(ConfigError, match="either the path of a folder or servers"):
         Reader(tmp_path, servers=["tcp://127.0.0.1:1"])
-    with pytest.raises(ConfigError, match="path is empty"):
+    with pytest.raises(ConfigError, match=r"Reader: path is '' \(str\); expected a path or a URL"):
         Reader("")
     with pytest.raises(ConfigError, match="keys are for servers"):
         Reader(tmp_path, keys="client.key")

@@ -15,6 +15,12 @@ ADDRESS = "tcp://127.0.0.1:1"
         ({"servers": []}, r"Deployment: servers is \[\]; expected a list of at least one 'tcp://host:port', or None"),
         ({"servers": ADDRESS}, f"servers is '{ADDRESS}'; expected a list of 'tcp://host:port'"),
         ({"servers": [1]}, r"servers is \[1\]; expected a list of 'tcp://host:port'"),
+        ({"servers": [ADDRESS, ADDRESS]}, r"Deployment: servers is \[.*\]; expected each server once"),
+        ({"servers": [ADDRESS], "keys": "/"}, "Deployment: keys is '/', a folder; expected a file in it: client.key"),
+        (
+            {"shared": "/"},
+            "Deployment: shared is '/', a folder; expected a file to create in it, such as /dev/shm/rows",
+        ),
         ({"workers": ADDRESS}, f"workers is '{ADDRESS}'; expected a list"),
         ({"wire": "fp16"}, r"Deployment: wire is 'fp16' \(str\); expected one of 'float32', 'float16'"),
         ({"take_over": 1}, r"Deployment: take_over is 1 \(int\); expected True or False"),

@@ -40,6 +40,23 @@ def test_metrics_equal_those_of_plain_numbers(overlap: bool) -> None:
     assert {name: len(store) for name, store in ours.tables.items()} == rows
 
 
+@pytest.mark.parametrize("label", [0.0, 1.0])
+def test_one_label_is_warned_of(label: float) -> None:
+    ours, net, optimizer = job()
+    train(ours, net, optimizer, DATA[:1])
+    ours.eval()
+    data = [replace(each, label=np.full(each.batch_size, label, np.float32)) for each in DATA]
+    words = rf"auc is undefined \(nan\): all 135 labels are {label:.0f}; expected labels 0 and labels 1: evaluate on"
+    found = satrap.evaluate(Sum(), ours.stream(data))
+    with pytest.warns(UserWarning, match=words):
+        assert np.isnan(found.auc())
+    with pytest.warns(UserWarning, match=words.replace("auc", "normalised_entropy")):
+        assert np.isnan(found.normalised_entropy())
+    with pytest.warns(UserWarning, match=words), ours.stream(data) as stream:
+        assert np.isnan(satrap.auc(Sum(), stream))
+    assert found.log_loss() > 0  # which is defined
+
+
 def test_a_training_stream_is_refused() -> None:
     with pytest.raises(InputError, match=r"call embeddings\.eval\(\) before"), job()[0].stream(DATA) as stream:
         satrap.evaluate(Sum(), stream)

@@ -86,6 +86,12 @@ class Catalog:
         one, other = Version.parse(name), Version.parse(than or "")
         return one is not None and name != than and (other is None or one.number >= other.number)
 
+    @staticmethod
+    def is_older(name: object, than: str) -> bool:
+        """Return whether both name a version, and the first has the lower number, as a parent has."""
+        one, other = Version.parse(name) if isinstance(name, str) else None, Version.parse(than)
+        return one is not None and other is not None and one.number < other.number
+
     def removable(self, keep: int) -> list[str]:
         """Return the versions beyond the newest `keep` and the best, except the parents of those."""
         needed: set[str] = set()

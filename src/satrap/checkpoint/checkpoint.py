@@ -98,16 +98,16 @@ class Checkpoint:
             raise CheckpointError(f"extra_state has the reserved names {sorted(taken)}: use other names")
         for name, value in (("keep", keep), ("full_every", full_every), ("save_memory", save_memory)):
             _require_count(name, value)
-        path, context = os.fspath(path), current_context()
-        if context is not None and context.is_copy and "://" not in path and not os.path.isabs(path):
+        self._directory, context = RunDirectory(path), current_context()
+        folder = self._directory.folder
+        if context is not None and context.is_copy and folder.is_local and not os.path.isabs(folder):
             raise CheckpointError(
-                f"path is {path!r}, but this script runs in a temporary copy of its folder, which is removed with the "
-                "run: use an absolute path that all machines share"
+                f"path is {os.fspath(folder)!r}, but this script runs in a temporary copy of its folder, which is "
+                "removed with the run: use an absolute path that all machines share"
             )
-        self._directory = RunDirectory(path)
         self._objects = {"model": unwrap(model), "optimizer": optimizer, **(extra_state or {})}
         self._session, self._data = session_of(embeddings), data
-        if not self._directory.folder.is_local:
+        if not folder.is_local:
             self._require_usable()
         self._writer = CheckpointWriter(self._directory, keep=keep, full_every=full_every, save_memory=save_memory)
         self._session.track_position(data)

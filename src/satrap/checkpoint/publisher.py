@@ -51,9 +51,9 @@ class Publisher(Protocol):
         """Exclude other processes where the file system can; raise TimeoutError after waiting for `seconds`."""
 
 
-def open_publisher(path: str) -> Publisher:
+def open_publisher(path: str | os.PathLike[str]) -> Publisher:
     """Return the publisher of a path or URL, without accessing it yet."""
-    folder = open_folder(path)
+    folder = open_folder(path, "Checkpoint: path")
     return _Disk(folder) if isinstance(folder, LocalFolder) else _Objects(folder)
 
 

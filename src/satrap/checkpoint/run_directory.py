@@ -8,18 +8,18 @@ with the name of the new checkpoint; 3. all processes write their parts of it; 4
 owner, and write checkpoint.json (on a disk, with the rename of the folder); 5. remove checkpoints beyond `keep`.
 """
 
-import json
 import logging
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from satrap.checkpoint.catalog import Catalog, Version
 from satrap.checkpoint.publisher import open_publisher
 from satrap.checkpoint.run_owner import OWNER, RunOwner
-from satrap.config.durable import checksum, json_checksum, json_with_checksum
+from satrap.config.durable import checksum, json_checksum, json_with_checksum, parse_json
+from satrap.config.regular_file import MAX_JSON_BYTES
 from satrap.data.inputs import Position
 from satrap.errors import CheckpointError, SatrapError
 from satrap.storage.folder import Folder
@@ -61,7 +61,7 @@ class CheckpointManifest:
         where = str(folder)
         path = f"{where}/{MANIFEST}"
         try:
-            content = json.loads(data)
+            content = parse_json(data)
             version = content["format_version"]
             if content["format"] != _FORMAT or version not in (_FORMAT_VERSION, _UNBOUND_VERSION):
                 raise CheckpointError(
@@ -74,7 +74,7 @@ class CheckpointManifest:
                 )
             tables, parent = content["tables"], content["parent"]
             has_snapshots = version != _UNBOUND_VERSION
-            return cls(
+            found = cls(
                 folder=folder,
                 name=content.get("name"),
                 step=content["step"],
@@ -91,12 +91,23 @@ class CheckpointManifest:
                 state_crc32c=content["state_crc32c"],
                 is_best=content.get("is_best", False),
             )
+            if problem := found._problem():
+                raise TypeError(problem)
+            return found
         except CheckpointError:
             raise
         except (ValueError, KeyError, TypeError) as error:
             raise CheckpointError(
                 f"{path} cannot be read ({error}); remove {where} to use an older checkpoint"
             ) from error
+
+    def _problem(self) -> str | None:
+        """Return which field has a value of a wrong type."""
+        kinds: dict[str, Any] = {"name": str | None, "step": int, "parent": str | None, "parent_crc32c": int | None}
+        kinds |= {"source": Mapping | None, "state_crc32c": int, "is_best": bool}
+        wrong = [name for name, kind in kinds.items() if not isinstance(getattr(self, name), kind)]
+        wrong += ["tables"] if not all(isinstance(each, str) for each in self.tables) else []
+        return f"{wrong[0]} is of a wrong type" if wrong else None
 
     @property
     def where(self) -> str:
@@ -194,7 +205,7 @@ def require_rows(chain: Sequence[CheckpointManifest], found: Mapping[str, int]) 
 class RunDirectory:
     """The folder of a run, on this machine or on another file system."""
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, path: str | os.PathLike[str]) -> None:
         self._publisher = open_publisher(path)
         self.folder = self._publisher.folder
         self._this_owner = RunOwner()
@@ -208,7 +219,7 @@ class RunDirectory:
     @property
     def name(self) -> str:
         """The last part of its path, which is the same on all machines."""
-        return Path(str(self.folder).rpartition("://")[2]).absolute().name
+        return self.folder.name if not self.folder.is_local else os.path.basename(os.path.abspath(self.folder))
 
     def require_usable(self) -> None:
         """Raise CheckpointError unless this process can write, read, list and delete objects under the URL."""
@@ -302,6 +313,11 @@ class RunDirectory:
             while name is not None:
                 chain.insert(0, self._entry(name, chain[0] if chain else None))
                 name = chain[0].parent
+                if name is not None and not catalog.is_older(name, chain[0].folder.name):
+                    raise CheckpointError(
+                        f"{chain[0].where} names {name!r} as its parent, which is no older checkpoint; expected one "
+                        f"with a lower number: remove {chain[0].where} to use an older checkpoint"
+                    )
         yield chain
 
     def remove_beyond(self, keep: int) -> None:
@@ -339,7 +355,7 @@ class RunDirectory:
 
     def _read(self, name: str) -> bytes | None:
         try:
-            return self.folder.read(f"{name}/{MANIFEST}")
+            return self.folder.read(f"{name}/{MANIFEST}", MAX_JSON_BYTES)
         except (FileNotFoundError, NotADirectoryError):
             return None
 
@@ -388,7 +404,7 @@ class RunDirectory:
 
     def _owner(self) -> RunOwner | None:
         with suppress(FileNotFoundError):
-            return RunOwner.from_json(self.folder.read(OWNER), f"{self.folder}/{OWNER}")
+            return RunOwner.from_json(self.folder.read(OWNER, MAX_JSON_BYTES), f"{self.folder}/{OWNER}")
         return None
 
     def _require_alone(self) -> None:
@@ -435,7 +451,7 @@ def _is_hidden(name: str) -> bool:
 def _is_json(data: bytes) -> bool:
     """Return whether the data is complete JSON; data that was cut short lacks the brace that closes the object."""
     try:
-        json.loads(data)
+        parse_json(data)
     except ValueError:
         return False
     return True
@@ -445,7 +461,8 @@ def _parent_and_best(data: bytes) -> tuple[str | None, bool]:
     """Return the parent's name, and whether the version was the best; (None, False) if the file is damaged: removing
     such a checkpoint is up to the user."""
     with suppress(ValueError, KeyError, TypeError, AttributeError):
-        content = json.loads(data)
+        content = parse_json(data)
         parent, is_best = content["parent"], content.get("is_best") is True
-        return parent["name"] if isinstance(parent, dict) else parent, is_best
+        name = parent["name"] if isinstance(parent, dict) else parent
+        return name if isinstance(name, str) else None, is_best
     return None, False

@@ -12,6 +12,7 @@ import socket
 from dataclasses import asdict, dataclass, field
 from typing import Self
 
+from satrap.config.durable import parse_json
 from satrap.errors import CheckpointError
 
 OWNER = ".owner.json"
@@ -40,13 +41,16 @@ class RunOwner:
     def from_json(cls, data: bytes, where: str) -> Self | None:
         """Parse what `to_json` wrote, ignoring fields of later releases; return None if the write was cut short."""
         try:
-            content = json.loads(data)
+            content = parse_json(data)
         except ValueError:
             return None
         try:
             if content["format"] != _FORMAT:
                 raise ValueError(f"format is {content['format']!r}")
-            return cls(**{name: content[name] for name in ("writer", "host", "pid", "announced")})
+            writer, host, pid, announced = (content[name] for name in ("writer", "host", "pid", "announced"))
+            if not (isinstance(writer, str) and isinstance(host, str) and isinstance(announced, str | None)):
+                raise TypeError("writer, host and announced are no text")
+            return cls(writer=writer, host=host, pid=int(pid), announced=announced)
         except (ValueError, KeyError, TypeError) as error:
             raise CheckpointError(
                 f"{where} cannot be read ({error}); expected the process that saves into this folder: remove the file "

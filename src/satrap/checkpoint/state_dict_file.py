@@ -77,7 +77,7 @@ def read_state(folder: Folder, name: str, crc32c: int) -> Any:
         raise CheckpointError(f"{path} is damaged: its checksum does not match; remove {folder} to use an older one")
     try:
         return state_of(data)
-    except (SafetensorError, KeyError, ValueError) as error:
+    except (SafetensorError, KeyError, ValueError, TypeError, RecursionError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}; remove {folder} to use an older one") from error
 
 

@@ -7,6 +7,7 @@ Carries out the commands that `parser` reads, and prints plain lines.
 """
 
 import argparse
+import errno
 import logging
 import os
 import select
@@ -65,7 +66,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except OSError as error:  # the reader has closed the pipe, as in `satrap doctor | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         if not isinstance(error, BrokenPipeError):
-            print(f"satrap: {error}", file=sys.stderr)
+            advice = "; raise the limit, see `ulimit -n`" if error.errno == errno.EMFILE else ""
+            print(f"satrap: {error}{advice}", file=sys.stderr)
         return 1
     except SatrapError as error:
         print(f"satrap: {error}", file=sys.stderr)
@@ -147,7 +149,7 @@ def _report(options: argparse.Namespace) -> Iterator[str]:
     yield write_report(options.folder, options.output)
 
 
-def _migrate(current: Sequence[str], target: Sequence[str], keys: str | None) -> Iterator[str]:
+def _migrate(current: Sequence[str], target: Sequence[str], keys: Path | None) -> Iterator[str]:
     from satrap.rpc import Keys
     from satrap.server.migration.coordinator import Migration
 
@@ -158,9 +160,7 @@ def _migrate(current: Sequence[str], target: Sequence[str], keys: str | None) ->
     )
 
 
-def _keys(folder: str) -> Iterator[str]:
-    if not folder:
-        raise ConfigError("the folder is ''; expected the path of a folder for the two key files")
+def _keys(folder: Path) -> Iterator[str]:
     from satrap.rpc.keys import create_keys
 
     for path in create_keys(folder):
@@ -183,7 +183,7 @@ def _server(options: argparse.Namespace) -> Iterator[str]:
     client_keys = None
     moves = options.on_stop == "move"
     if (moves or options.join) and keys is not None:
-        client_keys = Keys.read(Path(options.keys).with_name("client.key"))
+        client_keys = Keys.read(options.keys.with_name("client.key"))
     check_number("server", "grace", options.grace, 0.0)
     for each in options.join:  # an address that cannot be called is an error now
         Client(ServerCalls, each, keys=client_keys).close()
@@ -218,7 +218,7 @@ def _worker(options: argparse.Namespace) -> Iterator[str]:
     wait_for_stop = _StopSignals()
     _check_listening(options)
     keys = None if options.keys is None else Keys.read(options.keys)
-    client_keys = None if options.keys is None else Keys.read(Path(options.keys).with_name("client.key"))
+    client_keys = None if options.keys is None else Keys.read(options.keys.with_name("client.key"))
     service_options: dict[str, Any] = {"insecure": options.insecure, "num_threads": _NUM_CALL_THREADS}
     with (
         closing(WorkerService(keys=client_keys, num_threads=options.threads, data=options.data)) as served,

@@ -4,15 +4,33 @@ import argparse
 from pathlib import Path
 from typing import TypeAlias
 
+from satrap.config.location import Location, local_path
+from satrap.errors import ConfigError
 from satrap.event_log import FORMATS
 
 Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 
+def path_option(text: str) -> Path:
+    """Return the local path that an option names."""
+    try:
+        return local_path(text, "the path")
+    except ConfigError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def location_option(text: str) -> str:
+    """Return the path or URL that an option names."""
+    try:
+        return str(Location.parse(text, "the path"))
+    except ConfigError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
 def add_folder(group: argparse._ActionsContainer, what: str) -> None:
     group.add_argument(
         "--folder",
-        type=Path,
+        type=path_option,
         default=Path("satrap-run"),
         metavar="DIR",
         help=f"{what} (default: %(default)s)",
@@ -38,7 +56,9 @@ def add_log_format(group: argparse._ActionsContainer) -> None:
 
 
 def add_keys(command: argparse.ArgumentParser) -> None:
-    command.add_argument("--keys", metavar="FILE", help="path of client.key; required for servers with keys")
+    command.add_argument(
+        "--keys", type=path_option, metavar="FILE", help="path of client.key; required for servers with keys"
+    )
 
 
 def add_changes(command: argparse.ArgumentParser, what: str) -> None:

@@ -5,7 +5,16 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from satrap.cli.options import Commands, add_changes, add_folder, add_http, add_keys, add_log_format
+from satrap.cli.options import (
+    Commands,
+    add_changes,
+    add_folder,
+    add_http,
+    add_keys,
+    add_log_format,
+    location_option,
+    path_option,
+)
 from satrap.cli.process_parser import add_server, add_trainer, add_worker
 from satrap.config.validation import suggest
 
@@ -108,7 +117,7 @@ def _add_paths(group: argparse._ArgumentGroup) -> None:
     add_folder(group, "folder for the run's state and logs; only one run can use it at a time")
     group.add_argument(
         "--memory",
-        type=Path,
+        type=path_option,
         default=Path("/dev/shm"),
         metavar="DIR",
         help="folder in shared memory for the servers' rows (default: %(default)s)",
@@ -117,6 +126,7 @@ def _add_paths(group: argparse._ArgumentGroup) -> None:
         group.add_argument(
             option,
             action="append",
+            type=location_option,
             default=[],
             metavar="DIR|URL",
             help=f"let {what} below this folder or URL, too; may be repeated (always allowed: the script's "
@@ -216,14 +226,14 @@ def _add_report(commands: Commands) -> None:
     report.add_argument(
         "folder",
         nargs="?",
-        type=Path,
+        type=path_option,
         default=Path("satrap-run"),
         metavar="RUN",
         help="folder of the run: the --folder of satrap run, or the folder that the script gave to "
         "satrap.Progress(record=...) (default: %(default)s)",
     )
     report.add_argument(
-        "--output", type=Path, metavar="FILE", help="file to write the page to (default: report.html in RUN)"
+        "--output", type=path_option, metavar="FILE", help="file to write the page to (default: report.html in RUN)"
     )
 
 
@@ -241,13 +251,13 @@ def _add_plan(commands: Commands) -> None:
     plan.add_argument(
         "job",
         nargs="?",
-        type=Path,
+        type=path_option,
         metavar="JOB",
         help="description of the job in TOML, or a training script",
     )
     plan.add_argument(
         "--machines",
-        type=Path,
+        type=path_option,
         metavar="FILE",
         help="list of machine types with their prices, such as examples/planning/machines.toml; required with JOB",
     )
@@ -267,7 +277,7 @@ def _add_plan(commands: Commands) -> None:
     )
     plan.add_argument(
         "--coefficients",
-        type=Path,
+        type=path_option,
         metavar="FILE",
         help="what work costs: a file that --calibrate wrote, or is to write (default: built-in coefficients)",
     )
@@ -279,7 +289,7 @@ def _add_plan(commands: Commands) -> None:
     )
     plan.add_argument(
         "--deploy",
-        type=Path,
+        type=path_option,
         metavar="FILE",
         help="write the number, size and machine type of the processes to this file, for 'satrap deploy render'; the "
         "plan then has servers for the rows",
@@ -305,7 +315,7 @@ def _add_deploy(commands: Commands) -> None:
     render.add_argument(
         "job",
         nargs="+",
-        type=Path,
+        type=path_option,
         metavar="JOB",
         help="job file in TOML (docs/deploy.md); values of a later file replace those of an earlier one, so a file of "
         "'satrap plan --deploy' may follow",
@@ -318,7 +328,7 @@ def _add_deploy(commands: Commands) -> None:
     )
     render.add_argument(
         "--output",
-        type=Path,
+        type=path_option,
         default=Path("manifests"),
         metavar="DIR",
         help="folder for the manifests; it may have files of an earlier rendering, which are replaced (default: "
@@ -357,7 +367,9 @@ def _add_keys_and_doctor(commands: Commands) -> None:
         description="Create the key files of a cluster: server.key for its servers and workers, client.key for its "
         "trainers and workers. Existing files are never overwritten.",
     )
-    keys.add_argument("folder", metavar="DIR", help="folder for the key files; created with mode 0700 if missing")
+    keys.add_argument(
+        "folder", type=path_option, metavar="DIR", help="folder for the key files; created with mode 0700 if missing"
+    )
     doctor = commands.add_parser(
         "doctor",
         help="check this installation and time a short training run",

@@ -2,7 +2,7 @@
 
 import argparse
 
-from satrap.cli.options import Commands, add_http, add_keys, add_log_format
+from satrap.cli.options import Commands, add_http, add_keys, add_log_format, location_option, path_option
 
 
 def add_server(commands: Commands) -> None:
@@ -15,6 +15,7 @@ def add_server(commands: Commands) -> None:
     _add_listen(server, "path of server.key; required for tcp:// without --insecure")
     server.add_argument(
         "--shared",
+        type=path_option,
         metavar="FILE",
         help="keep the rows in this shared-memory file, and continue with the rows that it already has, for example "
         "/dev/shm/rows (default: rows are lost when the server exits)",
@@ -125,7 +126,7 @@ def _add_listen(command: argparse.ArgumentParser, keys: str) -> None:
         help="address for other processes, if it differs from --listen: a name that stays the same when the machine or "
         "pod is replaced, such as tcp://server-0.jobs:5555; port 0 stands for the port of --listen (default: --listen)",
     )
-    command.add_argument("--keys", metavar="FILE", help=keys)
+    command.add_argument("--keys", type=path_option, metavar="FILE", help=keys)
     command.add_argument(
         "--insecure",
         action="store_true",
@@ -138,6 +139,7 @@ def _add_allowed(command: argparse.ArgumentParser, option: str, verb: str) -> No
     command.add_argument(
         option,
         action="append",
+        type=location_option,
         default=[],
         metavar="DIR|URL",
         help=f"{verb} below this folder or URL; may be repeated (default: nowhere)",

@@ -20,6 +20,7 @@ from satrap.launch.scaler import Scaler
 from satrap.launch.supervisor import RunConfig
 from satrap.monitor.endpoint import any_port
 from satrap.rpc import Keys
+from satrap.rpc.open_files import require_files
 from satrap.sharding.autoscaler import ScaleLimits
 
 _RAY_OPTIONS = (
@@ -27,6 +28,9 @@ _RAY_OPTIONS = (
     *("trainer_cpus", "trainer_gpus", "trainer_memory"),
     *(f"{role}_{name}" for role in Role for name in ("resource", "label")),
 )
+
+_FILES_PER_PROCESS, _FILES = 4, 10
+"""Descriptors for each process of a run on this machine, and for a start of one, logs and connections."""
 
 
 def run_script(options: argparse.Namespace, arguments: Sequence[str]) -> int:
@@ -46,6 +50,8 @@ def run_script(options: argparse.Namespace, arguments: Sequence[str]) -> int:
     cores = num_cores()
     threads = {role: max(1, cores // max(1, count)) for role, count in run_config.counts.items()}
     script = _script(options, arguments, threads)
+    processes = sum(run_config.counts.values()) + max(0, (options.max_servers or 0) - options.servers)
+    require_files(_FILES_PER_PROCESS * processes + _FILES, f"the pipes of {processes} processes")
     with lock_run_folder(options.folder), RunLogs(options.folder / "logs", options.log_format) as logs:
         launcher = LocalLauncher(options.folder, logs, options.memory)
         settings = _settings(options, arguments, run_config)

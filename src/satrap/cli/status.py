@@ -11,13 +11,16 @@ import os
 import re
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
+from types import UnionType
 from typing import Any, TextIO
 
 from satrap.cli.status_table import as_lines, fit, summarize
-from satrap.config.path_allowlist import is_url
+from satrap.config.durable import parse_json
+from satrap.config.location import is_url
+from satrap.config.regular_file import MAX_JSON_BYTES, read_regular
 from satrap.config.validation import check_number
 from satrap.errors import ConfigError, DeadlineError, SatrapError
 from satrap.launch.run_monitor import CLIENT_KEY, STATUS
@@ -101,13 +104,61 @@ def _read_run(folder: Path) -> dict[str, Any]:
             "started by hand"
         )
     try:
-        run: dict[str, Any] = json.loads((folder / STATUS).read_bytes())
+        run: dict[str, Any] = parse_json(read_regular(folder / STATUS, MAX_JSON_BYTES))
+        if not _has(run, _RUN):
+            raise ValueError("it lacks what a release like this one writes")
     except (OSError, ValueError) as error:
         raise ConfigError(
-            f"{folder / STATUS} cannot be read ({error}): the run is starting or ending, or an older release started "
+            f"{folder / STATUS} cannot be read ({error}): the run is starting or ending, or another release started "
             "it; try again"
         ) from None
     return run
+
+
+def _has(value: object, kinds: Mapping[str, Any]) -> bool:
+    """Return whether a value from JSON is an object with these keys, whose values are of these kinds: types, tests, or
+    objects of their own."""
+    if not isinstance(value, dict) or not kinds.keys() <= value.keys():
+        return False
+    for name, kind in kinds.items():
+        if isinstance(kind, Mapping):
+            is_valid = _has(value[name], kind)
+        elif isinstance(kind, type | UnionType):
+            is_valid = isinstance(value[name], kind)
+        else:
+            is_valid = kind(value[name])
+        if not is_valid:
+            return False
+    return True
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and abs(value) < 1e15  # also not NaN
+
+
+def _all_have(kinds: Mapping[str, Any]) -> Callable[[object], bool]:
+    return lambda values: isinstance(values, list) and all(_has(each, kinds) for each in values)
+
+
+_PROCESS = {
+    "role": lambda role: role in ("server", "worker", "trainer"),
+    "number": _is_number,
+    "address": str | None,
+    "where": str | None,
+    "state": str,
+    "restarts": _is_number,
+    "metrics": str | None,
+}
+_MIGRATION = {"moved": _is_number, "all": _is_number}
+_RUN: Mapping[str, Any] = {
+    "phase": str,
+    "launch": _is_number,
+    "started_at": _is_number,
+    "processes": _all_have(_PROCESS),
+    "migration": lambda value: value is None or _has(value, _MIGRATION),
+    "faults": {"count": _is_number, "last": _all_have({"at": _is_number, "what": str})},
+}
+"""What is read of status.json."""
 
 
 def _last_checkpoint(answers: Mapping[str, Mapping[str, Any]]) -> dict[str, Any] | None:

@@ -158,9 +158,9 @@ def as_lines(summary: Mapping[str, Any]) -> list[str]:
     rows = [_HEADER, *(_cells(each) for each in summary["processes"])]
     widths = [max(len(row[i]) for row in rows) for i in range(len(_HEADER))]
     lines += ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-    return lines + [
-        f"{each['role']} {each['number']}: {each['reason']}" for each in summary["processes"] if each["reason"]
-    ]
+    lines += [f"{each['role']} {each['number']}: {each['reason']}" for each in summary["processes"] if each["reason"]]
+    # A message, such as that of a fault, may have line breaks, or characters that control a terminal.
+    return ["".join(each if each.isprintable() else " " for each in line) for line in lines]
 
 
 def _headline(summary: Mapping[str, Any]) -> str:

@@ -13,6 +13,8 @@ import numpy as np
 
 from satrap._core import crc32c
 
+_MAX_DEPTH = 50
+
 
 def put_on_disk(path: Path) -> None:
     """Flush the file or folder to disk: after it returns, a crash of the machine does not lose it."""
@@ -77,6 +79,21 @@ def json_checksum(content: Mapping[str, Any], indent: int | None = None) -> int:
 def json_with_checksum(content: Mapping[str, Any], indent: int | None = None) -> bytes:
     """Return the content as JSON that includes `json_checksum` as "crc32c"."""
     return _canonical({**content, "crc32c": json_checksum(content, indent)}, indent)
+
+
+def parse_json(data: bytes | str) -> Any:
+    """Return the value of a JSON text; ValueError if it is none, or nested deeper than anything that Satrap writes."""
+    try:
+        value = json.loads(data)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+    level = [value] if isinstance(value, dict | list) else []
+    for _ in range(_MAX_DEPTH):
+        if not level:
+            return value
+        children = (each for node in level for each in (node.values() if isinstance(node, dict) else node))
+        level = [each for each in children if isinstance(each, dict | list)]
+    raise ValueError(f"it is nested more than {_MAX_DEPTH} deep")
 
 
 def _canonical(content: Mapping[str, Any], indent: int | None) -> bytes:

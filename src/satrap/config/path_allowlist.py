@@ -5,15 +5,11 @@ paths only, and opens nothing.
 """
 
 import os
-import re
 from collections.abc import Iterable
 from urllib.parse import unquote
 
+from satrap.config.location import Location
 from satrap.errors import ConfigError
-
-URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+)://")
-GLOB_CHARACTER = re.compile(r"[*?\[]")
-_LOCAL = re.compile(r"\A(file|local)://", re.IGNORECASE)
 
 
 class PathAllowlist:
@@ -21,12 +17,10 @@ class PathAllowlist:
 
     def __init__(self, named: Iterable[str | os.PathLike[str]], flag: str) -> None:
         """flag: the option of the command line that allowed them, such as "--data"."""
-        texts = [os.fspath(each) for each in named]
-        if "" in texts:
-            raise ConfigError(f"{flag} is ''; expected a folder, a file or a URL")
+        locations = [Location.parse(each, flag) for each in named]
         self._flag = flag
-        self._folders = [os.path.realpath(_local(each)) for each in texts if not is_url(each)]
-        self._urls = [each.rstrip("/") for each in texts if is_url(each)]
+        self._folders = [os.path.realpath(each.absolute().path) for each in locations if not each.is_url]
+        self._urls = [str(each) for each in locations if each.is_url]
 
     def require(self, path: str) -> None:
         """Raise ConfigError unless the path or URL is permitted."""
@@ -40,37 +34,20 @@ class PathAllowlist:
 
     def require_below(self, glob: str) -> None:
         """Raise ConfigError unless everything that the glob may match is permitted."""
-        whole = glob if is_url(glob) else _local(glob)
-        if not self.permits(whole):
-            self.require(without_glob(whole))
+        location = Location.parse(glob).absolute()
+        if not self._permits(location):
+            self.require(str(location.without_glob()))
 
     def permits(self, path: str) -> bool:
         """Return whether the path or URL was allowed, or is below one that was."""
-        if is_url(path):
-            return _is_plain(path) and any(path == root or path.startswith(f"{root}/") for root in self._urls)
-        real = os.path.realpath(_local(path))
+        return self._permits(Location.parse(path))
+
+    def _permits(self, location: Location) -> bool:
+        if location.is_url:
+            url = str(location)
+            return _is_plain(url) and any(url == root or url.startswith(f"{root}/") for root in self._urls)
+        real = os.path.realpath(location.absolute().path)
         return any(_is_below(real, root) for root in self._folders)
-
-
-def is_url(path: str) -> bool:
-    """Return whether the path is a URL of another system than the local files."""
-    return URL.match(path) is not None and _LOCAL.match(path) is None
-
-
-def without_glob(path: str) -> str:
-    """Return the folder above the first wildcard of a glob; a path without wildcards is returned unchanged."""
-    scheme = URL.match(path)
-    begin = 0 if scheme is None else scheme.end()
-    magic = GLOB_CHARACTER.search(path, begin)
-    if magic is None:
-        return path
-    folder, slash, _ = path[begin : magic.start()].rpartition("/")
-    return path[:begin] + (folder or slash or ("." if scheme is None else ""))
-
-
-def _local(path: str) -> str:
-    """Return a path as sources read it: without the scheme, absolute, with the user's folder expanded."""
-    return os.path.abspath(os.path.expanduser(_LOCAL.sub("", path)))
 
 
 def _is_below(real: str, root: str) -> bool:

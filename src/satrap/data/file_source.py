@@ -17,8 +17,9 @@ from pathlib import PurePosixPath
 from typing import Any
 from urllib.parse import unquote
 
+from satrap.config.location import GLOB_CHARACTER, Location
 from satrap.config.optional_deps import pyarrow_for
-from satrap.config.path_allowlist import GLOB_CHARACTER, URL, PathAllowlist, is_url
+from satrap.config.path_allowlist import PathAllowlist
 from satrap.config.validation import describe
 from satrap.errors import ConfigError, SatrapError, SourceError
 
@@ -114,6 +115,8 @@ class _ArrowStorage(Storage):
         info = self._filesystem.get_file_info(path)
         if info.type == FileType.NotFound:
             return None
+        if info.type == FileType.Unknown:
+            raise SourceError(f"{self.prefix}{path} is a FIFO, a socket or a device; expected a file or a folder")
         return int(info.size) if info.type == FileType.File else -1
 
     def find(self, folder: str) -> list[tuple[str, int]]:
@@ -217,8 +220,7 @@ def make_absolute(path: Any) -> Any:
     """Return the same paths for a process with another working directory."""
     if isinstance(path, list | tuple):
         return [make_absolute(each) for each in path]
-    text = os.fsdecode(path)
-    return text if URL.match(text) else os.path.abspath(os.path.expanduser(text))
+    return str(Location.parse(path).absolute())
 
 
 def find_files(path: Any, filesystem: Any = None) -> list[File]:
@@ -291,35 +293,35 @@ def _pattern(glob: str) -> str:
 def _resolve(path: str, filesystem: Any) -> tuple[Storage, str]:
     """Return the storage that holds the path, and the path within it."""
     arrow = pyarrow_for("reading files")
-    url = URL.match(path)
+    location = Location.parse(path)
     if isinstance(filesystem, PermittedFiles):
         filesystem.permitted.require_below(path)
         storage, inner = _resolve(path, None)
-        return storage if is_url(path) else _PermittedStorage(storage, filesystem.permitted), inner
+        return storage if location.is_url else _PermittedStorage(storage, filesystem.permitted), inner
     if filesystem is not None:
         if isinstance(filesystem, arrow.fs.FileSystem):
-            return _ArrowStorage(filesystem, ""), path[url.end() :] if url else path
+            return _ArrowStorage(filesystem, ""), location.path if "://" in path else path
         if hasattr(filesystem, "cat_file") and hasattr(filesystem, "find"):
             return _FsspecStorage(filesystem, ""), filesystem._strip_protocol(path)
         raise ConfigError(f"filesystem is {describe(filesystem)}; expected one of pyarrow.fs or fsspec")
-    if url is None or url[1] == "file":
-        local = os.path.abspath(os.path.expanduser(path[url.end() :] if url else path))
-        return _ArrowStorage(arrow.fs.LocalFileSystem(), ""), local
-    if url[1] in _OWN_SCHEMES:
-        glob = GLOB_CHARACTER.search(path)
-        base = path if glob is None else path[: glob.start()].rpartition("/")[0]
+    if not location.is_url:
+        return _ArrowStorage(arrow.fs.LocalFileSystem(), ""), location.absolute().path
+    url, scheme = str(location), f"{location.scheme}://"
+    if location.scheme in _OWN_SCHEMES:
+        glob = GLOB_CHARACTER.search(url)
+        base = url if glob is None else url[: glob.start()].rpartition("/")[0]
         try:
             native, inner = arrow.fs.FileSystem.from_uri(base)
-            prefix = "" if url[1] in ("hdfs", "viewfs") else url[0]
-            return _ArrowStorage(native, prefix), inner + path[len(base) :]
+            prefix = "" if location.scheme in ("hdfs", "viewfs") else scheme
+            return _ArrowStorage(native, prefix), inner + url[len(base) :]
         except (arrow.ArrowException, OSError, ValueError) as error:
             raise SourceError(f"{path}: its filesystem cannot be reached ({error})") from error
     try:
         import fsspec
     except ImportError as error:
-        raise SourceError(f"{path}: {url[0]} needs fsspec ({error}): pip install fsspec") from error
+        raise SourceError(f"{path}: {scheme} needs fsspec ({error}): pip install fsspec") from error
     try:
-        other, inner = fsspec.core.url_to_fs(path)
+        other, inner = fsspec.core.url_to_fs(url)
     except (ImportError, ValueError, OSError) as error:
         raise SourceError(f"{path}: its filesystem cannot be reached ({error})") from error
-    return _FsspecStorage(other, url[0]), inner
+    return _FsspecStorage(other, scheme), inner

@@ -27,6 +27,7 @@ from typing import Any, NamedTuple, Self
 import numpy as np
 from numpy.typing import NDArray
 
+from satrap.config.location import local_path
 from satrap.config.optional_deps import pyarrow_for
 from satrap.errors import ConfigError
 from satrap.monitor.metrics import Evaluation
@@ -374,10 +375,11 @@ def _record_batch(arrow: Any, schema: Any, block: Block, ids: list[Any]) -> Any:
 @contextmanager
 def _atomic_write(path: str | os.PathLike[str]) -> Iterator[Path]:
     """Yield a temporary path to write to. The complete file gets its final name; after an error it is removed."""
-    part = Path(f"{os.fspath(path)}.part")
+    whole = local_path(path, "path")
+    part = Path(f"{whole}.part")
     try:
         yield part
-        os.replace(part, path)
+        os.replace(part, whole)
     finally:
         part.unlink(missing_ok=True)
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from satrap.byte_sizes import parse_bytes
-from satrap.config.path_allowlist import is_url
+from satrap.config.location import Location
 from satrap.config.validation import Serializable, check_integer, describe, set_field
 from satrap.errors import ConfigError
 
@@ -67,7 +67,7 @@ class Storage(Serializable):
             _check_object_name("storage", name, getattr(self, name))
 
     def _require_reachable(self, name: str, path: str) -> None:
-        if is_url(path):
+        if Location.parse(path, f"storage: {name}").is_url:
             return
         if self.volume is None:
             raise ConfigError(
@@ -207,7 +207,7 @@ class DeployJob(Serializable):
 
     def _check_script(self) -> None:
         script: Any = self.script
-        if self.working_dir is not None and not (isinstance(self.working_dir, str) and is_url(self.working_dir)):
+        if self.working_dir is not None and not Location.parse(self.working_dir, "working_dir").is_url:
             raise ConfigError(
                 f"working_dir is {describe(self.working_dir)}; expected a URL, such as 'gs://bucket/train.zip'"
             )

@@ -17,6 +17,8 @@ def resolve_device(device: torch.device | str) -> torch.device:
     except RuntimeError:
         raise ConfigError(f"device is {device!r}, which torch does not know; {_EXPECTED}") from None
     if found.type == "cpu":
+        if found.index:
+            raise ConfigError(f"device is {str(device)!r}, and torch has one CPU, whatever its cores; expected 'cpu'")
         return torch.device("cpu")
     if found.type != "cuda":
         raise ConfigError(f"device is {str(device)!r}, for which there are no kernels; {_EXPECTED}")

@@ -173,7 +173,7 @@ def _throughput(run: RunRecords) -> LineChart:
     points = rates(loops)
     begins = [at for loop in loops if (at := loop.began_at) is not None]
     start = min(begins, default=0.0)
-    scale, unit = time_unit(max((x for x, _ in points), default=start) - start)
+    scale, unit = time_unit(max((0.0, *(x - start for x, _ in points))))
     marks = [
         min((loop.began_at or start) for loop in loops if loop.launch_number == launch)
         for launch in sorted({loop.launch_number for loop in loops})
@@ -236,7 +236,7 @@ def _staleness(run: RunRecords) -> BarChart:
     counts = sum((loop.staleness for loop in run.loops), Counter[int]())
     found = bins(counts, _MAX_BINS)
     total = sum(counts.values()) or 1
-    bounds = {loop.settings.get("staleness") for loop in run.loops if "staleness" in loop.settings}
+    bounds = {bound for loop in run.loops if isinstance(bound := loop.settings.get("staleness"), int)}
     mean = sum(steps * batches for steps, batches in counts.items()) / total
     note = f"Mean {number(mean)}, largest {max(counts, default=0)}."
     if len(bounds) == 1:

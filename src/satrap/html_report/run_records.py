@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from satrap.errors import ConfigError
+from satrap.monitor.hidden_secrets import hide_secrets
 from satrap.monitor.record_file import FOLDER, Records, scan_records
 
 _TRAINER = re.compile(r"trainer-(\d{1,9})")
@@ -152,7 +153,9 @@ def read_run(folder: Path, is_live: bool | None = None) -> RunRecords:
 def _events(lines: Iterable[dict[str, Any]]) -> tuple[list[dict[str, Any]], int]:
     """Return the events of a run, and the number of records that lack something."""
     known = [each for each in lines if each["kind"] in _EVENTS]
-    found = [each for each in known if _is_number(each.get("at"))]
+    found = [each for each in known if _is_number(each.get("at")) and _has_counts(each, "launch", "servers", "status")]
+    for event in found:  # earlier releases recorded secrets, too
+        event["settings"] = hide_secrets(event.get("settings"))
     return found, len(known) - len(found)
 
 
@@ -163,12 +166,15 @@ def loops_of(rank: int, lines: Iterable[dict[str, Any]], *, keeps_tables: bool =
     for line in lines:
         if line["kind"] not in ("start", "interval", "evaluation", "end"):
             continue
-        if not isinstance(line.get("id"), str) or not _is_number(line.get("at")):
+        is_whole = isinstance(line.get("id"), str) and _is_number(line.get("at"))
+        if not is_whole or (line["kind"] in ("start", "end") and not _has_counts(line, "launch", "step")):
             refused += 1
             continue
         loop = loops.setdefault(line["id"], Loop(rank=rank))
         if line["kind"] == "start":
             loop.start = line
+            if isinstance(settings := line.get("settings"), dict):
+                settings["script"] = hide_secrets(settings.get("script"))
         elif line["kind"] == "end":
             loop.end = line
         elif line["kind"] == "interval" and (interval := _interval(line)) is not None:
@@ -182,8 +188,7 @@ def loops_of(rank: int, lines: Iterable[dict[str, Any]], *, keeps_tables: bool =
         process = str(loop.start.get("process"))
         if process not in processes:
             processes.append(process)
-        launch = loop.start.get("launch")
-        loop.launch = (launch if isinstance(launch, int) else 0, processes.index(process))
+        loop.launch = (loop.start.get("launch") or 0, processes.index(process))
     return list(loops.values()), refused
 
 
@@ -203,7 +208,7 @@ def _add(loop: Loop, interval: Interval, line: dict[str, Any], keeps_tables: boo
 def _interval(line: dict[str, Any]) -> Interval | None:
     counts = [line.get(name) for name in ("step", "steps", "samples")]
     measures = [line.get(name) for name in ("seconds", "trained", "rate")]
-    if not all(isinstance(each, int) for each in counts) or not all(map(_is_number, measures)):
+    if not all(map(_is_count, counts)) or not all(map(_is_number, measures)):
         return None
     numbers: dict[str, float | None] = {name: line[name] for name in _NUMBERS if name in line}
     maps = [line[name] for name in (*_MAPS, *_TABLES) if name in line]
@@ -219,12 +224,21 @@ def _interval(line: dict[str, Any]) -> Interval | None:
 
 def _evaluation(line: dict[str, Any]) -> Evaluation | None:
     metrics, step, is_best = line.get("metrics"), line.get("step"), line.get("is_best")
-    if not isinstance(metrics, dict) or not isinstance(step, int) or not isinstance(is_best, bool | None):
+    if not isinstance(metrics, dict) or not _is_count(step) or not isinstance(is_best, bool | None):
         return None
     if not all(each is None or _is_number(each) for each in metrics.values()):
         return None
-    return Evaluation(step=step, metrics=metrics, is_best=is_best)
+    return Evaluation(step=int(line["step"]), metrics=metrics, is_best=is_best)
 
 
 def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e300
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and abs(value) < 2**63
+
+
+def _has_counts(line: dict[str, Any], *names: str) -> bool:
+    """Return whether what the record has under these names are integers, or null."""
+    return all(line.get(name) is None or _is_count(line[name]) for name in names)

@@ -7,14 +7,16 @@ its files and the path of the script.
 import json
 import os
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from satrap.config.path_allowlist import is_url, without_glob
+from satrap.config.location import Location
 from satrap.errors import ConfigError
 from satrap.launch.run_events import Process, Role
 from satrap.launch.run_state import RunState
 from satrap.launch.supervisor import RunConfig
+from satrap.monitor.hidden_secrets import is_secret_name
 from satrap.run_context import RunContext
 
 
@@ -41,10 +43,22 @@ class Script:
 
     def named_paths(self) -> list[str]:
         """Return the folders, files and URLs that the command line names: the script's folder and every
-        argument that may be a path, including "--path=A,B" and globs, except the root folder."""
-        words = [word.partition("=")[2] if word.startswith("-") else word for word in self.arguments]
-        pieces = [without_glob(piece) for word in words for piece in (word, *word.split(",")) if piece]
-        paths = [piece if is_url(piece) else os.path.abspath(os.path.expanduser(piece)) for piece in pieces]
+        argument that may be a path, including "--path=A,B", "path=A" and globs, except the root folder. What looks
+        like a URL and is none permits nothing: if the script passes it on as a path, that raises. Nor does what may be
+        a password, which a server's command line and its errors would show."""
+        words: list[str] = []
+        option = ""  # the word before, if it may have this one as its value
+        for word in self.arguments:
+            name, is_pair, value = word.partition("=")
+            may_be_secret = is_secret_name(name if is_pair else option)
+            texts = (value,) if word.startswith("-") else (word, value)
+            words += [text for text in texts if "/" in text or not may_be_secret]
+            option = word if word.startswith("-") and not is_pair else ""
+        pieces = [piece for word in words for piece in (word, *word.split(",")) if piece]
+        paths = []
+        for piece in pieces:
+            with suppress(ConfigError):
+                paths.append(str(Location.parse(piece).without_glob().absolute()))
         return list(dict.fromkeys([os.path.abspath(self.path.parent), *(path for path in paths if path != "/")]))
 
 

@@ -34,6 +34,7 @@ from satrap.launch.run_events import (
     StopProcess,
 )
 from satrap.launch.supervisor import Supervisor, describe_exit
+from satrap.monitor.hidden_secrets import hide_secrets
 from satrap.monitor.memory import memory
 from satrap.monitor.record_file import FOLDER, RecordFile
 from satrap.monitor.samples import Sample, memory_samples
@@ -77,7 +78,7 @@ class RunMonitor:
         self._has_exited = False
         self._launch = self._num_servers = 0  # as recorded
         self._record = self._open_record(folder / FOLDER / "run.jsonl")
-        self._append("run", where=_here(), version=version("satrap"), settings=settings or {})
+        self._append("run", where=_here(), version=version("satrap"), settings=hide_secrets(settings or {}))
         self._status: dict[str, Any] = self._summary("servers and workers are starting", 0, 0, None)
 
     def observe(

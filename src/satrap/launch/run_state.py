@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
-from satrap.config.durable import opened, replace_file, try_lock
+from satrap.config.durable import opened, parse_json, replace_file, try_lock
+from satrap.config.regular_file import MAX_JSON_BYTES, read_regular
 from satrap.config.validation import Serializable, check_integer, set_field
 from satrap.errors import ConfigError
 from satrap.run_context import MAX_LAUNCHES
@@ -51,7 +52,7 @@ class RunState(Serializable):
     def read(cls, path: Path) -> Self | None:
         """Return the state in the file; None if there is no file."""
         try:
-            return cls.from_dict(json.loads(path.read_bytes()))
+            return cls.from_dict(parse_json(read_regular(path, MAX_JSON_BYTES)))
         except FileNotFoundError:
             return None
         except (ValueError, TypeError, ConfigError) as error:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from satrap.config.regular_file import read_regular
 from satrap.errors import ConfigError, SatrapError
 from satrap.launch.run_events import Event, MigrationDue, MigrationEnded, ScaleRequested
 from satrap.launch.run_state import is_live
@@ -23,6 +24,7 @@ from satrap.server.protocol import ServerCalls
 from satrap.sharding.autoscaler import ScaleHistory, ScaleLimits, ServerLoad, decide
 
 _REQUEST = "servers-wanted"
+_MAX_REQUEST_BYTES = 32
 _WINDOW_SECONDS = 10.0
 _LOAD_SECONDS = 5.0  # timeout of a server's load; without it the server is left out of this window
 
@@ -74,7 +76,7 @@ class Scaler:
         taken = self._folder / f".{_REQUEST}-taken"
         with suppress(OSError, ValueError):
             os.replace(self._folder / _REQUEST, taken)  # a request that is written now is the next one
-            events.append(ScaleRequested(int(taken.read_text()), "requested by satrap scale"))
+            events.append(ScaleRequested(int(read_regular(taken, _MAX_REQUEST_BYTES)), "requested by satrap scale"))
         return events
 
     def close(self) -> None:

@@ -44,6 +44,16 @@ class Meter:
         """Whether there were steps since the last report."""
         return self._steps > 0
 
+    @property
+    def undefined(self) -> str | None:
+        """Why the AUC of the samples seen so far is undefined; None: it is not, or there are none yet."""
+        return self._window.only_label if self._window.num_samples else None
+
+    @property
+    def is_full(self) -> bool:
+        """Whether the window of the AUC is full."""
+        return self._window.num_samples == self._window_size
+
     def step(self, step: int, samples: int, loss: Any = None, labels: Any = None, scores: Any = None) -> None:
         """Record one step. This is the hot path: it keeps references and adds integers."""
         self._step = step

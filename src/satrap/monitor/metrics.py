@@ -3,7 +3,8 @@ pass.
 
 Labels are 0 or 1, scores are logits: AUC needs only their order, and the log loss of a logit never rounds a probability
 to 0 or 1. The module uses NumPy only; callers convert tensors to arrays. Undefined values are NaN: AUC and normalised
-entropy without both a 0 and a 1, the log loss of no samples. A score that is NaN is refused.
+entropy without both a 0 and a 1, of which a UserWarning tells, and the log loss of no samples. A score that is NaN is
+refused.
 
 `Window` holds the last samples, and `Evaluation` covers a whole pass: exact up to a size, then by counts in bins, with
 a bound on the error. The cost is that of a sort; adding a sample costs a copy.
@@ -11,6 +12,7 @@ a bound on the error. The cost is that of a sort; adding a sample costs a copy.
 
 import math
 import numbers
+import warnings
 from typing import Any
 
 import numpy as np
@@ -27,7 +29,9 @@ def auc(labels: ArrayLike, scores: ArrayLike) -> float:
 
     This is the Mann-Whitney statistic over the number of pairs, and the area under the ROC curve.
     """
-    return _auc(*_checked("auc", labels, scores))
+    truth, values = _checked("auc", labels, scores)
+    _warn_of_one_label("auc", _only_label(int(np.count_nonzero(truth)), truth.size))
+    return _auc(truth, values)
 
 
 def log_loss(labels: ArrayLike, logits: ArrayLike) -> float:
@@ -40,11 +44,14 @@ def log_loss(labels: ArrayLike, logits: ArrayLike) -> float:
 def normalised_entropy(labels: ArrayLike, logits: ArrayLike) -> float:
     """Return the log loss relative to that of a model that always predicts the share of ones; below 1 is better."""
     truth, sure = _checked("normalised_entropy", labels, logits)
-    return _over_entropy(log_loss(truth, sure), int(np.count_nonzero(truth)), truth.size)
+    num_ones = int(np.count_nonzero(truth))
+    _warn_of_one_label("normalised_entropy", _only_label(num_ones, truth.size))
+    return _over_entropy(log_loss(truth, sure), num_ones, truth.size)
 
 
 class Window:
-    """The last `num_samples` samples, and their exact metrics. Allocates 9 bytes per sample in advance."""
+    """The last `num_samples` samples, and their exact metrics. Allocates 9 bytes per sample in advance. Warns of
+    nothing: a window that begins to fill may well have one label only."""
 
     def __init__(self, num_samples: int) -> None:
         size = _count("Window", "num_samples", num_samples)
@@ -70,6 +77,11 @@ class Window:
         """Number of samples held."""
         return self._held
 
+    @property
+    def only_label(self) -> str | None:
+        """What all labels held are; None if there are both."""
+        return _only_label(int(np.count_nonzero(self._labels[: self._held])), self._held)
+
     def auc(self) -> float:
         """Return the AUC of the samples held."""
         return _auc(self._labels[: self._held], self._scores[: self._held])
@@ -80,12 +92,13 @@ class Window:
 
     def normalised_entropy(self) -> float:
         """Return the normalised entropy of the samples held."""
-        return normalised_entropy(self._labels[: self._held], self._scores[: self._held])
+        return _over_entropy(self.log_loss(), int(np.count_nonzero(self._labels[: self._held])), self._held)
 
 
 class Evaluation:
     """The metrics of all samples of a pass, of any length, in bounded memory.
 
+    Without both a 0 and a 1 among the labels, AUC and normalised entropy are NaN, and a UserWarning says so.
     Log loss and normalised entropy are exact. AUC is exact for the first `exact_samples`, which are held (5 to 9 bytes
     each). Beyond that samples are counted in bins and not held: the bins end at `num_bins` values that cut the samples
     held so far into equal parts, and each such value is a bin itself, so that a score shared by many samples costs
@@ -133,6 +146,7 @@ class Evaluation:
 
     def auc(self) -> float:
         """Return the AUC of all samples; exact while `auc_error()` is 0."""
+        _warn_of_one_label("auc", _only_label(self._num_ones, self._num_samples))
         return _auc(*self._held()) if self._bins is None else self._bins.auc()
 
     def auc_error(self) -> float:
@@ -145,6 +159,7 @@ class Evaluation:
 
     def normalised_entropy(self) -> float:
         """Return the normalised entropy of all samples."""
+        _warn_of_one_label("normalised_entropy", _only_label(self._num_ones, self._num_samples))
         return _over_entropy(self.log_loss(), self._num_ones, self._num_samples)
 
     def _held(self) -> tuple[_Labels, _Scores]:
@@ -203,6 +218,22 @@ def _over_entropy(loss: float, num_ones: int, num_samples: int) -> float:
         return math.nan
     rate = num_ones / num_samples
     return loss / -(rate * math.log(rate) + (1 - rate) * math.log1p(-rate))
+
+
+def _only_label(num_ones: int, num_samples: int) -> str | None:
+    """Return what all labels are; None if there are both."""
+    if num_ones not in (0, num_samples):
+        return None
+    return f"all {num_samples} labels are {min(num_ones, 1)}" if num_samples else "there are no samples"
+
+
+def _warn_of_one_label(metric: str, only_label: str | None) -> None:
+    if only_label is not None:
+        warnings.warn(
+            f"{metric} is undefined (nan): {only_label}; expected labels 0 and labels 1: evaluate on more or other "
+            "data, or use the log loss",
+            stacklevel=3,
+        )
 
 
 def _ratio(part: float, whole: float) -> float:

@@ -10,12 +10,14 @@ and `sinks` show them. Numbers that were not passed are not shown.
 
 import os
 import time
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any, Protocol, Self, runtime_checkable
 
 from satrap.errors import ConfigError, InputError
+from satrap.monitor.hidden_secrets import hide_secrets
 from satrap.monitor.meter import Meter, require_column
 from satrap.monitor.report import Counters
 from satrap.monitor.sinks import LINE_SECONDS, Screen, Sink
@@ -79,7 +81,8 @@ class Progress:
         window: number of recent samples for AUC and normalised entropy.
         record: local folder in which this trainer records the run for `satrap report`, below `records/`; None: under
             `satrap run` that of the run, elsewhere no record.
-        settings: settings of your own that the report shows beside those of the embeddings, such as `vars(args)`.
+        settings: settings of your own that the report shows beside those of the embeddings, such as `vars(args)`; texts
+            whose names say that they are secret, such as password or token, are neither recorded nor shown.
         """
         if every_seconds is not None and not every_seconds > 0:
             raise ConfigError(f"Progress: every_seconds is {every_seconds!r}; expected a number above 0")
@@ -89,12 +92,12 @@ class Progress:
         self._clock, self._embeddings = clock, embeddings
         now = clock()
         self._meter = Meter(now, counters=self._counters(), window=window, total_samples=total_samples)
-        self._due, self._closed = now + self._every, False
+        self._due, self._closed, self._has_warned = now + self._every, False, False
         known: Mapping[str, Any] = embeddings.settings() if isinstance(embeddings, HasSettings) else {}
         file = open_record(record, known.get("rank", 0))
         self._record = None
         if file is not None:
-            shown = {**known, "script": dict(settings or {})}
+            shown = {**known, "script": hide_secrets(dict(settings or {}))}
             self._record = TrainingRecord(file, self._counters, clock, window=window, settings=shown)
 
     def step(self, batch: SteppedBatch, *, loss: Any = None, scores: Any = None, labels: Any = None) -> None:
@@ -135,7 +138,7 @@ class Progress:
         """Report the steps since the last report and close the sinks."""
         try:
             if not self._closed and self._meter.has_news:
-                self._report(self._clock())
+                self._report(self._clock(), is_last=True)
         finally:
             self._close()
 
@@ -146,8 +149,15 @@ class Progress:
         # After an error nothing is read any more, which might raise another error and hide the first.
         self.close() if kind is None else self._close(error)
 
-    def _report(self, now: float, evaluation: Mapping[str, Any] | None = None) -> None:
+    def _report(self, now: float, evaluation: Mapping[str, Any] | None = None, *, is_last: bool = False) -> None:
         report = replace(self._meter.report(now, self._counters()), **(evaluation or {}))
+        if not self._has_warned and (is_last or self._meter.is_full) and (why := self._meter.undefined) is not None:
+            self._has_warned = True
+            warnings.warn(
+                f"Progress: AUC and normalised entropy are undefined (nan): {why} at step {report.step}; expected "
+                "labels 0 and labels 1: check the label column, or raise window",
+                stacklevel=3,
+            )
         self._due = now + self._every
         for sink in self._sinks:
             sink.write(report)

@@ -6,20 +6,27 @@ Each line has a checksum. A process may be killed at any moment, so a file may e
 record starts a new one. A disk that is full, or a pipe that is not read, costs records and never stops training.
 """
 
+import errno
 import json
 import logging
 import math
 import os
+import stat
 import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Self
+
+from satrap.config.durable import parse_json
+from satrap.config.regular_file import open_regular
 
 FOLDER = "records"
 _LOG = logging.getLogger("satrap.monitor")
 _CHECKSUM = b', "crc": '
 _MAX_DEPTH = 8
+_MAX_LINE = 16 << 20
 
 
 class RecordFile:
@@ -36,6 +43,9 @@ class RecordFile:
         path.parent.mkdir(parents=True, exist_ok=True)
         file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
         size = os.fstat(file).st_size
+        if not stat.S_ISREG(os.fstat(file).st_mode):  # a FIFO would stop training once it is full
+            os.close(file)
+            raise OSError(errno.EINVAL, "it is no regular file", str(path))
         return cls(file, str(path), is_torn=size > 0 and os.pread(file, 1, size - 1) != b"\n")
 
     def append(self, kind: str, **values: Any) -> None:
@@ -81,8 +91,8 @@ def read_records(path: Path) -> Records:
 
 def scan_records(path: Path, counts: Records) -> Iterator[dict[str, Any]]:
     """Yield the records of a file, of which there may be too many to hold, and count what is damaged and missing."""
-    with path.open("rb") as file:
-        for line in file:
+    with open_regular(path) as file:
+        for line in iter(partial(file.readline, _MAX_LINE), b""):  # a longer one is damaged
             if line == b"\n":
                 continue
             record = decode(line.rstrip(b"\n"))
@@ -106,7 +116,7 @@ def decode(line: bytes) -> dict[str, Any] | None:
     if not mark or checksum != str(zlib.crc32(body)).encode() + b"}":
         return None
     try:
-        record = json.loads(body + b"}")
+        record = parse_json(body + b"}")
     except ValueError:
         return None
     return record if isinstance(record, dict) and isinstance(record.get("kind"), str) else None

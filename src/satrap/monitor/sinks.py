@@ -5,9 +5,9 @@ import math
 import os
 import sys
 from contextlib import suppress
-from pathlib import Path
 from typing import Any, Protocol, TextIO
 
+from satrap.config.location import Location, local_path
 from satrap.errors import ConfigError
 from satrap.monitor.report import Report, bar, line
 
@@ -74,7 +74,7 @@ class JsonLines:
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         """path: the file; created now, so that a path that cannot be written raises early."""
-        self._path = Path(path)
+        self._path = local_path(path, "JsonLines: path")
         self._path.touch()
 
     def write(self, report: Report) -> None:
@@ -91,13 +91,14 @@ class TensorBoard:
     """Writes scalars to event files, by step; needs the packages torch and tensorboard."""
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
-        """folder: the folder of this run; TensorBoard shows each folder as a curve."""
+        """folder: the folder of this run, or its URL; TensorBoard shows each folder as a curve."""
+        location = Location.parse(folder, "TensorBoard: folder")
         try:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError as error:
             raise ConfigError(f"TensorBoard: {error}: pip install tensorboard, or leave out this sink") from error
         writer: Any = SummaryWriter
-        self._writer = writer(os.fspath(folder))
+        self._writer = writer(str(location))
 
     def write(self, report: Report) -> None:
         """Add the numbers at the report's step."""

@@ -13,9 +13,9 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from importlib.metadata import version
-from pathlib import Path
 from typing import Any
 
+from satrap.config.location import local_path
 from satrap.errors import ConfigError
 from satrap.monitor.meter import Meter
 from satrap.monitor.record_file import FOLDER, RecordFile
@@ -114,14 +114,12 @@ def open_record(folder: str | os.PathLike[str] | None, rank: int) -> RecordFile 
     if folder is None:
         pipe = record_pipe()
         return None if pipe is None else RecordFile(os.dup(pipe), "the record of this trainer")
-    path = os.fspath(folder)
-    if not path or "://" in path:
-        raise ConfigError(f"Progress: record is {path!r}; expected the path of a local folder")
+    path = local_path(folder, "Progress: record")
     try:
-        return RecordFile.open(Path(path) / FOLDER / f"trainer-{rank}.jsonl")
+        return RecordFile.open(path / FOLDER / f"trainer-{rank}.jsonl")
     except OSError as error:
         raise ConfigError(
-            f"Progress: record is {path!r}, which cannot be written to ({error.strerror}); choose another folder"
+            f"Progress: record is {str(path)!r}, which cannot be written to ({error.strerror}); choose another folder"
         ) from error
 
 

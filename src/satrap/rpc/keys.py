@@ -16,6 +16,8 @@ from pathlib import Path
 import zmq
 
 from satrap.config.durable import put_on_disk, write_file
+from satrap.config.location import local_path
+from satrap.config.regular_file import open_regular
 from satrap.errors import ConfigError
 
 _FORMAT = "satrap key 1"
@@ -40,11 +42,14 @@ class Keys:
         """Return the keys in a file that `satrap keys` wrote; ConfigError if it cannot be trusted."""
         if not isinstance(path, str | os.PathLike):
             raise ConfigError(f"keys is {path!r}; expected the path of a key file")
+        path = local_path(path, "keys")
         try:
-            with open(path, "rb") as file:
+            with open_regular(path) as file:
                 if problem := _distrust(os.fstat(file.fileno()), os.geteuid()):
                     raise ConfigError(f"{path}: {problem}")
                 text = file.read(4096)
+        except IsADirectoryError:
+            raise ConfigError(f"keys is '{path}', a folder; expected a key file in it, such as client.key") from None
         except OSError as error:
             raise ConfigError(f"{path}: the key cannot be read: {error}; create keys with `satrap keys DIR`") from None
         return cls.parse(text, path)
@@ -89,7 +94,7 @@ class Keys:
 def create_keys(folder: str | Path) -> list[Path]:
     """Write server.key and client.key into the folder and return their paths. Creates the folder, for this user
     alone, if it is missing. Never replaces a file."""
-    folder = Path(folder)
+    folder = local_path(folder, "the folder of the keys")
     paths = [folder / f"{role}.key" for role in ROLES]
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)

@@ -12,7 +12,8 @@ import time
 import numpy as np
 from numpy.typing import NDArray
 
-from satrap.config.path_allowlist import PathAllowlist, is_url
+from satrap.config.location import is_url
+from satrap.config.path_allowlist import PathAllowlist
 from satrap.config.validation import check_integer
 from satrap.errors import ChangesError, InputError, MovedError, SnapshotError
 from satrap.rpc import Origin

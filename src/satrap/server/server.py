@@ -22,6 +22,7 @@ import numpy as np
 
 from satrap.config.cores import thread_count
 from satrap.config.job import Job
+from satrap.config.location import local_path
 from satrap.config.path_allowlist import PathAllowlist
 from satrap.config.validation import check_choice, check_integer
 from satrap.errors import AttemptError, ConfigError, InputError, MovedError, SatrapError, TicketError
@@ -59,6 +60,7 @@ class Server(SaveCalls, MigrationCalls, StatusCalls):
         thread_count(num_threads)
         self._open_tables = open_tables
         self._permitted = PathAllowlist(checkpoints, "--checkpoints")
+        shared = None if shared is None else local_path(shared, "shared")
         self._shared, self._num_threads = shared, num_threads
         self._leases = Leases()
         super().__init__()

@@ -11,7 +11,6 @@ import os
 import weakref
 from collections.abc import Mapping
 from contextlib import ExitStack
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
@@ -117,12 +116,10 @@ class Reader:
             raise ConfigError("Reader: pass either the path of a folder or servers=[...] of a live run")
         if path is not None and keys is not None:
             raise ConfigError("Reader: keys are for servers, but the rows are in a folder: leave keys out")
-        if path is not None and not os.fspath(path):
-            raise ConfigError("Reader: path is empty; expected the folder of a run or of a table's snapshot")
         self._closed = False
         self._streams: weakref.WeakSet[Stream] = weakref.WeakSet()
         self._rows: _OnServers | _InFolder = (
-            _OnServers(servers, keys, num_threads) if path is None else _InFolder(os.fspath(path), num_threads)
+            _OnServers(servers, keys, num_threads) if path is None else _InFolder(path, num_threads)
         )
         self.tables: Mapping[str, ReaderTable] = {name: ReaderTable(each) for name, each in self._rows.tables.items()}
         """The tables by name."""
@@ -248,10 +245,10 @@ class _OnServers:
 class _InFolder:
     """A copy of the rows in a folder."""
 
-    def __init__(self, path: str, num_threads: int | None) -> None:
-        self.where, self._num_threads = path, num_threads
+    def __init__(self, path: str | os.PathLike[str], num_threads: int | None) -> None:
+        folder = open_folder(path, "Reader: path")
+        self.where, self._num_threads = os.fspath(folder), num_threads
         self._model: Mapping[str, Any] | None = None  # the model's state_dict
-        folder = open_folder(path)
         try:
             is_snapshot = holds_snapshot(folder)
         except OSError as error:
@@ -259,19 +256,19 @@ class _InFolder:
         if is_snapshot:
             self._fill({"": [folder]})
         else:
-            self._take_newest(path)
+            self._take_newest(folder)
 
-    def _take_newest(self, path: str) -> None:
-        if "://" not in path and not Path(path).is_dir():
-            raise CheckpointError(f"there is no folder {path!r}; expected a run's checkpoints or a snapshot")
-        directory = RunDirectory(path)
+    def _take_newest(self, folder: Folder) -> None:
+        if folder.is_local and not os.path.isdir(folder):
+            raise CheckpointError(f"there is no folder {self.where!r}; expected a run's checkpoints or a snapshot")
+        directory = RunDirectory(folder)
         for attempts_left in range(_MAX_READS, 0, -1):
             name = directory.newest_name()
             try:
                 with directory.chain_of() as chain:
                     if not chain:
                         raise CheckpointError(
-                            f"{path} contains neither a checkpoint nor a snapshot of a table; expected one"
+                            f"{folder} contains neither a checkpoint nor a snapshot of a table; expected one"
                         )
                     self._fill(table_folders(chain))
                     require_rows(chain, {each: len(table) for each, table in self.tables.items()})

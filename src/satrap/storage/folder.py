@@ -67,8 +67,8 @@ class Folder(Protocol):
     def sizes(self) -> dict[str, int]:
         """Return the keys of all objects below it, with their bytes."""
 
-    def read(self, key: str) -> bytes:
-        """Return an object; raise FileNotFoundError if there is none."""
+    def read(self, key: str, max_bytes: int | None = None) -> bytes:
+        """Return an object; raise FileNotFoundError if there is none, OSError if it has more than `max_bytes`."""
 
     def open(self, key: str) -> Readable:
         """Return an object that is not empty; raise FileNotFoundError if there is none."""

@@ -6,6 +6,8 @@ from typing import Any
 
 import fsspec
 
+from satrap.config.regular_file import require_size
+
 _PART_BYTES = 8 << 20
 
 
@@ -17,7 +19,9 @@ class FsspecStore:
         self.prefix = str(path).rstrip("/")
         """The key that the URL names."""
 
-    def get(self, key: str) -> bytes:
+    def get(self, key: str, max_bytes: int | None) -> bytes:
+        if max_bytes is not None:
+            require_size(self.size(key), max_bytes, key)
         return bytes(self._files.cat_file(key))
 
     def get_range(self, key: str, begin: int, end: int) -> Any:

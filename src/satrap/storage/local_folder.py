@@ -6,6 +6,7 @@ import shutil
 from pathlib import Path
 
 from satrap.config.durable import replace_file
+from satrap.config.regular_file import open_regular, read_regular
 
 
 class LocalFolder:
@@ -50,8 +51,8 @@ class LocalFolder:
                 found[path.relative_to(self.path).as_posix()] = path.stat().st_size
         return found
 
-    def read(self, key: str) -> bytes:
-        return (self.path / key).read_bytes()
+    def read(self, key: str, max_bytes: int | None = None) -> bytes:
+        return read_regular(self.path / key, max_bytes)
 
     def open(self, key: str) -> "LocalReadable":
         return LocalReadable(self.path / key)
@@ -77,7 +78,7 @@ class LocalReadable:
     is_local = True
 
     def __init__(self, path: Path) -> None:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             self.size = os.fstat(file.fileno()).st_size
             self.memory = (
                 mmap.mmap(file.fileno(), self.size, access=mmap.ACCESS_READ) if self.size else mmap.mmap(-1, 1)

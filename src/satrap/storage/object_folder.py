@@ -7,15 +7,14 @@ parts into memory that is used only where something was read.
 
 import errno
 import mmap
-import os
 import secrets
 from collections.abc import Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from typing import Any, Protocol
 
 import numpy as np
 
+from satrap.config.cores import in_threads
 from satrap.storage.folder import Writer
 
 _GET_BYTES = 4 << 20
@@ -29,8 +28,8 @@ class ObjectStore(Protocol):
     """The calls of an object store, or of one bucket of it. Their exceptions are the store's own; a missing object is a
     FileNotFoundError. An OSError with an errno has what the store said as its strerror."""
 
-    def get(self, key: str) -> bytes:
-        """Return an object."""
+    def get(self, key: str, max_bytes: int | None) -> bytes:
+        """Return an object; raise OSError if it has more than `max_bytes`."""
 
     def get_range(self, key: str, begin: int, end: int) -> Any:
         """Return these bytes of an object, as any object with a buffer."""
@@ -97,9 +96,9 @@ class ObjectFolder:
             return dict(self._store.sizes(self._prefix))
         return {}
 
-    def read(self, key: str) -> bytes:
+    def read(self, key: str, max_bytes: int | None = None) -> bytes:
         with self._errors(key):
-            return self._store.get(self._key(key))
+            return self._store.get(self._key(key), max_bytes)
 
     def open(self, key: str) -> "ObjectReadable":
         with self._errors(key):
@@ -193,13 +192,7 @@ class ObjectReadable:
             stop = min(start + _GET_BYTES, end)
             into[start:stop] = np.frombuffer(self._folder.get_range(self._key, start, stop), np.uint8)
 
-        if len(starts) <= 1:
-            for start in starts:
-                get(start)
-            return
-        with ThreadPoolExecutor(min(_GET_THREADS, len(starts)), thread_name_prefix="satrap-get") as pool:
-            for done in [pool.submit(get, start) for start in starts]:
-                done.result()
+        in_threads(_GET_THREADS, get, starts, "satrap-get")
 
     def release(self, begin: int, end: int) -> None:
         page = mmap.PAGESIZE
@@ -227,9 +220,3 @@ class _NamedWriter:
             self._writer.abort()
         with suppress(Exception):  # what was written of it may have become an object
             self._folder.delete(self._key)
-
-
-def url_of(path: str | os.PathLike[str]) -> str:
-    """Return a path or URL as text, without slashes at the end of a URL."""
-    text = os.fspath(path)
-    return text.rstrip("/") if "://" in text else text

@@ -15,6 +15,8 @@ import obstore
 from obstore import exceptions
 from obstore.store import from_url
 
+from satrap.config.regular_file import require_size
+
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 _PART_BYTES = 8 << 20  # S3 permits 10,000 parts: 80 GB of one file, of which a large table has 64
@@ -74,8 +76,10 @@ class ObstoreStore:
         self._bucket: Any = from_url(bucket_url, client_options=options, retry_config=retry)  # type: ignore[call-overload]
 
     @_with_usual_errors
-    def get(self, key: str) -> bytes:
-        return bytes(obstore.get(self._bucket, key).bytes())
+    def get(self, key: str, max_bytes: int | None) -> bytes:
+        found = obstore.get(self._bucket, key)  # its size is known before its bytes are read
+        require_size(int(found.meta["size"]), max_bytes, key)
+        return bytes(found.bytes())
 
     @_with_usual_errors
     def get_range(self, key: str, begin: int, end: int) -> Any:

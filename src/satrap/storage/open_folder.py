@@ -5,43 +5,43 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from satrap.config.path_allowlist import is_url
+from satrap.config.location import Location
 from satrap.errors import ConfigError
 from satrap.storage.folder import Folder
 from satrap.storage.local_folder import LocalFolder
-from satrap.storage.object_folder import ObjectFolder, url_of
+from satrap.storage.object_folder import ObjectFolder
 
-_LOCAL = ("file://", "local://")
 _OBSTORE_SCHEMES = {"s3", "s3a", "gs", "az", "azure", "adl", "abfs", "abfss"}
 
 
-def open_folder(path: str | os.PathLike[str]) -> Folder:
-    """Return the folder of a path or URL, without accessing it yet."""
-    text = url_of(path)
-    if is_url(text):
-        return _object_folder(text, is_patient=True)
-    return LocalFolder(Path(next((text.removeprefix(each) for each in _LOCAL if text.startswith(each)), text)))
+def open_folder(path: str | os.PathLike[str], what: str = "path") -> Folder:
+    """Return the folder of a path or URL, without accessing it yet; a folder is returned unchanged. what: what an error
+    calls the path."""
+    if isinstance(path, LocalFolder | ObjectFolder):
+        return path
+    location = Location.parse(path, what)
+    return _object_folder(location, is_patient=True) if location.is_url else LocalFolder(Path(location.path))
 
 
 def absolute(path: str | os.PathLike[str]) -> str:
     """Return a path that means the same in another working directory; a URL is returned unchanged."""
-    text = url_of(path)
-    return text if is_url(text) else os.path.abspath(open_folder(text))
+    folder = open_folder(path)
+    return os.path.abspath(folder) if folder.is_local else os.fspath(folder)
 
 
 def require_usable(path: str | os.PathLike[str]) -> None:
     """Raise an OSError, within seconds, unless this process can write, read, list and delete objects below a URL. A
     folder on a disk is not accessed."""
-    text = url_of(path)
-    if is_url(text):
-        _object_folder(text, is_patient=False).probe()
+    location = Location.parse(path)
+    if location.is_url:
+        _object_folder(location, is_patient=False).probe()
 
 
-def _object_folder(url: str, *, is_patient: bool) -> ObjectFolder:
-    scheme, _, rest = url.partition("://")
-    if scheme.lower() in _OBSTORE_SCHEMES and "::" not in url:
-        bucket, _, prefix = rest.partition("/")
-        return ObjectFolder(_bucket(f"{scheme.lower()}://{bucket}", is_patient), prefix, url)
+def _object_folder(location: Location, *, is_patient: bool) -> ObjectFolder:
+    scheme, url = location.scheme, str(location)
+    if scheme in _OBSTORE_SCHEMES and "::" not in url:
+        bucket, _, prefix = location.path.partition("/")
+        return ObjectFolder(_bucket(f"{scheme}://{bucket}", is_patient), prefix, url)
     store = _file_system(url)
     return ObjectFolder(store, store.prefix, url)
 

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from satrap import _core
 from satrap.config.array_args import as_out, as_step
 from satrap.config.cores import thread_count
+from satrap.config.location import local_path
 from satrap.config.tables import LAST_STEP, Constant, Normal, ScaledUniform, Table, Uniform, Zeros
 from satrap.config.validation import check_choice, check_flag, check_integer, is_path
 from satrap.errors import ConfigError, InputError, SharedMemoryError, TicketError
@@ -206,7 +207,7 @@ def _shared_path(name: str, path: object) -> str:
             f"{name} is {path!r} ({type(path).__name__}); expected the path of a shared-memory file, of Unicode "
             "characters without NUL"
         )
-    return text
+    return str(local_path(text, name))
 
 
 def _shared_blob(tables: Sequence[Table], seed: int, note: Mapping[str, int]) -> bytes:

@@ -4,14 +4,18 @@ A script leaves this out: alone, the rows are in its process, several trainers s
 under `satrap run` they are on the run's servers.
 """
 
+import os
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass, replace
 from os import PathLike
 from typing import Any, Literal, Self
 
+from satrap.config.location import local_path
 from satrap.config.validation import check_choice, check_flag, set_field
 from satrap.errors import ConfigError
 from satrap.run_context import current_context
+
+_FILES = {"keys": " in it: client.key, which `satrap keys` wrote", "shared": " to create in it, such as /dev/shm/rows"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,8 +51,17 @@ class Deployment:
             if not isinstance(addresses, list | tuple) or not all(isinstance(each, str) for each in addresses):
                 raise ConfigError(f"Deployment: {name} is {addresses!r}; expected a list of 'tcp://host:port'")
             set_field(self, name, tuple(addresses))
+        if self.servers is not None and len(set(self.servers)) < len(self.servers):
+            raise ConfigError(f"Deployment: servers is {list(self.servers)}; expected each server once")
         if self.servers == ():
             raise ConfigError("Deployment: servers is []; expected a list of at least one 'tcp://host:port', or None")
+        for name in ("keys", "shared"):
+            if (path := getattr(self, name)) is not None:
+                set_field(self, name, str(local_path(path, f"Deployment: {name}")))
+                if os.path.isdir(getattr(self, name)):
+                    raise ConfigError(
+                        f"Deployment: {name} is {os.fspath(path)!r}, a folder; expected a file{_FILES[name]}"
+                    )
         check_choice("Deployment", "wire", self.wire, ("float32", "float16"))
         check_flag("Deployment", "take_over", self.take_over)
         if self.servers is not None and self.shared is not None:

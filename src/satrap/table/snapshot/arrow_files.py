@@ -1,13 +1,12 @@
-"""The data files of a snapshot: their Arrow schemas, rows in and out as columns without a copy, several at a time.
+"""The data files of a snapshot: their Arrow schemas, rows in and out as columns without a copy.
 
 Of the package `table` only this file imports pyarrow, and only when something is saved or loaded. docs/format.md
 specifies the columns.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Any
 
 from numpy.typing import NDArray
 
@@ -15,10 +14,7 @@ from satrap.config.tables import Table
 from satrap.errors import SnapshotError
 from satrap.storage.folder import Folder, Readable
 from satrap.table.snapshot.manifest import FORMAT, FORMAT_VERSION, DataFile, FileKind, Kind
-from satrap.transfer import in_context
 
-_T = TypeVar("_T")
-_R = TypeVar("_R")
 Columns = dict[str, NDArray[Any]]
 
 
@@ -109,16 +105,3 @@ def read_errors(folder: Folder, file: DataFile) -> Iterator[None]:
         raise SnapshotError(f"{path} is missing, and the manifest names it: restore it") from None
     except OSError as error:
         raise SnapshotError(f"{path} cannot be read: {error.strerror}") from error
-
-
-def in_threads(num_threads: int, work: Callable[[_T], _R], items: Sequence[_T]) -> list[_R]:
-    """Return work(item) for each item, in order. Raises an error after the calls that had started have returned."""
-    if num_threads == 1 or len(items) <= 1:
-        return [work(item) for item in items]
-    with ThreadPoolExecutor(min(num_threads, len(items)), thread_name_prefix="satrap-snapshot") as pool:
-        futures = [pool.submit(in_context(work), item) for item in items]
-        try:
-            return [future.result() for future in futures]
-        except BaseException:
-            pool.shutdown(wait=False, cancel_futures=True)
-            raise

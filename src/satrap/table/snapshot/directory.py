@@ -22,6 +22,7 @@ import numpy as np
 
 from satrap._core import crc32c
 from satrap.config.durable import checksum, put_on_disk, try_lock
+from satrap.config.regular_file import MAX_JSON_BYTES
 from satrap.config.validation import describe, is_path
 from satrap.errors import InputError, SnapshotError
 from satrap.storage.folder import Folder, Writer
@@ -35,12 +36,12 @@ _PART = re.compile(r"(0|[1-9]\d*)-of-([1-9]\d*)")
 _CHUNK = 1 << 20  # bytes that are checksummed, then written while they are still in the processor's cache
 
 
-def folder_path(where: str, path: object) -> Folder:
+def folder_path(where: str, path: str | os.PathLike[str]) -> Folder:
     """Return the folder that a caller passed as a path or URL."""
     text = os.fspath(path) if isinstance(path, str | os.PathLike) else None
     if not isinstance(text, str) or not text or not is_path(text):
         raise InputError(f"{where}: path is {describe(path)}; expected the path of a snapshot's folder")
-    return open_folder(text)
+    return open_folder(path, f"{where}: path")
 
 
 def folder_bytes(folder: Folder) -> int:
@@ -99,7 +100,7 @@ def read_manifest(path: str | os.PathLike[str]) -> Manifest:
 def read_manifest_with_checksum(folder: Folder, name: str = FILE_NAME) -> tuple[Manifest, int]:
     """Read the manifest of the snapshot in the folder, once; return it with the CRC-32C of all its bytes."""
     try:
-        text = folder.read(name)
+        text = folder.read(name, MAX_JSON_BYTES)
     except FileNotFoundError:
         if folder.is_local and not os.path.exists(folder):
             raise SnapshotError(f"{folder} does not exist; expected the folder of a snapshot") from None
@@ -198,7 +199,7 @@ class SnapshotDirectory:
         """Return whether the manifest names this snapshot. The file decides: an interrupt may come right after the
         rename, before `commit` has noted it. If it cannot be read, nothing is removed: that costs only space."""
         try:
-            return read_manifest(self.path).id == self._token
+            return read_manifest(LocalFolder(self.path)).id == self._token
         except SnapshotError:
             return os.path.lexists(self.path / FILE_NAME)
 
@@ -209,7 +210,7 @@ class SnapshotDirectory:
         if not (self.path / FILE_NAME).exists():
             return
         try:
-            held = read_manifest(self.path)
+            held = read_manifest(LocalFolder(self.path))
         except SnapshotError as error:
             raise SnapshotError(f"{error}; it is not overwritten: remove it, or give another folder") from error
         require_same_table(held, LocalFolder(self.path), self._config, self._seed, self._since)

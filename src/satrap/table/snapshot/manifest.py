@@ -4,7 +4,6 @@ Pure: converts a `Manifest` to JSON bytes and back and checks every field, witho
 does that; `writer` fills the files). docs/format.md is the specification; a change here is a change there.
 """
 
-import json
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
@@ -13,7 +12,7 @@ from typing import Any, Literal, NamedTuple, Self, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from satrap.config.durable import json_checksum, json_with_checksum
+from satrap.config.durable import json_checksum, json_with_checksum, parse_json
 from satrap.config.tables import LAST_STEP, LAST_VERSION, Table
 from satrap.config.validation import LARGEST_FLOAT32, flat
 from satrap.errors import ConfigError, SnapshotError
@@ -333,8 +332,8 @@ def _with_defaults(config: dict[str, Any]) -> dict[str, Any]:
 def _verified(text: bytes, where: str) -> dict[str, Any]:
     """Return the JSON object if it is a manifest of a version that this Satrap reads, and intact."""
     try:
-        content: Any = json.loads(text)
-    except (ValueError, RecursionError) as error:  # invalid JSON or UTF-8, or endlessly nested lists
+        content: Any = parse_json(text)
+    except ValueError as error:  # invalid JSON or UTF-8, or endlessly nested lists
         raise SnapshotError(f"{where} is no JSON ({error}): torn, or not a Satrap manifest") from error
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         found = content.get("format") if isinstance(content, dict) else type(content).__name__
@@ -346,7 +345,7 @@ def _verified(text: bytes, where: str) -> dict[str, Any]:
     written = content.get("crc32c")
     try:
         found = json_checksum(content)
-    except (ValueError, RecursionError) as error:  # NaN or infinity, which Python reads and JSON does not have
+    except ValueError as error:  # NaN or infinity, which Python reads and JSON does not have
         raise SnapshotError(f"{where} is damaged: {error}") from error
     if written != found:
         raise SnapshotError(f"{where} is damaged: it gives its crc32c as {written!r}, but it is {found}")

@@ -5,11 +5,11 @@ there. Under a URL lists may lag, and a server that was replaced may still be wr
 name that is never used again, and this object names those that count. One process writes it, after all manifests.
 """
 
-import json
 from collections.abc import Sequence
 from typing import Any
 
-from satrap.config.durable import json_checksum, json_with_checksum
+from satrap.config.durable import json_checksum, json_with_checksum, parse_json
+from satrap.config.regular_file import MAX_JSON_BYTES
 from satrap.errors import SnapshotError
 from satrap.storage.folder import Folder
 
@@ -27,13 +27,13 @@ def read_record(folder: Folder) -> list[dict[str, Any]] | None:
     """Return what `write_record` wrote; None if the folder has no such record."""
     where = f"{folder}/{PARTS}"
     try:
-        data = folder.read(PARTS)
+        data = folder.read(PARTS, MAX_JSON_BYTES)
     except (FileNotFoundError, NotADirectoryError):
         return None
     except OSError as error:
         raise SnapshotError(f"{where} cannot be read: {error.strerror}") from error
     try:
-        content = json.loads(data)
+        content = parse_json(data)
         if (content["format"], content["format_version"]) != (_FORMAT, _FORMAT_VERSION):
             raise SnapshotError(
                 f"{where} is of format {content['format']!r} version {content['format_version']!r}; expected "

@@ -12,12 +12,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from satrap.config.array_args import as_lr
-from satrap.config.cores import thread_count
+from satrap.config.cores import in_threads, thread_count
 from satrap.config.tables import Table
 from satrap.errors import ConfigError, InputError, SatrapError, SnapshotError
 from satrap.storage.folder import Folder
 from satrap.table.engine import Slot, native_config
-from satrap.table.snapshot.arrow_files import in_threads, pyarrow_or_error, schema_of
+from satrap.table.snapshot.arrow_files import pyarrow_or_error, schema_of
 from satrap.table.snapshot.directory import read_manifest
 from satrap.table.snapshot.held_bytes import HeldBytes
 from satrap.table.snapshot.manifest import DataFile, FileKind, Kind, Manifest, Since
@@ -78,7 +78,7 @@ class Snapshot:
         self._owned = OwnedBuckets(owned, manifest.num_buckets)
         self._held = held
         needed = [file for file in manifest.files if VerifiedFile.is_needed(file, manifest, self._owned)]
-        self._files = in_threads(num_threads, self._verify, needed)
+        self._files = in_threads(num_threads, self._verify, needed, "satrap-verify")
 
     @classmethod
     def open(
@@ -188,7 +188,7 @@ class Snapshot:
         try:
             for kind in kinds:
                 files = [each for each in self._files if each.file.kind == kind]
-                in_threads(slot.engine.num_threads, lambda each: self._import(slot, each), files)
+                in_threads(slot.engine.num_threads, lambda each: self._import(slot, each), files, "satrap-load")
         except (SatrapError, MemoryError) as error:
             if manifest.kind == "full":
                 raise

@@ -11,12 +11,12 @@ from typing import NamedTuple, Self
 
 import numpy as np
 
+from satrap.config.cores import in_threads
 from satrap.config.durable import checksum
 from satrap.config.validation import Serializable
 from satrap.errors import ConfigError, SnapshotError
 from satrap.storage.folder import Folder
 from satrap.storage.open_folder import open_folder
-from satrap.table.snapshot.arrow_files import in_threads
 from satrap.table.snapshot.directory import part_name, parts_of, read_manifest_with_checksum
 from satrap.table.snapshot.manifest import FILE_NAME, Manifest, object_name
 from satrap.table.snapshot.parts_record import read_record
@@ -122,7 +122,7 @@ def read_parts(folder: Folder, manifests: Sequence[tuple[Folder, str]]) -> list[
         manifest, number = read_manifest_with_checksum(path, name)
         return FoundPart(path, manifest, SavedPart.of("" if path == folder else path.name, manifest, number))
 
-    return in_threads(1 if folder.is_local else _READS_AT_A_TIME, read, manifests)
+    return in_threads(1 if folder.is_local else _READS_AT_A_TIME, read, manifests, "satrap-manifests")
 
 
 def saved_parts(folder: Folder) -> tuple[SavedPart, ...]:

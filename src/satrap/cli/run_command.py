@@ -18,7 +18,7 @@ from satrap.launch.run_events import Role
 from satrap.launch.run_loop import lock_run_folder, run
 from satrap.launch.scaler import Scaler
 from satrap.launch.supervisor import RunConfig
-from satrap.monitor.endpoint import any_port
+from satrap.monitor.endpoint import address_of_processes
 from satrap.rpc import Keys
 from satrap.sharding.autoscaler import ScaleLimits
 
@@ -69,7 +69,12 @@ def _run_on_ray(options: argparse.Namespace, arguments: Sequence[str], run_confi
         RunLogs(options.folder / "logs", options.log_format) as logs,
         open_ray_launcher(script, run_config, ray_config, logs) as launcher,
         monitor_run(
-            options.http, options.folder, logs, _settings(options, arguments, run_config), launcher.client_key
+            options.http,
+            options.folder,
+            logs,
+            _settings(options, arguments, run_config),
+            launcher.client_key,
+            launcher.host,
         ) as monitor,
     ):
         scaler = _scaler(options, launcher.keys, resources[Role.SERVER].memory_bytes)
@@ -115,7 +120,7 @@ def _script(options: argparse.Namespace, arguments: Sequence[str], threads: Mapp
         threads=threads,
         checkpoints=tuple(options.checkpoints),
         data=tuple(options.data),
-        http=None if options.http is None else any_port(options.http),
+        http=None if options.http is None else address_of_processes(options.http),
         log_format=options.log_format,
     )
 

@@ -21,7 +21,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +33,14 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, Place
 from satrap.config.cores import num_cores
 from satrap.errors import ConfigError, SatrapError
 from satrap.event_log import event
-from satrap.launch.child_processes import GRACE_SECONDS, ChildExited, ChildProcesses, ProcessOutput, Report
+from satrap.launch.child_processes import (
+    GRACE_SECONDS,
+    ChildExited,
+    ChildProcesses,
+    MetricsServed,
+    ProcessOutput,
+    Report,
+)
 from satrap.launch.logs import RunLogs
 from satrap.launch.process_command import LaunchSite, ProcessSpec, Script
 from satrap.launch.ray_job import job_directory, script_path
@@ -42,6 +49,7 @@ from satrap.launch.rows_file import has_rows, remove_rows, rows_file
 from satrap.launch.run_events import Event, MachineStopping, PlacementFailed, Process, Role, StopMode
 from satrap.launch.run_monitor import CLIENT_KEY
 from satrap.launch.supervisor import RunConfig
+from satrap.monitor.endpoint import reachable_from_others
 from satrap.rpc.keys import Keys, create_keys
 
 _LOG = logging.getLogger("satrap.launch")
@@ -64,6 +72,7 @@ class _ProcessActor:
         self._children = ChildProcesses()
         self._host: str = ray.util.get_node_ip_address()
         self._listener: socket.socket | None = None
+        self._http: str | None = None
         self._key_folder: Path | None = None
 
     def bind_rendezvous(self) -> str:
@@ -85,6 +94,7 @@ class _ProcessActor:
                 f"there is no script {os.fspath(here)!r} on node {self._host}; expected it below the job's working "
                 "directory (`ray job submit --working-dir`), or under one path on every node"
             )
+        self._http = spec.script.http
         process, node = spec.process, ray.get_runtime_context().get_node_id()
         name = f"{node[:12]}-{process.role}-{process.number}"
         rows, warning = rows_file(memory, spec.run_state.name, name)
@@ -119,12 +129,18 @@ class _ProcessActor:
         reports = self._children.poll(_POLL_SECONDS)
         if any(isinstance(report, ChildExited) for report in reports):
             self._remove_keys()
-        return reports
+        return [self._with_node_address(report) for report in reports]
 
     def close(self) -> None:
         """Kill the child process, and remove its rows and its keys."""
         self._children.close(release=True)
         self._remove_keys()
+
+    def _with_node_address(self, report: Report) -> Report:
+        """Name this node in the URL of metrics by the address that Ray has for it, which other nodes can call."""
+        if self._http is None or not isinstance(report, MetricsServed):
+            return report
+        return replace(report, url=reachable_from_others(report.url, self._http, self._host))
 
     def _remove_keys(self) -> None:
         if self._key_folder is not None:
@@ -193,6 +209,8 @@ class RayLauncher:
             """The client's keys, for calls to the run's servers."""
             self.client_key = self._keys["client.key"]
             """The same, as the content of a key file."""
+        self.host: str = ray.util.get_node_ip_address()
+        """The address of this node for others."""
 
     def reserve(self) -> None:
         """Reserve the resources of the run; ConfigError if Ray cannot."""

@@ -15,33 +15,49 @@ from satrap.monitor.http_server import TEXT, HttpServer, Reply
 from satrap.monitor.metric_table import METRICS
 from satrap.monitor.samples import Distribution, Sample
 
-_ADDRESS = re.compile(r"(?:(?:\[(?P<v6>[^\[\]]+)\]|(?P<host>[^:/\[\]]+)):)?(?P<port>\d{1,5})")
+_ADDRESS = re.compile(r"(?:(?:\[(?P<v6>[^\[\]]+)\]|(?P<host>[^:/\[\]]+)):)?(?P<port>\d{1,5})(-(?P<last>\d{1,5}))?")
+_ALL_ADDRESSES = ("*", "0.0.0.0", "::")
+_NUM_PORTS = 256  # of a run's processes on one machine
 
 
-def split_http_address(text: str) -> tuple[str, int]:
-    """Return host and port of PORT, HOST:PORT or [IPV6]:PORT. The host is loopback by default; "*" is all addresses."""
+def split_http_address(text: str) -> tuple[str, range]:
+    """Return host and ports of PORT, HOST:PORT, [IPV6]:PORT or one of these with FIRST-LAST: the first free port of
+    several. The host is loopback by default; "*" is all addresses."""
     match = _ADDRESS.fullmatch(text)
-    if match is None or int(match["port"]) > 0xFFFF:
+    ports = range(0) if match is None else range(int(match["port"]), int(match["last"] or match["port"]) + 1)
+    if match is None or not ports or ports[-1] > 0xFFFF:
         raise ConfigError(
-            f"--http is {text!r}; expected PORT, such as 9100 (0: any free port), or HOST:PORT to serve other machines"
+            f"--http is {text!r}; expected PORT, such as 9100 (0: any free port), or HOST:PORT to serve other "
+            "machines; or FIRST-LAST in place of PORT: the first free one of these"
         )
-    return match["v6"] or match["host"] or "127.0.0.1", int(match["port"])
+    return match["v6"] or match["host"] or "127.0.0.1", ports
 
 
-def join_http_address(host: str, port: int) -> str:
+def join_http_address(host: str, port: int | str) -> str:
     """Return the text that `split_http_address` reads."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
-def any_port(text: str) -> str:
-    """Return the address with port 0: any free port of the same host."""
-    return join_http_address(split_http_address(text)[0], 0)
+def address_of_processes(text: str) -> str:
+    """Return the address for each process of a run: the run's port or, where that is in use, the next free one. So
+    each process that is alone in a pod serves at the same port, run after run. Port 0, any free port, stays."""
+    host, ports = split_http_address(text)
+    first = ports[0]
+    return join_http_address(host, f"{first}-{min(first + _NUM_PORTS - 1, 0xFFFF)}" if first else 0)
 
 
 def next_port(text: str, offset: int) -> str:
-    """Return the address with a port that is higher by `offset`; port 0, any free port, stays."""
-    host, port = split_http_address(text)
-    return join_http_address(host, port + offset if port else 0)
+    """Return the address with a port that is higher by `offset`; port 0, any free port, stays, and so do several."""
+    host, ports = split_http_address(text)
+    return text if len(ports) > 1 else join_http_address(host, ports[0] + offset if ports[0] else 0)
+
+
+def reachable_from_others(url: str, listens_at: str, host: str) -> str:
+    """Return the URL of a process's metrics for other machines. listens_at: its --http. host: an address of its
+    machine, which stands for all addresses: the name of a pod, which the process itself knows, is in no DNS."""
+    if split_http_address(listens_at)[0] not in _ALL_ADDRESSES:
+        return url
+    return f"http://{join_http_address(host, url.removesuffix('/metrics').rpartition(':')[2])}/metrics"
 
 
 class HttpEndpoint:
@@ -60,21 +76,21 @@ class HttpEndpoint:
         not_ready: returns why the process is not ready, or "" if it is.
         targets: returns the targets of a run, which /targets serves for Prometheus's discovery over HTTP.
         """
-        host, port = split_http_address(address)
+        host, ports = split_http_address(address)
         self._samples, self._not_ready, self._targets = samples, not_ready, targets
         self._registry, self._write = _registry_of(_Collector(self._all_samples))
         self._draining = False
         pages = {"/metrics": self._metrics_page, "/readyz": self._ready_page}
         if targets is not None:
             pages["/targets"] = self._targets_page
+        listen = "" if host == "*" else host
         try:
-            listen = "" if host == "*" else host
-            self._server = HttpServer(listen, port, pages, {"/healthz": (200, TEXT, b"alive\n")})
+            self._server = HttpServer(listen, ports, pages, {"/healthz": (200, TEXT, b"alive\n")})
         except (OSError, OverflowError, UnicodeError) as error:
             raise ConfigError(
                 f"--http {address} cannot be served: {error}; use a free port of this machine, or 0"
             ) from None
-        shown = os.uname().nodename if host in ("*", "0.0.0.0", "::") else host
+        shown = os.uname().nodename if host in _ALL_ADDRESSES else host
         self.address = join_http_address(shown, self._server.port)
         """Host and port for clients."""
         self.url = f"http://{self.address}/metrics"

@@ -10,10 +10,11 @@ time; a connection serves one request. docs/log.md has what other servers did un
 """
 
 import asyncio
+import errno
 import logging
 import socket
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
@@ -37,9 +38,10 @@ class HttpServer:
     """Serves pages until it is closed."""
 
     def __init__(
-        self, host: str, port: int, pages: Mapping[str, Callable[[], Reply]], constant: Mapping[str, Reply]
+        self, host: str, ports: Sequence[int], pages: Mapping[str, Callable[[], Reply]], constant: Mapping[str, Reply]
     ) -> None:
         """host: "" stands for all addresses.
+        ports: the first free one of these.
         pages: by their paths, functions that compute a page. One thread for each path calls them.
         constant: by their paths, answers that are always the same.
         """
@@ -47,7 +49,7 @@ class HttpServer:
         self._computing: dict[str, asyncio.Future[Reply]] = {}
         self._clients: dict[asyncio.Task[None], bool] = {}  # the oldest first; whether its answer is being computed
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        self._listener = socket.create_server((host, port), family=family, backlog=_BACKLOG)
+        self._listener = _listen(host, ports, family)
         self._listener.setblocking(False)
         self.port: int = self._listener.getsockname()[1]
         self._threads = ThreadPoolExecutor(len(pages), "satrap-http-page")
@@ -173,3 +175,13 @@ class HttpServer:
         except Exception as error:  # it must not end without an answer
             _LOG.exception("%s failed", path)
             return 500, TEXT, f"{type(error).__name__}: {error}\n".encode()
+
+
+def _listen(host: str, ports: Sequence[int], family: socket.AddressFamily) -> socket.socket:
+    for port in ports:
+        try:
+            return socket.create_server((host, port), family=family, backlog=_BACKLOG)
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE or port == ports[-1]:
+                raise
+    raise AssertionError("no port")

@@ -199,7 +199,7 @@ class RayRun:
 @contextmanager
 def ray_job_at_step_30(folder: Path, rng: np.random.Generator) -> Iterator[RayRun]:
     shared, app, expected = prepare(folder, rng, 1)
-    (ray_job,) = rendered(smoke_job(1), "kuberay")
+    (ray_job,) = [each for each in rendered(smoke_job(1), "kuberay") if each["kind"] == "RayJob"]
     groups = ray_pods(ray_job, f"{HEAD}.{NAMESPACE}")
     with pods(folder, {"runs": shared}, app) as cluster:
         run = RayRun(cluster, groups, shared, expected)

@@ -145,6 +145,12 @@ def _add_cluster(run: argparse.ArgumentParser) -> None:
         metavar="SECONDS",
         help="time for Ray to find a node for a process (default: 60)",
     )
+    ray.add_argument(
+        "--node-output",
+        metavar="FILE",
+        help="file on each node for a copy of its processes' output and logs; /proc/1/fd/1 is the standard output of a "
+        "container (default: output is in the run's logs only)",
+    )
     for role in ("server", "worker", "trainer"):
         ray.add_argument(f"--{role}-cpus", type=int, metavar="N", help=f"CPUs and threads of each {role} (default: 1)")
         ray.add_argument(

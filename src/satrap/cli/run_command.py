@@ -23,7 +23,7 @@ from satrap.rpc import Keys
 from satrap.sharding.autoscaler import ScaleLimits
 
 _RAY_OPTIONS = (
-    *("address", "placement_seconds", "server_cpus", "server_memory", "worker_cpus", "worker_memory"),
+    *("address", "placement_seconds", "node_output", "server_cpus", "server_memory", "worker_cpus", "worker_memory"),
     *("trainer_cpus", "trainer_gpus", "trainer_memory"),
     *(f"{role}_{name}" for role in Role for name in ("resource", "label")),
 )
@@ -61,7 +61,11 @@ def _run_on_ray(options: argparse.Namespace, arguments: Sequence[str], run_confi
     resources = {role: _resources(options, role) for role in Role}
     seconds = 60.0 if options.placement_seconds is None else options.placement_seconds
     ray_config = RayConfig(
-        address=options.address, memory=options.memory, placement_seconds=seconds, resources=resources
+        address=options.address,
+        memory=options.memory,
+        placement_seconds=seconds,
+        resources=resources,
+        node_output=options.node_output,
     )
     script = _script(options, arguments, {role: resources[role].cpus for role in Role})
     with (

@@ -21,7 +21,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -37,11 +37,11 @@ from satrap.launch.child_processes import (
     GRACE_SECONDS,
     ChildExited,
     ChildProcesses,
-    MetricsServed,
     ProcessOutput,
     Report,
 )
 from satrap.launch.logs import RunLogs
+from satrap.launch.node_reports import NodeReports
 from satrap.launch.process_command import LaunchSite, ProcessSpec, Script
 from satrap.launch.ray_job import job_directory, script_path
 from satrap.launch.resources import RayConfig, describe_resources, describe_run, total_cpus
@@ -49,7 +49,6 @@ from satrap.launch.rows_file import has_rows, remove_rows, rows_file
 from satrap.launch.run_events import Event, MachineStopping, PlacementFailed, Process, Role, StopMode
 from satrap.launch.run_monitor import CLIENT_KEY
 from satrap.launch.supervisor import RunConfig
-from satrap.monitor.endpoint import reachable_from_others
 from satrap.rpc.keys import Keys, create_keys
 
 _LOG = logging.getLogger("satrap.launch")
@@ -72,7 +71,7 @@ class _ProcessActor:
         self._children = ChildProcesses()
         self._host: str = ray.util.get_node_ip_address()
         self._listener: socket.socket | None = None
-        self._http: str | None = None
+        self._reports: NodeReports | None = None
         self._key_folder: Path | None = None
 
     def bind_rendezvous(self) -> str:
@@ -81,9 +80,10 @@ class _ProcessActor:
         return f"tcp://{self._host}:{self._listener.getsockname()[1]}"
 
     def start(
-        self, spec: ProcessSpec, script: Path, memory: Path, keys: dict[str, bytes], rendezvous: str | None
+        self, spec: ProcessSpec, script: Path, ray_config: RayConfig, keys: dict[str, bytes], rendezvous: str | None
     ) -> list[Report]:
         """script: its path, relative to the folder that Ray has copied, where this actor starts."""
+        memory = ray_config.memory
         if not os.access(memory, os.W_OK | os.X_OK):
             raise ConfigError(
                 f"memory is {os.fspath(memory)!r}, which cannot be written to on node {self._host}; choose another "
@@ -94,7 +94,7 @@ class _ProcessActor:
                 f"there is no script {os.fspath(here)!r} on node {self._host}; expected it below the job's working "
                 "directory (`ray job submit --working-dir`), or under one path on every node"
             )
-        self._http = spec.script.http
+        self._reports = NodeReports(self._host, spec.script.http, ray_config.node_output)
         process, node = spec.process, ray.get_runtime_context().get_node_id()
         name = f"{node[:12]}-{process.role}-{process.number}"
         rows, warning = rows_file(memory, spec.run_state.name, name)
@@ -129,18 +129,12 @@ class _ProcessActor:
         reports = self._children.poll(_POLL_SECONDS)
         if any(isinstance(report, ChildExited) for report in reports):
             self._remove_keys()
-        return [self._with_node_address(report) for report in reports]
+        return reports if self._reports is None else self._reports.handle(reports)
 
     def close(self) -> None:
         """Kill the child process, and remove its rows and its keys."""
         self._children.close(release=True)
         self._remove_keys()
-
-    def _with_node_address(self, report: Report) -> Report:
-        """Name this node in the URL of metrics by the address that Ray has for it, which other nodes can call."""
-        if self._http is None or not isinstance(report, MetricsServed):
-            return report
-        return replace(report, url=reachable_from_others(report.url, self._http, self._host))
 
     def _remove_keys(self) -> None:
         if self._key_folder is not None:
@@ -370,7 +364,7 @@ class RayLauncher:
             self._rendezvous = actor.bind_rendezvous.remote() if self._run_config.trainers > 1 else None
         rendezvous = self._rendezvous if role is Role.TRAINER else None
         keys = {name: self._keys[name] for name in _KEYS[role]}
-        ref = actor.start.remote(spec, self._script, self._ray_config.memory, keys, rendezvous)
+        ref = actor.start.remote(spec, self._script, self._ray_config, keys, rendezvous)
         self._records[ref] = _ActorRecord(spec, actor, waiting_since)
 
     def _collect(self, ref: Any) -> list[Report]:

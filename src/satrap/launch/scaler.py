@@ -74,7 +74,7 @@ class Scaler:
         taken = self._folder / f".{_REQUEST}-taken"
         with suppress(OSError, ValueError):
             os.replace(self._folder / _REQUEST, taken)  # a request that is written now is the next one
-            events.append(ScaleRequested(int(taken.read_text()), "requested by satrap scale"))
+            events.append(ScaleRequested(int(taken.read_text()), "requested by satrap scale", waits=True))
         return events
 
     def close(self) -> None:

@@ -179,7 +179,7 @@ def _add_scale(commands: Commands) -> None:
         help="change the number of servers of a live run",
         description="Change the number of servers of a live run. Rows migrate to the servers that join and "
         "from those that leave, while training continues. The command returns at once: the output of the run reports "
-        "the result, and 'satrap status' the progress. A later request replaces an earlier one.",
+        "the result, and 'satrap status' the progress. While servers start or rows migrate, the newest request waits.",
     )
     scale.add_argument("--servers", type=int, required=True, metavar="N", help="new number of parameter servers")
     add_folder(scale, "folder of the run: the --folder of satrap run")

@@ -58,7 +58,7 @@ def test_a_killed_run_with_staleness_updates_each_batch_once(tmp_path: Path) -> 
 
 
 def test_a_run_whose_checkpoints_are_lost_says_so_and_saves_whole_tables(tmp_path: Path) -> None:
-    """As when the disk is no longer mounted, so that the folder is an empty one of another disk."""
+    """The disk may be unmounted, so that the folder is an empty one of another disk."""
     path = tmp_path / "run"
     expected = uninterrupted(tmp_path, 8)
     job = Job(str(path), 6, full_every=10)

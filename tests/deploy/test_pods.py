@@ -155,7 +155,7 @@ def test_the_environment_of_a_role_replaces_that_of_the_job() -> None:
 
 
 def test_the_ports_of_a_pod_are_those_that_its_processes_take() -> None:
-    """Of a run with --http '*:9100', each process takes the first free one from there on."""
+    """With --http '*:9100', each process of a run takes the first free port from there on."""
     assert list(http_ports(3).items()) == [("satrap-http", 9100), ("satrap-http-1", 9101), ("satrap-http-2", 9102)]
     assert set(http_ports(200).values()) <= set(split_http_address(address_of_processes("*:9100"))[1])
 

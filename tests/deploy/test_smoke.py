@@ -155,7 +155,7 @@ def test_a_pod_of_a_rendered_ray_job_that_is_asked_to_stop_moves_its_rows(
 
 
 class Prometheus:
-    """A Prometheus in a pod of its own, beside those of a run."""
+    """A Prometheus in its own pod, beside those of a run."""
 
     def __init__(self, cluster: Pods, app: Path, configuration: dict[str, Any]) -> None:
         """app: a directory of the image. configuration: what to scrape."""

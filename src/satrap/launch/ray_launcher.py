@@ -134,6 +134,8 @@ class _ProcessActor:
     def close(self) -> None:
         """Kill the child process, and remove its rows and its keys."""
         self._children.close(release=True)
+        if self._reports is not None:
+            self._reports.close()
         self._remove_keys()
 
     def _remove_keys(self) -> None:

@@ -55,7 +55,7 @@ def _network_policy(job: DeployJob, target: str) -> dict[str, Any]:
             "namespaceSelector": {},
             "podSelector": {"matchLabels": {"app.kubernetes.io/name": "kuberay-operator"}},
         }
-        text = "KubeRay's operator, and the pod with which it submits the job: a peer that reaches the dashboard runs code."
+        text = "KubeRay's operator, and the pod that submits the job: a peer that reaches the dashboard runs code."
         port = {"port": RAY_DASHBOARD_PORT, "protocol": "TCP"}
         ingress.append(Note(text, {"from": [operator, submitter], "ports": [port]}))
     return {

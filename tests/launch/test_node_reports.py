@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 from logged import logged
-from satrap.launch.child_processes import MetricsServed, ProcessOutput
+from satrap.launch.child_processes import MetricsServed, ProcessOutput, Report
 from satrap.launch.node_reports import NodeReports
 from satrap.launch.run_events import Process, ProcessReady, Role
 
@@ -16,7 +16,7 @@ SERVER = Process(Role.SERVER, 0, 1)
 def test_output_is_copied_and_passed_on(tmp_path: Path) -> None:
     (file := tmp_path / "output").write_text("before\n")
     node = NodeReports("10.0.0.7", None, str(file))
-    reports = [
+    reports: list[Report] = [
         ProcessOutput(SERVER, "stdout", b"one\n"),
         ProcessOutput(SERVER, "stderr", b"two\n"),
         ProcessOutput(SERVER, "record", b"{}\n"),

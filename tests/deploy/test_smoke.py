@@ -233,12 +233,13 @@ class RayRun:
 
     def submit(self, entrypoint: str) -> None:
         """Starts the pods, the head first, and submits the job."""
-        self.start(HEAD, "head")
-        log = self.pods[HEAD].log
-        wait_until(lambda: "Ray runtime started" in log.read_text() or has_ended(self.pods))
-        for role, (count, _) in self.groups.items():
-            for index in range(count if role != "head" else 0):
-                self.start(f"smoke-{role}-{index}", role)
+        names = [
+            f"smoke-{role}-{i}" for role, (count, _) in self.groups.items() for i in range(count) if role != "head"
+        ]
+        for name in (HEAD, *names):  # one by one: Ray gives a node 30 s to start, on a busy machine, too
+            self.start(name, "head" if name == HEAD else name.split("-")[1])
+            log = self.pods[name].log
+            wait_until(lambda log=log: "Ray runtime started" in log.read_text() or has_ended(self.pods))  # type: ignore[misc]
         script = str(JOB.with_name("ray_submit.py"))
         self.process = self.pods[HEAD].run("python", script, f"{HEAD}:6379", "", entrypoint)
 

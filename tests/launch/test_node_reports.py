@@ -1,4 +1,4 @@
-"""What a node does with the reports of its process: a copy of the output, and addresses that other machines can call."""
+"""What a node does with the reports of its process: it copies the output, and gives addresses that others can call."""
 
 from __future__ import annotations
 

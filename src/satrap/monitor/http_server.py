@@ -4,9 +4,9 @@
                            └──────────other pages──> a thread computes the page once for all who wait for it
 
 A client has `EXCHANGE_SECONDS` from its connection to the last byte of its answer, however it spreads them: one byte
-now and then does not prolong them. At `MAX_CLIENTS` connections, the oldest that has not sent its request, or does not
-read its answer, makes room for a new one. So clients that are slow, silent or gone cost a socket each, for a short
-time; a connection serves one request. docs/log.md has what other servers did under the same attacks.
+now and then does not prolong them. At `MAX_CLIENTS` connections the oldest makes room for a new one, which the loop reads
+before it accepts the next. So clients that are slow, silent or gone cost a socket each, for a short time; a connection
+serves one request. docs/log.md has what other servers did under the same attacks.
 """
 
 import asyncio
@@ -47,7 +47,7 @@ class HttpServer:
         """
         self._pages, self._constant = pages, constant
         self._computing: dict[str, asyncio.Future[Reply]] = {}
-        self._clients: dict[asyncio.Task[None], bool] = {}  # the oldest first; whether its answer is being computed
+        self._clients: dict[asyncio.Task[None], None] = {}  # the oldest first
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._listener = _listen(host, ports, family)
         self._listener.setblocking(False)
@@ -91,7 +91,7 @@ class HttpServer:
         if len(self._clients) >= MAX_CLIENTS:
             self._make_room()
         task = self._loop.create_task(self._exchange(client))
-        self._clients[task] = False
+        self._clients[task] = None
         task.add_done_callback(partial(self._forget, client))
 
     def _accept_again(self) -> None:
@@ -99,9 +99,9 @@ class HttpServer:
             self._loop.add_reader(self._listener, self._accept)
 
     def _make_room(self) -> None:
-        """Disconnect the client that has idled longest; if all wait for a page, the one that has waited longest."""
-        waiting = [task for task in self._clients if not task.cancelling()]
-        oldest = next((task for task in waiting if not self._clients[task]), next(iter(waiting), None))
+        """Disconnect the client that connected first. Not one that is idle before one that waits for a page: the newest,
+        a probe perhaps, is idle until it is read."""
+        oldest = next((task for task in self._clients if not task.cancelling()), None)
         if oldest is not None:
             oldest.cancel()
 
@@ -111,8 +111,6 @@ class HttpServer:
 
     async def _exchange(self, client: socket.socket) -> None:
         """Read a request and answer it. A client that disconnects or is too slow gets nothing more."""
-        task = asyncio.current_task()
-        assert task is not None
         with suppress(OSError, TimeoutError):
             client.setblocking(False)
             client.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # the pieces of an answer wait for no other
@@ -120,10 +118,7 @@ class HttpServer:
                 head = await self._read_head(client)
                 if head is None:
                     return
-                self._clients[task] = True
-                answer = await self._answer(head)
-                self._clients[task] = False
-                for piece in answer:  # not joined: all who wait for a large page get the same bytes
+                for piece in await self._answer(head):  # not joined: all who wait for a large page get the same bytes
                     await self._loop.sock_sendall(client, piece)
                 client.shutdown(socket.SHUT_WR)
 

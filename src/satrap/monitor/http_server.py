@@ -4,9 +4,9 @@
                            └──────────other pages──> a thread computes the page once for all who wait for it
 
 A client has `EXCHANGE_SECONDS` from its connection to the last byte of its answer, however it spreads them: one byte
-now and then does not prolong them. At `MAX_CLIENTS` connections the oldest makes room for a new one, which the loop reads
-before it accepts the next. So clients that are slow, silent or gone cost a socket each, for a short time; a connection
-serves one request. docs/log.md has what other servers did under the same attacks.
+now and then does not prolong them. At `MAX_CLIENTS` connections the oldest makes room for a new one, which the loop
+reads before it accepts the next. So clients that are slow, silent or gone cost a socket each, for a short time; a
+connection serves one request. docs/log.md has what other servers did under the same attacks.
 """
 
 import asyncio
@@ -99,8 +99,8 @@ class HttpServer:
             self._loop.add_reader(self._listener, self._accept)
 
     def _make_room(self) -> None:
-        """Disconnect the client that connected first. Not one that is idle before one that waits for a page: the newest,
-        a probe perhaps, is idle until it is read."""
+        """Disconnect the client that connected first. Idle clients do not go before those that wait for a page: the
+        newest one, a probe perhaps, is idle until it is read."""
         oldest = next((task for task in self._clients if not task.cancelling()), None)
         if oldest is not None:
             oldest.cancel()

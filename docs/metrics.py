@@ -37,6 +37,13 @@ _PANELS: tuple[tuple[str, str, str, tuple[tuple[str, str], ...]], ...] = (
     ("Run", "Ready", "short", (("{satrap_ready}", "{{instance}}"),)),
     (
         "Run",
+        "Processes that are scraped, by release",
+        "short",
+        (("count by (process, version) ({satrap_info})", "{{process}} {{version}}"),),
+    ),
+    ("Run", "Launches", "short", (("{satrap_run_launches}", "{{instance}}"),)),
+    (
+        "Run",
         "Restarts and faults in 10 minutes",
         "short",
         (
@@ -69,8 +76,27 @@ _PANELS: tuple[tuple[str, str, str, tuple[tuple[str, str], ...]], ...] = (
         "percentunit",
         (("rate({satrap_stage_seconds}[1m])", "{{instance}} {{stage}}"),),
     ),
+    (
+        "Training",
+        "Time of the loop in its stream",
+        "percentunit",
+        (("rate({satrap_stream_seconds}[1m])", "{{instance}}"),),
+    ),
+    (
+        "Training",
+        "Attempt, and sessions with workers",
+        "short",
+        (("max by (job) ({satrap_attempt})", "attempt"), ("{satrap_sessions}", "{{instance}} sessions")),
+    ),
     ("Training", "Lost", "short", (("{satrap_lost}", "{{instance}} {{what}}"),)),
     ("Tables", "Rows", "short", (("sum by (table) ({satrap_table_rows})", "{{table}}"),)),
+    ("Tables", "Ids not yet admitted", "short", (("sum by (table) ({satrap_table_sightings})", "{{table}}"),)),
+    (
+        "Tables",
+        "Rows updated per second",
+        "short",
+        (("sum by (table) (rate({satrap_table_updated}[1m]))", "{{table}}"),),
+    ),
     ("Tables", "Memory", "bytes", (("sum by (table) ({satrap_table_bytes})", "{{table}}"),)),
     (
         "Tables",
@@ -121,6 +147,15 @@ _PANELS: tuple[tuple[str, str, str, tuple[tuple[str, str], ...]], ...] = (
     ),
     (
         "Calls",
+        "Calls accepted, and connections ended by a limit, per second",
+        "short",
+        (
+            ("sum by (instance) (rate({satrap_calls}[1m]))", "{{instance}} accepted"),
+            ("sum by (instance) (rate({satrap_connections_ended}[1m]))", "{{instance}} ended"),
+        ),
+    ),
+    (
+        "Calls",
         "Queue",
         "short",
         (("{satrap_calls_queued}", "{{instance}} queued"), ("{satrap_calls_running}", "{{instance}} running")),
@@ -154,6 +189,60 @@ _PANELS: tuple[tuple[str, str, str, tuple[tuple[str, str], ...]], ...] = (
     ),
     (
         "Checkpoints and migrations",
+        "Duration of the last checkpoint, and pause of training",
+        "s",
+        (
+            ("{satrap_last_checkpoint_seconds}", "{{instance}} duration"),
+            ("{satrap_last_checkpoint_pause_seconds}", "{{instance}} pause"),
+        ),
+    ),
+    (
+        "Checkpoints and migrations",
+        "Checkpoints saved and failed",
+        "short",
+        (
+            ("{satrap_checkpoints}", "{{instance}} saved"),
+            ("{satrap_checkpoints_failed}", "{{instance}} failed"),
+        ),
+    ),
+    (
+        "Checkpoints and migrations",
+        "Step of the last checkpoint",
+        "short",
+        (("{satrap_last_checkpoint_step}", "{{instance}}"),),
+    ),
+    (
+        "Checkpoints and migrations",
+        "Tables: duration of the last save, verification or restore, and time left",
+        "s",
+        (
+            ("max by (work) ({satrap_last_snapshot_seconds})", "{{work}}: slowest server"),
+            ("max by (work) ({satrap_snapshot_left_seconds})", "{{work}} left"),
+        ),
+    ),
+    (
+        "Checkpoints and migrations",
+        "Tables: bytes of the last save, verification or restore",
+        "bytes",
+        (("sum by (work) ({satrap_last_snapshot_bytes})", "{{work}}"),),
+    ),
+    (
+        "Checkpoints and migrations",
+        "Tables: saves, verifications and restores",
+        "short",
+        (
+            ("sum by (work) ({satrap_snapshots})", "{{work}} completed"),
+            ("sum by (work) ({satrap_snapshots_running})", "{{work}} in progress"),
+        ),
+    ),
+    (
+        "Checkpoints and migrations",
+        "Buckets of the migration in progress",
+        "short",
+        (("{satrap_migration_buckets}", "{{state}}"),),
+    ),
+    (
+        "Checkpoints and migrations",
         "Saves and restores in progress",
         "percentunit",
         (("{satrap_snapshot_done_bytes} / ({satrap_snapshot_expected_bytes} > 0)", "{{instance}} {{work}}"),),
@@ -168,6 +257,40 @@ _PANELS: tuple[tuple[str, str, str, tuple[tuple[str, str], ...]], ...] = (
 )
 # The rules: name, expression, how long it must hold, severity, summary, what to do.
 _RULES = (
+    (
+        "SatrapTargetDown",
+        "up == 0 and on (job, instance) group by (job, instance) (last_over_time({satrap_info}[1h]))",
+        "2m",
+        "critical",
+        "{{ $labels.instance }} served metrics within the last hour, and does not answer any more",
+        "Look at the process or pod, and at the end of its log; satrap status shows what the run does about it.",
+    ),
+    (
+        "SatrapNoStep",
+        "max by (job) (changes({satrap_step}[10m])) == 0 unless on (job) "
+        'max by (job) ({satrap_snapshots_running}{work="restore"}) > 0',
+        "5m",
+        "critical",
+        "no trainer of {{ $labels.job }} has made a step for 15 minutes",
+        "satrap status shows whether a server, a save or the data is waited for; /readyz of each process has a reason.",
+    ),
+    (
+        "SatrapRunEnded",
+        'count by (job) (last_over_time({satrap_info}{process=~"run|trainer"}[15m])) '
+        'unless count by (job) ({satrap_info}{process=~"run|trainer"})',
+        "1m",
+        "warning",
+        "the run of {{ $labels.job }} has ended: neither it nor a trainer serves metrics",
+        "Read the end of the run's log; if it did not end by itself, run the command again: it resumes.",
+    ),
+    (
+        "SatrapSaveFailed",
+        "increase({satrap_checkpoints_failed}[30m]) > 0",
+        "0m",
+        "critical",
+        "{{ $labels.instance }} could not save a checkpoint",
+        "See the log of satrap.checkpoint: it has the file and the cause. Make room, or repair the storage.",
+    ),
     (
         "SatrapMemory",
         "{satrap_memory_used_bytes} / {satrap_memory_allowed_bytes} > 0.8",

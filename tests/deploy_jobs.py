@@ -27,6 +27,10 @@ def roles(low: int, *, gpus: int = 0, per_pod: int = 1, rows: bool = False) -> s
         machine=st.sampled_from([None, "c2-standard-30"]),
         grace_seconds=st.integers(30, 3600),
         on_stop=st.sampled_from(["move", "keep"]) if rows else st.just("move"),
+        disk=st.sampled_from([None, "10GiB"]),
+        env=st.sampled_from([{}, {"NCCL_DEBUG": "INFO", "LIST": "$(HOME) a"}]),
+        node_labels=st.sampled_from([{}, {"cloud.google.com/gke-spot": "true"}]),
+        tolerations=st.sampled_from([(), ("cloud.google.com/gke-spot=true:NoSchedule", "spare:NoExecute")]),
     )
 
 
@@ -56,6 +60,11 @@ JOBS = st.builds(
     priority=optional("high"),
     service_account=optional("satrap"),
     ray_tls=optional("ray-ca"),
+    pull_secrets=st.sampled_from([(), ("registry",)]),
+    env=st.sampled_from([{}, {"TZ": "UTC"}]),
+    labels=st.sampled_from([{}, {"team": "ads", "example.com/cost-center": "7"}]),
+    network_policy=st.booleans(),
+    pod_monitor=st.booleans(),
     storage=STORAGE,
     servers=roles(1, rows=True),
     workers=roles(0),

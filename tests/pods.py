@@ -134,7 +134,7 @@ class Pods:
             command=shlex.join([*(f"{key}={value}" for key, value in environment.items()), *words]),
         )
         log = self.folder / f"{name}-{len(self.pods)}.log"
-        with open(log, "wb") as output:
+        with open(log, "ab") as output:  # to which a process may also append by /proc/1/fd/1
             process = subprocess.Popen(
                 [*_NAMESPACES, "sh", "-c", script], stdin=subprocess.PIPE, stdout=output, stderr=subprocess.STDOUT
             )

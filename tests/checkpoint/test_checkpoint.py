@@ -57,6 +57,25 @@ def test_a_killed_run_with_staleness_updates_each_batch_once(tmp_path: Path) -> 
         np.testing.assert_array_equal(found[name], np.repeat(-seen[table][:, None], 2, 1).astype(np.float32))
 
 
+def test_a_run_whose_checkpoints_are_lost_says_so_and_saves_whole_tables(tmp_path: Path) -> None:
+    """The disk may be unmounted, so that the folder is an empty one of another disk."""
+    path = tmp_path / "run"
+    expected = uninterrupted(tmp_path, 8)
+    job = Job(str(path), 6, full_every=10)
+    lost = r"000005-step-5 is gone from .*run: it was removed, or its disk is lost; step 6 is saved"
+    with job.embeddings.stream(job.source) as stream, logged("satrap.checkpoint", lost) as warnings:
+        for batch in stream:
+            job.step(batch)
+            if job.embeddings.step == 6:
+                shutil.rmtree(path)
+            job.run.save(every_steps=1)
+    assert len(warnings) == 1
+    again = Job(str(path), 8, full_every=10)
+    assert again.run.resume()
+    again.train(every_steps=1)
+    same(again.state(), expected)
+
+
 def test_old_checkpoints_are_removed_except_parents_of_those_kept(tmp_path: Path) -> None:
     job = Job(str(tmp_path), 8, keep=2, full_every=4)
     job.train()

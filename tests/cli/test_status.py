@@ -14,7 +14,9 @@ import subprocess
 import termios
 import threading
 import urllib.request
+from collections.abc import Iterator
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -204,6 +206,44 @@ def test_a_server_that_does_not_answer_is_shown() -> None:
             summary = summarize(reader.read(), None)
     assert [each["state"] for each in summary["processes"][:2]] == ["ready", "no answer"]
     assert summary["rows_per_second"] is None and any("server" in line for line in as_lines(summary)[-1:])
+
+
+@pytest.fixture
+def memory_group() -> Iterator[Path]:
+    """A control group of 400 MiB, in either version of the kernel's interface."""
+    name = f"satrap-test-{os.getpid()}"
+    for parent, limit in (("memory", "memory.limit_in_bytes"), (".", "memory.max")):
+        group = Path("/sys/fs/cgroup", parent, name)
+        with suppress(OSError):
+            group.mkdir()
+            try:
+                (group / limit).write_text(str(400 << 20))
+                yield group
+            finally:
+                wait_until(lambda group=group: not (group / "cgroup.procs").read_text())  # type: ignore[misc]
+                group.rmdir()
+            return
+    pytest.skip("needs the permission to create a control group that limits memory")
+
+
+def test_the_limit_of_a_servers_own_container_is_shown(
+    tmp_path: Path, memory_group: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The file system of its rows is the machine's, far larger than the container."""
+    tmp_path.chmod(0o700)
+    address = f"ipc://{tmp_path}/server"
+    command = [str(SATRAP), "server", "--listen", address, "--threads", "1", "--shared", str(tmp_path / "rows")]
+    enter = partial((memory_group / "cgroup.procs").write_text, "0")
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, preexec_fn=enter) as server:
+        try:
+            assert server.stdout is not None and server.stdout.readline()
+            with sharded_worker(one_table(), [address]) as worker:
+                worker.lookup(batch([1, 2, 3]), step=1)
+                assert main(["status", "--servers", address, "--seconds", "0.1"]) == 0
+        finally:
+            server.terminate()
+            server.wait(60)
+    assert re.search(r"\(\d+% of 400\.0 MiB in use\)", capsys.readouterr().out)
 
 
 def test_json_is_one_object_per_line_until_the_reader_leaves() -> None:

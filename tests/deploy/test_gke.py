@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 import kubernetes_schemas
-from deploy_jobs import pods_of
+from deploy_jobs import pods_of, rendered
 from satrap.byte_sizes import parse_bytes
 from satrap.deploy.job_file import parse_job
 from satrap.deploy.render import manifests
@@ -82,8 +82,26 @@ def test_the_overlay_names_what_the_base_refers_to() -> None:
     assert (account["metadata"]["name"], account["metadata"]["namespace"]) == (JOB.service_account, JOB.namespace)
     assert priority["metadata"]["name"] == JOB.priority and namespace["metadata"]["name"] == JOB.namespace
     (kustomization,) = documents("kustomization.yaml")
-    named = [*kustomization["resources"], *(each["path"] for each in kustomization["patches"])]
-    assert sorted([*named, "deploy.toml", "kustomization.yaml"]) == sorted(each.name for each in FOLDER.iterdir())
+    for_the_page = ["kueue-config.yaml", "node-config.yaml"]  # docs/deploy.md names them in commands
+    assert sorted([*kustomization["resources"], *for_the_page, "deploy.toml", "kustomization.yaml"]) == sorted(
+        each.name for each in FOLDER.iterdir()
+    )
+    page = (FOLDER.parents[1] / "docs/deploy.md").read_text()
+    assert all(f"deploy/gke/{name}" in page for name in for_the_page)
+
+
+def test_huge_pages_are_permitted_on_the_nodes_of_the_servers() -> None:
+    (daemons,) = documents("huge-pages.yaml")
+    kubernetes_schemas.validate(daemons)
+    spec = daemons["spec"]["template"]["spec"]
+    _, servers = pods_of(rendered(JOB, "kuberay"))["servers"]
+    assert spec["nodeSelector"].items() <= servers["spec"]["nodeSelector"].items()
+    assert spec["tolerations"] == servers["spec"]["tolerations"]
+
+
+def test_a_start_that_lacks_machines_ends() -> None:
+    (found,) = documents("kueue-config.yaml")
+    assert found["waitForPodsReady"]["blockAdmission"] is True and found["waitForPodsReady"]["timeout"] == "30m"
 
 
 @pytest.mark.skipif(shutil.which("kubectl") is None, reason="needs kubectl, to apply the overlay")

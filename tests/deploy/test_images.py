@@ -59,7 +59,8 @@ def test_the_images_differ_in_what_gpus_need_only() -> None:
     plain, gpu = (instructions(name) for name in FILES)
     assert plain.index(("FROM", "python:3.11-slim-bookworm")) == gpu.index(("FROM", "python:3.11-slim-bookworm"))
     added, removed = ([each for each in one if each not in other] for one, other in ((gpu, plain), (plain, gpu)))
-    assert [word for word, _ in added] == ["RUN", "RUN", "ENV"] and "gcc" in added[0][1]
+    assert [word for word, _ in added] == ["RUN", "RUN", "ENV", "ENV"] and "gcc" in added[0][1]
+    assert "LD_LIBRARY_PATH=/usr/local/nvidia/lib64 " in added[3][1], "where GKE mounts the driver"
     assert [word for word, _ in removed] == ["RUN", "ARG", "RUN"]
     assert removed[2][1].replace('${TORCH_INDEX:+--extra-index-url "$TORCH_INDEX"} ', "") == added[1][1]
 

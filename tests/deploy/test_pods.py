@@ -11,6 +11,8 @@ from hypothesis import strategies as st
 from satrap.deploy.job_file import DeployJob, Image, Role, Storage
 from satrap.deploy.pods import (
     credentials,
+    environment,
+    http_ports,
     labels,
     literal,
     metadata,
@@ -24,6 +26,7 @@ from satrap.deploy.pods import (
     volumes,
 )
 from satrap.deploy.yaml_text import plain
+from satrap.monitor.endpoint import address_of_processes, split_http_address
 
 UNITS = {"": 1, "Ki": 1 << 10, "Mi": 1 << 20, "Gi": 1 << 30}
 SATRAP = {"app.kubernetes.io/name": "satrap", "app.kubernetes.io/instance": "run"}
@@ -59,19 +62,21 @@ def test_labels_and_metadata() -> None:
     assert metadata(job(), "run-x", queued=True) == metadata(job(), "run-x")
 
 
-@pytest.mark.parametrize("scraped", [False, True])
-def test_the_metadata_of_a_pod(scraped: bool) -> None:
+def test_the_metadata_of_a_pod() -> None:
     kept = {"cluster-autoscaler.kubernetes.io/safe-to-evict": "false"}
     served = {"scrape": "true", "port": "9100", "path": "/metrics"}
-    found = plain(pod_metadata(job(), "workers", scraped=scraped))
-    assert found["annotations"] == kept | {f"prometheus.io/{key}": value for key, value in served.items() if scraped}
-    assert found["labels"] == labels(job(), "workers")
+    found = plain(pod_metadata(job(labels={"team": "ads"}), "workers"))
+    assert found["annotations"] == kept | {f"prometheus.io/{key}": value for key, value in served.items()}
+    assert found["labels"] == labels(job(), "workers") | {"team": "ads"}
 
 
 def test_the_resources_of_a_pod_are_those_of_its_processes() -> None:
     amounts = {"cpu": "12", "memory": "6Gi"}
     role = Role(count=6, per_pod=3, cpus=4, memory="2GiB")
     assert resources(role) == {"requests": amounts, "limits": amounts}
+    assert resources(Role(count=6, per_pod=3, cpus=4, memory="2GiB", disk="5GiB"))["limits"] == (
+        amounts | {"ephemeral-storage": "15Gi"}
+    )
     with_gpus = resources(Role(count=4, per_pod=2, gpus=2))
     assert with_gpus["limits"]["nvidia.com/gpu"] == with_gpus["requests"]["nvidia.com/gpu"] == "4"
 
@@ -89,6 +94,12 @@ def test_where_a_pod_runs() -> None:
         "terminationGracePeriodSeconds": 77,
     }
     assert placement(placed, "servers")["tolerations"] == [dedicated]
+    spot = {"key": "cloud.google.com/gke-spot", "operator": "Equal", "value": "true", "effect": "NoSchedule"}
+    taints = ["cloud.google.com/gke-spot=true:NoSchedule", "nvidia.com/gpu:NoSchedule"]
+    cheap = Role(gpus=1, tolerations=taints, node_labels={"cloud.google.com/gke-spot": "true"})
+    found = placement(job(trainers=cheap, pull_secrets=["registry"]), "trainers")
+    assert found["tolerations"] == [gpu, spot] and found["imagePullSecrets"] == [{"name": "registry"}]
+    assert found["nodeSelector"] == {"cloud.google.com/gke-spot": "true"}
     term = {"labelSelector": {"matchLabels": SATRAP}, "topologyKey": "topology.kubernetes.io/zone"}
     assert plain(placement(job(), "trainers")) == {
         "affinity": {"podAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": [term]}},
@@ -135,6 +146,18 @@ def test_a_pod_runs_without_root_as_the_user_of_the_images() -> None:
     found = plain(security())
     assert found["runAsNonRoot"] is True
     assert [found[key] for key in ("runAsUser", "runAsGroup", "fsGroup")] == [1000] * 3
+
+
+def test_the_environment_of_a_role_replaces_that_of_the_job() -> None:
+    found = job(env={"A": "1", "B": "$(A)"}, trainers=Role(env={"A": "2"}))
+    assert environment(found, "servers") == [{"name": "A", "value": "1"}, {"name": "B", "value": "$$(A)"}]
+    assert environment(found, "trainers")[0] == {"name": "A", "value": "2"}
+
+
+def test_the_ports_of_a_pod_are_those_that_its_processes_take() -> None:
+    """With --http '*:9100', each process of a run takes the first free port from there on."""
+    assert list(http_ports(3).items()) == [("satrap-http", 9100), ("satrap-http-1", 9101), ("satrap-http-2", 9102)]
+    assert set(http_ports(200).values()) <= set(split_http_address(address_of_processes("*:9100"))[1])
 
 
 def test_a_probe() -> None:

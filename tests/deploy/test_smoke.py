@@ -10,12 +10,14 @@ from __future__ import annotations
 import json
 import shutil
 import subprocess
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlencode
 
 import numpy as np
 import pyarrow as pa
@@ -152,6 +154,69 @@ def test_a_pod_of_a_rendered_ray_job_that_is_asked_to_stop_moves_its_rows(
         assert "\nbegan\n" in out and "\nresumed\n" not in out, out
 
 
+class Prometheus:
+    """A Prometheus in its own pod, beside those of a run."""
+
+    def __init__(self, cluster: Pods, app: Path, configuration: dict[str, Any]) -> None:
+        """app: a directory of the image. configuration: what to scrape."""
+        found = {"global": {"scrape_interval": "1s"}, "scrape_configs": [{"job_name": "satrap", **configuration}]}
+        (app / "prometheus.yml").write_text(json.dumps(found))
+        command = ["prometheus", "--config.file=/app/prometheus.yml", "--storage.tsdb.path=/scratch/data"]
+        spec = {"containers": [{"command": [*command, "--web.listen-address=127.0.0.1:9090"]}]}
+        self._pod = cluster.start("prometheus", "prometheus", spec, 0)
+
+    def query(self, expression: str) -> list[dict[str, str]]:
+        """Return the labels of the series that an expression yields."""
+        url = f"http://127.0.0.1:9090/api/v1/query?{urlencode({'query': expression})}"
+        program = f"from urllib.request import urlopen; print(urlopen({url!r}, timeout=60).read().decode())"
+        request = self._pod.run("python", "-c", program)
+        out, _ = request.communicate(timeout=DEADLINE_SECONDS)
+        return [] if request.returncode else [each["metric"] for each in json.loads(out)["data"]["result"]]
+
+
+needs_prometheus = pytest.mark.skipif(
+    shutil.which("prometheus") is None, reason="needs prometheus (apt install prometheus), to scrape all roles"
+)
+
+
+@needs_prometheus
+def test_prometheus_scrapes_every_pod_at_its_annotated_port(tmp_path: Path, rng: np.random.Generator) -> None:
+    with run_at_step_30(tmp_path, rng, 1) as run:
+        targets = []
+        for name in run.names(*run.templates):
+            annotations = run.templates[name.split("-")[1]][1]["metadata"]["annotations"]
+            address = run.cluster.addresses[name].split()[0]
+            targets.append(f"{address}:{annotations['prometheus.io/port']}")
+        prometheus = Prometheus(run.cluster, tmp_path / "app", {"static_configs": [{"targets": targets}]})
+        wait_until(lambda: len(prometheus.query("satrap_info")) == len(targets) or has_ended(run.pods))
+        found = Counter(each["process"] for each in prometheus.query("satrap_info"))
+        assert found == {"server": 2, "worker": 1, "trainer": 1}, logs(run.pods)
+        run.end()
+
+
+@needs_prometheus
+def test_prometheus_finds_all_processes_of_a_ray_job_and_pods_print_their_logs(
+    tmp_path: Path, rng: np.random.Generator
+) -> None:
+    """It knows one page, that of the head; each process is there by the address of its pod, at a fixed port."""
+    with ray_job_at_step_30(tmp_path, rng) as run:
+        url = f"http://{HEAD}:9100/targets"
+        discovery = {"http_sd_configs": [{"url": url, "refresh_interval": "1s"}]}
+        prometheus = Prometheus(run.cluster, tmp_path / "app", discovery)
+        expected = {"run": 1, "server": 2, "worker": 1, "trainer": 1}
+        wait_until(lambda: len(prometheus.query("satrap_info")) == sum(expected.values()), run.process)
+        found = prometheus.query("satrap_info")
+        assert Counter(each["process"] for each in found) == expected
+        assert all(each["process"] == each["role"] for each in found), "labels of the discovery"
+        addresses = {line.split()[0] for line in run.cluster.addresses.values()}
+        assert {each["instance"] for each in found} <= {f"{address}:9100" for address in addresses}
+        assert len(prometheus.query("up == 1")) == len(found)
+        for name in ("smoke-servers-0", "smoke-servers-1", "smoke-workers-0", "smoke-trainers-0"):
+            role = name.split("-")[1].removesuffix("s")
+            assert f'"role": "{role}"' in run.pods[name].log.read_text(), name
+        run.end()
+
+
 @dataclass(slots=True)
 class RayRun:
     """A rendered RayJob that runs."""
@@ -168,12 +233,13 @@ class RayRun:
 
     def submit(self, entrypoint: str) -> None:
         """Starts the pods, the head first, and submits the job."""
-        self.start(HEAD, "head")
-        log = self.pods[HEAD].log
-        wait_until(lambda: "Ray runtime started" in log.read_text() or has_ended(self.pods))
-        for role, (count, _) in self.groups.items():
-            for index in range(count if role != "head" else 0):
-                self.start(f"smoke-{role}-{index}", role)
+        names = [
+            f"smoke-{role}-{i}" for role, (count, _) in self.groups.items() for i in range(count) if role != "head"
+        ]
+        for name in (HEAD, *names):  # one by one: Ray gives a node 30 s to start, on a busy machine, too
+            self.start(name, "head" if name == HEAD else name.split("-")[1])
+            log = self.pods[name].log
+            wait_until(lambda log=log: "Ray runtime started" in log.read_text() or has_ended(self.pods))  # type: ignore[misc]
         script = str(JOB.with_name("ray_submit.py"))
         self.process = self.pods[HEAD].run("python", script, f"{HEAD}:6379", "", entrypoint)
 
@@ -199,7 +265,7 @@ class RayRun:
 @contextmanager
 def ray_job_at_step_30(folder: Path, rng: np.random.Generator) -> Iterator[RayRun]:
     shared, app, expected = prepare(folder, rng, 1)
-    (ray_job,) = rendered(smoke_job(1), "kuberay")
+    (ray_job,) = [each for each in rendered(smoke_job(1), "kuberay") if each["kind"] == "RayJob"]
     groups = ray_pods(ray_job, f"{HEAD}.{NAMESPACE}")
     with pods(folder, {"runs": shared}, app) as cluster:
         run = RayRun(cluster, groups, shared, expected)

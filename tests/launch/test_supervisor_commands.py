@@ -173,7 +173,7 @@ def test_the_phase_of_a_run() -> None:
     machine = Machine(RunConfig(servers=1, workers=0, trainers=2))
     assert machine.supervisor.phase == "servers and workers are starting"
     machine.handle(ScaleRequested(2, "requested"))
-    assert machine.log[-1] == "request for 2 servers refused: servers and workers are starting; retry later"
+    assert machine.log[-1] == "request for 2 servers refused: servers and workers are starting"
     machine.make_all_ready()
     assert machine.supervisor.phase == "trainers are running"
     machine.relocate(Role.SERVER, 0)

@@ -16,7 +16,8 @@ from satrap.launch.run_events import (
     Role,
     ScaleRequested,
 )
-from supervised_machine import training_machine
+from satrap.launch.supervisor import RunConfig
+from supervised_machine import Machine, training_machine
 
 
 def test_scaling_up_and_down_while_trainers_run() -> None:
@@ -27,7 +28,7 @@ def test_scaling_up_and_down_while_trainers_run() -> None:
     machine.make_all_ready()
     assert machine.migrating == tuple(f"tcp://127.0.0.1:{n}" for n in (1, 2, 3, 4))
     machine.handle(ScaleRequested(3, "too soon"))
-    assert "refused: buckets are being moved; retry later" in machine.log[-1]
+    assert "refused: buckets are being moved" in machine.log[-1]
     assert machine.fail_migration() == 2
     assert machine.migrating is not None and machine.supervisor.run_state.servers == machine.migrating[:2]
     machine.handle(MigrationEnded())
@@ -47,6 +48,27 @@ def test_scaling_up_and_down_while_trainers_run() -> None:
     assert pauses == [2, 4, 8, 16, 32, 60, 60, 60, 60], "a migration that fails never ends the run"
     machine.handle(MigrationEnded())
     assert len(machine.supervisor.run_state.servers) == 2 and machine.exit_status is None
+
+
+def test_a_request_of_the_user_waits_until_it_can_be_met() -> None:
+    """While servers start or buckets move; the newest request counts. One of the autoscaler, from an older load, does
+    not wait."""
+    machine = Machine(RunConfig(servers=2, workers=0, trainers=1))
+    machine.handle(ScaleRequested(4, "user", waits=True))
+    assert machine.log[-1] == "request for 4 servers waits: servers and workers are starting"
+    machine.handle(ScaleRequested(3, "user", waits=True))
+    machine.make_all_ready()
+    assert "scaling to 3 servers from 2: user" in machine.log
+    machine.make_all_ready()
+    machine.handle(ScaleRequested(1, "user", waits=True))
+    assert (
+        machine.log[-1] == "request for 1 server waits: buckets are being moved" and len(machine.migrating or ()) == 3
+    )
+    machine.handle(ScaleRequested(5, "autoscaler"))
+    machine.handle(MigrationEnded())
+    assert "scaling to 1 server from 3: user" in machine.log and len(machine.migrating or ()) == 1
+    machine.handle(MigrationEnded())
+    assert len(machine.supervisor.run_state.servers) == 1 and "buckets moved: the run has 1 server" in machine.log[-2:]
 
 
 def test_a_server_leaves_its_machine_before_that_stops() -> None:
@@ -117,7 +139,7 @@ def test_a_scaling_before_the_first_trainer_has_called_waits() -> None:
     assert [machine.fail_migration(has_no_job=True) for _ in range(20)] == [1.0] * 20
     assert sum("once a trainer has created its embeddings" in line for line in machine.log) == 1
     machine.handle(ScaleRequested(3, "too soon"))
-    assert "refused: buckets are being moved; retry later" in machine.log[-1]
+    assert "refused: buckets are being moved" in machine.log[-1]
     machine.handle(MigrationEnded())
     assert len(machine.supervisor.run_state.servers) == 2 and max(machine.launches) == 1
 

@@ -59,10 +59,11 @@ def test_queries_use_only_series_that_are_served() -> None:
     for metric in METRICS.values():
         if metric.kind == "histogram":
             served = served - {metric.series} | {f"{metric.name}_{part}" for part in ("bucket", "sum", "count")}
-    assert all(series_in(query) and series_in(query) <= served for query in queries)
+    assert all(series_in(query) and series_in(query) <= served for query in queries), served
     shown = {name for query in queries for name in series_in(query)}
-    tables = {metric.series for metric in METRICS.values() if metric.labels == ("table",)}
-    assert tables - shown == {"satrap_table_sightings", "satrap_table_updated_total"}
+    assert {metric for metric in served if metric.startswith("satrap_") and not metric.endswith("_sum")} <= (
+        shown | {"satrap_call_seconds_count", "satrap_staleness_steps_bucket"}
+    ), "each metric is on the dashboard or in a rule"
 
 
 def test_panels_do_not_overlap() -> None:
@@ -154,6 +155,42 @@ FIRING: list[tuple[dict[str, str], int, set[str]]] = [
     ({'satrap_run_restarts_total{process="server"}': "0+1x30"}, 20, {"SatrapRestarts", "SatrapRestartsRepeatedly"}),
     ({"satrap_ready": "0x30"}, 20, {"SatrapNotReady"}),
     ({"satrap_ready": "1x30"}, 20, set()),
+    ({"satrap_checkpoints_failed_total": "0x10 1x30"}, 20, {"SatrapSaveFailed"}),
+    ({"satrap_checkpoints_failed_total": "1x60"}, 50, set()),
+    ({"satrap_step": "0+100x40"}, 30, set()),
+    ({"satrap_step": "0+100x10 1000x30"}, 30, {"SatrapNoStep"}),
+    (
+        {
+            'satrap_step{job="a",instance="s"}': "0+100x10 1000x30",
+            'satrap_step{job="a",instance="t"}': "0+100x40",
+        },
+        30,
+        set(),
+    ),
+    (
+        {
+            'satrap_step{job="a",instance="t"}': "500x40",
+            'satrap_snapshots_running{job="a",instance="s",work="restore"}': "1x40",
+        },
+        30,
+        set(),
+    ),
+    ({'satrap_info{job="a",instance="r",process="run"}': "1x20"}, 25, set()),
+    ({'satrap_info{job="a",instance="r",process="run"}': "1x20"}, 30, {"SatrapRunEnded"}),
+    (
+        {
+            'satrap_info{job="a",instance="r",process="run"}': "1x40",
+            'satrap_info{job="a",instance="t",process="trainer"}': "1x20",
+        },
+        30,
+        set(),
+    ),
+    (
+        {'satrap_info{job="a",instance="s",process="server"}': "1x20", 'up{job="a",instance="s"}': "1x20 0x20"},
+        30,
+        {"SatrapTargetDown"},
+    ),
+    ({'up{job="other",instance="x"}': "0x40"}, 30, set()),
 ]
 
 

@@ -221,6 +221,7 @@ class Checkpoint:
                 trainers.run_first(begin, CheckpointError)
                 self._has_running = not is_waiting
             except Exception as error:
+                self._figures.failed += 1
                 if every_steps != _ENDED:
                     raise
                 # The trainer that requested the save raises, and may continue.
@@ -248,6 +249,7 @@ class Checkpoint:
             self._session.trainers.run_first(self._wait_for_running, CheckpointError, patient=True)
         except Exception:
             self._has_running = False
+            self._figures.failed += 1
             raise
         self._has_running = False
 
@@ -412,6 +414,8 @@ class _SaveFigures:
 
     number: int = 0
     """Number of checkpoints saved by this process."""
+    failed: int = 0
+    """Number of saves that failed."""
     step: int = 0
     """Step of the last one that was saved or resumed."""
     at: float = 0.0
@@ -429,6 +433,7 @@ class _SaveFigures:
     def samples(self) -> Iterator[Sample]:
         """Yield the samples of a scrape, which another thread makes."""
         yield Sample("satrap_checkpoints", self.number)
+        yield Sample("satrap_checkpoints_failed", self.failed)
         yield Sample("satrap_last_checkpoint_step", self.step)
         yield Sample("satrap_last_checkpoint_seconds", self.seconds)
         yield Sample("satrap_last_checkpoint_pause_seconds", self.pause_seconds)

@@ -75,6 +75,9 @@ class CheckpointWriter:
             draft.cut.release()
 
     def _write_folder(self, draft: Draft) -> None:
+        if self._last is not None and self._directory.checksum_of(self._last[0]) is None:
+            text = "%s is gone from %s: it was removed, or its disk is lost; step %d is saved in whole tables"
+            _LOG.warning(text, self._last[0], self._directory.name, draft.step)
         with self._directory.new(draft.step, None if self._last is None else self._last[0]) as folder:
             parent, rows = self._write_tables(draft, folder)
             state_crc32c = draft.state.save(folder, STATE)

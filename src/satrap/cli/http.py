@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from satrap.monitor import samples
-from satrap.monitor.endpoint import HttpEndpoint
+from satrap.monitor.endpoint import HttpEndpoint, reachable_from_others
 from satrap.monitor.memory import memory
 from satrap.monitor.samples import Sample
 
@@ -88,9 +88,10 @@ def monitor_run(
     logs: "RunLogs",
     settings: Mapping[str, Any],
     client_key: bytes | None = None,
+    host: str | None = None,
 ) -> Iterator["RunMonitor"]:
     """Yield what records a run, and serve its metrics if there is an address. settings: the run's, for its record.
-    client_key: of servers with keys."""
+    client_key: of servers with keys. host: an address of this machine that others can call; None: its name."""
     from satrap.launch.run_monitor import RunMonitor
 
     monitor = RunMonitor(folder, logs.places, logs.metrics, client_key, settings)
@@ -102,9 +103,9 @@ def monitor_run(
         return [info("run"), *monitor.samples()]
 
     with HttpEndpoint(address, collect, monitor.not_ready, targets=monitor.targets) as endpoint:
-        monitor.url = endpoint.url
-        targets = endpoint.url.removesuffix("/metrics") + "/targets"
-        logging.getLogger("satrap.launch").info("metrics at %s; those of all processes: %s", endpoint.url, targets)
+        monitor.url = endpoint.url if host is None else reachable_from_others(endpoint.url, address, host)
+        targets = monitor.url.removesuffix("/metrics") + "/targets"
+        logging.getLogger("satrap.launch").info("metrics at %s; those of all processes: %s", monitor.url, targets)
         yield monitor
 
 

@@ -40,9 +40,9 @@ def add_folder(group: argparse._ActionsContainer, what: str) -> None:
 def add_http(command: argparse._ActionsContainer, more: str) -> None:
     command.add_argument(
         "--http",
-        metavar="[HOST:]PORT",
-        help="serve /metrics for Prometheus, /healthz and /readyz at this port; port 0 chooses a free one (default "
-        f"host: loopback){more}",
+        metavar="[HOST:]PORT[-LAST]",
+        help="serve /metrics for Prometheus, /healthz and /readyz at this port, or the first free one up to LAST; "
+        f"port 0 chooses any free one (default host: loopback){more}",
     )
 
 

@@ -102,7 +102,8 @@ def _add_run(commands: Commands) -> None:
     )
     add_http(
         run.add_argument_group("monitoring"),
-        "; each process of the run serves its own on a free port of the same host, and /targets lists them all",
+        "; each process of the run serves its own at this port, or the next free one of its machine, and /targets "
+        "lists them all",
     )
     _add_paths(run.add_argument_group("files and folders"))
     _add_cluster(run)
@@ -154,6 +155,12 @@ def _add_cluster(run: argparse.ArgumentParser) -> None:
         metavar="SECONDS",
         help="time for Ray to find a node for a process (default: 60)",
     )
+    ray.add_argument(
+        "--node-output",
+        metavar="FILE",
+        help="file on each node for a copy of its processes' output and logs; /proc/1/fd/1 is the standard output of a "
+        "container (default: output is in the run's logs only)",
+    )
     for role in ("server", "worker", "trainer"):
         ray.add_argument(f"--{role}-cpus", type=int, metavar="N", help=f"CPUs and threads of each {role} (default: 1)")
         ray.add_argument(
@@ -181,7 +188,8 @@ def _add_scale(commands: Commands) -> None:
         "scale",
         help="change the number of servers of a live run",
         description="Change the number of servers of a live run. Rows migrate to the servers that join and "
-        "from those that leave, while training continues. The command returns when the migration is complete.",
+        "from those that leave, while training continues. The command returns at once: the output of the run reports "
+        "the result, and 'satrap status' the progress. While servers start or rows migrate, the newest request waits.",
     )
     scale.add_argument("--servers", type=int, required=True, metavar="N", help="new number of parameter servers")
     add_folder(scale, "folder of the run: the --folder of satrap run")

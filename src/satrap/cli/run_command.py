@@ -18,13 +18,13 @@ from satrap.launch.run_events import Role
 from satrap.launch.run_loop import lock_run_folder, run
 from satrap.launch.scaler import Scaler
 from satrap.launch.supervisor import RunConfig
-from satrap.monitor.endpoint import any_port
+from satrap.monitor.endpoint import address_of_processes
 from satrap.rpc import Keys
 from satrap.rpc.open_files import require_files
 from satrap.sharding.autoscaler import ScaleLimits
 
 _RAY_OPTIONS = (
-    *("address", "placement_seconds", "server_cpus", "server_memory", "worker_cpus", "worker_memory"),
+    *("address", "placement_seconds", "node_output", "server_cpus", "server_memory", "worker_cpus", "worker_memory"),
     *("trainer_cpus", "trainer_gpus", "trainer_memory"),
     *(f"{role}_{name}" for role in Role for name in ("resource", "label")),
 )
@@ -67,7 +67,11 @@ def _run_on_ray(options: argparse.Namespace, arguments: Sequence[str], run_confi
     resources = {role: _resources(options, role) for role in Role}
     seconds = 60.0 if options.placement_seconds is None else options.placement_seconds
     ray_config = RayConfig(
-        address=options.address, memory=options.memory, placement_seconds=seconds, resources=resources
+        address=options.address,
+        memory=options.memory,
+        placement_seconds=seconds,
+        resources=resources,
+        node_output=options.node_output,
     )
     script = _script(options, arguments, {role: resources[role].cpus for role in Role})
     with (
@@ -75,7 +79,12 @@ def _run_on_ray(options: argparse.Namespace, arguments: Sequence[str], run_confi
         RunLogs(options.folder / "logs", options.log_format) as logs,
         open_ray_launcher(script, run_config, ray_config, logs) as launcher,
         monitor_run(
-            options.http, options.folder, logs, _settings(options, arguments, run_config), launcher.client_key
+            options.http,
+            options.folder,
+            logs,
+            _settings(options, arguments, run_config),
+            launcher.client_key,
+            launcher.host,
         ) as monitor,
     ):
         scaler = _scaler(options, launcher.keys, resources[Role.SERVER].memory_bytes)
@@ -121,7 +130,7 @@ def _script(options: argparse.Namespace, arguments: Sequence[str], threads: Mapp
         threads=threads,
         checkpoints=tuple(options.checkpoints),
         data=tuple(options.data),
-        http=None if options.http is None else any_port(options.http),
+        http=None if options.http is None else address_of_processes(options.http),
         log_format=options.log_format,
     )
 

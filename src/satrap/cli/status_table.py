@@ -208,7 +208,7 @@ def _cells(process: Mapping[str, Any]) -> tuple[str, ...]:
 
     memory = shown(process["table_bytes"], format_bytes)
     if process["memory"] is not None:
-        of = process["memory"].get("rows") or process["memory"]["machine"]
+        of = min(process["memory"].values(), key=lambda numbers: numbers[1] - numbers[0])  # where least is left
         memory = f"{memory or format_bytes(of[0])} ({of[0] / max(1, of[1]):.0%} of {format_bytes(of[1])} in use)"
     return (
         f"{process['role']} {shown(process['number'])}",

@@ -6,21 +6,26 @@ server, a worker or a trainer. `per_pod` processes share a pod, which gets the s
 
 import re
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from satrap.byte_sizes import parse_bytes
 from satrap.config.location import Location
-from satrap.config.validation import Serializable, check_integer, describe, set_field
+from satrap.config.validation import Serializable, check_flag, check_integer, describe, set_field
 from satrap.errors import ConfigError
 
 VOLUME_PATH = "/shared"
 """Where the shared volume is mounted in every pod."""
 MAX_NAME = 40
 """KubeRay permits 47 characters, and plain Kubernetes appends "-trainers-" and a number."""
+_OWN_LABELS = ("app.kubernetes.io/", "kueue.x-k8s.io/", "ray.io/")
 _NAME = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
 _OBJECT_NAME = re.compile(r"[a-z0-9]([-a-z0-9.]*[a-z0-9])?")
+_ENV_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+_LABEL = re.compile(r"([a-z0-9.-]{1,253}/)?[A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?")
+_LABEL_VALUE = re.compile(r"([A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?)?")
+_TAINT = re.compile(rf"({_LABEL.pattern})(=(?P<value>{_LABEL_VALUE.pattern}))?:(NoSchedule|NoExecute|PreferNoSchedule)")
 _MIN_SPARE = 1 << 30  # of a server, for its process and its requests
 
 
@@ -101,16 +106,36 @@ class Role(Serializable):
     """GPUs of each trainer."""
     machine: str | None = None
     """Machine type, the nodes' label node.kubernetes.io/instance-type; None: any that has room."""
+    node_labels: Mapping[str, str] = field(default_factory=dict)
+    """Further labels that the nodes must have, such as cloud.google.com/gke-spot = "true"."""
+    tolerations: Sequence[str] = ()
+    """Taints of nodes that the pods tolerate, as `kubectl taint` writes them: KEY=VALUE:EFFECT or KEY:EFFECT."""
+    env: Mapping[str, str] = field(default_factory=dict)
+    """Environment variables of the containers, beside those of the job."""
+    disk: str | None = None
+    """Space on the node's disk for logs and temporary files of each process (ephemeral-storage): reserved, and the
+    limit; None: as much as there happens to be."""
     grace_seconds: int = 120
     """Time for a pod to stop after SIGTERM."""
 
     def __post_init__(self) -> None:
         for name, low in (("count", 0), ("per_pod", 1), ("cpus", 1), ("gpus", 0), ("grace_seconds", 30)):
             check_integer("Role", name, getattr(self, name), low, 1 << 20)
-        for name in ("memory", "rows"):
+        for name in ("memory", "rows", "disk"):
             size: Any = getattr(self, name)
             if not isinstance(size, str | None):
                 raise ConfigError(f"Role: {name} is {describe(size)}; expected a size, such as '64GiB'")
+        _check_texts("Role", "env", self.env, _ENV_NAME, None)
+        _check_texts("Role", "node_labels", self.node_labels, _LABEL, _LABEL_VALUE)
+        tolerations: Any = self.tolerations
+        if not isinstance(tolerations, list | tuple) or not all(
+            isinstance(each, str) and _TAINT.fullmatch(each) for each in tolerations
+        ):
+            raise ConfigError(
+                f"Role: tolerations is {describe(tolerations)}; expected a list of taints as kubectl writes them, such "
+                "as 'cloud.google.com/gke-spot=true:NoSchedule'"
+            )
+        set_field(self, "tolerations", tuple(tolerations))
         if self.machine is not None and not isinstance(self.machine, str):
             raise ConfigError(
                 f"Role: machine is {describe(self.machine)}; expected a machine type, such as 'c2-standard-30'"
@@ -123,6 +148,8 @@ class Role(Serializable):
             )
         if self.memory_bytes < 2 * _MIN_SPARE:
             raise ConfigError(f"Role: memory is {self.memory!r}; expected at least 2GiB")
+        if self.disk_bytes == 0:
+            raise ConfigError(f"Role: disk is {self.disk!r}; expected a size above 0, or none")
         if not 0 < self.rows_bytes <= self.memory_bytes - _MIN_SPARE:
             raise ConfigError(
                 f"Role: rows is {self.rows!r} and memory {self.memory!r}; expected at least 1GiB beside the rows"
@@ -137,6 +164,11 @@ class Role(Serializable):
     def memory_bytes(self) -> int:
         """Memory of one process."""
         return parse_bytes("memory", self.memory)
+
+    @property
+    def disk_bytes(self) -> int | None:
+        """Disk space of one process."""
+        return None if self.disk is None else parse_bytes("disk", self.disk)
 
     @property
     def rows_bytes(self) -> int:
@@ -172,6 +204,16 @@ class DeployJob(Serializable):
     """PriorityClass of the pods; None: the cluster's default."""
     service_account: str | None = None
     """ServiceAccount of the pods; None: the namespace's default."""
+    pull_secrets: Sequence[str] = ()
+    """Secrets with which nodes pull the images."""
+    env: Mapping[str, str] = field(default_factory=dict)
+    """Environment variables of all containers."""
+    labels: Mapping[str, str] = field(default_factory=dict)
+    """Further labels of all objects and pods."""
+    network_policy: bool = True
+    """Whether a NetworkPolicy admits only the run's pods, KubeRay and readers of metrics."""
+    pod_monitor: bool = False
+    """Whether a PodMonitor of the Prometheus operator has every process scraped."""
     ray_tls: str | None = None
     """Secret with ca.crt and ca.key, from which each pod of Ray gets a certificate; None: Ray's connections are not
     encrypted. Keys, which Ray sends to processes, are then as safe as the network."""
@@ -190,6 +232,18 @@ class DeployJob(Serializable):
         if not isinstance(self.arguments, list | tuple) or not all(isinstance(each, str) for each in self.arguments):
             raise ConfigError(f"arguments is {describe(self.arguments)}; expected a list of strings")
         set_field(self, "arguments", tuple(self.arguments))
+        _check_texts("job", "env", self.env, _ENV_NAME, None)
+        _check_texts("job", "labels", self.labels, _LABEL, _LABEL_VALUE)
+        if taken := sorted(name for name in self.labels if name.startswith(_OWN_LABELS)):
+            raise ConfigError(f"job: labels has {taken[0]!r}, which Satrap sets; choose another name")
+        for name in ("network_policy", "pod_monitor"):
+            check_flag("job", name, getattr(self, name))
+        secrets: Any = self.pull_secrets
+        if not isinstance(secrets, list | tuple):
+            raise ConfigError(f"job: pull_secrets is {describe(secrets)}; expected a list of names of Secrets")
+        for each in secrets:
+            _check_object_name("job", "pull_secrets", each)
+        set_field(self, "pull_secrets", tuple(secrets))
         for role, low in (("servers", 1), ("trainers", 1), ("head", 1)):
             check_integer(role, "count", getattr(self, role).count, low, 1 if role == "head" else 1 << 20)
         for role in ("head", "servers", "workers"):
@@ -287,6 +341,17 @@ def _apply(data: dict[str, Any], change: str) -> None:
         data[last] = tomllib.loads(f"value = {value}")["value"]
     except (tomllib.TOMLDecodeError, KeyError):
         data[last] = value
+
+
+def _check_texts(where: str, key: str, texts: Any, names: re.Pattern[str], values: re.Pattern[str] | None) -> None:
+    """Check a table of texts. values: their form; None: any text."""
+    if not isinstance(texts, Mapping):
+        raise ConfigError(f"{where}: {key} is {describe(texts)}; expected a table of texts, such as {{A = 'b'}}")
+    for name, value in texts.items():
+        if not isinstance(name, str) or not names.fullmatch(name):
+            raise ConfigError(f"{where}: {key} has the name {describe(name)}; expected one that Kubernetes permits")
+        if not isinstance(value, str) or (values is not None and not values.fullmatch(value)):
+            raise ConfigError(f"{where}: {key}.{name} is {describe(value)}; expected a text that Kubernetes permits")
 
 
 def _check_object_name(where: str, key: str, name: object) -> None:

@@ -60,7 +60,7 @@ def entrypoint(job: DeployJob) -> Command:
     """Return the command line of the run."""
     words = ["satrap", "run", job.script, "--cluster", "ray", "--address", "auto"]
     words += ["--placement-seconds", str(_PLACEMENT_SECONDS), "--folder", _run_folder(job)]
-    words += ["--http", f"*:{HTTP_PORT}", "--log-format", "json"]
+    words += ["--http", f"*:{HTTP_PORT}", "--log-format", "json", "--node-output", pods.STANDARD_OUTPUT]
     for role, resource in RAY_RESOURCES.items():
         size: Role = getattr(job, role)
         if not size.count:
@@ -99,7 +99,7 @@ def _head_group(job: DeployJob) -> dict[str, Any]:
         "dashboard": _DASHBOARD_PORT,
         "client": _CLIENT_PORT,
         "metrics": _RAY_METRICS_PORT,
-        "satrap-http": HTTP_PORT,
+        **pods.http_ports(),
     }
     probes = {
         "livenessProbe": _raylet_probe(failures=60),
@@ -124,6 +124,7 @@ def _worker_group(job: DeployJob, role: str) -> dict[str, Any]:
         "readinessProbe": _raylet_probe(failures=12),
     }
     image = job.trainer_image if role == "trainers" else job.image.cpu
+    ports = {"metrics": _RAY_METRICS_PORT, **pods.http_ports(size.per_pod)}
     return {
         "groupName": role,
         "replicas": size.pods,
@@ -135,7 +136,7 @@ def _worker_group(job: DeployJob, role: str) -> dict[str, Any]:
             {RAY_RESOURCES[role]: str(size.per_pod)},
         ),
         "rayStartParams": _ray_start_params(),
-        "template": _pod(job, role, image, {"metrics": _RAY_METRICS_PORT}, probes, [], []),
+        "template": _pod(job, role, image, ports, probes, [], []),
     }
 
 
@@ -159,10 +160,10 @@ def _pod(
 ) -> dict[str, Any]:
     volumes, mounts = pods.volumes(job, role, _SHARED_MEMORY_BYTES)
     volumes, mounts = [*volumes, *more_volumes], [*mounts, *more_mounts]
-    env: list[Any] = []
+    env = pods.environment(job, role)
     if role == "servers":
         text = "Off: Ray would kill the server when its rows fill the memory. The limit of the container is enough."
-        env = [
+        env += [
             Note(text, {"name": "RAY_memory_monitor_refresh_ms", "value": "0"}),
             {"name": "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S", "value": _drain_seconds(job.servers)},
         ]
@@ -191,7 +192,7 @@ def _pod(
     }
     spec = pods.placement(job, role) | {"securityContext": pods.security()}
     return {
-        "metadata": pods.pod_metadata(job, role, scraped=role == "head"),
+        "metadata": pods.pod_metadata(job, role),
         "spec": spec | first | {"containers": [container], "volumes": volumes},
     }
 

@@ -21,6 +21,7 @@ KEY_FILES = {
 """The files of the Secret that each role gets, the one of its --keys first."""
 _PORTS = {"servers": SERVER_PORT, "workers": WORKER_PORT, "trainers": RENDEZVOUS_PORT}
 _RESTARTS = 3
+_HTTP = next(iter(pods.http_ports()))
 _WAIT_FOR_FIRST = """\
 if ((JOB_COMPLETION_INDEX)); then
   until (exec 3<>/dev/tcp/{host}/{port}) 2>/dev/null; do sleep 2; done
@@ -96,7 +97,8 @@ def _listen(job: DeployJob, role: str) -> list[str]:
 
 def _service(job: DeployJob, role: str) -> dict[str, Any]:
     ports: list[dict[str, Any]] = [{"name": "rendezvous" if role == "trainers" else "satrap", "port": _PORTS[role]}]
-    ports.append({"name": "http", "port": HTTP_PORT})
+    per_pod = getattr(job, role).per_pod
+    ports += [{"name": name, "port": port} for name, port in pods.http_ports(per_pod).items()]
     text = "A process is ready after others have called it, so they must find it before."
     spec = {
         "clusterIP": "None",
@@ -117,9 +119,9 @@ def _stateful_set(job: DeployJob, role: str, command: list[str], args: list[str]
     name = f"{job.name}-{role}"
     index = {"fieldRef": {"fieldPath": "metadata.labels['apps.kubernetes.io/pod-index']"}}
     probes = {
-        "startupProbe": pods.probe("/healthz", "http", period=5, failures=60),
-        "livenessProbe": pods.probe("/healthz", "http", period=10, failures=30),
-        "readinessProbe": pods.probe("/readyz", "http", period=10, failures=1),
+        "startupProbe": pods.probe("/healthz", _HTTP, period=5, failures=60),
+        "livenessProbe": pods.probe("/healthz", _HTTP, period=10, failures=30),
+        "readinessProbe": pods.probe("/readyz", _HTTP, period=10, failures=1),
     }
     env = [{"name": "POD_INDEX", "valueFrom": index}]
     container = _container(job, role, job.image.cpu, [*command, *args], env)
@@ -192,13 +194,14 @@ def _wait_container(job: DeployJob) -> dict[str, Any]:
 def _container(job: DeployJob, role: str, image: str, command: list[str], env: list[Any]) -> dict[str, Any]:
     _, mounts = pods.volumes(job, role)
     ports = [{"name": "rendezvous" if role == "trainers" else "satrap", "containerPort": _PORTS[role]}]
-    ports.append({"name": "http", "containerPort": HTTP_PORT})
+    per_pod = getattr(job, role).per_pod
+    ports += [{"name": name, "containerPort": port} for name, port in pods.http_ports(per_pod).items()]
     return {
         "name": role.removesuffix("s"),
         "image": image,
         "command": command,
         "ports": ports,
-        "env": env,
+        "env": [*env, *pods.environment(job, role)],
         **pods.credentials(job),
         "resources": pods.resources(getattr(job, role)),
         "securityContext": pods.container_security(),
@@ -216,4 +219,4 @@ def _template(job: DeployJob, role: str, container: dict[str, Any]) -> dict[str,
     }
     spec = pods.placement(job, role) | {"securityContext": pods.security()}
     spec |= {"containers": [container], "volumes": [*volumes, {"name": "keys", "secret": secret}]}
-    return {"metadata": pods.pod_metadata(job, role, scraped=True), "spec": spec}
+    return {"metadata": pods.pod_metadata(job, role), "spec": spec}

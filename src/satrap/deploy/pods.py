@@ -10,10 +10,12 @@ from satrap.deploy.job_file import VOLUME_PATH, DeployJob, Role
 from satrap.deploy.yaml_text import Note
 
 HTTP_PORT = 9100
-"""Where each process serves /metrics, /healthz and /readyz; further trainers of a pod take the next ports."""
+"""Where the first process of a pod serves /metrics, /healthz and /readyz; further trainers take the next ports."""
 EXIT_SECONDS = 10
 """Part of the grace period for a server to exit after it has moved its rows."""
 SHARED_MEMORY = "/dev/shm"
+STANDARD_OUTPUT = "/proc/1/fd/1"
+"""Standard output of a container's first process: what `kubectl logs` shows."""
 USER = 1000
 """The user of the images."""
 GIB = 1 << 30
@@ -39,27 +41,36 @@ def labels(job: DeployJob, role: str | None = None) -> dict[str, str]:
     return found if role is None else found | {"app.kubernetes.io/component": role}
 
 
+def http_ports(per_pod: int = 1) -> dict[str, int]:
+    """Return the ports at which the processes of a pod serve their metrics, by name."""
+    return {"satrap-http" + (f"-{i}" if i else ""): HTTP_PORT + i for i in range(per_pod)}
+
+
+def environment(job: DeployJob, role: str) -> list[Any]:
+    """Return the variables that the job file sets."""
+    own: Role = getattr(job, role)
+    return [{"name": name, "value": literal(value)} for name, value in (dict(job.env) | dict(own.env)).items()]
+
+
 def metadata(job: DeployJob, name: str, role: str | None = None, *, queued: bool = False) -> dict[str, Any]:
     """Return the metadata of an object. queued: whether Kueue admits it."""
     namespace = {} if job.namespace is None else {"namespace": job.namespace}
-    own: dict[str, Any] = {"name": name, **namespace, "labels": labels(job, role)}
+    own: dict[str, Any] = {"name": name, **namespace, "labels": dict(job.labels) | labels(job, role)}
     if queued and job.queue is not None:
         own["labels"][QUEUE_LABEL] = job.queue
     return own
 
 
-def pod_metadata(job: DeployJob, role: str, *, scraped: bool) -> dict[str, Any]:
-    """Return the metadata of a pod. scraped: whether it serves metrics at HTTP_PORT."""
-    annotations = {}
-    if scraped:
-        annotations = {
-            "prometheus.io/scrape": "true",
-            "prometheus.io/port": str(HTTP_PORT),
-            "prometheus.io/path": "/metrics",
-        }
+def pod_metadata(job: DeployJob, role: str) -> dict[str, Any]:
+    """Return the metadata of a pod. Annotations name one port; further trainers of a pod need a PodMonitor."""
+    annotations: dict[str, Any] = {
+        "prometheus.io/scrape": "true",
+        "prometheus.io/port": str(HTTP_PORT),
+        "prometheus.io/path": "/metrics",
+    }
     kept = Note("An autoscaler of nodes must not move a pod of a run.", "false")
     return {
-        "labels": labels(job, role),
+        "labels": dict(job.labels) | labels(job, role),
         "annotations": annotations | {"cluster-autoscaler.kubernetes.io/safe-to-evict": kept},
     }
 
@@ -67,6 +78,8 @@ def pod_metadata(job: DeployJob, role: str, *, scraped: bool) -> dict[str, Any]:
 def resources(role: Role) -> dict[str, Any]:
     """Return requests and limits of a pod's container: equal, so the pod is the last to be evicted."""
     amounts = {"cpu": str(role.cpus * role.per_pod), "memory": quantity(role.memory_bytes * role.per_pod)}
+    if role.disk_bytes is not None:
+        amounts["ephemeral-storage"] = quantity(role.disk_bytes * role.per_pod)
     if role.gpus:
         amounts["nvidia.com/gpu"] = str(role.gpus * role.per_pod)
     return {"requests": dict(amounts), "limits": dict(amounts)}
@@ -80,8 +93,11 @@ def placement(job: DeployJob, role: str) -> dict[str, Any]:
         found["serviceAccountName"] = job.service_account
     if job.priority is not None:
         found["priorityClassName"] = job.priority
+    if job.pull_secrets:
+        found["imagePullSecrets"] = [{"name": each} for each in job.pull_secrets]
     selector = {} if job.zone is None else {ZONE_LABEL: job.zone}
     selector |= {} if size.machine is None else {MACHINE_LABEL: size.machine}
+    selector |= size.node_labels
     if selector:
         found["nodeSelector"] = selector
     if tolerations := _tolerations(role, size):
@@ -95,10 +111,15 @@ def placement(job: DeployJob, role: str) -> dict[str, Any]:
 
 
 def _tolerations(role: str, size: Role) -> list[dict[str, str]]:
-    if role == "servers":
-        taint = {"key": "dedicated", "operator": "Equal", "value": "satrap-servers", "effect": "NoSchedule"}
-        return [taint]
-    return [{"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"}] if size.gpus else []
+    taints = ["dedicated=satrap-servers:NoSchedule"] if role == "servers" else []
+    taints += ["nvidia.com/gpu:NoSchedule"] if size.gpus else []
+    found = []
+    for each in dict.fromkeys([*taints, *size.tolerations]):
+        taint, _, effect = each.rpartition(":")
+        key, equals, value = taint.partition("=")
+        how = {"operator": "Equal", "value": value} if equals else {"operator": "Exists"}
+        found.append({"key": key, **how, "effect": effect})
+    return found
 
 
 def security() -> dict[str, Any]:

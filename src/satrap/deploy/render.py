@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from satrap.deploy import kubernetes
+from satrap.deploy import cluster_objects, kubernetes
 from satrap.deploy.job_file import DeployJob
 from satrap.deploy.kuberay import ray_job
 from satrap.deploy.yaml_text import document
@@ -15,8 +15,12 @@ _KUSTOMIZATION = "kustomization.yaml"
 
 def objects(job: DeployJob, target: str) -> dict[str, list[dict[str, Any]]]:
     """Return the objects of Kubernetes, by the name of their file. target: kuberay or kubernetes."""
+    beside = {
+        "policies.yaml": cluster_objects.policies(job, target),
+        "monitor.yaml": cluster_objects.pod_monitor(job),
+    }
     if target == "kuberay":
-        return {"rayjob.yaml": [ray_job(job)]}
+        return {name: each for name, each in ({"rayjob.yaml": [ray_job(job)]} | beside).items() if each}
     if job.working_dir is not None:
         raise ConfigError(
             f"working_dir is {job.working_dir!r}, which only Ray copies; use --target kuberay or remove it"
@@ -26,7 +30,7 @@ def objects(job: DeployJob, target: str) -> dict[str, list[dict[str, Any]]]:
         "workers.yaml": kubernetes.workers(job),
         "trainers.yaml": kubernetes.trainers(job),
     }
-    return {name: each for name, each in found.items() if each}
+    return {name: each for name, each in (found | beside).items() if each}
 
 
 def manifests(job: DeployJob, target: str) -> dict[str, str]:

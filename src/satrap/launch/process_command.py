@@ -33,7 +33,7 @@ class Script:
     data: tuple[str, ...] = ()
     """Directories and URLs that workers may read below, besides those on the command line."""
     http: str | None = None
-    """Where each process serves its metrics: a host and the port 0; None: nowhere."""
+    """Where each process serves its metrics, `address_of_processes`; None: nowhere."""
     log_format: str = "text"
     """The form of the processes' logs."""
 

@@ -33,8 +33,15 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, Place
 from satrap.config.cores import num_cores
 from satrap.errors import ConfigError, SatrapError
 from satrap.event_log import event
-from satrap.launch.child_processes import GRACE_SECONDS, ChildExited, ChildProcesses, ProcessOutput, Report
+from satrap.launch.child_processes import (
+    GRACE_SECONDS,
+    ChildExited,
+    ChildProcesses,
+    ProcessOutput,
+    Report,
+)
 from satrap.launch.logs import RunLogs
+from satrap.launch.node_reports import NodeReports
 from satrap.launch.process_command import LaunchSite, ProcessSpec, Script
 from satrap.launch.ray_job import job_directory, script_path
 from satrap.launch.resources import RayConfig, describe_resources, describe_run, total_cpus
@@ -64,6 +71,7 @@ class _ProcessActor:
         self._children = ChildProcesses()
         self._host: str = ray.util.get_node_ip_address()
         self._listener: socket.socket | None = None
+        self._reports: NodeReports | None = None
         self._key_folder: Path | None = None
 
     def bind_rendezvous(self) -> str:
@@ -72,9 +80,10 @@ class _ProcessActor:
         return f"tcp://{self._host}:{self._listener.getsockname()[1]}"
 
     def start(
-        self, spec: ProcessSpec, script: Path, memory: Path, keys: dict[str, bytes], rendezvous: str | None
+        self, spec: ProcessSpec, script: Path, ray_config: RayConfig, keys: dict[str, bytes], rendezvous: str | None
     ) -> list[Report]:
         """script: its path, relative to the folder that Ray has copied, where this actor starts."""
+        memory = ray_config.memory
         if not os.access(memory, os.W_OK | os.X_OK):
             raise ConfigError(
                 f"memory is {os.fspath(memory)!r}, which cannot be written to on node {self._host}; choose another "
@@ -85,6 +94,7 @@ class _ProcessActor:
                 f"there is no script {os.fspath(here)!r} on node {self._host}; expected it below the job's working "
                 "directory (`ray job submit --working-dir`), or under one path on every node"
             )
+        self._reports = NodeReports(self._host, spec.script.http, ray_config.node_output)
         process, node = spec.process, ray.get_runtime_context().get_node_id()
         name = f"{node[:12]}-{process.role}-{process.number}"
         rows, warning = rows_file(memory, spec.run_state.name, name)
@@ -119,11 +129,13 @@ class _ProcessActor:
         reports = self._children.poll(_POLL_SECONDS)
         if any(isinstance(report, ChildExited) for report in reports):
             self._remove_keys()
-        return reports
+        return reports if self._reports is None else self._reports.handle(reports)
 
     def close(self) -> None:
         """Kill the child process, and remove its rows and its keys."""
         self._children.close(release=True)
+        if self._reports is not None:
+            self._reports.close()
         self._remove_keys()
 
     def _remove_keys(self) -> None:
@@ -193,6 +205,8 @@ class RayLauncher:
             """The client's keys, for calls to the run's servers."""
             self.client_key = self._keys["client.key"]
             """The same, as the content of a key file."""
+        self.host: str = ray.util.get_node_ip_address()
+        """The address of this node for others."""
 
     def reserve(self) -> None:
         """Reserve the resources of the run; ConfigError if Ray cannot."""
@@ -352,7 +366,7 @@ class RayLauncher:
             self._rendezvous = actor.bind_rendezvous.remote() if self._run_config.trainers > 1 else None
         rendezvous = self._rendezvous if role is Role.TRAINER else None
         keys = {name: self._keys[name] for name in _KEYS[role]}
-        ref = actor.start.remote(spec, self._script, self._ray_config.memory, keys, rendezvous)
+        ref = actor.start.remote(spec, self._script, self._ray_config, keys, rendezvous)
         self._records[ref] = _ActorRecord(spec, actor, waiting_since)
 
     def _collect(self, ref: Any) -> list[Report]:

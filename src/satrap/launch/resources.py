@@ -84,6 +84,8 @@ class RayConfig:
     placement_seconds: float
     """Time for Ray to find a node for a process."""
     resources: RunResources
+    node_output: str | None = None
+    """File on each node to which the output of its processes is copied, such as a pod's standard output; None: none."""
 
     def __post_init__(self) -> None:
         if not self.placement_seconds > 0:

@@ -72,6 +72,8 @@ class ScaleRequested:
 
     servers: int
     reason: str
+    waits: bool = False
+    """Whether a request that cannot be met now is met later, unless another one comes first."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -121,6 +121,7 @@ class Supervisor:
         self._addresses: dict[tuple[Role, int], str] = {}
         self._servers = list(range(run_config.servers))  # their numbers, in the order that trainers know
         self._targets: list[int] | None = None  # their numbers after the scaling in progress
+        self._waiting_request: ScaleRequested | None = None
         self._is_migrating = False
         self._leaving: set[int] = set()  # numbers of the servers whose machines will stop
         self._num_left = 0  # servers that have left, and that others will replace
@@ -144,7 +145,14 @@ class Supervisor:
         return [self._start_process(Role.SERVER, number, now) for number in range(self._config.servers)]
 
     def handle(self, event: Event, now: float) -> list[Command]:
-        """Return the commands that an event makes necessary."""
+        """Return the commands that an event makes necessary, and those of a request that had to wait until now."""
+        commands = self._handle(event, now)
+        if self._waiting_request is not None and self._cannot_scale() is None:
+            request, self._waiting_request = self._waiting_request, None
+            commands += self._on_scale_requested(request, now)
+        return commands
+
+    def _handle(self, event: Event, now: float) -> list[Command]:
         if isinstance(event, StopRequested):
             return self._on_stop_requested(event.reason)
         if isinstance(event, ScaleRequested):
@@ -273,10 +281,12 @@ class Supervisor:
     def _on_scale_requested(self, event: ScaleRequested, now: float) -> list[Command]:
         num_servers, requested = len(self._servers), _count(event.servers, "server")
         max_servers = self._config.max_servers or MAX_PROCESSES
-        if why := self._cannot_scale():
-            return [LogMessage(f"request for {requested} refused: {why}; retry later")]
         if event.servers > max_servers:
             return [LogMessage(f"request for {requested} refused: the maximum is {max_servers}")]
+        if why := self._cannot_scale():
+            if event.waits:
+                self._waiting_request = event
+            return [LogMessage(f"request for {requested} {'waits' if event.waits else 'refused'}: {why}")]
         if event.servers < 1 or event.servers == num_servers:
             return [LogMessage(f"request for {requested} ignored: the run has {num_servers}")]
         new = self._new_numbers(event.servers - num_servers)

@@ -1,53 +1,63 @@
-"""Serves a process's metrics over HTTP: /metrics in Prometheus's format, /healthz and /readyz for probes.
+"""The pages of a process: /metrics in Prometheus's format, /healthz and /readyz for probes.
 
-`samples` has the numbers; this file only writes and serves them, and is the only one that uses prometheus_client. It
-reads when it is asked, in its own threads.
+`samples` has the numbers and `http_server` serves pages; this file only writes them, and is the only one that uses
+prometheus_client. It reads when it is asked, in the threads of the server.
 """
 
 import json
-import logging
 import os
 import re
-import socket
-import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, Self
 
 from satrap.errors import ConfigError
+from satrap.monitor.http_server import TEXT, HttpServer, Reply
 from satrap.monitor.metric_table import METRICS
 from satrap.monitor.samples import Distribution, Sample
 
-_LOG = logging.getLogger("satrap.monitor")
-_ADDRESS = re.compile(r"(?:(?:\[(?P<v6>[^\[\]]+)\]|(?P<host>[^:/\[\]]+)):)?(?P<port>\d{1,5})")
-_MAX_CONNECTIONS = 16
-_READ_SECONDS = 10.0  # for a client to send its request, or to read the answer
+_ADDRESS = re.compile(r"(?:(?:\[(?P<v6>[^\[\]]+)\]|(?P<host>[^:/\[\]]+)):)?(?P<port>\d{1,5})(-(?P<last>\d{1,5}))?")
+_ALL_ADDRESSES = ("*", "0.0.0.0", "::")
+_NUM_PORTS = 256  # of a run's processes on one machine
 
 
-def split_http_address(text: str) -> tuple[str, int]:
-    """Return host and port of PORT, HOST:PORT or [IPV6]:PORT. The host is loopback by default; "*" is all addresses."""
+def split_http_address(text: str) -> tuple[str, range]:
+    """Return host and ports of PORT, HOST:PORT, [IPV6]:PORT or one of these with FIRST-LAST: the first free port of
+    several. The host is loopback by default; "*" is all addresses."""
     match = _ADDRESS.fullmatch(text)
-    if match is None or int(match["port"]) > 0xFFFF:
+    ports = range(0) if match is None else range(int(match["port"]), int(match["last"] or match["port"]) + 1)
+    if match is None or not ports or ports[-1] > 0xFFFF:
         raise ConfigError(
-            f"--http is {text!r}; expected PORT, such as 9100 (0: any free port), or HOST:PORT to serve other machines"
+            f"--http is {text!r}; expected PORT, such as 9100 (0: any free port), or HOST:PORT to serve other "
+            "machines; or FIRST-LAST in place of PORT: the first free one of these"
         )
-    return match["v6"] or match["host"] or "127.0.0.1", int(match["port"])
+    return match["v6"] or match["host"] or "127.0.0.1", ports
 
 
-def join_http_address(host: str, port: int) -> str:
+def join_http_address(host: str, port: int | str) -> str:
     """Return the text that `split_http_address` reads."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
-def any_port(text: str) -> str:
-    """Return the address with port 0: any free port of the same host."""
-    return join_http_address(split_http_address(text)[0], 0)
+def address_of_processes(text: str) -> str:
+    """Return the address for each process of a run: the run's port or, where that is in use, the next free one. So
+    each process that is alone in a pod serves at the same port, run after run. Port 0, any free port, stays."""
+    host, ports = split_http_address(text)
+    first = ports[0]
+    return join_http_address(host, f"{first}-{min(first + _NUM_PORTS - 1, 0xFFFF)}" if first else 0)
 
 
 def next_port(text: str, offset: int) -> str:
-    """Return the address with a port that is higher by `offset`; port 0, any free port, stays."""
-    host, port = split_http_address(text)
-    return join_http_address(host, port + offset if port else 0)
+    """Return the address with a port that is higher by `offset`; port 0, any free port, stays, and so do several."""
+    host, ports = split_http_address(text)
+    return text if len(ports) > 1 else join_http_address(host, ports[0] + offset if ports[0] else 0)
+
+
+def reachable_from_others(url: str, listens_at: str, host: str) -> str:
+    """Return the URL of a process's metrics for other machines. listens_at: its --http. host: an address of its
+    machine, which stands for all addresses: the name of a pod, which the process itself knows, is in no DNS."""
+    if split_http_address(listens_at)[0] not in _ALL_ADDRESSES:
+        return url
+    return f"http://{join_http_address(host, url.removesuffix('/metrics').rpartition(':')[2])}/metrics"
 
 
 class HttpEndpoint:
@@ -66,23 +76,24 @@ class HttpEndpoint:
         not_ready: returns why the process is not ready, or "" if it is.
         targets: returns the targets of a run, which /targets serves for Prometheus's discovery over HTTP.
         """
-        host, port = split_http_address(address)
+        host, ports = split_http_address(address)
         self._samples, self._not_ready, self._targets = samples, not_ready, targets
         self._registry, self._write = _registry_of(_Collector(self._all_samples))
         self._draining = False
+        pages = {"/metrics": self._metrics_page, "/readyz": self._ready_page}
+        if targets is not None:
+            pages["/targets"] = self._targets_page
+        listen = "" if host == "*" else host
         try:
-            self._server = _listen(host, port, self._answer)
+            self._server = HttpServer(listen, ports, pages, {"/healthz": (200, TEXT, b"alive\n")})
         except (OSError, OverflowError, UnicodeError) as error:
             raise ConfigError(
                 f"--http {address} cannot be served: {error}; use a free port of this machine, or 0"
             ) from None
-        bound = self._server.socket.getsockname()[1]
-        shown = os.uname().nodename if host in ("*", "0.0.0.0", "::") else host
-        self.address = join_http_address(shown, bound)
+        shown = os.uname().nodename if host in _ALL_ADDRESSES else host
+        self.address = join_http_address(shown, self._server.port)
         """Host and port for clients."""
         self.url = f"http://{self.address}/metrics"
-        self._thread = threading.Thread(target=self._server.serve_forever, name="satrap-http", daemon=True)
-        self._thread.start()
 
     def drain(self) -> None:
         """Answer from now on that the process is not ready, because it stops."""
@@ -90,9 +101,7 @@ class HttpEndpoint:
 
     def close(self) -> None:
         """Stop serving."""
-        self._server.shutdown()
-        self._server.server_close()
-        self._thread.join()
+        self._server.close()
 
     def __enter__(self) -> Self:
         return self
@@ -107,22 +116,16 @@ class HttpEndpoint:
         yield Sample("satrap_ready", int(not self._why_not_ready()))
         yield from self._samples()
 
-    def _answer(self, path: str) -> tuple[int, str, bytes]:
-        """Return status, type and content of the answer to a request."""
-        text = "text/plain; charset=utf-8"
-        match path.partition("?")[0]:
-            case "/metrics":
-                return 200, "text/plain; version=0.0.4; charset=utf-8", self._write(self._registry)
-            case "/healthz":
-                return 200, text, b"alive\n"
-            case "/readyz":
-                reason = self._why_not_ready()
-                return (503 if reason else 200), text, f"{reason or 'ready'}\n".encode()
-            case "/targets" if self._targets is not None:
-                return 200, "application/json", json.dumps(self._targets()).encode()
-            case _:
-                paths = "/metrics /healthz /readyz" + (" /targets" if self._targets is not None else "")
-                return 404, text, f"expected one of {paths}\n".encode()
+    def _metrics_page(self) -> Reply:
+        return 200, "text/plain; version=0.0.4; charset=utf-8", self._write(self._registry)
+
+    def _ready_page(self) -> Reply:
+        reason = self._why_not_ready()
+        return (503 if reason else 200), TEXT, f"{reason or 'ready'}\n".encode()
+
+    def _targets_page(self) -> Reply:
+        assert self._targets is not None
+        return 200, "application/json", json.dumps(self._targets()).encode()
 
 
 class _Collector:
@@ -175,46 +178,3 @@ def _registry_of(collector: _Collector) -> tuple[Any, Callable[[Any], bytes]]:
     registry.register(collector)
     ProcessCollector(registry=registry)
     return registry, generate_latest
-
-
-def _listen(host: str, port: int, answer: Callable[[str], tuple[int, str, bytes]]) -> ThreadingHTTPServer:
-    connections = threading.BoundedSemaphore(_MAX_CONNECTIONS)
-
-    class Handler(BaseHTTPRequestHandler):
-        timeout = _READ_SECONDS
-
-        def do_GET(self) -> None:
-            try:
-                status, kind, content = answer(self.path)
-            except Exception as error:  # a scrape must not end the thread without an answer
-                _LOG.exception("%s failed", self.path)
-                status, kind, content = 500, "text/plain; charset=utf-8", f"{type(error).__name__}: {error}\n".encode()
-            self.send_response(status)
-            self.send_header("Content-Type", kind)
-            self.send_header("Content-Length", str(len(content)))
-            self.end_headers()
-            self.wfile.write(content)
-
-        def log_message(self, format: str, *_: object) -> None:
-            """Log nothing: a probe calls every few seconds."""
-
-    class Server(ThreadingHTTPServer):
-        address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        daemon_threads = True
-
-        def process_request(self, request: Any, client_address: Any) -> None:
-            if connections.acquire(blocking=False):
-                super().process_request(request, client_address)
-            else:  # more clients than any scraper and probes: they may try again
-                self.shutdown_request(request)
-
-        def process_request_thread(self, request: Any, client_address: Any) -> None:
-            try:
-                super().process_request_thread(request, client_address)
-            finally:
-                connections.release()
-
-        def handle_error(self, request: Any, client_address: Any) -> None:
-            """Ignore a client that disconnects or is too slow."""
-
-    return Server(("" if host == "*" else host, port), Handler)

@@ -153,6 +153,7 @@ GROUPS: dict[str, tuple[Metric, ...]] = {
     ),
     "Saves, restores and migrations": (
         Metric("satrap_checkpoints", "counter", "checkpoints", "Checkpoints that this trainer has saved.", (TRAINER,)),
+        Metric("satrap_checkpoints_failed", "counter", "saves", "Saves of checkpoints that failed.", (TRAINER,)),
         Metric("satrap_last_checkpoint_step", "gauge", "steps", "Step of the last checkpoint.", (TRAINER,)),
         Metric("satrap_last_checkpoint_seconds", "gauge", "seconds", "Duration of the last checkpoint.", (TRAINER,)),
         Metric(

@@ -363,8 +363,8 @@ class PendingCall:
         running = f", {self.schedule.num_working} times reported as running" if self.schedule.num_working else ""
         what = "nothing was received for" if self.schedule.patience else "no answer within"
         return (
-            f"{where}: there was a connection, but {what} {self.seconds:g} s (sent {sent} times{busy}{running}); "
-            "set a longer deadline, or check the server"
+            f"{where}: there was a connection, but {what} {self.seconds:g} s (sent {sent} times{busy}{running}); see "
+            "in its log what that process does: start it again if it is suspended or was killed, or repair the network"
         )
 
 

@@ -45,6 +45,7 @@ from satrap.rpc.keys import Keys
 from satrap.rpc.ledger import Admission, Ledger, Limits, Request
 from satrap.rpc.methods import Method, methods_of
 from satrap.rpc.open_files import raise_limit
+from satrap.rpc.release import RELEASE
 from satrap.rpc.unix_socket import SocketFile
 from satrap.rpc.values import MAX_JSON_BYTES, PIECE_BYTES, Frames, in_pieces
 
@@ -324,8 +325,8 @@ class Service:
             raise RpcError(f"a message has kind {header.kind.name}; a server expects requests")
         if header.method not in self._methods:
             raise RpcError(
-                f"the method is unknown here; this server serves {self._protocol}: check the address, and run the same "
-                "release on both sides"
+                f"the method is unknown here; this process, of satrap {RELEASE}, serves {self._protocol}: check the "
+                "address, and run the same release on both sides"
             )
         if header.body_bytes > self._limits.max_bytes:
             raise RpcError(

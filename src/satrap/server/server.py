@@ -27,6 +27,7 @@ from satrap.config.path_allowlist import PathAllowlist
 from satrap.config.validation import check_choice, check_integer
 from satrap.errors import AttemptError, ConfigError, InputError, MovedError, SatrapError, TicketError
 from satrap.rpc import Origin
+from satrap.rpc.release import RELEASE
 from satrap.server.lease import Leases
 from satrap.server.migration.calls import MigrationCalls
 from satrap.server.protocol import NO_ATTEMPT, WIRES, Coded, Flags, Floats, Ids, Offsets
@@ -130,10 +131,11 @@ class Server(SaveCalls, MigrationCalls, StatusCalls):
         with self._condition:
             state = self._state
             if state is None:
-                return {"version": 0, "turn": self._fencing_token.number}
+                return {"version": 0, "turn": self._fencing_token.number, "release": RELEASE}
             state.participant.thaw_if_abandoned(time.monotonic())
             version, token = state.shard_map.version, self._fencing_token.number
             found: dict[str, Any] = {"version": version, "greeted": state.has_handshake, "turn": token}
+            found["release"] = RELEASE
             if state.shard_map.version > than:
                 found |= {"members": state.shard_map.to_dict(), "job": state.job.to_dict(), "state": state.progress()}
             return found

@@ -14,6 +14,7 @@ import numpy as np
 from satrap.monitor.memory import memory
 from satrap.monitor.samples import Sample, memory_samples, snapshot_samples, table_samples
 from satrap.rpc import Origin
+from satrap.rpc.release import RELEASE
 from satrap.server.call_fence import CallFence
 from satrap.server.lease import Leases
 from satrap.server.state import ServerState
@@ -36,6 +37,7 @@ class StatusCalls(CallFence):
         state = restoring or self._state
         found: dict[str, Any] = {
             "where": f"process {os.getpid()} on {socket.gethostname()}",
+            "release": RELEASE,
             "not_ready": self._not_ready(state, restoring is not None),
             "memory": memory(self._shared),
             "leases": self._leases.remaining(),

@@ -202,7 +202,15 @@ def _connect_servers(
             wire=rows.wire,
         )
 
+    def begin() -> None:
+        if rows.workers:  # before the attempt, which would end that of another run
+            from satrap.worker.remote.client import require_same_releases
+
+            used = [rows.workers[rank % len(rows.workers)] for rank in range(trainers.world_size)]
+            require_same_releases(list(dict.fromkeys(used)), keys)
+        opened.append(connect(None))
+
     opened: list[ServerGroup] = []
-    trainers.run_first(lambda: opened.append(connect(None)), StreamError)
+    trainers.run_first(begin, StreamError)
     attempt = trainers.broadcast_int(opened[0].attempt if opened else 0)
     return opened[0] if opened else connect(attempt)

@@ -12,6 +12,7 @@ from typing import Any
 from satrap.config.job import Job
 from satrap.errors import NotReadyError, RpcError
 from satrap.rpc import Client, Keys, Origin
+from satrap.rpc.release import require_same_release
 from satrap.server.protocol import ServerCalls
 from satrap.sharding.shard_map import ShardMap, check_addresses
 from satrap.worker.server_group import RetryState, ServerGroup, Topology
@@ -76,6 +77,7 @@ def _ask_for_job(addresses: Sequence[str], keys: Keys | None, deadline: float) -
         try:
             with Client(ServerCalls, address, keys, deadline=deadline / len(addresses)) as client:
                 answer: dict[str, Any] = client.call.get_shard_map(Origin(), 0)
+                require_same_release(answer.get("release"), f"the server at {address}")
         except RpcError as error:
             failed[address] = error
             continue

@@ -29,6 +29,7 @@ from satrap.event_log import event
 from satrap.interrupts import Uninterrupted
 from satrap.rpc import Backoff, Client, Gathers, Keys, Origin, PendingCall, send_all
 from satrap.rpc.open_files import FILES_PER_CONNECTION, require_files
+from satrap.rpc.release import require_same_release
 from satrap.server.lease import LEASE_SECONDS, Lease, process_id
 from satrap.server.protocol import NO_ATTEMPT, WIRES, ServerCalls
 from satrap.sharding.owner_split import OwnedIds, split_by_owner
@@ -142,8 +143,12 @@ class ServerGroup:
 
     def _job_there(self, addresses: Sequence[str]) -> Job | None:
         """Return the job of the first server that has one."""
-        answers = (client.call.get_shard_map(Origin(), 0) for client in self._clients_of(addresses))
-        return next((Job.from_dict(answer["job"]) for answer in answers if "job" in answer), None)
+        for client in self._clients_of(addresses):
+            answer = client.call.get_shard_map(Origin(), 0)
+            require_same_release(answer.get("release"), f"the server at {client.address}")
+            if "job" in answer:
+                return Job.from_dict(answer["job"])
+        return None
 
     def _connect(self) -> None:
         while any(self._refresh(self.topology, server) for server in range(len(self.topology))):
@@ -402,7 +407,9 @@ class ServerGroup:
         """Ask the server for its shard map, and return whether there is a newer topology than `topology`."""
         if topology is not self.topology:
             return True
-        answer = topology.clients[server].call.get_shard_map(Origin(), max(1, topology.shard_map.version))
+        client = topology.clients[server]
+        answer = client.call.get_shard_map(Origin(), max(1, topology.shard_map.version))
+        require_same_release(answer.get("release"), f"the server at {client.address}")
         if answer["version"] <= max(1, topology.shard_map.version):
             return False
         newest = ShardMap.from_dict(answer["members"])

@@ -36,6 +36,7 @@ from satrap.config.job import Job
 from satrap.config.validation import check_number
 from satrap.errors import AttemptError, DeadlineError, NotReadyError
 from satrap.rpc import Backoff, Client, Keys, Origin
+from satrap.rpc.release import require_same_release
 from satrap.server.protocol import Numbers, ServerCalls
 from satrap.sharding.shard_map import NO_MEMBER, ShardMap, check_addresses
 from satrap.transfer import Transfer
@@ -156,7 +157,7 @@ class Migration:
         answers: dict[str, Any] = {}
         new = list(dict.fromkeys((*self._current, *self._target)))
         while new:
-            answers |= {address: self._call(address).get_shard_map(Origin(), 0) for address in new}
+            answers |= {address: self._shard_map_of(address) for address in new}
             newest = max(answers.values(), key=lambda answer: int(answer["version"]))
             if newest["version"] == 0:
                 raise NoJobError(
@@ -251,9 +252,14 @@ class Migration:
                 self._num_rows += len(ids)
                 self._num_bytes += values.nbytes + floats.nbytes
 
+    def _shard_map_of(self, address: str) -> dict[str, Any]:
+        answer = self._call(address).get_shard_map(Origin(), 0)
+        require_same_release(answer.get("release"), f"the server at {address}")
+        return answer
+
     def _query(self, address: str) -> dict[str, Any]:
         """Return a server's answer to `get_shard_map`. Repeats the handshake with a restarted server of the job."""
-        answer = self._call(address).get_shard_map(Origin(), 0)
+        answer = self._shard_map_of(address)
         if answer["version"] and not answer["greeted"]:
             number = ShardMap.from_dict(answer["members"]).number(address)
             if number != NO_MEMBER:

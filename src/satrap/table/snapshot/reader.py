@@ -145,7 +145,10 @@ class Snapshot:
         """Raise unless the snapshot is of a table configured alike."""
         differ = self.manifest.differences(slot.table.to_dict(), slot.seed)
         if differ:
-            raise SnapshotError(f"table {slot.table.name!r}: {self.path} is of another table: {'; '.join(differ)}")
+            raise SnapshotError(
+                f"table {slot.table.name!r}: {self.path} is of another table: {'; '.join(differ)}; declare the table "
+                "as it was saved, or train from the beginning into another folder"
+            )
 
     def require_next(self, slot: Slot, history: History) -> None:
         """Raise unless these changes start at the table's version."""

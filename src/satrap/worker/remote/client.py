@@ -26,7 +26,8 @@ from satrap.data.registry import is_portable, source_to_dict
 from satrap.data.skipped_rows import SkippedRows
 from satrap.errors import NotReadyError, RpcError, SatrapError, SourceError, StreamError, TicketError
 from satrap.interrupts import Uninterrupted
-from satrap.rpc import Client, Keys
+from satrap.rpc import Client, Keys, Origin
+from satrap.rpc.release import require_same_release
 from satrap.worker.pooled_codec import PooledCodec
 from satrap.worker.remote.batch_reader import ReadStart
 from satrap.worker.remote.protocol import Bytes, Flags, Floats, WorkerCalls, as_one, columns_from_bytes, split_one
@@ -42,6 +43,14 @@ _BEST_EFFORT_SECONDS = 2.0  # deadline of a call that only frees memory
 _MAX_HANDSHAKES = 100  # handshakes in one call: if these do not help, more will not
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
+
+
+def require_same_releases(addresses: Sequence[str], keys: Keys | None) -> None:
+    """Raise ConfigError unless all workers have this process's release. Starts nothing there."""
+    for address in addresses:
+        with Client(WorkerCalls, address, keys, deadline=DEADLINE_SECONDS) as client:
+            answer = client.call.status(Origin())
+        require_same_release(answer.get("release"), f"the worker at {address}")
 
 
 class WorkerConnection:

@@ -30,6 +30,7 @@ from satrap.event_log import LimitedLog, describe_process, event
 from satrap.monitor.memory import memory
 from satrap.monitor.samples import Sample, memory_samples
 from satrap.rpc import Keys, Origin
+from satrap.rpc.release import RELEASE
 from satrap.worker.remote.batch_reader import BatchReader, HeldBatch, ReadStart
 from satrap.worker.remote.protocol import Bytes, Flags, Floats, as_one, columns_as_bytes, split_one
 from satrap.worker.remote.worker_spec import WorkerSpec
@@ -286,6 +287,7 @@ class WorkerService:
         trainers = sorted(self._sessions)
         return {
             "where": f"process {os.getpid()} on {socket.gethostname()}",
+            "release": RELEASE,
             "not_ready": "" if trainers else "no trainer has a session with this worker yet",
             "memory": memory(),
             "attempt": self._attempt,

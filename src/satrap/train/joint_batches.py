@@ -141,8 +141,9 @@ class JointBatches(Iterator[Inputs]):
 
     def leave(self) -> None:
         """Compare the end of the loop. No call after this is compared."""
-        self._compare(Call.LEAVE, self._returned, self._last_step)
-        self._is_alone = True
+        with Uninterrupted():
+            self._compare(Call.LEAVE, self._returned, self._last_step)
+            self._is_alone = True
 
     def part(self) -> None:
         """Compare no other call: this trainer has had an error."""

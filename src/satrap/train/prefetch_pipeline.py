@@ -18,10 +18,10 @@ An exception in any stage is kept with a note that names the stage, stops the th
 call. Of several exceptions the first is raised, then that of an update. After it was raised, `finish` still applies the
 submitted updates.
 
-An interrupt (KeyboardInterrupt, which reaches only the user's thread) is not such an error: the user's next call
-resumes where the interrupt came. Items change hands inside `Uninterrupted`; an interrupted lookup or update in the
-user's thread is retried, which is idempotent. Only an interrupted source cannot continue, since a generator has then
-ended.
+An interrupt (what the handler of a signal raises, such as KeyboardInterrupt; it reaches only the user's thread) is not
+such an error: the user's next call resumes where the interrupt came. Items change hands inside `Uninterrupted`; an
+interrupted lookup or update in the user's thread is retried, which is idempotent. Only an interrupted source cannot
+continue, since a generator has then ended.
 
 The pipeline uses neither tables nor torch: it receives functions that look up and apply updates.
 """
@@ -359,7 +359,7 @@ class PrefetchPipeline(Generic[Item]):
                     self._apply(state.updates[0])
                 self._finish(state.updates.popleft())
         except BaseException as error:
-            if isinstance(error, Exception):
+            if isinstance(error, Exception) and not held.was_interrupted:
                 self._fail(stage, error)
             elif stage is Stage.READ:
                 self._fail(stage, StreamError(_INTERRUPTED))

@@ -297,14 +297,12 @@ class Stream(Iterator[Batch]):
             self._pipeline.finish()
             self._row_stream.end_updates()
             if not self._finished:
-                try:
-                    self._dense.finish()
-                except KeyboardInterrupt:
-                    raise
-                except BaseException:
-                    self._finished = True  # the error is raised once
-                    raise
-                self._finished = True
+                with Uninterrupted() as held:
+                    try:
+                        with held.allow():
+                            self._dense.finish()
+                    finally:
+                        self._finished = not held.was_interrupted  # an error is raised once
         finally:
             self._pipeline.close()
             self._look_up.drop_resolved()

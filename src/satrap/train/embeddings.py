@@ -271,7 +271,7 @@ class Embeddings(torch.nn.Module):
         """
         self._session.require_whole_rows()
         look_up = BatchLookup(self.worker, self.worker.device or torch.device("cpu"), train=False, overlap=False)
-        return look_up(self.worker.inputs_of(inputs), 0, 0).hand_over(None)
+        return look_up(self.worker.inputs_of(inputs), 0, 0).hand_over()
 
     def extra_repr(self) -> str:
         """Return what print(model) shows."""

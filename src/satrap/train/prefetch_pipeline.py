@@ -45,8 +45,6 @@ _INTERRUPTED = (
     "another stream with embeddings.stream(...)"
 )
 _CLOSE_SECONDS = 10.0  # a reader that takes longer is reported, and ends with the process
-
-
 _CLOSED = "this stream was closed: start another one with embeddings.stream(...)"
 _TABLES = (Stage.UPDATE, Stage.LOOKUP)
 
@@ -157,12 +155,13 @@ class PrefetchPipeline(Generic[Item]):
     def is_last(self) -> bool:
         """Return whether no other batch will come. Reads one batch ahead to find out."""
         with self._inside() as held:
-            while not (self._state.ready or self._state.waiting or self._state.exhausted or self._state.closed):
+            state = self._state
+            while not (state.ready or state.waiting or state.unfinished_lookup or state.closed or self._ended()):
                 if self._threads:
                     self._wait(held)
                 else:
                     self._run(Stage.READ, held)
-            return self._state.exhausted and not self._state.ready and not self._state.waiting
+            return self._ended()
 
     def submit(self, update: Update, taken: Callable[[], None] = lambda: None) -> None:
         """Take over an update, and call `taken` in that moment. Without threads the update is applied before this

@@ -288,4 +288,5 @@ def test_trainers_agree_which_batch_completes_a_step(own: int, other: int, overl
     said = train(optimizer, model, stream, 3)
     assert said == [number % 3 == 0 or number == total for number in range(1, total + 1)]
     assert embeddings.step == -(-total // 3) and embeddings.counters().lost == {}
+    assert stream.staleness_seen == {0: own}, "padding looks up nothing"
     stream.close()

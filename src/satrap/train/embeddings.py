@@ -64,7 +64,7 @@ class Embeddings(torch.nn.Module):
     ) -> None:
         """features: features by the name of their column; a bare table stands for one id per sample.
 
-        staleness: number of earlier steps whose updates a lookup may miss; 0 is fully synchronous.
+        staleness: number of a trainer's own earlier steps whose updates a lookup may miss; 0 is fully synchronous.
         deterministic: give every lookup exactly that staleness, so that a run repeats bit for bit.
         seed: seed of initial values and random draws.
         num_threads: threads for table work; None: the cores that torch leaves free if the two overlap, else all cores.

@@ -60,6 +60,7 @@ class PrefetchPipeline(Generic[Item]):
         *,
         read_ahead: Callable[[Inputs, int], Item],
         resolve: Callable[[Inputs, int, int], None] = lambda *_: None,
+        has_rows: Callable[[Inputs], bool] = lambda _: True,
         overlap: bool,
         remote: bool = False,
     ) -> None:
@@ -68,12 +69,13 @@ class PrefetchPipeline(Generic[Item]):
 
         read_ahead(inputs, step) creates the item that next() returns before the lookup of its batch.
         resolve(inputs, step, oldest_open) does the part of a lookup that may run ahead of it, in the thread that reads.
+        has_rows(inputs) tells whether the batch has rows: then the staleness of its lookup is counted.
         remote: lookups and updates wait for a network, each mostly in one direction; run both concurrently if the gate
             allows.
         """
         self.seconds = Seconds()
         self._inputs, self._gate, self._look_up, self._read_ahead_of = inputs, gate, look_up, read_ahead
-        self._resolve = resolve
+        self._resolve, self._has_rows = resolve, has_rows
         self._state: State[Item] = State()
         self._changed = threading.Condition()
         self._threads: list[threading.Thread] = []
@@ -154,13 +156,10 @@ class PrefetchPipeline(Generic[Item]):
 
     def is_last(self) -> bool:
         """Return whether no other batch will come. Reads one batch ahead to find out."""
+        state = self._state
         with self._inside() as held:
-            state = self._state
             while not (state.ready or state.waiting or state.unfinished_lookup or state.closed or self._ended()):
-                if self._threads:
-                    self._wait(held)
-                else:
-                    self._run(Stage.READ, held)
+                self._wait(held) if self._threads else self._run(Stage.READ, held)
             return self._ended()
 
     def submit(self, update: Update, taken: Callable[[], None] = lambda: None) -> None:
@@ -386,7 +385,7 @@ class PrefetchPipeline(Generic[Item]):
     def _begin_look_up(self) -> tuple[Inputs, int, int, Item | None]:
         state = self._state
         inputs, ahead = state.ahead.popleft() if state.ahead else (state.waiting.popleft(), None)
-        step = self._gate.look_up()
+        step = self._gate.look_up(has_rows=self._has_rows(inputs))
         self._exhaust_gate()
         return inputs, step, self._gate.oldest_open, ahead
 

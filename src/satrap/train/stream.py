@@ -43,6 +43,7 @@ from satrap.train.batch import Batch, InFlightBatch
 from satrap.train.batch_lookup import BatchLookup
 from satrap.train.dense_strategy import DenseStrategy
 from satrap.train.joint_batches import JointBatches
+from satrap.train.joint_step import Padding
 from satrap.train.pipeline_stages import Seconds, Update
 from satrap.train.prefetch_pipeline import PrefetchPipeline
 from satrap.train.staleness_gate import StalenessGate
@@ -107,6 +108,7 @@ class Stream(Iterator[Batch]):
                 self._look_up,
                 read_ahead=self._look_up.read_ahead,
                 resolve=self._look_up.resolve,
+                has_rows=lambda inputs: not isinstance(inputs, Padding),
                 overlap=overlap,
                 remote=remote,
             )
@@ -121,7 +123,7 @@ class Stream(Iterator[Batch]):
 
     @property
     def staleness_seen(self) -> dict[int, int]:
-        """Number of batches that were looked up while n earlier steps were not yet applied."""
+        """Number of batches that were looked up while n earlier steps of this stream were not yet applied."""
         return dict(sorted(self._gate.seen.items()))
 
     @property
@@ -199,24 +201,22 @@ class Stream(Iterator[Batch]):
         stepped = self._waiting_batches()
         if not stepped:
             return False
-        repeated = self._stepped.intersection(batch.step for batch in stepped)
-        if repeated:
+        if repeated := self._stepped.intersection(batch.step for batch in stepped):
             raise StreamError(drop_reasons.why_twice(min(repeated)))
         for step in {batch.step for batch in stepped}:
             num_returned, accumulate = self._num_returned[step], self._gate.accumulate
             if num_returned < accumulate and not self._ended and not self._has_no_other():
                 raise StreamError(drop_reasons.why_too_early(step, num_returned, accumulate))
         apply = self._look_up.update_with(stepped, lrs, scale)
-        steps = [batch.step for batch in stepped]
-        self._pipeline.submit(Update(steps=steps, apply=apply), lambda: self._mark_submitted(stepped))
+        update = Update(steps=[batch.step for batch in stepped], apply=apply)
+        self._pipeline.submit(update, lambda: self._mark_submitted(stepped))
         if self._ended:
             self._pipeline.drain()
             self._close_if_done()
         return True
 
     def completes_step(self, held: InFlightBatch) -> bool:
-        """Return whether the batch is the last one of its step. Reads one batch ahead to find out, unless its step has
-        as many batches as `accumulate`."""
+        """Return whether the batch is the last one of its step. A step with few batches reads ahead to find out."""
         if held.number_in_step < self._num_returned[held.step]:
             return False
         return held.number_in_step == self._gate.accumulate or self._ended or self._has_no_other()
@@ -228,7 +228,7 @@ class Stream(Iterator[Batch]):
     def _is_last_with_samples(self, held: InFlightBatch) -> bool:
         """Return whether this trainer has no batch with samples after one that it is about to take."""
         assert self.joint is not None
-        self._pipeline.is_last()  # reads one batch ahead; there is always another one, which may be padding
+        self._pipeline.is_last()  # reads one batch ahead, which may be padding
         return self.joint.num_left == (not held.is_padding)
 
     def _mark_submitted(self, batches: list[InFlightBatch]) -> None:

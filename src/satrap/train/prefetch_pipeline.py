@@ -296,7 +296,7 @@ class PrefetchPipeline(Generic[Item]):
             return None
         if state.unfinished_lookup is not None and Stage.LOOKUP in stages:
             return Stage.LOOKUP
-        if Stage.UPDATE in stages and state.updates and self._gate.may_update(state.updates[0].steps[-1]):
+        if Stage.UPDATE in stages and state.updates and self._gate.may_update(state.updates[0].steps[0]):
             return Stage.UPDATE
         if Stage.LOOKUP not in stages or not (is_needed or self._gate.deterministic) or not self._gate.may_look_up():
             return None
@@ -315,7 +315,7 @@ class PrefetchPipeline(Generic[Item]):
             return False
         if state.exhausted and not (state.waiting or state.ahead or state.updates):
             return False
-        may_update = bool(state.updates) and self._gate.may_update(state.updates[0].steps[-1])
+        may_update = bool(state.updates) and self._gate.may_update(state.updates[0].steps[0])
         return not may_update and not self._gate.may_look_up()
 
     def _ended(self) -> bool:

@@ -75,7 +75,8 @@ class StalenessGate:
         self._exhausted = True
 
     def may_update(self, step: int) -> bool:
-        """Apply rule 2 to the update of `step`."""
+        """Apply rule 2 to the update of `step`; of several steps in one update, to the first of them, since the lookups
+        that rule 2 wants wait for all of them by rule 1."""
         return not self.deterministic or self._exhausted or self._step > step + self.staleness
 
     def settle(self, step: int) -> None:

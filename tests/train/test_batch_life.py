@@ -15,7 +15,6 @@ its gradients, and all share one row, whose value at the lookup tells which upda
 
 from __future__ import annotations
 
-import gc
 import logging
 import signal
 from collections import Counter
@@ -133,10 +132,9 @@ class BatchLife(RuleBasedStateMachine):
                 try:
                     with raising(signal.SIGTERM, Stop()), Interrupts(at, signal.SIGTERM):
                         return call()
-                except Stop:
-                    pass
+                except Stop as stop:
+                    stop.__traceback__ = None  # it refers to batches
                 self.was_interrupted = True
-                gc.collect()  # the traceback refers to batches
             return call()
 
     def begin(self, accumulate: int, total: int) -> None:
@@ -145,8 +143,7 @@ class BatchLife(RuleBasedStateMachine):
         self.accumulate, self.total = accumulate, total
         self.returned: list[Modelled] = []
         self.stepped: set[int] = set()
-        self.ended = self.closed = False
-        self.was_interrupted = False
+        self.ended = self.closed = self.was_interrupted = False
         self.num_unseen = 0
 
         def source() -> Iterator[Inputs]:
@@ -167,14 +164,20 @@ class BatchLife(RuleBasedStateMachine):
             self.num_unseen += 1  # the batch that was about to be returned
             self.close(0)
             return
-        number = len(self.returned)
-        if number == self.total or self.ended:
-            assert batch is None
+        found = self.total if batch is None else int(batch.inputs.values[0]) - self.first_id
+        if self.was_interrupted and found == len(self.returned) + 1:  # the signal came when the batch was returned
+            self.record(None)
+        assert found == len(self.returned)
+        if batch is None:
             self.ended = True
-            return
-        assert batch is not None and batch.step == self.base + 1 + number // self.accumulate
-        assert batch.inputs.values.tolist() == [self.first_id + number, 0]
-        self.returned.append(Modelled(self.first_id + number, batch.step, batch))
+        else:
+            self.record(batch)
+
+    def record(self, batch: Any) -> None:
+        number = len(self.returned)
+        step = self.base + 1 + number // self.accumulate
+        assert batch is None or batch.step == step
+        self.returned.append(Modelled(self.first_id + number, step, batch))
 
     @precondition(lambda self: any(each.batch is not None and not each.used for each in self.returned))
     @rule(data=st.data(), at=moments)

@@ -35,7 +35,7 @@ class Uninterrupted:
     def __init__(self) -> None:
         self._before: dict[int, Callable[[int, FrameType | None], Any]] = {}  # the handlers of the deferred signals
         self._defers = True
-        self._pending: set[int] = set()
+        self._pending: set[Any] = set()  # numbers
         self.was_interrupted = False
         """Whether a handler has raised an exception, in this block or since its last `allow` began."""
 

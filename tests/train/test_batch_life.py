@@ -9,8 +9,8 @@ The model below says in plain Python what every loop may rely on. A batch is
     submitted    optimizer.step() has taken it: its rows are updated exactly once
     dropped      for a cause; its rows never change
 
-and it is settled once it is submitted or dropped. Each batch has one row of its own, whose value is minus the sum of
-its gradients, and all share one row, whose value at the lookup tells which updates the lookup saw.
+and it is settled once it is submitted or dropped. Each batch has a row that no other has, whose value is minus the sum
+of its gradients, and all share one row, whose value at the lookup tells which updates the lookup saw.
 """
 
 from __future__ import annotations
@@ -296,11 +296,11 @@ class BatchLife(RuleBasedStateMachine):
             self.embeddings.close()
 
 
-def test_the_life_of_a_batch(request: pytest.FixtureRequest) -> None:
-    logger = logging.getLogger("satrap.train")
+def test_the_life_of_a_batch() -> None:
+    logger, profile = logging.getLogger("satrap.train"), settings()
     before = logger.level
     logger.setLevel(logging.ERROR)  # a warning is logged when batches are left over
     try:
-        run_state_machine_as_test(BatchLife, settings=settings(stateful_step_count=40))  # type: ignore[no-untyped-call]
+        run_state_machine_as_test(BatchLife, settings=settings(profile, max_examples=profile.max_examples // 3))
     finally:
         logger.setLevel(before)

@@ -318,7 +318,7 @@ def test_an_interrupted_end_of_a_stream_is_finished_by_the_next_close(
     number: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     embeddings, model, optimizer = job()
-    stream, finished = embeddings.stream(batches(2)), []
+    stream, finished = embeddings.stream(batches(2)), list[int]()
 
     def finish() -> None:
         finished.append(len(finished))

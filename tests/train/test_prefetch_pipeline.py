@@ -450,7 +450,12 @@ def test_a_batch_that_is_being_looked_up_is_another_batch() -> None:
     with pipeline._changed:
         assert pipeline._changed.wait_for(lambda: pipeline._state.exhausted, 60.0)
     wait = pipeline._wait
-    pipeline._wait = lambda held: (may_end.set(), wait(held))
+
+    def end_lookup_and_wait(held: Any) -> None:
+        may_end.set()
+        wait(held)
+
+    pipeline._wait = end_lookup_and_wait
     try:
         assert not pipeline.is_last()
     finally:

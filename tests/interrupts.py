@@ -1,7 +1,8 @@
-"""Raises Ctrl-C at a chosen moment of the main thread, for tests of interrupts.
+"""Raises a signal at a chosen moment of the main thread, for tests of interrupts: Ctrl-C, or any other signal whose
+handler raises an exception.
 
 CPython checks for signals only at some instructions: at the start of a function, after a call, at a jump back.
-`Interrupts` counts those in the frames of a block and raises SIGINT at the n-th, as the C handler of a real signal
+`Interrupts` counts those in the frames of a block and raises a signal at the n-th, as the C handler of a real signal
 does: the current handler runs at the next place where the interpreter checks, and only there.
 """
 
@@ -45,12 +46,12 @@ class _Number(int):
 
 
 class Interrupts:
-    """A context manager that raises SIGINT at the n-th moment at which the main thread can see one inside."""
+    """A context manager that raises a signal at the n-th moment at which the main thread can see one inside."""
 
-    def __init__(self, at: int) -> None:
+    def __init__(self, at: int, number: int = signal.SIGINT) -> None:
         self.moments = 0
         """Number of moments so far."""
-        self._at, self._signal = at, _Number(signal.SIGINT)
+        self._at, self._signal = at, _Number(number)
         self._codes: dict[CodeType, bytes] = {}  # each read of co_code creates a new object
 
     @property
@@ -78,6 +79,20 @@ class Interrupts:
             if self.moments == self._at:
                 self._signal.trip  # noqa: B018
         return self._instruction
+
+
+@contextmanager
+def raising(number: int, error: BaseException) -> Iterator[None]:
+    """Handle the signal by raising the error, as a job's scheduler, a timeout or a test runner does."""
+
+    def handle(_: int, frame: FrameType | None) -> None:
+        raise error.with_traceback(None)
+
+    before = signal.signal(number, handle)
+    try:
+        yield
+    finally:
+        signal.signal(number, before)
 
 
 @contextmanager

@@ -58,7 +58,7 @@ def main(rank: int, world_size: int, rendezvous: str, job: dict[str, Any]) -> No
                 if [rank, number] in job["dropped"] or [None, number] in job["dropped"]:
                     optimizer.zero_grad()
                     continue
-                if number % job["accumulate"] == 0 or (not job.get("whole_steps", True) and number == len(stream)):
+                if batch.completes_step:
                     if job.get("scaler") == "sharded":
                         scaler.unscale_(optimizer)
                     scaler.step(optimizer)

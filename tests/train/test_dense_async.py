@@ -42,12 +42,12 @@ each_kind = pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
 
 @contextmanager
 def job(
-    addresses: list[str], kind: Kind = KINDS["SGD"], model: Any = None, **options: Any
+    addresses: list[str], kind: Kind = KINDS["SGD"], model: Any = None, lr_scale: float = 1.0, **options: Any
 ) -> Iterator[tuple[Embeddings, Any, Any]]:
     torch.manual_seed(0)
     embeddings = Embeddings(tables(), **deployed({"num_threads": 1, "servers": addresses, "dense": "async", **options}))
     model = Net() if model is None else model
-    optimizer = embeddings.optimizer(kind(model.parameters()))
+    optimizer = embeddings.optimizer(kind(model.parameters()), lr_scale=lr_scale)
     try:
         yield embeddings, model, optimizer
     finally:
@@ -104,6 +104,60 @@ def test_each_step_equals_torchs(kind: Kind) -> None:
                 assert (np.abs(now - expected) <= 2 * ulp(first, was, now, expected)).all()
                 assert np.array_equal(now, was) == (shadow.grad is None)
         embeddings.tables["dense.0"].check()
+
+
+class OneSlope(torch.nn.Module):
+    """A model whose gradient is always 1."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(3))
+
+
+@pytest.mark.parametrize(
+    ("kind", "lr_scale", "expected"),
+    [
+        (KINDS["SGD"], 1.0, 1.0),
+        (KINDS["Adam"], 1.0, 4.0),
+        (KINDS["Adam"], 0.25, 1.0),
+        (KINDS["AdamW"], 0.25, 1.0),
+        (lambda p: torch.optim.Adagrad(p, lr=0.05), 1.0, 2.0),
+        (lambda p: torch.optim.Adagrad(p, lr=0.05), 0.5, 1.0),
+    ],
+    ids=["SGD", "Adam", "Adam scaled", "AdamW scaled", "Adagrad", "Adagrad scaled"],
+)
+def test_how_far_four_trainers_go(
+    kind: Kind, lr_scale: float, expected: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In 25 synchronous steps torch goes a distance; four trainers send 100 gradients, each divided by four. Servers do
+    not distinguish their senders, so that one trainer can send all of them."""
+    plain = OneSlope()
+    stepper = kind(plain.parameters())
+    for _ in range(25):
+        plain.weight.grad = torch.ones(3)
+        stepper.step()
+    with job_on_servers(1, kind=kind, model=OneSlope(), lr_scale=lr_scale) as (embeddings, model, optimizer):
+        with embeddings.stream(batches(4) * 25) as stream:
+            monkeypatch.setattr(embeddings.trainers, "world_size", 4)
+            for one in stream:
+                optimizer.zero_grad()
+                (model.weight.sum() + one.embeddings.sum()).backward()
+                optimizer.step()
+            monkeypatch.undo()
+        embeddings.drain()
+        assert optimizer.param_groups[0]["lr"] == stepper.param_groups[0]["lr"]
+        distance = float((model.weight / plain.weight).detach().mean())
+    assert distance == pytest.approx(expected, rel=0.12)
+
+
+@pytest.mark.parametrize(
+    ("dense", "lr_scale", "match"),
+    [("sync", 0.5, "lr_scale is 0.5 with dense='sync'"), ("async", -1.0, "lr_scale"), ("async", "a", "lr_scale")],
+)
+def test_an_lr_scale_that_has_no_meaning_is_refused(dense: Any, lr_scale: Any, match: str) -> None:
+    embeddings = Embeddings(tables(), dense=dense, deployment=NOWHERE if dense == "async" else None)
+    with pytest.raises(ConfigError, match=match):
+        embeddings.optimizer(torch.optim.SGD(Net().parameters(), lr=0.1), lr_scale=lr_scale)
 
 
 @pytest.mark.parametrize("overlap", [False, True], ids=["inline", "overlap"])

@@ -81,18 +81,6 @@ def test_a_step_in_the_middle_of_accumulation_is_refused() -> None:
     stream.close()
 
 
-def test_a_last_incomplete_group_may_be_stepped() -> None:
-    embeddings, model, optimizer = job()
-    stream = embeddings.stream(batches(3), accumulate=2)
-    for i, batch in enumerate(stream):
-        loss_of(model, batch).backward()
-        if i == 1:
-            optimizer.step()
-    optimizer.step()
-    stream.close()
-    assert embeddings.step == 2 and not stream.dropped
-
-
 def test_cleared_gradients_drop_the_batch() -> None:
     embeddings, model, optimizer = job()
     stream = embeddings.stream(batches(6))

@@ -13,6 +13,7 @@ from accelerate.state import AcceleratorState, GradientState
 from torch import Tensor, nn
 
 import satrap
+from logged import logged
 from loop import Net, batches, bits, job, loss_of, train, train_step
 from satrap import Batch, Embeddings, StreamError
 from satrap.train.optimizer import HybridOptimizer
@@ -33,15 +34,15 @@ def reset() -> Iterator[None]:
     GradientState._reset_state()
 
 
-def items(sized: bool) -> Any:
+def items(sized: bool, num: int = NUM) -> Any:
     """Return batches as a list, whose length is known, or from a function, so that Lightning reads one batch ahead."""
-    data = batches(NUM)
+    data = batches(num)
     return satrap.IterableSource(data if sized else lambda: iter(data))
 
 
 def plain(staleness: int = 0, *, accumulate: int = 1, num: int = NUM) -> list[bytes]:
     embeddings, model, optimizer = job(staleness, deterministic=True)
-    with embeddings.stream(items(True), accumulate=accumulate) as stream:
+    with embeddings.stream(items(True, num), accumulate=accumulate) as stream:
         for i, batch in enumerate(stream, 1):
             (loss_of(model, batch) / accumulate).backward()
             if i % accumulate == 0 or i == num:
@@ -94,14 +95,17 @@ def fit(module: Module, stream: Any, validation: Any = None, **options: Any) -> 
 
 
 @pytest.mark.parametrize("sized", [False, True])
-@pytest.mark.parametrize(("staleness", "accumulate"), [(0, 1), (4, 1), (0, 3), (1, 2)])
-def test_lightning_equals_the_plain_loop(staleness: int, accumulate: int, sized: bool) -> None:
+@pytest.mark.parametrize(
+    ("staleness", "accumulate", "num"), [(0, 1, NUM), (4, 1, NUM), (0, 3, NUM), (1, 2, NUM), (0, 3, 7), (1, 3, 8)]
+)
+def test_lightning_equals_the_plain_loop(staleness: int, accumulate: int, num: int, sized: bool) -> None:
+    """Also where the last step has fewer batches: Lightning steps it, too."""
     module = Module(*job(staleness, deterministic=True))
-    with module.embeddings.stream(items(sized), accumulate=accumulate) as stream:
+    with module.embeddings.stream(items(sized, num), accumulate=accumulate) as stream:
         fit(module, stream, accumulate_grad_batches=accumulate)
-        assert not stream.dropped
-    assert module.steps == [1 + i // accumulate for i in range(NUM)]
-    assert bits(module.embeddings, module.model) == plain(staleness, accumulate=accumulate)
+        assert module.embeddings.counters().lost == {}
+    assert module.steps == [1 + i // accumulate for i in range(num)]
+    assert bits(module.embeddings, module.model) == plain(staleness, accumulate=accumulate, num=num)
 
 
 @pytest.mark.parametrize("sized", [False, True])
@@ -167,6 +171,23 @@ def test_accelerate_equals_the_plain_loop(staleness: int, accumulate: int, ahead
                 optimizer.zero_grad()
         assert not stream.dropped
     assert bits(embeddings, model) == plain(staleness, accumulate=accumulate)
+
+
+def test_accelerate_leaves_the_last_batches_to_the_loop() -> None:
+    """It steps after every third batch only, since it does not see the end of a stream."""
+    embeddings, model, inner = job()
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=3)
+    net, optimizer = accelerator.prepare(model, inner)
+    with logged("satrap.train", match=r"last batches \(2, of 3 in a step\)"):
+        for batch in embeddings.stream(items(False, 8), accumulate=3):
+            with accelerator.accumulate(net):
+                accelerator.backward(loss_of(net, batch))
+                optimizer.step()
+                optimizer.zero_grad()
+    assert embeddings.counters().lost == {"batches/unstepped": 2}
+    inner.step()
+    assert embeddings.counters().lost == {}
+    assert bits(embeddings, model) == plain(accumulate=3, num=8)
 
 
 class ModelWithEmbeddings(nn.Module):

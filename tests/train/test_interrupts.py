@@ -1,5 +1,6 @@
-"""Ctrl-C at every moment of a training loop that then continues, as in a notebook: every batch that a backward pass has
-reached is applied exactly once or counted as lost; nothing hangs, and every error has a message.
+"""Signals at every moment of a training loop that then continues, as in a notebook: every batch that a backward pass
+has reached is applied exactly once or counted as lost; nothing hangs, and every error has a message. The signal is
+Ctrl-C, or another one with a handler that raises: a timeout, or a scheduler that ends the job.
 
 Rows are counted: each batch has its own ids, gradients of 1 and SGD with lr 1, so a row is minus the number of its
 updates. The test tries each moment of each call, one after another, in one job that continues throughout.
@@ -23,7 +24,8 @@ import pytest
 import torch
 
 from cluster import ANYWHERE, DEADLINE_SECONDS, batch, contents, one_table, running_servers, sharded_worker
-from interrupts import Interrupts, no_hang
+from interrupts import Interrupts, no_hang, raising
+from loop import batches, job, train_step
 from remote_worker_parts import send_through, working
 from rpc_parts import Calls, Served
 from satrap import SGD, Deployment, Embeddings, Parquet, Table, Zeros
@@ -34,6 +36,20 @@ from satrap.train.embeddings import session_of
 
 BATCH, NUM_BATCHES = 4, 5
 CALLS = ("next", "step", "drop", "drain", "pause", "close")
+
+
+class Stop(BaseException):
+    """Raised by a handler; no code of a library expects it."""
+
+
+SIGNALS: dict[int, BaseException] = {
+    signal.SIGINT: KeyboardInterrupt(),
+    signal.SIGALRM: TimeoutError("too late"),  # an OSError, too
+    signal.SIGTERM: SystemExit(3),
+    signal.SIGUSR1: Stop(),
+    signal.SIGRTMAX: InputError("stop"),  # as if an update was refused
+}
+each_signal = pytest.mark.parametrize("number", SIGNALS, ids=lambda each: signal.Signals(each).name)
 
 
 @pytest.fixture(scope="module")
@@ -70,8 +86,10 @@ _ENDED = (
 class Loop:
     """A notebook's loop: an interrupted call is retried, its batch is dropped, or a new stream is started."""
 
-    def __init__(self, embeddings: Embeddings, path: Path, overlap: bool, rng: np.random.Generator) -> None:
-        self._embeddings, self._overlap, self._rng = embeddings, overlap, rng
+    def __init__(
+        self, embeddings: Embeddings, path: Path, overlap: bool, rng: np.random.Generator, number: int = signal.SIGINT
+    ) -> None:
+        self._embeddings, self._overlap, self._rng, self._number = embeddings, overlap, rng, number
         self._source = Parquet(str(path), batch_size=BATCH, extra="batch", num_threads=1)
         self._optimizer = embeddings.optimizer(torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0))
         self._seen = np.zeros(NUM_BATCHES, np.int64)  # how often a backward pass reached each batch
@@ -135,11 +153,12 @@ class Loop:
         """Return what the call returns, and interrupt it."""
         if name != self._which or self._came is not None:
             return call()
-        interrupts = Interrupts(self._at)
+        interrupts, error = Interrupts(self._at, self._number), SIGNALS[self._number]
         try:
-            with interrupts:
+            with raising(self._number, error), interrupts:
                 return call()
-        except KeyboardInterrupt:
+        except type(error) as raised:
+            assert raised is error
             self._unseen += name == "next"
             again = int(self._rng.integers(3))
             if again == 0:
@@ -164,15 +183,16 @@ class Loop:
 
 
 @pytest.mark.faults
+@each_signal
 @pytest.mark.parametrize("overlap", [False, True], ids=["inline", "threads"])
 @pytest.mark.parametrize("rows", ["local", "remote", "worker"])
 def test_interrupts_at_moments_of_a_loop(
-    rows: str, overlap: bool, path: Path, rng: np.random.Generator, request: pytest.FixtureRequest
+    rows: str, overlap: bool, number: int, path: Path, rng: np.random.Generator, request: pytest.FixtureRequest
 ) -> None:
     """Tries a sample of the moments; with `--faults-seconds 60` or more, all of them."""
     gap = 1 if request.config.getoption("--faults-seconds") >= 60 else 40
     with embeddings_over(rows, 2 if overlap else 0) as embeddings:
-        loop = Loop(embeddings, path, overlap, rng)
+        loop = Loop(embeddings, path, overlap, rng, number)
         for call in CALLS:
             at, hits, misses = int(rng.integers(1, gap + 1)), 0, 0  # calls differ in length
             while misses < 3:
@@ -191,20 +211,20 @@ def test_interrupts_at_moments_of_a_loop(
 
 
 @contextmanager
-def interrupted_steps() -> Iterator[None]:
-    """Let SIGINT interrupt the steps of a loop, and not the test around them, which could not catch two in a row."""
+def interrupted_steps(number: int) -> Iterator[None]:
+    """Let a signal interrupt the steps of a loop, and not the test around them, which could not catch two in a row."""
 
     def interrupt(_: int, frame: FrameType | None) -> None:
         while frame is not None and frame.f_code is not Loop.step.__code__:
             frame = frame.f_back
         if frame is not None:
-            raise KeyboardInterrupt
+            raise SIGNALS[number].with_traceback(None)
 
-    before = signal.signal(signal.SIGINT, interrupt)
+    before = signal.signal(number, interrupt)
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, before)
+        signal.signal(number, before)
 
 
 # A signal that is pending while pyzmq frees a Frame is swallowed, with this warning.
@@ -212,13 +232,14 @@ def interrupted_steps() -> Iterator[None]:
 @pytest.mark.parametrize("rows", ["remote", "worker"])
 def test_signals_at_any_time(rows: str, path: Path, rng: np.random.Generator) -> None:
     """Sends real signals, which wake a wait for a server or a lock, also while another signal is handled."""
-    with embeddings_over(rows, 0) as embeddings, no_hang(DEADLINE_SECONDS), interrupted_steps():
+    number = int(rng.choice([each for each in SIGNALS if each != signal.SIGALRM]))  # SIGALRM is that of no_hang
+    with embeddings_over(rows, 0) as embeddings, no_hang(DEADLINE_SECONDS), interrupted_steps(number):
         loop, hits, until = Loop(embeddings, path, False, rng), 0, time.monotonic() + 2.0
         over = threading.Event()
 
         def press() -> None:
             while not over.wait(rng.uniform(0.0, 0.02)):
-                signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+                signal.pthread_kill(threading.main_thread().ident or 0, number)
 
         thread = threading.Thread(target=press)
         thread.start()
@@ -226,7 +247,7 @@ def test_signals_at_any_time(rows: str, path: Path, rng: np.random.Generator) ->
             while time.monotonic() < until:
                 try:
                     loop.step()
-                except KeyboardInterrupt:
+                except type(SIGNALS[number]):
                     hits += 1
         finally:
             over.set()
@@ -251,8 +272,9 @@ def test_a_second_update_of_a_step_is_refused() -> None:
         assert contents(worker) != before
 
 
+@each_signal
 @pytest.mark.parametrize("connected", [True, False])
-def test_interrupts_at_every_moment_of_a_remote_call(connected: bool) -> None:
+def test_interrupts_at_every_moment_of_a_remote_call(connected: bool, number: int) -> None:
     """The connection works for the next call: no part of a message is left over."""
     ids = np.arange(100, dtype=np.uint64)
     with ExitStack() as stack, no_hang(DEADLINE_SECONDS):
@@ -261,25 +283,26 @@ def test_interrupts_at_every_moment_of_a_remote_call(connected: bool) -> None:
         while came:
             if not connected:
                 client = stack.enter_context(Client(Calls, service.address, deadline=5.0))
-            interrupts = Interrupts(at)
-            with suppress(KeyboardInterrupt), interrupts:
+            interrupts, error = Interrupts(at, number), SIGNALS[number]
+            with suppress(type(error)), raising(number, error), interrupts:
                 client.call.double(ids)
             assert np.array_equal(client.call.double(2 * ids), 4 * ids), f"after moment {at}"
             came, at = interrupts.came, at + (1 if connected else 7)
         assert at > 50
 
 
-def test_a_checkpoint_after_an_interrupted_next(path: Path, rng: np.random.Generator) -> None:
+@each_signal
+def test_a_checkpoint_after_an_interrupted_next(number: int, path: Path, rng: np.random.Generator) -> None:
     """Where the order is fixed, an update waits for lookups that wait for the batch that never reached the user."""
     table = Table("t", dim=2, optimizer=SGD(lr=1.0), initial=Zeros())
     embeddings = Embeddings({"id": table}, staleness=1, deterministic=True, num_threads=1)
     optimizer = embeddings.optimizer(torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0))
     data = [batch(range(4 * i, 4 * i + 4)) for i in range(6)]
-    for at in range(1, 400, 5):
+    for at in range(1, 2000, 9):
         with no_hang(DEADLINE_SECONDS), embeddings.stream(data, overlap=False) as stream:
             next(stream).embeddings.sum().backward()
-            interrupts = Interrupts(at)
-            with suppress(KeyboardInterrupt), interrupts:
+            interrupts, error = Interrupts(at, number), SIGNALS[number]
+            with suppress(type(error)), raising(number, error), interrupts:
                 next(stream)
             with suppress(StreamError):  # the source was interrupted
                 optimizer.step()
@@ -288,3 +311,24 @@ def test_a_checkpoint_after_an_interrupted_next(path: Path, rng: np.random.Gener
         if not interrupts.came:
             break
     assert before > 10 and not interrupts.came
+
+
+@each_signal
+def test_an_interrupted_end_of_a_stream_is_finished_by_the_next_close(
+    number: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    embeddings, model, optimizer = job()
+    stream, finished = embeddings.stream(batches(2)), list[int]()
+
+    def finish() -> None:
+        finished.append(len(finished))
+        if len(finished) == 1:
+            signal.raise_signal(number)
+
+    monkeypatch.setattr(session_of(embeddings).dense, "finish", finish)
+    train_step(model, optimizer, next(stream))
+    with raising(number, SIGNALS[number]), pytest.raises(type(SIGNALS[number])):
+        stream.close()
+    stream.close()
+    stream.close()
+    assert finished == [0, 1]

@@ -19,7 +19,7 @@ from satrap.train.joint_batches import JointBatches
 from satrap.train.joint_calls import Call, JointCall, require_same
 
 CALLS = st.builds(
-    JointCall, st.sampled_from(Call), st.integers(0, 3), st.integers(0, 3), st.tuples(*[st.integers(-1, 9)] * 3)
+    JointCall, st.sampled_from(Call), st.integers(0, 3), st.integers(0, 3), st.tuples(*[st.integers(-1, 9)] * 4)
 )
 INPUTS = Inputs(names=("a",), values=np.zeros(1, np.uint64), batch_size=1)
 
@@ -67,7 +67,7 @@ def train(joint: JointBatches, loop: list[str], left_out: int | None) -> str:
                 if joint.must_compare_request:
                     joint.request()
                 batch = SimpleNamespace(inputs=INPUTS, step=number)
-                assert joint.take(batch) is not None
+                assert joint.take(batch, is_last=False) is not None
             elif what in ("use", "step"):
                 getattr(joint, what)(batch)
             elif what != "leave" or joint.may_be_awaited:

@@ -128,16 +128,17 @@ def test_another_number_of_trainers_resumes(trainers: Trainers, tmp_path: Path, 
     assert sorted(trained) == list(range(N))
 
 
-def test_accumulation_ends_where_the_batches_end(trainers: Trainers, tmp_path: Path) -> None:
-    """Two trainers have five batches, two per step: the last step has one batch of one trainer, and padding."""
-    found = trainers.run_on_servers(2, 2, tmp_path, batches=5, accumulate=2, whole_steps=False)
-    assert [len(each["seen"]) for each in found] == [3, 3]
+@pytest.mark.parametrize(("num", "accumulate"), [(5, 2), (7, 3)])
+def test_accumulation_ends_where_the_batches_end(num: int, accumulate: int, trainers: Trainers, tmp_path: Path) -> None:
+    """Two trainers have an odd number of batches: the last step has one batch of one trainer, and padding."""
+    found = trainers.run_on_servers(2, 2, tmp_path, batches=num, accumulate=accumulate)
+    assert [len(each["seen"]) for each in found] == [accumulate + 1, accumulate + 1]
     assert found[0]["dense"] == found[1]["dense"] and all(each["lost"] == {} for each in found)
     embeddings, model, optimizer = job()
-    known = {str(each.values.tolist()): each for each in batches(5)}
-    steps = [[each["seen"][i] for each in found if each["seen"][i]] for i in range(3)]
-    for pair in (steps[:2], steps[2:]):
-        mine = [[known[str(values)] for values in step] for step in pair]
+    known = {str(each.values.tolist()): each for each in batches(num)}
+    steps = [[each["seen"][i] for each in found if each["seen"][i]] for i in range(accumulate + 1)]
+    for group in (steps[:accumulate], steps[accumulate:]):
+        mine = [[known[str(values)] for values in step] for step in group]
         with embeddings.stream([each for step in mine for each in step], accumulate=sum(map(len, mine))) as stream:
             for step in mine:
                 for _ in step:
@@ -154,7 +155,7 @@ def test_a_weight_applies_until_the_batchs_backward_pass() -> None:
     others = iter([8, 8, 8, 0])
 
     def exchange(numbers: Sequence[int], *, patient: bool) -> list[Sequence[int]]:
-        return [numbers, [*numbers[:3], next(others), 2, 0] if numbers[0] == Call.NEXT else numbers]
+        return [numbers, [*numbers[:3], next(others), 2, 0, 0] if numbers[0] == Call.NEXT else numbers]
 
     inputs = JointBatches(
         iter([*batches(1), *batches(1, size=3)]), embeddings.features.names, exchange, 0, weights.append
@@ -206,7 +207,7 @@ def test_dense_gradients_are_weighed_until_the_next_weight() -> None:
 
 @given(st.lists(st.integers(0, 1000), min_size=1, max_size=9).filter(any))
 def test_the_mean_of_weighted_means_is_the_mean(sizes: list[int]) -> None:
-    batches = [(n, 3 if n else 0, 0 if n else -1) for n in sizes]
+    batches = [(n, 3 if n else 0, 0 if n else -1, 0) for n in sizes]
     steps = [JointStep.from_batches(batches, rank) for rank in range(len(sizes))]
     values = [np.arange(n) + 7.0 * rank for rank, n in enumerate(sizes)]
     means = [step.weight * each.mean() if len(each) else 0.0 for step, each in zip(steps, values, strict=True)]
@@ -235,5 +236,5 @@ def test_padding_has_the_shape_of_the_other_trainers_batches(label: tuple[int, .
     assert dense.shape == (2, 3) and not dense.any()
     assert (None if found is None else found.shape[1:]) == (None if label is None else label[1:])
     batch = InFlightBatch(padding, 1, torch.empty(0), None, Features({"a": Table("a", dim=1)}))
-    assert stream.take(batch) is None and stream.is_stopped
+    assert stream.take(batch, is_last=True) is None and stream.is_stopped
     assert list(stream) == []

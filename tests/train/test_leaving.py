@@ -98,6 +98,21 @@ def test_a_step_that_is_stepped_twice_is_refused() -> None:
 
 
 @each_way
+def test_one_step_may_take_the_batches_of_several(overlap: bool) -> None:
+    """In a fixed order its update waits for the lookups that must not see it, which wait for all of its batches."""
+    embeddings, model, optimizer = job(1, deterministic=True)
+    stream = embeddings.stream(batches(6), overlap=overlap)
+    for _ in range(3):
+        first, second = next(stream), next(stream)
+        (loss_of(model, first) + loss_of(model, second)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        embeddings.drain()
+    assert next(stream, None) is None
+    assert embeddings.step == 6 and embeddings.counters().lost == {}
+
+
+@each_way
 def test_one_training_stream_at_a_time(overlap: bool) -> None:
     embeddings, model, optimizer = job(1)
     outer = embeddings.stream(batches(6), overlap=overlap)

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -428,3 +429,36 @@ def test_every_batch_comes_once_in_order_and_within_the_staleness(
     if deterministic:
         for step, applied in tables.seen.items():
             assert drop or applied == accumulate * max(0, step - 1 - staleness)
+
+
+def test_a_batch_that_is_being_looked_up_is_another_batch() -> None:
+    """It is neither waiting for its lookup nor ready, and the source has ended."""
+    started, may_end = threading.Event(), threading.Event()
+
+    def look_up(inputs: Any, step: int, oldest_open: int, ahead: Any) -> Any:
+        if step == 2:
+            started.set()
+            assert may_end.wait(60.0)
+        return inputs, step
+
+    inputs: Any = iter([0, 1])
+    pipeline: Any = PrefetchPipeline(
+        inputs, StalenessGate(1), look_up, read_ahead=lambda inputs, step: (inputs, step), overlap=True
+    )
+    assert pipeline.next() == (0, 1)
+    assert started.wait(60.0)
+    with pipeline._changed:
+        assert pipeline._changed.wait_for(lambda: pipeline._state.exhausted, 60.0)
+    wait = pipeline._wait
+
+    def end_lookup_and_wait(held: Any) -> None:
+        may_end.set()
+        wait(held)
+
+    pipeline._wait = end_lookup_and_wait
+    try:
+        assert not pipeline.is_last()
+    finally:
+        may_end.set()
+    assert pipeline.next() == (1, 2) and pipeline.is_last()
+    pipeline.close()

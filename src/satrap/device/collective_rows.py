@@ -151,19 +151,22 @@ class CollectiveRows(ShardedRows):
             self._read(request, block, sequences)
             return None
         at = self._advance_step(request.step)
-        unfinished, self._unfinished = self._unfinished, None
-        ticket, future = unfinished or self._start(request, at)
+        with Uninterrupted():
+            ticket, future = self._unfinished or self._start(request, at)
+            self._unfinished = None if future is None else (ticket, future)  # an interrupted call waits for these again
         if future is None:
             for each in (block, *sequences):
                 each.zero_()
             return ticket
         try:
             rows = self._lookup_thread.wait(future)
-        except KeyboardInterrupt:
-            self._unfinished = ticket, future  # the retry waits for the same rows
+        except Exception:
+            if future.done() and future.exception() is not None:
+                self._unfinished = None
             raise
         with self._row_stream.joined():
             self._pool(ticket, rows, request.batch_size, block, sequences)
+        self._unfinished = None
         return ticket
 
     def join(self, step: int, oldest_open: int) -> None:

@@ -6,12 +6,12 @@ Ctrl-C, or an error of the training loop. A caller that gives up leaves its roun
 
 import threading
 from collections.abc import Callable
-from concurrent.futures import Future, TimeoutError
+from concurrent.futures import Future, wait
 from queue import SimpleQueue
 from typing import Any, TypeVar
 
 from satrap.errors import StreamError
-from satrap.interrupts import SLICE_SECONDS
+from satrap.interrupts import SLICE_SECONDS, Uninterrupted
 
 _R = TypeVar("_R")
 
@@ -48,16 +48,13 @@ class RoundThread:
     def wait(self, future: "Future[_R]") -> _R:
         """Return the result of a submitted function; StreamError if callers give up."""
         released = self.released
-        while True:
-            try:
-                return future.result(SLICE_SECONDS)
-            except TimeoutError:
-                if future.done():
-                    raise
-                if released.is_set():
-                    raise StreamError(
-                        "this stream ended with an error while other trainers still had to join its step"
-                    ) from None
+        with Uninterrupted() as held:  # a signal must not come while this thread holds the future's own lock
+            while not future.done():
+                wait([future], SLICE_SECONDS)
+                held.check()
+                if released.is_set() and not future.done():
+                    raise StreamError("this stream ended with an error while other trainers still had to join its step")
+            return future.result()
 
     def close(self) -> None:
         """End the thread after what was submitted. Does not wait for it: another trainer may be missing."""

@@ -243,7 +243,7 @@ def _staleness(run: RunRecords) -> BarChart:
         note += f" At most {bounds.pop()} was permitted."
     return BarChart(
         title="Staleness",
-        category="earlier steps whose updates a lookup missed",
+        category="earlier steps of the same trainer whose updates a lookup missed",
         value="batches",
         bars=[(str(low) if low == high else f"{low} to {high}", float(count)) for low, high, count in found],
         columns=("share",),

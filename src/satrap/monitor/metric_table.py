@@ -127,7 +127,7 @@ GROUPS: dict[str, tuple[Metric, ...]] = {
             "satrap_staleness_steps",
             "histogram",
             "steps",
-            "Earlier steps whose updates a lookup missed, for each batch.",
+            "Earlier steps of the same trainer whose updates a lookup missed, for each batch.",
             (TRAINER,),
         ),
         Metric("satrap_staleness_bound_steps", "gauge", "steps", "Largest staleness permitted.", (TRAINER,)),

@@ -20,7 +20,8 @@ class Counters:
     bytes: Mapping[str, int] = field(default_factory=dict)
     """Current memory of each table."""
     staleness: Mapping[int, int] = field(default_factory=dict)
-    """Number of batches that were looked up while n earlier steps were not yet applied."""
+    """Number of batches that were looked up while n earlier steps of their own trainer were not yet applied. What a
+    lookup misses of other trainers is not counted."""
     stages: Mapping[str, float] = field(default_factory=dict)
     """Seconds spent in each stage."""
     inside: float | None = None
@@ -71,7 +72,7 @@ class Report:
     max_staleness: int | None = None
     """Maximum in the interval."""
     staleness_counts: Mapping[int, int] = field(default_factory=dict)
-    """Number of batches of the interval that missed n earlier steps."""
+    """Number of batches of the interval that missed n earlier steps of their own trainer."""
     rows: Mapping[str, int] = field(default_factory=dict)
     """Number of rows in each table."""
     bytes: Mapping[str, int] = field(default_factory=dict)

@@ -31,6 +31,7 @@ from torch import Tensor
 
 from satrap.config.features import Features
 from satrap.config.tables import LAST_STEP, Table, Zeros
+from satrap.config.validation import check_number
 from satrap.device.device_stream import current_stream
 from satrap.errors import ConfigError, NonFiniteError, StreamError
 from satrap.train.async_optimizer import table_optimizer
@@ -55,15 +56,18 @@ class _Gradients:
     values: Tensor
     """Gradients of all rows, [rows, DIM], on the device of the parameters."""
     lrs: list[float]
-    """Learning rate of each param group."""
+    """Learning rate of each param group, times `lr_scale`."""
 
 
 class AsyncDense(DenseStrategy):
     """The dense parameters of a model, stored in tables on the servers; created by `Embeddings.optimizer`."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer, trainers: ProcessGroup) -> None:
-        """Raise ConfigError if a table cannot apply the optimizer's update, or if the optimizer has already stepped."""
+    def __init__(self, optimizer: torch.optim.Optimizer, trainers: ProcessGroup, lr_scale: float = 1.0) -> None:
+        """Raise ConfigError if a table cannot apply the optimizer's update, or if the optimizer has already stepped.
+
+        lr_scale: factor of the optimizer's learning rates at the servers."""
         self._optimizer, self._trainers = optimizer, trainers
+        self._lr_scale = check_number("optimizer", "lr_scale", lr_scale, 0.0)
         self._table_optimizers = [table_optimizer(optimizer, group) for group in optimizer.param_groups]
         self.tables = tuple(
             Table(f"{_PREFIX}{number}", dim=DIM, optimizer=each, initial=Zeros())
@@ -186,7 +190,9 @@ class AsyncDense(DenseStrategy):
         if scale != 1.0:
             values *= scale
         rows = [np.arange(self._first[i], self._first[i + 1]) for i, _ in given]
-        return _Gradients(np.concatenate([np.zeros(0, np.int64), *rows]), values, [each.lr for each in now])
+        return _Gradients(
+            np.concatenate([np.zeros(0, np.int64), *rows]), values, [each.lr * self._lr_scale for each in now]
+        )
 
     def step(self, inverse_scale: float) -> None:
         """Do nothing: the update of the tables has sent the gradients."""
@@ -262,7 +268,7 @@ class AsyncDense(DenseStrategy):
         self._versions = [each._version for each in self._parameters]
 
     def _views(self, values: Tensor) -> list[Tensor]:
-        """Return each parameter's topology of [rows, DIM]."""
+        """Return a view of each parameter's part of [rows, DIM]."""
         flat = values.view(-1)
         return [
             flat[first * DIM : first * DIM + each.numel()].view(each.shape)

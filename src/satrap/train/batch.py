@@ -10,7 +10,7 @@ the gradient there. `batch[name]` is a view of the leaf's columns of one feature
 
 import weakref
 from collections.abc import Callable, Iterator, KeysView, Mapping
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -52,6 +52,8 @@ class InFlightBatch:
         """Factor of its gradients relative to the other trainers'; see `satrap.train.joint_step`."""
         self.ready: list[Mark] = []
         """After the work of the device that makes the batch's tensors."""
+        self.number_in_step = 0
+        """Its number among the batches of its step that were returned, from 1."""
         self.calls = BatchCalls()
         """Which calls were compared with the other trainers'."""
         self.is_used = False
@@ -62,9 +64,9 @@ class InFlightBatch:
         """Why the rows cannot be used any more; None if they can."""
         self._batch: Callable[[], object] = _never_released
 
-    def hand_over(self, use: "Callable[[InFlightBatch], None] | None", *, with_dense: bool = False) -> "Batch":
-        """Return the user's view; called once. `use` and `with_dense` are those of `Batch`."""
-        batch = Batch(self, use, with_dense=with_dense)
+    def hand_over(self, training: "TrainingCalls | None" = None, *, with_dense: bool = False) -> "Batch":
+        """Return the user's view; called once. `training` and `with_dense` are those of `Batch`."""
+        batch = Batch(self, training, with_dense=with_dense)
         self._batch = weakref.ref(batch)
         return batch
 
@@ -120,16 +122,24 @@ class InFlightBatch:
             self.forbid_gradients(why)
 
 
+class TrainingCalls(Protocol):
+    """What a batch asks of the stream that trains on it."""
+
+    def use(self, batch: InFlightBatch) -> None:
+        """Prepare the rows of a batch for their first use; look them up now if that was not done."""
+
+    def completes_step(self, batch: InFlightBatch) -> bool:
+        """Return whether the batch is the last one of its step."""
+
+
 class Batch:
     """One batch of a stream: `batch[name]` has the rows of a feature, and iterating over it yields the features' names.
     `len(batch)` is the number of its samples."""
 
-    __slots__ = ("__weakref__", "_dense", "_in_flight", "_pooled", "_use", "inputs", "step")
+    __slots__ = ("__weakref__", "_dense", "_in_flight", "_pooled", "_stream", "_unused_in", "inputs", "step")
 
-    def __init__(
-        self, in_flight: InFlightBatch, use: Callable[[InFlightBatch], None] | None, *, with_dense: bool
-    ) -> None:
-        """use: called before the first use of rows.
+    def __init__(self, in_flight: InFlightBatch, training: TrainingCalls | None, *, with_dense: bool) -> None:
+        """training: its `use` is called before the first use of rows; None in evaluation.
         with_dense: call `use` before the first use of `dense`, too.
         """
         self.inputs: Inputs = in_flight.inputs
@@ -137,7 +147,8 @@ class Batch:
         process read the batch."""
         self.step: int = in_flight.step
         """The optimizer step that the batch belongs to; 0 in evaluation."""
-        self._in_flight, self._use = in_flight, use
+        self._in_flight, self._unused_in = in_flight, training
+        self._stream = None if training is None else weakref.ref(training)  # the batch may outlive it
         self._dense = None if with_dense else in_flight.dense
         self._pooled: dict[bool, dict[str, Tensor]] = {}
         """Each feature's columns of `embeddings`, as split with autograd (True) or without."""
@@ -201,14 +212,25 @@ class Batch:
         return self._looked_up().embeddings
 
     @property
+    def completes_step(self) -> bool:
+        """Whether to call `optimizer.step()` after the backward pass of this batch: it is the last one of its step, the
+        Nth with `stream(accumulate=N)` or the last one of the stream. A step with fewer batches than N reads one batch
+        ahead to find out, when this is first asked; with several trainers, when the batch is returned. False in
+        evaluation."""
+        if self._stream is None:
+            return False
+        stream = self._stream()
+        return stream is None or stream.completes_step(self._in_flight)
+
+    @property
     def position(self) -> Position | None:
         """The position of the source after this batch."""
         return self.inputs.position
 
     def _looked_up(self) -> InFlightBatch:
-        if self._use is not None:
-            self._use(self._in_flight)
-            self._use = None  # the batch may outlive the stream
+        if self._unused_in is not None:
+            self._unused_in.use(self._in_flight)
+            self._unused_in = None
         return self._in_flight
 
 

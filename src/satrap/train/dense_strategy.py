@@ -16,7 +16,7 @@ from torch.utils.hooks import RemovableHandle
 from satrap.config.features import Features
 from satrap.config.tables import Table
 from satrap.data.inputs import Inputs
-from satrap.errors import StreamError
+from satrap.errors import ConfigError, StreamError
 from satrap.interrupts import Uninterrupted
 from satrap.train.joint_batches import JointBatches
 from satrap.train.process_group import ProcessGroup
@@ -102,7 +102,12 @@ class SyncDense(DenseStrategy):
 
     is_joint = True
 
-    def __init__(self, optimizer: torch.optim.Optimizer, trainers: ProcessGroup) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, trainers: ProcessGroup, lr_scale: float = 1.0) -> None:
+        if lr_scale != 1.0:
+            raise ConfigError(
+                f"optimizer: lr_scale is {lr_scale!r} with dense='sync', where the torch optimizer steps the dense "
+                "parameters: set its lr, or dense='async'"
+            )
         self._optimizer, self._trainers = optimizer, trainers
         self._is_checked = False
         self._weight_hooks: list[RemovableHandle] = []

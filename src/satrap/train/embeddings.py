@@ -64,7 +64,7 @@ class Embeddings(torch.nn.Module):
     ) -> None:
         """features: features by the name of their column; a bare table stands for one id per sample.
 
-        staleness: number of earlier steps whose updates a lookup may miss; 0 is fully synchronous.
+        staleness: number of a trainer's own earlier steps whose updates a lookup may miss; 0 is fully synchronous.
         deterministic: give every lookup exactly that staleness, so that a run repeats bit for bit.
         seed: seed of initial values and random draws.
         num_threads: threads for table work; None: the cores that torch leaves free if the two overlap, else all cores.
@@ -134,12 +134,17 @@ class Embeddings(torch.nn.Module):
         """The tables by name: each a `Store`, or for tables on servers the methods of a `Store` that work remotely."""
         return self.worker.tables
 
-    def optimizer(self, dense: torch.optim.Optimizer) -> HybridOptimizer:
+    def optimizer(self, dense: torch.optim.Optimizer, *, lr_scale: float = 1.0) -> HybridOptimizer:
         """Return an optimizer that steps the dense parameters and the tables. With dense="async" all trainers call it,
-        once."""
+        once.
+
+        lr_scale: with dense="async", factor of the learning rates of the dense parameters. The trainers then take as
+            many steps as they have batches, where with dense="sync" all of them together take one: Adam and AdamW go as
+            far with 1 / world size, Adagrad with 1 / sqrt(world size), SGD with 1.
+        """
         if not isinstance(dense, torch.optim.Optimizer):
             raise ConfigError(f"dense is a {type(dense).__name__}; expected a torch.optim.Optimizer")
-        strategy = self._strategy(dense, self.trainers)
+        strategy = self._strategy(dense, self.trainers, lr_scale)
         if strategy.tables:
             self._session.open(strategy)
         optimizer = HybridOptimizer(dense, self._session, strategy)
@@ -273,7 +278,7 @@ class Embeddings(torch.nn.Module):
         look_up = BatchLookup(self.worker, self.worker.device or torch.device("cpu"), train=False, overlap=False)
         found = look_up(self.worker.inputs_of(inputs), 0, 0)
         look_up.wait_for_copies(found)
-        return found.hand_over(None)
+        return found.hand_over()
 
     def extra_repr(self) -> str:
         """Return what print(model) shows."""

@@ -53,6 +53,8 @@ class JointBatches(Iterator[Inputs]):
         self._is_alone = False  # compares no more calls
         self.is_stopped = False
         """Whether no trainer has another batch."""
+        self.is_last = False
+        """Whether the last batch returned was the last one with samples of any trainer, if all of them know that."""
 
     def __next__(self) -> Inputs:
         if self.is_stopped:
@@ -88,15 +90,17 @@ class JointBatches(Iterator[Inputs]):
             self._compare(Call.REQUEST, self._returned + 1, self._last_step)
             self._requested = self._returned + 1
 
-    def take(self, batch: InFlightBatch) -> JointStep | None:
+    def take(self, batch: InFlightBatch, *, is_last: bool) -> JointStep | None:
         """Return the step that the batch makes with the other trainers' batches; None if none of them has samples:
-        then there is no other batch."""
-        made = self._compare(Call.NEXT, self._returned + 1, batch.step, describe(batch.inputs))
+        then there is no other batch.
+
+        is_last: whether this trainer knows that it has no later batch with samples."""
+        made = self._compare(Call.NEXT, self._returned + 1, batch.step, describe(batch.inputs, is_last=is_last))
         step = JointStep.from_batches([each.shape for each in made], self._rank)
         if not step.num_samples:
             self.is_stopped = True
             return None
-        self._returned, self._last_step = self._returned + 1, batch.step
+        self._returned, self._last_step, self.is_last = self._returned + 1, batch.step, step.is_last
         self._requested = self._returned
         batch.calls = BatchCalls(self._returned, batch.step)
         return step
@@ -141,8 +145,9 @@ class JointBatches(Iterator[Inputs]):
 
     def leave(self) -> None:
         """Compare the end of the loop. No call after this is compared."""
-        self._compare(Call.LEAVE, self._returned, self._last_step)
-        self._is_alone = True
+        with Uninterrupted():
+            self._compare(Call.LEAVE, self._returned, self._last_step)
+            self._is_alone = True
 
     def part(self) -> None:
         """Compare no other call: this trainer has had an error."""
@@ -155,7 +160,7 @@ class JointBatches(Iterator[Inputs]):
                 self._compare(call, calls.number, calls.step)
                 calls.last = call
 
-    def _compare(self, call: Call, number: int, step: int, shape: BatchShape = (0, 0, 0)) -> list[JointCall]:
+    def _compare(self, call: Call, number: int, step: int, shape: BatchShape = (0, 0, 0, 0)) -> list[JointCall]:
         """Return the calls of all trainers; raise StreamError if they differ, and in every call after an error."""
         if self._error is not None:
             raise StreamError(self._error)

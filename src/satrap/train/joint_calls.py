@@ -61,13 +61,13 @@ class JointCall:
     """The batch's, from 1 in each stream; without one, the number of batches that the loop has received."""
     step: int
     """The batch's; without one, that of the last batch that the loop has received."""
-    shape: BatchShape = (0, 0, 0)
+    shape: BatchShape = (0, 0, 0, 0)
 
     @classmethod
     def parse(cls, line: Sequence[int]) -> Self:
         """Return the call of which `line` returned this."""
         call, number, step, *shape = line
-        return cls(Call(call), number, step, (shape[0], shape[1], shape[2]))
+        return cls(Call(call), number, step, (shape[0], shape[1], shape[2], shape[3]))
 
     def line(self) -> list[int]:
         """Return the call as numbers, always as many."""

@@ -17,8 +17,9 @@ from satrap.data.inputs import Inputs
 
 PADDING_ROWS = 2
 """Rows of zeros that a padding batch feeds the dense network: enough for a BatchNorm."""
-BatchShape = tuple[int, int, int]
-"""What the other trainers need to know of a batch: its samples, and its columns of dense features and of labels."""
+BatchShape = tuple[int, int, int, int]
+"""What the other trainers need to know of a batch: its samples, its columns of dense features and of labels, and 1 if
+it is known to be the last one of its trainer that has samples."""
 _NO_LABEL, _FLAT_LABEL = -1, 0
 
 
@@ -30,6 +31,8 @@ class JointStep:
     """Samples in all batches together."""
     weight: float
     """Factor of this trainer's gradients."""
+    is_last: bool
+    """Whether no trainer has a later batch with samples, if all of them know that."""
     _dense_columns: int
     _label_columns: int
 
@@ -39,7 +42,7 @@ class JointStep:
         total = sum(each[0] for each in batches)
         weight = len(batches) * batches[rank][0] / total if total else 0.0
         largest = max(batches, key=lambda each: each[0])  # it has samples if any batch has
-        return cls(total, weight, largest[1], largest[2])
+        return cls(total, weight, all(each[3] for each in batches), largest[1], largest[2])
 
     def padding(self) -> tuple[NDArray[np.float32], NDArray[np.float32] | None]:
         """Return dense features and labels of a padding batch, with the columns of the other trainers' batches."""
@@ -50,14 +53,14 @@ class JointStep:
         return dense, np.zeros((PADDING_ROWS, *columns), np.float32)
 
 
-def describe(inputs: Inputs | None) -> BatchShape:
+def describe(inputs: Inputs | None, *, is_last: bool = False) -> BatchShape:
     """Return the shape of a batch."""
     if inputs is None or isinstance(inputs, Padding):
-        return 0, 0, _NO_LABEL
+        return 0, 0, _NO_LABEL, int(is_last)
     label = _NO_LABEL
     if inputs.label is not None:
         label = _FLAT_LABEL if inputs.label.ndim == 1 else inputs.label.shape[1]
-    return inputs.batch_size, 0 if inputs.dense is None else inputs.dense.shape[1], label
+    return inputs.batch_size, 0 if inputs.dense is None else inputs.dense.shape[1], label, int(is_last)
 
 
 class Padding(Inputs):

@@ -18,10 +18,10 @@ An exception in any stage is kept with a note that names the stage, stops the th
 call. Of several exceptions the first is raised, then that of an update. After it was raised, `finish` still applies the
 submitted updates.
 
-An interrupt (KeyboardInterrupt, which reaches only the user's thread) is not such an error: the user's next call
-resumes where the interrupt came. Items change hands inside `Uninterrupted`; an interrupted lookup or update in the
-user's thread is retried, which is idempotent. Only an interrupted source cannot continue, since a generator has then
-ended.
+An interrupt (what the handler of a signal raises, such as KeyboardInterrupt; it reaches only the user's thread) is not
+such an error: the user's next call resumes where the interrupt came. Items change hands inside `Uninterrupted`; an
+interrupted lookup or update in the user's thread is retried, which is idempotent. Only an interrupted source cannot
+continue, since a generator has then ended.
 
 The pipeline uses neither tables nor torch: it receives functions that look up and apply updates.
 """
@@ -45,8 +45,6 @@ _INTERRUPTED = (
     "another stream with embeddings.stream(...)"
 )
 _CLOSE_SECONDS = 10.0  # a reader that takes longer is reported, and ends with the process
-
-
 _CLOSED = "this stream was closed: start another one with embeddings.stream(...)"
 _TABLES = (Stage.UPDATE, Stage.LOOKUP)
 
@@ -62,6 +60,7 @@ class PrefetchPipeline(Generic[Item]):
         *,
         read_ahead: Callable[[Inputs, int], Item],
         resolve: Callable[[Inputs, int, int], None] = lambda *_: None,
+        has_rows: Callable[[Inputs], bool] = lambda _: True,
         overlap: bool,
         remote: bool = False,
     ) -> None:
@@ -70,12 +69,13 @@ class PrefetchPipeline(Generic[Item]):
 
         read_ahead(inputs, step) creates the item that next() returns before the lookup of its batch.
         resolve(inputs, step, oldest_open) does the part of a lookup that may run ahead of it, in the thread that reads.
+        has_rows(inputs) tells whether the batch has rows: then the staleness of its lookup is counted.
         remote: lookups and updates wait for a network, each mostly in one direction; run both concurrently if the gate
             allows.
         """
         self.seconds = Seconds()
         self._inputs, self._gate, self._look_up, self._read_ahead_of = inputs, gate, look_up, read_ahead
-        self._resolve = resolve
+        self._resolve, self._has_rows = resolve, has_rows
         self._state: State[Item] = State()
         self._changed = threading.Condition()
         self._threads: list[threading.Thread] = []
@@ -156,13 +156,11 @@ class PrefetchPipeline(Generic[Item]):
 
     def is_last(self) -> bool:
         """Return whether no other batch will come. Reads one batch ahead to find out."""
+        state = self._state
         with self._inside() as held:
-            while not (self._state.ready or self._state.waiting or self._state.exhausted or self._state.closed):
-                if self._threads:
-                    self._wait(held)
-                else:
-                    self._run(Stage.READ, held)
-            return self._state.exhausted and not self._state.ready and not self._state.waiting
+            while not (state.ready or state.waiting or state.unfinished_lookup or state.closed or self._ended()):
+                self._wait(held) if self._threads else self._run(Stage.READ, held)
+            return self._ended()
 
     def submit(self, update: Update, taken: Callable[[], None] = lambda: None) -> None:
         """Take over an update, and call `taken` in that moment. Without threads the update is applied before this
@@ -298,7 +296,7 @@ class PrefetchPipeline(Generic[Item]):
             return None
         if state.unfinished_lookup is not None and Stage.LOOKUP in stages:
             return Stage.LOOKUP
-        if Stage.UPDATE in stages and state.updates and self._gate.may_update(state.updates[0].steps[-1]):
+        if Stage.UPDATE in stages and state.updates and self._gate.may_update(state.updates[0].steps[0]):
             return Stage.UPDATE
         if Stage.LOOKUP not in stages or not (is_needed or self._gate.deterministic) or not self._gate.may_look_up():
             return None
@@ -317,7 +315,7 @@ class PrefetchPipeline(Generic[Item]):
             return False
         if state.exhausted and not (state.waiting or state.ahead or state.updates):
             return False
-        may_update = bool(state.updates) and self._gate.may_update(state.updates[0].steps[-1])
+        may_update = bool(state.updates) and self._gate.may_update(state.updates[0].steps[0])
         return not may_update and not self._gate.may_look_up()
 
     def _ended(self) -> bool:
@@ -359,7 +357,7 @@ class PrefetchPipeline(Generic[Item]):
                     self._apply(state.updates[0])
                 self._finish(state.updates.popleft())
         except BaseException as error:
-            if isinstance(error, Exception):
+            if isinstance(error, Exception) and not held.was_interrupted:
                 self._fail(stage, error)
             elif stage is Stage.READ:
                 self._fail(stage, StreamError(_INTERRUPTED))
@@ -387,7 +385,7 @@ class PrefetchPipeline(Generic[Item]):
     def _begin_look_up(self) -> tuple[Inputs, int, int, Item | None]:
         state = self._state
         inputs, ahead = state.ahead.popleft() if state.ahead else (state.waiting.popleft(), None)
-        step = self._gate.look_up()
+        step = self._gate.look_up(has_rows=self._has_rows(inputs))
         self._exhaust_gate()
         return inputs, step, self._gate.oldest_open, ahead
 

@@ -27,7 +27,7 @@ class StalenessGate:
         self.accumulate = accumulate
         self.deterministic = deterministic
         self.seen: Counter[int] = Counter()
-        """Number of batches that were looked up with n earlier steps open: the actual staleness."""
+        """Number of batches that were looked up with n earlier steps of this stream open: the actual staleness."""
         self._step = last_step + 1  # the next batch's
         self._in_step = 0  # batches of that step looked up so far
         self._open: OrderedDict[int, int] = OrderedDict()  # step -> batches looked up and not settled
@@ -56,11 +56,14 @@ class StalenessGate:
         """Apply rule 1 to the next batch."""
         return self.oldest_open >= self._step - self.staleness
 
-    def look_up(self) -> int:
-        """Record that the lookup of the next batch starts; return its step."""
+    def look_up(self, *, has_rows: bool = True) -> int:
+        """Record that the lookup of the next batch starts; return its step.
+
+        has_rows: whether the batch has rows, which may miss updates; padding has none."""
         assert self.may_look_up() and not self._exhausted
         step = self._step
-        self.seen[len(self._open) - (step in self._open)] += 1
+        if has_rows:
+            self.seen[len(self._open) - (step in self._open)] += 1
         self._open[step] = self._open.get(step, 0) + 1
         self._in_step += 1
         if self._in_step == self.accumulate:
@@ -72,7 +75,8 @@ class StalenessGate:
         self._exhausted = True
 
     def may_update(self, step: int) -> bool:
-        """Apply rule 2 to the update of `step`."""
+        """Apply rule 2 to the update of `step`; of several steps in one update, to the first of them, since the lookups
+        that rule 2 wants wait for all of them by rule 1."""
         return not self.deterministic or self._exhausted or self._step > step + self.staleness
 
     def settle(self, step: int) -> None:

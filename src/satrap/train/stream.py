@@ -11,7 +11,8 @@ Lookups keep the order of the batches, so a loop that reads ahead trains like on
 A returned batch is held until it is updated or dropped. It is dropped, and counted by cause, if its gradients are
 cleared without a step ("zero_grad"), if an overflow skips its step ("overflow"), if a later batch needs its place in
 the gate and the user never used it or released it before a loss ("unused"), or if the stream is closed ("closed";
-"unused" if its rows were never used). A dropped batch is never lost silently: using its rows, or a backward pass to
+"unused" if its rows were never used). Once the stream has ended, a batch whose gradients no step has taken counts as
+"unstepped", until a step takes them. A dropped batch is never lost silently: using its rows, or a backward pass to
 them, raises an error with the reason. So does using a batch while an earlier batch that the user still works on closes
 the gate.
 
@@ -37,11 +38,12 @@ from satrap.data.skipped_rows import SkippedRows
 from satrap.errors import StreamError
 from satrap.interrupts import Uninterrupted
 from satrap.monitor.report import Counters
+from satrap.train import drop_reasons
 from satrap.train.batch import Batch, InFlightBatch
 from satrap.train.batch_lookup import BatchLookup
 from satrap.train.dense_strategy import DenseStrategy
-from satrap.train.drop_reasons import DROP_REASONS, NO_LOADER, why_not_yet, why_passed
 from satrap.train.joint_batches import JointBatches
+from satrap.train.joint_step import Padding
 from satrap.train.pipeline_stages import Seconds, Update
 from satrap.train.prefetch_pipeline import PrefetchPipeline
 from satrap.train.staleness_gate import StalenessGate
@@ -106,6 +108,7 @@ class Stream(Iterator[Batch]):
                 self._look_up,
                 read_ahead=self._look_up.read_ahead,
                 resolve=self._look_up.resolve,
+                has_rows=lambda inputs: not isinstance(inputs, Padding),
                 overlap=overlap,
                 remote=remote,
             )
@@ -120,7 +123,7 @@ class Stream(Iterator[Batch]):
 
     @property
     def staleness_seen(self) -> dict[int, int]:
-        """Number of batches that were looked up while n earlier steps were not yet applied."""
+        """Number of batches that were looked up while n earlier steps of this stream were not yet applied."""
         return dict(sorted(self._gate.seen.items()))
 
     @property
@@ -131,30 +134,26 @@ class Stream(Iterator[Batch]):
     def counters(self) -> Counters:
         """Return the counters of this stream so far."""
         seconds = self.seconds
-        failed = {"batches/failed": self._pipeline.num_failed} if self._pipeline.num_failed else {}
+        dropped = self.dropped + Counter(failed=self._pipeline.num_failed, unstepped=len(self._unstepped()))
         return Counters(
             staleness=self.staleness_seen,
             stages={"read": seconds.read, "lookup": seconds.lookup, "update": seconds.update, "wait": seconds.wait},
             inside=seconds.inside,
-            lost={f"batches/{cause}": count for cause, count in dict(self.dropped).items()}
-            | failed
+            lost={f"batches/{cause}": count for cause, count in dropped.items()}
             | {f"rows/{cause}": count for cause, count in asdict(self._skipped_rows()).items() if count},
         )
 
     def __iter__(self) -> Self:
         if torch.utils.data.get_worker_info() is not None:
-            raise StreamError(NO_LOADER)
+            raise StreamError(drop_reasons.NO_LOADER)
         num_returned = sum(self._num_returned.values())
         if self._ended or 0 < num_returned == self._length:  # a loop that knows the length does not request the end
-            raise StreamError(
-                "this stream has ended, and a stream is one pass over its data: start another one with "
-                "embeddings.stream(...), or set epochs=... in the source"
-            )
+            raise StreamError(drop_reasons.ENDED)
         return self
 
     def __getitem__(self, _: object) -> NoReturn:
         """Refuse torch's DataLoader, which takes any object with this method for a dataset of samples."""
-        raise StreamError(NO_LOADER)
+        raise StreamError(drop_reasons.NO_LOADER)
 
     def __len__(self) -> int:
         """Return the total number of batches of this stream; TypeError if the source does not know it."""
@@ -162,10 +161,7 @@ class Stream(Iterator[Batch]):
             self._length = len(self._inputs)  # type: ignore[arg-type]  # not every iterator has a length
             return self._length
         except TypeError as error:
-            raise TypeError(
-                f"the length of this stream is not known: {error} (a torch DataLoader needs it, but cannot read a "
-                "stream: use embeddings.stream(satrap.IterableSource(loader)))"
-            ) from None
+            raise TypeError(drop_reasons.why_no_length(error)) from None
 
     def __next__(self) -> Batch:
         if self._ended:
@@ -188,13 +184,14 @@ class Stream(Iterator[Batch]):
             self._next_batch, self._joined = None, False
             if not self._train:
                 self._pipeline.drop(self._gate.oldest_open)
-                return held.hand_over(None)
+                return held.hand_over()
             self._num_returned[held.step] += 1
+            held.number_in_step = self._num_returned[held.step]
             if self.joint is not None:
                 self.joint.hand_over(held.inputs)
             self._ahead.append(held)
             self._collect()  # earlier batches may be looked up by now, and come first
-            return held.hand_over(self._use, with_dense=bool(self._dense.tables))
+            return held.hand_over(self, with_dense=bool(self._dense.tables))
 
     def _set_next(self, held: InFlightBatch) -> None:
         self._next_batch = held
@@ -204,21 +201,15 @@ class Stream(Iterator[Batch]):
         stepped = self._waiting_batches()
         if not stepped:
             return False
-        repeated = self._stepped.intersection(batch.step for batch in stepped)
-        if repeated:
-            raise StreamError(
-                f"step {min(repeated)} was already stepped with some of its batches; call optimizer.step() once for "
-                "all of them, after the backward pass of each"
-            )
+        if repeated := self._stepped.intersection(batch.step for batch in stepped):
+            raise StreamError(drop_reasons.why_twice(min(repeated)))
         for step in {batch.step for batch in stepped}:
-            if self._num_returned[step] < self._gate.accumulate and not self._ended and not self._is_last():
-                raise StreamError(
-                    f"step {step}: optimizer.step() after {self._num_returned[step]} of {self._gate.accumulate} "
-                    f"batches; call it after every {self._gate.accumulate}th, or change stream(accumulate=...)"
-                )
+            num_returned, accumulate = self._num_returned[step], self._gate.accumulate
+            if num_returned < accumulate and not self._ended and not self._has_no_other():
+                raise StreamError(drop_reasons.why_too_early(step, num_returned, accumulate))
         apply = self._look_up.update_with(stepped, lrs, scale)
-        steps = [batch.step for batch in stepped]
-        self._pipeline.submit(Update(steps=steps, apply=apply), lambda: self._mark_submitted(stepped))
+        update = Update(steps=[batch.step for batch in stepped], apply=apply)
+        self._pipeline.submit(update, lambda: self._mark_submitted(stepped))
         if self._ended:
             self._pipeline.drain()
             self._close_if_done()
@@ -228,9 +219,21 @@ class Stream(Iterator[Batch]):
         """Start to compute the largest gradient of the next update."""
         self._look_up.measure(self._waiting_batches())
 
-    def _is_last(self) -> bool:
-        """Return whether this trainer has no other batch. Reads one batch ahead to find out."""
-        return self._pipeline.is_last() or (self.joint is not None and self.joint.num_left == 0)
+    def completes_step(self, held: InFlightBatch) -> bool:
+        """Return whether the batch is the last one of its step. A step with few batches reads ahead to find out."""
+        if held.number_in_step < self._num_returned[held.step]:
+            return False
+        return held.number_in_step == self._gate.accumulate or self._ended or self._has_no_other()
+
+    def _has_no_other(self) -> bool:
+        """Return whether no batch will come after those returned."""
+        return self._pipeline.is_last() if self.joint is None else self.joint.is_last
+
+    def _is_last_with_samples(self, held: InFlightBatch) -> bool:
+        """Return whether this trainer has no batch with samples after one that it is about to take."""
+        assert self.joint is not None
+        self._pipeline.is_last()  # reads one batch ahead, which may be padding
+        return self.joint.num_left == (not held.is_padding)
 
     def _mark_submitted(self, batches: list[InFlightBatch]) -> None:
         """Record that the pipeline has taken over the update of these batches."""
@@ -246,6 +249,10 @@ class Stream(Iterator[Batch]):
     def _waiting_batches(self) -> list[InFlightBatch]:
         """Return the held batches that have gradients."""
         return [batch for batch in self._held if batch.has_gradient]
+
+    def _unstepped(self) -> list[InFlightBatch]:
+        """Return the batches that still wait for their step after the stream has ended. A loop may step them then."""
+        return [batch for batch in self._waiting_batches() if not batch.is_padding] if self._ended else []
 
     def drop(self, cause: str) -> None:
         """Drop the held batches that have gradients."""
@@ -301,14 +308,12 @@ class Stream(Iterator[Batch]):
             self._pipeline.finish()
             self._row_stream.end_updates()
             if not self._finished:
-                try:
-                    self._dense.finish()
-                except KeyboardInterrupt:
-                    raise
-                except BaseException:
-                    self._finished = True  # the error is raised once
-                    raise
-                self._finished = True
+                with Uninterrupted() as held:
+                    try:
+                        with held.allow():
+                            self._dense.finish()
+                    finally:
+                        self._finished = not held.was_interrupted  # an error is raised once
         finally:
             self._pipeline.close()
             self._look_up.drop_resolved()
@@ -328,7 +333,7 @@ class Stream(Iterator[Batch]):
         with nullcontext() if kind is None else suppress(Exception):  # keeps the user's own error
             self.close()
 
-    def _use(self, held: InFlightBatch) -> None:
+    def use(self, held: InFlightBatch) -> None:
         """Prepare the rows of a batch for their first use; look them up now if that was not done."""
         if held.drop_reason is not None:
             raise StreamError(held.drop_reason)
@@ -379,8 +384,8 @@ class Stream(Iterator[Batch]):
         oldest = [batch for batch in self._held if batch.step == step]
         if any(batch.may_get_gradient for batch in oldest):
             has_gradient = any(batch.has_gradient for batch in oldest)
-            raise StreamError(why_not_yet(next_used.step, step, staleness, has_gradient=has_gradient))
-        self._drop(oldest, "unused", why_passed(next_used.step, step, staleness))
+            raise StreamError(drop_reasons.why_not_yet(next_used.step, step, staleness, has_gradient=has_gradient))
+        self._drop(oldest, "unused", drop_reasons.why_passed(next_used.step, step, staleness))
 
     def _drop_released(self) -> None:
         """Settle batches that the user released unused, so that the stream holds no more than the user does."""
@@ -406,6 +411,9 @@ class Stream(Iterator[Batch]):
         self._pipeline.drain()
         self._collect()
         self._drop([held for held in self._held if held.is_released_unused], "unused", "it was released unused")
+        unstepped = self._unstepped()
+        if unstepped and len(unstepped) == len(self._held) and not self._ahead:  # no later batch completes the step
+            _LOG.warning(drop_reasons.UNSTEPPED, len(unstepped), self._gate.accumulate)
         self._close_if_done()
 
     def _skipped_rows(self) -> SkippedRows:
@@ -420,8 +428,8 @@ class Stream(Iterator[Batch]):
     def _drop_all(self, why: str) -> None:
         """Drop all batches when the stream is closed."""
         self._collect()
-        used = [held for held in self._held if held.is_used]
-        self._settle(used, "closed", why)
+        self._settle(self._unstepped(), "unstepped", "the stream was closed before optimizer.step() took it")
+        self._settle([held for held in self._held if held.is_used], "closed", why)
         self._settle(self._held, "unused", why)
         while self._ahead:
             held = self._ahead.popleft()
@@ -441,7 +449,7 @@ class Stream(Iterator[Batch]):
                 self.dropped[cause] += 1
                 self._dropped_tickets.append(batch.ticket)
             self._pipeline.drop(batch.step)
-            batch.drop(f"step {batch.step}: its batch was dropped: {why or DROP_REASONS[cause]}")
+            batch.drop(f"step {batch.step}: its batch was dropped: {why or drop_reasons.DROP_REASONS[cause]}")
         self._forget(batches)
         for step in {batch.step for batch in batches} - self._stepped:
             whole = self._ended or self._num_returned[step] == self._gate.accumulate
@@ -462,9 +470,10 @@ class Stream(Iterator[Batch]):
         if self.joint is None or self._joined:
             return True
         if not self.joint.is_stopped:  # else this is a retry after an interrupt
+            is_last = self._num_returned[held.step] + 1 < self._gate.accumulate and self._is_last_with_samples(held)
             self._worker.settle()  # before another trainer may wait for this one
             with Uninterrupted():
-                if (step := self.joint.take(held)) is not None:
+                if (step := self.joint.take(held, is_last=is_last)) is not None:
                     self._look_up.join(held, step)
                     self._joined = True
                     return True

@@ -105,7 +105,8 @@ def launch_exchange(launch: Launch, rows: int = 10, first: int = 0) -> None:
 def launch_initialise(launch: Launch, rows: int = 10, first: int = 0) -> None:
     """Write the first values and states of rows; option: "uniform", "normal" or "constant"."""
     optimizer = OPTIMIZERS[launch.optimizer]
-    table = Table("t", dim=launch.dim, optimizer=optimizer, dtype=launch.dtype, initial=INITIAL[launch.options[0]])
+    dtype: Any = launch.dtype
+    table = Table("t", dim=launch.dim, optimizer=optimizer, dtype=dtype, initial=INITIAL[launch.options[0]])
     num_state, at = state_dim(optimizer, launch.dim), int32(first + rows)[first:]
     triton_initial.initialise(
         values_of(launch),

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from cluster import ANYWHERE, batch, contents, one_table, sharded_worker
+from satrap.config.regular_file import read_regular
 from satrap.errors import InputError, SnapshotError
 from satrap.rpc import Service
 from satrap.server.protocol import ServerCalls
@@ -62,7 +63,7 @@ def cluster(tmp_path: Path) -> Iterator[Cluster]:
 def reads(monkeypatch: pytest.MonkeyPatch) -> Counter[Path]:
     """The bytes of data files that were verified, by path; of manifests, how often they were read."""
     found: Counter[Path] = Counter()
-    verify, read = VerifiedFile.__init__, local_folder.read_regular
+    verify, read = VerifiedFile.__init__, read_regular
 
     def counted_verify(self: VerifiedFile, *arguments: Any) -> None:
         verify(self, *arguments)

@@ -44,7 +44,7 @@ from satrap.train.batch_lookup import BatchLookup
 from satrap.train.dense_strategy import DenseStrategy
 from satrap.train.joint_batches import JointBatches
 from satrap.train.joint_step import Padding
-from satrap.train.pipeline_stages import Seconds, Update
+from satrap.train.pipeline_stages import Update
 from satrap.train.prefetch_pipeline import PrefetchPipeline
 from satrap.train.staleness_gate import StalenessGate
 from satrap.worker.row_stream import RowStream
@@ -126,14 +126,9 @@ class Stream(Iterator[Batch]):
         """Number of batches that were looked up while n earlier steps of this stream were not yet applied."""
         return dict(sorted(self._gate.seen.items()))
 
-    @property
-    def seconds(self) -> Seconds:
-        """Time spent in each stage so far."""
-        return self._pipeline.seconds
-
     def counters(self) -> Counters:
         """Return the counters of this stream so far."""
-        seconds = self.seconds
+        seconds = self._pipeline.seconds
         dropped = self.dropped + Counter(failed=self._pipeline.num_failed, unstepped=len(self._unstepped()))
         return Counters(
             staleness=self.staleness_seen,

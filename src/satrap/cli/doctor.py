@@ -113,11 +113,11 @@ def _short_run(dim: int) -> Iterator[str]:
                 loss.backward()
                 middle = time.perf_counter()
                 seconds["forward and backward"] += middle - start
-                before = stream.seconds.update
+                before = stream.counters().stages["update"]
                 optimizer.step()
-                seconds["dense optimizer"] += time.perf_counter() - middle - (stream.seconds.update - before)
-            stream_seconds = stream.seconds
-            seconds |= {"read": stream_seconds.read, "lookup": stream_seconds.lookup, "update": stream_seconds.update}
+                update = stream.counters().stages["update"] - before
+                seconds["dense optimizer"] += time.perf_counter() - middle - update
+            seconds |= {name: spent for name, spent in stream.counters().stages.items() if name != "wait"}
         total = time.perf_counter() - run_start
     yield (
         f"short run    {_STEPS * _BATCH / total:,.0f} samples/s: DLRM, {_NUM_FEATURES} features of dim {dim}, "

@@ -97,7 +97,9 @@ class PooledFeatures:
             if feature.pooling != "none" and features.table_index[number] in tables
         ]
         alignment = 1 if any(column % 4 for _, column, *_ in lines) else 4
-        numbers, columns, poolings, weighted = torch.tensor(lines, dtype=torch.int32).view(-1, 4).T.contiguous().to(device)
+        numbers, columns, poolings, weighted = (
+            torch.tensor(lines, dtype=torch.int32).view(-1, 4).T.contiguous().to(device)
+        )
         return cls(numbers, columns, poolings, weighted, alignment)
 
     def lines(self) -> Iterator[tuple[int, int, str, bool]]:

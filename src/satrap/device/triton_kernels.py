@@ -203,6 +203,15 @@ def _sum_long_runs(
         tl.store(counts + slot + tl.zeros((1,), tl.int32), count)
 
 
+@triton.jit
+def _sums_of_long_runs(sums, counts, begin, is_long, column, inside, dim: tl.constexpr, LONG: tl.constexpr):
+    """Load the sums of long runs and the numbers of their gradients; -0.0 and 0 for other runs."""
+    slot = begin // LONG
+    place = sums + slot.to(tl.int64)[:, None] * dim + column[None, :]
+    g = tl.load(place, mask=is_long[:, None] & inside, other=_minus_zeros(begin.shape[0], column.shape[0]))
+    return g, tl.load(counts + slot, mask=is_long, other=0)
+
+
 @triton.jit(
     do_not_specialize=["step_mark", "first", "num_runs"],
     do_not_specialize_on_alignment=["frames", "begins", "ends", "places", "factors", "keys", "summed", "counts"],
@@ -242,10 +251,7 @@ def _update_kernel(
         counter = tl.load(row_state + TILES * dim, mask=may_step, other=1.0)
 
     is_long = length > LONG
-    slot = begin // LONG
-    long_sum = sums + slot.to(tl.int64)[:, None] * dim + column[None, :]
-    g = tl.load(long_sum, mask=is_long[:, None] & inside, other=_minus_zeros(ROWS, BLOCK))
-    count = tl.load(counts + slot, mask=is_long, other=0)
+    g, count = _sums_of_long_runs(sums, counts, begin, is_long, column, inside, dim, LONG)
     left = tl.where(is_long, 0, length)
     for k in range(tl.max(left)):
         there = k < left
@@ -280,14 +286,7 @@ def _update_kernel(
         tl.store(state_at + dim, state2, mask=here)
     if COUNTER == 1:
         tl.store(row_state + TILES * dim, counter, mask=may_step)
-    if DTYPE == 0:
-        tl.store(values + at, p, mask=here)
-    else:
-        key = tl.load(keys + run, mask=is_run, other=0).to(tl.uint64, bitcast=True)
-        mixed = optimizers.mix(key + step_mark.to(tl.uint64, bitcast=True))
-        noise = optimizers.draw(mixed[:, None], (first + column)[None, :])
-        bits = optimizers.to_float16(p, noise) if DTYPE == 1 else optimizers.to_bfloat16(p, noise)
-        tl.store(values + at, bits.to(tl.uint16).to(tl.int16, bitcast=True), mask=here)
+    optimizers.store_values(values + at, p, here, keys, run, is_run, step_mark, first + column, DTYPE)
 
 
 @triton.jit
@@ -421,8 +420,7 @@ def update(
         return summed
     how = {"FACTORS": runs.factors is not None, "SCALED": scale != 1.0, "SKIP": skip_nonfinite}
     sums, counts = _long_sums(runs, gradients, dim, scale, how)
-    kind, constants = _constants(optimizer)
-    tile = _tile(dim)
+    (kind, constants), tile = _constants(optimizer), _tile(dim, skip=skip_nonfinite)
     _update_kernel[(triton.cdiv(num_runs, tile["ROWS"]),)](
         _as_bits(values), state, runs.frames, runs.begin, runs.end, runs.places, runs.factors,
         None if values.dtype == torch.float32 else runs.keys, gradients, summed, sums, counts, num_runs,
@@ -459,11 +457,12 @@ _DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 _OPTIONS = {"enable_fp_fusion": False}
 
 
-def _tile(dim: int) -> dict[str, int]:
-    """Return how many rows and columns a program has, and its warps: 16 numbers for each thread. Half of them if rows
-    begin anywhere: each number then has an address of its own, and registers do not suffice for more."""
+def _tile(dim: int, *, skip: bool = False) -> dict[str, int]:
+    """Return how many rows and columns a program has, and its warps: 16 numbers for each thread, or half of them where
+    registers do not suffice: if each number has an address of its own, or gradients are checked."""
     block = max(16, triton.next_power_of_2(dim))
-    return {"ROWS": max(1, (256 if dim % 4 else 512) // block), "BLOCK": block, "num_warps": max(1, block // 512)}
+    numbers = 256 if dim % 4 or skip else 512
+    return {"ROWS": max(1, numbers // block), "BLOCK": block, "num_warps": max(1, block // 512)}
 
 
 def _rounded(number: float) -> float:

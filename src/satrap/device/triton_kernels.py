@@ -204,12 +204,26 @@ def _sum_long_runs(
 
 
 @triton.jit
-def _sums_of_long_runs(sums, counts, begin, is_long, column, inside, dim: tl.constexpr, LONG: tl.constexpr):
-    """Load the sums of long runs and the numbers of their gradients; -0.0 and 0 for other runs."""
+def _sum_runs(
+    gradients, places, factors, sums, counts, begin, length, column, inside, scale, FACTORS: tl.constexpr,
+    SCALED: tl.constexpr, SKIP: tl.constexpr, ALIGNMENT: tl.constexpr, LONG: tl.constexpr, dim: tl.constexpr,
+):  # fmt: skip
+    """Return the sum of each run's gradients in order, and how many were added; 0 if the sum must not be used."""
+    is_long = length > LONG
     slot = begin // LONG
-    place = sums + slot.to(tl.int64)[:, None] * dim + column[None, :]
-    g = tl.load(place, mask=is_long[:, None] & inside, other=_minus_zeros(begin.shape[0], column.shape[0]))
-    return g, tl.load(counts + slot, mask=is_long, other=0)
+    long_sum = sums + slot.to(tl.int64)[:, None] * dim + column[None, :]
+    g = tl.load(long_sum, mask=is_long[:, None] & inside, other=_minus_zeros(begin.shape[0], column.shape[0]))
+    count = tl.load(counts + slot, mask=is_long, other=0)
+    left = tl.where(is_long, 0, length)
+    for k in range(tl.max(left)):
+        there = k < left
+        row = _read_gradients(
+            gradients, places, factors, begin + k, there, column, inside, scale, FACTORS, SCALED, ALIGNMENT
+        )
+        g, count = _add_gradients(g, count, row, there, SKIP)
+    if SKIP:
+        count = tl.where(_is_finite(tl.where(inside, g, 0.0)), count, 0)
+    return g, count
 
 
 @triton.jit(
@@ -224,20 +238,16 @@ def _update_kernel(
     SKIP: tl.constexpr, ALIGNMENT: tl.constexpr, LONG: tl.constexpr, dim: tl.constexpr, ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Sum the gradients of some rows in order, and apply the optimizer.
-
-    KIND: 0 SGD, 1 SGD with momentum, 2 Adagrad, 3 RowWiseAdagrad, 4 Adam, 5 AdamW, 6 Ftrl.
-    first: the element of the whole row that column 0 is. ALIGNMENT: gradients begin at its multiples."""
+    """Sum the gradients of some rows in order, and apply the optimizer. first: the element of a whole row in column 0.
+    KIND: 0 SGD, 1 SGD with momentum, 2 Adagrad, 3 RowWiseAdagrad, 4 Adam, 5 AdamW, 6 Ftrl."""
     run = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     is_run = run < num_runs
     begin = tl.load(begins + run, mask=is_run, other=0)
     length = tl.load(ends + run, mask=is_run, other=0) - begin
     frame = tl.load(frames + run, mask=is_run, other=-1).to(tl.int64)
     column = tl.arange(0, BLOCK)
-    inside = (column < dim)[None, :]
-    may_step = (frame >= 0) & (length > 0)
-    here = may_step[:, None] & inside
-    at = frame[:, None] * dim + column[None, :]
+    inside, may_step = (column < dim)[None, :], (frame >= 0) & (length > 0)
+    here, at = may_step[:, None] & inside, frame[:, None] * dim + column[None, :]
     stored = tl.load(values + at, mask=here, other=0)  # with the state ahead of the gradients, not to wait twice
     TILES: tl.constexpr = 0 if KIND == 0 or KIND == 3 else 1 if KIND < 3 else 2
     COUNTER: tl.constexpr = 1 if KIND == 3 or KIND == 4 or KIND == 5 else 0
@@ -250,23 +260,15 @@ def _update_kernel(
     if COUNTER == 1:
         counter = tl.load(row_state + TILES * dim, mask=may_step, other=1.0)
 
-    is_long = length > LONG
-    g, count = _sums_of_long_runs(sums, counts, begin, is_long, column, inside, dim, LONG)
-    left = tl.where(is_long, 0, length)
-    for k in range(tl.max(left)):
-        there = k < left
-        row = _read_gradients(
-            gradients, places, factors, begin + k, there, column, inside, scale, FACTORS, SCALED, ALIGNMENT
-        )
-        g, count = _add_gradients(g, count, row, there, SKIP)
+    g, count = _sum_runs(
+        gradients, places, factors, sums, counts, begin, length, column, inside, scale, FACTORS, SCALED, SKIP,
+        ALIGNMENT, LONG, dim,
+    )  # fmt: skip
     if SKIP:
-        count = tl.where(_is_finite(tl.where(inside, g, 0.0)), count, 0)
         tl.store(summed + run, count, mask=is_run)
-        may_step = may_step & (count > 0)
-        here = may_step[:, None] & inside
+        may_step, here = may_step & (count > 0), here & (count > 0)[:, None]
 
-    p = _as_floats(stored, DTYPE)
-    rate = tl.cast(lr, tl.float32)
+    p, rate = _as_floats(stored, DTYPE), tl.cast(lr, tl.float32)
     if KIND == 0:
         p = optimizers.sgd(p, g, rate, decay)
     elif KIND == 1:

@@ -203,6 +203,29 @@ def _sum_long_runs(
         tl.store(counts + slot + tl.zeros((1,), tl.int32), count)
 
 
+@triton.jit
+def _sum_runs(
+    gradients, places, factors, sums, counts, begin, length, column, inside, scale, FACTORS: tl.constexpr,
+    SCALED: tl.constexpr, SKIP: tl.constexpr, ALIGNMENT: tl.constexpr, LONG: tl.constexpr, dim: tl.constexpr,
+):  # fmt: skip
+    """Return the sum of each run's gradients in order, and how many were added; 0 if the sum must not be used."""
+    is_long = length > LONG
+    slot = begin // LONG
+    long_sum = sums + slot.to(tl.int64)[:, None] * dim + column[None, :]
+    g = tl.load(long_sum, mask=is_long[:, None] & inside, other=_minus_zeros(begin.shape[0], column.shape[0]))
+    count = tl.load(counts + slot, mask=is_long, other=0)
+    left = tl.where(is_long, 0, length)
+    for k in range(tl.max(left)):
+        there = k < left
+        row = _read_gradients(
+            gradients, places, factors, begin + k, there, column, inside, scale, FACTORS, SCALED, ALIGNMENT
+        )
+        g, count = _add_gradients(g, count, row, there, SKIP)
+    if SKIP:
+        count = tl.where(_is_finite(tl.where(inside, g, 0.0)), count, 0)
+    return g, count
+
+
 @triton.jit(
     do_not_specialize=["step_mark", "first", "num_runs"],
     do_not_specialize_on_alignment=["frames", "begins", "ends", "places", "factors", "keys", "summed", "counts"],
@@ -215,20 +238,16 @@ def _update_kernel(
     SKIP: tl.constexpr, ALIGNMENT: tl.constexpr, LONG: tl.constexpr, dim: tl.constexpr, ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Sum the gradients of some rows in order, and apply the optimizer.
-
-    KIND: 0 SGD, 1 SGD with momentum, 2 Adagrad, 3 RowWiseAdagrad, 4 Adam, 5 AdamW, 6 Ftrl.
-    first: the element of the whole row that column 0 is. ALIGNMENT: gradients begin at its multiples."""
+    """Sum the gradients of some rows in order, and apply the optimizer. first: the element of a whole row in column 0.
+    KIND: 0 SGD, 1 SGD with momentum, 2 Adagrad, 3 RowWiseAdagrad, 4 Adam, 5 AdamW, 6 Ftrl."""
     run = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     is_run = run < num_runs
     begin = tl.load(begins + run, mask=is_run, other=0)
     length = tl.load(ends + run, mask=is_run, other=0) - begin
     frame = tl.load(frames + run, mask=is_run, other=-1).to(tl.int64)
     column = tl.arange(0, BLOCK)
-    inside = (column < dim)[None, :]
-    may_step = (frame >= 0) & (length > 0)
-    here = may_step[:, None] & inside
-    at = frame[:, None] * dim + column[None, :]
+    inside, may_step = (column < dim)[None, :], (frame >= 0) & (length > 0)
+    here, at = may_step[:, None] & inside, frame[:, None] * dim + column[None, :]
     stored = tl.load(values + at, mask=here, other=0)  # with the state ahead of the gradients, not to wait twice
     TILES: tl.constexpr = 0 if KIND == 0 or KIND == 3 else 1 if KIND < 3 else 2
     COUNTER: tl.constexpr = 1 if KIND == 3 or KIND == 4 or KIND == 5 else 0
@@ -241,26 +260,15 @@ def _update_kernel(
     if COUNTER == 1:
         counter = tl.load(row_state + TILES * dim, mask=may_step, other=1.0)
 
-    is_long = length > LONG
-    slot = begin // LONG
-    long_sum = sums + slot.to(tl.int64)[:, None] * dim + column[None, :]
-    g = tl.load(long_sum, mask=is_long[:, None] & inside, other=_minus_zeros(ROWS, BLOCK))
-    count = tl.load(counts + slot, mask=is_long, other=0)
-    left = tl.where(is_long, 0, length)
-    for k in range(tl.max(left)):
-        there = k < left
-        row = _read_gradients(
-            gradients, places, factors, begin + k, there, column, inside, scale, FACTORS, SCALED, ALIGNMENT
-        )
-        g, count = _add_gradients(g, count, row, there, SKIP)
+    g, count = _sum_runs(
+        gradients, places, factors, sums, counts, begin, length, column, inside, scale, FACTORS, SCALED, SKIP,
+        ALIGNMENT, LONG, dim,
+    )  # fmt: skip
     if SKIP:
-        count = tl.where(_is_finite(tl.where(inside, g, 0.0)), count, 0)
         tl.store(summed + run, count, mask=is_run)
-        may_step = may_step & (count > 0)
-        here = may_step[:, None] & inside
+        may_step, here = may_step & (count > 0), here & (count > 0)[:, None]
 
-    p = _as_floats(stored, DTYPE)
-    rate = tl.cast(lr, tl.float32)
+    p, rate = _as_floats(stored, DTYPE), tl.cast(lr, tl.float32)
     if KIND == 0:
         p = optimizers.sgd(p, g, rate, decay)
     elif KIND == 1:
@@ -280,14 +288,7 @@ def _update_kernel(
         tl.store(state_at + dim, state2, mask=here)
     if COUNTER == 1:
         tl.store(row_state + TILES * dim, counter, mask=may_step)
-    if DTYPE == 0:
-        tl.store(values + at, p, mask=here)
-    else:
-        key = tl.load(keys + run, mask=is_run, other=0).to(tl.uint64, bitcast=True)
-        mixed = optimizers.mix(key + step_mark.to(tl.uint64, bitcast=True))
-        noise = optimizers.draw(mixed[:, None], (first + column)[None, :])
-        bits = optimizers.to_float16(p, noise) if DTYPE == 1 else optimizers.to_bfloat16(p, noise)
-        tl.store(values + at, bits.to(tl.uint16).to(tl.int16, bitcast=True), mask=here)
+    optimizers.store_values(values + at, p, here, keys, run, is_run, step_mark, first + column, DTYPE)
 
 
 @triton.jit
@@ -421,8 +422,7 @@ def update(
         return summed
     how = {"FACTORS": runs.factors is not None, "SCALED": scale != 1.0, "SKIP": skip_nonfinite}
     sums, counts = _long_sums(runs, gradients, dim, scale, how)
-    kind, constants = _constants(optimizer)
-    tile = _tile(dim)
+    (kind, constants), tile = _constants(optimizer), _tile(dim, skip=skip_nonfinite)
     _update_kernel[(triton.cdiv(num_runs, tile["ROWS"]),)](
         _as_bits(values), state, runs.frames, runs.begin, runs.end, runs.places, runs.factors,
         None if values.dtype == torch.float32 else runs.keys, gradients, summed, sums, counts, num_runs,
@@ -459,11 +459,12 @@ _DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 _OPTIONS = {"enable_fp_fusion": False}
 
 
-def _tile(dim: int) -> dict[str, int]:
-    """Return how many rows and columns a program has, and its warps: 16 numbers for each thread. Half of them if rows
-    begin anywhere: each number then has an address of its own, and registers do not suffice for more."""
+def _tile(dim: int, *, skip: bool = False) -> dict[str, int]:
+    """Return how many rows and columns a program has, and its warps: 16 numbers for each thread, or half of them where
+    registers do not suffice: if each number has an address of its own, or gradients are checked."""
     block = max(16, triton.next_power_of_2(dim))
-    return {"ROWS": max(1, (256 if dim % 4 else 512) // block), "BLOCK": block, "num_warps": max(1, block // 512)}
+    numbers = 256 if dim % 4 or skip else 512
+    return {"ROWS": max(1, numbers // block), "BLOCK": block, "num_warps": max(1, block // 512)}
 
 
 def _rounded(number: float) -> float:

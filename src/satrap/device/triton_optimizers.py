@@ -1,5 +1,5 @@
 """The step of each optimizer in Triton, on a tile of rows, and the stochastic rounding of 16-bit values: the bits of
-`satrap.device.reference` and `satrap.device.exact`. Only arithmetic; the kernels load and store.
+`satrap.device.reference` and `satrap.device.exact`. The kernels load and store, but for `store_values`.
 
 p: the values, g: the sums of gradients, both [rows, columns]. A state is [rows, columns], too, unless a step says
 otherwise. Each step returns the new values and the new state.
@@ -165,3 +165,15 @@ def to_float16(value, noise):
     half = tl.where(magnitude >= 0x477FE000, 0x7BFF, half)
     half = tl.where(magnitude > 0x7F800000, 0x7E00, half)
     return half | ((bits >> 16) & 0x8000)
+
+
+@triton.jit
+def store_values(places, p, here, keys, run, is_run, step_mark, element, DTYPE: tl.constexpr):
+    """Store the values of rows; round those of 16 bits at random."""
+    if DTYPE == 0:
+        tl.store(places, p, mask=here)
+    else:
+        key = tl.load(keys + run, mask=is_run, other=0).to(tl.uint64, bitcast=True)
+        noise = draw(mix(key + step_mark.to(tl.uint64, bitcast=True))[:, None], element[None, :])
+        bits = to_float16(p, noise) if DTYPE == 1 else to_bfloat16(p, noise)
+        tl.store(places, bits.to(tl.uint16).to(tl.int16, bitcast=True), mask=here)

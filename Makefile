@@ -72,7 +72,7 @@ drawn := $(if $(ALL),,--draw) $(SEED:%=--seed %)
 python-test: setup $(older_triton)
 	$(bin)/python -m pytest -m alone $(drawn)
 	$(bin)/python -m pytest -m "not alone" -n $$(($(JOBS) + 1)) --dist loadfile --no-loadscope-reorder $(drawn)
-	$(if $(older_triton),PYTHONPATH=$(CURDIR)/$(older_triton) $(bin)/python -m pytest tests/device/test_triton.py --draw $(SEED:%=--seed %))
+	$(if $(older_triton),PYTHONPATH="$(CURDIR)/$(older_triton)" $(bin)/python -m pytest tests/device/test_triton.py --draw $(SEED:%=--seed %))
 
 # Once with the core as Python loads it, once under ASan + UBSan, once under TSan.
 core-test: .venv/.compiled

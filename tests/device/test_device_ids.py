@@ -381,8 +381,8 @@ def test_ids_by_feature_that_are_refused(wrong: Any) -> None:
 def test_kernels_may_load_four_floats_at_a_place_if_every_dim_is_a_multiple_of_four(
     dim: int, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of ids in CPU memory and on the device. With a table of another dim, not even where the places happen to be
-    multiples of four, on the device; in CPU memory, where all places are seen, only then."""
+    """With a table of another dim they may do so only where all places happen to be multiples of four; for ids on the
+    device, whose places are not known here, not even there."""
     taken = []
     sum_runs = reference._sum_runs
 

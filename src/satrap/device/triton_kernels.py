@@ -461,7 +461,7 @@ _OPTIONS = {"enable_fp_fusion": False}
 
 def _tile(dim: int, *, skip: bool = False) -> dict[str, int]:
     """Return how many rows and columns a program has, and its warps: 16 numbers for each thread, or half of them where
-    registers do not suffice: if each number has an address of its own, or gradients are checked."""
+    registers do not suffice: if each number has a separate address, or gradients are checked."""
     block = max(16, triton.next_power_of_2(dim))
     numbers = 256 if dim % 4 or skip else 512
     return {"ROWS": max(1, numbers // block), "BLOCK": block, "num_warps": max(1, block // 512)}

@@ -76,8 +76,8 @@ class Scaler:
         taken = self._folder / f".{_REQUEST}-taken"
         with suppress(OSError, ValueError):
             os.replace(self._folder / _REQUEST, taken)  # a request that is written now is the next one
-            wanted = int(read_regular(taken, _MAX_REQUEST_BYTES))
-            events.append(ScaleRequested(wanted, "requested by satrap scale", waits=True))
+            num_servers = int(read_regular(taken, _MAX_REQUEST_BYTES))
+            events.append(ScaleRequested(num_servers, "requested by satrap scale", waits=True))
         return events
 
     def close(self) -> None:

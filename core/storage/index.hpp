@@ -10,9 +10,9 @@
 // An index that is to hold at most kMostInOnePage entries has one page, which ends with room for just these: pages that
 // are split are between half full and full.
 // Invariants: mask_ + 1 = 2^(depth of the directory); pages_[i].number = p <=> i mod 2^depth(p) = prefix(p);
-//   size() = sum of states_[p].size; a page has at most capacity() entries; the directory is at most 8 times longer than
-//   pages are many, even if the hashes are chosen: a page deeper than evenly spread hashes can make it is replaced by a
-//   larger one.
+//   size() = sum of states_[p].size; a page has at most capacity() entries; the directory is at most 8 times longer
+//   than pages are many, even if the hashes are chosen: a page deeper than evenly spread hashes can make it is replaced
+//   by a larger one.
 #pragma once
 
 #include <algorithm>

@@ -6,7 +6,8 @@
 // whose stamp has risen since is skipped, and a stamp within their range makes the next call search again. So the rows
 // that are returned are always the oldest.
 // Invariants: victims_ falls by (stamp, table, id), as these were when they were collected, all with stamps of at most
-//   newest_victim_; a stamp is kFree <=> its frame holds no row. Thread safety: put, touch and clear of different frames at the same time;
+//   newest_victim_; a stamp is kFree <=> its frame holds no row. Thread safety: put, touch and clear of different
+//   frames at the same time;
 // oldest() by one thread, beside them: a row that they change meanwhile may be returned, and the caller checks each
 // under its bucket's lock.
 #pragma once

@@ -101,7 +101,8 @@ def take_turn(embeddings: Any, mode: Mode, begin: int, end: int) -> None:
     mode.losses += mode.step.train(optimizer, stream)
     embeddings.drain()
     mode.seconds.append(time.perf_counter() - start)
-    mode.stages.append({stage: getattr(stream.seconds, stage) for stage in STAGES})
+    seconds = stream.counters().stages
+    mode.stages.append({stage: seconds[stage] for stage in STAGES})
 
 
 def summarize(mode: Mode, num_steps: int) -> dict[str, Any]:

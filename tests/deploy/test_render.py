@@ -200,12 +200,14 @@ def test_the_commands_of_plain_pods_are_what_satrap_takes_and_name_each_other(jo
             program, *words = expand(container["command"], {"POD_INDEX": str(number)})
             options, _ = parsed(words)
             assert program == "satrap" and options.command == role.removesuffix("s") and options.number == number
-            assert options.keys in keys and options.threads == getattr(job, role).cpus
+            assert str(options.keys) in keys and options.threads == getattr(job, role).cpus
             pod = f"{job.name}-{role}-{number}"
             assert options.advertise == f"tcp://{pod}.{name}:{options.listen.rpartition(':')[2]}"
             listening.setdefault(role, []).append(options.advertise)
             if role == "servers":
-                assert options.shared.startswith("/dev/shm/") and options.checkpoints == list(job.storage.checkpoints)
+                assert str(options.shared).startswith("/dev/shm/") and options.checkpoints == list(
+                    job.storage.checkpoints
+                )
                 assert options.on_stop == job.servers.on_stop
                 assert options.grace < job.servers.grace_seconds
                 assert (options.advertise in options.join) is (job.servers.on_stop == "move")

@@ -34,7 +34,7 @@ BUDGETS: dict[str, tuple[int, int]] = {
     "exchange": (1020, 940),
     "uniform": (460, 530),
     "normal": (1070, 1280),
-    "constant": (170, 170),
+    "constant": (190, 190),
     "SGD": (370, 930),
     "momentum": (450, 1130),
     "Nesterov": (470, 1150),
@@ -48,6 +48,7 @@ BUDGETS: dict[str, tuple[int, int]] = {
 }
 """Warp-instructions of a program: of a tile of 512 numbers, which is 4 rows of dim 128 or 32 of dim 16, or of 32
 gradients of a long run. Loops count once, as for bags and runs of one entry."""
+FOR_OLDER = 1.15  # times more with the Triton that torch 2.11 brings
 FOR_OPTIONS = 1200  # more for gradients with factors, a scale, and those that are not finite
 FOR_ODD_DIM = 150  # more for a tile of 256 numbers that are read one by one, where rows begin anywhere
 
@@ -123,7 +124,8 @@ def require_sound(compiled: Compilers, each: list[Launch]) -> list[Kernel]:
     """Fail with every fault of the kernels of some launches."""
     kernels, faults = compiled.compile(each)
     for kernel in kernels:
-        faults += [f"{kernel} {fault}" for fault in (*arithmetic(kernel), *memory(kernel), *cost(kernel))]
+        found = (*arithmetic(kernel), *memory(kernel), *cost(kernel, FOR_OLDER if compiled.version == "3.6.0" else 1.0))
+        faults += [f"{kernel} {fault}" for fault in found]
     assert not faults, "\n".join([f"{len(faults)} faults with Triton {compiled.version}:", *faults])
     assert len(kernels) >= len(TARGETS) * len(each)
     return kernels
@@ -172,14 +174,15 @@ def memory(kernel: Kernel) -> Iterator[str]:
             yield f"has {wide} {name} of 16 bytes; its rows need {expected}: {all_of}"
 
 
-def cost(kernel: Kernel) -> Iterator[str]:
-    """Yield that a kernel has more instructions than its budget."""
+def cost(kernel: Kernel, factor: float) -> Iterator[str]:
+    """Yield that a kernel has more instructions than its budget times the factor."""
     launch = kernel.launch
     budget = BUDGETS[kind(kernel)][launch.dtype != "float32"]
     if {*launch.options} & {*ALL_OPTIONS}:
         budget += FOR_OPTIONS
     if launch.dim % 4:
         budget += FOR_ODD_DIM
+    budget = int(budget * factor)
     if kernel.instructions > budget:
         yield f"has {kernel.instructions} warp-instructions; the budget is {budget}"
 

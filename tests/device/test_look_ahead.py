@@ -40,7 +40,7 @@ def train(
             loss_of(model, batch).backward()
             if number % 7 == 0:
                 optimizer.zero_grad()
-            elif number % accumulate == 0:
+            elif batch.completes_step:
                 optimizer.step()
                 optimizer.zero_grad()
     return embeddings, model

@@ -1,18 +1,19 @@
 """Servers that take long for a save or restore, or are killed during one: a working server is waited for, a silent one
-is not. A named pipe in place of a manifest holds a server at exactly that point.
+is not. A lease on a manifest holds a server at exactly that point: its open() waits.
 """
 
 from __future__ import annotations
 
-import errno
+import fcntl
 import json
 import os
+import signal
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -32,36 +33,20 @@ pytestmark = pytest.mark.draw(3)
 SILENCE_SECONDS = 3.0
 
 
-class Pipe:
-    """Replaces a file: its readers block until the content is written."""
+class HeldFile:
+    """A file that other processes wait to open until it is let go: this process has a lease on it."""
 
     def __init__(self, path: Path) -> None:
-        self._path, self._content, self._end = path, path.read_bytes(), -1
-        path.unlink()
-        os.mkfifo(path)
+        self._file = os.open(path, os.O_RDONLY)
+        fcntl.fcntl(self._file, fcntl.F_SETSIG, signal.SIGURG)  # what the kernel sends us then; it is ignored
+        fcntl.fcntl(self._file, fcntl.F_SETLEASE, fcntl.F_WRLCK)
 
     def wait_for_reader(self) -> None:
-        wait_until(self._is_read)
-
-    def _is_read(self) -> bool:
-        try:
-            self._end = os.open(self._path, os.O_WRONLY | os.O_NONBLOCK)
-        except OSError as error:
-            if error.errno != errno.ENXIO:
-                raise
-            return False
-        return True
-
-    def give_back(self) -> None:
-        """Put the file back for later readers."""
-        (self._path.parent.parent / "given back").write_bytes(self._content)
-        (self._path.parent.parent / "given back").rename(self._path)
+        wait_until(lambda: fcntl.fcntl(self._file, fcntl.F_GETLEASE) != fcntl.F_WRLCK)
 
     def let_go(self) -> None:
-        """Let the blocked reader, if it lives, read the file."""
-        with suppress(BrokenPipeError):
-            os.write(self._end, self._content)
-        os.close(self._end)
+        """Let the reader that waits, if it lives, and later ones open the file."""
+        os.close(self._file)
 
 
 @contextmanager
@@ -92,35 +77,33 @@ def test_a_long_save_and_servers_killed_during_one(tmp_path: Path) -> None:
         table = worker.tables["t"]
         step([local, worker], 1)
         first = table.save(tmp_path / "a")
-        pipe = Pipe(manifest)
+        held = HeldFile(manifest)
 
         def late() -> None:
-            pipe.wait_for_reader()
+            held.wait_for_reader()
             threading.Event().wait(2 * SILENCE_SECONDS)
-            pipe.let_go()
+            held.let_go()
 
         with meanwhile(late):  # 1.
             began = time.monotonic()
             assert table.save(tmp_path / "a") > first and time.monotonic() - began > 2 * SILENCE_SECONDS
-        pipe = Pipe(manifest)
+        held = HeldFile(manifest)
 
         def killed() -> None:
-            pipe.wait_for_reader()
+            held.wait_for_reader()
             servers[1].kill()
 
         silent = rf"save at {servers[1].address}: there was a connection, but nothing was received for 3 s"
         with meanwhile(killed), pytest.raises(DeadlineError, match=silent):  # 2.
             table.save(tmp_path / "a")
-        pipe.let_go()
-        pipe.give_back()
+        held.let_go()
         servers[1].restart()
         step([local, worker], 2)
-        pipe = Pipe(manifest)
+        held = HeldFile(manifest)
 
         def replaced() -> None:
             killed()
-            pipe.let_go()
-            pipe.give_back()
+            held.let_go()
             servers[1].restart()
 
         with meanwhile(replaced):  # 3.
@@ -148,16 +131,15 @@ def test_a_server_killed_before_its_rows_are_replaced(tmp_path: Path) -> None:
         step([worker], 2)
         before = contents(worker)
         folder, seen = str(tmp_path / "a"), checksum_of(tmp_path / "a")
-        pipe = Pipe(tmp_path / "a/1-of-2/manifest.json")  # after the trainer has read it, before the servers do
+        held = HeldFile(tmp_path / "a/1-of-2/manifest.json")  # after the trainer has read it, before the servers do
 
         def killed() -> None:
-            pipe.wait_for_reader()
+            held.wait_for_reader()
             servers[1].kill()
 
         with meanwhile(killed), pytest.raises(DeadlineError, match=rf"verify at {servers[1].address}: "):
             worker.servers.call_all("verify", [[folder]], [[seen]], patient=True)
-        pipe.give_back()
-        pipe.let_go()
+        held.let_go()
         servers[1].restart()
         assert contents(worker) == before
         worker.tables.restore({"t": [tmp_path / "a"]})

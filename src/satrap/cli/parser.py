@@ -157,6 +157,7 @@ def _add_cluster(run: argparse.ArgumentParser) -> None:
     )
     ray.add_argument(
         "--node-output",
+        type=path_option,
         metavar="FILE",
         help="file on each node for a copy of its processes' output and logs; /proc/1/fd/1 is the standard output of a "
         "container (default: output is in the run's logs only)",

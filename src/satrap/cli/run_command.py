@@ -71,7 +71,7 @@ def _run_on_ray(options: argparse.Namespace, arguments: Sequence[str], run_confi
         memory=options.memory,
         placement_seconds=seconds,
         resources=resources,
-        node_output=options.node_output,
+        node_output=None if options.node_output is None else str(options.node_output),
     )
     script = _script(options, arguments, {role: resources[role].cpus for role in Role})
     with (

@@ -460,10 +460,10 @@ _OPTIONS = {"enable_fp_fusion": False}
 
 
 def _tile(dim: int, *, skip: bool = False) -> dict[str, int]:
-    """Return how many rows and columns a program has, and its warps: 16 numbers for each thread, or half of them where
-    registers do not suffice: if each number has a separate address, or gradients are checked."""
+    """Return how many rows and columns a program has, and its warps: 16 numbers for each thread; half of them if each
+    number has a separate address, and a quarter if gradients are checked, since registers do not suffice for more."""
     block = max(16, triton.next_power_of_2(dim))
-    numbers = 256 if dim % 4 or skip else 512
+    numbers = 128 if skip else 256 if dim % 4 else 512
     return {"ROWS": max(1, numbers // block), "BLOCK": block, "num_warps": max(1, block // 512)}
 
 

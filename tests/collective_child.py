@@ -36,7 +36,7 @@ from satrap import (
 from satrap import evaluate as evaluate_model
 from satrap.config.features import Feature, Features
 from satrap.data.inputs import Inputs
-from satrap.device.exchange import Exchange
+from satrap.device.exchange import Exchange, LaunchOrder
 from satrap.errors import ConfigError, StreamError
 from satrap.interrupts import SLICE_SECONDS
 from satrap.train import open_worker
@@ -274,8 +274,9 @@ def train_slowly(job: dict[str, Any], rank: int) -> dict[str, Any]:
 
 def train_in_order(job: dict[str, Any], rank: int) -> dict[str, Any]:
     """Train with threads that are held up at random, differently on each trainer. Return the order in which this
-    trainer gave collectives to its device: which kind of exchange each was of."""
+    trainer gave collectives to its device: which kind of exchange each was of, or "gradients" of the dense network."""
     rng, all_to_all, launched = np.random.default_rng([job["seed"], rank]), Exchange._all_to_all, list[Any]()
+    all_reduce, agree = dist.all_reduce, LaunchOrder.agree
     kinds: dict[int, str] = {}
 
     def note(self: Exchange, *given: Any) -> None:
@@ -286,10 +287,21 @@ def train_in_order(job: dict[str, Any], rank: int) -> dict[str, Any]:
             time.sleep(rng.random() * 0.02)
         all_to_all(self, *given)
 
-    Exchange._all_to_all = note  # type: ignore[assignment, method-assign]
+    def note_gradients(*args: Any, **options: Any) -> Any:
+        if options.get("group") is embeddings.worker.launches.group:
+            launched.append("gradients")
+        return all_reduce(*args, **options)
+
+    def agree_later(self: LaunchOrder) -> int:
+        time.sleep(rng.random() * 0.01)
+        return agree(self)
+
+    Exchange._all_to_all, LaunchOrder.agree = note, agree_later  # type: ignore[assignment, method-assign]
     try:
         torch.manual_seed(0)
-        embeddings, model = trainer_child.embeddings_of(job), DistributedDataParallel(Net())
+        embeddings = trainer_child.embeddings_of(job)
+        model = embeddings.parallel(Net())
+        dist.all_reduce = note_gradients
         optimizer = embeddings.optimizer(torch.optim.SGD(model.parameters(), lr=0.05))
         with embeddings.stream(batches(job["num_batches"]), overlap=True) as stream:
             for batch in stream:
@@ -300,7 +312,8 @@ def train_in_order(job: dict[str, Any], rank: int) -> dict[str, Any]:
         dist.barrier()
         embeddings.close()
     finally:
-        Exchange._all_to_all = all_to_all  # type: ignore[method-assign]
+        Exchange._all_to_all, LaunchOrder.agree = all_to_all, agree  # type: ignore[method-assign]
+        dist.all_reduce = all_reduce
     return found | {"launched": launched}
 
 

@@ -88,8 +88,9 @@ class CollectiveRows(ShardedRows):
         self._owners = self._owners_of(servers)
         self._pooled = [PooledFeatures.of(features, tables, device) for tables in self._groups.tables]
         self._absent = [torch.empty((0, dim), device=device) for _, dim in self._groups.layouts]
-        self._launches = LaunchOrder(device)
-        self._exchanges = lookups, updates = Exchange(self._launches), Exchange(self._launches)
+        self.launches = LaunchOrder(device)
+        """The order of all collectives between devices."""
+        self._exchanges = lookups, updates = Exchange(self.launches), Exchange(self.launches)
         use_device = partial(torch.cuda.set_device, device) if device.type == "cuda" else lambda: None
         self._update_thread = RoundThread("satrap-exchange-updates", explain, prepare=use_device, failed=self._failed)
         self._lookup_thread = RoundThread("satrap-exchange-lookups", explain, prepare=use_device, failed=self._failed)
@@ -102,7 +103,7 @@ class CollectiveRows(ShardedRows):
 
     def _failed(self, error: Exception) -> None:
         """Let the rounds of the other thread fail that wait for one of a thread that has failed."""
-        self._launches.fail(error)
+        self.launches.fail(error)
         self._updates.wake()
 
     def _owners_of(self, servers: ServerGroup) -> NDArray[np.uint32]:
@@ -136,7 +137,7 @@ class CollectiveRows(ShardedRows):
         for thread, exchange in zip((self._lookup_thread, self._update_thread), self._exchanges, strict=True):
             if not thread.join(_CLOSE_SECONDS):
                 exchange.is_abandoned = True
-                self._launches.fail(StreamError("the embeddings were closed before all trainers had joined a step"))
+                self.launches.fail(StreamError("the embeddings were closed before all trainers had joined a step"))
                 thread.join(_CLOSE_SECONDS)
 
     # -- as Rows -------------------------------------------------------------------------------------------------------

@@ -93,6 +93,7 @@ class CollectiveWorker(DeviceBlocks, ShardedWorker):
         )
         super().__init__(features, servers, rows=self._collective)
         self.device, self.device_stream = device, own.stream
+        self.launches = self._collective.launches
         close_when_collected(self, self._collective.close)
 
     def open_stream(self, step: int) -> CollectiveStream:

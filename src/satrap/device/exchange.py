@@ -2,12 +2,12 @@
 
 Every trainer calls the same methods in the same order. Lookups and updates each have an exchange, so a lookup never
 waits for an update of another trainer, nor an update for a lookup. What both send between devices goes through one
-communicator, in one order on all trainers (`LaunchOrder`): a device that is given two collectives in another order than
-the next device waits forever.
+communicator, in one order on all trainers (`LaunchOrder`), and so do the gradients that DistributedDataParallel
+averages: a device that is given two collectives in another order than the next device waits forever.
 """
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 
@@ -34,6 +34,7 @@ class LaunchOrder:
         """All trainers call this together."""
         backend = "nccl" if device.type == "cuda" else "gloo"
         self.group = dist.new_group(backend=backend, timeout=COLLECTIVE_TIMEOUT)
+        self._host = dist.new_group(backend="gloo", timeout=COLLECTIVE_TIMEOUT)
         self.error: Exception | None = None
         """Why no other round has its turn; None: none has failed."""
         self._num_numbered = self._next = 0
@@ -44,6 +45,14 @@ class LaunchOrder:
         with self._changed:
             self._num_numbered += 1
             return self._num_numbered - 1
+
+    def agree(self) -> int:
+        """Return the number of a round that has no ids, which trainer 0 sends to the others. All trainers call this in
+        the same order."""
+        number = torch.tensor([self.number() if dist.get_rank() == 0 else 0])
+        work = dist.broadcast(number, 0, group=self._host, async_op=True)
+        _wait_in_slices(work, lambda: self.error)
+        return int(number)
 
     @contextmanager
     def turn(self, number: int) -> Iterator[None]:
@@ -120,25 +129,30 @@ class Exchange:
         sent_counts: list[int] | None,
         group: dist.ProcessGroup,
     ) -> None:
-        """Exchange the tensors. Between CPUs it waits in slices: a thread that is inside torch when the process exits
-        would abort it."""
-        is_host = not received.is_cuda
         work = dist.all_to_all_single(received, sent, counts, sent_counts, group=group, async_op=True)
-        while True:
-            try:
-                if is_host:
-                    work.wait(_SLICE)
-                else:
-                    work.wait()  # the device's queue waits, and this thread does not
+        if received.is_cuda:
+            work.wait()  # the device's queue waits, and this thread does not
+        else:
+            _wait_in_slices(work, self._why_abandoned)
+
+    def _why_abandoned(self) -> Exception | None:
+        closed = "the embeddings were closed before all trainers had joined a step"
+        return StreamError(closed) if self.is_abandoned else None
+
+
+def _wait_in_slices(work: dist.Work, why_not: Callable[[], Exception | None]) -> None:
+    """Wait for an exchange between CPUs, until `why_not` returns an error. In slices: a thread that is inside torch
+    when the process exits would abort it."""
+    while True:
+        try:
+            work.wait(_SLICE)
+            return
+        except RuntimeError:
+            if work.is_completed():  # with an error, which this raises; or since the slice ended
+                work.wait()
                 return
-            except RuntimeError:
-                if not is_host:
-                    raise
-                if work.is_completed():  # with an error, which this raises; or since the slice ended
-                    work.wait()
-                    return
-                if self.is_abandoned:
-                    raise StreamError("the embeddings were closed before all trainers had joined a step") from None
+            if (error := why_not()) is not None:
+                raise error from None
 
 
 def _bytes_of(rows: Tensor) -> Tensor:

@@ -157,7 +157,10 @@ class Embeddings(torch.nn.Module):
 
         compress: dtype in which DDP sends the gradients: "float16", on GPUs also "bfloat16"; None: unchanged.
         """
-        return self.trainers.wrap(model, compress) if self._strategy.is_joint else model
+        if not self._strategy.is_joint:
+            return model
+        launches = None if self.device is None else lambda: self.worker.launches
+        return self.trainers.wrap(model, compress, launches)
 
     def stream(
         self,

@@ -9,7 +9,7 @@ their own, so that these collectives cannot mix with the user's.
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
-from typing import Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
@@ -20,6 +20,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from satrap.errors import ConfigError, StreamError
 from satrap.run_context import COLLECTIVE_TIMEOUT
+
+if TYPE_CHECKING:
+    from satrap.device.exchange import LaunchOrder
 
 Compress = Literal["float16", "bfloat16"]
 _HOOKS = {"float16": default_hooks.fp16_compress_hook, "bfloat16": default_hooks.bf16_compress_hook}
@@ -112,8 +115,14 @@ class ProcessGroup:
         dist.all_gather(gathered, own, group=group)
         return [each[: int(size.item())].numpy().tobytes() for each, size in zip(gathered, sizes, strict=True)]
 
-    def wrap(self, model: nn.Module, compress: Compress | None) -> nn.Module:
-        """Wrap the model so that several trainers average its gradients. compress: the dtype in which they are sent."""
+    def wrap(
+        self, model: nn.Module, compress: Compress | None, launches: "Callable[[], LaunchOrder] | None" = None
+    ) -> nn.Module:
+        """Wrap the model so that several trainers average its gradients.
+
+        compress: the dtype in which they are sent.
+        launches: returns the order in which the trainers' devices are given collectives; None: there are no others.
+        """
         if compress is not None and compress not in _HOOKS:
             raise ConfigError(f"compress is {compress!r}; expected one of {', '.join(map(repr, _HOOKS))}, or None")
         if compress == "bfloat16" and any(each.device.type == "cpu" for each in model.parameters()):
@@ -123,8 +132,18 @@ class ProcessGroup:
         if self.world_size == 1:
             return model
         parallel = DistributedDataParallel(model)
-        if compress is not None:
-            parallel.register_comm_hook(None, _HOOKS[compress])
+        average = default_hooks.allreduce_hook if compress is None else _HOOKS[compress]
+
+        def average_in_turn(_: None, bucket: Any) -> torch.futures.Future[Tensor]:
+            assert launches is not None
+            order = launches()
+            with order.turn(order.agree()):
+                return average(order.group, bucket)
+
+        if launches is not None:
+            parallel.register_comm_hook(None, average_in_turn)
+        elif compress is not None:
+            parallel.register_comm_hook(None, average)
         return parallel
 
     def require_same_gradients(self, parameters: Iterable[Tensor]) -> None:

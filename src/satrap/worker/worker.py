@@ -151,6 +151,8 @@ class Worker:
     """The torch device of the rows, of blocks and of gradients; None: they are numpy arrays in this process."""
     device_stream: Any = None
     """The stream of the device on which the rows are read and changed; None: they are not on a device."""
+    launches: Any = None
+    """The order in which the devices of several trainers are given collectives; None: they have no rows."""
 
     def __init__(self, features: Features, rows: Rows) -> None:
         """rows: of the tables of these features."""

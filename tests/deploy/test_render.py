@@ -224,7 +224,7 @@ def check_trainers(job: DeployJob, command: list[str], listening: dict[str, list
     options, arguments = parsed(torchrun.training_script_args)
     assert (options.command, options.script, arguments) == ("trainer", job.script, list(job.arguments))
     assert options.servers == listening["servers"] and options.workers == listening.get("workers", [])
-    assert options.keys in keys
+    assert str(options.keys) in keys
 
 
 def test_the_pod_of_a_server_that_stops_has_time_to_move_its_rows() -> None:

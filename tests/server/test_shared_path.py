@@ -13,7 +13,6 @@ from satrap.server.server import Server
 @pytest.mark.parametrize(
     ("path", "why"),
     [
-        ("", "the path is empty"),
         ("/no/such/folder/rows", "No such file or directory"),
         ("/proc/rows", "No such file or directory"),
         ("/dev/null/rows", "Not a directory"),
@@ -24,6 +23,11 @@ from satrap.server.server import Server
 def test_an_unusable_path_is_refused(path: str, why: str) -> None:
     with pytest.raises(ConfigError, match=f"no shared-memory file can be created there: {why}; expected a file in a w"):
         Server(shared=path)
+
+
+def test_an_empty_path_is_refused() -> None:
+    with pytest.raises(ConfigError, match="shared is '' .str.; expected the path of a local file"):
+        Server(shared="")
 
 
 def test_a_usable_path_is_left_free(tmp_path: Path) -> None:

@@ -57,7 +57,7 @@ def test_a_remote_worker_has_the_bits_of_a_local_one(
     tmp_path: Path, options: dict[str, Any], overlap: bool | None
 ) -> None:
     """Losses, rows, parameters, positions, scores of an evaluation within the training, and what was lost."""
-    data = source(write(tmp_path / "a.parquet", 20), shuffle=True, shuffle_blocks=2, epochs=2)
+    data = source(write(tmp_path / "a.parquet", 21), shuffle=True, shuffle_blocks=2, epochs=2)
     test = source(write(tmp_path / "b.parquet", 5, seed=1))
     how: dict[str, Any] = {"overlap": overlap} | ({"accumulate": 3} if "accumulate" in options else {})
     given = {name: value for name, value in options.items() if name != "accumulate"}
@@ -70,7 +70,7 @@ def test_a_remote_worker_has_the_bits_of_a_local_one(
             counters = job[0].counters()
             stale = counters.staleness if overlap is False else None  # with overlap, the time of a drop varies
             found.append((seen, scores, bits(job), counters.rows, counters.lost, stale))
-    assert len(found[0][0]) == 60 and found[0][4]["ids/path"] and found[0][4]["batches/zero_grad"]
+    assert len(found[0][0]) == 63 and found[0][4]["ids/path"] and found[0][4]["batches/zero_grad"]
     assert all(each == found[0] for each in found)
 
 
@@ -80,7 +80,7 @@ def test_a_wire_that_rounds_reaches_from_the_servers_to_the_trainer(
 ) -> None:
     """Every block, sequence and gradient between a worker and its trainer has two bytes for a number, and the result is
     close to that of a wire that does not round. The number of servers changes no bit."""
-    data = source(write(tmp_path / "a.parquet", 20))
+    data = source(write(tmp_path / "a.parquet", 21))
     sizes: list[tuple[int, int]] = []
     encode = PooledCodec.encode
 

@@ -160,7 +160,8 @@ def test_a_different_protocol_of_the_same_name_is_refused(small: tuple[Service, 
 
     service, _ = small
     with Client(Calls, service.address, deadline=DEADLINE_SECONDS) as client:
-        with pytest.raises(RuntimeError, match="the method is unknown here; this process, of satrap .*, serves Calls: check") as e:
+        why = r"the method is unknown here; this process, of satrap .*, serves Calls: check"
+        with pytest.raises(RuntimeError, match=why) as e:
             client.call.add(1.0)
         assert "raised by Calls.add" in e.value.__notes__[0]
 

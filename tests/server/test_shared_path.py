@@ -26,7 +26,7 @@ def test_an_unusable_path_is_refused(path: str, why: str) -> None:
 
 
 def test_an_empty_path_is_refused() -> None:
-    with pytest.raises(ConfigError, match="shared is '' .str.; expected the path of a local file"):
+    with pytest.raises(ConfigError, match=r"shared is '' \(str\); expected the path of a local file"):
         Server(shared="")
 
 

@@ -9,7 +9,7 @@ their own, so that these collectives cannot mix with the user's.
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 import torch
@@ -134,7 +134,10 @@ class ProcessGroup:
         parallel = DistributedDataParallel(model)
         average = default_hooks.allreduce_hook if compress is None else _HOOKS[compress]
 
-        def average_in_turn(_: None, bucket: Any) -> torch.futures.Future[Tensor]:
+        def average_in_turn(
+            _: None,
+            bucket: dist.GradBucket,  # type: ignore[name-defined]  # DDP accepts no other annotation
+        ) -> torch.futures.Future[Tensor]:
             assert launches is not None
             order = launches()
             with order.turn(order.agree()):

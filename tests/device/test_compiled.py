@@ -53,7 +53,7 @@ FOR_OPTIONS = 1200  # more for gradients with factors, a scale, and those that a
 FOR_ODD_DIM = 150  # more for a tile of 256 numbers that are read one by one, where rows begin anywhere
 
 FUSED = {"Nesterov": 3, "RowWiseAdagrad": 3, "Adam": 4, "AdamW": 4}  # multiply-adds of a number; other optimizers: 2
-AGAIN = {"RowWiseAdagrad": 1}  # more, where Triton computes what it squares twice rather than move it between threads
+AGAIN = {"RowWiseAdagrad": 1}  # more, where Triton computes what it squares again rather than move it between threads
 TILES = {"momentum": 1, "Nesterov": 1, "Adagrad": 1, "Ftrl": 2}  # numbers of state beside each, in rows of 16 bytes
 
 
@@ -146,7 +146,7 @@ def arithmetic(kernel: Kernel) -> Iterator[str]:
         expected = kernel.numbers
     fused = {name: count for name, count in kernel.ptx.items() if name.startswith("fma")}
     count = fused.pop("fma.rn.f32", 0)
-    if fused or count not in (expected, expected + again):
+    if fused or count not in {expected + times * again for times in range(4)}:
         yield f"has {count} fma.rn.f32 and {fused}; its formula has {expected}"
 
 

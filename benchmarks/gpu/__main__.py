@@ -86,7 +86,7 @@ class Run:
                 self._measure_part(Job(part=part, until=until, out=self.options.out, kernels=self.options.kernels))
             note = f"{time.monotonic() - self.began:.0f} s of {60 * self.options.minutes:.0f} s, after {part}"
             if part == "kernels" and self.results.failed(part) and not self.options.keep_going:
-                names = ", ".join(each["item"] for each in self.results.failed(part))
+                names = ", ".join(record["item"] for record in self.results.failed(part))
                 self.results.summarise(f"{note}: stopped, since a kernel failed: {names}")
                 return 1
             self.results.summarise(note)
@@ -252,12 +252,12 @@ def parse(arguments: Sequence[str]) -> Options:
     parser.add_argument("--parts", nargs="+", choices=list(PARTS), default=list(PARTS), help="default: all, in order")
     parser.add_argument("--kernels", metavar="MODULE", help="the module of the kernels (default: the device's)")
     parser.add_argument("--keep-going", action="store_true", help="go on after a kernel that is wrong")
-    found = parser.parse_args(arguments)
-    if not found.minutes > 0:
-        parser.error(f"--minutes must be above 0, found {found.minutes}")
-    parts = tuple(part for part in PARTS if part in found.parts)
-    out = found.out.absolute()
-    return Options(minutes=found.minutes, out=out, parts=parts, kernels=found.kernels, keep_going=found.keep_going)
+    given = parser.parse_args(arguments)
+    if not given.minutes > 0:
+        parser.error(f"--minutes must be above 0, found {given.minutes}")
+    parts = tuple(part for part in PARTS if part in given.parts)
+    out = given.out.absolute()
+    return Options(minutes=given.minutes, out=out, parts=parts, kernels=given.kernels, keep_going=given.keep_going)
 
 
 def main(arguments: Sequence[str]) -> int:

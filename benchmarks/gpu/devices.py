@@ -91,15 +91,15 @@ def finish() -> None:
 def seconds_of(call: Callable[[], object], num_calls: int) -> float:
     """Return the seconds of a call: the median of some rounds, each a queue of calls. The first call is not timed."""
     call()
-    found = []
+    rounds = []
     for _ in range(ROUNDS):
         finish()
         start = time.perf_counter()
         for _ in range(num_calls):
             call()
         finish()
-        found.append((time.perf_counter() - start) / num_calls)
-    return statistics.median(found)
+        rounds.append((time.perf_counter() - start) / num_calls)
+    return statistics.median(rounds)
 
 
 def bandwidths() -> dict[str, float]:

@@ -94,7 +94,7 @@ class Kernels:
         for module, place in self.both:
             block = torch.full((samples, NUM_FEATURES * DIM), 7.0, device=place)
             given = (values, absent, frames, offsets, weights, features)
-            module.pool(*(copied(each, place) for each in given), samples, block)
+            module.pool(*(copied(argument, place) for argument in given), samples, block)
             blocks.append(block)
         require_same("the block", *blocks)
         return {"samples": samples, "ids": len(frames)}
@@ -103,13 +103,13 @@ class Kernels:
         samples = sizes().checked_samples
         frames, offsets = draw_batch(rng, bags=form == "bags")
         values, absent = random_values(dtype, sizes().checked_rows), random_values("float32", ABSENT)
-        found = []
+        sequences = []
         for module, place in self.both:
             out = torch.full((samples, LENGTH, DIM), 7.0, device=place)
             given = (values, absent, frames, offsets)
-            module.copy_sequence(*(copied(each, place) for each in given), 3, out)
-            found.append(out)
-        require_same("the sequences", *found)
+            module.copy_sequence(*(copied(argument, place) for argument in given), 3, out)
+            sequences.append(out)
+        require_same("the sequences", *sequences)
         return {"samples": samples, "length": LENGTH}
 
     def _update(self, rng: np.random.Generator, name: str, dtype: str) -> dict[str, Any]:
@@ -161,7 +161,7 @@ class Kernels:
             for segment, content in zip(home.segments, bytes_at_home, strict=True):
                 segment.copy_(content)
             own = [copied(part, place) for part in start]
-            module.exchange(*own, home, *(torch.from_numpy(each).to(place) for each in (frames, slots, directions)))
+            module.exchange(*own, home, *(torch.from_numpy(moves).to(place) for moves in (frames, slots, directions)))
             if place.type == "cuda":
                 torch.cuda.synchronize()
             ends.append([*own, *home.segments])

@@ -66,7 +66,7 @@ class Results:
     def failed(self, part: str | None = None) -> list[dict[str, Any]]:
         """Return the records of what failed, in a part or in any."""
         bad = ("failed", "crashed")
-        return [each for each in self.records if each["status"] in bad and part in (None, each["part"])]
+        return [record for record in self.records if record["status"] in bad and part in (None, record["part"])]
 
     def append(self, name: str, text: str) -> None:
         """Append to a file of text, whose earlier half is dropped where it grows too large."""

@@ -7,16 +7,16 @@ import json
 import os
 import random
 import shutil
-import signal
 import socket
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from checkpoint_job import Job, names
+from interrupts import no_hang
 from satrap import Reader
 from satrap.checkpoint.run_directory import MANIFEST
 from satrap.checkpoint.run_owner import OWNER
@@ -27,20 +27,6 @@ from satrap.errors import CheckpointError, SatrapError
 SECONDS = 120  # ends a hang
 DEEP = b"[" * 100_000 + b"]" * 100_000
 DEEP_OBJECT = b'{"a":' * 60 + b"1" + b"}" * 60
-
-
-@contextmanager
-def without_hanging() -> Iterator[None]:
-    def give_up(*_: object) -> None:
-        raise AssertionError(f"no end after {SECONDS} s")
-
-    before = signal.signal(signal.SIGALRM, give_up)
-    signal.setitimer(signal.ITIMER_REAL, SECONDS)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +51,7 @@ def refused(run: Path) -> str:
     """Returns the error with which the run is neither resumed nor read, which change nothing."""
     before = tree(run)
     job = Job(str(run), 4, full_every=3)
-    with without_hanging():
+    with no_hang(SECONDS):
         with pytest.raises(SatrapError) as caught:
             job.run.resume()
         with suppress(SatrapError), Reader(run):  # it may find what it needs, such as without the owner
@@ -232,7 +218,7 @@ def test_any_forged_checkpoint_is_refused_or_resumed(run: Path, seed: int) -> No
             node[key] = rng.choice(ODD)
         (run / THREE / MANIFEST).write_bytes(json_with_checksum(forged, 1))
         try:
-            with without_hanging():
+            with no_hang(SECONDS):
                 job.run.resume()
         except SatrapError:
             refusals += 1
@@ -246,5 +232,5 @@ def test_a_save_into_a_hostile_folder_is_refused(run: Path) -> None:
     assert job.run.resume()
     (run / OWNER).unlink()
     os.mkfifo(run / OWNER)
-    with without_hanging(), pytest.raises(CheckpointError, match="it is a FIFO; expected a regular file"):
+    with no_hang(SECONDS), pytest.raises(CheckpointError, match="it is a FIFO; expected a regular file"):
         job.train()

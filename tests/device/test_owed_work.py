@@ -15,7 +15,7 @@ from device_workers import pair
 from satrap import SGD, Adagrad, Normal, Table
 from satrap.config.features import Features
 from satrap.data.inputs import Inputs
-from satrap.device import home_memory
+from satrap.device import home_memory, reference
 from satrap.device.device_engine import DeviceEngine
 from satrap.device.device_worker import DeviceWorker
 from satrap.device.home_memory import HomeMemory
@@ -201,3 +201,25 @@ def test_no_memory_for_the_reserve_is_no_error_until_it_is_needed(device: str, m
         assert contents(worker) == rows and num_done > 3
     look_up(worker, num_done, num_done + 1)
     assert contents(worker) != rows
+
+
+def test_a_step_whose_rounding_fails_is_taken_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the CPU device, whose step has parts that can run out of memory: the state changes with the values or not."""
+    features = Features({"t": Table("t", dim=4, optimizer=Adagrad(lr=0.1), dtype="bfloat16", initial=Normal(std=1.0))})
+    gradients, read = torch.ones(ROWS, 4), list[list[bytes]]()
+    for fails in (False, True):
+        worker = DeviceWorker(features, "cpu", seed=1, num_threads=1)
+        ticket = worker.lookup(batch(features, 0), step=1).ticket
+        assert ticket is not None
+        if fails:
+            with monkeypatch.context() as patched, pytest.raises(MemoryError):
+                patched.setattr(reference, "round_stochastic", out_of_memory)
+                worker.update([ticket], [gradients], step=1)
+        else:
+            worker.update([ticket], [gradients], step=1)
+        read.append(contents(worker))
+    assert read[0] == read[1]
+
+
+def out_of_memory(*_: object) -> None:
+    raise MemoryError

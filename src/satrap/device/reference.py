@@ -172,10 +172,10 @@ def _step_rows(
     stored = values[frames]
     of_rows = state[frames]
     new = _STEPS[type(optimizer)](stored.float(), of_rows, sums, optimizer, lr)
-    state[frames] = of_rows
     if stored.dtype != torch.float32:
         assert keys is not None
         new = round_stochastic(new, stored.dtype, draw_elements(step_keys(keys, step), first, values.shape[1]))
+    state[frames] = of_rows  # after all that may run out of memory: the step of a call that fails is taken again
     values[frames] = new
 
 

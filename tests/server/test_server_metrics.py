@@ -14,6 +14,7 @@ import zmq
 
 from cluster import ANYWHERE, DEADLINE_SECONDS, batch, one_table, sharded_worker
 from oracle import COUNTERS, Oracle
+from rpc_parts import wait_until
 from satrap import transfer
 from satrap.cli.http import StatusEndpoint
 from satrap.config.tables import MinCount
@@ -210,5 +211,7 @@ def test_status_starts_no_attempt_and_takes_no_lease() -> None:
                 after["map_version"],
             )
             assert before["staleness"] == {"0": 2} and before["tables"]["t"]["rows"] == 3
-            assert [where for where, _ in after["leases"].values()] == [status["where"]]
             assert after["addresses"] == [service.address] and after["tables"] == before["tables"]
+            wait_until(lambda: client.call.status(Origin())["leases"])  # the worker's thread takes it, see Lease
+            (lease,) = client.call.status(Origin())["leases"].values()
+            assert lease[0] == status["where"]

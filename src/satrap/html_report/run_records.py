@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 from satrap.errors import ConfigError
-from satrap.monitor.hidden_secrets import hide_secrets
 from satrap.monitor.record_file import FOLDER, Records, scan_records
 
 _TRAINER = re.compile(r"trainer-(\d{1,9})")
@@ -154,8 +153,6 @@ def _events(lines: Iterable[dict[str, Any]]) -> tuple[list[dict[str, Any]], int]
     """Return the events of a run, and the number of records that lack something."""
     known = [each for each in lines if each["kind"] in _EVENTS]
     found = [each for each in known if _is_number(each.get("at")) and _has_counts(each, "launch", "servers", "status")]
-    for event in found:  # earlier releases recorded secrets, too
-        event["settings"] = hide_secrets(event.get("settings"))
     return found, len(known) - len(found)
 
 
@@ -173,8 +170,6 @@ def loops_of(rank: int, lines: Iterable[dict[str, Any]], *, keeps_tables: bool =
         loop = loops.setdefault(line["id"], Loop(rank=rank))
         if line["kind"] == "start":
             loop.start = line
-            if isinstance(settings := line.get("settings"), dict):
-                settings["script"] = hide_secrets(settings.get("script"))
         elif line["kind"] == "end":
             loop.end = line
         elif line["kind"] == "interval" and (interval := _interval(line)) is not None:

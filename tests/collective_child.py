@@ -272,11 +272,19 @@ def train_slowly(job: dict[str, Any], rank: int) -> dict[str, Any]:
     return found
 
 
+class NormNet(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers.append(torch.nn.BatchNorm1d(1))
+
+
 def train_in_order(job: dict[str, Any], rank: int) -> dict[str, Any]:
     """Train with threads that are held up at random, differently on each trainer. Return the order in which this
-    trainer gave collectives to its device: which kind of exchange each was of, or "gradients" of the dense network."""
-    rng, all_to_all, launched = np.random.default_rng([job["seed"], rank]), Exchange._all_to_all, list[Any]()
-    all_reduce, agree = dist.all_reduce, LaunchOrder.agree
+    trainer gave collectives to its device: which kind of exchange each was of, or "gradients" or "buffers" of the dense
+    network; and the buffers that the last step found."""
+    rng, all_to_all = np.random.default_rng([job["seed"], rank]), Exchange._all_to_all
+    launched, buffers = list[Any](), list[Any]()
+    all_reduce, broadcast, agree = dist.all_reduce, dist.broadcast, LaunchOrder.agree
     kinds: dict[int, str] = {}
 
     def note(self: Exchange, *given: Any) -> None:
@@ -287,10 +295,13 @@ def train_in_order(job: dict[str, Any], rank: int) -> dict[str, Any]:
             time.sleep(rng.random() * 0.02)
         all_to_all(self, *given)
 
-    def note_gradients(*args: Any, **options: Any) -> Any:
-        if options.get("group") is embeddings.worker.launches.group:
-            launched.append("gradients")
-        return all_reduce(*args, **options)
+    def noted(kind: str, collective: Any) -> Any:
+        def call(*args: Any, **options: Any) -> Any:
+            if options.get("group") is embeddings.worker.launches.group:
+                launched.append(kind)
+            return collective(*args, **options)
+
+        return call
 
     def agree_later(self: LaunchOrder) -> int:
         time.sleep(rng.random() * 0.01)
@@ -300,8 +311,11 @@ def train_in_order(job: dict[str, Any], rank: int) -> dict[str, Any]:
     try:
         torch.manual_seed(0)
         embeddings = trainer_child.embeddings_of(job)
-        model = embeddings.parallel(Net())
-        dist.all_reduce = note_gradients
+        net = NormNet()
+        norm = net.layers[3]
+        norm.register_forward_pre_hook(lambda *_: buffers.append([each.tolist() for each in norm.buffers()]))
+        model = embeddings.parallel(net)
+        dist.all_reduce, dist.broadcast = noted("gradients", all_reduce), noted("buffers", broadcast)
         optimizer = embeddings.optimizer(torch.optim.SGD(model.parameters(), lr=0.05))
         with embeddings.stream(batches(job["num_batches"]), overlap=True) as stream:
             for batch in stream:
@@ -313,8 +327,8 @@ def train_in_order(job: dict[str, Any], rank: int) -> dict[str, Any]:
         embeddings.close()
     finally:
         Exchange._all_to_all, LaunchOrder.agree = all_to_all, agree  # type: ignore[method-assign]
-        dist.all_reduce = all_reduce
-    return found | {"launched": launched}
+        dist.all_reduce, dist.broadcast = all_reduce, broadcast
+    return found | {"launched": launched, "buffers": buffers[-1]}
 
 
 def require_same(looked: list[Any]) -> None:

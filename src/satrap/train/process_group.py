@@ -131,21 +131,11 @@ class ProcessGroup:
             )
         if self.world_size == 1:
             return model
-        parallel = DistributedDataParallel(model)
         average = default_hooks.allreduce_hook if compress is None else _HOOKS[compress]
-
-        def average_in_turn(
-            _: None,
-            bucket: dist.GradBucket,  # type: ignore[name-defined]  # DDP accepts no other annotation
-        ) -> torch.futures.Future[Tensor]:
-            assert launches is not None
-            order = launches()
-            with order.turn(order.agree()):
-                return average(order.group, bucket)
-
         if launches is not None:
-            parallel.register_comm_hook(None, average_in_turn)
-        elif compress is not None:
+            return _wrap_in_turn(model, average, launches)
+        parallel = DistributedDataParallel(model)
+        if compress is not None:
             parallel.register_comm_hook(None, average)
         return parallel
 
@@ -164,6 +154,39 @@ class ProcessGroup:
                 "the model before creating the optimizer: model = embeddings.parallel(model); and clip only "
                 "model.parameters(), since the gradients of batch.embeddings differ between trainers"
             )
+
+
+def _wrap_in_turn(
+    model: nn.Module, average: Callable[..., torch.futures.Future[Tensor]], launches: "Callable[[], LaunchOrder]"
+) -> nn.Module:
+    """Wrap the model so that its gradients and buffers are sent in the order of `launches`. What DDP itself sends, as
+    when it regroups its gradients after the first step, goes between CPUs."""
+    parallel = DistributedDataParallel(
+        model, process_group=dist.new_group(backend="gloo", timeout=COLLECTIVE_TIMEOUT), broadcast_buffers=False
+    )
+
+    def average_in_turn(
+        _: None,
+        bucket: dist.GradBucket,  # type: ignore[name-defined]  # DDP accepts no other annotation
+    ) -> torch.futures.Future[Tensor]:
+        order = launches()
+        with order.turn(order.agree()):
+            return average(order.group, bucket)
+
+    def broadcast_buffers(*_: object) -> None:
+        """Give the buffers of trainer 0, as of BatchNorm, to the others, when DDP would."""
+        buffers = list(model.buffers())
+        if buffers and parallel.require_forward_param_sync:
+            order = launches()
+            with order.turn(order.agree()):
+                for each in buffers:
+                    dist.broadcast(
+                        each.data, 0, group=order.group
+                    )  # an earlier forward pass may still need its backward
+
+    parallel.register_comm_hook(None, average_in_turn)
+    parallel.register_forward_pre_hook(torch.compiler.disable(broadcast_buffers))
+    return parallel
 
 
 def unwrap(model: nn.Module) -> nn.Module:

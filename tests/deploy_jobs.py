@@ -91,7 +91,17 @@ def pods_of(objects: list[dict[str, Any]]) -> dict[str, tuple[int, dict[str, Any
             found |= {
                 group["groupName"]: (group["replicas"], group["template"]) for group in cluster["workerGroupSpecs"]
             }
+        elif each["kind"] == "JobSet":
+            jobs = {job["name"]: job["template"]["spec"] for job in spec["replicatedJobs"]}
+            found |= {role: (job["completions"], job["template"]) for role, job in jobs.items()}
         elif each["kind"] in ("StatefulSet", "Job"):
             count = spec["replicas"] if each["kind"] == "StatefulSet" else spec["completions"]
             found[spec["template"]["metadata"]["labels"]["app.kubernetes.io/component"]] = (count, spec["template"])
     return found
+
+
+def host(job: DeployJob, role: str, number: int) -> str:
+    """Returns the name that Kubernetes gives to a pod without Ray."""
+    if job.queue is not None:  # see enableDNSHostnames of JobSet
+        return f"{job.name}-{role}-0-{number}.{job.name}"
+    return f"{job.name}-{role}-{number}.{job.name}-{role}"

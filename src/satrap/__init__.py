@@ -86,11 +86,16 @@ _MODULES = {"models": "models", "synthetic": "data.synthetic"}
 
 
 def __getattr__(name: str) -> object:
-    if name in _MODULES:
-        return import_module(f"satrap.{_MODULES[name]}")
-    if name in _LATER:
-        return getattr(import_module(f"satrap.{_LATER[name]}"), name)
-    raise AttributeError(f"module 'satrap' has no attribute {name!r}")
+    path = _MODULES.get(name) or _LATER.get(name)
+    if path is None:
+        raise AttributeError(f"module 'satrap' has no attribute {name!r}")
+    try:
+        module = import_module(f"satrap.{path}")
+    except ModuleNotFoundError as error:
+        if (error.name or "satrap").startswith("satrap"):
+            raise
+        raise ImportError(f"satrap.{name} needs {error.name}: pip install 'satrap[train]'", name=error.name) from error
+    return module if name in _MODULES else getattr(module, name)
 
 
 def __dir__() -> list[str]:

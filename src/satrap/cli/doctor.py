@@ -35,7 +35,7 @@ def examine(dim: int, *, run: bool) -> Iterator[str]:
     yield f"memory       {allowed / 2**30:.1f} GiB, {(allowed - used) / 2**30:.1f} GiB available"
     yield f"huge pages   {_huge_pages()}"
     if _version("torch") == "not installed":
-        yield "torch is not installed, so only tables work; for training run pip install torch"
+        yield "torch is not installed, so only tables work; to train: pip install 'satrap[train]'"
         return
     import torch
 

@@ -139,7 +139,12 @@ format: setup
 	$(bin)/clang-format -i $(core_files) $(core_test_files)
 
 # build/site: docs/, README.md and others as a site; a warning (a broken link, a page that is in no menu) is an error.
-docs: setup
+.venv/.docs: .venv/.tools
+	$(bin)/python tests/requirements.py docs >$@.txt
+	$(install) -r $@.txt
+	touch $@
+
+docs: .venv/.docs
 	NO_MKDOCS_2_WARNING=1 $(bin)/python -m mkdocs build --strict --quiet
 	@echo build/site/index.html
 

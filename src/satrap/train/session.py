@@ -27,8 +27,8 @@ from satrap.table.table_group import transfers_of
 from satrap.train.batch import InFlightBatch
 from satrap.train.dense_strategy import DenseStrategy
 from satrap.train.joint_batches import JointBatches
+from satrap.train.ledger import BatchLedger
 from satrap.train.process_group import ProcessGroup
-from satrap.train.staleness_gate import StalenessGate
 from satrap.train.stream import Stream
 
 if TYPE_CHECKING:
@@ -212,7 +212,7 @@ class TrainingSession:
         several = self.trainers.world_size > 1
         share = {"rank": self.trainers.rank, "world_size": self.trainers.world_size} if several else {}
         inputs = self.dense.batches(self.worker.batches(data, position, **share), self.features.names)
-        gate = StalenessGate(
+        ledger: BatchLedger[InFlightBatch] = BatchLedger(
             self.staleness, accumulate=accumulate, deterministic=self._deterministic, last_step=self.step
         )
         with Uninterrupted():
@@ -220,7 +220,7 @@ class TrainingSession:
             self._training = Stream(
                 inputs,
                 self.worker,
-                gate,
+                ledger,
                 train=True,
                 device=device,
                 overlap=overlap,

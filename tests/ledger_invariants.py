@@ -21,10 +21,10 @@ def check(ledger: BatchLedger[Any]) -> None:
     assert [each.number for each in unsettled] == sorted(ledger._unsettled)
     assert all(each.step == first_step + each.number // ledger.accumulate for each in unsettled)
     not_started = [each for each in unsettled if each.state in _WITHOUT_ROWS and each is not ledger.looking_up]
-    assert list(ledger._to_look_up) == not_started == unsettled[len(unsettled) - len(not_started) :]
+    assert list(ledger.to_look_up) == not_started == unsettled[len(unsettled) - len(not_started) :]
     not_returned = [each for each in unsettled if each.state in _NOT_RETURNED]
     assert list(ledger._to_return) == not_returned == unsettled[len(unsettled) - len(not_returned) :]
-    assert ledger._in_loop == [each for each in unsettled if each.state in _IN_LOOP]
+    assert ledger.in_loop == [each for each in unsettled if each.state in _IN_LOOP]
     open_steps = {each.step for each in unsettled[: len(unsettled) - len(not_started)]}
     assert max(open_steps, default=0) - min(open_steps, default=0) <= ledger.staleness, "a bounded number of open steps"
     submitted = {id(each) for update in ledger.updates for each in update.batches}

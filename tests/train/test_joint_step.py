@@ -27,8 +27,7 @@ from satrap.train.batch import InFlightBatch
 from satrap.train.dense_strategy import SyncDense
 from satrap.train.embeddings import session_of
 from satrap.train.joint_batches import JointBatches
-from satrap.train.joint_calls import Call
-from satrap.train.joint_step import PADDING_ROWS, JointStep, describe
+from satrap.train.joint_calls import PADDING_ROWS, Call, JointStep, describe
 from satrap.train.ledger import BatchLedger
 from satrap.train.process_group import ProcessGroup
 from satrap.train.stream import Stream

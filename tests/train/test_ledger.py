@@ -31,13 +31,13 @@ class Loop:
 
     def run(self) -> None:
         calls = [self.request, self.use, self.step, self.leave_out, self.work, self.work, self.work]
-        while not (self.ledger.has_ended and next(self.ledger.in_loop(), None) is None and not self.ledger.updates):
+        while not (self.ledger.has_ended and not self.ledger.in_loop and not self.ledger.updates):
             if not any(call() for call in self.rng.sample(calls, len(calls))):
                 raise AssertionError(f"nothing is allowed after {self.batches}")
             check(self.ledger)
 
     def request(self) -> bool:
-        batch = self.ledger.offer(ahead=self.ledger.returns_ahead)
+        batch = self.ledger.offer()
         if batch is not None:
             self.ledger.handle(Event.RETURNED, batch)
             assert batch.number == len(self.batches), "in order"
@@ -55,16 +55,17 @@ class Loop:
         return bool(held)
 
     def step(self) -> bool:
-        """Step the oldest step, if all of its batches are used."""
-        first = next(self.ledger.in_loop(), None)
-        if first is None:
+        """Step any step whose batches are all used."""
+        in_loop = self.ledger.in_loop
+        if not in_loop:
             return False
-        batches = [each for each in self.ledger.in_loop() if each.step == first.step]
+        step = self.rng.choice(in_loop).step
+        batches = [each for each in in_loop if each.step == step]
         if any(each.state is not State.USED for each in batches) or not (
             self.ledger.completes_step(batches[-1], lambda: False)
         ):
             return False
-        self.ledger.require_first_update(batches)
+        self.ledger.require_whole_steps(batches, lambda: False)
         self.ledger.submit(Update(batches, lambda: self.applied.extend(each.step for each in batches)))
         return True
 
@@ -101,7 +102,7 @@ class Loop:
             self.lookups.append((batch.step, set(self.settled), list(self.applied)))
             ledger.handle(Event.LOOKED_UP, batch)
         elif stage is Stage.UPDATE:
-            ledger.updates[0].apply()
+            ledger.start_update().apply()
             ledger.end_update()
             self._note_settled()
         return stage is not None
@@ -178,7 +179,7 @@ def test_the_invariants_are_checked() -> None:
     with checked() as events:
         ledger, batch = BatchLedger[BatchRecord](0), BatchRecord()
         ledger.handle(Event.READ, batch)
-        ledger._to_look_up.clear()
+        ledger.to_look_up.clear()
         with pytest.raises(AssertionError):
             ledger.handle(Event.READ, BatchRecord())
     assert events == {"read": 2}

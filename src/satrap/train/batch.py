@@ -22,8 +22,7 @@ from satrap.config.validation import suggest
 from satrap.data.inputs import Inputs, Position
 from satrap.device.device_stream import Mark
 from satrap.errors import InputError, StreamError
-from satrap.train.joint_calls import BatchCalls
-from satrap.train.joint_step import Padding
+from satrap.train.joint_calls import BatchCalls, Padding
 from satrap.train.ledger import BatchRecord
 from satrap.worker.worker import BagRequest
 
@@ -56,7 +55,7 @@ class InFlightBatch(BatchRecord):
         self.ticket: Any = None
         """Identifies the lookup in the update; None in evaluation, for padding, and before the lookup."""
         self.weight = 1.0
-        """Factor of its gradients relative to the other trainers'; see `satrap.train.joint_step`."""
+        """Factor of its gradients relative to the other trainers'; see `satrap.train.joint_calls`."""
         self.ready: list[Mark] = []
         """After the work of the device that makes the batch's tensors; empty before they exist."""
         self.calls = BatchCalls()

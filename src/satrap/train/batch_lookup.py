@@ -18,7 +18,7 @@ from satrap.device.host_copy import to_device
 from satrap.errors import CapacityError
 from satrap.train.batch import InFlightBatch, Sequence, gradient_array, gradient_of
 from satrap.train.dense_strategy import DenseStrategy
-from satrap.train.joint_step import PADDING_ROWS, JointStep
+from satrap.train.joint_calls import PADDING_ROWS, JointStep
 from satrap.train.torch_threads import torch_threads
 from satrap.worker.worker import Worker
 

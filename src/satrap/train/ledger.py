@@ -71,6 +71,7 @@ _NEXT = {
 }
 """The state that follows an event, by the state before; an event in any other state is a mistake of this package."""
 _WITHOUT_ROWS = (State.READ, State.AHEAD)
+_WITH_ROWS = (State.LOOKED_UP, State.RETURNED, State.USED)
 _IN_LOOP = (State.AHEAD, State.RETURNED, State.USED)
 
 
@@ -177,10 +178,16 @@ class BatchLedger(Generic[Record]):
         """Number of batches with rows that were read and have no update, by cause."""
         self.num_returned = 0
         """Number of batches that the loop has received."""
-        self.updates: deque[Update[Record]] = deque()
+        self.updates: list[Update[Record]] = []
         """Submitted and not yet applied, in order."""
+        self.updating: Update[Record] | None = None
+        """The one that has started."""
         self.looking_up: Record | None = None
         """The batch whose lookup has started."""
+        self.in_loop: list[Record] = []
+        """Received and not stepped: AHEAD, RETURNED or USED. Changes in the loop's thread only."""
+        self.to_look_up: deque[Record] = deque()
+        """READ or AHEAD, without the batch whose lookup has started."""
         self.offered: Record | None = None
         """The batch that `next()` is about to return."""
         self.is_exhausted = self.has_ended = False
@@ -188,8 +195,6 @@ class BatchLedger(Generic[Record]):
         self._first_step = last_step + 1
         self._num_read = 0
         self._unsettled: dict[int, Record] = {}  # by number, ascending
-        self._in_loop: list[Record] = []  # AHEAD, RETURNED or USED; changes in the loop's thread only
-        self._to_look_up: deque[Record] = deque()  # READ or AHEAD
         self._to_return: deque[Record] = deque()  # READ or LOOKED_UP
         self._num_unresolved = 0  # batches with rows to look up whose lookup cannot be prepared ahead
         self._stepped: set[int] = set()  # steps that were submitted, from the oldest open one on
@@ -200,6 +205,7 @@ class BatchLedger(Generic[Record]):
     def handle(self, event: Event, *batches: Record, cause: str = "") -> list[Action]:
         """Record an event of these batches; return what must be done about it. cause: why they have no update."""
         actions: list[Action] = []
+        steps: set[int] = set()  # of batches that were looked up and dropped
         for batch in batches:
             before = batch.state
             if before not in _NEXT[event]:
@@ -209,21 +215,21 @@ class BatchLedger(Generic[Record]):
             self._record(event, batch, before)
             if cause and batch.has_rows and before is not State.SUBMITTED and batch is not self.looking_up:
                 actions.append(DropTicket(batch))
-        if event is Event.SUBMITTED:
-            self._stepped = {step for step in self._stepped if step >= self.oldest_open}
-        if cause:
-            steps = {batch.step for batch in batches} - self._stepped
-            actions += [SkipStep(step) for step in sorted(steps) if self._is_left_out(step)]
-        return actions
+            if cause and before in _WITH_ROWS:
+                steps.add(batch.step)
+        return actions + [SkipStep(step) for step in sorted(steps - self._stepped) if self._is_left_out(step)]
 
     def submit(self, update: Update[Record]) -> None:
         """Record that the loop has stepped the batches of this update."""
         self.updates.append(update)
         self.handle(Event.SUBMITTED, *update.batches)
+        self._stepped = {step for step in self._stepped if step >= self.oldest_open}
 
     def end_update(self, cause: str = "") -> None:
-        """Record that the first of the updates was applied. cause: why it was not."""
-        self.handle(Event.SETTLED, *self.updates.popleft().batches, cause=cause)
+        """Record that the update that has started was applied. cause: why it was not."""
+        update, self.updating = self.next_update, None
+        self.updates.remove(update)
+        self.handle(Event.SETTLED, *update.batches, cause=cause)
 
     def _record(self, event: Event, batch: Record, before: State) -> None:
         match event:
@@ -231,20 +237,21 @@ class BatchLedger(Generic[Record]):
                 batch.number, batch.step = self._num_read, self.step_of(self._num_read)
                 self._num_read += 1
                 self._unsettled[batch.number] = batch
-                self._to_look_up.append(batch)
+                self.to_look_up.append(batch)
                 self._to_return.append(batch)
                 self._num_unresolved += batch.has_rows and not batch.is_resolved
             case Event.LOOKUP_STARTED:
-                assert self.may_look_up and self._to_look_up[0] is batch and self.looking_up is None
+                assert self.may_look_up and self.to_look_up[0] is batch and self.looking_up is None
                 if batch.has_rows:
                     self.seen[len({each.step for each in self._open()} - {batch.step})] += 1
-                self.looking_up = self._to_look_up.popleft()
+                self.looking_up = self.to_look_up.popleft()
             case Event.LOOKED_UP:
                 assert self.looking_up is batch
                 self.looking_up = None
             case Event.RETURNED:
-                assert self._to_return.popleft() is batch
-                self._in_loop.append(batch)
+                returned = self._to_return.popleft()
+                assert returned is batch
+                self.in_loop.append(batch)
                 self.num_returned += 1
                 self.offered = None
             case Event.SUBMITTED:
@@ -254,7 +261,7 @@ class BatchLedger(Generic[Record]):
             case Event.SETTLED:
                 self._settle(batch, before)
         if before in _IN_LOOP and batch.state not in _IN_LOOP:
-            self._in_loop.remove(batch)
+            self.in_loop.remove(batch)
         if before in _WITHOUT_ROWS and batch.state not in _WITHOUT_ROWS:
             self._num_unresolved -= batch.has_rows and not batch.is_resolved
 
@@ -266,13 +273,13 @@ class BatchLedger(Generic[Record]):
     def _settle(self, batch: Record, before: State) -> None:
         del self._unsettled[batch.number]
         if before in _WITHOUT_ROWS and batch is not self.looking_up:
-            self._to_look_up.remove(batch)
+            self.to_look_up.remove(batch)
         if before in (State.READ, State.LOOKED_UP):
             self._to_return.remove(batch)
             self.offered = None
         if batch.cause and batch.has_rows:
             self.dropped[batch.cause] += 1
-        if batch.cause and before in (State.LOOKED_UP, State.RETURNED, State.USED):
+        if batch.cause and before in _WITH_ROWS:
             self.num_returned += before is State.LOOKED_UP
             self._pass(batch)
 
@@ -290,7 +297,7 @@ class BatchLedger(Generic[Record]):
     @property
     def next_step(self) -> int:
         """The step of the next batch that is looked up."""
-        return self._to_look_up[0].step if self._to_look_up else self.step_read_next
+        return self.to_look_up[0].step if self.to_look_up else self.step_read_next
 
     @property
     def oldest_open(self) -> int:
@@ -308,25 +315,19 @@ class BatchLedger(Generic[Record]):
     def _is_left_out(self, step: int) -> bool:
         """Return whether no batch of a step that was not stepped is left."""
         is_whole = self.has_ended or self.num_returned_of(step) == self.accumulate
-        return is_whole and all(each.step != step for each in self._up_to(step))
+        unsettled = takewhile(lambda batch: batch.step <= step, self._unsettled.values())
+        return is_whole and all(batch.step != step for batch in unsettled)
 
     # -- the unsettled batches, ascending ------------------------------------------------------------------------------
 
-    def _up_to(self, step: int) -> Iterator[Record]:
-        return takewhile(lambda batch: batch.step <= step, self._unsettled.values())
-
     def _open(self) -> Iterator[Record]:
         """Yield those whose lookup has started."""
-        first = self._to_look_up[0] if self._to_look_up else None
+        first = self.to_look_up[0] if self.to_look_up else None
         return takewhile(lambda batch: batch is not first, self._unsettled.values())
 
-    def in_loop(self) -> Iterator[Record]:
-        """Yield the batches that the loop has received, with or without their rows, and has not stepped."""
-        return iter(self._in_loop)
-
     def held(self) -> list[Record]:
-        """Return those of them that have their rows."""
-        return list(takewhile(lambda batch: batch.state is not State.AHEAD, self._in_loop))
+        """Return the batches that the loop has with their rows, and has not stepped."""
+        return list(takewhile(lambda batch: batch.state is not State.AHEAD, self.in_loop))
 
     def waiting(self) -> list[Record]:
         """Return the held batches that have gradients."""
@@ -335,11 +336,6 @@ class BatchLedger(Generic[Record]):
     def unstepped(self) -> list[Record]:
         """Return the batches that still wait for their step after the stream has ended. A loop may step them then."""
         return [batch for batch in self.waiting() if batch.has_rows] if self.has_ended else []
-
-    @property
-    def not_looked_up(self) -> list[Record]:
-        """The batches whose lookup has not started."""
-        return list(self._to_look_up)
 
     # -- decisions for the pipeline ------------------------------------------------------------------------------------
 
@@ -354,13 +350,20 @@ class BatchLedger(Generic[Record]):
         return self.oldest_open >= self.next_step - self.staleness
 
     @property
+    def next_update(self) -> Update[Record]:
+        """The update that has started, or the next one: in a deterministic order that of the oldest step, for which the
+        lookups that others need may wait."""
+        if self.updating is None and self.deterministic:
+            return min(self.updates, key=lambda update: update.batches[0].step)
+        return self.updating or self.updates[0]
+
+    @property
     def may_update(self) -> bool:
         """Whether rule 2 allows the next update; if that is of several steps, the rule for the first of them, since the
         lookups that it requires wait for all of them by rule 1."""
-        if not self.updates:
-            return False
-        has_all = not self.deterministic or (self.is_exhausted and not self._to_look_up)
-        return has_all or self.next_step > self.updates[0].batches[0].step + self.staleness
+        if not self.updates or not self.deterministic or (self.is_exhausted and not self.to_look_up):
+            return bool(self.updates)
+        return self.next_step > self.next_update.batches[0].step + self.staleness
 
     def choose(self, stages: Sequence[Stage], *, is_needed: bool) -> Stage | None:
         """Return which of these stages may run now, updates first, or None. is_needed: whether a lookup is needed; a
@@ -371,22 +374,26 @@ class BatchLedger(Generic[Record]):
             return Stage.UPDATE
         if Stage.LOOKUP not in stages or not (is_needed or self.deterministic) or not self.may_look_up:
             return None
-        if self._to_look_up:
+        if self.to_look_up:
             return Stage.LOOKUP
         return Stage.READ if Stage.READ in stages and not self.is_exhausted else None
+
+    def start_update(self) -> Update[Record]:
+        """Start the next update, or continue one that was interrupted."""
+        self.updating = self.next_update
+        return self.updating
 
     def start_lookup(self) -> Record:
         """Start the next lookup, or continue one that was interrupted; return its batch."""
         if self.looking_up is None:
-            self.handle(Event.LOOKUP_STARTED, self._to_look_up[0])
+            self.handle(Event.LOOKUP_STARTED, self.to_look_up[0])
         assert self.looking_up is not None
         return self.looking_up
 
     @property
     def has_room_to_read(self) -> bool:
         """Whether another batch may be read ahead: as many wait for their lookup as may be open."""
-        num_waiting = min(len(self._to_look_up), len(self._to_return))
-        return num_waiting < (self.staleness + 1) * self.accumulate
+        return min(len(self.to_look_up), len(self._to_return)) < (self.staleness + 1) * self.accumulate
 
     @property
     def must_wait_to_resolve(self) -> bool:
@@ -404,9 +411,10 @@ class BatchLedger(Generic[Record]):
         return bool(self._to_return) and self._to_return[0].state is State.LOOKED_UP
 
     @property
-    def has_another(self) -> bool:
-        """Whether a batch was read after the one that `next()` is about to return."""
-        return len(self._to_return) > (self.offered is not None)
+    def another(self) -> Record | None:
+        """The batch that was read after the one that was returned last, or is about to be."""
+        number = int(self.offered is not None)
+        return self._to_return[number] if len(self._to_return) > number else None
 
     @property
     def is_over(self) -> bool:
@@ -416,20 +424,19 @@ class BatchLedger(Generic[Record]):
     @property
     def is_stuck(self) -> bool:
         """Whether neither an update nor a lookup is allowed until the loop steps or drops a batch."""
-        if self.looking_up is not None or (self.is_exhausted and not (self._to_look_up or self.updates)):
+        if self.looking_up is not None or (self.is_exhausted and not (self.to_look_up or self.updates)):
             return False
         return not self.may_update and not self.may_look_up
 
     @property
     def returns_ahead(self) -> bool:
         """Whether `next()` returns batches without their rows: it did so before, or only the loop can open the gate."""
-        return len(self._to_look_up) > len(self._to_return) or self.is_stuck
+        return len(self.to_look_up) > len(self._to_return) or self.is_stuck
 
-    def offer(self, *, ahead: bool) -> Record | None:
-        """Return the batch that `next()` returns next, if it is there. ahead: also without its rows."""
-        if self.offered is None and (
-            self.is_ready or (ahead and self._to_return and self._to_return[0] is not self.looking_up)
-        ):
+    def offer(self) -> Record | None:
+        """Return the batch that `next()` returns next, if it is there."""
+        is_free = bool(self._to_return) and self._to_return[0] is not self.looking_up
+        if self.offered is None and (self.is_ready or (is_free and self.returns_ahead)):
             self.offered = self._to_return[0]
         return self.offered
 
@@ -456,19 +463,13 @@ class BatchLedger(Generic[Record]):
             f"{remedy}, or stream(accumulate=N) to step once for N batches"
         )
 
-    def require_first_update(self, batches: Sequence[Record]) -> None:
-        """Raise StreamError if a step of these batches was stepped with others of its batches."""
+    def require_whole_steps(self, batches: Sequence[Record], has_no_other: Callable[[], bool]) -> None:
+        """Raise StreamError unless these are all batches of their steps. has_no_other: as in `completes_step`."""
         if repeated := self._stepped.intersection(batch.step for batch in batches):
             raise StreamError(
                 f"step {min(repeated)} was already stepped with some of its batches; call optimizer.step() once for "
                 "all of them, after the backward pass of each"
             )
-
-    def require_whole_steps(self, batches: Sequence[Record], has_no_other: Callable[[], bool]) -> None:
-        """Raise StreamError unless the loop has received all batches of these steps.
-
-        has_no_other: reads one batch ahead to find out whether there are more.
-        """
         for step in {batch.step for batch in batches}:
             num_returned = self.num_returned_of(step)
             if num_returned < self.accumulate and not self.has_ended and not has_no_other():
@@ -478,7 +479,8 @@ class BatchLedger(Generic[Record]):
                 )
 
     def completes_step(self, batch: Record, has_no_other: Callable[[], bool]) -> bool:
-        """Return whether the batch is the last one of its step."""
+        """Return whether the batch is the last one of its step. has_no_other: reads one batch ahead to find out whether
+        the loop has received all batches."""
         number = self.number_in_step(batch)
         if number < self.num_returned_of(batch.step):
             return False

@@ -113,7 +113,7 @@ class PrefetchPipeline(Generic[Record]):
             while True:
                 if ledger.offered is None:
                     self._raise_error()
-                if batch := ledger.offer(ahead=not self._is_closed and ledger.returns_ahead):
+                if batch := ledger.offer():
                     if batch.state is State.READ:
                         self._tables.read_ahead(batch)
                     return batch
@@ -165,13 +165,13 @@ class PrefetchPipeline(Generic[Record]):
             return ledger.is_stuck and not ledger.is_ready and not self._is_closed
 
     def is_last(self) -> bool:
-        """Return whether no batch comes after the one that was returned last, or is about to be. Reads one batch ahead
-        to find out."""
+        """Return whether no batch with rows comes after the one that was returned last, or is about to be. Reads one
+        batch ahead to find out."""
         ledger = self._ledger
         with self._inside() as held:
-            while not (ledger.has_another or ledger.is_exhausted or self._is_closed):
+            while ledger.another is None and not (ledger.is_exhausted or self._is_closed):
                 self._wait(held) if self._threads else self._run(Stage.READ, held)
-            return ledger.is_exhausted and not ledger.has_another
+            return ledger.is_exhausted if ledger.another is None else not ledger.another.has_rows
 
     def submit(self, update: Update[Record], taken: Callable[[], None] = lambda: None) -> None:
         """Take over an update, and call `taken` in that moment. Without threads the update is applied before this
@@ -323,7 +323,7 @@ class PrefetchPipeline(Generic[Record]):
         if stage is Stage.READ:
             return partial(next, self._inputs, None)
         if stage is Stage.UPDATE:
-            return self._ledger.updates[0].apply
+            return self._ledger.start_update().apply
         batch = self._ledger.start_lookup()
         return partial(self._tables.look_up, batch, self._ledger.oldest_open)
 

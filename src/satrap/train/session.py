@@ -28,7 +28,7 @@ from satrap.train.batch import InFlightBatch
 from satrap.train.dense_strategy import DenseStrategy
 from satrap.train.joint_batches import JointBatches
 from satrap.train.ledger import BatchLedger
-from satrap.train.process_group import ProcessGroup
+from satrap.train.process_group import ProcessGroup, note_missing_trainer
 from satrap.train.stream import Stream
 
 if TYPE_CHECKING:
@@ -363,8 +363,6 @@ class TrainingSession:
         """Name the trainers that have ended, if the error comes from that."""
         servers = None if self._worker is None else self._worker.servers
         if servers is not None and getattr(self._worker, "stop_own_server", None) is not None:
-            from satrap.train.missing_trainer import note_missing_trainer
-
             note_missing_trainer(servers.addresses, error)
 
     def close(self, *, finish: bool) -> None:

@@ -188,8 +188,6 @@ class Stream(Iterator[Batch]):
             if not self._train:
                 self._pipeline.handle(Event.SETTLED, batch)
                 return batch.hand_over()
-            if self.joint is not None:
-                self.joint.hand_over(batch.inputs)
             return batch.hand_over(self, with_dense=bool(self._dense.tables))
 
     def update(self, lrs: dict[str, float], scale: float) -> bool:
@@ -197,7 +195,6 @@ class Stream(Iterator[Batch]):
         stepped = self._ledger.waiting()
         if not stepped:
             return False
-        self._ledger.require_first_update(stepped)
         self._ledger.require_whole_steps(stepped, self._has_no_other)
         update = Update(stepped, self._look_up.update_with(stepped, lrs, scale))
         self._pipeline.submit(update, lambda: self._mark_submitted(stepped))
@@ -287,7 +284,7 @@ class Stream(Iterator[Batch]):
                         self._is_finished = not held.was_interrupted  # an error is raised once
         finally:
             self._pipeline.close()
-            self._look_up.drop_resolved(self._ledger.not_looked_up)
+            self._look_up.drop_resolved(self._ledger.to_look_up)
 
     def __enter__(self) -> Self:
         return self
@@ -342,7 +339,7 @@ class Stream(Iterator[Batch]):
 
     def _drop_released(self) -> None:
         """Settle batches that the user released unused, so that the stream holds no more than the user does."""
-        while (first := next(self._ledger.in_loop(), None)) is not None and first.is_released_unused:
+        while self._ledger.in_loop and (first := self._ledger.in_loop[0]).is_released_unused:
             if first.state is State.AHEAD:
                 if not self._pipeline.look_up(first):
                     return
@@ -361,7 +358,7 @@ class Stream(Iterator[Batch]):
         self._pipeline.drain()
         self._drop([batch for batch in ledger.held() if batch.is_released_unused], "unused", "it was released unused")
         unstepped = ledger.unstepped()
-        if unstepped and len(unstepped) == len(list(ledger.in_loop())):  # no later batch completes the step
+        if unstepped and len(unstepped) == len(ledger.in_loop):  # no later batch completes the step
             _LOG.warning(_UNSTEPPED, len(unstepped), ledger.accumulate)
         self._close_if_done()
 
@@ -370,7 +367,7 @@ class Stream(Iterator[Batch]):
         return getattr(self._inputs, "skipped_rows", SkippedRows())
 
     def _close_if_done(self) -> None:
-        if self._ledger.has_ended and next(self._ledger.in_loop(), None) is None:
+        if self._ledger.has_ended and not self._ledger.in_loop:
             self._worker.settle()  # other trainers may wait for the last step, and no lookup follows to report it
             self._close()
 
@@ -380,7 +377,7 @@ class Stream(Iterator[Batch]):
         self._settle(ledger.unstepped(), "unstepped", "the stream was closed before optimizer.step() took it")
         self._settle([batch for batch in ledger.held() if batch.is_used], "closed", why)
         self._settle(ledger.held(), "unused", why)
-        self._settle(list(ledger.in_loop()), "unused", why)
+        self._settle(list(ledger.in_loop), "unused", why)
 
     def _drop(self, batches: list[InFlightBatch], cause: str, why: str | None = None) -> None:
         """Drop batches. why: the reason, for the error of a later backward pass."""
@@ -415,7 +412,7 @@ class Stream(Iterator[Batch]):
         if self.joint is None or self._joined is batch:
             return True
         if not self.joint.is_stopped:  # else this is a retry after an interrupt
-            is_last = self._ledger.number_in_step(batch) < self._ledger.accumulate and self._is_last_with_samples(batch)
+            is_last = self._ledger.number_in_step(batch) < self._ledger.accumulate and self._pipeline.is_last()
             self._worker.settle()  # before another trainer may wait for this one
             with Uninterrupted():
                 if (step := self.joint.take(batch, is_last=is_last)) is not None:
@@ -428,12 +425,6 @@ class Stream(Iterator[Batch]):
             self._pipeline.discard(padding)
             padding = self._pipeline.next()
         return False
-
-    def _is_last_with_samples(self, batch: InFlightBatch) -> bool:
-        """Return whether this trainer has no batch with samples after one that it is about to take."""
-        assert self.joint is not None
-        self._pipeline.is_last()  # reads one batch ahead, which may be padding
-        return self.joint.num_left == batch.has_rows
 
     def _hold(self) -> None:
         """Tell the optimizer which leaves may have gradients."""

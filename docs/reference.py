@@ -45,7 +45,7 @@ GROUPS = {
     ],
     "Evaluation": [
         *("train.evaluation.evaluate", "train.evaluation.auc", "monitor.metrics.Evaluation"),
-        "train.validation.Validation",
+        "train.evaluation.Validation",
         *("serving.reader.Reader", "serving.reader.ReaderTable"),
     ],
     "Sources": [

@@ -104,7 +104,7 @@ def train(
                 if number == 3 and accumulate == 1:  # dropped
                     optimizer.zero_grad()
                     continue
-                for held in stream._held:
+                for held in stream._ledger.held():
                     held.weight = weight
                 if number % accumulate == 0:
                     optimizer.step()

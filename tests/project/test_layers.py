@@ -91,7 +91,7 @@ PURE = [
     "deploy.pods",
     "deploy.render",
     "deploy.yaml_text",
-    "train.staleness_gate",
+    "train.ledger",
     "checkpoint.catalog",
     "worker.remote.worker_spec",
     "launch.run_events",

@@ -21,7 +21,7 @@ from satrap.data.inputs import Position
 from satrap.train.embeddings import session_of
 from satrap.train.joint_batches import JointBatches
 from satrap.train.joint_calls import Call
-from satrap.train.staleness_gate import StalenessGate
+from satrap.train.ledger import BatchLedger
 from satrap.train.stream import Stream
 
 UNSTEPPED = r"optimizer\.step\(\) has not taken its last batches \({}, of 3 in a step\)"
@@ -278,7 +278,7 @@ def test_trainers_agree_which_batch_completes_a_step(own: int, other: int, overl
     session_of(embeddings)._training = stream = Stream(
         data,
         embeddings.worker,
-        StalenessGate(0, accumulate=3),
+        BatchLedger(0, accumulate=3),
         train=True,
         device=torch.device("cpu"),
         overlap=overlap,

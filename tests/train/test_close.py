@@ -236,7 +236,7 @@ def test_a_stream_collected_inside_a_lock_that_its_threads_need_closes() -> None
         (client,) = streams[0]._worker.servers.topology.clients
         with client._channels._lock:
             read.set()
-            wait_until(lambda: streams[0]._pipeline._state.running)  # a lookup whose thread has no connection yet
+            wait_until(lambda: streams[0]._pipeline._running)  # a lookup whose thread has no connection yet
             began = time.monotonic()
             streams.clear()
             gc.collect()

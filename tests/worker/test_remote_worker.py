@@ -224,7 +224,7 @@ def test_a_batch_that_is_looked_up_again_can_be_updated(tmp_path: Path) -> None:
 
                 def at(now: str, number: int, job: Any = job, again: Any = again, where: Any = where) -> None:
                     if now == "looked up":
-                        batch = job[0]._session._training._held[0]
+                        batch = job[0]._session._training._ledger.held()[0]
                         again.append(job[0](batch.inputs).embeddings.numpy().tobytes())
                         if where and number > 1:
                             worker.restart()

@@ -172,7 +172,9 @@ class Reader:
         `Embeddings`."""
         worker = self._feature_worker()
         look_up = BatchLookup(worker, torch.device("cpu"), train=False, overlap=False)
-        return look_up(as_inputs(worker.features, inputs), 0, 0).hand_over()
+        found = look_up.new(as_inputs(worker.features, inputs))
+        look_up.look_up(found, 0)
+        return found.hand_over()
 
     def stream(self, data: Any, *, device: torch.device | str | None = None, overlap: bool = False) -> Stream:
         """Return the batches of a source with their rows looked up, as `Embeddings.stream` does in evaluation.

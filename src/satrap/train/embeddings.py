@@ -279,7 +279,8 @@ class Embeddings(torch.nn.Module):
         """
         self._session.require_whole_rows()
         look_up = BatchLookup(self.worker, self.worker.device or torch.device("cpu"), train=False, overlap=False)
-        found = look_up(self.worker.inputs_of(inputs), 0, 0)
+        found = look_up.new(self.worker.inputs_of(inputs))
+        look_up.look_up(found, 0)
         look_up.wait_for_copies(found)
         return found.hand_over()
 

@@ -16,7 +16,7 @@ from satrap.errors import ConfigError, StreamError
 from satrap.event_log import describe_process
 from satrap.run_context import current_context
 from satrap.train.deployment import Deployment
-from satrap.train.process_group import ProcessGroup
+from satrap.train.process_group import ProcessGroup, missing_trainer
 from satrap.worker.local_rows import LocalWorker
 
 if TYPE_CHECKING:
@@ -142,7 +142,6 @@ def _open_among_devices(
     from satrap.device.collective_worker import CollectiveWorker, OwnTables
     from satrap.device.column_service import ColumnCalls, OtherColumns, ServedColumns
     from satrap.device.kernels import require_possible
-    from satrap.train.missing_trainer import missing_trainer
     from satrap.train.trainer_server import TrainerServer
 
     require_possible(features.tables, device)

@@ -27,8 +27,8 @@ from satrap.table.table_group import transfers_of
 from satrap.train.batch import InFlightBatch
 from satrap.train.dense_strategy import DenseStrategy
 from satrap.train.joint_batches import JointBatches
-from satrap.train.process_group import ProcessGroup
-from satrap.train.staleness_gate import StalenessGate
+from satrap.train.ledger import BatchLedger
+from satrap.train.process_group import ProcessGroup, note_missing_trainer
 from satrap.train.stream import Stream
 
 if TYPE_CHECKING:
@@ -212,7 +212,7 @@ class TrainingSession:
         several = self.trainers.world_size > 1
         share = {"rank": self.trainers.rank, "world_size": self.trainers.world_size} if several else {}
         inputs = self.dense.batches(self.worker.batches(data, position, **share), self.features.names)
-        gate = StalenessGate(
+        ledger: BatchLedger[InFlightBatch] = BatchLedger(
             self.staleness, accumulate=accumulate, deterministic=self._deterministic, last_step=self.step
         )
         with Uninterrupted():
@@ -220,7 +220,7 @@ class TrainingSession:
             self._training = Stream(
                 inputs,
                 self.worker,
-                gate,
+                ledger,
                 train=True,
                 device=device,
                 overlap=overlap,
@@ -363,8 +363,6 @@ class TrainingSession:
         """Name the trainers that have ended, if the error comes from that."""
         servers = None if self._worker is None else self._worker.servers
         if servers is not None and getattr(self._worker, "stop_own_server", None) is not None:
-            from satrap.train.missing_trainer import note_missing_trainer
-
             note_missing_trainer(servers.addresses, error)
 
     def close(self, *, finish: bool) -> None:

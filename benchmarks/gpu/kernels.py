@@ -23,10 +23,9 @@ from satrap.config.tables import Feature, Pooling, Table
 from satrap.data.inputs import Inputs
 from satrap.device import reference
 from satrap.device.device_worker import DeviceWorker
-from satrap.device.home_memory import IN, OUT, HomeMemory
-from satrap.device.kernels import kernels_of
-from satrap.device.row_layout import DTYPES, RowLayout
+from satrap.device.home_memory import DTYPES, IN, OUT, HomeMemory, RowLayout
 from satrap.device.runs import PooledFeatures, Runs
+from satrap.device.torch_device import kernels_of
 from satrap.table.engine import native_config
 
 DIM, ABSENT, LENGTH = 128, 64, 8

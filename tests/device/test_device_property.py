@@ -22,7 +22,7 @@ from satrap.config.tables import Table
 from satrap.data.inputs import Inputs
 from satrap.device import device_ids
 from satrap.device.device_worker import DeviceWorker
-from satrap.device.row_layout import RowLayout
+from satrap.device.home_memory import RowLayout
 from satrap.errors import CapacityError
 from satrap.table.engine import native_config
 from satrap.table.store import Store

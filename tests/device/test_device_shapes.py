@@ -19,7 +19,7 @@ from satrap.config.optimizers import SGD, Adagrad, Adam, RowWiseAdagrad
 from satrap.config.tables import Constant, Table
 from satrap.data.inputs import Inputs
 from satrap.device.device_worker import DeviceWorker
-from satrap.device.kernels import require_possible
+from satrap.device.torch_device import require_possible
 from satrap.errors import ConfigError, InputError
 
 

@@ -19,8 +19,7 @@ from satrap.config.features import Features
 from satrap.config.optimizers import SGD, Adagrad, Adam, AdamW, Ftrl
 from satrap.config.tables import MinCount, Normal, Table
 from satrap.device import home_memory, reference
-from satrap.device.home_memory import HomeMemory
-from satrap.device.row_layout import RowLayout
+from satrap.device.home_memory import HomeMemory, RowLayout
 from satrap.device.runs import PooledFeatures, Runs
 from satrap.worker.local_rows import LocalWorker
 

@@ -21,18 +21,15 @@ from torch import Tensor
 from satrap import _core
 from satrap.config.features import Features
 from satrap.config.optimizers import SGD
-from satrap.device.collective_lookups import CollectiveLookups, LookupPart
-from satrap.device.collective_stream import CollectiveStream
+from satrap.device.collective_lookups import CollectiveLookups, CollectiveStream, LookupPart
 from satrap.device.collective_updates import CollectiveUpdates, UpdatePart
 from satrap.device.device_rows import LARGEST, largest_of
-from satrap.device.device_stream import DeviceStream
-from satrap.device.exchange import Exchange, LaunchOrder
-from satrap.device.host_copy import to_device, to_host
-from satrap.device.kernels import kernels_of
+from satrap.device.device_stream import DeviceStream, to_device, to_host
+from satrap.device.exchange import Exchange, LaunchOrder, RoundThread
 from satrap.device.owned_rows import LookupTime, OwnedRows
-from satrap.device.round_thread import RoundThread
 from satrap.device.runs import PooledFeatures, Runs
 from satrap.device.segments import TableGroups, send_to_all
+from satrap.device.torch_device import kernels_of
 from satrap.errors import StreamError, TicketError
 from satrap.interrupts import Uninterrupted
 from satrap.worker.server_group import ServerGroup

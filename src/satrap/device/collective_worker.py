@@ -7,8 +7,8 @@ import torch
 from satrap.collected import close_when_collected
 from satrap.config.features import Features
 from satrap.config.job import Job
+from satrap.device.collective_lookups import CollectiveStream
 from satrap.device.collective_rows import CollectiveRows
-from satrap.device.collective_stream import CollectiveStream
 from satrap.device.device_blocks import DeviceBlocks
 from satrap.device.device_engine import DeviceEngine
 from satrap.device.device_memory import DeviceMemory

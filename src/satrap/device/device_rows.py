@@ -19,14 +19,13 @@ from torch import Tensor
 from satrap import _core
 from satrap.config.features import Features
 from satrap.config.optimizers import Optimizer
+from satrap.device.device_blocks import Magnitude
 from satrap.device.device_engine import DeviceEngine, Owed
 from satrap.device.device_ids import DeviceIds, IdLayout
-from satrap.device.device_tickets import DeviceTicket, Given, SortedGradients
-from satrap.device.host_copy import to_device, to_host
-from satrap.device.kernels import kernels_of
-from satrap.device.magnitude import Magnitude
+from satrap.device.device_stream import to_device, to_host
 from satrap.device.row_memory import RowMemory
-from satrap.device.runs import PooledFeatures, Runs
+from satrap.device.runs import DeviceTicket, Given, PooledFeatures, Runs, SortedGradients
+from satrap.device.torch_device import kernels_of
 from satrap.errors import TicketError
 from satrap.worker.worker import BagRequest, TicketGradients, UpdateRequest, native_features
 

@@ -13,13 +13,11 @@ from satrap.data.inputs import Inputs, Position
 from satrap.data.iterable import IterableSource, keeping
 from satrap.device.device_blocks import DeviceBlocks
 from satrap.device.device_engine import DeviceEngine
-from satrap.device.device_ids import DeviceIds, sorts_ids
-from satrap.device.device_inputs import ids_of, inputs_of, lie_on
+from satrap.device.device_ids import DeviceIds, ids_of, inputs_of, lie_on, sorts_ids
 from satrap.device.device_memory import DeviceMemory
 from satrap.device.device_rows import DeviceRows
 from satrap.device.device_stream import new_stream
-from satrap.device.kernels import require_possible
-from satrap.device.torch_device import resolve_device
+from satrap.device.torch_device import require_possible, resolve_device
 from satrap.errors import ConfigError
 from satrap.table.engine import Slot
 from satrap.table.table_group import TableGroup

@@ -11,10 +11,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from satrap.config.features import Features
+from satrap.device.device_blocks import Magnitude
 from satrap.device.device_engine import DeviceEngine, Owed
 from satrap.device.device_rows import LARGEST, DeviceRows
-from satrap.device.host_copy import to_device, to_host
-from satrap.device.magnitude import Magnitude
+from satrap.device.device_stream import to_device, to_host
 from satrap.device.segments import JoinedIds, TableGroups
 from satrap.errors import InputError, NonFiniteError
 

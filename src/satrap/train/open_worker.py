@@ -141,7 +141,7 @@ def _open_among_devices(
     part of a step."""
     from satrap.device.collective_worker import CollectiveWorker, OwnTables
     from satrap.device.column_service import ColumnCalls, OtherColumns, ServedColumns
-    from satrap.device.kernels import require_possible
+    from satrap.device.torch_device import require_possible
     from satrap.train.missing_trainer import missing_trainer
     from satrap.train.trainer_server import TrainerServer
 

@@ -47,8 +47,7 @@ from satrap.train.joint_step import Padding
 from satrap.train.pipeline_stages import Update
 from satrap.train.prefetch_pipeline import PrefetchPipeline
 from satrap.train.staleness_gate import StalenessGate
-from satrap.worker.row_stream import RowStream
-from satrap.worker.worker import Ticket, Worker
+from satrap.worker.worker import RowStream, Ticket, Worker
 
 _LOG = logging.getLogger("satrap.train")
 _EVALUATION_AHEAD = 2  # batches looked up ahead of the dense network if the two overlap

@@ -20,7 +20,7 @@ from satrap.device.exchange import Exchange, RoundThread, RowExchange
 from satrap.device.owned_rows import LookupTime, OwnedRows
 from satrap.device.segments import TableGroups
 from satrap.interrupts import Uninterrupted
-from satrap.worker.worker import RowStream
+from satrap.worker.rows import RowStream
 
 _IDLE, _PART = range(2)  # what a trainer brings to a round
 _KIND, _STEP, _OLDEST_OPEN, _FIRST_EPOCH, _COUNTS = range(5)  # columns of a header

@@ -1,4 +1,4 @@
-"""Blocks and gradients of workers whose rows are on a device: tensors there."""
+"""Blocks and gradients of a worker whose rows are on a device: tensors there."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -8,7 +8,7 @@ from torch import Tensor
 
 from satrap.device.device_stream import current_stream
 from satrap.errors import InputError
-from satrap.worker.worker import Worker
+from satrap.worker.worker import ArrayBlocks
 
 
 class Magnitude:
@@ -35,20 +35,23 @@ def _largest(gradient: Tensor) -> Tensor:
     return torch.maximum(-low, high).float()
 
 
-class DeviceBlocks(Worker):
-    """Checks tensors where another worker checks arrays."""
+class TensorBlocks(ArrayBlocks):
+    """The kind of block of rows on a device: tensors there."""
 
-    def _check_block(self, block: Any, shape: tuple[int, ...]) -> Any:
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def check_block(self, block: Any, shape: tuple[int, ...]) -> Any:
         found = _tensor_of("block", block, shape, self.device)
         if not found.is_contiguous():
             raise InputError(f"block has the strides {found.stride()}; expected a contiguous tensor")
         return found
 
+    def check_gradient(self, where: str, gradient: Any, shape: tuple[int, ...]) -> Any:
+        return _tensor_of(f"{where}: the gradient", gradient, shape, self.device).contiguous()
+
     def measure(self, gradients: Sequence[tuple[Tensor, float]]) -> Magnitude:
         return Magnitude(gradients)
-
-    def _check_gradient(self, where: str, gradient: Any, shape: tuple[int, ...]) -> Any:
-        return _tensor_of(f"{where}: the gradient", gradient, shape, self.device).contiguous()
 
 
 def _tensor_of(where: str, given: Any, shape: tuple[int, ...], device: torch.device) -> Tensor:

@@ -11,8 +11,9 @@ say what is wrong.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Self
 
 import numpy as np
@@ -21,8 +22,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from satrap.config.features import Features
-from satrap.data.inputs import Inputs, as_inputs
+from satrap.data.inputs import Inputs, Position
+from satrap.data.iterable import IterableSource, keeping
 from satrap.device.exact import signed
+from satrap.worker.worker import InputReader
 
 _ANY_LENGTH = 2**62
 
@@ -113,7 +116,8 @@ class GroupedIds:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DeviceIds:
-    """The ids of one batch, on a device, without padding and without what sequences cut off."""
+    """The ids of one batch, on a device, without padding and without what sequences cut off. Implements
+    `satrap.worker.rows.PlacedIds`."""
 
     values: Tensor
     """int64, as bit patterns: feature after feature, and sample after sample."""
@@ -178,14 +182,13 @@ class DeviceIds:
         """Return where each bag begins, and where the last ends."""
         return torch.arange(num_bags + 1, device=self.values.device) if self.offsets is None else self.offsets
 
-    def mask(self, feature: int, max_length: int) -> Tensor:
-        """Return where a sequence has ids, [samples, max_length]."""
-        first = feature * self.batch_size
-        if self.offsets is None:
-            lengths = torch.ones(self.batch_size, dtype=torch.int64, device=self.values.device)
-        else:
-            lengths = self.offsets[first : first + self.batch_size + 1].diff()
-        return torch.arange(max_length, device=lengths.device) < lengths[:, None]
+    def masks(self, features: Features) -> tuple[dict[str, Tensor], list[int]]:
+        lengths = self.bounds(len(features) * self.batch_size).diff().view(len(features), self.batch_size, 1)
+        return {
+            name: torch.arange(feature.max_length, device=lengths.device) < lengths[number]
+            for number, (name, feature) in enumerate(features.items())
+            if feature.max_length is not None
+        }, self.num_cut
 
     def on_cpu(self) -> tuple[NDArray[np.uint64], NDArray[np.int64] | None, NDArray[np.float32] | None]:
         """Copy the ids, offsets and weights to the CPU."""
@@ -225,16 +228,28 @@ def ids_of(inputs: Inputs, layout: IdLayout, device: torch.device) -> DeviceIds 
     return replace(inputs, **on_cpu)
 
 
-def inputs_of(features: Features, ids: Any, device: torch.device) -> Inputs:
-    """Return a batch of ids by feature, on the device if all of them lie there; see `as_inputs`."""
-    if not isinstance(ids, Mapping):
-        return as_inputs(features, ids)
-    pairs = {name: each if isinstance(each, tuple) else (each, None) for name, each in ids.items()}
-    if not pairs or not all(len(pair) == 2 and lie_on(pair[0], device) for pair in pairs.values()):
-        return as_inputs(features, ids)
-    joined = _joined(features, pairs, device)
-    on_cpu = {name: tuple(map(_on_cpu, pair)) for name, pair in pairs.items()} if joined is None else {}
-    return joined or as_inputs(features, on_cpu)
+class DeviceReader(InputReader):
+    """Makes batches whose ids stay on the device if they lie there."""
+
+    def __init__(self, features: Features, device: torch.device) -> None:
+        super().__init__(features)
+        self._device = device
+
+    def inputs_of(self, ids: Any) -> Inputs:
+        if not isinstance(ids, Mapping):
+            return super().inputs_of(ids)
+        pairs = {name: each if isinstance(each, tuple) else (each, None) for name, each in ids.items()}
+        if not pairs or not all(len(pair) == 2 and lie_on(pair[0], self._device) for pair in pairs.values()):
+            return super().inputs_of(ids)
+        joined = _joined(self._features, pairs, self._device)
+        on_cpu = {name: tuple(map(_on_cpu, pair)) for name, pair in pairs.items()} if joined is None else {}
+        return joined or super().inputs_of(on_cpu)
+
+    def batches(self, source: Any, position: Position | None = None, **share: int) -> Iterator[Inputs]:
+        declared = source if hasattr(source, "batches") else IterableSource(source)
+        if isinstance(declared, IterableSource) and sorts_ids(self._device):
+            declared = keeping(declared, partial(lie_on, device=self._device))
+        return super().batches(declared, position, **share)
 
 
 def _joined(features: Features, pairs: Mapping[str, tuple[Any, Any]], device: torch.device) -> Inputs | None:

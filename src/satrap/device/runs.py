@@ -126,7 +126,7 @@ Given = tuple[bool, list[bool]]
 
 @dataclass(slots=True, eq=False)
 class DeviceTicket:
-    """Implements `satrap.worker.worker.Ticket`."""
+    """Implements `satrap.worker.rows.Ticket`."""
 
     ids: DeviceIds
     bags: Any

@@ -20,7 +20,8 @@ from satrap.train.batch import InFlightBatch, Sequence, gradient_array, gradient
 from satrap.train.dense_strategy import DenseStrategy
 from satrap.train.joint_step import PADDING_ROWS, JointStep, Padding
 from satrap.train.torch_threads import torch_threads
-from satrap.worker.worker import BagRequest, LookupResult, Worker
+from satrap.worker.rows import BagRequest
+from satrap.worker.worker import LookupResult, Worker
 
 
 class BatchLookup:

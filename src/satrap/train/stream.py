@@ -47,7 +47,8 @@ from satrap.train.joint_step import Padding
 from satrap.train.pipeline_stages import Update
 from satrap.train.prefetch_pipeline import PrefetchPipeline
 from satrap.train.staleness_gate import StalenessGate
-from satrap.worker.worker import RowStream, Ticket, Worker
+from satrap.worker.rows import RowStream, Ticket
+from satrap.worker.worker import Worker
 
 _LOG = logging.getLogger("satrap.train")
 _EVALUATION_AHEAD = 2  # batches looked up ahead of the dense network if the two overlap

@@ -20,13 +20,9 @@ from one_row import F32, assert_step, fma
 from satrap.config.features import Features
 from satrap.config.tables import Feature, Pooling
 from satrap.data.inputs import Inputs
-from satrap.device.device_worker import DeviceWorker
-from satrap.worker.local_rows import LocalWorker
-from satrap.worker.sharded_rows import ShardedWorker
-from satrap.worker.worker import LookupResult, Worker
+from satrap.worker.worker import LookupResult
 
 UNIVERSE = np.array([*range(12), 2**63, 2**64 - 1], np.uint64)
-AnyWorker = LocalWorker | ShardedWorker | DeviceWorker
 Rows = dict[str, dict[int, F32]]  # of each table: the values of each id
 
 
@@ -171,7 +167,7 @@ def _index_add(ids: list[int], gradients: list[F32]) -> dict[int, F32]:
     return dict(zip(unique, total.numpy(), strict=True))
 
 
-def read(worker: AnyWorker) -> dict[str, dict[int, tuple[F32, F32]]]:
+def read(worker: Any) -> dict[str, dict[int, tuple[F32, F32]]]:
     """Returns (values, state) of each table's rows of the universe."""
     found: dict[str, dict[int, tuple[F32, F32]]] = {}
     for name, store in worker.tables.items():
@@ -202,7 +198,7 @@ def draw_gradients(rng: np.random.Generator, looked: LookupResult) -> tuple[F32,
 
 
 def update(
-    worker: Worker, looked: LookupResult, block: F32 | None, sequences: dict[str, F32] | None = None, **options: Any
+    worker: Any, looked: LookupResult, block: F32 | None, sequences: dict[str, F32] | None = None, **options: Any
 ) -> None:
     """Applies the gradients of one batch."""
     assert looked.ticket
@@ -210,7 +206,7 @@ def update(
 
 
 def follow(
-    worker: AnyWorker,
+    worker: Any,
     rng: np.random.Generator,
     *,
     num_steps: int,
@@ -240,7 +236,7 @@ def follow(
 
 
 def assert_stepped(
-    worker: AnyWorker,
+    worker: Any,
     before: dict[str, dict[int, tuple[F32, F32]]],
     gradients: dict[str, dict[int, F32]],
 ) -> None:

@@ -25,9 +25,8 @@ from satrap.data.inputs import Inputs
 from satrap.rpc import Service
 from satrap.server.protocol import ServerCalls
 from satrap.server.server import Server
-from satrap.worker.local_rows import LocalWorker
+from satrap.worker import sharded_rows
 from satrap.worker.server_group import ServerGroup
-from satrap.worker.sharded_rows import ShardedWorker
 from satrap.worker.worker import Worker
 
 IDS = np.arange(60, dtype=np.uint64)
@@ -68,16 +67,16 @@ def running_servers(num_servers: int, **options: Any) -> Iterator[list[Service]]
 
 
 @contextmanager
-def sharded_worker(of: Features, addresses: list[str], *, seed: int = 0, **options: Any) -> Iterator[ShardedWorker]:
+def sharded_worker(of: Features, addresses: list[str], *, seed: int = 0, **options: Any) -> Iterator[Any]:
     options = {"deadline": DEADLINE_SECONDS} | options
     servers = ServerGroup(Job(tables=of.tables, seed=seed), addresses, **options)
     try:
-        yield ShardedWorker(of, servers, num_threads=2)
+        yield sharded_rows.sharded_worker(of, servers, num_threads=2)
     finally:
         servers.close()
 
 
-def contents(worker: LocalWorker | ShardedWorker, ids: Any = IDS) -> dict[str, list[bytes]]:
+def contents(worker: Worker, ids: Any = IDS) -> dict[str, list[bytes]]:
     """Return values, state and presence of every row, as bits."""
     return {name: [part.tobytes() for part in table.read(ids)] for name, table in worker.tables.items()}
 

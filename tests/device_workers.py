@@ -13,27 +13,33 @@ from numpy.typing import NDArray
 from bag_oracle import UNIVERSE
 from satrap.config.features import Features
 from satrap.data.inputs import Inputs
-from satrap.device.device_worker import DeviceWorker
-from satrap.worker.local_rows import LocalWorker
+from satrap.device.device_rows import device_worker
+from satrap.worker.local_rows import local_worker
 from satrap.worker.worker import LookupResult
 
 
-class ArrayWorker(DeviceWorker):
-    """A worker that takes and returns arrays, as the other workers do."""
+class ArrayWorker:
+    """A worker on a device that takes and returns arrays, as the other workers do."""
+
+    def __init__(self, declared: Features, device: str, **options: Any) -> None:
+        self.worker = device_worker(declared, device, **options)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.worker, name)
 
     def lookup(self, *args: Any, **options: Any) -> LookupResult:
-        found = super().lookup(*args, **options)
+        found: LookupResult = self.worker.lookup(*args, **options)
         sequences = {name: rows.cpu().numpy() for name, rows in found.sequences.items()}
         return replace(found, block=found.block.cpu().numpy(), sequences=sequences)
 
     def update(self, tickets: Any, block_gradients: Any, sequence_gradients: Any = None, **options: Any) -> None:
-        blocks = [None if block is None else torch.from_numpy(block).to(self.device) for block in block_gradients]
+        device = self.worker.device
+        blocks = [None if block is None else torch.from_numpy(block).to(device) for block in block_gradients]
         if sequence_gradients is not None:
             sequence_gradients = [
-                {name: torch.from_numpy(rows).to(self.device) for name, rows in each.items()}
-                for each in sequence_gradients
+                {name: torch.from_numpy(rows).to(device) for name, rows in each.items()} for each in sequence_gradients
             ]
-        super().update(tickets, blocks, sequence_gradients, **options)
+        self.worker.update(tickets, blocks, sequence_gradients, **options)
 
 
 def as_tensors(inputs: Inputs) -> Inputs:
@@ -55,7 +61,7 @@ class SortingWorker(ArrayWorker):
 
 def pair(declared: Features, seed: int = 3, device: str = "cpu") -> list[Any]:
     return [
-        LocalWorker(declared, seed=seed, num_threads=2),
+        local_worker(declared, seed=seed, num_threads=2),
         ArrayWorker(declared, device, seed=seed, num_threads=2),
     ]
 

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -20,8 +21,7 @@ from bag_oracle import draw_bags
 from cluster import ServerProcess, contents, features, server_processes, sharded_worker, step_both, suspend
 from network import ADDRESSES, SERVER, TRAINER, Network, Weather, network
 from satrap.rpc.keys import Keys, create_keys
-from satrap.worker.local_rows import LocalWorker
-from satrap.worker.sharded_rows import ShardedWorker
+from satrap.worker.worker import Worker
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,7 @@ def killed_at_random(
         yield servers, over
 
 
-def train_until(over: threading.Event, local: LocalWorker, worker: ShardedWorker, rng: np.random.Generator) -> int:
+def train_until(over: threading.Event, local: Worker, worker: Any, rng: np.random.Generator) -> int:
     """Train both on the same batches until `over`; the rows must be equal bit for bit. Returns the number of steps."""
     step = 0
     while not over.is_set() or step < 20:
@@ -118,7 +118,7 @@ BAD = Weather(drop=0.2, repeat=0.05, delay=(0.03, 0.07))
 @contextmanager
 def networked_cluster(
     tmp_path: Path, seed: int, *, deadline: float = 60.0, most_seconds: float = 0.0
-) -> Iterator[tuple[Network, list[ServerProcess], ShardedWorker]]:
+) -> Iterator[tuple[Network, list[ServerProcess], Any]]:
     """Put this thread at the trainer's end of a network and two servers at the other end, with keys.
 
     most_seconds: added to the time after which the processes are killed, for a test that takes longer than most."""

@@ -35,9 +35,8 @@ from satrap.config.optimizers import SGD, Adagrad, Adam, AdamW, Ftrl, RowWiseAda
 from satrap.config.tables import Constant, Normal, Table, Uniform
 from satrap.device import triton_initial
 from satrap.device import triton_kernels as kernels
-from satrap.device.home_memory import HomeMemory
+from satrap.device.home_memory import HomeMemory, RowLayout
 from satrap.device.initial_values import InitialValues
-from satrap.device.row_layout import RowLayout
 from satrap.device.runs import PooledFeatures, Runs
 
 OPTIMIZERS: dict[str, Any] = {

@@ -22,10 +22,9 @@ from loop import deployed
 from satrap import Embeddings, Feature, Parquet, Table
 from satrap.rpc import Service
 from satrap.train.embeddings import session_of
-from satrap.worker.remote.client import RemoteWorker
+from satrap.worker.remote.client import remote_worker
 from satrap.worker.remote.protocol import WorkerCalls
 from satrap.worker.remote.service import WorkerService
-from satrap.worker.sharded_rows import ShardedWorker
 
 BATCH = 8
 NUM_IDS = len(IDS)
@@ -170,10 +169,10 @@ def running(**options: Any) -> Iterator[tuple[Embeddings, Net, Any]]:
 def send_through(embeddings: Embeddings, address: str, deadline: float = DEADLINE_SECONDS) -> None:
     """Connect a job with servers to the worker at the address, with short retries."""
     near = embeddings.worker
-    assert isinstance(near, ShardedWorker)
+    assert near.servers is not None
     near.servers.begin_attempt()
     how: dict[str, Any] = {"deadline": deadline, "retry_seconds": 0.03}
-    session_of(embeddings)._worker = RemoteWorker(embeddings.features, near.servers, address, num_threads=1, **how)
+    session_of(embeddings)._worker = remote_worker(embeddings.features, near.servers, address, num_threads=1, **how)
 
 
 def train(

@@ -17,7 +17,7 @@ from satrap.config.tables import Table
 from satrap.data.inputs import Inputs
 from satrap.table.engine import native_config
 from satrap.table.table_group import TableGroup
-from satrap.worker.worker import native_features
+from satrap.worker.rows import native_features
 
 F32 = NDArray[np.float32]
 Given = tuple[F32 | None, list[F32 | None]]  # gradients of a block and of its sequences

@@ -25,8 +25,7 @@ def measure(job: Mapping[str, Any]) -> dict[str, Any]:
     from benchmarks.cluster import tables
     from benchmarks.contenders.satrap_table import inputs_of
     from satrap.config.features import Features
-    from satrap.worker.local_rows import LocalWorker
-    from satrap.worker.sharded_rows import ShardedWorker
+    from satrap.worker.local_rows import local_worker
 
     rows, dim, num_threads, num_warmup = (int(job[key]) for key in ("rows", "dim", "num_threads", "num_warmup"))
     count = num_warmup + int(job["num_steps"])
@@ -36,8 +35,8 @@ def measure(job: Mapping[str, Any]) -> dict[str, Any]:
     batches = [inputs_of(numbers) for numbers in np.load(path, mmap_mode="r")]
     gradient = np.full((SAMPLES, features.total_dim), GRADIENT, np.float32)
     with satrap_server(num_threads) as (address, pid), tables.connected(features, [address], num_threads) as remote:
-        local = LocalWorker(features, num_threads=num_threads)
-        workers: dict[str, LocalWorker | ShardedWorker] = {"local": local, "remote": remote}
+        local = local_worker(features, num_threads=num_threads)
+        workers = {"local": local, "remote": remote}
         for worker in workers.values():
             tables.fill(worker, worker.tables, rows)
             run(worker, batches[:num_warmup], gradient, step=2)

@@ -18,7 +18,7 @@ from satrap import RowWiseAdagrad, Table
 from satrap.config.features import Features
 from satrap.config.job import Job
 from satrap.worker.server_group import ServerGroup
-from satrap.worker.sharded_rows import ShardedWorker
+from satrap.worker.sharded_rows import sharded_worker
 from satrap.worker.worker import Worker
 
 LR = 0.05
@@ -30,20 +30,18 @@ def one_table(rows: int, dim: int) -> dict[str, Table]:
 
 
 @contextmanager
-def connected(
-    features: Features, addresses: Sequence[str], num_threads: int, **options: Any
-) -> Iterator[ShardedWorker]:
+def connected(features: Features, addresses: Sequence[str], num_threads: int, **options: Any) -> Iterator[Any]:
     """Connect a worker to servers. options: those of `ServerGroup`."""
     servers = ServerGroup(Job(tables=features.tables), addresses, **options)
     try:
-        yield ShardedWorker(features, servers, num_threads=num_threads)
+        yield sharded_worker(features, servers, num_threads=num_threads)
     finally:
         servers.close()
 
 
 def fill(worker: Worker, tables: Any, rows: int) -> None:
     """Look up every row once, as step 1; `tables` are the worker's."""
-    if isinstance(worker, ShardedWorker):
+    if worker.servers is not None:
         worker.servers.begin_attempt()  # a server refuses rows of an earlier attempt
     count = total_rows(rows)
     for begin in range(0, count, BATCH_IDS):

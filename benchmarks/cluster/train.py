@@ -44,7 +44,6 @@ def measure(job: Mapping[str, Any]) -> dict[str, Any]:
 
     from benchmarks.cluster import tables
     from satrap import Deployment, Embeddings
-    from satrap.worker.sharded_rows import ShardedWorker
 
     rows, dim, num_threads, num_warmup = (int(job[key]) for key in ("rows", "dim", "num_threads", "num_warmup"))
     num_steps = int(job["num_steps"])
@@ -54,7 +53,7 @@ def measure(job: Mapping[str, Any]) -> dict[str, Any]:
         deployment = Deployment([address])
         embeddings = Embeddings(tables.one_table(rows, dim), seed=1, num_threads=num_threads, deployment=deployment)
         worker = embeddings.worker
-        assert isinstance(worker, ShardedWorker)
+        assert worker.servers is not None
         try:
             tables.fill(worker, worker.tables, rows)
             modes = {label: make_mode(embeddings, label, job) for label in STALENESS}

@@ -27,7 +27,6 @@ from benchmarks.train.model import DenseStep, satrap_model
 from benchmarks.workload import NUM_FEATURES, SAMPLES, load_batches
 from satrap import Deployment, Embeddings
 from satrap.data.inputs import Inputs
-from satrap.worker.sharded_rows import ShardedWorker
 
 TIMEOUT = timedelta(seconds=120)
 MAX_STALENESS = 16
@@ -55,7 +54,7 @@ class Training:
     def take(self, turn: Turn, batches: Sequence[Inputs]) -> dict[str, float]:
         """Return the seconds of a step and the number of lookups. batches: those of all trainers together."""
         worker = self.embeddings.worker
-        assert isinstance(worker, ShardedWorker)
+        assert worker.servers is not None
         # Two `Embeddings` with these as options would need the rows twice.
         self.embeddings.staleness = turn.staleness
         worker.servers.barrier_size = self.world_size if turn.staleness == 0 else 0

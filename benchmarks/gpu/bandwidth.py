@@ -35,8 +35,7 @@ from benchmarks.gpu.kernels import (
 from benchmarks.workload import NUM_FEATURES, row_numbers
 from satrap.config.tables import Table
 from satrap.device import reference
-from satrap.device.home_memory import IN, OUT, HomeMemory
-from satrap.device.row_layout import DTYPES, RowLayout
+from satrap.device.home_memory import DTYPES, IN, OUT, HomeMemory, RowLayout
 from satrap.table.engine import native_config
 
 FLOAT, COMPARED_RUNS = 4, 512

@@ -16,7 +16,7 @@ from benchmarks.workload import BATCH_IDS, SAMPLES, hashed_ids, row_numbers, tot
 from satrap import _core
 from satrap.config.features import Features
 from satrap.table.engine import native_config
-from satrap.worker.worker import native_features
+from satrap.worker.rows import native_features
 
 TURN = 10
 """Steps of one contender before the other's."""

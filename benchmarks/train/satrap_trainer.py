@@ -10,7 +10,6 @@ import satrap
 from benchmarks.contenders.satrap_table import fill, inputs_of, one_table, optimizer_of
 from benchmarks.train.model import DenseStep, fixed_steps, plain_model, satrap_model
 from benchmarks.workload import Batches, Floats, RowNumbers, hashed_ids, total_rows
-from satrap.worker.local_rows import LocalWorker
 
 STALENESS = {"sync": 0, "stale": 4, "plain": 0}
 
@@ -25,9 +24,7 @@ class SatrapTrain:
         torch.set_num_threads(num_threads)
         self.dim = dim
         self.embeddings = satrap.Embeddings(one_table(rows, dim, optimizer_of(optimizer)), seed=1)
-        worker = self.embeddings.worker
-        assert isinstance(worker, LocalWorker)
-        self.store = worker.tables["ids"]
+        self.store: Any = self.embeddings.tables["ids"]
         fill(self.store, total_rows(rows))
 
     def trainer(self, mode: str, top: str, precision: str) -> "SatrapTrainer":

@@ -22,7 +22,7 @@ from benchmarks.harness.rounds import Results
 from benchmarks.workload import BATCH_IDS, NUM_FEATURES, SAMPLES, hashed_ids, row_numbers
 
 from satrap.config.features import Features
-from satrap.worker.local_rows import LocalWorker
+from satrap.worker.local_rows import local_worker
 
 DEADLINE_SECONDS = 240.0
 QUIET = {"other_cpu": 0.0, "steal": 0.0, "noisy": False}
@@ -206,7 +206,7 @@ def test_a_proxy_without_a_server_closes_the_connection() -> None:
 
 
 def test_filling_creates_every_row() -> None:
-    worker = LocalWorker(Features(tables.one_table(BATCH_IDS + 1000, 4)), num_threads=1)
+    worker = local_worker(Features(tables.one_table(BATCH_IDS + 1000, 4)), num_threads=1)
     tables.fill(worker, worker.tables, BATCH_IDS + 1000)
     assert len(worker.tables["ids"]) == (BATCH_IDS + 1000) // NUM_FEATURES * NUM_FEATURES
     with pytest.raises(RuntimeError, match=r"needs .* GiB of memory"):

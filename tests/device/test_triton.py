@@ -19,10 +19,9 @@ from satrap.config.features import Features
 from satrap.config.optimizers import SGD, Adagrad, Adam, AdamW, Ftrl
 from satrap.config.tables import MinCount, Normal, Table
 from satrap.device import home_memory, reference
-from satrap.device.home_memory import HomeMemory
-from satrap.device.row_layout import RowLayout
+from satrap.device.home_memory import HomeMemory, RowLayout
 from satrap.device.runs import PooledFeatures, Runs
-from satrap.worker.local_rows import LocalWorker
+from satrap.worker.local_rows import local_worker
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 DIMS = [1, 5, 16, 37, 64, 128]
@@ -292,7 +291,7 @@ def test_a_worker_on_these_kernels_has_the_bits_of_the_core(
         {"item": item, "bag": item.bag("mean", weighted=True), "path": item.sequence(2), "user": user.bag("sqrtn")}
     )
     workers: list[Any] = [
-        LocalWorker(declared, seed=3, num_threads=1),
+        local_worker(declared, seed=3, num_threads=1),
         ArrayWorker(declared, "cpu", seed=3, num_threads=1, device_memory=memory),
     ]
     for step in range(1, 4):

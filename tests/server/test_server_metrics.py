@@ -25,7 +25,6 @@ from satrap.server.protocol import ServerCalls
 from satrap.server.server import Server
 from satrap.server.status_calls import server_samples
 from satrap.table.snapshot import verified_file
-from satrap.worker.sharded_rows import ShardedWorker
 from scrape import Numbers, get, number, scrape
 
 
@@ -48,7 +47,7 @@ def table_numbers(numbers: Numbers) -> dict[str, float]:
     }
 
 
-def train(worker: ShardedWorker, step: int, ids: Any, gradient: float) -> None:
+def train(worker: Any, step: int, ids: Any, gradient: float) -> None:
     found = worker.lookup(batch(ids), step=step)
     assert found.ticket is not None
     worker.update([found.ticket], [np.full_like(found.block, gradient)], [{}], step=step)

@@ -22,7 +22,6 @@ from satrap.errors import CheckpointError, SatrapError, SnapshotError, StreamErr
 from satrap.table.group_cut import GroupCut
 from satrap.table.snapshot.saved_table import checksum_of
 from satrap.table.table_group import TableGroup
-from satrap.worker.sharded_rows import ShardedWorker
 from snapshots import forge, manifest, without_batches
 
 OLD = Path(__file__).parents[1] / "fixtures/checkpoints-format-2"
@@ -170,7 +169,7 @@ class Served:
         assert bits(self.embeddings, self.model) == before
 
     def close(self) -> None:
-        assert isinstance(self.embeddings.worker, ShardedWorker)
+        assert self.embeddings.worker.servers is not None
         self.embeddings.worker.servers.close()
 
 
@@ -198,7 +197,7 @@ def test_parts_of_servers_are_those_that_were_saved(tmp_path: Path) -> None:
 def test_servers_read_what_the_trainer_sees(tmp_path: Path) -> None:
     with running_servers(2) as services:
         served = Served([each.address for each in services], tmp_path)
-        assert isinstance(served.embeddings.worker, ShardedWorker)
+        assert served.embeddings.worker.servers is not None
         servers = served.embeddings.worker.servers
         chains = [[str(served.two / "tables" / str(table))] for table in (0, 1)]
         seen = [[checksum_of(Path(folder)) for folder in chain] for chain in chains]
@@ -294,5 +293,5 @@ def test_an_old_checkpoint_of_servers_is_resumed_with_a_warning(num_servers: int
         with np.load(OLD / "servers.npz") as wanted:
             for name, values in rows(embeddings).items():
                 np.testing.assert_array_equal(values, wanted[name])
-        if isinstance(embeddings.worker, ShardedWorker):
+        if embeddings.worker.servers is not None:
             embeddings.worker.servers.close()

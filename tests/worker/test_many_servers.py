@@ -26,10 +26,10 @@ from satrap.errors import ConfigError
 from satrap.rpc import Client, Origin
 from satrap.rpc.open_files import FILES_PER_CONNECTION
 from satrap.server.protocol import ServerCalls
-from satrap.worker.local_rows import LocalWorker
-from satrap.worker.remote.client import RemoteWorker
+from satrap.worker.local_rows import local_worker
+from satrap.worker.remote.client import remote_worker
 from satrap.worker.server_group import ServerGroup
-from satrap.worker.sharded_rows import ShardedWorker
+from satrap.worker.worker import Worker
 
 FEATURES = one_table(num_buckets=512)
 IDS = np.arange(1500, dtype=np.uint64)
@@ -49,11 +49,11 @@ def num_files(process: int | str = "self") -> int:
     return len(os.listdir(f"/proc/{process}/fd"))
 
 
-def contents(worker: LocalWorker | ShardedWorker) -> list[bytes]:
+def contents(worker: Worker) -> list[bytes]:
     return [part.tobytes() for part in worker.tables["t"].read(IDS)]
 
 
-def step(worker: LocalWorker | ShardedWorker, ids: NDArray[np.uint64], number: int) -> bytes:
+def step(worker: Worker, ids: NDArray[np.uint64], number: int) -> bytes:
     """Look up and update a batch; return the rows that were looked up."""
     looked = worker.lookup(batch(ids), step=number)
     assert looked.ticket is not None
@@ -62,7 +62,7 @@ def step(worker: LocalWorker | ShardedWorker, ids: NDArray[np.uint64], number: i
 
 
 def test_128_servers_of_one_trainer(few_files: None, rng: np.random.Generator) -> None:
-    local = LocalWorker(FEATURES, num_threads=1)
+    local = local_worker(FEATURES, num_threads=1)
     before = num_files()
     with hosts(128) as (_, addresses), sharded_worker(FEATURES, addresses) as worker:
         for number in range(1, 5):
@@ -78,7 +78,7 @@ def test_four_trainers_over_one_worker_with_64_servers(tmp_path: Path, rng: np.r
     """Each reads its part of the data from the worker and updates by itself, one after the other."""
     pq.write_table(pa.table({"id": rng.choice(IDS, 1200), "label": np.zeros(1200)}), tmp_path / "a.parquet")
     source = Parquet(str(tmp_path / "a.parquet"), label="label", batch_size=100, num_threads=1)
-    local = LocalWorker(FEATURES, num_threads=1)
+    local = local_worker(FEATURES, num_threads=1)
     worker, job = KillableWorker(), Job(tables=FEATURES.tables)
     with ExitStack() as stack:
         stack.enter_context(ending([worker]))
@@ -89,7 +89,7 @@ def test_four_trainers_over_one_worker_with_64_servers(tmp_path: Path, rng: np.r
             servers = ServerGroup(job, addresses, trainer=rank, attempt=attempt, deadline=DEADLINE_SECONDS)
             stack.callback(servers.close)
             attempt = servers.attempt
-            trainer = RemoteWorker(FEATURES, servers, worker.address, num_threads=1, deadline=DEADLINE_SECONDS)
+            trainer = remote_worker(FEATURES, servers, worker.address, num_threads=1, deadline=DEADLINE_SECONDS)
             stack.callback(trainer.close)
             own = local.batches(source, rank=rank, world_size=4)
             streams.append((trainer, trainer.batches(source, rank=rank, world_size=4), own))

@@ -20,9 +20,9 @@ from satrap import Checkpoint, Embeddings, MinCount, Parquet, Table, _core
 from satrap.config.features import Features
 from satrap.errors import InputError, StreamError
 from satrap.table.engine import native_config
-from satrap.worker.pooled_codec import PooledCodec
-from satrap.worker.remote.client import RemoteBatches, RemoteInputs, RemoteWorker
-from satrap.worker.worker import native_features
+from satrap.worker.remote.client import RemoteBatches, RemoteInputs, RemoteRows
+from satrap.worker.remote.protocol import PooledCodec
+from satrap.worker.rows import native_features
 
 
 @contextmanager
@@ -279,5 +279,5 @@ def test_batches_without_a_declared_source_are_looked_up_by_the_trainer(tmp_path
                     optimizer.zero_grad()
             seen += train(job, data)
             found.append((seen, bits(job), embeddings.counters().lost, embeddings.step))
-            assert isinstance(embeddings.worker, RemoteWorker) == bool(where[1])
+            assert isinstance(embeddings.worker.rows, RemoteRows) == bool(where[1])
     assert all(each == found[0] for each in found)

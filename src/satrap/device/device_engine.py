@@ -13,19 +13,61 @@ from typing import Any, cast
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from satrap import _core
 from satrap.config.cores import thread_count
 from satrap.config.tables import Table
 from satrap.device.device_memory import DeviceMemory
-from satrap.device.device_stream import DeviceStream, new_stream
+from satrap.device.device_stream import DeviceStream, Mark, new_stream
 from satrap.device.initial_values import InitialValues
-from satrap.device.move_queue import MoveQueue
 from satrap.device.row_memory import RowMemory, memories_of
 from satrap.device.table_shards import ALONE, Part, Trainer, capacities_of, kind_of
 from satrap.errors import InputError, SnapshotError
 from satrap.interrupts import Uninterrupted
 from satrap.table.engine import Slot, native_config, slots_of
+
+
+class MoveQueue:
+    """The order in which a device moves rows between frames and home, beside what it computes.
+
+    Moves run on a second stream, so that those for the next batch overlap the present step. A move waits for every
+    earlier use of frames; the lookup that needs its rows waits for it. The lock of the rows is held during each call.
+    """
+
+    def __init__(self, rows: DeviceStream, moves: DeviceStream) -> None:
+        """rows: where rows are used. moves: where they are moved; the same one, if none ever is."""
+        self._rows, self._moves = rows, moves
+        self._used: Mark | None = None
+        self._moved: Mark | None = None
+
+    @contextmanager
+    def moving(self) -> Iterator[None]:
+        """Put what is inside the block on the device after all earlier uses and moves."""
+        self._moves.wait(self._used)
+        with self._moves.running():
+            yield
+        self._moved = self._moves.mark()
+
+    @property
+    def moved(self) -> Mark | None:
+        """The end of the moves so far."""
+        return self._moved
+
+    def wait(self, moved: Mark | None) -> None:
+        """Let later uses come after these moves."""
+        self._rows.wait(moved)
+
+    def note_use(self) -> None:
+        """Let later moves come after all uses so far."""
+        if self._moves is not self._rows:
+            self._used = self._rows.mark()
+
+    def share(self, memory: Sequence[Tensor]) -> None:
+        """Let moves use memory that was allocated for the rows, from now on."""
+        self._moves.keep(memory)
+        self.note_use()
+
 
 Owed = Callable[[], "Sequence[Owed] | None"]
 """Work on the device that what the core has already recorded requires. It returns the work that has to follow it."""

@@ -37,7 +37,7 @@ from satrap.train.batch import Batch
 from satrap.train.batch_lookup import BatchLookup
 from satrap.train.stream import Stream
 from satrap.worker.local_rows import LocalRows
-from satrap.worker.worker import Rows, Worker
+from satrap.worker.worker import Worker
 
 if TYPE_CHECKING:
     from satrap.worker.sharded_tables import ShardedTable
@@ -129,7 +129,7 @@ class Reader:
         try:
             if features is not None:
                 self.features = _in_job_order(Features(features), self._rows.job)
-                self._worker = Worker(self.features, self._rows.rows_for(self.features))
+                self._worker = self._rows.worker_of(self.features)
         except BaseException:
             self.close()
             raise
@@ -229,10 +229,10 @@ class _OnServers:
     def step(self) -> int:
         return self._servers.newest_step
 
-    def rows_for(self, features: Features) -> Rows:
+    def worker_of(self, features: Features) -> Worker:
         from satrap.worker.sharded_rows import ShardedRows
 
-        return ShardedRows(features, self._servers, num_threads=self._num_threads)
+        return Worker(features, ShardedRows(features, self._servers, num_threads=self._num_threads), self.tables)
 
     def load_model(self, model: torch.nn.Module) -> None:
         raise ConfigError(
@@ -293,8 +293,9 @@ class _InFolder:
         self.tables: Mapping[str, Store] = found
         self.step = found.latest_step
 
-    def rows_for(self, features: Features) -> Rows:
-        return LocalRows(features, self._slots[0].engine, self.job.tables)
+    def worker_of(self, features: Features) -> Worker:
+        rows = LocalRows(features, self._slots[0].engine, self.job.tables)
+        return Worker(features, rows, TableGroup.in_engine(self._slots))
 
     def load_model(self, model: torch.nn.Module) -> None:
         if self._model is None:

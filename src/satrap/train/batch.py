@@ -24,7 +24,7 @@ from satrap.device.device_stream import Mark
 from satrap.errors import InputError, StreamError
 from satrap.train.joint_calls import BatchCalls, Padding
 from satrap.train.ledger import BatchRecord
-from satrap.worker.worker import BagRequest
+from satrap.worker.rows import BagRequest
 
 _NOT_LOOKED_UP = torch.empty(0)
 

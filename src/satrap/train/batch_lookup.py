@@ -13,8 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from satrap.data.inputs import Inputs
-from satrap.device.device_stream import Mark, current_stream, new_stream
-from satrap.device.host_copy import to_device
+from satrap.device.device_stream import Mark, current_stream, new_stream, to_device
 from satrap.errors import CapacityError
 from satrap.train.batch import InFlightBatch, Sequence, gradient_array, gradient_of
 from satrap.train.dense_strategy import DenseStrategy

@@ -35,11 +35,9 @@ from satrap.train.process_group import Compress, ProcessGroup
 from satrap.train.session import TrainingSession
 from satrap.train.stream import Stream
 from satrap.train.torch_threads import spare_cores
+from satrap.worker.worker import Worker
 
 if TYPE_CHECKING:
-    from satrap.device.device_worker import DeviceWorker
-    from satrap.worker.local_rows import LocalWorker
-    from satrap.worker.sharded_rows import ShardedWorker
     from satrap.worker.sharded_tables import ShardedTables
 
 _STRATEGIES: dict[str, type[SyncDense | AsyncDense]] = {"sync": SyncDense, "async": AsyncDense}
@@ -120,7 +118,7 @@ class Embeddings(torch.nn.Module):
         self._strategy.require_possible(self.features, has_servers=has_servers)
 
     @property
-    def worker(self) -> "LocalWorker | ShardedWorker | DeviceWorker":
+    def worker(self) -> Worker:
         """The worker that looks up and updates rows."""
         return self._session.worker
 

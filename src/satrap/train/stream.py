@@ -43,8 +43,8 @@ from satrap.train.dense_strategy import DenseStrategy
 from satrap.train.joint_batches import JointBatches
 from satrap.train.ledger import BatchLedger, DropTicket, Event, State, Update
 from satrap.train.prefetch_pipeline import PrefetchPipeline
-from satrap.worker.row_stream import RowStream
-from satrap.worker.worker import Ticket, Worker
+from satrap.worker.rows import RowStream, Ticket
+from satrap.worker.worker import Worker
 
 _LOG = logging.getLogger("satrap.train")
 _EVALUATION_AHEAD = 2  # batches looked up ahead of the dense network if the two overlap

@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 
 from plans import FREE, assess, bound, load, machine, split, workload
 from satrap.planning.coefficients import DEFAULTS
-from satrap.planning.demand import demand_of, files_of
-from satrap.planning.estimate import Upkeep, links_of, upkeep_of
+from satrap.planning.estimate import Upkeep, demand_of, files_of, links_of, upkeep_of
 from satrap.planning.machines import Layout, Pool
 from satrap.planning.workload import Workload
 

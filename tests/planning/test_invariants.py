@@ -15,7 +15,7 @@ from satrap.planning.coefficients import DEFAULTS
 from satrap.planning.estimate import cores_used, links_of
 from satrap.planning.machines import ROLES, Layout, Limits, MachineType, PriceList
 from satrap.planning.planner import Plan, exhausted, make_plan
-from satrap.planning.processes import deploy_toml
+from satrap.planning.report import deploy_toml
 from satrap.planning.workload import TableLoad, Workload
 
 OWN = 'name = "job"\nscript = "/app/train.py"\n[image]\ncpu = "satrap:1"\n[workers]\ncount = 3\n'

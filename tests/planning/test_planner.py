@@ -18,8 +18,7 @@ from satrap.planning.coefficients import DEFAULTS
 from satrap.planning.input_files import read_description, read_prices
 from satrap.planning.machines import Layout, Limits, MachineType, Pool, PriceList
 from satrap.planning.planner import Plan, make_plan
-from satrap.planning.processes import Start
-from satrap.planning.report import json_of, lines_of
+from satrap.planning.report import Start, json_of, lines_of
 from satrap.planning.workload import Workload
 
 EXAMPLES = Path(__file__).parents[2] / "examples/planning"

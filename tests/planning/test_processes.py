@@ -10,7 +10,7 @@ from satrap.cli.parser import command_parser
 from satrap.planning.coefficients import DEFAULTS
 from satrap.planning.machines import Limits
 from satrap.planning.planner import Plan, make_plan
-from satrap.planning.processes import Start, deploy_toml, run_line
+from satrap.planning.report import Start, deploy_toml, run_line
 
 START = Start(script="jobs/train it.py", arguments=("--name", 'a "b" \\ \n'))
 GPU = machine("gpu", cores=96, memory_gib=680.0, gpus=8, gpu_tflops=0.01, network_gbit=100.0, roles=["trainer"])

@@ -6,9 +6,10 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any
 
-from satrap.html_report.axis import duration, number, size
+from satrap.byte_sizes import format_bytes
+from satrap.html_report.chart import number
 from satrap.html_report.figures import by_rank, cuts, last_maps
-from satrap.html_report.run_records import Interval, Loop, RunRecords
+from satrap.html_report.run_records import Loop, RunRecords
 from satrap.monitor.report import short
 
 _MAX_EVENTS = 200
@@ -72,42 +73,40 @@ def state_of(run: RunRecords, now: float) -> tuple[str, str]:
 
 def tiles(run: RunRecords) -> list[Tile]:
     """Return the main numbers of the run, as far as they were recorded."""
-    intervals = [each for loop in run.loops for each in loop.intervals]
-    if not intervals:
+    if not run.intervals:
         return []
     ranks = by_rank(run)
     first_loops = next(iter(ranks.values()))
-    first = [each for loop in first_loops for each in loop.intervals]
     samples = sum(loop.intervals[-1].samples for loop in run.loops if loop.intervals)
-    trained = sum(each.trained for each in intervals) / len(ranks)
+    trained = sum(each.trained for each in run.intervals) / len(ranks)
     begin = min(at for loop in run.loops if loop.intervals and (at := loop.began_at) is not None)
-    found = [
+    numbers = [
         Tile("Last step", f"{last_step(first_loops[-1]):,}"),
         Tile("Samples trained on", short(samples), f"{samples:,}"),
-        Tile("Time", duration(max(each.at for each in intervals) - begin), "from the first record to the last"),
+        Tile("Time", duration(max(each.at for each in run.intervals) - begin), "from the first record to the last"),
     ]
     if trained > 0:
-        found.append(Tile("Samples per second", short(samples / trained), "mean, without evaluations"))
+        numbers.append(Tile("Samples per second", short(samples / trained), "mean, without evaluations"))
     for key, name in (("loss", "Loss"), ("auc", "AUC in training"), ("ne", "Normalised entropy")):
-        if (last := _last(first, key)) is not None:
-            found.append(Tile(name, last, "last interval of trainer 0" if key == "loss" else "last window"))
-    best = [each for loop in run.loops for each in loop.evaluations if each.is_best]
-    evaluations = best or [each for loop in run.loops for each in loop.evaluations]
-    if evaluations:
-        name, value = next(iter(evaluations[-1].metrics.items()), ("", None))
+        given = [each.numbers[key] for loop in first_loops for each in loop.intervals if key in each.numbers]
+        more = "last interval of trainer 0" if key == "loss" else "last window"
+        numbers += [Tile(name, number(value), more) for value in given[-1:]]
+    every = [each for loop in run.loops for each in loop.evaluations]
+    best = [each for each in every if each.is_best]
+    for each in (best or every)[-1:]:
+        name, value = next(iter(each.metrics.items()), ("", None))
         which = "best" if best else "last"
-        found.append(Tile(f"Validation {name}", number(value), f"{which}, step {evaluations[-1].step:,}"))
+        numbers.append(Tile(f"Validation {name}", number(value), f"{which}, step {each.step:,}"))
     rows, memory = last_maps(run, "rows"), last_maps(run, "bytes")
     if rows:
-        found.append(Tile("Rows", short(sum(rows.values())), f"in {len(rows)} tables"))
+        numbers.append(Tile("Rows", short(sum(rows.values())), f"in {len(rows)} tables"))
     if memory:
-        found.append(Tile("Memory of tables", size(sum(memory.values()))))
+        numbers.append(Tile("Memory of tables", format_bytes(sum(memory.values()))))
     if run.events:
-        found.append(Tile("Faults", str(sum(each["kind"] == "fault" for each in run.events))))
+        numbers.append(Tile("Faults", str(sum(each["kind"] == "fault" for each in run.events))))
     launches = {each.get("launch") for each in run.events if each["kind"] == "launch"}
     launches = launches or {loop.launch_number for loops in ranks.values() for loop in loops}
-    found.append(Tile("Launches", str(len(launches))))
-    return found
+    return [*numbers, Tile("Launches", str(len(launches)))]
 
 
 def last_step(loop: Loop) -> int:
@@ -117,49 +116,44 @@ def last_step(loop: Loop) -> int:
     return max([*steps, end if isinstance(end, int) else 0])
 
 
-def _last(intervals: list[Interval], key: str) -> str | None:
-    given = [each.numbers[key] for each in intervals if key in each.numbers]
-    return None if not given else number(given[-1])
-
-
 def warnings(run: RunRecords) -> list[str]:
     """Return what a reader must know before reading the charts."""
-    found = list(run.unreadable)
+    notes = list(run.unreadable)
     for file, count in run.damaged.items():
-        found.append(
-            f"{_count(count, 'line')} of {file} {'is' if count == 1 else 'are'} damaged and left out; a process that "
-            "is killed may leave one."
+        are = "is" if count == 1 else "are"
+        notes.append(
+            f"{_count(count, 'line')} of {file} {are} damaged and left out; a process that is killed may leave one."
         )
     if run.missing:
-        found.append(f"{_count(run.missing, 'record')} could not be written, for example because a disk was full.")
-    for key, name in (("loss", "loss"), ("auc", "AUC")):
-        steps = [
-            each.step
-            for loop in run.loops
-            for each in loop.intervals
-            if key in each.numbers and each.numbers[key] is None
-        ]
+        notes.append(f"{_count(run.missing, 'record')} could not be written, for example because a disk was full.")
+    for key, what in (
+        ("loss", "The loss was not finite in"),
+        ("auc", "The AUC was not defined, or scores were not finite, in"),
+    ):
+        steps = [each.step for each in run.intervals if each.numbers.get(key, 0.0) is None]
         if steps:
-            what = "not finite" if key == "loss" else "not defined, or scores were not finite,"
-            found.append(f"The {name} was {what} in {_count(len(steps), 'interval')}, first at step {min(steps):,}.")
-    again = 0
-    for loops in list(by_rank(run).values())[:1]:
-        again = sum(
-            each.steps
-            for loop, cut in zip(loops, cuts(loops), strict=True)
-            for each in loop.intervals
-            if each.step >= cut
-        )
-    if again:
-        found.append(
+            notes.append(f"{what} {_count(len(steps), 'interval')}, first at step {min(steps):,}.")
+    loops = next(iter(by_rank(run).values()), [])
+    superseded = zip(loops, cuts(loops), strict=True)
+    if again := sum(each.steps for loop, cut in superseded for each in loop.intervals if each.step >= cut):
+        notes.append(
             f"Later launches trained about {again:,} steps again. The charts show the earlier attempts paler; totals "
             "include them."
         )
-    return found
+    return notes
 
 
 def _count(count: int, what: str) -> str:
     return f"{count:,} {what}" if count == 1 else f"{count:,} {what}s"
+
+
+def duration(seconds: float) -> str:
+    """Return a duration as text."""
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    days, rest = divmod(round(seconds), 86_400)
+    text = f"{rest // 3600}:{rest // 60 % 60:02}:{rest % 60:02}"
+    return f"{days} d {text}" if days else text
 
 
 # -- events ------------------------------------------------------------------------------------------------------------
@@ -305,7 +299,7 @@ def _table_listing(run: RunRecords, tables: object) -> Listing:
             (
                 name,
                 "" if held is None else number(held),
-                "" if used is None else size(used),
+                "" if used is None else format_bytes(used),
                 number(round(used / held)) if held and used else "",
                 table.pop("dim", ""),
                 _shown(table.pop("optimizer", "")),

@@ -144,7 +144,7 @@ def test_the_proxy_counts_both_directions() -> None:
             assert received == 300_000
             assert proxy.counts() == {"there": 100_000, "back": 300_000}
         server.join()
-    with CountingProxy(f"tcp://127.0.0.1:{target}") as proxy:  # where nobody listens any more
+    with CountingProxy(f"tcp://127.0.0.1:{target}") as proxy:  # where no process listens any more
         port = int(proxy.address.rpartition(":")[2])
         with socket.create_connection(("127.0.0.1", port), timeout=DEADLINE_SECONDS) as client:
             assert client.recv(1) == b""

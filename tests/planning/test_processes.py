@@ -29,13 +29,6 @@ def line(found: Plan, start: Start) -> str:
     return run_line(found.estimate.layout, found.estimate.requests, start)
 
 
-def test_the_file_of_a_run_with_gpus() -> None:
-    content = written(plan(samples_per_second=20_000.0))
-    assert content["trainers"]["per_pod"] == 8 and content["trainers"]["gpus"] == 1
-    assert content["servers"]["per_pod"] == 1 and content["servers"]["gpus"] == 0
-    assert content["workers"] == {"count": 0}
-
-
 def test_a_plan_for_kubernetes_has_servers() -> None:
     """A small job runs in one process, whose rows would be lost with its pod."""
     job = workload(samples_per_second=100.0)

@@ -161,52 +161,41 @@ def duration(seconds: float) -> str:
 
 def events(run: RunRecords) -> Listing:
     """Return the launches, faults and ends of the run, in the order of time."""
-    found = [(each["at"], text) for each in run.events if (text := _event_text(each))]
+    entries = [(each["at"], text) for each in run.events if (text := _event_text(each))]
     resumed: set[tuple[int, int]] = set()
     for loop in sorted(run.loops, key=lambda each: each.began_at or 0.0):
-        at = loop.began_at
-        if at is None:
+        if loop.began_at is None:
             continue
         if loop.launch not in resumed and loop.intervals:
             where = loop.start.get("where", "a trainer")
-            found.append((at, f"Training started at step {loop.intervals[0].first_step:,} ({where})."))
+            entries.append((loop.began_at, f"Training started at step {loop.intervals[0].first_step:,} ({where})."))
             resumed.add(loop.launch)
         if loop.end is not None and (loop.end.get("error") or (not run.events and loop.rank == 0)):
-            error = loop.end.get("error")
-            cause = f" with {error}" if error else ""
-            found.append((loop.end["at"], f"Trainer {loop.rank} ended after step {last_step(loop):,}{cause}."))
-    found.sort(key=lambda each: each[0])
+            cause = f" with {error}" if (error := loop.end.get("error")) else ""
+            entries.append((loop.end["at"], f"Trainer {loop.rank} ended after step {last_step(loop):,}{cause}."))
+    entries.sort(key=lambda each: each[0])
     listing = Listing("Faults and launches", ("time (UTC)", "after", "event"), style="events")
-    if not found:
+    if not entries:
         listing.note = "No launch was recorded."
-        return listing
-    if not any(each["kind"] == "fault" for each in run.events):
+    elif not any(each["kind"] == "fault" for each in run.events):
         listing.note = "No fault was recorded." if run.events else "Faults are recorded by satrap run only."
-    begin = found[0][0]
-    if len(found) > _MAX_EVENTS:
-        listing.note += f" These are the last {_MAX_EVENTS} of {len(found):,} events."
-    for at, text in found[-_MAX_EVENTS:]:
-        listing.rows.append((time_text(at), duration(at - begin), text))
+    if len(entries) > _MAX_EVENTS:
+        listing.note += f" These are the last {_MAX_EVENTS} of {len(entries):,} events."
+    listing.rows = [(time_text(at), duration(at - entries[0][0]), text) for at, text in entries[-_MAX_EVENTS:]]
     return listing
 
 
 def _event_text(event: Mapping[str, Any]) -> str:
-    match event["kind"]:
-        case "run":
-            return f"satrap run started ({event.get('where', 'unknown place')})."
-        case "launch":
-            return f"Launch {event.get('launch')} of the trainers, on {event.get('servers')} server(s)."
-        case "servers":
-            return f"The run has {event.get('servers')} server(s) now."
-        case "restart":
-            return f"Restart of {event.get('process')}."
-        case "fault":
-            return f"Fault: {event.get('what')}"
-        case "exit" if event.get("status") is None:
-            return "satrap run ended with an error."
-        case "exit":
-            return f"The run ended with status {event['status']}."
-    return ""
+    status = event.get("status")
+    texts = {
+        "run": f"satrap run started ({event.get('where', 'unknown place')}).",
+        "launch": f"Launch {event.get('launch')} of the trainers, on {event.get('servers')} server(s).",
+        "servers": f"The run has {event.get('servers')} server(s) now.",
+        "restart": f"Restart of {event.get('process')}.",
+        "fault": f"Fault: {event.get('what')}",
+        "exit": "satrap run ended with an error." if status is None else f"The run ended with status {status}.",
+    }
+    return texts.get(event["kind"], "")
 
 
 def time_text(at: float) -> str:
@@ -224,47 +213,37 @@ def listings(run: RunRecords) -> list[Listing]:
     """Return the tables of settings, of tables and of what was not trained on."""
     loops = sorted(run.loops, key=lambda each: (each.launch, -each.rank))
     latest = next((loop for loop in reversed(loops) if loop.settings), None)
-    settings = {} if latest is None else dict(latest.settings)
+    settings = {} if latest is None else latest.settings | {"satrap": latest.start.get("version")}
     script, tables, features = (settings.pop(name, None) for name in ("script", "tables", "features"))
     settings.pop("rank", None)
-    if latest is not None:
-        settings["satrap"] = latest.start.get("version")
-    started = [each for each in run.events if each["kind"] == "run"]
-    of_run = started[-1].get("settings") if started else None
-    found = [_pairs("Settings of the script", script, "The script gave none: Progress(settings=...).")]
-    if of_run:
-        found.append(_pairs("Settings of satrap run", of_run, ""))
-    found.append(_pairs("Settings of the embeddings", settings, "None were recorded."))
+    started = [each.get("settings") for each in run.events if each["kind"] == "run"]
+    entries = [_pairs("Settings of the script", script, "The script gave none: Progress(settings=...).")]
+    if started and started[-1]:
+        entries.append(_pairs("Settings of satrap run", started[-1], ""))
+    entries.append(_pairs("Settings of the embeddings", settings, "None were recorded."))
     if changes := _changes(loops):
-        found.append(Listing("Settings that changed between launches", ("setting", "before", "now"), changes))
-    found.append(_table_listing(run, tables))
+        entries.append(Listing("Settings that changed between launches", ("setting", "before", "now"), changes))
+    entries.append(_table_listing(run, tables))
     if isinstance(features, Mapping) and features:
-        found.append(_feature_listing(features))
-    found.append(_lost_listing(run))
-    return found
+        entries.append(_feature_listing(features))
+    return [*entries, _lost_listing(run)]
 
 
 def _pairs(title: str, values: object, absent: str) -> Listing:
-    listing = Listing(title, ("setting", "value"))
-    if isinstance(values, Mapping) and values:
-        listing.rows = [(name, _shown(value)) for name, value in values.items()]
-    else:
-        listing.note = absent
-    return listing
+    if not isinstance(values, Mapping) or not values:
+        return Listing(title, (), note=absent)
+    return Listing(title, ("setting", "value"), [(name, _shown(value)) for name, value in values.items()])
 
 
 def _changes(loops: list[Loop]) -> list[tuple[object, ...]]:
-    found: list[tuple[object, ...]] = []
+    changes: list[tuple[object, ...]] = []
     known: dict[str, object] = {}
-    for loop in loops:
-        now = (
-            _flat("", {name: each for name, each in loop.settings.items() if name != "rank"}) if loop.rank == 0 else {}
-        )
-        found += [
-            (name, _shown(known[name]), _shown(now[name])) for name in now if now[name] != known.get(name, now[name])
-        ]
+    for loop in (loop for loop in loops if loop.rank == 0):
+        now = _flat("", {name: each for name, each in loop.settings.items() if name != "rank"})
+        changed = [name for name in now if now[name] != known.get(name, now[name])]
+        changes += [(name, _shown(known[name]), _shown(now[name])) for name in changed]
         known |= now
-    return found[-50:]
+    return changes[-50:]
 
 
 def _flat(where: str, value: object) -> dict[str, object]:
@@ -280,11 +259,8 @@ def _flat(where: str, value: object) -> dict[str, object]:
 
 def _table_listing(run: RunRecords, tables: object) -> Listing:
     rows, memory = last_maps(run, "rows"), last_maps(run, "bytes")
-    declared = {
-        str(each["name"]): each
-        for each in (tables if isinstance(tables, list) else [])
-        if isinstance(each, Mapping) and "name" in each
-    }
+    given = [each for each in (tables if isinstance(tables, list) else []) if isinstance(each, Mapping)]
+    declared = {str(each["name"]): each for each in given if "name" in each}
     names = sorted(declared.keys() | rows.keys(), key=lambda name: (-rows.get(name, 0.0), name))
     header = ("table", "rows", "memory", "bytes per row", "dim", "optimizer", "other settings")
     listing = Listing("Tables", header, style="tables")
@@ -295,17 +271,14 @@ def _table_listing(run: RunRecords, tables: object) -> Listing:
     for name in names[:_MAX_TABLES]:
         table = {key: value for key, value in declared.get(name, {}).items() if key != "name" and value is not None}
         held, used = rows.get(name), memory.get(name)
-        listing.rows.append(
-            (
-                name,
-                "" if held is None else number(held),
-                "" if used is None else format_bytes(used),
-                number(round(used / held)) if held and used else "",
-                table.pop("dim", ""),
-                _shown(table.pop("optimizer", "")),
-                ", ".join(f"{key}: {_shown(value)}" for key, value in table.items()),
-            )
+        numbers = (
+            "" if held is None else number(held),
+            "" if used is None else format_bytes(used),
+            number(round(used / held)) if held and used else "",
         )
+        dim, optimizer = table.pop("dim", ""), _shown(table.pop("optimizer", ""))
+        others = ", ".join(f"{key}: {_shown(value)}" for key, value in table.items())
+        listing.rows.append((name, *numbers, dim, optimizer, others))
     return listing
 
 
@@ -326,10 +299,9 @@ def _lost_listing(run: RunRecords) -> Listing:
     for counts in last.values():
         for what, count in counts.items():
             totals[what] = totals.get(what, 0.0) + count
-    listing = Listing("Not trained on", ("what/why", "count"), style="numbers")
-    listing.rows = [(what, number(count)) for what, count in totals.items() if count]
-    listing.note = "" if listing.rows else "Nothing was recorded as lost, dropped or cut."
-    return listing
+    rows: list[tuple[object, ...]] = [(what, number(count)) for what, count in totals.items() if count]
+    note = "" if rows else "Nothing was recorded as lost, dropped or cut."
+    return Listing("Not trained on", ("what/why", "count"), rows, note, style="numbers")
 
 
 def _shown(value: object) -> str:

@@ -3,20 +3,22 @@
 All use row-wise Adagrad, which Paddle's servers have too. Every row exists before anything is timed.
 """
 
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 
+from benchmarks.cluster.batches import GRADIENT
 from benchmarks.contenders import satrap_table
 from benchmarks.contenders.satrap_table import inputs_of
 from benchmarks.harness.clock import available_bytes
-from benchmarks.store.plan import table_bytes
-from benchmarks.workload import BATCH_IDS, total_rows
+from benchmarks.workload import BATCH_IDS, SAMPLES, Floats, table_bytes, total_rows
 from satrap import RowWiseAdagrad, Table
 from satrap.config.features import Features
 from satrap.config.job import Job
+from satrap.data.inputs import Inputs
 from satrap.worker.server_group import ServerGroup
 from satrap.worker.sharded_rows import sharded_worker
 from satrap.worker.worker import Worker
@@ -27,6 +29,19 @@ LR = 0.05
 def one_table(rows: int, dim: int) -> dict[str, Table]:
     """Return the features, as `satrap.Embeddings` accepts them."""
     return satrap_table.one_table(rows, dim, RowWiseAdagrad(lr=LR))
+
+
+def features_of(job: Mapping[str, Any], num_tables: int = 1) -> Features:
+    """Return the features of a job whose tables fit in memory."""
+    require_memory(job, num_tables)
+    return Features(one_table(job["rows"], job["dim"]))
+
+
+def require_memory(job: Mapping[str, Any], num_tables: int = 1) -> None:
+    """Refuse a round that would not fit in memory."""
+    needed, available = num_tables * table_bytes(job["rows"], job["dim"], "rowwise"), available_bytes()
+    if needed > available:
+        raise RuntimeError(f"needs {needed / 2**30:.1f} GiB of memory and {available / 2**30:.1f} are available")
 
 
 @contextmanager
@@ -53,8 +68,15 @@ def fill(worker: Worker, tables: Any, rows: int) -> None:
         raise RuntimeError(f"expected {count} rows in the table after filling it, found {len(tables['ids'])}")
 
 
-def require_memory(rows: int, dim: int, num_tables: int) -> None:
-    """Refuse a round that would not fit in memory."""
-    needed, available = num_tables * table_bytes(rows, dim, "rowwise"), available_bytes()
-    if needed > available:
-        raise RuntimeError(f"needs {needed / 2**30:.1f} GiB of memory and {available / 2**30:.1f} are available")
+def gradient_of(features: Features) -> Floats:
+    """Return the gradient of a batch."""
+    return np.full((SAMPLES, features.total_dim), GRADIENT, np.float32)
+
+
+def step(worker: Any, batch: Inputs, gradient: Floats, number: int) -> tuple[float, float]:
+    """Look up and update one batch; return the seconds of both."""
+    start = time.perf_counter()
+    lookup = worker.lookup(batch, step=number)
+    middle = time.perf_counter()
+    worker.update([lookup.ticket], [gradient], step=number)
+    return middle - start, time.perf_counter() - middle

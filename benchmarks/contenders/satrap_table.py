@@ -48,15 +48,12 @@ def inputs_of(rows: RowNumbers, dense: Floats | None = None, label: Floats | Non
 class SatrapTable:
     """Satrap's store, with capacity for 1.05 times the rows."""
 
-    def __init__(
-        self, *, rows: int, dim: int, optimizer: str, num_threads: int, filled: bool = True, shared: str | None = None
-    ) -> None:
+    def __init__(self, *, rows: int, dim: int, optimizer: str, num_threads: int, shared: str | None = None) -> None:
         capacity = int(rows * CAPACITY_SLACK)
         table = satrap.Table("bench", dim=dim, optimizer=optimizer_of(optimizer), capacity=capacity, on_full="evict")
         self.store = Store(table, seed=1, num_threads=num_threads, shared=shared)
         self.gradients = gradients(dim)
-        if filled:
-            fill(self.store, total_rows(rows))
+        fill(self.store, total_rows(rows))
 
     def prepare(self, rows: RowNumbers) -> list[Any]:
         return [hashed_ids(batch) for batch in rows]

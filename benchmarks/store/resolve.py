@@ -49,7 +49,7 @@ class Directory:
 
 def measure(job: dict[str, Any]) -> dict[str, Any]:
     """Time all in turn, on tables with all rows."""
-    use_threads(job["num_threads"], 0)
+    use_threads(job["num_threads"])
     store = SatrapTable(rows=job["rows"], dim=job["dim"], optimizer="adagrad", num_threads=job["num_threads"])
     directory = Directory(store, job["rows"], job["num_threads"])
     num_steps = job["num_warmup"] + job["num_steps"]

@@ -190,14 +190,6 @@ def test_a_fifo_is_no_record(tmp_path: Path) -> None:
         RecordFile.open(fifo)
 
 
-def test_secrets_that_earlier_releases_recorded_are_hidden(tmp_path: Path) -> None:
-    script = {"password": "hunter2", "lr": 0.5}
-    write(tmp_path, "trainer-0", start(settings={"script": script}), interval(1))
-    write(tmp_path, "run", {"kind": "run", "at": AT, "settings": {"arguments": ["--token", "hunter2"]}})
-    text = shown(tmp_path)
-    assert "hunter2" not in text and text.count("(hidden)") == 2
-
-
 def test_other_files_and_unreadable_ones(tmp_path: Path) -> None:
     write(tmp_path, "trainer-0", start(), interval(1))
     (tmp_path / "records" / "notes.jsonl").write_text("not ours")

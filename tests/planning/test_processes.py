@@ -10,7 +10,7 @@ from satrap.cli.parser import command_parser
 from satrap.planning.coefficients import DEFAULTS
 from satrap.planning.machines import Limits
 from satrap.planning.planner import Plan, make_plan
-from satrap.planning.processes import Start, deploy_toml, run_line
+from satrap.planning.report import Start, deploy_toml, run_line
 
 START = Start(script="jobs/train it.py", arguments=("--name", 'a "b" \\ \n'))
 GPU = machine("gpu", cores=96, memory_gib=680.0, gpus=8, gpu_tflops=0.01, network_gbit=100.0, roles=["trainer"])
@@ -27,13 +27,6 @@ def written(found: Plan) -> dict[str, dict[str, object]]:
 
 def line(found: Plan, start: Start) -> str:
     return run_line(found.estimate.layout, found.estimate.requests, start)
-
-
-def test_the_file_of_a_run_with_gpus() -> None:
-    content = written(plan(samples_per_second=20_000.0))
-    assert content["trainers"]["per_pod"] == 8 and content["trainers"]["gpus"] == 1
-    assert content["servers"]["per_pod"] == 1 and content["servers"]["gpus"] == 0
-    assert content["workers"] == {"count": 0}
 
 
 def test_a_plan_for_kubernetes_has_servers() -> None:

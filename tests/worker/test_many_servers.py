@@ -7,15 +7,16 @@ from __future__ import annotations
 
 import os
 import resource
+import sys
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from benchmarks.cluster.fan_out import hosts
+from benchmarks.cluster.processes import receive, talking
 from numpy.typing import NDArray
 
 from cluster import DEADLINE_SECONDS, batch, one_table, sharded_worker
@@ -34,6 +35,28 @@ from satrap.worker.worker import Worker
 FEATURES = one_table(num_buckets=512)
 IDS = np.arange(1500, dtype=np.uint64)
 OTHER_FILES = 40  # of a process, besides its connections
+
+
+HOST = """
+import contextlib, json, sys
+from satrap.rpc import Service
+from satrap.server.protocol import ServerCalls
+from satrap.server.server import Server
+with contextlib.ExitStack() as stack:
+    servers = [Server(num_threads=1) for _ in range(int(sys.argv[1]))]
+    new = [Service(server, ServerCalls, "tcp://127.0.0.1:0", insecure=True) for server in servers]
+    print(json.dumps([stack.enter_context(service).address for service in new]), flush=True)
+    sys.stdin.read()
+"""
+
+
+@contextmanager
+def hosts(count: int) -> Iterator[list[str]]:
+    """Start so many servers in two processes, and yield their addresses."""
+    with ExitStack() as stack:
+        command = [sys.executable, "-c", HOST, str(count // 2)]
+        processes = [stack.enter_context(talking(command)) for _ in range(2)]
+        yield [address for process in processes for address in receive(process)]
 
 
 @pytest.fixture
@@ -64,7 +87,7 @@ def step(worker: Worker, ids: NDArray[np.uint64], number: int) -> bytes:
 def test_128_servers_of_one_trainer(few_files: None, rng: np.random.Generator) -> None:
     local = local_worker(FEATURES, num_threads=1)
     before = num_files()
-    with hosts(128) as (_, addresses), sharded_worker(FEATURES, addresses) as worker:
+    with hosts(128) as addresses, sharded_worker(FEATURES, addresses) as worker:
         for number in range(1, 5):
             ids = rng.choice(IDS, 1000, replace=False)
             assert step(worker, ids, number) == step(local, ids, number)
@@ -82,7 +105,7 @@ def test_four_trainers_over_one_worker_with_64_servers(tmp_path: Path, rng: np.r
     worker, job = KillableWorker(), Job(tables=FEATURES.tables)
     with ExitStack() as stack:
         stack.enter_context(ending([worker]))
-        _, addresses = stack.enter_context(hosts(64))
+        addresses = stack.enter_context(hosts(64))
         before, streams = num_files(worker.pid), []
         attempt: int | None = None
         for rank in range(4):

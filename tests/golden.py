@@ -4,10 +4,6 @@
 
 writes it once; tests/table/test_golden.py reads it. Each table is saved whole, then its changes; what it held is
 recorded beside it, and what it held after one more step, so that a later build must not only read but go on alike.
-
-    .venv/bin/python tests/golden.py --snapshots tests/fixtures/golden-batches
-
-wrote the same snapshots again, by the first build that named record batches in the manifest.
 """
 
 from __future__ import annotations
@@ -43,7 +39,7 @@ from satrap import (
 from satrap.launch.run_state import RunState
 from satrap.rpc.methods import methods_of
 from satrap.server.protocol import ServerCalls
-from satrap.table.snapshot import batch_cuts
+from satrap.table.snapshot import writer
 from satrap.worker.remote.protocol import WorkerCalls
 
 NUM_IDS = 40
@@ -90,19 +86,8 @@ def recorded(folder: Path, name: str) -> dict[str, np.ndarray]:
         return dict(found)
 
 
-def make_snapshots(folder: Path) -> Iterator[str]:
-    """Writes the snapshots alone, with a record batch for each bucket."""
-    batch_cuts.TARGET_BYTES = 1
-    for table in TABLES:
-        store = Store(table, seed=SEED, num_threads=1)
-        train(store, 1, STEPS)
-        version = store.save(folder / table.name / "full")
-        train(store, STEPS, STEPS + MORE_STEPS)
-        store.save_changes(folder / table.name / "changes", since=version)
-        yield table.name
-
-
 def make(folder: Path, scratch: Path) -> Iterator[str]:
+    writer.TARGET_BYTES = 1  # a record batch for each bucket
     for table in TABLES:
         place = folder / table.name
         store = Store(table, seed=SEED, num_threads=1, shared=scratch / table.name)
@@ -130,10 +115,10 @@ def make(folder: Path, scratch: Path) -> Iterator[str]:
 if __name__ == "__main__":
     import tempfile
 
-    target = Path(sys.argv[-1])
+    target = Path(sys.argv[1])
     shutil.rmtree(target, ignore_errors=True)
     for each in TABLES:
         (target / each.name).mkdir(parents=True)
     with tempfile.TemporaryDirectory(dir="/dev/shm") as memory:
-        for line in make_snapshots(target) if "--snapshots" in sys.argv else make(target, Path(memory)):
+        for line in make(target, Path(memory)):
             print(line)

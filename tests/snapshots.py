@@ -148,11 +148,6 @@ def forge(folder: Path, change: Callable[[dict[str, Any]], Any]) -> None:
     (folder / "manifest.json").write_bytes(seal(content))
 
 
-def without_batches(folder: Path) -> None:
-    """Makes the snapshot one of an earlier Satrap, whose manifest does not name the record batches."""
-    forge(folder, lambda content: [file.pop("batches") for file in content["files"]])
-
-
 def forge_file(folder: Path, kind: str, change: Callable[[Any], Any]) -> str:
     """Replaces the first file of that kind, of one record batch, by `change` of its Arrow table, with right checksums;
     returns its name."""
@@ -169,7 +164,7 @@ def forge_file(folder: Path, kind: str, change: Callable[[Any], Any]) -> str:
     data = sink.getvalue().to_pybytes()
     path.write_bytes(data)
     file |= {"bytes": len(data), "crc32c": crc32c(data)}
-    for batch in file.get("batches", []):
+    for batch in file["batches"]:
         batch[3:] = end, crc32c(data[:end])
     (folder / "manifest.json").write_bytes(seal(content))
     return str(file["name"])

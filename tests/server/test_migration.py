@@ -356,7 +356,7 @@ def test_server_addresses_are_those_of_the_first_trainer() -> None:
             sharded_worker(table(), others),
             Client(ServerCalls, addresses[0]) as client,
         ):
-            assert client.call.get_shard_map(Origin(), 0)["members"]["addresses"] == addresses
+            assert client.call.get_shard_map(Origin(), 0)["shard_map"]["addresses"] == addresses
 
 
 def test_concurrent_coordinators_lose_nothing(seed: int, rng: np.random.Generator) -> None:

@@ -18,7 +18,8 @@ from satrap.errors import SnapshotError
 from satrap.storage.folder import Folder
 from satrap.storage.object_folder import ObjectFolder
 from satrap.storage.open_folder import open_folder
-from satrap.table.snapshot import batch_cuts, held_bytes, verified_file
+from satrap.table.snapshot import held_bytes, verified_file
+from satrap.table.snapshot import writer as snapshot_writer
 from satrap.table.snapshot.parts_record import PARTS
 from satrap.table.store import Store
 
@@ -137,7 +138,7 @@ def test_how_often_the_bytes_under_a_url_are_read(tmp_path: Path, monkeypatch: p
         return get(folder, key, begin, end)
 
     monkeypatch.setattr(ObjectFolder, "get_range", counted)
-    monkeypatch.setattr(batch_cuts, "TARGET_BYTES", 1)
+    monkeypatch.setattr(snapshot_writer, "TARGET_BYTES", 1)
     monkeypatch.setattr(verified_file, "_PIECE_BYTES", 9000)
     store = trained()
     folder, changes = (open_folder(f"memory://{tmp_path.name}/{each}") for each in "xy")

@@ -34,9 +34,8 @@ def goes_on(store: Store, table: Table) -> None:
 
 
 @each_table
-@pytest.mark.parametrize("build", ["golden", "golden-batches"])
-def test_a_snapshot_and_its_changes(build: str, table: Table) -> None:
-    folder = GOLDEN.parent / build / table.name
+def test_a_snapshot_and_its_changes(table: Table) -> None:
+    folder = GOLDEN / table.name
     store = Store.load(folder / "full", num_threads=1)
     assert_recorded(store, "full")
     store.apply_changes(folder / "changes")

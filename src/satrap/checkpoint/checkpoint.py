@@ -344,7 +344,7 @@ class Checkpoint:
         with Transfer(_LOG, "restore", f"restore of step {newest.step} from {newest.where}", step=newest.step):
             changes_may_follow = tables.restore(folders)
         tables.is_whole = False
-        require_rows(chain, {name: len(table) for name, table in tables.items()})
+        require_rows(newest, {name: len(table) for name, table in tables.items()})
         tables.is_whole = True
         versions = {name: tables[name].version for name in tables}
         self._writer.follow(newest.folder.name, versions, map_version, len(chain) if changes_may_follow else None)

@@ -28,7 +28,7 @@ from satrap.table.snapshot.saved_table import SavedTable
 
 MANIFEST, STATE, TABLES = "checkpoint.json", "state.safetensors", "tables"
 _LOG = logging.getLogger("satrap.checkpoint")
-_FORMAT, _FORMAT_VERSION, _UNBOUND_VERSION = "satrap-checkpoint", 3, 2
+_FORMAT, _FORMAT_VERSION = "satrap-checkpoint", 1
 _LOCK_SECONDS = 60.0
 _INDENT = 1
 
@@ -38,19 +38,19 @@ class CheckpointManifest:
     """The content of one complete checkpoint, as its checkpoint.json declares it."""
 
     folder: Folder
-    name: str | None
-    """The name under which it was saved; None if an older release did not record it."""
+    name: str
+    """The name under which it was saved."""
     step: int
     parent: str | None
     parent_crc32c: int | None
-    """Checksum of the parent's checkpoint.json; None if there is no parent, or an older release did not record it."""
+    """Checksum of the parent's checkpoint.json; None if there is no parent."""
     positions: tuple[Position | None, ...]
     """Position of each trainer's source, in the order of their ranks."""
     source: Mapping[str, Any] | None
     """Signature of the source that the positions refer to."""
     tables: tuple[str, ...]
-    saved: tuple[SavedTable, ...] | None
-    """Snapshots of the tables, in the order of `tables`; None if an older release did not record them."""
+    saved: tuple[SavedTable, ...]
+    """Snapshots of the tables, in the order of `tables`."""
     state_crc32c: int
     is_best: bool = False
     """Whether it was the best of its run when it was saved: it is kept until there is a better one."""
@@ -63,37 +63,34 @@ class CheckpointManifest:
         try:
             content = parse_json(data)
             version = content["format_version"]
-            if content["format"] != _FORMAT or version not in (_FORMAT_VERSION, _UNBOUND_VERSION):
+            if content["format"] != _FORMAT or version != _FORMAT_VERSION:
                 raise CheckpointError(
                     f"{path} is of format {content['format']!r} version {version!r}; expected {_FORMAT!r} version "
-                    f"{_UNBOUND_VERSION} or {_FORMAT_VERSION}: resume it with the release of Satrap that saved it"
+                    f"{_FORMAT_VERSION}: resume it with the release of Satrap that saved it"
                 )
             if content["crc32c"] != json_checksum(content, _INDENT):
                 raise CheckpointError(
                     f"{path} is damaged: its checksum does not match; remove {where} to use an older checkpoint"
                 )
             tables, parent = content["tables"], content["parent"]
-            has_snapshots = version != _UNBOUND_VERSION
-            found = cls(
+            manifest = cls(
                 folder=folder,
-                name=content.get("name"),
+                name=content["name"],
                 step=content["step"],
-                parent=parent["name"] if has_snapshots and parent is not None else parent,
-                parent_crc32c=parent["crc32c"] if has_snapshots and parent is not None else None,
+                parent=None if parent is None else parent["name"],
+                parent_crc32c=None if parent is None else parent["crc32c"],
                 positions=tuple(
                     None if position is None else Position.from_dict(position) for position in content["positions"]
                 ),
                 source=content["source"],
-                tables=tuple(table["name"] for table in tables) if has_snapshots else tuple(tables),
-                saved=tuple(SavedTable.from_dict({"rows": each["rows"], "parts": each["parts"]}) for each in tables)
-                if has_snapshots
-                else None,
+                tables=tuple(table["name"] for table in tables),
+                saved=tuple(SavedTable.from_dict({"rows": table["rows"], "parts": table["parts"]}) for table in tables),
                 state_crc32c=content["state_crc32c"],
                 is_best=content.get("is_best", False),
             )
-            if problem := found._problem():
+            if problem := manifest._problem():
                 raise TypeError(problem)
-            return found
+            return manifest
         except CheckpointError:
             raise
         except (ValueError, KeyError, TypeError) as error:
@@ -103,7 +100,7 @@ class CheckpointManifest:
 
     def _problem(self) -> str | None:
         """Return which field has a value of a wrong type."""
-        kinds: dict[str, Any] = {"name": str | None, "step": int, "parent": str | None, "parent_crc32c": int | None}
+        kinds: dict[str, Any] = {"name": str, "step": int, "parent": str | None, "parent_crc32c": int | None}
         kinds |= {"source": Mapping | None, "state_crc32c": int, "is_best": bool}
         wrong = [name for name, kind in kinds.items() if not isinstance(getattr(self, name), kind)]
         wrong += ["tables"] if not all(isinstance(each, str) for each in self.tables) else []
@@ -124,9 +121,7 @@ class CheckpointManifest:
             "parent": None if self.parent is None else {"name": self.parent, "crc32c": self.parent_crc32c},
             "positions": [None if position is None else position.to_dict() for position in self.positions],
             "source": self.source,
-            "tables": [
-                {"name": name, **saved.to_dict()} for name, saved in zip(self.tables, self.saved or (), strict=True)
-            ],
+            "tables": [{"name": name, **saved.to_dict()} for name, saved in zip(self.tables, self.saved, strict=True)],
             "state_crc32c": self.state_crc32c,
         }
         if self.is_best:
@@ -135,7 +130,7 @@ class CheckpointManifest:
 
     def require_name(self, name: str) -> None:
         """Raise CheckpointError unless this checkpoint was saved under the name."""
-        if self.name not in (None, name):
+        if self.name != name:
             raise CheckpointError(
                 f"{self.where} was saved as {self.name}, but its folder is called {name}: rename the folder back, or "
                 f"remove {self.where}"
@@ -143,7 +138,7 @@ class CheckpointManifest:
 
     def require_parent(self, parent: bytes) -> None:
         """Raise CheckpointError unless `parent` is the checkpoint.json of the parent of this checkpoint."""
-        if self.parent_crc32c is not None and checksum(parent) != self.parent_crc32c:
+        if checksum(parent) != self.parent_crc32c:
             raise CheckpointError(
                 f"{self.where} has another parent {self.parent}: its {MANIFEST} has the crc32c {checksum(parent)}; "
                 f"expected {self.parent_crc32c}: restore the original parent, or remove {self.where}"
@@ -161,45 +156,36 @@ def table_folders(chain: Sequence[CheckpointManifest]) -> dict[str, list[Folder]
 
     chain: the newest checkpoint and its parents, oldest first.
     """
-    found: dict[str, list[Folder]] = {name: [] for name in chain[-1].tables}
+    folders: dict[str, list[Folder]] = {name: [] for name in chain[-1].tables}
     for entry in chain:
-        if sorted(entry.tables) != sorted(found):
+        if sorted(entry.tables) != sorted(folders):
             raise CheckpointError(
                 f"{entry.where} has tables {sorted(entry.tables)}, but {chain[-1].where}, which continues it, has "
-                f"{sorted(found)}: one of the two comes from another run; restore the right one"
+                f"{sorted(folders)}: one of the two comes from another run; restore the right one"
             )
-        for i, name in enumerate(entry.tables):
-            found[name].append(entry.folder / table_key(i))
-        for i, saved in enumerate(entry.saved or ()):
+        for i, (name, saved) in enumerate(zip(entry.tables, entry.saved, strict=True)):
+            folders[name].append(entry.folder / table_key(i))
             saved.require(entry.folder / table_key(i), entry.where)
             if entry.parent is None and (rows := sum(part.rows for part in saved.parts)) != saved.rows:
                 raise CheckpointError(
-                    f"{entry.where}: table {entry.tables[i]!r} has {rows} rows in its files; expected {saved.rows}, as "
+                    f"{entry.where}: table {name!r} has {rows} rows in its files; expected {saved.rows}, as "
                     "when it was saved: use an older checkpoint, and report this"
                 )
-    return found
+    return folders
 
 
-def require_rows(chain: Sequence[CheckpointManifest], found: Mapping[str, int]) -> None:
-    """Raise CheckpointError unless each restored table has as many rows as when it was saved: of changes only filling
-    the tables tells. Warn if an older release saved the checkpoint, which did not record what `table_folders` and this
-    function check.
+def require_rows(newest: CheckpointManifest, num_rows: Mapping[str, int]) -> None:
+    """Raise CheckpointError unless each restored table has as many rows as when the checkpoint was saved. The files of
+    changes do not say how many rows a table has, so the tables are filled first.
 
-    found: the number of rows in each table, by name.
+    num_rows: the number of rows in each table, by name.
     """
-    newest = chain[-1]
-    for name, saved in zip(newest.tables, newest.saved or (), strict=newest.saved is not None):
-        if found[name] != saved.rows:
+    for name, saved in zip(newest.tables, newest.saved, strict=True):
+        if num_rows[name] != saved.rows:
             raise CheckpointError(
-                f"{newest.where}: table {name!r} has {found[name]} rows; expected {saved.rows}, the number when it was "
-                "saved: do not use these rows; use an older checkpoint, and report this"
+                f"{newest.where}: table {name!r} has {num_rows[name]} rows; expected {saved.rows}, the number when it "
+                "was saved: do not use these rows; use an older checkpoint, and report this"
             )
-    if any(entry.saved is None for entry in chain):
-        _LOG.warning(
-            "%s was saved by an older release of Satrap, which did not record which tables, parts and parents belong "
-            "together: this was not checked. The next full save records it",
-            newest.where,
-        )
 
 
 class RunDirectory:
@@ -253,7 +239,7 @@ class RunDirectory:
                 try:
                     yield folder
                 except BaseException as error:
-                    if publisher.is_atomic or isinstance(error, Exception):  # a death can remove nothing
+                    if publisher.is_atomic or isinstance(error, Exception):  # a killed process cannot clean up
                         publisher.discard(folder)
                     if not publisher.is_atomic and isinstance(error, SatrapError):
                         self._require_owned()  # else another process has removed what was missing
@@ -462,7 +448,7 @@ def _parent_and_best(data: bytes) -> tuple[str | None, bool]:
     such a checkpoint is up to the user."""
     with suppress(ValueError, KeyError, TypeError, AttributeError):
         content = parse_json(data)
-        parent, is_best = content["parent"], content.get("is_best") is True
-        name = parent["name"] if isinstance(parent, dict) else parent
-        return name if isinstance(name, str) else None, is_best
+        parent = content["parent"]
+        name = None if parent is None else parent["name"]
+        return name if isinstance(name, str) else None, content.get("is_best") is True
     return None, False

@@ -43,9 +43,9 @@ class ServerCalls(Protocol):
         """
 
     def get_shard_map(self, origin: Origin, than: int) -> dict[str, Any]:
-        """Return what this server knows: `version` of its shard map (0 if it has no job), `greeted` (whether there was
-        a handshake since the process started), `turn` (the newest fencing token) and the `release` of Satrap. If the
-        version is higher than `than`, also the shard map as `members`, the `job` and its `state`: `attempt`, `restored`
+        """Return what this server knows: `version` of its shard map (0 if it has no job), `has_handshake` (whether
+        there was a handshake since the process started), `fencing_token` (the newest) and the `release` of Satrap. If
+        the version is higher than `than`, also the `shard_map`, the `job` and its `state`: `attempt`, `restored`
         (whether a restore started that attempt), `latest_step`, and for each table `versions`, `expire_before` and
         `lrs`. Ignores the origin."""
 

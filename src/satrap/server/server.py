@@ -131,13 +131,13 @@ class Server(SaveCalls, MigrationCalls, StatusCalls):
         with self._condition:
             state = self._state
             if state is None:
-                return {"version": 0, "turn": self._fencing_token.number, "release": RELEASE}
+                return {"version": 0, "fencing_token": self._fencing_token.number, "release": RELEASE}
             state.participant.thaw_if_abandoned(time.monotonic())
             version, token = state.shard_map.version, self._fencing_token.number
-            found: dict[str, Any] = {"version": version, "greeted": state.has_handshake, "turn": token}
+            found: dict[str, Any] = {"version": version, "has_handshake": state.has_handshake, "fencing_token": token}
             found["release"] = RELEASE
             if state.shard_map.version > than:
-                found |= {"members": state.shard_map.to_dict(), "job": state.job.to_dict(), "state": state.progress()}
+                found |= {"shard_map": state.shard_map.to_dict(), "job": state.job.to_dict(), "state": state.progress()}
             return found
 
     def renew_lease(self, origin: Origin, process: str, where: str, seconds: float) -> None:

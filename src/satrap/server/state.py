@@ -149,8 +149,8 @@ class ServerState:
         if not (note := bytes(engine.note())):
             return None, FencingToken()
         stored = json.loads(note)
-        token = FencingToken(stored["turn"], stored.get("mover", 0))  # older files do not name the holder
-        return cls(job, tables, engine, ShardMap.from_dict(stored["members"]), stored["number"]), token
+        token = FencingToken(stored["fencing_token"], stored["token_holder"])
+        return cls(job, tables, engine, ShardMap.from_dict(stored["shard_map"]), stored["number"]), token
 
     def store(self, table: int) -> Store:
         names = list(self.tables)
@@ -162,7 +162,12 @@ class ServerState:
         self.verified = None
         if changed:
             self.drop_cut()
-        stored = {"members": shard_map.to_dict(), "number": number, "turn": token.number, "mover": token.holder}
+        stored = {
+            "shard_map": shard_map.to_dict(),
+            "number": number,
+            "fencing_token": token.number,
+            "token_holder": token.holder,
+        }
         self.engine.set_note(json.dumps(stored).encode())
         self.shard_map, self.number = shard_map, number
         self._set_owners()

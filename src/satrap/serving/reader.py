@@ -273,7 +273,7 @@ class _InFolder:
                             f"{folder} contains neither a checkpoint nor a snapshot of a table; expected one"
                         )
                     self._fill(table_folders(chain))
-                    require_rows(chain, {each: len(table) for each, table in self.tables.items()})
+                    require_rows(chain[-1], {name: len(table) for name, table in self.tables.items()})
                     self.where = chain[-1].where
                     state = read_state(chain[-1].folder, STATE, chain[-1].state_crc32c)
                     self._model = state["objects"]["model"]

@@ -25,7 +25,7 @@ class ReaderServers(ServerGroup):
         """addresses: of one or more servers of the run. keys: the client's."""
         check_addresses(addresses)
         found = _ask_for_job(addresses, keys, deadline)
-        shard_map, state = ShardMap.from_dict(found["members"]), found["state"]
+        shard_map, state = ShardMap.from_dict(found["shard_map"]), found["state"]
         self._newest = state["attempt"], shard_map.version
         super().__init__(Job.from_dict(found["job"]), shard_map.addresses, begin=False, keys=keys, deadline=deadline)
         self.latest_step, self.lrs = state["latest_step"], state["lrs"]
@@ -58,7 +58,7 @@ class ReaderServers(ServerGroup):
             return True
         answer = topology.clients[server].call.get_shard_map(Origin(), 0)
         if answer["version"]:
-            newest, shard_map = (answer["state"]["attempt"], answer["version"]), ShardMap.from_dict(answer["members"])
+            newest, shard_map = (answer["state"]["attempt"], answer["version"]), ShardMap.from_dict(answer["shard_map"])
             with self._lock:
                 if newest >= self._newest and shard_map != self.topology.shard_map:
                     self._adopt(shard_map)

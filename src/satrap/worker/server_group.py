@@ -412,7 +412,7 @@ class ServerGroup:
         require_same_release(answer.get("release"), f"the server at {client.address}")
         if answer["version"] <= max(1, topology.shard_map.version):
             return False
-        newest = ShardMap.from_dict(answer["members"])
+        newest = ShardMap.from_dict(answer["shard_map"])
         with self._lock:
             if self.topology.shard_map.version < newest.version:
                 self._adopt(newest)

@@ -143,7 +143,10 @@ class Migration:
         """Take a new fencing token at all servers, including those that an earlier run added. Returns the newest shard
         map known then, which no other coordinator can change any more."""
         _, _, answers = self._query_all()
-        self._fencing_token, holder = 1 + max(answer["turn"] for answer in answers.values()), 1 + secrets.randbits(62)
+        self._fencing_token, holder = (
+            1 + max(answer["fencing_token"] for answer in answers.values()),
+            1 + secrets.randbits(62),
+        )
         fenced: list[str] = []
         while new := [address for address in answers if address not in fenced]:
             for address in new:
@@ -163,7 +166,7 @@ class Migration:
                 raise NoJobError(
                     f"none of the servers at {', '.join(self._current)} has a job: start a trainer on them first"
                 )
-            shard_map = ShardMap.from_dict(newest["members"])
+            shard_map = ShardMap.from_dict(newest["shard_map"])
             new = [address for address in shard_map.addresses if address not in answers]
         return Job.from_dict(newest["job"]), shard_map, answers
 
@@ -211,7 +214,7 @@ class Migration:
         """Try 1 to 6 once."""
         answers = {address: self._query(address) for address in (*self._current, *self._target, *after.addresses)}
         if before is None:
-            older = [each["members"] for each in answers.values() if 0 < each["version"] == after.version - 1]
+            older = [each["shard_map"] for each in answers.values() if 0 < each["version"] == after.version - 1]
             before = ShardMap.from_dict(older[-1]) if older else after
         for address in before.addresses:
             answers.setdefault(address, self._query(address))
@@ -260,10 +263,10 @@ class Migration:
     def _query(self, address: str) -> dict[str, Any]:
         """Return a server's answer to `get_shard_map`. Repeats the handshake with a restarted server of the job."""
         answer = self._shard_map_of(address)
-        if answer["version"] and not answer["greeted"]:
-            number = ShardMap.from_dict(answer["members"]).number(address)
+        if answer["version"] and not answer["has_handshake"]:
+            number = ShardMap.from_dict(answer["shard_map"]).number(address)
             if number != NO_MEMBER:
-                self._call(address).hello(self._origin(), answer["job"], answer["members"], number, True)
+                self._call(address).hello(self._origin(), answer["job"], answer["shard_map"], number, True)
         return answer
 
     def _add_servers(self, job: Job, answers: Mapping[str, Any], new: list[str], after: ShardMap) -> None:

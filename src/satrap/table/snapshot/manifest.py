@@ -94,13 +94,11 @@ class DataFile:
     """The first of the buckets that its ids are in."""
     bucket_end: int
     """The bucket after the last of them."""
-    batches: tuple[RecordBatch, ...] | None
-    """Its record batches, with lines in the order of mixed ids. None: an earlier Satrap did not record them."""
+    batches: tuple[RecordBatch, ...]
+    """Its record batches, with lines in the order of mixed ids."""
 
     def problems(self, holds: NDArray[np.bool_]) -> Iterator[str]:
         """Yield the contradictions between its record batches and the rest. holds: the buckets of the snapshot."""
-        if self.batches is None:
-            return
         bucket, at = self.bucket_begin, 0
         for i, batch in enumerate(self.batches):
             where = f"record batch {i} of {self.name}"
@@ -142,8 +140,8 @@ class Manifest:
     """The store's learning rate, which may differ from the configuration's."""
     num_buckets: int
     """Number of buckets of the table."""
-    buckets: tuple[tuple[int, int], ...] | None
-    """The buckets that the saver owned, as rising ranges [begin, end). None: an earlier Satrap did not record them."""
+    buckets: tuple[tuple[int, int], ...]
+    """The buckets that the saver owned, as rising ranges [begin, end)."""
     rows: int
     """Number of rows in the rows files."""
     removed: int
@@ -158,11 +156,11 @@ class Manifest:
         return [file for file in self.files if file.kind == kind]
 
     def holds(self) -> NDArray[np.bool_]:
-        """Return for each bucket whether the saver owned it; True for all if it recorded none."""
-        found = np.full(self.num_buckets, self.buckets is None)
-        for begin, end in self.buckets or ():
-            found[begin:end] = True
-        return found
+        """Return for each bucket whether the saver owned it."""
+        holds = np.full(self.num_buckets, False)
+        for begin, end in self.buckets:
+            holds[begin:end] = True
+        return holds
 
     def differences(self, config: dict[str, Any], seed: int) -> list[str]:
         """Return how a table of this configuration and seed differs from the snapshot's, field by field."""
@@ -219,7 +217,7 @@ class Manifest:
             if match is None or match[1] != self.id:
                 yield f"the {file.kind} file is called {file.name!r} in the snapshot {self.id!r}"
         at = 0
-        for begin, end in self.buckets or ():
+        for begin, end in self.buckets:
             if not at <= begin < end <= self.num_buckets:
                 yield f"buckets has the range {begin} to {end}, after {at} and of {self.num_buckets}"
             at = end
@@ -230,7 +228,7 @@ class Manifest:
             at = file.bucket_end
         if at != self.num_buckets:
             yield f"the rows files end at bucket {at} of {self.num_buckets}"
-        if not any(begin < 0 or end > self.num_buckets for begin, end in self.buckets or ()):
+        if not any(begin < 0 or end > self.num_buckets for begin, end in self.buckets):
             holds = self.holds()
             for file in self.files:
                 yield from file.problems(holds)
@@ -272,19 +270,15 @@ class _Fields:
     def choice(self, name: str, choices: tuple[Any, ...]) -> Any:
         return self._take(name, self._content.get(name) in choices, f"one of {', '.join(map(repr, choices))}")
 
-    def ranges(self, name: str) -> tuple[tuple[int, int], ...] | None:
+    def ranges(self, name: str) -> tuple[tuple[int, int], ...]:
         value = self._content.get(name)
-        if value is None:
-            return None
         valid = isinstance(value, list) and all(
             isinstance(each, list) and len(each) == 2 and all(type(at) is int for at in each) for each in value
         )
         return tuple((begin, end) for begin, end in self._take(name, valid, "pairs of integers"))
 
-    def batches(self, name: str) -> tuple[RecordBatch, ...] | None:
+    def batches(self, name: str) -> tuple[RecordBatch, ...]:
         value = self._content.get(name)
-        if value is None:
-            return None
         size = len(RecordBatch._fields)
         valid = isinstance(value, list) and all(
             isinstance(each, list) and len(each) == size and all(type(n) is int and 0 <= n <= _LARGEST for n in each)
@@ -322,7 +316,7 @@ def _may_evict(config: dict[str, Any]) -> bool:
 
 
 def _with_defaults(config: dict[str, Any]) -> dict[str, Any]:
-    """Return a table's configuration with the fields that Satrap did not have when it was saved."""
+    """Return a table's configuration with the fields that its writer left out."""
     try:
         return Table.from_dict(config).to_dict()
     except ConfigError:

@@ -21,9 +21,8 @@ from satrap.table.snapshot.arrow_files import pyarrow_or_error, schema_of
 from satrap.table.snapshot.directory import read_manifest
 from satrap.table.snapshot.held_bytes import HeldBytes
 from satrap.table.snapshot.manifest import DataFile, FileKind, Kind, Manifest, Since
-from satrap.table.snapshot.owned_buckets import OwnedBuckets
 from satrap.table.snapshot.saved_table import FoundPart, find_parts, require_each_bucket_once, require_same_snapshots
-from satrap.table.snapshot.verified_file import VerifiedFile
+from satrap.table.snapshot.verified_file import OwnedBuckets, VerifiedFile
 from satrap.transfer import Transfer
 
 _LOG = logging.getLogger("satrap.table")
@@ -186,7 +185,6 @@ class Snapshot:
         """Put the rows of its buckets into the table: an empty one, or the one that the changes start at, without
         sightings."""
         manifest, engine, index = self.manifest, slot.engine, slot.index
-        rows_before = engine.num_rows(index)
         kinds: tuple[FileKind, ...] = ("removed", "rows", "sightings")  # removals first: no bucket may overflow
         try:
             for kind in kinds:
@@ -199,9 +197,6 @@ class Snapshot:
                 f"table {self.table.name!r}: the changes in {self.path} could be applied in part only ({error}); "
                 "the table is at no version now: load a full snapshot"
             ) from error
-        found = engine.num_rows(index) - rows_before
-        if manifest.kind == "full" and self._owned.are_all and found != manifest.rows:
-            raise SnapshotError(f"{self.path} holds {manifest.rows} rows of {found} ids; expected one row for each id")
         engine.restore(index, manifest.version, manifest.latest_step, manifest.expire_before, manifest.lr)
 
     def _import(self, slot: Slot, verified: VerifiedFile) -> None:

@@ -149,9 +149,7 @@ def require_same_snapshots(folder: Folder, parts: Sequence[FoundPart], expected:
 
 
 def require_each_bucket_once(folder: Folder, parts: Sequence[Manifest]) -> None:
-    """Raise unless every bucket of the table is in exactly one part. Snapshots that record no buckets pass."""
-    if any(part.buckets is None for part in parts):
-        return
+    """Raise unless every bucket of the table is in exactly one part."""
     count = np.sum([part.holds() for part in parts], axis=0)
     wrong = np.flatnonzero(count != 1)
     if len(wrong):

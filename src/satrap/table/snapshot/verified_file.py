@@ -2,7 +2,7 @@
 
 The manifest names the buckets, the bytes and the checksum of each record batch (`RecordBatch`). So a server that owns
 some buckets reads the batches of these and the file's footer, each once, and no other byte. The lines of such a file
-are in the order of their mixed ids; a file of an earlier Satrap names no batches, and is read whole.
+are in the order of their mixed ids.
 
 A file on a disk is mapped into memory. One under a URL is read in pieces of adjacent batches; a piece that is not kept
 after its verification (`held_bytes`) is read and verified again when its batches are.
@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from satrap._core import bucket_of, crc32c, mixed_order
 from satrap.errors import SnapshotError
@@ -19,10 +20,39 @@ from satrap.storage.folder import Folder
 from satrap.table.snapshot.arrow_files import Columns, as_columns, items, open_file, pyarrow_or_error, read_errors
 from satrap.table.snapshot.held_bytes import HeldBytes
 from satrap.table.snapshot.manifest import DataFile, Manifest, RecordBatch
-from satrap.table.snapshot.owned_buckets import OwnedBuckets
 from satrap.transfer import advance
 
 _PIECE_BYTES = 16 << 20  # of a URL at a time, unless one batch is larger: the memory that a thread needs
+
+_Flags = NDArray[np.bool_]
+
+
+class OwnedBuckets:
+    """Which lines of a snapshot a process needs. The table may have another number of buckets than the snapshot: both
+    are powers of two, and a bucket is a range of hashes, so one bucket lies within another or holds several."""
+
+    def __init__(self, owned: _Flags | None, num_buckets: int) -> None:
+        """owned: for each bucket of the table, whether the process owns it; None: all. num_buckets: the snapshot's."""
+        self._owned = owned
+        self.some: _Flags = np.full(num_buckets, True) if owned is None else _folded(owned, num_buckets, np.logical_or)
+        """For each bucket of the snapshot, whether the process owns some of it."""
+        self._whole = self.some if owned is None else _folded(owned, num_buckets, np.logical_and)
+
+    @property
+    def are_all(self) -> bool:
+        """Whether the process needs every line."""
+        return self._owned is None
+
+    def are_whole(self, begin: int, end: int) -> bool:
+        """Return whether the process owns all of these buckets of the snapshot."""
+        return bool(self._whole[begin:end].all())
+
+    def hold(self, ids: NDArray[np.uint64]) -> _Flags:
+        """Return for each id whether the process owns its bucket."""
+        if self._owned is None:
+            return np.full(len(ids), True)
+        held: _Flags = self._owned[np.asarray(bucket_of(ids, len(self._owned)))]
+        return held
 
 
 class _Piece(NamedTuple):
@@ -56,17 +86,14 @@ class VerifiedFile:
         self._opened = opened = open_file(folder, file)
         self._memory = np.frombuffer(opened.memory, np.uint8)[: file.bytes]
         limit = file.bytes if opened.is_local else _PIECE_BYTES
-        self._pieces = list(_pieces(_needed(file.batches or (), owned), file.batches or (), limit))
+        self._pieces = list(_pieces(_needed(file.batches, owned), file.batches, limit))
         self._is_held = [True for _ in self._pieces]
         self._verify_footer()
         try:
             self._reader = self._arrow.ipc.open_file(self._arrow.py_buffer(opened.memory)[: file.bytes])
             if not self._reader.schema.equals(schema, check_metadata=True):
                 raise SnapshotError(f"{self.path} has the schema\n{self._reader.schema}\nexpected\n{schema}")
-            if file.batches is None:
-                self._verify_unsorted()
-            else:
-                self._verify_sorted(file.batches, held)
+            self._verify_batches(held)
         except (self._arrow.ArrowException, OSError) as error:
             raise SnapshotError(f"{self.path} cannot be read as an Arrow file: {error}") from error
 
@@ -76,72 +103,64 @@ class VerifiedFile:
         snapshot's first bucket, so that some server verifies every file."""
         if owned.are_all:
             return True
-        holds = manifest.holds()
         if file.rows == 0:
-            return bool(owned.some[np.argmax(holds)])
-        if file.batches is None:
-            return bool((owned.some & holds)[file.bucket_begin : file.bucket_end].any())
+            return bool(owned.some[np.argmax(manifest.holds())])
         return bool(_needed(file.batches, owned))
 
     def batches(self) -> Iterator[Columns]:
         """Yield the lines of the needed buckets; each batch then counts as moved, and its memory is released."""
-        count = self._reader.num_record_batches if self.file.batches is None else sum(map(_length, self._pieces))
-        done = 0
-        for n, piece in enumerate(self._pieces or [_Piece(0, count - 1, 0, self.file.bytes)]):
-            if self._pieces and not self._is_held[n]:
+        count, done = sum(piece.last - piece.first + 1 for piece in self._pieces), 0
+        for n, piece in enumerate(self._pieces):
+            if not self._is_held[n]:
                 self._load(piece)
                 self._is_held[n] = True
             for i in range(piece.first, piece.last + 1):
                 columns = as_columns(self._reader.get_batch(i))
-                if not self._owned.are_all and not self._is_owned_whole(i):
+                batch = self.file.batches[i]
+                if not self._owned.are_whole(batch.bucket_begin, batch.bucket_end):
                     is_owned = self._owned.hold(columns["id"])
                     columns = {name: column[is_owned] for name, column in columns.items()}
                 yield columns
                 done += 1
                 advance(self.bytes_read * done // count - self.bytes_read * (done - 1) // count)
-            if self._pieces:
-                self._release(n)
-
-    def _is_owned_whole(self, i: int) -> bool:
-        if self.file.batches is None:
-            return False
-        batch = self.file.batches[i]
-        return self._owned.are_whole(batch.bucket_begin, batch.bucket_end)
+            self._release(n)
 
     def _verify_footer(self) -> None:
-        """Verify what follows the last record batch; of a file without them, and of an older one, all of it."""
-        known = self.file.batches or ()
+        """Verify the bytes after the last record batch: the whole file if it has no lines."""
+        known = self.file.batches
         at, before = (known[-1].end, known[-1].crc32c) if known else (0, 0)
         with read_errors(self._folder, self.file):
             self._opened.load(at, self.file.bytes)
-        found = self._checksum(at, self.file.bytes, before)
-        if found != self.file.crc32c:
+        self._count(self.file.bytes - at)
+        if (found := crc32c(self._memory[at:], before)) != self.file.crc32c:
             for piece in self._pieces:  # to name the first record batch that is damaged, if one is
                 self._load(piece)
-            where = "" if self.file.batches is None else f" in its footer (bytes {at} to {self.file.bytes})"
-            raise SnapshotError(f"{self.path} is damaged{where}: its crc32c is {found}; expected {self.file.crc32c}")
+            raise SnapshotError(
+                f"{self.path} is damaged in its footer (bytes {at} to {self.file.bytes}): its crc32c is {found}; "
+                f"expected {self.file.crc32c}"
+            )
 
     def _load(self, piece: _Piece) -> int:
         """Read adjacent record batches and verify them together; return the number of their bytes. A checksum
         continues the one before."""
-        known = self.file.batches or ()
+        known = self.file.batches
         with read_errors(self._folder, self.file):
             self._opened.load(piece.begin, piece.end)
         before = 0 if piece.first == 0 else known[piece.first - 1].crc32c
         if crc32c(self._memory[piece.begin : piece.end], before) != known[piece.last].crc32c:
-            self._raise_damaged(known, piece)
+            self._raise_damaged(piece)
         return piece.end - piece.begin
 
     def _release(self, n: int) -> None:
         self._opened.release(self._pieces[n].begin, self._pieces[n].end)
         self._is_held[n] = self._opened.is_local
 
-    def _checksum(self, begin: int, end: int, before: int) -> int:
-        self.bytes_read += end - begin
-        advance(end - begin)
-        return crc32c(self._memory[begin:end], before)
+    def _count(self, num_bytes: int) -> None:
+        self.bytes_read += num_bytes
+        advance(num_bytes)
 
-    def _raise_damaged(self, known: tuple[RecordBatch, ...], piece: _Piece) -> None:
+    def _raise_damaged(self, piece: _Piece) -> None:
+        known = self.file.batches
         for i in range(piece.first, piece.last + 1):
             begin, before = (0, 0) if i == 0 else (known[i - 1].end, known[i - 1].crc32c)
             found = crc32c(self._memory[begin : known[i].end], before)
@@ -151,21 +170,20 @@ class VerifiedFile:
                     f"{found}; expected {known[i].crc32c}"
                 )
 
-    def _verify_sorted(self, known: tuple[RecordBatch, ...], held: HeldBytes) -> None:
-        if self._reader.num_record_batches != len(known):
-            raise SnapshotError(
-                f"{self.path} has {self._reader.num_record_batches} record batches; expected {len(known)}"
-            )
+    def _verify_batches(self, held: HeldBytes) -> None:
+        found, expected = self._reader.num_record_batches, len(self.file.batches)
+        if found != expected:
+            raise SnapshotError(f"{self.path} has {found} record batches; expected {expected}")
         for n, piece in enumerate(self._pieces):
             num_bytes = self._load(piece)
-            self.bytes_read += num_bytes
-            advance(num_bytes)
+            self._count(num_bytes)
             for i in range(piece.first, piece.last + 1):
-                self._verify_lines(known, i)
+                self._verify_lines(i)
             if not self._opened.is_local and not held.take(num_bytes, is_full=self._manifest.kind == "full"):
                 self._release(n)
 
-    def _verify_lines(self, known: tuple[RecordBatch, ...], i: int) -> None:
+    def _verify_lines(self, i: int) -> None:
+        known = self.file.batches
         batch, begin, address = self._verified_batch(i), 0 if i == 0 else known[i - 1].end, self._memory.ctypes.data
         where, expected = f"{self.path}: record batch {i}", known[i]
         if batch.num_rows != expected.rows:
@@ -183,32 +201,6 @@ class VerifiedFile:
         if not expected.bucket_begin <= low <= high < expected.bucket_end:
             expected_buckets = f"{expected.bucket_begin} to {expected.bucket_end - 1}"
             raise SnapshotError(f"{where} holds ids of the buckets {low} to {high}; expected {expected_buckets}")
-
-    def _verify_unsorted(self) -> None:
-        rows, ids = 0, [np.empty(0, np.uint64)]
-        file, holds = self.file, self._manifest.holds()
-        for i in range(self._reader.num_record_batches):
-            batch = self._verified_batch(i)
-            rows += batch.num_rows
-            if batch.num_rows > 0:
-                ids.append(batch.column(0).to_numpy())
-                buckets = np.asarray(bucket_of(ids[-1], self._manifest.num_buckets))
-                low, high = int(buckets.min()), int(buckets.max())
-                if low < file.bucket_begin or high >= file.bucket_end:
-                    expected_buckets = f"{file.bucket_begin} to {file.bucket_end - 1}"
-                    raise SnapshotError(
-                        f"{self.path} holds ids of the buckets {low} to {high}; expected {expected_buckets}"
-                    )
-                if not holds[buckets].all():
-                    raise SnapshotError(
-                        f"{self.path} holds ids of bucket {buckets[~holds[buckets]][0]}, which its manifest does not "
-                        "name"
-                    )
-        if rows != file.rows:
-            raise SnapshotError(f"{self.path} holds {rows} lines; expected {file.rows}")
-        # `Snapshot.fill` counts the rows of a full one at less cost: its table is new. Files share no bucket, so no id.
-        if (self._manifest.kind, file.kind) != ("full", "rows") and len(np.unique(np.concatenate(ids))) < rows:
-            raise SnapshotError(f"{self.path} holds an id twice in its {rows} lines; expected each at most once")
 
     def _verified_batch(self, i: int) -> Any:
         """Return a record batch; raise if it has nulls, or steps after the snapshot's."""
@@ -243,5 +235,8 @@ def _pieces(numbers: list[int], batches: tuple[RecordBatch, ...], limit: int) ->
             begin = i
 
 
-def _length(piece: _Piece) -> int:
-    return piece.last - piece.first + 1
+def _folded(owned: _Flags, num_buckets: int, fold: np.ufunc) -> _Flags:
+    if len(owned) <= num_buckets:
+        return np.repeat(owned, num_buckets // len(owned))
+    folded: _Flags = fold.reduce(owned.reshape(num_buckets, -1), axis=1)
+    return folded

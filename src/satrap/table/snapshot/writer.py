@@ -29,7 +29,6 @@ from satrap.storage.folder import Folder
 from satrap.storage.local_folder import LocalFolder
 from satrap.table.engine import Slot, native_config
 from satrap.table.snapshot.arrow_files import Columns, as_batch, pyarrow_or_error, schema_of
-from satrap.table.snapshot.batch_cuts import cut_batches
 from satrap.table.snapshot.cut import TableCut, require_changes, take_cuts
 from satrap.table.snapshot.directory import ChecksumFile, SnapshotDirectory
 from satrap.table.snapshot.manifest import DataFile, FileKind, Kind, Manifest, RecordBatch, Since
@@ -40,6 +39,20 @@ _LOG = logging.getLogger("satrap.table")
 _EXPORT_BYTES = 16 << 20  # of an export, unless one bucket alone is larger: the memory that a thread needs
 _FILE_BYTES = 256 << 20  # of a rows file, so that loading has work for more threads than saving had
 _MAX_FILES = 64
+TARGET_BYTES = 16 << 10
+"""Most bytes of a record batch that holds several buckets, on average. A batch costs some 400 bytes in the file, and 50
+us of the writer and of each reader, whatever it holds."""
+
+
+class BatchCut(NamedTuple):
+    """The lines of one record batch."""
+
+    bucket_begin: int
+    bucket_end: int
+    first: int
+    """The first line."""
+    last: int
+    """The line after the last one."""
 
 
 class SavedCut(NamedTuple):
@@ -261,3 +274,26 @@ def _ranges(owned: NDArray[np.bool_]) -> tuple[tuple[int, int], ...]:
 
 def _lines(files: Sequence[DataFile], kind: FileKind) -> int:
     return sum(file.rows for file in files if file.kind == kind)
+
+
+def cut_batches(
+    buckets: NDArray[np.uint32], begin: int, end: int, owned: Sequence[tuple[int, int]], line_bytes: int
+) -> list[BatchCut]:
+    """Return the record batches of lines whose buckets are `buckets`, rising, of the range begin to end: one bucket
+    each, or an aligned group of small ones. Even maps of servers are aligned, too, so 2, 4, 8, ... servers share none.
+
+    owned: the saver's buckets, as rising ranges. No batch spans buckets that are not among them.
+    line_bytes: size of a line.
+    """
+    ranges = [(max(first, begin), min(last, end)) for first, last in owned if first < end and begin < last]
+    num_owned = sum(last - first for first, last in ranges)
+    group = 1
+    while 2 * group * len(buckets) * line_bytes <= TARGET_BYTES * num_owned and group < end:
+        group *= 2
+    cuts = []
+    for first, last in ranges:
+        edges = [first, *range(first - first % group + group, last, group), last]
+        lines = np.searchsorted(buckets, edges).tolist()
+        steps = zip(edges[:-1], edges[1:], lines[:-1], lines[1:], strict=True)
+        cuts += [BatchCut(*each) for each in steps if each[2] < each[3]]
+    return cuts

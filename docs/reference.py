@@ -52,6 +52,7 @@ GROUPS = {
         *("data.source.Source", "data.parquet.Parquet", "data.delimited.CSV", "data.criteo.Criteo"),
         *("data.arrow.Arrow", "data.frame.Frame", "data.iterable.IterableSource", "data.inputs.Inputs"),
         "data.inputs.Position",
+        "data.vectors.read_vectors",
     ],
     "Columns of a source": ["config.columns.DenseColumn", "config.columns.IdColumn", "config.columns.LabelColumn"],
     "Models": ["models.dlrm.DLRM", "models.dcn.DCN", "models.ffnn.FFNN"],

@@ -27,6 +27,7 @@ from satrap.data.frame import Frame
 from satrap.data.inputs import Inputs, Position
 from satrap.data.iterable import IterableSource
 from satrap.data.parquet import Parquet
+from satrap.data.vectors import read_vectors
 from satrap.errors import (
     AttemptError,
     CapacityError,
@@ -169,5 +170,6 @@ __all__ = [
     "auc",
     "evaluate",
     "models",
+    "read_vectors",
     "synthetic",
 ]

@@ -101,7 +101,9 @@ def test_the_command_is_installed() -> None:
     assert done.stdout == f"satrap {__version__}\n"
 
 
-@pytest.mark.parametrize("command", ["run", "scale", "status", "server", "worker", "migrate", "keys", "doctor"])
+@pytest.mark.parametrize(
+    "command", ["run", "scale", "status", "server", "worker", "migrate", "keys", "doctor", "import"]
+)
 def test_every_option_has_help(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as done:
         main([command, "--help"])

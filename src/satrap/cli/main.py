@@ -1,7 +1,7 @@
 """The commands of `satrap`. `run` runs a script on a cluster, `scale` changes its number of servers, `status` shows
-what it does, and `report` what it did; `plan` finds machines for a job; `deploy` writes manifests for Kubernetes;
-`keys`, `server`, `worker` and `migrate` are for a cluster that is managed by hand, and `trainer` runs a script on it;
-`doctor` checks this machine.
+what it does, and `report` what it did; `import` saves pretrained vectors as a table's snapshot; `plan` finds machines
+for a job; `deploy` writes manifests for Kubernetes; `keys`, `server`, `worker` and `migrate` are for a cluster that is
+managed by hand, and `trainer` runs a script on it; `doctor` checks this machine.
 
 Carries out the commands that `parser` reads, and prints plain lines.
 """
@@ -86,6 +86,10 @@ def _output_lines(options: argparse.Namespace) -> Iterator[str]:
             from satrap.cli.doctor import examine
 
             return examine(options.dim, run=not options.no_run)
+        case "import":
+            from satrap.cli.import_command import import_vectors
+
+            return import_vectors(options)
         case "keys":
             return _keys(options.folder)
         case "scale":

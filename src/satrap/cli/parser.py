@@ -5,6 +5,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from satrap.cli.import_command import add_import
 from satrap.cli.options import (
     Commands,
     add_changes,
@@ -34,6 +35,7 @@ def command_parser() -> argparse.ArgumentParser:
     _add_status(commands)
     _add_report(commands)
     _add_plan(commands)
+    add_import(commands)
     add_server(commands)
     add_worker(commands)
     _add_migrate(commands)

@@ -31,6 +31,7 @@ from satrap.rpc.release import RELEASE
 from satrap.server.lease import Leases
 from satrap.server.migration.calls import MigrationCalls
 from satrap.server.protocol import NO_ATTEMPT, WIRES, Coded, Flags, Floats, Ids, Offsets
+from satrap.server.row_calls import RowCalls
 from satrap.server.save_calls import SaveCalls
 from satrap.server.state import PendingLookup, ServerState, decode_gradients
 from satrap.server.status_calls import StatusCalls
@@ -43,7 +44,7 @@ MAX_TICKETS = 1024
 """Tickets kept for one trainer. Beyond that the oldest is dropped; the worker then sends the ids with the update."""
 
 
-class Server(SaveCalls, MigrationCalls, StatusCalls):
+class Server(RowCalls, SaveCalls, MigrationCalls, StatusCalls):
     """Implements `satrap.server.protocol.ServerCalls` on one engine."""
 
     def __init__(

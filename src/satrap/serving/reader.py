@@ -9,7 +9,7 @@ takes as much memory as in training.
 
 import os
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, Self
 
@@ -81,6 +81,14 @@ class ReaderTable:
     def read(self, ids: ArrayLike) -> StoredRows:
         """Return values, optimizer state and presence, as `Store.read`."""
         return self._store.read(ids)
+
+    def ids(self) -> NDArray[np.uint64]:
+        """Return the ids of all rows, as `Store.ids`."""
+        return self._store.ids()
+
+    def rows(self) -> Iterator[tuple[NDArray[np.uint64], StoredRows]]:
+        """Yield all rows in parts, as `Store.rows`."""
+        return self._store.rows()
 
     def stats(self) -> dict[str, int]:
         """Return counters of the table, as `Store.stats`."""

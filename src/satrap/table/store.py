@@ -11,7 +11,7 @@ training lookups 1, 2, 3, ... and an update takes the latest. A training job pas
 
 import os
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple, Never, Self
 
@@ -27,8 +27,10 @@ from satrap.table.snapshot.directory import folder_path
 from satrap.table.snapshot.held_bytes import HeldBytes
 from satrap.table.snapshot.reader import History, Snapshot, fill_from, fill_levels
 from satrap.table.snapshot.writer import save_table
+from satrap.table.written_rows import as_rows, put_rows
 
 _PathLike = str | os.PathLike[str]
+_PART_BYTES = 16 << 20
 
 
 class StoredRows(NamedTuple):
@@ -215,6 +217,17 @@ class Store:
         self._engine.read(self._slot.index, id_array, values, state, present)
         return StoredRows(values, state, present)
 
+    def write(self, ids: ArrayLike, values: ArrayLike, state: ArrayLike | None = None) -> None:
+        """Insert or replace rows, such as pretrained ones, whatever `table.admission` says. Bad input changes nothing.
+
+        ids: each once. values: finite float32 or float16 [n, dim], rounded to the nearest number that the table stores.
+        state: optimizer state, float32 [n, state_dim], as `read` returns it. None: that of a new row.
+
+        The rows count as used at the latest step. A gradient of a batch that was looked up before is applied to the
+        written row. A full table raises CapacityError; rows that the call wrote before stay. `save` makes them durable.
+        """
+        put_rows(self._engine, self._slot.index, self.table, as_rows(self.table, self.state_dim, ids, values, state))
+
     # -- contents ----------------------------------------------------------------------------------------------------
 
     def __len__(self) -> int:
@@ -230,6 +243,21 @@ class Store:
     def __bool__(self) -> bool:
         """Return True, for an empty store too."""
         return True
+
+    def ids(self) -> NDArray[np.uint64]:
+        """Return the ids of all rows, in the order of their buckets."""
+        return np.concatenate([self.bucket_ids(bucket) for bucket in range(self.table.resolved_num_buckets)])
+
+    def rows(self) -> Iterator[tuple[NDArray[np.uint64], StoredRows]]:
+        """Yield all rows in parts of bounded size: their ids, and what `read` returns. A part holds the rows as they
+        are when it is yielded; rows that are inserted or removed meanwhile may be missing."""
+        for bucket in range(self.table.resolved_num_buckets):
+            yield from parts_of(self.read, self.table.dim, self.bucket_ids(bucket))
+
+    def bucket_ids(self, bucket: int) -> NDArray[np.uint64]:
+        """Return the ids of the rows of one bucket."""
+        exported: NDArray[np.uint64] = self._engine.export_rows(self._slot.index, bucket, bucket + 1, 0)["id"]
+        return exported
 
     def stats(self) -> dict[str, int]:
         """Return exact counts since the store was created, loaded or attached.
@@ -366,6 +394,17 @@ class Store:
         offsets = np.zeros(self._slot.num_tables + 1, np.int64)
         offsets[self._slot.index + 1 :] = n
         return offsets
+
+
+def parts_of(
+    read: Callable[[NDArray[np.uint64]], StoredRows], dim: int, ids: NDArray[np.uint64]
+) -> Iterator[tuple[NDArray[np.uint64], StoredRows]]:
+    """Yield what `read` finds of the ids, in parts of about 16 MiB, without the ids that have no row."""
+    step = max(1, _PART_BYTES // (4 * dim))
+    for begin in range(0, len(ids), step):
+        part = ids[begin : begin + step]
+        values, state, present = read(part)
+        yield part[present], StoredRows(values[present], state[present], present[present])
 
 
 def history_of(store: Store) -> History:

@@ -23,7 +23,7 @@ MAP_DELAYS = (1, 4, 16)
 MAP_LRS = (1e-3, 4e-3, 1.6e-2)
 MAP_NETWORKS = {"small": (32,), "large": (128, 64)}
 MAP_TRAINERS = (2, 8)
-SAMPLES, FULL_SAMPLES, MAP_SAMPLES = 150_000, 2_000_000, 20_000
+SAMPLES, FULL_SAMPLES, MAP_SAMPLES = 60_000, 2_000_000, 20_000
 
 
 @dataclass(frozen=True, slots=True)

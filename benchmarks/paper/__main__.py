@@ -8,14 +8,28 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from benchmarks.harness.clock import available_bytes
 from benchmarks.harness.machine import ROOT, describe_commit, describe_machine, now
 from benchmarks.harness.rounds import say
-from benchmarks.paper import convergence, network, samples, simulation, theory
+from benchmarks.paper import (
+    baselines,
+    campaign,
+    capacity,
+    convergence,
+    devices,
+    network,
+    reuse,
+    samples,
+    simulation,
+    theory,
+)  # fmt: skip
 from benchmarks.paper.cell import CannotRunError, Cell, Figures
 from benchmarks.paper.page import Record, files, html, markdown
 from benchmarks.paper.sections import sections
 
-EXPERIMENTS = ("theory", "convergence", "network", "simulation")
+EXPERIMENTS = (
+    "theory", "convergence", "network", "simulation", "reuse", "capacity", "campaign", "baselines", "devices"
+)  # fmt: skip
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -45,12 +59,16 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
                         help=f"experiments to run: {', '.join(EXPERIMENTS)}")  # fmt: skip
     parser.add_argument("--data", nargs="+", default=[], metavar="NAME=PATH",
                         help=f"published files to train on as well: {', '.join(samples.NAMES)}")  # fmt: skip
+    parser.add_argument("--memory", type=float, default=round(available_bytes() / 2**31, 1), metavar="GIB",
+                        help="memory that the ladder's last rung fills (default: half of what is free)")  # fmt: skip
     options = parser.parse_args(arguments)
     options.paths = {"adult": None, "synthetic": None}
     for text in options.data:
         name, _, path = text.partition("=")
         if name not in samples.NAMES or not Path(path).exists():
-            parser.error(f"--data {text}: expected NAME=PATH with one of {', '.join(samples.NAMES)} and a path that exists")
+            parser.error(
+                f"--data {text}: expected NAME=PATH with one of {', '.join(samples.NAMES)} and a path that exists"
+            )
         options.paths[name] = path
     return options
 
@@ -62,6 +80,11 @@ def cells_of(options: argparse.Namespace) -> list[Cell]:
         "convergence": lambda: convergence.cells(options.paths, full=options.full),
         "network": lambda: network.cells(full=options.full),
         "simulation": simulation.cells,
+        "reuse": lambda: reuse.cells(options.paths, full=options.full),
+        "capacity": lambda: capacity.cells(options.memory, full=options.full),
+        "campaign": lambda: campaign.cells(full=options.full),
+        "baselines": lambda: baselines.cells(options.paths, full=options.full),
+        "devices": devices.cells,
     }
     return [cell for name in EXPERIMENTS if name in options.only for cell in made[name]()]
 
@@ -87,6 +110,9 @@ def run(cells: Sequence[Cell], path: Path, *, full: bool) -> dict[str, Figures]:
     left = [cell for cell in cells if "figures" not in lines.get(cell.name, {})]
     say(f"{len(cells) - len(left)} of {len(cells)} cells are in {path}")
     path.parent.mkdir(parents=True, exist_ok=True)
+    if path.exists() and not path.read_text().endswith("\n"):
+        with path.open("a") as file:  # ends a torn line
+            file.write("\n")
     origin = {"commit": describe_commit(), "machine": describe_machine(), "full": full}
     spent = expected = 0.0
     for number, cell in enumerate(left):

@@ -5,7 +5,6 @@ out. It sees ids as categories.
 """
 
 from collections.abc import Mapping
-from dataclasses import replace
 from functools import partial
 from itertools import product
 
@@ -13,11 +12,10 @@ import numpy as np
 
 from benchmarks.accuracy.figures import interval
 from benchmarks.paper.cell import CannotRunError, Cell, Done, Figures
-from benchmarks.paper.convergence import Data, tuned
+from benchmarks.paper.convergence import Data
 from benchmarks.paper.training import Setting, train
 from satrap.monitor.metrics import auc
 
-NAMES = ("logistic regression", "LightGBM")
 LRS = tuple(product((1e-3, 4e-3, 1.6e-2), (0.02, 0.1, 0.5)))
 
 
@@ -28,7 +26,6 @@ def cells(paths: Mapping[str, str | None], *, full: bool) -> list[Cell]:
         data = Data(name, path, full)
         found.append(Cell(f"baselines/{name}/logistic regression", 12, "measured", partial(logistic, data)))
         found.append(Cell(f"baselines/{name}/LightGBM", 60, "measured", partial(boosted_trees, data)))
-        found.append(Cell(f"baselines/{name}/Satrap, two epochs", 15, "measured", partial(two_epochs, data)))
     return found
 
 
@@ -42,23 +39,10 @@ def logistic(data: Data, done: Done) -> Figures:
     return {"auc": interval([train(best, split, seed)["auc"] for seed in range(3)])}
 
 
-def two_epochs(data: Data, done: Done) -> Figures:
-    """Satrap's model on two passes, if they help on the validation part."""
-    split = data.split()
-    try:
-        setting = replace(tuned(done, data.name, "hybrid 4"), row_lr=tuned(done, data.name, "hybrid 4").row_lr / 2)
-    except KeyError:
-        raise CannotRunError("the learning rates are missing: run the experiment `convergence` first") from None
-    validation = train(setting, split, 100, epochs=2, test=split.validation)["auc"]
-    once = done[f"convergence/tune/{data.name}/hybrid 4"]["validation_auc"]
-    aucs = [train(setting, split, seed, epochs=2)["auc"] for seed in range(3)]
-    return {"auc": interval(aucs), "validation_auc": validation, "validation_auc_of_one": once}
-
-
 def boosted_trees(data: Data, done: Done) -> Figures:
     """LightGBM with the number of leaves that is the best on the validation part."""
     try:
-        import lightgbm
+        import lightgbm  # type: ignore[import-not-found,unused-ignore]
     except ImportError:
         raise CannotRunError("LightGBM is not installed: pip install lightgbm") from None
     split = data.split()
@@ -66,7 +50,9 @@ def boosted_trees(data: Data, done: Done) -> Figures:
     for name in ("train", "validation", "test"):
         samples = getattr(split, name)
         firsts = split.train.ids.min(0)
-        parts[name] = np.concatenate([samples.dense, (samples.ids - np.minimum(firsts, samples.ids)).astype(np.float32)], 1)
+        parts[name] = np.concatenate(
+            [samples.dense, (samples.ids - np.minimum(firsts, samples.ids)).astype(np.float32)], 1
+        )
     categories = list(range(split.train.dense.shape[1], parts["train"].shape[1]))
     made = lightgbm.Dataset(parts["train"], split.train.label, categorical_feature=categories, free_raw_data=False)
     held_out = lightgbm.Dataset(parts["validation"], split.validation.label, reference=made, free_raw_data=False)

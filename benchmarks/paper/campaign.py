@@ -1,8 +1,9 @@
 """A campaign of faults with a seed: what the project survives, counted.
 
-`kills` trains a job under `satrap run` with two servers and two trainers, kills one of its processes at random moments,
-and compares the end with that of a run without faults, bit for bit. `packets` repeats the tests in which a network loses,
-delays, doubles and reorders packets, with other seeds. `bytes` flips bytes of saved tables, which must be refused.
+`kills` trains a job under `satrap run` with two servers and two trainers, kills one of its processes at random
+moments, and compares the end with that of a run without faults, bit for bit. `packets` repeats the test in which a
+network loses, delays, doubles and reorders packets, with other seeds. `bytes` flips bits of saved tables, one at a
+time; the table must be refused or unchanged.
 """
 
 import os
@@ -16,6 +17,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -83,7 +85,9 @@ def kills(seconds: float, seed: int, done: Done) -> Figures:
     return {"kills": count, "runs": num_runs, "same_bits": sum(same), "seed": seed, "steps": STEPS}
 
 
-def _end(folder: Path, pause: float | None, deadline: float, draw: random.Random, count: dict[str, int]) -> dict[str, object]:
+def _end(
+    folder: Path, pause: float | None, deadline: float, draw: random.Random, count: dict[str, int]
+) -> dict[str, Any]:
     """Return the result of a run. pause: mean seconds between kills; None: no kills."""
     limit = time.monotonic() + RUN_SECONDS + max(0.0, deadline - time.monotonic())
     with run_of(folder) as run:

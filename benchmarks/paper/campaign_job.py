@@ -33,7 +33,7 @@ def main(folder: Path, steps: int) -> None:
     for batch in embeddings.stream(data):
         logits = model(torch.cat([batch.dense, batch.embeddings], 1)).squeeze(1)
         optimizer.zero_grad()
-        torch.nn.functional.binary_cross_entropy_with_logits(logits, batch.label).backward()  # type: ignore[no-untyped-call]
+        torch.nn.functional.binary_cross_entropy_with_logits(logits, batch.label).backward()
         optimizer.step()
         run.save(every_steps=10)
     embeddings.drain()

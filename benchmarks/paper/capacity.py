@@ -56,7 +56,9 @@ def cells(memory_gib: float, *, full: bool) -> list[Cell]:
 def in_process(rung: float, gib: float, steps: int, done: Done) -> Figures:
     """Measure a rung in a new process."""
     if gib * 2**30 * 1.3 > available_bytes():
-        raise CannotRunError(f"{gib:g} GiB of rows need {1.3 * gib:.1f} GiB of memory; {available_bytes() / 2**30:.1f} GiB are free")
+        raise CannotRunError(
+            f"{gib:g} GiB of rows need {1.3 * gib:.1f} GiB of memory; {available_bytes() / 2**30:.1f} GiB are free"
+        )
     command = [sys.executable, "-m", "benchmarks.paper.capacity", str(rung), str(gib), str(steps)]
     output = subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.PIPE, text=True).stdout
     figures: Figures = json.loads(output)
@@ -72,7 +74,9 @@ def measure(rung: float, gib: float, num_steps: int) -> Figures:
     def ids_of(numbers: NDArray[Any]) -> NDArray[np.uint64]:
         """Return the ids of rows: one at a varying place in each of as many parts of the range as there are rows."""
         numbers = numbers.astype(np.uint64)
-        return numbers * np.uint64(stride) + (numbers * np.uint64(0x9E3779B97F4A7C15) >> np.uint64(20)) % np.uint64(stride)
+        return numbers * np.uint64(stride) + (numbers * np.uint64(0x9E3779B97F4A7C15) >> np.uint64(20)) % np.uint64(
+            stride
+        )
 
     before, available = resident_bytes(), available_bytes()
     table = satrap.Table("ids", dim=DIM, dtype="float16", optimizer=satrap.RowWiseAdagrad(lr=0.05), capacity=num_rows)
@@ -118,7 +122,9 @@ def measure(rung: float, gib: float, num_steps: int) -> Figures:
     }  # fmt: skip
 
 
-def _rows_per_s(store: Store, gradients: NDArray[np.float32], num_steps: int, draw: Callable[[], NDArray[np.uint64]]) -> float:
+def _rows_per_s(
+    store: Store, gradients: NDArray[np.float32], num_steps: int, draw: Callable[[], NDArray[np.uint64]]
+) -> float:
     """Return the rows that are looked up and updated in a second, by the median step."""
     seconds = []
     for ids in [draw() for _ in range(num_steps)]:

@@ -1,4 +1,4 @@
-"""A trainer of `network.py`: `python -m benchmarks.paper.link_trainer '<job as JSON>'`, in the loop that a user writes."""
+"""A trainer of `network.py`, in the loop that a user writes: `python -m benchmarks.paper.link_trainer '<JSON>'`."""
 
 import json
 import sys
@@ -40,7 +40,7 @@ def main() -> None:
     table = satrap.Table("ids", dim=DIM, optimizer=satrap.RowWiseAdagrad(lr=0.05))
     embeddings = satrap.Embeddings(
         dict.fromkeys(drawn[0].names, table), staleness=int(late or 0), num_threads=1,
-        deployment=satrap.Deployment(job["servers"], keys=job["keys"]), **({"dense": "async"} if kind == "async" else {}),
+        deployment=satrap.Deployment(job["servers"], keys=job["keys"]), dense="async" if kind == "async" else "sync",
     )  # fmt: skip
     net = torch.nn.Sequential(torch.nn.Linear(NUM_FEATURES * DIM, 128), torch.nn.ReLU(), torch.nn.Linear(128, 1))
     model = embeddings.parallel(net)
@@ -57,7 +57,7 @@ def main() -> None:
                     model(batch.embeddings).squeeze(1), batch.label
                 )
                 optimizer.zero_grad()
-                loss.backward()  # type: ignore[no-untyped-call]
+                loss.backward()
                 time.sleep(DEVICE_SECONDS)
                 optimizer.step()
                 if number == WARM_UP:
@@ -74,6 +74,7 @@ def main() -> None:
     sys.stdin.readline()
     seconds, cpu = train(job["steps"])
     dist.barrier()  # no trainer leaves while others still train
+    embeddings.close()
     steps = WARM_UP + job["steps"]
     print(json.dumps({"seconds": seconds, "cpu_seconds": cpu, "all_steps": steps}), flush=True)
     dist.destroy_process_group()

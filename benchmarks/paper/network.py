@@ -1,8 +1,8 @@
 """Throughput over emulated links: real trainers and servers on machines that are network namespaces of this one.
 
 Rows, keys, all-reduces and every byte are real and cross links of `LINK`. A trainer's device is not: after the forward
-and backward pass of a small network its thread sleeps for `DEVICE_SECONDS`, as a host does while a GPU computes, so that
-three trainers do not compete for two cores. `simulation.py` continues these points to more machines.
+and backward pass of a small network its thread sleeps for `DEVICE_SECONDS`, as a host does while a GPU computes, so
+that three trainers do not compete for two cores. `simulation.py` continues these points to more machines.
 """
 
 import json
@@ -34,7 +34,9 @@ PORT = 29500
 def cells(*, full: bool) -> list[Cell]:
     """Return a cell for each point and mode."""
     return [
-        Cell(f"network/point/{trainers}x{servers}/{mode}", 9, "measured", partial(measure, trainers, servers, mode, full))
+        Cell(
+            f"network/point/{trainers}x{servers}/{mode}", 9, "measured", partial(measure, trainers, servers, mode, full)
+        )
         for trainers, servers in POINTS
         for mode in MODES
     ]
@@ -50,13 +52,10 @@ def measure(num_trainers: int, num_servers: int, mode: str, full: bool, done: Do
         folder = stack.enter_context(tempfile.TemporaryDirectory())
         machines = stack.enter_context(emulated(num_servers + num_trainers))
         server_key, client_key = map(str, create_keys(Path(folder, "keys")))
+        commands = [partial(machines.command, number) for number in range(num_servers)]
         servers = [
-            stack.enter_context(
-                satrap_server(
-                    1, f"tcp://{machines.addresses[number]}:0", ["--keys", server_key], partial(machines.command, number)
-                )
-            )
-            for number in range(num_servers)
+            stack.enter_context(satrap_server(1, f"tcp://{address}:0", ["--keys", server_key], wrap))
+            for address, wrap in zip(machines.addresses, commands, strict=False)
         ]
         job = {"servers": [address for address, _ in servers], "keys": client_key, "mode": mode,
                "world_size": num_trainers, "steps": STEPS * (4 if full else 1),

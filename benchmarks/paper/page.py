@@ -5,14 +5,16 @@ names cell and field, so every number can be traced and a test compares all of t
 """
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from benchmarks.paper.cell import Figures
-from benchmarks.paper.plot import SHAPES, STYLE, Plot, draw, standalone
-from satrap.html_report.markup import Markup, element, escape, join, table
+from benchmarks.paper.plot import COLOURS, SHAPES, Plot, draw, standalone
+from satrap.html_report.markup import Markup, element, escape, table
 
+CLAIM = re.compile(r"<([^<>#]+)#([^<>|]+)\|([^<>]*)>")
 INTRO = (
     "This page repeats the experiments of the paper Persia (arXiv 2111.05897) at a size that two cores can carry. "
     "`python -m benchmarks.paper` measures them and writes this page. Solid curves are measured, dashed ones are "
@@ -23,11 +25,11 @@ body { margin: 0; background: var(--back); color: var(--text); font: 15px/1.55 s
 main { max-width: 1200px; margin: 0 auto; padding: 24px 20px 60px; }
 h1 { font-size: 26px; } h2 { font-size: 20px; margin: 44px 0 8px; } p { max-width: 76ch; margin: 8px 0; }
 .plots { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 480px), 1fr)); gap: 18px; }
-.plots > svg { width: 100%; height: auto; border: 1px solid var(--grid); border-radius: 8px; padding: 10px; box-sizing: border-box; }
+.plots > div { overflow-x: auto; border: 1px solid var(--grid); border-radius: 8px; padding: 10px; }
+.plots svg { display: block; width: 100%; min-width: 440px; height: auto; }
 .kind { color: var(--soft); font-size: 13px; } data { border-bottom: 1px dotted var(--soft); }
-.scroll { overflow-x: auto; } table { border-collapse: collapse; font-size: 13px; margin: 10px 0; font-variant-numeric: tabular-nums; }
+.scroll { overflow-x: auto; } table { border-collapse: collapse; font-size: 13px; margin: 10px 0; }
 td, th { text-align: left; padding: 3px 18px 3px 0; border-bottom: 1px solid var(--grid); }
-@media (max-width: 600px) { svg text { font-size: 15px; } }
 """
 
 
@@ -78,10 +80,14 @@ class Record:
             if name.startswith(prefix) and "figures" in line
         }
 
-    def claim(self, cell: str, path: str, form: str = "{:.4g}") -> Claim:
-        """Return a figure of the record as a claim."""
-        value = look_up(self.lines[cell]["figures"], path)
-        return Claim(cell, path, value, form.format(value), self.lines[cell]["kind"])
+    def text(self, template: str) -> Text:
+        """Return a text with its claims: <cell#path|format> is a figure of the record."""
+        parts = CLAIM.split(template)
+        made: list[str | Claim] = [parts[0]]
+        for cell, path, form, plain in zip(*(parts[at::4] for at in (1, 2, 3, 4)), strict=True):
+            value = look_up(self.lines[cell]["figures"], path)
+            made += [Claim(cell, path, value, f"{value:{form}}", self.lines[cell]["kind"]), plain]
+        return made
 
 
 def look_up(figures: Any, path: str) -> Any:
@@ -93,18 +99,17 @@ def look_up(figures: Any, path: str) -> Any:
 
 def html(record: Record, sections: Sequence[Section]) -> str:
     """Return the page as one file without any other."""
-    style = STYLE.replace("svg {", ":root {").replace(" font:", " --font:").replace(" background:", " --unused:")
     head = element(
         "head", element("meta", charset="utf-8"), element("title", "Persia's experiments, repeated"),
         element("meta", name="viewport", content="width=device-width, initial-scale=1"),
         element("link", rel="icon", href="data:,"), element("meta", name="color-scheme", content="light dark"),
-        element("style", Markup(style + SHAPES + PAGE)),
+        element("style", Markup(COLOURS + SHAPES + PAGE)),
     )  # fmt: skip
     body = [element("h1", "Persia's experiments, repeated"), element("p", INTRO.replace("`", ""), origin(record))]
     for section in sections:
         body += [element("h2", section.title), element("p", f"Figures: {section.kind}.", class_="kind")]
         body += [element("p", *map(_shown, text)) for text in section.paragraphs]
-        body.append(element("div", *map(draw, section.plots), class_="plots"))
+        body.append(element("div", *(element("div", draw(plot)) for plot in section.plots), class_="plots"))
         if section.rows:
             body.append(table(section.header, section.rows))
     return f"<!doctype html>\n{element('html', head, element('body', element('main', *body)), lang='en')}\n"
@@ -119,7 +124,11 @@ def _shown(part: str | Claim) -> Markup:
 
 def markdown(record: Record, sections: Sequence[Section], folder: str = "figures") -> str:
     """Return the page of the documentation. folder: where its plots are."""
-    parts = ["# Persia's experiments, repeated", "<!-- made by python -m benchmarks.paper --docs -->", INTRO + origin(record)]
+    parts = [
+        "# Persia's experiments, repeated",
+        "<!-- made by python -m benchmarks.paper --docs -->",
+        INTRO + origin(record),
+    ]
     for section in sections:
         parts += [f"## {section.title}", f"*Figures: {section.kind}.*"]
         parts += ["".join(part if isinstance(part, str) else part.text for part in text) for text in section.paragraphs]

@@ -6,24 +6,30 @@ for a plot that is a file. Measured curves are solid, simulated and computed one
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from satrap.html_report.markup import Markup, element
 
 WIDTH, HEIGHT, LEFT, TOP, BOTTOM = 560, 320, 64, 34, 268
 LABELS = 164
 """Room for the labels to the right of the curves."""
-STYLE = """
-svg { --back: #fff; --text: #1c1e21; --soft: #5b626b; --grid: #e3e6ea; --c0: #0067a8; --c1: #c4500a; --c2: #00845f; --c3: #a8448a; --c4: #8f6d00; --c5: #3b3f99; font: 12.5px system-ui, "DejaVu Sans", sans-serif; background: var(--back); }
-@media (prefers-color-scheme: dark) { svg { --back: #14171a; --text: #e7e9ec; --soft: #a3abb5; --grid: #2a3037; --c0: #5cb8f2; --c1: #f28e4b; --c2: #3fcf9f; --c3: #e691c8; --c4: #e3c34f; --c5: #a6abf5; } }
-"""
+_LIGHT = "--back: #fff; --text: #1c1e21; --soft: #5b626b; --grid: #e3e6ea; "
+_LIGHT += "--c0: #0067a8; --c1: #c4500a; --c2: #00845f; --c3: #a8448a; --c4: #8f6d00; --c5: #3b3f99; "
+_DARK = "--back: #14171a; --text: #e7e9ec; --soft: #a3abb5; --grid: #2a3037; "
+_DARK += "--c0: #5cb8f2; --c1: #f28e4b; --c2: #3fcf9f; --c3: #e691c8; --c4: #e3c34f; --c5: #a6abf5; "
+COLOURS = f":root {{ {_LIGHT}}} @media (prefers-color-scheme: dark) {{ :root {{ {_DARK}}} }}"
+"""The colours of a page, or of a plot that is a file."""
 SHAPES = """
-svg text { fill: var(--soft); } svg .title, svg .head { fill: var(--text); } svg .head { font-weight: 600; }
+svg text { fill: var(--soft); font: 12.5px system-ui, "DejaVu Sans", sans-serif; }
+svg .title, svg .head { fill: var(--text); } svg .head { font-weight: 600; }
 svg .end { text-anchor: end; } svg .middle { text-anchor: middle; }
 .grid { stroke: var(--grid); } .base { stroke: var(--soft); }
-.line { fill: none; stroke: currentColor; stroke-width: 2; } .line.dashed { stroke-dasharray: 6 4; } .line.faint { opacity: .45; }
-.band { fill: currentColor; opacity: .15; } .dot { fill: currentColor; } .bar { fill: currentColor; } .whisker { stroke: var(--text); stroke-width: 1.5; }
-.k0 { color: var(--c0); } .k1 { color: var(--c1); } .k2 { color: var(--c2); } .k3 { color: var(--c3); } .k4 { color: var(--c4); } .k5 { color: var(--c5); }
+.line { fill: none; stroke: currentColor; stroke-width: 2; }
+.line.dashed { stroke-dasharray: 6 4; } .line.faint { opacity: .45; }
+.band { fill: currentColor; opacity: .15; } .dot, .bar { fill: currentColor; }
+.whisker { stroke: var(--text); stroke-width: 1.5; }
+.k0 { color: var(--c0); } .k1 { color: var(--c1); } .k2 { color: var(--c2); }
+.k3 { color: var(--c3); } .k4 { color: var(--c4); } .k5 { color: var(--c5); }
 svg text.label { fill: currentColor; }
 """
 
@@ -104,7 +110,7 @@ def standalone(plot: Plot) -> str:
     """Return a plot as a file."""
     svg = draw(plot)
     end = svg.index(">") + 1
-    return f"{svg[:end]}<style>{STYLE}{SHAPES}</style>{svg[end:]}\n"
+    return f"{svg[:end]}<style>{COLOURS}svg {{ background: var(--back); }}{SHAPES}</style>{svg[end:]}\n"
 
 
 def short(value: float) -> str:
@@ -202,14 +208,18 @@ def _labels(lines: Sequence[Line], across: _Scale, up: _Scale, right: float) -> 
     for place, (y, number) in zip(places, ends, strict=True):
         line = lines[number]
         begin = across.at(line.points[-1][0])
-        parts.append(element("path", d=f"M{begin + 4:g} {y:g}L{right + 6:g} {place:g}", class_=f"line faint k{line.colour}"))
+        parts.append(
+            element("path", d=f"M{begin + 4:g} {y:g}L{right + 6:g} {place:g}", class_=f"line faint k{line.colour}")
+        )
         parts.append(element("text", line.name, x=right + 9, y=place + 4, class_=f"label k{line.colour}"))
     return parts
 
 
 def _bars(plot: Bars) -> tuple[list[Markup], int]:
     left, right, row = 190, WIDTH - 90, 26
-    scale = _scale([plot.low, *(high for *_, high in plot.bars), *(low for _, _, low, _ in plot.bars)], left, right, is_log=False)
+    scale = _scale(
+        [plot.low, *(high for *_, high in plot.bars), *(low for _, _, low, _ in plot.bars)], left, right, is_log=False
+    )
     bottom = TOP + 20 + row * len(plot.bars)
     parts = []
     for tick in scale.ticks:
@@ -229,7 +239,7 @@ def _bars(plot: Bars) -> tuple[list[Markup], int]:
 
 
 def _heat_map(plot: HeatMap) -> tuple[list[Markup], int]:
-    left, top, row = 170, TOP + 34, 24
+    left, top, row = 190, TOP + 34, 24
     width = (WIDTH - left - 6) / len(plot.columns)
     parts = [element("text", plot.note, x=4, y=TOP + 2, class_="title")]
     for number, name in enumerate(plot.columns):
@@ -240,6 +250,7 @@ def _heat_map(plot: HeatMap) -> tuple[list[Markup], int]:
         for number, value in enumerate(values):
             strength = round(min(1.0, abs(value) / plot.full), 2)
             place = {"x": round(left + number * width, 1), "y": y, "width": round(width - 2, 1), "height": row - 2}
-            parts += [element("rect", **place, fill_opacity=strength, class_=f"bar {'k0' if value >= 0 else 'k1'}"),
-                      element("text", plot.text(value), x=left + (number + 0.5) * width, y=y + 15, class_="middle title")]  # fmt: skip
+            colour, middle = "k0" if value >= 0 else "k1", left + (number + 0.5) * width
+            parts.append(element("rect", **place, fill_opacity=strength, class_=f"bar {colour}"))
+            parts.append(element("text", plot.text(value), x=middle, y=y + 15, class_="middle title"))
     return parts, top + row * len(plot.rows) + 10

@@ -103,8 +103,8 @@ def _split(samples: Samples, num_test: int) -> Split:
     before = len(samples) - num_test
     is_validation = np.random.default_rng(0).random(before) < VALIDATION
     kept = np.arange(before)
-    parts = (kept[~is_validation], kept[is_validation], slice(before, None))
-    return Split(*map(samples.part, parts), num_ids=int(samples.ids.max()) + 1)
+    train, validation, test = map(samples.part, (kept[~is_validation], kept[is_validation], slice(before, None)))
+    return Split(train, validation, test, num_ids=int(samples.ids.max()) + 1)
 
 
 def _assemble(table: Any, numbers: list[str], categories: list[str], label: str = "label") -> Samples:

@@ -16,7 +16,7 @@ import heapq
 import itertools
 from collections import defaultdict
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from statistics import fmean
 from typing import Any
@@ -220,11 +220,9 @@ def validate(done: Done) -> Figures:
         if point:
             simulated = 1e3 * Simulation(costs[mode], trainers, servers, mode).run()
             rows.append([trainers, servers, mode, point["step_ms"], simulated, simulated / point["step_ms"] - 1])
-    used = [row for row in rows if row[:2] != [1, 1]]
-    return {
-        "points": rows, "mean_error": fmean(abs(row[5]) for row in used), "worst_error": max(abs(row[5]) for row in used),
-        "coefficients": {mode: {name: getattr(each, name) for name in Coefficients.__slots__} for mode, each in costs.items()},
-    }  # fmt: skip
+    errors = [abs(row[5]) for row in rows if row[:2] != [1, 1]]
+    found = {mode: asdict(each) for mode, each in costs.items()}
+    return {"points": rows, "mean_error": fmean(errors), "worst_error": max(errors), "coefficients": found}
 
 
 def over_trainers(mode: str, done: Done) -> Figures:

@@ -7,7 +7,7 @@ test compares `errors` with Satrap's tables at the same staleness.
 """
 
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 
 import numpy as np
@@ -84,7 +84,7 @@ def draw(num_ids: int, zipf: float, num_samples: int = NUM_SAMPLES) -> Problem:
         sample_smoothness=float(squares.max() / 4), variance=float(squares.mean()), distance=0.0,
     )  # fmt: skip
     distance = loss(problem, np.zeros(num_ids + NUM_DENSE)) - _infimum(problem)
-    return Problem(*(getattr(problem, name) for name in Problem.__slots__[:-1]), distance)
+    return replace(problem, distance=distance)
 
 
 def _infimum(problem: Problem) -> float:

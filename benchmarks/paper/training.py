@@ -9,15 +9,16 @@ have `staleness`, and what torch holds is late because its gradients wait in a q
 
 from collections import deque
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import torch
 
 import satrap
-from satrap.monitor.metrics import auc
 from benchmarks.accuracy.training import one_thread
 from benchmarks.paper.samples import Samples, Split, feature_names
+from satrap.monitor.metrics import auc
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -82,7 +83,7 @@ def network(setting: Setting, samples: Samples) -> torch.nn.Sequential:
     """Return the dense network."""
     sizes = [samples.dense.shape[1] + setting.dim * samples.ids.shape[1], *setting.hidden]
     layers: list[torch.nn.Module] = []
-    for begin, end in zip(sizes, sizes[1:], strict=False):
+    for begin, end in pairwise(sizes):
         layers += [torch.nn.Linear(begin, end), torch.nn.ReLU()]
     return torch.nn.Sequential(*layers, torch.nn.Linear(sizes[-1], 1))
 
@@ -109,7 +110,7 @@ def build(setting: Setting, split: Split, seed: int) -> Model:
     net = network(setting, split.train)
     late = setting.delay if setting.is_async else 0
     model = Model(net, Delayed(torch.optim.Adam(net.parameters(), lr=setting.dense_lr), late))
-    optimizer = {"lr": setting.row_lr, "initial_accumulator_value": 1e-4, "eps": 1e-10}
+    optimizer: dict[str, Any] = {"lr": setting.row_lr, "initial_accumulator_value": 1e-4, "eps": 1e-10}
     if setting.contender == "torch":
         model.table = torch.nn.Embedding(split.num_ids, setting.dim, sparse=True)
         torch.nn.init.uniform_(model.table.weight, -0.01, 0.01)
@@ -117,9 +118,7 @@ def build(setting: Setting, split: Split, seed: int) -> Model:
     else:
         evict: dict[str, Any] = {"capacity": setting.capacity, "on_full": "evict"} if setting.capacity else {}
         initial = satrap.Uniform(low=-0.01, high=0.01)
-        table = satrap.Table(
-            "ids", dim=setting.dim, optimizer=satrap.Adagrad(**optimizer), initial=initial, **evict
-        )
+        table = satrap.Table("ids", dim=setting.dim, optimizer=satrap.Adagrad(**optimizer), initial=initial, **evict)
         model.embeddings = satrap.Embeddings(
             dict.fromkeys(feature_names(split.train), table), staleness=setting.delay, deterministic=True, seed=seed
         )
@@ -156,7 +155,7 @@ def _train_satrap(model: Model, samples: Samples, size: int) -> None:
     # The tables step here; the dense optimizer has its queue, so this one has nothing to step.
     optimizer = model.embeddings.optimizer(torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.0))
     for batch in model.embeddings.stream(samples.batches(size), overlap=False):
-        _loss(model.logits(batch.dense, batch.embeddings), batch.label).backward()  # type: ignore[no-untyped-call]
+        _loss(model.logits(batch.dense, batch.embeddings), batch.label).backward()
         optimizer.step()
         model.dense.push()
     model.embeddings.drain()
@@ -165,14 +164,17 @@ def _train_satrap(model: Model, samples: Samples, size: int) -> None:
 
 def _train_torch(model: Model, samples: Samples, size: int) -> None:
     assert model.table is not None and model.rows is not None
-    dense, ids, label = (torch.from_numpy(each) for each in (samples.dense, samples.ids.astype(np.int64), samples.label))
-    for begin in range(0, len(samples), size):
-        at = slice(begin, begin + size)
-        logits = model.logits(dense[at], model.table(ids[at]).flatten(1))
-        _loss(logits, label[at]).backward()  # type: ignore[no-untyped-call]
-        model.rows.push()
-        model.dense.push()
-    model.rows.apply()
+    dense, ids, label = (
+        torch.from_numpy(each) for each in (samples.dense, samples.ids.astype(np.int64), samples.label)
+    )
+    with torch.sparse.check_sparse_tensor_invariants(enable=False):  # torch warns unless this is chosen
+        for begin in range(0, len(samples), size):
+            at = slice(begin, begin + size)
+            logits = model.logits(dense[at], model.table(ids[at]).flatten(1))
+            _loss(logits, label[at]).backward()
+            model.rows.push()
+            model.dense.push()
+        model.rows.apply()
     model.dense.apply()
 
 

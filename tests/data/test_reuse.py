@@ -17,9 +17,9 @@ def test_reuse_equals_that_of_sets(seed: int, has_bags: bool) -> None:
     random = np.random.default_rng(seed)
     num_batches, size, names = LAGS[-1] + int(random.integers(1, 8)), 6, ("a", "b")
     drawn = [
-        [[list(random.zipf(1.4, int(random.integers(0, 4)) if has_bags else 1) % 40) for _ in range(size)] for _ in names]
+        [[list(random.zipf(1.4, random.integers(0, 4) if has_bags else 1) % 40) for _ in range(size)] for _ in names]
         for _ in range(num_batches)
-    ]  # fmt: skip
+    ]
     batches = []
     for features in drawn:
         bags = [bag for feature in features for bag in feature]

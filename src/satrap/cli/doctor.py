@@ -81,7 +81,8 @@ def examine_data(paths: Sequence[str], ids: Sequence[str], *, batch_size: int, n
             f"{paths[0]}: found at most {LAGS[-1]} batches of {batch_size} samples; expected more: use a smaller "
             "--batch-size, or more data"
         )
-    yield f"Share of a batch's distinct ids that the last {', '.join(map(str, LAGS))} batches of {batch_size} contained;"
+    lags = ", ".join(map(str, LAGS))
+    yield f"Share of a batch's distinct ids that the last {lags} batches of {batch_size} contained;"
     yield "alpha is the share of samples with the most frequent id. An id in 1 % of the samples is hot."
     header = [f"last {lag}" for lag in LAGS] + [f"hot {LAGS[1]}", f"cold {LAGS[1]}"]
     yield f"{'feature':20} {'ids':>9} {'alpha':>6} {' '.join(f'{name:>8}' for name in header)}"
@@ -97,8 +98,8 @@ def _advice(found: Sequence[Reuse]) -> Iterator[str]:
     hottest = max(found, key=lambda each: each.alpha)
     if hottest.alpha >= 0.5:
         yield (
-            f"advice  {hottest.feature!r} has an id in {100 * hottest.alpha:.0f} % of the samples: late rows may cost as "
-            "much as late dense parameters. Use Adagrad or RowWiseAdagrad, and compare staleness 0 with 4 once."
+            f"advice  {hottest.feature!r} has an id in {100 * hottest.alpha:.0f} % of the samples: late rows may cost "
+            "as much as late dense parameters. Use Adagrad or RowWiseAdagrad, and compare staleness 0 with 4 once."
         )
     else:
         times = hottest.alpha**-0.5

@@ -382,8 +382,8 @@ def _add_keys_and_doctor(commands: Commands) -> None:
     doctor = commands.add_parser(
         "doctor",
         help="check this installation and time a short training run",
-        description="Print the installed packages and the hardware, then time a short training run stage by stage. With "
-        "FILES, print instead how often their ids repeat from batch to batch, and what staleness that permits.",
+        description="Print the installed packages and the hardware, then time a short training run stage by stage. "
+        "With FILES, print instead how often their ids repeat from batch to batch, and what staleness that permits.",
     )
     doctor.add_argument(
         "files", nargs="*", metavar="FILES", help="CSV or Parquet files with --ids; without --ids Criteo's click logs"

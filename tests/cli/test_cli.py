@@ -221,3 +221,37 @@ def test_a_run_with_too_few_file_descriptors_is_refused(tmp_path: Path) -> None:
     assert not (tmp_path / "run").exists()
     allowed = run(int(found[2]))
     assert allowed.returncode == 0 and "it runs" in allowed.stdout, allowed.stderr
+
+
+def test_the_reuse_of_a_users_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pages = [number % 7 for number in range(400)]
+    lines = ["page,user", *(f"{page},{number}" for number, page in enumerate(pages))]
+    (path := tmp_path / "log.csv").write_text("\n".join(lines) + "\n")
+    command = ["doctor", str(path), "--ids", "page", "user", "--batch-size", "14"]
+    assert main(command) == 0
+    out = capsys.readouterr().out
+    assert re.search(r"^page +7 +0\.14 +100 % +100 % +100 % +100 % +- *$", out, re.MULTILINE), out
+    assert re.search(r"^user +392 +0\.00 +0 % +0 % +0 % +- +0 % *$", out, re.MULTILINE), out
+    assert "no id is in more than 14.3 % of the samples: by the bound, rows permit 2.6 times" in out
+    path.write_text("\n".join(["page,user", *(f"0,{number}" for number in range(400))]) + "\n")
+    assert main(command) == 0
+    assert "'page' has an id in 100 % of the samples" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (["--ids", "page"], "without FILES"),
+        (["log.csv", "--ids", "page"], "found at most 16 batches of 4096"),
+        (["log.csv", "--ids", "pages"], "pages"),
+        (["none.csv", "--ids", "page"], "none.csv"),
+    ],
+)
+def test_misuse_of_the_report_on_files(
+    arguments: list[str], complaint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "log.csv").write_text("page\n1\n2\n")
+    assert main(["doctor", *arguments]) == 1
+    assert complaint in capsys.readouterr().err

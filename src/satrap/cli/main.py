@@ -83,8 +83,14 @@ def _output_lines(options: argparse.Namespace) -> Iterator[str]:
     """Return the output of a command that prints lines."""
     match options.command:
         case "doctor":
-            from satrap.cli.doctor import examine
+            from satrap.cli.doctor import examine, examine_data
 
+            if options.files:
+                return examine_data(
+                    options.files, options.ids, batch_size=options.batch_size, num_batches=options.batches
+                )
+            if options.ids:
+                raise ConfigError("doctor --ids without FILES: name the files whose columns these are")
             return examine(options.dim, run=not options.no_run)
         case "import":
             from satrap.cli.import_command import import_vectors

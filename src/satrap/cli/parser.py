@@ -384,7 +384,18 @@ def _add_keys_and_doctor(commands: Commands) -> None:
     doctor = commands.add_parser(
         "doctor",
         help="check this installation and time a short training run",
-        description="Print the installed packages and the hardware, then time a short training run stage by stage.",
+        description="Print the installed packages and the hardware, then time a short training run stage by stage. "
+        "With FILES, print instead how often their ids repeat from batch to batch, and what staleness that permits.",
+    )
+    doctor.add_argument(
+        "files", nargs="*", metavar="FILES", help="CSV or Parquet files with --ids; without --ids Criteo's click logs"
+    )
+    doctor.add_argument("--ids", nargs="+", default=[], metavar="COLUMN", help="the columns of ids in FILES")
+    doctor.add_argument(
+        "--batch-size", type=int, default=4096, metavar="N", help="samples of a batch of FILES (default: %(default)s)"
+    )
+    doctor.add_argument(
+        "--batches", type=int, default=100, metavar="N", help="read so many batches at most (default: %(default)s)"
     )
     doctor.add_argument(
         "--dim", type=int, default=16, metavar="N", help="embedding dimension of the timed run (default: %(default)s)"

@@ -88,7 +88,8 @@ def _range(ratios: Iterable[Ratio]) -> str:
 
 def _measured() -> dict[tuple[str, str], Ratio]:
     lines = [line for path in sorted(RESULTS.glob("*.jsonl")) for line in path.read_text().splitlines()]
-    return ratios(map(json.loads, lines))
+    records = [json.loads(line) for line in lines]
+    return ratios(record for record in records if "case" in record)
 
 
 def medians(case: str) -> list[float]:

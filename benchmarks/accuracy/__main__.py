@@ -10,9 +10,7 @@ staleness costs is a difference of pairs: both runs of a pair have the same seed
 the same first parameters and the same first rows.
 """
 
-import math
 import os
-import statistics
 import sys
 from collections import Counter
 from collections.abc import Sequence
@@ -20,6 +18,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from benchmarks.accuracy.figures import interval
 from benchmarks.accuracy.flights import FOLDER
 from benchmarks.harness.case import Case, Target
 from benchmarks.harness.forms import all_cores
@@ -34,8 +33,6 @@ ORIGINAL_ADULT = 0.8929
 ABOVE_LINEAR = 0.005
 """How far above the linear model the flights' AUC must be."""
 NUM_SEEDS = 5
-# The 97.5 % quantile of Student's t, by degrees of freedom.
-T95 = (math.nan, 12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
 
 
 def full_cases() -> list[Case]:
@@ -74,15 +71,6 @@ def plan(group: Sequence[Case], number: int, batches: Path) -> list[Run]:
         )
         for staleness in case.stalenesses
     ]
-
-
-def interval(values: Sequence[float]) -> Figure:
-    """Return the mean of one value per seed and its 95 % interval, which one or more than ten values do not have."""
-    mean, count = statistics.fmean(values), len(values)
-    reach = T95[count - 1] * statistics.stdev(values) / math.sqrt(count) if 1 < count <= len(T95) else math.inf
-    numbers = {"mean": mean, "low": mean - reach, "high": mean + reach}
-    known = {name: round(value, 6) if math.isfinite(value) else None for name, value in numbers.items()}
-    return {**known, "values": [round(value, 6) for value in values]}
 
 
 def record(case: Case, rounds: Rounds) -> dict[str, Any]:

@@ -14,6 +14,7 @@ import pytest
 import torch
 from benchmarks.accuracy import __main__ as accuracy
 from benchmarks.accuracy import adult, synthetic
+from benchmarks.accuracy.figures import T95, interval
 from benchmarks.harness.case import Case, Target
 from benchmarks.harness.record import complaints, make_record
 from examples import flights
@@ -48,7 +49,7 @@ def test_the_cost_of_staleness_is_taken_within_pairs_and_has_students_interval()
     assert figures["held_0"]["mean"] == 1.0 and figures["held_4"]["mean"] == 0.96
     assert record["staleness_seen"] == {"0": {0: 300}, "4": {0: 3, 1: 3, 2: 3, 3: 3, 4: 288}}
     assert complaints(record) == ["some: auc_0 is 0.8, expected 0.81 to 0.9"]
-    assert accuracy.interval([0.5])["low"] is None
+    assert interval([0.5])["low"] is None
 
 
 def test_adult_is_read_as_the_original_reads_it() -> None:
@@ -72,7 +73,7 @@ def test_the_original_network_is_linear_except_for_normalisations() -> None:
 
 
 def test_synthetic_batches_are_the_clicks() -> None:
-    assert len(accuracy.T95) <= synthetic.MAX_SEEDS
+    assert len(T95) <= synthetic.MAX_SEEDS
     clicks = Clicks(num_samples=10, num_dense=2, num_ids=3, cardinalities=[5, 6, 7])
     parts = [batch.values.reshape(3, -1) for batch in synthetic.batches(clicks, 6)]
     (block,) = clicks.batches(10)

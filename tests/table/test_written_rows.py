@@ -21,7 +21,7 @@ from one_row import OPTIMIZERS
 from rpc_parts import FrameProxy
 from satrap import SGD, Adagrad, MinCount, Normal, Reader, Store, Table
 from satrap.errors import CapacityError, InputError, MovedError, SatrapError
-from satrap.worker.local_rows import LocalWorker
+from satrap.worker.local_rows import local_worker
 
 TABLES = list(features().tables)
 
@@ -37,7 +37,7 @@ def workers(where: str, seed: int) -> Iterator[list[Any]]:
         proxies = [stack.enter_context(FrameProxy(each.address, seed, 0.1, 0.2, 0.2)) for each in services]
         addresses = [each.address for each in proxies]
         other = stack.enter_context(sharded_worker(features(), addresses, seed=3, retry_seconds=0.05))
-        yield [LocalWorker(features(), seed=3, num_threads=2), other]
+        yield [local_worker(features(), seed=3, num_threads=2), other]
 
 
 def write_both(both: list[Any], rng: np.random.Generator) -> None:
@@ -82,7 +82,7 @@ def test_writes_between_steps(where: str, seed: int, rng: np.random.Generator) -
 
 
 def test_writes_while_servers_are_killed(tmp_path: Path, seed: int, rng: np.random.Generator) -> None:
-    local = LocalWorker(features(), num_threads=1)
+    local = local_worker(features(), num_threads=1)
     with killed_at_random(tmp_path, seed, 2) as (servers, over):
         addresses = [each.address for each in servers]
         with sharded_worker(features(), addresses) as worker:
@@ -201,7 +201,7 @@ def test_bad_rows_change_nothing(arguments: tuple[Any, ...], message: str) -> No
     with running_servers(1) as (service,):
         declared = one_table(dim=3)
         with sharded_worker(declared, [service.address]) as worker:
-            for table in (worker.tables["t"], LocalWorker(declared).tables["t"]):
+            for table in (worker.tables["t"], local_worker(declared).tables["t"]):
                 with pytest.raises(InputError, match=re.escape(f"table 't': {message}")):
                     table.write(*arguments)
                 assert len(table) == 0

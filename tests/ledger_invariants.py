@@ -29,9 +29,8 @@ def check(ledger: BatchLedger[Any]) -> None:
     assert max(open_steps, default=0) - min(open_steps, default=0) <= ledger.staleness, "a bounded number of open steps"
     submitted = {id(each) for update in ledger.updates for each in update.batches}
     assert submitted == {id(each) for each in unsettled if each.state is State.SUBMITTED}
-    assert ledger._num_unresolved == sum(
-        each.has_rows and not each.is_resolved for each in unsettled if each.state in _WITHOUT_ROWS
-    )
+    resolved = [each.is_resolved for each in ledger.to_look_up]
+    assert resolved == sorted(resolved, reverse=True), "the next one is resolved only if all before it are"
     assert ledger.offered is None or ledger.offered is ledger._to_return[0]
     assert max(ledger.seen, default=0) <= ledger.staleness
 

@@ -332,9 +332,9 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> Iterator[Recorder]:
                 patched.setattr(module, name, _noted(recorder, name, getattr(module, name)))
         run = PrefetchPipeline._run_thread
 
-        def run_thread(pipeline: Any, work: Callable[[], None]) -> None:
+        def run_thread(pipeline: Any, stages: Any) -> None:
             with recorder.recording():
-                run(pipeline, work)
+                run(pipeline, stages)
 
         patched.setattr(PrefetchPipeline, "_run_thread", run_thread)
         yield recorder

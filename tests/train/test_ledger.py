@@ -87,8 +87,8 @@ class Loop:
         """Read, look up or update."""
         ledger = self.ledger
         stage = ledger.choose(STAGES, is_needed=True)
-        if stage is None and ledger.has_room_to_read and not ledger.is_exhausted:
-            stage = Stage.READ
+        if stage is None:
+            stage = ledger.choose((Stage.READ,), is_needed=True)
         if stage is Stage.READ:
             if self.left:
                 self.left -= 1

@@ -32,6 +32,8 @@ class Number(BatchRecord):
 class Tables:
     """Tables that record the calls, and what each lookup saw."""
 
+    resolves_ahead = True
+
     def __init__(self) -> None:
         self.applied: list[int] = []
         self.looked_up: list[int] = []

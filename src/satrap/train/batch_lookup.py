@@ -42,7 +42,8 @@ class BatchLookup:
         self._worker, self._device, self._train, self._dense = worker, device, train, dense or DenseStrategy()
         same_threads = not overlap and worker.num_threads == torch.get_num_threads()
         self._threads: Callable[[], AbstractContextManager[None]] = torch_threads if same_threads else nullcontext
-        self._resolves_ahead = train
+        self.resolves_ahead = train
+        """Whether the part of a lookup that needs no row's values may be done ahead, as far as is known."""
         self._measured: tuple[list[InFlightBatch], Any] | None = None
         """Batches, and what `Worker.measure` returned for their gradients."""
         self._batch_copies = new_stream(device)  # copies batches to the device
@@ -55,11 +56,11 @@ class BatchLookup:
     def resolve(self, batch: InFlightBatch, step: int, oldest_open: int) -> None:
         """Do the part of a training lookup that needs no row's values. Runs in the thread that reads. A batch that does
         not fit yet is found in its lookup."""
-        if not self._resolves_ahead or not batch.has_rows:
+        if not batch.has_rows:
             return
         with suppress(CapacityError), self._beside_the_loop(batch.inputs):  # there may be room after the open steps
             batch.request = self._worker.resolve(batch.inputs, step=step, oldest_open=oldest_open)
-            batch.is_resolved = self._resolves_ahead = batch.request is not None
+            batch.is_resolved = self.resolves_ahead = batch.request is not None
 
     def drop_resolved(self, batches: Iterable[InFlightBatch]) -> None:
         """Give up what was resolved for batches that will not be looked up."""

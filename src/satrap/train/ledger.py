@@ -16,8 +16,7 @@ batches are settled: updated or dropped. There are two rules for staleness k:
 k = 0 is fully synchronous. Where only rule 1 holds, lookups and updates may run concurrently (`allows_overlap`): a step
 is open until its updates are applied, so a lookup that starts before then does not depend on them.
 
-Whether a batch has a gradient, and whether the user still holds it, changes without an event: the ledger asks its
-record.
+Whether a batch has a gradient, and whether the user still holds it, changes without an event: the record knows.
 """
 
 from collections import Counter, deque
@@ -25,7 +24,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from itertools import takewhile
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from satrap.errors import StreamError
 
@@ -127,15 +126,13 @@ class BatchRecord:
 Record = TypeVar("Record", bound=BatchRecord)
 
 
-@dataclass(frozen=True, slots=True)
-class DropTicket:
+class DropTicket(NamedTuple):
     """Tell the worker that the batch has no update, if it knows it."""
 
     batch: Any
 
 
-@dataclass(frozen=True, slots=True)
-class SkipStep:
+class SkipStep(NamedTuple):
     """Tell the worker that the step has no update."""
 
     step: int
@@ -196,7 +193,6 @@ class BatchLedger(Generic[Record]):
         self._num_read = 0
         self._unsettled: dict[int, Record] = {}  # by number, ascending
         self._to_return: deque[Record] = deque()  # READ or LOOKED_UP
-        self._num_unresolved = 0  # batches with rows to look up whose lookup cannot be prepared ahead
         self._stepped: set[int] = set()  # steps that were submitted, from the oldest open one on
         self._last_stepped = 0
 
@@ -239,7 +235,6 @@ class BatchLedger(Generic[Record]):
                 self._unsettled[batch.number] = batch
                 self.to_look_up.append(batch)
                 self._to_return.append(batch)
-                self._num_unresolved += batch.has_rows and not batch.is_resolved
             case Event.LOOKUP_STARTED:
                 assert self.may_look_up and self.to_look_up[0] is batch and self.looking_up is None
                 if batch.has_rows:
@@ -262,8 +257,6 @@ class BatchLedger(Generic[Record]):
                 self._settle(batch, before)
         if before in _IN_LOOP and batch.state not in _IN_LOOP:
             self.in_loop.remove(batch)
-        if before in _WITHOUT_ROWS and batch.state not in _WITHOUT_ROWS:
-            self._num_unresolved -= batch.has_rows and not batch.is_resolved
 
     def _pass(self, batch: Record) -> None:
         """Record that training continues after the batch, also where it is resumed."""
@@ -372,11 +365,11 @@ class BatchLedger(Generic[Record]):
             return Stage.LOOKUP
         if Stage.UPDATE in stages and self.may_update:
             return Stage.UPDATE
-        if Stage.LOOKUP not in stages or not (is_needed or self.deterministic) or not self.may_look_up:
+        if Stage.LOOKUP in stages and not ((is_needed or self.deterministic) and self.may_look_up):
             return None
-        if self.to_look_up:
+        if Stage.LOOKUP in stages and self.to_look_up:
             return Stage.LOOKUP
-        return Stage.READ if Stage.READ in stages and not self.is_exhausted else None
+        return Stage.READ if Stage.READ in stages and self.has_room_to_read else None
 
     def start_update(self) -> Update[Record]:
         """Start the next update, or continue one that was interrupted."""
@@ -393,17 +386,20 @@ class BatchLedger(Generic[Record]):
     @property
     def has_room_to_read(self) -> bool:
         """Whether another batch may be read ahead: as many wait for their lookup as may be open."""
-        return min(len(self.to_look_up), len(self._to_return)) < (self.staleness + 1) * self.accumulate
+        return (
+            not self.is_exhausted
+            and min(len(self.to_look_up), len(self._to_return)) < (self.staleness + 1) * self.accumulate
+        )
 
     @property
     def must_wait_to_resolve(self) -> bool:
         """Whether a batch that could not be resolved is being looked up: its successor may be resolved after that."""
-        return self.looking_up is not None and self.looking_up.has_rows and not self.looking_up.is_resolved
+        return self.looking_up is not None and not self.looking_up.is_resolved
 
     @property
     def may_resolve(self) -> bool:
         """Whether the next batch may be resolved: not before an earlier one that must still be looked up as a whole."""
-        return not self._num_unresolved
+        return not self.to_look_up or self.to_look_up[-1].is_resolved
 
     @property
     def is_ready(self) -> bool:

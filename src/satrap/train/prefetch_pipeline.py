@@ -40,11 +40,14 @@ _INTERRUPTED = (
 )
 _CLOSE_SECONDS = 10.0  # a reader that takes longer is reported, and ends with the process
 _CLOSED = "this stream was closed: start another one with embeddings.stream(...)"
-_TABLES = (Stage.UPDATE, Stage.LOOKUP)
+_READ, _TABLES = (Stage.READ,), (Stage.UPDATE, Stage.LOOKUP)
 
 
 class TableWork(Protocol[Record]):
     """What a pipeline does with a batch; the caller's thread and the pipeline's threads call it."""
+
+    resolves_ahead: bool
+    """Whether `resolve` may have something to do."""
 
     def new(self, inputs: Inputs) -> Record:
         """Return the record of a batch that was read."""
@@ -90,14 +93,12 @@ class PrefetchPipeline(Generic[Record]):
         self._num_alive = 0  # threads that still run
         self._process = os.getpid()
         if overlap:
-            work: dict[str, Callable[[], None]] = {"read": self._read_ahead}
+            work: dict[str, Sequence[Stage]] = {"read": _READ, "tables": _TABLES}
             if remote and ledger.allows_overlap:
-                work |= {f"{stage.value}s": partial(self._work, (stage,)) for stage in _TABLES}
-            else:
-                work["tables"] = partial(self._work, _TABLES)
-            for name, each in work.items():
-                target = partial(self._run_thread, each)
-                self._threads.append(threading.Thread(target=target, name=f"satrap-{name}", daemon=True))
+                work = {"read": _READ, "lookups": (Stage.LOOKUP,), "updates": (Stage.UPDATE,)}
+            for name, stages in work.items():
+                thread = threading.Thread(target=self._run_thread, args=(stages,), name=f"satrap-{name}", daemon=True)
+                self._threads.append(thread)
             self._num_alive = len(self._threads)
             with Uninterrupted():
                 for thread in self._threads:
@@ -109,7 +110,7 @@ class PrefetchPipeline(Generic[Record]):
         """Return the next batch, or None at the end: the same one until its event says that the user has it. A batch
         whose lookup needs the user's step first comes without its rows."""
         ledger = self._ledger
-        with self._inside() as held:
+        with self._locked(is_timed=True) as held:
             while True:
                 if ledger.offered is None:
                     self._raise_error()
@@ -145,7 +146,7 @@ class PrefetchPipeline(Generic[Record]):
     def look_up(self, batch: Record) -> bool:
         """Wait until a batch that was returned before its lookup is looked up; return False if the user must step or
         drop another batch first."""
-        with self._inside() as held:
+        with self._locked(is_timed=True) as held:
             while batch.state is State.AHEAD:
                 self._raise_error()
                 if self._is_closed:
@@ -159,7 +160,7 @@ class PrefetchPipeline(Generic[Record]):
     def needs_user(self) -> bool:
         """Return whether the user must step or drop a batch before the next lookup."""
         ledger = self._ledger
-        with self._inside() as held:
+        with self._locked(is_timed=True) as held:
             while self._threads and not (ledger.is_ready or ledger.is_over or ledger.is_stuck or self._is_closed):
                 self._wait(held)
             return ledger.is_stuck and not ledger.is_ready and not self._is_closed
@@ -168,7 +169,7 @@ class PrefetchPipeline(Generic[Record]):
         """Return whether no batch with rows comes after the one that was returned last, or is about to be. Reads one
         batch ahead to find out."""
         ledger = self._ledger
-        with self._inside() as held:
+        with self._locked(is_timed=True) as held:
             while ledger.another is None and not (ledger.is_exhausted or self._is_closed):
                 self._wait(held) if self._threads else self._run(Stage.READ, held)
             return ledger.is_exhausted if ledger.another is None else not ledger.another.has_rows
@@ -176,7 +177,7 @@ class PrefetchPipeline(Generic[Record]):
     def submit(self, update: Update[Record], taken: Callable[[], None] = lambda: None) -> None:
         """Take over an update, and call `taken` in that moment. Without threads the update is applied before this
         returns, unless its order makes it wait."""
-        with self._inside() as held:
+        with self._locked(is_timed=True) as held:
             self._raise_error()
             self._ledger.submit(update)
             taken()
@@ -254,9 +255,10 @@ class PrefetchPipeline(Generic[Record]):
             close()
 
     @contextmanager
-    def _locked(self) -> Iterator[Uninterrupted]:
+    def _locked(self, *, is_timed: bool = False) -> Iterator[Uninterrupted]:
         """Hold the lock and defer interrupts for a call of the user, so that an interrupt cannot leave the lock
-        held."""
+        held. is_timed: add the time to `seconds_inside`."""
+        start = time.perf_counter()
         if os.getpid() != self._process:
             raise ForkError(
                 f"this stream was started in process {self._process}, and its fork {os.getpid()} has none of its "
@@ -266,17 +268,10 @@ class PrefetchPipeline(Generic[Record]):
             if self._paused == threading.get_ident():  # `pause` exits, or an interrupt cut its exit short
                 self._paused = None
                 self._changed.notify_all()
-            yield held
-
-    @contextmanager
-    def _inside(self) -> Iterator[Uninterrupted]:
-        """Do the same as `_locked`, and count the time."""
-        start = time.perf_counter()
-        try:
-            with self._locked() as held:
+            try:
                 yield held
-        finally:
-            self.seconds_inside += time.perf_counter() - start
+            finally:
+                self.seconds_inside += is_timed * (time.perf_counter() - start)
 
     def _wait(self, held: Uninterrupted) -> None:
         """Wait for a change, but only briefly; raise a deferred interrupt."""
@@ -293,11 +288,12 @@ class PrefetchPipeline(Generic[Record]):
     # -- work; the lock is held, except inside `allow` and where a thread says so --------------------------------------
 
     def _choose(self, stages: Sequence[Stage], *, is_needed: bool) -> Stage | None:
-        return None if self._paused is not None else self._ledger.choose(stages, is_needed=is_needed)
+        may_work = self._paused is None or stages is _READ  # a pause keeps table work from running
+        return self._ledger.choose(stages, is_needed=is_needed) if may_work else None
 
     def _do_one(self, held: Uninterrupted, is_needed: bool) -> bool:
         """Do one piece of work in the caller's thread; return False if none is allowed."""
-        stage = self._choose((*_TABLES, Stage.READ), is_needed=is_needed)
+        stage = self._choose((*_TABLES, *_READ), is_needed=is_needed)
         if stage is None:
             return False
         self._run(stage, held)
@@ -321,7 +317,7 @@ class PrefetchPipeline(Generic[Record]):
     def _start(self, stage: Stage) -> Callable[[], Any]:
         """Return the work of a stage, which may run without the lock."""
         if stage is Stage.READ:
-            return partial(next, self._inputs, None)
+            return self._read
         if stage is Stage.UPDATE:
             return self._ledger.start_update().apply
         batch = self._ledger.start_lookup()
@@ -329,19 +325,19 @@ class PrefetchPipeline(Generic[Record]):
 
     def _end(self, stage: Stage, result: Any) -> None:
         """Record that the work of a stage is done."""
-        if stage is Stage.READ:
-            self._admit(None if result is None else self._tables.new(result))
+        if stage is Stage.READ and result is None:
+            self._ledger.is_exhausted = True
+        elif stage is Stage.READ:
+            self._ledger.handle(Event.READ, result)
         elif stage is Stage.UPDATE:
             self._ledger.end_update()
         else:
             assert self._ledger.looking_up is not None
             self._ledger.handle(Event.LOOKED_UP, self._ledger.looking_up)
 
-    def _admit(self, batch: Record | None) -> None:
-        if batch is None:
-            self._ledger.is_exhausted = True
-        else:
-            self._ledger.handle(Event.READ, batch)
+    def _read(self) -> Record | None:
+        inputs = next(self._inputs, None)
+        return None if inputs is None else self._tables.new(inputs)
 
     def _timed(self, stage: Stage, work: Callable[[], Any]) -> Any:
         start = time.perf_counter()
@@ -362,48 +358,13 @@ class PrefetchPipeline(Generic[Record]):
 
     # -- the threads --------------------------------------------------------------------------------------------------
 
-    def _run_thread(self, work: Callable[[], None]) -> None:
+    def _run_thread(self, stages: Sequence[Stage]) -> None:
         try:
-            work()
+            self._work(stages)
         finally:
             with self._changed:
                 self._num_alive -= 1
                 self._changed.notify_all()
-
-    def _read_ahead(self) -> None:
-        ledger = self._ledger
-        try:
-            while True:
-                with self._changed:
-                    self._changed.wait_for(lambda: ledger.has_room_to_read or self._is_closed)
-                    if self._is_closed:
-                        return
-                inputs = self._timed(Stage.READ, self._start(Stage.READ))
-                batch = None if inputs is None else self._tables.new(inputs)
-                if batch is not None:
-                    self._resolve(batch)
-                with self._changed:
-                    self._is_resolving = False
-                    self._admit(batch)
-                    self._changed.notify_all()
-                    if batch is None:
-                        return
-        except BaseException as error:
-            with self._changed:
-                self._is_resolving = False
-                self._fail(Stage.READ, error)
-
-    def _resolve(self, batch: Record) -> None:
-        """Resolve a batch unless an earlier one must be looked up as a whole, or the pipeline is closed."""
-        ledger = self._ledger
-        with self._changed:
-            self._changed.wait_for(
-                lambda: self._is_closed or (self._paused is None and not ledger.must_wait_to_resolve)
-            )
-            self._is_resolving = ledger.may_resolve and not self._is_closed
-            at = ledger.step_read_next, ledger.oldest_open
-        if self._is_resolving:
-            self._tables.resolve(batch, *at)
 
     def _work(self, stages: Sequence[Stage]) -> None:
         """Run the given stages as work for them comes, until the pipeline is closed."""
@@ -416,15 +377,32 @@ class PrefetchPipeline(Generic[Record]):
                     if self._is_closed or choice is None:
                         return
                     stage = choice
-                    self._running.add(stage)
+                    if stage is not Stage.READ:
+                        self._running.add(stage)
                     work = self._start(stage)
                     self._changed.notify_all()
-                self._timed(stage, work)
+                result = self._timed(stage, work)
+                if stage is Stage.READ and result is not None and self._tables.resolves_ahead:
+                    self._resolve(result)
                 with self._changed:
-                    self._end(stage, None)
+                    self._end(stage, result)
                     self._running.discard(stage)
+                    self._is_resolving &= stage is not Stage.READ
                     self._changed.notify_all()
         except BaseException as error:
             with self._changed:
                 self._running.discard(stage)
+                self._is_resolving &= stage is not Stage.READ
                 self._fail(stage, error)
+
+    def _resolve(self, batch: Record) -> None:
+        """Resolve a batch unless an earlier one must be looked up as a whole, or the pipeline is closed."""
+        ledger = self._ledger
+        with self._changed:
+            self._changed.wait_for(
+                lambda: self._is_closed or (self._paused is None and not ledger.must_wait_to_resolve)
+            )
+            self._is_resolving = ledger.may_resolve and not self._is_closed
+            at = ledger.step_read_next, ledger.oldest_open
+        if self._is_resolving:
+            self._tables.resolve(batch, *at)

@@ -37,7 +37,7 @@ from satrap.device import triton_initial
 from satrap.device import triton_kernels as kernels
 from satrap.device.home_memory import HomeMemory, RowLayout
 from satrap.device.initial_values import InitialValues
-from satrap.device.runs import PooledFeatures, Runs
+from satrap.device.runs import PooledFeatures, RowUpdate, Runs
 
 OPTIMIZERS: dict[str, Any] = {
     "SGD": SGD(lr=0.1),
@@ -84,11 +84,13 @@ def launch_update(launch: Launch, runs: Runs | None = None, lr: float = 0.1, ste
         torch.zeros(_FRAMES, state_dim(optimizer, launch.dim)),
         runs or runs_of(launch, _FRAMES),
         torch.zeros(_SAMPLES * _FEATURES * launch.dim),
-        optimizer,
-        lr,
-        0.5 if "scaled" in launch.options else 1.0,
-        step,
-        skip_nonfinite="skip" in launch.options,
+        RowUpdate(
+            optimizer=optimizer,
+            lr=lr,
+            scale=0.5 if "scaled" in launch.options else 1.0,
+            step=step,
+            skip_nonfinite="skip" in launch.options,
+        ),
     )
 
 

@@ -51,7 +51,7 @@ def contents(store: Store) -> dict[str, Any]:
     engine = store._engine
     buckets = engine.num_buckets(0)
     return {
-        "rows": by_id(engine.export_rows(0, 0, buckets, 0)),
+        "rows": by_id(store._slot.rows.export_rows(0, 0, buckets, 0)),
         "sightings": by_id(engine.export_sightings(0, 0, buckets)),
         "lr": store.lr,
         "latest_step": store.latest_step,

@@ -120,7 +120,7 @@ def test_servers_let_go_of_the_cut_of_a_killed_trainer(tmp_path: Path, is_replac
         held = stack.enter_context(held_writers())
 
         def old_bytes() -> list[int]:
-            states = [each._state for each in servers]
+            states = [each._fence.state for each in servers]
             return [0 if state is None else state.engine.cut_figures()["bytes"] for state in states]
 
         published = killed_in_a_save(tmp_path / "run", addresses, held, old_bytes)

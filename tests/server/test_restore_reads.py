@@ -48,7 +48,7 @@ class Cluster:
         return list(self.worker.servers.call_all(name, *arguments, patient=True))
 
     def open_files(self) -> list[bool]:
-        return [server._state is not None and server._state.verified is not None for server in self.servers]
+        return [server._fence.state is not None and server._fence.state.verified is not None for server in self.servers]
 
 
 @pytest.fixture

@@ -66,7 +66,7 @@ def test_rows_expire_on_servers_that_a_batch_leaves_alone(tmp_path: Path) -> Non
             assert len(worker.tables["t"]) == len(local.tables["t"])
         cut = worker.tables.take_cut()
         assert cut.write({"t": tmp_path / "t"}, is_full=True) == {"t": 1}
-        states = [each._state for each in servers]
+        states = [each._fence.state for each in servers]
         assert not any(kept for each in states if each for kept in each.tickets.values()), (
             "a lookup without ids leaves no ticket"
         )

@@ -23,7 +23,7 @@ from satrap.monitor.samples import call_samples
 from satrap.rpc import Client, Origin, Service
 from satrap.server.protocol import ServerCalls
 from satrap.server.server import Server
-from satrap.server.status_calls import server_samples
+from satrap.server.status import server_samples
 from satrap.table.snapshot import verified_file
 from scrape import Numbers, get, number, scrape
 
@@ -184,7 +184,7 @@ def test_a_restore_in_progress_is_shown_and_delays_no_status(tmp_path: Path, mon
 def test_tables_that_a_restore_removes_meanwhile_are_left_out() -> None:
     server = Server(num_threads=1)
     with served(server) as (service, url), sharded_worker(one_table(), [service.address]):
-        state = server._state
+        state = server._fence.state
         assert state is not None
         tables = state.tables
         del state.tables

@@ -185,7 +185,7 @@ def _server(options: argparse.Namespace) -> Iterator[str]:
     from satrap.server.migration.departure import Departure
     from satrap.server.protocol import ServerCalls
     from satrap.server.server import Server
-    from satrap.server.status_calls import server_samples
+    from satrap.server.status import server_samples
 
     wait_for_stop = _StopSignals()
     _check_listening(options)

@@ -29,7 +29,7 @@ from satrap.device.device_rows import LARGEST, largest_of
 from satrap.device.device_stream import DeviceStream, to_device, to_host
 from satrap.device.exchange import Exchange, LaunchOrder, RoundThread
 from satrap.device.owned_rows import LookupTime, OwnedRows, OwnTables
-from satrap.device.runs import PooledFeatures, Runs
+from satrap.device.runs import PooledFeatures, RowUpdate, Runs
 from satrap.device.segments import TableGroups, send_to_all
 from satrap.device.torch_device import kernels_of
 from satrap.errors import StreamError, TicketError
@@ -41,7 +41,6 @@ from satrap.worker.sharded_tables import ShardedTables
 from satrap.worker.worker import Worker
 
 _CLOSE_SECONDS = 0.5
-_SUM = SGD(lr=1.0)  # with a rate of -1, on values of -0.0: adds the gradient, without rounding
 
 
 @dataclass(slots=True, eq=False)
@@ -289,14 +288,15 @@ class CollectiveRows(Rows):
         laid_out, found = self._split.runs(splits, given, self._owners, num_owners, self._groups.numbers)
         ids, counts = _sent(laid_out)
         runs = Runs.to_device(found, self.device)
-        sums = []
+        # On values of -0.0, a step of rate -1 adds the gradient, without rounding.
+        how, sums = RowUpdate(optimizer=SGD(lr=1.0), lr=-1.0, scale=scale, step=1), []
         for (_, dim), tables, sent in zip(
             self._groups.layouts, self._groups.tables, self._groups.counts(counts), strict=True
         ):
             values = torch.full((sum(sent), dim), -0.0, device=self.device)
             for table in tables:
                 of_table = runs.of_tables(range(table, table + 1))
-                self._kernels.update(values, values[:, :0], of_table, flat, _SUM, -1.0, scale, 1, skip_nonfinite=False)
+                self._kernels.update(values, values[:, :0], of_table, flat, how)
             sums.append(values)
         return UpdatePart(*send_to_all(self._to_all, self._rank, ids, counts), sums, rates, bound)
 

@@ -1,14 +1,14 @@
-"""An engine whose rows are on a device: what `_core.Engine` is to a Store, a TableGroup and a snapshot.
+"""Rows on a device, whose directory is an engine: implements `satrap.table.engine.RowAccess`.
 
-The core's engine knows the frame of each row. This object adds what is in the frames, wherever a caller reads or writes
-rows, and passes every other call on.
+The core's engine knows the frame of each row, and all that a row has but its numbers. This object adds what is in the
+frames. It also orders what calls do on the device: frames are chosen, rows moved, initialised and used.
 """
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, cast
+from typing import Any, Never
 
 import numpy as np
 import torch
@@ -76,9 +76,6 @@ Owed = Callable[[], "Sequence[Owed] | None"]
 class DeviceEngine:
     """The engine of some tables, and the memory of their rows."""
 
-    keeps_cuts = False
-    """A save must be complete before training continues; see `export_cut`."""
-
     def __init__(
         self,
         tables: Sequence[Table],
@@ -116,12 +113,7 @@ class DeviceEngine:
 
     def slots(self, seed: int) -> list[Slot]:
         """Return the tables for a TableGroup."""
-        return slots_of(cast(_core.Engine, self), self.tables, seed)
-
-    def __getattr__(self, name: str) -> Any:
-        if name == "core":  # an object that is being copied has none yet
-            raise AttributeError(name)
-        return getattr(self.core, name)
+        return slots_of(self.core, self.tables, seed, self)
 
     @contextmanager
     def exclusive(self, counts: NDArray[np.int64] | None = None) -> Iterator[None]:
@@ -275,7 +267,7 @@ class DeviceEngine:
                 f"table {self.tables[table].name!r}: a row was removed while it was saved; save between two steps"
             )
 
-    # -- as an engine --------------------------------------------------------------------------------------------------
+    # -- as RowAccess --------------------------------------------------------------------------------------------------
 
     def read(
         self,
@@ -285,7 +277,6 @@ class DeviceEngine:
         state: NDArray[np.float32],
         present: NDArray[np.bool_],
     ) -> None:
-        """Fill the lines of ids that have a row."""
         with self.in_order():
             places = self.core.read_frames(table, ids)
             present[:] = places != -1
@@ -295,7 +286,7 @@ class DeviceEngine:
             present[present] = found
             values[present], state[present] = self.memory(table).as_floats(whole)[found], whole_state[found]
 
-    def next_step(self) -> int:
+    def next_step(self) -> Never:
         """Refuse: a store's lookup wants to train."""
         raise InputError(
             f"the rows are on {self.device}, where only a stream of `Embeddings` trains them: pass train=False"
@@ -312,7 +303,7 @@ class DeviceEngine:
         ticket: bool,
         first_epoch: bool = True,
     ) -> None:
-        """Fill `out` with the rows of the ids of each table, one after another. Without training only."""
+        """Without training only."""
         if train:
             self.next_step()
         flat, at = np.asarray(out).reshape(-1), 0
@@ -328,12 +319,11 @@ class DeviceEngine:
             flat[at : at + values.size] = values.reshape(-1)
             at += values.size
 
-    def prepare(self, *_: object) -> None:
+    def prepare(self, ids: NDArray[np.uint64], offsets: NDArray[np.int64]) -> Never:
         """Refuse: there is no flat update on a device."""
         raise InputError(f"the rows are on {self.device}, where only a stream of `Embeddings` updates them")
 
     def export_rows(self, table: int, first: int, last: int, since: int) -> dict[str, NDArray[Any]]:
-        """Return the rows of some buckets as columns, as the core does."""
         with self.in_order():
             columns = self.core.export_rows(table, first, last, since)
             part = self.memory(table).read(columns.pop("frame"))
@@ -341,8 +331,8 @@ class DeviceEngine:
         return columns
 
     def export_cut(self, table: int, first: int, last: int, since: int) -> dict[str, Any]:
-        """Return the rows of some buckets as columns, as the core does. They are those of this moment: rows are changed
-        in place, on the device and at home, and nothing keeps what they were at the cut."""
+        """Return the rows of this moment: they are changed in place, on the device and at home, and nothing keeps what
+        they were at the cut."""
         with self.in_order():
             columns: dict[str, Any] = self.core.export_cut(table, first, last, since)
             part = self.memory(table).read(columns.pop("frame"))
@@ -357,7 +347,6 @@ class DeviceEngine:
         values: NDArray[Any],
         state: NDArray[np.float32],
     ) -> None:
-        """Insert or replace rows."""
         counts = np.zeros(len(self.tables), np.int64)
         counts[table] = len(ids)
         with self.in_order(counts):
@@ -379,7 +368,6 @@ class DeviceEngine:
         return counts
 
     def check(self, table: int) -> None:
-        """Raise AssertionError if an invariant does not hold."""
         self.core.check(table)
         with self.exclusive():
             self.core.check_frames()

@@ -27,7 +27,7 @@ from satrap.device.device_ids import DeviceIds, DeviceReader, IdLayout, ids_of
 from satrap.device.device_memory import DeviceMemory
 from satrap.device.device_stream import new_stream, to_device, to_host
 from satrap.device.row_memory import RowMemory
-from satrap.device.runs import DeviceTicket, Given, PooledFeatures, Runs, SortedGradients
+from satrap.device.runs import DeviceTicket, Given, PooledFeatures, RowUpdate, Runs, SortedGradients
 from satrap.device.torch_device import kernels_of, require_possible, resolve_device
 from satrap.errors import TicketError
 from satrap.table.engine import Slot
@@ -36,8 +36,8 @@ from satrap.worker.rows import BagRequest, Rows, TicketGradients, UpdateRequest,
 from satrap.worker.worker import Worker, require_features
 
 LARGEST = float(np.finfo(np.float32).max)
-_Group = tuple[range, Optimizer, float, bool]
-"""Tables that one kernel updates, their optimizer and rate, and whether to skip gradients that are not finite."""
+_Group = tuple[range, RowUpdate]
+"""Tables that one kernel updates, and how."""
 
 
 class DeviceRows(Rows):
@@ -107,7 +107,7 @@ class DeviceRows(Rows):
             if found is None:
                 request = replace(request, tickets=[self._as_core(ticket) for ticket in request.tickets])
             skips = found is None and self._check(request, scale)
-            groups = list(self._fused_tables(dict(request.lrs), skips=skips))
+            groups = list(self._fused_tables(dict(request.lrs), scale, request.step, skips=skips))
 
             def record() -> Owed:
                 core = self._engine.core
@@ -118,7 +118,7 @@ class DeviceRows(Rows):
                     runs = core.update_id_frames(ids, found.grouped.offsets, numbers, request.step, False)
                 for ticket in sorted_there:
                     ticket.used = True
-                return partial(self._steps, runs, groups, [flat] * len(groups), scale, request.step, found)
+                return partial(self._steps, runs, groups, [flat] * len(groups), found)
 
             self._engine.owe(record)
 
@@ -246,7 +246,7 @@ class DeviceRows(Rows):
         parts = [part.reshape(-1) for block, sequences in gradients for part in (block, *sequences) if part is not None]
         return parts[0] if len(parts) == 1 else torch.cat(parts or [self.empty(0, 0).view(-1)])
 
-    def _fused_tables(self, lrs: dict[int, float], *, skips: bool) -> Iterator[_Group]:
+    def _fused_tables(self, lrs: dict[int, float], scale: float, step: int, *, skips: bool) -> Iterator[_Group]:
         """Yield tables that one kernel updates: neighbours with one memory, optimizer and rate."""
 
         def same(number: int) -> tuple[int, Optimizer, float, bool]:
@@ -254,16 +254,16 @@ class DeviceRows(Rows):
             return id(self._engine.memory(number)), table.optimizer, lr, skips and table.on_nonfinite == "skip"
 
         for (_, optimizer, lr, skip), numbers in groupby(range(len(self._tables)), same):
-            first, *others = numbers
-            yield range(first, [first, *others][-1] + 1), optimizer, lr, skip
+            begin, *others = numbers
+            first = self._engine.memory(begin).layout.first
+            how = RowUpdate(optimizer=optimizer, lr=lr, scale=scale, step=step, skip_nonfinite=skip, first=first)
+            yield range(begin, [begin, *others][-1] + 1), how
 
     def _steps(
         self,
         found: dict[str, Any],
         groups: list[_Group],
         flats: Sequence[Tensor],
-        scale: float,
-        step: int,
         gradients: SortedGradients | None = None,
     ) -> Sequence[Owed]:
         """Copy the runs of an update to the device; return the step of each group of tables. flats: the gradients of
@@ -271,30 +271,26 @@ class DeviceRows(Rows):
         runs = Runs.to_device(found, self.device) if gradients is None else gradients.runs(found, self.device)
         work: list[Owed] = []
         for group, flat in zip(groups, flats, strict=True):
-            work.append(partial(self._step, runs, group, flat, scale, step))
+            work.append(partial(self._step, runs, group, flat))
             places = found["frames"][slice(*(found["tables"][i] for i in (group[0].start, group[0].stop)))]
             if len(at_home := np.flatnonzero(places < -1)):
                 part = runs.of_tables(group[0]).take(at_home)
-                work.append(partial(self._step_at_home, part, places[at_home], group, flat, scale, step))
+                work.append(partial(self._step_at_home, part, places[at_home], group, flat))
         return work
 
-    def _step(self, runs: Runs, group: _Group, flat: Tensor, scale: float, step: int) -> Sequence[Owed]:
+    def _step(self, runs: Runs, group: _Group, flat: Tensor) -> Sequence[Owed]:
         """Sum the gradients of some tables' rows, and apply their optimizer."""
-        tables, optimizer, lr, skip = group
-        memory, part = self._engine.memory(tables.start), runs.of_tables(tables)
-        how = {"skip_nonfinite": skip, "first": memory.layout.first}
-        summed = self._kernels.update(memory.values, memory.state, part, flat, optimizer, lr, scale, step, **how)
-        return [] if summed is None else [partial(self._settle, runs, tables, summed, step)]
+        tables, how = group
+        memory = self._engine.memory(tables.start)
+        summed = self._kernels.update(memory.values, memory.state, runs.of_tables(tables), flat, how)
+        return [] if summed is None else [partial(self._settle, runs, tables, summed, how.step)]
 
-    def _step_at_home(
-        self, runs: Runs, places: NDArray[np.int32], group: _Group, flat: Tensor, scale: float, step: int
-    ) -> None:
+    def _step_at_home(self, runs: Runs, places: NDArray[np.int32], group: _Group, flat: Tensor) -> None:
         """Do a step of rows that are at home, by copies on the device."""
-        tables, optimizer, lr, skip = group
+        tables, how = group
         memory = self._engine.memory(tables.start)
         rows = memory.staged(places)
-        how = {"skip_nonfinite": skip, "first": memory.layout.first}
-        self._kernels.update(rows.values, rows.state, runs, flat, optimizer, lr, scale, step, **how)
+        self._kernels.update(rows.values, rows.state, runs, flat, how)
         memory.send_home(rows, places)
 
     def _settle(self, runs: Runs, tables: range, summed: Tensor, step: int) -> Sequence[Owed]:

@@ -118,14 +118,14 @@ class OwnedRows(DeviceRows):
             )
         with self._engine.in_order():
             skips = not bound < LARGEST and self._check_sums(joined, sums, len(counts))  # it may be a NaN
-            groups = list(self._fused_tables(dict(enumerate(lrs)), skips=skips))
-            flats = [sums[self._groups.numbers[tables.start]].reshape(-1) for tables, *_ in groups]
+            groups = list(self._fused_tables(dict(enumerate(lrs)), 1.0, step, skips=skips))
+            flats = [sums[self._groups.numbers[tables.start]].reshape(-1) for tables, _ in groups]
 
             def record() -> Owed:
                 found = self._engine.core.update_id_frames(
                     joined.ids, joined.offsets, places.astype(np.int32), step, skips
                 )
-                return partial(self._steps, found, groups, flats, 1.0, step)
+                return partial(self._steps, found, groups, flats)
 
             self._engine.owe(record)
 

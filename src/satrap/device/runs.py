@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from satrap.config.features import Features
+from satrap.config.optimizers import Optimizer
 from satrap.device.device_ids import DeviceIds, GroupedIds, IdLayout, bags_of
 from satrap.device.device_stream import to_device
 from satrap.device.exact import sqrt
@@ -80,6 +81,21 @@ class Runs:
             keys=None if self.keys is None else self.keys[at],
             ids=None if self.ids is None else self.ids[runs],
         )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowUpdate:
+    """What is done with the gradients of runs: their sums, and the step of the optimizer of each row."""
+
+    optimizer: Optimizer
+    lr: float
+    scale: float = 1.0
+    """The factor of each gradient."""
+    step: int
+    skip_nonfinite: bool = False
+    """Whether to leave out a gradient that is not finite, and all of a run whose sum is not."""
+    first: int = 0
+    """The element of the whole row that the first value of these rows is."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -165,7 +165,7 @@ class ServerCalls(Protocol):
         """Check the table's invariants; AssertionError if one is broken."""
 
     def status(self, origin: Origin) -> dict[str, Any]:
-        """Return the server's state, which `satrap.server.status_calls` describes. Changes nothing, waits for no other
+        """Return the server's state, which `satrap.server.status` describes. Changes nothing, waits for no other
         call, and needs no job, attempt or shard map."""
 
     # -- calls of `satrap.server.migration.coordinator`. Buckets are numbered over all tables. `migration` is a random

@@ -14,15 +14,15 @@ _WRITERS = 2048
 """The windows of trainer r's writes are those of trainer number 2048 + r: a run has fewer trainers."""
 
 
-class RowCalls(CallFence):
+class RowCalls:
     """The part of `satrap.server.protocol.ServerCalls` that writes rows and lists their ids."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, fence: CallFence) -> None:
+        self._fence = fence
         self._writes = threading.Lock()  # a write and the mark that it is done are one
 
     def write(self, origin: Origin, table: int, ids: Ids, values: Floats, state: Floats, has_state: bool) -> None:
-        with self._admit(origin) as server_state, self._writes:
+        with self._fence.admit(origin) as server_state, self._writes:
             engine, store = server_state.engine, server_state.store(table)
             config, writer = server_state.job.tables, _WRITERS + origin.trainer
             if any(engine.finished(writer, origin.step + later) for later in range(_core.WINDOW_STEPS)):
@@ -36,5 +36,5 @@ class RowCalls(CallFence):
             engine.finish(writer, origin.step)
 
     def bucket_ids(self, origin: Origin, table: int, bucket: int) -> Ids:
-        with self._admit(origin, reads=True) as server_state:
+        with self._fence.admit(origin, reads=True) as server_state:
             return server_state.store(table).bucket_ids(bucket)

@@ -24,6 +24,7 @@ from satrap.server.migration.participant import MigrationParticipant
 from satrap.server.protocol import Coded, Floats, Ids, Offsets
 from satrap.server.step_barrier import StepBarrier
 from satrap.sharding.shard_map import NO_MEMBER, ShardMap
+from satrap.table.engine import RowAccess
 from satrap.table.group_cut import GroupCut
 from satrap.table.store import Store
 from satrap.table.table_group import Chains, TableGroup
@@ -112,6 +113,7 @@ class ServerState:
     job: Job
     tables: TableGroup
     engine: Engine
+    rows: RowAccess
     shard_map: ShardMap
     number: int
     """This server's number in the shard map."""
@@ -150,7 +152,7 @@ class ServerState:
             return None, FencingToken()
         stored = json.loads(note)
         token = FencingToken(stored["fencing_token"], stored["token_holder"])
-        return cls(job, tables, engine, ShardMap.from_dict(stored["shard_map"]), stored["number"]), token
+        return cls(job, tables, engine, engine, ShardMap.from_dict(stored["shard_map"]), stored["number"]), token
 
     def store(self, table: int) -> Store:
         names = list(self.tables)

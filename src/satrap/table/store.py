@@ -214,7 +214,7 @@ class Store:
         values = np.zeros((len(id_array), self.table.dim), np.float32)
         state = np.zeros((len(id_array), self.state_dim), np.float32)
         present = np.zeros(len(id_array), np.bool_)
-        self._engine.read(self._slot.index, id_array, values, state, present)
+        self._slot.rows.read(self._slot.index, id_array, values, state, present)
         return StoredRows(values, state, present)
 
     def write(self, ids: ArrayLike, values: ArrayLike, state: ArrayLike | None = None) -> None:
@@ -270,11 +270,11 @@ class Store:
         A lookup that raises CapacityError has stopped half way: after it `lookups` may be more than hits, inserted and
         refused together. Its step is taken nevertheless, as `latest_step` shows.
         """
-        return self._engine.stats(self._slot.index)
+        return self._slot.rows.stats(self._slot.index)
 
     def check(self) -> None:
         """Check every invariant of the whole table; raise AssertionError on a violation, which is a bug in Satrap."""
-        self._engine.check(self._slot.index)
+        self._slot.rows.check(self._slot.index)
 
     # -- saving and loading ------------------------------------------------------------------------------------------
 
@@ -384,11 +384,11 @@ class Store:
     def _look_up(self, ids: ArrayLike, **options: Any) -> tuple[NDArray[np.float32], Any]:
         id_array = array_args.as_ids(self._where, ids)
         shape = (len(id_array), self.table.dim)
-        return look_up(self._where, self._engine, id_array, self._offsets(len(id_array)), shape, **options)
+        return look_up(self._where, self._slot, id_array, self._offsets(len(id_array)), shape, **options)
 
     def _prepare(self, ids: ArrayLike) -> Ticket:
         id_array = array_args.as_ids(self._where, ids)
-        return self._engine.prepare(id_array, self._offsets(len(id_array)))
+        return self._slot.rows.prepare(id_array, self._offsets(len(id_array)))
 
     def _offsets(self, n: int) -> NDArray[np.int64]:
         offsets = np.zeros(self._slot.num_tables + 1, np.int64)

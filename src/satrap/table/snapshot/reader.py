@@ -205,7 +205,7 @@ class Snapshot:
             match verified.file.kind:
                 case "rows":
                     state = columns.get("state", np.empty((len(columns["id"]), 0), np.float32))
-                    engine.import_rows(index, columns["id"], columns["step"], columns["values"], state)
+                    slot.rows.import_rows(index, columns["id"], columns["step"], columns["values"], state)
                 case "sightings":
                     engine.import_sightings(index, columns["id"], columns["step"], columns["count"], clear=False)
                 case "removed":
@@ -287,7 +287,7 @@ def _changed_since(slot: Slot, version: int) -> bool:
     """Return whether a row was changed or removed at this version; read every row's mark if none was."""
     engine, index = slot.engine, slot.index
     return any(
-        engine.export_rows(index, b, b + 1, version)["id"].size > 0  # first, because it removes what has expired
+        slot.rows.export_rows(index, b, b + 1, version)["id"].size > 0  # first, because it removes what has expired
         or np.asarray(engine.export_removed(index, b, b + 1, version)).size > 0
         for b in range(engine.num_buckets(index))
     )

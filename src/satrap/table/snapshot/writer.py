@@ -254,7 +254,7 @@ class _Saver:
             self.cut.require_not_cancelled()
             match kind:
                 case "rows":
-                    found = engine.export_cut(index, first, last, since)
+                    found = self.slot.rows.export_cut(index, first, last, since)
                     with self.lock:
                         self.rows += found.pop("alive")
                         self.removed[first] = found.pop("removed")

@@ -87,10 +87,6 @@ class Share:
         begin = self.rank * self.num_samples
         return np.ascontiguousarray(numbers[:, begin : begin + self.num_samples])
 
-    def gradients(self, dim: int) -> Floats:
-        """Return its part of `gradients`."""
-        return gradients(dim)[self.rank * self.num_ids :][: self.num_ids]
-
     def sample_gradients(self, dim: int) -> Floats:
         """Return `gradients` of its samples, [samples, 26 * dim], times the ranks, which a mean over all undoes."""
         by_feature = gradients(dim).reshape(NUM_FEATURES, SAMPLES, dim)[:, self.rank * self.num_samples :]

@@ -211,6 +211,7 @@ def main() -> None:
     job = json.loads(sys.argv[1])
     raise_message_limit()
     paddle.enable_static()
+    paddle.seed(7)
     fleet.init(fleet.PaddleCloudRoleMaker(is_collective=False), is_collective=False)
     loss = build(paddle, fleet, job)
     if fleet.is_server():

@@ -79,10 +79,8 @@ def plan_with_peers(ours: dict[str, str], mode: str, peers: Sequence[str]) -> Pl
         cores = group[0].num_threads
         planned = [(ours, form) for form in satrap_forms(cores)]
         for peer, form in product(peers, peer_forms(cores)):
-            if form.num_processes == 1:
+            if form.num_processes == 1 or mode == "train":
                 planned.append(({peer: mode}, form))
-            elif mode == "train":
-                planned.append(({peer: "train_exchanged"}, form))
         return [steps_run(group, number, batches, modes, form) for modes, form in planned]
 
     return plan

@@ -169,46 +169,43 @@ def _price(plan: Plan) -> Iterator[str]:
 
 
 def _advice(plan: Plan) -> Iterator[str]:
+    """Yield what to change if no plan reaches the requested rate."""
     if plan.meets:
         return
-    found, workload = plan.estimate, plan.workload
-    requested = workload.training.samples_per_second
+    found, training = plan.estimate, plan.workload.training
+    requested, reached, tight = training.samples_per_second, found.samples_per_second, found.bounds[0]
     yield ""
     yield (
-        f"NOT MET  no plan reaches {amount(requested)} samples/s; this one reaches {amount(found.samples_per_second)} "
-        f"({found.samples_per_second / requested:.0%})"
+        f"NOT MET  no plan reaches {amount(requested)} samples/s; this one reaches {amount(reached)} "
+        f"({reached / requested:.0%})"
     )
-    tight = found.bounds[0]
-    options = []
     for machine in exhausted(found.layout):
-        options.append(f"make more than {machine.available} {machine.name} available")
-    options.append(f"add a machine type for {tight.role}s with more of what bounds it ({tight.name})")
-    if workload.training.staleness == 0:
-        options.append("train with staleness 1 or more, which overlaps lookups, updates and the dense network")
-    if workload.training.wire == "float32" and found.layout.count("server"):
-        options.append('send rows in half the bytes: wire="float16"')
-    yield from (f"change   {option}" for option in options)
+        yield f"change   make more than {machine.available} {machine.name} available"
+    yield f"change   add a machine type for {tight.role}s with more of what bounds it ({tight.name})"
+    if training.staleness == 0:
+        yield "change   train with staleness 1 or more, which overlaps lookups, updates and the dense network"
+    if training.wire == "float32" and found.layout.count("server"):
+        yield 'change   send rows in half the bytes: wire="float16"'
 
 
 def _processes(plan: Plan) -> dict[str, dict[str, Any]]:
     """Return the count and the requests of each role's processes."""
     found = plan.estimate
-    processes = {}
-    for pool in found.layout.pools:
-        used = cores_used(found, pool, plan.workload, plan.costs)
-        for role in pool.roles:
-            processes[f"{role}s"] = {
-                "count": pool.count(role),
-                "machine": pool.machine.name,
-                "cores_in_use": used[role] / pool.each(role),
-                **asdict(found.requests[role]),
-            }
-    return processes
+    return {
+        f"{role}s": {
+            "count": pool.count(role),
+            "machine": pool.machine.name,
+            "cores_in_use": used / pool.each(role),
+            **asdict(found.requests[role]),
+        }
+        for pool in found.layout.pools
+        for role, used in cores_used(found, pool, plan.workload, plan.costs).items()
+    }
 
 
 def json_of(plan: Plan, start: Start) -> dict[str, Any]:
     """Return the plan as plain JSON types. Bytes, seconds, samples a second; prices in the list's currency."""
-    workload, found = plan.workload, plan.estimate
+    workload, found, upkeep = plan.workload, plan.estimate, plan.upkeep
     servers, batch = found.layout.count("server"), workload.training.batch_size
     return {
         "workload": workload.name,
@@ -249,10 +246,10 @@ def json_of(plan: Plan, start: Start) -> dict[str, Any]:
             for each in links_of(found, workload)
         ],
         "checkpoint": {
-            "bytes": plan.upkeep.checkpoint_bytes,
-            "save_seconds": plan.upkeep.save_seconds,
-            "pause_seconds": plan.upkeep.pause_seconds,
-            "resume_seconds": plan.upkeep.resume_seconds,
+            "bytes": upkeep.checkpoint_bytes,
+            "save_seconds": upkeep.save_seconds,
+            "pause_seconds": upkeep.pause_seconds,
+            "resume_seconds": upkeep.resume_seconds,
         },
         "alternatives": [
             {

@@ -148,9 +148,10 @@ docs: .venv/.docs
 	NO_MKDOCS_2_WARNING=1 $(bin)/python -m mkdocs build --strict --quiet
 	@echo build/site/index.html
 
-# docs/reference.md from the docstrings; docs/metrics.md and deploy/grafana from the table of metrics. Tests compare them.
+# docs/reference.md from the docstrings; docs/cli.md from the parsers; docs/metrics.md and deploy/grafana from the table of metrics. Tests compare them.
 reference: setup
 	$(bin)/python docs/reference.py
+	$(bin)/python docs/cli.py
 	$(bin)/python docs/metrics.py
 
 # The committed copy of the generated stub, for mypy and for readers; a test compares the two.

@@ -63,9 +63,10 @@ if TYPE_CHECKING:
     from satrap.table.table_group import TableGroup
     from satrap.train.batch import Batch
     from satrap.train.embeddings import Embeddings
-    from satrap.train.evaluation import Validation, auc, evaluate
+    from satrap.train.evaluation import auc, evaluate
     from satrap.train.optimizer import HybridOptimizer
     from satrap.train.stream import Stream
+    from satrap.train.validation import Validation
 
 _LATER = {
     "Batch": "train.batch",
@@ -77,7 +78,7 @@ _LATER = {
     "Reader": "serving.reader",
     "Stream": "train.stream",
     "TableGroup": "table.table_group",
-    "Validation": "train.evaluation",
+    "Validation": "train.validation",
     "auc": "train.evaluation",
     "evaluate": "train.evaluation",
 }

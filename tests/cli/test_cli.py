@@ -3,6 +3,7 @@
 import importlib.metadata
 import os
 import re
+import runpy
 import signal
 import socket
 import subprocess
@@ -114,12 +115,42 @@ def test_every_option_has_help(command: str, capsys: pytest.CaptureFixture[str])
         assert next_line or re.search(r"\S {2,}\S", option), f"{option} has no help"
 
 
+def test_the_page_of_commands_is_current(monkeypatch: pytest.MonkeyPatch) -> None:
+    path = Path(__file__).parents[2] / "docs" / "cli.md"
+    monkeypatch.setenv("COLUMNS", "0")  # the page sets it
+    assert runpy.run_path(str(path.with_suffix(".py")))["page"]() == path.read_text(), "run docs/cli.py"
+
+
 @pytest.mark.parametrize("arguments", [[], ["cure"], ["doctor", "--dim", "x"]])
 def test_misuse_is_refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as refused:
         main(arguments)
     assert refused.value.code == 2
     assert "usage: satrap" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "usage", "message"),
+    [
+        ("scale --severs 2", "satrap scale", "unrecognized arguments: --severs; did you mean --servers?"),
+        (
+            "run x.py --server 2",
+            "satrap run SCRIPT",
+            "--server; did you mean --servers?; put the script's own arguments",
+        ),
+        ("run x.py --epochs=3", "satrap run SCRIPT", "--epochs=3; put the script's own arguments after --"),
+        ("status extra", "satrap status", "unrecognized arguments: extra"),
+        ("deploy render a --ouput b", "satrap deploy render JOB", "--ouput; did you mean --output?"),
+    ],
+)
+def test_an_unknown_option_names_the_nearest(
+    arguments: str, usage: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With the usage of its command."""
+    with pytest.raises(SystemExit):
+        main(arguments.split())
+    text = capsys.readouterr().err
+    assert text.startswith(f"usage: {usage}") and message in text
 
 
 @pytest.mark.parametrize(

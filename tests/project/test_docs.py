@@ -40,6 +40,7 @@ ROOT = Path(__file__).parents[2]
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 ELSEWHERE = {
     "docs/reference.md": "generated; its blocks are signatures",
+    "docs/cli.md": "generated; its blocks are the help of commands",
     "docs/format.md": "tests/table/test_snapshot.py runs its lines",
     "docs/log.md": "no code",
     "docs/design": "drawings and formulas",

@@ -33,12 +33,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit status."""
     parser = command_parser()
     own_arguments, script_arguments = _split_arguments(sys.argv[1:] if arguments is None else arguments)
-    options, unrecognized = parser.parse_known_args(own_arguments)
+    options = parser.parse_args(own_arguments)
     if options.command is None:
         parser.exit(2, parser.format_help())
-    if unrecognized:
-        hint = "; put the script's own arguments after --" if options.command in ("run", "trainer", "plan") else ""
-        parser.error(f"unrecognized arguments: {' '.join(unrecognized)}{hint}")
     if options.command in ("server", "worker", "trainer", "migrate"):
         set_role(options.command, getattr(options, "number", None))
         _show_log(options.log_format)

@@ -1,30 +1,22 @@
-"""Evaluation of a model over one pass of a stream, without gradients and without changing any table; and `Validation`,
-which evaluates every so many steps of training, and knows the best evaluation so far.
+"""Evaluation of a model over one pass of a stream, without gradients and without changing any table."""
 
-In a validation trainer 0 evaluates, after the updates of all trainers are applied, while the others wait; they then
-agree on the result and so on what follows from it: whether this was the best, and whether training should stop.
-Progress reports it beside the training metrics, and a checkpoint of the best evaluation outlives those that `keep`
-removes.
-"""
-
-import math
-import time
+import copy
+import inspect
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Literal, Protocol
+from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
-from satrap.config.validation import check_choice, check_integer
-from satrap.errors import ConfigError, InputError, StreamError
-from satrap.monitor import metrics
-from satrap.monitor.progress import Progress
+from satrap.config.validation import suggest
+from satrap.errors import ConfigError, InputError
+from satrap.monitor.metrics import Evaluation, probabilities
 from satrap.train.batch import Batch
-from satrap.train.embeddings import Embeddings, session_of
 from satrap.train.process_group import unwrap
 
-Metric = Literal["auc", "log_loss", "normalised_entropy"]
-_METRICS = ("auc", "log_loss", "normalised_entropy")
-_MAX_COUNT = 2**31 - 1
+Metric = Any  # a function, or an object with update() and compute()
+Group = str | Callable[[Batch], Any]
 
 
 def evaluate(
@@ -33,24 +25,34 @@ def evaluate(
     *,
     score: Callable[[Batch], torch.Tensor] | None = None,
     label: Callable[[Batch], torch.Tensor] | None = None,
-) -> metrics.Evaluation:
-    """Return AUC, log loss and normalised entropy of the logits `model(batch.dense, batch.embeddings)`.
+    group: Group | None = None,
+    metrics: Mapping[str, Metric] | None = None,
+) -> Evaluation:
+    """Return the metrics of the scores `model(batch.dense, batch.embeddings)`.
 
     The model's train() or eval() mode is left unchanged. The stream must have been started after `embeddings.eval()`.
-    Of a model in DistributedDataParallel the model itself is called, so trainers may evaluate different numbers of
-    batches.
+    A model in DistributedDataParallel is called without it, so trainers may evaluate different numbers of batches.
 
-    score, label: functions that return a batch's logits and labels, one per sample, for models with other inputs or
+    score, label: functions that return a batch's scores and labels, one per sample, for models with other inputs or
         several heads.
+    group: the column whose equal values form a ranked list, such as "user_id": an extra column of the source, or a
+        feature with one id in each sample. Or a function that returns a batch's values.
+    metrics: metrics of your own by name: `function(labels, predictions)` over arrays of the whole pass, as those of
+        scikit-learn, or an object of torchmetrics, of which a copy is used. If all labels are 0 or 1, the predictions
+        are probabilities; otherwise they are the scores. Holds all samples, 5 to 9 bytes each.
     """
-    result, model = metrics.Evaluation(), unwrap(model)
+    own = check_metrics("evaluate", metrics)
+    result = Evaluation(exact_samples=None) if own or group is not None else Evaluation()
+    model = unwrap(model)
     with torch.no_grad():
         for batch in stream:
             if batch.step:
                 raise InputError("the stream trains its tables: call embeddings.eval() before embeddings.stream(...)")
-            logits = model(batch.dense, batch.embeddings) if score is None else score(batch)
+            scores = model(batch.dense, batch.embeddings) if score is None else score(batch)
             truth = batch.label if label is None else label(batch)
-            result.add(truth.cpu().numpy(), logits.float().cpu().numpy())
+            groups = None if group is None else _groups(batch, group)
+            result.add(truth.cpu().numpy(), scores.float().cpu().numpy(), groups)
+    result.add_metrics(_compute(own, result, has_groups=group is not None))
     return result
 
 
@@ -59,127 +61,70 @@ def auc(model: torch.nn.Module, stream: Iterable[Batch]) -> float:
     return evaluate(model, stream).auc()
 
 
-class SavesBest(Protocol):
-    """An object that saves the best version of a run: `Checkpoint`."""
-
-    def save(self, *, best: bool) -> bool:
-        """Save a version, which later ones do not remove."""
-
-
-class Validation:
-    """Evaluates a model during training. Pass it to `Checkpoint(..., extra_state={"validation": validation})`, so that
-    a resumed run still knows its best evaluation.
-
-    for batch in embeddings.stream(data):
-        ...
-        optimizer.step()
-        validation.step(every_steps=1000, progress=progress, checkpoint=run)
-        if validation.is_over:
-            break
-    """
-
-    def __init__(
-        self,
-        model: torch.nn.Module,
-        embeddings: Embeddings,
-        data: Any,
-        *,
-        metric: Metric = "auc",
-        patience: int | None = None,
-        score: Callable[[Batch], torch.Tensor] | None = None,
-        label: Callable[[Batch], torch.Tensor] | None = None,
-    ) -> None:
-        """data: the source to evaluate on, one pass for each evaluation.
-
-        metric: what decides which evaluation is the best: the highest AUC, or the lowest of the others.
-        patience: number of consecutive evaluations without a new best after which `is_over` is True; None: any number.
-        score, label: as those of `evaluate`. Trainer 0 alone calls them, so they call the model itself, not its
-            DistributedDataParallel.
-        """
-        check_choice("Validation", "metric", metric, _METRICS)
-        if patience is not None:
-            check_integer("Validation", "patience", patience, 1, _MAX_COUNT)
-        if embeddings.dense == "async" and embeddings.trainers.world_size > 1:
+def check_metrics(where: str, metrics: Mapping[str, Metric] | None) -> dict[str, Metric]:
+    """Return the metrics of a user by name, after checking that each is a function or has update() and compute()."""
+    if not isinstance(metrics, Mapping | None):
+        raise ConfigError(
+            f"{where}: metrics is a {type(metrics).__name__}; expected metrics by name, {{'mine': function}}"
+        )
+    for name, metric in (metrics or {}).items():
+        if not callable(metric) and not _is_object(metric):
             raise ConfigError(
-                "Validation: trainers with dense='async' are at different steps and cannot evaluate together; expected "
-                "a single trainer: evaluate with a Reader beside the run instead"
+                f"{where}: metrics[{name!r}] is a {type(metric).__name__}; expected function(labels, predictions), or "
+                "an object with update(predictions, labels) and compute()"
             )
-        self.metrics: Mapping[str, float] = {}
-        """AUC, log loss and normalised entropy of the last evaluation; empty before the first."""
-        self.best: float | None = None
-        """The best value of the metric so far."""
-        self.best_step = 0
-        """The step of the best evaluation."""
-        self.num_worse = 0
-        """Number of evaluations since the best one."""
-        self._model, self._embeddings, self._data = unwrap(model), embeddings, data
-        self._metric, self._patience, self._score, self._label = metric, patience, score, label
-        self._step = 0  # of the last evaluation
+    return dict(metrics or {})
 
-    @property
-    def is_over(self) -> bool:
-        """Whether training should stop, since `patience` evaluations were worse than the best."""
-        return self._patience is not None and self.num_worse >= self._patience
 
-    def step(
-        self, *, every_steps: int | None = None, progress: Progress | None = None, checkpoint: SavesBest | None = None
-    ) -> bool:
-        """Evaluate; return whether the result is the best so far. every_steps: evaluate only if the step is a multiple,
-        once. Several trainers all call this at the same step.
+def _is_object(metric: Metric) -> bool:
+    return callable(getattr(metric, "update", None)) and callable(getattr(metric, "compute", None))
 
-        progress: where the result is reported.
-        checkpoint: saves a version if the result is the best so far, which it keeps until there is a better one.
-        """
-        if every_steps is not None:
-            check_integer("Validation", "every_steps", every_steps, 1, _MAX_COUNT)
-        step = self._embeddings.step
-        if every_steps is not None and (step == 0 or step % every_steps != 0 or step == self._step):
-            return False
-        start = time.monotonic()
-        self._step, self.metrics = step, self._evaluate()
-        value = self.metrics[self._metric]
-        is_best = not math.isnan(value) and (self.best is None or self._is_better(value, self.best))
-        if is_best:
-            self.best, self.best_step, self.num_worse = value, step, 0
+
+def _groups(batch: Batch, group: Group) -> NDArray[Any]:
+    """Return the value of each sample that says to which list it belongs."""
+    if not isinstance(group, str):
+        return np.asarray(group(batch))
+    inputs = batch.inputs
+    if group in inputs.extra:
+        return np.asarray(inputs.extra[group])
+    if group in inputs.names and len(inputs.values):
+        begin = inputs.names.index(group) * inputs.batch_size
+        if inputs.offsets is None:
+            return inputs.values[begin : begin + inputs.batch_size]
+        offsets = inputs.offsets[begin : begin + inputs.batch_size + 1]
+        if (np.diff(offsets) == 1).all():
+            return inputs.values[offsets[0] : offsets[-1]]
+    nearest = suggest(group, [*inputs.extra, *inputs.names])
+    raise InputError(
+        f"group is {group!r}; expected an extra column of the source, or a feature with one id in each sample, which "
+        f"no worker process reads: declare extra=[{group!r}] in the source; {nearest}"
+    )
+
+
+def _compute(metrics: Mapping[str, Metric], result: Evaluation, *, has_groups: bool) -> dict[str, float]:
+    """Return the values of a user's metrics over all samples; one that has several values names each NAME/VALUE."""
+    labels, scores = result.held()
+    labels = labels.astype(np.int64 if result.is_binary else np.float32)
+    predictions = (probabilities(scores) if result.is_binary else scores).astype(np.float32)
+    found: dict[str, float] = {}
+    for name, given in metrics.items():
+        if not _is_object(given):
+            found[name] = float(given(labels, predictions))
+            continue
+        metric: Any = copy.deepcopy(given)
+        modules: Iterable[Any] = metric.cpu().modules() if isinstance(given, torch.nn.Module) else ()
+        for module in modules:
+            module.distributed_available_fn = lambda: False  # each trainer that evaluates has all samples
+        if hasattr(metric, "reset"):
+            metric.reset()
+        tensors = torch.from_numpy(predictions), torch.from_numpy(labels)
+        if has_groups and "indexes" in inspect.signature(metric.update).parameters:
+            metric.update(*tensors, indexes=torch.from_numpy(result.held_groups()))
         else:
-            self.num_worse += 1
-        if progress is not None:
-            progress.report_evaluation(step, self.metrics, is_best=is_best, seconds=time.monotonic() - start)
-        if is_best and checkpoint is not None:
-            checkpoint.save(best=True)
-        return is_best
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return what a resumed run must know, for a checkpoint."""
-        return {"best": self.best, "best_step": self.best_step, "num_worse": self.num_worse, "step": self._step}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load what `state_dict` returned."""
-        self.best, self.best_step = state["best"], state["best_step"]
-        self.num_worse, self._step = state["num_worse"], state["step"]
-
-    def _is_better(self, value: float, best: float) -> bool:
-        return value > best if self._metric == "auc" else value < best
-
-    def _evaluate(self) -> dict[str, float]:
-        """Evaluate on trainer 0, and return its metrics on all trainers."""
-        trainers, found = self._embeddings.trainers, torch.zeros(len(_METRICS), dtype=torch.float64)
-
-        def evaluate_here() -> None:
-            device = next((each.device for each in self._model.parameters()), torch.device("cpu"))
-            with self._embeddings.stream(self._data, device=device, train=False) as stream:
-                result = evaluate(self._model, stream, score=self._score, label=self._label)
-            found[:] = torch.tensor([getattr(result, name)() for name in _METRICS], dtype=torch.float64)
-
-        if (joint := session_of(self._embeddings).joint) is not None:
-            joint.evaluate()
-        self._embeddings.drain()
-        modes = {module: module.training for module in self._model.modules()}
-        self._model.eval()
-        try:
-            trainers.run_first(evaluate_here, StreamError)
-        finally:
-            for module, mode in modes.items():
-                module.training = mode
-        trainers.broadcast_(found)
-        return dict(zip(_METRICS, found.tolist(), strict=True))
+            metric.update(*tensors)
+        value = metric.compute()
+        if isinstance(value, Mapping):
+            found |= {f"{name}/{key}": float(each) for key, each in value.items()}
+        else:
+            found[name] = float(value)
+    return found

@@ -50,7 +50,13 @@ GROUPS = {
     ],
     "Sources": [
         *("data.source.Source", "data.parquet.Parquet", "data.delimited.CSV", "data.criteo.Criteo"),
-        *("data.arrow.Arrow", "data.frame.Frame", "data.iterable.IterableSource", "data.inputs.Inputs"),
+        *(
+            "data.arrow.Arrow",
+            "data.json_lines.JSON",
+            "data.frame.Frame",
+            "data.iterable.IterableSource",
+            "data.inputs.Inputs",
+        ),
         "data.inputs.Position",
         "data.vectors.read_vectors",
     ],

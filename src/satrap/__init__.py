@@ -26,6 +26,7 @@ from satrap.data.delimited import CSV
 from satrap.data.frame import Frame
 from satrap.data.inputs import Inputs, Position
 from satrap.data.iterable import IterableSource
+from satrap.data.json_lines import JSON
 from satrap.data.parquet import Parquet
 from satrap.data.vectors import read_vectors
 from satrap.errors import (
@@ -131,6 +132,7 @@ __all__ = [
     "InputError",
     "Inputs",
     "IterableSource",
+    "JSON",
     "JsonLines",
     "LabelColumn",
     "MinCount",

@@ -61,6 +61,10 @@ GROUPS = {
         "data.vectors.read_vectors",
     ],
     "Columns of a source": ["config.columns.DenseColumn", "config.columns.IdColumn", "config.columns.LabelColumn"],
+    "Retrieval": [
+        *("train.retrieval.topk", "train.retrieval.full_softmax", "train.negatives.in_batch", "train.negatives.Counts"),
+        *("train.negatives.Draws", "train.negatives.add"),
+    ],
     "Models": ["models.dlrm.DLRM", "models.dcn.DCN", "models.ffnn.FFNN"],
     "Synthetic data": ["data.synthetic.Clicks", "data.synthetic.BestMetrics"],
     "The table alone": [

@@ -4,6 +4,7 @@ expected result of a loader, from a model of dicts and lists and the reference i
 
 import csv
 import gzip
+import json
 import random
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -19,10 +20,11 @@ from satrap.config.columns import IdColumn
 from satrap.data.arrow import Arrow
 from satrap.data.delimited import CSV
 from satrap.data.inputs import Inputs
+from satrap.data.json_lines import JSON
 from satrap.data.parquet import Parquet
 from satrap.data.source import Source
 
-KINDS = ("parquet", "arrow", "arrows", "csv", "tsv", "csv.gz")
+KINDS = ("parquet", "arrow", "arrows", "csv", "tsv", "csv.gz", "jsonl", "jsonl.gz")
 FEATURES = ("user", "item", "history", "tags")
 DENSE = ("age", "price")
 OPTIONS: dict[str, Any] = {
@@ -153,6 +155,12 @@ def write(path: Path, samples: Sequence[Sample]) -> None:
         return
     opened: Any = gzip.open if path.suffix == ".gz" else open
     with opened(path, "wt", newline="", encoding="utf-8") as file:
+        if ".jsonl" in path.suffixes:  # a missing value is null, or its key is left out
+            present = [
+                {name: each[name] for name in each if each[name] is not None or i % 3} for i, each in enumerate(samples)
+            ]
+            file.writelines(json.dumps(each) + "\n" for each in present)
+            return
         writer = csv.writer(file, delimiter="\t" if path.suffix == ".tsv" else ",", lineterminator="\n")
         writer.writerow(SCHEMA.names)
         for sample in samples:
@@ -171,5 +179,7 @@ def source(kind: str, path: Any, **options: Any) -> Source:
         return Parquet(path, **{"block_rows": 70, **OPTIONS, **options})
     if kind in ("arrow", "arrows"):
         return Arrow(path, **{"block_rows": 70, **OPTIONS, **options})
+    if kind.startswith("jsonl"):
+        return JSON(path, **{"block_bytes": 6000, **OPTIONS, **options})
     delimiter = "\t" if kind == "tsv" else ","
     return CSV(path, **{"block_bytes": 3000, "delimiter": delimiter, **TEXT_OPTIONS, **options})

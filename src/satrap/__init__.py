@@ -26,6 +26,7 @@ from satrap.data.delimited import CSV
 from satrap.data.frame import Frame
 from satrap.data.inputs import Inputs, Position
 from satrap.data.iterable import IterableSource
+from satrap.data.json_lines import JSON
 from satrap.data.parquet import Parquet
 from satrap.data.vectors import read_vectors
 from satrap.errors import (
@@ -61,10 +62,12 @@ if TYPE_CHECKING:
     from satrap.monitor.report import Counters
     from satrap.serving.reader import Reader
     from satrap.table.table_group import TableGroup
+    from satrap.train import negatives
     from satrap.train.batch import Batch
     from satrap.train.embeddings import Embeddings
     from satrap.train.evaluation import auc, evaluate
     from satrap.train.optimizer import HybridOptimizer
+    from satrap.train.retrieval import full_softmax, topk
     from satrap.train.stream import Stream
     from satrap.train.validation import Validation
 
@@ -81,9 +84,11 @@ _LATER = {
     "Validation": "train.validation",
     "auc": "train.evaluation",
     "evaluate": "train.evaluation",
+    "topk": "train.retrieval",
+    "full_softmax": "train.retrieval",
 }
 """Names that come with torch, and types of results: their files are imported at the first use of the name."""
-_MODULES = {"models": "models", "synthetic": "data.synthetic"}
+_MODULES = {"models": "models", "negatives": "train.negatives", "synthetic": "data.synthetic"}
 
 
 def __getattr__(name: str) -> object:
@@ -136,6 +141,7 @@ __all__ = [
     "InputError",
     "Inputs",
     "IterableSource",
+    "JSON",
     "JsonLines",
     "LabelColumn",
     "MinCount",
@@ -170,7 +176,10 @@ __all__ = [
     "__version__",
     "auc",
     "evaluate",
+    "full_softmax",
     "models",
+    "negatives",
     "read_vectors",
     "synthetic",
+    "topk",
 ]

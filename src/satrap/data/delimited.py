@@ -71,6 +71,13 @@ class CSV(FileSource):
         for column in self.dense:  # type: ignore[union-attr]  # normalised by Source
             if column.width is not None:  # type: ignore[union-attr]
                 raise ConfigError(f"{where}: {column!r} has a width; expected none, since a field holds one number")
+        derived = [name for name, column in self.ids.items() if column.is_derived]  # type: ignore[union-attr]
+        derived += [column.name for column in self.dense if column.time]  # type: ignore[union-attr]
+        if derived:
+            raise ConfigError(
+                f"{where}: {derived[0]!r} has boundaries, crossed or time, which text files do not take; write the "
+                "data as Parquet, or compute the column"
+            )
         set_field(self, "missing", as_names(where, "missing", self.missing))
         check_choice(where, "encoding", self.encoding, ("utf-8", "latin-1"))
         for name in ("strip", "newlines_in_values"):

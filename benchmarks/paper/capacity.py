@@ -37,7 +37,7 @@ DIM, BATCH_IDS = 128, 26 * 1024
 ROW_BYTES = 2 * DIM + 4 + 40
 """Values, state, and about what the index and eviction take."""
 SHARES = (0.02, 0.05, 0.1, 0.25, 0.5, 1.0)
-"""Those ids of the training part that a table may hold."""
+"""Shares of the training part's ids that a table may hold."""
 
 
 def cells(memory_gib: float, *, full: bool) -> list[Cell]:

@@ -13,9 +13,9 @@ from torch.nn.functional import cross_entropy
 import satrap
 from cluster import one_table, running_servers, sharded_worker
 from satrap import Feature, Frame, Store, Table, negatives
-from satrap.device.device_worker import DeviceWorker
+from satrap.device.device_rows import device_worker
 from satrap.errors import InputError
-from satrap.worker.local_rows import LocalWorker
+from satrap.worker.local_rows import local_worker
 
 
 @pytest.mark.parametrize("where", ["here", "device", "servers"])
@@ -30,8 +30,8 @@ def test_all_rows_against_a_dense_matrix(
     targets = rng.integers(0, num_rows, 9)
     declared = one_table(dim=8)
     with running_servers(2) as services, sharded_worker(declared, [each.address for each in services]) as sharded:
-        workers: dict[str, Any] = {"here": LocalWorker(declared), "servers": sharded}
-        worker = workers.get(where) or DeviceWorker(declared, "cpu")
+        workers: dict[str, Any] = {"here": local_worker(declared), "servers": sharded}
+        worker = workers.get(where) or device_worker(declared, "cpu")
         table = worker.tables["t"]
         table.write(ids, values)
         products = queries @ torch.from_numpy(values).T

@@ -2,14 +2,10 @@
 
 import argparse
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 from satrap.cli.options import Commands
 from satrap.config.tables import Table
 from satrap.errors import InputError
-
-if TYPE_CHECKING:
-    pass
 
 
 def add_import(commands: Commands) -> None:

@@ -226,7 +226,7 @@ class Store:
         The rows count as used at the latest step. A gradient of a batch that was looked up before is applied to the
         written row. A full table raises CapacityError; rows that the call wrote before stay. `save` makes them durable.
         """
-        put_rows(self._engine, self._slot.index, self.table, as_rows(self.table, self.state_dim, ids, values, state))
+        put_rows(self._slot, as_rows(self.table, self.state_dim, ids, values, state))
 
     # -- contents ----------------------------------------------------------------------------------------------------
 

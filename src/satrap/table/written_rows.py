@@ -3,7 +3,7 @@
 `Store.write` puts them into an engine, and `ShardedTable.write` sends them to servers, which have a Store.
 """
 
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -13,6 +13,9 @@ from satrap.config import array_args
 from satrap.config.optimizers import Adagrad, Ftrl, RowWiseAdagrad
 from satrap.config.tables import MinCount, Table
 from satrap.errors import InputError
+
+if TYPE_CHECKING:
+    from satrap.table.engine import Slot
 
 
 class WrittenRows(NamedTuple):
@@ -60,8 +63,9 @@ def stored_values(table: Table, values: NDArray[np.float32]) -> NDArray[Any]:
     return bits
 
 
-def put_rows(engine: _core.Engine, index: int, table: Table, rows: WrittenRows) -> None:
-    """Insert or replace the rows in an engine, stamped as used at its latest step."""
+def put_rows(slot: "Slot", rows: WrittenRows) -> None:
+    """Insert or replace the rows in the slot's table, stamped as used at the engine's latest step."""
+    engine, index, table = slot.engine, slot.index, slot.table
     where = f"table {table.name!r}"
     if engine.shares_buckets(index):
         raise InputError(
@@ -78,7 +82,7 @@ def put_rows(engine: _core.Engine, index: int, table: Table, rows: WrittenRows) 
         state = _new_state(table, engine.state_dim(index), values)
     steps = np.full(len(rows.ids), engine.latest_step, np.uint32)
     order = np.argsort(_core.bucket_of(rows.ids, engine.num_buckets(index)), kind="stable")
-    engine.import_rows(index, *(np.ascontiguousarray(each[order]) for each in (rows.ids, steps, values, state)))
+    slot.rows.import_rows(index, *(np.ascontiguousarray(each[order]) for each in (rows.ids, steps, values, state)))
 
 
 def _new_state(table: Table, state_dim: int, stored: NDArray[Any]) -> NDArray[np.float32]:

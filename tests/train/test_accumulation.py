@@ -41,6 +41,21 @@ class Epochs:
             yield replace(self._data[number], position=Position(0, 0, number + 1))
 
 
+def test_a_batch_that_an_interrupt_kept_back_is_another_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(_: Any) -> None:
+        raise KeyboardInterrupt
+
+    embeddings, _, _ = job()
+    with embeddings.stream(batches(2), accumulate=3) as stream:
+        first = next(stream)
+        with monkeypatch.context() as patched:
+            patched.setattr(stream._look_up, "wait_for_copies", interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                next(stream)
+        assert not first.completes_step
+        assert next(stream).completes_step
+
+
 class Plain:
     """The job of loop.py without Satrap: tables are nn.Embedding with one dense SGD, as every row has the same lr."""
 

@@ -29,9 +29,10 @@ class Loop:
         self.skipped: list[int] = []
         self.tickets: list[int] = []
 
-    def run(self) -> None:
+    def run(self, num_calls: int = 10**9) -> None:
         calls = [self.request, self.use, self.step, self.leave_out, self.work, self.work, self.work]
-        while not (self.ledger.has_ended and not self.ledger.in_loop and not self.ledger.updates):
+        while num_calls and not (self.ledger.has_ended and not self.ledger.in_loop and not self.ledger.updates):
+            num_calls -= 1
             if not any(call() for call in self.rng.sample(calls, len(calls))):
                 raise AssertionError(f"nothing is allowed after {self.batches}")
             check(self.ledger)
@@ -140,6 +141,36 @@ def test_no_lookup_misses_more_than_the_staleness(
     assert len(loop.skipped) == len(set(loop.skipped)) and not updated.intersection(loop.skipped)
     assert drop or (sum(ledger.seen.values()) == num_batches == len(loop.applied) and not loop.skipped)
     assert ledger.last_step == last_step + -(-num_batches // accumulate)
+
+
+@given(
+    staleness=st.integers(0, 2),
+    accumulate=st.integers(1, 3),
+    num_calls=st.integers(0, 60),
+    seed=st.integers(0, 2**32),
+)
+def test_a_stream_may_be_closed_at_any_time(staleness: int, accumulate: int, num_calls: int, seed: int) -> None:
+    """A step whose batches were not looked up is not skipped: the next stream has it."""
+    ledger: BatchLedger[BatchRecord] = BatchLedger(staleness, accumulate=accumulate)
+    loop = Loop(ledger, 12, random.Random(seed), 0.2)
+    loop.run(num_calls)
+    looked_up = {step for step, _, _ in loop.lookups}
+    actions = ledger.handle(Event.SETTLED, *ledger.held(), cause="closed")
+    last_step = ledger.last_step
+    actions += ledger.handle(Event.SETTLED, *list(ledger.in_loop), cause="unused")
+    check(ledger)
+    assert {each.step for each in actions if isinstance(each, SkipStep)} <= looked_up
+    assert ledger.last_step == last_step and not ledger.in_loop
+    while batches := list(ledger._to_return):
+        ledger.handle(Event.SETTLED, batches[0])
+        check(ledger)
+    while ledger.updates:
+        ledger.start_update()
+        ledger.end_update("failed")
+        check(ledger)
+    assert not ledger.to_look_up and ledger.last_step == last_step
+    lost = Counter(each.cause for each in loop.batches if each.cause)
+    assert ledger.dropped == lost and all(each.state is State.SETTLED for each in loop.batches)
 
 
 def test_the_staleness_seen_counts_open_steps() -> None:

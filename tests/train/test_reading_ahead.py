@@ -40,6 +40,25 @@ def three_ahead(stream: Stream) -> Iterator[Batch]:
     yield from held
 
 
+@each_way
+def test_a_fixed_order_of_updates_is_that_of_the_steps(overlap: bool) -> None:
+    """The lookup of step 3 waits for step 1, and the update of step 2 for that lookup."""
+    found = []
+    for order in ([0, 1], [1, 0]):
+        embeddings, model, optimizer = job(1, deterministic=True)
+        with embeddings.stream(batches(5), overlap=overlap) as stream:
+            first = list(islice(stream, 2))
+            losses = [batch.embeddings.square().sum() for batch in first]
+            for number in order:
+                losses[number].backward()
+                optimizer.step()
+            for batch in stream:
+                batch.embeddings.square().sum().backward()
+                optimizer.step()
+        found.append(bits(embeddings, model))
+    assert found[0] == found[1]
+
+
 HOW: dict[str, Callable[[Stream], Iterable[Batch]]] = {
     "plain": lambda stream: stream,
     "all at once": list,

@@ -22,14 +22,14 @@ Whether a batch has a gradient, and whether the user still holds it, changes wit
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from enum import Enum
+from enum import StrEnum
 from itertools import takewhile
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from satrap.errors import StreamError
 
 
-class State(Enum):
+class State(StrEnum):
     """Where a batch is."""
 
     NEW = "new"
@@ -42,7 +42,7 @@ class State(Enum):
     SETTLED = "settled"
 
 
-class Event(Enum):
+class Event(StrEnum):
     """What happens to a batch."""
 
     READ = "read"
@@ -74,7 +74,7 @@ _WITH_ROWS = (State.LOOKED_UP, State.RETURNED, State.USED)
 _IN_LOOP = (State.AHEAD, State.RETURNED, State.USED)
 
 
-class Stage(Enum):
+class Stage(StrEnum):
     """One kind of work for a batch."""
 
     READ = "read"
@@ -99,7 +99,7 @@ class BatchRecord:
         self.story: list[Event] = []
 
     def __repr__(self) -> str:
-        story = ", ".join(event.value for event in self.story)
+        story = ", ".join(self.story)
         return f"batch {self.number} of step {self.step} ({story}{self.cause and f': {self.cause}'})"
 
     @property
@@ -203,10 +203,10 @@ class BatchLedger(Generic[Record]):
         actions: list[Action] = []
         steps: set[int] = set()  # of batches that were looked up and dropped
         for batch in batches:
-            before = batch.state
-            if before not in _NEXT[event]:
-                raise AssertionError(f"{batch} is {before.value}, and cannot be {event.value}")
-            batch.state, batch.cause = _NEXT[event][before], cause
+            before, after = batch.state, _NEXT[event].get(batch.state)
+            if after is None:
+                raise AssertionError(f"{batch} is {before}, and cannot be {event}")
+            batch.state, batch.cause = after, cause
             batch.story.append(event)
             self._record(event, batch, before)
             if cause and batch.has_rows and before is not State.SUBMITTED and batch is not self.looking_up:
@@ -295,7 +295,9 @@ class BatchLedger(Generic[Record]):
     @property
     def oldest_open(self) -> int:
         """The oldest step whose rows are in use; the next batch's step if none is."""
-        return next((batch.step for batch in self._unsettled.values()), self.step_read_next)
+        for batch in self._unsettled.values():
+            return batch.step
+        return self.step_read_next
 
     def number_in_step(self, batch: Record) -> int:
         """Return the number of the batch among those of its step, from 1."""

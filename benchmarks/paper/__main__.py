@@ -100,14 +100,14 @@ def read(path: Path) -> dict[str, Figures]:
             line = json.loads(text)
         except ValueError:
             continue
-        lines[line["cell"]] = line
+        lines[line["case"]] = line
     return lines
 
 
 def run(cells: Sequence[Cell], path: Path, *, full: bool) -> dict[str, Figures]:
     """Run the cells that the record lacks, and add a line for each. Return all lines."""
     lines = {name: line for name, line in read(path).items() if line["full"] == full}
-    left = [cell for cell in cells if "figures" not in lines.get(cell.name, {})]
+    left = [cell for cell in cells if not lines.get(cell.name, {}).get("figures")]
     say(f"{len(cells) - len(left)} of {len(cells)} cells are in {path}")
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.exists() and not path.read_text().endswith("\n"):
@@ -117,8 +117,8 @@ def run(cells: Sequence[Cell], path: Path, *, full: bool) -> dict[str, Figures]:
     spent = expected = 0.0
     for number, cell in enumerate(left):
         start = time.perf_counter()
-        done = {name: line["figures"] for name, line in lines.items() if "figures" in line}
-        line: Figures = {"cell": cell.name, "kind": cell.kind}
+        done = {name: line["figures"] for name, line in lines.items() if line["figures"]}
+        line: Figures = {"case": cell.name, "kind": cell.kind, "figures": {}}
         try:
             line["figures"] = cell.run(done)
         except CannotRunError as error:

@@ -69,15 +69,14 @@ class Record:
 
     def figures(self, cell: str) -> Figures | None:
         """Return the figures of a cell, None if it was not run."""
-        found: Figures | None = self.lines.get(cell, {}).get("figures")
-        return found
+        return self.lines.get(cell, {}).get("figures") or None
 
     def below(self, prefix: str) -> dict[str, Figures]:
         """Return the figures of all cells whose names begin so, by the rest of their names."""
         return {
             name.removeprefix(prefix): line["figures"]
             for name, line in self.lines.items()
-            if name.startswith(prefix) and "figures" in line
+            if name.startswith(prefix) and line["figures"]
         }
 
     def text(self, template: str) -> Text:

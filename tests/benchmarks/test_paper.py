@@ -172,7 +172,7 @@ def test_a_run_continues_where_it_ended(tmp_path: Path) -> None:
     path = tmp_path / "record.jsonl"
     command.run(cells[:1], path, full=False)
     with path.open("a") as file:
-        file.write('{"cell": "b", "figu')  # killed while it wrote
+        file.write('{"case": "b", "figu')  # killed while it wrote
     lines = command.run(cells, path, full=False)
     assert lines["b"]["figures"] == {"value": 2} and lines["c"]["missing"] == "no network"
     lines = command.run(cells, path, full=False)

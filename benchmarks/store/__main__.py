@@ -20,7 +20,7 @@ SUITE = Suite(
     full_cases=full_cases,
     quick_cases=quick_cases,
     kinds=KINDS,
-    contenders=("satrap", "torch", "fbgemm", "index_select"),
+    contenders=("satrap", "satrap_direct", "torch", "fbgemm", "index_select"),
     table=("train/*/adagrad/zipf", "lookup"),
     with_threads=with_threads,
 )

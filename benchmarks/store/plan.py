@@ -26,7 +26,7 @@ def plan_with_peers(ours: dict[str, str], mode: str, peers: Sequence[str]) -> Pl
 
     def plan(group: Sequence[Case], number: int, batches: Path) -> list[Run]:
         cores = group[0].num_threads
-        planned = [(ours, form) for form in satrap_forms(cores)]
+        planned = [(modes, form) for form in satrap_forms(cores) for modes in (ours, {"satrap_direct": mode})]
         for peer, form in product(peers, peer_forms(cores)):
             if form.num_processes == 1:
                 planned.append(({peer: mode}, form))
@@ -150,9 +150,15 @@ PEERS, ARRAY = ("torch", "fbgemm"), ("index_select",)
 TRAIN: dict[str, Ratio] = {
     "ratio": ("satrap", PEERS),
     "ratio_plain": ("satrap_plain", PEERS),
+    "ratio_direct": ("satrap_direct", PEERS),
+    "direct_to_hashed": ("satrap_direct", ("satrap",)),
     "ratio_apart": ("satrap", tuple(f"{peer}_apart" for peer in PEERS)),
 }
-LOOKUP: dict[str, Ratio] = {"ratio": ("satrap", ARRAY), "ratio_eval": ("satrap_eval", ARRAY)}
+LOOKUP: dict[str, Ratio] = {
+    "ratio": ("satrap", ARRAY),
+    "ratio_eval": ("satrap_eval", ARRAY),
+    "ratio_direct": ("satrap_direct", ARRAY),
+}
 RESOLVED = ("resolve", "update")
 SHARED: dict[str, Ratio] = {"ratio": ("satrap_shared", ("satrap",))}
 plan_train = plan_with_peers({"satrap": "train", "satrap_plain": "train_plain"}, "train", PEERS)

@@ -135,6 +135,7 @@ def memory_row_bytes(table: Table, rows: int) -> int:
         dim=table.dim,
         optimizer=table.optimizer,
         dtype=table.dtype,
+        num_rows=_BUCKETS * per_bucket if table.is_direct else None,
         capacity=_BUCKETS * per_bucket if bounded else None,
         num_buckets=_BUCKETS,
     )
@@ -146,6 +147,8 @@ def _measured(table: Table, rows: int) -> int:
     store = Store(table, num_threads=1)
     # A bounded table evicts: with twice the ids, each bucket is full.
     ids = np.random.default_rng(0).integers(0, 2**63, rows if table.capacity is None else 2 * rows, dtype=np.uint64)
+    if table.is_direct:
+        ids = np.arange(rows, dtype=np.uint64)
     for part in np.array_split(ids, 2 * _BUCKETS):  # each fits into one bucket: no lookup needs more rows at once
         store.lookup(part)
     stats = store.stats()

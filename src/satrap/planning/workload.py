@@ -189,7 +189,7 @@ def read_table(data: Mapping[str, Any]) -> tuple[Table, TableKeys]:
             raise ConfigError(f"{where}: unknown key {key!r}; {suggest(key, known)}")
     if isinstance(given.get("optimizer"), str):
         given["optimizer"] = {"type": given["optimizer"]}
-    for key in ("capacity", "num_buckets"):
+    for key in ("num_rows", "capacity", "num_buckets"):
         if isinstance(given.get(key), float):
             given[key] = _whole(where, key, given[key], 1)
     return (table := Table.from_dict(given)), table_keys(where, table, own)
@@ -197,10 +197,11 @@ def read_table(data: Mapping[str, Any]) -> tuple[Table, TableKeys]:
 
 def table_keys(where: str, table: Table, own: Mapping[str, Any]) -> TableKeys:
     """Check the keys of a table that only the planner has, and return them with their defaults."""
-    rows = own.get("rows", table.capacity)
+    rows = own.get("rows", table.num_rows or table.capacity)
     if rows is None:
         raise ConfigError(
-            f"{where}: found neither rows nor a capacity; expected the number of rows at the end of training: add rows"
+            f"{where}: found neither rows, num_rows nor a capacity; expected the number of rows at the end of "
+            "training: add rows"
         )
     rows = _whole(where, "rows", rows, 1)
     if table.capacity is not None and table.on_full != "grow" and rows > table.capacity:

@@ -16,11 +16,10 @@ BATCH, NUM_IDS, DIM = 8, 30, 4
 
 
 def tables(lr: float = 0.1, shards: tuple[Any, Any] = ("rows", "rows")) -> dict[str, Any]:
-    """Return tables. shards: how several trainers divide the table of users, and that of items."""
-    user, item = (
-        Table(name, dim=DIM, optimizer=SGD(lr=lr), shard=shard)
-        for name, shard in zip(("user", "item"), shards, strict=True)
-    )
+    """Return a table of any ids, and one with `num_rows`. shards: how several trainers divide the table of
+    users, and that of items."""
+    user = Table("user", dim=DIM, optimizer=SGD(lr=lr), shard=shards[0])
+    item = Table("item", dim=DIM, optimizer=SGD(lr=lr), shard=shards[1], num_rows=2 * NUM_IDS)
     return {"user": user, "item": item, "history": item.bag("mean")}
 
 

@@ -83,7 +83,7 @@ class Oracle:
         return dict(zip(ids, probe.read(as_ids(ids)).present.tolist(), strict=True))
 
     def bucket(self, id_: int) -> int:
-        return int(_core.bucket_of(as_ids([id_]), self.table.resolved_num_buckets)[0])
+        return int(_core.bucket_of(as_ids([id_]), self.table.resolved_num_buckets, self.table.is_direct)[0])
 
     # -- lookup ------------------------------------------------------------------------------------------------------
 

@@ -50,7 +50,12 @@ PADDLE = Environment(
 
 ENVIRONMENTS = {"torchrec": TORCHREC, "fbgemm": TORCHREC, "paddle": PADDLE}
 # Contenders that this interpreter may have, and the module that each needs.
-MODULES = {"satrap": "satrap.table.store", "torch": "torch", "index_select": "torch"}
+MODULES = {
+    "satrap": "satrap.table.store",
+    "satrap_direct": "satrap.table.store",
+    "torch": "torch",
+    "index_select": "torch",
+}
 
 
 def environments_of(contenders: Sequence[str]) -> list[Environment]:
@@ -64,7 +69,7 @@ def find_python(contender: str) -> Path | None:
     """Return the interpreter of a contender: this one where it suffices, else its environment's; None without it."""
     if contender in MODULES and imports(Path(sys.executable), MODULES[contender]):
         return Path(sys.executable)
-    return None if contender == "satrap" else peers_python(ENVIRONMENTS.get(contender, TORCHREC))
+    return None if contender.startswith("satrap") else peers_python(ENVIRONMENTS.get(contender, TORCHREC))
 
 
 def peers_python(environment: Environment) -> Path | None:

@@ -30,8 +30,17 @@ ALL_OPTIMIZERS = ("sgd", "momentum", "adagrad", "rowwise", "adam", "adamw", "ftr
 BASE = Case(kind="", optimizer="adagrad", num_threads=2, num_warmup=5, num_steps=30)
 RESOLVE = replace(BASE, kind="resolve", rows=20 * MILLION, dim=16, num_warmup=10, num_steps=100)
 PEERS, ARRAY = ("torch", "fbgemm"), ("index_select",)
-TRAIN: dict[str, Ratio] = {"ratio": ("satrap", PEERS), "ratio_plain": ("satrap_plain", PEERS)}
-LOOKUP: dict[str, Ratio] = {"ratio": ("satrap", ARRAY), "ratio_eval": ("satrap_eval", ARRAY)}
+TRAIN: dict[str, Ratio] = {
+    "ratio": ("satrap", PEERS),
+    "ratio_plain": ("satrap_plain", PEERS),
+    "ratio_direct": ("satrap_direct", PEERS),
+    "direct_to_hashed": ("satrap_direct", ("satrap",)),
+}
+LOOKUP: dict[str, Ratio] = {
+    "ratio": ("satrap", ARRAY),
+    "ratio_eval": ("satrap_eval", ARRAY),
+    "ratio_direct": ("satrap_direct", ARRAY),
+}
 SHARED: dict[str, Ratio] = {"ratio": ("satrap_shared", ("satrap",))}
 
 
@@ -77,7 +86,7 @@ def plan_with_peers(ours: dict[str, str], mode: str, peers: Sequence[str]) -> Pl
 
     def plan(group: Sequence[Case], number: int, batches: Path) -> list[Run]:
         cores = group[0].num_threads
-        planned = [(ours, form) for form in satrap_forms(cores)]
+        planned = [(modes, form) for form in satrap_forms(cores) for modes in (ours, {"satrap_direct": mode})]
         for peer, form in product(peers, peer_forms(cores)):
             if form.num_processes == 1 or mode == "train":
                 planned.append(({peer: mode}, form))
@@ -171,7 +180,7 @@ SUITE = Suite(
         "resolve": Kind(plan=plan_alone, record=record_resolve, required="satrap"),
         **dict.fromkeys(("memory", "growth", "snapshot", "save_beside"), Kind(plan=plan_alone, record=record_alone)),
     },
-    contenders=("satrap", *PEERS, *ARRAY),
+    contenders=("satrap", "satrap_direct", *PEERS, *ARRAY),
     table=("train/*/adagrad/zipf", "lookup"),
 )
 main = SUITE.main

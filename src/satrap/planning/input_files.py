@@ -124,14 +124,15 @@ def _table_load(data: Mapping[str, Any]) -> TableLoad:
             raise ConfigError(f"{where}: unknown key {key!r}; {suggest(key, known)}")
     if isinstance(given.get("optimizer"), str):
         given["optimizer"] = {"type": given["optimizer"]}
-    for key in ("capacity", "num_buckets"):
+    for key in ("num_rows", "capacity", "num_buckets"):
         if isinstance(given.get(key), float):
             given[key] = whole_number(where, key, given[key], 1)
     table = Table.from_dict(given)
-    rows = own.get("rows", table.capacity)
+    rows = own.get("rows", table.num_rows or table.capacity)
     if rows is None:
         raise ConfigError(
-            f"{where}: found neither rows nor a capacity; expected the number of rows at the end of training: add rows"
+            f"{where}: found neither rows, num_rows nor a capacity; expected the number of rows at the end of "
+            "training: add rows"
         )
     rows = whole_number(where, "rows", rows, 1)
     if table.capacity is not None and table.on_full != "grow" and rows > table.capacity:
@@ -161,6 +162,7 @@ def memory_row_bytes(table: Table, rows: int) -> int:
         dim=table.dim,
         optimizer=table.optimizer,
         dtype=table.dtype,
+        num_rows=_BUCKETS * per_bucket if table.is_direct else None,
         capacity=_BUCKETS * per_bucket if bounded else None,
         num_buckets=_BUCKETS,
     )
@@ -172,6 +174,8 @@ def _measured(table: Table, rows: int) -> int:
     store = Store(table, num_threads=1)
     # A bounded table evicts: with twice the ids, each bucket is full.
     ids = np.random.default_rng(0).integers(0, 2**63, rows if table.capacity is None else 2 * rows, dtype=np.uint64)
+    if table.is_direct:
+        ids = np.arange(rows, dtype=np.uint64)
     for part in np.array_split(ids, 2 * _BUCKETS):  # each fits into one bucket: no lookup needs more rows at once
         store.lookup(part)
     stats = store.stats()

@@ -28,7 +28,7 @@ class RowCalls:
             if any(engine.finished(writer, origin.step + later) for later in range(_core.WINDOW_STEPS)):
                 return
             first_bucket = sum(each.resolved_num_buckets for each in config[:table])
-            buckets = first_bucket + _core.bucket_of(ids, config[table].resolved_num_buckets)
+            buckets = first_bucket + _core.bucket_of(ids, config[table].resolved_num_buckets, config[table].is_direct)
             if np.isin(buckets, server_state.participant.outgoing).any():
                 raise MovedError("write: some of the ids' buckets are migrating: call again")
             state_rows = state.reshape(len(ids), -1) if has_state and len(ids) else None

@@ -350,7 +350,7 @@ class Store:
         """
         folder = folder_path(self._where, path)
         with self._one_at_a_time():
-            saved = Snapshot.open(folder, "changes", self.num_threads, held=HeldBytes())
+            saved = Snapshot.open(folder, "changes", self.num_threads, held=HeldBytes(), opened=self.table)
             saved.require_next(self._slot, self._snapshots)
             fill_from(self._slot, saved)
             self._snapshots.add(saved.manifest)

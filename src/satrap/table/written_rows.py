@@ -81,7 +81,7 @@ def put_rows(slot: "Slot", rows: WrittenRows) -> None:
     if state is None:
         state = _new_state(table, engine.state_dim(index), values)
     steps = np.full(len(rows.ids), engine.latest_step, np.uint32)
-    order = np.argsort(_core.bucket_of(rows.ids, engine.num_buckets(index)), kind="stable")
+    order = np.argsort(_core.bucket_of(rows.ids, engine.num_buckets(index), table.is_direct), kind="stable")
     slot.rows.import_rows(index, *(np.ascontiguousarray(each[order]) for each in (rows.ids, steps, values, state)))
 
 

@@ -277,7 +277,7 @@ class ServerGroup:
         arguments: returns those of the call to the owner of these ids."""
 
         def call(topology: Topology) -> list[tuple[OwnedIds, Any]]:
-            parts = split_by_owner(ids, offsets, topology.owners, self._num_buckets)
+            parts = split_by_owner(ids, offsets, topology.owners, self.job.tables)
             calls = {server: arguments(part) for server, part in parts.items()}
             answers = self.call_servers(method, step, calls, topology=topology)
             return [(part, answers[server]) for server, part in parts.items()]

@@ -22,7 +22,6 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
 from satrap.errors import ConfigError, SatrapError, StreamError
-from satrap.rpc.address import is_unix, split_address, unix_path
 from satrap.run_context import COLLECTIVE_TIMEOUT
 
 if TYPE_CHECKING:
@@ -206,6 +205,8 @@ def ended_trainers(addresses: Sequence[str]) -> list[int]:
 
 
 def _accepts(address: str) -> bool:
+    from satrap.rpc.address import is_unix, split_address, unix_path  # needs zmq, which a trainer without servers lacks
+
     family, at = (
         (socket.AF_UNIX, str(unix_path(address))) if is_unix(address) else (socket.AF_INET, split_address(address))
     )

@@ -205,7 +205,7 @@ def ended_trainers(addresses: Sequence[str]) -> list[int]:
 
 
 def _accepts(address: str) -> bool:
-    from satrap.rpc.address import is_unix, split_address, unix_path  # needs zmq, which a trainer without servers lacks
+    from satrap.rpc.address import is_unix, split_address, unix_path  # which need pyzmq
 
     family, at = (
         (socket.AF_UNIX, str(unix_path(address))) if is_unix(address) else (socket.AF_INET, split_address(address))

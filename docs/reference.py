@@ -53,6 +53,7 @@ GROUPS = {
         *(
             "data.arrow.Arrow",
             "data.json_lines.JSON",
+            "data.tfrecord.TFRecord",
             "data.frame.Frame",
             "data.iterable.IterableSource",
             "data.inputs.Inputs",

@@ -28,6 +28,7 @@ from satrap.data.inputs import Inputs, Position
 from satrap.data.iterable import IterableSource
 from satrap.data.json_lines import JSON
 from satrap.data.parquet import Parquet
+from satrap.data.tfrecord import TFRecord
 from satrap.data.vectors import read_vectors
 from satrap.errors import (
     AttemptError,
@@ -166,6 +167,7 @@ __all__ = [
     "Store",
     "Stream",
     "StreamError",
+    "TFRecord",
     "Table",
     "TableGroup",
     "TensorBoard",

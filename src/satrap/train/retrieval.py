@@ -36,14 +36,14 @@ def topk(queries: Tensor, table: Rows, k: int) -> tuple[NDArray[np.uint64], Tens
     """Return for each query the ids whose rows have the highest dot products with it, and these: [n, k], highest first.
     k is at most the number of rows, or that many are returned.
 
-    queries: float32 [n, dim]. Of equal products the row that `table.rows()` yields first counts as higher."""
+    queries: float32 [n, dim]. The order of equal products is not defined."""
     k = check_integer("topk", "k", k, 1, 2**31 - 1, InputError)
     best, ids = queries.new_empty((len(_checked(queries, table)), 0)), np.empty((len(queries), 0), np.uint64)
     for part_ids, scores in _scores(queries, table):
-        joined = torch.cat([best, scores], dim=1)
-        order = torch.sort(joined, dim=1, descending=True, stable=True).indices[:, :k]
-        best, chosen = joined.gather(1, order), order.cpu().numpy()
-        ids = np.take_along_axis(np.hstack([ids, np.broadcast_to(part_ids, scores.shape)]), chosen, axis=1)
+        top, at = scores.topk(min(k, len(part_ids)), dim=1)
+        joined = torch.cat([best, top], dim=1)
+        best, order = joined.topk(min(k, joined.shape[1]), dim=1)
+        ids = np.take_along_axis(np.hstack([ids, part_ids[at.cpu().numpy()]]), order.cpu().numpy(), axis=1)
     return ids, best
 
 

@@ -113,7 +113,16 @@ def test_the_control_learns_what_satrap_learns() -> None:
 
 def test_a_simulated_step_is_the_sum_of_its_parts() -> None:
     costs = Coefficients(
-        device=0.02, host=0.001, server=0.003, ids=1e4, rows=1e5, gradients=2e5, dense=0.0, rate=1e7, delay=0.002
+        device=0.02,
+        host=0.001,
+        server=0.002,
+        latency=0.001,
+        ids=1e4,
+        rows=1e5,
+        gradients=2e5,
+        dense=0.0,
+        rate=1e7,
+        delay=0.002,
     )
     waits = 4 * 0.002 + 2 * 0.003 + (1e4 + 1e5 + 2e5 + 200) / 1e7
     assert Simulation(costs, 1, 1, "sync").run() == pytest.approx(0.021 + waits)

@@ -14,9 +14,10 @@ from benchmarks.cluster.processes import satrap_server
 from benchmarks.paper import __main__ as command
 from benchmarks.paper import campaign, samples, theory, training
 from benchmarks.paper.cell import CannotRunError, Cell, Done, Figures
+from benchmarks.paper.network import DEVICE_SECONDS, LINK, MODES, POINTS
 from benchmarks.paper.page import Record, files, html, look_up, markdown
 from benchmarks.paper.sections import sections
-from benchmarks.paper.simulation import Coefficients, Simulation
+from benchmarks.paper.simulation import Coefficients, Simulation, validate
 
 import satrap
 from browser import find_browser, running_browser
@@ -131,6 +132,23 @@ def test_a_simulated_step_is_the_sum_of_its_parts() -> None:
         w / Simulation(costs, w, s, mode).run() for mode in ("sync", "hybrid 4") for w, s in ((1, 1), (8, 40), (8, 300))
     ]
     assert rates[0] < rates[1] <= rates[2] and rates[3] < rates[4] <= 1.001 * rates[5] and rates[0] < rates[3]
+
+
+def test_the_calibration_finds_the_costs() -> None:
+    """Points that the simulation itself made are predicted from those of one trainer and one server."""
+    costs = Coefficients(
+        device=DEVICE_SECONDS, host=0.003, server=0.002, latency=0.004, ids=24e3, rows=2e5, gradients=176e3, dense=7e4,
+        rate=LINK.bytes_per_second, delay=LINK.delay_ms / 1e3,
+    )  # fmt: skip
+    crossed = {"to_servers": 2e5, "from_servers": 2e5, "between_trainers": 2 * costs.dense}
+    done = {
+        f"network/point/{w}x{s}/{mode}": {
+            "step_ms": 1e3 * Simulation(costs, w, s, mode).run(), "crossed": crossed, "server_ms": 2e3 * costs.server
+        }
+        for w, s in POINTS
+        for mode in MODES
+    }  # fmt: skip
+    assert validate(done)["worst_error"] < 0.01
 
 
 def test_published_files(tmp_path: Path) -> None:

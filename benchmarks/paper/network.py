@@ -69,21 +69,28 @@ def measure(num_trainers: int, num_servers: int, mode: str, full: bool, done: Do
         for trainer in trainers:
             receive(trainer)  # it is connected, and has created the rows of its first batches
         machines.reshape(LINK)
-        before = read_cpu([each.pid for each in trainers])
+        before, server_cpu = read_cpu([each.pid for each in trainers]), sum(_cpu_seconds(pid) for _, pid in servers)
         for trainer in trainers:
             assert trainer.stdin is not None
             print("go", file=trainer.stdin, flush=True)
         replies = [receive(trainer) for trainer in trainers]
         noise = noise_between(before, read_cpu([each.pid for each in trainers]))
+        server_cpu = sum(_cpu_seconds(pid) for _, pid in servers) - server_cpu
         counted = machines.reshape(Shape())
     seconds = max(reply["seconds"] for reply in replies)
     steps = sum(reply["all_steps"] for reply in replies) / num_trainers
     return {
         "trainers": num_trainers, "servers": num_servers, "mode": mode, "step_ms": 1e3 * seconds,
         "samples_per_s": num_trainers * BATCH / seconds, "crossed": _per_step(counted["bytes"], num_servers, steps),
+        "server_ms": 1e3 * server_cpu / steps / num_trainers,
         "host_ms": 1e3 * sum(reply["cpu_seconds"] for reply in replies) / num_trainers,
         "lost_packets": counted["lost"], "noise": noise,
     }  # fmt: skip
+
+
+def _cpu_seconds(pid: int) -> float:
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def _per_step(total: Sequence[Sequence[int]], num_servers: int, steps: float) -> dict[str, Any]:

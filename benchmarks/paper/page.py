@@ -24,7 +24,7 @@ PAGE = """
 body { margin: 0; background: var(--back); color: var(--text); font: 15px/1.55 system-ui, "DejaVu Sans", sans-serif; }
 main { max-width: 1200px; margin: 0 auto; padding: 24px 20px 60px; }
 h1 { font-size: 26px; } h2 { font-size: 20px; margin: 44px 0 8px; } p { max-width: 76ch; margin: 8px 0; }
-.plots { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 480px), 1fr)); gap: 18px; }
+.plots { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(100%, 480px), 1fr)); gap: 18px; }
 .plots > div { overflow-x: auto; border: 1px solid var(--grid); border-radius: 8px; padding: 10px; }
 .plots svg { display: block; width: 100%; min-width: 440px; height: auto; }
 .kind { color: var(--soft); font-size: 13px; } data { border-bottom: 1px dotted var(--soft); }
@@ -116,7 +116,7 @@ def html(record: Record, sections: Sequence[Section]) -> str:
 
 def _shown(part: str | Claim) -> Markup:
     if isinstance(part, str):
-        return escape(part)
+        return escape(part.replace("`", ""))
     source = f"{part.cell}#{part.field}"
     return element("data", part.text, value=json.dumps(part.value), title=f"{part.kind}: {source}", data_source=source)
 

@@ -185,9 +185,9 @@ def _throughput(record: Record) -> Iterator[Section]:
     for mode in network.MODES:
         style: dict[str, Any] = {"colour": COLOURS[mode], "is_dashed": True}
         points = [point for point in validation["points"] if point[2] == mode and point[:2] in ([1, 1], [2, 1], [3, 3])]
-        for what, column in (("measured", 3), ("simulated", 4)):
+        for name, column in ((_name(mode), 3), ("", 4)):
             curve = [(p[0], p[0] * network.BATCH / p[column] * 1e3) for p in points]
-            line = Line(name=f"{_name(mode)}, {what}", points=curve, colour=COLOURS[mode], is_dashed=column == 4)
+            line = Line(name=name, points=curve, colour=COLOURS[mode], is_dashed=column == 4)
             rates.append(line)
         if simulated := record.figures(f"simulation/trainers/{mode}"):
             scaled = [(p[0], p[2] / simulated["points"][0][2]) for p in simulated["points"]]
@@ -196,7 +196,7 @@ def _throughput(record: Record) -> Iterator[Section]:
             servers.append(Line(name=_name(mode), points=[(p[0], p[1]) for p in simulated["points"]], **style))
     paper = [(gpus, rate / PAPER_RATES[0]) for gpus, rate in zip(PAPER_GPUS, PAPER_RATES, strict=True)]
     speedups.append(Line(name="the paper's hybrid", points=paper, colour=4))
-    plots = [Chart(title="Measured and simulated rates", x="trainers (over 1, 1 and 3 servers)", y="samples/s",
+    plots = [Chart(title="Measured rates (dashed: simulated)", x="trainers (over 1, 1 and 3 servers)", y="samples/s",
                    lines=rates, x_ticks=(1, 2, 3), slug="rates")]  # fmt: skip
     if servers:
         plots += [

@@ -42,7 +42,9 @@ class Coefficients:
     host: float
     """Seconds of the trainer's own work in a step that nothing hides."""
     server: float
-    """Seconds of a server for the rows of one trainer's step, over all servers, of a lookup and of an update each."""
+    """CPU seconds of all servers together for a lookup of one trainer, and for an update."""
+    latency: float
+    """Seconds that a call takes besides, in which nothing is busy: threads that wake, and each other's CPU time."""
     ids: float
     """Bytes of a lookup's request; in all modes."""
     rows: float
@@ -109,7 +111,8 @@ class Simulation:
             self._at(self._use("server in", server, now, out / width), partial(serve, server))
 
         def serve(server: int, now: float) -> None:
-            self._at(self._use("server", server, now, costs.server * share / width), partial(answer, server))
+            end = self._use("server", server, now, costs.server * share / width)
+            self._at(end + costs.latency, partial(answer, server))
 
         def answer(server: int, now: float) -> None:
             self._at(self._use("server out", server, now, back / width) + costs.delay - back / width, receive)
@@ -174,8 +177,8 @@ class Simulation:
 def calibrate(done: Done) -> dict[str, Coefficients]:
     """Return the coefficients of each mode, from the measured points with one server and one or two trainers.
 
-    Bytes are counted. The seconds of the host and the server are what the steps of one trainer take beyond the device
-    and the links.
+    Bytes are counted, and the servers' CPU time is measured. What the hybrid step takes beyond the device is the
+    host's, since it hides the rest; what the synchronous step takes beyond all of this is the latency of its two calls.
     """
     points = {mode: done.get(f"network/point/1x1/{mode}") for mode in MODES}
     pair = done.get("network/point/2x1/sync")
@@ -187,18 +190,16 @@ def calibrate(done: Done) -> dict[str, Coefficients]:
         assert point is not None
         ids = 0.12 * point["crossed"]["to_servers"]
         costs = Coefficients(
-            device=DEVICE_SECONDS, host=0.0, server=0.0, ids=ids, rows=point["crossed"]["from_servers"],
-            gradients=point["crossed"]["to_servers"] - ids, dense=dense, rate=LINK.bytes_per_second,
-            delay=LINK.delay_ms / 1e3,
+            device=DEVICE_SECONDS, host=0.0, server=point["server_ms"] / 2e3, latency=0.0, ids=ids,
+            rows=point["crossed"]["from_servers"], gradients=point["crossed"]["to_servers"] - ids, dense=dense,
+            rate=LINK.bytes_per_second, delay=LINK.delay_ms / 1e3,
         )  # fmt: skip
         found[mode] = costs
-    # What the synchronous step takes beyond the simulated one is the server's and the host's work; the hybrid step
-    # hides all but the host's.
-    hybrid = max(0.0, _excess(found["hybrid 4"], points["hybrid 4"], "hybrid 4"))
-    both = max(hybrid, _excess(found["sync"], points["sync"], "sync"))
-    alone = max(0.0, _excess(found["async 4"], points["async 4"], "async 4"))
-    hosts = {"sync": hybrid, "hybrid 4": hybrid, "async 4": alone}
-    return {mode: replace(costs, host=hosts[mode], server=(both - hybrid) / 2) for mode, costs in found.items()}
+    hosts = {mode: max(0.0, _excess(found[mode], points[mode], mode)) for mode in MODES[1:]}
+    hosts["sync"] = hosts["hybrid 4"]
+    found = {mode: replace(costs, host=hosts[mode]) for mode, costs in found.items()}
+    latency = max(0.0, _excess(found["sync"], points["sync"], "sync")) / 2
+    return {mode: replace(costs, latency=latency) for mode, costs in found.items()}
 
 
 def _excess(costs: Coefficients, point: Any, mode: str) -> float:

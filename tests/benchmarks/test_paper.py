@@ -14,9 +14,10 @@ from benchmarks.cluster.processes import satrap_server
 from benchmarks.paper import __main__ as command
 from benchmarks.paper import campaign, samples, theory, training
 from benchmarks.paper.cell import CannotRunError, Cell, Done, Figures
+from benchmarks.paper.network import DEVICE_SECONDS, LINK, MODES, POINTS
 from benchmarks.paper.page import Record, files, html, look_up, markdown
 from benchmarks.paper.sections import sections
-from benchmarks.paper.simulation import Coefficients, Simulation
+from benchmarks.paper.simulation import Coefficients, Simulation, validate
 
 import satrap
 from browser import find_browser, running_browser
@@ -113,7 +114,16 @@ def test_the_control_learns_what_satrap_learns() -> None:
 
 def test_a_simulated_step_is_the_sum_of_its_parts() -> None:
     costs = Coefficients(
-        device=0.02, host=0.001, server=0.003, ids=1e4, rows=1e5, gradients=2e5, dense=0.0, rate=1e7, delay=0.002
+        device=0.02,
+        host=0.001,
+        server=0.002,
+        latency=0.001,
+        ids=1e4,
+        rows=1e5,
+        gradients=2e5,
+        dense=0.0,
+        rate=1e7,
+        delay=0.002,
     )
     waits = 4 * 0.002 + 2 * 0.003 + (1e4 + 1e5 + 2e5 + 200) / 1e7
     assert Simulation(costs, 1, 1, "sync").run() == pytest.approx(0.021 + waits)
@@ -122,6 +132,23 @@ def test_a_simulated_step_is_the_sum_of_its_parts() -> None:
         w / Simulation(costs, w, s, mode).run() for mode in ("sync", "hybrid 4") for w, s in ((1, 1), (8, 40), (8, 300))
     ]
     assert rates[0] < rates[1] <= rates[2] and rates[3] < rates[4] <= 1.001 * rates[5] and rates[0] < rates[3]
+
+
+def test_the_calibration_finds_the_costs() -> None:
+    """Points that the simulation itself made are predicted from those of one trainer and one server."""
+    costs = Coefficients(
+        device=DEVICE_SECONDS, host=0.003, server=0.002, latency=0.004, ids=24e3, rows=2e5, gradients=176e3, dense=7e4,
+        rate=LINK.bytes_per_second, delay=LINK.delay_ms / 1e3,
+    )  # fmt: skip
+    crossed = {"to_servers": 2e5, "from_servers": 2e5, "between_trainers": 2 * costs.dense}
+    done = {
+        f"network/point/{w}x{s}/{mode}": {
+            "step_ms": 1e3 * Simulation(costs, w, s, mode).run(), "crossed": crossed, "server_ms": 2e3 * costs.server
+        }
+        for w, s in POINTS
+        for mode in MODES
+    }  # fmt: skip
+    assert validate(done)["worst_error"] < 0.01
 
 
 def test_published_files(tmp_path: Path) -> None:
@@ -220,7 +247,7 @@ def test_every_claim_is_in_the_record(record: Record) -> None:
         recorded = look_up(record.lines[cell]["figures"], path)
         assert json.loads(value) == recorded
         shown = float(text.rstrip("%").replace(",", "")) / (100 if text.endswith("%") else 1)
-        assert shown == pytest.approx(recorded, rel=0.02, abs=0.006 if "%" in text or abs(recorded) > 0.1 else 6e-5)
+        assert shown == pytest.approx(recorded, rel=0.05, abs=0.006 if "%" in text or abs(recorded) > 0.1 else 6e-5)
     assert not re.search(r"(src|href)=\"(?!data:)", page) and "<img" not in page and "<script" not in page
 
 

@@ -193,9 +193,10 @@ class Server:
             engine = state.engine
             rows = engine.empty(1, engine.num_floats(offsets, len(ids)))
             steps = (origin.step, self._oldest_open(state, origin, oldest_open)) if train else (0, 0)
+            others = state.updates_of_others(origin.trainer)
             native_ticket = state.rows.lookup(ids, offsets, *steps, train, rows, train and ticket != 0, first_epoch)
             if native_ticket is not None:
-                self._keep_ticket(state, origin.trainer, ticket, PendingLookup(native_ticket, ids, offsets))
+                self._keep_ticket(state, origin.trainer, ticket, PendingLookup(native_ticket, ids, offsets, others))
             if wire == "float16":
                 return None, np.asarray(engine.encode_rows(offsets, rows))
             return np.asarray(rows).reshape(-1), None
@@ -221,11 +222,19 @@ class Server:
             if barrier_size == 0:
                 used = state.rows.prepare(ids, offsets) if kept is None else kept.ticket
                 state.engine.update(used, gradients, origin.step, lrs, origin.trainer)
+                self._count_update(state, origin.trainer, kept)
                 return None
             if kept is not None:
                 state.engine.drop(kept.ticket)
                 ids, offsets = kept.ids, kept.offsets
             return self._join_barrier(state, origin, TrainerPart(ids, offsets, gradients, lrs), barrier_size)
+
+    def _count_update(self, state: ServerState, trainer: int, kept: PendingLookup | None) -> None:
+        """kept: its lookup; None: the ticket was lost, or the update is a duplicate."""
+        with self._fence.condition:
+            if kept is not None:
+                state.missed[state.updates_of_others(trainer) - kept.others] += 1
+            state.updates[trainer] += 1
 
     def _join_barrier(
         self, state: ServerState, origin: Origin, part: TrainerPart, barrier_size: int

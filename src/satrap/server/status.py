@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from satrap.monitor.memory import memory
-from satrap.monitor.samples import Sample, memory_samples, snapshot_samples, table_samples
+from satrap.monitor.samples import Sample, memory_samples, snapshot_samples, staleness_distribution, table_samples
 from satrap.rpc.release import RELEASE
 from satrap.server.state import ServerState
 from satrap.table.table_group import transfers_of
@@ -73,6 +73,7 @@ def _state_of(state: ServerState) -> dict[str, Any]:
         "snapshots": transfers_of(state.tables).to_dict(),
         "save_folders": sorted(set(dict(state.save_folders).values())),
         "staleness": {str(trainer): steps for trainer, steps in dict(state.staleness).items()},
+        "missed_updates": {str(others): updates for others, updates in dict(state.missed).items()},
         "buckets": {
             "owned": int(np.count_nonzero(state.owned())),
             "frozen": len(participant.outgoing),
@@ -89,5 +90,7 @@ def server_samples(status: Mapping[str, Any]) -> list[Sample]:
         return [*found, Sample("satrap_attempt", 0)]
     found += table_samples(status["tables"]) + snapshot_samples(status["snapshots"])
     found += [Sample("satrap_attempt", status["attempt"]), Sample("satrap_step", status["step"])]
+    missed = {int(others): updates for others, updates in status["missed_updates"].items()}
+    found.append(Sample("satrap_missed_updates", staleness_distribution(missed)))
     found += [Sample("satrap_buckets", number, {"state": state}) for state, number in status["buckets"].items()]
     return found + [Sample("satrap_moved_rows", rows, {"direction": way}) for way, rows in status["moved_rows"].items()]

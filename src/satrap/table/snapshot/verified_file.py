@@ -30,8 +30,8 @@ _Flags = NDArray[np.bool_]
 
 class OwnedBuckets:
     """Which lines of a snapshot a process needs. The table may have another number of buckets than the snapshot: both
-    are powers of two, and a bucket is a range of hashes, so one bucket lies within another or holds several. If just one
-    of the two is direct (`Table.num_rows`), each bucket of the one has ids of all buckets of the other."""
+    are powers of two, and a bucket is a range of hashes, so one bucket lies within another or holds several. If one
+    alone is direct (`Table.num_rows`), each of its buckets has ids of all buckets of the other."""
 
     def __init__(self, owned: _Flags | None, num_buckets: int, direct: bool = False, was_direct: bool = False) -> None:
         """owned: for each bucket of the table, whether the process owns it; None: all. num_buckets: the snapshot's.

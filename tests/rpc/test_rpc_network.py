@@ -16,8 +16,7 @@ from logged import logged
 from rpc_parts import DEADLINE_SECONDS, LOOPBACK, Calls, FrameProxy, Served
 from satrap.errors import DeadlineError
 from satrap.rpc import Client, Keys, Service
-from satrap.rpc.handshakes import Handshakes
-from satrap.rpc.key_probe import expects_keys
+from satrap.rpc.handshakes import Handshakes, expects_keys
 from satrap.rpc.keys import create_keys
 from satrap.rpc.values import PIECE_BYTES
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from forks import in_fork
-from satrap.rpc.shared_context import SharedContext, context_of_clients
+from satrap.rpc.channels import SharedContext, context_of_clients
 
 
 def test_the_context_of_clients_ends_with_its_last_borrower() -> None:

@@ -11,9 +11,8 @@ import pytest
 from cluster import ANYWHERE, batch, one_table, sharded_worker
 from satrap.cli.http import StatusEndpoint
 from satrap.rpc import Origin, Service
-from satrap.rpc.call_times import CallTimes
 from satrap.rpc.header import Header, Kind
-from satrap.rpc.ledger import Counts, Request
+from satrap.rpc.ledger import CallTimes, Counts, Request
 from satrap.server.protocol import ServerCalls
 from satrap.server.server import Server
 from satrap.server.status import server_samples

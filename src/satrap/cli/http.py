@@ -55,7 +55,7 @@ class StatusEndpoint:
             self._endpoint.close()
 
     def _collect(self) -> Iterator[Sample]:
-        from satrap.rpc.call_times import BOUNDS
+        from satrap.rpc.ledger import BOUNDS
 
         yield info(self._role)
         yield from self._samples_of(self._status())

@@ -8,7 +8,7 @@
             rows = client.call.lookup(Origin(trainer=0, step=1), ids)
 
 header, values, methods and faults define the messages; schedule and ledger decide when a call is sent and how a request
-is handled; address, unix_socket and keys define the endpoints; connections and guard limit the TCP connections. A
+is handled; address, unix_socket and keys define the endpoints; guard limits the TCP connections. A
 service owns its sockets; a client has a channel, which is a socket, for each thread that calls. Delivery is at least
 once, so served methods must be idempotent.
 

@@ -1,9 +1,15 @@
-"""The channels of a client: one for each thread that calls."""
+"""The channels of a client: one for each thread that calls, all in one ZeroMQ context of the process.
+
+The context exists while a client borrows it. It has few descriptors and threads for any number of servers. A fork has
+another one than its parent.
+"""
 
 import os
 import threading
 from dataclasses import dataclass
 from functools import partial
+
+import zmq
 
 from satrap.collected import close_when_collected
 from satrap.errors import ForkError, RpcError
@@ -11,7 +17,36 @@ from satrap.interrupts import Uninterrupted
 from satrap.rpc.channel import Channel
 from satrap.rpc.keys import Keys
 from satrap.rpc.open_files import FILES_PER_CONNECTION, require_files
-from satrap.rpc.shared_context import context_of_clients
+
+Context = zmq.Context[zmq.Socket[bytes]]
+_MAX_IO_THREADS = 4  # of a process: encryption takes their time
+
+
+class SharedContext:
+    """A context that is created for the first borrower and terminated when the last one has given it back."""
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()  # a context must not be closed twice, nor borrowed while it is closed
+        self._context: Context | None = None
+        self._num_borrowers = 0
+
+    def borrow(self) -> Context:
+        """Return the context. Give it back once, after closing all sockets that were created in it."""
+        with self._lock:
+            if self._context is None:
+                num_threads = max(1, min(_MAX_IO_THREADS, len(os.sched_getaffinity(0)) // 2))
+                self._context = zmq.Context(num_threads)
+                self._context.set(zmq.MAX_SOCKETS, self._context.get(zmq.SOCKET_LIMIT))
+            self._num_borrowers += 1
+            return self._context
+
+    def give_back(self) -> None:
+        """Terminate the context if this was its last borrower."""
+        with self._lock:
+            self._num_borrowers -= 1
+            if not self._num_borrowers and self._context is not None:
+                context, self._context = self._context, None
+                context.destroy(0)
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
@@ -74,3 +109,17 @@ class Channels:
                 if not self._has_given_back:
                     self._has_given_back = True
                     self._shared.give_back()
+
+
+def context_of_clients() -> SharedContext:
+    """Return the context of this process."""
+    return _context
+
+
+def _create_context() -> None:
+    global _context
+    _context = SharedContext()
+
+
+_context = SharedContext()
+os.register_at_fork(after_in_child=_create_context)

@@ -2,18 +2,30 @@
 
 ZeroMQ reports handshakes on a second pair of sockets. So the `Handshakes` of a socket exist only until the connection
 is there: a process with connections to hundreds of servers would need twice the descriptors otherwise.
+
+A server whose secret key does not belong to the public key that a client has for it closes the connection without a
+word, and ZeroMQ reconnects forever. Its greeting (ZMTP 3.1), which precedes all keys and is read here over a plain
+socket, tells such a server from a port at which nothing answers yet.
 """
+
+import itertools
+import socket
+from contextlib import suppress
 
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from satrap.rpc.key_probe import expects_keys
+from satrap.rpc.address import is_unix, split_address, unix_path
 from satrap.rpc.open_files import require_files
-from satrap.rpc.socket_events import watch_events
 
 _SUSPECT_HANDSHAKES = 20  # cut ones in a row, within 1 to 4 s, that cause a look at the server's greeting
 _PROBE_SECONDS = 0.5
 _NUM_FILES = 2
+_SIGNATURE = b"\xff" + bytes(8) + b"\x7f"
+_VERSION = bytes([3, 1])
+_MECHANISM = b"CURVE".ljust(20, b"\0")
+_GREETING_BYTES = 64
+_numbers = itertools.count()
 _EVENTS = (
     zmq.Event.HANDSHAKE_FAILED_AUTH
     | zmq.Event.HANDSHAKE_FAILED_PROTOCOL
@@ -25,11 +37,11 @@ _EVENTS = (
 class Handshakes:
     """The handshakes of a socket from now on."""
 
-    def __init__(self, socket: "zmq.Socket[bytes]", endpoint: str, has_keys: bool) -> None:
+    def __init__(self, watched: "zmq.Socket[bytes]", endpoint: str, has_keys: bool) -> None:
         require_files(_NUM_FILES, f"the handshakes with {endpoint}")
-        self.monitor = watch_events(socket, _EVENTS)
+        self.monitor = watch_events(watched, _EVENTS)
         """The socket that is readable when a handshake has ended."""
-        self._watched, self._endpoint, self._has_keys = socket, endpoint, has_keys
+        self._watched, self._endpoint, self._has_keys = watched, endpoint, has_keys
         self._num_cut = 0  # that the server ended without a word
 
     def read(self) -> str | None:
@@ -55,3 +67,35 @@ class Handshakes:
         """Stop watching."""
         self._watched.disable_monitor()
         self.monitor.close(0)
+
+
+def watch_events(watched: "zmq.Socket[bytes]", events: int) -> "zmq.Socket[bytes]":
+    """Return the socket on which the events of another one arrive from now on. Its address is never used again: ZeroMQ
+    frees an address only some time after it was closed, and pyzmq's own choice is the watched socket's descriptor."""
+    return watched.get_monitor_socket(events, f"inproc://satrap-events-{next(_numbers)}")
+
+
+def expects_keys(address: str, seconds: float) -> bool:
+    """Return whether a ZeroMQ server that requires keys answers at the address within so many seconds."""
+    sent = (_SIGNATURE + _VERSION + _MECHANISM).ljust(_GREETING_BYTES, b"\0")
+    received = b""
+    with suppress(OSError), _connect(address, seconds) as connection:
+        connection.sendall(sent)
+        while len(received) < _GREETING_BYTES and (data := connection.recv(_GREETING_BYTES - len(received))):
+            received += data
+    start = len(_SIGNATURE) + len(_VERSION)
+    is_zeromq = len(received) == _GREETING_BYTES and received[0] == _SIGNATURE[0] and received[9] == _SIGNATURE[9]
+    return is_zeromq and received[start:].startswith(_MECHANISM)
+
+
+def _connect(address: str, seconds: float) -> socket.socket:
+    if not is_unix(address):
+        return socket.create_connection(split_address(address), seconds)
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        connection.settimeout(seconds)
+        connection.connect(str(unix_path(address)))
+    except BaseException:
+        connection.close()
+        raise
+    return connection

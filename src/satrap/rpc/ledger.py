@@ -14,13 +14,21 @@ duplicate, makes its route the newest of its client, and replies take that route
 queue is dropped: its caller has given up.
 """
 
+from bisect import bisect_left
 from collections import deque
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from enum import Enum
 
 from satrap.config.validation import check_integer
 from satrap.rpc.header import MAX_FRAMES, Header
 from satrap.rpc.values import Frames
+
+BOUNDS = (
+    *(0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05),
+    *(0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 50.0, 100.0),
+)
+"""Upper bounds of the bins in seconds: 100 us to 100 s. One more bin holds longer calls."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -35,7 +43,7 @@ class Limits:
     """Bytes of one array. A connection that sends a larger frame is closed before the frame is in memory."""
     max_partial_bytes: int = 1 << 30
     """Bytes of incomplete messages on all TCP connections together, and so of any one message. Beyond it, connections
-    are closed: see connections.py."""
+    are closed: see guard.py."""
     max_frames: int = 2500
     """Frames of one message. Further frames are discarded as they arrive, and the request is refused."""
 
@@ -228,3 +236,22 @@ class Ledger:
         }
         ended = self.counts.replied + self.counts.unsent + self.counts.expired + self.counts.dropped
         assert self.counts.arrived == len(self._open) + ended
+
+
+class CallTimes:
+    """The time that the calls of a service take: a histogram of seconds for each method."""
+
+    def __init__(self, names: Mapping[int, str]) -> None:
+        """names: the name of each method, by its number."""
+        self._names = names
+        self._counts = {number: [0] * (len(BOUNDS) + 1) for number in names}
+        self._totals = dict.fromkeys(names, 0.0)
+
+    def record(self, method: int, seconds: float) -> None:
+        """Add a call of a method."""
+        self._counts[method][bisect_left(BOUNDS, seconds)] += 1
+        self._totals[method] += seconds
+
+    def to_dict(self) -> dict[str, tuple[list[int], float]]:
+        """Return, by name of the method, the number of calls in each bin and their sum in seconds."""
+        return {name: (list(self._counts[each]), self._totals[each]) for each, name in self._names.items()}

@@ -17,7 +17,7 @@ the object's methods must be idempotent. Its array arguments are read-only views
 returns must not be changed afterwards, since they are sent without a copy.
 
 Limited are the requests (see Limits), replies that a connection does not read, frames that are not received yet, and
-over TCP also silent connections and incomplete messages (connections.py). Only this user can reach a Unix socket, so
+over TCP also silent connections and incomplete messages (guard.py). Only this user can reach a Unix socket, so
 its connections are not watched.
 """
 
@@ -37,12 +37,11 @@ from satrap.config.validation import check_integer, check_number
 from satrap.errors import ConfigError, RpcError
 from satrap.event_log import LimitedLog, event
 from satrap.rpc.address import is_unix, is_wildcard, join_address, resolve_host, split_address
-from satrap.rpc.call_times import CallTimes
 from satrap.rpc.faults import encode_error
 from satrap.rpc.guard import Guard
 from satrap.rpc.header import JOINED_BYTES, Header, Kind, Message
 from satrap.rpc.keys import Keys
-from satrap.rpc.ledger import Admission, Ledger, Limits, Request
+from satrap.rpc.ledger import Admission, CallTimes, Ledger, Limits, Request
 from satrap.rpc.methods import Method, methods_of
 from satrap.rpc.open_files import raise_limit
 from satrap.rpc.release import RELEASE
@@ -194,7 +193,7 @@ class Service:
 
     def call_times(self) -> dict[str, tuple[list[int], float]]:
         """Return for each method the histogram of the seconds from the start of its calls to the reply: the number of
-        calls in each bin, see `satrap.rpc.call_times.BOUNDS`, and their sum."""
+        calls in each bin, see `satrap.rpc.ledger.BOUNDS`, and their sum."""
         with self._changed:
             return self._times.to_dict()
 

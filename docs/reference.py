@@ -45,7 +45,7 @@ GROUPS = {
     ],
     "Evaluation": [
         *("train.evaluation.evaluate", "train.evaluation.auc", "monitor.metrics.Evaluation"),
-        "train.evaluation.Validation",
+        "train.validation.Validation",
         *("serving.reader.Reader", "serving.reader.ReaderTable"),
     ],
     "Sources": [

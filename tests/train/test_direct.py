@@ -98,7 +98,7 @@ def reopened(table: Table, folders: list[Path]) -> Store:
 def test_the_same_bits_with_num_rows_and_without(
     table: Table, seed: int, others: tuple[bool, bool], tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    """Saved in full and as changes, each is opened with `num_rows` or without, and goes on alike."""
+    """Saved in full and as changes, each is opened with `num_rows` or without, and then trains alike."""
     folder, rng = tmp_path_factory.mktemp("direct"), np.random.default_rng(seed)
     kinds = [replace(table, num_rows=NUM_ROWS), table]
     stores = [Store(each, seed=3, num_threads=1 + i) for i, each in enumerate(kinds)]

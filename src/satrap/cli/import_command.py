@@ -3,7 +3,7 @@
 import argparse
 from collections.abc import Iterator
 
-from satrap.cli.options import Commands
+from satrap.cli.options import Commands, location_option, path_option
 from satrap.config.tables import Table
 from satrap.errors import InputError
 
@@ -18,8 +18,8 @@ def add_import(commands: Commands) -> None:
         "of Reader(FOLDER).tables[NAME].rows().",
         epilog="Example: satrap import items.parquet pretrained/item --table item --ids item_id --vectors embedding",
     )
-    parser.add_argument("file", metavar="FILE", help=".npy, .safetensors or Parquet file of vectors")
-    parser.add_argument("folder", metavar="FOLDER", help="folder or URL of the snapshot")
+    parser.add_argument("file", type=path_option, metavar="FILE", help=".npy, .safetensors or Parquet file of vectors")
+    parser.add_argument("folder", type=location_option, metavar="FOLDER", help="folder or URL of the snapshot")
     parser.add_argument("--table", required=True, metavar="NAME", help="name of the table")
     parser.add_argument(
         "--ids",

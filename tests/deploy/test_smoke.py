@@ -1,9 +1,9 @@
 """Rendered manifests, carried out: the command of every pod runs as processes with networks and files of their own
-(tests/pods.py). A node is lost, its pod starts again elsewhere with empty memory, and training ends with the bits of a
-run on one machine.
+(tests/support/pods.py). A node is lost, its pod starts again elsewhere with empty memory, and training ends with the
+bits of a run on one machine.
 
-KubeRay's part is tests/kuberay_pods.py. Its cluster has no dashboard, so the entrypoint is submitted on the head
-(tests/ray_submit.py) and the probe of the dashboard is not tried."""
+KubeRay's part is tests/support/kuberay_pods.py. Its cluster has no dashboard, so the entrypoint is submitted on the
+head (tests/support/ray_submit.py) and the probe of the dashboard is not tried."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ import pytest
 
 from trainers import Trainers, require_same_as_alone
 
-CHILD = Path(__file__).parents[1] / "collective_child.py"
+CHILD = Path(__file__).parents[1] / "support/collective_child.py"
 
 
 @pytest.fixture(scope="module")

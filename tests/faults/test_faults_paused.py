@@ -70,7 +70,7 @@ def test_a_replaced_trainer_changes_nothing_when_it_resumes(tmp_path: Path, rng:
     the same checkpoint without a resumed trainer."""
     with running_servers(2) as services:
         addresses = [each.address for each in services]
-        command = [sys.executable, str(Path(__file__).parents[1] / "stopped_child.py"), json.dumps(addresses)]
+        command = [sys.executable, str(Path(__file__).parents[1] / "support/stopped_child.py"), json.dumps(addresses)]
         old = subprocess.Popen(
             [*command, str(tmp_path / "run"), "5"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
         )
@@ -129,7 +129,7 @@ def test_a_trainer_stopped_for_longer_than_its_deadline_continues(rng: np.random
         child = subprocess.Popen(
             [sys.executable, "-c", program, service.address],
             stdout=subprocess.PIPE,
-            cwd=Path(__file__).parents[1],
+            cwd=Path(__file__).parents[1] / "support",
             text=True,
         )
         try:

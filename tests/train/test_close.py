@@ -136,7 +136,7 @@ print("done", flush=True)
 
 
 def test_a_notebook_with_repeated_cells_exits() -> None:
-    program = NOTEBOOK.format(tests=str(Path(__file__).parents[1]))
+    program = NOTEBOOK.format(tests=str(Path(__file__).parents[1] / "support"))
     with running_servers(1) as services:
         command = [sys.executable, "-W", "error", "-c", program, services[0].address]
         run = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_SECONDS)

@@ -269,7 +269,7 @@ def test_the_optimizer_is_a_torch_optimizer(closure: bool) -> None:
 
 def test_control_c_stops_a_run_at_once() -> None:
     child = subprocess.Popen(
-        [sys.executable, str(Path(__file__).parents[1] / "endless_job.py")],
+        [sys.executable, str(Path(__file__).parents[1] / "support/endless_job.py")],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

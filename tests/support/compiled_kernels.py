@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-_ROOT = Path(__file__).parents[1]
+_ROOT = Path(__file__).parents[2]
 _CACHE = _ROOT / "build/triton"
 OLDER = _ROOT / "build/triton-3.6.0"
 """Where `make test ALL=1` installs the Triton that torch 2.11 brings."""
@@ -123,7 +123,7 @@ def compilers(triton: Path | None = None) -> Iterator[Compilers]:
     """Start compilers. triton: the folder of another Triton than the installed one."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment["TRITON_CACHE_DIR"] = str(_CACHE)
-    environment["PYTHONPATH"] = os.pathsep.join(map(str, [*([triton] if triton else []), _ROOT / "tests"]))
+    environment["PYTHONPATH"] = os.pathsep.join(map(str, [*([triton] if triton else []), _ROOT / "tests/support"]))
     with ExitStack() as stack:
         processes = {}
         for target in TARGETS:

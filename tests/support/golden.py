@@ -1,6 +1,6 @@
 """Writes the files of a build that every later build must read.
 
-    .venv/bin/python tests/golden.py tests/fixtures/golden
+    .venv/bin/python tests/support/golden.py tests/fixtures/golden
 
 writes it once; tests/table/test_golden.py reads it. Each table is saved whole, then its changes; what it held is
 recorded beside it, and what it held after one more step, so that a later build must not only read but go on alike.

@@ -1,7 +1,7 @@
 """A program that compiles the kernels of rows on a device for a CUDA target, where there is no device: it calls the
 launching functions of `satrap.device` with tensors in CPU memory, and Triton only compiles.
 
-    python tests/kernel_child.py CAPABILITY
+    python tests/support/kernel_child.py CAPABILITY
 
 Reads lines of JSON: a list of launches, or ["variants"]. Answers each line with one: for each launch its kernels with
 what ptxas and the disassembler say of them, or the error; for "variants", how many of each kernel a job compiles.

@@ -20,7 +20,7 @@ from referencing import Registry, Resource
 
 SCHEMAS = importlib.resources.files("kubernetes_validate") / "kubernetes-json-schema/v1.32.0-local-strict"
 """The schemas of one release of Kubernetes. The package's own `validate` reads all of them again for each object."""
-_DEFINITIONS = Path(__file__).parent / "fixtures/kubernetes"
+_DEFINITIONS = Path(__file__).parents[1] / "fixtures/kubernetes"
 """What is no part of Kubernetes, by group and name."""
 
 

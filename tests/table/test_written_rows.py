@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from faults import killed_at_random
 from one_row import OPTIMIZERS
 from rpc_parts import FrameProxy
 from satrap import SGD, Adagrad, MinCount, Normal, Reader, Store, Table
+from satrap.device.device_worker import DeviceWorker
 from satrap.errors import CapacityError, InputError, MovedError, SatrapError
 from satrap.worker.local_rows import LocalWorker
 
@@ -108,6 +110,35 @@ def test_a_late_duplicate_of_a_write_does_not_undo_later_ones() -> None:
         table.write(ids, np.full((9, 2), 4, np.float32))
         client.call.write(*late)
         assert (table.read(ids).values == 4).all()
+
+
+def test_two_trainers_write_their_parts(rng: np.random.Generator) -> None:
+    declared = one_table()
+    ids, values = np.arange(60, dtype=np.uint64), rng.normal(size=(60, 2)).astype(np.float32)
+    with running_servers(2) as services:
+        addresses = [each.address for each in services]
+        with sharded_worker(declared, addresses) as first:
+            attempt = first.servers.attempt
+            with (
+                sharded_worker(declared, addresses, trainer=1, attempt=attempt) as second,
+                ThreadPoolExecutor(2) as pool,
+            ):
+                for step in range(0, 60, 10):
+                    parts = [slice(step, step + 5), slice(step + 5, step + 10)]
+                    writes = [
+                        pool.submit(worker.tables["t"].write, ids[part], values[part])
+                        for worker, part in zip((first, second), parts, strict=True)
+                    ]
+                    for each in writes:
+                        each.result()
+                np.testing.assert_array_equal(second.tables["t"].read(ids).values, values)
+
+
+def test_rows_that_other_trainers_have_too_are_refused() -> None:
+    worker = DeviceWorker(one_table(shard="replicated"), "cpu")
+    worker.tables["t"]._engine.share_buckets(0)  # as the engine of one of several trainers does
+    with pytest.raises(InputError, match="shard is 'replicated', and the other trainers' devices have copies"):
+        worker.tables["t"].write([1], np.ones((1, 2), np.float32))
 
 
 def test_a_bucket_that_migrates_is_not_written() -> None:

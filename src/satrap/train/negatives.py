@@ -41,11 +41,11 @@ class Counts:
 
     def log_q(self, ids: ArrayLike) -> Tensor:
         """Return the logarithm of each id's share of all that were counted, float32 [n]; InputError for a new id."""
-        wanted = as_ids("Counts", ids)
-        at = np.minimum(np.searchsorted(self._ids, wanted), max(0, len(self._ids) - 1))
-        unknown = np.ones(len(wanted), np.bool_) if not len(self._ids) else self._ids[at] != wanted
+        given = as_ids("Counts", ids)
+        at = np.minimum(np.searchsorted(self._ids, given), max(0, len(self._ids) - 1))
+        unknown = np.ones(len(given), np.bool_) if not len(self._ids) else self._ids[at] != given
         if unknown.any():
-            raise InputError(f"Counts: id {wanted[unknown][0]} was never counted: add the batch's ids before log_q")
+            raise InputError(f"Counts: id {given[unknown][0]} was never counted: add the batch's ids before log_q")
         return torch.from_numpy(np.log(self._counts[at] / self._counts.sum()).astype(np.float32))
 
     def state_dict(self) -> dict[str, Tensor]:

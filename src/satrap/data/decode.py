@@ -75,7 +75,7 @@ class _Decoder:
         return ids[present], _offsets(present), None
 
     def _derived(self, column: IdColumn | DenseColumn, array: Any) -> Any:
-        """Return the values that a column's `time` and `boundaries` make of its values, in lists, too."""
+        """Return what a column's `time` and `boundaries` make of its values, in lists, too."""
         boundaries = column.boundaries if isinstance(column, IdColumn) else None
         if column.time is None and boundaries is None:
             return array

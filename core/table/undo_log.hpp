@@ -24,7 +24,7 @@ struct UndoHeader {
     StepWindow window;
 };
 
-struct UndoEntry { // followed by the row's bytes
+struct UndoEntry {    // followed by the row's bytes
     std::uint64_t id; // unused: a row that is written keeps its id
     Head head;
     std::uint32_t slot;

@@ -139,13 +139,19 @@ format: setup
 	$(bin)/clang-format -i $(core_files) $(core_test_files)
 
 # build/site: docs/, README.md and others as a site; a warning (a broken link, a page that is in no menu) is an error.
-docs: setup
+.venv/.docs: .venv/.tools
+	$(bin)/python tests/requirements.py docs >$@.txt
+	$(install) -r $@.txt
+	touch $@
+
+docs: .venv/.docs
 	NO_MKDOCS_2_WARNING=1 $(bin)/python -m mkdocs build --strict --quiet
 	@echo build/site/index.html
 
-# docs/reference.md from the docstrings; docs/metrics.md and deploy/grafana from the table of metrics. Tests compare them.
+# docs/reference.md from the docstrings; docs/cli.md from the parsers; docs/metrics.md and deploy/grafana from the table of metrics. Tests compare them.
 reference: setup
 	$(bin)/python docs/reference.py
+	$(bin)/python docs/cli.py
 	$(bin)/python docs/metrics.py
 
 # The committed copy of the generated stub, for mypy and for readers; a test compares the two.

@@ -86,10 +86,20 @@ def _range(ratios: Iterable[Ratio]) -> str:
     return " to ".join(dict.fromkeys([medians[0], medians[-1]])) if medians else ""
 
 
+def _measured() -> dict[tuple[str, str], Ratio]:
+    lines = [line for path in sorted(RESULTS.glob("*.jsonl")) for line in path.read_text().splitlines()]
+    records = [json.loads(line) for line in lines]
+    return ratios(record for record in records if "case" in record)
+
+
+def medians(case: str) -> list[float]:
+    """Return the median ratio of a case on each processor on which it was measured."""
+    return [ratio[0] for (at, _), ratio in (REPORTED | _measured()).items() if at == case]
+
+
 def tables() -> list[list[str]]:
     """Return the table of the store and that of training steps."""
-    lines = [line for path in sorted(RESULTS.glob("*.jsonl")) for line in path.read_text().splitlines()]
-    measured = ratios(map(json.loads, lines))
+    measured = _measured()
     return [
         table(STORE, "table, optimizer", measured),
         table(TRAIN, "top network, dim, precision of the dense network", measured),

@@ -16,8 +16,6 @@ RATIOS = {
     "ratio": "ratio",
     "ratio_plain": "plain",
     f"ratio_{ONE_THREAD}": "one thread",
-    f"ratio_plain_{ONE_THREAD}": "plain, one thread",
-    "ratio_apart": "apart",
     "cost_ratio": "cost",
 }
 Record = dict[str, Any]

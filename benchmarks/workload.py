@@ -19,6 +19,7 @@ from typing import BinaryIO
 import numpy as np
 import numpy.typing as npt
 
+DIMS = (16, 64)
 NUM_FEATURES = 26
 NUM_DENSE = 13
 SAMPLES = 4096
@@ -28,6 +29,12 @@ BIAS = -1.0
 ROW_WEIGHT = 0.35  # standard deviation
 DENSE_WEIGHT = 0.2
 SEED = 20
+DENSE_LR = 0.02
+BOTTOM = (512, 256)
+TOPS = {"light": (256, 1), "heavy": (1024, 1024, 512, 256, 1)}
+"""Widths of the DLRM's layers, but for the dim between bottom and top."""
+STATES = {"sgd": 0, "rowwise": 0, "momentum": 1, "adagrad": 1, "adam": 2, "adamw": 2, "ftrl": 2}
+"""How many numbers of state an optimizer has for each number of a row."""
 
 Ids = npt.NDArray[np.uint64]
 RowNumbers = npt.NDArray[np.int64]
@@ -42,6 +49,11 @@ def rows_per_feature(rows: int) -> int:
 def total_rows(rows: int) -> int:
     """Return the rows that exist: `rows` without the remainder of the division by the features."""
     return NUM_FEATURES * rows_per_feature(rows)
+
+
+def table_bytes(rows: int, dim: int, optimizer: str) -> int:
+    """Return the bytes of values and state, and a tenth for everything beside them."""
+    return int(1.1 * rows * (4 * dim * (1 + STATES[optimizer]) + 24))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -74,10 +86,6 @@ class Share:
         """Return its samples of [batches, samples, ...]."""
         begin = self.rank * self.num_samples
         return np.ascontiguousarray(numbers[:, begin : begin + self.num_samples])
-
-    def gradients(self, dim: int) -> Floats:
-        """Return its part of `gradients`."""
-        return gradients(dim)[self.rank * self.num_ids :][: self.num_ids]
 
     def sample_gradients(self, dim: int) -> Floats:
         """Return `gradients` of its samples, [samples, 26 * dim], times the ranks, which a mean over all undoes."""

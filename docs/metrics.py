@@ -72,6 +72,15 @@ _PANELS: tuple[tuple[str, str, str, tuple[tuple[str, str], ...]], ...] = (
     ),
     (
         "Training",
+        "Updates of other trainers that an update missed",
+        "short",
+        (
+            ("rate({satrap_missed_updates}_sum[5m]) / rate({satrap_missed_updates}_count[5m])", "{{instance}} mean"),
+            ("histogram_quantile(0.99, rate({satrap_missed_updates}_bucket[5m]))", "{{instance}} 99 %"),
+        ),
+    ),
+    (
+        "Training",
         "Time in each stage",
         "percentunit",
         (("rate({satrap_stage_seconds}[1m])", "{{instance}} {{stage}}"),),

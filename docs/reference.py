@@ -50,10 +50,22 @@ GROUPS = {
     ],
     "Sources": [
         *("data.source.Source", "data.parquet.Parquet", "data.delimited.CSV", "data.criteo.Criteo"),
-        *("data.arrow.Arrow", "data.frame.Frame", "data.iterable.IterableSource", "data.inputs.Inputs"),
+        *(
+            "data.arrow.Arrow",
+            "data.json_lines.JSON",
+            "data.tfrecord.TFRecord",
+            "data.frame.Frame",
+            "data.iterable.IterableSource",
+            "data.inputs.Inputs",
+        ),
         "data.inputs.Position",
+        "data.vectors.read_vectors",
     ],
     "Columns of a source": ["config.columns.DenseColumn", "config.columns.IdColumn", "config.columns.LabelColumn"],
+    "Retrieval": [
+        *("train.retrieval.topk", "train.retrieval.full_softmax", "train.negatives.in_batch", "train.negatives.Counts"),
+        *("train.negatives.Draws", "train.negatives.add"),
+    ],
     "Models": ["models.dlrm.DLRM", "models.dcn.DCN", "models.ffnn.FFNN"],
     "Synthetic data": ["data.synthetic.Clicks", "data.synthetic.BestMetrics"],
     "The table alone": [

@@ -1,8 +1,7 @@
 """Makes links that leave docs/ work on the site: a hook of MkDocs, see mkdocs.yml.
 
-The pages link to files of the repository by their paths: `../examples/adult.py`, and README.md to
-`docs/training.md`. Each file that a page links to becomes part of the site, below `repository/`; README.md is the home
-page.
+The pages link to files of the repository by their paths: `../examples/adult.py`. Each file that a page links to becomes
+part of the site, below `repository/`.
 """
 
 import os
@@ -13,9 +12,8 @@ from typing import Any
 from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).parent.parent
-PAGES = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "benchmarks/README.md")
+PAGES = ("CONTRIBUTING.md", "CHANGELOG.md", "benchmarks/README.md")
 """Files outside docs/ that are pages; other files are only copied."""
-HOME = "index.md"
 LINK = re.compile(r"(?<=\]\()(?!\w+:|#)([^)\s#]+)(#[^)\s]*)?(?=\))")
 
 
@@ -49,15 +47,11 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str
 
 def _origin(place: str) -> str:
     """The path in the repository of a file of the site."""
-    if place == HOME:
-        return "README.md"
     return place.removeprefix("repository/") if place.startswith("repository/") else f"docs/{place}"
 
 
 def _place(name: str) -> str:
     """The path on the site of a file of the repository."""
-    if name == "README.md":
-        return HOME
     return name.removeprefix("docs/") if name.startswith("docs/") else f"repository/{name}"
 
 

@@ -187,7 +187,7 @@ def main(name: str, tests: Sequence[str], options: argparse.Namespace) -> int:
     import numpy  # noqa: F401
     import torch  # noqa: F401
 
-    sys.path[:0] = [".", "tests"]
+    sys.path[:0] = [".", "tests", "tests/support"]
     for each in others_loaded_by(tests):
         with suppress(Exception):
             importlib.import_module(each)

@@ -11,7 +11,7 @@ from types import FrameType
 import pytest
 
 from interrupts import Interrupts, no_hang, raising
-from satrap.device.round_thread import RoundThread
+from satrap.device.exchange import RoundThread
 from satrap.interrupts import Uninterrupted
 from satrap.train.joint_batches import JointBatches
 

@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 
 import satrap
-from benchmarks.accuracy.training import Outcome, evaluate, fit
+from benchmarks.accuracy.loop import Outcome, evaluate, fit
 from benchmarks.harness.machine import ROOT
 
 FOLDER = ROOT / "examples" / "data" / "adult"

@@ -1,9 +1,10 @@
-"""The job of examples/flights.py, unchanged, on the flights in a folder; and a linear model of the same inputs.
+"""The job of examples/flights.py, unchanged, on the flights in $SATRAP_FLIGHTS; and a linear model of the same inputs.
 
 The linear model has a weight for each number and for each id: a logistic regression. The example's lead over it is the
 value of its interactions.
 """
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,9 @@ import torch
 from examples import flights
 
 import satrap
-from benchmarks.accuracy.training import Outcome, evaluate, fit
+from benchmarks.accuracy.loop import Outcome, evaluate, fit
 
+FOLDER = "SATRAP_FLIGHTS"
 LINEAR_EPOCHS = 4
 
 
@@ -29,9 +31,9 @@ class Linear(torch.nn.Module):
         return logits
 
 
-def run(staleness: int, seed: int, folder: Path) -> Outcome:
+def run(staleness: int, seed: int) -> Outcome:
     """Train as the example does; the seed is that of the order of the samples, the network and the rows."""
-    train, test = flights.split(flights.flights(folder))
+    train, test = flights.split(flights.flights(Path(os.environ[FOLDER])))
     model, embeddings = flights.train(train, staleness=staleness, seed=seed, deterministic=True, overlap=False)
     linear = linear_auc(train, test, seed)
     return evaluate(model, embeddings, flights.source(test), linear_auc=linear)
@@ -45,4 +47,4 @@ def linear_auc(train: Any, test: Any, seed: int) -> float:
     model = Linear()
     data = flights.source(train, shuffle=True, epochs=LINEAR_EPOCHS, seed=seed)
     fit(model, embeddings, torch.optim.Adam(model.parameters(), lr=1e-3), data)
-    return evaluate(model, embeddings, flights.source(test)).auc
+    return float(evaluate(model, embeddings, flights.source(test))["auc"])

@@ -4,50 +4,33 @@ Each seed trains on different samples, drawn as they are read; all are tested on
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 import satrap
-from benchmarks.accuracy.training import Outcome, evaluate, fit
+from benchmarks.accuracy.loop import Outcome, evaluate, fit
 from satrap.data.synthetic import Clicks
 
 MAX_SEEDS = 10  # the test samples come after those of so many seeds
+SAMPLES_PER_ID, TESTS_PER_SAMPLE = 2 / 3, 1 / 4
+DIM, BATCH_SIZE = 16, 2048
+BOTTOM, TOP = (64,), (128, 64, 1)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Size:
-    """The size of the data and of the model."""
-
-    num_samples: int
-    num_test_samples: int
-    num_ids: int
-    """Number of ids of all features together."""
-    dim: int = 16
-    batch_size: int = 2048
-    bottom: tuple[int, ...] = (64,)
-    top: tuple[int, ...] = (128, 64, 1)
-
-
-FULL = Size(num_samples=2_000_000, num_test_samples=500_000, num_ids=3_000_000)
-QUICK = Size(num_samples=20_000, num_test_samples=10_000, num_ids=10_000, dim=4, batch_size=512, top=(16, 1))
-
-
-def run(staleness: int, seed: int, size: Size) -> Outcome:
+def run(staleness: int, seed: int, num_ids: int) -> Outcome:
     """Train one pass; the seed is that of the samples, the network and the rows, not of the truth."""
     torch.manual_seed(seed)
-    clicks = Clicks(num_samples=size.num_samples, cardinalities=size.num_ids, first_sample=seed * size.num_samples)
-    test = Clicks(
-        num_samples=size.num_test_samples, cardinalities=size.num_ids, first_sample=MAX_SEEDS * size.num_samples
-    )
-    table = satrap.Table("ids", dim=size.dim, optimizer=satrap.Adagrad(lr=0.05))  # no two features share an id
+    count = round(SAMPLES_PER_ID * num_ids)
+    clicks = Clicks(num_samples=count, cardinalities=num_ids, first_sample=seed * count)
+    test = Clicks(num_samples=round(TESTS_PER_SAMPLE * count), cardinalities=num_ids, first_sample=MAX_SEEDS * count)
+    table = satrap.Table("ids", dim=DIM, optimizer=satrap.Adagrad(lr=0.05))  # no two features share an id
     embeddings = satrap.Embeddings(
         dict.fromkeys(clicks.id_names, table), staleness=staleness, deterministic=True, seed=seed
     )
-    model = satrap.models.DLRM(clicks.num_dense, embeddings, bottom=size.bottom, top=size.top)
-    fit(model, embeddings, torch.optim.Adam(model.parameters(), lr=1e-3), batches(clicks, size.batch_size))
-    return evaluate(model, embeddings, batches(test, size.batch_size), best_auc=test.best_auc())
+    model = satrap.models.DLRM(clicks.num_dense, embeddings, bottom=BOTTOM, top=TOP)
+    fit(model, embeddings, torch.optim.Adam(model.parameters(), lr=1e-3), batches(clicks, BATCH_SIZE))
+    return evaluate(model, embeddings, batches(test, BATCH_SIZE), best_auc=test.best_auc())
 
 
 def batches(clicks: Clicks, batch_size: int) -> Iterator[satrap.Inputs]:

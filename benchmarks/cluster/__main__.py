@@ -1,16 +1,65 @@
-"""The command line of `python -m benchmarks.cluster`, and the processes of a round: a worker, then Paddle's."""
+"""The command line of `python -m benchmarks.cluster`: the cases and their targets, and the processes of a round.
+
+A case's name is kind/rows x dim/threads of the server. The kinds:
+
+    echo    ids out and rows back through satrap.rpc, against a loop over plain TCP sockets
+    rows    lookup and update on one server, against the same on rows in the worker and Paddle's parameter server
+    train   whole steps of the light DLRM over one server, against Paddle's parameter server
+    bytes   what a lookup and an update put on the wire, against a row and a gradient for every id of a batch
+    network whole steps of two trainers over emulated networks, by staleness, against a predicted bound
+    restart a server that is killed with its rows in shared memory, until it answers again
+
+All use batches of 26 features x 4096 ids, drawn by Zipf(1.05), of which `network` uses quarters.
+"""
 
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import ModuleType
 
-from benchmarks.cluster import echo, fan_out, machines, network, restart, rows, train, wire
-from benchmarks.cluster.cases import full_cases, quick_cases
-from benchmarks.harness.case import Case
+from benchmarks.cluster import echo, machines, network, restart, rows, train, wire
+from benchmarks.harness.case import MILLION, Case, Target
 from benchmarks.harness.rounds import Run
 from benchmarks.harness.suite import Kind, Suite
+from benchmarks.workload import DIMS
+
+BASE = Case(kind="", rows=20 * MILLION, num_threads=2, num_warmup=5, num_steps=40)
+
+
+def full_cases() -> list[Case]:
+    """Return every case that the pages quote."""
+    predicted = {f"of_predicted/{shape.name}": 0.85 for shape in network.SHAPES}
+    slow = {"ratio/1gbit-0.2ms": 2.6, "of_async/1gbit-0.2ms": 0.95}
+    least = {
+        "echo": {"ratio": 0.7, "ratio_free": 0.7},
+        "rows": {"ratio_local": 0.55, "ratio_paddle": 7.12},
+        "train": {"ratio": 3.0, "ratio_stale": 3.0},
+        "network": predicted,
+    }
+    most = {"bytes": {"share": 0.55, "share_float16": 0.30}, "restart": {"away_s": 2.0}}
+    every = [
+        replace(BASE, kind="echo", num_warmup=50, num_steps=400),
+        replace(BASE, kind="rows", num_steps=200),
+        replace(BASE, kind="train"),
+        replace(BASE, kind="bytes", num_warmup=1, num_steps=10),
+        replace(BASE, kind="network", num_warmup=2, num_steps=16),
+        replace(BASE, kind="restart", rows=10 * MILLION, num_steps=3),
+    ]
+    cases = []
+    for case in every:
+        for dim in DIMS:
+            at_least = least.get(case.kind, {}) | (slow if (case.kind, dim) == ("network", 64) else {})
+            targets = [Target(figure=figure, at_least=limit) for figure, limit in at_least.items()]
+            targets += [Target(figure=figure, at_most=limit) for figure, limit in most.get(case.kind, {}).items()]
+            cases.append(replace(case, dim=dim, targets=tuple(targets)))
+    return cases
+
+
+def quick_cases() -> list[Case]:
+    """Return the same with dim 16, small, to see in seconds that all of it runs."""
+    small = [case for case in full_cases() if case.dim == DIMS[0]]
+    return [replace(case, rows=26_000, num_warmup=1, num_steps=4, targets=()) for case in small]
 
 
 def kind(module: ModuleType, *, with_paddle: bool = False, unable: Callable[[], str | None] = lambda: None) -> Kind:
@@ -33,8 +82,8 @@ def kind(module: ModuleType, *, with_paddle: bool = False, unable: Callable[[], 
 SUITE = Suite(
     name="cluster",
     purpose="Measure what rows on servers cost beside the peers, one JSON line per case.",
-    full_cases=full_cases,
-    quick_cases=quick_cases,
+    full_cases=full_cases(),
+    quick_cases=quick_cases(),
     kinds={
         "echo": kind(echo),
         "rows": kind(rows, with_paddle=True),
@@ -42,10 +91,8 @@ SUITE = Suite(
         "bytes": kind(wire),
         "network": kind(network, unable=machines.unable),
         "restart": kind(restart),
-        "fan_out": kind(fan_out),
     },
     contenders=("satrap", "paddle"),
-    num_rounds=5,
 )
 main = SUITE.main
 

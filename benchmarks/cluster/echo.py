@@ -3,66 +3,135 @@
 A request has the unique ids of a batch, a reply as many bytes as their float32 rows; no row is looked up, so only the
 transport is timed. Bytes are those of ids and rows alone, both directions together. Each end has a core to itself, as
 on two machines; and once more (`_free`) all threads may run on any core, where the figure depends on Linux's placement.
+
+`python -m benchmarks.cluster.echo '<job as JSON>'` is a server, whose first line is its address or port. The peer of
+satrap.rpc is a request and a reply over one TCP connection, and nothing else: both sides receive into memory that they
+allocate once, with one thread and no checks, deadline or second client. A request is its size in 8 bytes and the ids;
+the reply's size follows from it.
 """
 
+import json
 import os
+import socket
 import statistics
+import struct
+import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any, Protocol
 
 import numpy as np
 
-from benchmarks.cluster import servers
+from benchmarks.cluster.processes import ANYWHERE, receive, talking
 from benchmarks.harness.case import Case
 from benchmarks.harness.clock import noise_between, read_cpu
-from benchmarks.harness.record import Rounds, each
+from benchmarks.harness.record import Rounds
 from benchmarks.workload import Floats, Ids, hashed_ids, row_numbers
+from satrap.rpc import Client, Service
 
 TURN = 10
+_SIZE = struct.Struct("<Q")
 
 
-def unique_ids(rows: int, num_batches: int, part: int) -> list[Ids]:
-    """Return the unique ids of some batches. Features share no row, so uniqueness by feature is the same."""
-    return [hashed_ids(np.unique(batch)) for batch in row_numbers(rows, "zipf", num_batches, part)]
+class Echo(Protocol):
+    """The protocol of the servers."""
+
+    def lookup(self, ids: Ids) -> Floats: ...
+
+
+class SameRows:
+    """A server that answers with as many floats as the ids' rows would have, always the same ones."""
+
+    def __init__(self, rows: Floats, dim: int) -> None:
+        self._rows, self._dim = rows, dim
+
+    def lookup(self, ids: Ids) -> Floats:
+        return self._rows[: len(ids) * self._dim]
+
+
+def serve_raw(rows: Floats, dim: int, host: str = "127.0.0.1") -> None:
+    """Print the port, then serve one connection of plain sockets until it ends."""
+    with socket.create_server((host, 0)) as listener:
+        print(listener.getsockname()[1], flush=True)
+        connection, _ = listener.accept()
+    memory, source = memoryview(bytearray(8 * (rows.size // dim))), rows.view(np.uint8).data
+    size = memoryview(bytearray(_SIZE.size))
+    with connection:
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        while _receive(connection, size):
+            (num_bytes,) = _SIZE.unpack(size)
+            _receive(connection, memory[:num_bytes])
+            connection.sendall(source[: num_bytes // 8 * dim * 4])
+
+
+class RawClient:
+    """The client of `serve_raw`."""
+
+    def __init__(self, port: int, dim: int, max_ids: int, host: str = "127.0.0.1") -> None:
+        self._socket = socket.create_connection((host, port))
+        self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._memory = np.empty(max_ids * dim, np.float32)
+        self._dim = dim
+
+    def lookup(self, ids: Ids) -> Floats:
+        """Return as many floats as the ids' rows have."""
+        self._socket.sendall(_SIZE.pack(ids.nbytes))
+        self._socket.sendall(ids.view(np.uint8).data)
+        rows = self._memory[: len(ids) * self._dim]
+        _receive(self._socket, rows.view(np.uint8).data)
+        return rows
+
+    def close(self) -> None:
+        self._socket.close()
+
+
+def _receive(connection: socket.socket, memory: memoryview) -> bool:
+    """Fill the memory; return False if the connection ended."""
+    received = 0
+    while received < len(memory):
+        size = connection.recv_into(memory[received:])
+        if not size:
+            return False
+        received += size
+    return True
+
+
+@contextmanager
+def server(contender: str, job: Mapping[str, Any]) -> Iterator[tuple[Any, int]]:
+    """Start a server; yield its address or port, and its process id."""
+    command = [sys.executable, "-m", "benchmarks.cluster.echo", json.dumps({**job, "contender": contender})]
+    with talking(command) as process:
+        yield receive(process), process.pid
 
 
 def measure(job: Mapping[str, Any]) -> dict[str, Any]:
     """Measure both contenders in turn on the same batches, with a core for each end and then with any core."""
-    num_steps, dim = int(job["num_steps"]), int(job["dim"])
-    batches = unique_ids(int(job["rows"]), min(num_steps, TURN), int(job["part"]))
-    sizes = [len(ids) * (8 + 4 * dim) for ids in batches]
-    num_bytes = sum(sizes[i % len(sizes)] for i in range(num_steps))
+    drawn = row_numbers(job["rows"], "zipf", min(job["num_steps"], TURN), job["part"])
+    batches = [hashed_ids(np.unique(batch)) for batch in drawn]
+    sizes = [len(ids) * (8 + 4 * job["dim"]) for ids in batches]
+    num_bytes = sum(sizes[i % len(sizes)] for i in range(job["num_steps"]))
     cores = sorted(os.sched_getaffinity(0))
     streams = {}
     for suffix, client_cores, server_cores in (("", cores[:1], cores[-1:]), ("_free", cores, cores)):
-        seconds, noise = time_contenders(job, batches, client_cores, server_cores)
+        os.sched_setaffinity(0, client_cores)  # before the client starts threads
+        seconds, noise = time_contenders({**job, "cores": server_cores}, batches)
         for name, spent in seconds.items():
             rate = {"gb_per_s": round(num_bytes / sum(spent) / 1e9, 3)}
             streams[f"echo:{name}{suffix}"] = rate | {"step_ms": round(1e3 * statistics.median(spent), 4)} | noise
-    return {
-        "streams": streams,
-        "bytes_per_batch": round(statistics.fmean(sizes)),
-    }
+    return {"streams": streams}
 
 
-def time_contenders(
-    job: Mapping[str, Any], batches: list[Ids], client_cores: Sequence[int], server_cores: Sequence[int]
-) -> tuple[dict[str, list[float]], dict[str, Any]]:
+def time_contenders(job: Mapping[str, Any], batches: list[Ids]) -> tuple[dict[str, list[float]], dict[str, Any]]:
     """Return the seconds of each contender's steps, and the noise."""
-    from satrap.rpc import Client
-
-    num_warmup, num_steps, dim = int(job["num_warmup"]), int(job["num_steps"]), int(job["dim"])
-    server_job = {**job, "max_ids": max(map(len, batches)), "cores": server_cores}
-    os.sched_setaffinity(0, client_cores)  # before the client starts threads
+    num_warmup, num_steps, dim, max_ids = job["num_warmup"], job["num_steps"], job["dim"], max(map(len, batches))
     with ExitStack() as stack:
         (port, raw), (address, rpc) = (
-            stack.enter_context(servers.started(name, server_job)) for name in ("raw", "rpc")
+            stack.enter_context(server(name, {**job, "max_ids": max_ids})) for name in ("raw", "rpc")
         )
-        plain = servers.RawClient(port, dim, server_job["max_ids"])
+        plain = RawClient(port, dim, max_ids)
         stack.callback(plain.close)
-        client = stack.enter_context(Client(servers.Echo, address))
+        client = stack.enter_context(Client(Echo, address))
         contenders = {"rpc": client.call.lookup, "raw": plain.lookup}
         for lookup in contenders.values():
             run(lookup, (batches * num_warmup)[:num_warmup], dim)
@@ -90,16 +159,28 @@ def run(lookup: Callable[[Ids], Floats], batches: Sequence[Ids], dim: int) -> li
 
 def record(case: Case, rounds: Rounds) -> dict[str, Any]:
     rates = rounds.values("gb_per_s")
-    ratios = {
-        f"ratio{suffix}": [
-            None if rpc is None else round(rpc / raw, 3)
-            for rpc, raw in zip(rates[f"rpc{suffix}"], rates[f"raw{suffix}"], strict=True)
-        ]
-        for suffix in ("", "_free")
-    }
     return {
-        "bytes_per_batch": each(rounds.results["worker"], "bytes_per_batch"),
-        "gb_per_s": rounds.spreads("gb_per_s"),
-        "step_ms": rounds.spreads("step_ms"),
-        "figures": {name: rounds.spread(values) for name, values in ratios.items()},
+        **{name: rounds.spreads(name) for name in ("gb_per_s", "step_ms")},
+        "figures": {
+            f"ratio{suffix}": rounds.against(f"rpc{suffix}", (f"raw{suffix}",), rates) or rounds.unmeasured()
+            for suffix in ("", "_free")
+        },
     }
+
+
+def main() -> None:
+    """Serve until stdin ends."""
+    job = json.loads(sys.argv[1])
+    os.sched_setaffinity(0, job["cores"])
+    rows = np.random.default_rng(3).random(job["max_ids"] * job["dim"], np.float32)
+    if job["contender"] == "raw":
+        serve_raw(rows, job["dim"])
+        return
+    same = SameRows(rows, job["dim"])
+    with Service(same, Echo, ANYWHERE, insecure=True, num_threads=job["num_threads"]) as service:
+        print(json.dumps(service.address), flush=True)
+        sys.stdin.read()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,9 +1,23 @@
 """The kind `network`: whole steps of two trainers and a server on three emulated machines, over several networks and
-with several stalenesses, beside a predicted bound (`prediction.py`).
+with several stalenesses, beside a predicted bound.
 
 All traffic crosses the emulated cables as it would for a user: rows with keys, so encrypted, and the all-reduces of
 dense gradients. A round measures every mode over every network with the same processes, and before and after that steps
 over the same machines without a limit. `probe.py` measures what each network really carries.
+
+The prediction. Machine 0 is the server, the others are trainers. Of a step of all trainers:
+
+    sent, received, reduced bytes on the wire: trainers to the server, the server to trainers, one trainer to another
+    link                    the most that crosses one cable one way / rate
+    serial                  compute(0) + (sent + received + reduced) / rate + SERIAL_TRIPS x round trip
+    step(0)                 serial
+    step(k)                 max(compute(k) + reduced / rate + OPEN_TRIPS x round trip, link, serial / (k + 1))
+    step(async)             max(compute(async), link)
+
+compute is a step of the same job over a network without a limit: the work of trainers and server, which share the
+cores. At staleness 0 each message waits for the one before. With staleness lookups and updates overlap the dense
+network, but the trainers still wait for their all-reduces; and at most k + 1 steps are in flight, each of which takes
+as long as at 0. The bound ignores queues, slow start and pauses between messages.
 """
 
 import json
@@ -18,24 +32,29 @@ from typing import Any
 
 from benchmarks.cluster.link import Shape
 from benchmarks.cluster.machines import Machines, emulated
-from benchmarks.cluster.prediction import ASYNC, HYBRID, SYNCHRONOUS, Alone, step_seconds
 from benchmarks.cluster.processes import receive, satrap_server, send, talking
 from benchmarks.harness.case import Case
 from benchmarks.harness.clock import noise_between, peak_resident_bytes, read_cpu
 from benchmarks.harness.machine import versions
 from benchmarks.harness.record import Rounds, each
 from benchmarks.workload import samples_file
+from satrap.rpc.keys import create_keys
 
 SHAPES = tuple(Shape(gbit=gbit, delay_ms=delay) for gbit, delay in ((10, 0.2), (10, 1), (1, 0.2)))
+SYNCHRONOUS, HYBRID, ASYNC = "0", "4", "async"
+"""Modes that are measured without a network; another staleness is predicted from HYBRID."""
 MODES = (SYNCHRONOUS, "1", HYBRID, "16", ASYNC)
-ALONE = (SYNCHRONOUS, HYBRID, ASYNC)
 SERVER, TRAINERS = 0, (1, 2)
+SERIAL_TRIPS = 4
+"""Round trips of a synchronous step: lookup, update, DDP's all-reduce, and whether every trainer has a batch."""
+OPEN_TRIPS = 2
+"""Round trips that staleness does not hide: the latter two."""
 FILE_BATCHES = 8  # of 4,096 samples
 PORT = 29500  # of gloo's rendezvous; the machine has no other process
-Matrix = list[list[float]]
-"""Bytes on the wire, [source][target]."""
 BATCH = 1024
 """Samples of a trainer's step. On the one core of a trainer they take about as long as 4,096 on four."""
+Matrix = Sequence[Sequence[float]]
+"""Bytes on the wire, [source][target]."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,6 +76,34 @@ class Turn:
         return self.num_warmup + self.staleness
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Alone:
+    """A step over a network without a limit."""
+
+    seconds: float
+    crossed: Matrix
+
+
+def link_bytes(crossed: Matrix) -> float:
+    """Return the most bytes that cross one cable one way."""
+    return max(map(sum, [*crossed, *zip(*crossed, strict=True)]))
+
+
+def step_seconds(shape: Shape, alone: Mapping[str, Alone], mode: str) -> float:
+    """Return the predicted seconds of a step over a network."""
+    rate, trip = shape.bytes_per_second, 2 * shape.delay_ms / 1e3
+    if mode == ASYNC:
+        return max(alone[ASYNC].seconds, link_bytes(alone[ASYNC].crossed) / rate)
+    crossed = alone[SYNCHRONOUS].crossed
+    sent, received = sum(crossed[trainer][0] for trainer in TRAINERS), sum(crossed[0])
+    reduced = max(crossed[one][other] for one in TRAINERS for other in TRAINERS)
+    serial = alone[SYNCHRONOUS].seconds + (sent + received + reduced) / rate + SERIAL_TRIPS * trip
+    if mode == SYNCHRONOUS:
+        return serial
+    open_seconds = alone[HYBRID].seconds + reduced / rate + OPEN_TRIPS * trip
+    return max(open_seconds, link_bytes(crossed) / rate, serial / (int(mode) + 1))
+
+
 def measure(job: Mapping[str, Any]) -> dict[str, Any]:
     """Measure every mode over every network."""
     with ExitStack() as stack:
@@ -64,7 +111,7 @@ def measure(job: Mapping[str, Any]) -> dict[str, Any]:
         for mode in (SYNCHRONOUS, ASYNC):
             rig.turn(mode, Shape(), num_warmup=rig.num_batches)  # creates the rows
         before = read_cpu(rig.pids)
-        unshaped = {mode: [rig.turn(mode, Shape())] for mode in ALONE}
+        unshaped = {mode: [rig.turn(mode, Shape())] for mode in (SYNCHRONOUS, HYBRID, ASYNC)}
         probes = {Shape().name: rig.probe(Shape())}
         measured: dict[tuple[Shape, str], float] = {}
         for shape in SHAPES:
@@ -100,20 +147,14 @@ class Rig:
     """The machines and their processes."""
 
     def __init__(self, stack: ExitStack, job: Mapping[str, Any]) -> None:
-        from satrap.rpc.keys import create_keys
-
         self.machines = machines = stack.enter_context(emulated(1 + len(TRAINERS)))
         self._job, self.lost = job, 0
         server_key, client_key = map(str, create_keys(Path(job["folder"], "keys")))
         host = machines.addresses[SERVER]
+        listen, keys = f"tcp://{host}:0", ["--keys", server_key]
         servers = {
             name: stack.enter_context(
-                satrap_server(
-                    int(job["num_threads"]),
-                    f"tcp://{host}:0",
-                    ["--keys", server_key],
-                    lambda command: machines.command(SERVER, command),
-                )
+                satrap_server(job["num_threads"], listen, keys, lambda command: machines.command(SERVER, command))
             )
             for name in ("sync", ASYNC)
         }
@@ -121,7 +162,7 @@ class Rig:
         target = {"host": host, "address": receive(replier), "port": receive(replier), "keys": client_key}
         self._probe = stack.enter_context(process(machines, TRAINERS[0], "probe", "ask", **target))
         common = {"rows": job["rows"], "dim": job["dim"], "keys": client_key, "world_size": len(TRAINERS)}
-        common["file"] = str(samples_file(Path(job["batches"]), int(job["rows"]), FILE_BATCHES, int(job["part"])))
+        common["file"] = str(samples_file(Path(job["batches"]), job["rows"], FILE_BATCHES, job["part"]))
         common["rendezvous"] = f"tcp://{machines.addresses[TRAINERS[0]]}:{PORT}"
         common["servers"] = {name: address for name, (address, _) in servers.items()}
         self._trainers = [
@@ -134,8 +175,8 @@ class Rig:
 
     def turn(self, mode: str, shape: Shape, num_warmup: int | None = None) -> dict[str, Any]:
         """Run some steps of all trainers; return the bytes of one, and its seconds on the slower trainer."""
-        num_warmup = int(self._job["num_warmup"]) if num_warmup is None else num_warmup
-        turn = Turn(mode=mode, num_warmup=num_warmup, num_steps=int(self._job["num_steps"]))
+        num_warmup = self._job["num_warmup"] if num_warmup is None else num_warmup
+        turn = Turn(mode=mode, num_warmup=num_warmup, num_steps=self._job["num_steps"])
         self.machines.reshape(shape)
         for trainer in self._trainers:
             send(trainer, asdict(turn))
@@ -189,18 +230,15 @@ def record(case: Case, rounds: Rounds) -> dict[str, Any]:
 
 
 def figures_of(shape: Shape, rounds: Rounds) -> dict[str, Any]:
-    """Return figures of one network by mode: milliseconds of a step, predicted milliseconds, samples/s of all trainers,
-    these over those of staleness 0, the same as predicted, and their shares of the predicted and of the fully
-    asynchronous ones."""
+    """Return figures of one network by mode: milliseconds of a step, the same as predicted, the rate over that of
+    staleness 0, and its shares of the predicted and of the fully asynchronous one."""
     ms, predicted = (
         {mode: rounds.values(name)[f"{shape.name}/{mode}"] for mode in MODES} for name in ("ms", "predicted_ms")
     )
     figures = {
         "step_ms": ms,
         "predicted_ms": predicted,
-        "samples_per_s": {mode: over([1e3 * BATCH * len(TRAINERS)] * len(rounds.clean), ms[mode]) for mode in MODES},
         "ratio": {mode: over(ms[SYNCHRONOUS], ms[mode]) for mode in MODES},
-        "predicted_ratio": {mode: over(predicted[SYNCHRONOUS], predicted[mode]) for mode in MODES},
         "of_predicted": {mode: over(predicted[mode], ms[mode]) for mode in MODES},
         "of_async": {mode: over(ms[ASYNC], ms[mode]) for mode in MODES},
     }

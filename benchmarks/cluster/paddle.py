@@ -54,7 +54,7 @@ def start(role: str, job: Mapping[str, Any], ports: tuple[int, int]) -> Process:
     return subprocess.Popen(
         [sys.executable, "-m", "benchmarks.cluster.paddle_role", json.dumps(job)],
         cwd=ROOT,
-        env={**os.environ, **environment(role, ports, int(job["num_threads"]))},
+        env={**os.environ, **environment(role, ports, job["num_threads"])},
         stdout=unread,
         stderr=unread,
         text=True,
@@ -84,7 +84,7 @@ def result_of(stdout: str) -> dict[str, Any] | None:
 
 def measure(job: Mapping[str, Any]) -> dict[str, Any]:
     """Measure one round. A trainer that fails after its result, in Paddle's teardown, has been measured."""
-    needed, available = int(job["rows"]) * (4 * int(job["dim"]) + ROW_BYTES), available_bytes()
+    needed, available = job["rows"] * (4 * job["dim"] + ROW_BYTES), available_bytes()
     if needed > available:
         raise RuntimeError(f"needs {needed / 2**30:.1f} GiB of memory and {available / 2**30:.1f} are available")
     first, second = free_ports(2)

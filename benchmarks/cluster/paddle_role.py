@@ -2,7 +2,7 @@
 
 Asynchronous mode, one sparse table with row-wise Adagrad (SparseAdaGradSGDRule) on the server. The trainer's program is
 an embedding of [ids, 1] row numbers and, for the kind `rows`, a loss whose gradient is the same for every number; for
-`train` the DLRM that Paddle has in benchmarks.train. `Executor.run` never fetches the dense parameters, which the
+`train` the light DLRM. `Executor.run` never fetches the dense parameters, which the
 server updates, so the trainer fetches them before every step. Pending pushes are flushed before the clock stops.
 
 Pending pushes are merged, and at dim 64 a merged one exceeds the 64 MiB of a message of Paddle's RPC. The server
@@ -16,19 +16,26 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 
-from benchmarks.cluster.rows import GRADIENT
-from benchmarks.cluster.train import TOP, batches_of
+from benchmarks.cluster.batches import GRADIENT, TOP, ids_of, samples_of
 from benchmarks.contenders import RANGE
-from benchmarks.contenders.paddle_table import PaddleTrain, PaddleTrainer
 from benchmarks.harness.clock import noise_between, peak_resident_bytes, read_cpu
-from benchmarks.train.cases import DENSE_LR
 from benchmarks.train.pairs import first_and_last
-from benchmarks.workload import BATCH_IDS, NUM_DENSE, NUM_FEATURES, SAMPLES, RowNumbers, ids_file, total_rows
+from benchmarks.workload import (
+    BATCH_IDS,
+    BOTTOM,
+    DENSE_LR,
+    NUM_DENSE,
+    NUM_FEATURES,
+    SAMPLES,
+    TOPS,
+    RowNumbers,
+    total_rows,
+)
 
 LR = 0.05
 TABLE = "rows"
@@ -37,28 +44,34 @@ MESSAGE_BYTES = 1 << 30
 Feed = dict[str, Any]
 
 
-class Rows(PaddleTrain):
-    """The embedding, with its rows on the server."""
+class Model:
+    """The layers of the DLRM, in the caller's program."""
 
-    def embedding(self, ids: Any) -> Any:
-        """Return rows of ids [any, 1], the only shape that this mode accepts."""
-        attribute = self.paddle.ParamAttr(name=TABLE, initializer=self.paddle.nn.initializer.Uniform(-RANGE, RANGE))
-        return self.paddle.static.nn.sparse_embedding(ids, size=[self.count, self.dim], param_attr=attribute)
+    def __init__(self, paddle: Any, dim: int) -> None:
+        self.paddle, self.dim = paddle, dim
 
-
-class Model(PaddleTrainer):
-    """The layers, in the caller's program."""
-
-    def __init__(self, contender: PaddleTrain, top: str) -> None:
-        # The parent's would build and start programs of one process.
-        self.contender, self.top = contender, top
-
-    def loss(self, block: Any) -> Any:
-        """block: [any, 26, dim]."""
-        paddle = self.contender.paddle
+    def loss(self, rows: Any) -> Any:
+        """rows: [any, 26, dim]."""
+        paddle = self.paddle
         dense = paddle.static.data("dense", [None, NUM_DENSE], "float32")
         labels = paddle.static.data("labels", [None, 1], "float32")
-        return paddle.nn.functional.binary_cross_entropy_with_logits(self._model(dense, block), labels)
+        x = self._stack(dense, (NUM_DENSE, *BOTTOM, self.dim), "relu")
+        vectors = paddle.concat([paddle.unsqueeze(x, 1), rows], axis=1)
+        count = NUM_FEATURES + 1
+        dots = paddle.reshape(paddle.matmul(vectors, vectors, transpose_y=True), [-1, count * count])
+        pairs = np.flatnonzero(np.tril(np.ones((count, count)), -1).ravel())
+        dots = paddle.gather(dots, paddle.assign(pairs), axis=1)  # its index_select has a slow gradient
+        logits = self._stack(paddle.concat([x, dots], axis=1), (self.dim + len(pairs), *TOPS[TOP]), None)
+        return paddle.nn.functional.binary_cross_entropy_with_logits(logits, labels)
+
+    def _stack(self, x: Any, sizes: Sequence[int], last: str | None) -> Any:
+        """Append linear layers with a ReLU between each two, initialised as by torch within +-1/sqrt(inputs)."""
+        paddle = self.paddle
+        for number, (before, after) in enumerate(pairwise(sizes), start=2):
+            drawn = paddle.ParamAttr(initializer=paddle.nn.initializer.Uniform(-(before**-0.5), before**-0.5))
+            activation = last if number == len(sizes) else "relu"
+            x = paddle.static.nn.fc(x, after, weight_attr=drawn, bias_attr=drawn, activation=activation)
+        return x
 
 
 def sparse_table(dim: int) -> dict[str, Any]:
@@ -92,11 +105,12 @@ def raise_message_limit() -> None:
 
 def build(paddle: Any, fleet: Any, job: Mapping[str, Any]) -> Any:
     """Build the loss with its optimizer in the default program; return the loss."""
-    dim = int(job["dim"])
-    rows = Rows(rows=int(job["rows"]), dim=dim, optimizer="adagrad", num_threads=int(job["num_threads"]))
-    block = rows.embedding(paddle.static.data("ids", [None, 1], "int64"))
+    dim = job["dim"]
+    attribute = paddle.ParamAttr(name=TABLE, initializer=paddle.nn.initializer.Uniform(-RANGE, RANGE))
+    ids = paddle.static.data("ids", [None, 1], "int64")  # the only shape that this mode accepts
+    block = paddle.static.nn.sparse_embedding(ids, size=[total_rows(job["rows"]), dim], param_attr=attribute)
     if job["kind"] == "train":
-        loss = Model(rows, TOP).loss(paddle.reshape(block, [-1, NUM_FEATURES, dim]))
+        loss = Model(paddle, dim).loss(paddle.reshape(block, [-1, NUM_FEATURES, dim]))
     else:
         loss = paddle.sum(block) * GRADIENT
     strategy = fleet.DistributedStrategy()
@@ -115,19 +129,17 @@ def by_sample(rows: RowNumbers) -> RowNumbers:
 def feeds(job: Mapping[str, Any]) -> list[Feed]:
     """Return the batches of the round."""
     if job["kind"] == "train":
-        batches = batches_of(job, 0)
+        batches = samples_of(job, "satrap")
         return [
             {"ids": by_sample(rows), "dense": dense, "labels": labels[:, None]}
             for rows, dense, labels in zip(batches.rows, batches.dense, batches.labels, strict=True)
         ]
-    count = int(job["num_warmup"]) + int(job["num_steps"])
-    path = ids_file(Path(job["batches"]), int(job["rows"]), "zipf", count, int(job["part"]))
-    return [{"ids": rows.reshape(-1, 1)} for rows in np.load(path)]
+    return [{"ids": rows.reshape(-1, 1)} for rows in ids_of(job)]
 
 
 def filling(job: Mapping[str, Any], like: Feed) -> Iterator[Feed]:
     """Yield batches with every row once. The dense numbers are 0, so only biases learn from them."""
-    count = total_rows(int(job["rows"]))
+    count = total_rows(job["rows"])
     for begin in range(0, count, BATCH_IDS):
         rows = np.arange(begin, min(begin + BATCH_IDS, count)).reshape(-1, 1)
         samples = len(rows) // NUM_FEATURES
@@ -164,8 +176,8 @@ class Steps:
 
 def measure(job: Mapping[str, Any], steps: Steps, version: str) -> dict[str, Any]:
     """Create every row, warm up, then time the steps with the flush of their pushes."""
-    batches, num_warmup, num_steps = feeds(job), int(job["num_warmup"]), int(job["num_steps"])
-    server = int(job["server"])
+    batches, num_warmup, num_steps = feeds(job), job["num_warmup"], job["num_steps"]
+    server = job["server"]
     steps.run(filling(job, batches[0]))
     steps.flush()
     _, losses = steps.run(batches[:num_warmup])
@@ -199,6 +211,7 @@ def main() -> None:
     job = json.loads(sys.argv[1])
     raise_message_limit()
     paddle.enable_static()
+    paddle.seed(7)
     fleet.init(fleet.PaddleCloudRoleMaker(is_collective=False), is_collective=False)
     loss = build(paddle, fleet, job)
     if fleet.is_server():

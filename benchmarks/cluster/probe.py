@@ -1,6 +1,6 @@
 """Measuring an emulated link: `python -m benchmarks.cluster.probe serve|ask <arguments as JSON>`.
 
-One machine serves the echo of `servers.py` twice, over plain sockets and over `satrap.rpc` with keys, which all traffic
+One machine serves the echo of `echo.py` twice, over plain sockets and over `satrap.rpc` with keys, which all traffic
 between machines has. Another calls both, once for each line on stdin, and answers with a line of figures.
 """
 
@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.cluster.servers import Echo, RawClient, SameRows, serve_raw
+from benchmarks.cluster.echo import Echo, RawClient, SameRows, serve_raw
 from benchmarks.workload import Floats, Ids
 from satrap.rpc import Client, Keys, Service
 

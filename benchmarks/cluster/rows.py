@@ -3,69 +3,45 @@ few steps. Paddle's parameter server (`paddle.py`) gets the same batches after t
 """
 
 import statistics
-import time
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
-import numpy as np
-
+from benchmarks.cluster import tables
+from benchmarks.cluster.batches import ids_of
 from benchmarks.cluster.processes import satrap_server
+from benchmarks.contenders.satrap_table import inputs_of
 from benchmarks.harness.case import Case
 from benchmarks.harness.clock import noise_between, peak_resident_bytes, read_cpu
-from benchmarks.harness.record import Rounds, each
-from benchmarks.workload import BATCH_IDS, SAMPLES, Floats, ids_file
+from benchmarks.harness.record import Rounds
+from benchmarks.workload import BATCH_IDS
+from satrap.worker.local_rows import local_worker
 
 TURN = 5
-GRADIENT = 1e-3
 
 
 def measure(job: Mapping[str, Any]) -> dict[str, Any]:
     """Measure both workers in turns."""
-    from benchmarks.cluster import tables
-    from benchmarks.contenders.satrap_table import inputs_of
-    from satrap.config.features import Features
-    from satrap.worker.local_rows import LocalWorker
-    from satrap.worker.sharded_rows import ShardedWorker
-
-    rows, dim, num_threads, num_warmup = (int(job[key]) for key in ("rows", "dim", "num_threads", "num_warmup"))
-    count = num_warmup + int(job["num_steps"])
-    tables.require_memory(rows, dim, num_tables=2)
-    features = Features(tables.one_table(rows, dim))
-    path = ids_file(Path(job["batches"]), rows, "zipf", count, int(job["part"]))
-    batches = [inputs_of(numbers) for numbers in np.load(path, mmap_mode="r")]
-    gradient = np.full((SAMPLES, features.total_dim), GRADIENT, np.float32)
-    with satrap_server(num_threads) as (address, pid), tables.connected(features, [address], num_threads) as remote:
-        local = LocalWorker(features, num_threads=num_threads)
-        workers: dict[str, LocalWorker | ShardedWorker] = {"local": local, "remote": remote}
+    features, num_warmup, threads = tables.features_of(job, num_tables=2), job["num_warmup"], job["num_threads"]
+    batches, gradient = [inputs_of(numbers) for numbers in ids_of(job)], tables.gradient_of(features)
+    with satrap_server(threads) as (address, pid), tables.connected(features, [address], threads) as remote:
+        local = local_worker(features, num_threads=threads)
+        workers = {"local": local, "remote": remote}
         for worker in workers.values():
-            tables.fill(worker, worker.tables, rows)
-            run(worker, batches[:num_warmup], gradient, step=2)
+            tables.fill(worker, worker.tables, job["rows"])
+            for number, batch in enumerate(batches[:num_warmup], 2):
+                tables.step(worker, batch, gradient, number)
         before = read_cpu([pid])
         seconds: dict[str, list[tuple[float, float]]] = {name: [] for name in workers}
-        for begin in range(num_warmup, count, TURN):
+        for begin in range(num_warmup, len(batches), TURN):
             for name in sorted(workers, reverse=begin // TURN % 2 == 0):
-                seconds[name] += run(workers[name], batches[begin : begin + TURN], gradient, step=2 + begin)
+                turn = enumerate(batches[begin : begin + TURN], 2 + begin)
+                seconds[name] += [tables.step(workers[name], batch, gradient, number) for number, batch in turn]
         noise = noise_between(before, read_cpu([pid]))
         peak = peak_resident_bytes([pid])
-    unique = [len(np.unique(batch.values)) for batch in batches[:TURN]]
     return {
         "streams": {f"rows:{name}": {**summarize(spent), **noise} for name, spent in seconds.items()},
-        "unique_share": round(statistics.fmean(unique) / BATCH_IDS, 3),
         "peak_resident_bytes": peak,
     }
-
-
-def run(worker: Any, batches: Sequence[Any], gradient: Floats, *, step: int) -> list[tuple[float, float]]:
-    """Return the seconds of the lookup and of the update of each batch; `step` is the first one's."""
-    seconds = []
-    for number, batch in enumerate(batches, start=step):
-        start = time.perf_counter()
-        lookup = worker.lookup(batch, step=number)
-        middle = time.perf_counter()
-        worker.update([lookup.ticket], [gradient], step=number)
-        seconds.append((middle - start, time.perf_counter() - middle))
-    return seconds
 
 
 def summarize(seconds: Sequence[tuple[float, float]]) -> dict[str, Any]:
@@ -79,9 +55,7 @@ def record(case: Case, rounds: Rounds) -> dict[str, Any]:
     """Return the record. A ratio is None, and its target not met, where a side of it was not measured."""
     rates = rounds.values("rows_per_s")
     return {
-        "unique_share": each(rounds.results["worker"], "unique_share"),
-        **{name: rounds.spreads(name) for name in ("rows_per_s", "step_ms", "lookup_ms", "update_ms")},
-        **({"flush_ms": flush["paddle"]} if (flush := rounds.spreads("flush_ms")) else {}),
+        **{name: rounds.spreads(name) for name in ("rows_per_s", "step_ms", "lookup_ms", "update_ms", "flush_ms")},
         "figures": {
             f"ratio_{peer}": rounds.against("remote", (peer,), rates) or rounds.unmeasured()
             for peer in ("local", "paddle")

@@ -3,22 +3,24 @@
 All use row-wise Adagrad, which Paddle's servers have too. Every row exists before anything is timed.
 """
 
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 
+from benchmarks.cluster.batches import GRADIENT
 from benchmarks.contenders import satrap_table
 from benchmarks.contenders.satrap_table import inputs_of
 from benchmarks.harness.clock import available_bytes
-from benchmarks.store.plan import table_bytes
-from benchmarks.workload import BATCH_IDS, total_rows
+from benchmarks.workload import BATCH_IDS, SAMPLES, Floats, table_bytes, total_rows
 from satrap import RowWiseAdagrad, Table
 from satrap.config.features import Features
 from satrap.config.job import Job
+from satrap.data.inputs import Inputs
 from satrap.worker.server_group import ServerGroup
-from satrap.worker.sharded_rows import ShardedWorker
+from satrap.worker.sharded_rows import sharded_worker
 from satrap.worker.worker import Worker
 
 LR = 0.05
@@ -29,21 +31,32 @@ def one_table(rows: int, dim: int) -> dict[str, Table]:
     return satrap_table.one_table(rows, dim, RowWiseAdagrad(lr=LR))
 
 
+def features_of(job: Mapping[str, Any], num_tables: int = 1) -> Features:
+    """Return the features of a job whose tables fit in memory."""
+    require_memory(job, num_tables)
+    return Features(one_table(job["rows"], job["dim"]))
+
+
+def require_memory(job: Mapping[str, Any], num_tables: int = 1) -> None:
+    """Refuse a round that would not fit in memory."""
+    needed, available = num_tables * table_bytes(job["rows"], job["dim"], "rowwise"), available_bytes()
+    if needed > available:
+        raise RuntimeError(f"needs {needed / 2**30:.1f} GiB of memory and {available / 2**30:.1f} are available")
+
+
 @contextmanager
-def connected(
-    features: Features, addresses: Sequence[str], num_threads: int, **options: Any
-) -> Iterator[ShardedWorker]:
+def connected(features: Features, addresses: Sequence[str], num_threads: int, **options: Any) -> Iterator[Any]:
     """Connect a worker to servers. options: those of `ServerGroup`."""
     servers = ServerGroup(Job(tables=features.tables), addresses, **options)
     try:
-        yield ShardedWorker(features, servers, num_threads=num_threads)
+        yield sharded_worker(features, servers, num_threads=num_threads)
     finally:
         servers.close()
 
 
 def fill(worker: Worker, tables: Any, rows: int) -> None:
     """Look up every row once, as step 1; `tables` are the worker's."""
-    if isinstance(worker, ShardedWorker):
+    if worker.servers is not None:
         worker.servers.begin_attempt()  # a server refuses rows of an earlier attempt
     count = total_rows(rows)
     for begin in range(0, count, BATCH_IDS):
@@ -55,8 +68,15 @@ def fill(worker: Worker, tables: Any, rows: int) -> None:
         raise RuntimeError(f"expected {count} rows in the table after filling it, found {len(tables['ids'])}")
 
 
-def require_memory(rows: int, dim: int, num_tables: int) -> None:
-    """Refuse a round that would not fit in memory."""
-    needed, available = num_tables * table_bytes(rows, dim, "rowwise"), available_bytes()
-    if needed > available:
-        raise RuntimeError(f"needs {needed / 2**30:.1f} GiB of memory and {available / 2**30:.1f} are available")
+def gradient_of(features: Features) -> Floats:
+    """Return the gradient of a batch."""
+    return np.full((SAMPLES, features.total_dim), GRADIENT, np.float32)
+
+
+def step(worker: Any, batch: Inputs, gradient: Floats, number: int) -> tuple[float, float]:
+    """Look up and update one batch; return the seconds of both."""
+    start = time.perf_counter()
+    lookup = worker.lookup(batch, step=number)
+    middle = time.perf_counter()
+    worker.update([lookup.ticket], [gradient], step=number)
+    return middle - start, time.perf_counter() - middle

@@ -20,14 +20,12 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.cluster import tables
-from benchmarks.cluster.network import BATCH, Turn
-from benchmarks.cluster.prediction import ASYNC
+from benchmarks.cluster.network import ASYNC, BATCH, Turn
 from benchmarks.contenders.satrap_table import inputs_of
 from benchmarks.train.model import DenseStep, satrap_model
 from benchmarks.workload import NUM_FEATURES, SAMPLES, load_batches
 from satrap import Deployment, Embeddings
 from satrap.data.inputs import Inputs
-from satrap.worker.sharded_rows import ShardedWorker
 
 TIMEOUT = timedelta(seconds=120)
 MAX_STALENESS = 16
@@ -39,9 +37,9 @@ class Training:
     def __init__(self, job: Mapping[str, Any], server: str, *, is_async: bool) -> None:
         """is_async: the dense parameters are on the servers too."""
         options: dict[str, Any] = {"dense": "async"} if is_async else {}
-        self.world_size = int(job["world_size"])
+        self.world_size = job["world_size"]
         self.embeddings = Embeddings(
-            tables.one_table(int(job["rows"]), int(job["dim"])),
+            tables.one_table(job["rows"], job["dim"]),
             seed=1,
             staleness=MAX_STALENESS,
             num_threads=1,
@@ -55,7 +53,7 @@ class Training:
     def take(self, turn: Turn, batches: Sequence[Inputs]) -> dict[str, float]:
         """Return the seconds of a step and the number of lookups. batches: those of all trainers together."""
         worker = self.embeddings.worker
-        assert isinstance(worker, ShardedWorker)
+        assert worker.servers is not None
         # Two `Embeddings` with these as options would need the rows twice.
         self.embeddings.staleness = turn.staleness
         worker.servers.barrier_size = self.world_size if turn.staleness == 0 else 0

@@ -46,20 +46,15 @@ class FbgemmTable:
             fill_uniform(weights)
         touch_states(self.tables)
         self.offsets = torch.arange(share.num_ids + 1)  # one id per bag
-        gradient = torch.from_numpy(share.gradients(dim)).view(share.num_features, SAMPLES, dim)
-        self.gradients = gradient.transpose(0, 1).reshape(SAMPLES, share.num_features * dim).contiguous()
-        self.sample_gradients = torch.from_numpy(share.sample_gradients(dim))
+        self.gradients = torch.from_numpy(share.sample_gradients(dim))
 
     def prepare(self, rows: RowNumbers) -> list[Any]:
         # Features follow each other, as FBGEMM requires.
         return list(torch.from_numpy(self.share.own_rows(rows, self.rows) % self.count))
 
     def train(self, local_rows: Any) -> None:
-        self.look_up(local_rows).backward(self.gradients)
-
-    def train_exchanged(self, local_rows: Any) -> None:
-        """Train, with an exchange after which every rank has all features of its samples."""
-        exchange(self.look_up(local_rows), self.share.size).backward(self.sample_gradients)
+        """Train; after the exchange of several ranks each has all features of its samples."""
+        exchange(self.look_up(local_rows), self.share.size).backward(self.gradients)
 
     def prepare_samples(self, batches: Batches) -> list[Any]:
         return with_samples(self.prepare(batches.rows), batches, self.share)

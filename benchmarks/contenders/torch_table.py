@@ -22,6 +22,7 @@ from benchmarks.workload import (
     Floats,
     RowNumbers,
     Share,
+    gradients,
     rows_per_feature,
     total_rows,
 )
@@ -80,8 +81,7 @@ class TorchTable:
         weight = torch.empty(count, dim)
         fill_uniform(weight)
         self.embedding = torch.nn.Embedding(count, dim, sparse=True, _weight=weight)
-        self.gradients = torch.from_numpy(share.gradients(dim))
-        self.sample_gradients = torch.from_numpy(share.sample_gradients(dim))
+        self.gradients = torch.from_numpy(gradients(dim) if share.size == 1 else share.sample_gradients(dim))
         if optimizer == "adagrad":
             adagrad = torch.optim.Adagrad(self.embedding.parameters(), lr=LR, eps=EPS)
             self.optimizer_step: Any = adagrad.step
@@ -104,15 +104,14 @@ class TorchTable:
         return list(torch.from_numpy(self.share.own_rows(rows, self.rows)))
 
     def train(self, rows: Any) -> None:
+        """Train; after the exchange of several ranks each has all features of its samples."""
         self.embedding.weight.grad = None
-        self.embedding(rows).backward(self.gradients)
-        self.optimizer_step()
-
-    def train_exchanged(self, rows: Any) -> None:
-        """Train, with an exchange after which every rank has all features of its samples."""
-        self.embedding.weight.grad = None
-        block = self.embedding(rows.view(self.share.num_features, SAMPLES).t()).flatten(1)
-        exchange(block, self.share.size).backward(self.sample_gradients)
+        if self.share.size == 1:
+            block = self.embedding(rows)
+        else:
+            own = self.embedding(rows.view(self.share.num_features, SAMPLES).t()).flatten(1)
+            block = exchange(own, self.share.size)
+        block.backward(self.gradients)
         self.optimizer_step()
 
     def prepare_samples(self, batches: Batches) -> list[Any]:

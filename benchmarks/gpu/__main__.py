@@ -17,7 +17,7 @@ import threading
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -51,21 +51,10 @@ OUTCOMES = ("PASSED", "FAILED", "ERROR", "SKIPPED", "XFAIL")
 TESTED = re.compile(rf"({'|'.join(OUTCOMES)})\b")
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Options:
-    """What the command line says."""
-
-    minutes: float
-    out: Path
-    parts: tuple[str, ...]
-    kernels: str | None
-    keep_going: bool
-
-
 class Run:
     """One run of the parts."""
 
-    def __init__(self, options: Options) -> None:
+    def __init__(self, options: argparse.Namespace) -> None:
         self.options = options
         self.results = Results(options.out)
         self.began = time.monotonic()
@@ -244,20 +233,19 @@ def _tail(file: Any) -> str:
     return str(file.read().decode(errors="replace"))
 
 
-def parse(arguments: Sequence[str]) -> Options:
+def parse(arguments: Sequence[str]) -> argparse.Namespace:
     """Return the options."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu", description=__doc__.split("\n\n")[0])
     parser.add_argument("--minutes", type=float, default=8.0, help="how long the run may take (default 8)")
-    parser.add_argument("--out", type=Path, required=True, metavar="FOLDER", help="where the results go")
+    parser.add_argument("--out", type=lambda path: Path(path).absolute(), required=True, metavar="FOLDER")
     parser.add_argument("--parts", nargs="+", choices=list(PARTS), default=list(PARTS), help="default: all, in order")
     parser.add_argument("--kernels", metavar="MODULE", help="the module of the kernels (default: the device's)")
     parser.add_argument("--keep-going", action="store_true", help="go on after a kernel that is wrong")
-    given = parser.parse_args(arguments)
-    if not given.minutes > 0:
-        parser.error(f"--minutes must be above 0, found {given.minutes}")
-    parts = tuple(part for part in PARTS if part in given.parts)
-    out = given.out.absolute()
-    return Options(minutes=given.minutes, out=out, parts=parts, kernels=given.kernels, keep_going=given.keep_going)
+    options = parser.parse_args(arguments)
+    if not options.minutes > 0:
+        parser.error(f"--minutes must be above 0, found {options.minutes}")
+    options.parts = [part for part in PARTS if part in options.parts]
+    return options
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -35,8 +35,8 @@ from benchmarks.gpu.kernels import (
 from benchmarks.workload import NUM_FEATURES, row_numbers
 from satrap.config.tables import Table
 from satrap.device import reference
-from satrap.device.home_memory import IN, OUT, HomeMemory
-from satrap.device.row_layout import DTYPES, RowLayout
+from satrap.device.home_memory import DTYPES, IN, OUT, HomeMemory, RowLayout
+from satrap.device.runs import RowUpdate
 from satrap.table.engine import native_config
 
 FLOAT, COMPARED_RUNS = 4, 512
@@ -124,11 +124,11 @@ class Bandwidth:
         compared = np.append(lengths.argmax(), rng.permutation(len(lengths))[:COMPARED_RUNS])
         at, cpu = runs.frames[torch.from_numpy(compared).to(device())], torch.device("cpu")
         own = (copied(values[at], cpu), copied(state[at], cpu))
-        how: dict[str, Any] = {"skip_nonfinite": False}
-        call = partial(self.kernels.update, values, state, runs, gradients, optimizer, 0.1, 1.0, 1, **how)
+        how = RowUpdate(optimizer=optimizer, lr=0.1, step=1)
+        call = partial(self.kernels.update, values, state, runs, gradients, how)
         call()
         here = (copied(runs.take(compared), cpu), copied(gradients, cpu))
-        reference.update(*own, *here, optimizer, 0.1, 1.0, 1, **how)
+        reference.update(*own, *here, how)
         for what, found, expected in zip(("values", "states"), (values[at], state[at]), own, strict=True):
             require_same(what, found, expected)
         row_bytes = DIM * DTYPES[dtype].itemsize + state_dim * FLOAT

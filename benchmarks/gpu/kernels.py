@@ -22,11 +22,10 @@ from satrap.config.optimizers import Optimizer
 from satrap.config.tables import Feature, Pooling, Table
 from satrap.data.inputs import Inputs
 from satrap.device import reference
-from satrap.device.device_worker import DeviceWorker
-from satrap.device.home_memory import IN, OUT, HomeMemory
-from satrap.device.kernels import kernels_of
-from satrap.device.row_layout import DTYPES, RowLayout
-from satrap.device.runs import PooledFeatures, Runs
+from satrap.device.device_rows import device_worker
+from satrap.device.home_memory import DTYPES, IN, OUT, HomeMemory, RowLayout
+from satrap.device.runs import PooledFeatures, RowUpdate, Runs
+from satrap.device.torch_device import kernels_of
 from satrap.table.engine import native_config
 
 DIM, ABSENT, LENGTH = 128, 64, 8
@@ -128,13 +127,11 @@ class Kernels:
             if with_all:
                 gradients[rng.integers(0, len(gradients), 999)] = float("nan")
             ends = []
+            scale = 0.7 if with_all else 1.0
+            how = RowUpdate(optimizer=optimizer, lr=0.03, scale=scale, step=7, skip_nonfinite=with_all)
             for module, place in self.both:
-                own, last = (
-                    (copied(values, place), copied(state, place)),
-                    (optimizer, 0.03, 0.7 if with_all else 1.0, 7),
-                )
-                how: dict[str, Any] = {"skip_nonfinite": with_all}
-                summed = module.update(*own, copied(runs, place), copied(gradients, place), *last, **how)
+                own = copied(values, place), copied(state, place)
+                summed = module.update(*own, copied(runs, place), copied(gradients, place), how)
                 ends.append((*own, summed))
             form = "with weights, a scale and gradients that are not finite" if with_all else "plain"
             for what, found, expected in zip(("values", "states", "counts"), *ends, strict=True):
@@ -176,7 +173,7 @@ class Kernels:
         table = replace(INITIAL[name], **of_dtype)
         features = Features({"id": table})
         ids = rng.integers(0, 2**64 - 1, sizes().moved_rows, dtype=np.uint64)
-        worker = DeviceWorker(features, device(), seed=5)
+        worker = device_worker(features, device(), seed=5)
         inputs = Inputs(names=features.names, values=ids, batch_size=len(ids))
         worker.lookup(inputs, step=1, oldest_open=1, train=True)
         store = satrap.Store(table, seed=5)

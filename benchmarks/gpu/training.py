@@ -27,7 +27,7 @@ from benchmarks.gpu.devices import bandwidths, device, finish, sheet_of, sizes
 from benchmarks.gpu.roofline import BOTTOM, TOP, limits, sample_of
 from benchmarks.workload import NUM_DENSE, NUM_FEATURES, hashed_ids, row_numbers, rows_per_feature, total_rows
 from satrap.data.inputs import Inputs
-from satrap.device.row_layout import DTYPES
+from satrap.device.home_memory import DTYPES
 from satrap.models import DLRM
 
 DIM, LR, RANGE = 128, 0.1, 0.01

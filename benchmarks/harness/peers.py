@@ -14,8 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-DEFAULT_HOME = "~/.cache/satrap-peers"
-# `torch==2.13.0` is a CPU build if the index has one.
+HOME = Path("~/.cache/satrap-peers")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -25,35 +24,20 @@ class Environment:
     name: str
     """Its folder."""
     packages: tuple[str, ...]
-    bare_packages: tuple[str, ...] = ()
+    bare_packages: str = ""
     """Installed without their dependencies, which their tables do not import."""
     module: str
     """Imports only if the installation is complete."""
 
 
-# FBGEMM is also called without TorchRec.
+# FBGEMM is also called without TorchRec. `torch==2.13.0` is a CPU build if the index has one.
 TORCHREC = Environment(
     name="torchrec",
     packages=("torch==2.13.0", f"numpy=={np.__version__}"),
-    bare_packages=(
-        "fbgemm-gpu-cpu==1.8.0",
-        "torchrec==1.8.0",
-        "cloudpickle==3.1.2",
-        "importlib_metadata==10.2.0",
-        "iopath==0.1.10",
-        "lightning-utilities==0.15.3",
-        "mypy-extensions==1.2.0",
-        "orjson==3.13.0",
-        "packaging==26.3",
-        "portalocker==4.4.2",
-        "pyre-extensions==0.0.32",
-        "pyvers==0.2.3",
-        "tensordict==0.15.3",
-        "torchmetrics==1.9.0",
-        "tqdm==4.70.1",
-        "typing-inspect==0.9.0",
-        "zipp==4.1.2",
-    ),
+    bare_packages="fbgemm-gpu-cpu==1.8.0 torchrec==1.8.0 cloudpickle==3.1.2 importlib_metadata==10.2.0 iopath==0.1.10 "
+    "lightning-utilities==0.15.3 mypy-extensions==1.2.0 orjson==3.13.0 packaging==26.3 portalocker==4.4.2 "
+    "pyre-extensions==0.0.32 pyvers==0.2.3 tensordict==0.15.3 torchmetrics==1.9.0 tqdm==4.70.1 "
+    "typing-inspect==0.9.0 zipp==4.1.2",
     module="torchrec.modules.fused_embedding_modules",
 )
 # The last release but one with a parameter server; newer decorators and protobufs break its fleet.
@@ -66,7 +50,12 @@ PADDLE = Environment(
 
 ENVIRONMENTS = {"torchrec": TORCHREC, "fbgemm": TORCHREC, "paddle": PADDLE}
 # Contenders that this interpreter may have, and the module that each needs.
-MODULES = {"satrap": "satrap.table.store", "torch": "torch", "index_select": "torch"}
+MODULES = {
+    "satrap": "satrap.table.store",
+    "satrap_direct": "satrap.table.store",
+    "torch": "torch",
+    "index_select": "torch",
+}
 
 
 def environments_of(contenders: Sequence[str]) -> list[Environment]:
@@ -76,32 +65,32 @@ def environments_of(contenders: Sequence[str]) -> list[Environment]:
 
 
 @cache
-def find_python(home: Path, contender: str) -> Path | None:
+def find_python(contender: str) -> Path | None:
     """Return the interpreter of a contender: this one where it suffices, else its environment's; None without it."""
     if contender in MODULES and imports(Path(sys.executable), MODULES[contender]):
         return Path(sys.executable)
-    return None if contender == "satrap" else peers_python(home, ENVIRONMENTS.get(contender, TORCHREC))
+    return None if contender.startswith("satrap") else peers_python(ENVIRONMENTS.get(contender, TORCHREC))
 
 
-def peers_python(home: Path, environment: Environment) -> Path | None:
+def peers_python(environment: Environment) -> Path | None:
     """Return the interpreter of a peer's environment, None if it is not installed."""
-    python = _python(home, environment)
+    python = _python(environment)
     return python if python.exists() and imports(python, environment.module) else None
 
 
-def make_peers(home: Path, environment: Environment) -> Path:
+def make_peers(environment: Environment) -> Path:
     """Install the environment unless it is there and works; return its interpreter. Needs the network, about 1 GB."""
-    if installed := peers_python(home, environment):
+    if installed := peers_python(environment):
         return installed
-    python = _python(home, environment)
+    python = _python(environment)
     subprocess.run([sys.executable, "-m", "venv", "--clear", str(python.parent.parent)], check=True)
     install = [str(python), "-m", "pip", "install", "--quiet"]
     subprocess.run([*install, *environment.packages], check=True)
     if environment.bare_packages:
-        subprocess.run([*install, "--no-deps", *environment.bare_packages], check=True)
+        subprocess.run([*install, "--no-deps", *environment.bare_packages.split()], check=True)
     if not imports(python, environment.module):
         raise RuntimeError(
-            f"{environment.name} was installed under {home} but {environment.module} does not import; "
+            f"{environment.name} was installed under {HOME} but {environment.module} does not import; "
             f"run `{python} -c 'import {environment.module}'` to see why"
         )
     return python
@@ -109,15 +98,10 @@ def make_peers(home: Path, environment: Environment) -> Path:
 
 def imports(python: Path, module: str) -> bool:
     """Return whether an interpreter has a module that works; tried in another process, so nothing is imported here."""
-    return runs(python, f"import {module}")
-
-
-def runs(python: Path, statement: str) -> bool:
-    """Return whether an interpreter runs a statement without an error."""
     environment = {**os.environ, "PYTHONWARNINGS": "ignore"}
-    done = subprocess.run([str(python), "-c", statement], env=environment, capture_output=True, check=False)
+    done = subprocess.run([str(python), "-c", f"import {module}"], env=environment, capture_output=True, check=False)
     return done.returncode == 0
 
 
-def _python(home: Path, environment: Environment) -> Path:
-    return home.expanduser() / environment.name / "bin" / "python"
+def _python(environment: Environment) -> Path:
+    return HOME.expanduser() / environment.name / "bin" / "python"

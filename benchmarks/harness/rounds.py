@@ -12,7 +12,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -30,16 +30,6 @@ Results = dict[str, list[Round]]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Settings:
-    """Number of rounds, contenders to measure, and folders."""
-
-    num_rounds: int
-    contenders: tuple[str, ...]
-    peers_home: Path
-    tmpfs: Path
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class Run:
     """One process: a contender, its job, and what it needs of the machine."""
 
@@ -50,8 +40,6 @@ class Run:
     needed_bytes: int = 0
     folder_bytes: int | None = None
     """Bytes that it writes to a folder in memory, job["folder"]; None if it needs no such folder."""
-    needs: tuple[str, ...] = ()
-    """Statements that the contender's interpreter must be able to run."""
     environment: dict[str, str] = field(default_factory=dict)
 
 
@@ -64,58 +52,56 @@ def say(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
-def run_rounds(name: str, plan: Callable[[int], Sequence[Run]], settings: Settings) -> tuple[Results, list[str]]:
+def run_rounds(
+    name: str, plan: Sequence[Sequence[Run]], contenders: Sequence[str], tmpfs: Path
+) -> tuple[Results, list[str]]:
     """Return the rounds of every run that succeeded at least once, and a line for every failure.
 
-    name: the group's name in progress lines. plan: returns the runs of a round, by its number.
+    name: the group's name in progress lines. plan: the runs of each round. tmpfs: a folder in memory.
     """
     results: Results = {}
     failures: list[str] = []
-    for number in range(settings.num_rounds):
-        for run in plan(number):
+    for number, runs in enumerate(plan):
+        for run in runs:
             results.setdefault(run.label, []).append(None)
-            if obstacle := _obstacle(run, settings):
+            python = peers.find_python(run.contender) if run.contender in contenders else None
+            if obstacle := _obstacle(run, python, contenders, tmpfs):
                 if number == 0:
                     say(f"{name}: {run.label} left out: {obstacle}")
                 continue
-            say(f"{name}: round {number + 1} of {settings.num_rounds}, {run.label}")
+            say(f"{name}: round {number + 1} of {len(plan)}, {run.label}")
             try:
-                results[run.label][-1] = _start(run, settings)
+                results[run.label][-1] = _start(run, str(python), tmpfs)
             except RunFailed as failure:
                 failures.append(f"{name}: {run.label} failed in round {number + 1}: {failure}")
                 say(failures[-1])
     return {label: rounds for label, rounds in results.items() if any(rounds)}, failures
 
 
-def _obstacle(run: Run, settings: Settings) -> str | None:
+def _obstacle(run: Run, python: Path | None, contenders: Sequence[str], tmpfs: Path) -> str | None:
     """Return why a run cannot be started, None if it can."""
-    if run.contender not in settings.contenders:
+    if run.contender not in contenders:
         return "not among --contenders"
-    python = peers.find_python(settings.peers_home, run.contender)
     if python is None:
-        return f"{run.contender} is not installed; --make-peers installs the peers"
-    for statement in run.needs:
-        if not peers.runs(python, statement):
-            return f"{statement!r} fails in its environment"
+        return f"{run.contender} is not installed; --make-peers installs the peers, make setup Satrap"
     available = available_bytes()
     if run.needed_bytes > available:
         return f"it needs {run.needed_bytes / 2**30:.1f} GiB of memory and {available / 2**30:.1f} are available"
     if run.folder_bytes is not None:
-        if not settings.tmpfs.is_dir():
-            return f"{settings.tmpfs} is not a folder; --tmpfs names one in memory"
-        free = shutil.disk_usage(settings.tmpfs).free
+        if not tmpfs.is_dir():
+            return f"{tmpfs} is not a folder; --tmpfs names one in memory"
+        free = shutil.disk_usage(tmpfs).free
         if run.folder_bytes > free:
-            return f"it needs {run.folder_bytes / 2**30:.1f} GiB in {settings.tmpfs}, {free / 2**30:.1f} are free"
+            return f"it needs {run.folder_bytes / 2**30:.1f} GiB in {tmpfs}, {free / 2**30:.1f} are free"
     return None
 
 
-def _start(run: Run, settings: Settings) -> dict[str, Any]:
-    python = peers.find_python(settings.peers_home, run.contender)
-    command, environment = [str(python), "-m", "benchmarks.harness.worker"], {**os.environ, **run.environment}
+def _start(run: Run, python: str, tmpfs: Path) -> dict[str, Any]:
+    command, environment = [python, "-m", "benchmarks.harness.worker"], {**os.environ, **run.environment}
     if run.folder_bytes is None:
         return run_process([*command, json.dumps(run.job)], environment)
     # The worker may be killed, so the folder is this process's.
-    with tempfile.TemporaryDirectory(prefix="satrap-bench-", dir=settings.tmpfs) as folder:
+    with tempfile.TemporaryDirectory(prefix="satrap-bench-", dir=tmpfs) as folder:
         return run_process([*command, json.dumps({**run.job, "folder": folder})], environment)
 
 

@@ -5,7 +5,6 @@ Results go to stdout (and are appended to --out); progress, the summary and comp
 
 import argparse
 import json
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -16,16 +15,11 @@ from typing import Any
 from benchmarks.harness import machine, peers
 from benchmarks.harness.case import Case, group_cases, select_cases
 from benchmarks.harness.record import Rounds, complaints, make_record
-from benchmarks.harness.rounds import Results, Run, Settings, run_rounds, say
+from benchmarks.harness.rounds import Results, Run, run_rounds, say
 from benchmarks.summary import summary
 
-LEAST = {"rounds": 1, "warmup": 0, "steps": 1, "threads": 1}
-LOCAL_OPTIONS = ("--out", "--peers-home", "--tmpfs", "--batches")
+LOCAL_OPTIONS = ("--out", "--tmpfs")
 """Options that name places on one machine and change no figure, so no record has them."""
-PATH_OPTIONS = ("--flights",)
-"""Options whose value is such a place, but which a command needs."""
-
-
 Plan = Callable[[Sequence[Case], int, Path], Sequence[Run]]
 """Returns the runs of a round, by its number, for cases that share a table; the folder is that of the batches."""
 
@@ -34,9 +28,9 @@ Plan = Callable[[Sequence[Case], int, Path], Sequence[Run]]
 class Kind:
     """How the cases of a kind are measured and recorded."""
 
+    plan: Plan
     record: Callable[[Case, Rounds], dict[str, Any]]
     """Returns the figures of a case, and whatever else its record says."""
-    plan: Plan = lambda group, number, batches: ()
     shares_table: bool = False
     """Whether its cases with the same table share processes."""
     required: str | None = None
@@ -52,91 +46,56 @@ class Suite:
     name: str
     purpose: str
     """One sentence, for --help."""
-    full_cases: Callable[[], Sequence[Case]]
-    quick_cases: Callable[[], Sequence[Case]]
+    full_cases: Sequence[Case]
+    quick_cases: Sequence[Case]
     kinds: Mapping[str, Kind]
-    contenders: tuple[str, ...] = ()
+    contenders: tuple[str, ...] = ("satrap",)
     num_rounds: int = 3
     num_quick_rounds: int = 1
     table: tuple[str, ...] = ("*",)
     """Patterns of the cases that are measured without --case: those of the README's table."""
-    with_threads: Callable[[Case, int], Case] | None = None
-    """Returns a case for another number of threads; None: there is no option for it."""
 
     @property
     def program(self) -> str:
         return f"python -m benchmarks.{self.name}"
 
-    def add_options(self, parser: argparse.ArgumentParser) -> None:
-        """Add the options of a benchmark that runs contenders in processes."""
-        names = list(self.contenders)
-        parser.add_argument("--rounds", type=int, help=f"rounds of all contenders (default {self.num_rounds})")
-        parser.add_argument("--warmup", type=int, help="steps before the timed ones (default: those of the case)")
-        parser.add_argument("--steps", type=int, help="timed steps of a round (default: those of the case)")
-        parser.add_argument("--contenders", nargs="+", choices=names, default=names)
-        parser.add_argument("--make-peers", action="store_true", help="install missing peers under --peers-home")
-        home, memory = Path(peers.DEFAULT_HOME), Path("/dev/shm")
-        parser.add_argument("--peers-home", type=Path, default=home, help=f"default {home}")
-        parser.add_argument("--tmpfs", type=Path, default=memory, help=f"a folder in memory (default {memory})")
-        parser.add_argument("--batches", type=Path, help="keep the batches in this folder (default: a temporary one)")
-        if self.with_threads:
-            parser.add_argument("--threads", type=int, default=2, help="cores of every contender (default 2)")
-
-    def check_options(self, parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
-        """Refuse options out of range."""
-        for name, least in LEAST.items():
-            value = getattr(options, name, None)
-            if value is not None and value < least:
-                parser.error(f"--{name} must be at least {least}, found {value}")
-
     def parse(self, arguments: Sequence[str]) -> argparse.Namespace:
         """Return the options; --quick changes defaults only."""
-        names = "names of cases, their beginnings, or patterns"
+        names, memory = list(self.contenders), Path("/dev/shm")
         parser = argparse.ArgumentParser(prog=self.program, description=self.purpose)
-        parser.add_argument("--case", nargs="+", action="extend", default=[], metavar="NAME", help=names)
-        parser.add_argument("--list", action="store_true", help="print the names of the cases and stop")
-        parser.add_argument(
-            "--quick", action="store_true", help="small cases, few steps: a minute or two, not a result"
-        )
-        parser.add_argument("--check", action="store_true", help="exit 1 and name the targets that were missed")
-        parser.add_argument("--out", type=Path, metavar="FILE", help="append the JSON lines here too")
-        self.add_options(parser)
+        add = parser.add_argument
+        add("--case", nargs="+", action="extend", default=[], metavar="NAME", help="names, beginnings or patterns")
+        add("--list", action="store_true", help="print the names of the cases and stop")
+        add("--quick", action="store_true", help="small cases, few steps: a minute or two, not a result")
+        add("--check", action="store_true", help="exit 1 and name the targets that were missed")
+        add("--out", type=Path, metavar="FILE", help="append the JSON lines here too")
+        add("--rounds", type=int, help=f"rounds of all contenders (default {self.num_rounds})")
+        add("--steps", type=int, help="timed steps of a round (default: those of the case)")
+        add("--contenders", nargs="+", choices=names, default=names)
+        add("--make-peers", action="store_true", help=f"install missing peers under {peers.HOME}")
+        add("--tmpfs", type=Path, default=memory, help=f"a folder in memory (default {memory})")
         options = parser.parse_args(arguments)
         if options.rounds is None:
             options.rounds = self.num_quick_rounds if options.quick else self.num_rounds
-        self.check_options(parser, options)
+        for name in ("rounds", "steps"):
+            value = getattr(options, name)
+            if value is not None and value < 1:
+                parser.error(f"--{name} must be at least 1, found {value}")
         return options
 
     def cases(self, options: argparse.Namespace) -> list[Case]:
-        """Return every case, with the threads and steps that the options name."""
-        cases = list(self.quick_cases() if options.quick else self.full_cases())
-        if self.with_threads:
-            cases = [self.with_threads(case, options.threads) for case in cases]
-        steps = {f"num_{name}": getattr(options, name, None) for name in ("warmup", "steps")}
-        changes: dict[str, Any] = {name: value for name, value in steps.items() if value is not None}
-        return [replace(case, **changes) for case in cases]
+        """Return every case, with the number of steps that the options name."""
+        cases = self.quick_cases if options.quick else self.full_cases
+        return [replace(case, num_steps=options.steps or case.num_steps) for case in cases]
 
-    def obstacle(self, options: argparse.Namespace) -> str | None:
-        """Return why nothing can be measured, None if something can."""
-        if "satrap" in options.contenders and peers.find_python(options.peers_home, "satrap") is None:
-            return f"satrap does not import in {sys.executable}: `make setup`, then `.venv/bin/{self.program}`"
-        return None
-
-    def measure(self, group: Sequence[Case], options: argparse.Namespace, folder: Path) -> tuple[Results, list[str]]:
-        """Return the rounds of a group of cases and a line for every failure. folder: a temporary one."""
+    def measure(self, group: Sequence[Case], options: argparse.Namespace, batches: Path) -> tuple[Results, list[str]]:
+        """Return the rounds of a group of cases and a line for every failure. batches: a temporary folder."""
         case, kind = group[0], self.kinds[group[0].kind]
         if reason := kind.unable():
             say(f"{case.name} is not run: {reason}")
             return {}, [f"{case.name} was not run: {reason}"]
-        batches: Path = (options.batches or folder).absolute()
-        batches.mkdir(parents=True, exist_ok=True)
-        settings = Settings(
-            num_rounds=options.rounds,
-            contenders=tuple(options.contenders),
-            peers_home=options.peers_home,
-            tmpfs=options.tmpfs,
-        )
-        return run_rounds(case.name, lambda number: kind.plan(group, number, batches), settings)
+        plan = [kind.plan(group, number, batches) for number in range(options.rounds)]
+        return run_rounds(case.name, plan, options.contenders, options.tmpfs)
 
     def header(self, options: argparse.Namespace, arguments: Sequence[str]) -> dict[str, Any]:
         """Return what every line says about the command that made it."""
@@ -152,19 +111,16 @@ class Suite:
     def main(self, arguments: Sequence[str]) -> int:
         """Run the cases that the options select, by default those of the README's table; return the exit status."""
         options = self.parse(arguments)
-        if getattr(options, "make_peers", False):
+        if options.make_peers:
             for environment in peers.environments_of(options.contenders):
-                say(f"{environment.name} is ready: {peers.make_peers(options.peers_home, environment)}")
+                say(f"{environment.name} is ready: {peers.make_peers(environment)}")
         every = self.cases(options)
         if options.list:
             print("\n".join(case.name for case in select_cases(every, options.case)))
             return 0
         chosen = select_cases(every, options.case or ("*" if options.quick else self.table))
-        problem = (
-            self.obstacle(options) if chosen else f"--case: no case has such a name; {self.program} --list prints them"
-        )
-        if problem:
-            say(problem)
+        if not chosen:
+            say(f"--case: no case has such a name; {self.program} --list prints them")
             return 2
         header, start, records, wrong = self.header(options, arguments), time.monotonic(), [], list[str]()
         for record, complaint in self.records(chosen, options):
@@ -207,10 +163,7 @@ def _public(arguments: Sequence[str]) -> Iterator[str]:
     words = iter(arguments)
     for word in words:
         name, equals, _ = word.partition("=")
-        if name not in (*LOCAL_OPTIONS, *PATH_OPTIONS):
+        if name not in LOCAL_OPTIONS:
             yield word
-            continue
-        if not equals:
+        elif not equals:
             next(words, None)
-        if name in PATH_OPTIONS:
-            yield f"{name} PATH"

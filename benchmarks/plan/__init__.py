@@ -1,1 +1,1 @@
-"""Predictions of the planner against real runs on this machine."""
+"""`python -m benchmarks.plan`: predictions of the planner against real runs on this machine."""

@@ -12,7 +12,6 @@ from typing import Any
 
 from benchmarks.harness.clock import noise_between, read_cpu
 from benchmarks.plan import job as script
-from benchmarks.plan.cases import PROCESSES
 from satrap.data.synthetic import Clicks
 from satrap.planning.calibration import calibrate
 from satrap.planning.coefficients import Coefficients
@@ -24,25 +23,28 @@ from satrap.planning.workload import TableLoad, Training, Workload
 SAMPLES = 1 << 16  # of the file, which is read again and again
 FREE = Limits(memory=1.0, cores=1.0, network=1.0, round_trip_ms=0.0)
 TIMEOUT_SECONDS = 1500
+PROCESSES = {"local": (0, 1), "servers": (2, 1), "trainers": (2, 2)}
+"""Servers and trainers of each kind."""
 
 
 def measure(job: Mapping[str, Any]) -> dict[str, Any]:
     """Return predictions over measurements, and both."""
     folder = Path(job["data"])
-    clicks = Clicks(num_samples=SAMPLES, cardinalities=int(job["rows"]))
+    clicks = Clicks(num_samples=SAMPLES, cardinalities=job["rows"])
     costs, path = coefficients(folder), data(folder, clicks)
     before = read_cpu()
-    found = run(job, path)
+    measured = run(job, path)
     noise = noise_between(before, read_cpu())
-    predicted = predict(job, path, clicks, costs, found["rows"])
-    cpu, rate = found["cpu_seconds"] / found["samples"], found["samples"] / found["seconds"]
+    predicted = predict(job, path, clicks, costs, measured["rows"])
+    samples = measured["samples"]
+    cpu, rate = measured["cpu_seconds"] / samples, samples / measured["seconds"]
     figures = {
         "cpu": round(predicted["cpu_seconds"] / cpu, 3),
         "rate": round(predicted["samples_per_s"] / rate, 3),
-        "memory": round(predicted["row_bytes"] / found["row_bytes"], 3),
+        "memory": round(predicted["row_bytes"] / measured["row_bytes"], 3),
         "cpu_us": round(1e6 * cpu, 3),
         "samples_per_s": round(rate),
-        "row_bytes": round(found["row_bytes"], 1),
+        "row_bytes": round(measured["row_bytes"], 1),
     }
     return {"streams": {f"{job['kind']}:run": {**figures, **noise}}}
 
@@ -76,8 +78,8 @@ def run(job: Mapping[str, Any], path: Path) -> dict[str, Any]:
             counts = ["--servers", str(servers), "--trainers", str(trainers), "--folder", f"{folder}/run"]
             command = [sys.executable, "-m", "satrap", "run", script.__file__, *counts, "--", argument]
         subprocess.run(command, check=True, stdout=sys.stderr, timeout=TIMEOUT_SECONDS)
-        measured: dict[str, Any] = json.loads(out.read_text())
-        return measured
+        result: dict[str, Any] = json.loads(out.read_text())
+        return result
 
 
 def predict(
@@ -101,7 +103,7 @@ def predict(
 
 def workload_of(job: Mapping[str, Any], line_bytes: float, clicks: Clicks) -> Workload:
     """Return the job as the planner sees it: its declarations, not what its steps have."""
-    dim = int(job["dim"])
+    dim = job["dim"]
     ids: Any = clicks.cardinalities
     loads = tuple(
         TableLoad(
@@ -120,7 +122,7 @@ def workload_of(job: Mapping[str, Any], line_bytes: float, clicks: Clicks) -> Wo
         dense_flops=float(sum(2 * before * after for before, after in pairwise(sizes))),
         dense_parameters=sum(before * after + after for before, after in pairwise(sizes)),
         dense_features=script.NUM_DENSE + 1,
-        staleness=int(job["stalenesses"][0]),
+        staleness=job["stalenesses"][0],
         read_bytes_per_sample=line_bytes,
     )
     return Workload(name="benchmark", tables=loads, training=training)

@@ -1,5 +1,1 @@
-"""`python -m benchmarks.store`: how fast and how small Satrap's table is, beside its peers.
-
-`cases.py` has the cases and targets, `plan.py` the processes of a round and the figures. `steps.py` times the tables of
-`contenders.py`; `upkeep.py` measures Satrap alone: bytes per row, growth, snapshots.
-"""
+"""`python -m benchmarks.store`: Satrap's table beside its peers: speed, memory, growth, snapshots."""

@@ -16,7 +16,7 @@ from benchmarks.workload import BATCH_IDS, SAMPLES, hashed_ids, row_numbers, tot
 from satrap import _core
 from satrap.config.features import Features
 from satrap.table.engine import native_config
-from satrap.worker.worker import native_features
+from satrap.worker.rows import native_features
 
 TURN = 10
 """Steps of one contender before the other's."""
@@ -49,7 +49,7 @@ class Directory:
 
 def measure(job: dict[str, Any]) -> dict[str, Any]:
     """Time all in turn, on tables with all rows."""
-    use_threads(job["num_threads"], 0)
+    use_threads(job["num_threads"])
     store = SatrapTable(rows=job["rows"], dim=job["dim"], optimizer="adagrad", num_threads=job["num_threads"])
     directory = Directory(store, job["rows"], job["num_threads"])
     num_steps = job["num_warmup"] + job["num_steps"]

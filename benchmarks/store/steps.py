@@ -12,6 +12,7 @@ from benchmarks.workload import BATCH_IDS, Floats, RowNumbers
 
 CONTENDERS = {
     "satrap": "contenders.satrap_table:SatrapTable",
+    "satrap_direct": "contenders.satrap_table:SatrapDirectTable",
     "torch": "contenders.torch_table:TorchTable",
     "fbgemm": "contenders.fbgemm_table:FbgemmTable",
     "index_select": "contenders.torch_table:PlainArray",

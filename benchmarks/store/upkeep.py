@@ -16,8 +16,11 @@ from typing import Any
 
 import numpy as np
 
+import satrap
 from benchmarks.harness.clock import noise_between, read_cpu, resident_bytes
 from benchmarks.workload import BATCH_IDS, Ids, gradients, hashed_ids, row_numbers
+from satrap.table.store import Store
+from satrap.table.table_group import TableGroup
 
 FLOAT_BYTES = 4
 FILL_IDS = 16384  # small batches: the lookup's own buffers should not show in the memory of a small table
@@ -39,8 +42,6 @@ def measure(job: dict[str, Any]) -> dict[str, Any]:
 
 
 def _table(job: dict[str, Any], **options: Any) -> Any:
-    import satrap
-
     optimizers: dict[str, Any] = {
         "sgd": satrap.SGD(lr=0.02),
         "momentum": satrap.SGD(lr=0.02, momentum=0.9),
@@ -59,67 +60,54 @@ def _batches(rows: int, size: int) -> Iterator[Ids]:
         yield hashed_ids(np.arange(begin, min(begin + size, rows), dtype=np.int64))
 
 
-def measure_memory(job: dict[str, Any]) -> dict[str, Any]:
-    """Fill a table with 1.1 times its capacity of ids; return the bytes of a row beyond its values and state."""
-    from satrap.table.store import Store
-
-    rows, dim = job["rows"], job["dim"]
-    table = _table(job, capacity=rows, on_full="evict")
-    out = np.ones((FILL_IDS, dim), np.float32)
+def _filled(
+    job: dict[str, Any], rows: int, size: int, **options: Any
+) -> tuple[dict[str, Any], list[float], list[float]]:
+    """Insert rows, `size` at a time; return bytes of a row beyond its values and state, by the table's count and by the
+    growth of the process, and the wall and the CPU seconds (of all threads) of each batch."""
+    table, dim, num_threads = _table(job, **options), job["dim"], job["num_threads"]
+    out = np.zeros((size, dim), np.float32)
     # Code pages and first-time costs of Python are not the table's; the small store stays, so none of it is reused.
-    small = Store(table, seed=1, num_threads=job["num_threads"])
-    small.lookup(next(_batches(FILL_IDS, FILL_IDS)), out=out)
-    before = resident_bytes()
-    store = Store(table, seed=1, num_threads=job["num_threads"])
-    for ids in _batches(int(rows * OVERFILL), FILL_IDS):
+    small = Store(table, seed=1, num_threads=num_threads)
+    small.lookup(next(_batches(size, size)), out=out)
+    before, wall, cpu = resident_bytes(), [], []
+    store = Store(table, seed=1, num_threads=num_threads)
+    for ids in _batches(rows, size):
+        start, start_cpu = time.perf_counter(), time.process_time()
         store.lookup(ids, out=out[: len(ids)])
+        wall.append(time.perf_counter() - start)
+        cpu.append(time.process_time() - start_cpu)
     resident = resident_bytes() - before
-    raw = FLOAT_BYTES * (dim + store.state_dim)
-    held, stats = len(store), store.stats()
-    return {
+    raw, held, stats = FLOAT_BYTES * (dim + store.state_dim), len(store), store.stats()
+    figures = {
         "rows_held": held,
         "evicted": stats["evicted"],
         "raw_bytes_per_row": raw,
         "overhead_bytes_per_row": round(stats["bytes"] / held - raw, 2),
         "resident_overhead_bytes_per_row": round(resident / held - raw, 2),
     }
+    return figures, wall, cpu
+
+
+def measure_memory(job: dict[str, Any]) -> dict[str, Any]:
+    """Fill a table with 1.1 times its capacity of ids; return the bytes of a row beyond its values and state."""
+    rows = job["rows"]
+    return _filled(job, int(rows * OVERFILL), FILL_IDS, capacity=rows, on_full="evict")[0]
 
 
 def measure_growth(job: dict[str, Any]) -> dict[str, Any]:
-    """Insert new rows into a table without a capacity; return by how much the longest batch exceeds the median, and the
-    bytes of a row beyond its values and state at the end.
-
-    The same in CPU time (of all threads) tells a stall of the table from one of the machine.
-    """
-    from satrap.table.store import Store
-
-    table, rows, dim = _table(job, on_full="grow"), job["rows"], job["dim"]
-    out = np.zeros((BATCH_IDS, dim), np.float32)
-    small = Store(table, seed=1, num_threads=job["num_threads"])  # as in measure_memory
-    small.lookup(next(_batches(BATCH_IDS, BATCH_IDS)), out=out)
-    resident = resident_bytes()
-    store = Store(table, seed=1, num_threads=job["num_threads"])
-    wall, cpu = [], []
+    """Insert new rows into a table without a capacity; return by how much the longest batch exceeds the median. CPU
+    time tells a stall of the table from one of the machine."""
     noise = read_cpu()
-    for ids in _batches(rows, BATCH_IDS):
-        start, start_cpu = time.perf_counter(), time.process_time()
-        store.lookup(ids, out=out[: len(ids)])
-        wall.append(time.perf_counter() - start)
-        cpu.append(time.process_time() - start_cpu)
-    after = noise_between(noise, read_cpu())
-    raw = FLOAT_BYTES * (dim + store.state_dim)
+    figures, wall, cpu = _filled(job, job["rows"], BATCH_IDS, on_full="grow")
     return {
-        "rows_held": len(store),
-        "inserted_rows_per_s": round(rows / sum(wall)),
+        **figures,
+        "inserted_rows_per_s": round(job["rows"] / sum(wall)),
         "median_batch_ms": round(1e3 * statistics.median(wall), 3),
         "longest_batch_ms": round(1e3 * max(wall), 3),
-        "longest_batch_at_row": BATCH_IDS * wall.index(max(wall)),
         "stall_ms": round(1e3 * (max(wall) - statistics.median(wall)), 3),
         "cpu_stall_ms": round(1e3 * (max(cpu) - statistics.median(cpu)), 3),
-        "raw_bytes_per_row": raw,
-        "overhead_bytes_per_row": round(store.stats()["bytes"] / rows - raw, 2),
-        "resident_overhead_bytes_per_row": round((resident_bytes() - resident) / rows - raw, 2),
-        **after,
+        **noise_between(noise, read_cpu()),
     }
 
 
@@ -128,8 +116,6 @@ def measure_snapshot(job: dict[str, Any]) -> dict[str, Any]:
 
     `plain_write` and `plain_read` are the rates of one thread that only copies, in the same folder.
     """
-    from satrap.table.store import Store
-
     rows, num_threads, folder = job["rows"], job["num_threads"], Path(job["folder"])
     store = Store(_table(job, capacity=int(rows * 1.05)), seed=1, num_threads=num_threads)
     for ids in _batches(rows, BATCH_IDS):
@@ -157,8 +143,6 @@ def measure_save_beside(job: dict[str, Any]) -> dict[str, Any]:
     """Train a table while a thread saves it five times; return by how much the longest step during a save exceeds the
     median step without one, and the rate of training meanwhile over that without a save. The writer has a core to
     itself if the table's threads leave one."""
-    from satrap.table.table_group import TableGroup
-
     rows, folder = job["rows"], Path(job["folder"])
     group = TableGroup([_table(job, capacity=int(rows * 1.05))], seed=1, num_threads=job["num_threads"])
     store = group["bench"]

@@ -1,7 +1,7 @@
 """The models of the contenders with torch, and the step of the dense network that they share.
 
 The peers' DLRM is plain eager PyTorch, as their users write it: bottom layers, the dot products of all pairs of 27
-vectors, top layers. Satrap's own model has the same layers and sizes and computes the interaction in another way.
+vectors, top layers. Satrap's model has the same layers and sizes and computes the interaction in another way.
 """
 
 from collections.abc import Iterator, Sequence
@@ -11,9 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from benchmarks.contenders.torch_table import exchange
-from benchmarks.train.cases import BOTTOM, DENSE_LR, TOPS
-from benchmarks.workload import NUM_DENSE, NUM_FEATURES, SAMPLES
+from benchmarks.workload import BOTTOM, DENSE_LR, NUM_DENSE, NUM_FEATURES, SAMPLES, TOPS
 
 SEED = 7
 FIXED = 0.01  # bound of fixed embeddings, as of the rows
@@ -83,27 +81,6 @@ def fixed_steps(step: DenseStep, dim: int, batches: Sequence[Any], num_samples: 
     for *_, dense, labels in batches:
         block.grad = None
         yield step(dense, block, labels)
-
-
-class PlainTrainer:
-    """The peers' model on a peer's tables."""
-
-    def __init__(self, contender: Any, top: str, precision: str) -> None:
-        self.contender, self.share = contender, contender.share
-        several = self.share.size > 1
-        self.step, self.alone = (
-            DenseStep(plain_model(contender.dim, top), precision, several_ranks=several) for _ in range(2)
-        )
-
-    def steps(self, batches: Sequence[Any]) -> Iterator[Any]:
-        for ids, dense, labels in batches:
-            block = self.contender.look_up(ids)
-            loss = self.step(dense, exchange(block, self.share.size), labels)
-            self.contender.update()
-            yield loss
-
-    def dense_steps(self, batches: Sequence[Any]) -> Iterator[Any]:
-        return fixed_steps(self.alone, self.contender.dim, batches, self.share.num_samples)
 
 
 def plain_model(dim: int, top: str) -> PlainDLRM:

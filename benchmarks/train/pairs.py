@@ -12,9 +12,9 @@ cannot hide in the dense step that follows, since torch has all cores.
 import math
 import statistics
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -24,33 +24,20 @@ from benchmarks.harness.ranks import ALONE, Ranks, join, use_threads
 from benchmarks.workload import SAMPLES, RowNumbers, load_batches
 
 CONTENDERS = {
-    "satrap": "train.satrap_trainer:SatrapTrain",
+    "satrap": "train.trainers:SatrapTrain",
     "torch": "contenders.torch_table:TorchTable",
     "fbgemm": "contenders.fbgemm_table:FbgemmTable",
     "torchrec": "contenders.fbgemm_table:TorchrecTable",
-    "paddle": "contenders.paddle_table:PaddleTrain",
 }
 PROBE_ROWS = 256
 LOSS_STEPS = 4  # averaged at either end
-
-
-class Trainer(Protocol):
-    """One mode of a contender with one model."""
-
-    def steps(self, batches: Sequence[Any]) -> Iterator[Any]:
-        """Do a whole training step for every item that is taken; the item is its loss."""
-        ...
-
-    def dense_steps(self, batches: Sequence[Any]) -> Iterator[Any]:
-        """Do the same with fixed embeddings, whose gradient is computed."""
-        ...
 
 
 @dataclass(kw_only=True)
 class Stream:
     """A mode's batches and measurements."""
 
-    trainer: Trainer
+    trainer: Any
     batches: list[Any]
     whole: list[float] = field(default_factory=list)
     """Seconds of each step, warm-up included."""
@@ -66,6 +53,8 @@ def measure(job: Mapping[str, Any]) -> dict[str, Any]:
     `change` is the mean absolute change of some rows over the first mode's warm-up with the first model; contenders
     that do the same work about agree on it.
     """
+    from benchmarks.train.trainers import trainer_of  # which needs torch, as the contenders do; not so Paddle
+
     use_threads(int(job["table"]["num_threads"]), job.get("rank", 0))
     ranks = join(dict(job))
     contender = build(CONTENDERS[job["contender"]], job["table"], ranks)
@@ -98,16 +87,6 @@ def measure(job: Mapping[str, Any]) -> dict[str, Any]:
     result["peak_resident_bytes"] = peak_resident_bytes(ranks.others)
     ranks.barrier()  # rank 0 has read the counters of the others
     return result
-
-
-def trainer_of(contender: Any, mode: str, top: str, precision: str) -> Trainer:
-    """Return a trainer of the contender, or of the peers' model on its tables."""
-    if hasattr(contender, "trainer"):
-        trainer: Trainer = contender.trainer(mode, top, precision)
-        return trainer
-    from benchmarks.train.model import PlainTrainer
-
-    return PlainTrainer(contender, top, precision)
 
 
 def take_turns(streams: Sequence[Stream], first: int, turn: int, ranks: Ranks = ALONE) -> dict[str, Any]:

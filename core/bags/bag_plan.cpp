@@ -204,9 +204,14 @@ void BagPlan::group(Batch& batch, const BucketNumbering& map, ThreadPool& pool, 
     SATRAP_ASSERT(inputs_.ids != nullptr || num_ids() == 0); // not after keep_inputs()
     describe(batch);
     auto cursor_at = [&](std::size_t t, std::size_t first) { return BagCursor(*this, batch, t, first); };
-    if (!with_indexes) return batch.group(inputs_.ids, map, pool, cursor_at);
+    auto feature_of = [&](std::size_t i) {
+        std::size_t f = 0;
+        while (features_[f + 1].first_id <= i) ++f;
+        return "feature '" + bags_->features[f].name + "', ";
+    };
+    if (!with_indexes) return batch.group(inputs_.ids, map, pool, feature_of, cursor_at);
     std::uint32_t* indexes = batch.indexes.reserve(batch.size());
-    batch.group(inputs_.ids, map, pool, [&](std::size_t t, std::size_t first) {
+    batch.group(inputs_.ids, map, pool, feature_of, [&](std::size_t t, std::size_t first) {
         return IndexedCursor{cursor_at(t, first), indexes, static_cast<std::uint32_t>(first)};
     });
 }

@@ -29,6 +29,18 @@ static inline std::uint32_t bucket_of(std::uint64_t hash, unsigned bits) {
     return static_cast<std::uint32_t>((hash >> 1) >> (63 - bits));
 }
 
+// Reverses the 64 bits: the hash of an id of a direct table, whose ids are 0 .. N-1. Its top bits name the bucket, so
+// bucket b has the ids that are equal modulo the number of buckets, and neighbours are in distant buckets.
+static inline std::uint64_t reverse_bits(std::uint64_t x) {
+    x = __builtin_bswap64(x);
+    x = (x >> 4 & 0x0f0f0f0f0f0f0f0fULL) | (x & 0x0f0f0f0f0f0f0f0fULL) << 4;
+    x = (x >> 2 & 0x3333333333333333ULL) | (x & 0x3333333333333333ULL) << 2;
+    return (x >> 1 & 0x5555555555555555ULL) | (x & 0x5555555555555555ULL) << 1;
+}
+
+// The hash by which a table orders its ids: in buckets, and in files.
+static inline std::uint64_t order_hash(std::uint64_t id, bool direct) { return direct ? reverse_bits(id) : mix64(id); }
+
 // Keys chain: table_key(seed, name) -> row_key(table, id) -> step_key(row, step); either key -> draw_element(key,
 // element).
 static inline std::uint64_t table_key(std::uint64_t seed, std::string_view name) {

@@ -49,6 +49,7 @@ struct TableConfig {
     bool first_epoch_only = false;  // sightings in later epochs do not count
     std::uint64_t window = 1 << 20; // how many ids not yet admitted are remembered
     std::uint64_t capacity = 0;     // rows; 0: no bound
+    std::uint64_t num_rows = 0;     // a direct table, whose ids are 0 .. num_rows-1; 0: any id
     OnFull on_full = OnFull::evict;
     std::uint32_t expire_after = 0; // steps; 0: never
     Absent absent = Absent::initial;
@@ -57,6 +58,7 @@ struct TableConfig {
     std::optional<std::uint32_t> frame_pool; // the pool of its rows' frames on a device; none: rows are in this memory
 
     unsigned bucket_bits() const { return static_cast<unsigned>(std::countr_zero(num_buckets)); }
+    bool is_direct() const { return num_rows != 0; }
     bool bounded() const { return capacity != 0 && on_full != OnFull::grow; }
     std::uint64_t share(std::uint64_t total, std::uint32_t bucket) const {
         return total / num_buckets + (bucket < total % num_buckets ? 1 : 0);

@@ -61,6 +61,7 @@ void read(Engine& engine, std::size_t t, const Ids& ids, const FloatsOut& values
     require_size("values", values.size(), n * dim);
     require_size("state", state.size(), n * state_dim);
     require_size("present", present.size(), n);
+    table.require_ids({ids.data(), n});
     for (std::size_t i = 0; i < n; ++i)
         present.data()[i] = table.read(ids.data()[i], values.data() + i * dim, state.data() + i * state_dim);
 }
@@ -397,32 +398,6 @@ NB_MODULE(_core, m) {
         "openmp"_a.none(),
         "Runs calls of this thread on the threads of the OpenMP library at this path, which must be loaded; None: on "
         "the core's threads again.");
-    m.def(
-        "bucket_of",
-        [](const Ids& ids, std::uint32_t num_buckets) {
-            if (!std::has_single_bit(num_buckets))
-                refuse("num_buckets=" + std::to_string(num_buckets) + ", expected a power of two");
-            const std::uint64_t* id = ids.data();
-            const std::size_t n = ids.size();
-            auto out = uncleared<std::uint32_t>(n);
-            {
-                nb::gil_scoped_release release;
-                for (std::size_t i = 0; i < n; ++i)
-                    out[i] = bucket_of(mix64(id[i]), static_cast<unsigned>(std::countr_zero(num_buckets)));
-            }
-            return as_array<std::uint32_t>(std::move(out), {n});
-        },
-        "ids"_a, "num_buckets"_a, "Returns the bucket of each id.");
-    m.def(
-        "mixed_order",
-        [](const Ids& ids) {
-            const std::uint64_t* id = ids.data();
-            const std::size_t n = ids.size();
-            for (std::size_t i = 1; i < n; ++i)
-                if (mix64(id[i - 1]) >= mix64(id[i])) return i;
-            return n;
-        },
-        "ids"_a, WithoutGil(), "Returns how many of the first ids are in rising order of their hashes, none twice.");
     bind_hash(m);
     bind_config(m);
     bind_ticket(m);

@@ -96,6 +96,13 @@ void require_valid(const std::string& where, const TableConfig& config) {
         refuse(where + "dim=" + std::to_string(config.dim) + ", expected 1..65536");
     if (!std::has_single_bit(config.num_buckets) || config.num_buckets > 65536)
         refuse(where + "num_buckets=" + std::to_string(config.num_buckets) + ", expected a power of two up to 65536");
+    const bool leaves = config.capacity != 0 || config.expire_after != 0 || config.admission != AdmissionKind::always;
+    if (config.is_direct() && leaves)
+        refuse(where + "num_rows=" + std::to_string(config.num_rows) +
+               " with a capacity, admission or expire_after, which are for tables without num_rows");
+    if (config.is_direct() && (config.num_rows - 1) / config.num_buckets >= kMostBucketRows)
+        refuse(where + "num_rows=" + std::to_string(config.num_rows) + " is above " + std::to_string(kMostBucketRows) +
+               " rows for each of num_buckets=" + std::to_string(config.num_buckets));
     if (config.capacity != 0 && config.capacity < config.num_buckets)
         refuse(where + "capacity=" + std::to_string(config.capacity) +
                " is below num_buckets=" + std::to_string(config.num_buckets));
@@ -119,6 +126,7 @@ TableConfig read_table(const nb::typed<nb::dict, std::string, nb::any>& table,
                   {{"float32", Dtype::float32}, {"float16", Dtype::float16}, {"bfloat16", Dtype::bfloat16}});
     read_admission(fields.part("admission"), config);
     fields.read("capacity", config.capacity);
+    fields.read("num_rows", config.num_rows);
     fields.choose("on_full", config.on_full,
                   {{"evict", OnFull::evict}, {"raise", OnFull::raise}, {"grow", OnFull::grow}});
     fields.read("expire_after", config.expire_after);

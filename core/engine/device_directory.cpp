@@ -326,7 +326,7 @@ void DeviceDirectory::check() {
                 frames[*config.frame_pool].count(config.name, place);
                 if (!places.is_tiered()) return;
                 const FrameOrder::Use use = places.order().of(place);
-                if (use.stamp != head.stamp || use.table != t || use.id != head.id() || use.slot != slot)
+                if (use.stamp != head.stamp || use.table != t || use.id != bucket.rows.id(slot) || use.slot != slot)
                     throw InvariantError("table '" + config.name + "': frame " + std::to_string(place) +
                                          " is not ordered by the last use of its row");
             });

@@ -297,10 +297,10 @@ Engine::PlannedBags Engine::plan_bags(const Bags& bags, const BagInputs& inputs,
     SATRAP_ASSERT(bags.engine == identity_);
     PlannedBags planned{plans_.take(), nullptr};
     planned.plan->make(bags, inputs, *kernels_, scheduler_.pool());
-    if (at.train && at.step == 0) at.step = next_step();
-    if (at.train && at.oldest_open == 0) at.oldest_open = at.step;
     planned.batch = batches_.take();
     planned.plan->group(*planned.batch, map(), scheduler_.pool(), with_indexes);
+    if (at.train && at.step == 0) at.step = next_step();
+    if (at.train && at.oldest_open == 0) at.oldest_open = at.step;
     return planned;
 }
 

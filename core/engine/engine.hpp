@@ -168,7 +168,7 @@ class Engine {
     // Starts an attempt in which no update counts as applied. No update may run.
     void begin_attempt(std::uint32_t attempt);
 
-    // Exports are in order of the bucket, then of the mixed id (mix64).
+    // Exports are in the order of the ids' hashes (order_hash), and so of the buckets.
     // others: include buckets that this engine does not own, which may be migrating to it or from it.
     RowColumns export_rows(std::size_t t, std::uint32_t first, std::uint32_t last, std::uint32_t since,
                            bool others = false);

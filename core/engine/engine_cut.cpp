@@ -18,24 +18,30 @@ constexpr std::chrono::microseconds kYield{20}; // for calls that wait for the l
 
 const Head& head_at(const std::byte* line) { return *reinterpret_cast<const Head*>(line); }
 
+// A sighting of the cut.
+struct Sighting {
+    std::uint64_t id;
+    Head head;
+};
+
 // Lists the slots of the bucket's rows at the cut that changed since a version, and what it had removed. Rows that need
 // not be exported need not be kept, either.
 void list_cut(Bucket& bucket, std::uint32_t expire_before, std::uint32_t since, HashOrder& order, CutRows& found) {
     SATRAP_ASSERT(bucket.mutex.is_held());
     OldRows& old = bucket.rows.old_rows();
-    const auto list = [&](std::uint32_t slot, const Head& head) {
+    const auto list = [&](std::uint32_t slot, std::uint64_t id, const Head& head) {
         if (head.stamp < expire_before) {
-            if (since != 0) found.removed.push_back(head.id());
+            if (since != 0) found.removed.push_back(id);
             return false;
         }
         ++found.alive;
         if (head.changed < since) return false;
-        order.add(head.id(), slot);
+        order.add(id, slot);
         return true;
     };
-    for (const OldRows::OldRow& row : old.rows()) list(row.slot, head_at(row.line));
+    for (const OldRows::OldRow& row : old.rows()) list(row.slot, row.id, head_at(row.line));
     bucket.rows.for_each([&](std::uint32_t slot, const Head& head) {
-        if (!old.is_done(slot) && !list(slot, head)) old.set_done(slot);
+        if (!old.is_done(slot) && !list(slot, bucket.rows.id(slot), head)) old.set_done(slot);
     });
     for (std::size_t i = 0; since != 0 && i < std::min(bucket.cut_removed, bucket.removed.size()); ++i)
         if (bucket.removed[i].version >= since) found.removed.push_back(bucket.removed[i].id);
@@ -95,14 +101,14 @@ void Engine::export_bucket_cut(Table& table, Bucket& bucket, std::uint32_t since
         if (bucket.places == nullptr && !bucket.rows.in_cut()) require_cut(table);
         return lock;
     };
-    HashOrder order;
+    HashOrder order(table.config().is_direct());
     const std::size_t first_removed = found.removed.size();
     {
         const auto lock = lock_bucket();
         if (bucket.places != nullptr) bucket.begin_cut(cut_memory_);
         list_cut(bucket, table.cut_expire_before(), since, order, found);
     }
-    sort_mixed(found.removed, first_removed);
+    sort_hashed(found.removed, first_removed, table.config().is_direct());
     const std::span<const HashOrder::Entry> sorted = order.sorted(table.config().bucket_bits());
     out.reserve(out.rows() + sorted.size());
     const std::size_t first_line = out.add(sorted.size());
@@ -117,7 +123,7 @@ void Engine::export_bucket_cut(Table& table, Bucket& bucket, std::uint32_t since
                 changed.emplace_back(slot, first_line + i);
                 continue;
             }
-            out.put(first_line + i, bucket.rows.head(slot), bucket.rows.row(slot));
+            out.put(first_line + i, bucket.rows.id(slot), bucket.rows.head(slot), bucket.rows.row(slot));
             old.set_done(slot);
         }
     }
@@ -131,9 +137,9 @@ void Engine::export_bucket_cut(Table& table, Bucket& bucket, std::uint32_t since
     const auto by_slot = [](const auto& a, const auto& b) { return a.slot < b.slot; };
     std::sort(rows.begin(), rows.end(), by_slot);
     for (const auto& [slot, line] : changed) {
-        const auto row = std::lower_bound(rows.begin(), rows.end(), OldRows::OldRow{slot, nullptr}, by_slot);
+        const auto row = std::lower_bound(rows.begin(), rows.end(), OldRows::OldRow{slot, 0, nullptr}, by_slot);
         if (row == rows.end() || row->slot != slot) throw InvariantError("a row of the cut was changed and not kept");
-        out.put(line, head_at(row->line), row->line + sizeof(Head));
+        out.put(line, row->id, head_at(row->line), row->line + sizeof(Head));
     }
 }
 
@@ -142,27 +148,27 @@ RowColumns Engine::export_cut_sightings(std::size_t t, std::uint32_t first, std:
     Table& table = this->table(t);
     RowExport out(*blocks_, sizeof(Head::changed), 0, 0);
     require_cut(table);
-    std::vector<Head> heads;
+    std::vector<Sighting> seen;
     for (std::uint32_t b = first; b < last; ++b) {
-        heads.clear();
+        seen.clear();
         each_bucket(t, b, b + 1, false, [&](Bucket& bucket) {
             Rows& sightings = bucket.sightings;
             if (bucket.places != nullptr) sightings.begin_cut(cut_memory_);
             if (!sightings.in_cut()) require_cut(table);
             const std::unique_ptr<OldRows> old = sightings.take_cut();
             sightings.for_each([&](std::uint32_t slot, const Head& head) {
-                if (old == nullptr || !old->is_done(slot)) heads.push_back(head);
+                if (old == nullptr || !old->is_done(slot)) seen.push_back({sightings.id(slot), head});
             });
             for (std::size_t i = 0; old != nullptr && i < old->rows().size(); ++i)
-                heads.push_back(head_at(old->rows()[i].line));
+                seen.push_back({old->rows()[i].id, head_at(old->rows()[i].line)});
         });
-        HashOrder order;
-        for (std::uint32_t i = 0; i < heads.size(); ++i) order.add(heads[i].id(), i);
+        HashOrder order(table.config().is_direct());
+        for (std::uint32_t i = 0; i < seen.size(); ++i) order.add(seen[i].id, i);
         out.reserve(out.rows() + order.size());
         std::size_t line = out.add(order.size());
         for (const HashOrder::Entry& entry : order.sorted(table.config().bucket_bits())) {
-            const Head& head = heads[entry.slot];
-            out.put(line++, head, reinterpret_cast<const std::byte*>(&head.changed));
+            const auto& [id, head] = seen[entry.slot];
+            out.put(line++, id, head, reinterpret_cast<const std::byte*>(&head.changed));
         }
     }
     return out.done();

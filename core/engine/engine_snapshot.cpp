@@ -1,6 +1,6 @@
 // Exports rows as columns and imports them: satrap.table.snapshot writes and reads the files. Bucket by bucket under
 // each bucket's lock, so a row is never read half-written; the caller arranges a cut over all buckets. Exports are in
-// the order of the mixed ids, whose top bits are the bucket: a saved file is searched by interpolation.
+// the order of the ids' hashes, whose top bits are the bucket: a saved file is searched by interpolation.
 #include "base/errors.hpp"
 #include "engine/engine.hpp"
 
@@ -11,19 +11,19 @@ RowColumns Engine::export_rows(std::size_t t, std::uint32_t first, std::uint32_t
     Table& table = this->table(t);
     const auto places_lock = directory_.lock();
     RowExport out(*blocks_, table.config());
-    HashOrder order;
+    HashOrder order(table.config().is_direct());
     std::size_t expected = 0; // a first guess, so that columns are rarely copied
     if (since == 0) each_bucket(t, first, last, others, [&](Bucket& bucket) { expected += bucket.rows.size(); });
     each_bucket(t, first, last, others, [&](Bucket& bucket) {
         bucket.sweep(table.expire_before(), table.ledger().version.load());
         order.clear();
         bucket.rows.for_each([&](std::uint32_t slot, const Head& head) {
-            if (head.changed >= since) order.add(head.id(), slot);
+            if (head.changed >= since) order.add(bucket.rows.id(slot), slot);
         });
         out.reserve(std::max(expected, out.rows() + order.size()));
         std::size_t line = out.add(order.size());
         for (const HashOrder::Entry& entry : order.sorted(table.config().bucket_bits()))
-            out.put(line++, bucket.rows.head(entry.slot), bucket.rows.row(entry.slot));
+            out.put(line++, bucket.rows.id(entry.slot), bucket.rows.head(entry.slot), bucket.rows.row(entry.slot));
     });
     return out.done();
 }
@@ -32,15 +32,15 @@ RowColumns Engine::export_rows(std::size_t t, std::uint32_t first, std::uint32_t
 RowColumns Engine::export_sightings(std::size_t t, std::uint32_t first, std::uint32_t last, bool others) {
     Table& table = this->table(t);
     RowExport out(*blocks_, sizeof(Head::changed), 0, 0);
-    HashOrder order;
+    HashOrder order(table.config().is_direct());
     each_bucket(t, first, last, others, [&](Bucket& bucket) {
         order.clear();
-        bucket.sightings.for_each([&](std::uint32_t slot, const Head& head) { order.add(head.id(), slot); });
+        bucket.sightings.for_each([&](std::uint32_t slot, const Head&) { order.add(bucket.sightings.id(slot), slot); });
         out.reserve(out.rows() + order.size());
         std::size_t line = out.add(order.size());
         for (const HashOrder::Entry& entry : order.sorted(table.config().bucket_bits())) {
             const Head& head = bucket.sightings.head(entry.slot);
-            out.put(line++, head, reinterpret_cast<const std::byte*>(&head.changed));
+            out.put(line++, bucket.sightings.id(entry.slot), head, reinterpret_cast<const std::byte*>(&head.changed));
         }
     });
     return out.done();
@@ -53,7 +53,7 @@ std::vector<std::uint64_t> Engine::export_removed(std::size_t t, std::uint32_t f
         const std::size_t begin = ids.size();
         for (const Removed& removal : bucket.removed)
             if (removal.version >= since) ids.push_back(removal.id);
-        sort_mixed(ids, begin);
+        sort_hashed(ids, begin, table(t).config().is_direct());
     });
     return ids;
 }
@@ -68,15 +68,16 @@ void Engine::import_rows(std::size_t t, std::size_t n, const std::uint64_t* ids,
                          const std::byte* values, const float* state) {
     Table& table = this->table(t);
     table.require_rows_here();
+    table.require_ids({ids, n});
     const std::size_t value_bytes = table.config().dim * table.config().element_bytes();
     const std::size_t state_dim = table.config().state_dim();
     UndoSet undo(undo_, *arena_);
     if (arena_->survives_process()) undo.fill(1, UndoSlot::bytes_for(1, table.config().row_bytes()));
     UndoSlot* kept = undo.slot(0); // a replaced row is the old one or the new one, even under kill -9
     for (std::size_t i = 0; i < n;) {
-        const std::uint32_t b = table.hash_bucket(ids[i]);
+        const std::uint32_t b = table.bucket_number(ids[i]);
         std::size_t end = i + 1; // files keep buckets together, so each lock is taken once
-        while (end < n && table.hash_bucket(ids[end]) == b) ++end;
+        while (end < n && table.bucket_number(ids[end]) == b) ++end;
         Bucket& bucket = table.bucket(b);
         std::lock_guard lock(bucket.mutex);
         const std::uint32_t version = table.ledger().version.load();
@@ -108,7 +109,7 @@ void Engine::import_removed(std::size_t t, std::span<const std::uint64_t> ids) {
     Table& table = this->table(t);
     const auto places_lock = directory_.lock();
     for (std::uint64_t id : ids) {
-        Bucket& bucket = table.bucket(table.hash_bucket(id));
+        Bucket& bucket = table.bucket(table.bucket_number(id));
         std::lock_guard lock(bucket.mutex);
         const std::uint32_t slot = bucket.rows.find(id, mix64(id));
         if (slot != kNoSlot) bucket.remove(slot, table.ledger().version.load());
@@ -123,7 +124,7 @@ void Engine::import_sightings(std::size_t t, std::size_t n, const std::uint64_t*
             bucket.sightings.for_each([&](std::uint32_t slot, const Head&) { bucket.sightings.erase(slot); });
         });
     for (std::size_t i = 0; i < n; ++i) {
-        const std::uint32_t b = table.hash_bucket(ids[i]);
+        const std::uint32_t b = table.bucket_number(ids[i]);
         const std::uint64_t hash = mix64(ids[i]);
         Bucket& bucket = table.bucket(b);
         std::lock_guard lock(bucket.mutex);

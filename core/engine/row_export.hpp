@@ -22,17 +22,19 @@ struct RowColumns {
     std::size_t rows = 0;
 };
 
-// The slots of one bucket by mixed id. Mixed ids are spread evenly, so a counting sort by their first bits leaves some
-// eight in each bin; std::sort keeps the worst case of chosen ids at n log n.
+// The slots of one bucket by the hash of the id. Hashes are spread evenly, so a counting sort by their first bits
+// leaves some eight in each bin; std::sort keeps the worst case of chosen ids at n log n.
 class HashOrder {
   public:
+    explicit HashOrder(bool direct) : direct_(direct) {}
+
     struct Entry {
         std::uint64_t hash;
         std::uint32_t slot; // or another number that the caller finds the row by
     };
 
     void clear() { entries_.clear(); }
-    void add(std::uint64_t id, std::uint32_t slot) { entries_.push_back({mix64(id), slot}); }
+    void add(std::uint64_t id, std::uint32_t slot) { entries_.push_back({order_hash(id, direct_), slot}); }
     std::size_t size() const { return entries_.size(); }
 
     // bucket_bits: how many of the first bits are the same in all of them.
@@ -57,15 +59,17 @@ class HashOrder {
     }
 
   private:
+    bool direct_;
     std::vector<Entry> entries_, binned_;
     std::vector<std::size_t> ends_;
 };
 
 // Sorts the ids from `begin` on by their hashes and removes repeated ones.
-inline void sort_mixed(std::vector<std::uint64_t>& ids, std::size_t begin) {
+inline void sort_hashed(std::vector<std::uint64_t>& ids, std::size_t begin, bool direct) {
     SATRAP_ASSERT(begin <= ids.size());
     const auto from = ids.begin() + static_cast<std::ptrdiff_t>(begin);
-    std::sort(from, ids.end(), [](std::uint64_t a, std::uint64_t b) { return mix64(a) < mix64(b); });
+    std::sort(from, ids.end(),
+              [&](std::uint64_t a, std::uint64_t b) { return order_hash(a, direct) < order_hash(b, direct); });
     ids.erase(std::unique(from, ids.end()), ids.end());
 }
 
@@ -99,9 +103,9 @@ class RowExport {
         SATRAP_ASSERT((columns_.rows + count) * sizeof(std::uint64_t) <= capacity_[0]); // there is room
         return std::exchange(columns_.rows, columns_.rows + count);
     }
-    void put(std::size_t line, const Head& head, const std::byte* values) {
+    void put(std::size_t line, std::uint64_t id, const Head& head, const std::byte* values) {
         SATRAP_ASSERT(line < columns_.rows);
-        std::memcpy(columns_.id.memory + line * 8, head.id_words, 8);
+        std::memcpy(columns_.id.memory + line * 8, &id, 8);
         std::memcpy(columns_.step.memory + line * 4, &head.stamp, 4);
         std::memcpy(columns_.values.memory + line * value_bytes_, values, value_bytes_);
         if (state_bytes_ != 0)

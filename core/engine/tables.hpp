@@ -14,7 +14,7 @@ namespace satrap {
 class Tables {
   public:
     void add(std::unique_ptr<Table> table) {
-        map_.add_table(table->config().bucket_bits());
+        map_.add_table(table->config().bucket_bits(), table->config().num_rows, table->config().name);
         summations_.push_back(&table->summation());
         tables_.push_back(std::move(table));
     }

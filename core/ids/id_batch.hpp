@@ -20,13 +20,18 @@
 
 namespace satrap {
 
-// Numbers the buckets of all tables consecutively: table t has buckets first[t] .. first[t+1]-1.
+// Numbers the buckets of all tables consecutively: table t has buckets first[t] .. first[t+1]-1. num_rows[t] != 0: it
+// is direct, and may have ids below that.
 struct BucketNumbering {
     std::vector<std::uint32_t> first{0};
     std::vector<std::uint8_t> bits;
-    void add_table(unsigned num_bits) {
-        SATRAP_ASSERT(num_bits < 32 && total() < ~0U - (1U << num_bits));
+    std::vector<std::uint64_t> num_rows;
+    std::vector<std::string> names; // of the tables
+    void add_table(unsigned num_bits, std::uint64_t rows = 0, std::string name = {}) {
+        SATRAP_ASSERT(num_bits <= 16 && total() < ~0U - (1U << num_bits));
         bits.push_back(static_cast<std::uint8_t>(num_bits));
+        num_rows.push_back(rows);
+        names.push_back(std::move(name));
         first.push_back(total() + (1U << num_bits));
     }
     std::uint32_t total() const { return first.back(); }
@@ -105,7 +110,7 @@ struct Batch {
     };
 
     void group(const std::uint64_t* ids, const BucketNumbering& map, ThreadPool& pool) {
-        group(ids, map, pool, [this](std::size_t t, std::size_t first) {
+        group(ids, map, pool, no_feature, [this](std::size_t t, std::size_t first) {
             return Positions{positions.data(),
                              static_cast<std::uint32_t>(first - static_cast<std::size_t>(offsets[t]))};
         });
@@ -114,15 +119,17 @@ struct Batch {
     // The same, with the index of each entry's id.
     void group_with_indexes(const std::uint64_t* ids, const BucketNumbering& map, ThreadPool& pool) {
         indexes.reserve(size());
-        group(ids, map, pool, [this](std::size_t t, std::size_t first) {
+        group(ids, map, pool, no_feature, [this](std::size_t t, std::size_t first) {
             const auto at = static_cast<std::uint32_t>(first - static_cast<std::size_t>(offsets[t]));
             return IndexedPositions{{positions.data(), at}, indexes.data(), static_cast<std::uint32_t>(first)};
         });
     }
 
-    // cursor_at(table, i) returns a cursor at id i; its put(e) is called with the entry of id i, i + 1, ...
-    template <typename CursorAt>
-    void group(const std::uint64_t* ids, const BucketNumbering& map, ThreadPool& pool, CursorAt cursor_at);
+    // cursor_at(table, i) returns a cursor at id i; its put(e) is called with the entry of id i, i + 1, ... Throws
+    // InputError if an id cannot be in its table; feature_of(i) names its feature for the message.
+    template <typename FeatureOf, typename CursorAt>
+    void group(const std::uint64_t* ids, const BucketNumbering& map, ThreadPool& pool, FeatureOf feature_of,
+               CursorAt cursor_at);
 
     // Makes bucket b's ids unique; `table` is scratch.
     void deduplicate(std::uint32_t b, Buffer<std::uint32_t>& table) {
@@ -133,8 +140,37 @@ struct Batch {
     }
 
   private:
+    static std::string no_feature(std::size_t) { return {}; }
     void begin_buckets(std::uint32_t ranges, std::uint32_t buckets);
+    bool count_ids(const std::uint64_t* ids, const BucketNumbering& map, std::size_t from, std::size_t to,
+                   std::uint32_t* count);
+    template <typename FeatureOf>
+    [[noreturn]] void refuse_ids(const std::uint64_t* ids, const BucketNumbering& map, FeatureOf feature_of) const;
 };
+
+// The bucket of an id; kNoBucket: the table cannot have it.
+inline constexpr std::uint32_t kNoBucket = 0xffffffffU;
+struct HashedBuckets {
+    unsigned bits;
+    static constexpr bool kRefuses = false;
+    std::uint32_t operator()(std::uint64_t id) const { return bucket_of(mix64(id), bits); }
+};
+struct DirectBuckets {
+    unsigned bits;
+    std::uint64_t num_rows;
+    static constexpr bool kRefuses = true;
+    std::uint32_t operator()(std::uint64_t id) const {
+        return id < num_rows ? bucket_of(reverse_bits(id), bits) : kNoBucket;
+    }
+};
+
+// Calls visit with the buckets of table t.
+template <typename Visit> void with_buckets_of(const BucketNumbering& map, std::size_t t, Visit visit) {
+    if (map.num_rows[t] == 0)
+        visit(HashedBuckets{map.bits[t]});
+    else
+        visit(DirectBuckets{map.bits[t], map.num_rows[t]});
+}
 
 // Replaces the counts by where each range's entries of each bucket begin.
 inline void Batch::begin_buckets(std::uint32_t ranges, std::uint32_t buckets) {
@@ -154,8 +190,42 @@ inline void Batch::begin_buckets(std::uint32_t ranges, std::uint32_t buckets) {
     begin[buckets] = at;
 }
 
-template <typename CursorAt>
-void Batch::group(const std::uint64_t* ids, const BucketNumbering& map, ThreadPool& pool, CursorAt cursor_at) {
+template <typename FeatureOf>
+void Batch::refuse_ids(const std::uint64_t* ids, const BucketNumbering& map, FeatureOf feature_of) const {
+    by_table(0, size(), [&](std::size_t t, std::size_t first, std::size_t last) {
+        for (std::size_t i = first; i < last && map.num_rows[t] != 0; ++i)
+            if (ids[i] >= map.num_rows[t])
+                throw InputError(feature_of(i) + "table '" + map.names[t] +
+                                 "': " + id_out_of_range(ids[i], map.num_rows[t]) + "; nothing was changed");
+    });
+    throw InputError("the ids changed during the call: another thread wrote to their array; pass each call its own "
+                     "array");
+}
+
+// Counts some of the ids in the buckets of their tables, and keeps each one's bucket in `local`; returns false if a
+// table cannot have one.
+inline bool Batch::count_ids(const std::uint64_t* ids, const BucketNumbering& map, std::size_t from, std::size_t to,
+                             std::uint32_t* count) {
+    bool permitted = true;
+    by_table(from, to, [&](std::size_t t, std::size_t first, std::size_t last) {
+        std::uint32_t* of_table = count + map.first[t];
+        with_buckets_of(map, t, [&](auto bucket_at) {
+            for (std::size_t i = first; i < last; ++i) {
+                local[i] = bucket_at(ids[i]);
+                if (bucket_at.kRefuses && local[i] == kNoBucket) {
+                    permitted = false;
+                    return;
+                }
+                ++of_table[local[i]];
+            }
+        });
+    });
+    return permitted;
+}
+
+template <typename FeatureOf, typename CursorAt>
+void Batch::group(const std::uint64_t* ids, const BucketNumbering& map, ThreadPool& pool, FeatureOf feature_of,
+                  CursorAt cursor_at) {
     constexpr std::size_t kAlone = 2048; // below this, waking threads costs more than it saves
     const std::size_t n = size();
     const std::uint32_t buckets = map.total();
@@ -178,38 +248,34 @@ void Batch::group(const std::uint64_t* ids, const BucketNumbering& map, ThreadPo
     };
     auto range_begin = [&](std::uint32_t r) { return n * r / ranges; };
 
+    std::atomic<bool> refused{false};
     run([&](std::uint32_t r) {
-        std::uint32_t* count = counts.data() + static_cast<std::size_t>(r) * buckets;
-        by_table(range_begin(r), range_begin(r + 1), [&](std::size_t t, std::size_t first, std::size_t last) {
-            std::uint32_t* of_table = count + map.first[t];
-            for (std::size_t i = first; i < last; ++i) {
-                local[i] = bucket_of(mix64(ids[i]), map.bits[t]); // kept for the second pass
-                ++of_table[local[i]];
-            }
-        });
+        if (!count_ids(ids, map, range_begin(r), range_begin(r + 1),
+                       counts.data() + static_cast<std::size_t>(r) * buckets))
+            refused.store(true);
     });
+    if (refused.load()) refuse_ids(ids, map, feature_of);
     begin_buckets(ranges, buckets);
-    std::atomic<bool> changed{false};
     run([&](std::uint32_t r) {
         std::uint32_t* next = counts.data() + static_cast<std::size_t>(r) * buckets;
         by_table(range_begin(r), range_begin(r + 1), [&](std::size_t t, std::size_t first, std::size_t last) {
             std::uint32_t* of_table = next + map.first[t];
             auto cursor = cursor_at(t, first);
             bool same = true; // the caller's array is read twice, and an id must not get into another bucket
-            for (std::size_t i = first; i < last; ++i) {
-                std::uint32_t e = of_table[local[i]]++;
-                const std::uint64_t id =
-                    std::atomic_ref(const_cast<std::uint64_t&>(ids[i])).load(std::memory_order_relaxed);
-                unique[e] = id;
-                same &= bucket_of(mix64(id), map.bits[t]) == local[i];
-                cursor.put(e);
-            }
-            if (!same) changed.store(true);
+            with_buckets_of(map, t, [&](auto bucket_at) {
+                for (std::size_t i = first; i < last; ++i) {
+                    std::uint32_t e = of_table[local[i]]++;
+                    const std::uint64_t id =
+                        std::atomic_ref(const_cast<std::uint64_t&>(ids[i])).load(std::memory_order_relaxed);
+                    unique[e] = id;
+                    same &= bucket_at(id) == local[i];
+                    cursor.put(e);
+                }
+            });
+            if (!same) refused.store(true);
         });
     });
-    if (changed.load())
-        throw InputError("the ids changed during the call: another thread wrote to their array; pass each call "
-                         "its own array");
+    if (refused.load()) refuse_ids(ids, map, feature_of);
 }
 
 } // namespace satrap

@@ -13,7 +13,7 @@ Split::Split(const std::vector<TableConfig>& tables, std::vector<BagFeature> fea
       codec_(dims_, *kernels_, scheduler_.pool()) {
     own_summations_.reserve(tables.size()); // so that pointers to them stay valid
     for (const TableConfig& table : tables) {
-        map_.add_table(table.bucket_bits());
+        map_.add_table(table.bucket_bits(), table.num_rows, table.name);
         own_summations_.emplace_back(table.name, table.dim, table.on_nonfinite, *kernels_);
         summations_.push_back(&own_summations_.back());
     }

@@ -77,7 +77,7 @@ struct Bucket {
 
     // Removes a row and, if the table has been saved (version > 1), logs the id for save_changes.
     void remove(std::uint32_t slot, std::uint32_t version) {
-        if (version > 1) log_removal(rows.head(slot).id(), version);
+        if (version > 1) log_removal(rows.id(slot), version);
         erase(slot);
     }
 
@@ -164,8 +164,9 @@ struct Bucket {
 
     // After a restart: removes the sightings of admissions that were interrupted after their row was inserted.
     void drop_stale_sightings() {
-        sightings.for_each([&](std::uint32_t slot, const Head& head) {
-            if (rows.find(head.id(), mix64(head.id())) != kNoSlot) sightings.erase(slot);
+        sightings.for_each([&](std::uint32_t slot, const Head&) {
+            const std::uint64_t id = sightings.id(slot);
+            if (rows.find(id, mix64(id)) != kNoSlot) sightings.erase(slot);
         });
     }
 

@@ -91,6 +91,7 @@ class OldRows {
   public:
     struct OldRow {
         std::uint32_t slot;
+        std::uint64_t id;
         const std::byte* line; // head and payload
     };
 
@@ -128,14 +129,14 @@ class OldRows {
     }
 
     // Copies the slot's line, if it holds a row of the cut that was not copied yet.
-    void keep(std::uint32_t slot, const std::byte* line, bool is_live) {
+    void keep(std::uint32_t slot, std::uint64_t id, const std::byte* line, bool is_live) {
         if (is_done(slot)) return;
         SATRAP_ASSERT(line != nullptr);
         if (is_live) {
             reserve(1);
             SATRAP_ASSERT(room_ != 0 && rows_.size() < rows_.capacity());
             std::memcpy(next_, line, line_bytes_);
-            rows_.push_back({slot, next_});
+            rows_.push_back({slot, id, next_});
             next_ += line_bytes_;
             --room_;
             memory_.count_kept();

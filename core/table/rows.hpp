@@ -1,5 +1,8 @@
-// The rows of one bucket: id -> slot -> [head | values | state], with a free list and an exact LRU order.
+// The rows of one bucket: id -> slot -> [id | head | values | state], with a free list and an exact LRU order.
 // The same class without payload keeps the sightings of ids that have no row yet. Bucket makes all decisions.
+//
+// In a direct table the slot is computed from the id, which is therefore not stored: [head | values | state]. All slots
+// are in use, and a chunk is allocated when the first of its rows is inserted.
 //
 // Slots 0..used-1 lie in chunks of 16, 16, 32, 64 ... 512 rows, then kChunkRows each, so a small table stays small and
 // growing copies nothing. The first of those is shortened by the bucket's shift: the buckets of a table fill alike, and
@@ -8,6 +11,7 @@
 //
 // Invariants: head.changed == 0 <=> the slot is free (then its id is the next free slot);
 //   used = size + free; every live slot has exactly one index entry and no free slot has one;
+//   direct: used = all slots; a slot whose chunk is not allocated is free; there is no index, free list or LRU order;
 //   victims_, if not empty, holds the smallest (stamp, id) pairs of the bucket in falling order, as they were when
 //   collected: a pair whose stamp has risen since is skipped, so the next victim is always the true minimum. A stamp
 //   that falls within their range (a late step) clears them.
@@ -19,6 +23,7 @@
 #include <algorithm>
 #include <atomic>
 #include <bit>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -30,18 +35,24 @@
 namespace satrap {
 
 struct Head {
-    std::uint32_t id_words[2]; // two words, because a row's stride is a multiple of 4 and no more
-    std::uint32_t stamp;       // the last step that used the row; see table.hpp for a late first one
-    std::uint32_t changed;     // the table's version at its last change; for sightings: how often seen. 0: free
-
-    std::uint64_t id() const {
-        std::uint64_t id;
-        std::memcpy(&id, id_words, sizeof(id));
-        return id;
-    }
-    void set_id(std::uint64_t id) { std::memcpy(id_words, &id, sizeof(id)); }
+    std::uint32_t stamp;   // the last step that used the row; see table.hpp for a late first one
+    std::uint32_t changed; // the table's version at its last change; for sightings: how often seen. 0: free
 };
-static_assert(sizeof(Head) == 16 && alignof(Head) == 4);
+static_assert(sizeof(Head) == 8 && alignof(Head) == 4);
+
+// The ids of a bucket of a direct table: slot s is that of id (s << shift) + low.
+struct DirectSlots {
+    std::uint32_t count;
+    unsigned shift;
+    std::uint64_t low;
+
+    static DirectSlots of(std::uint64_t num_rows, unsigned bucket_bits, std::uint32_t bucket) {
+        const std::uint64_t low = bucket_bits == 0 ? 0 : reverse_bits(std::uint64_t{bucket} << (64 - bucket_bits));
+        const std::uint64_t count = num_rows <= low ? 0 : ((num_rows - low - 1) >> bucket_bits) + 1;
+        SATRAP_ASSERT(count <= kNoSlot);
+        return {static_cast<std::uint32_t>(count), bucket_bits, low};
+    }
+};
 
 class Rows {
   public:
@@ -49,14 +60,23 @@ class Rows {
     static constexpr std::uint32_t kChunkRows = 1024;
 
     // limit: the maximum number of rows (the last chunk is cut to it), 0 if unknown.
-    void init(Arena* arena, ChunkTag tag, std::size_t row_bytes, std::uint64_t limit) {
+    // direct: the ids, if the table is direct.
+    void init(Arena* arena, ChunkTag tag, std::size_t row_bytes, std::uint64_t limit,
+              std::optional<DirectSlots> direct = std::nullopt) {
         SATRAP_ASSERT(arena != nullptr && chunks_.empty());
+        SATRAP_ASSERT(!direct || limit == 0);
         SATRAP_ASSERT(row_bytes % alignof(Head) == 0);
         arena_ = arena;
         tag_ = tag;
         row_bytes_ = row_bytes;
-        stride_ = sizeof(Head) + row_bytes;
+        direct_ = direct;
+        stride_ = id_bytes() + sizeof(Head) + row_bytes;
         limit_ = limit;
+        if (direct) {
+            used_ = capacity_ = direct->count;
+            chunks_.resize(used_ == 0 ? 0 : chunk_of(used_ - 1) + 1, nullptr);
+            return;
+        }
         shift_ = static_cast<std::uint32_t>(phase() * kChunkRows);
         index_.init(*arena, limit, phase());
     }
@@ -73,7 +93,7 @@ class Rows {
     std::uint32_t used() const { return used_; }
 
     Head& head(std::uint32_t slot) const {
-        SATRAP_ASSERT(slot < capacity_);
+        SATRAP_ASSERT(slot < capacity_ && has_chunk(slot));
         if (slot >= kChunkRows) {
             const std::size_t at = std::size_t{slot} + shift_;
             return *reinterpret_cast<Head*>(chunks_[at / kChunkRows + kDoublings - 1] + at % kChunkRows * stride_);
@@ -83,32 +103,58 @@ class Rows {
                                         (slot - first) * stride_);
     }
     std::byte* row(std::uint32_t slot) const { return reinterpret_cast<std::byte*>(&head(slot) + 1); }
+    // The first byte of the slot: what is to be prefetched.
+    const std::byte* line(std::uint32_t slot) const {
+        return reinterpret_cast<const std::byte*>(&head(slot)) - id_bytes();
+    }
+    std::size_t id_bytes() const { return direct_ ? 0 : sizeof(std::uint64_t); }
+    std::uint64_t id(std::uint32_t slot) const {
+        return direct_ ? (std::uint64_t{slot} << direct_->shift) + direct_->low : stored_id(head(slot));
+    }
     bool live(std::uint32_t slot) const { return head(slot).changed != 0; }
     // Returns whether a slot kept from an earlier call still belongs to the id.
     bool holds(std::uint32_t slot, std::uint64_t id) const {
+        SATRAP_ASSERT(!direct_);
         if (slot >= used_) return false;
         const Head& h = head(slot);
-        return h.id() == id && h.changed != 0;
+        return stored_id(h) == id && h.changed != 0;
     }
 
     std::uint32_t find(std::uint64_t id, std::uint64_t hash) const {
         SATRAP_ASSERT(hash == mix64(id));
-        return index_.find(hash, [&](std::uint32_t slot) { return head(slot).id() == id; });
+        if (direct_) {
+            const std::uint32_t slot = direct_slot(id);
+            return slot != kNoSlot && live(slot) ? slot : kNoSlot;
+        }
+        return index_.find(hash, [&](std::uint32_t slot) { return stored_id(head(slot)) == id; });
+    }
+
+    bool is_direct() const { return direct_.has_value(); }
+    // Returns the slot of an id of this bucket in a direct table; kNoSlot if it certainly has no row.
+    std::uint32_t direct_slot(std::uint64_t id) const {
+        const std::uint64_t slot = id >> direct_->shift;
+        return slot < used_ && has_chunk(static_cast<std::uint32_t>(slot)) ? static_cast<std::uint32_t>(slot) : kNoSlot;
     }
 
     // Makes room in the index for so many rows, if there are none yet.
-    void reserve(std::size_t rows) { index_.reserve(rows, Hashes{*this}); }
+    void reserve(std::size_t rows) {
+        if (!direct_) index_.reserve(rows, Hashes{*this});
+    }
 
     // Returns a slot for a new id, in the index but still free in its head: fill the payload, then publish().
     std::uint32_t insert(std::uint64_t id, std::uint64_t hash) {
         SATRAP_ASSERT(find(id, hash) == kNoSlot);
         SATRAP_ASSERT(!full());
-        if (!index_.has_room(hash)) index_.make_room(hash, Hashes{*this});
+        if (!direct_ && !index_.has_room(hash)) index_.make_room(hash, Hashes{*this});
         if (in_cut()) old_rows(); // may throw, which it must not once the slot is taken
-        std::uint32_t slot = take_slot();
+        const std::uint32_t slot = direct_ ? static_cast<std::uint32_t>(id >> direct_->shift) : take_slot();
+        SATRAP_ASSERT(slot < used_);
+        if (direct_ && !has_chunk(slot)) allocate_chunk(chunk_of(slot));
         keep(slot);
-        index_.insert(hash, slot);
-        head(slot).set_id(id);
+        if (!direct_) {
+            index_.insert(hash, slot);
+            set_stored_id(head(slot), id);
+        }
         ++size_;
         return slot;
     }
@@ -116,10 +162,10 @@ class Rows {
     void publish(std::uint32_t slot, std::uint32_t stamp, std::uint32_t changed) {
         SATRAP_ASSERT(slot < used_ && changed != 0);
         Head& h = head(slot);
-        SATRAP_ASSERT(find(h.id(), mix64(h.id())) == slot);
         h.stamp = stamp;
         std::atomic_ref(h.changed).store(changed, std::memory_order_release);
-        spoil({h.id(), stamp, slot}); // the stamp may be an old one
+        SATRAP_ASSERT(find(id(slot), mix64(id(slot))) == slot);
+        if (!victims_.empty()) spoil({id(slot), stamp, slot}); // the stamp may be an old one
     }
 
     // Stamps the row as used at `step`.
@@ -128,18 +174,19 @@ class Rows {
         Head& h = head(slot);
         if (step <= h.stamp) return;
         h.stamp = step;
-        spoil({h.id(), step, slot});
+        if (!victims_.empty()) spoil({id(slot), step, slot});
     }
 
     void erase(std::uint32_t slot) {
         SATRAP_ASSERT(slot < used_ && live(slot) && size_ != 0);
         keep(slot);
         Head& h = head(slot);
-        index_.erase(mix64(h.id()), slot);
+        if (!direct_) index_.erase(mix64(stored_id(h)), slot);
         std::atomic_ref(h.changed).store(0, std::memory_order_release);
-        h.set_id(free_);
-        free_ = slot;
         --size_;
+        if (direct_) return;
+        set_stored_id(h, free_);
+        free_ = slot;
     }
 
     // Removes all rows. Their memory is released only if the arena can reuse it: in a file the rows become free slots.
@@ -149,19 +196,16 @@ class Rows {
             if (size_ != 0) for_each([&](std::uint32_t slot, const Head&) { erase(slot); });
             return;
         }
-        const std::vector<std::byte*> old = std::exchange(chunks_, {});
-        capacity_ = 0;
-        for (std::byte* chunk : old) { // in order of allocation, with the sizes of allocation
-            const std::uint32_t rows = chunk_rows();
-            const std::size_t missing = chunks_.size() == kDoublings ? shift_ * stride_ : 0;
-            arena_->release_index(chunk + missing, chunk_size(rows));
-            chunks_.push_back(chunk);
-            capacity_ += rows;
+        for (std::uint32_t number = 0; number < chunks_.size(); ++number) {
+            if (chunks_[number] == nullptr) continue;
+            arena_->release_index(chunks_[number] + before_first(number), chunk_size(rows_of(number)));
+            chunks_[number] = nullptr;
         }
-        SATRAP_ASSERT(capacity_ >= used_);
+        chunk_bytes_ = size_ = 0;
+        if (direct_) return;
         chunks_ = {};
         victims_ = {};
-        chunk_bytes_ = size_ = used_ = capacity_ = 0;
+        used_ = capacity_ = 0;
         free_ = kNoSlot;
         index_.clear();
     }
@@ -172,7 +216,7 @@ class Rows {
             while (!victims_.empty()) {
                 const Victim& v = victims_.back();
                 const Head& h = head(v.slot);
-                if (h.changed != 0 && h.id() == v.id && h.stamp == v.stamp) return v.slot;
+                if (h.changed != 0 && stored_id(h) == v.id && h.stamp == v.stamp) return v.slot;
                 victims_.pop_back();
             }
             if (size_ == 0) return kNoSlot;
@@ -182,8 +226,12 @@ class Rows {
 
     // The visitor may erase the row that it is called with.
     template <typename Visitor> void for_each(Visitor visit) const {
-        for (std::uint32_t slot = 0; slot < used_; ++slot)
-            if (Head& h = head(slot); h.changed != 0) visit(slot, h);
+        for (std::uint32_t number = 0; number < chunks_.size(); ++number) {
+            if (chunks_[number] == nullptr) continue;
+            const std::uint64_t end = std::min<std::uint64_t>(used_, first_slot(number + 1));
+            for (auto slot = static_cast<std::uint32_t>(first_slot(number)); slot < end; ++slot)
+                if (Head& h = head(slot); h.changed != 0) visit(slot, h);
+        }
     }
 
     // -- a cut: until it ends, a slot is kept before its row changes, whichever way. insert() and erase() do so.
@@ -205,40 +253,42 @@ class Rows {
     // Copies the slot's row if it belongs to the cut and was not copied yet.
     void keep(std::uint32_t slot) {
         SATRAP_ASSERT(slot < used_);
-        if (in_cut()) old_rows().keep(slot, reinterpret_cast<const std::byte*>(&head(slot)), live(slot));
+        if (in_cut()) old_rows().keep(slot, id(slot), reinterpret_cast<const std::byte*>(&head(slot)), live(slot));
     }
     // Nothing was inserted before the first call since the cut, so the slots in use are those of the cut.
     OldRows& old_rows() {
         SATRAP_ASSERT(in_cut());
-        if (old_ == nullptr) old_ = std::make_unique<OldRows>(*cut_memory_, used_, stride_);
+        if (old_ == nullptr) old_ = std::make_unique<OldRows>(*cut_memory_, used_, sizeof(Head) + row_bytes_);
         return *old_;
     }
 
     // After a restart: adopts the chunks in sequence; rebuild() then recreates index and free list.
     void adopt_chunk(std::uint32_t sequence, std::byte* memory, std::size_t bytes) {
-        if (sequence != chunks_.size()) throw InvariantError("chunk out of sequence");
-        std::uint32_t rows = chunk_rows();
-        if (bytes < chunk_size(rows)) throw InvariantError("chunk too small for its rows");
-        add_chunk(memory, rows);
+        const bool expected =
+            direct_ ? sequence < chunks_.size() && chunks_[sequence] == nullptr : sequence == chunks_.size();
+        if (!expected) throw InvariantError("chunk out of sequence");
+        if (bytes < chunk_size(rows_of(sequence))) throw InvariantError("chunk too small for its rows");
+        add_chunk(sequence, memory);
     }
 
     void rebuild() {
         SATRAP_ASSERT(!in_cut() && victims_.empty());
-        used_ = capacity_;
         size_ = 0;
+        if (direct_) return for_each([&](std::uint32_t, const Head&) { ++size_; });
+        used_ = capacity_;
         free_ = kNoSlot;
         for (std::uint32_t slot = used_; slot-- > 0;) {
             if (live(slot)) {
                 ++size_;
             } else {
-                head(slot).set_id(free_);
+                set_stored_id(head(slot), free_);
                 free_ = slot;
             }
         }
         index_.clear();
         reserve(size_);
         for_each([&](std::uint32_t slot, const Head& h) {
-            const std::uint64_t hash = mix64(h.id());
+            const std::uint64_t hash = mix64(stored_id(h));
             if (!index_.has_room(hash)) index_.make_room(hash, Hashes{*this});
             index_.insert(hash, slot);
         });
@@ -257,7 +307,7 @@ class Rows {
     // What the index needs to know of its entries.
     struct Hashes {
         const Rows& rows;
-        std::uint64_t hash_of(std::uint32_t slot) const { return mix64(rows.head(slot).id()); }
+        std::uint64_t hash_of(std::uint32_t slot) const { return mix64(rows.id(slot)); }
         void prefetch(std::uint32_t slot) const { __builtin_prefetch(&rows.head(slot)); }
     };
 
@@ -274,41 +324,71 @@ class Rows {
 
     std::size_t chunk_size(std::uint32_t rows) const { return rows * stride_; }
 
-    // Returns the rows of the next chunk: the regular size, bounded by the limit, so that a bounded bucket wastes
-    // nothing.
-    std::uint32_t chunk_rows() const {
-        auto next = static_cast<std::uint32_t>(chunks_.size());
-        std::uint32_t rows = next == 0 ? kFirstChunk : next < kDoublings ? kFirstChunk << (next - 1) : kChunkRows;
-        if (next == kDoublings) rows -= shift_;
-        if (limit_ > capacity_ && limit_ - capacity_ < rows) rows = static_cast<std::uint32_t>(limit_ - capacity_);
-        if (rows > kNoSlot - capacity_)
-            throw CapacityError("bucket " + std::to_string(tag_.bucket) + " holds " + std::to_string(capacity_) +
+    // The number of the slot's chunk, and a chunk's first slot.
+    std::uint32_t chunk_of(std::uint32_t slot) const {
+        if (slot < kChunkRows) return static_cast<std::uint32_t>(std::bit_width(slot / kFirstChunk));
+        return static_cast<std::uint32_t>((std::size_t{slot} + shift_) / kChunkRows) + kDoublings - 1;
+    }
+    std::uint64_t first_slot(std::uint32_t number) const {
+        if (number == 0) return 0;
+        if (number <= kDoublings) return kFirstChunk << (number - 1);
+        return std::uint64_t{kChunkRows} * (number - kDoublings + 1) - shift_;
+    }
+    bool has_chunk(std::uint32_t slot) const { return chunks_[chunk_of(slot)] != nullptr; }
+
+    // Returns the rows of a chunk: the regular size, bounded by the limit, so that a bounded bucket wastes nothing.
+    std::uint32_t rows_of(std::uint32_t number) const {
+        const std::uint64_t first = first_slot(number), most = direct_ ? used_ : limit_;
+        const std::uint64_t end = most > first ? std::min(most, first_slot(number + 1)) : first_slot(number + 1);
+        if (end > kNoSlot)
+            throw CapacityError("bucket " + std::to_string(tag_.bucket) + " holds " + std::to_string(first) +
                                 " rows, the maximum of a bucket: give the table more num_buckets");
-        return rows;
+        return static_cast<std::uint32_t>(end - first);
     }
 
-    void add_chunk(std::byte* memory, std::uint32_t rows) {
+    // The bytes from where slot head() computes with to the chunk's memory; negative: less.
+    std::ptrdiff_t before_first(std::uint32_t number) const {
+        const std::size_t missing = number == kDoublings ? shift_ * stride_ : 0; // rows that the chunk does not have
+        return static_cast<std::ptrdiff_t>(missing) - static_cast<std::ptrdiff_t>(id_bytes());
+    }
+
+    void allocate_chunk(std::uint32_t number) {
+        const std::size_t bytes = chunk_size(rows_of(number));
+        tag_.sequence = number;
+        add_chunk(number, arena_->allocate(tag_, bytes));
+    }
+
+    void add_chunk(std::uint32_t number, std::byte* memory) {
         SATRAP_ASSERT(memory != nullptr && reinterpret_cast<std::uintptr_t>(memory) % alignof(Head) == 0);
+        const std::uint32_t rows = rows_of(number);
         SATRAP_ASSERT(rows != 0 && rows <= kChunkRows);
-        const std::size_t missing = chunks_.size() == kDoublings ? shift_ * stride_ : 0; // before its first row
-        chunks_.push_back(memory - missing);
-        capacity_ += rows;
+        if (!direct_) {
+            chunks_.push_back(nullptr);
+            capacity_ += rows;
+        }
+        chunks_[number] = memory - before_first(number);
         chunk_bytes_ += chunk_size(rows);
+    }
+
+    // In a hashed table the id is directly before its head.
+    static std::uint64_t stored_id(const Head& head) {
+        std::uint64_t id;
+        std::memcpy(&id, reinterpret_cast<const std::byte*>(&head) - sizeof(id), sizeof(id));
+        return id;
+    }
+    static void set_stored_id(Head& head, std::uint64_t id) {
+        std::memcpy(reinterpret_cast<std::byte*>(&head) - sizeof(id), &id, sizeof(id));
     }
 
     std::uint32_t take_slot() {
         if (free_ != kNoSlot) {
             std::uint32_t slot = free_;
             SATRAP_ASSERT(slot < used_ && !live(slot));
-            free_ = static_cast<std::uint32_t>(head(slot).id());
+            free_ = static_cast<std::uint32_t>(stored_id(head(slot)));
             return slot;
         }
         SATRAP_ASSERT(size_ == used_ && used_ <= capacity_);
-        if (used_ == capacity_) {
-            std::uint32_t rows = chunk_rows();
-            tag_.sequence = static_cast<std::uint32_t>(chunks_.size());
-            add_chunk(arena_->allocate(tag_, chunk_size(rows)), rows);
-        }
+        if (used_ == capacity_) allocate_chunk(static_cast<std::uint32_t>(chunks_.size()));
         return used_++;
     }
 
@@ -320,7 +400,7 @@ class Rows {
         std::vector<Victim> heap; // a max-heap of the smallest so far
         heap.reserve(target);
         for_each([&](std::uint32_t slot, const Head& h) {
-            Victim v{h.id(), h.stamp, slot};
+            Victim v{stored_id(h), h.stamp, slot};
             if (heap.size() == target && !(v < heap.front())) return;
             if (heap.size() == target) {
                 std::pop_heap(heap.begin(), heap.end());
@@ -336,6 +416,7 @@ class Rows {
 
     // First what a lookup reads, on two cache lines: a small batch visits buckets that are in no cache.
     std::size_t stride_ = 0;
+    std::optional<DirectSlots> direct_;
     std::uint32_t shift_ = 0;
     std::uint32_t used_ = 0;
     std::vector<std::byte*> chunks_;
@@ -360,11 +441,14 @@ inline void Rows::check(std::uint64_t share) const {
     std::size_t live_rows = 0;
     for_each([&](std::uint32_t slot, const Head& h) {
         ++live_rows;
-        require(find(h.id(), mix64(h.id())) == slot, "a live row is not found by its id, or two rows have one id");
+        const std::uint64_t id = this->id(slot);
+        require(h.changed != 0 && find(id, mix64(id)) == slot,
+                "a live row is not found by its id, or two rows have one id");
     });
     require(live_rows == size_, "size differs from the number of live rows");
+    if (direct_) return require(index_.size() == 0 && victims_.empty(), "a direct table has an index or victims");
     std::size_t free_rows = 0;
-    for (std::uint32_t slot = free_; slot != kNoSlot; slot = static_cast<std::uint32_t>(head(slot).id())) {
+    for (std::uint32_t slot = free_; slot != kNoSlot; slot = static_cast<std::uint32_t>(stored_id(head(slot)))) {
         require(slot < used_ && !live(slot), "the free list names a live row or none");
         require(++free_rows <= used_, "the free list is a ring");
     }
@@ -377,7 +461,7 @@ inline void Rows::check(std::uint64_t share) const {
         page.for_each([&](std::uint32_t slot, std::uint8_t tag) {
             ++here;
             require(slot < used_ && live(slot), "an index entry names a free row");
-            const std::uint64_t hash = mix64(head(slot).id());
+            const std::uint64_t hash = mix64(id(slot));
             require(tag == IndexPage::tag_of(hash), "an index tag differs from its id's");
             require(index_.page_of(hash).groups == page.groups, "an index entry is in another page than its id's");
         });

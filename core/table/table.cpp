@@ -22,7 +22,10 @@ Table::Table(TableConfig config, std::uint32_t number, std::uint64_t seed, const
         ledger_->version.store(1);
     }
     for (std::uint32_t b = 0; b < config_.num_buckets; ++b) {
-        buckets_[b].rows.init(&arena, {ChunkKind::rows, number, b, 0}, config_.payload_bytes(), row_share(b));
+        std::optional<DirectSlots> direct; // rows on a device are found by their hashes
+        if (config_.is_direct() && places == nullptr)
+            direct = DirectSlots::of(config_.num_rows, config_.bucket_bits(), b);
+        buckets_[b].rows.init(&arena, {ChunkKind::rows, number, b, 0}, config_.payload_bytes(), row_share(b), direct);
         buckets_[b].places = places;
         buckets_[b].sightings.init(&arena, {ChunkKind::sightings, number, b, 0}, 0, window_share(b));
     }
@@ -50,12 +53,20 @@ void Table::open_step(const LookupStep& at) {
     raise_to(ledger_->expire_before, std::min(at.step - config_.expire_after, at.oldest_open));
 }
 
+static void prefetch(const std::byte* line, std::size_t bytes) {
+    for (std::size_t at = 0; at < bytes; at += 64) __builtin_prefetch(line + at);
+}
+
 // Finds the slot of every unique id (kNoSlot: no row) in passes, so that the cache misses of a bucket overlap.
 void Table::locate(Bucket& bucket, const BucketVisit& visit, bool hinted, Scratch& scratch) {
     SATRAP_ASSERT(bucket.mutex.is_held());
     Rows& rows = bucket.rows;
     const std::uint32_t n = visit.num_unique;
     std::uint32_t* slots = scratch.slots.reserve(n);
+    const std::size_t payload =
+        hinted ? config_.payload_bytes() : std::min(config_.payload_bytes(), config_.value_bytes());
+    const std::size_t bytes = rows.id_bytes() + sizeof(Head) + payload;
+    if (rows.is_direct()) return locate_direct(rows, visit, bytes, slots);
     if (hinted) {
         for (std::uint32_t i = 0; i < n; ++i) slots[i] = visit.hints[i];
     } else {
@@ -66,16 +77,19 @@ void Table::locate(Bucket& bucket, const BucketVisit& visit, bool hinted, Scratc
         }
         for (std::uint32_t i = 0; i < n; ++i) slots[i] = rows.index().candidate(hashes[i]);
     }
-    const std::size_t payload =
-        hinted ? config_.payload_bytes() : std::min(config_.payload_bytes(), config_.value_bytes());
-    const std::size_t bytes = sizeof(Head) + payload;
-    for (std::uint32_t i = 0; i < n; ++i) {
-        if (slots[i] >= rows.used()) continue;
-        const auto* head = reinterpret_cast<const std::byte*>(&rows.head(slots[i]));
-        for (std::size_t at = 0; at < bytes; at += 64) __builtin_prefetch(head + at);
-    }
+    for (std::uint32_t i = 0; i < n; ++i)
+        if (slots[i] < rows.used()) prefetch(rows.line(slots[i]), bytes);
     for (std::uint32_t i = 0; i < n; ++i)
         if (!rows.holds(slots[i], visit.unique[i])) slots[i] = rows.find(visit.unique[i], mix64(visit.unique[i]));
+}
+
+void Table::locate_direct(const Rows& rows, const BucketVisit& visit, std::size_t bytes, std::uint32_t* slots) {
+    for (std::uint32_t i = 0; i < visit.num_unique; ++i) {
+        slots[i] = rows.direct_slot(visit.unique[i]);
+        if (slots[i] != kNoSlot) prefetch(rows.line(slots[i]), bytes);
+    }
+    for (std::uint32_t i = 0; i < visit.num_unique; ++i)
+        if (slots[i] != kNoSlot && !rows.live(slots[i])) slots[i] = kNoSlot;
 }
 
 void Table::lookup(const BucketVisit& visit, const LookupStep& at, float* const* to, Scratch& scratch) {
@@ -306,6 +320,12 @@ void Table::require_room(const Bucket& bucket, std::uint32_t b, std::uint64_t id
                             std::to_string(id) + "; its share of the capacity is " + std::to_string(row_share(b)));
 }
 
+void Table::require_ids(std::span<const std::uint64_t> ids) const {
+    for (const std::uint64_t id : ids)
+        if (config_.is_direct() && id >= config_.num_rows)
+            throw InputError("table '" + config_.name + "': " + id_out_of_range(id, config_.num_rows));
+}
+
 void Table::require_rows_here() const {
     if (config_.frame_pool)
         throw InputError("table '" + config_.name +
@@ -315,7 +335,7 @@ void Table::require_rows_here() const {
 
 bool Table::read(std::uint64_t id, float* values, float* state) {
     require_rows_here();
-    Bucket& bucket = buckets_[hash_bucket(id)];
+    Bucket& bucket = buckets_[bucket_number(id)];
     std::lock_guard lock(bucket.mutex);
     const std::uint32_t slot = bucket.rows.find(id, mix64(id));
     if (!is_live(bucket, slot)) return false;
@@ -337,16 +357,17 @@ void Table::check() {
             if (!holds) throw InvariantError("table '" + config_.name + "', bucket " + std::to_string(b) + ": " + what);
         };
         const std::uint32_t version = ledger_->version.load(), latest = arena_->latest_step().load();
-        bucket.rows.for_each([&](std::uint32_t, const Head& head) {
-            require(hash_bucket(head.id()) == b, "a row's id belongs to another bucket");
+        bucket.rows.for_each([&](std::uint32_t slot, const Head& head) {
+            require(bucket_number(bucket.rows.id(slot)) == b, "a row's id belongs to another bucket");
             require(head.changed <= version, "a row changed at a version that has not started");
             require(head.stamp <= latest, "a row is stamped after the latest step");
             require(head.stamp >= bucket.swept_before, "a row is stamped before a step that was swept");
         });
-        bucket.sightings.for_each([&](std::uint32_t, const Head& head) {
-            require(hash_bucket(head.id()) == b, "a sighting's id belongs to another bucket");
+        bucket.sightings.for_each([&](std::uint32_t slot, const Head& head) {
+            const std::uint64_t id = bucket.sightings.id(slot);
+            require(bucket_number(id) == b, "a sighting's id belongs to another bucket");
             require(head.changed <= config_.min_count, "a sighting counted beyond its admission");
-            require(bucket.rows.find(head.id(), mix64(head.id())) == kNoSlot, "an id has a row and a sighting");
+            require(bucket.rows.find(id, mix64(id)) == kNoSlot, "an id has a row and a sighting");
         });
         for (const Removed& removal : bucket.removed) require(removal.version <= version, "a removal in the future");
         require(bucket.counters.hits <= bucket.counters.lookups, "more hits than lookups");

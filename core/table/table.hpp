@@ -8,6 +8,8 @@
 // too. A gradient whose id has no row is counted and changes nothing.
 #pragma once
 
+#include <span>
+
 #include "ids/gradient_sum.hpp"
 #include "kernels/kernels.hpp"
 #include "table/bucket.hpp"
@@ -51,7 +53,9 @@ class Table {
     // Raises the version and expire_before to at least these.
     void reach(std::uint32_t version, std::uint32_t expire_before);
     void set_lr(double lr) { ledger_->lr_bits.store(std::bit_cast<std::uint64_t>(lr)); }
-    std::uint32_t hash_bucket(std::uint64_t id) const { return bucket_of(mix64(id), config_.bucket_bits()); }
+    std::uint32_t bucket_number(std::uint64_t id) const {
+        return bucket_of(order_hash(id, config_.is_direct()), config_.bucket_bits());
+    }
     std::uint64_t row_share(std::uint32_t b) const {
         return config_.bounded() ? config_.share(config_.capacity, b) : 0;
     }
@@ -89,6 +93,8 @@ class Table {
 
     // Throws InputError if the rows are on a device: only the calls of frames know them.
     void require_rows_here() const;
+    // Throws InputError unless the table can have rows of these ids.
+    void require_ids(std::span<const std::uint64_t> ids) const;
     // Throws CapacityError if the bucket has no room for the row of a snapshot.
     void require_room(const Bucket& bucket, std::uint32_t b, std::uint64_t id) const;
     // The place of the id's row; kNoFrame if it has no row.
@@ -100,7 +106,7 @@ class Table {
     void move_in(std::uint64_t id, std::uint32_t row, std::uint32_t slot, std::uint32_t frame, bool is_new);
     void move_out(std::uint64_t id, std::uint32_t row, std::uint32_t frame, std::uint32_t slot);
     void prefetch_row(std::uint64_t id, std::uint32_t row) {
-        __builtin_prefetch(&buckets_[hash_bucket(id)].rows.head(row), 1);
+        __builtin_prefetch(&buckets_[bucket_number(id)].rows.head(row), 1);
     }
 
     // Reads one row as floats; returns false and writes nothing if the id has no row.
@@ -114,6 +120,7 @@ class Table {
 
   private:
     void locate(Bucket& bucket, const BucketVisit& visit, bool hinted, Scratch& scratch);
+    void locate_direct(const Rows& rows, const BucketVisit& visit, std::size_t bytes, std::uint32_t* slots);
     void touch_hits(Bucket& bucket, const BucketVisit& visit, std::uint32_t step, std::uint32_t version,
                     std::uint32_t* slots);
     void find_rows(Bucket& bucket, const BucketVisit& visit, const LookupStep& at, std::vector<InsertedRow>* inserted,

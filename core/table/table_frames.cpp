@@ -27,7 +27,7 @@ void Table::order_frame(const Bucket& bucket, std::uint32_t slot) const {
     SATRAP_ASSERT(bucket.rows.live(slot));
     const Head& head = bucket.rows.head(slot);
     if (const std::uint32_t place = bucket.place_of(slot); bucket.places->is_tiered() && is_frame(place))
-        bucket.places->order().put({head.stamp, number_, head.id(), place, slot});
+        bucket.places->order().put({head.stamp, number_, bucket.rows.id(slot), place, slot});
 }
 
 void Table::lookup_places(const BucketVisit& visit, const LookupStep& at, std::uint32_t* places,
@@ -78,20 +78,20 @@ void Table::update_places(const BucketVisit& visit, const std::uint8_t* started,
 }
 
 void Table::settle_row(std::uint64_t id, std::uint32_t step) {
-    Bucket& bucket = buckets_[hash_bucket(id)];
+    Bucket& bucket = buckets_[bucket_number(id)];
     std::lock_guard lock(bucket.mutex);
     stamp_updated(bucket, bucket.rows.find(id, mix64(id)), step);
 }
 
 std::uint32_t Table::place_of(std::uint64_t id) {
-    Bucket& bucket = buckets_[hash_bucket(id)];
+    Bucket& bucket = buckets_[bucket_number(id)];
     std::lock_guard lock(bucket.mutex);
     const std::uint32_t slot = bucket.rows.find(id, mix64(id));
     return is_live(bucket, slot) ? bucket.place_of(slot) : kNoFrame;
 }
 
 std::uint32_t Table::import_place(std::uint64_t id, std::uint32_t step) {
-    const std::uint32_t b = hash_bucket(id);
+    const std::uint32_t b = bucket_number(id);
     Bucket& bucket = buckets_[b];
     std::lock_guard lock(bucket.mutex);
     std::uint32_t slot = bucket.rows.find(id, mix64(id));
@@ -112,7 +112,7 @@ void Table::require_at(const Bucket& bucket, std::uint32_t row, std::uint64_t id
 }
 
 void Table::move_in(std::uint64_t id, std::uint32_t row, std::uint32_t slot, std::uint32_t frame, bool is_new) {
-    Bucket& bucket = buckets_[hash_bucket(id)];
+    Bucket& bucket = buckets_[bucket_number(id)];
     std::lock_guard lock(bucket.mutex);
     require_at(bucket, row, id, slot | kAtHome);
     SATRAP_ASSERT(is_frame(frame) && is_frame(slot));
@@ -123,7 +123,7 @@ void Table::move_in(std::uint64_t id, std::uint32_t row, std::uint32_t slot, std
 }
 
 void Table::move_out(std::uint64_t id, std::uint32_t row, std::uint32_t frame, std::uint32_t slot) {
-    Bucket& bucket = buckets_[hash_bucket(id)];
+    Bucket& bucket = buckets_[bucket_number(id)];
     std::lock_guard lock(bucket.mutex);
     require_at(bucket, row, id, frame);
     SATRAP_ASSERT(is_frame(slot) && bucket.in_frames != 0);

@@ -24,7 +24,8 @@ struct UndoHeader {
     StepWindow window;
 };
 
-struct UndoEntry { // followed by the row's bytes
+struct UndoEntry {    // followed by the row's bytes
+    std::uint64_t id; // unused: a row that is written keeps its id
     Head head;
     std::uint32_t slot;
     std::uint32_t unused;
@@ -61,7 +62,7 @@ class UndoSlot {
     void add(std::uint32_t slot, const Head& head, const std::byte* row) {
         SATRAP_ASSERT(header().armed.load() == 0);
         SATRAP_ASSERT(bytes_for(header().count + std::size_t{1}, header().row_bytes) <= bytes_); // it was reserved
-        UndoEntry entry{head, slot, 0};
+        UndoEntry entry{0, head, slot, 0};
         std::memcpy(next_, &entry, sizeof(entry));
         std::memcpy(next_ + sizeof(entry), row, header().row_bytes);
         next_ += sizeof(entry) + header().row_bytes;

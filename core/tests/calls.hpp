@@ -31,6 +31,15 @@ inline TableConfig counting_table(std::string name, std::uint32_t dim, std::uint
     return config;
 }
 
+// Makes the table direct, which permits none of what removes rows.
+inline TableConfig direct_table(TableConfig config, std::uint64_t num_rows) {
+    config.num_rows = num_rows;
+    config.capacity = 0;
+    config.expire_after = 0;
+    config.admission = satrap::AdmissionKind::always;
+    return config;
+}
+
 inline std::unique_ptr<Engine> make_engine(const std::vector<TableConfig>& configs, unsigned threads = 1,
                                            const std::string& simd = "auto", std::uint64_t seed = kSeed) {
     return std::make_unique<Engine>(configs, satrap::Options{seed, threads, simd},
@@ -96,8 +105,11 @@ inline void update(Engine& engine, const IdsOfTables& tables, const std::vector<
 inline void train(Engine& engine, Random& random, unsigned calls, std::uint32_t most, std::uint32_t kinds) {
     for (unsigned call = 0; call < calls; ++call) {
         IdsOfTables ids(engine.num_tables());
-        for (Ids& each : ids)
-            for (unsigned i = random.below(most); i > 0; --i) each.push_back(satrap::mix64(random.below(kinds)));
+        for (std::size_t t = 0; t < ids.size(); ++t)
+            for (unsigned i = random.below(most); i > 0; --i) {
+                const std::uint64_t id = random.below(kinds);
+                ids[t].push_back(engine.table(t).config().is_direct() ? id : satrap::mix64(id));
+            }
         const std::uint32_t step = engine.next_step();
         const auto looked = lookup(engine, ids, step);
         std::vector<float> gradients(looked.rows.size());

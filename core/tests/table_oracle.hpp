@@ -95,7 +95,9 @@ class Oracle {
     satrap::Counters counters;
 
   private:
-    std::uint32_t bucket(std::uint64_t id) const { return satrap::bucket_of(satrap::mix64(id), config_.bucket_bits()); }
+    std::uint32_t bucket(std::uint64_t id) const {
+        return satrap::bucket_of(satrap::order_hash(id, config_.is_direct()), config_.bucket_bits());
+    }
 
     template <typename T>
     static std::map<std::uint64_t, T> joined(const std::vector<std::map<std::uint64_t, T>>& parts) {
@@ -228,9 +230,10 @@ inline void check_same(Engine& engine, const Oracle& oracle) {
     check_same(engine, 0, oracle, [](const Line& line) { return line.value(); });
 }
 
-inline Ids draw_ids(Random& random, std::uint32_t kinds, std::uint32_t most) {
+inline Ids draw_ids(Random& random, std::uint32_t kinds, std::uint32_t most, bool direct = false) {
+    const std::uint64_t apart = direct ? 1 : 0x9e3779b97f4a7c15ULL;
     Ids ids;
-    for (std::uint32_t n = random.below(most); n > 0; --n) ids.push_back(random.below(kinds) * 0x9e3779b97f4a7c15ULL);
+    for (std::uint32_t n = random.below(most); n > 0; --n) ids.push_back(random.below(kinds) * apart);
     return ids;
 }
 

@@ -110,7 +110,8 @@ CASE(a_bucket_is_changed_under_its_lock, 1) {
 
 CASE(ids_of_a_bucket_are_made_unique_once, 1) {
     ThreadPool pool(1);
-    const BucketNumbering map{{0, 1}, {0}};
+    BucketNumbering map;
+    map.add_table(0);
     const std::uint64_t ids[] = {3, 3};
     Batch batch;
     batch.offsets = {0, 2};

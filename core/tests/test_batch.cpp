@@ -10,9 +10,12 @@ using testing::Random;
 
 namespace {
 
+constexpr std::uint64_t kNumRows = std::uint64_t{1} << 33; // of direct tables
+
 BucketNumbering draw_map(Random& random) {
     BucketNumbering map;
-    for (std::uint32_t tables = random.between(1, 12); tables > 0; --tables) map.add_table(random.below(7));
+    for (std::uint32_t tables = random.between(1, 12); tables > 0; --tables)
+        map.add_table(random.below(7), random.chance(0.7) ? 0 : kNumRows, "t");
     return map;
 }
 
@@ -22,11 +25,11 @@ struct Call {
 };
 
 // Some tables without ids, some with one id many times, some with ids all different.
-Call draw_call(Random& random, std::size_t tables, std::size_t most) {
+Call draw_call(Random& random, const BucketNumbering& map, std::size_t most) {
     Call call;
-    for (std::size_t t = 0; t < tables; ++t) {
+    for (std::size_t t = 0; t < map.num_tables(); ++t) {
         const std::uint64_t kinds = random.chance(0.3) ? 3 : random.chance(0.5) ? 200 : std::uint64_t{1} << 32;
-        const std::uint64_t first = random.bits();
+        const std::uint64_t first = map.num_rows[t] == 0 ? random.bits() : random.bits() % (kNumRows / 2);
         for (std::uint32_t n = random.chance(0.2) ? 0 : random.below(most); n > 0; --n)
             call.ids.push_back(first + random.below(kinds));
         call.offsets.push_back(static_cast<std::int64_t>(call.ids.size()));
@@ -38,9 +41,11 @@ Call draw_call(Random& random, std::size_t tables, std::size_t most) {
 void check_grouped(const Batch& batch, const Call& call, const BucketNumbering& map) {
     std::vector<std::vector<std::uint32_t>> positions(map.total());
     for (std::size_t t = 0; t < map.num_tables(); ++t)
-        for (std::int64_t i = call.offsets[t]; i < call.offsets[t + 1]; ++i)
-            positions[map.first[t] + bucket_of(mix64(call.ids[static_cast<std::size_t>(i)]), map.bits[t])].push_back(
+        for (std::int64_t i = call.offsets[t]; i < call.offsets[t + 1]; ++i) {
+            const std::uint64_t hash = order_hash(call.ids[static_cast<std::size_t>(i)], map.num_rows[t] != 0);
+            positions[map.first[t] + bucket_of(hash, map.bits[t])].push_back(
                 static_cast<std::uint32_t>(i - call.offsets[t]));
+        }
     CHECK_EQ(batch.size(), call.ids.size());
     CHECK_EQ(batch.begin.size(), map.total() + 1);
     std::uint32_t at = 0;
@@ -74,7 +79,7 @@ CASE(groups_like_the_plain_way, testing::scaled(60)) {
     Buffer<std::uint32_t> scratch;
     for (unsigned call_number = 0; call_number < 6; ++call_number) {
         const BucketNumbering map = draw_map(random);
-        const Call call = draw_call(random, map.num_tables(), call_number % 2 == 0 ? 60 : 2500);
+        const Call call = draw_call(random, map, call_number % 2 == 0 ? 60 : 2500);
         for (unsigned i = 0; i < 3; ++i) {
             Batch& batch = batches[i];
             batch.hinted = true;
@@ -89,10 +94,33 @@ CASE(groups_like_the_plain_way, testing::scaled(60)) {
     }
 }
 
+CASE(an_id_out_of_range_is_refused, testing::scaled(20)) {
+    ThreadPool pool(random.between(1, 3));
+    BucketNumbering map;
+    map.add_table(3);
+    map.add_table(random.below(5), 7, "small");
+    Call call{{}, {0}};
+    for (unsigned t = 0; t < 2; ++t) {
+        for (std::uint32_t n = random.between(1, 3000); n > 0; --n) call.ids.push_back(random.below(7));
+        call.offsets.push_back(static_cast<std::int64_t>(call.ids.size()));
+    }
+    Batch batch;
+    batch.offsets = call.offsets;
+    call.ids[0] = ~std::uint64_t{0}; // the first table takes any
+    batch.group(call.ids.data(), map, pool);
+    const auto wrong = static_cast<std::size_t>(
+        random.between(static_cast<std::uint32_t>(call.offsets[1]), static_cast<std::uint32_t>(call.offsets[2] - 1)));
+    call.ids[wrong] = 7;
+    CHECK_THROWS(InputError, "table 'small': id 7 is not below num_rows=7", batch.group(call.ids.data(), map, pool));
+    call.ids[wrong] = ~std::uint64_t{0};
+    CHECK_THROWS(InputError, "as a signed number -1", batch.group(call.ids.data(), map, pool));
+}
+
 // Ids whose probe sequences in the scratch table all start at the same place.
 CASE(colliding_ids, 10) {
     ThreadPool pool(1);
-    const BucketNumbering map{{0, 1}, {0}};
+    BucketNumbering map;
+    map.add_table(0);
     Call call;
     while (call.ids.size() < 300) {
         const std::uint64_t id = random.bits();

@@ -21,7 +21,7 @@ TableConfig draw_config(Random& random, std::size_t number) {
     config.window = random.between(8, 200);
     config.capacity = random.chance(0.6) ? random.between(200, 400) : 0;
     if (random.chance(0.5)) config.expire_after = random.between(1, 6);
-    return config;
+    return random.chance(0.7) ? config : testing::direct_table(config, 3000);
 }
 
 // The tables of an engine as the exports of a cut return them, and what leads there from an earlier cut.
@@ -35,9 +35,10 @@ void sort_by_id(std::vector<Line>& lines) {
     std::sort(lines.begin(), lines.end(), [](const Line& a, const Line& b) { return a.id < b.id; });
 }
 
-void in_hash_order(const std::vector<Line>& lines) {
-    CHECK(std::is_sorted(lines.begin(), lines.end(),
-                         [](const Line& a, const Line& b) { return mix64(a.id) < mix64(b.id); }));
+void in_hash_order(const std::vector<Line>& lines, bool direct) {
+    CHECK(std::is_sorted(lines.begin(), lines.end(), [&](const Line& a, const Line& b) {
+        return order_hash(a.id, direct) < order_hash(b.id, direct);
+    }));
 }
 
 // Exports some buckets at a time; `between` runs before each export.
@@ -49,7 +50,7 @@ Exported export_all(Engine& engine, Random& random, const std::vector<std::uint3
         const std::size_t value_bytes = config.dim * (config.dtype == Dtype::float32 ? 4U : 2U);
         between();
         out.sightings.push_back(testing::lines_of(engine, engine.export_cut_sightings(t, 0, config.num_buckets), 4, 0));
-        in_hash_order(out.sightings.back());
+        in_hash_order(out.sightings.back(), config.is_direct());
         out.rows.emplace_back();
         out.removed.emplace_back();
         out.alive.push_back(0);
@@ -59,7 +60,7 @@ Exported export_all(Engine& engine, Random& random, const std::vector<std::uint3
             CutRows found = engine.export_cut(t, b, end, since[t]);
             const std::vector<Line> lines =
                 testing::lines_of(engine, std::move(found.columns), value_bytes, config.state_dim());
-            in_hash_order(lines);
+            in_hash_order(lines, config.is_direct());
             out.rows[t].insert(out.rows[t].end(), lines.begin(), lines.end());
             out.removed[t].insert(out.removed[t].end(), found.removed.begin(), found.removed.end());
             out.alive[t] += found.alive;

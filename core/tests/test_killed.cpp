@@ -79,7 +79,7 @@ void check_whole_buckets(Engine& engine, unsigned kills) {
     CHECK_EQ(rows.size(), kFixed);
     float least = 1e9f, most = 0.0f;
     for (const Line& row : rows) {
-        float& applied = of_bucket[engine.table(0).hash_bucket(row.id)];
+        float& applied = of_bucket[engine.table(0).bucket_number(row.id)];
         if (applied < 0) applied = row.value();
         for (unsigned i = 0; i < 64; ++i) CHECK_EQ(row.value(i), applied);
         least = std::min(least, applied);
@@ -211,7 +211,7 @@ CASE(a_row_outlives_its_sighting, 1) {
     const SharedFile file;
     auto engine = file.create(tables());
     for (std::uint32_t step : {1, 2}) testing::lookup(*engine, {{}, {1, 2}}, step);
-    Bucket& bucket = engine->table(1).bucket(engine->table(1).hash_bucket(1));
+    Bucket& bucket = engine->table(1).bucket(engine->table(1).bucket_number(1));
     bucket.sightings.publish(bucket.sightings.insert(1, mix64(1)), 2, 2);
     engine = nullptr;
     engine = file.attach(tables());

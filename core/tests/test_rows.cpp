@@ -19,9 +19,10 @@ class TestArena final : public Arena {
     TestArena() : Arena(0) {}
     std::byte* allocate(const ChunkTag& tag, std::size_t bytes) override {
         fail_if_due();
-        CHECK_EQ(tag.sequence, chunks.size());
+        CHECK(is_direct || tag.sequence == chunks.size());
         std::byte* memory = memory_.allocate(tag, bytes);
         chunks.emplace_back(memory, bytes);
+        sequences.push_back(tag.sequence);
         return memory;
     }
     std::byte* allocate_index(std::size_t bytes) override {
@@ -31,6 +32,8 @@ class TestArena final : public Arena {
     void release_index(std::byte* block, std::size_t bytes) override { memory_.release_index(block, bytes); }
 
     std::vector<std::pair<std::byte*, std::size_t>> chunks;
+    std::vector<std::uint32_t> sequences; // of the chunks
+    bool is_direct = false;
     std::uint32_t allocations_left = ~0U;
 
   private:
@@ -108,9 +111,9 @@ struct Modelled {
             CHECK(row_bytes == 0 || std::memcmp(rows.row(slot), expected.data(), row_bytes) == 0);
         }
         std::size_t visited = 0;
-        rows.for_each([&](std::uint32_t slot, const Head& head) {
+        rows.for_each([&](std::uint32_t slot, const Head&) {
             ++visited;
-            CHECK_EQ(known.at(head.id()).slot, slot);
+            CHECK_EQ(known.at(rows.id(slot)).slot, slot);
         });
         CHECK_EQ(visited, known.size());
         check_oldest();
@@ -123,7 +126,7 @@ struct Modelled {
         }
         CHECK(slot != kNoSlot);
         CHECK_EQ(rows.head(slot).stamp, order.begin()->first);
-        CHECK_EQ(rows.head(slot).id(), order.begin()->second);
+        CHECK_EQ(rows.id(slot), order.begin()->second);
     }
 };
 
@@ -196,13 +199,13 @@ CASE(oldest_goes_first, testing::scaled(200)) {
 
 // No two rows share a byte, at every size around the chunks' boundaries; a limited bucket allocates what it needs.
 CASE(chunks_fit, testing::scaled(8)) {
-    const std::size_t row_bytes = 4 * std::size_t{random.below(20)}, stride = sizeof(Head) + row_bytes;
+    const std::size_t row_bytes = 4 * std::size_t{random.below(20)}, stride = 8 + sizeof(Head) + row_bytes;
     for (std::uint32_t most : {0U, 1U, 15U, 16U, 17U, 31U, 33U, 100U, 512U, 1023U, 1024U, 1025U, 1500U, 2048U, 3100U}) {
         Modelled model(row_bytes, most);
         std::set<std::byte*> starts;
         for (std::uint32_t n = 0; n < (most == 0 ? 3100 : most); ++n) {
             model.insert(n, 1);
-            starts.insert(reinterpret_cast<std::byte*>(&model.rows.head(model.known.at(n).slot)));
+            starts.insert(const_cast<std::byte*>(model.rows.line(model.known.at(n).slot)));
         }
         CHECK_EQ(starts.size(), model.known.size());
         for (auto at = starts.begin(); std::next(at) != starts.end(); ++at) CHECK(*at + stride <= *std::next(at));
@@ -239,6 +242,61 @@ CASE(restart_finds_the_rows, testing::scaled(100)) {
     const std::uint64_t most = limit == 0 ? 3000 : limit;
     while (after.known.size() < most) after.insert(random.bits(), random.below(100));
     after.check();
+}
+
+// Slots of a direct table: every id of the bucket has one, rows share no byte, and only chunks with a row are
+// allocated.
+CASE(direct_slots, testing::scaled(60)) {
+    const unsigned bits = random.below(5);
+    const std::uint64_t num_rows = random.between(1, random.chance(0.5) ? 60 : 60000);
+    const std::uint32_t b = random.below(1U << bits);
+    const std::size_t row_bytes = 4 * std::size_t{random.below(20)};
+    TestArena arena;
+    arena.is_direct = true;
+    Rows rows, after;
+    const DirectSlots direct = DirectSlots::of(num_rows, bits, b);
+    for (Rows* each : {&rows, &after}) each->init(&arena, {ChunkKind::rows, 0, b, 0}, row_bytes, 0, direct);
+    std::vector<std::uint64_t> ids;
+    for (std::uint64_t id = 0; id < num_rows; ++id)
+        if (bucket_of(reverse_bits(id), bits) == b) ids.push_back(id);
+    CHECK_EQ(rows.used(), ids.size());
+    std::set<std::uint64_t> known;
+    std::set<const std::byte*> starts;
+    for (std::uint32_t n = ids.empty() ? 0 : random.below(400); n > 0; --n) {
+        const std::size_t most = random.chance(0.5) ? std::min<std::size_t>(ids.size(), 40) : ids.size();
+        const std::uint64_t id = ids[random.below(static_cast<std::uint32_t>(most))];
+        std::uint32_t slot = rows.find(id, mix64(id));
+        CHECK_EQ(slot != kNoSlot, known.contains(id));
+        if (slot == kNoSlot) {
+            slot = rows.insert(id, mix64(id));
+            std::memset(rows.row(slot), 0xff, row_bytes);
+            rows.publish(slot, 1, 1);
+            known.insert(id);
+        } else if (random.chance(0.3)) {
+            rows.erase(slot);
+            known.erase(id);
+        }
+        CHECK_EQ(rows.id(slot), id);
+        starts.insert(rows.line(slot));
+    }
+    for (auto at = starts.begin(); at != starts.end() && std::next(at) != starts.end(); ++at)
+        CHECK(*at + sizeof(Head) + row_bytes <= *std::next(at));
+    rows.check(0);
+    CHECK_EQ(rows.size(), known.size());
+    std::size_t allocated = 0;
+    for (const auto& [memory, bytes] : arena.chunks) {
+        allocated += bytes;
+        const auto first = starts.lower_bound(memory);
+        CHECK(first != starts.end() && *first < memory + bytes);
+    }
+    CHECK(allocated <= ids.size() * (sizeof(Head) + row_bytes));
+    for (std::size_t i = 0; i < arena.chunks.size(); ++i) // as another process finds them
+        after.adopt_chunk(arena.sequences[i], arena.chunks[i].first, arena.chunks[i].second);
+    after.rebuild();
+    after.check(0);
+    CHECK_EQ(after.size(), known.size());
+    rows.clear();
+    CHECK(rows.size() == 0 && (ids.empty() || rows.find(ids[0], mix64(ids[0])) == kNoSlot));
 }
 
 CASE(foreign_chunks_are_refused, 1) {
@@ -279,6 +337,10 @@ CASE(full_memory_changes_nothing, 10) {
     model.check();
 }
 
+void set_id(Modelled& m, std::uint32_t slot, std::uint64_t id) {
+    std::memcpy(const_cast<std::byte*>(m.rows.line(slot)), &id, sizeof(id));
+}
+
 // Each breaks one invariant of a sound bucket of 40 rows, 10 of them free again.
 CASE(check_sees_what_is_broken, 1) {
     struct Break {
@@ -286,21 +348,21 @@ CASE(check_sees_what_is_broken, 1) {
         void (*by)(Modelled&);
     };
     const Break breaks[] = {
-        {"not found by its id", [](Modelled& m) { m.rows.head(20).set_id(999); }},
-        {"not found by its id", [](Modelled& m) { m.rows.head(20).set_id(m.rows.head(21).id()); }},
+        {"not found by its id", [](Modelled& m) { set_id(m, 20, 999); }},
+        {"not found by its id", [](Modelled& m) { set_id(m, 20, m.rows.id(21)); }},
         {"size differs", [](Modelled& m) { m.rows.head(20).changed = 0; }},
         {"not found by its id", [](Modelled& m) { m.rows.head(3).changed = 1; }},
-        {"names a live row or none", [](Modelled& m) { m.rows.head(3).set_id(20); }},
-        {"names a live row or none", [](Modelled& m) { m.rows.head(3).set_id(4000); }},
-        {"a ring", [](Modelled& m) { m.rows.head(3).set_id(3); }},
-        {"used != live + free", [](Modelled& m) { m.rows.head(3).set_id(kNoSlot); }},
+        {"names a live row or none", [](Modelled& m) { set_id(m, 3, 20); }},
+        {"names a live row or none", [](Modelled& m) { set_id(m, 3, 4000); }},
+        {"a ring", [](Modelled& m) { set_id(m, 3, 3); }},
+        {"used != live + free", [](Modelled& m) { set_id(m, 3, kNoSlot); }},
         {"names a free row", [](Modelled& m) { const_cast<Index&>(m.rows.index()).insert(mix64(1), 3); }},
         {"counts other entries",
-         [](Modelled& m) { m.rows.index().page_of(mix64(1)).insert(mix64(m.rows.head(20).id()), 20); }},
+         [](Modelled& m) { m.rows.index().page_of(mix64(1)).insert(mix64(m.rows.id(20)), 20); }},
         {"not found by its id",
-         [](Modelled& m) { const_cast<Index&>(m.rows.index()).erase(mix64(m.rows.head(20).id()), 20); }},
+         [](Modelled& m) { const_cast<Index&>(m.rows.index()).erase(mix64(m.rows.id(20)), 20); }},
         {"index entries != rows",
-         [](Modelled& m) { const_cast<Index&>(m.rows.index()).insert(mix64(m.rows.head(20).id()), 20); }},
+         [](Modelled& m) { const_cast<Index&>(m.rows.index()).insert(mix64(m.rows.id(20)), 20); }},
     };
     for (const Break& each : breaks) {
         Modelled model(4, 0);

@@ -17,7 +17,7 @@ TableConfig draw_config(Random& random, std::size_t number) {
     config.window = random.between(8, 200);
     config.capacity = random.chance(0.6) ? random.between(200, 400) : 0;
     if (random.chance(0.3)) config.expire_after = 6;
-    return config;
+    return random.chance(0.7) ? config : testing::direct_table(config, 3000);
 }
 
 // The columns of a range of buckets, straight into another engine.

@@ -26,7 +26,10 @@ from satrap.data.delimited import CSV
 from satrap.data.frame import Frame
 from satrap.data.inputs import Inputs, Position
 from satrap.data.iterable import IterableSource
+from satrap.data.json_lines import JSON
 from satrap.data.parquet import Parquet
+from satrap.data.tfrecord import TFRecord
+from satrap.data.vectors import read_vectors
 from satrap.errors import (
     AttemptError,
     CapacityError,
@@ -60,10 +63,12 @@ if TYPE_CHECKING:
     from satrap.monitor.report import Counters
     from satrap.serving.reader import Reader
     from satrap.table.table_group import TableGroup
+    from satrap.train import negatives
     from satrap.train.batch import Batch
     from satrap.train.embeddings import Embeddings
     from satrap.train.evaluation import auc, evaluate
     from satrap.train.optimizer import HybridOptimizer
+    from satrap.train.retrieval import full_softmax, topk
     from satrap.train.stream import Stream
     from satrap.train.validation import Validation
 
@@ -80,17 +85,24 @@ _LATER = {
     "Validation": "train.validation",
     "auc": "train.evaluation",
     "evaluate": "train.evaluation",
+    "topk": "train.retrieval",
+    "full_softmax": "train.retrieval",
 }
 """Names that come with torch, and types of results: their files are imported at the first use of the name."""
-_MODULES = {"models": "models", "synthetic": "data.synthetic"}
+_MODULES = {"models": "models", "negatives": "train.negatives", "synthetic": "data.synthetic"}
 
 
 def __getattr__(name: str) -> object:
-    if name in _MODULES:
-        return import_module(f"satrap.{_MODULES[name]}")
-    if name in _LATER:
-        return getattr(import_module(f"satrap.{_LATER[name]}"), name)
-    raise AttributeError(f"module 'satrap' has no attribute {name!r}")
+    path = _MODULES.get(name) or _LATER.get(name)
+    if path is None:
+        raise AttributeError(f"module 'satrap' has no attribute {name!r}")
+    try:
+        module = import_module(f"satrap.{path}")
+    except ModuleNotFoundError as error:
+        if (error.name or "satrap").startswith("satrap"):
+            raise
+        raise ImportError(f"satrap.{name} needs {error.name}: pip install 'satrap[train]'", name=error.name) from error
+    return module if name in _MODULES else getattr(module, name)
 
 
 def __dir__() -> list[str]:
@@ -130,6 +142,7 @@ __all__ = [
     "InputError",
     "Inputs",
     "IterableSource",
+    "JSON",
     "JsonLines",
     "LabelColumn",
     "MinCount",
@@ -154,6 +167,7 @@ __all__ = [
     "Store",
     "Stream",
     "StreamError",
+    "TFRecord",
     "Table",
     "TableGroup",
     "TensorBoard",
@@ -164,6 +178,10 @@ __all__ = [
     "__version__",
     "auc",
     "evaluate",
+    "full_softmax",
     "models",
+    "negatives",
+    "read_vectors",
     "synthetic",
+    "topk",
 ]

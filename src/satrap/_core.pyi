@@ -17,16 +17,16 @@ def borrow_threads(openmp: str | None) -> None:
     Runs calls of this thread on the threads of the OpenMP library at this path, which must be loaded; None: on the core's threads again.
     """
 
-def bucket_of(ids: Annotated[NDArray[numpy.uint64], dict(shape=(None,), order='C', device='cpu', writable=False)], num_buckets: int) -> Annotated[NDArray[numpy.uint32], dict(shape=(None,), order='C')]:
-    """Returns the bucket of each id."""
+def crc32c(data: Annotated[NDArray[numpy.uint8], dict(shape=(None,), order='C', device='cpu', writable=False)], crc: int = 0) -> int:
+    """Returns the CRC-32C of a byte buffer, chained from `crc`."""
 
-def mixed_order(ids: Annotated[NDArray[numpy.uint64], dict(shape=(None,), order='C', device='cpu', writable=False)]) -> int:
+def bucket_of(ids: Annotated[NDArray[numpy.uint64], dict(shape=(None,), order='C', device='cpu', writable=False)], num_buckets: int, direct: bool = False) -> Annotated[NDArray[numpy.uint32], dict(shape=(None,), order='C')]:
+    """Returns the bucket of each id. direct: in a table with num_rows."""
+
+def hash_order(ids: Annotated[NDArray[numpy.uint64], dict(shape=(None,), order='C', device='cpu', writable=False)], direct: bool = False) -> int:
     """
     Returns how many of the first ids are in rising order of their hashes, none twice.
     """
-
-def crc32c(data: Annotated[NDArray[numpy.uint8], dict(shape=(None,), order='C', device='cpu', writable=False)], crc: int = 0) -> int:
-    """Returns the CRC-32C of a byte buffer, chained from `crc`."""
 
 def hash_integers(values: Annotated[NDArray[numpy.uint64], dict(shape=(None,), order='C', device='cpu', writable=False)]) -> Annotated[NDArray[numpy.uint64], dict(shape=(None,), order='C')]:
     """XXH64 (seed 0) of each integer's 8 bytes, the lowest first."""

@@ -151,9 +151,9 @@ from satrap.config.optimizers import Adagrad
 from satrap.device.reference import *
 from satrap.device.reference import update as _update
 
-def update(values, state, runs, gradients, optimizer, *args, **options):
-    summed = _update(values, state, runs, gradients, optimizer, *args, **options)
-    if isinstance(optimizer, Adagrad):
+def update(values, state, runs, gradients, how):
+    summed = _update(values, state, runs, gradients, how)
+    if isinstance(how.optimizer, Adagrad):
         CHANGE
     return summed
 """

@@ -154,14 +154,6 @@ def test_a_parent_must_be_an_older_checkpoint(run: Path, name: str) -> None:
     assert f"{run / THREE} names {name!r} as its parent, which is no older checkpoint" in refused(run)
 
 
-def test_a_loop_of_an_older_release_has_no_checksums(run: Path) -> None:
-    """Its children name their parents without a checksum, so that a loop is easily made."""
-    older = {"format_version": 2, "tables": ["user", "item"]}
-    forge(run, TWO, **older, parent=THREE)
-    forge(run, THREE, **older, parent=TWO)
-    assert f"{run / TWO} names '{THREE}' as its parent" in refused(run)
-
-
 def test_a_parent_that_is_missing(run: Path) -> None:
     shutil.rmtree(run / TWO)
     assert f"{run / THREE} needs its parent '{TWO}', which is not in {run}" in refused(run)

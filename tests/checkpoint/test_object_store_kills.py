@@ -20,7 +20,7 @@ from object_stores import BUCKET, S3, running_moto, use
 from satrap.storage.open_folder import _bucket
 
 ROOT = f"s3://{BUCKET}"
-SCRIPT = Path(__file__).parents[1] / "checkpoint_job.py"
+SCRIPT = Path(__file__).parents[1] / "support/checkpoint_job.py"
 STEPS, KILLS = 8, 4
 
 

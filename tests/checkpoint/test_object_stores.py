@@ -284,7 +284,7 @@ def test_a_trainer_that_is_killed_during_a_save_leaves_a_version_that_is_swept(
     whole.train(every_steps=10**6)
     run = f"torn-{store.scheme}-{len(beside)}/run"
     url = f"{store.root}/{run}"
-    script = Path(__file__).parents[1] / "checkpoint_job.py"
+    script = Path(__file__).parents[1] / "support/checkpoint_job.py"
     with store.held(r"000002-step-2.*/state\.safetensors$") as (wait, _):
         child = subprocess.Popen([sys.executable, str(script), url, "4", *beside], stdout=subprocess.DEVNULL)
         wait()

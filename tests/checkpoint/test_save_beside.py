@@ -120,7 +120,7 @@ def test_servers_let_go_of_the_cut_of_a_killed_trainer(tmp_path: Path, is_replac
         held = stack.enter_context(held_writers())
 
         def old_bytes() -> list[int]:
-            states = [each._state for each in servers]
+            states = [each._fence.state for each in servers]
             return [0 if state is None else state.engine.cut_figures()["bytes"] for state in states]
 
         published = killed_in_a_save(tmp_path / "run", addresses, held, old_bytes)
@@ -144,7 +144,7 @@ def test_servers_let_go_of_the_cut_of_a_killed_trainer(tmp_path: Path, is_replac
 def killed_in_a_save(run: Path, addresses: list[str], held: Held, old_bytes: Callable[[], list[int]]) -> list[str]:
     """Run a trainer that saves beside training after each step, and kill it while servers keep old rows for its third
     save or a later one, of which they have written nothing; return its checkpoints."""
-    command = [sys.executable, str(Path(__file__).parents[1] / "checkpoint_job.py"), str(run), "12"]
+    command = [sys.executable, str(Path(__file__).parents[1] / "support/checkpoint_job.py"), str(run), "12"]
     command += [json.dumps({"servers": addresses}), "beside"]
     held.may_write.set()
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as trainer:

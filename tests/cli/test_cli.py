@@ -3,6 +3,7 @@
 import importlib.metadata
 import os
 import re
+import runpy
 import signal
 import socket
 import subprocess
@@ -101,7 +102,9 @@ def test_the_command_is_installed() -> None:
     assert done.stdout == f"satrap {__version__}\n"
 
 
-@pytest.mark.parametrize("command", ["run", "scale", "status", "server", "worker", "migrate", "keys", "doctor"])
+@pytest.mark.parametrize(
+    "command", ["run", "scale", "status", "server", "worker", "migrate", "keys", "doctor", "import"]
+)
 def test_every_option_has_help(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as done:
         main([command, "--help"])
@@ -112,12 +115,42 @@ def test_every_option_has_help(command: str, capsys: pytest.CaptureFixture[str])
         assert next_line or re.search(r"\S {2,}\S", option), f"{option} has no help"
 
 
+def test_the_page_of_commands_is_current(monkeypatch: pytest.MonkeyPatch) -> None:
+    path = Path(__file__).parents[2] / "docs" / "cli.md"
+    monkeypatch.setenv("COLUMNS", "0")  # the page sets it
+    assert runpy.run_path(str(path.with_suffix(".py")))["page"]() == path.read_text(), "run docs/cli.py"
+
+
 @pytest.mark.parametrize("arguments", [[], ["cure"], ["doctor", "--dim", "x"]])
 def test_misuse_is_refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as refused:
         main(arguments)
     assert refused.value.code == 2
     assert "usage: satrap" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "usage", "message"),
+    [
+        ("scale --severs 2", "satrap scale", "unrecognized arguments: --severs; did you mean --servers?"),
+        (
+            "run x.py --server 2",
+            "satrap run SCRIPT",
+            "--server; did you mean --servers?; put the script's own",
+        ),
+        ("run x.py --epochs=3", "satrap run SCRIPT", "--epochs=3; put the script's own arguments after --"),
+        ("status extra", "satrap status", "unrecognized arguments: extra"),
+        ("deploy render a --ouput b", "satrap deploy render JOB", "--ouput; did you mean --output?"),
+    ],
+)
+def test_an_unknown_option_names_the_nearest(
+    arguments: str, usage: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With the usage of its command."""
+    with pytest.raises(SystemExit):
+        main(arguments.split())
+    text = capsys.readouterr().err
+    assert text.startswith(f"usage: {usage}") and message in text
 
 
 @pytest.mark.parametrize(
@@ -219,3 +252,37 @@ def test_a_run_with_too_few_file_descriptors_is_refused(tmp_path: Path) -> None:
     assert not (tmp_path / "run").exists()
     allowed = run(int(found[2]))
     assert allowed.returncode == 0 and "it runs" in allowed.stdout, allowed.stderr
+
+
+def test_the_reuse_of_a_users_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pages = [number % 7 for number in range(400)]
+    lines = ["page,user", *(f"{page},{number}" for number, page in enumerate(pages))]
+    (path := tmp_path / "log.csv").write_text("\n".join(lines) + "\n")
+    command = ["doctor", str(path), "--ids", "page", "user", "--batch-size", "14"]
+    assert main(command) == 0
+    out = capsys.readouterr().out
+    assert re.search(r"^page +7 +0\.14 +100 % +100 % +100 % +100 % +- *$", out, re.MULTILINE), out
+    assert re.search(r"^user +392 +0\.00 +0 % +0 % +0 % +- +0 % *$", out, re.MULTILINE), out
+    assert "no id is in more than 14.3 % of the samples: by the bound, rows permit 2.6 times" in out
+    path.write_text("\n".join(["page,user", *(f"0,{number}" for number in range(400))]) + "\n")
+    assert main(command) == 0
+    assert "'page' has an id in 100 % of the samples" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (["--ids", "page"], "without FILES"),
+        (["log.csv", "--ids", "page"], "found at most 16 batches of 4096"),
+        (["log.csv", "--ids", "pages"], "pages"),
+        (["none.csv", "--ids", "page"], "none.csv"),
+    ],
+)
+def test_misuse_of_the_report_on_files(
+    arguments: list[str], complaint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "log.csv").write_text("page\n1\n2\n")
+    assert main(["doctor", *arguments]) == 1
+    assert complaint in capsys.readouterr().err

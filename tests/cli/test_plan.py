@@ -15,7 +15,7 @@ from satrap.planning.input_files import write_coefficients
 
 ROOT = Path(__file__).parents[2]
 MODEL, MACHINES = (str(ROOT / "examples/planning" / name) for name in ("clicks.toml", "machines.toml"))
-SCRIPT = str(ROOT / "tests/planned_job.py")
+SCRIPT = str(ROOT / "tests/support/planned_job.py")
 Capture = pytest.CaptureFixture[str]
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import fcntl
+import io
+import itertools
 import json
 import os
 import pty
@@ -15,7 +17,7 @@ import termios
 import threading
 import urllib.request
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -270,6 +272,44 @@ def test_a_run_that_is_not_live(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert "has ended" in capsys.readouterr().err
     assert main(["status", "--servers", "ipc:///nowhere"]) == 1
     assert main(["status", "--seconds", "0", "--folder", str(tmp_path)]) == 1
+
+
+@pytest.mark.parametrize(
+    ("records", "result"),
+    [
+        ([{"kind": "run"}, {"kind": "exit", "status": 3}], "the run has ended with exit status 3"),
+        ([{"kind": "run"}, {"kind": "exit", "status": None}], "the run has failed"),
+        ([], "the run has ended"),
+    ],
+)
+@pytest.mark.parametrize("as_json", [False, True])
+def test_watch_ends_with_the_result_of_the_run(
+    records: list[dict[str, Any]], result: str, as_json: bool, tmp_path: Path
+) -> None:
+    """Also if status.json is removed a little before the run gives up its folder."""
+    (tmp_path / "run.json").write_text("{}")
+    (tmp_path / "status.json").write_text(json.dumps(GOOD))
+    (tmp_path / "records").mkdir()
+    (tmp_path / "records" / "run.jsonl").write_text("".join(json.dumps(each) + "\n" for each in records))
+    out = io.StringIO()
+    with durable.opened(tmp_path) as lock, RunReader(tmp_path) as reader, ExitStack() as stack:
+        assert durable.try_lock(lock)
+        read = reader.read
+        readings = itertools.count()
+
+        def read_thrice() -> dict[str, Any]:
+            if next(readings) == 3:
+                (tmp_path / "status.json").unlink()
+                timer = threading.Timer(0.3, fcntl.flock, (lock, fcntl.LOCK_UN))
+                timer.start()
+                stack.callback(timer.join)
+            return read()
+
+        reader.read = read_thrice  # type: ignore[method-assign]
+        status.show_status(reader, watch=True, as_json=as_json, seconds=0.1, out=out)
+    *tables, last = out.getvalue().splitlines()
+    assert last == (json.dumps({"result": result}) if as_json else result)
+    assert out.getvalue().count("trainers are running") == 2 and tables
 
 
 GOOD: dict[str, Any] = {

@@ -352,7 +352,7 @@ def test_memory_does_not_grow_with_the_file(kind: str, tmp_path: Path) -> None:
         new = pa.ipc.new_stream if kind == "arrows" else pa.ipc.new_file
         with pa.OSFile(str(path), "wb") as file, new(file, table.schema) as writer:
             writer.write_table(table, max_chunksize=10**9 if kind == "arrow" else 2000)
-    program = Path(__file__).parents[1] / "source_memory_child.py"
+    program = Path(__file__).parents[1] / "support/source_memory_child.py"
     command = [sys.executable, str(program), kind, *map(str, paths)]
     exact = {**os.environ, "ARROW_DEFAULT_MEMORY_POOL": "system"}  # other memory pools keep freed memory
     found = subprocess.run(command, env=exact, capture_output=True, text=True, check=True, timeout=300).stdout

@@ -408,7 +408,7 @@ class Floats(Jagged):
 
 
 INVALID_ITEMS: list[tuple[Any, dict[str, Any], str]] = [
-    ([3], {}, "item 0 is an int; expected a dict of columns, an Inputs, or"),
+    ([3], {}, "item 0 is an int; expected a dict of columns, Arrow data, an Inputs, or"),
     ([{"a": [1]}, {"b": [1]}], {}, r"item 1 has no column 'a' \(feature 'a'\); known are 'b'"),
     ([{"a": [1, 2], "x": [1.0]}], {"dense": "x"}, "item 0 has columns of different lengths"),
     ([{"a": ([1],)}], {}, r"item 0: feature 'a' has 1 arrays; expected \(values, offsets\[, weights\]\)"),

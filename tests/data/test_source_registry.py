@@ -33,9 +33,9 @@ from satrap import (
 from satrap.config.features import Features
 from satrap.data.registry import is_portable, source_from_dict, source_to_dict
 from satrap.run_context import RunContext
-from satrap.worker.remote.client import RemoteWorker
+from satrap.worker.remote.client import RemoteRows
 from satrap.worker.remote.worker_spec import WorkerSpec
-from satrap.worker.sharded_rows import ShardedWorker
+from satrap.worker.sharded_rows import ShardedRows
 
 SOURCES = [
     Parquet(
@@ -162,17 +162,15 @@ def test_a_run_context_names_the_workers(monkeypatch: pytest.MonkeyPatch) -> Non
         )
         monkeypatch.setattr(satrap.run_context, "_here", place)
         for named, kind, address in (
-            (None, RemoteWorker, workers[0].address),
-            ([workers[1].address], RemoteWorker, workers[1].address),
-            ([], ShardedWorker, None),
+            (None, RemoteRows, workers[0].address),
+            ([workers[1].address], RemoteRows, workers[1].address),
+            ([], ShardedRows, None),
         ):
-            worker = Embeddings(of, deployment=Deployment(workers=named)).worker
-            assert type(worker) is kind
-            if isinstance(worker, RemoteWorker):
-                assert worker.connection.address == address
-                worker.connection.close()
-            assert isinstance(worker, ShardedWorker)
-            worker.servers.close()
+            rows = Embeddings(of, deployment=Deployment(workers=named)).worker.rows
+            assert type(rows) is kind
+            if isinstance(rows, RemoteRows):
+                assert rows.connection.address == address
+            rows.close()
 
 
 def test_the_worker_process_needs_no_torch() -> None:

@@ -271,7 +271,7 @@ def test_a_failed_write_leaves_no_file(tmp_path: Path, monkeypatch: pytest.Monke
 @pytest.mark.parametrize("write", [Clicks.write_criteo, Clicks.write_parquet])
 def test_without_pyarrow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, write: Any) -> None:
     monkeypatch.setitem(sys.modules, "pyarrow", None)
-    with pytest.raises(ConfigError, match=rf"Clicks\.{write.__name__} needs pyarrow.*pip install pyarrow"):
+    with pytest.raises(ConfigError, match=rf"Clicks\.{write.__name__} needs pyarrow.*pip install 'satrap\[arrow\]'"):
         write(Clicks(num_samples=10), tmp_path / "clicks")
 
 

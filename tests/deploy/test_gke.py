@@ -18,6 +18,7 @@ from satrap.deploy.job_file import parse_job
 from satrap.deploy.render import manifests
 
 FOLDER = Path(__file__).parents[2] / "deploy/gke"
+PAGE = FOLDER.parents[1] / "docs/deploy.md"
 JOB = parse_job([("deploy.toml", (FOLDER / "deploy.toml").read_text())])
 ALLOCATABLE = {
     "n2-standard-16": (1, 15, "56GiB"),
@@ -75,19 +76,22 @@ def test_the_queue_has_room_for_one_run() -> None:
 
 
 def test_the_overlay_names_what_the_base_refers_to() -> None:
-    for name in ("namespace.yaml", "priority.yaml", "service-account.yaml"):
+    for name in ("namespace.yaml", "priority.yaml", "service-account.yaml", "queue.yaml", "provisioning.yaml"):
         for each in documents(name):
             kubernetes_schemas.validate(each)
     (account,), (priority,), (namespace,) = map(documents, ("service-account.yaml", "priority.yaml", "namespace.yaml"))
     assert (account["metadata"]["name"], account["metadata"]["namespace"]) == (JOB.service_account, JOB.namespace)
     assert priority["metadata"]["name"] == JOB.priority and namespace["metadata"]["name"] == JOB.namespace
     (kustomization,) = documents("kustomization.yaml")
-    for_the_page = ["kueue-config.yaml", "node-config.yaml"]  # docs/deploy.md names them in commands
-    assert sorted([*kustomization["resources"], *for_the_page, "deploy.toml", "kustomization.yaml"]) == sorted(
-        each.name for each in FOLDER.iterdir()
-    )
-    page = (FOLDER.parents[1] / "docs/deploy.md").read_text()
-    assert all(f"deploy/gke/{name}" in page for name in for_the_page)
+    for_the_page = [
+        "kueue-config.yaml",
+        "node-config.yaml",
+        "provisioning.yaml",
+        "provisioning-patch.yaml",
+    ]  # named in its commands
+    named = {*kustomization["resources"], *for_the_page, "deploy.toml", "kustomization.yaml"}
+    assert named == {each.name for each in FOLDER.iterdir()}
+    assert all(f"deploy/gke/{name}" in PAGE.read_text() for name in for_the_page)
 
 
 def test_huge_pages_are_permitted_on_the_nodes_of_the_servers() -> None:
@@ -99,6 +103,18 @@ def test_huge_pages_are_permitted_on_the_nodes_of_the_servers() -> None:
     assert spec["tolerations"] == servers["spec"]["tolerations"]
 
 
+def test_provisioning_asks_for_the_machines_of_all_flavors_but_the_heads() -> None:
+    check, config = documents("provisioning.yaml")
+    assert check["spec"]["parameters"]["name"] == config["metadata"]["name"]
+    flavors = [each["metadata"]["name"] for each in documents("queue.yaml") if each["kind"] == "ResourceFlavor"]
+    (queue,) = [each for each in documents("queue.yaml") if each["kind"] == "ClusterQueue"]
+    (patch,) = documents("provisioning-patch.yaml")
+    queue["spec"] |= patch["spec"]
+    kubernetes_schemas.validate(queue)
+    (use,) = queue["spec"]["admissionChecksStrategy"]["admissionChecks"]
+    assert use["name"] == check["metadata"]["name"] and use["onFlavors"] == flavors[1:]
+
+
 def test_a_start_that_lacks_machines_ends() -> None:
     (found,) = documents("kueue-config.yaml")
     assert found["waitForPodsReady"]["blockAdmission"] is True and found["waitForPodsReady"]["timeout"] == "30m"
@@ -108,7 +124,7 @@ def test_a_start_that_lacks_machines_ends() -> None:
 def test_kustomize_builds_what_kubernetes_takes() -> None:
     command = ["kubectl", "kustomize", str(FOLDER)]
     text = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120).stdout
-    objects = [each for each in yaml.safe_load_all(text) if "kueue" not in each["apiVersion"]]
+    objects = list(yaml.safe_load_all(text))
     for each in objects:
         kubernetes_schemas.validate(each)
     (job,) = [each for each in objects if each["kind"] == "RayJob"]

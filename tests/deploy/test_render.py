@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from torch.distributed.run import parse_args as parse_torchrun
 
 import kubernetes_schemas
-from deploy_jobs import JOBS, pods_of, rendered
+from deploy_jobs import JOBS, host, pods_of, rendered
 from satrap.cli.main import _split_arguments
 from satrap.cli.parser import command_parser
 from satrap.cli.run_command import _resources
@@ -39,8 +39,7 @@ def size(quantity: str) -> int:
 @settings(max_examples=6)
 def test_kubernetes_takes_every_object(target: str, job: DeployJob) -> None:
     for each in rendered(job, target):
-        if each["kind"] != "PodMonitor":  # the operator's, whose definition is not here
-            kubernetes_schemas.validate(each)
+        kubernetes_schemas.validate(each)
         assert each["metadata"].get("namespace") == job.namespace
         assert len(each["metadata"]["name"]) <= 63
 
@@ -183,13 +182,13 @@ def test_the_commands_of_plain_pods_are_what_satrap_takes_and_name_each_other(jo
     services = {each["metadata"]["name"]: each["spec"] for each in objects if each["kind"] == "Service"}
     listening: dict[str, list[str]] = {}
     for role, (count, template) in pods_of(objects).items():
-        name = f"{job.name}-{role}"
-        assert services[name]["selector"].items() <= template["metadata"]["labels"].items()
-        assert services[name]["clusterIP"] == "None"
         (container,) = template["spec"]["containers"]
-        assert {each["port"] for each in services[name]["ports"]} == {
-            each["containerPort"] for each in container["ports"]
-        }
+        if job.queue is None:
+            service = services.pop(f"{job.name}-{role}")
+            assert service["selector"].items() <= template["metadata"]["labels"].items()
+            assert service["clusterIP"] == "None"
+            ports = {each["containerPort"] for each in container["ports"]}
+            assert {each["port"] for each in service["ports"]} == ports
         (secret,) = [each["secret"] for each in template["spec"]["volumes"] if each["name"] == "keys"]
         assert secret["defaultMode"] == 0o440 and template["spec"]["securityContext"]["fsGroup"]
         keys = {f"/keys/{each['path']}" for each in secret["items"]}
@@ -201,8 +200,7 @@ def test_the_commands_of_plain_pods_are_what_satrap_takes_and_name_each_other(jo
             options, _ = parsed(words)
             assert program == "satrap" and options.command == role.removesuffix("s") and options.number == number
             assert str(options.keys) in keys and options.threads == getattr(job, role).cpus
-            pod = f"{job.name}-{role}-{number}"
-            assert options.advertise == f"tcp://{pod}.{name}:{options.listen.rpartition(':')[2]}"
+            assert options.advertise == f"tcp://{host(job, role, number)}:{options.listen.rpartition(':')[2]}"
             listening.setdefault(role, []).append(options.advertise)
             if role == "servers":
                 assert str(options.shared).startswith("/dev/shm/") and options.checkpoints == list(
@@ -213,6 +211,7 @@ def test_the_commands_of_plain_pods_are_what_satrap_takes_and_name_each_other(jo
                 assert (options.advertise in options.join) is (job.servers.on_stop == "move")
             else:
                 assert options.data == list(job.storage.data)
+    assert not services
 
 
 def check_trainers(job: DeployJob, command: list[str], listening: dict[str, list[str]], keys: set[str]) -> None:
@@ -220,7 +219,7 @@ def check_trainers(job: DeployJob, command: list[str], listening: dict[str, list
     torchrun = parse_torchrun(words)
     assert program == "torchrun" and torchrun.module and torchrun.training_script == "satrap"
     assert int(torchrun.nnodes) * int(torchrun.nproc_per_node) == job.trainers.count
-    assert torchrun.rdzv_endpoint == f"{job.name}-trainers-0.{job.name}-trainers:29400"
+    assert torchrun.rdzv_endpoint == f"{host(job, 'trainers', 0)}:29400"
     options, arguments = parsed(torchrun.training_script_args)
     assert (options.command, options.script, arguments) == ("trainer", job.script, list(job.arguments))
     assert options.servers == listening["servers"] and options.workers == listening.get("workers", [])

@@ -1,9 +1,9 @@
 """Rendered manifests, carried out: the command of every pod runs as processes with networks and files of their own
-(tests/pods.py). A node is lost, its pod starts again elsewhere with empty memory, and training ends with the bits of a
-run on one machine.
+(tests/support/pods.py). A node is lost, its pod starts again elsewhere with empty memory, and training ends with the
+bits of a run on one machine.
 
-KubeRay's part is tests/kuberay_pods.py. Its cluster has no dashboard, so the entrypoint is submitted on the head
-(tests/ray_submit.py) and the probe of the dashboard is not tried."""
+KubeRay's part is tests/support/kuberay_pods.py. Its cluster has no dashboard, so the entrypoint is submitted on the
+head (tests/support/ray_submit.py) and the probe of the dashboard is not tried."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from deploy_jobs import pods_of, rendered
+from deploy_jobs import host, pods_of, rendered
 from kuberay_pods import ray_pods
 from loop import NUM_IDS
 from pods import Pod, Pods, pods
@@ -52,12 +52,16 @@ def write_data(path: Path, rng: np.random.Generator) -> None:
     pq.write_table(pa.table(columns), path, row_group_size=80)
 
 
-@pytest.mark.parametrize(("lost", "num_trainers"), [("servers", 1), ("trainers", 1), ("servers", 2)])
+@pytest.mark.parametrize(
+    ("lost", "num_trainers", "queue"),
+    [("servers", 1, None), ("trainers", 1, None), ("servers", 2, None), ("servers", 1, "queue")],
+)
 def test_a_rendered_run_survives_the_loss_of_a_node(
-    tmp_path: Path, rng: np.random.Generator, lost: str, num_trainers: int
+    tmp_path: Path, rng: np.random.Generator, lost: str, num_trainers: int, queue: str | None
 ) -> None:
-    with run_at_step_30(tmp_path, rng, num_trainers) as run:
-        name = f"smoke-{lost}-{run.templates[lost][0] - 1}"
+    """queue: of Kueue, for which the run is one JobSet."""
+    with run_at_step_30(tmp_path, rng, smoke_job(num_trainers, queue)) as run:
+        name = run.names(lost)[-1]
         run.pods[name].kill_node()
         run.start(name)
         assert "resumed" in run.end()
@@ -65,7 +69,7 @@ def test_a_rendered_run_survives_the_loss_of_a_node(
 
 def test_a_rolling_restart_of_the_servers_loses_nothing(tmp_path: Path, rng: np.random.Generator) -> None:
     """Each pod of the StatefulSet is deleted in turn, once the pod before is ready again."""
-    with run_at_step_30(tmp_path, rng, 1) as run:
+    with run_at_step_30(tmp_path, rng, smoke_job(1)) as run:
         for name in ("smoke-servers-0", "smoke-servers-1"):
             pod = run.pods[name]
             pod.terminate()
@@ -80,6 +84,7 @@ def test_a_rolling_restart_of_the_servers_loses_nothing(tmp_path: Path, rng: np.
 class Run:
     """A rendered run without Ray."""
 
+    job: DeployJob
     cluster: Pods
     templates: dict[str, tuple[int, dict[str, Any]]]
     shared: Path
@@ -87,11 +92,15 @@ class Run:
     pods: dict[str, Pod] = field(default_factory=dict)
 
     def names(self, *roles: str) -> list[str]:
-        return [f"smoke-{role}-{index}" for role in roles for index in range(self.templates[role][0])]
+        names = [host(self.job, role, index) for role in roles for index in range(self.templates[role][0])]
+        return [each.partition(".")[0] for each in names]
+
+    def service(self, name: str) -> str:
+        return host(self.job, name.split("-")[1], 0).partition(".")[2]
 
     def start(self, name: str) -> None:
-        _, role, index = name.split("-")
-        self.pods[name] = self.cluster.start(name, f"smoke-{role}", self.templates[role][1]["spec"], int(index))
+        spec = self.templates[name.split("-")[1]][1]["spec"]
+        self.pods[name] = self.cluster.start(name, self.service(name), spec, int(name.rpartition("-")[2]))
 
     def has_joined(self, name: str) -> bool:
         return '"event": "joined"' in self.pods[name].log.read_text() or has_ended(self.pods)
@@ -111,14 +120,14 @@ class Run:
 
 
 @contextmanager
-def run_at_step_30(folder: Path, rng: np.random.Generator, num_trainers: int) -> Iterator[Run]:
-    shared, app, expected = prepare(folder, rng, num_trainers)
+def run_at_step_30(folder: Path, rng: np.random.Generator, job: DeployJob) -> Iterator[Run]:
+    shared, app, expected = prepare(folder, rng, job.trainers.count)
     create_keys(folder / "keys")
-    templates = pods_of(rendered(smoke_job(num_trainers), "kubernetes"))
+    templates = pods_of(rendered(job, "kubernetes"))
     with pods(folder, {"runs": shared, "smoke-keys": folder / "keys"}, app) as cluster:
-        run = Run(cluster, templates, shared, expected)
+        run = Run(job, cluster, templates, shared, expected)
         for name in run.names(*templates):
-            cluster.name(name, name.rpartition("-")[0])
+            cluster.name(name, run.service(name))
         for name in run.names(*templates):
             run.start(name)
         wait_until(lambda: num_checkpoints(shared / "job") >= 2 or has_ended(run.pods))
@@ -181,7 +190,7 @@ needs_prometheus = pytest.mark.skipif(
 
 @needs_prometheus
 def test_prometheus_scrapes_every_pod_at_its_annotated_port(tmp_path: Path, rng: np.random.Generator) -> None:
-    with run_at_step_30(tmp_path, rng, 1) as run:
+    with run_at_step_30(tmp_path, rng, smoke_job(1)) as run:
         targets = []
         for name in run.names(*run.templates):
             annotations = run.templates[name.split("-")[1]][1]["metadata"]["annotations"]
@@ -304,9 +313,10 @@ def prepare(
     return shared, {"/app": app}, expected
 
 
-def smoke_job(num_trainers: int) -> DeployJob:
+def smoke_job(num_trainers: int, queue: str | None = None) -> DeployJob:
     return DeployJob(
         name="smoke",
+        queue=queue,
         script="/app/run_job.py",
         image=Image(cpu="satrap:1"),
         arguments=["/shared/job", "0", "0", "/shared/data.parquet"],

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from satrap.config.optimizers import SGD, Adagrad, Adam, Ftrl, RowWiseAdagrad
 from satrap.config.tables import Table
+from satrap.device.collective_updates import StepOrder
 from satrap.device.segments import JoinedIds, TableGroups, send_to_all
-from satrap.device.step_order import StepOrder
 from satrap.device.table_shards import Columns, capacities_of
 from satrap.errors import ConfigError, StreamError
 from satrap.table.engine import native_config

@@ -13,7 +13,7 @@ import pytest
 
 from trainers import Trainers, require_same_as_alone
 
-CHILD = Path(__file__).parents[1] / "collective_child.py"
+CHILD = Path(__file__).parents[1] / "support/collective_child.py"
 
 
 @pytest.fixture(scope="module")
@@ -286,13 +286,14 @@ def test_columns_need_as_many_as_there_are_trainers(trainers: Trainers, tmp_path
 def test_all_trainers_give_collectives_to_their_devices_in_one_order(
     trainers: Trainers, world_size: int, staleness: int, device: str, tmp_path: Path, seed: int
 ) -> None:
-    """Lookups, updates and dense gradients are sent by three threads, which each trainer runs at another pace. Two
+    """Lookups, updates and what the dense network sends have a thread each, at another pace on each trainer. Two
     devices that are given collectives in different orders wait for each other forever."""
     how: dict[str, Any] = {"staleness": staleness, "launches": True, "seed": seed, "num_batches": 12 * world_size}
     found = trainers.run([], world_size, tmp_path, **how, device=device)
     orders = [each["launched"] for each in found]
     assert all(order == orders[0] for order in orders)
-    assert {"lookups", "updates", "gradients"} == set(orders[0])
-    of_rows = [kind for kind in orders[0] if kind != "gradients"]
+    assert {"lookups", "updates", "gradients", "buffers"} == set(orders[0])
+    assert found[0]["buffers"][-1] == 11 and all(each["buffers"] == found[0]["buffers"] for each in found)
+    of_rows = [kind for kind in orders[0] if kind in ("lookups", "updates")]
     if staleness:
         assert of_rows != ["lookups", "updates"] * (len(of_rows) // 2), "lookups run ahead of updates"

@@ -23,7 +23,7 @@ from satrap.data.inputs import Inputs
 from satrap.device import device_ids, reference
 from satrap.device.device_ids import DeviceIds, GroupedIds
 from satrap.errors import CapacityError, InputError, NonFiniteError, TicketError
-from satrap.worker.local_rows import LocalWorker
+from satrap.worker.local_rows import local_worker
 
 
 @pytest.fixture(autouse=True)
@@ -44,7 +44,7 @@ def stays(monkeypatch: pytest.MonkeyPatch) -> None:
 def three(declared: Features, **options: Any) -> list[Any]:
     """Workers with rows in the core, and on a device with ids in CPU memory and on the device."""
     return [
-        LocalWorker(declared, seed=3, num_threads=2),
+        local_worker(declared, seed=3, num_threads=2),
         ArrayWorker(declared, "cpu", seed=3, num_threads=2, **options),
         SortingWorker(declared, "cpu", seed=3, num_threads=2, **options),
     ]

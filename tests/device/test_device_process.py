@@ -28,7 +28,7 @@ from satrap.config.optimizers import SGD, Adagrad, Adam
 from satrap.config.tables import Normal, Table, Zeros
 from satrap.data.inputs import Inputs
 from satrap.device import reference
-from satrap.device.device_worker import DeviceWorker
+from satrap.device.device_rows import device_worker
 from satrap.device.row_memory import RowMemory
 from satrap.device.runs import Runs
 from satrap.errors import CapacityError
@@ -50,7 +50,7 @@ def test_threads_lose_no_update(device_memory: int | None, tmp_path: Path) -> No
     """Rows become minus the sum of their gradients, whatever the order; others read, save and check meanwhile. In two
     tiers, rows go home between their lookup and their update."""
     features = one_table(optimizer=SGD(1.0), initial=Zeros(), num_buckets=4)
-    worker = DeviceWorker(features, "cpu", num_threads=2, device_memory=device_memory)
+    worker: Any = device_worker(features, "cpu", num_threads=2, device_memory=device_memory)
     store, universe, steps, callers = worker.tables["t"], 200, 60, 3
     done = np.zeros(universe)
 
@@ -88,7 +88,7 @@ def test_threads_lose_no_update(device_memory: int | None, tmp_path: Path) -> No
 
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
 def test_a_fork_is_refused_whatever_is_held(tmp_path: Path) -> None:
-    worker = DeviceWorker(one_table(), "cpu", num_threads=2)
+    worker: Any = device_worker(one_table(), "cpu", num_threads=2)
     looked = worker.lookup(batch(UNIVERSE))
     ticket: Any = looked.ticket
     store, home, zeros = worker.tables["t"], os.getpid(), torch.zeros(len(UNIVERSE), 3)
@@ -105,7 +105,7 @@ def test_a_fork_is_refused_whatever_is_held(tmp_path: Path) -> None:
         lambda: store.save(tmp_path / "saved"),
         lambda: worker.tables.restore({"t": [tmp_path / "saved"]}),
     ]
-    with worker._device_rows._engine.exclusive():
+    with worker.rows._engine.exclusive():
 
         def body() -> None:
             for call in calls:
@@ -118,7 +118,7 @@ def test_a_fork_is_refused_whatever_is_held(tmp_path: Path) -> None:
 
 def test_they_can_be_neither_copied_nor_pickled() -> None:
     for each in (
-        DeviceWorker(one_table(), "cpu", num_threads=1),
+        device_worker(one_table(), "cpu", num_threads=1),
         Embeddings({"one": Table("t", dim=3)}, num_threads=1, device="cpu"),
     ):
         for attempt in (copy.deepcopy, pickle.dumps):
@@ -129,13 +129,13 @@ def test_they_can_be_neither_copied_nor_pickled() -> None:
 def test_rows_are_freed_without_the_collector() -> None:
     gc.disable()
     try:
-        worker = DeviceWorker(one_table(), "cpu", num_threads=1)
+        worker: Any = device_worker(one_table(), "cpu", num_threads=1)
         looked = worker.lookup(batch(UNIVERSE))
-        engine = weakref.ref(worker._device_rows._engine)
+        engine = weakref.ref(worker.rows._engine)
         del worker, looked
         assert engine() is None
         embeddings = Embeddings({"one": Table("t", dim=3)}, num_threads=1, device="cpu")
-        engine = weakref.ref(embeddings.worker._device_rows._engine)  # type: ignore[union-attr]
+        engine = weakref.ref(embeddings.worker.rows._engine)  # type: ignore[attr-defined]
         embeddings.worker.lookup(batch(UNIVERSE))
         next(embeddings.stream([batch(UNIVERSE)], train=False))
         del embeddings
@@ -145,10 +145,10 @@ def test_rows_are_freed_without_the_collector() -> None:
 
 
 def test_a_restore_frees_the_rows_before(tmp_path: Path) -> None:
-    worker = DeviceWorker(one_table(), "cpu", num_threads=1)
+    worker: Any = device_worker(one_table(), "cpu", num_threads=1)
     worker.lookup(batch(UNIVERSE))
     worker.tables["t"].save(tmp_path)
-    before = weakref.ref(worker._device_rows._engine)
+    before = weakref.ref(worker.rows._engine)
     worker.tables.restore({"t": [tmp_path]})
     gc.collect()
     assert before() is None
@@ -187,7 +187,7 @@ def test_rows_whose_values_could_not_be_written_get_them_later(
 
 def test_memory_for_the_rows_that_are_needed_is_enough(monkeypatch: pytest.MonkeyPatch) -> None:
     """Memory grows by half, and by what a batch needs where that does not fit."""
-    worker = DeviceWorker(one_table(), "cpu", num_threads=1)
+    worker: Any = device_worker(one_table(), "cpu", num_threads=1)
     worker.lookup(batch(np.arange(100)))
     empty = RowMemory._empty
 
@@ -207,8 +207,8 @@ def test_memory_for_the_rows_that_are_needed_is_enough(monkeypatch: pytest.Monke
 def test_the_memory_of_bounded_tables_is_allocated_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is never copied to grow, which would take 2.5 times as much. A table that may grow is none of them."""
     two = {name: Table(name, dim=3, capacity=100, num_buckets=2) for name in ("a", "b")}
-    worker = DeviceWorker(Features(two), "cpu", num_threads=1)
-    memory = worker._device_rows._engine.memories[0]
+    worker: Any = device_worker(Features(two), "cpu", num_threads=1)
+    memory = worker.rows._engine.memories[0]
     inputs = [Inputs(names=("a", "b"), values=np.arange(2 * n, dtype=np.uint64) + 9, batch_size=n) for n in (1, 60)]
     worker.lookup(inputs[0])
     address = memory.values.data_ptr()
@@ -218,14 +218,14 @@ def test_the_memory_of_bounded_tables_is_allocated_at_once(monkeypatch: pytest.M
         inputs[1].values[:] += np.uint64(40)
     worker.tables["a"].check()
     assert memory.values.data_ptr() == address and len(memory.values) == 200
-    grows = DeviceWorker(one_table(capacity=100, on_full="grow"), "cpu", num_threads=1)
+    grows: Any = device_worker(one_table(capacity=100, on_full="grow"), "cpu", num_threads=1)
     grows.lookup(batch([1]))
-    assert len(grows._device_rows._engine.memories[0].values) == 1
+    assert len(grows.rows._engine.memories[0].values) == 1
 
     def fail(*_: object) -> None:
         raise torch.OutOfMemoryError("full")
 
-    full = DeviceWorker(one_table(capacity=500), "cpu", num_threads=1)
+    full: Any = device_worker(one_table(capacity=500), "cpu", num_threads=1)
     monkeypatch.setattr(RowMemory, "_empty", fail)
     expected = "tables 't': cpu has no memory for 500 rows, all that their capacity permits: expected 12,000 bytes"
     with pytest.raises(CapacityError, match=expected):

@@ -21,8 +21,8 @@ from satrap.config.features import Features
 from satrap.config.tables import Table
 from satrap.data.inputs import Inputs
 from satrap.device import device_ids
-from satrap.device.device_worker import DeviceWorker
-from satrap.device.row_layout import RowLayout
+from satrap.device.device_rows import device_worker
+from satrap.device.home_memory import RowLayout
 from satrap.errors import CapacityError
 from satrap.table.engine import native_config
 from satrap.table.store import Store
@@ -30,11 +30,11 @@ from store_machine import StoreMachine, tables
 
 
 class DeviceStore:
-    """The methods of a Store over one table of a DeviceWorker."""
+    """The methods of a Store over one table on a device."""
 
     def __init__(self, table: Table, seed: int, num_threads: int, **options: Any) -> None:
-        self.worker = DeviceWorker(Features({"id": table}), "cpu", seed=seed, num_threads=num_threads, **options)
-        self.store = self.worker.tables[table.name]
+        self.worker = device_worker(Features({"id": table}), "cpu", seed=seed, num_threads=num_threads, **options)
+        self.store: Any = self.worker.tables[table.name]
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.store, name)

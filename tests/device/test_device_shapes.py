@@ -18,8 +18,8 @@ from satrap.config.features import Features
 from satrap.config.optimizers import SGD, Adagrad, Adam, RowWiseAdagrad
 from satrap.config.tables import Constant, Table
 from satrap.data.inputs import Inputs
-from satrap.device.device_worker import DeviceWorker
-from satrap.device.kernels import require_possible
+from satrap.device.device_rows import device_worker
+from satrap.device.torch_device import require_possible
 from satrap.errors import ConfigError, InputError
 
 
@@ -98,7 +98,7 @@ def test_an_update_without_any_gradient() -> None:
 
 
 def test_a_block_of_the_caller(rng: np.random.Generator) -> None:
-    worker = DeviceWorker(of_dim(3), "cpu", num_threads=1)
+    worker: Any = device_worker(of_dim(3), "cpu", num_threads=1)
     inputs = draw_bags(rng, worker.features, 4).inputs()
     expected = worker.lookup(inputs, step=1).block
     block = torch.full((4, 6), 7.0)
@@ -117,7 +117,7 @@ def test_gradients_of_any_strides(strides: str, rng: np.random.Generator) -> Non
         "expanded": numbers[0, :6].expand(4, 6),
         "every second": torch.cat([numbers, numbers])[::3, 1:7],
     }[strides]
-    worker, other = (DeviceWorker(of_dim(3), "cpu", num_threads=1) for _ in range(2))
+    worker, other = (device_worker(of_dim(3), "cpu", num_threads=1) for _ in range(2))
     inputs = draw_bags(rng, worker.features, 4).inputs()
     for each, given in ((worker, gradient), (other, gradient.contiguous())):
         looked = each.lookup(inputs, step=1)
@@ -161,7 +161,7 @@ def test_torch_in_another_state(state: str, rng: np.random.Generator) -> None:
 def test_features_and_dims_are_checked() -> None:
     features: Any = {"item": Table("item", dim=3)}
     with pytest.raises(ConfigError, match=r"features is a dict; expected a satrap\.config\.features\.Features"):
-        DeviceWorker(features, "cpu")
+        device_worker(features, "cpu")
     wide = [Table("wide", dim=4097)]
     with pytest.raises(ConfigError, match="table 'wide' has dim 4097; expected at most 4096, for rows on cuda:0"):
         require_possible(wide, torch.device("cuda:0"))

@@ -20,8 +20,8 @@ from satrap.config.features import Features
 from satrap.config.optimizers import Adagrad, Adam
 from satrap.config.tables import Constant, Feature, MinCount, Normal, Probability, Table, Uniform
 from satrap.data.inputs import Inputs
-from satrap.device.device_worker import DeviceWorker
-from satrap.device.row_layout import RowLayout
+from satrap.device.device_rows import device_worker
+from satrap.device.home_memory import RowLayout
 from satrap.device.row_memory import RowMemory
 from satrap.errors import CapacityError, InputError, NonFiniteError, SatrapError, TicketError
 from satrap.table.store import Store
@@ -147,7 +147,7 @@ def test_gradients_that_are_not_finite(on_nonfinite: Any, bad: float, device: st
 
 
 def test_what_is_refused_changes_nothing(rng: np.random.Generator) -> None:
-    worker = DeviceWorker(features(), CPU, num_threads=1)
+    worker: Any = device_worker(features(), CPU, num_threads=1)
     inputs = draw_bags(rng, worker.features, 4).inputs()
     looked = worker.lookup(inputs, step=1)
     ticket: Any = looked.ticket
@@ -212,7 +212,7 @@ def test_snapshots_are_those_of_the_core(dtype: Any, device: str, rng: np.random
 
 def test_memory_grows_with_the_rows_and_frames_are_used_again(device: str) -> None:
     item = Table("item", dim=4, capacity=64, num_buckets=1)
-    worker = DeviceWorker(Features({"item": item}), device, num_threads=1)
+    worker = device_worker(Features({"item": item}), device, num_threads=1)
     for step in range(1, 50):
         ids = np.arange(step * 10, step * 10 + 16, dtype=np.uint64)
         looked = worker.lookup(Inputs(names=("item",), values=ids, batch_size=16), step=step)
@@ -221,7 +221,7 @@ def test_memory_grows_with_the_rows_and_frames_are_used_again(device: str) -> No
         worker.tables["item"].check()
     store = worker.tables["item"]
     assert len(store) == 64 and store.stats()["evicted"] > 300
-    assert len(worker._rows._engine.memory(0).values) <= 120  # type: ignore[attr-defined]
+    assert len(worker.rows._engine.memory(0).values) <= 120  # type: ignore[attr-defined]
 
 
 def test_the_error_of_a_gpu_without_memory_has_the_bytes_that_are_free(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -246,7 +246,7 @@ def test_the_error_of_a_gpu_without_memory_has_the_bytes_that_are_free(monkeypat
 
 def test_a_device_without_memory_is_an_error_that_changes_nothing(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     item = Table("item", dim=4)
-    worker = DeviceWorker(Features({"item": item}), device, num_threads=1)
+    worker = device_worker(Features({"item": item}), device, num_threads=1)
     first = Inputs(names=("item",), values=UNIVERSE, batch_size=len(UNIVERSE))
     worker.lookup(first, step=1)
     before = contents(worker)
@@ -257,7 +257,7 @@ def test_a_device_without_memory_is_an_error_that_changes_nothing(device: str, m
     many = Inputs(names=("item",), values=np.arange(100, 200, dtype=np.uint64), batch_size=100)
     with monkeypatch.context() as patched:
         patched.setattr("satrap.device.row_memory.torch.empty", full)
-        patched.setattr(worker._rows, "empty", lambda lines, floats: torch.zeros((lines, floats), device=device))
+        patched.setattr(worker.rows, "empty", lambda lines, floats: torch.zeros((lines, floats), device=device))
         expected = rf"tables 'item': {device}.* has no memory for 1\d\d rows: expected [\d,]+ bytes"
         with pytest.raises(CapacityError, match=expected + (".* bytes free" if device == "cuda" else "")):
             worker.lookup(many, step=2)

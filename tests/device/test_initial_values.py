@@ -18,8 +18,8 @@ from satrap import _core
 from satrap.config.optimizers import SGD, Adagrad, Adam, Ftrl, Optimizer, RowWiseAdagrad
 from satrap.config.tables import Constant, Normal, ScaledUniform, Table, Uniform, Zeros
 from satrap.device import exact, initial_values
+from satrap.device.home_memory import RowLayout
 from satrap.device.initial_values import InitialValues
-from satrap.device.row_layout import RowLayout
 from satrap.table.engine import native_config
 
 INITIALS = {
@@ -144,7 +144,7 @@ JITFunction.run = lambda self, *args, grid, warmup, **how: compiled.append(
 )
 from satrap.config.tables import Normal, Table
 from satrap.device.initial_values import InitialValues
-from satrap.device.row_layout import RowLayout
+from satrap.device.home_memory import RowLayout
 from satrap.device.triton_initial import initialise
 
 initial = InitialValues.of(Table("t", dim=16, initial=Normal()), 1, torch.device("cpu"))

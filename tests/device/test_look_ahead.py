@@ -155,4 +155,4 @@ def test_batches_found_ahead_are_dropped_with_the_stream(rng: np.random.Generato
     stream = embeddings.stream(batches(rng, 6), overlap=True)
     next(stream)
     stream.close()
-    assert not stream._look_up._resolved
+    assert all(batch.request is None for batch in stream._ledger.to_look_up)

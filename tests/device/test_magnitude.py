@@ -12,7 +12,7 @@ from torch import Tensor
 
 from loop import batches, job, train
 from satrap.device import device_rows
-from satrap.device.magnitude import Magnitude
+from satrap.device.device_blocks import Magnitude
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])

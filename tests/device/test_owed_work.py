@@ -17,7 +17,7 @@ from satrap.config.features import Features
 from satrap.data.inputs import Inputs
 from satrap.device import home_memory, reference
 from satrap.device.device_engine import DeviceEngine
-from satrap.device.device_worker import DeviceWorker
+from satrap.device.device_rows import device_worker
 from satrap.device.home_memory import HomeMemory
 from satrap.device.row_memory import RowMemory
 from satrap.errors import CapacityError
@@ -34,9 +34,9 @@ def two_pools(**options: Any) -> Features:
     )
 
 
-def worker_of(features: Features, device: str, frames: int = ROWS) -> DeviceWorker:
+def worker_of(features: Features, device: str, frames: int = ROWS) -> Any:
     sizes: dict[str, int | str] = {"a": 32 * frames, "b": 64 * frames}
-    return DeviceWorker(features, device, seed=1, num_threads=1, device_memory=sizes)
+    return device_worker(features, device, seed=1, num_threads=1, device_memory=sizes)
 
 
 def batch(features: Features, number: int) -> Inputs:
@@ -44,13 +44,13 @@ def batch(features: Features, number: int) -> Inputs:
     return Inputs(names=features.names, values=np.tile(ids, len(features)), batch_size=ROWS)
 
 
-def look_up(worker: DeviceWorker, number: int, step: int) -> None:
+def look_up(worker: Any, number: int, step: int) -> None:
     found = worker.lookup(batch(worker.features, number), step=step, oldest_open=step, train=True)
     assert found.ticket is not None
     worker.drop(found.ticket)
 
 
-def contents(worker: DeviceWorker) -> list[bytes]:
+def contents(worker: Any) -> list[bytes]:
     ids = np.arange(6 * ROWS, dtype=np.uint64)
     for table in worker.tables.values():
         table.check()
@@ -92,7 +92,7 @@ def test_a_move_that_fails_between_two_pools_is_done_once(
 def test_rows_of_an_import_that_fails_are_written_later(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The core knows them by then."""
     worker = worker_of(two_pools(), device)
-    engine: DeviceEngine = worker._device_rows._engine
+    engine: DeviceEngine = worker.rows._engine
     ids, steps = np.arange(3, dtype=np.uint64), np.ones(3, np.uint32)
     values, state = np.full((3, 4), 5.0, np.float32), np.full((3, 4), 6.0, np.float32)
     works = RowMemory.write
@@ -117,7 +117,7 @@ def test_skipped_gradients_are_counted_once(device: str) -> None:
     gradients[:3, 1], gradients[5, 3] = np.nan, np.inf
     inputs = batch(workers[0].features, 0)
     tickets = [worker.lookup(inputs, step=1).ticket for worker in workers]
-    engine = workers[1]._device_rows._engine
+    engine = workers[1].rows._engine
     core, has_failed = engine.core, list[int]()
 
     class Failing:
@@ -147,8 +147,8 @@ def test_memory_at_home_is_allocated_ahead_and_without_the_lock(device: str, mon
     needs it."""
     monkeypatch.setattr(home_memory, "SEGMENT_BYTES", 1024)
     features = Features({"a": Table("a", dim=4, optimizer=Adagrad(lr=0.1), initial=Normal(std=1.0))})
-    worker = DeviceWorker(features, device, num_threads=1, device_memory={"a": 32 * ROWS})
-    engine: DeviceEngine = worker._device_rows._engine
+    worker: Any = device_worker(features, device, num_threads=1, device_memory={"a": 32 * ROWS})
+    engine: DeviceEngine = worker.rows._engine
     home, allocate, needed = engine.memories[0].home, HomeMemory._allocate, []
     assert home is not None
 
@@ -208,7 +208,7 @@ def test_a_step_whose_rounding_fails_is_taken_once(monkeypatch: pytest.MonkeyPat
     features = Features({"t": Table("t", dim=4, optimizer=Adagrad(lr=0.1), dtype="bfloat16", initial=Normal(std=1.0))})
     gradients, read = torch.ones(ROWS, 4), list[list[bytes]]()
     for fails in (False, True):
-        worker = DeviceWorker(features, "cpu", seed=1, num_threads=1)
+        worker: Any = device_worker(features, "cpu", seed=1, num_threads=1)
         ticket = worker.lookup(batch(features, 0), step=1).ticket
         assert ticket is not None
         if fails:

@@ -17,8 +17,8 @@ from satrap import SGD, Adagrad, Embeddings, Inputs, Normal, Table
 from satrap.config.features import Features
 from satrap.data.inputs import Position
 from satrap.device import device_ids, home_memory
+from satrap.device.device_rows import device_worker
 from satrap.device.device_stream import DeviceStream, new_stream
-from satrap.device.device_worker import DeviceWorker
 from satrap.train.batch_lookup import BatchLookup
 from stream_recorder import Recorder, recorded
 
@@ -104,7 +104,7 @@ def train(
                 if number == 3 and accumulate == 1:  # dropped
                     optimizer.zero_grad()
                     continue
-                for held in stream._held:
+                for held in stream._ledger.held():
                     held.weight = weight
                 if number % accumulate == 0:
                     optimizer.step()
@@ -238,7 +238,7 @@ def test_waits_and_passes_of_a_step(overlap: bool, scaled: bool, recorder: Recor
 def test_calls_of_a_worker_are_ordered_with_the_callers_stream(recorder: Recorder, rng: np.random.Generator) -> None:
     """Without a stream of batches: its work comes after what the caller has computed, and before what follows."""
     with recorder.recording(), new_stream(CPU).running():
-        worker = DeviceWorker(Features(features()), CPU, num_threads=1)
+        worker = device_worker(Features(features()), CPU, num_threads=1)
         for number, inputs in enumerate(batches(rng, 4), 1):
             block = torch.ones(SIZE, 2 * DIM) * 7.0
             found = worker.lookup(inputs, step=number, block=block)

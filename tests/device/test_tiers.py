@@ -21,10 +21,11 @@ from satrap import Adagrad, Checkpoint, Embeddings, MinCount, RowWiseAdagrad, Ta
 from satrap.config.features import Features
 from satrap.data.inputs import Inputs, Position
 from satrap.device import home_memory, reference
-from satrap.device.device_worker import DeviceWorker
+from satrap.device.device_rows import DeviceRows, device_worker
 from satrap.device.home_memory import HomeMemory
 from satrap.errors import CapacityError, ConfigError
-from satrap.worker.local_rows import LocalWorker
+from satrap.worker.local_rows import local_worker
+from satrap.worker.rows import BagRequest
 
 NUM_IDS, SIZE, ROW = 600, 8, 32
 TIERS: dict[str, Any] = {
@@ -133,7 +134,7 @@ def test_tables_of_every_kind_share_a_device(device: str, rng: np.random.Generat
     declared = Features({"user": user, "item": item, "history": item.sequence(3), "other": replace(item, name="b")})
     memory: dict[str, Any] = {"user": 20 * 10, "item": 20 * ROW, "b": "none"}
     tiered = ArrayWorker(declared, device, seed=1, num_threads=2, device_memory=memory)
-    workers: list[Any] = [LocalWorker(declared, seed=1, num_threads=2), tiered]
+    workers: list[Any] = [local_worker(declared, seed=1, num_threads=2), tiered]
     for step in range(1, 30):
         values = rng.integers(0, 70, 24).astype(np.uint64)
         inputs = Inputs(names=tuple(declared), values=values, offsets=np.arange(25), batch_size=6)
@@ -190,21 +191,22 @@ def test_batches_are_found_ahead_again_after_one_that_did_not_fit(device: str, m
     sizes[large - 1] = 10
     ids = np.split(np.arange(sum(sizes)) % 70, np.cumsum(sizes)[:-1])
     data = [batch(of_step) for of_step in ids]
-    resolve, refused = DeviceWorker.resolve, []
+    resolve, refused = DeviceRows.resolve, []
     is_refused, is_found_again = threading.Event(), threading.Event()
 
-    def note(worker: DeviceWorker, inputs: Inputs, *, step: int, oldest_open: int) -> Any:
+    def note(rows: DeviceRows, request: BagRequest) -> BagRequest:
+        assert request.step is not None
         try:
-            request = resolve(worker, inputs, step=step, oldest_open=oldest_open)
+            resolved = resolve(rows, request)
         except CapacityError:
-            refused.append(step)
+            refused.append(request.step)
             is_refused.set()
             raise
-        if step > large:
+        if request.step > large:
             is_found_again.set()
-        return request
+        return resolved
 
-    monkeypatch.setattr(DeviceWorker, "resolve", note)
+    monkeypatch.setattr(DeviceRows, "resolve", note)
     declared, rows = one_table(), []
     tiered: dict[str, Any] = {"device": device, "device_memory": 12 * ROW}
     for where in (tiered, {}):
@@ -272,7 +274,7 @@ def batch(ids: Any) -> Inputs:
 
 
 def test_a_batch_that_does_not_fit_is_refused_by_name(device: str) -> None:
-    worker = DeviceWorker(one_table(), device, num_threads=1, device_memory=5 * ROW)
+    worker = device_worker(one_table(), device, num_threads=1, device_memory=5 * ROW)
     expected = "table 't': the batch has 6 unique ids; expected at most 5, the rows in 160 bytes of the device: give"
     with pytest.raises(CapacityError, match=expected):
         worker.lookup(batch(np.arange(6)))
@@ -292,7 +294,7 @@ def test_a_batch_that_does_not_fit_is_refused_by_name(device: str) -> None:
 
 def test_an_update_of_rows_that_went_home_is_applied_there(device: str) -> None:
     """A caller without a stream may look up more batches than fit before it updates the first."""
-    workers: list[Any] = [LocalWorker(one_table(dtype="float16"), num_threads=1)]
+    workers: list[Any] = [local_worker(one_table(dtype="float16"), num_threads=1)]
     workers.append(ArrayWorker(one_table(dtype="float16"), device, num_threads=1, device_memory=5 * 24))
     tickets = [[worker.lookup(batch(np.arange(k, k + 5)), step=k + 1).ticket for k in range(4)] for worker in workers]
     gradients = np.random.default_rng(0).normal(size=(4, 5, 4)).astype(np.float32)
@@ -306,7 +308,7 @@ def test_an_update_of_rows_that_went_home_is_applied_there(device: str) -> None:
 
 @pytest.mark.parametrize("where", ["exchange", "home"])
 def test_memory_that_runs_out_loses_no_row(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    workers: list[Any] = [LocalWorker(one_table(), num_threads=1)]
+    workers: list[Any] = [local_worker(one_table(), num_threads=1)]
     workers.append(ArrayWorker(one_table(), "cpu", num_threads=1, device_memory=5 * ROW))
     for worker in workers:
         for k in range(10):
@@ -347,10 +349,10 @@ def test_memory_that_runs_out_loses_no_row(where: str, monkeypatch: pytest.Monke
 
 
 def test_bounded_tables_that_fit_have_one_tier() -> None:
-    worker = DeviceWorker(one_table(capacity=20), "cpu", num_threads=1, device_memory="1MiB")
+    worker: Any = device_worker(one_table(capacity=20), "cpu", num_threads=1, device_memory="1MiB")
     worker.lookup(batch(np.arange(10)))
     assert "on_device" not in worker.tables["t"].stats()
-    assert len(worker._device_rows._engine.memories[0].values) == 20
+    assert len(worker.rows._engine.memories[0].values) == 20
 
 
 def test_device_memory_is_checked() -> None:
@@ -365,15 +367,15 @@ def test_device_memory_is_checked() -> None:
     ]
     for memory, expected in refused:
         with pytest.raises(ConfigError, match=expected):
-            DeviceWorker(one_table(), "cpu", device_memory=memory)
+            device_worker(one_table(), "cpu", device_memory=memory)
     with pytest.raises(ConfigError, match="device_memory is '1GiB' without a device; expected device= beside it"):
         Embeddings(features(), device_memory="1GiB")
 
 
 def test_batches_found_ahead_have_the_bits_of_rows_in_memory(device: str, rng: np.random.Generator) -> None:
     """With gradients that depend on the rows, so that an update and a move in the wrong order would show."""
-    here = LocalWorker(one_table(dim=64), num_threads=1)
-    there = DeviceWorker(one_table(dim=64), device, num_threads=1, device_memory=2200 * 512)
+    here = local_worker(one_table(dim=64), num_threads=1)
+    there = device_worker(one_table(dim=64), device, num_threads=1, device_memory=2200 * 512)
     data = [batch(rng.integers(0, 8000, 1024)) for _ in range(60)]
     request = there.resolve(data[0], step=1, oldest_open=1)
     for step, inputs in enumerate(data, 1):

@@ -19,10 +19,9 @@ from satrap.config.features import Features
 from satrap.config.optimizers import SGD, Adagrad, Adam, AdamW, Ftrl
 from satrap.config.tables import MinCount, Normal, Table
 from satrap.device import home_memory, reference
-from satrap.device.home_memory import HomeMemory
-from satrap.device.row_layout import RowLayout
-from satrap.device.runs import PooledFeatures, Runs
-from satrap.worker.local_rows import LocalWorker
+from satrap.device.home_memory import HomeMemory, RowLayout
+from satrap.device.runs import PooledFeatures, RowUpdate, Runs
+from satrap.worker.local_rows import local_worker
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 DIMS = [1, 5, 16, 37, 64, 128]
@@ -125,6 +124,7 @@ def test_update(
 ) -> None:
     for dim in (int(rng.choice(DIMS)), 16):
         lr = 0.0 if dim == 1 and not isinstance(optimizer, Ftrl) else 0.03
+        how = RowUpdate(optimizer=optimizer, lr=lr, scale=0.7, step=7, skip_nonfinite=skip_nonfinite)
         values, state = draw_rows(rng, optimizer, dim, dtype)
         gradients = draw_numbers(rng, 400)
         if skip_nonfinite:
@@ -133,9 +133,7 @@ def test_update(
         found = []
         for each, device in ((reference, "cpu"), (kernels, DEVICE)):
             own_values, own_state, own_runs, own_gradients = (on(device, x) for x in (values, state, runs, gradients))
-            summed = each.update(
-                own_values, own_state, own_runs, own_gradients, optimizer, lr, 0.7, 7, skip_nonfinite=skip_nonfinite
-            )
+            summed = each.update(own_values, own_state, own_runs, own_gradients, how)
             found.append((bits(own_values), bits(own_state), None if summed is None else summed.tolist()))
         assert found[0] == found[1]
 
@@ -209,8 +207,8 @@ def test_a_batch_of_a_model(kernels: Any, rng: np.random.Generator) -> None:
         frames, block = tensor(ids.astype(np.int32)).to(device), torch.empty(samples, features * dim, device=device)
         absent = torch.empty(0, dim, device=device)
         each.pool(own[0], absent, frames, None, None, on(device, pooled), samples, block)
-        given = (on(device, runs), gradients.to(device), Adagrad(lr=0.1), 0.1, 1.0, 1)
-        each.update(*own, *given, skip_nonfinite=False)
+        how = RowUpdate(optimizer=Adagrad(lr=0.1), lr=0.1, step=1)
+        each.update(*own, on(device, runs), gradients.to(device), how)
         ends.append([as_integers(part.cpu()) for part in (block, *own)])
     assert all(map(torch.equal, *ends))
 
@@ -292,7 +290,7 @@ def test_a_worker_on_these_kernels_has_the_bits_of_the_core(
         {"item": item, "bag": item.bag("mean", weighted=True), "path": item.sequence(2), "user": user.bag("sqrtn")}
     )
     workers: list[Any] = [
-        LocalWorker(declared, seed=3, num_threads=1),
+        local_worker(declared, seed=3, num_threads=1),
         ArrayWorker(declared, "cpu", seed=3, num_threads=1, device_memory=memory),
     ]
     for step in range(1, 4):

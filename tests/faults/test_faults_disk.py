@@ -21,7 +21,7 @@ from loop import batches, bits, loss_of, running
 from runs import JOB, start_run, wait_for_exit
 from satrap import Checkpoint, _core
 from satrap.errors import SharedMemoryError, SnapshotError
-from satrap.worker.local_rows import LocalWorker
+from satrap.worker.local_rows import local_worker
 from trainers import CHILD
 
 MEGABYTE, PAGE = 1 << 20, 4096
@@ -117,7 +117,7 @@ def test_one_of_two_servers_has_a_full_disk(tmp_path: Path) -> None:
     wide = one_table(dim=64)
     ids = np.arange(6000, dtype=np.uint64)
     ids = ids[_core.bucket_of(ids, 8) >= 4]
-    local = LocalWorker(wide, num_threads=1)
+    local = local_worker(wide, num_threads=1)
     with running_servers(2) as services, sharded_worker(wide, [each.address for each in services]) as worker:
         table = worker.tables["t"]
         for step in (1, 2):
@@ -171,7 +171,7 @@ def test_a_full_disk_is_reported_by_all_trainers(tmp_path: Path) -> None:
 def test_rows_that_do_not_fit_into_shared_memory(tmp_path: Path) -> None:
     """An error and no SIGBUS. Existing rows can be trained, and with room the same batch succeeds."""
     wide = one_table(dim=256)
-    local = LocalWorker(wide, num_threads=1)
+    local = local_worker(wide, num_threads=1)
 
     def step(number: int, ids: Any) -> None:
         for each in (worker, local):

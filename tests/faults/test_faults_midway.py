@@ -26,8 +26,7 @@ from rpc_parts import wait_until
 from satrap import Checkpoint
 from satrap.errors import AttemptError, ChangesError, DeadlineError
 from satrap.table.snapshot.saved_table import checksum_of
-from satrap.worker.local_rows import LocalWorker
-from satrap.worker.sharded_rows import ShardedWorker
+from satrap.worker.local_rows import local_worker
 
 pytestmark = pytest.mark.draw(3)
 SILENCE_SECONDS = 3.0
@@ -67,7 +66,7 @@ def step(workers: list[Any], number: int) -> None:
 def test_a_long_save_and_servers_killed_during_one(tmp_path: Path) -> None:
     """1. A server that is held for twice the deadline is waited for. 2. One that is killed is named. 3. One that is
     killed and restarted saves again."""
-    local, manifest = LocalWorker(one_table(), num_threads=1), tmp_path / "a/1-of-2/manifest.json"
+    local, manifest = local_worker(one_table(), num_threads=1), tmp_path / "a/1-of-2/manifest.json"
     with (
         server_processes(tmp_path) as servers,
         sharded_worker(
@@ -111,7 +110,7 @@ def test_a_long_save_and_servers_killed_during_one(tmp_path: Path) -> None:
         step([local, worker], 3)
         assert contents(worker) == contents(local)
         worker.tables.restore({"t": [tmp_path / "a"]})
-        other = LocalWorker(one_table(), num_threads=1)
+        other = local_worker(one_table(), num_threads=1)
         for number in (1, 2):
             step([other], number)
         assert contents(worker) == contents(other)
@@ -217,7 +216,7 @@ def test_a_restarted_server_saves_whole_tables_instead_of_changes(tmp_path: Path
     data = batches(20)
     with server_processes(tmp_path) as servers:
         embeddings, model, optimizer = job(servers=[each.address for each in servers])
-        assert isinstance(embeddings.worker, ShardedWorker)
+        assert embeddings.worker.servers is not None
         try:
             run = Checkpoint(tmp_path / "run", model, optimizer, embeddings, data, keep=9, full_every=9)
             for each in embeddings.stream(data):

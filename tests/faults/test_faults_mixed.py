@@ -17,7 +17,7 @@ from cluster import features, server_processes, sharded_worker
 from faults import BAD, Fault, kill, networked_cluster, random_faults, stop_and_go, train_until
 from network import CALM, CUT, TRAINER, Weather
 from rpc_parts import FrameProxy, resident_bytes
-from satrap.worker.local_rows import LocalWorker
+from satrap.worker.local_rows import local_worker
 
 RETRY_SECONDS = 0.1
 
@@ -26,7 +26,7 @@ RETRY_SECONDS = 0.1
 def test_any_faults_at_random(
     tmp_path: Path, seed: int, rng: np.random.Generator, request: pytest.FixtureRequest
 ) -> None:
-    local = LocalWorker(features(), num_threads=1)
+    local = local_worker(features(), num_threads=1)
     seconds = request.config.getoption("--faults-seconds")
     with networked_cluster(tmp_path, seed, most_seconds=seconds) as (wire, servers, worker):
 
@@ -59,7 +59,7 @@ def test_any_faults_at_random(
 def test_a_slow_server_only_slows(tmp_path: Path, seed: int, rng: np.random.Generator) -> None:
     """One of two servers is stopped most of the time. A call is sent again only after its retry time, so there are no
     more messages than calls and retries; and neither side accumulates anything."""
-    local = LocalWorker(features(), num_threads=1)
+    local = local_worker(features(), num_threads=1)
     with ExitStack() as stack:
         servers = stack.enter_context(server_processes(tmp_path))
         proxies = [stack.enter_context(FrameProxy(each.address, seed, 0.0, 0.0, 0.0)) for each in servers]

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,13 +17,12 @@ from faults import BAD, Fault, networked_cluster, random_faults, train_until
 from network import CALM, CUT, TRAINER, Weather
 from rpc_parts import DEADLINE_SECONDS
 from satrap.errors import DeadlineError
-from satrap.worker.local_rows import LocalWorker
-from satrap.worker.sharded_rows import ShardedWorker
+from satrap.worker.local_rows import local_worker
 
 
 def test_cuts_of_some_seconds_at_random_moments(tmp_path: Path, seed: int, rng: np.random.Generator) -> None:
     """In both directions, in one, and such that the trainer's system notices."""
-    local = LocalWorker(features(), num_threads=1)
+    local = local_worker(features(), num_threads=1)
     with networked_cluster(tmp_path, seed) as (wire, _, worker):
 
         def cut(name: str, to_servers: Weather, to_trainer: Weather) -> Fault:
@@ -36,7 +36,7 @@ def test_cuts_of_some_seconds_at_random_moments(tmp_path: Path, seed: int, rng: 
 
 def test_a_network_that_loses_delays_and_duplicates(tmp_path: Path, seed: int, rng: np.random.Generator) -> None:
     """A fifth of the packets is lost, and packets overtake one another."""
-    local = LocalWorker(features(), num_threads=1)
+    local = local_worker(features(), num_threads=1)
     with networked_cluster(tmp_path, seed) as (wire, _, worker):
         wire.be(BAD, BAD)
         for step in range(1, 5):
@@ -48,7 +48,7 @@ def test_a_network_that_loses_delays_and_duplicates(tmp_path: Path, seed: int, r
 def test_a_cut_beyond_the_deadline_is_reported_and_training_continues(
     tmp_path: Path, seed: int, rng: np.random.Generator
 ) -> None:
-    local = LocalWorker(features(), num_threads=1)
+    local = local_worker(features(), num_threads=1)
     with networked_cluster(tmp_path, seed, deadline=2.5) as (wire, servers, worker):
         step_both([local, worker], rng, [draw_bags(rng, local.features, 30)], 1)
         wire.be(CUT, CUT)
@@ -63,19 +63,20 @@ def test_a_cut_beyond_the_deadline_is_reported_and_training_continues(
         assert contents(worker) == contents(local)
 
 
-def reaches(worker: ShardedWorker) -> None:
+def reaches(worker: Any) -> None:
     """Return once all servers answer: TCP waits longer and longer before it retries."""
     last = time.monotonic() + DEADLINE_SECONDS
     while True:
         try:
-            return worker.servers.require_reachable()
+            worker.servers.require_reachable()
+            return
         except DeadlineError:
             assert time.monotonic() < last
 
 
 def test_servers_restarted_behind_a_cut(tmp_path: Path, seed: int, rng: np.random.Generator) -> None:
     """The trainer's connections are half open: it got no sign that the other ends were closed."""
-    local = LocalWorker(features(), num_threads=1)
+    local = local_worker(features(), num_threads=1)
     with networked_cluster(tmp_path, seed) as (wire, servers, worker):
         for step in range(1, 4):
             step_both([local, worker], rng, [draw_bags(rng, local.features, 30)], step)

@@ -23,13 +23,13 @@ from satrap import Checkpoint
 from satrap.config.job import Job
 from satrap.errors import DeadlineError
 from satrap.rpc import Service
-from satrap.worker.local_rows import LocalWorker
+from satrap.worker import sharded_rows
+from satrap.worker.local_rows import local_worker
 from satrap.worker.server_group import ServerGroup
-from satrap.worker.sharded_rows import ShardedWorker
 
 
 def test_servers_stopped_at_random_moments(tmp_path: Path, seed: int, rng: np.random.Generator) -> None:
-    local = LocalWorker(features(), num_threads=1)
+    local = local_worker(features(), num_threads=1)
     with (
         server_processes(tmp_path) as servers,
         sharded_worker(features(), [each.address for each in servers], retry_seconds=0.1) as worker,
@@ -40,12 +40,12 @@ def test_servers_stopped_at_random_moments(tmp_path: Path, seed: int, rng: np.ra
 
 def test_a_server_stopped_beyond_the_deadline_is_named_and_continues_later(tmp_path: Path) -> None:
     """After the deadline and at most some seconds more; the call in flight is then applied once."""
-    local = LocalWorker(one_table(), num_threads=1)
+    local = local_worker(one_table(), num_threads=1)
     with server_processes(tmp_path) as servers:
         job = Job(tables=one_table().tables)
         of_servers = ServerGroup(job, [each.address for each in servers], deadline=5.0, retry_seconds=0.2)
         try:
-            worker = ShardedWorker(one_table(), of_servers, num_threads=1)
+            worker = sharded_rows.sharded_worker(one_table(), of_servers, num_threads=1)
             looked = [each.lookup(batch(range(30)), step=1) for each in (local, worker)]
             assert looked[1].ticket and looked[0].ticket
             servers[1].stop()
@@ -70,7 +70,7 @@ def test_a_replaced_trainer_changes_nothing_when_it_resumes(tmp_path: Path, rng:
     the same checkpoint without a resumed trainer."""
     with running_servers(2) as services:
         addresses = [each.address for each in services]
-        command = [sys.executable, str(Path(__file__).parents[1] / "stopped_child.py"), json.dumps(addresses)]
+        command = [sys.executable, str(Path(__file__).parents[1] / "support/stopped_child.py"), json.dumps(addresses)]
         old = subprocess.Popen(
             [*command, str(tmp_path / "run"), "5"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
         )
@@ -111,7 +111,7 @@ def _gone_on(run: Path, meanwhile: Callable[[int], None], **options: Any) -> lis
             table.check()
         return bits(embeddings, model)
     finally:
-        if isinstance(embeddings.worker, ShardedWorker):
+        if embeddings.worker.servers is not None:
             embeddings.worker.servers.close()
 
 
@@ -129,7 +129,7 @@ def test_a_trainer_stopped_for_longer_than_its_deadline_continues(rng: np.random
         child = subprocess.Popen(
             [sys.executable, "-c", program, service.address],
             stdout=subprocess.PIPE,
-            cwd=Path(__file__).parents[1],
+            cwd=Path(__file__).parents[1] / "support",
             text=True,
         )
         try:

@@ -12,7 +12,9 @@ import pytest
 import torch
 from torch.nn.functional import binary_cross_entropy_with_logits
 
+import satrap
 from satrap import _core
+from satrap.config.features import Features
 from satrap.data.synthetic import Clicks
 from satrap.errors import ConfigError, InputError
 from satrap.models import DCN, DLRM, FFNN
@@ -383,6 +385,17 @@ def test_num_dense_is_checked(kind: type[Any], value: Any) -> None:
 
 
 @each_kind
+def test_a_sequence_is_refused_unless_it_is_named(kind: type[Any]) -> None:
+    table = satrap.Table("item", dim=4)
+    features = Features({"item": table, "history": table.sequence(3), "last": table.sequence(1)})
+    for ignore in ([], ["history"], ["item", "history", "last"], "history"):
+        with pytest.raises(ConfigError, match=rf"{kind.__name__}: .*\['history', 'last'\], and ignore.*table\.bag"):
+            kind(2, features, ignore=ignore)
+    model = kind(2, features, ignore=["last", "history"])
+    assert model(torch.zeros(5, 2), torch.zeros(5, 4)).shape == (5,)
+
+
+@each_kind
 def test_embeddings_are_checked(kind: type[Any]) -> None:
     with pytest.raises(ConfigError, match=rf"{kind.__name__}: embeddings is a list; expected satrap\.Embeddings or"):
         small(kind, 1, [4, 4])
@@ -394,13 +407,6 @@ def test_embeddings_are_checked(kind: type[Any]) -> None:
     shape.total_dim = 20
     with pytest.raises(ConfigError, match=r"C1 \(4\), C2 \(4\), C3 \(4\), C4 \(4\) and 2 more make a block of 24 col"):
         small(kind, 1, shape)
-
-
-@each_kind
-def test_features_without_pooling_are_not_in_the_block(kind: type[Any]) -> None:
-    shape: Any = Shape([4, 16, 4])
-    shape.columns, shape.total_dim = [0, -1, 4], 8
-    assert small(kind, 1, shape)(torch.randn(2, 1), torch.randn(2, 8)).shape == (2,)
 
 
 @pytest.mark.parametrize(

@@ -119,7 +119,7 @@ def test_a_port_in_use() -> None:
 
 def test_without_prometheus_client(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "prometheus_client", None)
-    with pytest.raises(ConfigError, match=r"--http requires prometheus_client .*: pip install it"):
+    with pytest.raises(ConfigError, match=r"--http requires prometheus_client .*: pip install 'satrap\[metrics\]'"):
         endpoint()
 
 

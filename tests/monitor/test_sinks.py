@@ -115,7 +115,7 @@ def test_tensorboard_reads_the_event_files(tmp_path: Path) -> None:
 
 def test_without_tensorboard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
-    with pytest.raises(ConfigError, match=r"TensorBoard: .*: pip install tensorboard, or leave out this sink"):
+    with pytest.raises(ConfigError, match=r"TensorBoard: .*: pip install 'satrap\[tensorboard\]', or omit this sink"):
         TensorBoard(tmp_path)
 
 

@@ -27,7 +27,7 @@ def reduces(folder: Path) -> list[float]:
 def this_process(folder: Path) -> list[float]:
     flops = calibration._flops_per_second()
     assert 1e8 < flops < 1e13
-    cost: Cost = calibration.fit_cost([calibration._loop(shape).client for shape in calibration._SHAPES])
+    cost: Cost = calibration.fit_cost([calibration._loop(shape)[0] for shape in calibration._SHAPES])
     return [cost.seconds(1000, 1e5), *calibration._checkpoint_seconds(folder), calibration._read_seconds(folder)]
 
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from satrap.errors import ConfigError
-from satrap.planning.calibration import Sample, fit_cost
+from satrap.planning.calibration import fit_cost
 from satrap.planning.coefficients import DEFAULTS, Coefficients, Cost
 from satrap.planning.input_files import read_coefficients, write_coefficients
 
@@ -20,14 +20,14 @@ SHAPES = [(128.0, 4e3), (32768.0, 1e6), (32768.0, 1.6e7)]
 @given(st.tuples(st.floats(1e-5, 1e-2), st.floats(1e-9, 1e-6), st.floats(1e-11, 1e-8)))
 def test_a_fit_finds_the_cost_that_was_measured(parts: tuple[float, float, float]) -> None:
     cost = Cost(step=parts[0], id=parts[1], byte=parts[2])
-    found = fit_cost([Sample(ids=i, moved_bytes=b, seconds=cost.seconds(i, b)) for i, b in SHAPES])
+    found = fit_cost([(i, b, cost.seconds(i, b)) for i, b in SHAPES])
     for ids, moved in SHAPES:
         assert found.seconds(ids, moved) == pytest.approx(cost.seconds(ids, moved), rel=1e-6)
 
 
 @given(st.lists(st.floats(1e-6, 1.0), min_size=3, max_size=3))
 def test_no_part_of_a_fit_is_negative(seconds: list[float]) -> None:
-    found = fit_cost([Sample(ids=i, moved_bytes=b, seconds=s) for (i, b), s in zip(SHAPES, seconds, strict=True)])
+    found = fit_cost([(i, b, s) for (i, b), s in zip(SHAPES, seconds, strict=True)])
     assert min(found.step, found.id, found.byte) >= 0 < max(found.step, found.id, found.byte)
 
 

@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 
 from plans import FREE, assess, bound, load, machine, split, workload
 from satrap.planning.coefficients import DEFAULTS
-from satrap.planning.demand import demand_of, files_of
-from satrap.planning.estimate import Upkeep, links_of, upkeep_of
+from satrap.planning.estimate import Upkeep, demand_of, files_of, links_of, upkeep_of
 from satrap.planning.machines import Layout, Pool
 from satrap.planning.workload import Workload
 
@@ -67,18 +66,6 @@ def test_the_links() -> None:
     assert bound(found, "network of the server") == pytest.approx(1000 * 2 * rate / demand.requests)
 
 
-def test_calls_within_a_machine_cross_no_link() -> None:
-    beside = Layout(pools=(Pool(machine=machine(), num_machines=1, servers=1, trainers=2),))
-    job = workload(UNIQUE)
-    assert all(link.in_bytes == link.out_bytes == 0 for link in links_of(assess(job, beside), job))
-
-
-def test_reading_data_uses_the_link_of_the_reader() -> None:
-    jobs = workload(UNIQUE), workload(UNIQUE, read_bytes_per_sample=500.0)
-    plain, reading = (links_of(assess(job, split(trainers=2)), job)[1] for job in jobs)
-    assert reading.in_bytes - plain.in_bytes == pytest.approx(10_000 * 500 / 2)
-
-
 @pytest.mark.parametrize("staleness", [0, 4])
 def test_the_time_of_a_step_bounds_the_rate(staleness: int) -> None:
     """With one trainer and a server on another machine: four trips less two, the client, the server, the wire."""
@@ -90,13 +77,6 @@ def test_the_time_of_a_step_bounds_the_rate(staleness: int) -> None:
     client = fixed + (demand.client_seconds - fixed) / 10
     serial = dense + client + demand.server_seconds / 10 + (demand.requests + demand.replies) / 1e9 + 2 * 5e-3
     assert bound(found, "a step's time") == pytest.approx(1000 * (staleness + 1) / serial)
-
-
-def test_gpus_bound_the_dense_network() -> None:
-    kind = machine(gpus=8, gpu_tflops=10.0)
-    pool = Pool(machine=kind, num_machines=2, trainers=8)
-    found = assess(workload(UNIQUE), Layout(pools=(Pool(machine=machine(), num_machines=1, servers=1), pool)))
-    assert bound(found, "GPUs") == pytest.approx(1000 * 16 * 10e12 / 3e9)
 
 
 def test_memory() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from hypothesis import assume, given, settings
+from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from plans import assess, load, machine, prices, workload
@@ -15,12 +15,14 @@ from satrap.planning.coefficients import DEFAULTS
 from satrap.planning.estimate import cores_used, links_of
 from satrap.planning.machines import ROLES, Layout, Limits, MachineType, PriceList
 from satrap.planning.planner import Plan, exhausted, make_plan
-from satrap.planning.processes import deploy_toml
+from satrap.planning.report import deploy_toml
 from satrap.planning.workload import TableLoad, Workload
 
 OWN = 'name = "job"\nscript = "/app/train.py"\n[image]\ncpu = "satrap:1"\n[workers]\ncount = 3\n'
 OWN += '[servers]\nrows = "1GiB"\n'
 SHARES = st.sampled_from([0.5, 0.7, 0.8, 1.0])
+# Many price lists have no room for a job.
+thirty = settings(max_examples=30, suppress_health_check=list(HealthCheck))
 
 
 @st.composite
@@ -97,7 +99,7 @@ def job_file(found: Plan) -> DeployJob:
 
 
 @given(jobs(), price_lists())
-@settings(max_examples=30)
+@thirty
 def test_what_a_plan_writes_fits_its_machines_and_holds_its_rows(job: Workload, listed: PriceList) -> None:
     found = planned(job, listed)
     layout, share = found.estimate.layout, listed.limits.memory
@@ -122,7 +124,7 @@ def test_what_a_plan_writes_fits_its_machines_and_holds_its_rows(job: Workload, 
 
 
 @given(jobs(), price_lists(), st.booleans())
-@settings(max_examples=30)
+@thirty
 def test_a_plan_keeps_every_limit_with_machines_that_exist(
     job: Workload, listed: PriceList, needs_servers: bool
 ) -> None:
@@ -146,7 +148,7 @@ def test_a_plan_keeps_every_limit_with_machines_that_exist(
 
 
 @given(jobs(), price_lists(), st.data())
-@settings(max_examples=30)
+@thirty
 def test_lower_prices_and_more_machines_never_make_a_plan_dearer(
     job: Workload, listed: PriceList, data: st.DataObject
 ) -> None:

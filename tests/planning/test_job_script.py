@@ -9,7 +9,7 @@ import pytest
 from satrap.errors import ConfigError
 from satrap.planning.job_script import assumptions_of, observe_script
 
-SCRIPT = Path(__file__).parents[1] / "planned_job.py"
+SCRIPT = Path(__file__).parents[1] / "support/planned_job.py"
 
 
 def test_a_script_is_observed(tmp_path: Path) -> None:

@@ -18,8 +18,7 @@ from satrap.planning.coefficients import DEFAULTS
 from satrap.planning.input_files import read_description, read_prices
 from satrap.planning.machines import Layout, Limits, MachineType, Pool, PriceList
 from satrap.planning.planner import Plan, make_plan
-from satrap.planning.processes import Start
-from satrap.planning.report import json_of, lines_of
+from satrap.planning.report import Start, json_of, lines_of
 from satrap.planning.workload import Workload
 
 EXAMPLES = Path(__file__).parents[2] / "examples/planning"
@@ -60,29 +59,6 @@ def test_no_other_layout_is_much_cheaper(rate: float, rows: int, price: float, s
         assert found.meets and found.price_per_hour <= 1.2 * min(fitting)
 
 
-@given(st.floats(1e3, 3e6), st.integers(1, 10**10))
-@settings(max_examples=20)
-def test_a_plan_fits_and_costs_what_its_machines_cost(rate: float, rows: int) -> None:
-    found = plan(workload(load(rows), samples_per_second=rate))
-    layout = found.estimate.layout
-    assert not found.estimate.misfits
-    assert found.price_per_hour == sum(pool.num_machines * pool.machine.price_per_hour for pool in layout.pools)
-    reached = min(rate, found.estimate.samples_per_second)
-    assert found.price_per_billion == pytest.approx(found.price_per_hour / 3600 / reached * 1e9)
-    assert found.meets == (found.estimate.samples_per_second >= rate)
-
-
-@given(st.integers(10**6, 10**10))
-@settings(max_examples=20)
-def test_a_plan_has_no_machine_too_many(rows: int) -> None:
-    """With one machine of memory less, the rows do not fit."""
-    job = workload(load(rows, capacity=rows), samples_per_second=1.0)
-    pools = plan(job).estimate.layout.pools
-    servers = pools[0].num_machines if pools[0].servers else 0
-    usable = machine().pod_bytes - 2 * 2**30  # whole GiB, and one for the server's process
-    assert servers <= 1 or job.server_bytes(servers - 1) > 0.99 * usable
-
-
 @given(st.floats(1e4, 1e6), st.integers(10**6, 10**9), st.sampled_from([0, 4]), st.integers(3, 12))
 @settings(max_examples=6)
 def test_every_machine_of_a_plan_is_needed(rate: float, rows: int, staleness: int, available: int) -> None:
@@ -120,13 +96,6 @@ def test_each_gpu_has_a_trainer() -> None:
         assert ((("trainer",),) in ways) == (gpus == 1)
         for each in (found.estimate, *found.alternatives):
             assert each.layout.pool_of("trainer").trainers == gpus
-
-
-def test_machines_run_the_roles_that_they_are_for() -> None:
-    kinds = [machine(role, roles=[role]) for role in ("server", "worker", "trainer")]
-    found = plan(workload(load(10**9), samples_per_second=1e5), *kinds)
-    for each in (found.estimate, *found.alternatives):
-        assert all(pool.roles == (pool.machine.name,) for pool in each.layout.pools)
 
 
 def test_more_servers_on_a_machine_share_the_work_of_a_busy_network_thread() -> None:
@@ -202,6 +171,8 @@ def test_the_examples_are_planned(name: str) -> None:
     start = Start(script="train.py", arguments=("--epochs", "3"))
     text = "\n".join(lines_of(found, start))
     assert found.meets and "bound by" in text and "train.py" in text
+    billion = 1e9 / found.workload.training.samples_per_second / 3600  # hours
+    assert found.price_per_billion == pytest.approx(found.price_per_hour * billion)
     content = json.loads(json.dumps(json_of(found, start)))
     assert content["meets"] and content["price_per_hour"] == found.price_per_hour
     assert content["command"].endswith("-- --epochs 3")

@@ -40,8 +40,8 @@ ARROWS: dict[str, str] = {
     "deploy": "config launch",
     "html_report": "monitor",
     "planning": "config data table table.snapshot train",
-    "cli": "config rpc monitor sharding data server server.migration worker.remote train models checkpoint launch "
-    "deploy html_report planning",
+    "cli": "config rpc monitor sharding table data server server.migration worker.remote train models checkpoint "
+    "launch deploy html_report planning",
     "__main__": "cli",
 }
 # The same for the folders of the core and their includes.
@@ -91,7 +91,7 @@ PURE = [
     "deploy.pods",
     "deploy.render",
     "deploy.yaml_text",
-    "train.staleness_gate",
+    "train.ledger",
     "checkpoint.catalog",
     "worker.remote.worker_spec",
     "launch.run_events",
@@ -99,18 +99,14 @@ PURE = [
     "launch.supervisor",
     "monitor.metric_table",
     "monitor.samples",
-    "html_report.axis",
     "html_report.chart",
     "html_report.figures",
     "html_report.markup",
     "html_report.summary",
-    "html_report.thinning",
     "planning.coefficients",
-    "planning.demand",
     "planning.estimate",
     "planning.machines",
     "planning.planner",
-    "planning.processes",
     "planning.report",
     "planning.workload",
 ]

@@ -44,7 +44,13 @@ def test_what_needs_zeromq_says_so() -> None:
     command = [sys.executable, "-c", program, "server", "--listen", "tcp://127.0.0.1:0", "--insecure"]
     run = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert run.returncode == 1 and run.stdout == ""
-    assert re.fullmatch(r"satrap: .*: pip install pyzmq\n", run.stderr), run.stderr
+    assert re.fullmatch(r"satrap: .*: pip install 'satrap\[cluster\]'\n", run.stderr), run.stderr
+
+
+def test_what_needs_torch_says_so() -> None:
+    program = "import sys; sys.modules['torch'] = None; import satrap; print(satrap.Table); satrap.Embeddings"
+    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300)
+    assert run.stdout and "ImportError: satrap.Embeddings needs torch: pip install 'satrap[train]'\n" in run.stderr
 
 
 def test_the_version_is_the_installed_one() -> None:

@@ -18,7 +18,7 @@ import torch
 import satrap
 
 DOCS = Path(__file__).parents[2] / "docs"
-MODULES = ("models", "synthetic")
+MODULES = ("models", "negatives", "synthetic")
 NO_ITEMS = {"__version__", *MODULES}
 
 

@@ -10,8 +10,10 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, cast
+from weakref import ref
 
 import pytest
 from hypothesis import given
@@ -23,6 +25,7 @@ from satrap.errors import AttemptError, ConfigError, MovedError, NotReadyError, 
 from satrap.rpc import Origin
 from satrap.server.call_fence import CallFence
 from satrap.server.protocol import NO_ATTEMPT
+from satrap.server.server_log import ServerLog, _step
 from satrap.server.state import FencingToken, ServerState
 
 
@@ -60,13 +63,13 @@ class WatchedCondition(threading.Condition):
 
 def fence_of(state: FakeState | None) -> CallFence:
     fence = CallFence()
-    fence._condition = WatchedCondition()
-    fence._state = cast(ServerState | None, state)
+    fence.condition = WatchedCondition()
+    fence.state = cast(ServerState | None, state)
     return fence
 
 
 def num_waiting(fence: CallFence) -> int:
-    return cast(WatchedCondition, fence._condition).num_waiting
+    return cast(WatchedCondition, fence.condition).num_waiting
 
 
 def refusal(state: FakeState | None, origin: Origin | None, reads: bool) -> type[SatrapError] | None:
@@ -90,10 +93,10 @@ ORIGINS = st.none() | st.builds(Origin, attempt=st.integers(0, 4), map_version=s
 def test_which_calls_are_admitted(state: FakeState | None, origin: Origin | None, reads: bool) -> None:
     wanted, fence = refusal(state, origin, reads), fence_of(state)
     if wanted is None:
-        with fence._admit(origin, reads=reads) as admitted:
+        with fence.admit(origin, reads=reads) as admitted:
             assert cast(Any, admitted) is state and fence._running == 1
     else:
-        with pytest.raises(wanted), fence._admit(origin, reads=reads):
+        with pytest.raises(wanted), fence.admit(origin, reads=reads):
             pytest.fail("the call was admitted")
     assert fence._running == 0
     if state is not None:  # only a newer attempt that the call brought has begun, and once
@@ -111,41 +114,42 @@ def test_which_calls_are_admitted(state: FakeState | None, origin: Origin | None
     ],
 )
 def test_a_refusal_says_what_the_caller_does_next(origin: Origin, error: type[SatrapError], text: str) -> None:
-    with pytest.raises(error, match=text), fence_of(FakeState())._admit(origin):
+    with pytest.raises(error, match=text), fence_of(FakeState()).admit(origin):
         pytest.fail("the call was admitted")
 
 
 def test_a_state_is_required_before_and_after_the_handshake() -> None:
     for fence in (CallFence(), fence_of(FakeState(has_handshake=False))):
         with pytest.raises(NotReadyError, match="expected a handshake: call hello first"):
-            fence._require_state()
+            fence.require_state()
     state = FakeState(has_handshake=False)
-    assert cast(Any, fence_of(state)._require_state(needs_handshake=False)) is state
+    assert cast(Any, fence_of(state).require_state(needs_handshake=False)) is state
 
 
 @given(st.integers(0, 3), st.integers(0, 3))
 def test_a_newer_fencing_token_excludes_older_coordinators(held: int, called: int) -> None:
     fence = fence_of(FakeState())
-    fence._fencing_token = FencingToken(held, 1)
+    fence.fencing_token = FencingToken(held, 1)
     if called >= held:
-        fence._require_fencing_token(Origin(step=called))
+        fence.require_fencing_token(Origin(step=called))
     else:
         with pytest.raises(ConfigError, match=f"it holds fencing token {held}, this one {called}; wait"):
-            fence._require_fencing_token(Origin(step=called))
+            fence.require_fencing_token(Origin(step=called))
 
 
 def test_a_server_that_knows_no_coordinator_accepts_any() -> None:
-    CallFence()._require_fencing_token(Origin(step=0))
+    CallFence().require_fencing_token(Origin(step=0))
 
 
 def test_the_log_follows_the_state_and_keeps_no_server_alive() -> None:
     fence = CallFence()
-    log = fence._log
-    assert log.latest_step() is None
-    fence._state = cast(ServerState, FakeState())
-    assert log.latest_step() == 7
-    del fence
-    assert log.latest_step() is None
+    log = ServerLog(fence)
+    step = partial(_step, ref(log))
+    assert step() is None
+    fence.state = cast(ServerState, FakeState())
+    assert step() == 7
+    del log
+    assert step() is None
 
 
 def test_the_seconds_of_admitted_calls_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -153,12 +157,12 @@ def test_the_seconds_of_admitted_calls_are_counted(monkeypatch: pytest.MonkeyPat
     clock = itertools.accumulate([10.0, 0.5, 10.0, 0.25])  # two calls, of 0.5 and 0.25 s
     monkeypatch.setattr("satrap.server.call_fence.time.perf_counter", lambda: next(clock))
     fence = fence_of(FakeState())
-    assert fence._work_seconds == 0.0
-    with fence._admit(None):
+    assert fence.work_seconds == 0.0
+    with fence.admit(None):
         pass
-    with pytest.raises(ZeroDivisionError), fence._admit(None):
+    with pytest.raises(ZeroDivisionError), fence.admit(None):
         raise ZeroDivisionError
-    assert fence._work_seconds == 0.75 and fence._running == 0
+    assert fence.work_seconds == 0.75 and fence._running == 0
 
 
 @contextmanager
@@ -176,13 +180,13 @@ def test_an_exclusive_call_waits_for_admitted_calls_and_keeps_others_waiting() -
     leave = [threading.Event(), threading.Event()]
 
     def admitted(name: str, until: threading.Event | None = None) -> None:
-        with fence._admit(None):
+        with fence.admit(None):
             order.append(f"{name} begins")
             assert until is None or until.wait(DEADLINE_SECONDS)
             order.append(f"{name} ends")
 
     def exclusive(name: str) -> None:
-        with fence._exclusive():
+        with fence.exclusive():
             order.append(name)
 
     with thread(lambda: admitted("first", leave[0])), thread(lambda: admitted("second", leave[1])):
@@ -201,9 +205,9 @@ def test_an_exclusive_call_waits_for_admitted_calls_and_keeps_others_waiting() -
 
 def test_an_exclusive_call_that_fails_lets_others_run() -> None:
     fence = fence_of(FakeState())
-    with pytest.raises(ZeroDivisionError), fence._exclusive():
+    with pytest.raises(ZeroDivisionError), fence.exclusive():
         raise ZeroDivisionError
-    with fence._admit(None):
+    with fence.admit(None):
         assert fence._running == 1
 
 
@@ -212,20 +216,20 @@ def test_further_calls_do_not_delay_a_second_exclusive_call() -> None:
     fence, begun, leave, order = fence_of(FakeState()), threading.Event(), threading.Event(), list[str]()
 
     def first() -> None:
-        with fence._condition:  # else the second could begin before the call below
-            with fence._exclusive():
+        with fence.condition:  # else the second could begin before the call below
+            with fence.exclusive():
                 order.append("first")
-            call = fence._admit(None)
+            call = fence.admit(None)
             call.__enter__()
         begun.set()
         assert leave.wait(DEADLINE_SECONDS)
         call.__exit__(None, None, None)
 
     def second() -> None:
-        with fence._exclusive():
+        with fence.exclusive():
             order.append("second")
 
-    running = fence._admit(None)
+    running = fence.admit(None)
     running.__enter__()
     with thread(first):
         wait_until(lambda: num_waiting(fence) == 1)

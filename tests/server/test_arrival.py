@@ -22,7 +22,7 @@ from satrap.rpc.keys import create_keys
 from satrap.server.migration.arrival import Arrival, next_action
 from satrap.server.protocol import ServerCalls
 from satrap.server.server import Server
-from satrap.worker.local_rows import LocalWorker
+from satrap.worker.local_rows import local_worker
 
 MEMBER = {"number": 0, "addresses": ["a", "b"], "leaves": False}
 
@@ -54,7 +54,7 @@ def test_servers_that_arrive_at_the_same_time(rng: np.random.Generator, monkeypa
     """Each coordinates, so they interrupt each other until the last one has its share."""
     monkeypatch.setattr("satrap.server.migration.arrival._PAUSE_SECONDS", 0.05)
     monkeypatch.setattr("satrap.server.migration.arrival._DEADLINE_SECONDS", 1.0)
-    local = LocalWorker(features(), num_threads=1)
+    local = local_worker(features(), num_threads=1)
     servers = [Server(num_threads=1) for _ in range(3)]
     with ExitStack() as stack:
         addresses = [stack.enter_context(Service(each, ServerCalls, ANYWHERE)).address for each in servers]
@@ -84,7 +84,7 @@ def test_a_rolling_restart_loses_nothing(tmp_path: Path, rng: np.random.Generato
     server_key, client_key = create_keys(tmp_path / "keys")
     keys: dict[str, Any] = {"keys": Keys.read(client_key)}
     options = ["--keys", str(server_key), "--on-stop", "move"]
-    local = LocalWorker(features(), num_threads=1)
+    local = local_worker(features(), num_threads=1)
     with server_processes(tmp_path, 2, "tcp://127.0.0.1:0", options) as servers:
         addresses = [each.address for each in servers]
         options += ["--join", *addresses]

@@ -28,7 +28,7 @@ from satrap.server.migration.coordinator import Migration
 from satrap.server.migration.departure import Answer, Departure, next_action, own_address
 from satrap.server.protocol import ServerCalls
 from satrap.server.server import Server
-from satrap.worker.local_rows import LocalWorker
+from satrap.worker.local_rows import local_worker
 
 ANSWERS = st.sampled_from(["leaves", "stays", "silent"])
 
@@ -93,7 +93,7 @@ def running(num_servers: int) -> Iterator[list[tuple[Server, Service]]]:
 
 @pytest.mark.parametrize("leaving", [(1,), (0, 2), (2, 0), (0, 1, 2)])
 def test_servers_that_leave_at_the_same_time(leaving: tuple[int, ...], rng: np.random.Generator) -> None:
-    local = LocalWorker(features(), num_threads=1)
+    local = local_worker(features(), num_threads=1)
     with running(3) as servers, sharded_worker(features(), [each.address for _, each in servers]) as worker:
         step_both([local, worker], rng, [draw_bags(rng, local.features, 60)], 1)
         ended = {number: threading.Event() for number in leaving}
@@ -126,7 +126,7 @@ def test_without_the_answer_of_a_server_it_waits_until_its_time_is_over(
     rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("satrap.server.migration.departure._ASK_SECONDS", 0.1)
-    local = LocalWorker(features(), num_threads=1)
+    local = local_worker(features(), num_threads=1)
     with running(3) as servers, sharded_worker(features(), [each.address for _, each in servers]) as worker:
         step_both([local, worker], rng, [draw_bags(rng, local.features, 60)], 1)
         servers[2][1].close()
@@ -146,7 +146,7 @@ def test_a_process_moves_its_buckets_at_sigterm_and_its_successor_gets_some(
     server_key, client_key = create_keys(tmp_path / "keys")
     keys: dict[str, Any] = {"keys": Keys.read(client_key)}
     options = ("--keys", str(server_key), "--on-stop", "move", "--grace", str(DEADLINE_SECONDS))
-    local = LocalWorker(features(), num_threads=1)
+    local = local_worker(features(), num_threads=1)
     with server_processes(tmp_path, 2, "tcp://127.0.0.1:0", options) as servers:
         addresses = [each.address for each in servers]
         with sharded_worker(features(), addresses, **keys) as worker:
@@ -168,7 +168,7 @@ def test_a_process_moves_its_buckets_at_sigterm_and_its_successor_gets_some(
 
 def test_rows_that_cannot_move_in_time_stay_in_shared_memory(tmp_path: Path, rng: np.random.Generator) -> None:
     """The next process with the file continues with them, as after Ctrl-C or with `--on-stop keep`."""
-    local = LocalWorker(features(), num_threads=1)
+    local = local_worker(features(), num_threads=1)
     with (
         server_processes(tmp_path, 2, ANYWHERE, ("--on-stop", "move", "--grace", "0.5")) as servers,
         sharded_worker(features(), [each.address for each in servers]) as worker,

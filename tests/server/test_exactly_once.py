@@ -33,15 +33,14 @@ from satrap.rpc import Service
 from satrap.server.protocol import ServerCalls
 from satrap.server.server import Server
 from satrap.table.store import Store
-from satrap.worker.local_rows import LocalWorker
-from satrap.worker.sharded_rows import ShardedWorker
+from satrap.worker.local_rows import local_worker
 
 
 @pytest.mark.parametrize(
     ("drop", "repeat", "hold"), [(0.2, 0.0, 0.0), (0.0, 0.5, 0.5), (0.15, 0.2, 0.2)], ids=["lossy", "doubling", "bad"]
 )
 def test_a_faulty_network(seed: int, rng: np.random.Generator, drop: float, repeat: float, hold: float) -> None:
-    local = LocalWorker(features(), num_threads=1)
+    local = local_worker(features(), num_threads=1)
     with ExitStack() as stack:
         services = stack.enter_context(running_servers(2))
         proxies = [stack.enter_context(FrameProxy(each.address, seed, drop, repeat, hold)) for each in services]
@@ -59,7 +58,7 @@ def test_a_faulty_network(seed: int, rng: np.random.Generator, drop: float, repe
 
 def test_a_restarted_server_continues(tmp_path: Path) -> None:
     """A restart between lookup and update: the tickets are lost, the rows are not."""
-    local = LocalWorker(one_table(), num_threads=1)
+    local = local_worker(one_table(), num_threads=1)
     with server_processes(tmp_path, 1) as (server,), sharded_worker(one_table(), [server.address]) as worker:
         looked = [each.lookup(batch(range(30)), step=1) for each in (local, worker)]
         server.kill()
@@ -81,7 +80,7 @@ def test_a_stale_loop_with_duplicate_messages_and_killed_servers(
             {"id": table}, staleness=3, num_threads=1, deployment=Deployment([each.address for each in proxies])
         )
         worker = embeddings.worker
-        assert isinstance(worker, ShardedWorker)
+        assert worker.servers is not None
         stack.callback(worker.servers.close)
         optimizer = embeddings.optimizer(torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0))
         seen = np.zeros(60)

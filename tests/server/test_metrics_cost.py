@@ -15,7 +15,7 @@ from satrap.rpc.header import Header, Kind
 from satrap.rpc.ledger import CallTimes, Counts, Request
 from satrap.server.protocol import ServerCalls
 from satrap.server.server import Server
-from satrap.server.status_calls import server_samples
+from satrap.server.status import server_samples
 from scrape import number, scrape
 
 _STEPS = 300

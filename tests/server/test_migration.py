@@ -29,8 +29,8 @@ from satrap.rpc import Client, Origin, Service
 from satrap.server.migration.coordinator import Migration
 from satrap.server.protocol import ServerCalls
 from satrap.server.server import Server
-from satrap.worker.local_rows import LocalWorker
-from satrap.worker.sharded_rows import ShardedWorker
+from satrap.worker.local_rows import local_worker
+from satrap.worker.worker import Worker
 from tour import TOUR, Tour
 
 pytestmark = pytest.mark.draw(5)
@@ -46,7 +46,7 @@ def table(**options: Any) -> Features:
 def test_admission_and_eviction_state_migrates(rng: np.random.Generator) -> None:
     """Counts before admission, last uses before eviction, and counters."""
     life = table(initial=Normal(), capacity=256, admission=MinCount(n=2, window=512), optimizer=Adagrad(lr=0.1))
-    local = LocalWorker(life, num_threads=1)
+    local = local_worker(life, num_threads=1)
     with running_servers(3) as services, sharded_worker(life, [services[0].address]) as worker:
         step = 0
         with Tour([each.address for each in services], group_bytes=1000) as tour:
@@ -66,7 +66,7 @@ def test_admission_and_eviction_state_migrates(rng: np.random.Generator) -> None
         assert found["evicted"] > 0 and found["sightings"] > 0
 
 
-def train_exactly(workers: list[ShardedWorker], seed: int, ahead: int, over: Callable[[], bool]) -> NDArray[np.float64]:
+def train_exactly(workers: list[Any], seed: int, ahead: int, over: Callable[[], bool]) -> NDArray[np.float64]:
     """Train each in a thread, with `ahead` steps looked up and not updated, until `over`. Returns EXACT's summed
     gradients."""
     total = np.zeros((len(workers), len(EXACT), 2))
@@ -111,9 +111,9 @@ def train_exactly(workers: list[ShardedWorker], seed: int, ahead: int, over: Cal
 
 
 @contextmanager
-def trainers(num_trainers: int, addresses: list[str], barrier_size: int) -> Iterator[list[ShardedWorker]]:
+def trainers(num_trainers: int, addresses: list[str], barrier_size: int) -> Iterator[list[Any]]:
     with ExitStack() as stack:
-        workers: list[ShardedWorker] = []
+        workers: list[Any] = []
         for rank in range(num_trainers):
             how = {"trainer": rank, "attempt": 1} if rank else {}
             workers.append(stack.enter_context(sharded_worker(table(), addresses, barrier_size=barrier_size, **how)))
@@ -134,7 +134,7 @@ def test_several_trainers_and_servers_killed_during_migrations(tmp_path: Path, s
 
 def test_saves_during_migrations_are_complete(tmp_path: Path, rng: np.random.Generator) -> None:
     """Whole snapshots at any moment; changes since before a migration are refused, and later ones are complete."""
-    local = LocalWorker(features(), num_threads=1)
+    local = local_worker(features(), num_threads=1)
     with running_servers(3) as services, sharded_worker(features(), [services[0].address]) as worker:
         addresses, step, saved = [each.address for each in services], 0, []
         with Tour(addresses, group_bytes=1000) as tour:
@@ -157,7 +157,7 @@ def test_saves_during_migrations_are_complete(tmp_path: Path, rng: np.random.Gen
             each.save_changes(folders[name][1], since=since[name])
         saved.append((folders, contents(local)))
     for folders, wanted in [saved[0], *saved[-5:]]:
-        restored = LocalWorker(features(), num_threads=1)
+        restored = local_worker(features(), num_threads=1)
         restored.tables.restore(folders)
         assert contents(restored) == wanted
 
@@ -167,18 +167,18 @@ class LateVersionServer(Server):
 
     def __init__(self) -> None:
         super().__init__(num_threads=2, checkpoints=["/"])
-        self.times = 0
+        self.times, self._save, self.save = 0, self.save, self.save_late
 
-    def save(self, origin: Origin, table: int, folder: str, since: int | None, version: int) -> int:
-        with self._admit(origin) as served:
+    def save_late(self, origin: Origin, table: int, folder: str, since: int | None, version: int) -> int:
+        with self._fence.admit(origin) as served:
             if self.times < 2:
                 served.engine.reach_table(table, version, 0)
                 self.times += 1
-        return super().save(origin, table, folder, since, version)
+        return self._save(origin, table, folder, since, version)
 
 
 def test_a_server_that_learns_a_version_midway_is_saved_with_the_others(tmp_path: Path) -> None:
-    local, told = LocalWorker(table(), num_threads=1), LateVersionServer()
+    local, told = local_worker(table(), num_threads=1), LateVersionServer()
     with (
         running_servers(1) as services,
         Service(told, ServerCalls, ANYWHERE) as second,
@@ -196,14 +196,14 @@ def test_a_server_that_learns_a_version_midway_is_saved_with_the_others(tmp_path
             assert told.times == 2
         wanted = contents(local, EXACT)
         assert contents(worker, EXACT) == wanted
-    restored = LocalWorker(table(), num_threads=1)
+    restored = local_worker(table(), num_threads=1)
     restored.tables.restore({"t": [tmp_path / "whole", tmp_path / "changes"]})
     assert contents(restored, EXACT) == wanted
 
 
 def test_a_restore_during_migrations(tmp_path: Path, rng: np.random.Generator) -> None:
     """Repeatedly: whatever was in flight, all servers hold the saved rows afterwards."""
-    local = LocalWorker(features(), num_threads=1)
+    local = local_worker(features(), num_threads=1)
     with running_servers(3) as services, sharded_worker(features(), [services[0].address]) as worker:
         step_both([local, worker], rng, [draw_bags(rng, local.features, 60)], 1)
         folders = {name: [tmp_path / name] for name in worker.tables}
@@ -222,7 +222,7 @@ def test_a_restore_during_migrations(tmp_path: Path, rng: np.random.Generator) -
 
 
 def test_memory_of_outgoing_buckets_is_reused(rng: np.random.Generator) -> None:
-    local = LocalWorker(table(), num_threads=1)
+    local = local_worker(table(), num_threads=1)
     ids = rng.integers(1 << 63, size=40_000).astype(np.uint64)
     with running_servers(2) as services, sharded_worker(table(), [services[0].address]) as worker:
         addresses, sizes = [each.address for each in services], list[float]()
@@ -242,7 +242,7 @@ def test_memory_of_outgoing_buckets_is_reused(rng: np.random.Generator) -> None:
 
 def test_later_trainers_find_the_current_servers(rng: np.random.Generator) -> None:
     """From the run's first addresses; and a server that has left may join again."""
-    local = LocalWorker(features(), num_threads=1)
+    local = local_worker(features(), num_threads=1)
     with running_servers(3) as services:
         addresses = [each.address for each in services]
         with sharded_worker(features(), addresses[:1]) as worker:
@@ -261,12 +261,12 @@ def test_later_trainers_find_the_current_servers(rng: np.random.Generator) -> No
 class Training:
     """A trainer in a thread, and its oracle, until the end of the `with` block."""
 
-    def __init__(self, local: LocalWorker, worker: ShardedWorker, rng: np.random.Generator) -> None:
+    def __init__(self, local: Worker, worker: Any, rng: np.random.Generator) -> None:
         self.step = 0
         self._over, self._pool = threading.Event(), ThreadPoolExecutor(1)
         self._training = self._pool.submit(self._train, local, worker, rng)
 
-    def _train(self, local: LocalWorker, worker: ShardedWorker, rng: np.random.Generator) -> None:
+    def _train(self, local: Worker, worker: Any, rng: np.random.Generator) -> None:
         while not self._over.is_set():
             self.step += 1
             step_both([local, worker], rng, [draw_bags(rng, local.features, 60)], self.step)
@@ -282,7 +282,7 @@ class Training:
 
 def test_a_migration_killed_at_any_call_is_run_again(monkeypatch: pytest.MonkeyPatch, rng: np.random.Generator) -> None:
     """1 -> 3 -> 2 servers, each time restarted with a few calls more, until a run completes."""
-    local = LocalWorker(features(), num_threads=1)
+    local = local_worker(features(), num_threads=1)
     begin, mine, left = Client.start, threading.get_ident(), [0]
 
     def counted(self: Client[Any], *arguments: Any, **named: Any) -> Any:
@@ -315,7 +315,7 @@ def test_a_coordinator_suspended_during_another_migration_is_refused(
     monkeypatch: pytest.MonkeyPatch, seed: int, rng: np.random.Generator
 ) -> None:
     """Suspended before one of its calls, a different one each time, while another coordinator completes a migration."""
-    local, slept, refused = LocalWorker(features(), num_threads=1), 0, 0
+    local, slept, refused = local_worker(features(), num_threads=1), 0, 0
     begin, mine = Client.start, threading.get_ident()
     with running_servers(3) as services, sharded_worker(features(), [services[0].address]) as worker:
         addresses = [each.address for each in services]
@@ -360,7 +360,7 @@ def test_server_addresses_are_those_of_the_first_trainer() -> None:
 
 
 def test_concurrent_coordinators_lose_nothing(seed: int, rng: np.random.Generator) -> None:
-    local, caught = LocalWorker(features(), num_threads=1), list[BaseException]()
+    local, caught = local_worker(features(), num_threads=1), list[BaseException]()
     with running_servers(3) as services, sharded_worker(features(), [services[0].address]) as worker:
         addresses = [each.address for each in services]
 
@@ -390,7 +390,7 @@ def test_concurrent_coordinators_lose_nothing(seed: int, rng: np.random.Generato
 
 def test_servers_killed_during_migrations(tmp_path: Path, seed: int, rng: np.random.Generator) -> None:
     """Sources, targets and others, with their rows in shared memory; coordinators meet restarted servers."""
-    local = LocalWorker(features(), num_threads=1)
+    local = local_worker(features(), num_threads=1)
     with (
         killed_at_random(tmp_path, seed, 8, num_servers=3) as (servers, over),
         sharded_worker(features(), [servers[0].address]) as worker,

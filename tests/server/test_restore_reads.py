@@ -20,7 +20,6 @@ from satrap.server.server import Server
 from satrap.storage import local_folder
 from satrap.table.snapshot.saved_table import checksum_of
 from satrap.table.snapshot.verified_file import VerifiedFile
-from satrap.worker.sharded_rows import ShardedWorker
 from snapshots import manifest
 
 IDS = np.arange(600, dtype=np.uint64)
@@ -29,7 +28,7 @@ IDS = np.arange(600, dtype=np.uint64)
 class Cluster:
     """Two servers with the rows of step 1 saved in `folder`, and others since."""
 
-    def __init__(self, servers: list[Server], worker: ShardedWorker, folder: Path) -> None:
+    def __init__(self, servers: list[Server], worker: Any, folder: Path) -> None:
         self.servers, self.worker, self.folder = servers, worker, folder
         self.step(1)
         worker.tables["t"].save(folder)
@@ -45,10 +44,11 @@ class Cluster:
         self.worker.tables.restore({"t": [self.folder]})
 
     def call(self, name: str) -> list[Any]:
-        return self.worker.servers.call_all(name, [[str(self.folder)]], [[checksum_of(self.folder)]], patient=True)
+        arguments = [[str(self.folder)]], [[checksum_of(self.folder)]]
+        return list(self.worker.servers.call_all(name, *arguments, patient=True))
 
     def open_files(self) -> list[bool]:
-        return [server._state is not None and server._state.verified is not None for server in self.servers]
+        return [server._fence.state is not None and server._fence.state.verified is not None for server in self.servers]
 
 
 @pytest.fixture

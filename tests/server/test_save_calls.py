@@ -26,8 +26,7 @@ from satrap.server.save_calls import SaveCalls
 from satrap.server.server import Server
 from satrap.server.state import ServerState
 from satrap.storage.folder import Folder
-from satrap.worker.local_rows import LocalWorker
-from satrap.worker.sharded_rows import ShardedWorker
+from satrap.worker.local_rows import local_worker
 from tour import Tour
 
 UNIVERSE = np.arange(2000, dtype=np.uint64)
@@ -46,7 +45,7 @@ def train(workers: list[Any], rng: np.random.Generator, step: int) -> None:
 
 
 def restored(folder: Path) -> dict[str, list[bytes]]:
-    worker = LocalWorker(life(), num_threads=1)
+    worker = local_worker(life(), num_threads=1)
     worker.tables.restore({"t": [folder]})
     worker.tables["t"].check()
     return contents(worker, UNIVERSE)
@@ -54,7 +53,7 @@ def restored(folder: Path) -> dict[str, list[bytes]]:
 
 def test_rows_expire_on_servers_that_a_batch_leaves_alone(tmp_path: Path) -> None:
     """Each batch is one id, so one of the two servers gets no ids; its rows expire as those of a local worker do."""
-    local = LocalWorker(one_table(expire_after=3), num_threads=1)
+    local = local_worker(one_table(expire_after=3), num_threads=1)
     with ExitStack() as stack:
         servers = [Server(num_threads=2, checkpoints=["/"]) for _ in range(2)]
         addresses = [stack.enter_context(Service(each, ServerCalls, ANYWHERE)).address for each in servers]
@@ -67,7 +66,7 @@ def test_rows_expire_on_servers_that_a_batch_leaves_alone(tmp_path: Path) -> Non
             assert len(worker.tables["t"]) == len(local.tables["t"])
         cut = worker.tables.take_cut()
         assert cut.write({"t": tmp_path / "t"}, is_full=True) == {"t": 1}
-        states = [each._state for each in servers]
+        states = [each._fence.state for each in servers]
         assert not any(kept for each in states if each for kept in each.tickets.values()), (
             "a lookup without ids leaves no ticket"
         )
@@ -75,7 +74,7 @@ def test_rows_expire_on_servers_that_a_batch_leaves_alone(tmp_path: Path) -> Non
 
 def test_cuts_stay_as_they_were_while_rows_are_trained_and_migrate(rng: np.random.Generator, tmp_path: Path) -> None:
     """The oracle is a local worker that gets the same batches."""
-    local, step, saved = LocalWorker(life(), num_threads=1), 0, 0
+    local, step, saved = local_worker(life(), num_threads=1), 0, 0
     writers = ThreadPoolExecutor(1)
     with running_servers(3) as services, sharded_worker(life(), [services[0].address]) as worker, writers:
         with Tour([each.address for each in services], group_bytes=1000) as tour:
@@ -97,7 +96,7 @@ def test_cuts_stay_as_they_were_while_rows_are_trained_and_migrate(rng: np.rando
 
 
 @contextmanager
-def two_servers() -> Iterator[tuple[list[Service], ShardedWorker]]:
+def two_servers() -> Iterator[tuple[list[Service], Any]]:
     with running_servers(3) as services:
         addresses = [each.address for each in services]
         with sharded_worker(one_table(), addresses[:2]) as worker:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,8 @@ import numpy as np
 import pytest
 import zmq
 
-from cluster import ANYWHERE, DEADLINE_SECONDS, batch, one_table, sharded_worker
+from bag_oracle import update
+from cluster import ANYWHERE, DEADLINE_SECONDS, batch, one_table, running_servers, sharded_worker
 from oracle import COUNTERS, Oracle
 from rpc_parts import wait_until
 from satrap import transfer
@@ -23,9 +25,8 @@ from satrap.monitor.samples import call_samples
 from satrap.rpc import Client, Origin, Service
 from satrap.server.protocol import ServerCalls
 from satrap.server.server import Server
-from satrap.server.status_calls import server_samples
+from satrap.server.status import server_samples
 from satrap.table.snapshot import verified_file
-from satrap.worker.sharded_rows import ShardedWorker
 from scrape import Numbers, get, number, scrape
 
 
@@ -48,7 +49,7 @@ def table_numbers(numbers: Numbers) -> dict[str, float]:
     }
 
 
-def train(worker: ShardedWorker, step: int, ids: Any, gradient: float) -> None:
+def train(worker: Any, step: int, ids: Any, gradient: float) -> None:
     found = worker.lookup(batch(ids), step=step)
     assert found.ticket is not None
     worker.update([found.ticket], [np.full_like(found.block, gradient)], [{}], step=step)
@@ -185,7 +186,7 @@ def test_a_restore_in_progress_is_shown_and_delays_no_status(tmp_path: Path, mon
 def test_tables_that_a_restore_removes_meanwhile_are_left_out() -> None:
     server = Server(num_threads=1)
     with served(server) as (service, url), sharded_worker(one_table(), [service.address]):
-        state = server._state
+        state = server._fence.state
         assert state is not None
         tables = state.tables
         del state.tables
@@ -215,3 +216,32 @@ def test_status_starts_no_attempt_and_takes_no_lease() -> None:
             wait_until(lambda: client.call.status(Origin())["leases"])  # the worker's thread takes it, see Lease
             (lease,) = client.call.status(Origin())["leases"].values()
             assert lease[0] == status["where"]
+
+
+def test_a_server_counts_the_updates_of_others_that_each_update_missed(rng: np.random.Generator) -> None:
+    """Three trainers with up to three open steps each, in any order; the log of updates is the oracle."""
+    with (
+        running_servers(1) as services,
+        sharded_worker(one_table(), [services[0].address]) as first,
+        Client(ServerCalls, services[0].address) as client,
+        ExitStack() as stack,
+    ):
+        attempt, addresses = first.servers.attempt, [services[0].address]
+        others = [sharded_worker(one_table(), addresses, trainer=trainer, attempt=attempt) for trainer in (1, 2)]
+        workers = [first, *map(stack.enter_context, others)]
+        log: list[int] = []
+        pending: list[list[tuple[int, Any, int]]] = [[], [], []]
+        steps, expected = [0, 0, 0], Counter[str]()
+        for trainer in rng.integers(0, 3, 60).tolist():
+            mine = pending[trainer]
+            if len(mine) < 3 and rng.random() < 0.6:
+                steps[trainer] += 1
+                oldest = mine[0][0] if mine else steps[trainer]
+                found = workers[trainer].lookup(batch([1, trainer]), step=steps[trainer], oldest_open=oldest)
+                mine.append((steps[trainer], found, len(log)))
+            elif mine:
+                step, found, begin = mine.pop(0)
+                update(workers[trainer], found, np.ones((2, 2), np.float32), step=step)
+                expected[str(sum(each != trainer for each in log[begin:]))] += 1
+                log.append(trainer)
+        assert client.call.status(Origin())["missed_updates"] == expected

@@ -78,8 +78,8 @@ class Unreadable:
 
 
 BAD_IDS: list[tuple[Any, list[str]]] = [
-    ([1, 2, 3], ["a list", "uint64", "numpy.asarray(ids, dtype=numpy.uint64)"]),
-    ((1, 2), ["a tuple", "uint64"]),
+    ([1, 2, 3.0], ["a list", "uint64", "numpy.asarray(ids, dtype=numpy.uint64)"]),
+    ((1, True), ["a tuple", "uint64"]),
     (7, ["an int", "uint64"]),
     (None, ["a NoneType", "uint64"]),
     ("item", ["a str", "uint64"]),

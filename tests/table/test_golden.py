@@ -1,4 +1,4 @@
-"""The files of an earlier build (tests/golden.py) are read bit for bit, and training continues from them alike."""
+"""Files of an earlier build (tests/support/golden.py) are read bit for bit, and training continues from them alike."""
 
 from __future__ import annotations
 

@@ -74,19 +74,21 @@ class Saved:
         read = sum(saved.bytes_read for level in chains["t"] for saved in level)
         return group["t"], read, _resident(self.folders[0].parent)
 
-    def contents(self, store: Store, owned: NDArray[np.bool_]) -> list[dict[str, NDArray[Any]]]:
-        """Returns the rows and sightings of these buckets."""
+    def contents(self, store: Store, owned: NDArray[np.bool_], direct: bool) -> list[dict[str, NDArray[Any]]]:
+        """Returns the rows and sightings of these buckets, in a table that is direct or not."""
         engine, buckets = store._engine, store.table.resolved_num_buckets
         found = []
         for columns in (engine.export_rows(0, 0, buckets, 0), engine.export_sightings(0, 0, buckets)):
-            mine = owned[np.asarray(bucket_of(columns["id"], len(owned)))]
+            mine = owned[np.asarray(bucket_of(columns["id"], len(owned), direct))]
             found.append(by_id({name: column[mine] for name, column in columns.items()}))
         return found
 
     def assert_restored(self, store: Store, owned: NDArray[np.bool_]) -> None:
         store.check()
         everything = np.ones_like(owned)
-        for found, wanted in zip(self.contents(store, everything), self.contents(self.store, owned), strict=True):
+        direct = store.table.is_direct
+        restored, saved = self.contents(store, everything, direct), self.contents(self.store, owned, direct)
+        for found, wanted in zip(restored, saved, strict=True):
             for name, column in wanted.items():
                 assert found[name].tobytes() == column.tobytes(), name
 
@@ -148,17 +150,26 @@ def test_bytes_that_all_servers_read(num: int, servers: Any, counted: dict[int, 
 
 
 @settings(max_examples=12)
-@given(before=st.integers(0, 4), after=st.integers(0, 6), seed=st.integers(0, 2**32 - 1))
+@given(
+    before=st.integers(0, 4),
+    after=st.integers(0, 6),
+    direct=st.one_of(st.none(), st.tuples(st.booleans(), st.booleans())),
+    seed=st.integers(0, 2**32 - 1),
+)
 def test_another_number_of_buckets(
-    before: int, after: int, seed: int, tmp_path_factory: pytest.TempPathFactory
+    before: int, after: int, direct: tuple[bool, bool] | None, seed: int, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    """A table without a capacity is restored with more buckets than it was saved with, or fewer: every server gets the
-    rows of its buckets, and no other; what changes then can be saved and restored with a third number."""
+    """A table without a capacity is restored with more buckets than it was saved with, or fewer, and if no row leaves
+    it, with `num_rows` or without: every server gets the rows of its buckets, and no other; what changes then can be
+    saved and restored with a third number."""
     table, rng = Table("t", dim=3, admission=MinCount(2), expire_after=40), np.random.default_rng(seed)
+    other = table
+    if direct is not None:
+        table, other = (Table("t", dim=3, num_rows=300 if each else None) for each in direct)
     owners = [rng.integers(0, 3, 1 << bits).astype(np.uint32) for bits in (before, after)]
     folder = tmp_path_factory.mktemp("numbers")
     saved = Saved(folder, replace(table, num_buckets=1 << before), owners[0], 200, 60)
-    other = replace(table, num_buckets=1 << after)
+    other = replace(other, num_buckets=1 << after)
     for server in range(3):
         saved.assert_restored(saved.restored(owners[1] == server, other)[0], owners[1] == server)
     whole = Saved(folder / "whole", replace(table, num_buckets=1 << before), np.zeros(1 << before, np.uint32), 200, 60)

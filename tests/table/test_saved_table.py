@@ -21,7 +21,6 @@ from satrap.errors import CheckpointError, SatrapError, SnapshotError, StreamErr
 from satrap.table.group_cut import GroupCut
 from satrap.table.snapshot.saved_table import checksum_of
 from satrap.table.table_group import TableGroup
-from satrap.worker.sharded_rows import ShardedWorker
 from snapshots import forge, manifest
 
 
@@ -161,7 +160,7 @@ class Served:
         assert bits(self.embeddings, self.model) == before
 
     def close(self) -> None:
-        assert isinstance(self.embeddings.worker, ShardedWorker)
+        assert self.embeddings.worker.servers is not None
         self.embeddings.worker.servers.close()
 
 
@@ -184,7 +183,7 @@ def test_parts_of_servers_are_those_that_were_saved(tmp_path: Path) -> None:
 def test_servers_read_what_the_trainer_sees(tmp_path: Path) -> None:
     with running_servers(2) as services:
         served = Served([each.address for each in services], tmp_path)
-        assert isinstance(served.embeddings.worker, ShardedWorker)
+        assert served.embeddings.worker.servers is not None
         servers = served.embeddings.worker.servers
         chains = [[str(served.two / "tables" / str(table))] for table in (0, 1)]
         seen = [[checksum_of(Path(folder)) for folder in chain] for chain in chains]

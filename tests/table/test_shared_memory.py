@@ -33,7 +33,7 @@ from shared_memory_child import CHURN, EQUAL, EQUAL_IDS, GROW, GROW_IDS
 from snapshots import assert_same, contents, train
 
 DEADLINE_SECONDS = 240.0
-CHILD = Path(__file__).parents[1] / "shared_memory_child.py"
+CHILD = Path(__file__).parents[1] / "support/shared_memory_child.py"
 
 
 @pytest.fixture

@@ -407,7 +407,7 @@ def test_without_pyarrow_saving_says_what_to_install(tmp_path: Path, monkeypatch
     store.save(tmp_path / "a")
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     for call in (lambda: store.save(tmp_path / "b"), lambda: Store.load(tmp_path / "a")):
-        with pytest.raises(SnapshotError, match="pip install pyarrow"):
+        with pytest.raises(SnapshotError, match=r"pip install 'satrap\[arrow\]'"):
             call()
     assert not (tmp_path / "b").exists()
 

@@ -21,7 +21,7 @@ from satrap.data.inputs import Position
 from satrap.train.embeddings import session_of
 from satrap.train.joint_batches import JointBatches
 from satrap.train.joint_calls import Call
-from satrap.train.staleness_gate import StalenessGate
+from satrap.train.ledger import BatchLedger
 from satrap.train.stream import Stream
 
 UNSTEPPED = r"optimizer\.step\(\) has not taken its last batches \({}, of 3 in a step\)"
@@ -39,6 +39,21 @@ class Epochs:
     def batches(self, features: Mapping[str, Any], position: Position | None = None) -> Iterator[Inputs]:
         for number in range(0 if position is None else position.batch, len(self._data)):
             yield replace(self._data[number], position=Position(0, 0, number + 1))
+
+
+def test_a_batch_that_an_interrupt_kept_back_is_another_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(_: Any) -> None:
+        raise KeyboardInterrupt
+
+    embeddings, _, _ = job()
+    with embeddings.stream(batches(2), accumulate=3) as stream:
+        first = next(stream)
+        with monkeypatch.context() as patched:
+            patched.setattr(stream._look_up, "wait_for_copies", interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                next(stream)
+        assert not first.completes_step
+        assert next(stream).completes_step
 
 
 class Plain:
@@ -278,7 +293,7 @@ def test_trainers_agree_which_batch_completes_a_step(own: int, other: int, overl
     session_of(embeddings)._training = stream = Stream(
         data,
         embeddings.worker,
-        StalenessGate(0, accumulate=3),
+        BatchLedger(0, accumulate=3),
         train=True,
         device=torch.device("cpu"),
         overlap=overlap,

@@ -18,7 +18,7 @@ from trainers import Trainers, said
 
 @pytest.fixture(scope="module")
 def trainers() -> Iterator[Trainers]:
-    with Trainers(2, (Path(__file__).parents[1] / "async_child.py")) as found:
+    with Trainers(2, (Path(__file__).parents[1] / "support/async_child.py")) as found:
         yield found
 
 

@@ -136,7 +136,7 @@ print("done", flush=True)
 
 
 def test_a_notebook_with_repeated_cells_exits() -> None:
-    program = NOTEBOOK.format(tests=str(Path(__file__).parents[1]))
+    program = NOTEBOOK.format(tests=str(Path(__file__).parents[1] / "support"))
     with running_servers(1) as services:
         command = [sys.executable, "-W", "error", "-c", program, services[0].address]
         run = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_SECONDS)
@@ -236,7 +236,7 @@ def test_a_stream_collected_inside_a_lock_that_its_threads_need_closes() -> None
         (client,) = streams[0]._worker.servers.topology.clients
         with client._channels._lock:
             read.set()
-            wait_until(lambda: streams[0]._pipeline._state.running)  # a lookup whose thread has no connection yet
+            wait_until(lambda: streams[0]._pipeline._running)  # a lookup whose thread has no connection yet
             began = time.monotonic()
             streams.clear()
             gc.collect()

@@ -24,7 +24,7 @@ from satrap.errors import CheckpointError, NonFiniteError
 from satrap.server.migration.coordinator import Migration
 from satrap.train.embeddings import session_of
 from satrap.worker.server_group import ServerGroup
-from satrap.worker.sharded_rows import ShardedWorker
+from satrap.worker.sharded_rows import sharded_worker
 
 Kind = Callable[[Any], torch.optim.Optimizer]
 KINDS: dict[str, Kind] = {
@@ -359,10 +359,10 @@ def test_a_finished_trainer_keeps_no_row_from_eviction() -> None:
         for one in embeddings.stream([batch(range(8))]):
             (one.embeddings.sum() * weight.sum()).backward()
             optimizer.step()
-        assert isinstance(embeddings.worker, ShardedWorker)
+        assert embeddings.worker.servers is not None
         own = embeddings.worker.servers
         other = ServerGroup(own.job, own.addresses, trainer=1, attempt=own.attempt)
-        ShardedWorker(features, other, num_threads=1).lookup(batch(range(20, 28)), step=5)
+        sharded_worker(features, other, num_threads=1).lookup(batch(range(20, 28)), step=5)
         assert embeddings.tables["t"].read(np.arange(20, 28)).present.all()
         other.close()
         own.close()

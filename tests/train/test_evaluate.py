@@ -79,6 +79,70 @@ def test_models_with_further_inputs_and_several_heads() -> None:
             label=lambda batch: torch.stack([batch.label, 1 - batch.label], 1)[:, 0],
         )
     assert found.auc() == pytest.approx(plain.auc(), abs=1e-6)
-    numbers = f"auc={plain.auc():.4f}, log_loss={plain.log_loss():.4f}, ne={plain.normalised_entropy():.4f}"
-    assert repr(plain) == f"Evaluation(135 samples, {numbers})"
+    assert repr(plain).startswith(f"Evaluation(135 samples, auc={plain.auc():.4f}, log_loss={plain.log_loss():.4f}, ")
     assert repr(metrics.Evaluation()) == "Evaluation(no samples)"
+
+
+def scores_and_labels() -> tuple[satrap.Embeddings, np.ndarray, np.ndarray]:
+    ours = satrap.Embeddings(tables()).eval()
+    with torch.no_grad():
+        logits = np.concatenate([Sum()(batch.dense, batch.embeddings).numpy() for batch in map(ours, DATA)])
+    return ours, logits, np.concatenate([each.label for each in DATA if each.label is not None])
+
+
+@pytest.mark.filterwarnings("ignore:.*no table has a row")
+def test_lists_are_grouped_by_a_column_a_feature_or_a_function() -> None:
+    ours, logits, labels = scores_and_labels()
+    users = [np.arange(each.batch_size) % 5 for each in DATA]
+    expected = metrics.Evaluation()
+    expected.add(labels, logits, np.concatenate(users))
+    data = [replace(each, extra={"user": user}) for each, user in zip(DATA, users, strict=True)]
+    for group in ("user", lambda batch: batch.inputs.extra["user"]):
+        found = satrap.evaluate(Sum(), ours.stream(data), group=group)
+        assert found.values() == pytest.approx(expected.values()) and found["ndcg@2"] == expected.ndcg(2)
+    single = satrap.Embeddings({"first": satrap.Table("first", dim=4), "user": satrap.Table("user", dim=4)}).eval()
+    ids = [{"first": np.arange(len(user)), "user": user} for user in users]
+    inputs = [
+        replace(single(each).inputs, label=part.label, dense=part.dense) for each, part in zip(ids, DATA, strict=True)
+    ]
+    found = satrap.evaluate(Sum(), single.stream(inputs), group="user", score=lambda batch: batch.dense.sum(1))
+    expected = metrics.Evaluation()
+    expected.add(
+        labels, np.concatenate([each.dense.sum(1) for each in DATA if each.dense is not None]), np.concatenate(users)
+    )
+    assert found.gauc() == pytest.approx(expected.gauc(), abs=1e-6) and found.mrr() == pytest.approx(expected.mrr())
+    with pytest.raises(InputError, match=r"group is 'usr'; expected an extra column .*extra=\['usr'\].*'user'"):
+        satrap.evaluate(Sum(), ours.stream(data), group="usr")
+
+
+@pytest.mark.filterwarnings("ignore:.*no table has a row")
+@pytest.mark.parametrize("binary", [True, False])
+def test_metrics_of_ones_own_see_the_whole_pass(binary: bool) -> None:
+    torchmetrics = pytest.importorskip("torchmetrics")
+    ours, logits, labels = scores_and_labels()
+    labels = labels if binary else labels * 3
+    data = DATA if binary else [replace(each, label=each.label * 3) for each in DATA if each.label is not None]
+    predictions = 1 / (1 + np.exp(-logits)) if binary else logits
+    squared = torchmetrics.MeanSquaredError()
+    own = {"sum": lambda labels, predictions: (labels * predictions).sum(), "squared": squared}
+    both = {"auroc": torchmetrics.classification.BinaryAUROC(), "map": torchmetrics.retrieval.RetrievalMAP()}
+    collection = torchmetrics.MetricCollection([torchmetrics.MeanSquaredError(), torchmetrics.MeanAbsoluteError()])
+    own |= {"all": collection} | (both if binary else {})
+    group = lambda batch: np.arange(len(batch)) % 5  # noqa: E731
+    found = satrap.evaluate(Sum(), ours.stream(data), metrics=own, group=group)
+    assert found["sum"] == pytest.approx((labels * predictions).sum(), rel=1e-5)
+    assert found["squared"] == pytest.approx(((labels - predictions) ** 2).mean(), rel=1e-5)
+    assert found["all/MeanAbsoluteError"] == pytest.approx(np.abs(labels - predictions).mean(), rel=1e-5)
+    assert squared.update_count == 0, "a copy was used"
+    assert set(own) - {"all"} <= set(found.values())
+    if binary:
+        assert found["auroc"] == pytest.approx(found.auc(), abs=1e-6)
+    else:
+        assert found.mse() == pytest.approx(found["squared"], rel=1e-5) and "auc" not in found.values()
+
+
+def test_what_is_no_metric_is_refused() -> None:
+    with pytest.raises(satrap.ConfigError, match=r"evaluate: metrics\['mine'\] is a str; expected function"):
+        satrap.evaluate(Sum(), [], metrics={"mine": "auc"})
+    with pytest.raises(satrap.ConfigError, match="evaluate: metrics is a list; expected metrics by name"):
+        satrap.evaluate(Sum(), [], metrics=[len])  # type: ignore[arg-type]

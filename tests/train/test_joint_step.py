@@ -27,10 +27,9 @@ from satrap.train.batch import InFlightBatch
 from satrap.train.dense_strategy import SyncDense
 from satrap.train.embeddings import session_of
 from satrap.train.joint_batches import JointBatches
-from satrap.train.joint_calls import Call
-from satrap.train.joint_step import PADDING_ROWS, JointStep, describe
+from satrap.train.joint_calls import PADDING_ROWS, Call, JointStep, describe
+from satrap.train.ledger import BatchLedger
 from satrap.train.process_group import ProcessGroup
-from satrap.train.staleness_gate import StalenessGate
 from satrap.train.stream import Stream
 from trainers import Trainers, require_result
 
@@ -163,7 +162,7 @@ def test_a_weight_applies_until_the_batchs_backward_pass() -> None:
     stream = Stream(
         inputs,
         embeddings.worker,
-        StalenessGate(1),
+        BatchLedger(1),
         train=True,
         device=torch.device("cpu"),
         overlap=False,
@@ -235,6 +234,6 @@ def test_padding_has_the_shape_of_the_other_trainers_batches(label: tuple[int, .
     dense, found = JointStep.from_batches([describe(padding), describe(one)], 0).padding()
     assert dense.shape == (2, 3) and not dense.any()
     assert (None if found is None else found.shape[1:]) == (None if label is None else label[1:])
-    batch = InFlightBatch(padding, 1, torch.empty(0), None, Features({"a": Table("a", dim=1)}))
+    batch = InFlightBatch(padding, Features({"a": Table("a", dim=1)}))
     assert stream.take(batch, is_last=True) is None and stream.is_stopped
     assert list(stream) == []

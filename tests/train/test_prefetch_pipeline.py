@@ -15,15 +15,24 @@ from hypothesis import strategies as st
 
 from rpc_parts import DEADLINE_SECONDS, wait_until
 from satrap.errors import NonFiniteError, StreamError
-from satrap.train.pipeline_stages import Update
+from satrap.train.ledger import BatchLedger, BatchRecord, Event, State, Update
 from satrap.train.prefetch_pipeline import PrefetchPipeline
-from satrap.train.staleness_gate import StalenessGate
 
 each_way = pytest.mark.parametrize("mode", ["inline", "overlap", "remote"])
 
 
+class Number(BatchRecord):
+    """A batch that is a number."""
+
+    def __init__(self, value: int) -> None:
+        super().__init__()
+        self.value = value
+
+
 class Tables:
     """Tables that record the calls, and what each lookup saw."""
+
+    resolves_ahead = True
 
     def __init__(self) -> None:
         self.applied: list[int] = []
@@ -46,25 +55,68 @@ class Tables:
         finally:
             self.inside.remove(what)
 
-    def look_up(self, inputs: int, step: int, oldest_open: int, ahead: tuple[int, int] | None) -> tuple[int, int]:
-        assert oldest_open <= step and ahead in (None, (inputs, step))
+    def new(self, inputs: Any) -> Number:
+        return Number(inputs)
+
+    def resolve(self, batch: Number, step: int, oldest_open: int) -> None:
+        assert batch.state is State.NEW and oldest_open <= step
+
+    def read_ahead(self, batch: Number) -> None:
+        assert batch.state is State.READ
+
+    def look_up(self, batch: Number, oldest_open: int) -> None:
+        assert oldest_open <= batch.step and batch.state in (State.READ, State.AHEAD)
         with self._recorded("lookup"):
-            self.seen[step] = len(self.applied)
+            self.seen[batch.step] = len(self.applied)
             assert self.hold_lookup.wait(DEADLINE_SECONDS)
-            if step == self.fail_lookup:
+            if batch.step == self.fail_lookup:
                 raise ValueError("no such row")
-            self.looked_up.append(step)
-        return inputs, step
+            self.looked_up.append(batch.step)
 
-    def update(self, *steps: int) -> Update:
-        def apply() -> None:
-            with self._recorded("update"):
-                assert self.hold_update.wait(DEADLINE_SECONDS)
-                if steps[-1] == self.fail_update:
-                    raise NonFiniteError("bad gradient")
-                self.applied.extend(steps)
+    def update(self, *steps: int) -> None:
+        with self._recorded("update"):
+            assert self.hold_update.wait(DEADLINE_SECONDS)
+            if steps[-1] == self.fail_update:
+                raise NonFiniteError("bad gradient")
+            self.applied.extend(steps)
 
-        return Update(steps=steps, apply=apply)
+
+class Loop:
+    """A loop over a pipeline, that names batches by their number and step."""
+
+    def __init__(self, inputs: Iterator[int], ledger: BatchLedger[Number], tables: Tables, mode: str) -> None:
+        self.ledger, self._tables = ledger, tables
+        self.pipeline = PrefetchPipeline(
+            inputs,  # type: ignore[arg-type]  # plain numbers
+            ledger,
+            tables,
+            overlap=mode != "inline",
+            remote=mode == "remote",
+        )
+        self.batches: list[Number] = []
+
+    def next(self) -> tuple[int, int] | None:
+        batch = self.pipeline.next()
+        if batch is None:
+            return None
+        assert self.pipeline.next() is batch, "offered until it is returned"
+        self.pipeline.handle(Event.RETURNED, batch)
+        self.batches.append(batch)
+        return batch.value, batch.step
+
+    def look_up(self, number: int) -> bool:
+        return self.pipeline.look_up(self.batches[number])
+
+    def step(self, *steps: int) -> None:
+        batches = self._take(*steps)
+        self.pipeline.handle(Event.USED, *batches)
+        self.pipeline.submit(Update(batches, partial(self._tables.update, *(batch.step for batch in batches))))
+
+    def drop(self, *steps: int) -> None:
+        self.pipeline.handle(Event.SETTLED, *self._take(*steps), cause="unused")
+
+    def _take(self, *steps: int) -> list[Number]:
+        return [batch for batch in self.batches if batch.step in steps]
 
 
 def numbers(num: int, fail_at: int = -1) -> Iterator[int]:
@@ -74,34 +126,19 @@ def numbers(num: int, fail_at: int = -1) -> Iterator[int]:
         yield i
 
 
-def looked_up(tables: Tables, num: int) -> bool:
-    return len(tables.looked_up) >= num
-
-
-def make(inputs: Iterator[int], gate: StalenessGate, tables: Tables, mode: str) -> PrefetchPipeline[tuple[int, int]]:
-    return PrefetchPipeline(
-        inputs,  # type: ignore[arg-type]  # plain numbers
-        gate,
-        tables.look_up,  # type: ignore[arg-type]
-        read_ahead=lambda inputs, step: (inputs, step),  # type: ignore[arg-type,return-value]
-        overlap=mode != "inline",
-        remote=mode == "remote",
-    )
-
-
 @each_way
 def test_the_user_is_needed_when_only_a_step_opens_the_gate(mode: str) -> None:
     tables = Tables()
-    pipeline = make(numbers(9), StalenessGate(1), tables, mode)
-    assert pipeline.next() == (0, 1)
-    assert not pipeline.needs_user()
-    assert pipeline.next() == (1, 2)
-    assert pipeline.needs_user()
-    assert pipeline.next() == (2, 3), "returned before its lookup"
-    assert not pipeline.wait_for_lookup(lambda: 3 in tables.looked_up) and tables.looked_up == [1, 2]
-    pipeline.drop(1)
-    assert pipeline.wait_for_lookup(lambda: 3 in tables.looked_up) and tables.looked_up == [1, 2, 3]
-    pipeline.close()
+    loop = Loop(numbers(9), BatchLedger(1), tables, mode)
+    assert loop.next() == (0, 1)
+    assert not loop.pipeline.needs_user()
+    assert loop.next() == (1, 2)
+    assert loop.pipeline.needs_user()
+    assert loop.next() == (2, 3), "returned before its lookup"
+    assert not loop.look_up(2) and tables.looked_up == [1, 2]
+    loop.drop(1)
+    assert loop.look_up(2) and tables.looked_up == [1, 2, 3]
+    loop.pipeline.close()
     assert tables.applied == []
 
 
@@ -113,49 +150,50 @@ def test_all_batches_may_be_taken_before_the_first_step(
     mode: str, staleness: int, accumulate: int, deterministic: bool
 ) -> None:
     """Each batch comes once, with its step, and is looked up in order, exactly when the gate allows."""
-    tables, gate = Checked(staleness, 0), StalenessGate(staleness, accumulate=accumulate, deterministic=deterministic)
-    pipeline = make(numbers(20), gate, tables, mode)
+    tables = Checked(staleness, 0)
+    loop = Loop(numbers(20), BatchLedger(staleness, accumulate=accumulate, deterministic=deterministic), tables, mode)
     got = []
-    while (item := pipeline.next()) is not None:
+    while (item := loop.next()) is not None:
         got.append(item)
     assert got == [(i, 1 + i // accumulate) for i in range(20)]
     free = accumulate * (staleness + 1)
     assert tables.looked_up == [1 + i // accumulate for i in range(min(free, 20))]
     for first in range(0, 20, accumulate):
         steps = [step for _, step in got[first : first + accumulate]]
-        assert pipeline.wait_for_lookup(partial(looked_up, tables, first + len(steps)))
+        assert loop.look_up(first + len(steps) - 1)
         if first + free + accumulate <= 20:
-            assert not pipeline.wait_for_lookup(partial(looked_up, tables, first + free + 1))
-        pipeline.submit(tables.update(*steps))
-    assert pipeline.drain()
-    pipeline.close()
+            assert not loop.look_up(first + free)
+        loop.step(*steps)
+    assert loop.pipeline.drain()
+    loop.pipeline.close()
     assert tables.applied == tables.looked_up == [step for _, step in got]
 
 
 @each_way
-def test_the_last_batch_read_ahead_can_be_taken_back(mode: str) -> None:
+def test_what_the_user_will_not_have_is_left_out(mode: str) -> None:
+    """The end of the data with several trainers is padding, with and without its lookup."""
     tables = Tables()
-    pipeline = make(numbers(9), StalenessGate(0), tables, mode)
-    first, second, third = (pipeline.next() for _ in range(3))
-    assert first is not None and second is not None and third is not None
-    assert not pipeline.return_item(first) and not pipeline.return_item(second) and pipeline.return_item(third)
-    pipeline.drop(1)
-    assert pipeline.wait_for_lookup(lambda: 2 in tables.looked_up)
-    pipeline.close()
+    loop = Loop(numbers(4), BatchLedger(0), tables, mode)
+    assert loop.next() == (0, 1)
+    while (batch := loop.pipeline.next()) is not None:
+        loop.pipeline.discard(batch)
+    loop.step(1)
+    assert loop.pipeline.drain() and tables.applied == [1] and loop.ledger.last_step == 1
+    loop.pipeline.close()
 
 
 def test_lookups_continue_during_the_users_step() -> None:
-    tables, gate = Tables(), StalenessGate(3)
-    pipeline = make(numbers(100), gate, tables, "overlap")
-    assert pipeline.next() == (0, 1)
+    tables, ledger = Tables(), BatchLedger[Number](3)
+    loop = Loop(numbers(100), ledger, tables, "overlap")
+    assert loop.next() == (0, 1)
     wait_until(lambda: set(tables.seen) == {1, 2, 3, 4})  # lookups up to the staleness
     tables.hold_update.clear()
-    pipeline.submit(tables.update(1))
+    loop.step(1)
     for i in (1, 2, 3):
-        assert pipeline.next() == (i, i + 1)
+        assert loop.next() == (i, i + 1)
     tables.hold_update.set()
-    assert pipeline.next() == (4, 5)
-    pipeline.close()
+    assert loop.next() == (4, 5)
+    loop.pipeline.close()
 
 
 def test_reading_ahead_is_bounded() -> None:
@@ -168,10 +206,10 @@ def test_reading_ahead_is_bounded() -> None:
             yield i
             i += 1
 
-    pipeline = make(endless(), StalenessGate(2), Tables(), "overlap")
-    assert pipeline.next() == (0, 1)
+    loop = Loop(endless(), BatchLedger(2), Tables(), "overlap")
+    assert loop.next() == (0, 1)
     wait_until(lambda: len(read) >= 6)  # reads up to the bound
-    pipeline.close()
+    loop.pipeline.close()
     assert len(read) <= 7  # three looked up, three waiting, one being read
 
 
@@ -183,15 +221,15 @@ def test_an_error_reaches_the_user_with_its_stage(mode: str, stage: str) -> None
         tables.fail_lookup = 5
     if stage == "update":
         tables.fail_update = 5
-    pipeline = make(numbers(50, fail_at=4 if stage == "read" else -1), StalenessGate(2), tables, mode)
+    loop = Loop(numbers(50, fail_at=4 if stage == "read" else -1), BatchLedger(2), tables, mode)
     with pytest.raises((OSError, ValueError, NonFiniteError)) as caught:
-        while (item := pipeline.next()) is not None:
-            pipeline.submit(tables.update(item[1]))
-        pipeline.drain()
+        while (item := loop.next()) is not None:
+            loop.step(item[1])
+        loop.pipeline.drain()
     assert any(f"in the {stage} stage" in note for note in caught.value.__notes__)
     with pytest.raises(type(caught.value)):
-        pipeline.next()
-    pipeline.close()
+        loop.next()
+    loop.pipeline.close()
     assert 5 not in tables.applied
 
 
@@ -201,13 +239,13 @@ def test_closing_in_the_middle_stops_all_threads(mode: str, interrupted: bool) -
     """interrupted: a Ctrl-C came between taking the lock and the block that releases it."""
     before = set(threading.enumerate())
     tables = Tables()
-    pipeline = make(numbers(1000), StalenessGate(3), tables, mode)
-    pipeline.next()
-    pipeline.submit(tables.update(1))
+    loop = Loop(numbers(1000), BatchLedger(3), tables, mode)
+    loop.next()
+    loop.step(1)
     if interrupted:
-        pipeline._changed.acquire()
-    pipeline.close()
-    pipeline.close()
+        loop.pipeline._changed.acquire()
+    loop.pipeline.close()
+    loop.pipeline.close()
     assert set(threading.enumerate()) == before
 
 
@@ -220,16 +258,16 @@ def test_a_source_that_does_not_return_is_named(monkeypatch: pytest.MonkeyPatch)
         entered.set()
         assert release.wait(DEADLINE_SECONDS)
 
-    pipeline = make(stuck(), StalenessGate(0), Tables(), "overlap")
-    assert pipeline.next() == (0, 1)
+    loop = Loop(stuck(), BatchLedger(0), Tables(), "overlap")
+    assert loop.next() == (0, 1)
     assert entered.wait(DEADLINE_SECONDS)
     with pytest.raises(StreamError, match="satrap-read did not stop"):
-        pipeline.close()
+        loop.pipeline.close()
     release.set()
     wait_until(lambda: all(thread.name != "satrap-read" for thread in threading.enumerate()))  # the reader's end
 
 
-Concurrent = tuple[PrefetchPipeline[tuple[int, int]], Tables]
+Concurrent = tuple[Loop, Tables]
 
 
 @pytest.fixture
@@ -237,45 +275,43 @@ def concurrent() -> Iterator[Concurrent]:
     """Yield a pipeline of staleness 2 with three batches looked up, the lookup of step 4 blocked, and update 1 being
     applied."""
     tables = Tables()
-    pipeline = make(numbers(100), StalenessGate(2), tables, "remote")
-    assert [pipeline.next() for _ in range(3)] == [(0, 1), (1, 2), (2, 3)]
+    loop = Loop(numbers(100), BatchLedger(2), tables, "remote")
+    assert [loop.next() for _ in range(3)] == [(0, 1), (1, 2), (2, 3)]
     tables.hold_lookup.clear()
-    pipeline.submit(tables.update(1))
+    loop.step(1)
     wait_until(lambda: 4 in tables.seen)  # the lookup of step 4
-    yield pipeline, tables
+    yield loop, tables
     tables.hold_lookup.set()
     tables.hold_update.set()
-    pipeline.close()
+    loop.pipeline.close()
 
 
 def test_updates_and_lookups_do_not_wait_for_each_other(concurrent: Concurrent) -> None:
-    pipeline, tables = concurrent
-    pipeline.submit(tables.update(2))
+    loop, tables = concurrent
+    loop.step(2)
     wait_until(lambda: tables.applied == [1, 2])  # an update during a lookup
     assert tables.inside == ["lookup"]
     tables.hold_update.clear()
-    pipeline.submit(tables.update(3))
+    loop.step(3)
     wait_until(lambda: len(tables.inside) == 2)  # both at once
     tables.hold_lookup.set()
-    assert [pipeline.next(), pipeline.next()] == [(3, 4), (4, 5)]
-    assert pipeline._gate.oldest_open == 3 and not pipeline._gate.may_look_up(), (
-        "the step of an update in progress is open"
-    )
+    assert [loop.next(), loop.next()] == [(3, 4), (4, 5)]
+    assert loop.ledger.oldest_open == 3 and not loop.ledger.may_look_up, "the step of an update in progress is open"
     tables.hold_update.set()
-    assert pipeline.next() == (5, 6)
+    assert loop.next() == (5, 6)
     assert tables.seen[6] == 3
 
 
 def test_a_pause_waits_for_lookups_and_updates(concurrent: Concurrent) -> None:
-    pipeline, tables = concurrent
+    loop, tables = concurrent
     tables.hold_update.clear()
-    pipeline.submit(tables.update(2))
+    loop.step(2)
     wait_until(lambda: len(tables.inside) == 2)  # both at once
     found: list[tuple[list[str], list[int]]] = []
     inside, go_on = threading.Event(), threading.Event()
 
     def pause() -> None:
-        with pipeline.pause():
+        with loop.pipeline.pause():
             inside.set()
             assert go_on.wait(DEADLINE_SECONDS)
             found.append((list(tables.inside), list(tables.applied)))
@@ -287,7 +323,7 @@ def test_a_pause_waits_for_lookups_and_updates(concurrent: Concurrent) -> None:
     assert not inside.is_set()
     tables.hold_lookup.set()
     assert inside.wait(DEADLINE_SECONDS)
-    pipeline.submit(tables.update(3))
+    loop.step(3)
     go_on.set()
     thread.join(DEADLINE_SECONDS)
     assert found == [([], [1, 2])]
@@ -299,18 +335,18 @@ def threads_of_tables() -> list[str]:
 
 
 def test_of_two_errors_the_first_is_raised(concurrent: Concurrent) -> None:
-    pipeline, tables = concurrent
+    loop, tables = concurrent
     tables.hold_update.clear()
     tables.fail_update, tables.fail_lookup = 2, 4
-    pipeline.submit(tables.update(2))
-    pipeline.submit(tables.update(3))
+    loop.step(2)
+    loop.step(3)
     tables.hold_update.set()
-    wait_until(lambda: pipeline.num_failed == 1)  # a refused update
+    wait_until(lambda: loop.ledger.dropped["failed"] == 1)  # a refused update
     tables.hold_lookup.set()
     wait_until(lambda: not threads_of_tables())  # the end of both
     with pytest.raises(NonFiniteError, match="bad gradient") as caught:
-        pipeline.next()
-    assert pipeline.drain(), "later submitted updates are applied"
+        loop.next()
+    assert loop.pipeline.drain(), "later submitted updates are applied"
     assert any("in the update stage" in note for note in caught.value.__notes__)
     assert "and then in the lookup stage: ValueError('no such row')" in caught.value.__notes__
     assert tables.applied == [1, 3]
@@ -318,22 +354,22 @@ def test_of_two_errors_the_first_is_raised(concurrent: Concurrent) -> None:
 
 @pytest.mark.parametrize("refused", [False, True])
 def test_an_error_of_a_lookup_waits_for_the_concurrent_update(concurrent: Concurrent, refused: bool) -> None:
-    pipeline, tables = concurrent
+    loop, tables = concurrent
     tables.hold_update.clear()
     tables.fail_lookup, tables.fail_update = 4, 2 if refused else 0
     for step in (2, 3):
-        pipeline.submit(tables.update(step))
+        loop.step(step)
     wait_until(lambda: len(tables.inside) == 2)  # both at once
     tables.hold_lookup.set()
     wait_until(lambda: threads_of_tables() == ["satrap-updates"])  # the end of one
     with pytest.raises(ValueError, match="no such row"):
-        pipeline.next()
+        loop.next()
     tables.hold_update.set()
     if refused:
         with pytest.raises(NonFiniteError, match="bad gradient"):
-            pipeline.finish()
-    pipeline.finish()
-    assert tables.applied == ([1, 3] if refused else [1, 2, 3]) and pipeline.num_failed == refused
+            loop.pipeline.finish()
+    loop.pipeline.finish()
+    assert tables.applied == ([1, 3] if refused else [1, 2, 3]) and loop.ledger.dropped["failed"] == refused
 
 
 @pytest.fixture
@@ -358,21 +394,16 @@ class Checked(Tables):
         for _ in range(self._draws[what].choice((0, 100, 3_000))):
             pass
 
-    def look_up(self, inputs: int, step: int, oldest_open: int, ahead: tuple[int, int] | None) -> tuple[int, int]:
-        assert self.settled >= set(range(step - self._staleness)), f"step {step} was looked up too early"
-        assert self.settled >= set(range(oldest_open)), f"of step {step} open ones are not pinned"
+    def look_up(self, batch: Number, oldest_open: int) -> None:
+        assert self.settled >= set(range(batch.step - self._staleness)), f"step {batch.step} was looked up too early"
+        assert self.settled >= set(range(oldest_open)), f"of step {batch.step} open ones are not pinned"
         self._work("lookup")
-        return super().look_up(inputs, step, oldest_open, ahead)
+        super().look_up(batch, oldest_open)
 
-    def update(self, *steps: int) -> Update:
-        inner = super().update(*steps)
-
-        def apply() -> None:
-            self._work("update")
-            inner.apply()
-            self.settled.update(steps)
-
-        return Update(steps=steps, apply=apply)
+    def update(self, *steps: int) -> None:
+        self._work("update")
+        super().update(*steps)
+        self.settled.update(steps)
 
 
 @pytest.mark.usefixtures("fast_thread_switches")
@@ -389,42 +420,39 @@ def test_every_batch_comes_once_in_order_and_within_the_staleness(
     mode: str, staleness: int, accumulate: int, deterministic: bool, num_batches: int, drop: float, seed: int
 ) -> None:
     """The user keeps any number of batches before stepping or dropping them."""
-    tables, gate = (
-        Checked(staleness, seed),
-        StalenessGate(staleness, accumulate=accumulate, deterministic=deterministic),
-    )
-    draw = random.Random(seed)
-    pipeline = make(numbers(num_batches), gate, tables, mode)
+    tables, draw = Checked(staleness, seed), random.Random(seed)
+    ledger: BatchLedger[Number] = BatchLedger(staleness, accumulate=accumulate, deterministic=deterministic)
+    loop = Loop(numbers(num_batches), ledger, tables, mode)
     got: list[tuple[int, int]] = []
     held: dict[int, int] = {}
     expected: list[int] = []
 
     def settle(step: int) -> None:
         count = held.pop(step)
+        assert all(loop.look_up((step - 1) * accumulate + number) for number in range(count))
         if draw.random() < drop:
             tables.settled.add(step)
-            for _ in range(count):
-                pipeline.drop(step)
+            loop.drop(step)
         else:
             expected.extend([step] * count)
-            pipeline.submit(tables.update(*[step] * count))
+            loop.step(step)
 
     while True:
-        while held and held[min(held)] == accumulate and (pipeline.needs_user() or draw.random() < 0.5):
+        while held and held[min(held)] == accumulate and (loop.pipeline.needs_user() or draw.random() < 0.5):
             settle(min(held))
-        item = pipeline.next()
+        item = loop.next()
         if item is None:
             break
         got.append(item)
         held[item[1]] = held.get(item[1], 0) + 1
-    assert pipeline.next() is None
+    assert loop.next() is None
     for step in sorted(held):
         settle(step)
-    pipeline.drain()
-    pipeline.close()
+    loop.pipeline.drain()
+    loop.pipeline.close()
     assert got == [(i, 1 + i // accumulate) for i in range(num_batches)]
     assert tables.applied == expected
-    assert sum(gate.seen.values()) == num_batches and max(gate.seen, default=0) <= staleness
+    assert sum(ledger.seen.values()) == num_batches and max(ledger.seen, default=0) <= staleness
     assert not tables.met or (mode == "remote" and staleness and not deterministic)
     if deterministic:
         for step, applied in tables.seen.items():
@@ -433,32 +461,13 @@ def test_every_batch_comes_once_in_order_and_within_the_staleness(
 
 def test_a_batch_that_is_being_looked_up_is_another_batch() -> None:
     """It is neither waiting for its lookup nor ready, and the source has ended."""
-    started, may_end = threading.Event(), threading.Event()
-
-    def look_up(inputs: Any, step: int, oldest_open: int, ahead: Any) -> Any:
-        if step == 2:
-            started.set()
-            assert may_end.wait(60.0)
-        return inputs, step
-
-    inputs: Any = iter([0, 1])
-    pipeline: Any = PrefetchPipeline(
-        inputs, StalenessGate(1), look_up, read_ahead=lambda inputs, step: (inputs, step), overlap=True
-    )
-    assert pipeline.next() == (0, 1)
-    assert started.wait(60.0)
-    with pipeline._changed:
-        assert pipeline._changed.wait_for(lambda: pipeline._state.exhausted, 60.0)
-    wait = pipeline._wait
-
-    def end_lookup_and_wait(held: Any) -> None:
-        may_end.set()
-        wait(held)
-
-    pipeline._wait = end_lookup_and_wait
-    try:
-        assert not pipeline.is_last()
-    finally:
-        may_end.set()
-    assert pipeline.next() == (1, 2) and pipeline.is_last()
-    pipeline.close()
+    tables = Tables()
+    loop = Loop(numbers(2), BatchLedger(0), tables, "overlap")
+    assert loop.next() == (0, 1)
+    tables.hold_lookup.clear()
+    loop.step(1)
+    wait_until(lambda: 2 in tables.seen and loop.ledger.is_exhausted)
+    assert not loop.pipeline.is_last()
+    tables.hold_lookup.set()
+    assert loop.next() == (1, 2) and loop.pipeline.is_last()
+    loop.pipeline.close()

@@ -40,6 +40,25 @@ def three_ahead(stream: Stream) -> Iterator[Batch]:
     yield from held
 
 
+@each_way
+def test_a_fixed_order_of_updates_is_that_of_the_steps(overlap: bool) -> None:
+    """The lookup of step 3 waits for step 1, and the update of step 2 for that lookup."""
+    found = []
+    for order in ([0, 1], [1, 0]):
+        embeddings, model, optimizer = job(1, deterministic=True)
+        with embeddings.stream(batches(5), overlap=overlap) as stream:
+            first = list(islice(stream, 2))
+            losses = [batch.embeddings.square().sum() for batch in first]
+            for number in order:
+                losses[number].backward()
+                optimizer.step()
+            for batch in stream:
+                batch.embeddings.square().sum().backward()
+                optimizer.step()
+        found.append(bits(embeddings, model))
+    assert found[0] == found[1]
+
+
 HOW: dict[str, Callable[[Stream], Iterable[Batch]]] = {
     "plain": lambda stream: stream,
     "all at once": list,
@@ -348,14 +367,12 @@ def test_an_unknown_length_says_why(options: dict[str, Any], message: str) -> No
         assert len(list(islice(stream, 3))) == 3
 
 
-def test_staleness_without_a_free_core_warns_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_staleness_without_a_free_core_runs_inline(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a warning: staleness is a bound."""
     monkeypatch.setattr("satrap.train.embeddings.spare_cores", lambda: 0)
-    embeddings, _, _ = job(4)
-    with pytest.warns(UserWarning, match=r"staleness=4 .*torch\.set_num_threads.*overlap=True"):
-        embeddings.stream(batches(1)).close()
-    with warnings.catch_warnings():
+    embeddings, net, optimizer = job(4)
+    with warnings.catch_warnings(), embeddings.stream(batches(6)) as stream:
         warnings.simplefilter("error")
-        embeddings.stream(batches(1)).close()
-        job(4)[0].stream(batches(1), overlap=False).close()
-        for quiet in (job(4, deterministic=True)[0], job(0)[0]):
-            quiet.stream(batches(1)).close()
+        for batch in stream:
+            train_step(net, optimizer, batch)
+    assert embeddings.counters().staleness == {0: 6}

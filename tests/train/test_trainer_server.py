@@ -102,7 +102,7 @@ def torchrun(folder: Path, mode: str) -> subprocess.CompletedProcess[str]:
         capture_output=True,
         text=True,
         timeout=2 * DEADLINE_SECONDS,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[1])},
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[1] / "support")},
     )
 
 

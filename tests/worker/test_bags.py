@@ -23,7 +23,8 @@ from satrap.config.optimizers import SGD, Adagrad, Adam, AdamW, Ftrl, RowWiseAda
 from satrap.config.tables import Feature, Normal, Table
 from satrap.data.inputs import Inputs
 from satrap.errors import InputError
-from satrap.worker.local_rows import LocalWorker
+from satrap.worker.local_rows import local_worker
+from satrap.worker.worker import Worker
 
 OPTIMIZERS: list[Any] = [
     SGD(lr=0.1),
@@ -37,7 +38,7 @@ OPTIMIZERS: list[Any] = [
 POOLINGS = [("sum", False), ("sum", True), ("mean", False), ("mean", True), ("sqrtn", False), ("sqrtn", True)]
 
 
-def make(pooling: Any, weighted: bool, optimizer: Any, dim: int, **options: Any) -> LocalWorker:
+def make(pooling: Any, weighted: bool, optimizer: Any, dim: int, **options: Any) -> Worker:
     """Use the pooling on a table that two more features share, and again on a table of another dim."""
     item = Table("item", dim=dim, optimizer=optimizer, initial=Normal(std=0.5))
     user = Table("user", dim=dim + 3, optimizer=optimizer, initial=Normal(std=0.5))
@@ -51,7 +52,7 @@ def make(pooling: Any, weighted: bool, optimizer: Any, dim: int, **options: Any)
         "padded": item.sequence(2, padding_id=3),
         "padded bag": Feature(user, pooling, weighted=weighted, padding_id=2**64 - 1),
     }
-    return LocalWorker(Features(features), **{"num_threads": 1, **options})
+    return local_worker(Features(features), **{"num_threads": 1, **options})
 
 
 @pytest.mark.parametrize(("pooling", "weighted"), POOLINGS)
@@ -67,13 +68,13 @@ def test_any_dim_on_any_path(dim: int, simd: str, rng: np.random.Generator) -> N
     """Columns at any offset: whole lines, half lines, neither."""
     follow(make("sqrtn", True, Adagrad(), dim, simd=simd), rng, num_steps=2)
     tables = [Table(f"t{i}", dim=dim, initial=Normal()) for i in range(3)]
-    follow(LocalWorker(Features({table.name: table for table in tables}), simd=simd), rng, num_steps=2, single=True)
+    follow(local_worker(Features({table.name: table for table in tables}), simd=simd), rng, num_steps=2, single=True)
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_16_bit_rows(dtype: Any, rng: np.random.Generator) -> None:
     table = Table("item", dim=9, optimizer=Adagrad(lr=0.1), initial=Normal(std=0.5), dtype=dtype)
-    follow(LocalWorker(Features({"a": table, "b": table.bag("mean"), "c": table.sequence(2)})), rng, num_steps=4)
+    follow(local_worker(Features({"a": table, "b": table.bag("mean"), "c": table.sequence(2)})), rng, num_steps=4)
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=lambda each: type(each).__name__)
@@ -105,7 +106,7 @@ some_features = st.one_of(
     draw=st.integers(0, 2**32 - 1),
 )
 def test_any_features(features: list[Feature], batch_size: int, accumulate: int, threads: int, draw: int) -> None:
-    worker = LocalWorker(Features({f"f{i}": each for i, each in enumerate(features)}), num_threads=threads)
+    worker = local_worker(Features({f"f{i}": each for i, each in enumerate(features)}), num_threads=threads)
     rng = np.random.default_rng(draw)
     follow(worker, rng, num_steps=2, batch_size=batch_size, accumulate=accumulate, single=bool(draw % 2))
 
@@ -118,7 +119,7 @@ def test_one_id_in_each_bag_needs_no_offsets(pooling: Any, weighted: bool, rng: 
 def test_features_at_most_one_id(rng: np.random.Generator) -> None:
     """Missing values: empty bags among bags of one id are zeros, and get no gradient."""
     table = Table("t", dim=16, initial=Normal())
-    worker = LocalWorker(Features({"a": table, "b": table.bag("mean"), "c": table}), num_threads=2)
+    worker = local_worker(Features({"a": table, "b": table.bag("mean"), "c": table}), num_threads=2)
     bags = Bags(worker.features, [[[(s % 9, np.float32(1))][: s % (f + 2)] for s in range(300)] for f in range(3)])
     looked = worker.lookup(bags.inputs())
     before = read(worker)
@@ -155,7 +156,7 @@ def test_trains_like_an_embedding_bag(optimizer: Any, mode: Any, weighted: bool,
     SparseAdam's count is the row's."""
     num_ids, dim, batch_size = 20, 6, 12
     table = Table("item", dim=dim, optimizer=optimizer, initial=Normal(std=0.5))
-    worker = LocalWorker(Features({"bag": table.bag(mode, weighted=weighted)}))
+    worker: Any = local_worker(Features({"bag": table.bag(mode, weighted=weighted)}))
     everyone = np.arange(num_ids, dtype=np.uint64)
     module = torch.nn.EmbeddingBag.from_pretrained(
         torch.from_numpy(worker.tables["item"].lookup(everyone).copy()), freeze=False, mode=mode, sparse=True
@@ -197,7 +198,7 @@ def test_a_history_keeps_its_last_ids_and_ignores_padding() -> None:
             "mean": item.bag("mean", padding_id=0),
         }
     )
-    worker = LocalWorker(features)
+    worker = local_worker(features)
     history = np.array([0, 0, 7, 8, 9, 5, 0, 0, 0, 0, 0, 0, 0, 0, 0])
     inputs = Inputs(names=features.names, values=np.tile(history, 3), offsets=np.arange(0, 46, 5), batch_size=3)
     looked = worker.lookup(inputs)
@@ -218,7 +219,7 @@ def test_padding_of_single_ids_and_its_weights() -> None:
     other = item.bag("sum", weighted=True, padding_id=3)
     features = Features({"one": item.bag("sum", padding_id=2**64 - 1), "other": other})
     values, weights = np.array([2**64 - 1, 2, 3, 4], np.uint64), np.array([np.nan, 1, np.nan, 2], np.float32)
-    worker = LocalWorker(features)
+    worker = local_worker(features)
     looked = worker.lookup(Inputs(names=features.names, values=values, weights=weights, batch_size=2))
     rows = worker.tables["item"].read(np.array([2, 4])).values
     zeros = np.zeros_like(rows[0])
@@ -250,7 +251,7 @@ def digest(num_threads: int, simd: str, num_buckets: int, seed: int) -> str:
             "padded": item.sequence(2, keep="first", padding_id=PADDING), "word": word,
         }
     )  # fmt: skip
-    worker = LocalWorker(features, num_threads=num_threads, simd=simd, seed=1)
+    worker = local_worker(features, num_threads=num_threads, simd=simd, seed=1)
     seen = hashlib.sha256()
     for _ in range(3):
         looked = []
@@ -282,7 +283,7 @@ def tiny_numbers(num_threads: int, flush: bool) -> str:
     rng = np.random.default_rng(3)
     table = Table("t", dim=16, optimizer=SGD(lr=1.0), initial=Normal(std=1e-39))
     features = {name: Feature(table, name, weighted=name == "sqrtn") for name in ("sum", "mean", "sqrtn")}
-    worker = LocalWorker(Features(features), num_threads=num_threads)
+    worker = local_worker(Features(features), num_threads=num_threads)
     seen = hashlib.sha256()
     torch.set_flush_denormal(flush)
     try:

@@ -7,15 +7,16 @@ from __future__ import annotations
 
 import os
 import resource
+import sys
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from benchmarks.cluster.fan_out import hosts
+from benchmarks.cluster.processes import receive, talking
 from numpy.typing import NDArray
 
 from cluster import DEADLINE_SECONDS, batch, one_table, sharded_worker
@@ -26,14 +27,36 @@ from satrap.errors import ConfigError
 from satrap.rpc import Client, Origin
 from satrap.rpc.open_files import FILES_PER_CONNECTION
 from satrap.server.protocol import ServerCalls
-from satrap.worker.local_rows import LocalWorker
-from satrap.worker.remote.client import RemoteWorker
+from satrap.worker.local_rows import local_worker
+from satrap.worker.remote.client import remote_worker
 from satrap.worker.server_group import ServerGroup
-from satrap.worker.sharded_rows import ShardedWorker
+from satrap.worker.worker import Worker
 
 FEATURES = one_table(num_buckets=512)
 IDS = np.arange(1500, dtype=np.uint64)
 OTHER_FILES = 40  # of a process, besides its connections
+
+
+HOST = """
+import contextlib, json, sys
+from satrap.rpc import Service
+from satrap.server.protocol import ServerCalls
+from satrap.server.server import Server
+with contextlib.ExitStack() as stack:
+    servers = [Server(num_threads=1) for _ in range(int(sys.argv[1]))]
+    new = [Service(server, ServerCalls, "tcp://127.0.0.1:0", insecure=True) for server in servers]
+    print(json.dumps([stack.enter_context(service).address for service in new]), flush=True)
+    sys.stdin.read()
+"""
+
+
+@contextmanager
+def hosts(count: int) -> Iterator[list[str]]:
+    """Start so many servers in two processes, and yield their addresses."""
+    with ExitStack() as stack:
+        command = [sys.executable, "-c", HOST, str(count // 2)]
+        processes = [stack.enter_context(talking(command)) for _ in range(2)]
+        yield [address for process in processes for address in receive(process)]
 
 
 @pytest.fixture
@@ -49,11 +72,11 @@ def num_files(process: int | str = "self") -> int:
     return len(os.listdir(f"/proc/{process}/fd"))
 
 
-def contents(worker: LocalWorker | ShardedWorker) -> list[bytes]:
+def contents(worker: Worker) -> list[bytes]:
     return [part.tobytes() for part in worker.tables["t"].read(IDS)]
 
 
-def step(worker: LocalWorker | ShardedWorker, ids: NDArray[np.uint64], number: int) -> bytes:
+def step(worker: Worker, ids: NDArray[np.uint64], number: int) -> bytes:
     """Look up and update a batch; return the rows that were looked up."""
     looked = worker.lookup(batch(ids), step=number)
     assert looked.ticket is not None
@@ -62,9 +85,9 @@ def step(worker: LocalWorker | ShardedWorker, ids: NDArray[np.uint64], number: i
 
 
 def test_128_servers_of_one_trainer(few_files: None, rng: np.random.Generator) -> None:
-    local = LocalWorker(FEATURES, num_threads=1)
+    local = local_worker(FEATURES, num_threads=1)
     before = num_files()
-    with hosts(128) as (_, addresses), sharded_worker(FEATURES, addresses) as worker:
+    with hosts(128) as addresses, sharded_worker(FEATURES, addresses) as worker:
         for number in range(1, 5):
             ids = rng.choice(IDS, 1000, replace=False)
             assert step(worker, ids, number) == step(local, ids, number)
@@ -78,18 +101,18 @@ def test_four_trainers_over_one_worker_with_64_servers(tmp_path: Path, rng: np.r
     """Each reads its part of the data from the worker and updates by itself, one after the other."""
     pq.write_table(pa.table({"id": rng.choice(IDS, 1200), "label": np.zeros(1200)}), tmp_path / "a.parquet")
     source = Parquet(str(tmp_path / "a.parquet"), label="label", batch_size=100, num_threads=1)
-    local = LocalWorker(FEATURES, num_threads=1)
+    local = local_worker(FEATURES, num_threads=1)
     worker, job = KillableWorker(), Job(tables=FEATURES.tables)
     with ExitStack() as stack:
         stack.enter_context(ending([worker]))
-        _, addresses = stack.enter_context(hosts(64))
+        addresses = stack.enter_context(hosts(64))
         before, streams = num_files(worker.pid), []
         attempt: int | None = None
         for rank in range(4):
             servers = ServerGroup(job, addresses, trainer=rank, attempt=attempt, deadline=DEADLINE_SECONDS)
             stack.callback(servers.close)
             attempt = servers.attempt
-            trainer = RemoteWorker(FEATURES, servers, worker.address, num_threads=1, deadline=DEADLINE_SECONDS)
+            trainer = remote_worker(FEATURES, servers, worker.address, num_threads=1, deadline=DEADLINE_SECONDS)
             stack.callback(trainer.close)
             own = local.batches(source, rank=rank, world_size=4)
             streams.append((trainer, trainer.batches(source, rank=rank, world_size=4), own))

@@ -20,9 +20,9 @@ from satrap import Checkpoint, Embeddings, MinCount, Parquet, Table, _core
 from satrap.config.features import Features
 from satrap.errors import InputError, StreamError
 from satrap.table.engine import native_config
-from satrap.worker.pooled_codec import PooledCodec
-from satrap.worker.remote.client import RemoteBatches, RemoteInputs, RemoteWorker
-from satrap.worker.worker import native_features
+from satrap.worker.remote.client import RemoteBatches, RemoteInputs, RemoteRows
+from satrap.worker.remote.protocol import PooledCodec
+from satrap.worker.rows import native_features
 
 
 @contextmanager
@@ -224,7 +224,7 @@ def test_a_batch_that_is_looked_up_again_can_be_updated(tmp_path: Path) -> None:
 
                 def at(now: str, number: int, job: Any = job, again: Any = again, where: Any = where) -> None:
                     if now == "looked up":
-                        batch = job[0]._session._training._held[0]
+                        batch = job[0]._session._training._ledger.held()[0]
                         again.append(job[0](batch.inputs).embeddings.numpy().tobytes())
                         if where and number > 1:
                             worker.restart()
@@ -279,5 +279,5 @@ def test_batches_without_a_declared_source_are_looked_up_by_the_trainer(tmp_path
                     optimizer.zero_grad()
             seen += train(job, data)
             found.append((seen, bits(job), embeddings.counters().lost, embeddings.step))
-            assert isinstance(embeddings.worker, RemoteWorker) == bool(where[1])
+            assert isinstance(embeddings.worker.rows, RemoteRows) == bool(where[1])
     assert all(each == found[0] for each in found)

@@ -45,7 +45,7 @@ from satrap.rpc.keys import Keys, create_keys
 from satrap.server.protocol import ServerCalls
 from satrap.server.server import Server
 from satrap.train.embeddings import session_of
-from satrap.worker.remote.client import RemoteWorker, WorkerConnection
+from satrap.worker.remote.client import RemoteRows, WorkerConnection, remote_worker
 from satrap.worker.server_group import ServerGroup
 
 pytestmark = pytest.mark.draw(8)
@@ -257,7 +257,7 @@ def test_rows_that_are_left_out_are_counted_once(tmp_path: Path) -> None:
                         worker.restart()
                     seen.append((batch.position, embeddings.counters().lost))
             found.append((seen, embeddings.counters().lost))
-        assert isinstance(embeddings.worker, RemoteWorker)
+        assert isinstance(embeddings.worker.rows, RemoteRows)
         embeddings.worker.close()
     assert found[0] == found[1], "a label of 7 is malformed, with a remote worker, too"
     assert found[0][1] == {"rows/malformed": 2 * malformed, "rows/no_label": 2 * no_label, "rows/short": left_over}
@@ -316,12 +316,12 @@ def test_another_job_is_refused_field_by_field() -> None:
 
 
 @contextmanager
-def far(of: Features, service: Any, worker: Any, seed: int = 0, **options: Any) -> Iterator[RemoteWorker]:
+def far(of: Features, service: Any, worker: Any, seed: int = 0, **options: Any) -> Iterator[Any]:
     servers = ServerGroup(Job(tables=of.tables, seed=seed), [service.address], **options)
     try:
-        found = RemoteWorker(of, servers, worker.address, num_threads=1)
-        yield found
-        found.connection.close()
+        rows: Any = remote_worker(of, servers, worker.address, num_threads=1).rows
+        yield rows
+        rows.connection.close()
     finally:
         servers.close()
 
@@ -350,8 +350,8 @@ def test_servers_that_were_started_empty(tmp_path: Path) -> None:
                 address = service.address
                 for _ in range(times):
                     with running(servers=[address], workers=[worker.address]) as job:
-                        assert isinstance(job[0].worker, RemoteWorker)
-                        job[0].worker.tables.clear()
+                        assert isinstance(job[0].worker.rows, RemoteRows)
+                        job[0].tables.clear()  # type: ignore[union-attr]
                         assert len(train(job, data)) == 4
                 numbers.append(worker.host._attempt)
     assert numbers == [6, 2]
@@ -401,7 +401,7 @@ def test_keys(tmp_path: Path) -> None:
         of, others = features(), Keys.read(tmp_path / "others" / "client.key")
         servers = ServerGroup(Job(tables=of.tables), [service.address], keys=Keys.read(client))
         with pytest.raises(DeadlineError, match="no connection"):
-            RemoteWorker(of, servers, worker.address, keys=others, deadline=1.0)
+            remote_worker(of, servers, worker.address, keys=others, deadline=1.0)
         servers.close()
 
 

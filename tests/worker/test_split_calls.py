@@ -24,7 +24,7 @@ from satrap.config.tables import Table
 from satrap.data.inputs import Inputs
 from satrap.errors import InputError, NonFiniteError, TicketError
 from satrap.table.engine import native_config
-from satrap.worker.local_rows import LocalWorker
+from satrap.worker.local_rows import local_worker
 from splits import (
     BIG_FEATURES,
     BLOCK,
@@ -171,7 +171,7 @@ def test_tickets_are_used_once_and_by_their_owner() -> None:
 
 
 def test_nonfinite_gradients_have_the_error_of_a_worker() -> None:
-    worker, split = LocalWorker(FEATURES, seed=SEED), make_split(FEATURES, num_threads=2)
+    worker, split = local_worker(FEATURES, seed=SEED), make_split(FEATURES, num_threads=2)
     inputs = Inputs(names=FEATURES.names, **{k: GOOD[k] for k in ("values", "offsets", "weights", "batch_size")})
     theirs = [worker.lookup(inputs).ticket for _ in range(2)]
     tickets = [split.lookup(**GOOD) for _ in range(2)]

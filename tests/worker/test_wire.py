@@ -37,9 +37,9 @@ from satrap.rpc import Client, Origin
 from satrap.server.protocol import ServerCalls
 from satrap.table.engine import native_config
 from satrap.table.table_group import TableGroup
-from satrap.worker.local_rows import LocalWorker
+from satrap.worker import sharded_rows
+from satrap.worker.local_rows import local_worker
 from satrap.worker.server_group import ServerGroup
-from satrap.worker.sharded_rows import ShardedWorker
 
 F32 = NDArray[np.float32]
 FLOAT16_MOST = 2.0**15  # the halves of a row are at most this large
@@ -186,7 +186,7 @@ def test_other_sizes_offsets_and_exponents_are_refused() -> None:
 @pytest.mark.parametrize("num_servers", [1, 3])
 def test_a_lookup_is_rounded_and_a_read_is_exact(num_servers: int, rng: np.random.Generator) -> None:
     """In training and in evaluation, pooled and not; `read` never rounds."""
-    local = LocalWorker(features(), num_threads=1)
+    local = local_worker(features(), num_threads=1)
     with running_servers(num_servers) as services:
         addresses = [each.address for each in services]
         with sharded_worker(features(), addresses, wire="float16") as worker:
@@ -209,7 +209,7 @@ def test_a_lookup_is_rounded_and_a_read_is_exact(num_servers: int, rng: np.rando
 def test_ids_replace_a_ticket_that_the_server_dropped(wire: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Gradients of few bits are exact on both wires: the rows equal those of a local worker."""
     monkeypatch.setattr(satrap.server.server, "MAX_TICKETS", 1)
-    local = LocalWorker(one_table(), num_threads=1)
+    local = local_worker(one_table(), num_threads=1)
     with (
         running_servers(2) as services,
         sharded_worker(one_table(), [each.address for each in services], wire=wire) as worker,
@@ -241,7 +241,7 @@ def test_each_trainer_has_the_wire_that_it_chose() -> None:
         halves = ServerGroup(
             plain.servers.job, plain.servers.addresses, trainer=1, attempt=plain.servers.attempt, wire="float16"
         )
-        coded = ShardedWorker(one_table(), halves, num_threads=1)
+        coded = sharded_rows.sharded_worker(one_table(), halves, num_threads=1)
         looked = [each.lookup(batch(range(20)), step=1) for each in (plain, coded)]
         exact = plain.tables["t"].read(np.arange(20)).values
         assert np.array_equal(looked[0].block, exact) and not np.array_equal(looked[1].block, exact)
@@ -253,7 +253,7 @@ def test_each_trainer_has_the_wire_that_it_chose() -> None:
 
 def test_trainers_of_one_step_may_differ_in_their_wires() -> None:
     """Parts are decoded before they are summed: with gradients of few bits, the result equals one local worker's."""
-    local = LocalWorker(one_table(), num_threads=1)
+    local = local_worker(one_table(), num_threads=1)
     inputs = [batch(range(k, k + 20)) for k in (0, 10)]
     gradients = [(np.arange(40, dtype=np.float32) - k).reshape(20, 2) * np.float32(0.125) for k in (20, 3)]
     looked = [local.lookup(each, step=1) for each in inputs]
@@ -327,7 +327,7 @@ def trained(wire: Literal["float32", "float16"], **options: Any) -> tuple[list[f
             embeddings.drain()
             return losses, rows(embeddings)
         finally:
-            assert isinstance(embeddings.worker, ShardedWorker)
+            assert embeddings.worker.servers is not None
             embeddings.worker.servers.close()
 
 

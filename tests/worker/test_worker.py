@@ -26,7 +26,7 @@ from satrap.config.optimizers import SGD, Adagrad, Ftrl
 from satrap.config.tables import Constant, Table
 from satrap.data.inputs import Inputs
 from satrap.errors import ConfigError, InputError, NonFiniteError, TicketError
-from satrap.worker.local_rows import LocalWorker
+from satrap.worker.local_rows import local_worker
 from satrap.worker.worker import LookupResult
 
 ITEM = Table("item", dim=2, optimizer=SGD(lr=1.0), initial=Constant(0.0), num_buckets=2)
@@ -44,7 +44,7 @@ PATH = np.ones((2, 2, 2), np.float32)
 DEADLINE_SECONDS = 240.0
 
 
-def contents(worker: LocalWorker) -> Any:
+def contents(worker: Any) -> Any:
     return (
         worker.tables.latest_step,
         worker.truncated,
@@ -56,9 +56,9 @@ def contents(worker: LocalWorker) -> Any:
 
 
 @pytest.fixture
-def worker() -> Iterator[LocalWorker]:
+def worker() -> Iterator[Any]:
     """A worker that has trained, and that no test here may change."""
-    made = LocalWorker(FEATURES, num_threads=2)
+    made = local_worker(FEATURES, num_threads=2)
     update(made, made.lookup(GOOD), BLOCK, {"path": PATH})
     before = contents(made)
     yield made
@@ -92,7 +92,7 @@ BAD_INPUTS: list[tuple[Any, str]] = [
         with_(batch_size=3),
         r"offsets are int64 of shape \(9,\); expected int64 of shape \(13,\): features \* batch_size",
     ),
-    (with_(values=[1, 2]), "ids is a list; expected a uint64"),
+    (with_(values=[1.0, 2.0]), "ids is a list; expected a uint64"),
     (with_(values=GOOD.values.astype(np.int32)), "ids are int32; expected uint64"),
     (with_(values=GOOD.values.reshape(3, 3)), r"ids have the shape \(3, 3\)"),
     (with_(values=GOOD.values[:-1]), "offsets run from 0 to 9; expected 0 to the number of ids, 8"),
@@ -120,7 +120,7 @@ BAD_INPUTS: list[tuple[Any, str]] = [
 
 
 @pytest.mark.parametrize(("inputs", "words"), BAD_INPUTS)
-def test_bad_inputs(worker: LocalWorker, inputs: Any, words: str) -> None:
+def test_bad_inputs(worker: Any, inputs: Any, words: str) -> None:
     for train in (True, False):
         with pytest.raises(InputError, match=words):
             worker.lookup(inputs, train=train)
@@ -139,18 +139,18 @@ BAD_LOOKUPS: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("options", "words"), BAD_LOOKUPS)
-def test_bad_lookups(worker: LocalWorker, options: Any, words: str) -> None:
+def test_bad_lookups(worker: Any, options: Any, words: str) -> None:
     with pytest.raises(InputError, match=words):
         worker.lookup(GOOD, **options)
 
 
 def test_weights_without_a_weighted_feature_are_refused() -> None:
-    plain = LocalWorker(Features({"item": ITEM}))
+    plain = local_worker(Features({"item": ITEM}))
     inputs = Inputs(names=("item",), values=as_ids([1]), weights=np.ones(1, np.float32), batch_size=1)
     with pytest.raises(InputError, match="there are weights and no feature is weighted"):
         plain.lookup(inputs)
     with pytest.raises(ConfigError, match=r"features is a dict; expected a satrap\.config\.features\.Features"):
-        LocalWorker({"item": ITEM})  # type: ignore[arg-type]
+        local_worker({"item": ITEM})  # type: ignore[arg-type]
 
 
 BAD_UPDATES: list[tuple[dict[str, Any], str]] = [
@@ -186,7 +186,7 @@ BAD_UPDATES: list[tuple[dict[str, Any], str]] = [
 
 @pytest.mark.parametrize(("options", "words"), BAD_UPDATES)
 def test_bad_updates(options: Any, words: str) -> None:
-    worker = LocalWorker(FEATURES)
+    worker: Any = local_worker(FEATURES)
     looked = worker.lookup(GOOD)
     before = contents(worker)
     good: dict[str, Any] = {
@@ -202,7 +202,7 @@ def test_bad_updates(options: Any, words: str) -> None:
 
 
 def test_nonfinite_gradients_are_named() -> None:
-    worker = LocalWorker(FEATURES)
+    worker: Any = local_worker(FEATURES)
     looked = worker.lookup(GOOD)
     before = contents(worker)
     for bad, words in (
@@ -224,7 +224,7 @@ def test_nonfinite_gradients_are_named() -> None:
 
 def test_nonfinite_gradients_can_be_skipped() -> None:
     table = replace(ITEM, on_nonfinite="skip")
-    worker = LocalWorker(Features({"item": table, "seen": table.bag("mean")}))
+    worker: Any = local_worker(Features({"item": table, "seen": table.bag("mean")}))
     looked = worker.lookup(
         Inputs(names=("item", "seen"), values=as_ids([1, 2, 3]), offsets=offsets(0, 1, 3), batch_size=1)
     )
@@ -237,7 +237,7 @@ def test_nonfinite_gradients_can_be_skipped() -> None:
 
 
 def test_tickets_are_used_once_and_by_their_owner() -> None:
-    worker, other = LocalWorker(FEATURES), LocalWorker(FEATURES)
+    worker, other = local_worker(FEATURES), local_worker(FEATURES)
     looked = [worker.lookup(GOOD) for _ in range(3)]
     first, second, third = [each.ticket for each in looked if each.ticket]
     assert worker.lookup(GOOD, train=False).ticket is None
@@ -258,13 +258,14 @@ def test_tickets_are_used_once_and_by_their_owner() -> None:
     worker.update([first, second], [BLOCK, BLOCK])
     with pytest.raises(TicketError, match="used already"):
         worker.update([second], **gradients)
-    flat = worker.tables["item"].lookup_for_update(as_ids([1]))[1]
+    store: Any = worker.tables["item"]
+    flat = store.lookup_for_update(as_ids([1]))[1]
     with pytest.raises(TicketError, match="another store"):
         worker.update([flat], [BLOCK])
 
 
 def test_a_ticket_of_bags_is_not_for_a_flat_update() -> None:
-    worker = LocalWorker(Features({"item": ITEM}))
+    worker: Any = local_worker(Features({"item": ITEM}))
     looked = worker.lookup(Inputs(names=("item",), values=as_ids([1]), batch_size=1))
     assert isinstance(looked.ticket, Ticket)
     with pytest.raises(TicketError, match="this ticket came from a lookup of bags"):
@@ -276,7 +277,7 @@ def test_a_ticket_of_bags_is_not_for_a_flat_update() -> None:
 
 def test_learning_rates_and_scale() -> None:
     one, two = (Table(name, dim=1, optimizer=SGD(lr=0.5), initial=Constant(0.0)) for name in ("one", "two"))
-    worker = LocalWorker(Features({"a": one, "b": two}))
+    worker: Any = local_worker(Features({"a": one, "b": two}))
     worker.tables["two"].set_lr(2.0)
     for lrs, wanted in ((None, [-0.5, -2.0]), ({"one": 1.0}, [-1.0, -2.0]), ({"two": 0.0, "one": 3.0}, [-3.0, 0.0])):
         before = worker.lookup(Inputs(names=("a", "b"), values=as_ids([1, 1]), batch_size=1))
@@ -290,7 +291,7 @@ def test_learning_rates_and_scale() -> None:
 
 
 def test_an_empty_batch() -> None:
-    worker = LocalWorker(FEATURES, num_threads=2)
+    worker: Any = local_worker(FEATURES, num_threads=2)
     for inputs in (
         Inputs(names=FEATURES.names, values=as_ids([]), weights=np.zeros(0, np.float32), batch_size=0),
         with_(values=as_ids([]), offsets=offsets(*[0] * 9), weights=np.zeros(0, np.float32)),
@@ -306,7 +307,7 @@ def test_an_empty_batch() -> None:
 
 
 def test_only_sequences() -> None:
-    worker = LocalWorker(Features({"a": ITEM.sequence(2), "b": ITEM.sequence(3)}))
+    worker: Any = local_worker(Features({"a": ITEM.sequence(2), "b": ITEM.sequence(3)}))
     inputs = Inputs(names=("a", "b"), values=as_ids([1, 2, 3, 4]), offsets=offsets(0, 3, 4), batch_size=1)
     looked = worker.lookup(inputs)
     assert looked.block.shape == (1, 0)
@@ -319,7 +320,7 @@ def test_only_sequences() -> None:
 
 def test_memory_of_the_caller_and_memory_of_the_engine() -> None:
     table = Table("t", dim=16)
-    worker = LocalWorker(Features({"a": table, "b": table.bag("mean")}))
+    worker: Any = local_worker(Features({"a": table, "b": table.bag("mean")}))
     inputs = Inputs(names=("a", "b"), values=as_ids(range(60_000)), batch_size=30_000)
     own = worker.lookup(inputs).block
     assert own.ctypes.data % 64 == 0
@@ -337,7 +338,7 @@ def test_memory_of_the_caller_and_memory_of_the_engine() -> None:
 
 
 def test_gradients_may_be_tensors_and_strided() -> None:
-    worker, other = LocalWorker(FEATURES), LocalWorker(FEATURES)
+    worker, other = local_worker(FEATURES), local_worker(FEATURES)
     block: Any = torch.arange(14.0).reshape(7, 2).T
     path: Any = torch.arange(8.0).reshape(2, 2, 2)
     update(worker, worker.lookup(GOOD), block, {"path": path})
@@ -352,7 +353,7 @@ def test_lookups_and_updates_at_the_same_time(rng: np.random.Generator) -> None:
     """One thread looks up, two update and one only reads: every gradient is applied once, by any thread. Rows count the
     updates of their elements."""
     table = Table("t", dim=8, optimizer=SGD(lr=1.0), initial=Constant(0.0))
-    worker = LocalWorker(Features({"a": table, "b": table.bag("sum"), "c": table.sequence(2)}), num_threads=2)
+    worker: Any = local_worker(Features({"a": table, "b": table.bag("sum"), "c": table.sequence(2)}), num_threads=2)
     waiting: Queue[list[LookupResult]] = Queue()
     done = threading.Event()
 
@@ -423,7 +424,7 @@ def test_python_work_does_not_grow_with_features() -> None:
     def cost(num_features: int, with_offsets: bool) -> int:
         tables = [Table(f"t{i}", dim=4, optimizer=Adagrad(), num_buckets=1) for i in range(num_features // 2)]
         features = Features({f"f{i}": tables[i // 2].bag("mean") for i in range(num_features)})
-        worker = LocalWorker(features, num_threads=1)
+        worker = local_worker(features, num_threads=1)
         inputs = Inputs(
             names=features.names,
             values=np.arange(8 * num_features, dtype=np.uint64),

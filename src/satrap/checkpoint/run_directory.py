@@ -20,6 +20,7 @@ from satrap.checkpoint.publisher import open_publisher
 from satrap.checkpoint.run_owner import OWNER, RunOwner
 from satrap.config.durable import checksum, json_checksum, json_with_checksum, parse_json
 from satrap.config.regular_file import MAX_JSON_BYTES
+from satrap.config.tables import LAST_STEP
 from satrap.data.inputs import Position
 from satrap.errors import CheckpointError, SatrapError
 from satrap.storage.folder import Folder
@@ -99,11 +100,13 @@ class CheckpointManifest:
             ) from error
 
     def _problem(self) -> str | None:
-        """Return which field has a value of a wrong type."""
+        """Return which field has a wrong value."""
         kinds: dict[str, Any] = {"name": str, "step": int, "parent": str | None, "parent_crc32c": int | None}
         kinds |= {"source": Mapping | None, "state_crc32c": int, "is_best": bool}
         wrong = [name for name, kind in kinds.items() if not isinstance(getattr(self, name), kind)]
         wrong += ["tables"] if not all(isinstance(each, str) for each in self.tables) else []
+        if not wrong and not 0 <= self.step <= LAST_STEP:
+            return f"step is {self.step}; expected 0 to {LAST_STEP}"
         return f"{wrong[0]} is of a wrong type" if wrong else None
 
     @property

@@ -1,19 +1,27 @@
 """`satrap doctor`: reports the installed packages, the hardware, and the bottleneck of a short training run.
 
-Yields plain lines. Every number in them was measured on this machine.
+Yields plain lines. Every number in them was measured on this machine. With files, `examine_data` reports instead how
+often their ids repeat from batch to batch, and what staleness that permits (docs/theory.md).
 """
 
 import importlib.metadata
+import math
 import platform
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import closing
+from itertools import islice
 
 import numpy as np
 
 from satrap import _core
 from satrap.config.cores import num_cores
 from satrap.config.tables import Table
+from satrap.data.criteo import Criteo
+from satrap.data.delimited import CSV
 from satrap.data.inputs import Inputs
+from satrap.data.parquet import Parquet
+from satrap.data.reuse import LAGS, Reuse, measure_reuse
 from satrap.errors import ConfigError
 from satrap.monitor.memory import memory
 
@@ -21,6 +29,7 @@ _PACKAGES = (
     *("satrap", "numpy", "torch", "pyarrow", "safetensors", "fsspec", "tensorboard", "pandas", "polars", "pyzmq"),
     "ray",
 )
+CRITEO_IDS = tuple(f"C{number}" for number in range(1, 27))
 _NUM_FEATURES, _BATCH, _ROWS, _STEPS = 26, 4096, 1_000_000, 20
 
 
@@ -35,7 +44,7 @@ def examine(dim: int, *, run: bool) -> Iterator[str]:
     yield f"memory       {allowed / 2**30:.1f} GiB, {(allowed - used) / 2**30:.1f} GiB available"
     yield f"huge pages   {_huge_pages()}"
     if _version("torch") == "not installed":
-        yield "torch is not installed, so only tables work; for training run pip install torch"
+        yield "torch is not installed, so only tables work; to train: pip install 'satrap[train]'"
         return
     import torch
 
@@ -55,6 +64,50 @@ def examine(dim: int, *, run: bool) -> Iterator[str]:
                 "are available; use a smaller --dim, or --no-run"
             )
         yield from _short_run(dim)
+
+
+def examine_data(paths: Sequence[str], ids: Sequence[str], *, batch_size: int, num_batches: int) -> Iterator[str]:
+    """Yield the reuse of each feature, and advice. ids: the features' columns; none: the files are Criteo's logs."""
+    source: CSV | Parquet | Criteo
+    if not ids:
+        source, ids = Criteo(path=list(paths), dense=(), batch_size=batch_size), CRITEO_IDS
+    else:
+        kind = Parquet if all(path.endswith(".parquet") for path in paths) else CSV
+        source = kind(path=list(paths), batch_size=batch_size)
+    with closing(source.replace(drop_last=True).batches(tuple(ids))) as batches:
+        found = measure_reuse(islice(batches, num_batches))
+    if not found or math.isnan(found[0].shares[0]):
+        raise ConfigError(
+            f"{paths[0]}: found at most {LAGS[-1]} batches of {batch_size} samples; expected more: use a smaller "
+            "--batch-size, or more data"
+        )
+    lags = ", ".join(map(str, LAGS))
+    yield f"Share of a batch's distinct ids that the last {lags} batches of {batch_size} contained;"
+    yield "alpha is the share of samples with the most frequent id. An id in 1 % of the samples is hot."
+    header = [f"last {lag}" for lag in LAGS] + [f"hot {LAGS[1]}", f"cold {LAGS[1]}"]
+    yield f"{'feature':20} {'ids':>9} {'alpha':>6} {' '.join(f'{name:>8}' for name in header)}"
+    for each in found:
+        shares = [*each.shares, each.hot[1], each.cold[1]]
+        texts = ("-" if math.isnan(share) else f"{100 * share:.0f} %" for share in shares)
+        yield f"{each.feature:20} {each.num_ids:9,} {each.alpha:6.2f} {' '.join(f'{text:>8}' for text in texts)}"
+    yield from _advice(found)
+
+
+def _advice(found: Sequence[Reuse]) -> Iterator[str]:
+    """Yield what docs/theory.md advises for this data."""
+    hottest = max(found, key=lambda each: each.alpha)
+    if hottest.alpha >= 0.5:
+        yield (
+            f"advice  {hottest.feature!r} has an id in {100 * hottest.alpha:.0f} % of the samples: late rows may cost "
+            "as much as late dense parameters. Use Adagrad or RowWiseAdagrad, and compare staleness 0 with 4 once."
+        )
+    else:
+        times = hottest.alpha**-0.5
+        yield (
+            f"advice  no id is in more than {100 * hottest.alpha:.1f} % of the samples: by the bound, rows permit "
+            f"{times:.1f} times the delay that dense parameters do. Start at staleness 4."
+        )
+    yield "        Tune the learning rate at the staleness with which you will train (docs/theory.md)."
 
 
 def _gpus() -> Iterator[str]:

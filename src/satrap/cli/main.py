@@ -1,7 +1,7 @@
 """The commands of `satrap`. `run` runs a script on a cluster, `scale` changes its number of servers, `status` shows
-what it does, and `report` what it did; `plan` finds machines for a job; `deploy` writes manifests for Kubernetes;
-`keys`, `server`, `worker` and `migrate` are for a cluster that is managed by hand, and `trainer` runs a script on it;
-`doctor` checks this machine.
+what it does, and `report` what it did; `import` saves pretrained vectors as a table's snapshot; `plan` finds machines
+for a job; `deploy` writes manifests for Kubernetes; `keys`, `server`, `worker` and `migrate` are for a cluster that is
+managed by hand, and `trainer` runs a script on it; `doctor` checks this machine.
 
 Carries out the commands that `parser` reads, and prints plain lines.
 """
@@ -33,12 +33,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit status."""
     parser = command_parser()
     own_arguments, script_arguments = _split_arguments(sys.argv[1:] if arguments is None else arguments)
-    options, unrecognized = parser.parse_known_args(own_arguments)
+    options = parser.parse_args(own_arguments)
     if options.command is None:
         parser.exit(2, parser.format_help())
-    if unrecognized:
-        hint = "; put the script's own arguments after --" if options.command in ("run", "trainer", "plan") else ""
-        parser.error(f"unrecognized arguments: {' '.join(unrecognized)}{hint}")
     if options.command in ("server", "worker", "trainer", "migrate"):
         set_role(options.command, getattr(options, "number", None))
         _show_log(options.log_format)
@@ -83,9 +80,19 @@ def _output_lines(options: argparse.Namespace) -> Iterator[str]:
     """Return the output of a command that prints lines."""
     match options.command:
         case "doctor":
-            from satrap.cli.doctor import examine
+            from satrap.cli.doctor import examine, examine_data
 
+            if options.files:
+                return examine_data(
+                    options.files, options.ids, batch_size=options.batch_size, num_batches=options.batches
+                )
+            if options.ids:
+                raise ConfigError("doctor --ids without FILES: name the files whose columns these are")
             return examine(options.dim, run=not options.no_run)
+        case "import":
+            from satrap.cli.import_command import import_vectors
+
+            return import_vectors(options)
         case "keys":
             return _keys(options.folder)
         case "scale":
@@ -175,7 +182,7 @@ def _server(options: argparse.Namespace) -> Iterator[str]:
     from satrap.server.migration.departure import Departure
     from satrap.server.protocol import ServerCalls
     from satrap.server.server import Server
-    from satrap.server.status_calls import server_samples
+    from satrap.server.status import server_samples
 
     wait_for_stop = _StopSignals()
     _check_listening(options)

@@ -1,10 +1,13 @@
 """The command line of `satrap`: its commands, their options and their help."""
 
 import argparse
+from collections.abc import Sequence
+from difflib import get_close_matches
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from satrap.cli.import_command import add_import
 from satrap.cli.options import (
     Commands,
     add_changes,
@@ -28,12 +31,15 @@ def command_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"satrap {version('satrap')}")
     parser.add_argument("--die-with", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--record", type=int, help=argparse.SUPPRESS)
-    commands = parser.add_subparsers(title="commands", dest="command", metavar="COMMAND", action=_CommandAction)
+    commands = parser.add_subparsers(
+        title="commands", dest="command", metavar="COMMAND", action=_CommandAction, parser_class=_CommandParser
+    )
     _add_run(commands)
     _add_scale(commands)
     _add_status(commands)
     _add_report(commands)
     _add_plan(commands)
+    add_import(commands)
     add_server(commands)
     add_worker(commands)
     _add_migrate(commands)
@@ -42,6 +48,31 @@ def command_parser() -> argparse.ArgumentParser:
     _add_deploy(commands)
     commands.choices = None  # type: ignore[assignment]  # `_CommandAction` refuses others
     return parser
+
+
+class _CommandParser(argparse.ArgumentParser):
+    """The parser of one command. It names the option nearest to one that does not exist, and shows the usage of the
+    command. Options are not abbreviated: an abbreviation would change its meaning when a release adds an option."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options, allow_abbrev=False)
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
+        """Parse the arguments; end the process if some are unknown."""
+        known = self._option_string_actions
+        unknown = [arg for arg in args or () if arg.startswith("--") and arg.partition("=")[0] not in known]
+        if self._subparsers is None and unknown:  # before an option that is missing for that reason is asked for
+            near = get_close_matches(unknown[0].partition("=")[0], list(known), n=1)
+            self._refuse(unknown, f"; did you mean {near[0]}?" if near else "")
+        namespace, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            self._refuse(unknown, "")
+        return namespace, []
+
+    def _refuse(self, unknown: Sequence[str], hint: str) -> None:
+        if self.prog.split()[-1] in ("run", "trainer", "plan"):
+            hint += "; put the script's own arguments after --"
+        self.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
 
 
 class _CommandAction(argparse._SubParsersAction):  # type: ignore[type-arg]
@@ -212,7 +243,7 @@ def _add_status(commands: Commands) -> None:
         help="addresses of one or more servers that were started by hand, instead of --folder",
     )
     add_keys(status)
-    status.add_argument("--watch", action="store_true", help="show the state repeatedly, until Ctrl-C")
+    status.add_argument("--watch", action="store_true", help="show the state repeatedly, until the run ends or Ctrl-C")
     status.add_argument("--json", action="store_true", help="print JSON instead; with --watch one object at a time")
     status.add_argument(
         "--seconds",
@@ -382,7 +413,18 @@ def _add_keys_and_doctor(commands: Commands) -> None:
     doctor = commands.add_parser(
         "doctor",
         help="check this installation and time a short training run",
-        description="Print the installed packages and the hardware, then time a short training run stage by stage.",
+        description="Print the installed packages and the hardware, then time a short training run stage by stage. "
+        "With FILES, print instead how often their ids repeat from batch to batch, and what staleness that permits.",
+    )
+    doctor.add_argument(
+        "files", nargs="*", metavar="FILES", help="CSV or Parquet files with --ids; without --ids Criteo's click logs"
+    )
+    doctor.add_argument("--ids", nargs="+", default=[], metavar="COLUMN", help="the columns of ids in FILES")
+    doctor.add_argument(
+        "--batch-size", type=int, default=4096, metavar="N", help="samples of a batch of FILES (default: %(default)s)"
+    )
+    doctor.add_argument(
+        "--batches", type=int, default=100, metavar="N", help="read so many batches at most (default: %(default)s)"
     )
     doctor.add_argument(
         "--dim", type=int, default=16, metavar="N", help="embedding dimension of the timed run (default: %(default)s)"

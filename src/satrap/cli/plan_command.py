@@ -18,8 +18,7 @@ from satrap.planning.input_files import (
     write_coefficients,
 )
 from satrap.planning.planner import make_plan
-from satrap.planning.processes import Start, deploy_toml
-from satrap.planning.report import json_of, lines_of
+from satrap.planning.report import Start, deploy_toml, json_of, lines_of
 from satrap.planning.workload import Workload
 
 

@@ -3,9 +3,9 @@
 import time
 from pathlib import Path
 
+from satrap.byte_sizes import format_bytes
 from satrap.config.durable import replace_file
 from satrap.errors import ConfigError
-from satrap.html_report.axis import size
 from satrap.html_report.page import page
 from satrap.html_report.run_records import read_run
 from satrap.launch.run_state import is_live
@@ -26,4 +26,4 @@ def write_report(folder: Path, output: Path | None) -> str:
         ) from error
     damaged = sum(run.damaged.values())
     warning = f"; {damaged} damaged line(s) of its records were left out" if damaged else ""
-    return f"report: {path.resolve()} ({size(len(content))}{warning})"
+    return f"report: {path.resolve()} ({format_bytes(len(content))}{warning})"

@@ -63,7 +63,7 @@ def _run_on_ray(options: argparse.Namespace, arguments: Sequence[str], run_confi
     try:
         from satrap.launch.ray_launcher import open_ray_launcher
     except ImportError as error:
-        raise ConfigError(f"--cluster ray requires Ray ({error}); run pip install 'ray[default]>=2.52'") from error
+        raise ConfigError(f"--cluster ray requires Ray ({error}): pip install 'satrap[ray]'") from error
     resources = {role: _resources(options, role) for role in Role}
     seconds = 60.0 if options.placement_seconds is None else options.placement_seconds
     ray_config = RayConfig(

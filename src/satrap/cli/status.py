@@ -25,6 +25,7 @@ from satrap.config.validation import check_number
 from satrap.errors import ConfigError, DeadlineError, SatrapError
 from satrap.launch.run_monitor import CLIENT_KEY, STATUS
 from satrap.launch.run_state import is_live
+from satrap.monitor.record_file import FOLDER
 from satrap.rpc import Client, Keys, Origin, PendingCall
 from satrap.server.protocol import ServerCalls
 from satrap.sharding.shard_map import check_addresses
@@ -69,6 +70,18 @@ class RunReader:
             "answers": answers,
             "checkpoint": _last_checkpoint(answers),
         }
+
+    def result(self) -> str | None:
+        """Return how the run ended; None if it has not, or if there is no run's folder."""
+        if self._folder is None or is_live(self._folder):
+            return None
+        try:
+            record = (self._folder / FOLDER / "run.jsonl").read_text().splitlines()
+            last = parse_json(record[-1].encode())
+        except (OSError, ValueError, IndexError):
+            return "the run has ended"
+        status = last.get("status") if isinstance(last, dict) and last.get("kind") == "exit" else None
+        return "the run has failed" if status is None else f"the run has ended with exit status {status}"
 
     def __enter__(self) -> "RunReader":
         return self
@@ -183,8 +196,8 @@ def _last_checkpoint(answers: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]
 
 
 def show_status(reader: RunReader, *, watch: bool, as_json: bool, seconds: float, out: TextIO | None = None) -> None:
-    """Print the status once, or every `seconds` until Ctrl-C: a table that is drawn in place on a terminal, tables one
-    after the other elsewhere, or one JSON object per line."""
+    """Print the status once, or every `seconds` until the run ends or Ctrl-C: a table that is drawn in place on a
+    terminal, tables one after the other elsewhere, or one JSON object per line. Then print how the run ended."""
     check_number("status", "seconds", seconds, 0.1)
     out = sys.stdout if out is None else out
     in_place = watch and not as_json and out.isatty()
@@ -201,12 +214,27 @@ def show_status(reader: RunReader, *, watch: bool, as_json: bool, seconds: float
             text = "".join(f"{line}\n" for line in as_lines(summary)) + ("\n" if watch else "")
         out.write(text)
         out.flush()
+    if watch and (result := reader.result()) is not None:
+        out.write(json.dumps({"result": result}) + "\n" if as_json else f"{result}\n")
 
 
 def _summaries(reader: RunReader, watch: bool, seconds: float) -> Iterator[dict[str, Any]]:
     before, is_first = reader.read(), True
     while is_first or watch:
         time.sleep(seconds)
-        now = reader.read()
+        try:
+            now = reader.read()
+        except ConfigError:
+            if watch and _has_ended(reader):
+                return
+            raise
         yield summarize(now, before)
         before, is_first = now, False
+
+
+def _has_ended(reader: RunReader) -> bool:
+    """Return whether the run has ended, or ends within a few seconds: it removes status.json a little before."""
+    end = time.monotonic() + _ANSWER_SECONDS
+    while (result := reader.result()) is None and time.monotonic() < end:
+        time.sleep(0.05)
+    return result is not None

@@ -1,10 +1,10 @@
 """Checks of a caller's arrays and numbers: converts them to what the core takes, or raises InputError.
 
 NumPy arrays are used without a copy. So is any CPU object that NumPy can read without interpreting it: a torch tensor,
-an object with `__array__`, a buffer, DLPack; torch itself is never imported. Lists are refused: they have no dtype, and
-a guessed one turns large ids into floats. Arrays that are not C-contiguous are copied, except `out`. `where` names the
-table in the errors. The core checks the values of arrays: that
-offsets rise, that gradients and weights are finite.
+an object with `__array__`, a buffer, DLPack; torch itself is never imported. A list of integers is taken as ids; other
+lists are refused: they have no dtype, and a guessed one turns large ids into floats. Arrays that are not C-contiguous
+are copied, except `out`. `where` names the table in the errors. The core checks the values of arrays: that offsets
+rise, that gradients and weights are finite.
 """
 
 import numbers
@@ -23,7 +23,9 @@ _ROUNDS_TO_0 = 2.0**-150  # half the smallest float32 above 0
 
 
 def as_ids(where: str, ids: object) -> NDArray[np.uint64]:
-    """Return the ids as uint64 [n]; int64 is taken as its bit pattern."""
+    """Return the ids as uint64 [n]; int64, or a list of integers, is taken as its bit pattern."""
+    if isinstance(ids, list | tuple) and all(type(each) is int and -(2**63) <= each < 2**64 for each in ids):
+        return np.array([each % 2**64 for each in ids], np.uint64)
     array = _as_array(where, "ids", ids, "a uint64 or int64 array")
     if array.dtype not in (np.uint64, np.int64):
         advice = f"{array.dtype} cannot hold all ids: read them as integers"
@@ -75,6 +77,19 @@ def as_gradients(where: str, gradients: object, shape: tuple[int, ...] | None) -
         raise InputError(f"{where}: gradients have the shape {array.shape}; expected one dimension, as lookup returned")
     if shape is not None and array.shape != shape:
         raise InputError(f"{where}: gradients have the shape {array.shape}; expected {shape}, as lookup returned")
+    return np.require(array, requirements=("C", "A"))
+
+
+def as_values(where: str, name: str, values: object, shape: tuple[int, ...]) -> NDArray[np.float32]:
+    """Return what a caller writes into rows as finite float32 of exactly this shape. Floats of 16 bits are widened."""
+    array = _as_array(where, name, values, "a float32 array")
+    if array.dtype == np.float16:
+        array = array.astype(np.float32)
+    if array.dtype != np.float32 or array.shape != shape:
+        raise InputError(f"{where}: {name} are {array.dtype} of shape {array.shape}; expected float32 of shape {shape}")
+    if not (finite := np.isfinite(array)).all():
+        line = int(np.argwhere(~finite)[0][0])
+        raise InputError(f"{where}: {name}[{line}] holds {array[line][~finite[line]][0]}; expected finite numbers")
     return np.require(array, requirements=("C", "A"))
 
 

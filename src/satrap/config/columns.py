@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, replace
 from difflib import get_close_matches
+from itertools import pairwise
 from typing import Any, Literal, Self, get_args
 
 import numpy as np
@@ -28,6 +29,7 @@ from satrap.config.validation import (
 from satrap.errors import ConfigError, SourceError
 
 LabelKind = Literal["binary", "real", "count"]
+Time = Literal["days", "hours", "seconds", "hour_of_day", "weekday"]
 _NO_BOUND = float("-inf")
 
 
@@ -48,6 +50,9 @@ class DenseColumn(Config):
     width: int | None = None
     """The number of values in each list, where the type of the column does not say it; a list of another length makes
     its row malformed. A missing list reads as that many missing values."""
+    time: Time | None = None
+    """What to read of a column of timestamps or dates, in UTC: the "days", "hours" or "seconds" since 1970, with
+    fractions, the "hour_of_day" from 0 or the "weekday" from 0, a Monday. Float32 counts seconds in steps of 128."""
 
     def __post_init__(self) -> None:
         check_column("DenseColumn", self.name)
@@ -56,6 +61,7 @@ class DenseColumn(Config):
         check_flag(where, "log1p", self.log1p)
         if self.width is not None:
             set_field(self, "width", check_integer(where, "width", self.width, 1, 1 << 20))
+        _check_time(where, self.time)
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,6 +168,14 @@ class IdColumn(Config):
     """The character between ids, where the column holds strings that list ids."""
     weights: str | None = None
     """The name of the column with a weight for each id."""
+    boundaries: Sequence[float] | None = None
+    """Ascending numbers: a number in the column becomes the id of its bucket, which is how many of these are at most
+    the number. NaN is a missing id."""
+    crossed: str | Sequence[str] = ()
+    """Further columns, of integers or strings: the id is a hash of the values of all of these columns, each a single
+    one, and is missing if one of them is."""
+    time: Time | None = None
+    """What to read of a column of timestamps or dates as ids: see `DenseColumn.time`; without fractions."""
 
     def __post_init__(self) -> None:
         if self.name != "":
@@ -182,6 +196,29 @@ class IdColumn(Config):
             )
         if self.weights is not None:
             check_column(where, self.weights)
+        _check_time(where, self.time)
+        set_field(self, "crossed", as_names(where, "crossed", self.crossed))
+        if self.boundaries is not None:
+            given: Any = self.boundaries
+            if not isinstance(given, Sequence) or isinstance(given, str) or not given:
+                raise ConfigError(f"{where}: boundaries is {describe(given)}; expected ascending numbers")
+            numbers = [check_number(where, f"boundaries[{i}]", each, _NO_BOUND) for i, each in enumerate(given)]
+            if any(low >= high for low, high in pairwise(numbers)):
+                raise ConfigError(f"{where}: boundaries is {describe(given)}; expected ascending numbers")
+            set_field(self, "boundaries", tuple(numbers))
+        derived = [name for name in ("boundaries", "crossed", "time") if getattr(self, name)]
+        others = [name for name in ("kind", "hash", "separator") if getattr(self, name)]
+        if derived and (others or (len(derived) > 1 and "crossed" in derived)):
+            raise ConfigError(
+                f"{where}: {derived[0]} and {(others or derived[1:])[0]} are given; leave one of them out"
+            )
+        if self.crossed and self.weights is not None:
+            raise ConfigError(f"{where}: crossed and weights are given; leave one of them out")
+
+    @property
+    def is_derived(self) -> bool:
+        """Whether the ids are computed from the values by `boundaries`, `crossed` or `time`."""
+        return self.boundaries is not None or bool(self.crossed) or self.time is not None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -241,6 +278,8 @@ class Columns:
         required: dict[str, str] = {}
         for feature, column in zip(self.features, self.ids, strict=True):
             required.setdefault(column.name, f"feature {feature!r}")
+            for other in column.crossed:
+                required.setdefault(other, f"feature {feature!r}")
             if column.weights is not None:
                 required.setdefault(column.weights, f"the weights of feature {feature!r}")
         for dense in self.dense:
@@ -279,6 +318,11 @@ def _warn_of_unused(option: str, declared: Mapping[str, str | None], features: S
         warnings.warn(
             f"{option} names {name!r}, which is not a feature of this model and is ignored; {hint}", stacklevel=2
         )
+
+
+def _check_time(where: str, time: object) -> None:
+    if time is not None:
+        check_choice(where, "time", time, get_args(Time))
 
 
 def check_column(where: str, name: object) -> str:

@@ -13,5 +13,5 @@ def pyarrow_for(purpose: str, missing: type[SatrapError] = InputError) -> Any:
         import pyarrow.fs
         import pyarrow.ipc
     except ImportError as error:
-        raise missing(f"{purpose} needs pyarrow ({error}): pip install pyarrow") from error
+        raise missing(f"{purpose} needs pyarrow ({error}): pip install 'satrap[arrow]'") from error
     return pyarrow

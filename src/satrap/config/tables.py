@@ -157,6 +157,9 @@ class Table(Serializable):
     initial: a new row's values: a pure function of (seed, table name, id).
     dtype: how values are stored. 16-bit types are rounded stochastically after an update; state is always float32.
     admission: which ids get a row.
+    num_rows: ids are 0 to num_rows - 1, so rows are found without a hash; None: any 64-bit number is an id. An id out
+        of range is an error. capacity, admission and expire_after cannot be set beside it. It does not change a row, so
+        a saved table may be restored with it or without it, if its ids are in range.
     capacity: rows the table may hold, at most 2**32 - 2 for each bucket; None: no bound.
     on_full: at capacity: evict rows of the least recently used step, raise CapacityError, or treat capacity as a hint.
         Without a capacity a table always grows; "raise" is refused then, because it would never take effect.
@@ -181,6 +184,7 @@ class Table(Serializable):
     initial: Initial = field(default_factory=Uniform)
     dtype: Literal["float32", "float16", "bfloat16"] = "float32"
     admission: Admission = field(default_factory=Always)
+    num_rows: int | None = None
     capacity: int | None = None
     on_full: Literal["evict", "raise", "grow"] = "evict"
     expire_after: int | None = None
@@ -197,9 +201,10 @@ class Table(Serializable):
             check_kind(where, name, getattr(self, name), kinds)
         for name, choices in _CHOICES.items():
             check_choice(where, name, getattr(self, name), choices)
-        for name, largest in (("capacity", _MAX_ROWS), ("expire_after", LAST_STEP), ("num_buckets", MAX_BUCKETS)):
+        for name, largest in _LARGEST.items():
             if getattr(self, name) is not None:
                 set_field(self, name, check_integer(where, name, getattr(self, name), 1, largest))
+        _check_num_rows(where, self)
         if self.on_full == "raise" and self.capacity is None:
             raise ConfigError(
                 f"{where}: on_full is 'raise' and there is no capacity to reach: set a capacity, or leave on_full out"
@@ -227,6 +232,11 @@ class Table(Serializable):
         if self.num_buckets is not None or self.capacity is not None or num_buckets == self.resolved_num_buckets:
             return self
         return replace(self, num_buckets=num_buckets)
+
+    @property
+    def is_direct(self) -> bool:
+        """Whether ids are 0 to num_rows - 1."""
+        return self.num_rows is not None
 
     def bag(self, pooling: Pooling, *, weighted: bool = False, padding_id: int | None = None) -> "Feature":
         """Return a feature of this table that pools any number of ids in a sample into one row; see `Feature`."""
@@ -297,6 +307,12 @@ _KINDS: dict[str, tuple[type[Config], ...]] = {
     "initial": get_args(Initial),
     "admission": get_args(Admission),
 }
+_LARGEST = {
+    "num_rows": _MAX_ROWS,
+    "capacity": _MAX_ROWS,
+    "expire_after": LAST_STEP,
+    "num_buckets": MAX_BUCKETS,
+}
 _CHOICES = {
     "dtype": tuple(_LARGEST_VALUE),
     "on_full": ("evict", "raise", "grow"),
@@ -306,24 +322,39 @@ _CHOICES = {
 }
 
 
+def _check_num_rows(where: str, table: Table) -> None:
+    if table.num_rows is None:
+        return
+    reasons = {
+        "capacity": "bounds the number of rows",
+        "admission": "keeps rare ids from getting rows",
+        "expire_after": "removes rows",
+    }
+    for name, reason in reasons.items():
+        if getattr(table, name) not in (None, Always()):
+            raise ConfigError(
+                f"{where}: num_rows is {table.num_rows} and {name} {getattr(table, name)!r}, which {reason}; with "
+                f"num_rows every id has a row: leave one of the two out"
+            )
+
+
 def _check_buckets(where: str, table: Table) -> None:
     num_buckets, capacity = table.resolved_num_buckets, table.capacity
     if num_buckets & (num_buckets - 1):
         below = 1 << (num_buckets.bit_length() - 1)
         raise ConfigError(f"{where}: num_buckets is {num_buckets}; expected a power of two: {below} or {2 * below}")
-    if capacity is None:
-        return
-    if num_buckets > capacity:
+    if capacity is not None and num_buckets > capacity:
         raise ConfigError(
             f"{where}: num_buckets is {num_buckets} and capacity {capacity}, so some buckets could hold no row: "
             "give fewer buckets or more capacity"
         )
-    if capacity > num_buckets * _MAX_BUCKET_ROWS:
-        needed = 1 << ((capacity - 1) // _MAX_BUCKET_ROWS).bit_length()
-        raise ConfigError(
-            f"{where}: capacity is {capacity} in {num_buckets} buckets; expected at most {_MAX_BUCKET_ROWS} in each: "
-            f"give num_buckets={needed} or less capacity"
-        )
+    for name, most in (("capacity", capacity), ("num_rows", table.num_rows)):
+        if most is not None and most > num_buckets * _MAX_BUCKET_ROWS:
+            needed = 1 << ((most - 1) // _MAX_BUCKET_ROWS).bit_length()
+            raise ConfigError(
+                f"{where}: {name} is {most} in {num_buckets} buckets; expected at most {_MAX_BUCKET_ROWS} in each: "
+                f"give num_buckets={needed} or less {name}"
+            )
 
 
 def _check_initial_fits(where: str, initial: Initial, dtype: str) -> None:

@@ -6,7 +6,7 @@ reported by their numbers.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -17,6 +17,7 @@ from satrap import _core
 from satrap.config.columns import Columns, DenseColumn, IdColumn, LabelColumn
 from satrap.config.optional_deps import pyarrow_for
 from satrap.data.block import Chunk
+from satrap.data.derived_columns import buckets, crossed_ids, time_part
 from satrap.data.hashing import hash_integers, hash_strings, is_text, text_buffers
 from satrap.errors import SourceError
 
@@ -49,13 +50,52 @@ class _Decoder:
 
     def bag(self, column: IdColumn, array: Any, weights: Any) -> _Bag:
         """Return the ids of one feature; weights: the column of their weights, or None."""
-        array = self._split(column, array)
+        array = self._derived(column, self._split(column, array))
         bag: tuple[NDArray[np.uint64], NDArray[np.int64] | None]
         if is_list(self.arrow, array.type):
             bag = self._list_ids(column, array, weights is not None)
         else:
             bag = self._single_ids(column, array)
         return (*bag, None if weights is None else self._weights(column, weights, bag, _numpy(array.is_null())))
+
+    def crossed(self, column: IdColumn, arrays: Mapping[str, Any]) -> _Bag:
+        """Return the ids of a feature whose values come from several columns."""
+        parts, present = [], np.ones(self.n, np.bool_)
+        for name in (column.name, *column.crossed):
+            if is_list(self.arrow, arrays[name].type):
+                self._refuse_type(name, arrays[name].type, "one integer or string in each row, to cross with others")
+            ids, valid, _ = self._flat_ids(replace(column, name=name, crossed=()), arrays[name])
+            parts.append(ids)
+            present &= True if valid is None else valid
+        ids = crossed_ids(parts)
+        if present.all():
+            return ids, None, None
+        if column.missing is not None:
+            return np.where(present, ids, np.uint64(column.missing)), None, None
+        return ids[present], _offsets(present), None
+
+    def _derived(self, column: IdColumn | DenseColumn, array: Any) -> Any:
+        """Return what a column's `time` and `boundaries` make of its values, in lists, too."""
+        boundaries = column.boundaries if isinstance(column, IdColumn) else None
+        if column.time is None and boundaries is None:
+            return array
+        arrow, types = self.arrow, self.arrow.types
+        if is_list(arrow, array.type):
+            lengths = arrow.compute.list_value_length(array).fill_null(0)
+            items = self._derived(column, array.flatten())
+            return arrow.LargeListArray.from_arrays(arrow.array(_offsets(_numpy(lengths))), items, mask=array.is_null())
+        array = self._decoded(array)
+        if column.time is not None and not types.is_null(array.type):
+            if not (types.is_timestamp(array.type) or types.is_date(array.type)):
+                self._refuse_type(column.name, array.type, "timestamps or dates, as declared (time)")
+            array = time_part(arrow, array, column.time)
+            if isinstance(column, IdColumn) and boundaries is None:
+                array = arrow.compute.floor(array).cast(arrow.int64())
+        if boundaries is not None and not types.is_null(array.type):
+            if not _is_number(arrow, array.type):
+                self._refuse_type(column.name, array.type, "numbers, as declared (boundaries)")
+            array = buckets(arrow, array, boundaries)
+        return array
 
     def _split(self, column: IdColumn, array: Any) -> Any:
         """Split strings that list ids; an empty item is a missing id."""
@@ -183,6 +223,7 @@ class _Decoder:
 
     def _numbers(self, column: DenseColumn, array: Any) -> NDArray[np.float32]:
         """Return one dense column, as [n, width]; strings are parsed as in text files."""
+        array = self._derived(column, array)
         flat, width = self._decoded(array), self._width(column, array.type)
         has_width: NDArray[np.bool_] = np.ones(self.n, bool)
         if is_list(self.arrow, array.type):
@@ -295,7 +336,9 @@ def decode(
     """
     decoder = _Decoder(where, n)
     bags = [
-        decoder.bag(column, arrays[column.name], None if column.weights is None else arrays[column.weights])
+        decoder.crossed(column, arrays)
+        if column.crossed
+        else decoder.bag(column, arrays[column.name], None if column.weights is None else arrays[column.weights])
         for column in columns.ids
     ]
     dense = decoder.dense({column: arrays[column.name] for column in columns.dense})

@@ -28,7 +28,7 @@ _LABEL_KINDS = {"real": 0, "binary": 1, "count": 2}  # the core's numbers
 _COMPRESSION = 5  # the assumed compression ratio; used only for reading ahead
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class CSV(FileSource):
     """Delimited text files, or folders, globs and URLs of them; .gz, .bz2, .zst and .lz4 are decompressed."""
 
@@ -71,6 +71,13 @@ class CSV(FileSource):
         for column in self.dense:  # type: ignore[union-attr]  # normalised by Source
             if column.width is not None:  # type: ignore[union-attr]
                 raise ConfigError(f"{where}: {column!r} has a width; expected none, since a field holds one number")
+        derived = [name for name, column in self.ids.items() if column.is_derived]  # type: ignore[union-attr]
+        derived += [column.name for column in self.dense if column.time]  # type: ignore[union-attr]
+        if derived:
+            raise ConfigError(
+                f"{where}: {derived[0]!r} has boundaries, crossed or time, which text files do not take; write the "
+                "data as Parquet, or compute the column"
+            )
         set_field(self, "missing", as_names(where, "missing", self.missing))
         check_choice(where, "encoding", self.encoding, ("utf-8", "latin-1"))
         for name in ("strip", "newlines_in_values"):

@@ -319,7 +319,7 @@ def _resolve(path: str, filesystem: Any) -> tuple[Storage, str]:
     try:
         import fsspec
     except ImportError as error:
-        raise SourceError(f"{path}: {scheme} needs fsspec ({error}): pip install fsspec") from error
+        raise SourceError(f"{path}: {scheme} needs fsspec ({error}): pip install 'satrap[train]'") from error
     try:
         other, inner = fsspec.core.url_to_fs(url)
     except (ImportError, ValueError, OSError) as error:

@@ -21,7 +21,7 @@ from satrap.data.table_rows import TableDecoder, TableRows, table_blocks
 from satrap.errors import ConfigError, SourceError
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Frame(RowBlockSource):
     """A DataFrame of pandas or polars, a Hugging Face Dataset, an Arrow table, or a dict of arrays of equal length."""
 
@@ -37,7 +37,7 @@ class Frame(RowBlockSource):
         super().__post_init__()
         kind = type(self.data).__name__
         if kind == "LazyFrame":
-            raise ConfigError("Frame: found a LazyFrame; expected rows: call .collect()")
+            raise ConfigError("Frame: found a LazyFrame; expected rows: call .collect(), or use satrap.IterableSource")
         if kind in ("DatasetDict", "IterableDatasetDict"):
             raise ConfigError(f"Frame: found a {kind} of {list(self.data)}; expected one split: give data['train']")
         if kind == "IterableDataset":

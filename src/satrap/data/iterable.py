@@ -1,4 +1,4 @@
-"""Iterables as sources: of batches (dicts, Inputs or TorchRec's jagged tensors), or of samples (dicts).
+"""Iterables as sources: of batches (dicts, Arrow data, Inputs or TorchRec's jagged tensors), or of samples (dicts).
 
 Items are taken in the caller's thread, one at a time. An Inputs that is a complete batch is checked and passed on
 unchanged; anything else is copied before the next item is taken. TorchRec is not imported: an object with keys(),
@@ -20,31 +20,35 @@ import numpy as np
 from satrap import _core
 from satrap.config.columns import Columns, IdColumn
 from satrap.config.features import Features
+from satrap.config.optional_deps import pyarrow_for
 from satrap.config.validation import check_flag, describe, kind_of, set_field, suggest
 from satrap.data.block import Block, Chunk
 from satrap.data.decode import decode
 from satrap.data.frame import as_arrow, as_numpy
 from satrap.data.inputs import Inputs, Position
 from satrap.data.source import Source
+from satrap.data.table_rows import TableDecoder, TableRows
 from satrap.errors import ConfigError, InputError, SourceError
 
 _CHUNK_SAMPLES = 4096  # the most that are converted together where each item is a sample
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class IterableSource(Source):
     """The items of an iterable, or of the iterable that a function returns.
 
-    An item is a batch: a dict of columns, an Inputs, or (dense, KeyedJaggedTensor, label), of which dense and label may
-    be None. A column of a dict is an array of one or (for lists of one length) two dimensions, a list, or for a
-    feature (values, offsets) or (values, offsets, weights).
+    An item is a batch: a dict of columns, a RecordBatch, Table or DataFrame (what has Arrow's C interface), an Inputs,
+    or (dense, KeyedJaggedTensor, label), of which dense and label may be None. A column of a dict is an array of one or
+    (for lists of one length) two dimensions, a list, or for a feature (values, offsets) or (values, offsets, weights).
 
     An Inputs with exactly these features is not copied unless `batch_size` divides it: do not change its arrays until
     its batch has been used. The label of such an item keeps its shape, [n] or [n, 1].
     """
 
     items: Any = field(repr=False, compare=False)
-    """The iterable, or a function that returns one. A function or a list can be read again, an iterator only once."""
+    """The iterable, or a function that returns one. A function or a list can be read again, an iterator only once. Also
+    a pyarrow Dataset, a polars LazyFrame or a DuckDB relation, whose record batches are the items: give one that yields
+    its rows in the same order each time, and `batch_size`."""
     _: KW_ONLY
     samples: bool = False
     """Whether each item is one sample: a dict with a value, or a list of values, for each column. A missing key is a
@@ -76,7 +80,7 @@ class IterableSource(Source):
                 f"IterableSource: found {found}; expected batches. To read files, use satrap.Parquet, satrap.Arrow, "
                 "satrap.CSV or satrap.Criteo; parse other files to dicts, one for each sample, and declare samples=True"
             )
-        if not callable(self.items) and not hasattr(self.items, "__iter__"):
+        if not callable(self.items) and _arrow_batches(self.items) is None and not hasattr(self.items, "__iter__"):
             raise ConfigError(f"IterableSource: found {found}; expected an iterable, or a function that returns one")
         if self.offsets and not callable(self.items):
             raise ConfigError(
@@ -137,7 +141,8 @@ class _ItemReader:
         if source.offsets:
             items = iter(source.items(position.offset))
         else:
-            items = iter(source.items() if callable(source.items) else source.items)
+            given = source.items() if callable(source.items) else source.items
+            items = iter(given) if (batches := _arrow_batches(given)) is None else batches()
         return self._sample_chunks(items, position) if source.samples else self._batch_chunks(items)
 
     def _sample_chunks(self, items: Iterator[Any], position: Position) -> Iterator[Chunk]:
@@ -192,6 +197,15 @@ class _ItemReader:
         return Chunk(samples=samples, ready_batch=batch, is_label_flat=label is not None and label.ndim == 1)
 
 
+def _arrow_batches(items: Any) -> Callable[[], Iterator[Any]] | None:
+    """Return a function that reads the record batches of an Arrow stream, a Dataset or a LazyFrame; None: of others."""
+    if hasattr(items, "__arrow_c_stream__"):
+        return lambda: iter(pyarrow_for("reading Arrow data").RecordBatchReader.from_stream(items))
+    if hasattr(items, "collect_batches"):
+        return lambda: iter(items.collect_batches(maintain_order=True))
+    return (lambda: iter(items.to_batches())) if hasattr(items, "to_batches") else None
+
+
 def keeping(source: IterableSource, stays: Callable[[object], bool]) -> IterableSource:
     """Return the source such that an Inputs that is a complete batch is passed on unchanged if its ids are some for
     which `stays` returns True: they lie on a device, where they are used."""
@@ -235,13 +249,15 @@ def decode_item(where: str, item: Any, columns: Columns, max_bad: int = 0) -> Ch
         item = (item.dense_features, item.sparse_features, item.labels)
     if _is_jagged(item):
         item = (None, item, None)
+    if hasattr(item, "__arrow_c_stream__") or hasattr(item, "__arrow_c_array__"):
+        return _decode_arrow(where, item, columns, max_bad)
     if isinstance(item, tuple) and len(item) == 3 and _is_jagged(item[1]):
         return _decode_jagged(where, item, columns)
     if isinstance(item, Mapping):
         return _decode_dict(where, item, columns, max_bad)
     raise SourceError(
-        f"{where} is {kind_of(item)}; expected a dict of columns, an Inputs, or (dense, KeyedJaggedTensor, label); "
-        "pass a DataFrame, a table or a dict of columns to satrap.Frame"
+        f"{where} is {kind_of(item)}; expected a dict of columns, Arrow data, an Inputs, or (dense, KeyedJaggedTensor, "
+        "label); pass a dict of columns to satrap.Frame"
     )
 
 
@@ -272,6 +288,13 @@ def _decode_dict(where: str, item: Mapping[str, Any], columns: Columns, max_bad:
         raise SourceError(f"{where} has columns of different lengths: {lengths}; expected one length")
     n = next(iter(lengths.values()))
     return decode(arrays, n, resolved, where=where, row=lambda i: f"{where}, sample {i}", max_bad=max_bad)
+
+
+def _decode_arrow(where: str, item: Any, columns: Columns, max_bad: int) -> Chunk:
+    arrow = pyarrow_for("reading Arrow data")
+    table = arrow.table(item) if hasattr(item, "__arrow_c_stream__") else arrow.record_batch(item)
+    decoder = TableDecoder.for_schema(table.schema, columns, where, max_bad)
+    return TableRows(decoder, table.select(decoder.names), 0).decode()
 
 
 def _decode_inputs(where: str, item: Inputs, columns: Columns) -> Chunk:

@@ -13,11 +13,13 @@ from satrap.data.arrow import Arrow
 from satrap.data.criteo import Criteo
 from satrap.data.delimited import CSV
 from satrap.data.file_source import PermittedFiles, make_absolute
+from satrap.data.json_lines import JSON
 from satrap.data.parquet import Parquet
 from satrap.data.source import FileSource
+from satrap.data.tfrecord import TFRecord
 from satrap.errors import ConfigError
 
-_KINDS: dict[str, type[FileSource]] = {kind.__name__: kind for kind in (Arrow, Criteo, CSV, Parquet)}
+_KINDS: dict[str, type[FileSource]] = {kind.__name__: kind for kind in (Arrow, Criteo, CSV, JSON, Parquet, TFRecord)}
 
 
 def is_portable(data: Any) -> bool:

@@ -167,7 +167,8 @@ def _check_types(schema: Any, columns: Columns, where: str) -> dict[str, str]:
                 "as another type"
             ) from error
     decode(empty, 0, columns, where=where, row=str, max_bad=0)
-    kinds = {column.name: _item_type(arrow, empty[column.name].type) for column in columns.ids}
+    names = [name for column in columns.ids if not column.time for name in (column.name, *column.crossed)]
+    kinds = {name: _item_type(arrow, empty[name].type) for name in names}
     return {
         name: "strings" if is_text(arrow, kind) else "integers"
         for name, kind in kinds.items()
@@ -200,7 +201,9 @@ def _arrays_of(table: Any) -> dict[str, Any]:
         if isinstance(column, arrow.ChunkedArray):
             chunks = column.chunks
             column = concatenated(chunks) if chunks else arrow.array([], column.type)
-        out[name] = column.storage if isinstance(column, arrow.ExtensionArray) else column
+        column = column.storage if isinstance(column, arrow.ExtensionArray) else column
+        # Arrow selects no rows of views, which polars exports.
+        out[name] = column.cast(arrow.large_string()) if arrow.types.is_string_view(column.type) else column
     return out
 
 

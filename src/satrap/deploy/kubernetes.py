@@ -1,7 +1,8 @@
-"""The objects of a run without Ray: a StatefulSet of servers, one of workers, and an Indexed Job of trainers.
+"""The objects of a run without Ray: a StatefulSet of servers, one of workers, and an Indexed Job of trainers; if Kueue
+starts the run, a JobSet of three Indexed Jobs instead, since Kueue would admit several objects one after another.
 
-Each of them has a headless Service, which gives every pod a name that stays when the pod restarts. The trainers of the
-Job find each other by torchrun, at the name of its first pod. Values only.
+Headless Services give every pod a name that stays when the pod restarts. The trainers find each other by torchrun, at
+the name of their first pod. Values only.
 """
 
 from typing import Any
@@ -21,6 +22,8 @@ KEY_FILES = {
 """The files of the Secret that each role gets, the one of its --keys first."""
 _PORTS = {"servers": SERVER_PORT, "workers": WORKER_PORT, "trainers": RENDEZVOUS_PORT}
 _RESTARTS = 3
+_KEEP_SECONDS = 24 * 3600
+"""How long Kubernetes keeps a run that has ended, for its logs."""
 _HTTP = next(iter(pods.http_ports()))
 _WAIT_FOR_FIRST = """\
 if ((JOB_COMPLETION_INDEX)); then
@@ -31,42 +34,78 @@ fi
 """
 
 
-def servers(job: DeployJob) -> list[dict[str, Any]]:
-    """Return the Service and the StatefulSet of the servers."""
+def objects(job: DeployJob) -> dict[str, list[dict[str, Any]]]:
+    """Return the objects with the run's pods, by the name of their file."""
+    if job.queue is not None:
+        return {"jobset.yaml": [_job_set(job)]}
+    found = {f"{role}.yaml": [_service(job, role), _stateful_set(job, role)] for role in ("servers", "workers")}
+    if not job.workers.count:
+        del found["workers.yaml"]
+    name = f"{job.name}-trainers"
+    metadata = pods.metadata(job, name, "trainers")
+    own = {"apiVersion": "batch/v1", "kind": "Job", "metadata": metadata}
+    spec = _trainer_job(job) | {"ttlSecondsAfterFinished": _KEEP_SECONDS}
+    return found | {"trainers.yaml": [_service(job, "trainers"), own | {"spec": spec}]}
+
+
+def _job_set(job: DeployJob) -> dict[str, Any]:
+    """Return the JobSet, which ends, and its servers and workers with it, when the trainers have."""
+    jobs = {role: _replaced_job(job, role) for role in ("servers", "workers") if getattr(job, role).count}
+    jobs["trainers"] = _trainer_job(job)
+    text = "A process is ready after others have called it, so they must find it before."
+    spec = {
+        "network": {"enableDNSHostnames": True, "publishNotReadyAddresses": Note(text, True)},
+        "successPolicy": {"operator": "All", "targetReplicatedJobs": ["trainers"]},
+        "ttlSecondsAfterFinished": _KEEP_SECONDS,
+        "replicatedJobs": [
+            {"name": role, "replicas": 1, "template": {"metadata": {"labels": pods.labels(job, role)}, "spec": each}}
+            for role, each in jobs.items()
+        ],
+    }
+    metadata = pods.metadata(job, job.name, queued=True)
+    return {"apiVersion": "jobset.x-k8s.io/v1alpha2", "kind": "JobSet", "metadata": metadata, "spec": spec}
+
+
+def _replaced_job(job: DeployJob, role: str) -> dict[str, Any]:
+    """Return the specification of a Job of servers or workers, which are started again whatever they end with."""
+    template = _called_template(job, role)
+    text = "A container that ends is started again in its pod, which keeps its rows; so often that it never fails."
+    count = getattr(job, role).pods
+    return {
+        "completionMode": "Indexed",
+        "completions": count,
+        "parallelism": count,
+        "backoffLimit": Note(text, 1_000_000),
+        "template": template | {"spec": {"restartPolicy": "OnFailure"} | template["spec"]},
+    }
+
+
+def _trainer_job(job: DeployJob) -> dict[str, Any]:
+    size = job.trainers
+    rules = [{"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]}]
+    return {
+        "completionMode": Note("Each pod has a number, and a name that ends with it.", "Indexed"),
+        "completions": size.pods,
+        "parallelism": size.pods,
+        "backoffLimit": Note("If one trainer fails, the pods of all of them may.", _RESTARTS * size.pods),
+        "podFailurePolicy": Note("A pod that was evicted, or whose node was lost, does not count.", {"rules": rules}),
+        "template": _trainer_pod(job),
+    }
+
+
+def _command(job: DeployJob, role: str) -> list[str]:
+    """Return the command of a server or worker."""
+    if role == "workers":
+        return ["satrap", "worker", *_listen(job, role), *[f"--data={pods.literal(each)}" for each in job.storage.data]]
     args = [
-        *_listen(job, "servers"),
+        *_listen(job, role),
         f"--shared={SHARED_MEMORY}/rows",
         f"--on-stop={job.servers.on_stop}",
         *[f"--checkpoints={pods.literal(each)}" for each in job.storage.checkpoints],
     ]
     if job.servers.on_stop == "move":
-        args += [f"--grace={job.servers.grace_seconds - pods.EXIT_SECONDS}", "--join", *_addresses(job, "servers")]
-    return [_service(job, "servers"), _stateful_set(job, "servers", ["satrap", "server"], args)]
-
-
-def workers(job: DeployJob) -> list[dict[str, Any]]:
-    """Return the Service and the StatefulSet of the workers; nothing if there are none."""
-    if not job.workers.count:
-        return []
-    args = [*_listen(job, "workers"), *[f"--data={pods.literal(each)}" for each in job.storage.data]]
-    return [_service(job, "workers"), _stateful_set(job, "workers", ["satrap", "worker"], args)]
-
-
-def trainers(job: DeployJob) -> list[dict[str, Any]]:
-    """Return the Service and the Job of the trainers."""
-    size, name = job.trainers, f"{job.name}-trainers"
-    rules = [{"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]}]
-    spec = {
-        "completionMode": Note("Each pod has a number and a name, NAME-trainers-0 and so on.", "Indexed"),
-        "completions": size.pods,
-        "parallelism": size.pods,
-        "backoffLimit": Note("If one trainer fails, the pods of all of them may.", _RESTARTS * size.pods),
-        "podFailurePolicy": Note("A pod that was evicted, or whose node was lost, does not count.", {"rules": rules}),
-        "ttlSecondsAfterFinished": 24 * 3600,
-        "template": _trainer_pod(job),
-    }
-    metadata = pods.metadata(job, name, "trainers", queued=True)
-    return [_service(job, "trainers"), {"apiVersion": "batch/v1", "kind": "Job", "metadata": metadata, "spec": spec}]
+        args += [f"--grace={job.servers.grace_seconds - pods.EXIT_SECONDS}", "--join", *_addresses(job, role)]
+    return ["satrap", "server", *args]
 
 
 def address(job: DeployJob, role: str, number: int | str) -> str:
@@ -79,6 +118,9 @@ def _addresses(job: DeployJob, role: str) -> list[str]:
 
 
 def _host(job: DeployJob, role: str, number: int | str) -> str:
+    """Return the name of a pod, as its Service or its JobSet gives it."""
+    if job.queue is not None:
+        return f"{job.name}-{role}-0-{number}.{job.name}"
     return f"{job.name}-{role}-{number}.{job.name}-{role}"
 
 
@@ -114,43 +156,42 @@ def _service(job: DeployJob, role: str) -> dict[str, Any]:
     }
 
 
-def _stateful_set(job: DeployJob, role: str, command: list[str], args: list[str]) -> dict[str, Any]:
-    size: Role = getattr(job, role)
+def _stateful_set(job: DeployJob, role: str) -> dict[str, Any]:
     name = f"{job.name}-{role}"
-    index = {"fieldRef": {"fieldPath": "metadata.labels['apps.kubernetes.io/pod-index']"}}
+    spec = {
+        "serviceName": name,
+        "replicas": getattr(job, role).pods,
+        "podManagementPolicy": Note("All at once: none is ready before a trainer has called it.", "Parallel"),
+        "updateStrategy": Note("A change of this file must not restart a live run.", {"type": "OnDelete"}),
+        "selector": {"matchLabels": pods.labels(job, role)},
+        "template": _called_template(job, role),
+    }
+    metadata = pods.metadata(job, name, role)
+    return {"apiVersion": "apps/v1", "kind": "StatefulSet", "metadata": metadata, "spec": spec}
+
+
+def _called_template(job: DeployJob, role: str) -> dict[str, Any]:
+    """Return the pod template of servers or workers, which others call."""
+    owner = "apps.kubernetes.io/pod-index" if job.queue is None else "batch.kubernetes.io/job-completion-index"
+    index = {"fieldRef": {"fieldPath": f"metadata.labels['{owner}']"}}
     probes = {
         "startupProbe": pods.probe("/healthz", _HTTP, period=5, failures=60),
         "livenessProbe": pods.probe("/healthz", _HTTP, period=10, failures=30),
         "readinessProbe": pods.probe("/readyz", _HTTP, period=10, failures=1),
     }
     env = [{"name": "POD_INDEX", "valueFrom": index}]
-    container = _container(job, role, job.image.cpu, [*command, *args], env)
-    template = _template(job, role, container | probes)
-    spec = {
-        "serviceName": name,
-        "replicas": size.pods,
-        "podManagementPolicy": Note("All at once: none is ready before a trainer has called it.", "Parallel"),
-        "updateStrategy": Note("A change of this file must not restart a live run.", {"type": "OnDelete"}),
-        "selector": {"matchLabels": pods.labels(job, role)},
-        "template": template,
-    }
-    return {
-        "apiVersion": "apps/v1",
-        "kind": "StatefulSet",
-        "metadata": pods.metadata(job, name, role, queued=True),
-        "spec": spec,
-    }
+    return _template(job, role, _container(job, role, job.image.cpu, _command(job, role), env) | probes)
 
 
 def _trainer_pod(job: DeployJob) -> dict[str, Any]:
-    size, name = job.trainers, f"{job.name}-trainers"
+    size = job.trainers
     servers, workers = _addresses(job, "servers"), _addresses(job, "workers")
     args = [
         f"--nnodes={size.pods}",
         f"--nproc-per-node={size.per_pod}",
         "--rdzv-backend=c10d",
         f"--rdzv-endpoint={_host(job, 'trainers', 0)}:{RENDEZVOUS_PORT}",
-        f"--rdzv-id={name}",
+        f"--rdzv-id={job.name}-trainers",
         f"--max-restarts={_RESTARTS}",
         *("-m", "satrap", "trainer", pods.literal(job.script)),
         f"--keys={KEYS_FOLDER}/{KEY_FILES['trainers'][0]}",
@@ -166,7 +207,8 @@ def _trainer_pod(job: DeployJob) -> dict[str, Any]:
     env = [{"name": "OMP_NUM_THREADS", "value": str(size.cpus)}, store]
     container = _container(job, "trainers", job.trainer_image, ["torchrun", *args], env)
     template = _template(job, "trainers", container)
-    first = {"subdomain": name, "restartPolicy": "Never", "initContainers": [_wait_container(job)]}
+    first: dict[str, Any] = {} if job.queue is not None else {"subdomain": f"{job.name}-trainers"}
+    first |= {"restartPolicy": "Never", "initContainers": [_wait_container(job)]}
     return template | {"spec": first | template["spec"]}
 
 

@@ -25,12 +25,7 @@ def objects(job: DeployJob, target: str) -> dict[str, list[dict[str, Any]]]:
         raise ConfigError(
             f"working_dir is {job.working_dir!r}, which only Ray copies; use --target kuberay or remove it"
         )
-    found = {
-        "servers.yaml": kubernetes.servers(job),
-        "workers.yaml": kubernetes.workers(job),
-        "trainers.yaml": kubernetes.trainers(job),
-    }
-    return {name: each for name, each in (found | beside).items() if each}
+    return {name: each for name, each in (kubernetes.objects(job) | beside).items() if each}
 
 
 def manifests(job: DeployJob, target: str) -> dict[str, str]:

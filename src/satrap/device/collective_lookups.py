@@ -4,6 +4,7 @@ A round has a part of each trainer: a batch, nothing (padding), or idle. A train
 ended, is idle until all are, so a lookup that another one has started is answered.
 """
 
+import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -15,11 +16,11 @@ from torch import Tensor
 
 from satrap.device.collective_updates import CollectiveUpdates
 from satrap.device.device_stream import DeviceStream
-from satrap.device.exchange import Exchange
+from satrap.device.exchange import Exchange, RoundThread, RowExchange
 from satrap.device.owned_rows import LookupTime, OwnedRows
-from satrap.device.round_thread import RoundThread
-from satrap.device.row_exchange import RowExchange
 from satrap.device.segments import TableGroups
+from satrap.interrupts import Uninterrupted
+from satrap.worker.rows import RowStream
 
 _IDLE, _PART = range(2)  # what a trainer brings to a round
 _KIND, _STEP, _OLDEST_OPEN, _FIRST_EPOCH, _COUNTS = range(5)  # columns of a header
@@ -118,3 +119,34 @@ class CollectiveLookups:
         self, ids: NDArray[np.uint64], counts: NDArray[np.int64], step: int, first_epoch: bool, oldest_open: int
     ) -> list[Tensor]:
         return self._owned().look_up(ids, counts, LookupTime(step, min(step, oldest_open), first_epoch))
+
+
+class CollectiveStream(RowStream):
+    """Has the trainer answer the others with nothing once its own stream has ended."""
+
+    def __init__(self, lookups: CollectiveLookups, updates: CollectiveUpdates) -> None:
+        self.has_ended_lookups = False
+        """Changes under the lock, so that no lookup follows the end of the lookups."""
+        self.lock = threading.Lock()
+        self.released = threading.Event()
+        """Whether calls that wait for other trainers fail."""
+        self._lookups, self._updates = lookups, updates
+        self._has_ended_updates = self._is_settled = False
+
+    def end_lookups(self) -> None:
+        with self.lock:
+            if not self.has_ended_lookups:
+                self.has_ended_lookups = True
+                self._lookups.idle()
+
+    def end_updates(self) -> None:
+        with Uninterrupted():
+            if not self._has_ended_updates:
+                self._has_ended_updates = True
+                self._updates.idle()
+        if not self._is_settled:  # else an earlier call has waited
+            self._updates.settle()
+            self._is_settled = True
+
+    def release(self) -> None:
+        self.released.set()

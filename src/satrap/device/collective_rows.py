@@ -1,4 +1,4 @@
-"""Rows on the devices of several trainers: implements `satrap.worker.worker.Rows`.
+"""Rows on the devices of several trainers.
 
     lookup   Split.lookup -> ids of each owner ──> OwnedRows.look_up ──> rows -> pool, copy_sequence -> block, sequences
     update   gradients -> sums of each id, on the device ──> OwnedRows.apply, which adds those of all trainers
@@ -19,33 +19,33 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from satrap import _core
+from satrap.collected import close_when_collected
 from satrap.config.features import Features
 from satrap.config.optimizers import SGD
-from satrap.device.collective_lookups import CollectiveLookups, LookupPart
-from satrap.device.collective_stream import CollectiveStream
+from satrap.device.collective_lookups import CollectiveLookups, CollectiveStream, LookupPart
 from satrap.device.collective_updates import CollectiveUpdates, UpdatePart
+from satrap.device.device_blocks import TensorBlocks
 from satrap.device.device_rows import LARGEST, largest_of
-from satrap.device.device_stream import DeviceStream
-from satrap.device.exchange import Exchange, LaunchOrder
-from satrap.device.host_copy import to_device, to_host
-from satrap.device.kernels import kernels_of
-from satrap.device.owned_rows import LookupTime, OwnedRows
-from satrap.device.round_thread import RoundThread
-from satrap.device.runs import PooledFeatures, Runs
+from satrap.device.device_stream import DeviceStream, to_device, to_host
+from satrap.device.exchange import Exchange, LaunchOrder, RoundThread
+from satrap.device.owned_rows import LookupTime, OwnedRows, OwnTables
+from satrap.device.runs import PooledFeatures, RowUpdate, Runs
 from satrap.device.segments import TableGroups, send_to_all
+from satrap.device.torch_device import kernels_of
 from satrap.errors import StreamError, TicketError
 from satrap.interrupts import Uninterrupted
+from satrap.worker.rows import BagRequest, Rows, TicketGradients, UpdateRequest
 from satrap.worker.server_group import ServerGroup
-from satrap.worker.sharded_rows import ShardedRows
-from satrap.worker.worker import BagRequest, TicketGradients, UpdateRequest
+from satrap.worker.sharded_rows import ShardedRows, require_tables
+from satrap.worker.sharded_tables import ShardedTables
+from satrap.worker.worker import Worker
 
 _CLOSE_SECONDS = 0.5
-_SUM = SGD(lr=1.0)  # with a rate of -1, on values of -0.0: adds the gradient, without rounding
 
 
 @dataclass(slots=True, eq=False)
 class CollectiveTicket:
-    """Implements `satrap.worker.worker.Ticket`."""
+    """Implements `satrap.worker.rows.Ticket`."""
 
     split: _core.SplitTicket
     bound: float
@@ -60,8 +60,9 @@ class CollectiveTicket:
         return self.split.batch_size
 
 
-class CollectiveRows(ShardedRows):
-    """The rows of some tables on the devices of all trainers. Lookups without training call the servers."""
+class CollectiveRows(Rows):
+    """Implements `satrap.worker.rows.Rows` for tables on the devices of all trainers. Lookups without training call the
+    servers."""
 
     def __init__(
         self,
@@ -78,8 +79,10 @@ class CollectiveRows(ShardedRows):
 
         owned: returns the rows that this trainer owns, on the device of the stream.
         explain: returns the error to raise for one of an exchange."""
-        super().__init__(features, servers, num_threads=num_threads)
-        self.device, self._row_stream = stream.device, stream
+        self._reader = ShardedRows(features, servers, num_threads=num_threads)
+        self.servers: ServerGroup = servers
+        self.num_threads, self._split = self._reader.num_threads, self._reader.split
+        self.device, self.device_stream = stream.device, stream
         device = stream.device
         self._features, self._staleness = features, staleness
         self._tables = servers.job.tables
@@ -129,6 +132,10 @@ class CollectiveRows(ShardedRows):
         self._updates.settle()
 
     def close(self) -> None:
+        self.end_rounds()
+        self._reader.close()
+
+    def end_rounds(self) -> None:
         """End the threads. Rounds that another trainer has not joined by then, after an error, are given up.
         Idempotent."""
         for thread in (self._lookup_thread, self._update_thread):
@@ -142,16 +149,22 @@ class CollectiveRows(ShardedRows):
 
     # -- as Rows -------------------------------------------------------------------------------------------------------
 
-    def empty(self, lines: int, floats: int) -> Tensor:  # type: ignore[override]
+    @property
+    def latest_step(self) -> int:
+        return self._reader.latest_step
+
+    @property
+    def truncated(self) -> list[int]:
+        return self._reader.truncated
+
+    def empty(self, lines: int, floats: int) -> Tensor:
         return torch.empty((lines, floats), dtype=torch.float32, device=self.device)
 
-    def lookup(  # type: ignore[override]
-        self, request: BagRequest, block: Tensor, sequences: list[Tensor]
-    ) -> CollectiveTicket | None:
+    def lookup(self, request: BagRequest, block: Tensor, sequences: list[Tensor]) -> CollectiveTicket | None:
         if not request.train:
             self._read(request, block, sequences)
             return None
-        at = self._advance_step(request.step)
+        at = self._reader.advance_step(request.step)
         with Uninterrupted():
             ticket, future = self._unfinished or self._start(request, at)
             self._unfinished = None if future is None else (ticket, future)  # an interrupted call waits for these again
@@ -165,14 +178,13 @@ class CollectiveRows(ShardedRows):
             if future.done() and future.exception() is not None:
                 self._unfinished = None
             raise
-        with self._row_stream.joined():
+        with self.device_stream.joined():
             self._pool(ticket, rows, request.batch_size, block, sequences)
         self._unfinished = None
         return ticket
 
-    def join(self, step: int, oldest_open: int) -> None:
-        """Join a lookup of the other trainers with nothing."""
-        nothing = np.zeros((len(self._servers.topology), len(self._tables)), np.int64)
+    def pad(self, step: int, oldest_open: int) -> None:
+        nothing = np.zeros((len(self.servers.topology), len(self._tables)), np.int64)
         ids = [np.empty(0, np.uint64)] * len(nothing)
         future = self._submit(LookupPart(LookupTime(step, oldest_open, True), ids, nothing))
         if future is not None:
@@ -185,12 +197,12 @@ class CollectiveRows(ShardedRows):
         tickets: Sequence[CollectiveTicket] = request.tickets
         pending = tickets[0].pending
         if pending is None:
-            rates = list(self._servers.lrs)
+            rates = list(self.servers.lrs)
             for table, lr in request.lrs:
                 rates[table] = lr
-            with Uninterrupted(), self._row_stream.joined():
+            with Uninterrupted(), self.device_stream.joined():
                 part = self._part(request, rates)
-                pending = self._updates.submit(self._advance_step(request.step), part)
+                pending = self._updates.submit(self._reader.advance_step(request.step), part)
                 for ticket in tickets:
                     ticket.pending = pending
         self._update_thread.wait(pending)
@@ -198,36 +210,33 @@ class CollectiveRows(ShardedRows):
             for ticket in tickets:
                 ticket.pending, ticket.used = None, True
 
-    def drop(self, ticket: CollectiveTicket) -> None:  # type: ignore[override]
+    def drop(self, ticket: CollectiveTicket) -> None:
         if ticket.used:
             raise TicketError("drop of a batch: this ticket was used already; a batch is updated or dropped once")
         ticket.used = True
         if not ticket.split.used:
-            self.split.drop(ticket.split)
+            self._split.drop(ticket.split)
 
     def skip(self, step: int) -> None:
         self._updates.skip(step)
-
-    def settle(self) -> None:
-        """Do nothing: a thread joins the skipped steps."""
 
     # -- lookup --------------------------------------------------------------------------------------------------------
 
     def _read(self, request: BagRequest, block: Tensor, sequences: list[Tensor]) -> None:
         """Look up without training."""
-        memory = [np.asarray(self.split.empty(len(each), each.shape[1])) for each in (block, *sequences)]
-        super().lookup(request, memory[0], memory[1:])
+        memory = [np.asarray(self._split.empty(len(each), each.shape[1])) for each in (block, *sequences)]
+        self._reader.lookup(request, memory[0], memory[1:])
         for to, rows in zip((block, *sequences), memory, strict=True):
             to.copy_(torch.from_numpy(rows))
 
     def _start(self, request: BagRequest, step: int) -> "tuple[CollectiveTicket, Future[list[Tensor]] | None]":
-        split = self.split.lookup(
+        split = self._split.lookup(
             request.values,
             request.offsets,
             request.weights,
             request.batch_size,
             self._owners,
-            len(self._servers.topology),
+            len(self.servers.topology),
             True,
         )
         weight = 1.0 if request.weights is None or not len(request.weights) else np.abs(request.weights).max()
@@ -247,7 +256,7 @@ class CollectiveRows(ShardedRows):
         self, ticket: CollectiveTicket, rows: list[Tensor], batch_size: int, block: Tensor, sequences: list[Tensor]
     ) -> None:
         """Pool and copy the rows of all features."""
-        found = self.split.lines(ticket.split, self._groups.numbers)
+        found = self._split.lines(ticket.split, self._groups.numbers)
         lines, offsets, weights = (
             None if found[name] is None else to_device(found[name], self.device)
             for name in ("lines", "offsets", "weights")
@@ -272,21 +281,22 @@ class CollectiveRows(ShardedRows):
         bound = largest_of(request) * scale * sum(each.bound for each in tickets)
         if not bound < LARGEST:  # not true of a NaN either
             return self._checked_part(request, rates)
-        splits, num_owners = [each.split for each in tickets], len(self._servers.topology)
+        splits, num_owners = [each.split for each in tickets], len(self.servers.topology)
         given = [
             (block is not None, [each is not None for each in sequences]) for block, sequences in request.gradients
         ]
-        laid_out, found = self.split.runs(splits, given, self._owners, num_owners, self._groups.numbers)
+        laid_out, found = self._split.runs(splits, given, self._owners, num_owners, self._groups.numbers)
         ids, counts = _sent(laid_out)
         runs = Runs.to_device(found, self.device)
-        sums = []
+        # On values of -0.0, a step of rate -1 adds the gradient, without rounding.
+        how, sums = RowUpdate(optimizer=SGD(lr=1.0), lr=-1.0, scale=scale, step=1), []
         for (_, dim), tables, sent in zip(
             self._groups.layouts, self._groups.tables, self._groups.counts(counts), strict=True
         ):
             values = torch.full((sum(sent), dim), -0.0, device=self.device)
             for table in tables:
                 of_table = runs.of_tables(range(table, table + 1))
-                self._kernels.update(values, values[:, :0], of_table, flat, _SUM, -1.0, scale, 1, skip_nonfinite=False)
+                self._kernels.update(values, values[:, :0], of_table, flat, how)
             sums.append(values)
         return UpdatePart(*send_to_all(self._to_all, self._rank, ids, counts), sums, rates, bound)
 
@@ -300,8 +310,8 @@ class CollectiveRows(ShardedRows):
             for block, sequences in request.gradients
         ]
         splits = [each.split for each in request.tickets]
-        found = self.split.sums(splits, on_cpu, request.scale, self._owners, len(self._servers.topology))
-        self._servers.add_skipped(found.skipped)
+        found = self._split.sums(splits, on_cpu, request.scale, self._owners, len(self.servers.topology))
+        self.servers.add_skipped(found.skipped)
         ids, counts = _sent(found)
         by_group: list[list[NDArray[np.float32]]] = [[] for _ in self._groups.tables]
         for server, line in enumerate(counts):
@@ -321,3 +331,26 @@ def _sent(laid_out: Any) -> tuple[list[NDArray[np.uint64]], NDArray[np.int64]]:
     servers = range(laid_out.num_servers)
     counts = np.stack([np.diff(laid_out.offsets(server)) for server in servers])
     return [laid_out.ids(server) for server in servers], counts
+
+
+def collective_worker(
+    features: Features,
+    servers: ServerGroup,
+    own: OwnTables,
+    device: torch.device,
+    *,
+    num_threads: int | None,
+    staleness: int,
+    explain: Callable[[Exception], Exception],
+) -> Worker:
+    """Return a worker over tables on the devices of all trainers, which call this together.
+
+    servers: those of all trainers. own: the tables of this trainer's. explain: returns the error to raise for one of an
+    exchange between trainers."""
+    require_tables(features, servers)
+    rows = CollectiveRows(
+        features, servers, own.rows, own.stream, num_threads=num_threads, staleness=staleness, explain=explain
+    )
+    worker = Worker(features, rows, ShardedTables(servers), blocks=TensorBlocks(device))
+    close_when_collected(worker, rows.end_rounds)
+    return worker

@@ -1,7 +1,7 @@
 """The updates of several trainers, which together make one update of each step.
 
-A trainer joins every step, in order; see `satrap.device.step_order`. A thread runs the rounds, so that a trainer that
-drops a step joins it although its loop continues.
+A trainer joins the update of every step once, in ascending order; with nothing, if it has no gradients for the step. A
+thread runs the rounds, so that a trainer that drops a step joins it although its loop continues.
 """
 
 import threading
@@ -14,13 +14,53 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from satrap.device.device_stream import DeviceStream
-from satrap.device.exchange import Exchange
+from satrap.device.exchange import Exchange, RoundThread, RowExchange
 from satrap.device.owned_rows import OwnedRows
-from satrap.device.round_thread import RoundThread
-from satrap.device.row_exchange import RowExchange
 from satrap.device.segments import TableGroups
-from satrap.device.step_order import StepOrder
 from satrap.errors import StreamError
+
+
+class StepOrder:
+    """Decides for which steps a trainer joins with nothing, and when. Pure."""
+
+    def __init__(self) -> None:
+        self.next_step = 1
+        """The first step that was not joined."""
+        self._skipped: set[int] = set()
+
+    def start(self, step: int) -> None:
+        """Continue with this step, in another stream."""
+        self.next_step = step
+        self._skipped.clear()
+
+    def update(self, step: int) -> tuple[list[int], list[int]]:
+        """Join a step with gradients; return the steps to join with nothing before it, and after it."""
+        if step < self.next_step:
+            raise StreamError(
+                f"step {step} is updated after step {self.next_step - 1}; trainers with rows on devices update steps "
+                "in ascending order: call optimizer.step() for the batches in the order of the stream"
+            )
+        earlier = list(range(self.next_step, step))
+        return earlier, self._advance(step)[len(earlier) + 1 :]
+
+    def skip(self, step: int) -> list[int]:
+        """Note that a step has no gradients; return the steps to join with nothing now."""
+        self._skipped.add(step)
+        return self._advance(self.next_step - 1)
+
+    def pass_through(self, step: int) -> list[int]:
+        """Note that no update of a step up to this one is to come; return the steps to join with nothing now."""
+        return self._advance(step)
+
+    def _advance(self, last: int) -> list[int]:
+        """Join all steps up to `last`, and the skipped ones that follow."""
+        first, last = self.next_step, max(last, self.next_step - 1)
+        while last + 1 in self._skipped:
+            last += 1
+        self.next_step = last + 1
+        self._skipped = {step for step in self._skipped if step > last}
+        return list(range(first, last + 1))
+
 
 _IDLE, _NOTHING, _PART = range(3)  # what a trainer brings to a round
 _KIND, _STEP, _BOUND, _COUNTS = range(4)  # columns of a header; rates follow the counts

@@ -1,30 +1,57 @@
-"""What workers over rows on a device have in common: their blocks and gradients are tensors there."""
+"""Blocks and gradients of a worker whose rows are on a device: tensors there."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from satrap.device.magnitude import Magnitude
+from satrap.device.device_stream import current_stream
 from satrap.errors import InputError
-from satrap.worker.worker import Worker
+from satrap.worker.worker import ArrayBlocks
 
 
-class DeviceBlocks(Worker):
-    """Checks tensors where another worker checks arrays."""
+class Magnitude:
+    """The largest magnitude among gradients, a NaN if there is one: it decides whether a sum of them could overflow.
 
-    def _check_block(self, block: Any, shape: tuple[int, ...]) -> Any:
+    The device computes it behind the backward pass, and copies it to this process. The update waits for it: the one
+    wait of a step."""
+
+    def __init__(self, weighted: Iterable[tuple[Tensor, float]]) -> None:
+        """weighted: gradients with the factor by which each is multiplied later. Called on the stream on which they are
+        computed."""
+        parts = [_largest(gradient) * abs(weight) for gradient, weight in weighted if gradient.numel()]
+        number = torch.stack(parts).max() if parts else torch.zeros((), device="cpu")
+        self._number, self._ready = current_stream(number.device).download(number)
+
+    def __float__(self) -> float:
+        """Return the number. Waits for the device, unless it has computed the gradients."""
+        self._ready.synchronize()
+        return float(self._number)
+
+
+def _largest(gradient: Tensor) -> Tensor:
+    low, high = torch.aminmax(gradient.detach())  # one pass, and a NaN is both
+    return torch.maximum(-low, high).float()
+
+
+class TensorBlocks(ArrayBlocks):
+    """The kind of block of rows on a device: tensors there."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def check_block(self, block: Any, shape: tuple[int, ...]) -> Any:
         found = _tensor_of("block", block, shape, self.device)
         if not found.is_contiguous():
             raise InputError(f"block has the strides {found.stride()}; expected a contiguous tensor")
         return found
 
+    def check_gradient(self, where: str, gradient: Any, shape: tuple[int, ...]) -> Any:
+        return _tensor_of(f"{where}: the gradient", gradient, shape, self.device).contiguous()
+
     def measure(self, gradients: Sequence[tuple[Tensor, float]]) -> Magnitude:
         return Magnitude(gradients)
-
-    def _check_gradient(self, where: str, gradient: Any, shape: tuple[int, ...]) -> Any:
-        return _tensor_of(f"{where}: the gradient", gradient, shape, self.device).contiguous()
 
 
 def _tensor_of(where: str, given: Any, shape: tuple[int, ...], device: torch.device) -> Tensor:

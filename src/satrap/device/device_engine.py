@@ -1,31 +1,73 @@
-"""An engine whose rows are on a device: what `_core.Engine` is to a Store, a TableGroup and a snapshot.
+"""Rows on a device, whose directory is an engine: implements `satrap.table.engine.RowAccess`.
 
-The core's engine knows the frame of each row. This object adds what is in the frames, wherever a caller reads or writes
-rows, and passes every other call on.
+The core's engine knows the frame of each row, and all that a row has but its numbers. This object adds what is in the
+frames. It also orders what calls do on the device: frames are chosen, rows moved, initialised and used.
 """
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, cast
+from typing import Any, Never
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from satrap import _core
 from satrap.config.cores import thread_count
 from satrap.config.tables import Table
 from satrap.device.device_memory import DeviceMemory
-from satrap.device.device_stream import DeviceStream, new_stream
+from satrap.device.device_stream import DeviceStream, Mark, new_stream
 from satrap.device.initial_values import InitialValues
-from satrap.device.move_queue import MoveQueue
 from satrap.device.row_memory import RowMemory, memories_of
 from satrap.device.table_shards import ALONE, Part, Trainer, capacities_of, kind_of
 from satrap.errors import InputError, SnapshotError
 from satrap.interrupts import Uninterrupted
 from satrap.table.engine import Slot, native_config, slots_of
+
+
+class MoveQueue:
+    """The order in which a device moves rows between frames and home, beside what it computes.
+
+    Moves run on a second stream, so that those for the next batch overlap the present step. A move waits for every
+    earlier use of frames; the lookup that needs its rows waits for it. The lock of the rows is held during each call.
+    """
+
+    def __init__(self, rows: DeviceStream, moves: DeviceStream) -> None:
+        """rows: where rows are used. moves: where they are moved; the same one, if none ever is."""
+        self._rows, self._moves = rows, moves
+        self._used: Mark | None = None
+        self._moved: Mark | None = None
+
+    @contextmanager
+    def moving(self) -> Iterator[None]:
+        """Put what is inside the block on the device after all earlier uses and moves."""
+        self._moves.wait(self._used)
+        with self._moves.running():
+            yield
+        self._moved = self._moves.mark()
+
+    @property
+    def moved(self) -> Mark | None:
+        """The end of the moves so far."""
+        return self._moved
+
+    def wait(self, moved: Mark | None) -> None:
+        """Let later uses come after these moves."""
+        self._rows.wait(moved)
+
+    def note_use(self) -> None:
+        """Let later moves come after all uses so far."""
+        if self._moves is not self._rows:
+            self._used = self._rows.mark()
+
+    def share(self, memory: Sequence[Tensor]) -> None:
+        """Let moves use memory that was allocated for the rows, from now on."""
+        self._moves.keep(memory)
+        self.note_use()
+
 
 Owed = Callable[[], "Sequence[Owed] | None"]
 """Work on the device that what the core has already recorded requires. It returns the work that has to follow it."""
@@ -33,9 +75,6 @@ Owed = Callable[[], "Sequence[Owed] | None"]
 
 class DeviceEngine:
     """The engine of some tables, and the memory of their rows."""
-
-    keeps_cuts = False
-    """A save must be complete before training continues; see `export_cut`."""
 
     def __init__(
         self,
@@ -74,12 +113,7 @@ class DeviceEngine:
 
     def slots(self, seed: int) -> list[Slot]:
         """Return the tables for a TableGroup."""
-        return slots_of(cast(_core.Engine, self), self.tables, seed)
-
-    def __getattr__(self, name: str) -> Any:
-        if name == "core":  # an object that is being copied has none yet
-            raise AttributeError(name)
-        return getattr(self.core, name)
+        return slots_of(self.core, self.tables, seed, self)
 
     @contextmanager
     def exclusive(self, counts: NDArray[np.int64] | None = None) -> Iterator[None]:
@@ -233,7 +267,7 @@ class DeviceEngine:
                 f"table {self.tables[table].name!r}: a row was removed while it was saved; save between two steps"
             )
 
-    # -- as an engine --------------------------------------------------------------------------------------------------
+    # -- as RowAccess --------------------------------------------------------------------------------------------------
 
     def read(
         self,
@@ -243,7 +277,6 @@ class DeviceEngine:
         state: NDArray[np.float32],
         present: NDArray[np.bool_],
     ) -> None:
-        """Fill the lines of ids that have a row."""
         with self.in_order():
             places = self.core.read_frames(table, ids)
             present[:] = places != -1
@@ -253,7 +286,7 @@ class DeviceEngine:
             present[present] = found
             values[present], state[present] = self.memory(table).as_floats(whole)[found], whole_state[found]
 
-    def next_step(self) -> int:
+    def next_step(self) -> Never:
         """Refuse: a store's lookup wants to train."""
         raise InputError(
             f"the rows are on {self.device}, where only a stream of `Embeddings` trains them: pass train=False"
@@ -270,7 +303,7 @@ class DeviceEngine:
         ticket: bool,
         first_epoch: bool = True,
     ) -> None:
-        """Fill `out` with the rows of the ids of each table, one after another. Without training only."""
+        """Without training only."""
         if train:
             self.next_step()
         flat, at = np.asarray(out).reshape(-1), 0
@@ -286,12 +319,11 @@ class DeviceEngine:
             flat[at : at + values.size] = values.reshape(-1)
             at += values.size
 
-    def prepare(self, *_: object) -> None:
+    def prepare(self, ids: NDArray[np.uint64], offsets: NDArray[np.int64]) -> Never:
         """Refuse: there is no flat update on a device."""
         raise InputError(f"the rows are on {self.device}, where only a stream of `Embeddings` updates them")
 
     def export_rows(self, table: int, first: int, last: int, since: int) -> dict[str, NDArray[Any]]:
-        """Return the rows of some buckets as columns, as the core does."""
         with self.in_order():
             columns = self.core.export_rows(table, first, last, since)
             part = self.memory(table).read(columns.pop("frame"))
@@ -299,8 +331,8 @@ class DeviceEngine:
         return columns
 
     def export_cut(self, table: int, first: int, last: int, since: int) -> dict[str, Any]:
-        """Return the rows of some buckets as columns, as the core does. They are those of this moment: rows are changed
-        in place, on the device and at home, and nothing keeps what they were at the cut."""
+        """Return the rows of this moment: they are changed in place, on the device and at home, and nothing keeps what
+        they were at the cut."""
         with self.in_order():
             columns: dict[str, Any] = self.core.export_cut(table, first, last, since)
             part = self.memory(table).read(columns.pop("frame"))
@@ -315,7 +347,6 @@ class DeviceEngine:
         values: NDArray[Any],
         state: NDArray[np.float32],
     ) -> None:
-        """Insert or replace rows."""
         counts = np.zeros(len(self.tables), np.int64)
         counts[table] = len(ids)
         with self.in_order(counts):
@@ -337,7 +368,6 @@ class DeviceEngine:
         return counts
 
     def check(self, table: int) -> None:
-        """Raise AssertionError if an invariant does not hold."""
         self.core.check(table)
         with self.exclusive():
             self.core.check_frames()

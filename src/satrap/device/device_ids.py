@@ -4,10 +4,16 @@ copied to the CPU, in one copy, where the core finds their rows.
 Padding, and what a sequence cuts off, is left out first, as the core does for ids in CPU memory. What the core would
 refuse is left to it: then `DeviceIds.of` returns None, and the ids go to the CPU. Each call waits for the device
 twice: for a few numbers about the batch, and for the ids.
+
+A caller gives ids with their offsets and weights as tensors in an `Inputs`, or by feature (`inputs_of`). A batch of
+which a part is elsewhere, or not as expected, is copied to the CPU, where the checks of ids in CPU memory accept it or
+say what is wrong.
 """
 
 import math
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Self
 
 import numpy as np
@@ -16,7 +22,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from satrap.config.features import Features
+from satrap.data.inputs import Inputs, Position
+from satrap.data.iterable import IterableSource, keeping
 from satrap.device.exact import signed
+from satrap.worker.worker import InputReader
 
 _ANY_LENGTH = 2**62
 
@@ -107,7 +116,8 @@ class GroupedIds:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DeviceIds:
-    """The ids of one batch, on a device, without padding and without what sequences cut off."""
+    """The ids of one batch, on a device, without padding and without what sequences cut off. Implements
+    `satrap.worker.rows.PlacedIds`."""
 
     values: Tensor
     """int64, as bit patterns: feature after feature, and sample after sample."""
@@ -172,14 +182,13 @@ class DeviceIds:
         """Return where each bag begins, and where the last ends."""
         return torch.arange(num_bags + 1, device=self.values.device) if self.offsets is None else self.offsets
 
-    def mask(self, feature: int, max_length: int) -> Tensor:
-        """Return where a sequence has ids, [samples, max_length]."""
-        first = feature * self.batch_size
-        if self.offsets is None:
-            lengths = torch.ones(self.batch_size, dtype=torch.int64, device=self.values.device)
-        else:
-            lengths = self.offsets[first : first + self.batch_size + 1].diff()
-        return torch.arange(max_length, device=lengths.device) < lengths[:, None]
+    def masks(self, features: Features) -> tuple[dict[str, Tensor], list[int]]:
+        lengths = self.bounds(len(features) * self.batch_size).diff().view(len(features), self.batch_size, 1)
+        return {
+            name: torch.arange(feature.max_length, device=lengths.device) < lengths[number]
+            for number, (name, feature) in enumerate(features.items())
+            if feature.max_length is not None
+        }, self.num_cut
 
     def on_cpu(self) -> tuple[NDArray[np.uint64], NDArray[np.int64] | None, NDArray[np.float32] | None]:
         """Copy the ids, offsets and weights to the CPU."""
@@ -191,3 +200,95 @@ def bags_of(bounds: Tensor, n: int) -> Tensor:
     """Return the bag of each of n ids. bounds: where each bag begins, and where the last ends."""
     at = torch.arange(n, device=bounds.device)
     return (torch.searchsorted(bounds, at, right=True) - 1).clamp(0, len(bounds) - 2)
+
+
+_IDS = (torch.int64, torch.uint64)
+
+
+def lie_on(ids: object, device: torch.device) -> bool:
+    """Return whether the ids lie on this device, which sorts ids."""
+    return isinstance(ids, Tensor) and ids.device == device and sorts_ids(device)
+
+
+def ids_of(inputs: Inputs, layout: IdLayout, device: torch.device) -> DeviceIds | Inputs:
+    """Return the ids of a batch, sorted on the device; the batch itself if they do not lie there, or a copy of it on
+    the CPU."""
+    parts = values, offsets, weights = inputs.values, inputs.offsets, inputs.weights
+    if not lie_on(values, device):
+        return inputs
+    if (
+        _is_list(values, device, *_IDS)
+        and (offsets is None or _is_list(offsets, device, torch.int64))
+        and (weights is None or _is_list(weights, device, torch.float32))
+    ):
+        found = DeviceIds.of(layout, _bits(values), _bits(offsets), _bits(weights), inputs.batch_size)
+        if found is not None:
+            return found
+    on_cpu = dict(zip(("values", "offsets", "weights"), map(_on_cpu, parts), strict=True))
+    return replace(inputs, **on_cpu)
+
+
+class DeviceReader(InputReader):
+    """Makes batches whose ids stay on the device if they lie there."""
+
+    def __init__(self, features: Features, device: torch.device) -> None:
+        super().__init__(features)
+        self._device = device
+
+    def inputs_of(self, ids: Any) -> Inputs:
+        if not isinstance(ids, Mapping):
+            return super().inputs_of(ids)
+        pairs = {name: each if isinstance(each, tuple) else (each, None) for name, each in ids.items()}
+        if not pairs or not all(len(pair) == 2 and lie_on(pair[0], self._device) for pair in pairs.values()):
+            return super().inputs_of(ids)
+        joined = _joined(self._features, pairs, self._device)
+        on_cpu = {name: tuple(map(_on_cpu, pair)) for name, pair in pairs.items()} if joined is None else {}
+        return joined or super().inputs_of(on_cpu)
+
+    def batches(self, source: Any, position: Position | None = None, **share: int) -> Iterator[Inputs]:
+        declared = source if hasattr(source, "batches") else IterableSource(source)
+        if isinstance(declared, IterableSource) and sorts_ids(self._device):
+            declared = keeping(declared, partial(lie_on, device=self._device))
+        return super().batches(declared, position, **share)
+
+
+def _joined(features: Features, pairs: Mapping[str, tuple[Any, Any]], device: torch.device) -> Inputs | None:
+    """Return the ids of all features as one batch on the device; None if they are not as expected."""
+    if set(pairs) != set(features):
+        return None
+    values, lengths, are_valid = [], [], []
+    for name in features:
+        ids, offsets = pairs[name]
+        if not _is_list(ids, device, *_IDS):
+            return None
+        values.append(_bits(ids))
+        if offsets is None:
+            lengths.append(values[-1].new_ones(len(ids)))
+            continue
+        if not _is_list(offsets, device, torch.int64) or len(offsets) == 0:
+            return None
+        lengths.append(offsets.diff())
+        are_valid.append((offsets[0] == 0) & (offsets[-1] == len(ids)) & (lengths[-1] >= 0).all())
+    if len({len(each) for each in lengths}) != 1 or (are_valid and not bool(torch.stack(are_valid).all())):
+        return None
+    joined: Any = torch.cat(values)
+    bounds: Any = None
+    if are_valid:
+        bounds = torch.cat([joined.new_zeros(1), torch.cat(lengths).cumsum(0)])
+    return Inputs(names=features.names, values=joined, offsets=bounds, batch_size=len(lengths[0]))
+
+
+def _is_list(given: object, device: torch.device, *dtypes: torch.dtype) -> bool:
+    return isinstance(given, Tensor) and given.device == device and given.dtype in dtypes and given.ndim == 1
+
+
+def _bits(given: Any) -> Any:
+    """Return a tensor as the device's code takes it; ids as int64, by their bit patterns."""
+    if given is None:
+        return None
+    found = given.detach().contiguous()
+    return found.view(torch.int64) if found.dtype == torch.uint64 else found
+
+
+def _on_cpu(given: Any) -> Any:
+    return given.detach().cpu() if isinstance(given, Tensor) else given

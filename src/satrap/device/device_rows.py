@@ -1,4 +1,4 @@
-"""A worker's rows on a device: implements `satrap.worker.worker.Rows` with tensors in place of arrays.
+"""Rows on a device, with tensors in place of arrays.
 
 The core finds the frame of each id and keeps everything else that a row has but its numbers. Lookups and updates run on
 the device in the order in which this object is called, which is what makes a frame safe to reuse: the row that a lookup
@@ -19,32 +19,39 @@ from torch import Tensor
 from satrap import _core
 from satrap.config.features import Features
 from satrap.config.optimizers import Optimizer
+from satrap.config.tables import Always
+from satrap.data.inputs import Inputs
+from satrap.device.device_blocks import Magnitude, TensorBlocks
 from satrap.device.device_engine import DeviceEngine, Owed
-from satrap.device.device_ids import DeviceIds, IdLayout
-from satrap.device.device_tickets import DeviceTicket, Given, SortedGradients
-from satrap.device.host_copy import to_device, to_host
-from satrap.device.kernels import kernels_of
-from satrap.device.magnitude import Magnitude
+from satrap.device.device_ids import DeviceIds, DeviceReader, IdLayout, ids_of
+from satrap.device.device_memory import DeviceMemory
+from satrap.device.device_stream import new_stream, to_device, to_host
 from satrap.device.row_memory import RowMemory
-from satrap.device.runs import PooledFeatures, Runs
+from satrap.device.runs import DeviceTicket, Given, PooledFeatures, RowUpdate, Runs, SortedGradients
+from satrap.device.torch_device import kernels_of, require_possible, resolve_device
 from satrap.errors import TicketError
-from satrap.worker.worker import BagRequest, TicketGradients, UpdateRequest, native_features
+from satrap.table.engine import Slot
+from satrap.table.table_group import TableGroup
+from satrap.worker.rows import BagRequest, Rows, TicketGradients, UpdateRequest, native_features
+from satrap.worker.worker import Worker, require_features
 
 LARGEST = float(np.finfo(np.float32).max)
-_Group = tuple[range, Optimizer, float, bool]
-"""Tables that one kernel updates, their optimizer and rate, and whether to skip gradients that are not finite."""
+_Group = tuple[range, RowUpdate]
+"""Tables that one kernel updates, and how."""
 
 
-class DeviceRows:
-    """The rows of some tables on a device."""
+class DeviceRows(Rows):
+    """Implements `satrap.worker.rows.Rows` for tables on a device."""
 
     def __init__(self, features: Features, engine: DeviceEngine) -> None:
         """engine: of the features' tables."""
         self.num_threads = int(engine.core.num_threads)
-        self.device = engine.device
+        self.device, self.device_stream = engine.device, engine.stream
         self._kernels = kernels_of(engine.device)
         self._features, self._tables = features, features.tables
         self.id_layout = IdLayout(features, engine.device)
+        # If not every id is admitted, or if rows expire, a row depends on the order of this and earlier updates.
+        self.resolves = all(isinstance(each.admission, Always) and each.expire_after is None for each in self._tables)
         self.use(engine)
 
     def use(self, engine: DeviceEngine) -> None:
@@ -74,11 +81,14 @@ class DeviceRows:
         ticket: _core.Ticket | DeviceTicket | None = found["ticket"]
         return ticket
 
-    def resolve(self, request: BagRequest) -> dict[str, Any]:
-        """Find the frames of a lookup's ids; the lookup reads them. A frame that it takes from an evicted row was last
-        used by calls that are on the device's queue already."""
+    def place_ids(self, inputs: Inputs) -> Inputs | DeviceIds:
+        return ids_of(inputs, self.id_layout, self.device)
+
+    def resolve(self, request: BagRequest) -> BagRequest:
+        """Find the frames of the ids' rows, and insert those that are new. A frame that this takes from an evicted row
+        was last used by calls that are on the device's queue already."""
         with self._engine.exclusive(self._counts(request)):
-            return self._find_frames(request)
+            return replace(request, resolved=self._find_frames(request))
 
     def owns_ticket(self, ticket: object) -> bool:
         if isinstance(ticket, DeviceTicket):
@@ -97,7 +107,7 @@ class DeviceRows:
             if found is None:
                 request = replace(request, tickets=[self._as_core(ticket) for ticket in request.tickets])
             skips = found is None and self._check(request, scale)
-            groups = list(self._fused_tables(dict(request.lrs), skips=skips))
+            groups = list(self._fused_tables(dict(request.lrs), scale, request.step, skips=skips))
 
             def record() -> Owed:
                 core = self._engine.core
@@ -108,7 +118,7 @@ class DeviceRows:
                     runs = core.update_id_frames(ids, found.grouped.offsets, numbers, request.step, False)
                 for ticket in sorted_there:
                     ticket.used = True
-                return partial(self._steps, runs, groups, [flat] * len(groups), scale, request.step, found)
+                return partial(self._steps, runs, groups, [flat] * len(groups), found)
 
             self._engine.owe(record)
 
@@ -118,12 +128,6 @@ class DeviceRows:
         else:
             self._engine.core.drop(ticket)
 
-    def skip(self, step: int) -> None:
-        """Do nothing: no other process waits for this one's steps."""
-
-    def settle(self) -> None:
-        """Do nothing: `skip` left nothing to send."""
-
     # -- lookup --------------------------------------------------------------------------------------------------------
 
     def _find_frames(self, request: BagRequest) -> dict[str, Any]:
@@ -132,18 +136,7 @@ class DeviceRows:
             return self._find_sorted(request, request.values)
         frames = np.empty(len(request.values), np.int32)
         try:
-            found = self._engine.core.lookup_frames(
-                self._bags,
-                request.values,
-                request.offsets,
-                request.weights,
-                request.batch_size,
-                request.step or 0,
-                request.oldest_open or 0,
-                request.train,
-                frames,
-                request.first_epoch,
-            )
+            found = self._engine.core.lookup_frames(self._bags, *request.native, frames, request.first_epoch)
         finally:  # a lookup that fails has inserted rows too
             self._engine.place_rows()
         return {**found, "frames": frames[: found["num_ids"]], "moved": self._engine.moves.moved}
@@ -253,7 +246,7 @@ class DeviceRows:
         parts = [part.reshape(-1) for block, sequences in gradients for part in (block, *sequences) if part is not None]
         return parts[0] if len(parts) == 1 else torch.cat(parts or [self.empty(0, 0).view(-1)])
 
-    def _fused_tables(self, lrs: dict[int, float], *, skips: bool) -> Iterator[_Group]:
+    def _fused_tables(self, lrs: dict[int, float], scale: float, step: int, *, skips: bool) -> Iterator[_Group]:
         """Yield tables that one kernel updates: neighbours with one memory, optimizer and rate."""
 
         def same(number: int) -> tuple[int, Optimizer, float, bool]:
@@ -261,16 +254,16 @@ class DeviceRows:
             return id(self._engine.memory(number)), table.optimizer, lr, skips and table.on_nonfinite == "skip"
 
         for (_, optimizer, lr, skip), numbers in groupby(range(len(self._tables)), same):
-            first, *others = numbers
-            yield range(first, [first, *others][-1] + 1), optimizer, lr, skip
+            begin, *others = numbers
+            first = self._engine.memory(begin).layout.first
+            how = RowUpdate(optimizer=optimizer, lr=lr, scale=scale, step=step, skip_nonfinite=skip, first=first)
+            yield range(begin, [begin, *others][-1] + 1), how
 
     def _steps(
         self,
         found: dict[str, Any],
         groups: list[_Group],
         flats: Sequence[Tensor],
-        scale: float,
-        step: int,
         gradients: SortedGradients | None = None,
     ) -> Sequence[Owed]:
         """Copy the runs of an update to the device; return the step of each group of tables. flats: the gradients of
@@ -278,30 +271,26 @@ class DeviceRows:
         runs = Runs.to_device(found, self.device) if gradients is None else gradients.runs(found, self.device)
         work: list[Owed] = []
         for group, flat in zip(groups, flats, strict=True):
-            work.append(partial(self._step, runs, group, flat, scale, step))
+            work.append(partial(self._step, runs, group, flat))
             places = found["frames"][slice(*(found["tables"][i] for i in (group[0].start, group[0].stop)))]
             if len(at_home := np.flatnonzero(places < -1)):
                 part = runs.of_tables(group[0]).take(at_home)
-                work.append(partial(self._step_at_home, part, places[at_home], group, flat, scale, step))
+                work.append(partial(self._step_at_home, part, places[at_home], group, flat))
         return work
 
-    def _step(self, runs: Runs, group: _Group, flat: Tensor, scale: float, step: int) -> Sequence[Owed]:
+    def _step(self, runs: Runs, group: _Group, flat: Tensor) -> Sequence[Owed]:
         """Sum the gradients of some tables' rows, and apply their optimizer."""
-        tables, optimizer, lr, skip = group
-        memory, part = self._engine.memory(tables.start), runs.of_tables(tables)
-        how = {"skip_nonfinite": skip, "first": memory.layout.first}
-        summed = self._kernels.update(memory.values, memory.state, part, flat, optimizer, lr, scale, step, **how)
-        return [] if summed is None else [partial(self._settle, runs, tables, summed, step)]
+        tables, how = group
+        memory = self._engine.memory(tables.start)
+        summed = self._kernels.update(memory.values, memory.state, runs.of_tables(tables), flat, how)
+        return [] if summed is None else [partial(self._settle, runs, tables, summed, how.step)]
 
-    def _step_at_home(
-        self, runs: Runs, places: NDArray[np.int32], group: _Group, flat: Tensor, scale: float, step: int
-    ) -> None:
+    def _step_at_home(self, runs: Runs, places: NDArray[np.int32], group: _Group, flat: Tensor) -> None:
         """Do a step of rows that are at home, by copies on the device."""
-        tables, optimizer, lr, skip = group
+        tables, how = group
         memory = self._engine.memory(tables.start)
         rows = memory.staged(places)
-        how = {"skip_nonfinite": skip, "first": memory.layout.first}
-        self._kernels.update(rows.values, rows.state, runs, flat, optimizer, lr, scale, step, **how)
+        self._kernels.update(rows.values, rows.state, runs, flat, how)
         memory.send_home(rows, places)
 
     def _settle(self, runs: Runs, tables: range, summed: Tensor, step: int) -> Sequence[Owed]:
@@ -333,3 +322,37 @@ def _claim(tickets: Sequence[Any]) -> list[DeviceTicket]:
     if any(ticket.used for ticket in found) or len(set(map(id, found))) != len(found):
         raise TicketError("this ticket was used already; a batch is updated once: look it up again for another step")
     return found
+
+
+def device_worker(
+    features: Features,
+    device: torch.device | str,
+    *,
+    seed: int = 0,
+    num_threads: int | None = None,
+    device_memory: DeviceMemory = None,
+) -> Worker:
+    """Return a worker that owns the tables of its features, empty ones, on a device. seed and num_threads are those of
+    `Store`, device_memory is that of `Embeddings`."""
+    require_features(features)
+    resolved = resolve_device(device)
+    require_possible(features.tables, resolved)
+    create = partial(
+        DeviceEngine,
+        features.tables,
+        resolved,
+        seed=seed,
+        num_threads=num_threads,
+        device_memory=device_memory,
+        stream=new_stream(resolved),
+    )
+    engine = create()
+    rows = DeviceRows(features, engine)
+
+    def renew() -> list[Slot]:  # must not refer to the worker or the tables: they would keep each other alive
+        engine = create()
+        rows.use(engine)
+        return engine.slots(seed)
+
+    tables = TableGroup.in_engine(engine.slots(seed), renew)
+    return Worker(features, rows, tables, blocks=TensorBlocks(resolved), reader=DeviceReader(features, resolved))

@@ -143,3 +143,14 @@ def new_stream(device: torch.device) -> DeviceStream:
 def current_stream(device: torch.device) -> DeviceStream:
     """Return the stream on which the calling thread's work on the device runs."""
     return STREAMS.get(device.type, DeviceStream).current(device)
+
+
+def to_device(array: NDArray[Any], device: torch.device) -> Tensor:
+    """Return the array as a tensor on the device. The calling thread does not wait: a CUDA device copies it from pinned
+    memory."""
+    return current_stream(device).upload(array)
+
+
+def to_host(tensor: Tensor) -> Tensor:
+    """Return the tensor in this process. Waits for the device."""
+    return current_stream(tensor.device).fetch(tensor)

@@ -8,8 +8,12 @@ averages: a device that is given two collectives in another order than the next 
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from datetime import timedelta
+from itertools import pairwise
+from queue import SimpleQueue
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -17,9 +21,83 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 
+from satrap.device.segments import TableGroups
 from satrap.errors import StreamError
-from satrap.interrupts import SLICE_SECONDS
+from satrap.interrupts import SLICE_SECONDS, Uninterrupted
 from satrap.run_context import COLLECTIVE_TIMEOUT
+
+_R = TypeVar("_R")
+
+
+class RoundThread:
+    """A thread that runs the rounds of one exchange in order. After one has failed, all later ones fail with its error.
+
+    Other trainers wait for each round of this one, so a round that was submitted runs whatever happens to the caller:
+    Ctrl-C, or an error of the training loop. A caller that gives up leaves its round to the thread."""
+
+    def __init__(
+        self,
+        name: str,
+        explain: Callable[[Exception], Exception],
+        *,
+        prepare: Callable[[], None] = lambda: None,
+        failed: Callable[[Exception], None] = lambda _: None,
+    ) -> None:
+        """explain: returns the error to raise in place of one that a function raised.
+        prepare: called first, in the thread.
+        failed: called with the error after the first failure."""
+        self._explain, self._prepare, self._failed = explain, prepare, failed
+        self._works: SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = SimpleQueue()
+        self.error: Exception | None = None
+        """Why no other function runs; None: none has failed."""
+        self.released = threading.Event()
+        """Set once callers give up instead of waiting; each stream has another one."""
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def submit(self, work: Callable[[], _R]) -> "Future[_R]":
+        """Run the function after all earlier ones."""
+        future: Future[_R] = Future()
+        self._works.put((work, future))
+        return future
+
+    def wait(self, future: "Future[_R]") -> _R:
+        """Return the result of a submitted function; StreamError if callers give up."""
+        released = self.released
+        with Uninterrupted() as held:  # a signal must not come while this thread holds the future's own lock
+            while not future.done():
+                wait([future], SLICE_SECONDS)
+                held.check()
+                if released.is_set() and not future.done():
+                    raise StreamError("this stream ended with an error while other trainers still had to join its step")
+            return future.result()
+
+    def close(self) -> None:
+        """End the thread after what was submitted. Does not wait for it: another trainer may be missing."""
+        self._works.put(None)
+
+    def join(self, seconds: float) -> bool:
+        """Wait for the end of the thread; return whether it has ended."""
+        self._thread.join(seconds)
+        return not self._thread.is_alive()
+
+    def _run(self) -> None:
+        self._prepare()
+        while (each := self._works.get()) is not None:
+            work, future = each
+            try:
+                if self.error is not None:
+                    raise self.error
+                result = work()
+            except Exception as error:
+                if self.error is None:
+                    self.error = self._explain(error)
+                    self._failed(self.error)
+                future.set_exception(self.error)
+            else:
+                future.set_result(result)
+            del work, future, each
+
 
 _SLICE = timedelta(seconds=SLICE_SECONDS)
 
@@ -158,3 +236,49 @@ def _wait_in_slices(work: dist.Work, why_not: Callable[[], Exception | None]) ->
 def _bytes_of(rows: Tensor) -> Tensor:
     """Return the rows in a form that every backend takes."""
     return rows if rows.dtype == torch.float32 else rows.view(torch.uint8)
+
+
+class RowExchange:
+    """How the rows and gradients of each group of tables travel between trainers.
+
+    By rows, a row comes from its owner, and its gradient goes there. Replicated, a trainer has the rows that it needs,
+    and its gradients go to all. By columns, each trainer sends its columns of the row and gets those of the gradient.
+    """
+
+    def __init__(self, exchange: Exchange, groups: TableGroups) -> None:
+        self._exchange, self._groups, world_size = exchange, groups, exchange.world_size
+        self._bounds = [[dim * rank // world_size for rank in range(world_size + 1)] for _, dim in groups.layouts]
+
+    def rows(self, group: int, found: Tensor, asked: Sequence[int], own: Sequence[int]) -> Tensor:
+        """Return the rows of the own ids. found: the rows here. asked: how many ids each trainer has sent here.
+        own: how many were sent to each."""
+        kind = self._groups.kinds[group]
+        if kind == "replicated":
+            return found
+        if kind == "rows":
+            return self._exchange.rows(found, asked, own)
+        widths = self._widths(group)
+        sent = [lines * found.shape[1] for lines in asked]
+        received = [lines * width for lines, width in zip(own, widths, strict=True)]
+        parts = self._exchange.rows(found.view(-1, 1), sent, received).split(received)
+        lines = own[self._exchange.rank]
+        return torch.cat([part.view(lines, width) for part, width in zip(parts, widths, strict=True)], 1)
+
+    def gradients(self, group: int, sums: Tensor, own: Sequence[int], received: Sequence[int]) -> Tensor:
+        """Return the gradients of the rows here, of all trainers. sums: for the own ids. own: how many were sent to
+        each trainer. received: how many each has sent here."""
+        kind = self._groups.kinds[group]
+        if kind == "rows":
+            return self._exchange.rows(sums, own, received)
+        if kind == "replicated":
+            return self._exchange.rows(sums.repeat(len(own), 1), own, received)
+        widths, bounds = self._widths(group), self._bounds[group]
+        parts = [sums[:, begin:end].reshape(-1, 1) for begin, end in pairwise(bounds)]
+        width = widths[self._exchange.rank]
+        sizes = [lines * width for lines in received]
+        return self._exchange.rows(torch.cat(parts), [len(part) for part in parts], sizes).view(-1, width)
+
+    def _widths(self, group: int) -> list[int]:
+        """Return how many columns of a group's rows each trainer has."""
+        bounds = self._bounds[group]
+        return [end - begin for begin, end in pairwise(bounds)]

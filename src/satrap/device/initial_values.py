@@ -16,7 +16,7 @@ from torch import Tensor
 from satrap.config.optimizers import Adagrad, Ftrl, RowWiseAdagrad
 from satrap.config.tables import Constant, Normal, Table
 from satrap.device.exact import draw_elements, fma, mix_keys, signed, sqrt
-from satrap.device.row_layout import RowLayout
+from satrap.device.home_memory import RowLayout
 from satrap.table.engine import resolved_initial
 
 _MASK_64 = (1 << 64) - 1

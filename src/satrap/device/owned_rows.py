@@ -1,4 +1,6 @@
-"""The rows that a trainer owns of tables that several trainers share: it looks up and updates them for all of them."""
+"""The rows that a trainer owns of tables that several trainers share: it looks up and updates them for all of them.
+
+The trainer's server has the tables, `OwnTables`, for calls that are no part of a step."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,12 +13,16 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from satrap.config.features import Features
+from satrap.config.job import Job
+from satrap.device.device_blocks import Magnitude
 from satrap.device.device_engine import DeviceEngine, Owed
+from satrap.device.device_memory import DeviceMemory
 from satrap.device.device_rows import LARGEST, DeviceRows
-from satrap.device.host_copy import to_device, to_host
-from satrap.device.magnitude import Magnitude
+from satrap.device.device_stream import new_stream, to_device, to_host
 from satrap.device.segments import JoinedIds, TableGroups
+from satrap.device.table_shards import Trainer
 from satrap.errors import InputError, NonFiniteError
+from satrap.table.engine import Slot, native_config
 
 _MOST_PLACES = 2**31 - 1  # counted in int32
 
@@ -112,14 +118,14 @@ class OwnedRows(DeviceRows):
             )
         with self._engine.in_order():
             skips = not bound < LARGEST and self._check_sums(joined, sums, len(counts))  # it may be a NaN
-            groups = list(self._fused_tables(dict(enumerate(lrs)), skips=skips))
-            flats = [sums[self._groups.numbers[tables.start]].reshape(-1) for tables, *_ in groups]
+            groups = list(self._fused_tables(dict(enumerate(lrs)), 1.0, step, skips=skips))
+            flats = [sums[self._groups.numbers[tables.start]].reshape(-1) for tables, _ in groups]
 
             def record() -> Owed:
                 found = self._engine.core.update_id_frames(
                     joined.ids, joined.offsets, places.astype(np.int32), step, skips
                 )
-                return partial(self._steps, found, groups, flats, 1.0, step)
+                return partial(self._steps, found, groups, flats)
 
             self._engine.owe(record)
 
@@ -151,3 +157,54 @@ class OwnedRows(DeviceRows):
                 "sum that is not finite, and with shard='columns' no trainer has the whole row to leave it out: clip "
                 "the gradients, or use another shard"
             )
+
+
+class OwnTables:
+    """The tables that this trainer's server has: empty ones at first, and others after each restore."""
+
+    def __init__(
+        self, features: Features, device: torch.device, device_memory: DeviceMemory, rank: int, world_size: int
+    ) -> None:
+        """device_memory: that of `Embeddings`, of each trainer. Raise ConfigError for a table that so many trainers
+        cannot divide."""
+        self._features, self._device, self._device_memory = features, device, device_memory
+        self.trainer = Trainer(rank, world_size)
+        self.stream = new_stream(device)
+        """Where rows are read and changed."""
+        for table in features.tables:
+            self.trainer.columns(table, native_config(table).state_dim)
+        self.num_threads: int | None = None
+        """Threads of one call on the tables that are created next; None: all cores."""
+        self._groups = TableGroups.of(features.tables)
+        self._rows: OwnedRows | None = None
+        self._engine: DeviceEngine | None = None
+
+    def open(self, job: Job) -> list[Slot]:
+        """Create empty tables, for the server. The earlier ones must be unused: a device may not hold both."""
+        self._rows = self._engine = None
+        engine = DeviceEngine(
+            job.tables,
+            self._device,
+            seed=job.seed,
+            num_threads=self.num_threads,
+            device_memory=self._device_memory,
+            trainer=self.trainer,
+            stream=self.stream,
+        )
+        self._engine, self._rows = engine, OwnedRows(self._features, engine, self._groups, self.trainer.rank)
+        return engine.slots(job.seed)
+
+    @property
+    def has_columns(self) -> bool:
+        """Whether a table is divided by columns, which trainers then read from each other."""
+        return bool(self._groups.of_kinds("columns"))
+
+    def engine(self) -> DeviceEngine:
+        """Return the engine of these tables."""
+        assert self._engine is not None, "the handshake creates tables before there is a call"
+        return self._engine
+
+    def rows(self) -> OwnedRows:
+        """Return the rows of these tables."""
+        assert self._rows is not None, "the handshake creates tables before there is a lookup"
+        return self._rows

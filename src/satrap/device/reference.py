@@ -8,10 +8,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from satrap.config.optimizers import SGD, Adagrad, Adam, AdamW, Ftrl, Optimizer, RowWiseAdagrad
+from satrap.config.optimizers import SGD, Adagrad, Adam, AdamW, Ftrl, RowWiseAdagrad
 from satrap.device.exact import draw_elements, fma, round_stochastic, sqrt, step_keys
 from satrap.device.home_memory import IN, OUT, HomeMemory
-from satrap.device.runs import PooledFeatures, Runs
+from satrap.device.runs import PooledFeatures, RowUpdate, Runs
 
 
 def read_rows(values: Tensor, absent: Tensor, frames: Tensor) -> Tensor:
@@ -104,31 +104,17 @@ def exchange(
             home_rows[lines[is_out]] = leaving
 
 
-def update(
-    values: Tensor,
-    state: Tensor,
-    runs: Runs,
-    gradients: Tensor,
-    optimizer: Optimizer,
-    lr: float,
-    scale: float,
-    step: int,
-    *,
-    skip_nonfinite: bool,
-    first: int = 0,
-) -> Tensor | None:
+def update(values: Tensor, state: Tensor, runs: Runs, gradients: Tensor, how: RowUpdate) -> Tensor | None:
     """Sum the gradients of each run in order, and apply the optimizer to its row, once.
 
-    gradients: flat; runs.places are positions in it.
-    first: the element of the whole row that the first value of these rows is.
-    skip_nonfinite: leave out a gradient that is not finite, and all of a run whose sum is not. Then return how many
-        gradients of each run were summed."""
-    sums, summed = _sum_runs(runs, gradients, values.shape[1], scale, skip_nonfinite=skip_nonfinite)
+    gradients: flat; runs.places are positions in it. If some may be skipped, return how many of each run were summed.
+    """
+    sums, summed = _sum_runs(runs, gradients, values.shape[1], how.scale, skip_nonfinite=how.skip_nonfinite)
     stepped = (runs.frames >= 0) & (summed > 0)
     if bool(stepped.any()):
         keys = None if runs.keys is None else runs.keys[stepped]
-        _step_rows(values, state, runs.frames[stepped], sums[stepped], optimizer, lr, keys, step, first)
-    return summed if skip_nonfinite else None
+        _step_rows(values, state, runs.frames[stepped], sums[stepped], keys, how)
+    return summed if how.skip_nonfinite else None
 
 
 def _sum_runs(runs: Runs, gradients: Tensor, dim: int, scale: float, *, skip_nonfinite: bool) -> tuple[Tensor, Tensor]:
@@ -158,23 +144,16 @@ def _sum_runs(runs: Runs, gradients: Tensor, dim: int, scale: float, *, skip_non
 
 
 def _step_rows(
-    values: Tensor,
-    state: Tensor,
-    frames: Tensor,
-    sums: Tensor,
-    optimizer: Optimizer,
-    lr: float,
-    keys: Tensor | None,
-    step: int,
-    first: int,
+    values: Tensor, state: Tensor, frames: Tensor, sums: Tensor, keys: Tensor | None, how: RowUpdate
 ) -> None:
     """Apply one optimizer step to the rows of these frames, each of which occurs once."""
     stored = values[frames]
     of_rows = state[frames]
-    new = _STEPS[type(optimizer)](stored.float(), of_rows, sums, optimizer, lr)
+    new = _STEPS[type(how.optimizer)](stored.float(), of_rows, sums, how.optimizer, how.lr)
     if stored.dtype != torch.float32:
         assert keys is not None
-        new = round_stochastic(new, stored.dtype, draw_elements(step_keys(keys, step), first, values.shape[1]))
+        drawn = draw_elements(step_keys(keys, how.step), how.first, values.shape[1])
+        new = round_stochastic(new, stored.dtype, drawn)
     state[frames] = of_rows  # after all that may run out of memory: the step of a call that fails is taken again
     values[frames] = new
 

@@ -16,12 +16,11 @@ from torch import Tensor
 
 from satrap.config.tables import Table
 from satrap.device.device_memory import DeviceMemory, rows_of, shares_of
-from satrap.device.home_memory import IN, OUT, HomeMemory
-from satrap.device.host_copy import to_device, to_host
+from satrap.device.device_stream import to_device, to_host
+from satrap.device.home_memory import IN, OUT, HomeMemory, RowLayout
 from satrap.device.initial_values import InitialValues
-from satrap.device.kernels import initialise_of, kernels_of
-from satrap.device.row_layout import RowLayout
 from satrap.device.table_shards import kind_of
+from satrap.device.torch_device import initialise_of, kernels_of
 from satrap.errors import CapacityError
 
 _GROWTH = 1.5

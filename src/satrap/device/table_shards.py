@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from satrap.config.tables import Table
 from satrap.device.device_memory import rows_of
-from satrap.device.row_layout import RowLayout
+from satrap.device.home_memory import RowLayout
 from satrap.errors import ConfigError
 from satrap.sharding.bucket_map import BucketMap
 

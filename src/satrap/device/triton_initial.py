@@ -11,8 +11,8 @@ import triton.language as tl
 from torch import Tensor
 
 from satrap.device import triton_optimizers as arithmetic
+from satrap.device.home_memory import RowLayout
 from satrap.device.initial_values import CENTRAL, NORMAL, TAIL, InitialValues
-from satrap.device.row_layout import RowLayout
 
 _CENTRAL_ABOVE, _CENTRAL_BELOW = (tl.constexpr(each) for each in CENTRAL)
 _TAIL_ABOVE, _TAIL_BELOW = (tl.constexpr(each) for each in TAIL)

@@ -23,7 +23,7 @@ from satrap.config.optimizers import SGD, Adagrad, Adam, AdamW, Ftrl, Optimizer,
 from satrap.device import triton_optimizers as optimizers
 from satrap.device.exact import signed
 from satrap.device.home_memory import HomeMemory
-from satrap.device.runs import PooledFeatures, Runs
+from satrap.device.runs import PooledFeatures, RowUpdate, Runs
 
 _LONG = 32  # gradients of a run that a tile adds; longer runs are summed before, by programs of their own
 _CHUNK = 32  # columns of a long run that a program sums: a warp reads 128 bytes at a time
@@ -402,39 +402,27 @@ def copy_sequence(
 
 
 @_on_its_device
-def update(
-    values: Tensor,
-    state: Tensor,
-    runs: Runs,
-    gradients: Tensor,
-    optimizer: Optimizer,
-    lr: float,
-    scale: float,
-    step: int,
-    *,
-    skip_nonfinite: bool,
-    first: int = 0,
-) -> Tensor | None:
+def update(values: Tensor, state: Tensor, runs: Runs, gradients: Tensor, how: RowUpdate) -> Tensor | None:
     """Sum the gradients of each run, and apply the optimizer to its row; see the reference."""
-    num_runs, dim = len(runs.frames), values.shape[1]
-    summed = torch.zeros_like(runs.frames) if skip_nonfinite else None
+    num_runs, dim, optimizer, scale = len(runs.frames), values.shape[1], how.optimizer, how.scale
+    summed = torch.zeros_like(runs.frames) if how.skip_nonfinite else None
     if num_runs == 0:
         return summed
-    how = {"FACTORS": runs.factors is not None, "SCALED": scale != 1.0, "SKIP": skip_nonfinite}
-    sums, counts = _long_sums(runs, gradients, dim, scale, how)
-    (kind, constants), tile = _constants(optimizer), _tile(dim, skip=skip_nonfinite)
+    flags = {"FACTORS": runs.factors is not None, "SCALED": scale != 1.0, "SKIP": how.skip_nonfinite}
+    sums, counts = _long_sums(runs, gradients, dim, scale, flags)
+    (kind, constants), tile = _constants(optimizer), _tile(dim, skip=how.skip_nonfinite)
     _update_kernel[(triton.cdiv(num_runs, tile["ROWS"]),)](
         _as_bits(values), state, runs.frames, runs.begin, runs.end, runs.places, runs.factors,
         None if values.dtype == torch.float32 else runs.keys, gradients, summed, sums, counts, num_runs,
-        _rounded(scale), lr, *getattr(optimizer, "betas", (0.0, 0.0)), *map(_rounded, constants),
-        signed(0x9E3779B97F4A7C15 * (step + 1)), first,
+        _rounded(scale), how.lr, *getattr(optimizer, "betas", (0.0, 0.0)), *map(_rounded, constants),
+        signed(0x9E3779B97F4A7C15 * (how.step + 1)), how.first,
         KIND=kind, NESTEROV=getattr(optimizer, "nesterov", False), DTYPE=_DTYPES[values.dtype],
-        ALIGNMENT=runs.alignment, LONG=_LONG, dim=dim, **how, **tile, **_OPTIONS,
+        ALIGNMENT=runs.alignment, LONG=_LONG, dim=dim, **flags, **tile, **_OPTIONS,
     )  # fmt: skip
     return summed
 
 
-def _long_sums(runs: Runs, gradients: Tensor, dim: int, scale: float, how: dict[str, bool]) -> tuple[Tensor, Tensor]:
+def _long_sums(runs: Runs, gradients: Tensor, dim: int, scale: float, flags: dict[str, bool]) -> tuple[Tensor, Tensor]:
     """Return the sum of each long run, and the number of its gradients, by slot. Which runs are long only the device
     knows, so there is a slot for every _LONG places, and its program ends at once if no long run begins there."""
     places, num_runs = len(runs.places), len(runs.frames)
@@ -447,10 +435,10 @@ def _long_sums(runs: Runs, gradients: Tensor, dim: int, scale: float, how: dict[
             runs.begin, runs.end, long_runs, num_runs, LONG=_LONG, BLOCK=1024, **_OPTIONS
         )
         block = triton.next_power_of_2(dim)
-        block = block if how["SKIP"] else min(block, _CHUNK)  # a gradient that is not finite is left out whole
+        block = block if flags["SKIP"] else min(block, _CHUNK)  # a gradient that is not finite is left out whole
         _sum_long_runs[(slots, triton.cdiv(dim, block))](
             gradients, runs.places, runs.factors, runs.begin, runs.end, long_runs, sums, counts, _rounded(scale), dim,
-            UNROLL=max(1, 1024 // max(32, block)), BLOCK=block, num_warps=triton.cdiv(block, 512), **how, **_OPTIONS,
+            UNROLL=max(1, 1024 // max(32, block)), BLOCK=block, num_warps=triton.cdiv(block, 512), **flags, **_OPTIONS,
         )  # fmt: skip
     return sums, counts
 

@@ -6,88 +6,69 @@ is drawn paler.
 
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import pairwise
 
-from satrap.html_report.axis import number
-from satrap.html_report.chart import MAX_SERIES, BarChart, LineChart, Series
+from satrap.html_report.chart import MAX_SERIES, BarChart, LineChart, Point, Series, number
 from satrap.html_report.run_records import Interval, Loop, RunRecords
-from satrap.html_report.thinning import Point, bins
 
 _MAX_BINS = 24
 _Span = tuple[float, float, float]  # begin, end, samples per second
-_UNITS = ((2.0**40, "TiB"), (2.0**30, "GiB"), (2.0**20, "MiB"), (2.0**10, "KiB"), (1.0, "bytes"))
+_UNITS = ((2.0**40, "TiB"), (2.0**30, "GiB"), (2.0**20, "MiB"), (2.0**10, "KiB"), (0.0, "bytes"))
 _TIMES = ((3 * 86_400.0, 86_400.0, "days"), (3 * 3600.0, 3600.0, "hours"), (300.0, 60.0, "minutes"), (0.0, 1.0, "s"))
+_WITHOUT = "No {} recorded: Progress was created without embeddings."
 
 
-@dataclass(frozen=True, slots=True)
-class Part:
-    """A chart, and the sentence that stands for it if nothing was recorded for it."""
-
-    chart: LineChart | BarChart
-    absent: str
-
-
-def parts_of(run: RunRecords) -> list[Part]:
-    """Return all parts of the page that are charts, in order."""
+def charts_of(run: RunRecords) -> list[LineChart | BarChart]:
+    """Return all charts of the page, in order."""
+    windows = [int(window) for each in run.intervals if (window := each.numbers.get("window"))]
+    loss, auc = _curves(run, "loss", "Loss"), _curves(run, "auc", "AUC in training")
+    loss.y, auc.y = "loss, mean of an interval", f"AUC of the last {max(windows, default=0):,} samples"
+    loss.absent = "No loss was given to Progress.step(loss=...)."
+    auc.absent = "No scores were given to Progress.step(scores=...), so there is no AUC."
+    auc.note = f"The samples are those of training, with the scores that Progress.step was given. {auc.note}"
     return [
-        Part(
-            _curves(run, "loss", "Loss", "loss, mean of an interval"), "No loss was given to Progress.step(loss=...)."
-        ),
-        Part(_auc(run), "No scores were given to Progress.step(scores=...), so there is no AUC."),
-        Part(_throughput(run), "No steps were recorded."),
+        loss,
+        auc,
+        _throughput(run),
         *_validation(run),
-        Part(_staleness(run), "No staleness was recorded: Progress was created without embeddings."),
-        Part(_stages(run), "No times of stages were recorded: Progress was created without embeddings."),
-        Part(_tables(run, "rows"), "No rows were recorded: Progress was created without embeddings."),
-        Part(_tables(run, "bytes"), "No memory of tables was recorded: Progress was created without embeddings."),
+        _staleness(run),
+        _stages(run),
+        _tables(run, "rows", "Rows of each table", "rows were"),
+        _tables(run, "bytes", "Memory of each table", "memory of tables was"),
     ]
 
 
 def by_rank(run: RunRecords) -> dict[int, list[Loop]]:
     """Return the loops that have steps or evaluations, by trainer and in the order of time."""
-    found: dict[int, list[Loop]] = {}
+    loops: dict[int, list[Loop]] = {}
     for loop in run.loops:
         if loop.intervals or loop.evaluations:
-            found.setdefault(loop.rank, []).append(loop)
-    return {rank: found[rank] for rank in sorted(found)}
+            loops.setdefault(loop.rank, []).append(loop)
+    return dict(sorted(loops.items()))
 
 
 def cuts(loops: Sequence[Loop]) -> list[float]:
     """Return for each loop of a trainer the step from which later loops trained again; infinite if none did."""
-    found, cut = [], float("inf")
+    steps, cut = [], float("inf")
     for loop in reversed(loops):
-        found.append(cut)
+        steps.append(cut)
         if loop.intervals:
             cut = min(cut, loop.intervals[0].first_step)
-    return found[::-1]
+    return steps[::-1]
 
 
-def split(loops: Sequence[Loop], points_of: Callable[[Loop], Iterable[Point]]) -> tuple[list[Point], list[Point]]:
+def series_of(name: str, loops: Sequence[Loop], points_of: Callable[[Loop], Iterable[Point]]) -> Series:
     """Return the points over steps that count, and those that were superseded. Both are interrupted between loops."""
-    kept: list[Point] = []
-    superseded: list[Point] = []
+    series = Series(name=name, points=[])
     for loop, cut in zip(loops, cuts(loops), strict=True):
         points = list(points_of(loop))
-        for target, part in (
-            (kept, [p for p in points if p[0] < cut]),
-            (superseded, [p for p in points if p[0] >= cut]),
-        ):
+        counted, again = [p for p in points if p[0] < cut], [p for p in points if p[0] >= cut]
+        for target, part in ((series.points, counted), (series.superseded, again)):
             if part and target:
                 target.append((part[0][0], None))
             target += part
-    return kept, superseded
-
-
-def _shown(ranks: dict[int, list[Loop]]) -> tuple[dict[int, list[Loop]], str]:
-    """Return the trainers whose curves are drawn, and what to say about the others."""
-    if len(ranks) <= MAX_SERIES:
-        return ranks, ""
-    return (
-        {rank: ranks[rank] for rank in list(ranks)[:MAX_SERIES]},
-        f"{len(ranks)} trainers recorded; these are the first {MAX_SERIES}.",
-    )
+    return series
 
 
 def _launch_steps(run: RunRecords) -> list[float]:
@@ -97,26 +78,18 @@ def _launch_steps(run: RunRecords) -> list[float]:
     return [float(two.intervals[0].first_step) for one, two in pairs if two.intervals and one.launch != two.launch]
 
 
-def _curves(run: RunRecords, key: str, title: str, y: str) -> LineChart:
-    ranks, note = _shown(by_rank(run))
+def _curves(run: RunRecords, key: str, title: str) -> LineChart:
+    """Return the curves of a number for each trainer."""
+    ranks, chart = by_rank(run), LineChart(title=title, x="step", y=key, series=[])
+    chart.marks = _launch_steps(run)
+    if len(ranks) > MAX_SERIES:
+        chart.note = f"{len(ranks)} trainers recorded; these are the first {MAX_SERIES}."
 
     def points_of(loop: Loop) -> list[Point]:
         return [(float(each.step), each.numbers[key]) for each in loop.intervals if key in each.numbers]
 
-    series = []
-    for rank, loops in ranks.items():
-        kept, superseded = split(loops, points_of)
-        if kept or superseded:
-            series.append(Series(name=f"trainer {rank}", points=kept, superseded=superseded))
-    return LineChart(title=title, x="step", y=y, series=series, marks=_launch_steps(run), note=note)
-
-
-def _auc(run: RunRecords) -> LineChart:
-    windows = [int(window) for loop in run.loops for each in loop.intervals if (window := each.numbers.get("window"))]
-    chart = _curves(run, "auc", "AUC in training", f"AUC of the last {max(windows, default=0):,} samples")
-    chart.note = " ".join(
-        ["The samples are those of training, with the scores that Progress.step was given.", chart.note]
-    ).strip()
+    every = [series_of(f"trainer {rank}", loops, points_of) for rank, loops in list(ranks.items())[:MAX_SERIES]]
+    chart.series = [each for each in every if each.points or each.superseded]
     return chart
 
 
@@ -132,18 +105,18 @@ def rates(loops: Iterable[Loop]) -> list[Point]:
     launches: dict[int, dict[int, list[_Span]]] = {}
     for loop in loops:
         launches.setdefault(loop.launch_number, {}).setdefault(loop.rank, []).extend(_spans(loop.intervals))
-    found: list[Point] = []
-    for launch in sorted(launches):
-        ranks = [sorted(spans) for spans in launches[launch].values() if spans]
+    points: list[Point] = []
+    for _, launch in sorted(launches.items()):
+        ranks = [sorted(spans) for spans in launch.values() if spans]
         if not ranks:
             continue
         ends = [[end for _, end, _ in spans] for spans in ranks]
         leader = max(range(len(ranks)), key=lambda rank: len(ranks[rank]))
-        if found:
-            found.append((ranks[leader][0][0], None))
+        if points:
+            points.append((ranks[leader][0][0], None))
         for time in ends[leader]:
-            found.append((time, sum(_rate_at(time, *each) for each in zip(ranks, ends, strict=True))))
-    return found
+            points.append((time, sum(_rate_at(time, *each) for each in zip(ranks, ends, strict=True))))
+    return points
 
 
 def _rate_at(time: float, spans: Sequence[_Span], ends: Sequence[float]) -> float:
@@ -157,76 +130,58 @@ def _rate_at(time: float, spans: Sequence[_Span], ends: Sequence[float]) -> floa
 
 def _spans(intervals: Sequence[Interval]) -> list[_Span]:
     """Return (begin, end, samples per second) of each interval; neighbours touch."""
-    found: list[_Span] = []
+    spans: list[_Span] = []
     for each in intervals:
         begin = each.at - each.trained
-        last = found[-1][1] if found else begin
+        last = spans[-1][1] if spans else begin
         if abs(begin - last) <= 0.05 + 0.01 * each.trained:
             begin = last
         if begin < each.at:
-            found.append((begin, each.at, each.rate))
-    return found
+            spans.append((begin, each.at, each.rate))
+    return spans
 
 
 def _throughput(run: RunRecords) -> LineChart:
-    loops = [loop for loops in by_rank(run).values() for loop in loops]
-    points = rates(loops)
-    begins = [at for loop in loops if (at := loop.began_at) is not None]
-    start = min(begins, default=0.0)
-    scale, unit = time_unit(max((0.0, *(x - start for x, _ in points))))
-    marks = [
-        min((loop.began_at or start) for loop in loops if loop.launch_number == launch)
-        for launch in sorted({loop.launch_number for loop in loops})
-    ]
+    ranks = by_rank(run)
+    points = rates(loop for loops in ranks.values() for loop in loops)
+    begins: dict[int, float] = {}  # of each launch
+    for loop in (loop for loops in ranks.values() for loop in loops):
+        if (at := loop.began_at) is not None:
+            begins[loop.launch_number] = min(at, begins.get(loop.launch_number, at))
+    start = min(begins.values(), default=0.0)
+    longest = max((0.0, *(x - start for x, _ in points)))
+    scale, unit = next((scale, unit) for least, scale, unit in _TIMES if longest >= least)
     return LineChart(
         title="Samples per second",
         x=f"time since the first record ({unit})",
-        y="samples/s" if len(by_rank(run)) < 2 else f"samples/s, sum of {len(by_rank(run))} trainers",
-        series=[Series(name="samples/s", points=[((x - start) / scale, y) for x, y in points])] if points else [],
+        y="samples/s" if len(ranks) < 2 else f"samples/s, sum of {len(ranks)} trainers",
+        series=[Series(name="samples/s", points=[((x - start) / scale, y) for x, y in points])],
+        absent="No steps were recorded.",
         from_zero=True,
-        marks=[(mark - start) / scale for mark in marks[1:]],
+        marks=[(at - start) / scale for _, at in sorted(begins.items())[1:]],
     )
 
 
-def time_unit(seconds: float) -> tuple[float, str]:
-    """Return the unit in which an axis shows a duration: its seconds and its name."""
-    return next((scale, unit) for least, scale, unit in _TIMES if seconds >= least)
-
-
-# -- validation --------------------------------------------------------------------------------------------------------
-
-
-def _validation(run: RunRecords) -> list[Part]:
-    ranks = by_rank(run)
-    loops = next((loops for loops in ranks.values() if any(each.evaluations for each in loops)), [])
-    names = list(dict.fromkeys(name for loop in loops for each in loop.evaluations for name in each.metrics))
-    best = [each for loop in loops for each in loop.evaluations if each.is_best]
-    parts = []
+def _validation(run: RunRecords) -> list[LineChart]:
+    loops = next((loops for loops in by_rank(run).values() if any(each.evaluations for each in loops)), [])
+    evaluations = [each for loop in loops for each in loop.evaluations]
+    names = list(dict.fromkeys(name for each in evaluations for name in each.metrics))
+    best = [each for each in evaluations if each.is_best][-1:]
+    charts = []
     for name in names[:MAX_SERIES]:
 
         def points_of(loop: Loop, name: str = name) -> list[Point]:
             return [(float(each.step), each.metrics[name]) for each in loop.evaluations if name in each.metrics]
 
-        kept, superseded = split(loops, points_of)
-        note = (
-            f"The best evaluation is that of step {best[-1].step:,}: {number(best[-1].metrics.get(name))}."
-            if best
-            else ""
-        )
-        chart = LineChart(
-            title=f"Validation: {name}",
-            x="step",
-            y=name,
-            series=[Series(name=name, points=kept, superseded=superseded)],
-            marks=_launch_steps(run),
-            note=note,
-        )
-        parts.append(Part(chart, f"No finite {name} was recorded."))
+        chart = LineChart(title=f"Validation: {name}", x="step", y=name, series=[series_of(name, loops, points_of)])
+        chart.marks, chart.absent = _launch_steps(run), f"No finite {name} was recorded."
+        for each in best:
+            chart.note = f"The best evaluation is that of step {each.step:,}: {number(each.metrics.get(name))}."
+        charts.append(chart)
     if len(names) > MAX_SERIES:
-        parts[-1].chart.note += f" {len(names)} metrics were recorded; these are the first {MAX_SERIES}."
-    empty = LineChart(title="Validation", x="step", y="metric", series=[])
+        charts[-1].note += f" {len(names)} metrics were recorded; these are the first {MAX_SERIES}."
     sentence = "No evaluation was recorded: satrap.Validation reports one, or Progress.report_evaluation."
-    return parts or [Part(empty, sentence)]
+    return charts or [LineChart(title="Validation", x="step", y="metric", series=[], absent=sentence)]
 
 
 # -- staleness and stages ----------------------------------------------------------------------------------------------
@@ -234,7 +189,6 @@ def _validation(run: RunRecords) -> list[Part]:
 
 def _staleness(run: RunRecords) -> BarChart:
     counts = sum((loop.staleness for loop in run.loops), Counter[int]())
-    found = bins(counts, _MAX_BINS)
     total = sum(counts.values()) or 1
     bounds = {bound for loop in run.loops if isinstance(bound := loop.settings.get("staleness"), int)}
     mean = sum(steps * batches for steps, batches in counts.items()) / total
@@ -245,29 +199,39 @@ def _staleness(run: RunRecords) -> BarChart:
         title="Staleness",
         category="earlier steps of the same trainer whose updates a lookup missed",
         value="batches",
-        bars=[(str(low) if low == high else f"{low} to {high}", float(count)) for low, high, count in found],
-        columns=("share",),
-        more=[(f"{count / total:.1%}",) for _, _, count in found],
-        is_vertical=True,
+        extra="share",
+        bars=[
+            (str(low) if low == high else f"{low} to {high}", float(count), f"{count / total:.1%}")
+            for low, high, count in bins(counts, _MAX_BINS)
+        ],
+        absent=_WITHOUT.format("staleness was"),
         note=note,
     )
 
 
+def bins(counts: Mapping[int, int], limit: int) -> list[tuple[int, int, int]]:
+    """Return (lowest, highest, count) of at most `limit` neighbouring bins of equal width from 0 to the largest key."""
+    last = max(counts, default=-1)
+    width = -(-(last + 1) // limit) or 1
+    sums = Counter[int]()
+    for key, count in counts.items():
+        sums[key // width] += count
+    return [(low, min(last, low + width - 1), sums[low // width]) for low in range(0, last + 1, width)]
+
+
 def _stages(run: RunRecords) -> BarChart:
-    intervals = [each for loop in run.loops for each in loop.intervals]
     steps, seconds = Counter[str](), Counter[str]()
     for loop in run.loops:
         steps.update(loop.stage_steps)
         seconds.update(loop.stage_seconds)
-    whole = 1e3 * sum(each.trained for each in intervals) / (sum(each.steps for each in intervals) or 1)
-    bars = [(stage, 1e3 * seconds[stage] / (steps[stage] or 1)) for stage in seconds]
+    whole = 1e3 * sum(each.trained for each in run.intervals) / (sum(each.steps for each in run.intervals) or 1)
     return BarChart(
         title="Time of each stage",
         category="stage",
         value="milliseconds per step, mean",
-        bars=bars,
-        columns=("seconds in all",),
-        more=[(number(seconds[stage]),) for stage in seconds],
+        extra="seconds in all",
+        bars=[(stage, 1e3 * spent / (steps[stage] or 1), number(spent)) for stage, spent in seconds.items()],
+        absent=_WITHOUT.format("times of stages were"),
         note=f"A step took {number(whole)} ms. Stages may overlap, so they need not add up to it; dense is the loop's "
         "time outside the stream.",
     )
@@ -278,54 +242,35 @@ def _stages(run: RunRecords) -> BarChart:
 
 def last_maps(run: RunRecords, key: str) -> dict[str, float]:
     """Return the last recorded rows or bytes of each table."""
-    loops = _loops_with(run, key)
-    return next(
-        (each.tables[key] for loop in reversed(loops) for each in reversed(loop.intervals) if key in each.tables), {}
-    )
+    maps = [each.tables[key] for loop in _loops_with(run, key) for each in loop.intervals if key in each.tables]
+    return maps[-1] if maps else {}
 
 
 def _loops_with(run: RunRecords, key: str) -> list[Loop]:
     """Return the loops of the first trainer that recorded this. Each trainer sees whole tables."""
-    return next(
-        (
-            loops
-            for loops in by_rank(run).values()
-            if any(key in each.tables for loop in loops for each in loop.intervals)
-        ),
-        [],
-    )
+    ranks = by_rank(run).values()
+    return next((loops for loops in ranks if any(key in each.tables for loop in loops for each in loop.intervals)), [])
 
 
-def _tables(run: RunRecords, key: str) -> LineChart:
+def _tables(run: RunRecords, key: str, title: str, what: str) -> LineChart:
     loops, last = _loops_with(run, key), last_maps(run, key)
     names = sorted(last, key=lambda name: (-last[name], name))
     chosen = names if len(names) <= MAX_SERIES else names[: MAX_SERIES - 1]
     largest = max((sum(each.tables.get(key, {}).values()) for loop in loops for each in loop.intervals), default=0.0)
-    scale, unit = (
-        (1.0, "rows") if key == "rows" else next(each for each in _UNITS if largest >= each[0] or each[0] == 1)
-    )
+    scale, unit = next(each for each in _UNITS if largest >= each[0]) if key == "bytes" else (1.0, "rows")
 
-    def series_of(name: str, value: Callable[[dict[str, float]], float]) -> Series:
-        kept, superseded = split(
-            loops,
-            lambda loop: [
-                (float(each.step), value(each.tables[key]) / scale) for each in loop.intervals if key in each.tables
-            ],
-        )
-        return Series(name=name, points=kept, superseded=superseded)
+    def curve(name: str, value: Callable[[dict[str, float]], float]) -> Series:
+        def points_of(loop: Loop) -> list[Point]:
+            held = [(each.step, each.tables[key]) for each in loop.intervals if key in each.tables]
+            return [(float(step), value(tables) / (scale or 1.0)) for step, tables in held]
 
-    series = [series_of(name, lambda values, name=name: values.get(name, 0.0)) for name in chosen]  # type: ignore[misc]
+        return series_of(name, loops, points_of)
+
+    series = [curve(name, lambda tables, name=name: tables.get(name, 0.0)) for name in chosen]  # type: ignore[misc]
+    chart = LineChart(title=title, x="step", y=unit, series=series, absent=_WITHOUT.format(what), from_zero=True)
+    chart.marks = _launch_steps(run)
     if len(names) > len(chosen):
         others = f"{len(names) - len(chosen)} other tables"
-        series.append(
-            series_of(others, lambda values: sum(count for name, count in values.items() if name not in chosen))
-        )
-    return LineChart(
-        title="Rows of each table" if key == "rows" else "Memory of each table",
-        x="step",
-        y=unit,
-        series=series,
-        from_zero=True,
-        marks=_launch_steps(run),
-        note="The last value of every table is listed under Tables." if len(names) > len(chosen) else "",
-    )
+        series.append(curve(others, lambda tables: sum(n for name, n in tables.items() if name not in chosen)))
+        chart.note = "The last value of every table is listed under Tables."
+    return chart

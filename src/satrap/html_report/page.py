@@ -10,7 +10,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 from satrap.html_report.chart import MAX_POINTS, draw
-from satrap.html_report.figures import Part, parts_of
+from satrap.html_report.figures import charts_of
 from satrap.html_report.markup import Markup, element, table
 from satrap.html_report.run_records import RunRecords
 from satrap.html_report.summary import Listing, Tile, events, listings, state_of, tiles, time_text, title_of, warnings
@@ -30,12 +30,11 @@ def page(run: RunRecords, now: float) -> str:
         element("ul", *(element("li", note) for note in notes), class_="warnings") if notes else "",
         element("dl", *map(_tile, tiles(run)), class_="tiles"),
     ]
-    parts = parts_of(run)
     main = element(
         "main",
         *header,
         element("h2", "Training"),
-        element("div", *map(_part, parts), class_="charts"),
+        element("div", *map(draw, charts_of(run)), class_="charts"),
         element("h2", "Run"),
         _listing(events(run)),
         element("h2", "Settings and tables"),
@@ -68,12 +67,6 @@ def _hash(text: str) -> str:
 def _tile(tile: Tile) -> Markup:
     more = element("small", tile.more) if tile.more else ""
     return element("div", element("dt", tile.name), element("dd", tile.value, more), class_="tile")
-
-
-def _part(part: Part) -> Markup:
-    if part.chart.has_points:
-        return draw(part.chart)
-    return element("section", element("h3", part.chart.title), element("p", part.absent, class_="note"), class_="chart")
 
 
 def _listing(listing: Listing) -> Markup:

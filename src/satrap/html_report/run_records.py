@@ -96,8 +96,8 @@ class Loop:
     @property
     def settings(self) -> dict[str, Any]:
         """The settings at its start."""
-        found = self.start.get("settings")
-        return found if isinstance(found, dict) else {}
+        settings = self.start.get("settings")
+        return settings if isinstance(settings, dict) else {}
 
 
 @dataclass(slots=True, kw_only=True)
@@ -117,6 +117,11 @@ class RunRecords:
     is_live: bool | None = None
     """Whether `satrap run` runs now; None: not known."""
 
+    @property
+    def intervals(self) -> list[Interval]:
+        """All intervals, by rank, then by time."""
+        return [each for loop in self.loops for each in loop.intervals]
+
 
 def read_run(folder: Path, is_live: bool | None = None) -> RunRecords:
     """Read the records of a run; ConfigError if the folder is not that of a run."""
@@ -126,7 +131,7 @@ def read_run(folder: Path, is_live: bool | None = None) -> RunRecords:
             f"there is no record of a run in {str(folder)!r}; expected the --folder of satrap run, or the folder "
             "that a script gives to satrap.Progress(record=...)"
         )
-    found = RunRecords(name=folder.resolve().name, is_live=is_live)
+    run = RunRecords(name=folder.resolve().name, is_live=is_live)
     for path in sorted(records.glob("*.jsonl"), key=lambda each: (len(each.name), each.name)):
         match = _TRAINER.fullmatch(path.stem)
         if match is None and path.stem != "run":
@@ -135,25 +140,25 @@ def read_run(folder: Path, is_live: bool | None = None) -> RunRecords:
         lines = scan_records(path, counts)
         try:
             if match is None:
-                found.events, refused = _events(lines)
+                run.events, refused = _events(lines)
             else:
-                has_tables = any(each.tables for loop in found.loops for each in loop.intervals)
+                has_tables = any(each.tables for each in run.intervals)
                 loops, refused = loops_of(int(match[1]), lines, keeps_tables=not has_tables)
-                found.loops += loops
+                run.loops += loops
         except OSError as error:
-            found.unreadable.append(f"{FOLDER}/{path.name} cannot be read ({error.strerror}).")
+            run.unreadable.append(f"{FOLDER}/{path.name} cannot be read ({error.strerror}).")
             continue
-        found.missing += counts.missing
+        run.missing += counts.missing
         if counts.damaged + refused:
-            found.damaged[f"{FOLDER}/{path.name}"] = counts.damaged + refused
-    return found
+            run.damaged[f"{FOLDER}/{path.name}"] = counts.damaged + refused
+    return run
 
 
 def _events(lines: Iterable[dict[str, Any]]) -> tuple[list[dict[str, Any]], int]:
     """Return the events of a run, and the number of records that lack something."""
     known = [each for each in lines if each["kind"] in _EVENTS]
-    found = [each for each in known if _is_number(each.get("at")) and _has_counts(each, "launch", "servers", "status")]
-    return found, len(known) - len(found)
+    whole = [each for each in known if _is_number(each.get("at")) and _has_counts(each, "launch", "servers", "status")]
+    return whole, len(known) - len(whole)
 
 
 def loops_of(rank: int, lines: Iterable[dict[str, Any]], *, keeps_tables: bool = True) -> tuple[list[Loop], int]:
@@ -178,12 +183,10 @@ def loops_of(rank: int, lines: Iterable[dict[str, Any]], *, keeps_tables: bool =
             loop.evaluations.append(evaluation)
         else:
             refused += 1
-    processes: list[str] = []
+    processes: dict[str, int] = {}
     for loop in loops.values():
-        process = str(loop.start.get("process"))
-        if process not in processes:
-            processes.append(process)
-        loop.launch = (loop.start.get("launch") or 0, processes.index(process))
+        process = processes.setdefault(str(loop.start.get("process")), len(processes))
+        loop.launch = (loop.start.get("launch") or 0, process)
     return list(loops.values()), refused
 
 
@@ -201,20 +204,17 @@ def _add(loop: Loop, interval: Interval, line: dict[str, Any], keeps_tables: boo
 
 
 def _interval(line: dict[str, Any]) -> Interval | None:
-    counts = [line.get(name) for name in ("step", "steps", "samples")]
-    measures = [line.get(name) for name in ("seconds", "trained", "rate")]
-    if not all(map(_is_count, counts)) or not all(map(_is_number, measures)):
-        return None
     numbers: dict[str, float | None] = {name: line[name] for name in _NUMBERS if name in line}
     maps = [line[name] for name in (*_MAPS, *_TABLES) if name in line]
-    if not all(each is None or _is_number(each) for each in numbers.values()):
-        return None
-    if not all(isinstance(each, dict) and all(map(_is_number, each.values())) for each in maps):
-        return None
-    if not all(key.isdecimal() and len(key) < 10 for key in line.get("staleness", {})):
-        return None
-    kept = {name: line[name] for name in ("at", "seconds", "trained", "step", "steps", "samples", "rate")}
-    return Interval(**kept, numbers=numbers, tables={})
+    is_whole = (
+        all(_is_count(line.get(name)) for name in ("step", "steps", "samples"))
+        and all(_is_number(line.get(name)) for name in ("seconds", "trained", "rate"))
+        and all(each is None or _is_number(each) for each in numbers.values())
+        and all(isinstance(each, dict) and all(map(_is_number, each.values())) for each in maps)
+        and all(key.isdecimal() and len(key) < 10 for key in line.get("staleness", {}))
+    )
+    kept = {name: line.get(name) for name in ("at", "seconds", "trained", "step", "steps", "samples", "rate")}
+    return Interval(**kept, numbers=numbers, tables={}) if is_whole else None  # type: ignore[arg-type]
 
 
 def _evaluation(line: dict[str, Any]) -> Evaluation | None:

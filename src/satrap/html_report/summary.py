@@ -6,9 +6,10 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any
 
-from satrap.html_report.axis import duration, number, size
+from satrap.byte_sizes import format_bytes
+from satrap.html_report.chart import number
 from satrap.html_report.figures import by_rank, cuts, last_maps
-from satrap.html_report.run_records import Interval, Loop, RunRecords
+from satrap.html_report.run_records import Loop, RunRecords
 from satrap.monitor.report import short
 
 _MAX_EVENTS = 200
@@ -72,42 +73,40 @@ def state_of(run: RunRecords, now: float) -> tuple[str, str]:
 
 def tiles(run: RunRecords) -> list[Tile]:
     """Return the main numbers of the run, as far as they were recorded."""
-    intervals = [each for loop in run.loops for each in loop.intervals]
-    if not intervals:
+    if not run.intervals:
         return []
     ranks = by_rank(run)
     first_loops = next(iter(ranks.values()))
-    first = [each for loop in first_loops for each in loop.intervals]
     samples = sum(loop.intervals[-1].samples for loop in run.loops if loop.intervals)
-    trained = sum(each.trained for each in intervals) / len(ranks)
+    trained = sum(each.trained for each in run.intervals) / len(ranks)
     begin = min(at for loop in run.loops if loop.intervals and (at := loop.began_at) is not None)
-    found = [
+    numbers = [
         Tile("Last step", f"{last_step(first_loops[-1]):,}"),
         Tile("Samples trained on", short(samples), f"{samples:,}"),
-        Tile("Time", duration(max(each.at for each in intervals) - begin), "from the first record to the last"),
+        Tile("Time", duration(max(each.at for each in run.intervals) - begin), "from the first record to the last"),
     ]
     if trained > 0:
-        found.append(Tile("Samples per second", short(samples / trained), "mean, without evaluations"))
+        numbers.append(Tile("Samples per second", short(samples / trained), "mean, without evaluations"))
     for key, name in (("loss", "Loss"), ("auc", "AUC in training"), ("ne", "Normalised entropy")):
-        if (last := _last(first, key)) is not None:
-            found.append(Tile(name, last, "last interval of trainer 0" if key == "loss" else "last window"))
-    best = [each for loop in run.loops for each in loop.evaluations if each.is_best]
-    evaluations = best or [each for loop in run.loops for each in loop.evaluations]
-    if evaluations:
-        name, value = next(iter(evaluations[-1].metrics.items()), ("", None))
+        given = [each.numbers[key] for loop in first_loops for each in loop.intervals if key in each.numbers]
+        more = "last interval of trainer 0" if key == "loss" else "last window"
+        numbers += [Tile(name, number(value), more) for value in given[-1:]]
+    every = [each for loop in run.loops for each in loop.evaluations]
+    best = [each for each in every if each.is_best]
+    for each in (best or every)[-1:]:
+        name, value = next(iter(each.metrics.items()), ("", None))
         which = "best" if best else "last"
-        found.append(Tile(f"Validation {name}", number(value), f"{which}, step {evaluations[-1].step:,}"))
+        numbers.append(Tile(f"Validation {name}", number(value), f"{which}, step {each.step:,}"))
     rows, memory = last_maps(run, "rows"), last_maps(run, "bytes")
     if rows:
-        found.append(Tile("Rows", short(sum(rows.values())), f"in {len(rows)} tables"))
+        numbers.append(Tile("Rows", short(sum(rows.values())), f"in {len(rows)} tables"))
     if memory:
-        found.append(Tile("Memory of tables", size(sum(memory.values()))))
+        numbers.append(Tile("Memory of tables", format_bytes(sum(memory.values()))))
     if run.events:
-        found.append(Tile("Faults", str(sum(each["kind"] == "fault" for each in run.events))))
+        numbers.append(Tile("Faults", str(sum(each["kind"] == "fault" for each in run.events))))
     launches = {each.get("launch") for each in run.events if each["kind"] == "launch"}
     launches = launches or {loop.launch_number for loops in ranks.values() for loop in loops}
-    found.append(Tile("Launches", str(len(launches))))
-    return found
+    return [*numbers, Tile("Launches", str(len(launches)))]
 
 
 def last_step(loop: Loop) -> int:
@@ -117,49 +116,44 @@ def last_step(loop: Loop) -> int:
     return max([*steps, end if isinstance(end, int) else 0])
 
 
-def _last(intervals: list[Interval], key: str) -> str | None:
-    given = [each.numbers[key] for each in intervals if key in each.numbers]
-    return None if not given else number(given[-1])
-
-
 def warnings(run: RunRecords) -> list[str]:
     """Return what a reader must know before reading the charts."""
-    found = list(run.unreadable)
+    notes = list(run.unreadable)
     for file, count in run.damaged.items():
-        found.append(
-            f"{_count(count, 'line')} of {file} {'is' if count == 1 else 'are'} damaged and left out; a process that "
-            "is killed may leave one."
+        are = "is" if count == 1 else "are"
+        notes.append(
+            f"{_count(count, 'line')} of {file} {are} damaged and left out; a process that is killed may leave one."
         )
     if run.missing:
-        found.append(f"{_count(run.missing, 'record')} could not be written, for example because a disk was full.")
-    for key, name in (("loss", "loss"), ("auc", "AUC")):
-        steps = [
-            each.step
-            for loop in run.loops
-            for each in loop.intervals
-            if key in each.numbers and each.numbers[key] is None
-        ]
+        notes.append(f"{_count(run.missing, 'record')} could not be written, for example because a disk was full.")
+    for key, what in (
+        ("loss", "The loss was not finite in"),
+        ("auc", "The AUC was not defined, or scores were not finite, in"),
+    ):
+        steps = [each.step for each in run.intervals if each.numbers.get(key, 0.0) is None]
         if steps:
-            what = "not finite" if key == "loss" else "not defined, or scores were not finite,"
-            found.append(f"The {name} was {what} in {_count(len(steps), 'interval')}, first at step {min(steps):,}.")
-    again = 0
-    for loops in list(by_rank(run).values())[:1]:
-        again = sum(
-            each.steps
-            for loop, cut in zip(loops, cuts(loops), strict=True)
-            for each in loop.intervals
-            if each.step >= cut
-        )
-    if again:
-        found.append(
+            notes.append(f"{what} {_count(len(steps), 'interval')}, first at step {min(steps):,}.")
+    loops = next(iter(by_rank(run).values()), [])
+    superseded = zip(loops, cuts(loops), strict=True)
+    if again := sum(each.steps for loop, cut in superseded for each in loop.intervals if each.step >= cut):
+        notes.append(
             f"Later launches trained about {again:,} steps again. The charts show the earlier attempts paler; totals "
             "include them."
         )
-    return found
+    return notes
 
 
 def _count(count: int, what: str) -> str:
     return f"{count:,} {what}" if count == 1 else f"{count:,} {what}s"
+
+
+def duration(seconds: float) -> str:
+    """Return a duration as text."""
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    days, rest = divmod(round(seconds), 86_400)
+    text = f"{rest // 3600}:{rest // 60 % 60:02}:{rest % 60:02}"
+    return f"{days} d {text}" if days else text
 
 
 # -- events ------------------------------------------------------------------------------------------------------------
@@ -167,52 +161,41 @@ def _count(count: int, what: str) -> str:
 
 def events(run: RunRecords) -> Listing:
     """Return the launches, faults and ends of the run, in the order of time."""
-    found = [(each["at"], text) for each in run.events if (text := _event_text(each))]
+    entries = [(each["at"], text) for each in run.events if (text := _event_text(each))]
     resumed: set[tuple[int, int]] = set()
     for loop in sorted(run.loops, key=lambda each: each.began_at or 0.0):
-        at = loop.began_at
-        if at is None:
+        if loop.began_at is None:
             continue
         if loop.launch not in resumed and loop.intervals:
             where = loop.start.get("where", "a trainer")
-            found.append((at, f"Training started at step {loop.intervals[0].first_step:,} ({where})."))
+            entries.append((loop.began_at, f"Training started at step {loop.intervals[0].first_step:,} ({where})."))
             resumed.add(loop.launch)
         if loop.end is not None and (loop.end.get("error") or (not run.events and loop.rank == 0)):
-            error = loop.end.get("error")
-            cause = f" with {error}" if error else ""
-            found.append((loop.end["at"], f"Trainer {loop.rank} ended after step {last_step(loop):,}{cause}."))
-    found.sort(key=lambda each: each[0])
+            cause = f" with {error}" if (error := loop.end.get("error")) else ""
+            entries.append((loop.end["at"], f"Trainer {loop.rank} ended after step {last_step(loop):,}{cause}."))
+    entries.sort(key=lambda each: each[0])
     listing = Listing("Faults and launches", ("time (UTC)", "after", "event"), style="events")
-    if not found:
+    if not entries:
         listing.note = "No launch was recorded."
-        return listing
-    if not any(each["kind"] == "fault" for each in run.events):
+    elif not any(each["kind"] == "fault" for each in run.events):
         listing.note = "No fault was recorded." if run.events else "Faults are recorded by satrap run only."
-    begin = found[0][0]
-    if len(found) > _MAX_EVENTS:
-        listing.note += f" These are the last {_MAX_EVENTS} of {len(found):,} events."
-    for at, text in found[-_MAX_EVENTS:]:
-        listing.rows.append((time_text(at), duration(at - begin), text))
+    if len(entries) > _MAX_EVENTS:
+        listing.note += f" These are the last {_MAX_EVENTS} of {len(entries):,} events."
+    listing.rows = [(time_text(at), duration(at - entries[0][0]), text) for at, text in entries[-_MAX_EVENTS:]]
     return listing
 
 
 def _event_text(event: Mapping[str, Any]) -> str:
-    match event["kind"]:
-        case "run":
-            return f"satrap run started ({event.get('where', 'unknown place')})."
-        case "launch":
-            return f"Launch {event.get('launch')} of the trainers, on {event.get('servers')} server(s)."
-        case "servers":
-            return f"The run has {event.get('servers')} server(s) now."
-        case "restart":
-            return f"Restart of {event.get('process')}."
-        case "fault":
-            return f"Fault: {event.get('what')}"
-        case "exit" if event.get("status") is None:
-            return "satrap run ended with an error."
-        case "exit":
-            return f"The run ended with status {event['status']}."
-    return ""
+    status = event.get("status")
+    texts = {
+        "run": f"satrap run started ({event.get('where', 'unknown place')}).",
+        "launch": f"Launch {event.get('launch')} of the trainers, on {event.get('servers')} server(s).",
+        "servers": f"The run has {event.get('servers')} server(s) now.",
+        "restart": f"Restart of {event.get('process')}.",
+        "fault": f"Fault: {event.get('what')}",
+        "exit": "satrap run ended with an error." if status is None else f"The run ended with status {status}.",
+    }
+    return texts.get(event["kind"], "")
 
 
 def time_text(at: float) -> str:
@@ -230,47 +213,37 @@ def listings(run: RunRecords) -> list[Listing]:
     """Return the tables of settings, of tables and of what was not trained on."""
     loops = sorted(run.loops, key=lambda each: (each.launch, -each.rank))
     latest = next((loop for loop in reversed(loops) if loop.settings), None)
-    settings = {} if latest is None else dict(latest.settings)
+    settings = {} if latest is None else latest.settings | {"satrap": latest.start.get("version")}
     script, tables, features = (settings.pop(name, None) for name in ("script", "tables", "features"))
     settings.pop("rank", None)
-    if latest is not None:
-        settings["satrap"] = latest.start.get("version")
-    started = [each for each in run.events if each["kind"] == "run"]
-    of_run = started[-1].get("settings") if started else None
-    found = [_pairs("Settings of the script", script, "The script gave none: Progress(settings=...).")]
-    if of_run:
-        found.append(_pairs("Settings of satrap run", of_run, ""))
-    found.append(_pairs("Settings of the embeddings", settings, "None were recorded."))
+    started = [each.get("settings") for each in run.events if each["kind"] == "run"]
+    entries = [_pairs("Settings of the script", script, "The script gave none: Progress(settings=...).")]
+    if started and started[-1]:
+        entries.append(_pairs("Settings of satrap run", started[-1], ""))
+    entries.append(_pairs("Settings of the embeddings", settings, "None were recorded."))
     if changes := _changes(loops):
-        found.append(Listing("Settings that changed between launches", ("setting", "before", "now"), changes))
-    found.append(_table_listing(run, tables))
+        entries.append(Listing("Settings that changed between launches", ("setting", "before", "now"), changes))
+    entries.append(_table_listing(run, tables))
     if isinstance(features, Mapping) and features:
-        found.append(_feature_listing(features))
-    found.append(_lost_listing(run))
-    return found
+        entries.append(_feature_listing(features))
+    return [*entries, _lost_listing(run)]
 
 
 def _pairs(title: str, values: object, absent: str) -> Listing:
-    listing = Listing(title, ("setting", "value"))
-    if isinstance(values, Mapping) and values:
-        listing.rows = [(name, _shown(value)) for name, value in values.items()]
-    else:
-        listing.note = absent
-    return listing
+    if not isinstance(values, Mapping) or not values:
+        return Listing(title, (), note=absent)
+    return Listing(title, ("setting", "value"), [(name, _shown(value)) for name, value in values.items()])
 
 
 def _changes(loops: list[Loop]) -> list[tuple[object, ...]]:
-    found: list[tuple[object, ...]] = []
+    changes: list[tuple[object, ...]] = []
     known: dict[str, object] = {}
-    for loop in loops:
-        now = (
-            _flat("", {name: each for name, each in loop.settings.items() if name != "rank"}) if loop.rank == 0 else {}
-        )
-        found += [
-            (name, _shown(known[name]), _shown(now[name])) for name in now if now[name] != known.get(name, now[name])
-        ]
+    for loop in (loop for loop in loops if loop.rank == 0):
+        now = _flat("", {name: each for name, each in loop.settings.items() if name != "rank"})
+        changed = [name for name in now if now[name] != known.get(name, now[name])]
+        changes += [(name, _shown(known[name]), _shown(now[name])) for name in changed]
         known |= now
-    return found[-50:]
+    return changes[-50:]
 
 
 def _flat(where: str, value: object) -> dict[str, object]:
@@ -286,11 +259,8 @@ def _flat(where: str, value: object) -> dict[str, object]:
 
 def _table_listing(run: RunRecords, tables: object) -> Listing:
     rows, memory = last_maps(run, "rows"), last_maps(run, "bytes")
-    declared = {
-        str(each["name"]): each
-        for each in (tables if isinstance(tables, list) else [])
-        if isinstance(each, Mapping) and "name" in each
-    }
+    given = [each for each in (tables if isinstance(tables, list) else []) if isinstance(each, Mapping)]
+    declared = {str(each["name"]): each for each in given if "name" in each}
     names = sorted(declared.keys() | rows.keys(), key=lambda name: (-rows.get(name, 0.0), name))
     header = ("table", "rows", "memory", "bytes per row", "dim", "optimizer", "other settings")
     listing = Listing("Tables", header, style="tables")
@@ -301,17 +271,14 @@ def _table_listing(run: RunRecords, tables: object) -> Listing:
     for name in names[:_MAX_TABLES]:
         table = {key: value for key, value in declared.get(name, {}).items() if key != "name" and value is not None}
         held, used = rows.get(name), memory.get(name)
-        listing.rows.append(
-            (
-                name,
-                "" if held is None else number(held),
-                "" if used is None else size(used),
-                number(round(used / held)) if held and used else "",
-                table.pop("dim", ""),
-                _shown(table.pop("optimizer", "")),
-                ", ".join(f"{key}: {_shown(value)}" for key, value in table.items()),
-            )
+        numbers = (
+            "" if held is None else number(held),
+            "" if used is None else format_bytes(used),
+            number(round(used / held)) if held and used else "",
         )
+        dim, optimizer = table.pop("dim", ""), _shown(table.pop("optimizer", ""))
+        others = ", ".join(f"{key}: {_shown(value)}" for key, value in table.items())
+        listing.rows.append((name, *numbers, dim, optimizer, others))
     return listing
 
 
@@ -332,10 +299,9 @@ def _lost_listing(run: RunRecords) -> Listing:
     for counts in last.values():
         for what, count in counts.items():
             totals[what] = totals.get(what, 0.0) + count
-    listing = Listing("Not trained on", ("what/why", "count"), style="numbers")
-    listing.rows = [(what, number(count)) for what, count in totals.items() if count]
-    listing.note = "" if listing.rows else "Nothing was recorded as lost, dropped or cut."
-    return listing
+    rows: list[tuple[object, ...]] = [(what, number(count)) for what, count in totals.items() if count]
+    note = "" if rows else "Nothing was recorded as lost, dropped or cut."
+    return Listing("Not trained on", ("what/why", "count"), rows, note, style="numbers")
 
 
 def _shown(value: object) -> str:

@@ -22,15 +22,17 @@ class DCN(nn.Module):
         num_cross: int = 3,
         rank: int | None = None,
         deep: Sequence[int] = (512, 256),
+        ignore: Sequence[str] = (),
     ) -> None:
         """embeddings: a satrap.Embeddings or its features, of any dims.
 
         rank: rank of the cross layers' matrices; None for full matrices.
         deep: widths of the deep stack; () for cross layers alone.
+        ignore: features without pooling, which another part of the model uses: all of them, since this model cannot.
         """
         super().__init__()
         self.num_dense: int = count("DCN", "num_dense", num_dense, 0)
-        self.total_dim: int = sum(block_dims("DCN", embeddings).values())
+        self.total_dim: int = sum(block_dims("DCN", embeddings, ignore).values())
         width = self.num_dense + self.total_dim
         deep = widths("DCN", "deep", deep)
         rank = None if rank is None else count("DCN", "rank", rank, 1)

@@ -22,14 +22,16 @@ class DLRM(nn.Module):
         embeddings: object,
         bottom: Sequence[int] = (512, 256),
         top: Sequence[int] = (256, 1),
+        ignore: Sequence[str] = (),
     ) -> None:
         """embeddings: a satrap.Embeddings or its features, all of one dim.
 
         bottom: widths of the bottom layers before that dim; unused without dense features.
         top: widths of the top layers, ending with 1, the logit.
+        ignore: features without pooling, which another part of the model uses: all of them, since this model cannot.
         """
         super().__init__()
-        dims = block_dims("DLRM", embeddings)
+        dims = block_dims("DLRM", embeddings, ignore)
         self.dim: int = next(iter(dims.values()))
         other = next((name for name, dim in dims.items() if dim != self.dim), None)
         if other is not None:

@@ -15,12 +15,19 @@ class FFNN(nn.Module):
     """Linear layers with ReLU between them, from all columns to the logit."""
 
     def __init__(
-        self, num_dense: int, embeddings: object, hidden: Sequence[int] = (4096, 2048, 1024, 512, 256)
+        self,
+        num_dense: int,
+        embeddings: object,
+        hidden: Sequence[int] = (4096, 2048, 1024, 512, 256),
+        ignore: Sequence[str] = (),
     ) -> None:
-        """embeddings: a satrap.Embeddings or its features, of any dims. hidden: the widths before the logit."""
+        """embeddings: a satrap.Embeddings or its features, of any dims. hidden: the widths before the logit.
+
+        ignore: features without pooling, which another part of the model uses: all of them, since this model cannot.
+        """
         super().__init__()
         self.num_dense: int = count("FFNN", "num_dense", num_dense, 0)
-        self.total_dim: int = sum(block_dims("FFNN", embeddings).values())
+        self.total_dim: int = sum(block_dims("FFNN", embeddings, ignore).values())
         sizes = [self.num_dense + self.total_dim, *widths("FFNN", "hidden", hidden), 1]
         self.layers: nn.Sequential = stack(sizes, last_relu=False)
 

@@ -1,8 +1,8 @@
 """Parts that the models share: the features in the block, checks of sizes and inputs, a stack of linear layers.
 
 A model takes the shape of the embeddings from `satrap.Embeddings` or its `.features` when it is created, and the block
-[batch, total_dim] in every step: the pooled rows of all features side by side. Features without pooling are not in the
-block, and no model here uses them.
+[batch, total_dim] in every step: the pooled rows of all features side by side. Features without pooling, sequences, are
+not in the block, so a model refuses them unless its user names them in `ignore`.
 """
 
 import numbers
@@ -15,8 +15,8 @@ from torch import nn
 from satrap.errors import ConfigError, InputError
 
 
-def block_dims(where: str, embeddings: object) -> dict[str, int]:
-    """Return the dim of each feature in the block, in the block's order."""
+def block_dims(where: str, embeddings: object, ignore: Sequence[str] = ()) -> dict[str, int]:
+    """Return the dim of each feature in the block, in the block's order. ignore: the sequences, which are not in it."""
     features = getattr(embeddings, "features", embeddings)
     try:
         names, dims, total = list(features.names), list(features.dims), int(features.total_dim)  # type: ignore[attr-defined]
@@ -27,6 +27,13 @@ def block_dims(where: str, embeddings: object) -> dict[str, int]:
         ) from None
     columns = getattr(features, "columns", [0] * len(names))  # negative: not pooled, so not in the block
     pooled = {name: int(dim) for name, dim, column in zip(names, dims, columns, strict=True) if column >= 0}
+    sequences = [name for name in names if name not in pooled]
+    if isinstance(ignore, str) or sorted(ignore) != sorted(sequences):
+        raise ConfigError(
+            f"{where}: its input has the pooled features, the sequences among the features are {sequences}, and ignore "
+            f"is {ignore!r}; expected each in a form that {where} trains on, such as table.bag('mean') instead of "
+            f"table.sequence(n), or ignore={sequences} if another part of your model uses batch[name]"
+        )
     if not pooled or sum(pooled.values()) != total:
         raise ConfigError(
             f"{where}: the features {_shown(pooled)} make a block of {sum(pooled.values())} columns and total_dim is "

@@ -172,7 +172,7 @@ def _registry_of(collector: _Collector) -> tuple[Any, Callable[[Any], bytes]]:
         from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
     except ImportError as error:
         raise ConfigError(
-            f"--http requires prometheus_client ({error}): pip install it, or leave out --http"
+            f"--http requires prometheus_client ({error}): pip install 'satrap[metrics]', or leave out --http"
         ) from error
     registry = CollectorRegistry()
     registry.register(collector)

@@ -132,6 +132,13 @@ GROUPS: dict[str, tuple[Metric, ...]] = {
         ),
         Metric("satrap_staleness_bound_steps", "gauge", "steps", "Largest staleness permitted.", (TRAINER,)),
         Metric(
+            "satrap_missed_updates",
+            "histogram",
+            "updates",
+            "Updates of other trainers that a server applied between a lookup and its update, for each update.",
+            (SERVER,),
+        ),
+        Metric(
             "satrap_stage_seconds",
             "counter",
             "seconds",

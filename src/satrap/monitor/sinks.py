@@ -96,7 +96,7 @@ class TensorBoard:
         try:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError as error:
-            raise ConfigError(f"TensorBoard: {error}: pip install tensorboard, or leave out this sink") from error
+            raise ConfigError(f"TensorBoard: {error}: pip install 'satrap[tensorboard]', or omit this sink") from error
         writer: Any = SummaryWriter
         self._writer = writer(str(location))
 

@@ -20,9 +20,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import date, timedelta
 from itertools import chain, combinations, pairwise
 from pathlib import Path
@@ -76,7 +76,7 @@ def _measure(folder: Path, report: Callable[[str], None]) -> Coefficients:
     report("the dense network")
     found = replace(DEFAULTS, flops_per_second=_flops_per_second(), trainer_bytes=_resident_bytes(os.getpid()))
     report("rows in this process")
-    found = replace(found, local=fit_cost([_loop(shape).client for shape in _SHAPES]))
+    found = replace(found, local=fit_cost([_loop(shape)[0] for shape in _SHAPES]))
     report("rows on servers")
     found = _with_servers(found, folder)
     report("all-reduces")
@@ -87,38 +87,25 @@ def _measure(folder: Path, report: Callable[[str], None]) -> Coefficients:
     return replace(found, save_byte=save, load_byte=load, read_byte=_read_seconds(folder))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Sample:
-    """One measurement of a step: its ids, the bytes that it moved, and its seconds of a core."""
-
-    ids: float
-    moved_bytes: float
-    seconds: float
+Sample = tuple[float, float, float]
+"""A step's ids, the bytes that it moved, and its seconds of a core."""
 
 
 def fit_cost(samples: Sequence[Sample]) -> Cost:
     """Return the cost that explains the measurements best, by the least sum of squared relative errors; no part of it
     is negative."""
-    seconds = np.array([each.seconds for each in samples])
-    parts = np.array([[1.0, each.ids, each.moved_bytes] for each in samples]) / seconds[:, None]
-    scales = np.linalg.norm(parts, axis=0)
+    ids, moved, seconds = np.array(samples).T
+    parts = np.stack([np.ones_like(ids), ids, moved], axis=1) / seconds[:, None]
+    parts /= (scales := np.linalg.norm(parts, axis=0))
     best, least = np.zeros(3), math.inf
     for used in map(list, chain.from_iterable(combinations(range(3), count) for count in (1, 2, 3))):
         weights = np.zeros(3)
-        weights[used] = np.linalg.lstsq(parts[:, used] / scales[used], np.ones(len(samples)), rcond=None)[0]
-        error = float(np.sum((parts / scales @ weights - 1.0) ** 2))
+        weights[used] = np.linalg.lstsq(parts[:, used], np.ones(len(samples)), rcond=None)[0]
+        error = float(np.sum((parts @ weights - 1.0) ** 2))
         if weights.min() >= 0 and error < least:
             best, least = weights / scales, error
-    return Cost(step=float(best[0]), id=float(best[1]), byte=float(best[2]))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Loop:
-    """What a loop of training took."""
-
-    client: Sample
-    server: Sample
-    """All servers together."""
+    step, each_id, byte = best.tolist()
+    return Cost(step=step, id=each_id, byte=byte)
 
 
 def _with_servers(found: Coefficients, folder: Path) -> Coefficients:
@@ -127,13 +114,14 @@ def _with_servers(found: Coefficients, folder: Path) -> Coefficients:
         with _servers(folder, 1) as servers:
             one.append(_loop(shape, servers))
     with _servers(folder, 1 + _FURTHER) as servers:
-        server_bytes = _resident_bytes(servers[0].pid)
-        several = _loop(_SMALL, servers)
+        server_bytes = _resident_bytes(next(iter(servers.values())))
+        (_, _, several), _ = _loop(_SMALL, servers)
+    client, server = zip(*one, strict=True)
     return replace(
         found,
-        client=fit_cost([each.client for each in one]),
-        server=fit_cost([each.server for each in one]),
-        call=max(0.0, several.client.seconds - one[0].client.seconds) / _FURTHER,
+        client=fit_cost(client),
+        server=fit_cost(server),
+        call=max(0.0, several - client[0][2]) / _FURTHER,
         server_bytes=server_bytes,
         start=_start_seconds(),
     )
@@ -164,17 +152,13 @@ while not select.select([sys.stdin], [], [], 0)[0]:  # until the parent kills it
 # -- loops of training -------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Server:
-    address: str
-    pid: int
-
-
-def _loop(shape: tuple[int, int], servers: Sequence[_Server] = ()) -> _Loop:
-    """Train a linear model on random batches, and return the CPU time of a step here and on the servers."""
+def _loop(shape: tuple[int, int], servers: Mapping[str, int] | None = None) -> tuple[Sample, Sample]:
+    """Train a linear model on random batches; return what a step takes here and on all servers together. servers: the
+    process of each address."""
+    servers = servers or {}
     batch_size, dim = shape
     tables = {f"t{number}": Table(f"t{number}_{dim}_{batch_size}", dim=dim) for number in range(_NUM_TABLES)}
-    deployment = Deployment([server.address for server in servers]) if servers else None
+    deployment = Deployment(list(servers)) if servers else None
     batches = [_batch(batch_size, number) for number in range(_NUM_BATCHES)]
     rows = sum(len(np.unique(part)) for each in batches for part in each.values.reshape(_NUM_TABLES, -1))
     with Embeddings(tables, num_threads=1, deployment=deployment) as embeddings:
@@ -189,17 +173,14 @@ def _loop(shape: tuple[int, int], servers: Sequence[_Server] = ()) -> _Loop:
                 optimizer.step()
 
         train(batches)  # creates the rows
-        before = [_cpu_seconds(server.pid) for server in servers]
+        served = -sum(map(_cpu_seconds, servers.values()))
         seconds, rounds = _time(lambda: train(batches * 4))
-        served = sum(_cpu_seconds(server.pid) for server in servers) - sum(before)
+        served += sum(map(_cpu_seconds, servers.values()))
     steps, ids, unique = 4 * rounds * _NUM_BATCHES, float(_NUM_TABLES * batch_size), rows / _NUM_BATCHES
     vectors, sent = 4.0 * dim * ids, 4.0 * dim * unique
     touched = unique * (8.0 * dim + 24)  # values, the state of Adagrad, and what a row has beside them
     own = 2 * (vectors + (sent if servers else touched))
-    return _Loop(
-        client=Sample(ids=ids, moved_bytes=own, seconds=seconds / steps),
-        server=Sample(ids=unique, moved_bytes=2 * (sent + touched), seconds=served / steps),
-    )
+    return (ids, own, seconds / steps), (unique, 2 * (sent + touched), served / steps)
 
 
 def _batch(batch_size: int, number: int) -> Inputs:
@@ -223,10 +204,10 @@ def _time(run: Callable[[], Any]) -> tuple[float, int]:
 
 
 @contextmanager
-def _servers(folder: Path, count: int) -> Iterator[list[_Server]]:
-    """Start servers at Unix sockets in the folder, which no other user can enter."""
+def _servers(folder: Path, count: int) -> Iterator[dict[str, int]]:
+    """Start servers at Unix sockets in the folder, which no other user can enter; yield the process of each address."""
     with ExitStack() as stack:
-        found = []
+        found = {}
         for number in range(count):
             address = f"ipc://{folder}/server-{number}"
             log = stack.enter_context((folder / "server.log").open("w"))
@@ -237,7 +218,7 @@ def _servers(folder: Path, count: int) -> Iterator[list[_Server]]:
             if address not in process.stdout.readline():
                 text = (folder / "server.log").read_text()
                 raise ConfigError(f"--calibrate: a server did not start; its log is {text!r}")
-            found.append(_Server(address=address, pid=process.pid))
+            found[address] = process.pid
         yield found
 
 

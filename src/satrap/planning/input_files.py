@@ -21,11 +21,11 @@ import numpy as np
 
 from satrap.config.durable import replace_file
 from satrap.config.tables import Table
-from satrap.config.validation import describe, require_mapping, suggest
+from satrap.config.validation import check_number, describe, require_mapping, suggest
 from satrap.errors import ConfigError
 from satrap.planning.coefficients import Coefficients
 from satrap.planning.machines import PriceList
-from satrap.planning.workload import TableLoad, Training, Workload, read_table
+from satrap.planning.workload import TableLoad, Training, Workload, whole_number
 from satrap.table.snapshot.writer import row_bytes as saved_row_bytes
 from satrap.table.store import Store
 
@@ -43,6 +43,7 @@ __all__ = [
 T = TypeVar("T")
 _KEYS = ("training", "tables")
 _PRICE_KEYS = ("machines", "limits")
+_TABLE_KEYS = ("rows", "vectors_per_sample", "ids_per_sample", "zipf", "unique_share")
 _BUCKETS = 8  # of the measured table; they grow at different sizes, as those of a large table do
 _MAX_BUCKET_ROWS = 4096
 
@@ -113,16 +114,42 @@ def workload_of(
 
 
 def _table_load(data: Mapping[str, Any]) -> TableLoad:
-    table, keys = read_table(data)
+    """Return one of [[tables]]: the keys of `satrap.Table`, whose optimizer may be a name alone, and the planner's."""
+    given = dict(data)
+    where = f"table {given['name']!r}" if isinstance(given.get("name"), str) else "tables"
+    own = {key: given.pop(key) for key in _TABLE_KEYS if key in given}
+    known = [*_TABLE_KEYS, *Table.__dataclass_fields__]
+    for key in given:
+        if key not in known:
+            raise ConfigError(f"{where}: unknown key {key!r}; {suggest(key, known)}")
+    if isinstance(given.get("optimizer"), str):
+        given["optimizer"] = {"type": given["optimizer"]}
+    for key in ("num_rows", "capacity", "num_buckets"):
+        if isinstance(given.get(key), float):
+            given[key] = whole_number(where, key, given[key], 1)
+    table = Table.from_dict(given)
+    rows = own.get("rows", table.num_rows or table.capacity)
+    if rows is None:
+        raise ConfigError(
+            f"{where}: found neither rows, num_rows nor a capacity; expected the number of rows at the end of "
+            "training: add rows"
+        )
+    rows = whole_number(where, "rows", rows, 1)
+    if table.capacity is not None and table.on_full != "grow" and rows > table.capacity:
+        raise ConfigError(f"{where}: rows is {rows} and capacity {table.capacity}; expected at most the capacity")
+    vectors = check_number(where, "vectors_per_sample", own.get("vectors_per_sample", 1.0), 0.0)
+    share = own.get("unique_share")
+    if share is not None and not 0.0 < (share := check_number(where, "unique_share", share, 0.0)) <= 1.0:
+        raise ConfigError(f"{where}: unique_share is {share:g}; expected a number in (0, 1]")
     return TableLoad(
         table=table,
-        rows=keys.rows,
-        row_bytes=memory_row_bytes(table, keys.rows),
+        rows=rows,
+        row_bytes=memory_row_bytes(table, rows),
         saved_row_bytes=saved_row_bytes(table),
-        vectors_per_sample=keys.vectors_per_sample,
-        ids_per_sample=keys.ids_per_sample,
-        zipf=keys.zipf,
-        unique_share=keys.unique_share,
+        vectors_per_sample=vectors,
+        ids_per_sample=check_number(where, "ids_per_sample", own.get("ids_per_sample", vectors), 0.0),
+        zipf=check_number(where, "zipf", own.get("zipf", 1.05), 0.0),
+        unique_share=share,
     )
 
 
@@ -135,6 +162,7 @@ def memory_row_bytes(table: Table, rows: int) -> int:
         dim=table.dim,
         optimizer=table.optimizer,
         dtype=table.dtype,
+        num_rows=_BUCKETS * per_bucket if table.is_direct else None,
         capacity=_BUCKETS * per_bucket if bounded else None,
         num_buckets=_BUCKETS,
     )
@@ -146,6 +174,8 @@ def _measured(table: Table, rows: int) -> int:
     store = Store(table, num_threads=1)
     # A bounded table evicts: with twice the ids, each bucket is full.
     ids = np.random.default_rng(0).integers(0, 2**63, rows if table.capacity is None else 2 * rows, dtype=np.uint64)
+    if table.is_direct:
+        ids = np.arange(rows, dtype=np.uint64)
     for part in np.array_split(ids, 2 * _BUCKETS):  # each fits into one bucket: no lookup needs more rows at once
         store.lookup(part)
     stats = store.stats()

@@ -1,9 +1,14 @@
-"""What can be rented, and how a run uses it: the price list of machines.toml, and pools of equal machines with their
-processes. Pure."""
+"""What can be rented, and how a run uses it: the price list of machines.toml, pools of equal machines, and what each of
+their processes asks for. Pure.
 
+`requests_of` sizes the processes. The same sizes decide whether a layout fits its machines, and are written into the
+job file and the command, so a plan that fits is one that starts.
+"""
+
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -24,6 +29,15 @@ MAX_MACHINES = 65535
 NO_SOURCE = "of a date and kind that the price list does not say (source)"
 _POD_MEMORY, _SYSTEM_BYTES = 0.92, 2 * 2**30
 _POD_CORES = 0.97
+_GIB, _MIB = 2**30, 2**20
+_LEAST_GIB = 2
+_POD_BYTES = _GIB // 2
+"""Memory of Ray's own processes beside one of ours."""
+_BESIDE_ROWS = _GIB
+"""Memory that a job file demands of a server beside its rows."""
+_LEAST_ROWS_MIB = 1024
+_FILE_STEP_BYTES = 16 * _MIB
+"""By how much the file with a server's rows grows at once."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -187,24 +201,15 @@ class Pool:
 
     def count(self, role: str) -> int:
         """Return the processes of a role on all its machines."""
-        return self.num_machines * self._each[role]
+        return self.num_machines * self.each(role)
 
     def each(self, role: str) -> int:
         """Return the processes of a role on one machine."""
-        return self._each[role]
-
-    def with_each(self, role: str, number: int) -> "Pool":
-        """Return the same machines with another number of a role's processes on each."""
-        numbers = self._each | {role: number}
-        return replace(self, servers=numbers["server"], workers=numbers["worker"], trainers=numbers["trainer"])
+        return {"server": self.servers, "worker": self.workers, "trainer": self.trainers}[role]
 
     @cached_property
     def roles(self) -> tuple[str, ...]:
-        return tuple(role for role in ROLES if self._each[role])
-
-    @cached_property
-    def _each(self) -> dict[str, int]:
-        return {"server": self.servers, "worker": self.workers, "trainer": self.trainers}
+        return tuple(role for role in ROLES if self.each(role))
 
     @property
     def price_per_hour(self) -> float:
@@ -244,10 +249,7 @@ class Layout:
     @property
     def machines_by_type(self) -> Counter[str]:
         """The machines of all pools, by the name of their type."""
-        used: Counter[str] = Counter()
-        for pool in self.pools:
-            used[pool.machine.name] += pool.num_machines
-        return used
+        return sum((Counter({pool.machine.name: pool.num_machines}) for pool in self.pools), Counter())
 
     @property
     def price_per_hour(self) -> float:
@@ -257,3 +259,67 @@ class Layout:
     def client_role(self) -> str:
         """The role that looks rows up."""
         return "worker" if self._counts["worker"] else "trainer"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """What one process asks for."""
+
+    cpus: int
+    memory_gib: int
+    rows_mib: int = 0
+    """Part of a server's memory for rows: the size of its /dev/shm."""
+    gpus: int = 0
+
+
+def requests_of(
+    layout: Layout, memory: Mapping[str, float], rows_bytes: float, seconds: Mapping[str, float], limits: Limits
+) -> dict[str, Request]:
+    """Return what a process of each role asks for: memory with head room, and its share of the machine's cores.
+
+    memory: bytes that a process of each role needs. rows_bytes: those of a server's rows. seconds: of a core that a
+    batch takes in all processes of a role, by which roles on one machine divide its cores.
+    """
+    found = {}
+    for pool in layout.pools:
+        cpus = _cpus(pool, seconds)
+        for role in pool.roles:
+            least = (memory[role] + _POD_BYTES) / limits.memory
+            rows_mib = 0
+            if role == "server":
+                rows_mib = max(_LEAST_ROWS_MIB, math.ceil((rows_bytes + _FILE_STEP_BYTES) / limits.memory / _MIB))
+                least = max(least, rows_mib * _MIB + _BESIDE_ROWS)
+            gpus = pool.machine.gpus // pool.trainers if role == "trainer" else 0
+            memory_gib = max(_LEAST_GIB, math.ceil(least / _GIB))
+            found[role] = Request(cpus=cpus[role], memory_gib=memory_gib, rows_mib=rows_mib, gpus=gpus)
+    return found
+
+
+def _cpus(pool: Pool, seconds: Mapping[str, float]) -> dict[str, int]:
+    """Return the whole CPUs of a process of each role: one, and a part of the others by its work."""
+    processes = sum(pool.each(role) for role in pool.roles)
+    spare = pool.machine.pod_cores - processes
+    total = sum(seconds[role] for role in pool.roles)
+    if spare <= 0 or not total:
+        return {role: max(1, pool.machine.pod_cores // processes) for role in pool.roles}
+    return {role: 1 + int(spare * seconds[role] / total / pool.each(role)) for role in pool.roles}
+
+
+def misfit_of(pool: Pool, requests: Mapping[str, Request], limits: Limits) -> str | None:
+    """Return why the processes of a pool do not fit on its machines; None if they do."""
+    machine = pool.machine
+    who = f"{machine.name}: the {' and '.join(_counted(pool.each(role), role) for role in pool.roles)} of a machine"
+    memory = sum(pool.each(role) * requests[role].memory_gib for role in pool.roles)
+    if memory * _GIB > machine.pod_bytes:
+        return (
+            f"{who} need {memory:,} GiB together, so that they use at most {limits.memory:.0%} of it, and may have "
+            f"{machine.pod_bytes / _GIB:,.1f} of its {machine.memory_gib:,.0f} GiB"
+        )
+    cpus = sum(pool.each(role) * requests[role].cpus for role in pool.roles)
+    if cpus > machine.pod_cores:
+        return f"{who} need {cpus} CPUs together, and may have {machine.pod_cores} of its {machine.cores}"
+    return None
+
+
+def _counted(count: int, role: str) -> str:
+    return role if count == 1 else f"{count} {role}s"

@@ -8,8 +8,9 @@ prices, more machines or another machine type never make a plan dearer.
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 from satrap.errors import ConfigError
 from satrap.planning.coefficients import Coefficients
@@ -182,7 +183,7 @@ class _Search:
         each = pool.each(tight.role) + 1
         if not tight.by_process or tight.role == "trainer" or each > min(_MAX_PROCESSES, pool.machine.pod_cores):
             return None
-        return _with(found.layout, pool, pool.with_each(tight.role, each))
+        return _with(found.layout, pool, **{f"{tight.role}s": each})
 
     def _shrink(self, found: Estimate, rate: float) -> Estimate:
         """Remove machines and processes as long as the layout reaches the rate."""
@@ -191,20 +192,20 @@ class _Search:
             before = found.layout
             for role in ("trainer", "worker", "server"):
                 if found.layout.count(role):
-                    found = self._least(found, rate, role, _machines_of)
-                    found = self._least(found, rate, role, _processes_of) if role != "trainer" else found
+                    found = self._least(found, rate, role, "num_machines")
+                    found = self._least(found, rate, role, f"{role}s") if role != "trainer" else found
         return found
 
-    def _least(self, found: Estimate, rate: float, role: str, numbers: "_Numbers") -> Estimate:
-        """Return the layout with the least number of something of a role with which it still reaches the rate, if need
-        be with more servers or workers on each machine."""
-        pool = found.layout.pool_of(role)
-        high, change = numbers(found.layout, pool, role)
-        low = 1
+    def _least(self, found: Estimate, rate: float, role: str, field: str) -> Estimate:
+        """Return the layout with the least number in a field of a role's pool that still reaches the rate, if need be
+        with more servers or workers on each of fewer machines."""
+        pool, low = found.layout.pool_of(role), 1
+        high: int = getattr(pool, field)
+        layout = found.layout
         while low < high:
             middle = (low + high) // 2
-            fewer = self._assess(change(middle))
-            while numbers is _machines_of and not fewer.misfits and not fewer.reaches(rate):
+            fewer = self._assess(_with(layout, pool, **{field: middle}))
+            while field == "num_machines" and not fewer.misfits and not fewer.reaches(rate):
                 more = self._with_process(fewer)
                 if more is None:
                     break
@@ -250,24 +251,14 @@ def _shapes(prices: PriceList) -> Iterator[Layout]:
                     yield Layout(pools=(replace(base, trainers=each),))
 
 
-_Numbers = Callable[[Layout, Pool, str], tuple[int, Callable[[int], Layout]]]
-"""Returns a number of a pool, and what changes it."""
-
-
-def _machines_of(layout: Layout, pool: Pool, role: str) -> tuple[int, Callable[[int], Layout]]:
-    return pool.num_machines, lambda number: _with(layout, pool, replace(pool, num_machines=number))
-
-
-def _processes_of(layout: Layout, pool: Pool, role: str) -> tuple[int, Callable[[int], Layout]]:
-    return pool.each(role), lambda number: _with(layout, pool, pool.with_each(role, number))
-
-
 def _with_machines(layout: Layout, pool: Pool, number: int) -> Layout | None:
     if number == pool.num_machines or pool.num_machines == MAX_MACHINES:
         return None
-    changed = _with(layout, pool, replace(pool, num_machines=min(number, MAX_MACHINES)))
+    changed = _with(layout, pool, num_machines=min(number, MAX_MACHINES))
     return changed if changed.count("server") <= MAX_MACHINES else None
 
 
-def _with(layout: Layout, pool: Pool, changed: Pool) -> Layout:
+def _with(layout: Layout, pool: Pool, **numbers: Any) -> Layout:
+    """Return the layout with other numbers of machines, or of processes on each, in one of its pools."""
+    changed = replace(pool, **numbers)
     return Layout(pools=tuple(changed if each is pool else each for each in layout.pools))

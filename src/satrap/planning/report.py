@@ -1,20 +1,32 @@
-"""A plan as text for a terminal, and as JSON for scripts. Pure."""
+"""A plan as text for a terminal, as JSON for scripts, as a command, and as a job file. Pure.
 
+Name, script, images and storage of a run are in the user's job file, which `satrap deploy render` reads before that of
+the plan.
+"""
+
+import json
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from typing import Any
 
-from satrap.planning.demand import files_of
-from satrap.planning.estimate import Bound, Estimate, cores_used, links_of
-from satrap.planning.machines import Layout, Pool
+from satrap.planning.estimate import cores_used, files_of, links_of
+from satrap.planning.machines import ROLES, Layout, Pool, Request
 from satrap.planning.planner import Plan, exhausted
-from satrap.planning.processes import Start, run_line
 
 _SHOWN_BOUNDS = 6
 _SHOWN_TABLES = 12
 _BYTES = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
 _MINUTE, _HOUR = 60.0, 3600.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Start:
+    """The script of a plan."""
+
+    script: str
+    arguments: tuple[str, ...] = ()
 
 
 def lines_of(plan: Plan, start: Start) -> Iterator[str]:
@@ -31,7 +43,6 @@ def lines_of(plan: Plan, start: Start) -> Iterator[str]:
     yield from _bounds(plan)
     yield ""
     yield from _rates(plan)
-    yield from _upkeep(plan)
     yield from _price(plan)
     yield ""
     yield f"start    {run_line(found.layout, found.requests, start)}"
@@ -115,14 +126,9 @@ def _bounds(plan: Plan) -> Iterator[str]:
         f"{limits.round_trip_ms:g} ms a round trip"
     )
     first = plan.estimate.bounds[0]
-    yield f"bound by {first.name}: {_distance(first, requested)}"
-
-
-def _distance(bound: Bound, requested: float) -> str:
-    ratio = bound.samples_per_second / requested
-    if ratio >= 1:
-        return f"it permits {ratio:.2f} times the requested rate"
-    return f"it permits {ratio:.0%} of the requested rate"
+    ratio = first.samples_per_second / requested
+    permits = f"{ratio:.2f} times the requested rate" if ratio >= 1 else f"{ratio:.0%} of the requested rate"
+    yield f"bound by {first.name}: it permits {permits}"
 
 
 def _rates(plan: Plan) -> Iterator[str]:
@@ -134,17 +140,10 @@ def _rates(plan: Plan) -> Iterator[str]:
                 f"{size(link.in_bytes)}/s in, of {size(rate)}/s each"
             )
     files = files_of(plan.estimate.layout, plan.costs)
-    text = ", ".join(f"{role} {count:,}" for role, count in files.items())
-    yield f"files    descriptors of each process: {text}{_raise_limit(max(files.values()))}"
-
-
-def _raise_limit(most: int) -> str:
-    if most <= 1024:
-        return ""
-    return f"; their hard limit (ulimit -Hn) must be {1 << math.ceil(math.log2(2 * most))} or more"
-
-
-def _upkeep(plan: Plan) -> Iterator[str]:
+    text, most = ", ".join(f"{role} {count:,}" for role, count in files.items()), max(files.values())
+    if most > 1024:
+        text += f"; their hard limit (ulimit -Hn) must be {1 << math.ceil(math.log2(2 * most))} or more"
+    yield f"files    descriptors of each process: {text}"
     upkeep = plan.upkeep
     yield (
         f"saves    {size(upkeep.checkpoint_bytes)} in {seconds(upkeep.save_seconds)} ({upkeep.bound}), while training "
@@ -170,46 +169,43 @@ def _price(plan: Plan) -> Iterator[str]:
 
 
 def _advice(plan: Plan) -> Iterator[str]:
+    """Yield what to change if no plan reaches the requested rate."""
     if plan.meets:
         return
-    found, workload = plan.estimate, plan.workload
-    requested = workload.training.samples_per_second
+    found, training = plan.estimate, plan.workload.training
+    requested, reached, tight = training.samples_per_second, found.samples_per_second, found.bounds[0]
     yield ""
     yield (
-        f"NOT MET  no plan reaches {amount(requested)} samples/s; this one reaches {amount(found.samples_per_second)} "
-        f"({found.samples_per_second / requested:.0%})"
+        f"NOT MET  no plan reaches {amount(requested)} samples/s; this one reaches {amount(reached)} "
+        f"({reached / requested:.0%})"
     )
-    tight = found.bounds[0]
-    options = []
     for machine in exhausted(found.layout):
-        options.append(f"make more than {machine.available} {machine.name} available")
-    options.append(f"add a machine type for {tight.role}s with more of what bounds it ({tight.name})")
-    if workload.training.staleness == 0:
-        options.append("train with staleness 1 or more, which overlaps lookups, updates and the dense network")
-    if workload.training.wire == "float32" and found.layout.count("server"):
-        options.append('send rows in half the bytes: wire="float16"')
-    yield from (f"change   {option}" for option in options)
+        yield f"change   make more than {machine.available} {machine.name} available"
+    yield f"change   add a machine type for {tight.role}s with more of what bounds it ({tight.name})"
+    if training.staleness == 0:
+        yield "change   train with staleness 1 or more, which overlaps lookups, updates and the dense network"
+    if training.wire == "float32" and found.layout.count("server"):
+        yield 'change   send rows in half the bytes: wire="float16"'
 
 
 def _processes(plan: Plan) -> dict[str, dict[str, Any]]:
     """Return the count and the requests of each role's processes."""
     found = plan.estimate
-    processes = {}
-    for pool in found.layout.pools:
-        used = cores_used(found, pool, plan.workload, plan.costs)
-        for role in pool.roles:
-            processes[f"{role}s"] = {
-                "count": pool.count(role),
-                "machine": pool.machine.name,
-                "cores_in_use": used[role] / pool.each(role),
-                **asdict(found.requests[role]),
-            }
-    return processes
+    return {
+        f"{role}s": {
+            "count": pool.count(role),
+            "machine": pool.machine.name,
+            "cores_in_use": used / pool.each(role),
+            **asdict(found.requests[role]),
+        }
+        for pool in found.layout.pools
+        for role, used in cores_used(found, pool, plan.workload, plan.costs).items()
+    }
 
 
 def json_of(plan: Plan, start: Start) -> dict[str, Any]:
     """Return the plan as plain JSON types. Bytes, seconds, samples a second; prices in the list's currency."""
-    workload, found = plan.workload, plan.estimate
+    workload, found, upkeep = plan.workload, plan.estimate, plan.upkeep
     servers, batch = found.layout.count("server"), workload.training.batch_size
     return {
         "workload": workload.name,
@@ -250,12 +246,19 @@ def json_of(plan: Plan, start: Start) -> dict[str, Any]:
             for each in links_of(found, workload)
         ],
         "checkpoint": {
-            "bytes": plan.upkeep.checkpoint_bytes,
-            "save_seconds": plan.upkeep.save_seconds,
-            "pause_seconds": plan.upkeep.pause_seconds,
-            "resume_seconds": plan.upkeep.resume_seconds,
+            "bytes": upkeep.checkpoint_bytes,
+            "save_seconds": upkeep.save_seconds,
+            "pause_seconds": upkeep.pause_seconds,
+            "resume_seconds": upkeep.resume_seconds,
         },
-        "alternatives": [_alternative(each) for each in plan.alternatives],
+        "alternatives": [
+            {
+                "pools": [_pool(pool) for pool in each.layout.pools],
+                "samples_per_second": each.samples_per_second,
+                "price_per_hour": each.layout.price_per_hour,
+            }
+            for each in plan.alternatives
+        ],
         "assumptions": list(workload.assumptions),
         "command": run_line(found.layout, found.requests, start),
     }
@@ -271,13 +274,46 @@ def _pool(pool: Pool) -> dict[str, Any]:
     }
 
 
-def _alternative(found: Estimate) -> dict[str, Any]:
-    layout: Layout = found.layout
-    return {
-        "pools": [_pool(pool) for pool in layout.pools],
-        "samples_per_second": found.samples_per_second,
-        "price_per_hour": layout.price_per_hour,
-    }
+def run_line(layout: Layout, requests: Mapping[str, Request], start: Start) -> str:
+    """Return the command that starts a run on these machines."""
+    arguments = list(start.arguments)
+    if not layout.count("server"):
+        return shlex.join(["python", start.script, *arguments])
+    words = ["satrap", "run", start.script]
+    cluster = layout.num_machines > 1
+    if cluster:
+        words += ["--cluster", "ray", "--address", "auto"]
+    for role in ROLES:
+        if not layout.count(role):
+            continue
+        words += [f"--{role}s", str(layout.count(role))]
+        if cluster:
+            request = requests[role]
+            words += [f"--{role}-cpus", str(request.cpus), f"--{role}-memory", f"{request.memory_gib}GiB"]
+            words += [f"--{role}-gpus", str(request.gpus)] if request.gpus else []
+    return shlex.join([*words, *(["--", *arguments] if arguments else [])])
+
+
+def deploy_toml(name: str, layout: Layout, requests: Mapping[str, Request]) -> str:
+    """Return the roles of a job file. Every key is there, since this file replaces values of another one.
+
+    The layout has a server: on Kubernetes rows survive a restart there and nowhere else.
+    """
+    lines = [f"# Written by satrap plan for {' '.join(name.split())}: satrap deploy render JOB THIS_FILE"]
+    for role in ROLES:
+        lines += ["", f"[{role}s]", f"count = {layout.count(role)}"]
+        if not layout.count(role):
+            continue
+        pool, request = layout.pool_of(role), requests[role]
+        lines += [
+            f"per_pod = {pool.trainers if role == 'trainer' and not pool.servers else 1}",
+            f"cpus = {request.cpus}",
+            f'memory = "{request.memory_gib}GiB"',
+            *([f'rows = "{request.rows_mib}MiB"'] if role == "server" else []),
+            f"gpus = {request.gpus}",
+            f"machine = {json.dumps(pool.machine.name)}",
+        ]
+    return "\n".join(lines) + "\n"
 
 
 def columns(rows: Sequence[Sequence[str]]) -> Iterator[str]:

@@ -17,9 +17,7 @@ from satrap.config.validation import (
     check_integer,
     check_number,
     describe,
-    require_mapping,
     set_field,
-    suggest,
 )
 from satrap.errors import ConfigError
 
@@ -102,7 +100,7 @@ class Training(Serializable):
     def __post_init__(self) -> None:
         where = "training"
         for name, low in (("batch_size", 1), ("dense_parameters", 0), ("dense_features", 0), ("staleness", 0)):
-            set_field(self, name, _whole(where, name, getattr(self, name), low))
+            set_field(self, name, whole_number(where, name, getattr(self, name), low))
         for name in ("samples_per_second", "dense_flops", "read_bytes_per_sample"):
             set_field(self, name, check_number(where, name, getattr(self, name), 0.0))
         if self.samples_per_second <= 0:
@@ -163,63 +161,7 @@ class Workload:
         return replace(self, training=replace(self.training, samples_per_second=samples_per_second))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TableKeys:
-    """The keys of one of [[tables]] in a description that are not those of `satrap.Table`."""
-
-    rows: int
-    vectors_per_sample: float
-    ids_per_sample: float
-    zipf: float
-    unique_share: float | None
-
-
-TABLE_KEYS = ("rows", "vectors_per_sample", "ids_per_sample", "zipf", "unique_share")
-
-
-def read_table(data: Mapping[str, Any]) -> tuple[Table, TableKeys]:
-    """Return the table and the other keys of one of [[tables]]. An optimizer may be given by its name alone."""
-    given = dict(require_mapping("tables", data))
-    name = given.get("name")
-    where = f"table {name!r}" if isinstance(name, str) else "tables"
-    own = {key: given.pop(key) for key in TABLE_KEYS if key in given}
-    known = [*TABLE_KEYS, *Table.__dataclass_fields__]
-    for key in given:
-        if key not in known:
-            raise ConfigError(f"{where}: unknown key {key!r}; {suggest(key, known)}")
-    if isinstance(given.get("optimizer"), str):
-        given["optimizer"] = {"type": given["optimizer"]}
-    for key in ("capacity", "num_buckets"):
-        if isinstance(given.get(key), float):
-            given[key] = _whole(where, key, given[key], 1)
-    return (table := Table.from_dict(given)), table_keys(where, table, own)
-
-
-def table_keys(where: str, table: Table, own: Mapping[str, Any]) -> TableKeys:
-    """Check the keys of a table that only the planner has, and return them with their defaults."""
-    rows = own.get("rows", table.capacity)
-    if rows is None:
-        raise ConfigError(
-            f"{where}: found neither rows nor a capacity; expected the number of rows at the end of training: add rows"
-        )
-    rows = _whole(where, "rows", rows, 1)
-    if table.capacity is not None and table.on_full != "grow" and rows > table.capacity:
-        raise ConfigError(f"{where}: rows is {rows} and capacity {table.capacity}; expected at most the capacity")
-    vectors = check_number(where, "vectors_per_sample", own.get("vectors_per_sample", 1.0), 0.0)
-    ids = check_number(where, "ids_per_sample", own.get("ids_per_sample", vectors), 0.0)
-    share = own.get("unique_share")
-    if share is not None and not 0.0 < (share := check_number(where, "unique_share", share, 0.0)) <= 1.0:
-        raise ConfigError(f"{where}: unique_share is {share:g}; expected a number in (0, 1]")
-    return TableKeys(
-        rows=rows,
-        vectors_per_sample=vectors,
-        ids_per_sample=ids,
-        zipf=check_number(where, "zipf", own.get("zipf", 1.05), 0.0),
-        unique_share=share,
-    )
-
-
-def _whole(where: str, name: str, value: object, low: int) -> int:
+def whole_number(where: str, name: str, value: object, low: int) -> int:
     """Return a whole number; 7.8e11 is one, too, since TOML's integers have no exponent."""
     if isinstance(value, float) and value.is_integer():
         value = int(value)

@@ -12,7 +12,7 @@ is handled; address, unix_socket and keys define the endpoints; guard limits the
 service owns its sockets; a client has a channel, which is a socket, for each thread that calls. Delivery is at least
 once, so served methods must be idempotent.
 
-Needs pyzmq (`pip install pyzmq`).
+Needs pyzmq (`pip install 'satrap[cluster]'`).
 """
 
 from satrap.errors import RpcError
@@ -27,6 +27,6 @@ try:
     from satrap.rpc.schedule import Backoff
     from satrap.rpc.service import Service
 except ModuleNotFoundError as error:
-    raise RpcError(f"servers and workers need pyzmq ({error}): pip install pyzmq") from error
+    raise RpcError(f"servers and workers need pyzmq ({error}): pip install 'satrap[cluster]'") from error
 
 __all__ = ["Backoff", "Client", "Gathers", "Keys", "Limits", "Origin", "PendingCall", "Service", "send_all"]

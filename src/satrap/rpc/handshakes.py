@@ -24,7 +24,7 @@ _NUM_FILES = 2
 _SIGNATURE = b"\xff" + bytes(8) + b"\x7f"
 _VERSION = bytes([3, 1])
 _MECHANISM = b"CURVE".ljust(20, b"\0")
-_ZMTP_BYTES = 64
+_FIRST_BYTES = 64
 _numbers = itertools.count()
 _EVENTS = (
     zmq.Event.HANDSHAKE_FAILED_AUTH
@@ -77,14 +77,14 @@ def watch_events(watched: "zmq.Socket[bytes]", events: int) -> "zmq.Socket[bytes
 
 def expects_keys(address: str, seconds: float) -> bool:
     """Return whether a ZeroMQ server that requires keys answers at the address within so many seconds."""
-    sent = (_SIGNATURE + _VERSION + _MECHANISM).ljust(_ZMTP_BYTES, b"\0")
+    sent = (_SIGNATURE + _VERSION + _MECHANISM).ljust(_FIRST_BYTES, b"\0")
     received = b""
     with suppress(OSError), _connect(address, seconds) as connection:
         connection.sendall(sent)
-        while len(received) < _ZMTP_BYTES and (data := connection.recv(_ZMTP_BYTES - len(received))):
+        while len(received) < _FIRST_BYTES and (data := connection.recv(_FIRST_BYTES - len(received))):
             received += data
     start = len(_SIGNATURE) + len(_VERSION)
-    is_zeromq = len(received) == _ZMTP_BYTES and received[0] == _SIGNATURE[0] and received[9] == _SIGNATURE[9]
+    is_zeromq = len(received) == _FIRST_BYTES and received[0] == _SIGNATURE[0] and received[9] == _SIGNATURE[9]
     return is_zeromq and received[start:].startswith(_MECHANISM)
 
 

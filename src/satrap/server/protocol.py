@@ -7,7 +7,7 @@ gradients are laid out in the same way. A caller whose wire is "float16" exchang
 format of core/kernels/fp16_codec.hpp.
 
 A call of `NO_ATTEMPT` comes from a process that does not train. It may read (`lookup` without training, `read`,
-`stats`, `version`, `check`) whatever the server's attempt is, and needs no handshake.
+`bucket_ids`, `stats`, `version`, `check`) whatever the server's attempt is, and needs no handshake.
 """
 
 from typing import Any, Protocol
@@ -97,6 +97,13 @@ class ServerCalls(Protocol):
     def read(self, origin: Origin, table: int, ids: Ids) -> tuple[Floats, Floats, Flags]:
         """Return the values, state and presence of the rows, never rounded."""
 
+    def write(self, origin: Origin, table: int, ids: Ids, values: Floats, state: Floats, has_state: bool) -> None:
+        """Insert or replace rows, as `Store.write` does. The origin's step is the number of the write, which counts the
+        writes of its trainer: a server that has done this write, or a later one, ignores the call."""
+
+    def bucket_ids(self, origin: Origin, table: int, bucket: int) -> Ids:
+        """Return the ids of the rows of one of this server's buckets, numbered within the table."""
+
     def stats(self, origin: Origin, table: int) -> dict[str, int]:
         """Return what `Store.stats` does."""
 
@@ -158,7 +165,7 @@ class ServerCalls(Protocol):
         """Check the table's invariants; AssertionError if one is broken."""
 
     def status(self, origin: Origin) -> dict[str, Any]:
-        """Return the server's state, which `satrap.server.status_calls` describes. Changes nothing, waits for no other
+        """Return the server's state, which `satrap.server.status` describes. Changes nothing, waits for no other
         call, and needs no job, attempt or shard map."""
 
     # -- calls of `satrap.server.migration.coordinator`. Buckets are numbered over all tables. `migration` is a random

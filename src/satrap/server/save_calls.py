@@ -26,18 +26,20 @@ from satrap.table.snapshot.directory import part_name
 _LAST_VERSION = 2**32 - 2
 
 
-class SaveCalls(CallFence):
+class SaveCalls:
     """The part of `satrap.server.protocol.ServerCalls` that saves."""
 
-    _permitted: PathAllowlist
+    def __init__(self, fence: CallFence, permitted: PathAllowlist) -> None:
+        """permitted: the folders below which the server may write."""
+        self._fence, self._permitted = fence, permitted
 
     def versions(self, origin: Origin) -> list[int]:
-        with self._exclusive():
+        with self._fence.exclusive():
             state = self._state_for_cut(origin)
             return [store.version for store in state.tables.values()]
 
     def save(self, origin: Origin, table: int, folder: str, since: int | None, version: int) -> int:
-        with self._admit(origin) as state:
+        with self._fence.admit(origin) as state:
             store = state.store(table)
             if state.last_saves.get(table) == (folder, since, version):
                 return version  # a duplicate
@@ -50,7 +52,7 @@ class SaveCalls(CallFence):
             return saved_version
 
     def take_cut(self, origin: Origin, cut: int, versions: list[int], since: list[int] | None, memory: int) -> bool:
-        with self._exclusive():
+        with self._fence.exclusive():
             state = self._state_for_cut(origin)
             if state.cut is not None and state.cut.number == cut:
                 return state.cut.tables.changes_known  # a duplicate
@@ -75,7 +77,7 @@ class SaveCalls(CallFence):
     def write_cut(
         self, origin: Origin, cut: int, folders: list[str], is_full: bool, is_beside: bool
     ) -> tuple[list[int], list[str]]:
-        with self._admit(origin) as state:
+        with self._fence.admit(origin) as state:
             parts = [self._part(state, folder) for folder in folders]
             held = self._require_cut(state, cut)
         if held.begin():  # not as an admitted call: the calls of a migration, or of another attempt, would wait for it
@@ -89,20 +91,20 @@ class SaveCalls(CallFence):
         return held.written.result()
 
     def snapshot_id(self, origin: Origin, table: int, version: int) -> str | None:
-        with self._admit(origin) as state:
+        with self._fence.admit(origin) as state:
             return state.store(table).snapshot_id(version)
 
     def release_cut(self, origin: Origin, cut: int) -> None:
-        with self._admit(origin) as state:
+        with self._fence.admit(origin) as state:
             if state.cut is not None and state.cut.number == cut:
                 state.cut.give_up()
 
     def _state_for_cut(self, origin: Origin) -> ServerState:
         """Return the state, of the call's attempt and map."""
-        state = self._require_state()
+        state = self._fence.require_state()
         if origin.map_version > state.shard_map.version:  # the caller has found a newer map elsewhere, and starts over
             state.drop_cut()  # which keeps this server from taking that map
-        self._require_current(state, origin)
+        self._fence.require_current(state, origin)
         return state
 
     def _require_cut(self, state: ServerState, number: int) -> HeldCut:
@@ -114,7 +116,7 @@ class SaveCalls(CallFence):
         return state.cut
 
     def require_permitted(self, origin: Origin, folder: str) -> None:
-        self._require_permitted(folder)
+        require_permitted(self._permitted, folder)
         try:
             require_usable(folder)
         except OSError as error:
@@ -124,16 +126,18 @@ class SaveCalls(CallFence):
                 "endpoint in the environment of the server"
             ) from error
 
-    def _require_permitted(self, folder: str) -> None:
-        if not is_url(folder) and folder != os.path.abspath(folder):
-            raise InputError(f"the folder is {folder!r}; expected an absolute path without '..'")
-        self._permitted.require(folder)
-
     def _part(self, state: ServerState, folder: str) -> Folder:
         """Return this server's folder within that of a table, into which it may write."""
         part = open_folder(folder) / part_name(state.number, len(state.shard_map.addresses))
-        self._require_permitted(os.fspath(part))
+        require_permitted(self._permitted, os.fspath(part))
         return part
+
+
+def require_permitted(permitted: PathAllowlist, folder: str) -> None:
+    """Raise unless the server may read and write in the folder, a URL or an absolute path."""
+    if not is_url(folder) and folder != os.path.abspath(folder):
+        raise InputError(f"the folder is {folder!r}; expected an absolute path without '..'")
+    permitted.require(folder)
 
 
 def _owned(state: ServerState) -> list[NDArray[np.bool_]]:

@@ -28,22 +28,26 @@ from satrap.config.validation import check_choice, check_integer
 from satrap.errors import AttemptError, ConfigError, InputError, MovedError, SatrapError, TicketError
 from satrap.rpc import Origin
 from satrap.rpc.release import RELEASE
+from satrap.server.call_fence import CallFence
 from satrap.server.lease import Leases
 from satrap.server.migration.calls import MigrationCalls
 from satrap.server.protocol import NO_ATTEMPT, WIRES, Coded, Flags, Floats, Ids, Offsets
-from satrap.server.save_calls import SaveCalls
+from satrap.server.row_calls import RowCalls
+from satrap.server.save_calls import SaveCalls, require_permitted
+from satrap.server.server_log import ServerLog
 from satrap.server.state import PendingLookup, ServerState, decode_gradients
-from satrap.server.status_calls import StatusCalls
+from satrap.server.status import server_status
 from satrap.server.step_barrier import TrainerPart, concatenate_parts
 from satrap.sharding.shard_map import ShardMap
 from satrap.table.engine import Slot, attach_engine, open_engine, remove_unfinished, shared_note
-from satrap.table.table_group import Chains, TableGroup
+from satrap.table.table_group import Chains, TableGroup, transfers_of
+from satrap.transfer import Transfers
 
 MAX_TICKETS = 1024
 """Tickets kept for one trainer. Beyond that the oldest is dropped; the worker then sends the ids with the update."""
 
 
-class Server(SaveCalls, MigrationCalls, StatusCalls):
+class Server:
     """Implements `satrap.server.protocol.ServerCalls` on one engine."""
 
     def __init__(
@@ -63,8 +67,23 @@ class Server(SaveCalls, MigrationCalls, StatusCalls):
         self._permitted = PathAllowlist(checkpoints, "--checkpoints")
         shared = None if shared is None else local_path(shared, "shared")
         self._shared, self._num_threads = shared, num_threads
-        self._leases = Leases()
-        super().__init__()
+        self._leases, self._fence = Leases(), CallFence()
+        self._log = ServerLog(self._fence)
+        self._restoring: ServerState | None = None  # the new tables while a restore fills them
+        self.leaves = False
+        """Whether this server was asked to stop, and moves its buckets to other servers first."""
+        saves = SaveCalls(self._fence, self._permitted)
+        self.save, self.versions, self.snapshot_id = saves.save, saves.versions, saves.snapshot_id
+        self.take_cut, self.write_cut, self.release_cut = saves.take_cut, saves.write_cut, saves.release_cut
+        self.require_permitted = saves.require_permitted
+        rows = RowCalls(self._fence)
+        self.write, self.bucket_ids = rows.write, rows.bucket_ids
+        moves = MigrationCalls(self._fence, self._log, shared)
+        self.take_fencing_token, self.freeze, self.load = moves.take_fencing_token, moves.freeze, moves.load
+        self.export_rows, self.export_metadata = moves.export_rows, moves.export_metadata
+        self.expect_buckets, self.install_map = moves.expect_buckets, moves.install_map
+        self.import_rows, self.import_metadata = moves.import_rows, moves.import_metadata
+        self.discard_buckets = moves.discard_buckets
         # A file that is incomplete or has no shard map is left from a kill during hello or restore, which is retried.
         if shared is not None and os.path.exists(shared) and not remove_unfinished(shared):
             note = shared_note(shared)
@@ -75,8 +94,10 @@ class Server(SaveCalls, MigrationCalls, StatusCalls):
                 )
             slots = attach_engine(shared, num_threads=num_threads)
             job = Job(tables=tuple(slot.table for slot in slots), seed=slots[0].seed)
-            self._state, self._fencing_token = ServerState.recover(job, TableGroup.in_engine(slots), slots[0].engine)
-            if self._state is None:
+            self._fence.state, self._fence.fencing_token = ServerState.recover(
+                job, TableGroup.in_engine(slots), slots[0].engine
+            )
+            if self._fence.state is None:
                 self._remove_rows()
         elif shared is not None:
             _require_creatable(os.fspath(shared))
@@ -104,21 +125,21 @@ class Server(SaveCalls, MigrationCalls, StatusCalls):
             raise ConfigError(
                 f"hello: the bucket map has {num_buckets} buckets; expected those of the tables, {expected}"
             )
-        with self._condition:
+        with self._fence.condition:
             if by_coordinator := origin.step > 0:
-                self._require_fencing_token(origin)
-            if self._state is None:
+                self._fence.require_fencing_token(origin)
+            if self._fence.state is None:
                 if not commit:
                     lrs = [table.optimizer.lr for table in own_job.tables]
                     return {"attempt": NO_ATTEMPT, "latest_step": 0, "lrs": lrs, "leases": self._leases.remaining()}
-                self._state = self._create_tables(own_job, new_map, server)
-                self._log.record_job(self._state)
-            state = self._state
+                self._fence.state = self._create_tables(own_job, new_map, server)
+                self._log.record_job(self._fence.state)
+            state = self._fence.state
             self._require_same_job(state, own_job, new_map, server, by_coordinator)
             if commit:
                 known = state.shard_map
                 if known.version != new_map.version or (by_coordinator and known != new_map):
-                    state.adopt(new_map, server, self._fencing_token)
+                    state.adopt(new_map, server, self._fence.fencing_token)
                 state.has_handshake = True
         return {
             "attempt": state.engine.attempt,
@@ -128,12 +149,12 @@ class Server(SaveCalls, MigrationCalls, StatusCalls):
         }
 
     def get_shard_map(self, origin: Origin, than: int) -> dict[str, Any]:
-        with self._condition:
-            state = self._state
+        with self._fence.condition:
+            state = self._fence.state
             if state is None:
-                return {"version": 0, "fencing_token": self._fencing_token.number, "release": RELEASE}
+                return {"version": 0, "fencing_token": self._fence.fencing_token.number, "release": RELEASE}
             state.participant.thaw_if_abandoned(time.monotonic())
-            version, token = state.shard_map.version, self._fencing_token.number
+            version, token = state.shard_map.version, self._fence.fencing_token.number
             found: dict[str, Any] = {"version": version, "has_handshake": state.has_handshake, "fencing_token": token}
             found["release"] = RELEASE
             if state.shard_map.version > than:
@@ -144,12 +165,12 @@ class Server(SaveCalls, MigrationCalls, StatusCalls):
         self._leases.renew(origin.attempt, process, where, seconds)
 
     def begin_attempt(self, origin: Origin) -> None:
-        with self._exclusive():
-            state = self._require_state()
+        with self._fence.exclusive():
+            state = self._fence.require_state()
             if origin.attempt == state.engine.attempt:
                 return
             if origin.attempt < state.engine.attempt:
-                raise self._attempt_error(state, origin)
+                raise self._fence.attempt_error(state, origin)
             self._discard_calls(state, origin)
             state.drop_cut()
             state.restored = state.verified = None
@@ -168,13 +189,14 @@ class Server(SaveCalls, MigrationCalls, StatusCalls):
         first_epoch: bool = True,
     ) -> tuple[Floats | None, Coded | None]:
         check_choice("lookup", "wire", wire, WIRES)
-        with self._admit(origin, reads=not train) as state:
+        with self._fence.admit(origin, reads=not train) as state:
             engine = state.engine
             rows = engine.empty(1, engine.num_floats(offsets, len(ids)))
             steps = (origin.step, self._oldest_open(state, origin, oldest_open)) if train else (0, 0)
-            native_ticket = engine.lookup(ids, offsets, *steps, train, rows, train and ticket != 0, first_epoch)
+            others = state.updates_of_others(origin.trainer)
+            native_ticket = state.rows.lookup(ids, offsets, *steps, train, rows, train and ticket != 0, first_epoch)
             if native_ticket is not None:
-                self._keep_ticket(state, origin.trainer, ticket, PendingLookup(native_ticket, ids, offsets))
+                self._keep_ticket(state, origin.trainer, ticket, PendingLookup(native_ticket, ids, offsets, others))
             if wire == "float16":
                 return None, np.asarray(engine.encode_rows(offsets, rows))
             return np.asarray(rows).reshape(-1), None
@@ -190,7 +212,7 @@ class Server(SaveCalls, MigrationCalls, StatusCalls):
         barrier_size: int,
         coded: Coded | None = None,
     ) -> "Future[None] | None":
-        with self._admit(origin) as state:
+        with self._fence.admit(origin) as state:
             if ticket != 0 and len(ids):
                 raise InputError(f"update: expected a ticket or ids, found ticket {ticket} and {len(ids)} ids")
             kept = None if ticket == 0 else self._take_ticket(state, origin.trainer, ticket)
@@ -198,19 +220,27 @@ class Server(SaveCalls, MigrationCalls, StatusCalls):
             if kept is None and len(gradients) != state.engine.num_floats(offsets, len(ids)):
                 raise InputError(f"update: {len(gradients)} gradients of {len(ids)} ids; expected their rows' floats")
             if barrier_size == 0:
-                used = state.engine.prepare(ids, offsets) if kept is None else kept.ticket
+                used = state.rows.prepare(ids, offsets) if kept is None else kept.ticket
                 state.engine.update(used, gradients, origin.step, lrs, origin.trainer)
+                self._count_update(state, origin.trainer, kept)
                 return None
             if kept is not None:
                 state.engine.drop(kept.ticket)
                 ids, offsets = kept.ids, kept.offsets
             return self._join_barrier(state, origin, TrainerPart(ids, offsets, gradients, lrs), barrier_size)
 
+    def _count_update(self, state: ServerState, trainer: int, kept: PendingLookup | None) -> None:
+        """kept: its lookup; None: the ticket was lost, or the update is a duplicate."""
+        with self._fence.condition:
+            if kept is not None:
+                state.missed[state.updates_of_others(trainer) - kept.others] += 1
+            state.updates[trainer] += 1
+
     def _join_barrier(
         self, state: ServerState, origin: Origin, part: TrainerPart, barrier_size: int
     ) -> "Future[None] | None":
         """Add a trainer's part of a step. The call that completes the step applies it, as an update of trainer 0."""
-        with self._condition:
+        with self._fence.condition:
             if state.engine.finished(0, origin.step) or state.owns_nothing:
                 return None  # a retry whose first answer was lost
             future, parts = state.barrier.arrive(origin.step, origin.trainer, part, barrier_size)
@@ -219,12 +249,12 @@ class Server(SaveCalls, MigrationCalls, StatusCalls):
         error: Exception | None = None
         try:
             step_part = concatenate_parts(parts, [table.dim for table in state.job.tables])
-            ticket = state.engine.prepare(step_part.ids, step_part.offsets)
+            ticket = state.rows.prepare(step_part.ids, step_part.offsets)
             state.engine.update(ticket, step_part.gradients, origin.step, step_part.lrs, 0)
             state.engine.finish(0, origin.step)
         except Exception as failed:
             error = failed
-        with self._condition:
+        with self._fence.condition:
             waiting = state.barrier.leave(origin.step)
         for each in waiting:
             if error is None:
@@ -234,29 +264,29 @@ class Server(SaveCalls, MigrationCalls, StatusCalls):
         return future
 
     def drop(self, origin: Origin, tickets: list[int]) -> None:
-        with self._admit(origin) as state:
+        with self._fence.admit(origin) as state:
             for ticket in tickets:
-                with self._condition:
+                with self._fence.condition:
                     pending = state.tickets.get(origin.trainer, OrderedDict()).pop(ticket, None)
                 if pending is not None:
                     state.engine.drop(pending.ticket)
 
     def read(self, origin: Origin, table: int, ids: Ids) -> tuple[Floats, Floats, Flags]:
-        with self._admit(origin, reads=True) as state:
+        with self._fence.admit(origin, reads=True) as state:
             found = state.store(table).read(ids)
             return found.values.reshape(-1), found.state.reshape(-1), found.present
 
     def stats(self, origin: Origin, table: int) -> dict[str, int]:
-        with self._admit(origin, reads=True) as state:
+        with self._fence.admit(origin, reads=True) as state:
             return state.store(table).stats()
 
     def version(self, origin: Origin, table: int) -> int:
-        with self._admit(origin, reads=True) as state:
+        with self._fence.admit(origin, reads=True) as state:
             return state.store(table).version
 
     def verify(self, origin: Origin, folders: list[list[str]], checksums: list[list[int]]) -> None:
         self._require_all_permitted(folders)
-        with self._admit(origin) as state:
+        with self._fence.admit(origin) as state:
             self._require_all_tables(state, folders)
             state.verify(folders, checksums)
 
@@ -265,9 +295,9 @@ class Server(SaveCalls, MigrationCalls, StatusCalls):
 
         A restore belongs to a shard map: if the map changes meanwhile, the caller repeats it, in the same attempt."""
         self._require_all_permitted(folders)
-        with self._exclusive():
-            state = self._require_state()
-            self._require_map(state, origin)
+        with self._fence.exclusive():
+            state = self._fence.require_state()
+            self._fence.require_map(state, origin)
             is_started = state.restored is not None or state.owns_nothing  # by this restore, maybe under another map
             is_repeat = origin.attempt == state.engine.attempt and is_started
             if is_repeat and state.restored is not None and state.restored[0] == origin.map_version:
@@ -278,7 +308,7 @@ class Server(SaveCalls, MigrationCalls, StatusCalls):
                     "its rows may differ from the checkpoint; resume the checkpoint again"
                 )
             if origin.attempt < state.engine.attempt:
-                raise self._attempt_error(state, origin)
+                raise self._fence.attempt_error(state, origin)
             if folders:
                 self._require_all_tables(state, folders)
             chains = state.take_verified(folders, checksums) if folders else None
@@ -287,7 +317,7 @@ class Server(SaveCalls, MigrationCalls, StatusCalls):
             new_state.engine.begin_attempt(origin.attempt)
             answer = self._fill_tables(new_state, chains) if chains else True
             new_state.restored = origin.map_version, answer
-            self._state = new_state
+            self._fence.state = new_state
             return answer
 
     def _fill_tables(self, state: ServerState, chains: Chains) -> bool:
@@ -302,22 +332,34 @@ class Server(SaveCalls, MigrationCalls, StatusCalls):
             self._restoring = None
 
     def set_lr(self, origin: Origin, table: int, lr: float) -> None:
-        with self._admit(origin) as state:
+        with self._fence.admit(origin) as state:
             state.store(table).set_lr(lr)
 
     def check(self, origin: Origin, table: int) -> None:
-        with self._admit(origin, reads=True) as state:
+        with self._fence.admit(origin, reads=True) as state:
             state.store(table).check()
 
     def progress(self, origin: Origin) -> dict[str, int]:
-        return self._transfers().running()
+        state = self._restoring or self._fence.state
+        tables: TableGroup | None = getattr(state, "tables", None)  # a restore may just have removed them
+        return (Transfers() if tables is None else transfers_of(tables)).running()
+
+    def status(self, origin: Origin) -> dict[str, Any]:
+        restoring = self._restoring
+        return server_status(
+            restoring or self._fence.state,
+            is_restoring=restoring is not None,
+            leaves=self.leaves,
+            leases=self._leases.remaining(),
+            shared=self._shared,
+        )
 
     # -- internals ---------------------------------------------------------------------------------------------------
 
     def _require_all_permitted(self, folders: list[list[str]]) -> None:
         for chain in folders:
             for folder in chain:
-                self._require_permitted(folder)
+                require_permitted(self._permitted, folder)
 
     def _require_all_tables(self, state: ServerState, folders: list[list[str]]) -> None:
         if len(folders) != len(state.tables):
@@ -331,9 +373,9 @@ class Server(SaveCalls, MigrationCalls, StatusCalls):
             slots = open_engine(
                 job.tables, seed=job.seed, num_threads=self._num_threads, shared=self._shared, note=note
             )
-        state = ServerState(job, TableGroup.in_engine(slots), slots[0].engine, shard_map, number)
+        state = ServerState(job, TableGroup.in_engine(slots), slots[0].engine, slots[0].rows, shard_map, number)
         try:
-            state.adopt(shard_map, number, self._fencing_token)
+            state.adopt(shard_map, number, self._fence.fencing_token)
         except BaseException:
             self._remove_rows()
             raise
@@ -342,10 +384,10 @@ class Server(SaveCalls, MigrationCalls, StatusCalls):
     def _recreate_tables(self, old: ServerState, origin: Origin) -> ServerState:
         """Replace the tables by empty ones; meanwhile there are none."""
         job, shard_map, number = old.job, old.shard_map, old.number
-        self._state = None
+        self._fence.state = None
         self._discard_calls(old, origin)
         old.drop_cut()
-        del old.tables, old.engine, old.participant
+        del old.tables, old.engine, old.rows, old.participant
         self._remove_rows()
         new_state = self._create_tables(job, shard_map, number)
         new_state.has_handshake = True
@@ -364,7 +406,7 @@ class Server(SaveCalls, MigrationCalls, StatusCalls):
         state.barrier.refuse(lambda: AttemptError(f"attempt {origin.attempt} has started: this process was replaced"))
 
     def _oldest_open(self, state: ServerState, origin: Origin, given: int) -> int:
-        with self._condition:
+        with self._fence.condition:
             state.oldest_open[origin.trainer] = given
             state.staleness[origin.trainer] = origin.step - given
             return min(origin.step, *state.oldest_open.values())
@@ -399,7 +441,7 @@ class Server(SaveCalls, MigrationCalls, StatusCalls):
             )
 
     def _keep_ticket(self, state: ServerState, trainer: int, number: int, kept: PendingLookup) -> None:
-        with self._condition:
+        with self._fence.condition:
             tickets = state.tickets.setdefault(trainer, OrderedDict())
             left = [tickets.pop(number)] if number in tickets else []
             tickets[number] = kept
@@ -409,7 +451,7 @@ class Server(SaveCalls, MigrationCalls, StatusCalls):
             state.engine.drop(each.ticket)
 
     def _take_ticket(self, state: ServerState, trainer: int, number: int) -> PendingLookup:
-        with self._condition:
+        with self._fence.condition:
             kept = state.tickets.get(trainer, OrderedDict()).pop(number, None)
         if kept is None:
             raise TicketError(f"trainer {trainer} has no ticket {number} here: send the ids")

@@ -3,13 +3,13 @@ and restores are logged by `satrap.table`, as `satrap.transfer` has it."""
 
 import logging
 import os
-from collections.abc import Callable
 from functools import partial
 from weakref import ref
 
 from satrap.errors import SatrapError
 from satrap.event_log import LimitedLog, describe_process, event
 from satrap.rpc import Origin
+from satrap.server.call_fence import CallFence
 from satrap.server.state import ServerState
 
 _LOG = logging.getLogger("satrap.server")
@@ -18,15 +18,15 @@ _LOG = logging.getLogger("satrap.server")
 class ServerLog:
     """The log of one server."""
 
-    def __init__(self, state: Callable[[], ServerState | None]) -> None:
-        """state: returns the server's current state."""
-        self._state = state
+    def __init__(self, fence: CallFence) -> None:
+        """fence: has the server's state."""
+        self._fence = fence
         # A caller may retry in a loop, and a migration has thousands of small moves.
         self._log_refusal, self._log_move = LimitedLog(_LOG.warning), LimitedLog(_LOG.info)
 
     def record_start(self, shared: str | os.PathLike[str] | None) -> None:
         """Log which rows the process found at its start in the shared-memory file."""
-        if (state := self._state()) is None:
+        if (state := self._fence.state) is None:
             where = "no --shared file was named" if shared is None else f"{os.fspath(shared)} has none"
             _LOG.info("no rows found, starting empty: %s", where, extra=event("rows_not_found"))
             return
@@ -69,7 +69,7 @@ class ServerLog:
 
     def latest_step(self) -> int | None:
         """Return the latest step of the server's rows."""
-        state = self._state()
+        state = self._fence.state
         return None if state is None else state.engine.latest_step
 
 

@@ -8,7 +8,7 @@ from a trainer that was suspended.
 import json
 import threading
 import weakref
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from typing import Any, Self
@@ -24,6 +24,7 @@ from satrap.server.migration.participant import MigrationParticipant
 from satrap.server.protocol import Coded, Floats, Ids, Offsets
 from satrap.server.step_barrier import StepBarrier
 from satrap.sharding.shard_map import NO_MEMBER, ShardMap
+from satrap.table.engine import RowAccess
 from satrap.table.group_cut import GroupCut
 from satrap.table.store import Store
 from satrap.table.table_group import Chains, TableGroup
@@ -49,6 +50,8 @@ class PendingLookup:
     ticket: Ticket
     ids: Ids
     offsets: Offsets
+    others: int
+    """Number of updates of other trainers that were applied before."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +115,7 @@ class ServerState:
     job: Job
     tables: TableGroup
     engine: Engine
+    rows: RowAccess
     shard_map: ShardMap
     number: int
     """This server's number in the shard map."""
@@ -123,6 +127,10 @@ class ServerState:
     """For each trainer, the oldest open step as of its last lookup. Rows of open steps are never evicted."""
     staleness: dict[int, int] = field(default_factory=dict)
     """For each trainer, the number of earlier steps whose updates its last lookup may have missed."""
+    updates: Counter[int] = field(default_factory=Counter)
+    """Number of applied updates by trainer, since the process started or was restored."""
+    missed: Counter[int] = field(default_factory=Counter)
+    """Number of updates by how many of other trainers were applied after their lookup: what their rows had missed."""
     barrier: StepBarrier = field(default_factory=StepBarrier)
     save_folders: dict[int, str] = field(default_factory=dict)
     """For each table, the folder of the last save that was completed, for the status."""
@@ -150,7 +158,11 @@ class ServerState:
             return None, FencingToken()
         stored = json.loads(note)
         token = FencingToken(stored["fencing_token"], stored["token_holder"])
-        return cls(job, tables, engine, ShardMap.from_dict(stored["shard_map"]), stored["number"]), token
+        return cls(job, tables, engine, engine, ShardMap.from_dict(stored["shard_map"]), stored["number"]), token
+
+    def updates_of_others(self, trainer: int) -> int:
+        """Return how many updates of other trainers were applied."""
+        return self.updates.total() - self.updates[trainer]
 
     def store(self, table: int) -> Store:
         names = list(self.tables)

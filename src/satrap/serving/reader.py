@@ -9,7 +9,7 @@ takes as much memory as in training.
 
 import os
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, Self
 
@@ -37,7 +37,7 @@ from satrap.train.batch import Batch
 from satrap.train.batch_lookup import BatchLookup
 from satrap.train.stream import Stream
 from satrap.worker.local_rows import LocalRows
-from satrap.worker.worker import Rows, Worker
+from satrap.worker.worker import Worker
 
 if TYPE_CHECKING:
     from satrap.worker.sharded_tables import ShardedTable
@@ -81,6 +81,14 @@ class ReaderTable:
     def read(self, ids: ArrayLike) -> StoredRows:
         """Return values, optimizer state and presence, as `Store.read`."""
         return self._store.read(ids)
+
+    def ids(self) -> NDArray[np.uint64]:
+        """Return the ids of all rows, as `Store.ids`."""
+        return self._store.ids()
+
+    def rows(self) -> Iterator[tuple[NDArray[np.uint64], StoredRows]]:
+        """Yield all rows in parts, as `Store.rows`."""
+        return self._store.rows()
 
     def stats(self) -> dict[str, int]:
         """Return counters of the table, as `Store.stats`."""
@@ -129,7 +137,7 @@ class Reader:
         try:
             if features is not None:
                 self.features = _in_job_order(Features(features), self._rows.job)
-                self._worker = Worker(self.features, self._rows.rows_for(self.features))
+                self._worker = self._rows.worker_of(self.features)
         except BaseException:
             self.close()
             raise
@@ -172,7 +180,9 @@ class Reader:
         `Embeddings`."""
         worker = self._feature_worker()
         look_up = BatchLookup(worker, torch.device("cpu"), train=False, overlap=False)
-        return look_up(as_inputs(worker.features, inputs), 0, 0).hand_over()
+        found = look_up.new(as_inputs(worker.features, inputs))
+        look_up.look_up(found, 0)
+        return found.hand_over()
 
     def stream(self, data: Any, *, device: torch.device | str | None = None, overlap: bool = False) -> Stream:
         """Return the batches of a source with their rows looked up, as `Embeddings.stream` does in evaluation.
@@ -227,10 +237,10 @@ class _OnServers:
     def step(self) -> int:
         return self._servers.newest_step
 
-    def rows_for(self, features: Features) -> Rows:
+    def worker_of(self, features: Features) -> Worker:
         from satrap.worker.sharded_rows import ShardedRows
 
-        return ShardedRows(features, self._servers, num_threads=self._num_threads)
+        return Worker(features, ShardedRows(features, self._servers, num_threads=self._num_threads), self.tables)
 
     def load_model(self, model: torch.nn.Module) -> None:
         raise ConfigError(
@@ -291,8 +301,9 @@ class _InFolder:
         self.tables: Mapping[str, Store] = found
         self.step = found.latest_step
 
-    def rows_for(self, features: Features) -> Rows:
-        return LocalRows(features, self._slots[0].engine, self.job.tables)
+    def worker_of(self, features: Features) -> Worker:
+        rows = LocalRows(features, self._slots[0].engine, self.job.tables)
+        return Worker(features, rows, TableGroup.in_engine(self._slots))
 
     def load_model(self, model: torch.nn.Module) -> None:
         if self._model is None:

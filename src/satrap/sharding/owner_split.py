@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from satrap import _core
+from satrap.config.tables import Table
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -24,18 +25,19 @@ class OwnedIds:
 
 
 def split_by_owner(
-    ids: NDArray[np.uint64], offsets: NDArray[np.int64], owners: NDArray[np.uint32], num_buckets: Sequence[int]
+    ids: NDArray[np.uint64], offsets: NDArray[np.int64], owners: NDArray[np.uint32], tables: Sequence[Table]
 ) -> dict[int, OwnedIds]:
     """Return the ids of each server that owns some, in their order. Without ids, server 0 gets none of them.
 
-    owners: of every bucket, one table after the other. num_buckets: of each table.
+    owners: of every bucket, one table after the other.
     """
     owner = np.empty(len(ids), np.uint32)
     first_bucket = 0
-    for begin, end, buckets in zip(offsets[:-1].tolist(), offsets[1:].tolist(), num_buckets, strict=True):
+    for begin, end, table in zip(offsets[:-1].tolist(), offsets[1:].tolist(), tables, strict=True):
         if begin < end:
-            owner[begin:end] = owners[first_bucket:][_core.bucket_of(ids[begin:end], buckets)]
-        first_bucket += buckets
+            buckets = _core.bucket_of(ids[begin:end], table.resolved_num_buckets, table.is_direct)
+            owner[begin:end] = owners[first_bucket:][buckets]
+        first_bucket += table.resolved_num_buckets
     found = {}
     for server in np.unique(owner).tolist() or [0]:
         positions = np.flatnonzero(owner == server)

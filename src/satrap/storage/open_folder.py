@@ -52,7 +52,7 @@ def _bucket(url: str, is_patient: bool) -> Any:
     try:
         from satrap.storage.obstore_store import ObstoreStore
     except ImportError as error:
-        raise ConfigError(f"{url} needs the package obstore ({error}): pip install obstore") from error
+        raise ConfigError(f"{url} needs the package obstore ({error}): pip install 'satrap[train]'") from error
     try:
         return ObstoreStore(url, is_patient=is_patient)
     except OSError as error:

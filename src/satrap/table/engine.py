@@ -11,7 +11,7 @@ import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,12 +29,70 @@ _SHARED_FORMAT = "satrap-shared"  # of the blob in a shared-memory file, so that
 _SHARED_FORMAT_VERSION = 1
 
 
+class RowAccess(Protocol):
+    """What reads and writes the rows of an engine's tables. Its methods are those of `_core.Engine`, which is one for
+    the rows that it holds."""
+
+    def next_step(self) -> int:
+        """Return the number of the next training lookup."""
+
+    def lookup(
+        self,
+        ids: NDArray[np.uint64],
+        offsets: NDArray[np.int64],
+        step: int,
+        oldest_open: int,
+        train: bool,
+        out: NDArray[np.float32],
+        ticket: bool,
+        first_epoch: bool = True,
+    ) -> Any:
+        """Fill `out` with the rows of the ids of each table, one after another; return the ticket, or None."""
+
+    def prepare(self, ids: NDArray[np.uint64], offsets: NDArray[np.int64]) -> _core.Ticket:
+        """Return a ticket for an update of ids that were looked up without one."""
+
+    def read(
+        self,
+        table: int,
+        ids: NDArray[np.uint64],
+        values: NDArray[np.float32],
+        state: NDArray[np.float32],
+        present: NDArray[np.bool_],
+    ) -> None:
+        """Fill the lines of ids that have a row."""
+
+    def export_rows(self, table: int, bucket_begin: int, bucket_end: int, since: int) -> dict[str, NDArray[Any]]:
+        """Return the rows of some buckets as columns."""
+
+    def export_cut(self, table: int, bucket_begin: int, bucket_end: int, since: int) -> dict[str, Any]:
+        """Return the rows of some buckets at the cut as columns."""
+
+    def import_rows(
+        self,
+        table: int,
+        id: NDArray[np.uint64],
+        step: NDArray[np.uint32],
+        values: NDArray[Any],
+        state: NDArray[np.float32],
+    ) -> None:
+        """Insert or replace rows."""
+
+    def stats(self, table: int) -> dict[str, int]:
+        """Return the counts of a table."""
+
+    def check(self, table: int) -> None:
+        """Raise AssertionError if an invariant does not hold."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Slot:
     """The place of one table in an engine."""
 
     engine: _core.Engine
-    """The engine that holds the rows, those of other tables too."""
+    """The engine that knows the rows, those of other tables too."""
+    rows: RowAccess
+    """The engine if it holds the rows; it is only the directory of rows on a device."""
     index: int
     """The table's number in the engine."""
     num_tables: int
@@ -45,6 +103,11 @@ class Slot:
     """Initial values and draws are functions of it."""
     transfers: Transfers = field(compare=False)
     """Saves, verifications and restores of the engine's tables."""
+
+    @property
+    def keeps_cuts(self) -> bool:
+        """Whether the rows of a cut are kept while it is written. Those on a device are changed in place."""
+        return self.rows is self.engine
 
 
 def open_engine(
@@ -123,7 +186,7 @@ def resolve_step(
 
 def look_up(
     where: str,
-    engine: _core.Engine,
+    slot: Slot,
     ids: NDArray[np.uint64],
     offsets: NDArray[np.int64],
     shape: tuple[int, ...],
@@ -135,6 +198,7 @@ def look_up(
     with_ticket: bool = False,
 ) -> tuple[NDArray[np.float32], Any]:
     """Look rows up for a store or a table group; return them and the ticket, or None. shape: of the rows."""
+    engine = slot.engine
     check_flag(where, "train", train, InputError)
     if out is not None:
         rows = as_out(where, out, shape)
@@ -144,9 +208,9 @@ def look_up(
     if not train:
         step = 0
     elif step is None:
-        step = engine.next_step()
+        step = slot.rows.next_step()
     oldest_open = step if oldest_open is None else oldest_open
-    ticket = engine.lookup(ids, offsets, step, oldest_open, train, rows, with_ticket)
+    ticket = slot.rows.lookup(ids, offsets, step, oldest_open, train, rows, with_ticket)
     return rows if out is None else out, ticket
 
 
@@ -184,13 +248,10 @@ def resolved_initial(table: Table) -> Constant | Normal | Uniform:
             return given
 
 
-def slots_of(engine: _core.Engine, tables: Sequence[Table], seed: int) -> list[Slot]:
-    """Return the tables of a new engine, whose configurations these are."""
-    transfers, count = Transfers(), len(tables)
-    return [
-        Slot(engine=engine, index=i, num_tables=count, table=table, seed=seed, transfers=transfers)
-        for i, table in enumerate(tables)
-    ]
+def slots_of(engine: _core.Engine, tables: Sequence[Table], seed: int, rows: RowAccess | None = None) -> list[Slot]:
+    """Return the tables of a new engine, whose configurations these are. rows: None: the engine holds them."""
+    common: dict[str, Any] = {"engine": engine, "rows": rows or engine, "seed": seed, "transfers": Transfers()}
+    return [Slot(index=i, num_tables=len(tables), table=table, **common) for i, table in enumerate(tables)]
 
 
 def _simd(simd: str) -> str:

@@ -11,7 +11,7 @@ training lookups 1, 2, 3, ... and an update takes the latest. A training job pas
 
 import os
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple, Never, Self
 
@@ -27,8 +27,10 @@ from satrap.table.snapshot.directory import folder_path
 from satrap.table.snapshot.held_bytes import HeldBytes
 from satrap.table.snapshot.reader import History, Snapshot, fill_from, fill_levels
 from satrap.table.snapshot.writer import save_table
+from satrap.table.written_rows import as_rows, put_rows
 
 _PathLike = str | os.PathLike[str]
+_PART_BYTES = 16 << 20
 
 
 class StoredRows(NamedTuple):
@@ -212,8 +214,19 @@ class Store:
         values = np.zeros((len(id_array), self.table.dim), np.float32)
         state = np.zeros((len(id_array), self.state_dim), np.float32)
         present = np.zeros(len(id_array), np.bool_)
-        self._engine.read(self._slot.index, id_array, values, state, present)
+        self._slot.rows.read(self._slot.index, id_array, values, state, present)
         return StoredRows(values, state, present)
+
+    def write(self, ids: ArrayLike, values: ArrayLike, state: ArrayLike | None = None) -> None:
+        """Insert or replace rows, such as pretrained ones, whatever `table.admission` says. Bad input changes nothing.
+
+        ids: each once. values: finite float32 or float16 [n, dim], rounded to the nearest number that the table stores.
+        state: optimizer state, float32 [n, state_dim], as `read` returns it. None: that of a new row.
+
+        The rows count as used at the latest step. A gradient of a batch that was looked up before is applied to the
+        written row. A full table raises CapacityError; rows that the call wrote before stay. `save` makes them durable.
+        """
+        put_rows(self._slot, as_rows(self.table, self.state_dim, ids, values, state))
 
     # -- contents ----------------------------------------------------------------------------------------------------
 
@@ -231,6 +244,21 @@ class Store:
         """Return True, for an empty store too."""
         return True
 
+    def ids(self) -> NDArray[np.uint64]:
+        """Return the ids of all rows, in the order of their buckets."""
+        return np.concatenate([self.bucket_ids(bucket) for bucket in range(self.table.resolved_num_buckets)])
+
+    def rows(self) -> Iterator[tuple[NDArray[np.uint64], StoredRows]]:
+        """Yield all rows in parts of bounded size: their ids, and what `read` returns. A part holds the rows as they
+        are when it is yielded; rows that are inserted or removed meanwhile may be missing."""
+        for bucket in range(self.table.resolved_num_buckets):
+            yield from parts_of(self.read, self.table.dim, self.bucket_ids(bucket))
+
+    def bucket_ids(self, bucket: int) -> NDArray[np.uint64]:
+        """Return the ids of the rows of one bucket."""
+        exported: NDArray[np.uint64] = self._engine.export_rows(self._slot.index, bucket, bucket + 1, 0)["id"]
+        return exported
+
     def stats(self) -> dict[str, int]:
         """Return exact counts since the store was created, loaded or attached.
 
@@ -242,11 +270,11 @@ class Store:
         A lookup that raises CapacityError has stopped half way: after it `lookups` may be more than hits, inserted and
         refused together. Its step is taken nevertheless, as `latest_step` shows.
         """
-        return self._engine.stats(self._slot.index)
+        return self._slot.rows.stats(self._slot.index)
 
     def check(self) -> None:
         """Check every invariant of the whole table; raise AssertionError on a violation, which is a bug in Satrap."""
-        self._engine.check(self._slot.index)
+        self._slot.rows.check(self._slot.index)
 
     # -- saving and loading ------------------------------------------------------------------------------------------
 
@@ -322,7 +350,7 @@ class Store:
         """
         folder = folder_path(self._where, path)
         with self._one_at_a_time():
-            saved = Snapshot.open(folder, "changes", self.num_threads, held=HeldBytes())
+            saved = Snapshot.open(folder, "changes", self.num_threads, held=HeldBytes(), opened=self.table)
             saved.require_next(self._slot, self._snapshots)
             fill_from(self._slot, saved)
             self._snapshots.add(saved.manifest)
@@ -356,16 +384,27 @@ class Store:
     def _look_up(self, ids: ArrayLike, **options: Any) -> tuple[NDArray[np.float32], Any]:
         id_array = array_args.as_ids(self._where, ids)
         shape = (len(id_array), self.table.dim)
-        return look_up(self._where, self._engine, id_array, self._offsets(len(id_array)), shape, **options)
+        return look_up(self._where, self._slot, id_array, self._offsets(len(id_array)), shape, **options)
 
     def _prepare(self, ids: ArrayLike) -> Ticket:
         id_array = array_args.as_ids(self._where, ids)
-        return self._engine.prepare(id_array, self._offsets(len(id_array)))
+        return self._slot.rows.prepare(id_array, self._offsets(len(id_array)))
 
     def _offsets(self, n: int) -> NDArray[np.int64]:
         offsets = np.zeros(self._slot.num_tables + 1, np.int64)
         offsets[self._slot.index + 1 :] = n
         return offsets
+
+
+def parts_of(
+    read: Callable[[NDArray[np.uint64]], StoredRows], dim: int, ids: NDArray[np.uint64]
+) -> Iterator[tuple[NDArray[np.uint64], StoredRows]]:
+    """Yield what `read` finds of the ids, in parts of about 16 MiB, without the ids that have no row."""
+    step = max(1, _PART_BYTES // (4 * dim))
+    for begin in range(0, len(ids), step):
+        part = ids[begin : begin + step]
+        values, state, present = read(part)
+        yield part[present], StoredRows(values[present], state[present], present[present])
 
 
 def history_of(store: Store) -> History:

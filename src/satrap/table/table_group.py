@@ -73,7 +73,7 @@ class TableGroup(Mapping[str, Store]):
         return tables
 
     def _begin(self, slots: list[Slot], renew: Callable[[], list[Slot]] | None = None) -> None:
-        self._engine, self._renew = slots[0].engine, renew
+        self._first, self._engine, self._renew = slots[0], slots[0].engine, renew
         self._slots = {slot.table.name: slot for slot in slots}
         self._stores = {slot.table.name: Store.in_engine(slot) for slot in slots}
         self._where = f"tables {', '.join(map(repr, self._stores))}" if len(slots) < 5 else f"{len(slots)} tables"
@@ -86,6 +86,9 @@ class TableGroup(Mapping[str, Store]):
 
     def __len__(self) -> int:
         return len(self._stores)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({', '.join(f'{name}: {len(store):,} rows' for name, store in self.items())})"
 
     def __reduce__(self) -> Never:
         raise TypeError(
@@ -102,7 +105,7 @@ class TableGroup(Mapping[str, Store]):
     @property
     def keeps_cuts(self) -> bool:
         """Whether training may continue while a cut is written, which it may not with rows on a device."""
-        return getattr(self._engine, "keeps_cuts", True)
+        return self._first.keeps_cuts
 
     def require_permitted(self, folder: _PathLike) -> None:
         """Permit every folder. Only tables on servers restrict the folders that they write to."""
@@ -142,7 +145,8 @@ class TableGroup(Mapping[str, Store]):
         is_new, self.is_whole = self.is_whole and not used, False
         if not is_new and self._renew is not None:
             slots = self._renew()
-            self._engine, self._slots = slots[0].engine, {slot.table.name: slot for slot in slots}
+            self._first, self._engine = slots[0], slots[0].engine
+            self._slots = {slot.table.name: slot for slot in slots}
             for slot in slots:  # in place: the caller may hold them
                 self._stores[slot.table.name]._begin(slot)
         may_follow = self.fill(chains)
@@ -233,12 +237,12 @@ class TableGroup(Mapping[str, Store]):
     def _look_up(self, ids: ArrayLike, offsets: ArrayLike, **options: Any) -> tuple[NDArray[np.float32], Any]:
         id_array, offset_array = array_args.as_ids(self._where, ids), self._offsets(offsets)
         shape = (self._engine.num_floats(offset_array, len(id_array)),)
-        return look_up(self._where, self._engine, id_array, offset_array, shape, **options)
+        return look_up(self._where, self._first, id_array, offset_array, shape, **options)
 
     def prepare(self, ids: ArrayLike, offsets: ArrayLike) -> Ticket:
         """Return a ticket for an update of ids that were looked up without one."""
         id_array = array_args.as_ids(self._where, ids)
-        return self._engine.prepare(id_array, self._offsets(offsets))
+        return self._first.rows.prepare(id_array, self._offsets(offsets))
 
     def update(
         self,

@@ -21,7 +21,7 @@ Trainers do not communicate after the start of their first stream, not even abou
 import gc
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -30,11 +30,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from satrap.config.features import Features
+from satrap.config.optimizers import SGD, Adagrad, Adam, AdamW, Optimizer
 from satrap.config.tables import LAST_STEP, Table, Zeros
 from satrap.config.validation import check_number
 from satrap.device.device_stream import current_stream
 from satrap.errors import ConfigError, NonFiniteError, StreamError
-from satrap.train.async_optimizer import table_optimizer
 from satrap.train.dense_strategy import DenseStrategy
 from satrap.train.process_group import ProcessGroup
 
@@ -45,6 +45,13 @@ if TYPE_CHECKING:
 DIM = 1024
 """Numbers in a row; docs/design/003-cluster.md has the measurement."""
 _PREFIX = "dense."
+_TABLE_OPTIMIZERS: dict[type[torch.optim.Optimizer], type[SGD | Adagrad | Adam | AdamW]] = {
+    torch.optim.SGD: SGD,
+    torch.optim.Adagrad: Adagrad,
+    torch.optim.Adam: Adam,
+    torch.optim.AdamW: AdamW,
+}
+_REQUIRED = {"weight_decay": 0.0, "dampening": 0.0, "lr_decay": 0.0, "amsgrad": False, "maximize": False}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -274,6 +281,31 @@ class AsyncDense(DenseStrategy):
             flat[first * DIM : first * DIM + each.numel()].view(each.shape)
             for first, each in zip(self._first.tolist(), self._parameters, strict=False)
         ]
+
+
+def table_optimizer(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> Optimizer:
+    """Return the table optimizer that updates a row exactly as torch's updates the parameters of one group; raise
+    ConfigError if there is none. Only options whose effect does not depend on a parameter's value have an equivalent,
+    since a row is only the change of the parameter: weight decay is refused."""
+    kind = type(optimizer)
+    if kind not in _TABLE_OPTIMIZERS:
+        known = ", ".join(each.__name__ for each in _TABLE_OPTIMIZERS)
+        raise ConfigError(f"dense='async': tables have no {kind.__name__}; expected one of torch's {known}")
+    for name, required in _REQUIRED.items():
+        if group.get(name, required) != required:
+            raise ConfigError(
+                f"dense='async': {kind.__name__} has {name}={group[name]!r}, which tables do not support for dense "
+                f"parameters: set {name}={required!r}, or dense='sync'"
+            )
+    table_kind = _TABLE_OPTIMIZERS[kind]
+    return table_kind(**{option.name: _plain(group[option.name]) for option in fields(table_kind)})
+
+
+def _plain(value: Any) -> Any:
+    """Convert tensors to the numbers that they hold, since torch takes both."""
+    if isinstance(value, tuple | list):
+        return tuple(map(_plain, value))
+    return value.item() if isinstance(value, torch.Tensor) else value
 
 
 def _without_lr(optimizer: Any) -> dict[str, Any]:

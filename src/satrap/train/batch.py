@@ -22,8 +22,9 @@ from satrap.config.validation import suggest
 from satrap.data.inputs import Inputs, Position
 from satrap.device.device_stream import Mark
 from satrap.errors import InputError, StreamError
-from satrap.train.joint_calls import BatchCalls
-from satrap.train.joint_step import Padding
+from satrap.train.joint_calls import BatchCalls, Padding
+from satrap.train.ledger import BatchRecord
+from satrap.worker.rows import BagRequest
 
 _NOT_LOOKED_UP = torch.empty(0)
 
@@ -38,31 +39,37 @@ class Sequence:
         self.values, self.mask = values, mask
 
 
-class InFlightBatch:
-    """A batch as its stream tracks it, until it is updated or dropped."""
+class InFlightBatch(BatchRecord):
+    """A batch as its stream tracks it, until it is updated or dropped, with its tensors once they exist."""
 
-    def __init__(self, inputs: Inputs, step: int, dense: Tensor, label: Tensor | None, features: Features) -> None:
-        """step: the optimizer step that the batch belongs to; 0 in evaluation."""
-        self.inputs, self.step, self.dense, self.label, self.features = inputs, step, dense, label, features
+    dense: Tensor
+    label: Tensor | None
+
+    def __init__(self, inputs: Inputs, features: Features) -> None:
+        super().__init__(position=inputs.position, has_rows=not isinstance(inputs, Padding))
+        self.inputs, self.features = inputs, features
         self.embeddings = _NOT_LOOKED_UP
         self.sequences: Mapping[str, Sequence] = {}
+        self.request: BagRequest | None = None
+        """Its lookup, if the part that needs no row's values was done ahead."""
         self.ticket: Any = None
         """Identifies the lookup in the update; None in evaluation, for padding, and before the lookup."""
         self.weight = 1.0
-        """Factor of its gradients relative to the other trainers'; see `satrap.train.joint_step`."""
+        """Factor of its gradients relative to the other trainers'; see `satrap.train.joint_calls`."""
         self.ready: list[Mark] = []
-        """After the work of the device that makes the batch's tensors."""
-        self.number_in_step = 0
-        """Its number among the batches of its step that were returned, from 1."""
+        """After the work of the device that makes the batch's tensors; empty before they exist."""
         self.calls = BatchCalls()
         """Which calls were compared with the other trainers'."""
-        self.is_used = False
-        """Whether the rows were returned to the user."""
         self.is_training = False
         """Whether autograd was recording when the rows were returned."""
         self.drop_reason: str | None = None
         """Why the rows cannot be used any more; None if they can."""
         self._batch: Callable[[], object] = _never_released
+
+    def take_ticket(self) -> Any:
+        """Return what to drop at the worker if the batch has no update; None if nothing was looked up or resolved."""
+        request, self.request = self.request, None
+        return self.ticket if request is None else request.resolved["ticket"]
 
     def hand_over(self, training: "TrainingCalls | None" = None, *, with_dense: bool = False) -> "Batch":
         """Return the user's view; called once. `training` and `with_dense` are those of `Batch`."""
@@ -75,18 +82,11 @@ class InFlightBatch:
         return self.embeddings is not _NOT_LOOKED_UP
 
     @property
-    def is_padding(self) -> bool:
-        """Whether the batch only keeps this trainer in step with the others."""
-        return isinstance(self.inputs, Padding)
-
-    @property
     def is_released_unused(self) -> bool:
-        """Whether the user released the batch and never used its rows: no loss will reach it."""
         return not self.is_used and self._batch() is None
 
     @property
     def may_get_gradient(self) -> bool:
-        """Whether a loss has reached the batch, or may: the user used it and still holds it."""
         return self.has_gradient or (self.is_training and self._batch() is not None)
 
     @property
@@ -103,7 +103,6 @@ class InFlightBatch:
 
     @property
     def has_gradient(self) -> bool:
-        """Whether any backward pass has reached the batch."""
         return self.is_used and any(leaf.grad is not None for leaf in self.leaves)
 
     def forbid_gradients(self, why: str) -> None:
@@ -145,7 +144,7 @@ class Batch:
         self.inputs: Inputs = in_flight.inputs
         """The inputs as the loader read them: ids, numpy arrays, other columns. There are no ids if a worker in another
         process read the batch."""
-        self.step: int = in_flight.step
+        self.step: int = 0 if training is None else in_flight.step
         """The optimizer step that the batch belongs to; 0 in evaluation."""
         self._in_flight, self._unused_in = in_flight, training
         self._stream = None if training is None else weakref.ref(training)  # the batch may outlive it

@@ -3,9 +3,8 @@
 The pipeline decides the order and the thread; methods that must run in the user's thread say so.
 """
 
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import Any
 
 import numpy as np
@@ -14,14 +13,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from satrap.data.inputs import Inputs
-from satrap.device.device_stream import Mark, current_stream, new_stream
-from satrap.device.host_copy import to_device
+from satrap.device.device_stream import Mark, current_stream, new_stream, to_device
 from satrap.errors import CapacityError
 from satrap.train.batch import InFlightBatch, Sequence, gradient_array, gradient_of
 from satrap.train.dense_strategy import DenseStrategy
-from satrap.train.joint_step import PADDING_ROWS, JointStep, Padding
+from satrap.train.joint_calls import PADDING_ROWS, JointStep
 from satrap.train.torch_threads import torch_threads
-from satrap.worker.worker import BagRequest, LookupResult, Worker
+from satrap.worker.worker import Worker
 
 
 class BatchLookup:
@@ -44,59 +42,51 @@ class BatchLookup:
         self._worker, self._device, self._train, self._dense = worker, device, train, dense or DenseStrategy()
         same_threads = not overlap and worker.num_threads == torch.get_num_threads()
         self._threads: Callable[[], AbstractContextManager[None]] = torch_threads if same_threads else nullcontext
-        self._resolves_ahead = train
-        self._resolved: dict[int, BagRequest] = {}  # by id() of the inputs, which wait for their lookup
-        self._unresolved: set[int] = set()  # those that did not fit ahead, and those after them
+        self.resolves_ahead = train
+        """Whether the part of a lookup that needs no row's values may be done ahead, as far as is known."""
         self._measured: tuple[list[InFlightBatch], Any] | None = None
         """Batches, and what `Worker.measure` returned for their gradients."""
-        self._is_looking_up = False
-        self._looked_up = threading.Condition()
         self._batch_copies = new_stream(device)  # copies batches to the device
         self._gradients = worker.device_stream or new_stream(device)  # copies gradients, or uses them
 
-    def resolve(self, inputs: Inputs, step: int, oldest_open: int) -> None:
+    def new(self, inputs: Inputs) -> InFlightBatch:
+        """Return a batch without its rows and tensors."""
+        return InFlightBatch(inputs, self._worker.features)
+
+    def resolve(self, batch: InFlightBatch, step: int, oldest_open: int) -> None:
         """Do the part of a training lookup that needs no row's values. Runs in the thread that reads. A batch that does
-        not fit yet is found in its lookup, and so are those after it until then."""
-        if not self._resolves_ahead or isinstance(inputs, Padding):
+        not fit yet is found in its lookup."""
+        if not batch.has_rows:
             return
-        with self._looked_up:
-            self._looked_up.wait_for(lambda: not (self._unresolved and self._is_looking_up))
-            if self._unresolved:  # this batch may not come before those
-                self._unresolved.add(id(inputs))
-                return
-        try:
-            with self._beside_the_loop(inputs):
-                request = self._worker.resolve(inputs, step=step, oldest_open=oldest_open)
-        except CapacityError:  # there may be room after the steps in progress
-            self._unresolved.add(id(inputs))
+        with suppress(CapacityError), self._beside_the_loop(batch.inputs):  # there may be room after the open steps
+            batch.request = self._worker.resolve(batch.inputs, step=step, oldest_open=oldest_open)
+            batch.is_resolved = self.resolves_ahead = batch.request is not None
+
+    def drop_resolved(self, batches: Iterable[InFlightBatch]) -> None:
+        """Give up what was resolved for batches that will not be looked up."""
+        for batch in batches:
+            if (ticket := batch.take_ticket()) is not None:
+                self._worker.drop(ticket)
+
+    def look_up(self, batch: InFlightBatch, oldest_open: int) -> None:
+        """Look up the rows of a batch. oldest_open: the oldest step in progress."""
+        if batch.is_looked_up():  # a retry after an interrupt that came right after the lookup
             return
-        if request is None:
-            self._resolves_ahead = False
-        else:
-            self._resolved[id(inputs)] = request
-
-    def drop_resolved(self) -> None:
-        """Give up the batches that were resolved and will not be looked up."""
-        while self._resolved:
-            _, request = self._resolved.popitem()
-            self._worker.drop(request.resolved["ticket"])
-
-    def __call__(
-        self, inputs: Inputs, step: int, oldest_open: int, ahead: InFlightBatch | None = None
-    ) -> InFlightBatch:
-        """Look up a batch. `ahead` is the result of `read_ahead` for these inputs, if it was called."""
-        if ahead is not None and ahead.is_looked_up():  # a retry after an interrupt that came right after the lookup
-            return ahead
-        if isinstance(inputs, Padding):
-            self._worker.pad(step, oldest_open)
-            return self._pad(self.read_ahead(inputs, step) if ahead is None else ahead)
-        batch = self.read_ahead(inputs, step) if ahead is None else ahead
-        with self._threads(), self._beside_the_loop(inputs):
+        self.read_ahead(batch)
+        if not batch.has_rows:
+            self._worker.pad(batch.step, oldest_open)
+            self._pad(batch)
+            return
+        with self._threads(), self._beside_the_loop(batch.inputs):
             if self._train:
-                self._dense.look_up(step, oldest_open, self._to_device)
-                rows = self._look_up(inputs, step, oldest_open)
+                self._dense.look_up(batch.step, oldest_open, self._to_device)
+            request, batch.request = batch.request, None
+            if request is not None:
+                rows = self._worker.lookup_resolved(request)
+            elif self._train:
+                rows = self._worker.lookup(batch.inputs, step=batch.step, oldest_open=oldest_open, train=True)
             else:
-                rows = self._worker.lookup(inputs, step=None, oldest_open=None, train=False)
+                rows = self._worker.lookup(batch.inputs, step=None, oldest_open=None, train=False)
         batch.ticket = rows.ticket
         batch.sequences = {
             name: Sequence(self._to_device(values), self._to_device(rows.masks[name]))
@@ -106,7 +96,6 @@ class BatchLookup:
         of_rows = self._worker.device_stream
         batch.ready += [self._batch_copies.mark(), *([] if of_rows is None else [of_rows.mark()])]
         batch.embeddings = block  # last: marks the batch as looked up
-        return batch
 
     @contextmanager
     def _beside_the_loop(self, inputs: Inputs) -> Iterator[None]:
@@ -123,33 +112,20 @@ class BatchLookup:
         with rows.running():
             yield
 
-    def _look_up(self, inputs: Inputs, step: int, oldest_open: int) -> LookupResult:
-        """Look up a training batch, which may be resolved."""
-        if request := self._resolved.pop(id(inputs), None):
-            return self._worker.lookup_resolved(request)
-        with self._looked_up:
-            self._is_looking_up = True
-        try:
-            rows = self._worker.lookup(inputs, step=step, oldest_open=oldest_open, train=True)
-            self._unresolved.discard(id(inputs))
-            return rows
-        finally:
-            with self._looked_up:
-                self._is_looking_up = False
-                self._looked_up.notify_all()
-
-    def read_ahead(self, inputs: Inputs, step: int) -> InFlightBatch:
-        """Return a batch without its rows."""
+    def read_ahead(self, batch: InFlightBatch) -> None:
+        """Make the tensors of a batch that need no lookup, once."""
+        if batch.ready:
+            return
+        inputs = batch.inputs
         dense = np.empty((inputs.batch_size, 0), np.float32) if inputs.dense is None else inputs.dense
-        label = None if inputs.label is None else self._to_device(inputs.label)
-        step = step if self._train else 0
-        batch = InFlightBatch(inputs, step, self._to_device(dense), label, self._worker.features)
-        batch.ready.append(self._batch_copies.mark())
+        batch.label = None if inputs.label is None else self._to_device(inputs.label)
+        batch.dense = self._to_device(dense)
+        ready = [self._batch_copies.mark()]
         if isinstance(dense, Tensor) or isinstance(inputs.label, Tensor):  # the calling thread may have computed them
-            batch.ready.append(current_stream(self._device).mark())
-        return batch
+            ready.append(current_stream(self._device).mark())
+        batch.ready = ready
 
-    def _pad(self, batch: InFlightBatch) -> InFlightBatch:
+    def _pad(self, batch: InFlightBatch) -> None:
         """Set the rows of a padding batch to zeros."""
         features = self._worker.features
         for name, feature in features.items():
@@ -163,12 +139,11 @@ class BatchLookup:
         block = self._to_device(np.zeros((PADDING_ROWS, features.total_dim), np.float32))
         batch.ready.append(self._batch_copies.mark())
         batch.embeddings = block
-        return batch
 
     def join(self, batch: InFlightBatch, step: JointStep) -> None:
         """Add the batch to a step that several trainers take together."""
         batch.weight = step.weight
-        if batch.is_padding:
+        if not batch.has_rows:
             dense, label = step.padding()
             batch.dense, batch.label = self._to_device(dense), None if label is None else self._to_device(label)
             batch.ready.append(self._batch_copies.mark())
@@ -193,7 +168,7 @@ class BatchLookup:
 
     def measure(self, batches: list[InFlightBatch]) -> None:
         """Start to compute the largest gradient of the batches, for their update."""
-        leaves = [(leaf.grad, each.weight) for each in batches if not each.is_padding for leaf in each.leaves]
+        leaves = [(leaf.grad, each.weight) for each in batches if each.has_rows for leaf in each.leaves]
         given = [(gradient, weight) for gradient, weight in leaves if gradient is not None]
         self._measured = batches, self._worker.measure(given)
 
@@ -206,7 +181,7 @@ class BatchLookup:
         (_, magnitude), self._measured = self._measured, None
         ready = current_stream(self._device).mark()
         step = batches[-1].step
-        batches = [batch for batch in batches if not batch.is_padding]
+        batches = [batch for batch in batches if batch.has_rows]
 
         def apply() -> None:
             if not batches:

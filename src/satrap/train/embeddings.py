@@ -6,7 +6,6 @@ state_dict only records the step and the tables' versions, so that a stream refu
 one checkpoint and rows of another.
 """
 
-import warnings
 from collections.abc import Mapping
 from contextlib import nullcontext, suppress
 from dataclasses import fields, replace
@@ -35,11 +34,9 @@ from satrap.train.process_group import Compress, ProcessGroup
 from satrap.train.session import TrainingSession
 from satrap.train.stream import Stream
 from satrap.train.torch_threads import spare_cores
+from satrap.worker.worker import Worker
 
 if TYPE_CHECKING:
-    from satrap.device.device_worker import DeviceWorker
-    from satrap.worker.local_rows import LocalWorker
-    from satrap.worker.sharded_rows import ShardedWorker
     from satrap.worker.sharded_tables import ShardedTables
 
 _STRATEGIES: dict[str, type[SyncDense | AsyncDense]] = {"sync": SyncDense, "async": AsyncDense}
@@ -104,7 +101,6 @@ class Embeddings(torch.nn.Module):
         )
         if self._strategy.is_joint:
             self._session.open(DenseStrategy())
-        self._has_warned = False
 
     def _require_possible(self, dense: str, has_servers: bool) -> None:
         """Raise ConfigError if an option is invalid or conflicts with another."""
@@ -120,7 +116,7 @@ class Embeddings(torch.nn.Module):
         self._strategy.require_possible(self.features, has_servers=has_servers)
 
     @property
-    def worker(self) -> "LocalWorker | ShardedWorker | DeviceWorker":
+    def worker(self) -> Worker:
         """The worker that looks up and updates rows."""
         return self._session.worker
 
@@ -178,8 +174,8 @@ class Embeddings(torch.nn.Module):
             sample is trained on, and in the last step, where some trainers have fewer samples or none, all samples have
             equal weight. With dense="async" each trainer ends with its own shard.
         accumulate: number of batches per optimizer step.
-        overlap: run table work concurrently with the dense network; None: if there is a device, a worker in another
-            process, or staleness and a spare core.
+        overlap: run table work concurrently with the dense network; None: if there is a device or a worker in another
+            process, or with staleness if the rows are on servers or a core is free.
         train: whether to train the tables; None: according to the last `train()` or `eval()`.
         """
         if isinstance(accumulate, bool) or not isinstance(accumulate, int) or accumulate < 1:
@@ -193,29 +189,20 @@ class Embeddings(torch.nn.Module):
         if self.worker.device is not None and resolve_device(target) != self.worker.device:
             raise ConfigError(f"device is {str(target)!r}; expected {str(self.worker.device)!r}, where the rows are")
         if overlap is None:
-            overlap = target.type != "cpu" or (spare_cores() > 0 and self.staleness > 0) or self.worker.can_read(data)
-            self._warn_of_no_core(train and not overlap)
+            is_free = self.worker.servers is not None or spare_cores() > 0
+            overlap = target.type != "cpu" or (is_free and self.staleness > 0) or self.worker.can_read(data)
         return (
             session.train_on(data, target, accumulate, overlap) if train else session.evaluate_on(data, target, overlap)
-        )
-
-    def _warn_of_no_core(self, inline: bool) -> None:
-        """Warn once: an inline stream applies all earlier updates before each lookup, unless the staleness is
-        deterministic."""
-        if not inline or self._has_warned or self.staleness == 0 or self.deterministic:
-            return
-        self._has_warned = True
-        warnings.warn(
-            f"staleness={self.staleness} has no effect: torch's {torch.get_num_threads()} threads leave no core "
-            "free, so table work runs between the steps, at staleness 0; leave a core free with "
-            "torch.set_num_threads(...), or pass stream(overlap=True) to share the cores",
-            stacklevel=3,
         )
 
     def train(self, mode: bool = True) -> Self:
         """Choose whether the streams that are created from now on train the tables. `eval()` is `train(False)`."""
         self._session.is_training = mode
         return super().train(mode)
+
+    def __dir__(self) -> list[str]:
+        """Return the names of Satrap, without the many of `nn.Module`."""
+        return sorted({*vars(type(self)), *vars(self)} - {*vars(torch.nn.Module())})
 
     def get_extra_state(self) -> Tensor:
         """Return the step and the version of each table for state_dict."""
@@ -279,7 +266,8 @@ class Embeddings(torch.nn.Module):
         """
         self._session.require_whole_rows()
         look_up = BatchLookup(self.worker, self.worker.device or torch.device("cpu"), train=False, overlap=False)
-        found = look_up(self.worker.inputs_of(inputs), 0, 0)
+        found = look_up.new(self.worker.inputs_of(inputs))
+        look_up.look_up(found, 0)
         look_up.wait_for_copies(found)
         return found.hand_over()
 

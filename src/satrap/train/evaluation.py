@@ -1,13 +1,22 @@
 """Evaluation of a model over one pass of a stream, without gradients and without changing any table."""
 
-from collections.abc import Callable, Iterable
+import copy
+import inspect
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
-from satrap.errors import InputError
-from satrap.monitor import metrics
+from satrap.config.validation import suggest
+from satrap.errors import ConfigError, InputError
+from satrap.monitor.metrics import Evaluation, probabilities
 from satrap.train.batch import Batch
 from satrap.train.process_group import unwrap
+
+Metric = Any  # a function, or an object with update() and compute()
+Group = str | Callable[[Batch], Any]
 
 
 def evaluate(
@@ -16,27 +25,106 @@ def evaluate(
     *,
     score: Callable[[Batch], torch.Tensor] | None = None,
     label: Callable[[Batch], torch.Tensor] | None = None,
-) -> metrics.Evaluation:
-    """Return AUC, log loss and normalised entropy of the logits `model(batch.dense, batch.embeddings)`.
+    group: Group | None = None,
+    metrics: Mapping[str, Metric] | None = None,
+) -> Evaluation:
+    """Return the metrics of the scores `model(batch.dense, batch.embeddings)`.
 
     The model's train() or eval() mode is left unchanged. The stream must have been started after `embeddings.eval()`.
-    Of a model in DistributedDataParallel the model itself is called, so trainers may evaluate different numbers of
-    batches.
+    A model in DistributedDataParallel is called without it, so trainers may evaluate different numbers of batches.
 
-    score, label: functions that return a batch's logits and labels, one per sample, for models with other inputs or
+    score, label: functions that return a batch's scores and labels, one per sample, for models with other inputs or
         several heads.
+    group: the column whose equal values form a ranked list, such as "user_id": an extra column of the source, or a
+        feature with one id in each sample. Or a function that returns a batch's values.
+    metrics: metrics of your own by name: `function(labels, predictions)` over arrays of the whole pass, as those of
+        scikit-learn, or an object of torchmetrics, of which a copy is used. If all labels are 0 or 1, the predictions
+        are probabilities; otherwise they are the scores. Holds all samples, 5 to 9 bytes each.
     """
-    result, model = metrics.Evaluation(), unwrap(model)
+    own = check_metrics("evaluate", metrics)
+    result = Evaluation(exact_samples=None) if own or group is not None else Evaluation()
+    model = unwrap(model)
     with torch.no_grad():
         for batch in stream:
             if batch.step:
                 raise InputError("the stream trains its tables: call embeddings.eval() before embeddings.stream(...)")
-            logits = model(batch.dense, batch.embeddings) if score is None else score(batch)
+            scores = model(batch.dense, batch.embeddings) if score is None else score(batch)
             truth = batch.label if label is None else label(batch)
-            result.add(truth.cpu().numpy(), logits.float().cpu().numpy())
+            groups = None if group is None else _groups(batch, group)
+            result.add(truth.cpu().numpy(), scores.float().cpu().numpy(), groups)
+    result.add_metrics(_compute(own, result, has_groups=group is not None))
     return result
 
 
 def auc(model: torch.nn.Module, stream: Iterable[Batch]) -> float:
     """Return the area under the ROC curve of the model over the stream."""
     return evaluate(model, stream).auc()
+
+
+def check_metrics(where: str, metrics: Mapping[str, Metric] | None) -> dict[str, Metric]:
+    """Return the metrics of a user by name, after checking that each is a function or has update() and compute()."""
+    if not isinstance(metrics, Mapping | None):
+        raise ConfigError(
+            f"{where}: metrics is a {type(metrics).__name__}; expected metrics by name, {{'mine': function}}"
+        )
+    for name, metric in (metrics or {}).items():
+        if not callable(metric) and not _is_object(metric):
+            raise ConfigError(
+                f"{where}: metrics[{name!r}] is a {type(metric).__name__}; expected function(labels, predictions), or "
+                "an object with update(predictions, labels) and compute()"
+            )
+    return dict(metrics or {})
+
+
+def _is_object(metric: Metric) -> bool:
+    return callable(getattr(metric, "update", None)) and callable(getattr(metric, "compute", None))
+
+
+def _groups(batch: Batch, group: Group) -> NDArray[Any]:
+    """Return the value of each sample that says to which list it belongs."""
+    if not isinstance(group, str):
+        return np.asarray(group(batch))
+    inputs = batch.inputs
+    if group in inputs.extra:
+        return np.asarray(inputs.extra[group])
+    if group in inputs.names and len(inputs.values):
+        begin = inputs.names.index(group) * inputs.batch_size
+        if inputs.offsets is None:
+            return inputs.values[begin : begin + inputs.batch_size]
+        offsets = inputs.offsets[begin : begin + inputs.batch_size + 1]
+        if (np.diff(offsets) == 1).all():
+            return inputs.values[offsets[0] : offsets[-1]]
+    nearest = suggest(group, [*inputs.extra, *inputs.names])
+    raise InputError(
+        f"group is {group!r}; expected an extra column of the source, or a feature with one id in each sample, which "
+        f"no worker process reads: declare extra=[{group!r}] in the source; {nearest}"
+    )
+
+
+def _compute(metrics: Mapping[str, Metric], result: Evaluation, *, has_groups: bool) -> dict[str, float]:
+    """Return the values of a user's metrics over all samples; one that has several values names each NAME/VALUE."""
+    labels, scores = result.held()
+    labels = labels.astype(np.int64 if result.is_binary else np.float32)
+    predictions = (probabilities(scores) if result.is_binary else scores).astype(np.float32)
+    found: dict[str, float] = {}
+    for name, given in metrics.items():
+        if not _is_object(given):
+            found[name] = float(given(labels, predictions))
+            continue
+        metric: Any = copy.deepcopy(given)
+        modules: Iterable[Any] = metric.cpu().modules() if isinstance(given, torch.nn.Module) else ()
+        for module in modules:
+            module.distributed_available_fn = lambda: False  # each trainer that evaluates has all samples
+        if hasattr(metric, "reset"):
+            metric.reset()
+        tensors = torch.from_numpy(predictions), torch.from_numpy(labels)
+        if has_groups and "indexes" in inspect.signature(metric.update).parameters:
+            metric.update(*tensors, indexes=torch.from_numpy(result.held_groups()))
+        else:
+            metric.update(*tensors)
+        value = metric.compute()
+        if isinstance(value, Mapping):
+            found |= {f"{name}/{key}": float(each) for key, each in value.items()}
+        else:
+            found[name] = float(value)
+    return found

@@ -16,8 +16,7 @@ from satrap.data.inputs import Inputs
 from satrap.errors import StreamError
 from satrap.interrupts import Uninterrupted
 from satrap.train.batch import InFlightBatch
-from satrap.train.joint_calls import BatchCalls, Call, JointCall, require_same
-from satrap.train.joint_step import BatchShape, JointStep, Padding, describe
+from satrap.train.joint_calls import BatchCalls, BatchShape, Call, JointCall, JointStep, Padding, describe, require_same
 
 
 class Exchange(Protocol):
@@ -45,8 +44,6 @@ class JointBatches(Iterator[Inputs]):
         self.weigh = weigh
         self._batches, self._exchange, self._rank = batches, exchange, rank
         self._padding = Padding(names=features, values=np.empty(0, np.uint64), batch_size=0)
-        self._read = self._handed_over = 0  # batches with samples
-        self._has_ended = False
         self._requested = self._returned = self._stepped = 0  # the numbers of the last batches
         self._last_step = 0  # of the last batch returned
         self._error: str | None = None
@@ -59,17 +56,7 @@ class JointBatches(Iterator[Inputs]):
     def __next__(self) -> Inputs:
         if self.is_stopped:
             raise StopIteration
-        inputs = next(self._batches, None)
-        if inputs is None:
-            self._has_ended = True
-            return self._padding
-        self._read += 1
-        return inputs
-
-    @property
-    def num_left(self) -> int | None:
-        """Batches with samples that were read but not yet returned; None while there may be more to read."""
-        return self._read - self._handed_over if self._has_ended else None
+        return next(self._batches, self._padding)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._batches, name)
@@ -104,10 +91,6 @@ class JointBatches(Iterator[Inputs]):
         self._requested = self._returned
         batch.calls = BatchCalls(self._returned, batch.step)
         return step
-
-    def hand_over(self, inputs: Inputs) -> None:
-        """Count a batch as returned to the training loop."""
-        self._handed_over += not isinstance(inputs, Padding)
 
     def use(self, batch: InFlightBatch) -> None:
         """Compare the first use of a batch."""

@@ -16,16 +16,14 @@ from satrap.errors import ConfigError, StreamError
 from satrap.event_log import describe_process
 from satrap.run_context import current_context
 from satrap.train.deployment import Deployment
-from satrap.train.process_group import ProcessGroup
-from satrap.worker.local_rows import LocalWorker
+from satrap.train.process_group import ProcessGroup, missing_trainer
+from satrap.worker.local_rows import local_worker
+from satrap.worker.worker import Worker
 
 if TYPE_CHECKING:
-    from satrap.device.collective_worker import CollectiveWorker
     from satrap.device.device_memory import DeviceMemory
-    from satrap.device.device_worker import DeviceWorker
     from satrap.rpc import Keys
     from satrap.worker.server_group import ServerGroup
-    from satrap.worker.sharded_rows import ShardedWorker
 
 
 def open_worker(
@@ -38,7 +36,7 @@ def open_worker(
     device: torch.device | None = None,
     device_memory: "DeviceMemory" = None,
     dense: tuple[Table, ...] = (),
-) -> "LocalWorker | ShardedWorker | DeviceWorker | CollectiveWorker":
+) -> Worker:
     """Open the worker of a trainer. All trainers call this, and the first one starts an attempt at the servers.
 
     rows: with what the run gives.
@@ -51,14 +49,14 @@ def open_worker(
         return _open_on_device(features, rows, trainers, seed, staleness, num_threads, device, device_memory)
     if rows.servers is None:
         if trainers.world_size == 1:
-            return LocalWorker(features, seed=seed, num_threads=num_threads, shared=rows.shared)
+            return local_worker(features, seed=seed, num_threads=num_threads, shared=rows.shared)
         if rows.shared is not None:
             raise ConfigError(
                 f"shared is a file for the rows of one process, and there are {trainers.world_size} trainers: leave it "
                 "out, or give each `satrap server` such a file and pass Deployment(servers=[...])"
             )
     from satrap.rpc import Keys
-    from satrap.worker.sharded_rows import MOST_STALENESS, ShardedWorker
+    from satrap.worker.sharded_rows import MOST_STALENESS, sharded_worker
 
     if staleness > MOST_STALENESS:
         raise ConfigError(
@@ -70,12 +68,12 @@ def open_worker(
     keys = None if rows.keys is None else Keys.read(rows.keys)
     servers = _connect_servers(job, rows, trainers, keys, synchronous=synchronous)
     if not rows.workers:
-        return ShardedWorker(features, servers, num_threads=num_threads)
-    from satrap.worker.remote.client import RemoteWorker
+        return sharded_worker(features, servers, num_threads=num_threads)
+    from satrap.worker.remote.client import remote_worker
 
     try:
         address = rows.workers[trainers.rank % len(rows.workers)]
-        return RemoteWorker(features, servers, address, keys=keys, num_threads=num_threads)
+        return remote_worker(features, servers, address, keys=keys, num_threads=num_threads)
     except BaseException:
         servers.close()
         raise
@@ -89,16 +87,16 @@ def _open_among_trainers(
     num_threads: int | None,
     *,
     synchronous: bool,
-) -> "ShardedWorker":
+) -> Worker:
     """Shard the rows over the trainers' own memory: each runs a server in its process."""
     from satrap.train.trainer_server import TrainerServer
-    from satrap.worker.sharded_rows import ShardedWorker
+    from satrap.worker.sharded_rows import sharded_worker
 
     server = TrainerServer(trainers, num_threads)
     try:
         rows = replace(rows, servers=server.addresses)
         servers = _connect_servers(job, rows, trainers, server.keys, synchronous=synchronous)
-        worker = ShardedWorker(features, servers, num_threads=server.num_threads)
+        worker = sharded_worker(features, servers, num_threads=server.num_threads)
     except BaseException:
         server.close()
         raise
@@ -116,14 +114,14 @@ def _open_on_device(
     num_threads: int | None,
     device: torch.device,
     device_memory: "DeviceMemory",
-) -> "DeviceWorker | CollectiveWorker":
-    from satrap.device.device_worker import DeviceWorker
+) -> Worker:
+    from satrap.device.device_rows import device_worker
 
     for found, what in ((rows.servers, "servers"), (rows.shared, "a shared-memory file")):
         if found is not None:
             raise ConfigError(f"device is {str(device)!r} and the rows are in {what}: leave one of them out")
     if trainers.world_size == 1:
-        return DeviceWorker(features, device, seed=seed, num_threads=num_threads, device_memory=device_memory)
+        return device_worker(features, device, seed=seed, num_threads=num_threads, device_memory=device_memory)
     return _open_among_devices(features, rows, trainers, seed, staleness, num_threads, device, device_memory)
 
 
@@ -136,13 +134,13 @@ def _open_among_devices(
     num_threads: int | None,
     device: torch.device,
     device_memory: "DeviceMemory",
-) -> "CollectiveWorker":
+) -> Worker:
     """Shard the rows over the trainers' devices. Each trainer also runs a server of its rows, for calls that are not
     part of a step."""
-    from satrap.device.collective_worker import CollectiveWorker, OwnTables
+    from satrap.device.collective_rows import collective_worker
     from satrap.device.column_service import ColumnCalls, OtherColumns, ServedColumns
-    from satrap.device.kernels import require_possible
-    from satrap.train.missing_trainer import missing_trainer
+    from satrap.device.owned_rows import OwnTables
+    from satrap.device.torch_device import require_possible
     from satrap.train.trainer_server import TrainerServer
 
     require_possible(features.tables, device)
@@ -161,7 +159,7 @@ def _open_among_devices(
         servers = _connect_servers(
             Job(tables=features.tables, seed=seed), rows, trainers, server.keys, synchronous=False
         )
-        worker = CollectiveWorker(
+        worker = collective_worker(
             features,
             servers,
             own,

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from satrap.device.host_copy import to_host
+from satrap.device.device_stream import to_host
 from satrap.errors import ConfigError
 from satrap.train.dense_strategy import DenseStrategy
 from satrap.train.session import TrainingSession

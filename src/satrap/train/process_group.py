@@ -6,6 +6,8 @@ starts at the servers, how many samples each has for a step, whether one found a
 their own, so that these collectives cannot mix with the user's.
 """
 
+import socket
+import time
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
@@ -15,10 +17,11 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed import DistError
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
-from satrap.errors import ConfigError, StreamError
+from satrap.errors import ConfigError, SatrapError, StreamError
 from satrap.run_context import COLLECTIVE_TIMEOUT
 
 if TYPE_CHECKING:
@@ -26,9 +29,8 @@ if TYPE_CHECKING:
 
 Compress = Literal["float16", "bfloat16"]
 _HOOKS = {"float16": default_hooks.fp16_compress_hook, "bfloat16": default_hooks.bf16_compress_hook}
-
-
 _EXCHANGE_TIMEOUT = timedelta(minutes=30)  # torch's default
+_ENDING_SECONDS, _PAUSE_SECONDS = 2.0, 0.05  # an ending process closes its connections one after another
 
 
 class ProcessGroup:
@@ -131,21 +133,11 @@ class ProcessGroup:
             )
         if self.world_size == 1:
             return model
-        parallel = DistributedDataParallel(model)
         average = default_hooks.allreduce_hook if compress is None else _HOOKS[compress]
-
-        def average_in_turn(
-            _: None,
-            bucket: dist.GradBucket,  # type: ignore[name-defined]  # DDP accepts no other annotation
-        ) -> torch.futures.Future[Tensor]:
-            assert launches is not None
-            order = launches()
-            with order.turn(order.agree()):
-                return average(order.group, bucket)
-
         if launches is not None:
-            parallel.register_comm_hook(None, average_in_turn)
-        elif compress is not None:
+            return _wrap_in_turn(model, average, launches)
+        parallel = DistributedDataParallel(model)
+        if compress is not None:
             parallel.register_comm_hook(None, average)
         return parallel
 
@@ -166,6 +158,85 @@ class ProcessGroup:
             )
 
 
+def _wrap_in_turn(
+    model: nn.Module, average: Callable[..., torch.futures.Future[Tensor]], launches: "Callable[[], LaunchOrder]"
+) -> nn.Module:
+    """Wrap the model so that its gradients and buffers are sent in the order of `launches`. What DDP itself sends, as
+    when it regroups its gradients after the first step, goes between CPUs."""
+    parallel = DistributedDataParallel(
+        model, process_group=dist.new_group(backend="gloo", timeout=COLLECTIVE_TIMEOUT), broadcast_buffers=False
+    )
+
+    def average_in_turn(
+        _: None,
+        bucket: dist.GradBucket,  # type: ignore[name-defined]  # DDP accepts no other annotation
+    ) -> torch.futures.Future[Tensor]:
+        order = launches()
+        with order.turn(order.agree()):
+            return average(order.group, bucket)
+
+    def broadcast_buffers(*_: object) -> None:
+        """Give the buffers of trainer 0, as of BatchNorm, to the others, when DDP would."""
+        buffers = list(model.buffers())
+        if buffers and parallel.require_forward_param_sync:
+            order = launches()
+            with order.turn(order.agree()):
+                for each in buffers:
+                    dist.broadcast(
+                        each.data, 0, group=order.group
+                    )  # an earlier forward pass may still need its backward
+
+    parallel.register_comm_hook(None, average_in_turn)
+    parallel.register_forward_pre_hook(torch.compiler.disable(broadcast_buffers))
+    return parallel
+
+
 def unwrap(model: nn.Module) -> nn.Module:
     """Return the model itself, without DistributedDataParallel."""
     return model.module if isinstance(model, DistributedDataParallel) else model
+
+
+def missing_trainer(addresses: Sequence[str], error: Exception) -> Exception:
+    """Return the error to raise in place of one of an exchange between trainers. addresses: of their servers."""
+    if isinstance(error, SatrapError):
+        return error
+    until = time.monotonic() + _ENDING_SECONDS
+    while not (ended := ended_trainers(addresses)) and time.monotonic() < until:
+        time.sleep(_PAUSE_SECONDS)
+    if not ended:
+        found = StreamError(f"an exchange with the other trainers failed: {error}")
+    else:
+        found = StreamError(
+            f"{_named(ended)} has ended, and the others cannot continue without its rows: its own output says why. "
+            "Start all trainers again: a script with satrap.Checkpoint resumes from the last checkpoint"
+        )
+    found.__cause__ = error
+    return found
+
+
+def note_missing_trainer(addresses: Sequence[str], error: BaseException) -> None:
+    """Name the trainers that have ended in an error that torch.distributed raised, if they are its cause."""
+    if isinstance(error, RuntimeError) and ("peer" in str(error) or isinstance(error, DistError)):
+        found = missing_trainer(addresses, error)
+        if found is not error:
+            error.add_note(str(found))
+
+
+def ended_trainers(addresses: Sequence[str]) -> list[int]:
+    """Return the trainers whose servers accept no connection."""
+    return [rank for rank, address in enumerate(addresses) if not _accepts(address)]
+
+
+def _accepts(address: str) -> bool:
+    from satrap.rpc.address import is_unix, split_address, unix_path  # which need pyzmq
+
+    family, at = (
+        (socket.AF_UNIX, str(unix_path(address))) if is_unix(address) else (socket.AF_INET, split_address(address))
+    )
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.settimeout(_ENDING_SECONDS)
+        return probe.connect_ex(at) == 0
+
+
+def _named(ranks: Sequence[int]) -> str:
+    return f"trainer {ranks[0]}" if len(ranks) == 1 else f"each of trainers {', '.join(map(str, ranks))}"

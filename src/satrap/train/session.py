@@ -9,7 +9,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,14 +27,10 @@ from satrap.table.table_group import transfers_of
 from satrap.train.batch import InFlightBatch
 from satrap.train.dense_strategy import DenseStrategy
 from satrap.train.joint_batches import JointBatches
-from satrap.train.process_group import ProcessGroup
-from satrap.train.staleness_gate import StalenessGate
+from satrap.train.ledger import BatchLedger
+from satrap.train.process_group import ProcessGroup, note_missing_trainer
 from satrap.train.stream import Stream
-
-if TYPE_CHECKING:
-    from satrap.device.device_worker import DeviceWorker
-    from satrap.worker.local_rows import LocalWorker
-    from satrap.worker.sharded_rows import ShardedWorker
+from satrap.worker.worker import Worker
 
 _LOG = logging.getLogger("satrap.train")
 _NO_ROWS = "the embeddings are evaluated, but no table has a row yet: resume a checkpoint, or train first"
@@ -47,7 +43,7 @@ class TrainingSession:
         self,
         features: Features,
         trainers: ProcessGroup,
-        open_worker: "Callable[[tuple[Table, ...]], LocalWorker | ShardedWorker | DeviceWorker]",
+        open_worker: Callable[[tuple[Table, ...]], Worker],
         *,
         staleness: int,
         deterministic: bool,
@@ -63,7 +59,7 @@ class TrainingSession:
         self.expected_rows: Any = None
         """The rows that a loaded state_dict expects, as `rows_state` returns them; None if they were found."""
         self._open_worker, self.staleness, self._deterministic = open_worker, staleness, deterministic
-        self._worker: LocalWorker | ShardedWorker | DeviceWorker | None = None
+        self._worker: Worker | None = None
         self._step = 0
         own = weakref.ref(self)
         describe_process("trainer", number=trainers.rank, step=lambda: None if (me := own()) is None else me.step)
@@ -88,7 +84,7 @@ class TrainingSession:
             dense.connect(self._worker.servers)
 
     @property
-    def worker(self) -> "LocalWorker | ShardedWorker | DeviceWorker":
+    def worker(self) -> Worker:
         """The worker that looks up and updates rows."""
         if self._closed:
             raise StreamError("these embeddings are closed: create new ones")
@@ -120,7 +116,8 @@ class TrainingSession:
             # An earlier launch ended without a checkpoint: the run starts again.
             if not context.launch:
                 _LOG.warning("starts at step 0: found no checkpoint to resume; removes rows of step %d", latest)
-            self.trainers.run_first(self.worker.tables.clear, StreamError)
+            tables: Any = self.worker.tables  # on servers
+            self.trainers.run_first(tables.clear, StreamError)
             self.join_attempt()
         elif latest > self.step:
             raise StreamError(
@@ -212,7 +209,7 @@ class TrainingSession:
         several = self.trainers.world_size > 1
         share = {"rank": self.trainers.rank, "world_size": self.trainers.world_size} if several else {}
         inputs = self.dense.batches(self.worker.batches(data, position, **share), self.features.names)
-        gate = StalenessGate(
+        ledger: BatchLedger[InFlightBatch] = BatchLedger(
             self.staleness, accumulate=accumulate, deterministic=self._deterministic, last_step=self.step
         )
         with Uninterrupted():
@@ -220,7 +217,7 @@ class TrainingSession:
             self._training = Stream(
                 inputs,
                 self.worker,
-                gate,
+                ledger,
                 train=True,
                 device=device,
                 overlap=overlap,
@@ -362,9 +359,7 @@ class TrainingSession:
     def explain(self, error: BaseException) -> None:
         """Name the trainers that have ended, if the error comes from that."""
         servers = None if self._worker is None else self._worker.servers
-        if servers is not None and getattr(self._worker, "stop_own_server", None) is not None:
-            from satrap.train.missing_trainer import note_missing_trainer
-
+        if servers is not None and self._worker is not None and self._worker.stop_own_server is not None:
             note_missing_trainer(servers.addresses, error)
 
     def close(self, *, finish: bool) -> None:
@@ -396,7 +391,7 @@ class TrainingSession:
 
     def _wait_for_readers(self) -> None:
         """Wait until no other trainer needs rows of this process."""
-        if getattr(self._worker, "stop_own_server", None) is not None:
+        if self._worker is not None and self._worker.stop_own_server is not None:
             with suppress(RuntimeError):  # another trainer has failed
                 self.trainers.all(True, patient=True)
 

@@ -26,7 +26,6 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict
-from itertools import islice
 from typing import NoReturn, Self
 
 import torch
@@ -38,20 +37,33 @@ from satrap.data.skipped_rows import SkippedRows
 from satrap.errors import StreamError
 from satrap.interrupts import Uninterrupted
 from satrap.monitor.report import Counters
-from satrap.train import drop_reasons
 from satrap.train.batch import Batch, InFlightBatch
 from satrap.train.batch_lookup import BatchLookup
 from satrap.train.dense_strategy import DenseStrategy
 from satrap.train.joint_batches import JointBatches
-from satrap.train.joint_step import Padding
-from satrap.train.pipeline_stages import Update
+from satrap.train.ledger import BatchLedger, DropTicket, Event, State, Update
 from satrap.train.prefetch_pipeline import PrefetchPipeline
-from satrap.train.staleness_gate import StalenessGate
-from satrap.worker.row_stream import RowStream
-from satrap.worker.worker import Ticket, Worker
+from satrap.worker.rows import RowStream, Ticket
+from satrap.worker.worker import Worker
 
 _LOG = logging.getLogger("satrap.train")
 _EVALUATION_AHEAD = 2  # batches looked up ahead of the dense network if the two overlap
+_NO_LOADER = (
+    "a torch DataLoader cannot read a stream: its batches are complete, and their gradients return to this "
+    "process; use embeddings.stream(satrap.IterableSource(loader)) and iterate over the stream itself"
+)
+_ENDED = (
+    "this stream has ended, and a stream is one pass over its data: start another one with embeddings.stream(...), or "
+    "set epochs=... in the source"
+)
+_UNSTEPPED = (
+    "the stream has ended, and optimizer.step() has not taken its last batches (%d, of %d in a step): they are not "
+    "trained on unless you call it now. A loop that calls it after each batch whose completes_step is True leaves none"
+)
+_REASONS = {  # by the cause of a drop
+    "zero_grad": "zero_grad() cleared its gradients before optimizer.step()",
+    "overflow": "a GradScaler found an overflow and skipped its step",
+}
 
 
 class Stream(Iterator[Batch]):
@@ -65,7 +77,7 @@ class Stream(Iterator[Batch]):
         self,
         inputs: Iterator[Inputs],
         worker: Worker,
-        gate: StalenessGate,
+        ledger: BatchLedger[InFlightBatch],
         *,
         train: bool,
         device: torch.device,
@@ -78,77 +90,72 @@ class Stream(Iterator[Batch]):
         on_hold: called with the leaves of the held batches whenever they change.
         dense: that of the optimizer, if there is one.
         """
-        self.dropped: Counter[str] = Counter()
-        """Number of batches that were looked up and never updated, by cause."""
-        self.position = position
-        """Position of the source after the last batch that was updated or dropped."""
-        self.last_step = gate.next_step - 1
-        """The last step that was updated or dropped."""
+        ledger.position = position
         self._inputs, self._train, self._worker = inputs, train, worker
-        self._gate, self._on_hold, self._dense = gate, on_hold, dense or DenseStrategy()
+        self._ledger, self._on_hold, self._dense = ledger, on_hold, dense or DenseStrategy()
         self.joint = inputs if isinstance(inputs, JointBatches) else None  # if several trainers step together
-        self._held: list[InFlightBatch] = []  # looked up, neither updated nor dropped
-        self._ahead: deque[InFlightBatch] = deque()  # later batches, returned before their lookup
-        self._next_batch: InFlightBatch | None = None  # taken from the pipeline, not returned yet
         self._length: int | None = None  # of len(), if it was called
-        self._joined = False  # whether the joint step of that batch is known
+        self._joined: InFlightBatch | None = None  # the last batch whose joint step is known
         self._dropped_tickets: deque[Ticket] = deque()  # of dropped batches, to be dropped at the worker
-        self._num_returned: Counter[int] = Counter()  # batches returned, by step
-        self._stepped: set[int] = set()  # steps with a submitted update
-        self._last_stepped = 0  # the last of those steps
-        self._ended = self._finished = False
+        self._is_finished = False
         self._ended_because: str | None = None  # why no other batch will come
         self._look_up = BatchLookup(worker, device, train=train, overlap=overlap, dense=self._dense)
         remote = train and worker.servers is not None  # an evaluation has no updates
-        self._row_stream = worker.open_stream(gate.next_step) if train else RowStream()
+        self._row_stream = worker.open_stream(ledger.next_step) if train else RowStream()
         with Uninterrupted():
-            self._pipeline: PrefetchPipeline[InFlightBatch] = PrefetchPipeline(
-                inputs,
-                gate,
-                self._look_up,
-                read_ahead=self._look_up.read_ahead,
-                resolve=self._look_up.resolve,
-                has_rows=lambda inputs: not isinstance(inputs, Padding),
-                overlap=overlap,
-                remote=remote,
-            )
+            self._pipeline = PrefetchPipeline(inputs, ledger, self._look_up, overlap=overlap, remote=remote)
             close_when_collected(self, self._pipeline.close)
             close_when_collected(self, self._row_stream.release)  # before the pipeline is closed
 
     @classmethod
     def evaluation(cls, inputs: Iterator[Inputs], worker: Worker, device: torch.device, *, overlap: bool) -> "Stream":
         """Create a stream that looks up rows and changes none."""
-        gate = StalenessGate(_EVALUATION_AHEAD if overlap else 0)
-        return cls(inputs, worker, gate, train=False, device=device, overlap=overlap, on_hold=lambda _: None)
+        ledger: BatchLedger[InFlightBatch] = BatchLedger(_EVALUATION_AHEAD if overlap else 0)
+        return cls(inputs, worker, ledger, train=False, device=device, overlap=overlap, on_hold=lambda _: None)
+
+    @property
+    def dropped(self) -> Counter[str]:
+        """Number of batches that were returned and never updated, by cause."""
+        return self._ledger.dropped
+
+    @property
+    def position(self) -> Position | None:
+        """Position of the source after the last batch that was updated or dropped."""
+        position: Position | None = self._ledger.position
+        return position
+
+    @property
+    def last_step(self) -> int:
+        """The last step that was updated or dropped."""
+        return self._ledger.last_step
 
     @property
     def staleness_seen(self) -> dict[int, int]:
         """Number of batches that were looked up while n earlier steps of this stream were not yet applied."""
-        return dict(sorted(self._gate.seen.items()))
+        return dict(sorted(self._ledger.seen.items()))
 
     def counters(self) -> Counters:
         """Return the counters of this stream so far."""
-        seconds = self._pipeline.seconds
-        dropped = self.dropped + Counter(failed=self._pipeline.num_failed, unstepped=len(self._unstepped()))
+        dropped = self.dropped + Counter(unstepped=len(self._ledger.unstepped()))
         return Counters(
             staleness=self.staleness_seen,
-            stages={"read": seconds.read, "lookup": seconds.lookup, "update": seconds.update, "wait": seconds.wait},
-            inside=seconds.inside,
+            stages=dict(self._pipeline.seconds),
+            inside=self._pipeline.seconds_inside,
             lost={f"batches/{cause}": count for cause, count in dropped.items()}
             | {f"rows/{cause}": count for cause, count in asdict(self._skipped_rows()).items() if count},
         )
 
     def __iter__(self) -> Self:
         if torch.utils.data.get_worker_info() is not None:
-            raise StreamError(drop_reasons.NO_LOADER)
-        num_returned = sum(self._num_returned.values())
-        if self._ended or 0 < num_returned == self._length:  # a loop that knows the length does not request the end
-            raise StreamError(drop_reasons.ENDED)
+            raise StreamError(_NO_LOADER)
+        ledger = self._ledger
+        if ledger.has_ended or 0 < ledger.num_returned == self._length:  # a loop that knows it does not request the end
+            raise StreamError(_ENDED)
         return self
 
     def __getitem__(self, _: object) -> NoReturn:
         """Refuse torch's DataLoader, which takes any object with this method for a dataset of samples."""
-        raise StreamError(drop_reasons.NO_LOADER)
+        raise StreamError(_NO_LOADER)
 
     def __len__(self) -> int:
         """Return the total number of batches of this stream; TypeError if the source does not know it."""
@@ -156,85 +163,63 @@ class Stream(Iterator[Batch]):
             self._length = len(self._inputs)  # type: ignore[arg-type]  # not every iterator has a length
             return self._length
         except TypeError as error:
-            raise TypeError(drop_reasons.why_no_length(error)) from None
+            raise TypeError(
+                f"the length of this stream is not known: {error} (a torch DataLoader needs it, but cannot read a "
+                "stream: use embeddings.stream(satrap.IterableSource(loader)))"
+            ) from None
 
     def __next__(self) -> Batch:
-        if self._ended:
+        if self._ledger.has_ended:
             raise StopIteration
         if self._ended_because is not None:
             raise StreamError(self._ended_because)
-        if self._next_batch is None and self.joint is not None and self.joint.must_compare_request:
+        if self._ledger.offered is None and self.joint is not None and self.joint.must_compare_request:
             self._worker.settle()  # before another trainer may wait for this one
             self.joint.request()
-        if self._train and (self._held or self._ahead):
+        if self._train:
             self._drop_released()
-        if self._next_batch is None:  # else an interrupt came before the batch was returned
-            self._pipeline.next(self._set_next)
-        held = self._next_batch
-        if held is None or not self._joins_step(held):
+        batch = self._pipeline.next()
+        if batch is None or not self._joins_step(batch):
             self._end()
             raise StopIteration
-        self._look_up.wait_for_copies(held)
+        self._look_up.wait_for_copies(batch)
         with Uninterrupted():
-            self._next_batch, self._joined = None, False
+            self._pipeline.handle(Event.RETURNED, batch)
             if not self._train:
-                self._pipeline.drop(self._gate.oldest_open)
-                return held.hand_over()
-            self._num_returned[held.step] += 1
-            held.number_in_step = self._num_returned[held.step]
-            if self.joint is not None:
-                self.joint.hand_over(held.inputs)
-            self._ahead.append(held)
-            self._collect()  # earlier batches may be looked up by now, and come first
-            return held.hand_over(self, with_dense=bool(self._dense.tables))
-
-    def _set_next(self, held: InFlightBatch) -> None:
-        self._next_batch = held
+                self._pipeline.handle(Event.SETTLED, batch)
+                return batch.hand_over()
+            return batch.hand_over(self, with_dense=bool(self._dense.tables))
 
     def update(self, lrs: dict[str, float], scale: float) -> bool:
         """Submit one optimizer step: the gradients of all held batches that have any. Return False if none has."""
-        stepped = self._waiting_batches()
+        stepped = self._ledger.waiting()
         if not stepped:
             return False
-        if repeated := self._stepped.intersection(batch.step for batch in stepped):
-            raise StreamError(drop_reasons.why_twice(min(repeated)))
-        for step in {batch.step for batch in stepped}:
-            num_returned, accumulate = self._num_returned[step], self._gate.accumulate
-            if num_returned < accumulate and not self._ended and not self._has_no_other():
-                raise StreamError(drop_reasons.why_too_early(step, num_returned, accumulate))
-        apply = self._look_up.update_with(stepped, lrs, scale)
-        update = Update(steps=[batch.step for batch in stepped], apply=apply)
+        self._ledger.require_whole_steps(stepped, self._has_no_other)
+        update = Update(stepped, self._look_up.update_with(stepped, lrs, scale))
         self._pipeline.submit(update, lambda: self._mark_submitted(stepped))
-        if self._ended:
+        if self._ledger.has_ended:
             self._pipeline.drain()
             self._close_if_done()
         return True
 
     def _measure(self) -> None:
         """Start to compute the largest gradient of the next update."""
-        self._look_up.measure(self._waiting_batches())
+        self._look_up.measure(self._ledger.waiting())
 
-    def completes_step(self, held: InFlightBatch) -> bool:
+    def completes_step(self, batch: InFlightBatch) -> bool:
         """Return whether the batch is the last one of its step. A step with few batches reads ahead to find out."""
-        if held.number_in_step < self._num_returned[held.step]:
-            return False
-        return held.number_in_step == self._gate.accumulate or self._ended or self._has_no_other()
+        return self._ledger.completes_step(batch, self._has_no_other)
 
     def _has_no_other(self) -> bool:
         """Return whether no batch will come after those returned."""
-        return self._pipeline.is_last() if self.joint is None else self.joint.is_last
-
-    def _is_last_with_samples(self, held: InFlightBatch) -> bool:
-        """Return whether this trainer has no batch with samples after one that it is about to take."""
-        assert self.joint is not None
-        self._pipeline.is_last()  # reads one batch ahead, which may be padding
-        return self.joint.num_left == (not held.is_padding)
+        if self.joint is not None:
+            return self.joint.is_last
+        return self._ledger.offered is None and self._pipeline.is_last()
 
     def _mark_submitted(self, batches: list[InFlightBatch]) -> None:
-        """Record that the pipeline has taken over the update of these batches."""
-        self._stepped.update(batch.step for batch in batches)
-        self._last_stepped = max(self._last_stepped, batches[-1].step)
-        self._forget(batches)
+        """Let later gradients of these batches fail, whose update the pipeline has taken over."""
+        self._forget()
         for batch in batches:
             batch.forbid_gradients(
                 f"step {batch.step}: a loss reached its batch after optimizer.step() had taken it; add up the losses "
@@ -243,34 +228,22 @@ class Stream(Iterator[Batch]):
 
     def _waiting_batches(self) -> list[InFlightBatch]:
         """Return the held batches that have gradients."""
-        return [batch for batch in self._held if batch.has_gradient]
-
-    def _unstepped(self) -> list[InFlightBatch]:
-        """Return the batches that still wait for their step after the stream has ended. A loop may step them then."""
-        return [batch for batch in self._waiting_batches() if not batch.is_padding] if self._ended else []
+        return self._ledger.waiting()
 
     def drop(self, cause: str) -> None:
         """Drop the held batches that have gradients."""
-        self._drop(self._waiting_batches(), cause)
+        self._drop(self._ledger.waiting(), cause)
         self._close_if_done()
 
     def drain(self) -> None:
         """Wait until every submitted update is applied."""
         while not self._pipeline.drain():  # a skipped batch keeps later ones from being looked up in order
-            self._collect()
-            if self._next_batch is not None and self._next_batch.is_looked_up():
-                with Uninterrupted():
-                    self._settle([self._next_batch], "unused", "next() was interrupted before a checkpoint")
-                    self._next_batch = None
-                self._release_tickets()
-                continue
-            passed = [batch for batch in self._held if not batch.has_gradient and batch.step < self._last_stepped]
-            if not passed:
-                raise StreamError(
-                    f"an update waits for lookups that wait for step {self._held[0].step}: call optimizer.step(), or "
-                    "drop the batch by zero_grad(), before a checkpoint"
-                )
-            self._drop(passed[:1], "unused", f"step {self._last_stepped} was stepped before it")
+            offered = self._ledger.offered
+            if offered is not None and offered.state is State.LOOKED_UP:
+                self._drop([offered], "unused", "next() was interrupted before a checkpoint")
+            else:
+                batches, why = self._ledger.passed()
+                self._drop(batches, "unused", why)
 
     @contextmanager
     def pause(self) -> Iterator[None]:
@@ -302,16 +275,16 @@ class Stream(Iterator[Batch]):
             self._release_tickets()
             self._pipeline.finish()
             self._row_stream.end_updates()
-            if not self._finished:
+            if not self._is_finished:
                 with Uninterrupted() as held:
                     try:
                         with held.allow():
                             self._dense.finish()
                     finally:
-                        self._finished = not held.was_interrupted  # an error is raised once
+                        self._is_finished = not held.was_interrupted  # an error is raised once
         finally:
             self._pipeline.close()
-            self._look_up.drop_resolved()
+            self._look_up.drop_resolved(self._ledger.to_look_up)
 
     def __enter__(self) -> Self:
         return self
@@ -328,69 +301,47 @@ class Stream(Iterator[Batch]):
         with nullcontext() if kind is None else suppress(Exception):  # keeps the user's own error
             self.close()
 
-    def use(self, held: InFlightBatch) -> None:
+    def use(self, batch: InFlightBatch) -> None:
         """Prepare the rows of a batch for their first use; look them up now if that was not done."""
-        if held.drop_reason is not None:
-            raise StreamError(held.drop_reason)
+        if batch.drop_reason is not None:
+            raise StreamError(batch.drop_reason)
         if self.joint is not None:
-            self.joint.use(held)
-        if self._ahead:  # which may contain this batch
-            while not self._pipeline.wait_for_lookup(held.is_looked_up):
-                self._collect()
-                self._make_room(held)
-            self._collect()
-        self._look_up.wait_for_copies(held)  # on the stream of this use
+            self.joint.use(batch)
+        while batch.state is State.AHEAD and not self._pipeline.look_up(batch):
+            passed, why = self._ledger.make_room(batch)
+            self._drop(passed, "unused", why)
+        self._look_up.wait_for_copies(batch)  # on the stream of this use
         with Uninterrupted():
-            self._weigh(held)
-            self._look_up.hand_over(held)
+            self._weigh(batch)
+            self._look_up.hand_over(batch)
             if self.joint is not None:
-                self.joint.watch(held)
-            held.is_used, held.is_training = True, torch.is_grad_enabled()
-            self._hold(self._held)
+                self.joint.watch(batch)
+            batch.is_training = torch.is_grad_enabled()
+            self._pipeline.handle(Event.USED, batch)
+            self._hold()
 
-    def _weigh(self, held: InFlightBatch) -> None:
+    def _weigh(self, batch: InFlightBatch) -> None:
         """Set the weight for the next backward pass, which must be this batch's."""
         if self.joint is None:
             return
         other = self._awaiting_backward()
-        if other is not None and other is not held and other.weight != held.weight:
+        if other is not None and other is not batch and other.weight != batch.weight:
             raise StreamError(
-                f"step {held.step}: its batch has {held.inputs.batch_size} samples, and that of step {other.step}, "
+                f"step {batch.step}: its batch has {batch.inputs.batch_size} samples, and that of step {other.step}, "
                 f"which waits for its backward pass, has {other.inputs.batch_size}; several trainers weigh each batch "
                 "by its samples: call backward() for a batch before using the next one"
             )
-        self.joint.weigh(held.weight)
+        self.joint.weigh(batch.weight)
 
     def _awaiting_backward(self) -> InFlightBatch | None:
         """Return the first batch that is used and that no backward pass has reached."""
-        return next((each for each in self._held if each.is_used and not each.has_gradient), None)
-
-    def _collect(self) -> None:
-        """Hold the batches that were returned before their lookup and are looked up by now."""
-        if self._ahead:
-            with Uninterrupted():
-                while self._ahead and self._ahead[0].is_looked_up():
-                    self._held.append(self._ahead.popleft())
-
-    def _make_room(self, next_used: InFlightBatch) -> None:
-        """Drop the oldest step, which closes the gate for a batch in use, if the user has skipped it; else raise
-        StreamError."""
-        step, staleness = self._held[0].step, self._gate.staleness
-        oldest = [batch for batch in self._held if batch.step == step]
-        if any(batch.may_get_gradient for batch in oldest):
-            has_gradient = any(batch.has_gradient for batch in oldest)
-            raise StreamError(drop_reasons.why_not_yet(next_used.step, step, staleness, has_gradient=has_gradient))
-        self._drop(oldest, "unused", drop_reasons.why_passed(next_used.step, step, staleness))
+        return next((each for each in self._ledger.held() if each.is_used and not each.has_gradient), None)
 
     def _drop_released(self) -> None:
         """Settle batches that the user released unused, so that the stream holds no more than the user does."""
-        while self._held or self._ahead:
-            self._collect()
-            first = self._held[0] if self._held else self._ahead[0]
-            if not first.is_released_unused:
-                return
-            if not self._held:
-                if not self._pipeline.wait_for_lookup(first.is_looked_up):
+        while self._ledger.in_loop and (first := self._ledger.in_loop[0]).is_released_unused:
+            if first.state is State.AHEAD:
+                if not self._pipeline.look_up(first):
                     return
             elif self._pipeline.needs_user():
                 self._drop([first], "unused", "it was released unused")
@@ -399,16 +350,16 @@ class Stream(Iterator[Batch]):
 
     def _end(self) -> None:
         """End the iteration; batches that were returned may still be stepped."""
-        self._ended = True
+        ledger = self._ledger
+        ledger.has_ended = True
         skipped_rows = self._skipped_rows()
         if self._train and skipped_rows.total > skipped_rows.short:  # short batches are left out by request
             _LOG.warning("%s samples of the source were not trained on: %s", f"{skipped_rows.total:,}", skipped_rows)
         self._pipeline.drain()
-        self._collect()
-        self._drop([held for held in self._held if held.is_released_unused], "unused", "it was released unused")
-        unstepped = self._unstepped()
-        if unstepped and len(unstepped) == len(self._held) and not self._ahead:  # no later batch completes the step
-            _LOG.warning(drop_reasons.UNSTEPPED, len(unstepped), self._gate.accumulate)
+        self._drop([batch for batch in ledger.held() if batch.is_released_unused], "unused", "it was released unused")
+        unstepped = ledger.unstepped()
+        if unstepped and len(unstepped) == len(ledger.in_loop):  # no later batch completes the step
+            _LOG.warning(_UNSTEPPED, len(unstepped), ledger.accumulate)
         self._close_if_done()
 
     def _skipped_rows(self) -> SkippedRows:
@@ -416,20 +367,17 @@ class Stream(Iterator[Batch]):
         return getattr(self._inputs, "skipped_rows", SkippedRows())
 
     def _close_if_done(self) -> None:
-        if self._ended and not self._held and not self._ahead:
+        if self._ledger.has_ended and not self._ledger.in_loop:
             self._worker.settle()  # other trainers may wait for the last step, and no lookup follows to report it
             self._close()
 
     def _drop_all(self, why: str) -> None:
         """Drop all batches when the stream is closed."""
-        self._collect()
-        self._settle(self._unstepped(), "unstepped", "the stream was closed before optimizer.step() took it")
-        self._settle([held for held in self._held if held.is_used], "closed", why)
-        self._settle(self._held, "unused", why)
-        while self._ahead:
-            held = self._ahead.popleft()
-            self.dropped["unused"] += not held.is_padding
-            held.drop(f"step {held.step}: its batch was dropped: {why}")
+        ledger = self._ledger
+        self._settle(ledger.unstepped(), "unstepped", "the stream was closed before optimizer.step() took it")
+        self._settle([batch for batch in ledger.held() if batch.is_used], "closed", why)
+        self._settle(ledger.held(), "unused", why)
+        self._settle(list(ledger.in_loop), "unused", why)
 
     def _drop(self, batches: list[InFlightBatch], cause: str, why: str | None = None) -> None:
         """Drop batches. why: the reason, for the error of a later backward pass."""
@@ -439,19 +387,18 @@ class Stream(Iterator[Batch]):
 
     def _settle(self, batches: list[InFlightBatch], cause: str, why: str | None) -> None:
         """Settle batches that will not be updated; `_release_tickets` then informs the worker."""
+        if not batches:
+            return
         for batch in batches:
-            if not batch.is_padding:
-                self.dropped[cause] += 1
-                self._dropped_tickets.append(batch.ticket)
-            self._pipeline.drop(batch.step)
-            batch.drop(f"step {batch.step}: its batch was dropped: {why or drop_reasons.DROP_REASONS[cause]}")
-        self._forget(batches)
-        for step in {batch.step for batch in batches} - self._stepped:
-            whole = self._ended or self._num_returned[step] == self._gate.accumulate
-            behind = any(batch.step == step for batch in [*self._held, *islice(self._ahead, 1)])
-            if whole and not behind:
-                self._dense.forget(step)
-                self._worker.skip(step)
+            batch.drop(f"step {batch.step}: its batch was dropped: {why or _REASONS[cause]}")
+        for action in self._pipeline.handle(Event.SETTLED, *batches, cause=cause):
+            if isinstance(action, DropTicket):
+                if (ticket := action.batch.take_ticket()) is not None:
+                    self._dropped_tickets.append(ticket)
+            else:
+                self._dense.forget(action.step)
+                self._worker.skip(action.step)
+        self._forget()
 
     def _release_tickets(self) -> None:
         """Drop the tickets of dropped batches at the worker; the next call retries what an interrupt cut short."""
@@ -460,39 +407,33 @@ class Stream(Iterator[Batch]):
                 self._worker.drop(self._dropped_tickets[0])
             self._dropped_tickets.popleft()
 
-    def _joins_step(self, held: InFlightBatch) -> bool:
+    def _joins_step(self, batch: InFlightBatch) -> bool:
         """Return whether any trainer has samples for the next step, which includes this batch."""
-        if self.joint is None or self._joined:
+        if self.joint is None or self._joined is batch:
             return True
         if not self.joint.is_stopped:  # else this is a retry after an interrupt
-            is_last = self._num_returned[held.step] + 1 < self._gate.accumulate and self._is_last_with_samples(held)
+            is_last = self._ledger.number_in_step(batch) < self._ledger.accumulate and self._pipeline.is_last()
             self._worker.settle()  # before another trainer may wait for this one
             with Uninterrupted():
-                if (step := self.joint.take(held, is_last=is_last)) is not None:
-                    self._look_up.join(held, step)
-                    self._joined = True
+                if (step := self.joint.take(batch, is_last=is_last)) is not None:
+                    self._look_up.join(batch, step)
+                    self._joined = batch
                     return True
                 self._row_stream.end_lookups()
-        while self._next_batch is not None:  # this batch and what was read after it are all padding
-            if not self._pipeline.return_item(self._next_batch):
-                self._pipeline.drop(self._next_batch.step)
-            self._next_batch = None
-            self._pipeline.next(self._set_next)
+        padding: InFlightBatch | None = batch
+        while padding is not None:  # this batch and what was read after it are all padding
+            self._pipeline.discard(padding)
+            padding = self._pipeline.next()
         return False
 
-    def _forget(self, batches: list[InFlightBatch]) -> None:
+    def _hold(self) -> None:
+        """Tell the optimizer which leaves may have gradients."""
+        if self._ended_because is None:
+            self._on_hold([leaf for each in self._ledger.held() if each.is_used for leaf in each.leaves])
+
+    def _forget(self) -> None:
         """Stop holding batches that are updated or dropped."""
-        if not batches:
-            return
-        known = [batch.inputs.position for batch in batches if batch.inputs.position is not None]
-        self.position = max([*known, *([] if self.position is None else [self.position])], default=None)
-        self.last_step = max(self.last_step, *(batch.step for batch in batches))
-        self._hold([batch for batch in self._held if batch not in batches])
+        self._hold()
         if self.joint is not None:
             awaited = self._awaiting_backward()
             self.joint.weigh(1.0 if awaited is None else awaited.weight)
-
-    def _hold(self, held: list[InFlightBatch]) -> None:
-        self._held = held
-        if self._ended_because is None:
-            self._on_hold([leaf for each in held if each.is_used for leaf in each.leaves])

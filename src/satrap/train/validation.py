@@ -5,23 +5,23 @@ and so on what follows from it: whether this was the best, and whether training 
 the training metrics, and a checkpoint of the best evaluation outlives those that `keep` removes.
 """
 
+import json
 import math
 import time
 from collections.abc import Callable, Mapping
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol, get_args
 
 import torch
 
 from satrap.config.validation import check_choice, check_integer
 from satrap.errors import ConfigError, StreamError
+from satrap.monitor.metrics import Mode, mode_of, needs_groups
 from satrap.monitor.progress import Progress
 from satrap.train.batch import Batch
 from satrap.train.embeddings import Embeddings, session_of
-from satrap.train.evaluation import evaluate
+from satrap.train.evaluation import Group, Metric, check_metrics, evaluate
 from satrap.train.process_group import unwrap
 
-Metric = Literal["auc", "log_loss", "normalised_entropy"]
-_METRICS = ("auc", "log_loss", "normalised_entropy")
 _MAX_COUNT = 2**31 - 1
 
 
@@ -50,19 +50,33 @@ class Validation:
         embeddings: Embeddings,
         data: Any,
         *,
-        metric: Metric = "auc",
+        metric: str = "auc",
+        mode: Mode | None = None,
         patience: int | None = None,
         score: Callable[[Batch], torch.Tensor] | None = None,
         label: Callable[[Batch], torch.Tensor] | None = None,
+        group: Group | None = None,
+        metrics: Mapping[str, Metric] | None = None,
     ) -> None:
         """data: the source to evaluate on, one pass for each evaluation.
 
-        metric: what decides which evaluation is the best: the highest AUC, or the lowest of the others.
+        metric: name of the metric that decides which evaluation is the best: one of `Evaluation`, such as "log_loss" or
+            "ndcg@10", or one of `metrics`.
+        mode: whether the highest ("max") or the lowest ("min") value is the best; needed for a metric of your own.
         patience: number of consecutive evaluations without a new best after which `is_over` is True; None: any number.
-        score, label: as those of `evaluate`. Trainer 0 alone calls them, so they call the model itself, not its
-            DistributedDataParallel.
+        score, label, group, metrics: as those of `evaluate`. Trainer 0 alone calls them, so they call the model itself,
+            not its DistributedDataParallel.
         """
-        check_choice("Validation", "metric", metric, _METRICS)
+        own = check_metrics("Validation", metrics)
+        known_mode = mode_of(metric, own)
+        if needs_groups(metric) and group is None:
+            raise ConfigError(f"Validation: metric is {metric!r} without a group; expected group='user_id', e.g.")
+        if mode is not None:
+            check_choice("Validation", "mode", mode, get_args(Mode))
+        elif known_mode is None:
+            raise ConfigError(
+                f"Validation: whether a high {metric!r} is good is not known; expected mode='max' or mode='min'"
+            )
         if patience is not None:
             check_integer("Validation", "patience", patience, 1, _MAX_COUNT)
         if embeddings.dense == "async" and embeddings.trainers.world_size > 1:
@@ -71,7 +85,7 @@ class Validation:
                 "a single trainer: evaluate with a Reader beside the run instead"
             )
         self.metrics: Mapping[str, float] = {}
-        """AUC, log loss and normalised entropy of the last evaluation; empty before the first."""
+        """The metrics of the last evaluation, those of `Evaluation.values()`; empty before the first."""
         self.best: float | None = None
         """The best value of the metric so far."""
         self.best_step = 0
@@ -79,7 +93,8 @@ class Validation:
         self.num_worse = 0
         """Number of evaluations since the best one."""
         self._model, self._embeddings, self._data = unwrap(model), embeddings, data
-        self._metric, self._patience, self._score, self._label = metric, patience, score, label
+        self._metric, self._mode, self._patience = metric, mode or known_mode, patience
+        self._options: dict[str, Any] = {"score": score, "label": label, "group": group, "metrics": own}
         self._step = 0  # of the last evaluation
 
     @property
@@ -125,17 +140,17 @@ class Validation:
         self.num_worse, self._step = state["num_worse"], state["step"]
 
     def _is_better(self, value: float, best: float) -> bool:
-        return value > best if self._metric == "auc" else value < best
+        return value > best if self._mode == "max" else value < best
 
     def _evaluate(self) -> dict[str, float]:
         """Evaluate on trainer 0, and return its metrics on all trainers."""
-        trainers, found = self._embeddings.trainers, torch.zeros(len(_METRICS), dtype=torch.float64)
+        trainers, found = self._embeddings.trainers, dict[str, float]()
 
         def evaluate_here() -> None:
             device = next((each.device for each in self._model.parameters()), torch.device("cpu"))
             with self._embeddings.stream(self._data, device=device, train=False) as stream:
-                result = evaluate(self._model, stream, score=self._score, label=self._label)
-            found[:] = torch.tensor([getattr(result, name)() for name in _METRICS], dtype=torch.float64)
+                result = evaluate(self._model, stream, **self._options)
+            found.update(result.values(), **{self._metric: result[self._metric]})
 
         if (joint := session_of(self._embeddings).joint) is not None:
             joint.evaluate()
@@ -147,5 +162,5 @@ class Validation:
         finally:
             for module, mode in modes.items():
                 module.training = mode
-        trainers.broadcast_(found)
-        return dict(zip(_METRICS, found.tolist(), strict=True))
+        received: dict[str, float] = json.loads(trainers.gather(json.dumps(found).encode())[0])
+        return received

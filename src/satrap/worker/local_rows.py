@@ -1,4 +1,4 @@
-"""A worker whose rows are in this process: one call to a native engine does a whole lookup or update."""
+"""Rows in this process: one call to a native engine does a whole lookup or update."""
 
 import os
 from collections.abc import Sequence
@@ -10,14 +10,14 @@ import numpy as np
 from satrap import _core
 from satrap.config.features import Features
 from satrap.config.tables import Table
-from satrap.errors import ConfigError
 from satrap.table.engine import Slot, open_engine
 from satrap.table.table_group import TableGroup
-from satrap.worker.worker import BagRequest, Floats, UpdateRequest, Worker, native_features
+from satrap.worker.rows import BagRequest, Floats, Rows, UpdateRequest, native_features
+from satrap.worker.worker import Worker, require_features
 
 
-class LocalRows:
-    """Implements `satrap.worker.worker.Rows` on one engine."""
+class LocalRows(Rows):
+    """Implements `satrap.worker.rows.Rows` on one engine."""
 
     def __init__(self, features: Features, engine: _core.Engine, tables: Sequence[Table]) -> None:
         """engine: of these tables."""
@@ -42,19 +42,7 @@ class LocalRows:
 
     def lookup(self, request: BagRequest, block: Floats, sequences: list[Floats]) -> _core.Ticket | None:
         """Let the engine assign a step if none was given, after it has checked all values."""
-        return self._engine.lookup_bags(
-            self._bags,
-            request.values,
-            request.offsets,
-            request.weights,
-            request.batch_size,
-            request.step or 0,
-            request.oldest_open or 0,
-            request.train,
-            block,
-            sequences,
-            request.first_epoch,
-        )
+        return self._engine.lookup_bags(self._bags, *request.native, block, sequences, request.first_epoch)
 
     def owns_ticket(self, ticket: object) -> bool:
         return isinstance(ticket, _core.Ticket) and self._bags.made(ticket)
@@ -65,45 +53,26 @@ class LocalRows:
     def drop(self, ticket: _core.Ticket) -> None:
         self._engine.drop(ticket)
 
-    def skip(self, step: int) -> None:
-        """Do nothing: no other process waits for this one's steps."""
 
-    def settle(self) -> None:
-        """Do nothing: `skip` left nothing to send."""
+def local_worker(
+    features: Features,
+    *,
+    seed: int = 0,
+    num_threads: int | None = None,
+    simd: str = "auto",
+    shared: str | os.PathLike[str] | None = None,
+) -> Worker:
+    """Return a worker that owns the tables of its features, empty ones. The options are those of `Store`."""
+    require_features(features)
+    create = partial(open_engine, features.tables, seed=seed, num_threads=num_threads, simd=simd, shared=shared)
+    slots = create()
+    rows = LocalRows(features, slots[0].engine, features.tables)
 
-
-class LocalWorker(Worker):
-    """A worker that owns the tables of its features."""
-
-    servers: None = None
-
-    def __init__(
-        self,
-        features: Features,
-        *,
-        seed: int = 0,
-        num_threads: int | None = None,
-        simd: str = "auto",
-        shared: str | os.PathLike[str] | None = None,
-    ) -> None:
-        """Create empty tables. The options are those of `Store`."""
-        if not isinstance(features, Features):
-            raise ConfigError(
-                f"features is a {type(features).__name__}; expected a satrap.config.features.Features of it"
-            )
-        create = partial(open_engine, features.tables, seed=seed, num_threads=num_threads, simd=simd, shared=shared)
+    def renew() -> list[Slot]:  # must not refer to the worker or the tables: they would keep each other alive
+        if shared is not None:
+            Path(shared).unlink(missing_ok=True)
         slots = create()
-        rows = LocalRows(features, slots[0].engine, features.tables)
+        rows.use(slots[0].engine)
+        return slots
 
-        def renew() -> list[Slot]:  # must not refer to the worker or the tables: they would keep each other alive
-            if shared is not None:
-                Path(shared).unlink(missing_ok=True)
-            slots = create()
-            rows.use(slots[0].engine)
-            return slots
-
-        self.tables = TableGroup.in_engine(slots, renew)
-        super().__init__(features, rows)
-
-    def close(self) -> None:
-        """Do nothing: the rows are freed with the last reference to them."""
+    return Worker(features, rows, TableGroup.in_engine(slots, renew))

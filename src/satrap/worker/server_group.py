@@ -12,8 +12,8 @@ import threading
 import time
 import weakref
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -119,8 +119,8 @@ class ServerGroup:
         self._client_options: dict[str, Any] = {"keys": keys, "deadline": deadline, "retry_seconds": retry_seconds}
         self._deadline, self._relays = deadline, is_relay
         self._claims: OrderedDict[tuple[int, int], weakref.ref[Any]] = OrderedDict()  # by attempt and step
-        self._lock = threading.Lock()  # guards what follows
-        self._clients, self._gathers = dict[str, Client[ServerCalls]](), Gathers()
+        self._lock, self._writes, self._num_writes = threading.Lock(), threading.Lock(), 0
+        self._clients, self._gathers = dict[str, Client[ServerCalls]](), Gathers()  # under the lock, as what follows
         self.attempt = NO_ATTEMPT if attempt is None else attempt
         self._launch, self._take_over = launch, take_over
         self._lease: Lease | None = None
@@ -248,6 +248,13 @@ class ServerGroup:
             while len(self._claims) > _CLAIMS:
                 self._claims.popitem(last=False)
 
+    @contextmanager
+    def next_write(self) -> Iterator[int]:
+        """Return the number of a write of rows, for which servers tell a duplicate; one write at a time."""
+        with self._writes:
+            self._num_writes += 1
+            yield self._num_writes
+
     def follow(self, work: Callable[[Topology], _R]) -> _R:
         """Return the result of `work` for the current topology; repeat it for the newer one after a MovedError. What a
         server has done already, it does not do twice."""
@@ -270,7 +277,7 @@ class ServerGroup:
         arguments: returns those of the call to the owner of these ids."""
 
         def call(topology: Topology) -> list[tuple[OwnedIds, Any]]:
-            parts = split_by_owner(ids, offsets, topology.owners, self._num_buckets)
+            parts = split_by_owner(ids, offsets, topology.owners, self.job.tables)
             calls = {server: arguments(part) for server, part in parts.items()}
             answers = self.call_servers(method, step, calls, topology=topology)
             return [(part, answers[server]) for server, part in parts.items()]

@@ -1,4 +1,4 @@
-"""A worker whose rows are on servers: makes ids unique, splits them by owner, and calls each server once for a batch.
+"""Rows on servers: makes ids unique, splits them by owner, and calls each server once for a batch.
 
     lookup   Split.lookup -> ids of each server ──> server.lookup ──> rows -> Split.fill -> block, sequences
     update   gradients -> Split.sums -> sums of each server ──> server.update, with the lookup's ticket or with ids
@@ -11,7 +11,7 @@ migration the same ids and sums are split again for the current owners and sent 
 import itertools
 import secrets
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,15 +22,14 @@ from satrap import _core
 from satrap.config.cores import thread_count
 from satrap.config.features import Features
 from satrap.config.job import with_buckets_of
-from satrap.data.inputs import Inputs
 from satrap.errors import ConfigError, MovedError, TicketError
 from satrap.interrupts import Uninterrupted
 from satrap.server.protocol import Coded
 from satrap.table.engine import native_config
-from satrap.worker.pooled_codec import PooledCodec
+from satrap.worker.rows import BagRequest, Floats, Rows, Ticket, UpdateRequest, native_features
 from satrap.worker.server_group import ServerGroup, Topology
 from satrap.worker.sharded_tables import ShardedTables
-from satrap.worker.worker import BagRequest, Floats, UpdateRequest, Worker, native_features
+from satrap.worker.worker import Worker
 
 _NO_IDS = np.zeros(0, np.uint64)
 _NO_OFFSETS = np.zeros(0, np.int64)
@@ -41,7 +40,7 @@ MOST_STALENESS = _core.WINDOW_STEPS - 1
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
 class ShardedTicket:
-    """Implements `satrap.worker.worker.Ticket`."""
+    """Implements `satrap.worker.rows.Ticket`."""
 
     split: _core.SplitTicket
     number: int
@@ -58,21 +57,24 @@ class ShardedTicket:
         return self.split.batch_size
 
 
-class ShardedRows:
-    """Implements `satrap.worker.worker.Rows` on a group of servers."""
+class ShardedRows(Rows):
+    """Implements `satrap.worker.rows.Rows` on a group of servers."""
 
     def __init__(self, features: Features, servers: ServerGroup, *, num_threads: int | None) -> None:
         tables = [native_config(table) for table in servers.job.tables]
         self.num_threads = thread_count(num_threads)
         self.split = _core.Split(tables, native_features(features, servers.job.tables), self.num_threads, "auto")
-        self._servers = servers
+        self.servers: ServerGroup = servers
         self._rows_leave = any(table.expire_after or table.capacity for table in servers.job.tables)
         self._skipped_steps: list[int] = []  # steps for which the other trainers wait for this one's empty part
         # Starts at random: lookups of a killed predecessor may still be in flight under its numbers.
         self._numbers = itertools.count(1 + secrets.randbits(62))
-        self.latest_step = servers.latest_step
-        """The latest step of this process and of the servers before it."""
+        self._latest_step = servers.latest_step  # of this process, and of the servers before it
         self._lock = threading.Lock()
+
+    @property
+    def latest_step(self) -> int:
+        return self._latest_step
 
     @property
     def truncated(self) -> list[int]:
@@ -81,14 +83,14 @@ class ShardedRows:
     def empty(self, lines: int, floats: int) -> Floats:
         return np.asarray(self.split.empty(lines, floats))
 
-    def lookup(self, request: BagRequest, block: Floats, sequences: list[Floats]) -> ShardedTicket | None:
+    def lookup(self, request: BagRequest, block: Floats, sequences: list[Floats]) -> Ticket | None:
         self.settle()
-        topology = self._servers.topology
+        topology = self.servers.topology
         split = self._split_ids(request, topology)
         train = request.train
-        at = self._advance_step(request.step) if train else 0
+        at = self.advance_step(request.step) if train else 0
         number = next(self._numbers) if train else 0
-        rest = self._servers.wire, request.first_epoch
+        rest = self.servers.wire, request.first_epoch
 
         def call(newest: Topology) -> dict[int, Any]:
             nonlocal topology
@@ -101,9 +103,9 @@ class ShardedRows:
                 if has_ids or (train and self._rows_leave):  # which rows may leave depends on the step, too
                     ids = split.ids(server), split.offsets(server)
                     calls[server] = *ids, request.oldest_open or at, train, number if has_ids else 0, *rest
-            return self._servers.call_servers("lookup", at, calls, topology=newest)
+            return self.servers.call_servers("lookup", at, calls, topology=newest)
 
-        answers = self._servers.follow(call)
+        answers = self.servers.follow(call)
         rows = [self._rows(split, server, *answers.get(server, (None, None))) for server in range(split.num_servers)]
         self.split.fill(split, rows, block, sequences)
         if train:
@@ -115,9 +117,9 @@ class ShardedRows:
         """Let all servers know of a step in which this trainer looks nothing up, so that rows of its earlier steps may
         leave."""
         if self._rows_leave:
-            offsets = np.zeros(len(self._servers.job.tables) + 1, np.int64)
-            nothing = _NO_IDS, offsets, oldest_open, True, 0, self._servers.wire
-            self._servers.call_all("lookup", *nothing, step=self._advance_step(step))
+            offsets = np.zeros(len(self.servers.job.tables) + 1, np.int64)
+            nothing = _NO_IDS, offsets, oldest_open, True, 0, self.servers.wire
+            self.servers.call_all("lookup", *nothing, step=self.advance_step(step))
 
     def _split_ids(self, request: BagRequest, topology: Topology) -> _core.SplitTicket:
         return self.split.lookup(
@@ -126,7 +128,7 @@ class ShardedRows:
 
     def reissue(self, request: BagRequest) -> ShardedTicket:
         """Return a ticket for a batch that an earlier process looked up; its update sends the ids."""
-        return ShardedTicket(self._split_ids(request, self._servers.topology), 0, self)
+        return ShardedTicket(self._split_ids(request, self.servers.topology), 0, self)
 
     def owns_ticket(self, ticket: object) -> bool:
         return getattr(ticket, "owner", None) is self
@@ -134,19 +136,19 @@ class ShardedRows:
     def update(self, request: UpdateRequest) -> None:
         """Raise if a server cannot be reached; the others may have applied the step then."""
         tickets: Sequence[ShardedTicket] = request.tickets
-        rates = list(self._servers.lrs)
+        rates = list(self.servers.lrs)
         for table, lr in request.lrs:
             rates[table] = lr
-        self._servers.claim(request.step, tickets[0])
+        self.servers.claim(request.step, tickets[0])
 
         def send(topology: Topology) -> _core.Sums:
             with Uninterrupted():
                 sums = self._sums(request, topology)
             number = tickets[0].number if sums.same_ids else 0  # new owners get ids
-            self._send(sums, number, self._advance_step(request.step), rates, topology)
+            self._send(sums, number, self.advance_step(request.step), rates, topology)
             return sums
 
-        sums = self._servers.follow(send)
+        sums = self.servers.follow(send)
         with Uninterrupted():
             for ticket in tickets:
                 ticket.sums, ticket.used = None, True
@@ -159,7 +161,7 @@ class ShardedRows:
         if known is None:
             splits = [ticket.split for ticket in request.tickets]
             sums = self.split.sums(splits, request.gradients, request.scale, topology.owners, len(topology))
-            self._servers.add_skipped(sums.skipped)
+            self.servers.add_skipped(sums.skipped)
         elif known[1] is topology:
             return known[0]
         else:
@@ -174,16 +176,19 @@ class ShardedRows:
         def arguments(server: int, number: int) -> tuple[Any, ...]:
             ids, offsets = (_NO_IDS, _NO_OFFSETS) if number else (sums.ids(server), sums.offsets(server))
             gradients, coded = self._gradients(sums, server)
-            return number, ids, offsets, gradients, rates, self._servers.barrier_size, coded
+            return number, ids, offsets, gradients, rates, self.servers.barrier_size, coded
 
         arguments_by_server = {
             server: arguments(server, number if sums.num_floats(server) else 0)
             for server in range(len(topology))
-            if sums.num_floats(server) or self._servers.barrier_size
+            if sums.num_floats(server) or self.servers.barrier_size
         }
-        answers = self._servers.call_servers("update", step, arguments_by_server, topology=topology)
+        answers = self.servers.call_servers("update", step, arguments_by_server, topology=topology)
         lost = [server for server, answer in answers.items() if isinstance(answer, TicketError)]
-        self._servers.call_servers("update", step, {server: arguments(server, 0) for server in lost}, topology=topology)
+        self.servers.call_servers("update", step, {server: arguments(server, 0) for server in lost}, topology=topology)
+
+    def close(self) -> None:
+        self.servers.close()
 
     def drop(self, ticket: ShardedTicket) -> None:
         if ticket.used:
@@ -197,15 +202,15 @@ class ShardedRows:
     def skip(self, step: int) -> None:
         """Queue an empty part for the next lookup or `settle`. It is not sent now, because a stream that ends must not
         wait for other trainers."""
-        if self._servers.barrier_size:
+        if self.servers.barrier_size:
             with self._lock:
                 self._skipped_steps.append(step)
 
     def settle(self) -> None:
         for step in list(self._skipped_steps):  # two threads may send the same part: servers ignore the duplicate
-            offsets = np.zeros(len(self._servers.job.tables) + 1, np.int64)
-            nothing = (0, _NO_IDS, offsets, _NO_FLOATS, self._servers.lrs, self._servers.barrier_size)
-            self._servers.call_all("update", *nothing, step=step)
+            offsets = np.zeros(len(self.servers.job.tables) + 1, np.int64)
+            nothing = (0, _NO_IDS, offsets, _NO_FLOATS, self.servers.lrs, self.servers.barrier_size)
+            self.servers.call_all("update", *nothing, step=step)
             with self._lock:
                 if step in self._skipped_steps:
                     self._skipped_steps.remove(step)
@@ -218,66 +223,40 @@ class ShardedRows:
 
     def _gradients(self, sums: _core.Sums, server: int) -> tuple[Floats | None, Coded | None]:
         """Return the gradients for a server in the form of the wire; the other form is None."""
-        if self._servers.wire == "float32":
+        if self.servers.wire == "float32":
             return sums.gradients(server), None
         return None, np.asarray(self.split.encode_rows(sums.offsets(server), sums.gradients(server)))
 
     def _drop_at_servers(self, tickets: Sequence[ShardedTicket]) -> None:
         numbers = [ticket.number for ticket in tickets]
-        topology = self._servers.topology
+        topology = self.servers.topology
         owners = [
             server
             for server in range(len(topology))
             if any(server >= ticket.split.num_servers or ticket.split.num_floats(server) for ticket in tickets)
         ]
         with suppress(MovedError):  # the servers forgot all tickets when the map changed
-            self._servers.call_servers("drop", 0, dict.fromkeys(owners, (numbers,)), topology=topology)
+            self.servers.call_servers("drop", 0, dict.fromkeys(owners, (numbers,)), topology=topology)
 
-    def _advance_step(self, step: int | None) -> int:
+    def advance_step(self, step: int | None) -> int:
+        """Return the step of a lookup or an update, by default the next one, and note that it has begun."""
         with self._lock:
-            at: int = self.latest_step + 1 if step is None else step
-            self.latest_step = max(self.latest_step, at)
+            at: int = self._latest_step + 1 if step is None else step
+            self._latest_step = max(self._latest_step, at)
             return at
 
 
-class ShardedWorker(Worker):
-    """A worker over tables on servers."""
+def sharded_worker(features: Features, servers: ServerGroup, *, num_threads: int | None = None) -> Worker:
+    """Return a worker over tables on servers, of a job whose first tables are those of the features."""
+    require_tables(features, servers)
+    return Worker(features, ShardedRows(features, servers, num_threads=num_threads), ShardedTables(servers))
 
-    servers: ServerGroup
-    stop_own_server: Callable[[], None] | None = None
-    """Stops the server in this process, where trainers serve each other their rows."""
-    _rows_type = ShardedRows
 
-    def __init__(
-        self,
-        features: Features,
-        servers: ServerGroup,
-        *,
-        num_threads: int | None = None,
-        rows: ShardedRows | None = None,
-    ) -> None:
-        """servers: of a job whose first tables are those of the features. rows: None: `ShardedRows` of them."""
-        there = servers.job.tables[: len(features.tables)]
-        if with_buckets_of(features.tables, there) != there:
-            raise ConfigError(
-                "the servers' job has other tables than the features; expected features.tables first: create the job "
-                "from them"
-            )
-        self.servers = servers
-        self.tables = ShardedTables(servers)
-        self._sharded_rows = rows or self._rows_type(features, servers, num_threads=num_threads)
-        super().__init__(features, self._sharded_rows)
-        self.pooled_codec = PooledCodec(features, self._sharded_rows.split, servers.wire)
-        """The form of pooled rows and their gradients between a worker process and its trainer."""
-
-    def close(self) -> None:
-        self.servers.close()
-        if self.stop_own_server is not None:
-            self.stop_own_server()
-
-    def pad(self, step: int, oldest_open: int) -> None:
-        self._sharded_rows.pad(step, oldest_open)
-
-    def renew(self, inputs: Inputs) -> ShardedTicket:
-        """Return a ticket for a batch that an earlier process looked up."""
-        return self._sharded_rows.reissue(self._request(inputs))
+def require_tables(features: Features, servers: ServerGroup) -> None:
+    """Raise ConfigError unless the first tables of the servers' job are those of the features."""
+    there = servers.job.tables[: len(features.tables)]
+    if with_buckets_of(features.tables, there) != there:
+        raise ConfigError(
+            "the servers' job has other tables than the features; expected features.tables first: create the job "
+            "from them"
+        )

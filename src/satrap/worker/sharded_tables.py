@@ -20,15 +20,18 @@ from satrap.errors import InputError, MovedError
 from satrap.sharding.owner_split import OwnedIds
 from satrap.storage.folder import Folder
 from satrap.storage.open_folder import absolute, open_folder
+from satrap.table.engine import native_config
 from satrap.table.snapshot.cut import OLD_ROWS_BYTES
 from satrap.table.snapshot.directory import folder_bytes, part_name
 from satrap.table.snapshot.saved_table import checksum_of
-from satrap.table.store import StoredRows
+from satrap.table.store import StoredRows, parts_of
+from satrap.table.written_rows import WrittenRows, as_rows
 from satrap.transfer import Transfer, advance
 from satrap.worker.server_group import ServerGroup, Topology
 from satrap.worker.sharded_cut import ShardedCut, count_parts
 
 _LOG = logging.getLogger("satrap.worker")
+_WRITE_BYTES = 16 << 20  # of the values in one message
 
 
 class ShardedTable:
@@ -38,6 +41,7 @@ class ShardedTable:
         self.table: Table = servers.job.tables[number]
         """The table's configuration."""
         self._servers, self._number = servers, number
+        self._state_dim = native_config(self.table).state_dim
 
     def __len__(self) -> int:
         return self.stats()["rows"]
@@ -52,7 +56,55 @@ class ShardedTable:
     def read(self, ids: ArrayLike) -> StoredRows:
         """Return what `Store.read` does."""
         values, state, present = self._call_owners("read", ids, lambda part: (self._number, part.ids))
-        return StoredRows(values, state, present.reshape(-1))
+        shape = present.size, self.table.dim
+        return StoredRows(values.reshape(shape), state.reshape(present.size, self._state_dim), present.reshape(-1))
+
+    def write(self, ids: ArrayLike, values: ArrayLike, state: ArrayLike | None = None) -> None:
+        """Insert or replace rows as `Store.write` does; several trainers may each write a part. Each server writes a
+        row once, however often messages are lost or repeated. If a call fails, a part may be written: call it again.
+        A checkpoint that is saved after the call has the rows."""
+        rows = as_rows(self.table, self._state_dim, ids, values, state)
+        self._servers.begin_attempt()
+        if self._servers.latest_step:
+            raise InputError(
+                f"table {self.table.name!r}: the servers hold rows of an earlier run, trained up to step "
+                f"{self._servers.latest_step}: resume its checkpoint, or remove them with embeddings.tables.clear(), "
+                "before you write"
+            )
+        step = max(1, _WRITE_BYTES // (4 * self.table.dim))
+        for begin in range(0, len(rows.ids), step):
+            self._write(rows, slice(begin, begin + step))
+
+    def _write(self, rows: WrittenRows, chosen: slice) -> None:
+        """Send some of the rows."""
+        ids, state = rows.ids[chosen], np.zeros((0, 0), np.float32) if rows.state is None else rows.state[chosen]
+
+        def arguments(part: OwnedIds) -> tuple[Any, ...]:
+            values = rows.values[chosen][part.positions].reshape(-1)
+            of_part = state if rows.state is None else state[part.positions]
+            return self._number, part.ids, values, of_part.reshape(-1), rows.state is not None
+
+        with self._servers.next_write() as number:
+            self._servers.call_owners("write", number, ids, self._offsets(len(ids)), arguments)
+
+    def ids(self) -> NDArray[np.uint64]:
+        """Return the ids of all rows, as `Store.ids` does."""
+        return np.concatenate([self._bucket_ids(bucket) for bucket in range(self.table.resolved_num_buckets)])
+
+    def rows(self) -> Iterator[tuple[NDArray[np.uint64], StoredRows]]:
+        """Yield all rows, as `Store.rows` does."""
+        for bucket in range(self.table.resolved_num_buckets):
+            yield from parts_of(self.read, self.table.dim, self._bucket_ids(bucket))
+
+    def _bucket_ids(self, bucket: int) -> NDArray[np.uint64]:
+        before = sum(table.resolved_num_buckets for table in self._servers.job.tables[: self._number])
+
+        def call(topology: Topology) -> NDArray[np.uint64]:
+            calls = {int(topology.owners[before + bucket]): (self._number, bucket)}
+            (found,) = self._servers.call_servers("bucket_ids", 0, calls, topology=topology).values()
+            return found  # type: ignore[no-any-return]
+
+        return self._servers.follow(call)
 
     def lookup(self, ids: ArrayLike, *, train: Literal[False]) -> NDArray[np.float32]:
         """Return rows as `Store.lookup` does without training, never rounded. Training goes through a worker."""
@@ -69,9 +121,7 @@ class ShardedTable:
     ) -> list[NDArray[Any]]:
         """Return what the ids' owners answer: arrays with one line for each id, in the order of the ids."""
         unsigned_ids = array_args.as_ids(f"table {self.table.name!r}", ids)
-        offsets = np.zeros(len(self._servers.job.tables) + 1, np.int64)
-        offsets[self._number + 1 :] = len(unsigned_ids)
-        found = self._servers.call_owners(method, 0, unsigned_ids, offsets, arguments)
+        found = self._servers.call_owners(method, 0, unsigned_ids, self._offsets(len(unsigned_ids)), arguments)
         positions = np.concatenate([part.positions for part, _ in found])
         lines = []
         for answers in zip(*(answer for _, answer in found), strict=True):
@@ -82,6 +132,11 @@ class ShardedTable:
             lines.append(np.empty_like(lines_by_server))
             lines[-1][positions] = lines_by_server
         return lines
+
+    def _offsets(self, n: int) -> NDArray[np.int64]:
+        offsets = np.zeros(len(self._servers.job.tables) + 1, np.int64)
+        offsets[self._number + 1 :] = n
+        return offsets
 
     @property
     def lr(self) -> float:

@@ -1,129 +1,94 @@
 """The worker: looks up the rows of one batch's ids, and applies the gradients of batches to the rows.
 
 `Inputs` come in; a block of pooled rows, padded sequences and a ticket go out. The update takes the ticket and
-gradients of the same shapes. The rows are in the tables of a `Rows`: in this process (`satrap.worker.local_rows`) or on
-servers (`satrap.worker.sharded_rows`). The worker checks its arguments in the same way for both. Its cost in Python
-does not grow with the number of features, except sequences. Thread-safe. It decides nothing about timing: it has no
-gate, queue or thread.
+gradients of the same shapes. The rows are where a `Rows` has them, and blocks are arrays or tensors; the worker checks
+its arguments in the same way for all. `local_worker`, `sharded_worker`, `remote_worker`, `device_worker` and
+`collective_worker` build one. Its cost in Python does not grow with the number of features, except sequences.
+Thread-safe. It decides nothing about timing: it has no gate, queue or thread.
 
 The gradient of an id in a bag is that of the bag, times `scale`, times the id's weight, divided by the number of ids
 for "mean" and by its square root for "sqrtn". The gradients of one id are summed in order of appearance: ticket after
 ticket, feature after feature, sample after sample. Then the table's optimizer updates the row, once.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, final
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from satrap.config import array_args
 from satrap.config.features import Features
-from satrap.config.tables import Feature, Table
+from satrap.config.tables import Feature
 from satrap.config.validation import check_flag
 from satrap.data.inputs import Inputs, Position, as_inputs
 from satrap.data.iterable import IterableSource
-from satrap.errors import InputError, TicketError
+from satrap.errors import ConfigError, InputError, TicketError
 from satrap.table.engine import resolve_step
-from satrap.worker.row_stream import RowStream
+from satrap.worker.rows import BagRequest, Block, Floats, PlacedIds, Rows, Ticket, TicketGradients, UpdateRequest
 
 if TYPE_CHECKING:
-    from satrap.worker.server_group import ServerGroup
+    from satrap.table.table_group import TableGroup
+    from satrap.worker.sharded_tables import ShardedTables
+
 
 _WHERE = "lookup of a batch"
 _UPDATE = "update of a batch"
 Gradients = Mapping[str, ArrayLike | None]
-Floats = NDArray[np.float32]
-Block = Any
-"""float32 [lines, floats]: a numpy array, or a tensor if the rows are on a device."""
-TicketGradients = tuple[Block | None, list[Block | None]]
-"""Gradients of one ticket's block and of each of its sequences; None leaves the ids unchanged."""
 
 
-class Ticket(Protocol):
-    """Names a lookup whose update is still to come; to be used once."""
-
-    @property
-    def used(self) -> bool:
-        """Whether it was updated or dropped."""
-
-    @property
-    def batch_size(self) -> int:
-        """Number of samples in the batch."""
+def require_features(features: object) -> None:
+    """Raise ConfigError unless these are `Features`, for a worker whose tables are created from them."""
+    if not isinstance(features, Features):
+        raise ConfigError(f"features is a {type(features).__name__}; expected a satrap.config.features.Features of it")
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class BagRequest:
-    """The lookup of one batch, with checked arguments."""
+class ArrayBlocks:
+    """The kind of block of rows in CPU memory: numpy arrays."""
 
-    values: Any
-    """The ids of all bags, feature after feature and sample after sample: uint64, or `DeviceIds` if they lie on the
-    device of the rows. Those have their offsets and weights."""
-    offsets: NDArray[np.int64] | None
-    """Where each bag begins in `values`, and where the last one ends; None: each bag has one id."""
-    weights: Floats | None
-    """The weight of each id, if a feature is weighted."""
-    batch_size: int
-    step: int | None = None
-    """The step of a training lookup; None: the next one."""
-    oldest_open: int | None = None
-    train: bool = False
-    first_epoch: bool = True
-    """Whether to count sightings in tables that count only those of the first epoch."""
-    resolved: Any = None
-    """What `Worker.resolve` found ahead of the lookup."""
+    device: Any = None
+    """The torch device of blocks and gradients; None: they are arrays."""
+
+    def check_block(self, block: Any, shape: tuple[int, ...]) -> Block:
+        """Return memory to write pooled rows into, of this shape; InputError if it is not that."""
+        return array_args.as_out(_WHERE, block, shape, "block")
+
+    def check_gradient(self, where: str, gradient: Any, shape: tuple[int, ...]) -> Block:
+        """Return a gradient of this shape; InputError if it is not that."""
+        return array_args.as_gradients(where, gradient, shape)
+
+    def measure(self, gradients: Sequence[tuple[Any, float]]) -> Any:
+        """Return what `Worker.measure` does."""
+        return None
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class UpdateRequest:
-    """One optimizer step, with checked arguments."""
+class InputReader:
+    """Makes the batches of a worker, in this process."""
 
-    tickets: Sequence[Any]
-    gradients: list[TicketGradients]
-    """For each ticket."""
-    step: int
-    lrs: list[tuple[int, float]]
-    """Pairs of a table's number and its rate."""
-    scale: float
-    magnitude: Any = None
-    """What `Worker.measure` returned for these gradients; None: they were not measured."""
+    def __init__(self, features: Features) -> None:
+        self._features = features
 
+    def can_read(self, source: Any) -> bool:
+        """Return whether another process reads the source for this worker, so that its batches have no ids here."""
+        return False
 
-class Rows(Protocol):
-    """Where the rows of a worker's features are. Does not check its arguments."""
+    def inputs_of(self, ids: Any) -> Inputs:
+        """Return a batch of ids by feature; see `satrap.data.inputs.as_inputs`."""
+        return as_inputs(self._features, ids)
 
-    num_threads: int
-    """Threads of one call in this process."""
+    def batches(self, source: Any, position: Position | None = None, **share: int) -> Iterator[Inputs]:
+        """Return the batches of a source, or of an iterable without columns, after the position.
 
-    @property
-    def latest_step(self) -> int:
-        """The largest step of any training lookup or update so far; 0 before the first."""
+        share: the trainer's `rank` and the `world_size`, of several."""
+        declared = source if hasattr(source, "batches") else IterableSource(source)
+        found: Iterator[Inputs] = declared.batches(self._features, position=position, **share)
+        return found
 
-    @property
-    def truncated(self) -> list[int]:
-        """For each sequence, the number of ids beyond its max_length so far."""
-
-    def empty(self, lines: int, floats: int) -> Block:
-        """Return aligned memory, which is reused once the array is collected."""
-
-    def lookup(self, request: BagRequest, block: Block, sequences: list[Block]) -> Ticket | None:
-        """Fill `block` and `sequences`, and return a ticket if the request trains."""
-
-    def owns_ticket(self, ticket: object) -> bool:
-        """Return whether the ticket comes from a lookup of this object."""
-
-    def update(self, request: UpdateRequest) -> None:
-        """Apply one optimizer step."""
-
-    def drop(self, ticket: Any) -> None:
-        """Give up a ticket without an update."""
-
-    def skip(self, step: int) -> None:
-        """Note that this step has no update. The next `settle` or lookup tells processes that wait for it."""
-
-    def settle(self) -> None:
-        """Return once all processes that wait for a skipped step know that it has no update."""
+    def signature(self, source: Any) -> Mapping[str, Any] | None:
+        """Return `Source.signature`; None if the source has none."""
+        found: Mapping[str, Any] | None = source.signature() if hasattr(source, "signature") else None
+        return found
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -142,24 +107,34 @@ class LookupResult:
     """Names the batch in its update; None without training."""
 
 
+@final
 class Worker:
-    """Looks up and updates the features of a model, over rows here or on servers."""
+    """Looks up and updates the features of a model."""
 
-    servers: "ServerGroup | None" = None
-    """The servers of the rows; None if the rows are in this process."""
-    device: Any = None
-    """The torch device of the rows, of blocks and of gradients; None: they are numpy arrays in this process."""
-    device_stream: Any = None
-    """The stream of the device on which the rows are read and changed; None: they are not on a device."""
-    launches: Any = None
-    """The order in which the devices of several trainers are given collectives; None: they have no rows."""
+    stop_own_server: Callable[[], None] | None = None
+    """Stops the server in this process, where trainers serve each other their rows."""
 
-    def __init__(self, features: Features, rows: Rows) -> None:
-        """rows: of the tables of these features."""
-        self.features = features
-        self._rows = rows
-        self.num_threads = rows.num_threads
-        """Threads of one call on the tables."""
+    def __init__(
+        self,
+        features: Features,
+        rows: Rows,
+        tables: "TableGroup | ShardedTables",
+        *,
+        blocks: ArrayBlocks | None = None,
+        reader: InputReader | None = None,
+    ) -> None:
+        """rows: of the tables of these features. blocks: what the rows fill; None: arrays. reader: None: batches are
+        read in this process."""
+        self.features, self.rows, self.tables = features, rows, tables
+        self._blocks, reader = blocks or ArrayBlocks(), reader or InputReader(features)
+        self.can_read, self.inputs_of = reader.can_read, reader.inputs_of
+        self.batches, self.signature = reader.batches, reader.signature
+        self.device = self._blocks.device
+        """The torch device of the rows, of blocks and of gradients; None: they are numpy arrays in this process."""
+        self.servers, self.num_threads = rows.servers, rows.num_threads
+        self.device_stream, self.launches = rows.device_stream, rows.launches
+        self.open_stream, self.pad, self.pause = rows.open_stream, rows.pad, rows.pause
+        self.skip, self.settle = rows.skip, rows.settle
         self._sequences = [
             _Sequence(name, index, feature)
             for index, (name, feature) in enumerate(features.items())
@@ -170,33 +145,14 @@ class Worker:
     @property
     def truncated(self) -> dict[str, int]:
         """For each sequence, the number of ids beyond its max_length so far, which were not looked up."""
-        return dict(zip((sequence.name for sequence in self._sequences), self._rows.truncated, strict=True))
-
-    def can_read(self, source: Any) -> bool:
-        """Return whether another process reads the source for this worker, so that its batches have no ids here."""
-        return False
-
-    def inputs_of(self, ids: Any) -> Inputs:
-        """Return a batch of ids by feature; see `satrap.data.inputs.as_inputs`."""
-        return as_inputs(self.features, ids)
-
-    def batches(self, source: Any, position: Position | None = None, **share: int) -> Iterator[Inputs]:
-        """Return the batches of a source, or of an iterable without columns, after the position.
-
-        share: the trainer's `rank` and the `world_size`, of several."""
-        declared = source if hasattr(source, "batches") else IterableSource(source)
-        found: Iterator[Inputs] = declared.batches(self.features, position=position, **share)
-        return found
-
-    def signature(self, source: Any) -> Mapping[str, Any] | None:
-        """Return `Source.signature`; None if the source has none."""
-        found: Mapping[str, Any] | None = source.signature() if hasattr(source, "signature") else None
-        return found
+        return dict(zip((sequence.name for sequence in self._sequences), self.rows.truncated, strict=True))
 
     def resolve(self, inputs: Inputs, *, step: int, oldest_open: int) -> BagRequest | None:
         """Do the part of a training lookup that needs no row's values, while earlier steps are in progress. Pass the
         result to `lookup_resolved`, in the same order; None: `lookup` does all of it."""
-        return None
+        if not self.rows.resolves:
+            return None
+        return self.rows.resolve(self.request(inputs, step, oldest_open, train=True))
 
     def lookup(
         self,
@@ -213,7 +169,7 @@ class Worker:
         block: memory to write pooled rows into, float32 [batch_size, total_dim], best aligned to 64 bytes. None: a new
             aligned array, whose memory is reused once the array is collected.
         """
-        return self._look_up(self._request(inputs, step, oldest_open, train), block)
+        return self._look_up(self.request(inputs, step, oldest_open, train), block)
 
     def lookup_resolved(self, request: BagRequest) -> LookupResult:
         """Look up the rows of a batch that was resolved."""
@@ -223,10 +179,10 @@ class Worker:
         batch_size = request.batch_size
         shape = (batch_size, self.features.total_dim)
         if block is None:
-            block = self._rows.empty(*shape)
-        memory = self._check_block(block, shape)
-        sequences = [(each, self._rows.empty(batch_size, each.floats)) for each in self._sequences]
-        ticket = self._rows.lookup(request, memory, [rows for _, rows in sequences])
+            block = self.rows.empty(*shape)
+        memory = self._blocks.check_block(block, shape)
+        sequences = [(each, self.rows.empty(batch_size, each.floats)) for each in self._sequences]
+        ticket = self.rows.lookup(request, memory, [rows for _, rows in sequences])
         masks, truncated = self._masks(request)
         return LookupResult(
             block=block,
@@ -238,10 +194,12 @@ class Worker:
 
     def _masks(self, request: BagRequest) -> tuple[dict[str, Any], list[int]]:
         """Return `masks` and `truncated` of a lookup's result."""
-        lengths = [(each, each.lengths(request)) for each in self._sequences]
-        return {each.name: each.mask(its) for each, its in lengths}, [
-            each.count_truncated(its) for each, its in lengths
-        ]
+        if isinstance(request.values, np.ndarray):
+            lengths = [(each, each.lengths(request)) for each in self._sequences]
+            truncated = [each.count_truncated(its) for each, its in lengths]
+            return {each.name: each.mask(its) for each, its in lengths}, truncated
+        placed: PlacedIds = request.values
+        return placed.masks(self.features)
 
     def update(
         self,
@@ -281,69 +239,58 @@ class Worker:
             self._gradients(ticket, block, sequences)
             for ticket, block, sequences in zip(tickets, block_gradients, sequence_gradients, strict=True)
         ]
-        at = max(1, self._rows.latest_step) if step is None else array_args.as_step(_UPDATE, "step", step)
+        at = max(1, self.rows.latest_step) if step is None else array_args.as_step(_UPDATE, "step", step)
         rates = [] if lrs is None else self._learning_rates(lrs)
         factor = array_args.as_scale(_UPDATE, scale)
-        self._rows.update(UpdateRequest(list(tickets), gradients, at, rates, factor, magnitude))
+        self.rows.update(UpdateRequest(list(tickets), gradients, at, rates, factor, magnitude))
 
     def measure(self, gradients: Sequence[tuple[Any, float]]) -> Any:
         """Return the largest magnitude of tensors times their factors, for `update`; None if it needs none. Call this
         where the tensors are computed, without a wait for them."""
-        return None
+        return self._blocks.measure(gradients)
 
     def drop(self, ticket: Ticket) -> None:
         """Give up a batch that will not be updated. Its rows stay as the lookup left them."""
-        self._rows.drop(self._require_ticket("drop of a batch", ticket))
+        self.rows.drop(self._require_ticket("drop of a batch", ticket))
 
-    def open_stream(self, step: int) -> RowStream:
-        """Prepare for the lookups and updates of a training stream that begins at this step."""
-        return RowStream()
-
-    def pad(self, step: int, oldest_open: int) -> None:
-        """Take part in a step in which only other trainers look rows up."""
-
-    def pause(self) -> None:
-        """Return once the rows have all updates and skipped steps of this trainer, whose stream is paused."""
-
-    def skip(self, step: int) -> None:
-        """Note that this step will have no update; `settle` tells the processes that wait for it."""
-        self._rows.skip(step)
-
-    def settle(self) -> None:
-        """Return once all processes that wait for skipped steps know of them."""
-        self._rows.settle()
+    def close(self) -> None:
+        """Close the connections of the rows. Rows in this process are freed with the last reference to them."""
+        self.rows.close()
+        if self.stop_own_server is not None:
+            self.stop_own_server()
 
     def _require_ticket(self, where: str, ticket: Any) -> Ticket:
         if not hasattr(ticket, "used"):
             raise InputError(f"{where}: a ticket is a {type(ticket).__name__}; expected one that lookup returned")
-        if not self._rows.owns_ticket(ticket):
+        if not self.rows.owns_ticket(ticket):
             raise TicketError(f"{where}: a ticket comes from another store; pass it to the worker that returned it")
         own: Ticket = ticket
         return own
 
-    def _request(
+    def request(
         self, inputs: Inputs, step: int | None = None, oldest_open: int | None = None, train: bool = False
     ) -> BagRequest:
-        """Check the arguments of a lookup."""
+        """Return the lookup of a batch, with checked arguments."""
         if not isinstance(inputs, Inputs):
             raise InputError(f"{_WHERE}: inputs is a {type(inputs).__name__}; expected a satrap.data.inputs.Inputs")
         if inputs.names != self.features.names:
             raise InputError(f"{_WHERE}: {_name_differences(inputs.names, self.features.names)}")
         batch_size = array_args.as_step(_WHERE, "batch_size", inputs.batch_size, low=0, high=2**30 - 1)
-        values, offsets, weights = self._arrays(inputs, batch_size)
+        placed = self.rows.place_ids(inputs)
+        values, offsets, weights = self._arrays(placed) if isinstance(placed, Inputs) else (placed, None, None)
         check_flag(_WHERE, "train", train, InputError)
-        latest = self._rows.latest_step
+        latest = self.rows.latest_step
         step, oldest_open = resolve_step(_WHERE, latest, train=train, step=step, oldest_open=oldest_open)
         first_epoch = inputs.position is None or inputs.position.epoch == 0
         return BagRequest(values, offsets, weights, batch_size, step, oldest_open, train, first_epoch)
 
-    def _arrays(self, inputs: Inputs, batch_size: int) -> tuple[Any, NDArray[np.int64] | None, Floats | None]:
+    def _arrays(self, inputs: Inputs) -> tuple[NDArray[np.uint64], NDArray[np.int64] | None, Floats | None]:
         """Check the ids of a batch, their offsets and weights."""
         values = array_args.as_ids(_WHERE, inputs.values)
         meaning = "features * batch_size + 1, or None if every bag holds one id"
         offsets = inputs.offsets
         if offsets is not None:
-            offsets = array_args.as_offsets(_WHERE, offsets, len(self.features) * batch_size + 1, meaning)
+            offsets = array_args.as_offsets(_WHERE, offsets, len(self.features) * inputs.batch_size + 1, meaning)
         return values, offsets, None if inputs.weights is None else array_args.as_weights(_WHERE, inputs.weights)
 
     def _gradients(self, ticket: Ticket, block: ArrayLike | None, sequences: Gradients) -> TicketGradients:
@@ -355,21 +302,15 @@ class Worker:
         if unknown:
             raise InputError(f"{_UPDATE}: sequence gradients name {sorted(unknown)}; expected names of sequences")
         shape = (ticket.batch_size, self.features.total_dim)
-        of_block = None if block is None else self._check_gradient(_UPDATE, block, shape)
+        of_block = None if block is None else self._blocks.check_gradient(_UPDATE, block, shape)
         of_sequences: list[Block | None] = []
         for each in self._sequences:
             given = sequences.get(each.name)
             where = f"{_UPDATE}, feature {each.name!r}"
             of_sequences.append(
-                None if given is None else self._check_gradient(where, given, each.shape(ticket.batch_size))
+                None if given is None else self._blocks.check_gradient(where, given, each.shape(ticket.batch_size))
             )
         return of_block, of_sequences
-
-    def _check_block(self, block: Any, shape: tuple[int, ...]) -> Block:
-        return array_args.as_out(_WHERE, block, shape, "block")
-
-    def _check_gradient(self, where: str, gradient: Any, shape: tuple[int, ...]) -> Block:
-        return array_args.as_gradients(where, gradient, shape)
 
     def _learning_rates(self, lrs: Mapping[str, float]) -> list[tuple[int, float]]:
         if not isinstance(lrs, Mapping):
@@ -412,25 +353,6 @@ class _Sequence:
 
     def count_truncated(self, lengths: NDArray[np.int64]) -> int:
         return int(np.maximum(lengths - self._max_length, 0).sum())
-
-
-def native_features(
-    features: Features, tables: Sequence[Table]
-) -> list[tuple[str, int, str, bool, int, bool, int | None]]:
-    """Return the features in the form of the core. `tables` may hold more tables than the features', in any order."""
-    numbers = {table.name: number for number, table in enumerate(tables)}
-    return [
-        (
-            name,
-            numbers[feature.table.name],
-            feature.pooling,
-            feature.weighted,
-            feature.max_length or 0,
-            feature.keep == "last",
-            feature.padding_id,
-        )
-        for name, feature in features.items()
-    ]
 
 
 def _name_differences(found: object, expected: tuple[str, ...]) -> str:

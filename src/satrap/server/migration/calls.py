@@ -14,33 +14,36 @@ from satrap.rpc import Origin
 from satrap.server.call_fence import CallFence
 from satrap.server.migration.participant import BucketChunk
 from satrap.server.protocol import Coded, Floats, Ids, Numbers
+from satrap.server.server_log import ServerLog
 from satrap.server.state import FencingToken
 from satrap.sharding.shard_map import ShardMap
 
 
-class MigrationCalls(CallFence):
+class MigrationCalls:
     """The part of `satrap.server.protocol.ServerCalls` that migrates buckets."""
 
-    _shared: str | os.PathLike[str] | None
+    def __init__(self, fence: CallFence, log: ServerLog, shared: str | os.PathLike[str] | None) -> None:
+        """shared: the shared-memory file of the rows, if they are in one."""
+        self._fence, self._log, self._shared = fence, log, shared
 
     def take_fencing_token(self, origin: Origin, holder: int) -> None:
         token = FencingToken(origin.step, holder)
-        with self._exclusive():
-            self._require_fencing_token(origin)
-            if token.number == self._fencing_token.number and token != self._fencing_token:
+        with self._fence.exclusive():
+            self._fence.require_fencing_token(origin)
+            if token.number == self._fence.fencing_token.number and token != self._fence.fencing_token:
                 raise ConfigError(
                     f"another migration is running: it holds fencing token {token.number}, too; wait until it has "
                     "ended, then run `satrap migrate` again"
                 )
-            if (server_state := self._state) is not None:
+            if (server_state := self._fence.state) is not None:
                 server_state.adopt(server_state.shard_map, server_state.number, token)
-            self._fencing_token = token
+            self._fence.fencing_token = token
 
     def freeze(self, origin: Origin, migration: int, buckets: Numbers) -> None:
-        with self._exclusive():
-            server_state = self._require_state()
-            self._require_fencing_token(origin)
-            self._require_map(server_state, origin)
+        with self._fence.exclusive():
+            server_state = self._fence.require_state()
+            self._fence.require_fencing_token(origin)
+            self._fence.require_map(server_state, origin)
             server_state.require_no_cut()
             server_state.participant.check_buckets(buckets)
             if not server_state.owned()[buckets].all():
@@ -50,7 +53,7 @@ class MigrationCalls(CallFence):
     def export_rows(
         self, origin: Origin, buckets: Numbers, table: int, begin: int
     ) -> tuple[Ids, Numbers, Coded, Floats, Ids, Numbers, Numbers, int]:
-        with self._admit(None) as server_state:
+        with self._fence.admit(None) as server_state:
             server_state.participant.check_buckets(buckets)
             server_state.store(table)
             still = buckets[server_state.owned()[buckets]]
@@ -61,8 +64,8 @@ class MigrationCalls(CallFence):
         return *chunk, total
 
     def export_metadata(self, origin: Origin, buckets: Numbers) -> tuple[Numbers, Ids, Ids, Numbers]:
-        with self._condition:
-            server_state = self._require_state()
+        with self._fence.condition:
+            server_state = self._fence.require_state()
             server_state.participant.check_buckets(buckets)
             if server_state.owned()[buckets].any():
                 raise NotReadyError("export_metadata: expected buckets that were handed over, found some owned here")
@@ -72,9 +75,9 @@ class MigrationCalls(CallFence):
         return np.array(trainers, np.uint32), windows, counters, np.array(oldest, np.uint32)
 
     def expect_buckets(self, origin: Origin, migration: int, buckets: Numbers, state: dict[str, Any]) -> None:
-        with self._condition:
-            server_state = self._require_state()
-            self._require_fencing_token(origin)
+        with self._fence.condition:
+            server_state = self._fence.require_state()
+            self._fence.require_fencing_token(origin)
             server_state.participant.check_buckets(buckets)
             if server_state.owned()[buckets].any():
                 raise InputError("expect_buckets: expected buckets of other servers, found some owned here")
@@ -89,7 +92,7 @@ class MigrationCalls(CallFence):
                 server_state.engine.reach_table(t, version, line)
 
     def import_rows(self, origin: Origin, migration: int, table: int, *columns: NDArray[Any]) -> None:
-        with self._admit(None) as server_state:  # keeps the map from changing meanwhile
+        with self._fence.admit(None) as server_state:  # keeps the map from changing meanwhile
             server_state.store(table)
             server_state.participant.require_migration(migration)
             server_state.participant.import_chunk(table, BucketChunk(*columns))
@@ -98,8 +101,8 @@ class MigrationCalls(CallFence):
         self, origin: Origin, migration: int, trainers: Numbers, windows: Ids, counters: Ids, oldest_open: Numbers
     ) -> None:
         pairs = oldest_open.reshape(-1, 2).tolist()
-        with self._condition:
-            server_state = self._require_state()
+        with self._fence.condition:
+            server_state = self._fence.require_state()
             server_state.participant.require_migration(migration)
             server_state.participant.import_metadata(trainers.tolist(), windows, counters)
             for trainer, step in pairs:
@@ -107,9 +110,9 @@ class MigrationCalls(CallFence):
 
     def install_map(self, origin: Origin, shard_map: dict[str, Any], server: int, migration: int) -> None:
         after = ShardMap.from_dict(shard_map)
-        with self._exclusive():
-            server_state = self._require_state()
-            self._require_fencing_token(origin)
+        with self._fence.exclusive():
+            server_state = self._fence.require_state()
+            self._fence.require_fencing_token(origin)
             before = server_state.shard_map
             if after == before and server == server_state.number:
                 return  # a duplicate
@@ -126,7 +129,7 @@ class MigrationCalls(CallFence):
             server_state.participant.require_ready(migration, outgoing, incoming)
             server_state.engine.hand_over(outgoing)
             server_state.engine.take_over(incoming, not owned.any())
-            server_state.adopt(after, server, self._fencing_token)
+            server_state.adopt(after, server, self._fence.fencing_token)
             server_state.participant.end()
             if len(outgoing) or len(incoming):
                 self._log.record_move(server_state, len(outgoing), len(incoming))
@@ -135,23 +138,23 @@ class MigrationCalls(CallFence):
             )
 
     def discard_buckets(self, origin: Origin) -> None:
-        with self._condition:
-            buckets = np.flatnonzero(~self._require_state().owned()).astype(np.uint32)
+        with self._fence.condition:
+            buckets = np.flatnonzero(~self._fence.require_state().owned()).astype(np.uint32)
         for bucket in buckets.reshape(-1, 1):  # one at a time, so that other calls run in between
-            with self._condition:
-                server_state = self._require_state()
-                self._require_fencing_token(origin)
+            with self._fence.condition:
+                server_state = self._fence.require_state()
+                self._fence.require_fencing_token(origin)
                 if origin.map_version != server_state.shard_map.version or server_state.participant.incoming_migration:
                     return  # the call is late: the map has changed since
                 server_state.engine.forget(bucket)
 
     def load(self, origin: Origin) -> dict[str, float]:
-        with self._admit(None) as server_state:
+        with self._fence.admit(None) as server_state:
             stats = [table.stats() for table in server_state.tables.values()]
             return {
                 "rows": sum(each["rows"] for each in stats),
                 "bytes": sum(each["bytes"] for each in stats),
                 "memory_bytes": memory_limit(self._shared),
-                "work_seconds": self._work_seconds,
+                "work_seconds": self._fence.work_seconds,
                 "latest_step": server_state.engine.latest_step,
             }

@@ -23,7 +23,7 @@ def pyarrow_or_error() -> Any:
         import pyarrow
         import pyarrow.ipc
     except ImportError as error:
-        raise SnapshotError(f"saving and loading need pyarrow ({error}): pip install pyarrow") from error
+        raise SnapshotError(f"saving and loading need pyarrow ({error}): pip install 'satrap[arrow]'") from error
     return pyarrow
 
 

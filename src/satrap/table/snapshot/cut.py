@@ -80,8 +80,7 @@ class TableCut:
 
     def last_step(self) -> int:
         """Return a step that no row of the cut is stamped after. Called once all rows were exported."""
-        engine = self.slot.engine
-        return self.latest_step if getattr(engine, "keeps_cuts", True) else engine.latest_step
+        return self.latest_step if self.slot.keeps_cuts else self.slot.engine.latest_step
 
     def require_not_cancelled(self) -> None:
         """Raise SnapshotError if the save was cancelled."""

@@ -95,7 +95,7 @@ class DataFile:
     bucket_end: int
     """The bucket after the last of them."""
     batches: tuple[RecordBatch, ...]
-    """Its record batches, with lines in the order of mixed ids."""
+    """Its record batches, with lines in the order of their ids' hashes."""
 
     def problems(self, holds: NDArray[np.bool_]) -> Iterator[str]:
         """Yield the contradictions between its record batches and the rest. holds: the buckets of the snapshot."""
@@ -151,6 +151,11 @@ class Manifest:
     files: tuple[DataFile, ...]
     """Rows files in order of their buckets, then sightings, then removed."""
 
+    @property
+    def is_direct(self) -> bool:
+        """Whether the table was direct (`Table.num_rows`), which decides an id's hash: its bucket and its order."""
+        return self.config.get("num_rows") is not None
+
     def of_kind(self, kind: FileKind) -> list[DataFile]:
         """Return the files of one kind."""
         return [file for file in self.files if file.kind == kind]
@@ -167,7 +172,7 @@ class Manifest:
         if (config, seed) == (self.config, self.seed):
             return []
         found, saved = flat(config) | {"seed": seed}, flat(_with_defaults(self.config)) | {"seed": self.seed}
-        of_no_row = {"shard"} if _may_evict(saved) else {"shard", "num_buckets"}
+        of_no_row = {"shard", "num_rows"} if _may_evict(saved) else {"shard", "num_rows", "num_buckets"}
         return [
             f"{name} is {found.get(name)!r} in the table and {saved.get(name)!r} in the snapshot"
             for name in sorted((found.keys() | saved.keys()) - of_no_row)

@@ -69,12 +69,15 @@ class Snapshot:
         num_threads: int,
         owned: NDArray[np.bool_] | None,
         held: HeldBytes,
+        opened: Table,
     ) -> None:
-        """owned: for each bucket of the table to fill whether it is needed; None: all."""
+        """table: as it was saved. owned: for each bucket of `opened`, the table to fill, whether it is needed; None:
+        all."""
         self.path = path
         self.manifest = manifest
         self.table = table
-        self._owned = OwnedBuckets(owned, manifest.num_buckets)
+        self._opened = opened
+        self._owned = OwnedBuckets(owned, manifest.num_buckets, opened.is_direct, manifest.is_direct)
         self._held = held
         needed = [file for file in manifest.files if VerifiedFile.is_needed(file, manifest, self._owned)]
         self._files = in_threads(num_threads, self._verify, needed, "satrap-verify")
@@ -88,17 +91,19 @@ class Snapshot:
         owned: NDArray[np.bool_] | None = None,
         manifest: Manifest | None = None,
         held: HeldBytes | None = None,
+        opened: Table | None = None,
     ) -> Self:
         """Verify every byte of the files that the buckets need. If a save replaces the snapshot meanwhile, removing
         its files, reads the new one.
 
-        manifest: the folder's, if it was read already. held: None: of a table without rows."""
+        manifest: the folder's, if it was read already. held: None: of a table without rows.
+        opened: the table to fill; None: it is configured as it was saved."""
         is_fixed = manifest is not None and not path.is_local  # under a URL it has a name that is never used again
         held = HeldBytes(is_new=True) if held is None else held
         for _ in range(_MOST_READS):
             manifest = read_manifest(path) if manifest is None else manifest
             try:
-                return cls._verified(path, manifest, kind, num_threads, owned, held)
+                return cls._verified(path, manifest, kind, num_threads, owned, held, opened)
             except SnapshotError:
                 if is_fixed or read_manifest(path).id == manifest.id:
                     raise
@@ -119,6 +124,7 @@ class Snapshot:
         num_threads: int | None,
         owned: NDArray[np.bool_] | None,
         held: HeldBytes,
+        opened: Table | None,
     ) -> Self:
         if manifest.kind != kind:
             raise SnapshotError(
@@ -138,7 +144,7 @@ class Snapshot:
             raise SnapshotError(
                 f"{path}: num_buckets is {manifest.num_buckets}, but its config gives {table.resolved_num_buckets}"
             )
-        return cls(path, manifest, table, thread_count(num_threads), owned, held)
+        return cls(path, manifest, table, thread_count(num_threads), owned, held, opened or table)
 
     def require_same_table(self, slot: Slot) -> None:
         """Raise unless the snapshot is of a table configured alike."""
@@ -205,7 +211,7 @@ class Snapshot:
             match verified.file.kind:
                 case "rows":
                     state = columns.get("state", np.empty((len(columns["id"]), 0), np.float32))
-                    engine.import_rows(index, columns["id"], columns["step"], columns["values"], state)
+                    slot.rows.import_rows(index, columns["id"], columns["step"], columns["values"], state)
                 case "sightings":
                     engine.import_sightings(index, columns["id"], columns["step"], columns["count"], clear=False)
                 case "removed":
@@ -214,7 +220,7 @@ class Snapshot:
     def _verify(self, file: DataFile) -> VerifiedFile:
         manifest, state_dim = self.manifest, native_config(self.table).state_dim
         schema = schema_of(pyarrow_or_error(), file.kind, manifest.kind, manifest.id, self.table, state_dim)
-        return VerifiedFile(self.path, file, manifest, schema, self._owned, self._held)
+        return VerifiedFile(self.path, file, manifest, schema, self._owned, self._held, self._opened)
 
 
 def open_levels(
@@ -254,7 +260,7 @@ def _open_chain(
     chain: list[Snapshot] = []
     for part in parts:
         kind: Kind = "changes" if chain else "full"
-        saved = Snapshot.open(part.path, kind, slot.engine.num_threads, owned, part.manifest, held)
+        saved = Snapshot.open(part.path, kind, slot.engine.num_threads, owned, part.manifest, held, slot.table)
         saved.require_same_table(slot)
         if chain:
             before, now = chain[-1].manifest, saved.manifest
@@ -287,7 +293,7 @@ def _changed_since(slot: Slot, version: int) -> bool:
     """Return whether a row was changed or removed at this version; read every row's mark if none was."""
     engine, index = slot.engine, slot.index
     return any(
-        engine.export_rows(index, b, b + 1, version)["id"].size > 0  # first, because it removes what has expired
+        slot.rows.export_rows(index, b, b + 1, version)["id"].size > 0  # first, because it removes what has expired
         or np.asarray(engine.export_removed(index, b, b + 1, version)).size > 0
         for b in range(engine.num_buckets(index))
     )

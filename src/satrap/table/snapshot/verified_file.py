@@ -2,7 +2,7 @@
 
 The manifest names the buckets, the bytes and the checksum of each record batch (`RecordBatch`). So a server that owns
 some buckets reads the batches of these and the file's footer, each once, and no other byte. The lines of such a file
-are in the order of their mixed ids.
+are in the order of their ids' hashes.
 
 A file on a disk is mapped into memory. One under a URL is read in pieces of adjacent batches; a piece that is not kept
 after its verification (`held_bytes`) is read and verified again when its batches are.
@@ -14,7 +14,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from satrap._core import bucket_of, crc32c, mixed_order
+from satrap._core import bucket_of, crc32c, hash_order
+from satrap.config.tables import Table
 from satrap.errors import SnapshotError
 from satrap.storage.folder import Folder
 from satrap.table.snapshot.arrow_files import Columns, as_columns, items, open_file, pyarrow_or_error, read_errors
@@ -29,14 +30,22 @@ _Flags = NDArray[np.bool_]
 
 class OwnedBuckets:
     """Which lines of a snapshot a process needs. The table may have another number of buckets than the snapshot: both
-    are powers of two, and a bucket is a range of hashes, so one bucket lies within another or holds several."""
+    are powers of two, and a bucket is a range of hashes, so one bucket lies within another or holds several. If one
+    alone is direct (`Table.num_rows`), each of its buckets has ids of all buckets of the other."""
 
-    def __init__(self, owned: _Flags | None, num_buckets: int) -> None:
-        """owned: for each bucket of the table, whether the process owns it; None: all. num_buckets: the snapshot's."""
-        self._owned = owned
-        self.some: _Flags = np.full(num_buckets, True) if owned is None else _folded(owned, num_buckets, np.logical_or)
+    def __init__(self, owned: _Flags | None, num_buckets: int, direct: bool = False, was_direct: bool = False) -> None:
+        """owned: for each bucket of the table, whether the process owns it; None: all. num_buckets: the snapshot's.
+        direct, was_direct: whether the table is, and whether the snapshot's was."""
+        self._owned, self._direct = owned, direct
+        if owned is None:
+            some = whole = np.full(num_buckets, True)
+        elif direct != was_direct:
+            some, whole = np.full(num_buckets, owned.any()), np.full(num_buckets, owned.all())
+        else:
+            some, whole = _folded(owned, num_buckets, np.logical_or), _folded(owned, num_buckets, np.logical_and)
+        self.some: _Flags = some
         """For each bucket of the snapshot, whether the process owns some of it."""
-        self._whole = self.some if owned is None else _folded(owned, num_buckets, np.logical_and)
+        self._whole: _Flags = whole
 
     @property
     def are_all(self) -> bool:
@@ -51,7 +60,7 @@ class OwnedBuckets:
         """Return for each id whether the process owns its bucket."""
         if self._owned is None:
             return np.full(len(ids), True)
-        held: _Flags = self._owned[np.asarray(bucket_of(ids, len(self._owned)))]
+        held: _Flags = self._owned[np.asarray(bucket_of(ids, len(self._owned), self._direct))]
         return held
 
 
@@ -75,14 +84,17 @@ class VerifiedFile:
         schema: Any,
         owned: OwnedBuckets,
         held: HeldBytes,
+        table: Table,
     ) -> None:
         """Raise unless the file is byte for byte what was saved, and its lines fit the table.
 
         schema: what the file must have.
         owned: which lines are needed.
+        table: the one that the lines are for.
         """
         self.path, self.file, self.bytes_read = f"{folder}/{file.name}", file, 0
         self._folder, self._manifest, self._owned, self._arrow = folder, manifest, owned, pyarrow_or_error()
+        self._table = table
         self._opened = opened = open_file(folder, file)
         self._memory = np.frombuffer(opened.memory, np.uint8)[: file.bytes]
         limit = file.bytes if opened.is_local else _PIECE_BYTES
@@ -192,18 +204,21 @@ class VerifiedFile:
             if not begin <= buffer.address - address <= expected.end - buffer.size:
                 raise SnapshotError(f"{where} has data outside of its bytes, {begin} to {expected.end}")
         ids = batch.column(0).to_numpy()
-        if (ordered := mixed_order(ids)) < len(ids):
+        if (ordered := hash_order(ids, self._manifest.is_direct)) < len(ids):
             raise SnapshotError(
                 f"{where} holds an id twice or out of order at line {ordered}; expected ids in the order of their "
                 "hashes, each at most once"
             )
-        low, high = np.asarray(bucket_of(ids[[0, -1]], self._manifest.num_buckets)).tolist()
+        low, high = self._buckets(ids[[0, -1]]).tolist()
         if not expected.bucket_begin <= low <= high < expected.bucket_end:
             expected_buckets = f"{expected.bucket_begin} to {expected.bucket_end - 1}"
             raise SnapshotError(f"{where} holds ids of the buckets {low} to {high}; expected {expected_buckets}")
 
+    def _buckets(self, ids: NDArray[np.uint64]) -> NDArray[np.uint32]:
+        return np.asarray(bucket_of(ids, self._manifest.num_buckets, self._manifest.is_direct))
+
     def _verified_batch(self, i: int) -> Any:
-        """Return a record batch; raise if it has nulls, or steps after the snapshot's."""
+        """Return a record batch; raise if it has nulls, steps after the snapshot's, or ids out of the table's range."""
         batch = self._reader.get_batch(i)
         batch.validate()
         if any(column.null_count or items(self._arrow, column).null_count for column in batch.columns):
@@ -213,6 +228,14 @@ class VerifiedFile:
             raise SnapshotError(
                 f"{self.path} has a step after the snapshot's latest_step, {self._manifest.latest_step}"
             )
+        num_rows = self._table.num_rows
+        if num_rows is not None and self.file.kind == "rows" and batch.num_rows > 0:
+            largest = int(batch.column(0).to_numpy().max())
+            if largest >= num_rows:
+                raise SnapshotError(
+                    f"table {self._table.name!r}: {self.path} has a row of id {largest}, which is not below "
+                    f"num_rows={num_rows}: open the table with num_rows={largest + 1} or more, or without num_rows"
+                )
         return batch
 
 

@@ -239,13 +239,13 @@ class _Saver:
         """Yield the record batches of one file, with their buckets."""
         num_buckets = self.slot.engine.num_buckets(self.slot.index)
         for first, last, columns in self._export(kind, begin, end):
-            buckets = np.asarray(bucket_of(columns["id"], num_buckets))
+            buckets = np.asarray(bucket_of(columns["id"], num_buckets, self.slot.table.is_direct))
             for cut in cut_batches(buckets, first, last, self.ranges, self.line_bytes[kind]):
                 lines = {name: column[cut.first : cut.last] for name, column in columns.items()}
                 yield cut.bucket_begin, cut.bucket_end, lines
 
     def _export(self, kind: FileKind, begin: int, end: int) -> Iterator[tuple[int, int, Columns]]:
-        """Yield the lines of one file in the order of their mixed ids, some buckets at a time, and these buckets."""
+        """Yield the lines of one file in the order of their ids' hashes, some buckets at a time, and these buckets."""
         engine, index = self.slot.engine, self.slot.index
         since = 0 if self.since is None else self.since.version
         step = max(1, _EXPORT_BYTES // self.bucket_bytes) if kind == "rows" else end - begin
@@ -254,7 +254,7 @@ class _Saver:
             self.cut.require_not_cancelled()
             match kind:
                 case "rows":
-                    found = engine.export_cut(index, first, last, since)
+                    found = self.slot.rows.export_cut(index, first, last, since)
                     with self.lock:
                         self.rows += found.pop("alive")
                         self.removed[first] = found.pop("removed")

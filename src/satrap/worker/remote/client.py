@@ -1,13 +1,12 @@
 """The trainer's side of a remote worker: batches without ids, tickets by number, gradients to send.
 
-    RemoteBatches.next ──> read ─────> dense features, labels, position        the ids stay with the worker
-    RemoteWorker.lookup ─> lookup ───> block, sequences, masks
-    RemoteWorker.update ─> gradients ─> nothing                                the worker sums them and calls the
-    servers
+    RemoteBatches.next ─> read ─────> dense features, labels, position        the ids stay with the worker
+    RemoteRows.lookup ──> lookup ───> block, sequences, masks
+    RemoteRows.update ──> gradients ─> nothing                                the worker sums them and calls the servers
 
 The trainer remembers the position of each batch in flight, so it survives the worker. A restarted worker gets all of it
 in a new handshake (`WorkerConnection.handshake`), and every call continues where it was. Batches that carry their ids
-are looked up from here, as by any `ShardedWorker`.
+are looked up from here, as by any `ShardedRows`.
 """
 
 import itertools
@@ -28,13 +27,23 @@ from satrap.errors import NotReadyError, RpcError, SatrapError, SourceError, Str
 from satrap.interrupts import Uninterrupted
 from satrap.rpc import Client, Keys, Origin
 from satrap.rpc.release import require_same_release
-from satrap.worker.pooled_codec import PooledCodec
 from satrap.worker.remote.batch_reader import ReadStart
-from satrap.worker.remote.protocol import Bytes, Flags, Floats, WorkerCalls, as_one, columns_from_bytes, split_one
+from satrap.worker.remote.protocol import (
+    Bytes,
+    Flags,
+    Floats,
+    PooledCodec,
+    WorkerCalls,
+    as_one,
+    columns_from_bytes,
+    split_one,
+)
 from satrap.worker.remote.worker_spec import WorkerSpec
+from satrap.worker.rows import BagRequest, Ticket, UpdateRequest
 from satrap.worker.server_group import ServerGroup
-from satrap.worker.sharded_rows import ShardedRows, ShardedWorker
-from satrap.worker.worker import LookupResult, UpdateRequest
+from satrap.worker.sharded_rows import ShardedRows, require_tables
+from satrap.worker.sharded_tables import ShardedTables
+from satrap.worker.worker import InputReader, Worker
 
 DEADLINE_SECONDS = 150.0
 """Deadline of a call. The worker may wait for a server as long as a trainer would, once for skipped steps and once for
@@ -157,7 +166,7 @@ class RemoteInputs(Inputs):
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
 class RemoteTicket:
-    """Implements `satrap.worker.worker.Ticket` for a batch that the worker's process looked up."""
+    """Implements `satrap.worker.rows.Ticket` for a batch that the worker's process looked up."""
 
     owner: "RemoteBatches"
     number: int
@@ -270,7 +279,7 @@ class RemoteBatches(Iterator[RemoteInputs]):
         return found
 
     def update(self, request: UpdateRequest) -> None:
-        """Implements `satrap.worker.worker.Rows.update` for the tickets of this stream."""
+        """Implements `satrap.worker.rows.Rows.update` for the tickets of this stream."""
         servers, call = self.servers, self.connection.call
         tickets: Sequence[RemoteTicket] = request.tickets
         servers.claim(request.step, tickets[0])
@@ -312,8 +321,26 @@ class RemoteBatches(Iterator[RemoteInputs]):
         self.connection.close_stream(self.stream)
 
 
+@dataclass(slots=True, eq=False)
+class RemoteIds:
+    """Implements `satrap.worker.rows.PlacedIds` for a batch that the worker's process read."""
+
+    inputs: RemoteInputs
+    found: tuple[Flags, list[int]] | None = None
+    """The masks of all sequences, flat, and for each the number of ids beyond its max_length, after the lookup."""
+
+    def masks(self, features: Features) -> tuple[dict[str, Any], list[int]]:
+        assert self.found is not None
+        flat, truncated = self.found
+        lengths = {name: each.max_length for name, each in features.items() if each.max_length is not None}
+        each_mask = split_one(flat, [(self.inputs.batch_size, length) for length in lengths.values()])
+        return {name: mask.copy() for name, mask in zip(lengths, each_mask, strict=True)}, truncated
+
+
 class RemoteRows(ShardedRows):
-    """`ShardedRows` that also takes tickets of batches that the worker read, whose owner carries out the call."""
+    """`ShardedRows` of which a worker's process looks up the batches that it read, and takes their tickets."""
+
+    connection: WorkerConnection
 
     def __init__(self, features: Features, servers: ServerGroup, *, num_threads: int | None) -> None:
         super().__init__(features, servers, num_threads=num_threads)
@@ -323,14 +350,32 @@ class RemoteRows(ShardedRows):
     def truncated(self) -> list[int]:
         return [sum(counts) for counts in zip(super().truncated, self._num_truncated, strict=True)]
 
-    def add_truncated(self, truncated: list[int]) -> None:
-        """Add to the numbers of ids beyond the sequences' lengths."""
+    def place_ids(self, inputs: Inputs) -> Inputs | RemoteIds:
+        return RemoteIds(inputs) if isinstance(inputs, RemoteInputs) else inputs
+
+    def lookup(self, request: BagRequest, block: Floats, sequences: list[Floats]) -> Ticket | None:
+        ids = request.values
+        if not isinstance(ids, RemoteIds):
+            return super().lookup(request, block, sequences)
+        self.settle()
+        batches, number, n, step = ids.inputs.batches, ids.inputs.number, request.batch_size, request.step or 0
+        rows, flat, coded, masks, truncated = batches.lookup(number, step, request.oldest_open or step, request.train)
         with self._lock:
             self._num_truncated = [sum(counts) for counts in zip(self._num_truncated, truncated, strict=True)]
+        ids.found = masks, truncated
+        if coded is None:
+            assert rows is not None and flat is not None
+            received = [rows.reshape(block.shape), *split_one(flat, [each.shape for each in sequences])]
+        else:
+            flat = self.connection.codec.decode(None, coded, n, [True] * (1 + len(sequences)))
+            received = split_one(flat, [each.shape for each in (block, *sequences)])
+        for mine, theirs in zip([block, *sequences], received, strict=True):  # the received arrays are read-only
+            np.copyto(mine, theirs)
+        return RemoteTicket(batches, number, n) if request.train else None
 
     def owns_ticket(self, ticket: object) -> bool:
         owner = getattr(ticket, "owner", None)
-        return owner is self or getattr(owner, "servers", None) is self._servers
+        return owner is self or getattr(owner, "servers", None) is self.servers
 
     def update(self, request: UpdateRequest) -> None:
         owner = request.tickets[0].owner
@@ -343,41 +388,17 @@ class RemoteRows(ShardedRows):
         drop = super().drop if ticket.owner is self else ticket.owner.drop
         drop(ticket)
 
-
-class RemoteWorker(ShardedWorker):
-    """A `ShardedWorker` whose batches from declared sources are read and looked up by a worker's process."""
-
-    _sharded_rows: RemoteRows
-    _rows_type = RemoteRows
-
-    def __init__(
-        self,
-        features: Features,
-        servers: ServerGroup,
-        address: str,
-        *,
-        keys: Keys | None = None,
-        num_threads: int | None = None,
-        deadline: float = DEADLINE_SECONDS,
-        retry_seconds: float = 2.0,
-    ) -> None:
-        """Make a handshake with the worker at `address`. `ServerGroup` and `ShardedWorker` have the other options."""
-        super().__init__(features, servers, num_threads=num_threads)
-        spec = WorkerSpec(
-            features=features,
-            seed=servers.job.seed,
-            servers=servers.addresses,
-            wire=servers.wire,
-            barrier_size=servers.barrier_size,
-            extra_tables=servers.job.tables[len(features.tables) :],
-        )
-        self.connection = WorkerConnection(
-            address, servers, spec, self.pooled_codec, keys=keys, deadline=deadline, retry_seconds=retry_seconds
-        )
-
     def close(self) -> None:
         self.connection.close()
         super().close()
+
+
+class RemoteReader(InputReader):
+    """Makes batches of declared sources, which the worker's process reads, and of other data in this process."""
+
+    def __init__(self, features: Features, connection: WorkerConnection) -> None:
+        super().__init__(features)
+        self._connection = connection
 
     def can_read(self, source: Any) -> bool:
         return is_portable(source)
@@ -385,48 +406,41 @@ class RemoteWorker(ShardedWorker):
     def batches(self, source: Any, position: Position | None = None, **share: int) -> Iterator[Inputs]:
         if not self.can_read(source):
             return super().batches(source, position, **share)
-        return RemoteBatches(self.connection, self.features, source, position, **share)
+        return RemoteBatches(self._connection, self._features, source, position, **share)
 
     def signature(self, source: Any) -> Mapping[str, Any] | None:
         """Return `Source.signature`: the worker sees the files of a declared source, this machine may not."""
         if not self.can_read(source):
             return super().signature(source)
-        connection = self.connection
-        return connection.call_with_retry(connection.call.signature, self.servers.origin(0), source_to_dict(source))
+        connection = self._connection
+        origin = connection.servers.origin(0)
+        return connection.call_with_retry(connection.call.signature, origin, source_to_dict(source))
 
-    def lookup(
-        self,
-        inputs: Inputs,
-        *,
-        step: int | None = None,
-        oldest_open: int | None = None,
-        train: bool = True,
-        block: NDArray[np.float32] | None = None,
-    ) -> LookupResult:
-        """Look up a batch at the worker if the worker read it, as `Worker.lookup` does."""
-        if not isinstance(inputs, RemoteInputs):
-            return super().lookup(inputs, step=step, oldest_open=oldest_open, train=train, block=block)
-        self.settle()
-        batches, number, n = inputs.batches, inputs.number, inputs.batch_size
-        rows, sequences, coded, masks, truncated = batches.lookup(number, step or 0, oldest_open or step or 0, train)
-        self._sharded_rows.add_truncated(truncated)
-        if block is None:
-            block = self._rows.empty(n, self.features.total_dim)
-        own = [self._rows.empty(n, each.floats).reshape(each.shape(n)) for each in self._sequences]
-        if coded is None:
-            assert rows is not None and sequences is not None
-            received = [rows.reshape(block.shape), *split_one(sequences, [each.shape for each in own])]
-        else:
-            flat = self.pooled_codec.decode(None, coded, n, [True] * (1 + len(own)))
-            received = split_one(flat, [block.shape, *(each.shape for each in own)])
-        for mine, theirs in zip([block, *own], received, strict=True):  # the received arrays are read-only
-            np.copyto(mine, theirs)
-        names = [each.name for each in self._sequences]
-        own_masks = [each.copy() for each in split_one(masks, [each.shape[:2] for each in own])]
-        return LookupResult(
-            block=block,
-            sequences=dict(zip(names, own, strict=True)),
-            masks=dict(zip(names, own_masks, strict=True)),
-            truncated=truncated,
-            ticket=RemoteTicket(batches, number, n) if train else None,
-        )
+
+def remote_worker(
+    features: Features,
+    servers: ServerGroup,
+    address: str,
+    *,
+    keys: Keys | None = None,
+    num_threads: int | None = None,
+    deadline: float = DEADLINE_SECONDS,
+    retry_seconds: float = 2.0,
+) -> Worker:
+    """Make a handshake with the worker's process at `address`, and return a worker over tables on servers whose batches
+    from declared sources that process reads and looks up. `ServerGroup` and `sharded_worker` have the other options."""
+    require_tables(features, servers)
+    rows = RemoteRows(features, servers, num_threads=num_threads)
+    spec = WorkerSpec(
+        features=features,
+        seed=servers.job.seed,
+        servers=servers.addresses,
+        wire=servers.wire,
+        barrier_size=servers.barrier_size,
+        extra_tables=servers.job.tables[len(features.tables) :],
+    )
+    codec = PooledCodec(features, rows.split, servers.wire)
+    rows.connection = WorkerConnection(
+        address, servers, spec, codec, keys=keys, deadline=deadline, retry_seconds=retry_seconds
+    )
+    return Worker(features, rows, ShardedTables(servers), reader=RemoteReader(features, rows.connection))

@@ -11,13 +11,17 @@ as float32, or coded as the trainer's wire is.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from functools import lru_cache
 from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+from satrap import _core
+from satrap.config.features import Features
 from satrap.config.optional_deps import pyarrow_for
+from satrap.errors import InputError
 from satrap.rpc import Origin
 
 Floats = NDArray[np.float32]
@@ -49,7 +53,7 @@ class WorkerCalls(Protocol):
     def lookup(
         self, origin: Origin, stream: int, number: int, settled: int, oldest_open: int, train: bool
     ) -> tuple[Floats | None, Floats | None, Bytes | None, Flags, list[int]]:
-        """Return the block and the sequences, or both coded (`satrap.worker.pooled_codec`); the masks; and for each
+        """Return the block and the sequences, or both coded (`satrap.worker.remote.protocol`); the masks; and for each
         sequence the number of ids beyond its length."""
 
     def send_gradients(
@@ -125,3 +129,65 @@ def columns_from_bytes(data: Bytes | None) -> dict[str, Any]:
     arrow = pyarrow_for("further columns")
     table = arrow.ipc.open_stream(arrow.py_buffer(data)).read_all()
     return {name: table.column(name).combine_chunks() for name in table.column_names}
+
+
+class PooledCodec:
+    """Encodes what crosses between a worker process and its trainer. `flat` holds a block [batch_size, total_dim], then
+    each sequence [batch_size, max_length, dim], as far as they are present."""
+
+    def __init__(self, features: Features, split: _core.Split, wire: str) -> None:
+        """split: encodes and decodes. wire: "float32" or "float16"."""
+        self._split, self.is_coded = split, wire == "float16"
+        self._pooled = _runs_of(features.pooled.values())
+        self._sequences = [
+            (feature.table.dim, feature.max_length) for feature in features.values() if feature.max_length is not None
+        ]
+        self._layout = lru_cache(maxsize=8)(self._runs)
+
+    def encode(self, flat: Floats, batch_size: int, present: Sequence[bool]) -> tuple[Floats | None, Bytes | None]:
+        """Return the floats in one of the two forms; the other one is None.
+
+        present: whether the block, and each sequence, is in `flat`."""
+        if not self.is_coded:
+            return flat, None
+        dims, offsets = self._layout(batch_size, tuple(present))
+        return None, np.asarray(self._split.encode_runs(dims, offsets, flat))
+
+    def decode(self, flat: Floats | None, coded: Bytes | None, batch_size: int, present: Sequence[bool]) -> Floats:
+        """Return the floats, from whichever form was received."""
+        if (flat is None) == (coded is None):
+            raise InputError("expected rows or gradients in one of the two forms, found both or none")
+        if coded is None:
+            assert flat is not None
+            return flat
+        dims, offsets = self._layout(batch_size, tuple(present))
+        return np.asarray(self._split.decode_runs(dims, offsets, coded))
+
+    def _runs(self, batch_size: int, present: tuple[bool, ...]) -> tuple[NDArray[np.uint32], NDArray[np.int64]]:
+        """Return runs of rows of one dim: their dims, and where the rows of each begin, and where the last ones end."""
+        if len(present) != 1 + len(self._sequences):
+            raise InputError(f"found {len(present)} parts; expected a block and {len(self._sequences)} sequences")
+        dims, counts = (list(each) for each in zip(*self._pooled, strict=True)) if self._pooled else ([], [])
+        if not present[0]:
+            dims, counts = [], []
+        elif len(dims) == 1:
+            counts = [counts[0] * batch_size]
+        else:
+            dims, counts = dims * batch_size, counts * batch_size
+        for (dim, max_length), is_present in zip(self._sequences, present[1:], strict=True):
+            dims += [dim] * is_present
+            counts += [batch_size * max_length] * is_present
+        offsets = np.zeros(len(counts) + 1, np.int64)
+        np.cumsum(counts, out=offsets[1:])
+        return np.array(dims, np.uint32), offsets
+
+
+def _runs_of(dims: Iterable[int]) -> list[tuple[int, int]]:
+    """Return neighbours of one dim as (dim, number)."""
+    found: list[tuple[int, int]] = []
+    for dim in dims:
+        if found and found[-1][0] == dim:
+            found[-1] = dim, found[-1][1] + 1
+        else:
+            found.append((dim, 1))
+    return found

@@ -2,7 +2,7 @@
 sockets.
 
 It has no configuration, and no state that a trainer could not send again: a trainer makes a handshake, opens streams
-and requests batches by number. Each trainer's session has a `ShardedWorker`, which calls the servers in the trainer's
+and requests batches by number. Each trainer's session has a `Worker`, which calls the servers in the trainer's
 name, so the windows of the rows' buckets record what was applied, whatever happens here. A batch whose ticket was lost
 with an earlier process is read again, and its update sends the ids.
 """
@@ -32,10 +32,12 @@ from satrap.monitor.samples import Sample, memory_samples
 from satrap.rpc import Keys, Origin
 from satrap.rpc.release import RELEASE
 from satrap.worker.remote.batch_reader import BatchReader, HeldBatch, ReadStart
-from satrap.worker.remote.protocol import Bytes, Flags, Floats, as_one, columns_as_bytes, split_one
+from satrap.worker.remote.protocol import Bytes, Flags, Floats, PooledCodec, as_one, columns_as_bytes, split_one
 from satrap.worker.remote.worker_spec import WorkerSpec
 from satrap.worker.server_group import ServerGroup
-from satrap.worker.sharded_rows import ShardedWorker
+from satrap.worker.sharded_rows import ShardedRows
+from satrap.worker.sharded_tables import ShardedTables
+from satrap.worker.worker import Worker
 
 _LOG = logging.getLogger("satrap.worker")
 _READ_SECONDS = 10.0  # after which a trainer that waits for a batch is answered that there is none yet
@@ -47,7 +49,9 @@ _R = TypeVar("_R")
 class _TrainerSession:
     """One trainer in the current attempt."""
 
-    worker: ShardedWorker
+    worker: Worker
+    rows: ShardedRows
+    codec: PooledCodec
     readers: dict[int, BatchReader] = field(default_factory=dict)
     executor: ThreadPoolExecutor = field(
         default_factory=lambda: ThreadPoolExecutor(_CALLS, thread_name_prefix="satrap-trainer")
@@ -69,7 +73,7 @@ class _TrainerSession:
 
     def close(self, *, wait: bool) -> None:
         """End the session. Calls that wait for a server fail."""
-        self.worker.servers.close()
+        self.worker.close()
         for reader in list(self.readers.values()):
             self.executor.submit(reader.close)
         self.executor.shutdown(wait=wait)
@@ -132,7 +136,9 @@ class WorkerService:
             if servers.newest_attempt > origin.attempt:
                 servers.close()
                 raise self._replaced(origin, servers.newest_attempt)
-            session = _TrainerSession(ShardedWorker(spec.features, servers, num_threads=self._num_threads))
+            rows = ShardedRows(spec.features, servers, num_threads=self._num_threads)
+            worker = Worker(spec.features, rows, ShardedTables(servers))
+            session = _TrainerSession(worker, rows, PooledCodec(spec.features, rows.split, spec.wire))
             with self._lock:
                 outdated = list(self._sessions.values()) if origin.attempt != self._attempt else []
                 self._log_session(origin, spec)
@@ -210,7 +216,7 @@ class WorkerService:
                     if before is not None:  # its answer was lost, and this is a retry
                         session.worker.drop(before)
             masks, sequences = as_one(list(found.masks.values()), np.bool_), list(found.sequences.values())
-            codec = session.worker.pooled_codec
+            codec = session.codec
             if not codec.is_coded:
                 return found.block.reshape(-1), as_one(sequences, np.float32), None, masks, found.truncated
             flat, present = as_one([found.block, *sequences], np.float32), [True] * (1 + len(sequences))
@@ -231,7 +237,7 @@ class WorkerService:
             held = _require_batch(reader, number)
             with held.lock:
                 if held.inputs is not None:
-                    held.gradients = _split_gradients(session.worker, held.inputs, present, gradients, coded)
+                    held.gradients = _split_gradients(session, held.inputs, present, gradients, coded)
 
         return self._submit(origin, stream, work)
 
@@ -255,8 +261,8 @@ class WorkerService:
                 if all(each.inputs is None for each in batches):
                     return last.answer  # a retry: the first answer was lost
                 if last.inputs is not None:
-                    last.gradients = _split_gradients(session.worker, last.inputs, present, gradients, coded)
-                _update(session.worker, batches, origin.step, lrs, scale)
+                    last.gradients = _split_gradients(session, last.inputs, present, gradients, coded)
+                _update(session, batches, origin.step, lrs, scale)
             self._latest_step = max(self._latest_step, origin.step)
             return last.answer
 
@@ -356,13 +362,15 @@ def _require_batch(reader: BatchReader, number: int) -> HeldBatch:
     return held
 
 
-def _update(worker: ShardedWorker, batches: list[HeldBatch], step: int, lrs: dict[str, float], scale: float) -> None:
+def _update(session: _TrainerSession, batches: list[HeldBatch], step: int, lrs: dict[str, float], scale: float) -> None:
+    worker = session.worker
     for each in batches:
         if each.inputs is None or each.gradients is None:
             raise NotReadyError(
                 "this process lacks the gradients of a batch of this step: send those of all batches again"
             )
-        each.ticket = worker.renew(each.inputs) if each.ticket is None else each.ticket
+        if each.ticket is None:  # an earlier process looked the batch up
+            each.ticket = session.rows.reissue(worker.request(each.inputs))
     tickets = [each.ticket for each in batches]
     blocks, sequences = zip(*(each.gradients for each in batches), strict=True)
     worker.update(tickets, blocks, sequences, step=step, lrs=lrs, scale=scale)
@@ -373,12 +381,12 @@ def _update(worker: ShardedWorker, batches: list[HeldBatch], step: int, lrs: dic
 
 
 def _split_gradients(
-    worker: ShardedWorker, inputs: Inputs, present: list[bool], gradients: Floats | None, coded: Bytes | None
+    session: _TrainerSession, inputs: Inputs, present: list[bool], gradients: Floats | None, coded: Bytes | None
 ) -> tuple[Floats | None, dict[str, Floats]]:
-    batch_size = inputs.batch_size
-    flat = worker.pooled_codec.decode(gradients, coded, batch_size, present)
-    shapes: dict[str, tuple[int, ...]] = {"": (batch_size, worker.features.total_dim)}
-    for name, feature in worker.features.items():
+    batch_size, features = inputs.batch_size, session.worker.features
+    flat = session.codec.decode(gradients, coded, batch_size, present)
+    shapes: dict[str, tuple[int, ...]] = {"": (batch_size, features.total_dim)}
+    for name, feature in features.items():
         if feature.max_length is not None:
             shapes[name] = batch_size, feature.max_length, feature.table.dim
     sent = {name: shape for (name, shape), is_sent in zip(shapes.items(), present, strict=False) if is_sent}

@@ -1,0 +1,29 @@
+"""The batches that Paddle gets as well as Satrap, so nothing here imports either."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.workload import Batches, RowNumbers, ids_file, load_batches, samples_file
+
+GRADIENT = 1e-3
+"""Each number of a gradient of the kinds that train no model."""
+TOP = "light"
+STALENESS = {"satrap": 0, "satrap_stale": 4}
+"""The modes of the kind `train`."""
+
+
+def ids_of(job: Mapping[str, Any]) -> RowNumbers:
+    """Return the row numbers of each batch of a round."""
+    count = job["num_warmup"] + job["num_steps"]
+    path = ids_file(Path(job["batches"]), job["rows"], "zipf", count, job["part"])
+    return np.asarray(np.load(path, mmap_mode="r"))
+
+
+def samples_of(job: Mapping[str, Any], label: str) -> Batches:
+    """Return the batches of one mode in a round; Paddle gets those of the first."""
+    count = job["num_warmup"] + job["num_steps"]
+    part = len(STALENESS) * job["part"] + list(STALENESS).index(label)
+    return load_batches(samples_file(Path(job["batches"]), job["rows"], count, part))

@@ -1,0 +1,162 @@
+"""The capacity ladder: 6.25 to 100 trillion parameters of dim 128, and more and more of the memory filled.
+
+A rung has ids from its whole range, 100 T / 128 = 781 billion of them on the last one, and fills a share of `--memory`
+that doubles from rung to rung: page tables, TLB and index grow along the ladder, which a range alone would not show.
+Rows are float16, memory is bounded by the capacity, and rows of the least recently used step are evicted. Each rung
+runs in a process that has nothing else.
+
+    equal    every id is in the table: the same hit rate on all rungs, by construction; uniform, and Zipf's
+    unequal  a tenth of the ids are new, so rows are evicted and others created
+"""
+
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+import satrap
+from benchmarks.accuracy.figures import interval
+from benchmarks.harness.clock import available_bytes, noise_between, read_cpu, resident_bytes
+from benchmarks.harness.machine import ROOT
+from benchmarks.paper.cell import CannotRunError, Cell, Done, Figures
+from benchmarks.paper.convergence import Data, tuned
+from benchmarks.paper.training import train
+from satrap.table.store import Store
+
+RUNGS = (6.25, 12.5, 25.0, 50.0, 100.0)
+"""Trillions of parameters."""
+DIM, BATCH_IDS = 128, 26 * 1024
+ROW_BYTES = 2 * DIM + 4 + 40
+"""Values, state, and about what the index and eviction take."""
+SHARES = (0.02, 0.05, 0.1, 0.25, 0.5, 1.0)
+"""Shares of the training part's ids that a table may hold."""
+
+
+def cells(memory_gib: float, *, full: bool) -> list[Cell]:
+    """Return the rungs, the AUC by capacity, and the planner's machines."""
+    found = [
+        Cell(
+            f"capacity/rung/{rung:g}T", 6 + 5 * memory_gib / 2**at, "measured",
+            partial(in_process, rung, memory_gib / 2 ** (len(RUNGS) - 1 - at), 60 if full else 20),
+        )
+        for at, rung in enumerate(RUNGS)
+    ]  # fmt: skip
+    found += [Cell(f"capacity/auc/{share:g}", 8, "measured", partial(auc_at, share, full)) for share in SHARES]
+    return [*found, Cell("capacity/plan", 3, "computed", plan)]
+
+
+def in_process(rung: float, gib: float, steps: int, done: Done) -> Figures:
+    """Measure a rung in a new process."""
+    if gib * 2**30 * 1.3 > available_bytes():
+        raise CannotRunError(
+            f"{gib:g} GiB of rows need {1.3 * gib:.1f} GiB of memory; {available_bytes() / 2**30:.1f} GiB are free"
+        )
+    command = [sys.executable, "-m", "benchmarks.paper.capacity", str(rung), str(gib), str(steps)]
+    output = subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.PIPE, text=True).stdout
+    figures: Figures = json.loads(output)
+    return figures
+
+
+def measure(rung: float, gib: float, num_steps: int) -> Figures:
+    """Fill a table and time steps on it."""
+    random, num_rows = np.random.default_rng(0), int(gib * 2**30 / ROW_BYTES)
+    id_range = int(rung * 1e12 / DIM)
+    stride = id_range // num_rows
+
+    def ids_of(numbers: NDArray[Any]) -> NDArray[np.uint64]:
+        """Return the ids of rows: one at a varying place in each of as many parts of the range as there are rows."""
+        numbers = numbers.astype(np.uint64)
+        return numbers * np.uint64(stride) + (numbers * np.uint64(0x9E3779B97F4A7C15) >> np.uint64(20)) % np.uint64(
+            stride
+        )
+
+    before, available = resident_bytes(), available_bytes()
+    table = satrap.Table("ids", dim=DIM, dtype="float16", optimizer=satrap.RowWiseAdagrad(lr=0.05), capacity=num_rows)
+    store = Store(table, seed=1)
+    start = time.perf_counter()
+    for begin in range(0, num_rows, BATCH_IDS):
+        store.lookup(ids_of(np.arange(begin, min(begin + BATCH_IDS, num_rows))))
+    filled = time.perf_counter() - start
+    gradients = np.full((BATCH_IDS, DIM), 1e-4, np.float32)
+
+    def zipf() -> NDArray[Any]:
+        return (num_rows ** random.random(BATCH_IDS)).astype(np.int64) - 1
+
+    def with_new() -> NDArray[np.uint64]:
+        ids = ids_of(random.integers(0, num_rows, BATCH_IDS))
+        ids[: BATCH_IDS // 10] = random.integers(0, id_range, BATCH_IDS // 10, dtype=np.uint64)
+        return ids
+
+    counters = read_cpu()
+    rates = {
+        "uniform": _rows_per_s(store, gradients, num_steps, lambda: ids_of(random.integers(0, num_rows, BATCH_IDS))),
+        "zipf": _rows_per_s(store, gradients, num_steps, lambda: ids_of(zipf())),
+    }
+    held = len(store)
+    rates["unequal"] = _rows_per_s(store, gradients, num_steps, with_new)
+    resident = resident_bytes() - before
+    with tempfile.TemporaryDirectory() as folder:
+        start = time.perf_counter()
+        store.save(folder)
+        saved = time.perf_counter() - start
+        sample = ids_of(random.integers(0, num_rows, 1000))
+        expected = store.lookup(sample, train=False)
+        del store
+        start = time.perf_counter()
+        loaded = Store.load(folder)
+        resumed = time.perf_counter() - start
+        if not np.array_equal(expected, loaded.lookup(sample, train=False)):
+            raise RuntimeError(f"rung {rung:g} T: the table that was loaded differs from the one that was saved")
+    return {
+        "ids": id_range, "rows": held, "resident_bytes": resident, "share_of_memory": resident / available,
+        "rows_per_s": rates, "fill_rows_per_s": num_rows / filled, "save_seconds": saved, "load_seconds": resumed,
+        "noise": noise_between(counters, read_cpu()),
+    }  # fmt: skip
+
+
+def _rows_per_s(
+    store: Store, gradients: NDArray[np.float32], num_steps: int, draw: Callable[[], NDArray[np.uint64]]
+) -> float:
+    """Return the rows that are looked up and updated in a second, by the median step."""
+    seconds = []
+    for ids in [draw() for _ in range(num_steps)]:
+        start = time.perf_counter()
+        _, ticket = store.lookup_for_update(ids)
+        store.update(ticket, gradients)
+        seconds.append(time.perf_counter() - start)
+    return BATCH_IDS / float(np.median(seconds[2:]))
+
+
+def auc_at(share: float, full: bool, done: Done) -> Figures:
+    """Train the synthetic data with a table that holds a share of the ids."""
+    data = Data("synthetic", None, full)
+    split = data.split()
+    num_ids = len(np.unique(split.train.ids))
+    try:
+        setting = replace(tuned(done, "synthetic", "hybrid 4"), capacity=round(share * num_ids))
+    except KeyError:
+        raise CannotRunError("the learning rates are missing: run the experiment `convergence` first") from None
+    aucs = [train(setting, split, seed)["auc"] for seed in range(5 if full else 3)]
+    return {"share": share, "capacity": setting.capacity, "num_ids": num_ids, "auc": interval(aucs)}
+
+
+def plan(done: Done) -> Figures:
+    """Return what `satrap plan` finds for the paper's largest model."""
+    folder = ROOT / "examples" / "planning"
+    command = [sys.executable, "-m", "satrap", "plan", str(folder / "paper.toml"), "--json"]
+    command += ["--machines", str(folder / "machines.toml")]
+    output = json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout)
+    names = ("samples_per_second", "price_per_hour", "price_per_billion_samples", "price_source", "pools")
+    return {name: output[name] for name in names}
+
+
+if __name__ == "__main__":
+    print(json.dumps(measure(float(sys.argv[1]), float(sys.argv[2]), int(sys.argv[3]))))

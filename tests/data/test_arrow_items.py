@@ -1,0 +1,71 @@
+"""Arrow data of other libraries as items of an iterable."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import duckdb
+import polars as pl
+import pyarrow as pa
+import pyarrow.dataset
+import pyarrow.parquet as pq
+import pytest
+
+import clicks
+from satrap.data.iterable import IterableSource
+from satrap.errors import SourceError
+
+
+class ArrowStream:
+    """What a library exports by Arrow's C interface alone."""
+
+    def __init__(self, table: Any) -> None:
+        self._table = table
+
+    def __arrow_c_stream__(self, schema: Any = None) -> Any:
+        return self._table.__arrow_c_stream__(schema)
+
+
+def arrow_items(samples: list[Any], folder: Path) -> dict[str, Any]:
+    table = clicks.table(samples)
+    pq.write_table(table, folder / "a.parquet", row_group_size=40)
+    lazy = pl.scan_parquet(folder / "a.parquet")
+    return {
+        "record batches": table.to_batches(max_chunksize=33),
+        "tables": [table.slice(0, 50), table.slice(50, 0), table.slice(50)],
+        "a table": table,
+        "a generator": (batch for batch in table.to_batches(max_chunksize=33)),
+        "a reader": table.to_reader(max_chunksize=33),
+        "a function": lambda: iter(table.to_batches(max_chunksize=41)),
+        "a stream": ArrowStream(table),
+        "a dataset": pyarrow.dataset.dataset(folder / "a.parquet"),
+        "data frames": [pl.from_arrow(table.slice(begin, 30)) for begin in range(0, 150, 30)],
+        "a lazy frame": lazy,
+        "a relation": duckdb.sql(f"SELECT * FROM '{folder / 'a.parquet'}'"),
+    }
+
+
+@pytest.mark.parametrize("kind", arrow_items(clicks.make(150, 0), Path(tempfile.mkdtemp())))
+def test_arrow_data_is_read_split_and_resumed(kind: str, tmp_path: Path, seed: int) -> None:
+    samples = clicks.make(150, seed)
+    data = IterableSource(arrow_items(samples, tmp_path)[kind], batch_size=32, **clicks.OPTIONS)
+    batches = list(data.batches(clicks.FEATURES))
+    expected = [clicks.expected(sample) for sample in samples]
+    assert [each for batch in batches for each in clicks.samples_in(batch)] == expected
+    if kind in ("a generator", "a reader"):
+        with pytest.raises(SourceError, match="was read before"):
+            data.batches(clicks.FEATURES)
+        return
+    assert clicks.read(data, position=batches[1].position) == expected[64:]
+    parts = [clicks.read(data, rank=rank, world_size=2) for rank in range(2)]
+    assert sorted(parts[0] + parts[1]) == sorted(expected)
+
+
+def test_bad_arrow_data_is_named() -> None:
+    table = pa.table({"a": [1, 2], "y": [0.0, 7.0]})
+    with pytest.raises(SourceError, match="item 1 has no column 'b'"):
+        list(IterableSource([pa.table({"b": [1]}), table]).batches(["b"]))
+    with pytest.raises(SourceError, match=r"item 0, row 2: column 'y' holds 7\.0; expected 0 or 1"):
+        list(IterableSource([table], label="y").batches(["a"]))

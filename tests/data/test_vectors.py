@@ -1,0 +1,109 @@
+"""Files of pretrained vectors: each form yields the same ids and numbers, and `satrap import` saves them."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from numpy.typing import NDArray
+from safetensors.torch import save_file
+
+import satrap
+from satrap.cli.main import main
+from satrap.data.hashing import hash_strings
+from satrap.errors import InputError, SatrapError
+
+N = 9000  # more than a part of a Parquet file
+
+
+def joined(*arguments: Any, **options: Any) -> tuple[NDArray[np.uint64], NDArray[np.float32]]:
+    ids, values = zip(*satrap.read_vectors(*arguments, **options), strict=True)
+    return np.concatenate(ids), np.concatenate(values)
+
+
+@pytest.fixture
+def vectors(rng: np.random.Generator) -> tuple[NDArray[np.uint64], NDArray[np.float32]]:
+    ids = rng.permutation(np.unique(rng.integers(0, 2**64, 2 * N, dtype=np.uint64)))[:N]
+    return ids, rng.normal(size=(N, 6)).astype(np.float32)
+
+
+def test_every_form_holds_the_same(tmp_path: Path, vectors: tuple[Any, Any]) -> None:
+    ids, values = vectors
+    np.save(tmp_path / "rows.npy", values)
+    np.save(tmp_path / "ids.npy", ids)
+    tensors = {"ids": torch.from_numpy(ids.view(np.int64)), "rows": torch.from_numpy(values), "bias": torch.zeros(3)}
+    save_file(tensors, tmp_path / "a.safetensors")
+    save_file({"half": tensors["rows"].bfloat16()}, tmp_path / "half.safetensors")
+    lists = pa.FixedSizeListArray.from_arrays(pa.array(values.reshape(-1)), 6)
+    pq.write_table(pa.table({"id": ids, "vector": lists, "name": list(map(str, ids))}), tmp_path / "a.parquet")
+    for found in (
+        joined(tmp_path / "rows.npy", ids=tmp_path / "ids.npy"),
+        joined(tmp_path / "a.safetensors", ids="ids"),
+        joined(tmp_path / "a.parquet"),
+    ):
+        assert [each.tobytes() for each in found] == [ids.tobytes(), values.tobytes()]
+    numbers = np.arange(N, dtype=np.uint64)
+    for path in ("rows.npy", "a.safetensors"):
+        assert np.array_equal(joined(tmp_path / path)[0], numbers)
+    np.testing.assert_array_equal(joined(tmp_path / "half.safetensors")[1], tensors["rows"].bfloat16().float().numpy())
+    np.testing.assert_array_equal(joined(tmp_path / "a.parquet", ids="name")[0], hash_strings(list(map(str, ids))))
+
+    folder = str(tmp_path / "snapshot")
+    assert main(["import", str(tmp_path / "a.parquet"), folder, "--table", "item"]) == 0
+    with satrap.Reader(folder) as reader:
+        np.testing.assert_array_equal(reader.lookup("item", ids), values)
+    embeddings = satrap.Embeddings({"item": satrap.Table("item", dim=6)})
+    with satrap.Reader(folder) as reader:
+        for part, rows in reader.tables["item"].rows():
+            embeddings.tables["item"].write(part, rows.values)
+    np.testing.assert_array_equal(embeddings.tables["item"].read(ids).values, values)
+    weights = torch.nn.Embedding(20, 6).weight
+    embeddings.tables["item"].write(list(range(20)), weights.detach())
+    assert torch.equal(torch.from_numpy(embeddings.tables["item"].read(list(range(20))).values), weights)
+
+
+def broken(tmp_path: Path) -> dict[str, tuple[str, dict[str, Any]]]:
+    """Return files that are refused, and the options with which they are read, by the message."""
+    np.save(tmp_path / "ints.npy", np.ones((3, 2), np.int64))
+    np.save(tmp_path / "halves.npy", np.ones((3, 2), np.uint16))
+    np.save(tmp_path / "rows.npy", np.ones((3, 2), np.float32))
+    np.save(tmp_path / "ids.npy", np.arange(4))
+    save_file({"a": torch.zeros(3, 2), "b": torch.zeros(3, 2), "c": torch.zeros(3)}, tmp_path / "two.safetensors")
+    (tmp_path / "cut.safetensors").write_bytes((tmp_path / "two.safetensors").read_bytes()[:-9])
+    (tmp_path / "text.safetensors").write_bytes(b"no such file")
+    uneven = pa.array([[1.0], [1.0, 2.0]], pa.list_(pa.float32()))
+    pq.write_table(pa.table({"id": [1, 2], "vector": uneven, "x": [0.5, 1.5]}), tmp_path / "uneven.parquet")
+    pq.write_table(pa.table({"id": [1, None], "vector": [[1.0], [2.0]]}), tmp_path / "missing.parquet")
+    return {
+        "there is no such file": ("none.npy", {}),
+        "found int64 of shape (3, 2); expected floats": ("ints.npy", {}),
+        "found uint16 of shape (3, 2); expected floats": ("halves.npy", {}),
+        "found ids of shape (4,) for 3 vectors": ("rows.npy", {"ids": tmp_path / "ids.npy"}),
+        "a .npy file has one array": ("rows.npy", {"vectors": "a"}),
+        "has 2 tensors of two dimensions, ['a', 'b']": ("two.safetensors", {}),
+        "has no tensor 'd'": ("two.safetensors", {"vectors": "d"}),
+        "tensor 'c' is F32; expected one of I64, U64": ("two.safetensors", {"vectors": "a", "ids": "c"}),
+        "the bytes of tensor": ("cut.safetensors", {"vectors": "a"}),
+        "it is not a safetensors file": ("text.safetensors", {}),
+        "has no column 'vectr'; the nearest known one is 'vector'": ("uneven.parquet", {"vectors": "vectr"}),
+        "expected lists of floats of one length": ("uneven.parquet", {}),
+        "rows 1 to 2: an id or a vector is missing": ("missing.parquet", {}),
+    }
+
+
+def test_bad_files_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for message, (name, options) in broken(tmp_path).items():
+        with pytest.raises(SatrapError, match=re.escape(message)):
+            joined(tmp_path / name, **options)
+    np.save(tmp_path / "twice.npy", np.arange(3) * 0)
+    with pytest.raises(InputError, match="ids hold 0 twice"):
+        for part in satrap.read_vectors(tmp_path / "rows.npy", ids=tmp_path / "twice.npy"):
+            satrap.Store(satrap.Table("t", dim=2)).write(*part)
+    assert main(["import", str(tmp_path / "none.npy"), str(tmp_path / "to"), "--table", "t"]) == 1
+    assert "there is no such file" in capsys.readouterr().err and not (tmp_path / "to").exists()

@@ -134,7 +134,7 @@ def test_misuse_is_refused(arguments: list[str], capsys: pytest.CaptureFixture[s
         (
             "run x.py --server 2",
             "satrap run SCRIPT",
-            "--server; did you mean --servers?; put the script's own arguments",
+            "--server; did you mean --servers?; put the script's own",
         ),
         ("run x.py --epochs=3", "satrap run SCRIPT", "--epochs=3; put the script's own arguments after --"),
         ("status extra", "satrap status", "unrecognized arguments: extra"),

@@ -348,14 +348,12 @@ def test_an_unknown_length_says_why(options: dict[str, Any], message: str) -> No
         assert len(list(islice(stream, 3))) == 3
 
 
-def test_staleness_without_a_free_core_warns_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_staleness_without_a_free_core_runs_inline(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a warning: staleness is a bound."""
     monkeypatch.setattr("satrap.train.embeddings.spare_cores", lambda: 0)
-    embeddings, _, _ = job(4)
-    with pytest.warns(UserWarning, match=r"staleness=4 .*torch\.set_num_threads.*overlap=True"):
-        embeddings.stream(batches(1)).close()
-    with warnings.catch_warnings():
+    embeddings, net, optimizer = job(4)
+    with warnings.catch_warnings(), embeddings.stream(batches(6)) as stream:
         warnings.simplefilter("error")
-        embeddings.stream(batches(1)).close()
-        job(4)[0].stream(batches(1), overlap=False).close()
-        for quiet in (job(4, deterministic=True)[0], job(0)[0]):
-            quiet.stream(batches(1)).close()
+        for batch in stream:
+            train_step(net, optimizer, batch)
+    assert embeddings.counters().staleness == {0: 6}

@@ -88,6 +88,23 @@ def test_an_inline_stream_borrows_torchs_threads(
     assert times == ["MainThread"] * num_borrowed
 
 
+@pytest.mark.parametrize(
+    ("cores", "threads", "left"), [(1, 1, 1), (2, 2, 1), (2, 1, 1), (4, 8, 3), (8, 8, 6), (8, 7, 7)]
+)
+def test_staleness_leaves_cores_free_unless_the_user_chose(
+    cores: int, threads: int, left: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("satrap.train.torch_threads.num_cores", lambda: cores)
+    monkeypatch.setattr("torch.get_num_threads", lambda: threads)
+    chosen = [threads]
+    monkeypatch.setattr("torch.set_num_threads", chosen.append)
+    table = Table("item", dim=4)
+    Embeddings({"item": table}), Embeddings({"item": table}, staleness=2, deterministic=True)
+    assert chosen == [threads], "at staleness 0 table work runs between the steps"
+    Embeddings({"item": table}, staleness=2)
+    assert chosen[-1] == left
+
+
 def test_spare_cores_depend_on_torchs_threads() -> None:
     before = spare_cores()
     torch.set_num_threads(2)

@@ -121,6 +121,10 @@ class Checkpoint:
             self._session.run_before_close(self._join_saves_until_end)
         self._session.wait_before_close(self._wait_for_running)
 
+    def __repr__(self) -> str:
+        saved = "nothing saved or resumed yet" if self._saved_step < 0 else f"step {self._saved_step} saved or resumed"
+        return f"Checkpoint({os.fspath(self._directory.folder)!r}, {saved})"
+
     @property
     def best(self) -> str | None:
         """Name of the checkpoint that was last saved as the best, or None if there is none."""

@@ -2,13 +2,13 @@
 
 import argparse
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from satrap.config.location import Location, local_path
 from satrap.errors import ConfigError
 from satrap.event_log import FORMATS
 
-Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
+Commands: TypeAlias = "argparse._SubParsersAction[Any]"
 
 
 def path_option(text: str) -> Path:

@@ -76,7 +76,16 @@ class Features(Serializable, Mapping[str, Feature]):
         return cls({name: Feature.from_dict(each) for name, each in require_mapping("Features", data).items()})
 
     def __repr__(self) -> str:
-        return f"Features({self._features!r})"
+        return f"Features({', '.join(f'{name}: {_shown(feature)}' for name, feature in self.items())})"
+
+
+def _shown(feature: Feature) -> str:
+    """Return a feature as it is declared, with its table's name and dim."""
+    table = f"{feature.table.name}[{feature.table.dim}]"
+    if feature.pooling == "none":
+        return f"{table}.sequence({feature.max_length})"
+    weighted = ", weighted=True" if feature.weighted else ""
+    return table if feature.pooling == "sum" and not weighted else f"{table}.bag({feature.pooling!r}{weighted})"
 
 
 def _as_feature(name: str, feature: object) -> Feature:

@@ -23,7 +23,7 @@ _FILE_MAGIC = b"ARROW1"
 _STREAM_END = b"\xff\xff\xff\xff\0\0\0\0"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Arrow(FileSource, RowBlockSource):
     """Arrow IPC files or streams, or folders, globs and URLs of them; or a pyarrow Table or RecordBatch."""
 

@@ -18,7 +18,7 @@ _FIELDS = (*_COUNTS, *(f"C{i}" for i in range(1, 27)))
 _HASH_OF_EMPTY = 0xEF46DB3751D8E999
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class Criteo(CSV):
     """Files in the format of Criteo's click logs. The features are C1 to C26, or those in `ids`."""
 

@@ -28,7 +28,7 @@ _LABEL_KINDS = {"real": 0, "binary": 1, "count": 2}  # the core's numbers
 _COMPRESSION = 5  # the assumed compression ratio; used only for reading ahead
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class CSV(FileSource):
     """Delimited text files, or folders, globs and URLs of them; .gz, .bz2, .zst and .lz4 are decompressed."""
 

@@ -21,7 +21,7 @@ from satrap.data.table_rows import TableDecoder, TableRows, table_blocks
 from satrap.errors import ConfigError, SourceError
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Frame(RowBlockSource):
     """A DataFrame of pandas or polars, a Hugging Face Dataset, an Arrow table, or a dict of arrays of equal length."""
 

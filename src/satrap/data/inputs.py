@@ -61,7 +61,7 @@ class Position(Serializable):
         return cls(epoch, 0, 0, before=(*before, tuple(replace(each, before=()) for each in positions)))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False, repr=False)
 class Inputs:
     """One batch. A bag is the ids of one feature in one sample. The features are in the order of `Features`."""
 
@@ -84,6 +84,16 @@ class Inputs:
     """The loader's position after this batch, from which to resume. None: the loader cannot be resumed."""
     extra: Mapping[str, Any] = field(default_factory=dict)
     """Further columns that the source declares."""
+
+    def __repr__(self) -> str:
+        parts = [f"{self.batch_size} samples", f"{len(self.values)} ids of {list(self.names)}"]
+        parts += [
+            f"{name} {list(array.shape)}"
+            for name, array in (("dense", self.dense), ("label", self.label))
+            if array is not None
+        ]
+        parts += [f"extra {list(self.extra)}"] if self.extra else []
+        return f"Inputs({', '.join(parts)})"
 
 
 def as_inputs(features: Iterable[str], ids: object) -> Inputs:

@@ -31,7 +31,7 @@ from satrap.errors import ConfigError, InputError, SourceError
 _CHUNK_SAMPLES = 4096  # the most that are converted together where each item is a sample
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class IterableSource(Source):
     """The items of an iterable, or of the iterable that a function returns.
 

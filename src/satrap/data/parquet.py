@@ -26,7 +26,7 @@ _BUFFER_BYTES = 8 << 20  # of all columns together
 _LEAST_BUFFER_BYTES = 64 << 10  # of one column
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Parquet(FileSource, RowBlockSource):
     """Parquet files, or folders, globs and URLs of them."""
 

@@ -34,7 +34,7 @@ _MAX_THREADS = 64
 _DEFAULT_THREADS = 4
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
 class Source(Config, ABC):
     """A declaration of training data. The ids of a feature are read from the column of the same name."""
 
@@ -88,6 +88,15 @@ class Source(Config, ABC):
                 set_field(self, name, check_integer(where, name, value, low, high))
         for name in ("drop_last", "shuffle"):
             check_flag(where, name, getattr(self, name))
+
+    def __repr__(self) -> str:
+        """Return the path first, then the fields that differ from their defaults."""
+        fields = sorted(dataclasses.fields(self), key=lambda each: each.name != "path")
+        shown = {each.name: _plain(getattr(self, each.name)) for each in fields if each.init and each.repr}
+        texts = [repr(shown.pop("path"))] if "path" in shown else []
+        defaults = {each.name: each.default for each in fields} | {"ids": {}, "weights": {}}
+        texts += [f"{name}={value!r}" for name, value in shown.items() if value != defaults[name]]
+        return f"{type(self).__name__}({', '.join(texts)})"
 
     def _check_columns(self, where: str) -> None:
         dense: Any = self.dense
@@ -202,7 +211,7 @@ class Source(Config, ABC):
         """
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class FileSource(Source):
     """A declaration of files."""
 
@@ -221,7 +230,7 @@ class FileSource(Source):
         return True
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
 class RowBlockSource(Source):
     """A declaration of typed rows, which are read a number of rows at a time."""
 
@@ -234,6 +243,16 @@ class RowBlockSource(Source):
 
     def signature(self) -> dict[str, Any]:
         return super().signature() | {"block_rows": self.block_rows}
+
+
+def _plain(value: Any) -> Any:
+    """Return columns that have all defaults as their names."""
+    if isinstance(value, tuple):
+        return tuple(_plain(each) for each in value)
+    if isinstance(value, dict):
+        return {name: _plain(each) for name, each in value.items()}
+    is_plain = isinstance(value, DenseColumn | IdColumn) and value == type(value)(value.name)
+    return value.name if is_plain else value
 
 
 def _as_columns(where: str, name: str, value: Any, kind: type[Any]) -> tuple[Any, ...]:

@@ -50,7 +50,7 @@ def run_trainer(
         os.set_inheritable(record, False)
         os.set_blocking(record, False)  # a run that is suspended does not suspend training
     if context.num_threads is not None:
-        torch.set_num_threads(context.num_threads)
+        torch.set_num_threads(min(context.num_threads, torch.get_num_threads()))  # the user may have chosen fewer
     if context.world_size > 1:
         if torch.cuda.is_available():
             torch.cuda.set_device(context.rank % torch.cuda.device_count())

@@ -35,6 +35,9 @@ class Meter:
         self._num_waiting = 0
         self._start_interval()
 
+    def __str__(self) -> str:
+        return f"step {self._step:,}, {self._samples:,} samples"
+
     def _start_interval(self) -> None:
         self._losses: deque[Any] = deque(maxlen=_MAX_LOSSES)
         self._steps = 0

@@ -315,7 +315,7 @@ class Evaluation:
         keys = np.asarray(groups)
         if keys.shape != (num_samples,):
             raise InputError(f"Evaluation.add: groups have the shape {keys.shape}; expected ({num_samples},)")
-        if any(key is None or key != key for key in (keys if keys.dtype.kind in "Of" else ())):
+        if any(key is None or key != key for key in (keys if keys.dtype.kind in "fO" else ())):
             raise InputError("Evaluation.add: a sample has no group; expected a number or text for each sample")
         distinct, inverse = np.unique(keys.astype(str) if keys.dtype.kind == "O" else keys, return_inverse=True)
         found = self._group_numbers

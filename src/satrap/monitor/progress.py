@@ -142,6 +142,9 @@ class Progress:
         finally:
             self._close()
 
+    def __repr__(self) -> str:
+        return f"Progress({self._meter}{', closed' if self._closed else ''})"
+
     def __enter__(self) -> Self:
         return self
 

@@ -87,6 +87,9 @@ class TableGroup(Mapping[str, Store]):
     def __len__(self) -> int:
         return len(self._stores)
 
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({', '.join(f'{name}: {len(store):,} rows' for name, store in self.items())})"
+
     def __reduce__(self) -> Never:
         raise TypeError(
             f"{self._where}: they can be neither copied nor pickled, because their rows live in the native core: save "

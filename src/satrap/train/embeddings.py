@@ -6,7 +6,6 @@ state_dict only records the step and the tables' versions, so that a stream refu
 one checkpoint and rows of another.
 """
 
-import warnings
 from collections.abc import Mapping
 from contextlib import nullcontext, suppress
 from dataclasses import fields, replace
@@ -34,7 +33,7 @@ from satrap.train.optimizer import HybridOptimizer
 from satrap.train.process_group import Compress, ProcessGroup
 from satrap.train.session import TrainingSession
 from satrap.train.stream import Stream
-from satrap.train.torch_threads import spare_cores
+from satrap.train.torch_threads import leave_cores_free, spare_cores
 
 if TYPE_CHECKING:
     from satrap.device.device_worker import DeviceWorker
@@ -65,6 +64,7 @@ class Embeddings(torch.nn.Module):
         """features: features by the name of their column; a bare table stands for one id per sample.
 
         staleness: number of a trainer's own earlier steps whose updates a lookup may miss; 0 is fully synchronous.
+            Above 0, torch leaves a quarter of the cores, at least one, for table work, unless it has fewer threads.
         deterministic: give every lookup exactly that staleness, so that a run repeats bit for bit.
         seed: seed of initial values and random draws.
         num_threads: threads for table work; None: the cores that torch leaves free if the two overlap, else all cores.
@@ -92,6 +92,8 @@ class Embeddings(torch.nn.Module):
             raise ConfigError(f"device_memory is {device_memory!r} without a device; expected device= beside it")
         rows = (deployment or Deployment()).in_context()
         self._require_possible(dense, rows.servers is not None)
+        if staleness > 0 and not deterministic and device is None:
+            leave_cores_free()
         if num_threads is None and staleness > 0 and spare_cores() > 0:
             num_threads = spare_cores()
         open_rows = partial(open_worker, self.features, rows, self.trainers, seed, staleness, num_threads)
@@ -104,7 +106,6 @@ class Embeddings(torch.nn.Module):
         )
         if self._strategy.is_joint:
             self._session.open(DenseStrategy())
-        self._has_warned = False
 
     def _require_possible(self, dense: str, has_servers: bool) -> None:
         """Raise ConfigError if an option is invalid or conflicts with another."""
@@ -194,28 +195,18 @@ class Embeddings(torch.nn.Module):
             raise ConfigError(f"device is {str(target)!r}; expected {str(self.worker.device)!r}, where the rows are")
         if overlap is None:
             overlap = target.type != "cpu" or (spare_cores() > 0 and self.staleness > 0) or self.worker.can_read(data)
-            self._warn_of_no_core(train and not overlap)
         return (
             session.train_on(data, target, accumulate, overlap) if train else session.evaluate_on(data, target, overlap)
-        )
-
-    def _warn_of_no_core(self, inline: bool) -> None:
-        """Warn once: an inline stream applies all earlier updates before each lookup, unless the staleness is
-        deterministic."""
-        if not inline or self._has_warned or self.staleness == 0 or self.deterministic:
-            return
-        self._has_warned = True
-        warnings.warn(
-            f"staleness={self.staleness} has no effect: torch's {torch.get_num_threads()} threads leave no core "
-            "free, so table work runs between the steps, at staleness 0; leave a core free with "
-            "torch.set_num_threads(...), or pass stream(overlap=True) to share the cores",
-            stacklevel=3,
         )
 
     def train(self, mode: bool = True) -> Self:
         """Choose whether the streams that are created from now on train the tables. `eval()` is `train(False)`."""
         self._session.is_training = mode
         return super().train(mode)
+
+    def __dir__(self) -> list[str]:
+        """Return the names of Satrap, without the many of `nn.Module`."""
+        return sorted({*vars(type(self)), *vars(self)} - {*vars(torch.nn.Module())})
 
     def get_extra_state(self) -> Tensor:
         """Return the step and the version of each table for state_dict."""

@@ -21,6 +21,19 @@ def spare_cores() -> int:
     return max(0, num_cores() - torch.get_num_threads())
 
 
+def leave_cores_free() -> None:
+    """Take threads from torch for table work beside the dense network: a quarter of the cores, and at least one. Does
+    nothing where the user chose fewer threads than cores, by OMP_NUM_THREADS or torch.set_num_threads. On a single core
+    table work runs between the steps.
+
+    torch's threads spin while they wait for each other, so with one on each core any other work, such as a server of
+    `satrap run` on the same machine, stops all of them.
+    """
+    cores = num_cores()
+    if cores > 1 and torch.get_num_threads() >= cores:
+        torch.set_num_threads(cores - max(1, cores // 4))
+
+
 @contextmanager
 def torch_threads() -> Iterator[None]:
     """Run the calls into the core inside this context on torch's threads, where torch uses GNU OpenMP."""

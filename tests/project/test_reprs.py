@@ -1,0 +1,51 @@
+"""What an interactive session shows of the objects of a run: short, and the parts that a user asks for first."""
+
+from pathlib import Path
+
+import numpy as np
+import torch
+
+import satrap
+from satrap.config.features import Features
+
+
+def test_sources_show_their_path_and_what_differs_from_the_defaults() -> None:
+    price = satrap.DenseColumn("price", log1p=True)
+    data = satrap.Parquet("clicks/", dense=["age", price], label="click", ids={"last": "history"}, batch_size=512)
+    assert repr(data) == (
+        f"Parquet('clicks/', dense=('age', {price!r}), label='click', ids={{'last': 'history'}}, batch_size=512)"
+    )
+    assert repr(data.replace(path="test/", epochs=None)).startswith("Parquet('test/', dense=('age', DenseColumn(")
+    assert repr(satrap.CSV("x.csv", columns=["a", "b"], strip=True)) == "CSV('x.csv', columns=('a', 'b'), strip=True)"
+    assert repr(satrap.Frame({"a": [1]}, label="a", batch_size=4)) == "Frame(label='a', batch_size=4)"
+
+
+def test_objects_of_a_run_show_their_state(tmp_path: Path) -> None:
+    item = satrap.Table("item", dim=4)
+    features: dict[str, satrap.Feature | satrap.Table] = {
+        "item": item,
+        "seen": item.bag("mean", weighted=True),
+        "last": item.sequence(2),
+    }
+    assert repr(Features(features)) == (
+        "Features(item: item[4], seen: item[4].bag('mean', weighted=True), last: item[4].sequence(2))"
+    )
+    inputs = satrap.Inputs(names=("item",), values=np.arange(6, dtype=np.uint64), batch_size=6, label=np.zeros(6, "f4"))
+    assert repr(inputs) == "Inputs(6 samples, 6 ids of ['item'], label [6])"
+    embeddings = satrap.Embeddings({"item": item})
+    assert {"stream", "optimizer", "tables", "features", "staleness", "step"} <= set(dir(embeddings))
+    assert not {"register_buffer", "named_modules", "xpu"} & set(dir(embeddings))
+    model = torch.nn.Linear(4, 1)
+    optimizer = embeddings.optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    run = satrap.Checkpoint(tmp_path / "run", model, optimizer, embeddings)
+    assert repr(run) == f"Checkpoint({str(tmp_path / 'run')!r}, nothing saved or resumed yet)"
+    with satrap.Progress(embeddings, []) as progress:
+        for batch in embeddings.stream([inputs, inputs]):
+            model(batch.embeddings).sum().backward()
+            optimizer.step()
+            progress.step(batch)
+        assert repr(progress) == "Progress(step 2, 12 samples)"
+    assert repr(progress) == "Progress(step 2, 12 samples, closed)"
+    run.save()
+    assert repr(run) == f"Checkpoint({str(tmp_path / 'run')!r}, step 2 saved or resumed)"
+    assert repr(embeddings.tables) == "TableGroup(item: 6 rows)"

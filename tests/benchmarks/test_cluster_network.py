@@ -21,7 +21,7 @@ from benchmarks.harness.case import select_cases
 from benchmarks.harness.machine import ROOT
 from benchmarks.harness.record import complaints, make_record
 
-pytestmark = pytest.mark.draw(12)
+pytestmark = pytest.mark.draw(6)
 QUIET = {"other_cpu": 0.0, "steal": 0.0, "noisy": False}
 emulation = pytest.mark.skipif(machines.unable() is not None, reason=str(machines.unable()))
 
@@ -223,7 +223,7 @@ def test_machines_end_with_their_parent() -> None:
 
 
 @emulation
-@pytest.mark.draw(3, of="whole runs")
+@pytest.mark.draw(2, of="whole runs")
 def test_the_case_runs(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--quick", "--case", "network", "--steps", "2", "--check"]) == 0
     record = json.loads(capsys.readouterr().out)

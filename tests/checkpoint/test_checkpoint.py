@@ -20,7 +20,7 @@ from satrap.config.durable import checksum
 from satrap.errors import CheckpointError, SatrapError, SnapshotError, StreamError
 from satrap.storage.local_folder import LocalFolder
 
-pytestmark = pytest.mark.draw(12)
+pytestmark = pytest.mark.draw(8)
 DEADLINE_SECONDS = 240
 
 

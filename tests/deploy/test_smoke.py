@@ -42,7 +42,7 @@ from satrap.rpc.keys import create_keys
 
 NUM_ROWS = 640
 HEAD, NAMESPACE = "smoke-head-svc", "default.svc.cluster.local"
-pytestmark = [pytest.mark.draw(1), pytest.mark.draw(3, of="whole runs")]
+pytestmark = [pytest.mark.draw(1), pytest.mark.draw(2, of="whole runs")]
 
 
 def write_data(path: Path, rng: np.random.Generator) -> None:

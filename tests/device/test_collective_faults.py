@@ -67,7 +67,7 @@ def run_together(folder: Path, mode: str) -> list[subprocess.CompletedProcess[st
     ]
 
 
-@pytest.mark.draw(3, of="whole runs")
+@pytest.mark.draw(2, of="whole runs")
 @pytest.mark.parametrize("mode", ["is killed", "raises"])
 def test_a_trainer_that_dies_ends_the_others_with_its_name_and_the_run_resumes(mode: str, tmp_path: Path) -> None:
     first, second = run_together(tmp_path / "run", mode)

@@ -108,7 +108,7 @@ def moves(embeddings: Embeddings) -> dict[str, int]:
     return {name: sum(stats.get(name, 0) for stats in each) for name in MOVES}
 
 
-@pytest.mark.draw(20)
+@pytest.mark.draw(12)
 @pytest.mark.parametrize("options", [{}, {"capacity": 300}, {"expire_after": 9}], ids=["grows", "evicts", "expires"])
 @pytest.mark.parametrize(("staleness", "overlap"), [(0, False), (0, True), (2, False), (2, True)])
 @pytest.mark.parametrize("tiers", TIERS)

@@ -115,7 +115,7 @@ def draw_runs(rng: np.random.Generator, gradients: int, dim: int, *, factors: bo
     )
 
 
-@pytest.mark.draw(20)
+@pytest.mark.draw(12)
 @pytest.mark.parametrize("skip_nonfinite", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=lambda each: type(each).__name__)
@@ -149,7 +149,7 @@ def draw_lookup(
     return values, absent, frames, None if uniform else tensor(np.append(0, np.cumsum(lengths)))
 
 
-@pytest.mark.draw(12)
+@pytest.mark.draw(8)
 @pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize("uniform", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -111,7 +111,7 @@ def assert_nothing_is_left(folder: Path, pids: list[int]) -> None:
     assert not list((folder / "run").glob("*.key"))
 
 
-@pytest.mark.draw(3, of="whole runs")
+@pytest.mark.draw(2, of="whole runs")
 def test_a_run_with_killed_processes_ends_with_the_bits_of_one_machine(
     tmp_path: Path, cluster: Any, one_machine: dict[str, np.ndarray]
 ) -> None:

@@ -43,7 +43,7 @@ from satrap.launch.run_loop import lock_run_folder
 from satrap.launch.scaler import Scaler, request_servers
 
 ASYNC = JOB.with_name("async_job.py")
-pytestmark = pytest.mark.draw(6)
+pytestmark = pytest.mark.draw(4)
 
 
 def children(run: subprocess.Popen[str]) -> dict[str, int]:
@@ -243,7 +243,7 @@ def test_a_trainer_that_finishes_early_joins_the_others_checkpoints(tmp_path: Pa
         assert (step, weight) == (28, summed(lengths))
 
 
-@pytest.mark.draw(3, of="whole runs")
+@pytest.mark.draw(2, of="whole runs")
 def test_closing_the_embeddings_waits_for_the_others_checkpoints(tmp_path: Path) -> None:
     """The trainers' shares have unequal lengths, in both orders."""
     for name, lengths in (("a", "3,16"), ("b", "16,3")):

@@ -33,7 +33,7 @@ def torchrun(script: Path, servers: list[str], *arguments: str) -> subprocess.Co
     return subprocess.run(command, capture_output=True, text=True, timeout=2 * DEADLINE_SECONDS, env=environment)
 
 
-@pytest.mark.draw(3, of="whole runs")
+@pytest.mark.draw(2, of="whole runs")
 def test_after_the_death_of_a_trainer_torchrun_starts_all_and_they_resume(tmp_path: Path) -> None:
     save = "        run.save(every_steps=5)\n"
     dies = (

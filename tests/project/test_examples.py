@@ -34,7 +34,7 @@ def criteo(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.draw(3, of="whole runs")
+@pytest.mark.draw(2, of="whole runs")
 def test_criteo_trains_resumes_and_tests(criteo: Path, tmp_path: Path) -> None:
     options = ("--samples", "40000", "--test", criteo / "test.txt", "--run", tmp_path / "run")
     first = run("criteo.py", criteo / "day_0.gz", *options)
@@ -72,7 +72,7 @@ def test_the_error_names_a_path_that_does_not_exist(tmp_path: Path) -> None:
     assert str(tmp_path / "nothing") in done.stderr.splitlines()[-1]
 
 
-@pytest.mark.draw(3, of="whole runs")
+@pytest.mark.draw(2, of="whole runs")
 @pytest.mark.draw(1)
 @pytest.mark.parametrize(("script", "options"), list(zip(("adult.py", "criteo.py"), RUNS, strict=True)))
 def test_it_runs_as_the_docs_say(options: str, script: str, criteo: Path, tmp_path: Path) -> None:

@@ -33,7 +33,7 @@ from satrap.worker.local_rows import local_worker
 from satrap.worker.worker import Worker
 from tour import TOUR, Tour
 
-pytestmark = pytest.mark.draw(5)
+pytestmark = pytest.mark.draw(3)
 EXACT = np.arange(200, dtype=np.uint64)  # ids of tables whose rows stay exact
 
 

@@ -35,7 +35,7 @@ KINDS: dict[str, Kind] = {
     "Adam": lambda p: torch.optim.Adam(p, lr=torch.tensor(0.01), betas=(0.8, 0.99), eps=1e-6),
     "AdamW": lambda p: torch.optim.AdamW(p, lr=0.01, weight_decay=0.0),
 }
-pytestmark = pytest.mark.draw(10)
+pytestmark = pytest.mark.draw(6)
 NOWHERE = Deployment(["tcp://127.0.0.1:1"])
 each_kind = pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
 

@@ -106,7 +106,7 @@ def torchrun(folder: Path, mode: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-@pytest.mark.draw(3, of="whole runs")
+@pytest.mark.draw(2, of="whole runs")
 def test_torchrun_alone_trains_and_after_a_kill_resumes_to_the_same_bits(tmp_path: Path) -> None:
     whole = torchrun(tmp_path / "whole", "ends")
     assert whole.returncode == 0, whole.stderr

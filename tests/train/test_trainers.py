@@ -22,7 +22,7 @@ from satrap.table import group_cut
 from satrap.table.snapshot.writer import write_cut
 from trainers import Trainers, alone, require_result, require_same_as_alone
 
-pytestmark = pytest.mark.draw(8)
+pytestmark = pytest.mark.draw(5)
 
 
 @pytest.mark.parametrize(("world_size", "overlap"), [(2, False), (3, True)])

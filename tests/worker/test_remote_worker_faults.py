@@ -48,7 +48,7 @@ from satrap.train.embeddings import session_of
 from satrap.worker.remote.client import RemoteRows, WorkerConnection, remote_worker
 from satrap.worker.server_group import ServerGroup
 
-pytestmark = pytest.mark.draw(8)
+pytestmark = pytest.mark.draw(5)
 each_way = pytest.mark.parametrize(
     ("overlap", "how"),
     [(False, {}), (True, {}), (True, {"staleness": 3, "deterministic": True})],

@@ -74,7 +74,7 @@ def test_trainers_resume_with_workers_a_run_started_without(trainers: Trainers, 
         assert (after["dense"], after["rows"]) == (once["dense"], once["rows"])
 
 
-@pytest.mark.draw(3, of="whole runs")
+@pytest.mark.draw(2, of="whole runs")
 @pytest.mark.draw(1)
 @pytest.mark.parametrize("staleness", [0, 3])
 def test_everything_is_killed_under_two_trainers(

@@ -20,7 +20,7 @@ from satrap.server.migration.coordinator import Migration
 from satrap.worker.rows import UpdateRequest
 from satrap.worker.sharded_rows import ShardedRows
 
-pytestmark = pytest.mark.draw(10)
+pytestmark = pytest.mark.draw(6)
 each_way = pytest.mark.parametrize("overlap", [False, True], ids=["inline", "overlap"])
 
 

@@ -257,7 +257,8 @@ def _tables(run: RunRecords, key: str, title: str, what: str) -> LineChart:
     names = sorted(last, key=lambda name: (-last[name], name))
     chosen = names if len(names) <= MAX_SERIES else names[: MAX_SERIES - 1]
     largest = max((sum(each.tables.get(key, {}).values()) for loop in loops for each in loop.intervals), default=0.0)
-    scale, unit = next(each for each in _UNITS if largest >= each[0]) if key == "bytes" else (1.0, "rows")
+    units = (each for each in _UNITS if largest >= each[0])
+    scale, unit = next(units, _UNITS[-1]) if key == "bytes" else (1.0, "rows")  # forged bytes may be negative
 
     def curve(name: str, value: Callable[[dict[str, float]], float]) -> Series:
         def points_of(loop: Loop) -> list[Point]:

@@ -36,13 +36,13 @@ def main(arguments: Sequence[str]) -> int:
     """Run the command, and return its exit status."""
     options = parse(arguments)
     record = Record(run(cells_of(options), options.out, full=options.full))
-    found = sections(record)
+    pages = sections(record)
     options.html.parent.mkdir(parents=True, exist_ok=True)
-    options.html.write_text(html(record, found))
+    options.html.write_text(html(record, pages))
     say(f"page: {options.html}")
     if options.docs:
-        (ROOT / "docs" / "paper.md").write_text(markdown(record, found))
-        for name, text in files(found).items():
+        (ROOT / "docs" / "paper.md").write_text(markdown(record, pages))
+        for name, text in files(pages).items():
             (ROOT / "docs" / "figures" / name).write_text(text)
     return 0
 
@@ -129,9 +129,9 @@ def run(cells: Sequence[Cell], path: Path, *, full: bool) -> dict[str, Figures]:
             file.write(json.dumps(line) + "\n")
         lines[cell.name] = line
         spent, expected = spent + seconds, expected + cell.seconds
-        remaining = sum(each.seconds for each in left[number + 1 :]) * spent / expected
-        found = f"left out: {line['missing']}" if "missing" in line else f"{seconds:.1f} s"
-        say(f"[{number + 1}/{len(left)}] {cell.name}: {found}; about {max(1, round(remaining / 60))} min left")
+        remaining = sum(later.seconds for later in left[number + 1 :]) * spent / expected
+        outcome = f"left out: {line['missing']}" if "missing" in line else f"{seconds:.1f} s"
+        say(f"[{number + 1}/{len(left)}] {cell.name}: {outcome}; about {max(1, round(remaining / 60))} min left")
     return lines
 
 

@@ -21,12 +21,12 @@ LRS = tuple(product((1e-3, 4e-3, 1.6e-2), (0.02, 0.1, 0.5)))
 
 def cells(paths: Mapping[str, str | None], *, full: bool) -> list[Cell]:
     """Return the baselines of each data set; plain torch and Satrap are those of the convergence."""
-    found = []
+    baselines = []
     for name, path in paths.items():
         data = Data(name, path, full)
-        found.append(Cell(f"baselines/{name}/logistic regression", 12, "measured", partial(logistic, data)))
-        found.append(Cell(f"baselines/{name}/LightGBM", 60, "measured", partial(boosted_trees, data)))
-    return found
+        baselines.append(Cell(f"baselines/{name}/logistic regression", 12, "measured", partial(logistic, data)))
+        baselines.append(Cell(f"baselines/{name}/LightGBM", 60, "measured", partial(boosted_trees, data)))
+    return baselines
 
 
 def logistic(data: Data, done: Done) -> Figures:

@@ -62,14 +62,14 @@ def run_of(folder: Path) -> Iterator[subprocess.Popen[bytes]]:
 
 def processes_of(run: int) -> list[tuple[str, int]]:
     """Return role and process id of the servers and trainers of a run."""
-    found = []
+    processes = []
     for pid in Path(f"/proc/{run}/task/{run}/children").read_text().split():
         try:
             words = Path(f"/proc/{pid}/cmdline").read_bytes().decode().split("\0")
         except (OSError, UnicodeDecodeError):  # it has just exited
             continue
-        found += [(role, int(pid)) for role in ROLES if role in words]
-    return found
+        processes += [(role, int(pid)) for role in ROLES if role in words]
+    return processes
 
 
 def kills(seconds: float, seed: int, done: Done) -> Figures:

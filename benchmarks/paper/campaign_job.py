@@ -40,7 +40,7 @@ def main(folder: Path, steps: int) -> None:
     ids = np.unique(np.concatenate([block["ids"].reshape(-1) for block in blocks]))
     rows = embeddings.tables["ids"].read(ids)
     if embeddings.trainers.rank == 0:
-        dense = np.concatenate([each.detach().numpy().reshape(-1) for each in net.parameters()])
+        dense = np.concatenate([weights.detach().numpy().reshape(-1) for weights in net.parameters()])
         np.savez(folder / "end.npz", values=rows[0], state=rows[1], dense=dense)
 
 

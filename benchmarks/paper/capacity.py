@@ -42,15 +42,15 @@ SHARES = (0.02, 0.05, 0.1, 0.25, 0.5, 1.0)
 
 def cells(memory_gib: float, *, full: bool) -> list[Cell]:
     """Return the rungs, the AUC by capacity, and the planner's machines."""
-    found = [
+    rungs = [
         Cell(
             f"capacity/rung/{rung:g}T", 6 + 5 * memory_gib / 2**at, "measured",
             partial(in_process, rung, memory_gib / 2 ** (len(RUNGS) - 1 - at), 60 if full else 20),
         )
         for at, rung in enumerate(RUNGS)
     ]  # fmt: skip
-    found += [Cell(f"capacity/auc/{share:g}", 8, "measured", partial(auc_at, share, full)) for share in SHARES]
-    return [*found, Cell("capacity/plan", 3, "computed", plan)]
+    rungs += [Cell(f"capacity/auc/{share:g}", 8, "measured", partial(auc_at, share, full)) for share in SHARES]
+    return [*rungs, Cell("capacity/plan", 3, "computed", plan)]
 
 
 def in_process(rung: float, gib: float, steps: int, done: Done) -> Figures:

@@ -18,13 +18,13 @@ def batches(rank: int, count: int) -> list[satrap.Inputs]:
     """Draw batches of ids that repeat as real ones do."""
     random = np.random.default_rng(rank)
     names = tuple(f"C{number}" for number in range(NUM_FEATURES))
-    found = []
+    drawn = []
     for _ in range(count):
         ranks = np.exp(random.random((NUM_FEATURES, BATCH)) * np.log(NUM_IDS)).astype(np.uint64)
         ids = ranks + (np.arange(NUM_FEATURES, dtype=np.uint64) << np.uint64(32))[:, None]
         label = (random.random(BATCH) < 0.3).astype(np.float32)
-        found.append(satrap.Inputs(names=names, values=ids.reshape(-1), batch_size=BATCH, dense=None, label=label))
-    return found
+        drawn.append(satrap.Inputs(names=names, values=ids.reshape(-1), batch_size=BATCH, dense=None, label=label))
+    return drawn
 
 
 def main() -> None:

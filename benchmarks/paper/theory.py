@@ -138,15 +138,15 @@ def errors(
 
 def cells(*, full: bool) -> list[Cell]:
     """Return a cell for each curve: of the bound, and of a fixed rate."""
-    found = []
+    curves = []
     for num_ids, zipf in PROBLEMS:
         for mode in ("hybrid", "async"):
             name = f"theory/bound/ids={num_ids},zipf={zipf:g}/{mode}"
-            found.append(Cell(name, 5, "measured", partial(_bound_curve, num_ids, zipf, mode, full)))
+            curves.append(Cell(name, 5, "measured", partial(_bound_curve, num_ids, zipf, mode, full)))
     for num_ids, zipf in PROBLEMS[:3]:
         name = f"theory/fixed/ids={num_ids},zipf={zipf:g}"
-        found.append(Cell(name, 3, "measured", partial(_fixed_curves, num_ids, zipf, full)))
-    return found
+        curves.append(Cell(name, 3, "measured", partial(_fixed_curves, num_ids, zipf, full)))
+    return curves
 
 
 def _bound_curve(num_ids: int, zipf: float, mode: str, full: bool, done: Done) -> Figures:

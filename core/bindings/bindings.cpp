@@ -304,8 +304,7 @@ void bind_ticket(nb::module_& m) {
 }
 
 void bind_steps(nb::class_<Engine>& engine) {
-    engine.def("next_step", &Engine::next_step)
-        .def_prop_ro("latest_step", &Engine::latest_step)
+    engine.def_prop_ro("latest_step", &Engine::latest_step)
         .def_prop_ro(
             "attempt", [](Engine& e) { return e.arena().attempt().load(); },
             "The attempt whose processes may call; 0 before the first.")

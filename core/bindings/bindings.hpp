@@ -109,13 +109,13 @@ inline std::vector<std::int64_t> checked_offsets(const Offsets& offsets, std::si
     return at;
 }
 
-// Checks the steps of a lookup.
+// Checks the steps of a lookup. See Engine::lookup for step 0 and oldest_open 0.
 inline LookupStep checked_step(std::uint64_t step, std::uint64_t oldest_open, bool train, bool ticket,
                                bool first_epoch) {
     if (train) {
-        require_step("step", step);
-        require_step("oldest_open", oldest_open);
-        if (oldest_open > step)
+        if (step != 0) require_step("step", step);
+        if (oldest_open != 0) require_step("oldest_open", oldest_open);
+        if (step != 0 && oldest_open > step)
             refuse("oldest_open=" + std::to_string(oldest_open) + " is after step=" + std::to_string(step) +
                    ", which is open itself");
     } else if (ticket) {

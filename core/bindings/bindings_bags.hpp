@@ -128,10 +128,7 @@ inline std::pair<BagInputs, LookupStep> checked_lookup(const Engine& engine, con
                                                        bool first_epoch) {
     if (bags.engine != engine.identity()) refuse("these bags describe the tables of another engine");
     const BagInputs inputs = checked_inputs(bags, values, offsets, weights, batch_size);
-    LookupStep when{train, static_cast<std::uint32_t>(step), static_cast<std::uint32_t>(oldest_open), first_epoch};
-    if (step != 0) when = checked_step(step, oldest_open == 0 ? step : oldest_open, train, train, first_epoch);
-    if (oldest_open > kLastStep) require_step("oldest_open", oldest_open);
-    return {inputs, when};
+    return {inputs, checked_step(step, oldest_open, train, train, first_epoch)};
 }
 
 inline float checked_scale(double given) {

@@ -107,6 +107,11 @@ std::uint32_t Engine::next_step() {
     return now + 1;
 }
 
+void Engine::take_step(LookupStep& at) {
+    if (at.train && at.step == 0) at.step = next_step();
+    if (at.train && at.oldest_open == 0) at.oldest_open = at.step;
+}
+
 void Engine::begin_attempt(std::uint32_t attempt) {
     ownership().steps().clear(); // first: if the process dies in between, the attempt has not started
     arena_->attempt().store(attempt);
@@ -176,11 +181,12 @@ void Engine::lookup_buckets(Batch& batch, const LookupStep& at, const Destinatio
 }
 
 std::unique_ptr<Ticket> Engine::lookup(const std::uint64_t* ids, std::span<const std::int64_t> offsets,
-                                       const LookupStep& at, float* out, bool want_ticket) {
+                                       LookupStep at, float* out, bool want_ticket) {
     require_rows_here();
     std::unique_ptr<Batch> batch = group(ids, offsets);
     const std::vector<std::size_t> begin = float_offsets(offsets);
     ownership_.require([&](std::uint32_t b) { return occupied(*batch, b); }, at.train);
+    take_step(at);
     if (at.train) wait_for_cut_room();
     lookup_buckets(*batch, at, [&](std::size_t t, std::uint32_t b, Scratch& scratch) {
         return floats_at(*batch, b, out + begin[t], tables_[t].config().dim, scratch.to);
@@ -299,8 +305,7 @@ Engine::PlannedBags Engine::plan_bags(const Bags& bags, const BagInputs& inputs,
     planned.plan->make(bags, inputs, *kernels_, scheduler_.pool());
     planned.batch = batches_.take();
     planned.plan->group(*planned.batch, map(), scheduler_.pool(), with_indexes);
-    if (at.train && at.step == 0) at.step = next_step();
-    if (at.train && at.oldest_open == 0) at.oldest_open = at.step;
+    take_step(at);
     return planned;
 }
 

@@ -118,8 +118,9 @@ class Engine {
     }
     std::size_t out_size(std::span<const std::int64_t> offsets) const { return float_offsets(offsets).back(); }
 
-    std::unique_ptr<Ticket> lookup(const std::uint64_t* ids, std::span<const std::int64_t> offsets,
-                                   const LookupStep& at, float* out, bool want_ticket);
+    // A lookup that trains at step 0 takes the next step once its inputs were checked; oldest_open 0 is the step.
+    std::unique_ptr<Ticket> lookup(const std::uint64_t* ids, std::span<const std::int64_t> offsets, LookupStep at,
+                                   float* out, bool want_ticket);
     std::unique_ptr<Ticket> prepare(const std::uint64_t* ids, std::span<const std::int64_t> offsets);
     bool owns(const Ticket& ticket) const { return ticket.maker == identity_; }
     // trainer: buckets that have applied this step of it, in this attempt, are skipped.
@@ -128,8 +129,7 @@ class Engine {
     // Releases the batch of a ticket that will not be updated.
     void drop(Ticket& ticket);
 
-    // Writes pooled rows to the whole block, and sequences, padded with zeros; see bag_plan.hpp. Step 0 takes
-    // the next one, oldest_open 0 is the step, after the inputs were checked.
+    // Writes pooled rows to the whole block, and sequences, padded with zeros; see bag_plan.hpp.
     std::unique_ptr<Ticket> lookup_bags(const std::shared_ptr<const Bags>& bags, const BagInputs& inputs, LookupStep at,
                                         float* block, float* const* sequences, bool want_ticket);
     // Applies one optimizer step to all ids of the tickets: sums an id's gradients ticket after ticket, feature after
@@ -155,7 +155,7 @@ class Engine {
     bool check_gradients(Tickets tickets, std::span<const BagGradients> gradients, float scale);
     // The same for ids in flat arrays, table by table: those that other processes look up and update here. places[i]:
     // where the gradient of id i begins.
-    FrameLookup lookup_id_frames(const std::uint64_t* ids, std::span<const std::int64_t> offsets, const LookupStep& at,
+    FrameLookup lookup_id_frames(const std::uint64_t* ids, std::span<const std::int64_t> offsets, LookupStep at,
                                  std::int32_t* frames);
     FrameRuns update_id_frames(const std::uint64_t* ids, std::span<const std::int64_t> offsets,
                                const std::int32_t* places, std::uint32_t step, bool filter);
@@ -237,6 +237,7 @@ class Engine {
         std::unique_ptr<BagPlan> plan;
         std::unique_ptr<Batch> batch;
     };
+    void take_step(LookupStep& at);
     PlannedBags plan_bags(const Bags& bags, const BagInputs& inputs, LookupStep& at, bool with_indexes);
     std::unique_ptr<Ticket> end_lookup(PlannedBags planned, const std::shared_ptr<const Bags>& bags, bool want_ticket);
     std::unique_ptr<Batch> group(const std::uint64_t* ids, std::span<const std::int64_t> offsets,

@@ -71,10 +71,11 @@ FrameRuns Engine::take_runs(Claim& claim, Tickets tickets, const GivenOf& given_
 }
 
 FrameLookup Engine::lookup_id_frames(const std::uint64_t* ids, std::span<const std::int64_t> offsets,
-                                     const LookupStep& at, std::int32_t* frames) {
+                                     LookupStep at, std::int32_t* frames) {
     require_rows_on_device();
     std::unique_ptr<Batch> batch = group(ids, offsets, true);
     ownership_.require([&](std::uint32_t b) { return occupied(*batch, b); }, at.train);
+    take_step(at);
     FrameLookup found;
     found.num_ids = batch->size();
     directory_.find(*batch, at, frames, found.absent);

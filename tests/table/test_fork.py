@@ -97,7 +97,6 @@ def engine_calls(engine: _core.Engine) -> dict[str, Callable[[], object]]:
     block = np.zeros(GRADIENTS.size, np.float32)
     of_bags = engine.lookup_bags(bags, IDS, None, None, len(IDS), 1, 1, True, block, [])
     return moving_calls(engine) | {
-        "next_step": engine.next_step,
         "latest_step": lambda: engine.latest_step,
         "attempt": lambda: engine.attempt,
         "begin_attempt": lambda: engine.begin_attempt(1),

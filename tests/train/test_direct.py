@@ -161,7 +161,7 @@ def test_a_number_of_rows_is_checked(num_rows: Any) -> None:
 def test_an_id_out_of_range_changes_nothing(wrong: list[int]) -> None:
     store = Store(Table("item", dim=4, num_rows=10))
     store.lookup(np.arange(10))
-    before = store.stats()
+    before, step = store.stats(), store.latest_step
     ids = np.array(wrong, np.uint64 if max(wrong) >= 2**63 else np.int64)
     calls = (
         store.lookup,
@@ -174,7 +174,7 @@ def test_an_id_out_of_range_changes_nothing(wrong: list[int]) -> None:
             InputError, match=r"table 'item': id \d+.*is not below num_rows=10; expected ids from 0 to 9"
         ):
             call(ids)
-    assert store.stats() == before
+    assert store.stats() == before and store.latest_step == step
 
 
 @pytest.mark.parametrize("num_servers", [0, 2])

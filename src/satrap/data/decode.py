@@ -5,7 +5,7 @@ of iterables all pass through it. Malformed rows are found after their columns w
 reported by their numbers.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -14,10 +14,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from satrap import _core
-from satrap.config.columns import Columns, DenseColumn, IdColumn, LabelColumn
+from satrap.config.columns import Columns, DenseColumn, IdColumn, LabelColumn, Time
 from satrap.config.optional_deps import pyarrow_for
 from satrap.data.block import Chunk
-from satrap.data.derived_columns import buckets, crossed_ids, time_part
 from satrap.data.hashing import hash_integers, hash_strings, is_text, text_buffers
 from satrap.errors import SourceError
 
@@ -25,6 +24,8 @@ _Bag = tuple[NDArray[np.uint64], NDArray[np.int64] | None, NDArray[np.float32] |
 _FlatIds = tuple[NDArray[np.uint64], NDArray[np.bool_] | None, NDArray[np.bool_] | None]
 _LARGEST_EXACT = 2.0**53  # floats beyond it skip integers
 _INTEGER = "a whole number of at most 2**53"
+_SECONDS = {"days": 86400, "hours": 3600, "seconds": 1}
+_EPOCH_WEEKDAY = 3  # 1 January 1970 was a Thursday
 
 
 @dataclass(slots=True)
@@ -67,7 +68,7 @@ class _Decoder:
             ids, valid, _ = self._flat_ids(replace(column, name=name, crossed=()), arrays[name])
             parts.append(ids)
             present &= True if valid is None else valid
-        ids = crossed_ids(parts)
+        ids = _crossed_ids(parts)
         if present.all():
             return ids, None, None
         if column.missing is not None:
@@ -88,13 +89,13 @@ class _Decoder:
         if column.time is not None and not types.is_null(array.type):
             if not (types.is_timestamp(array.type) or types.is_date(array.type)):
                 self._refuse_type(column.name, array.type, "timestamps or dates, as declared (time)")
-            array = time_part(arrow, array, column.time)
+            array = _time_part(arrow, array, column.time)
             if isinstance(column, IdColumn) and boundaries is None:
                 array = arrow.compute.floor(array).cast(arrow.int64())
         if boundaries is not None and not types.is_null(array.type):
             if not _is_number(arrow, array.type):
                 self._refuse_type(column.name, array.type, "numbers, as declared (boundaries)")
-            array = buckets(arrow, array, boundaries)
+            array = _buckets(arrow, array, boundaries)
         return array
 
     def _split(self, column: IdColumn, array: Any) -> Any:
@@ -416,3 +417,38 @@ def _offsets(lengths: NDArray[Any]) -> NDArray[np.int64]:
 def _abbreviated(scalar: Any) -> str:
     text = repr(scalar.as_py())
     return text if len(text) <= 60 else text[:60] + "..."
+
+
+# -- what is computed from a column's values ------------------------------------------------------------------------
+
+
+def _time_part(arrow: Any, array: Any, part: Time) -> Any:
+    """Return what `part` names of timestamps or dates, as float64; null where there is none."""
+    nanoseconds = arrow.types.is_timestamp(array.type) and array.type.unit == "ns"
+    unit = "ns" if nanoseconds else "us"
+    counts = array.cast(arrow.timestamp(unit, "UTC" if getattr(array.type, "tz", None) else None)).cast(arrow.int64())
+    valid = counts.is_valid().to_numpy(zero_copy_only=False)
+    ticks, second = counts.fill_null(0).to_numpy(), 10**9 if nanoseconds else 10**6
+    if part in _SECONDS:
+        length = _SECONDS[part] * second
+        numbers = ticks // length + (ticks % length) / length  # exact to the tick, as a quotient of floats is not
+    elif part == "hour_of_day":
+        numbers = ticks // (3600 * second) % 24
+    else:
+        numbers = (ticks // (86400 * second) + _EPOCH_WEEKDAY) % 7
+    return arrow.array(numbers.astype(np.float64), mask=~valid)
+
+
+def _buckets(arrow: Any, array: Any, boundaries: Sequence[float]) -> Any:
+    """Return how many of the boundaries are at most each number, as int64; null where there is no number."""
+    numbers = array.cast(arrow.float64()).fill_null(np.nan).to_numpy(zero_copy_only=False)
+    counts = np.searchsorted(np.array(boundaries), numbers, side="right")
+    return arrow.array(counts.astype(np.int64), mask=np.isnan(numbers))
+
+
+def _crossed_ids(columns: Sequence[NDArray[np.uint64]]) -> NDArray[np.uint64]:
+    """Return one id for the ids of each line; another order gives other ids."""
+    ids = columns[0]
+    for other in columns[1:]:
+        ids = hash_integers(hash_integers(ids) ^ other)
+    return ids

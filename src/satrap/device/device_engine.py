@@ -286,12 +286,6 @@ class DeviceEngine:
             present[present] = found
             values[present], state[present] = self.memory(table).as_floats(whole)[found], whole_state[found]
 
-    def next_step(self) -> Never:
-        """Refuse: a store's lookup wants to train."""
-        raise InputError(
-            f"the rows are on {self.device}, where only a stream of `Embeddings` trains them: pass train=False"
-        )
-
     def lookup(
         self,
         ids: NDArray[np.uint64],
@@ -305,7 +299,9 @@ class DeviceEngine:
     ) -> None:
         """Without training only."""
         if train:
-            self.next_step()
+            raise InputError(
+                f"the rows are on {self.device}, where only a stream of `Embeddings` trains them: pass train=False"
+            )
         flat, at = np.asarray(out).reshape(-1), 0
         for number, table in enumerate(self.tables):
             of_table = ids[offsets[number] : offsets[number + 1]]

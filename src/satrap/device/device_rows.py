@@ -144,15 +144,13 @@ class DeviceRows(Rows):
     def _find_sorted(self, request: BagRequest, ids: DeviceIds) -> dict[str, Any]:
         """Return the same for ids that were sorted on the device: what has an entry for each id is there."""
         core, grouped = self._engine.core, ids.grouped
-        frames, step = np.empty(len(grouped.ids), np.int32), 0
-        if request.train:
-            step = request.step or core.next_step()
+        frames = np.empty(len(grouped.ids), np.int32)
         try:
             found = core.lookup_id_frames(
                 grouped.ids,
                 grouped.offsets,
-                step,
-                request.oldest_open or step,
+                request.step or 0,
+                request.oldest_open or 0,
                 request.train,
                 frames,
                 request.first_epoch,

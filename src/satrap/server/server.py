@@ -24,6 +24,7 @@ from satrap.config.cores import thread_count
 from satrap.config.job import Job
 from satrap.config.location import local_path
 from satrap.config.path_allowlist import PathAllowlist
+from satrap.config.tables import LAST_STEP
 from satrap.config.validation import check_choice, check_integer
 from satrap.errors import AttemptError, ConfigError, InputError, MovedError, SatrapError, TicketError
 from satrap.rpc import Origin
@@ -189,6 +190,9 @@ class Server:
         first_epoch: bool = True,
     ) -> tuple[Floats | None, Coded | None]:
         check_choice("lookup", "wire", wire, WIRES)
+        if train:  # the core would take the next step for 0
+            check_integer("lookup", "step", origin.step, 1, LAST_STEP)
+            check_integer("lookup", "oldest_open", oldest_open, 1, LAST_STEP)  # the last: none is open
         with self._fence.admit(origin, reads=not train) as state:
             engine = state.engine
             rows = engine.empty(1, engine.num_floats(offsets, len(ids)))
@@ -408,7 +412,7 @@ class Server:
     def _oldest_open(self, state: ServerState, origin: Origin, given: int) -> int:
         with self._fence.condition:
             state.oldest_open[origin.trainer] = given
-            state.staleness[origin.trainer] = origin.step - given
+            state.staleness[origin.trainer] = max(origin.step - given, 0)
             return min(origin.step, *state.oldest_open.values())
 
     def _require_same_job(

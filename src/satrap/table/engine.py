@@ -1,9 +1,8 @@
 """From tables to the native engine: creates or attaches the `_core.Engine` that holds the rows of some tables.
 
 Takes `Table` configurations and a store's settings, and checks the settings. A `Slot` identifies one table of an engine
-for `store` and `snapshot`. Training lookups are numbered here, because all tables of an engine share their steps.
-`look_up` and `update` are the calls that one table and many have in common; their ids, offsets and gradients were
-checked before. Nothing here saves.
+for `store` and `snapshot`. `look_up` and `update` are the calls that one table and many have in common; their ids,
+offsets and gradients were checked before. Nothing here saves.
 """
 
 import json
@@ -33,9 +32,6 @@ class RowAccess(Protocol):
     """What reads and writes the rows of an engine's tables. Its methods are those of `_core.Engine`, which is one for
     the rows that it holds."""
 
-    def next_step(self) -> int:
-        """Return the number of the next training lookup."""
-
     def lookup(
         self,
         ids: NDArray[np.uint64],
@@ -47,7 +43,9 @@ class RowAccess(Protocol):
         ticket: bool,
         first_epoch: bool = True,
     ) -> Any:
-        """Fill `out` with the rows of the ids of each table, one after another; return the ticket, or None."""
+        """Fill `out` with the rows of the ids of each table, one after another; return the ticket, or None.
+
+        step: of a lookup that trains; 0: the next one, once the ids were checked. oldest_open: 0: the step."""
 
     def prepare(self, ids: NDArray[np.uint64], offsets: NDArray[np.int64]) -> _core.Ticket:
         """Return a ticket for an update of ids that were looked up without one."""
@@ -205,12 +203,7 @@ def look_up(
     else:
         rows = np.asarray(engine.empty(math.prod(shape[:-1]), shape[-1])).reshape(shape)
     step, oldest_open = resolve_step(where, engine.latest_step, train=train, step=step, oldest_open=oldest_open)
-    if not train:
-        step = 0
-    elif step is None:
-        step = slot.rows.next_step()
-    oldest_open = step if oldest_open is None else oldest_open
-    ticket = slot.rows.lookup(ids, offsets, step, oldest_open, train, rows, with_ticket)
+    ticket = slot.rows.lookup(ids, offsets, step or 0, oldest_open or 0, train, rows, with_ticket)
     return rows if out is None else out, ticket
 
 

@@ -40,8 +40,8 @@ _EXPORT_BYTES = 16 << 20  # of an export, unless one bucket alone is larger: the
 _FILE_BYTES = 256 << 20  # of a rows file, so that loading has work for more threads than saving had
 _MAX_FILES = 64
 TARGET_BYTES = 16 << 10
-"""Most bytes of a record batch that holds several buckets, on average. A batch costs some 400 bytes in the file, and 50
-us of the writer and of each reader, whatever it holds."""
+"""Average size limit of a record batch that holds several buckets. Each batch adds about 400 bytes to the file, and
+takes the writer and every reader about 50 us, however small it is."""
 
 
 class BatchCut(NamedTuple):

@@ -180,8 +180,8 @@ void Engine::lookup_buckets(Batch& batch, const LookupStep& at, const Destinatio
     batch.hinted = true;
 }
 
-std::unique_ptr<Ticket> Engine::lookup(const std::uint64_t* ids, std::span<const std::int64_t> offsets,
-                                       LookupStep at, float* out, bool want_ticket) {
+std::unique_ptr<Ticket> Engine::lookup(const std::uint64_t* ids, std::span<const std::int64_t> offsets, LookupStep at,
+                                       float* out, bool want_ticket) {
     require_rows_here();
     std::unique_ptr<Batch> batch = group(ids, offsets);
     const std::vector<std::size_t> begin = float_offsets(offsets);

@@ -70,8 +70,8 @@ FrameRuns Engine::take_runs(Claim& claim, Tickets tickets, const GivenOf& given_
     return runs;
 }
 
-FrameLookup Engine::lookup_id_frames(const std::uint64_t* ids, std::span<const std::int64_t> offsets,
-                                     LookupStep at, std::int32_t* frames) {
+FrameLookup Engine::lookup_id_frames(const std::uint64_t* ids, std::span<const std::int64_t> offsets, LookupStep at,
+                                     std::int32_t* frames) {
     require_rows_on_device();
     std::unique_ptr<Batch> batch = group(ids, offsets, true);
     ownership_.require([&](std::uint32_t b) { return occupied(*batch, b); }, at.train);

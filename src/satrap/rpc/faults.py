@@ -10,7 +10,7 @@ import json
 from satrap import errors
 from satrap.errors import RpcError, SatrapError
 from satrap.rpc.header import frames_in
-from satrap.rpc.values import Frames
+from satrap.rpc.values import Frames, parse_json
 
 _MAX_TEXT = 8192
 _CLASSES = {
@@ -31,12 +31,12 @@ def decode_error(frames: Frames, method: str, address: str) -> SatrapError:
     if isinstance(frames, bytes):
         frames = frames_in(frames)
     try:
-        (frame,) = frames
-        name, text = json.loads(bytes(frame))
-        if not isinstance(name, str) or not isinstance(text, str):
-            raise ValueError
-    except (ValueError, RecursionError):
+        told = parse_json(frames[0]) if len(frames) == 1 else None
+    except RpcError:
+        told = None
+    if not (isinstance(told, list) and len(told) == 2 and all(isinstance(part, str) for part in told)):
         return RpcError(f"{method} at {address} failed, and its error is not readable")
+    name, text = told
     if name in _CLASSES:
         error = _CLASSES[name](text)
         error.add_note(f"raised by {method} at {address}")

@@ -31,12 +31,12 @@ def decode_error(frames: Frames, method: str, address: str) -> SatrapError:
     if isinstance(frames, bytes):
         frames = frames_in(frames)
     try:
-        told = parse_json(frames[0]) if len(frames) == 1 else None
+        content = parse_json(frames[0]) if len(frames) == 1 else None
     except RpcError:
-        told = None
-    if not (isinstance(told, list) and len(told) == 2 and all(isinstance(part, str) for part in told)):
+        content = None
+    if not (isinstance(content, list) and len(content) == 2 and all(isinstance(part, str) for part in content)):
         return RpcError(f"{method} at {address} failed, and its error is not readable")
-    name, text = told
+    name, text = content
     if name in _CLASSES:
         error = _CLASSES[name](text)
         error.add_note(f"raised by {method} at {address}")

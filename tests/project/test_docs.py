@@ -42,8 +42,7 @@ ELSEWHERE = {
     "docs/reference.md": "generated; its blocks are signatures",
     "docs/cli.md": "generated; its blocks are the help of commands",
     "docs/format.md": "tests/table/test_snapshot.py runs its lines",
-    "docs/log.md": "no code",
-    "docs/design": "drawings and formulas",
+    "docs/internals": "drawings, formulas and a log",
 }
 LOOPBACK = "tcp://127.0.0.1:0"
 RUN = ("satrap keys keys/", "satrap doctor --no-run")

@@ -6,7 +6,7 @@ the device of the vectors. On the CPU the core's kernel takes a sample from its 
 Elsewhere, and under torch.compile, torch's product has a custom gradient: one product with the mirrored gradient
 instead of two, and gathers instead of a scatter. An exported or traced program contains torch's operators alone and
 takes any batch size: every size is read from `shape`, because len() of a tensor becomes a constant of the program.
-docs/log.md has the other forms that were measured.
+docs/internals/log.md has the other forms that were measured.
 """
 
 import atexit

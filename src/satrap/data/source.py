@@ -159,7 +159,7 @@ class Source(Config, ABC):
         """Return an iterator over the batches, with these features in this order.
 
         position: continue after the batch with this position; None: read from the start.
-        rank, world: this rank, and the number of ranks. Every sample is assigned to exactly one rank, and the ranks'
+        rank, world_size: this rank, and the number of ranks. Every sample is assigned to exactly one rank, and the ranks'
             numbers of rows differ by at most one, counting rows that are left out (malformed, or without a label).
         """
         where = type(self).__name__

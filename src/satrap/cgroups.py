@@ -105,7 +105,7 @@ class _Mount:
     def parse(cls, line: str) -> "_Mount":
         before, _, after = line.partition(" - ")
         kind, _, options = after.split(" ", 2)
-        root, point = (_ESCAPED.sub(lambda code: chr(int(code[1], 8)), each) for each in before.split(" ")[3:5])
+        root, point = (_ESCAPED.sub(lambda code: chr(int(code[1], 8)), field) for field in before.split(" ")[3:5])
         return cls(kind, tuple(options.split(",")), PurePosixPath(root), Path(point))
 
     def has(self, controller: str | None) -> bool:

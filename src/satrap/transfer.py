@@ -153,7 +153,7 @@ class Transfers:
         found = {}
         for kind in self.KINDS:
             figures = self._figures(kind)
-            sums, left = _sums(figures), [each["seconds_left"] for each in figures]
+            sums, left = _sums(figures), [figure["seconds_left"] for figure in figures]
             with self._lock:
                 last = dict(self._completed[kind])
             found[kind] = {
@@ -170,11 +170,11 @@ class Transfers:
 
     def _figures(self, kind: str | None = None) -> list[dict[str, Any]]:
         with self._lock:
-            return [each.figures() for each in self._running if kind in (None, each.kind)]
+            return [transfer.figures() for transfer in self._running if kind in (None, transfer.kind)]
 
 
 def _sums(figures: Sequence[Mapping[str, Any]]) -> dict[str, int]:
-    return {key: sum(each[key] or 0 for each in figures) for key in ("done", "total", "bytes")}
+    return {key: sum(figure[key] or 0 for figure in figures) for key in ("done", "total", "bytes")}
 
 
 def advance(num_bytes: int) -> None:

@@ -104,7 +104,7 @@ class CheckpointManifest:
         kinds: dict[str, Any] = {"name": str, "step": int, "parent": str | None, "parent_crc32c": int | None}
         kinds |= {"source": Mapping | None, "state_crc32c": int, "is_best": bool}
         wrong = [name for name, kind in kinds.items() if not isinstance(getattr(self, name), kind)]
-        wrong += ["tables"] if not all(isinstance(each, str) for each in self.tables) else []
+        wrong += ["tables"] if not all(isinstance(table, str) for table in self.tables) else []
         if not wrong and not 0 <= self.step <= LAST_STEP:
             return f"step is {self.step}; expected 0 to {LAST_STEP}"
         return f"{wrong[0]} is of a wrong type" if wrong else None
@@ -325,7 +325,7 @@ class RunDirectory:
     def _scan(self, last: str | None) -> Catalog:
         """Scan the folder. A list may lag, so names known from elsewhere are looked up, too."""
         listed, owner = set(self.folder.names()), self._owner()
-        used = {*self._announced, *(each for each in (last, owner and owner.announced) if each)}
+        used = {*self._announced, *(name for name in (last, owner and owner.announced) if name)}
         versions = sorted(version for name in listed | used if (version := Version.parse(name)) is not None)
         parents: dict[str, str | None] = {}
         torn = []

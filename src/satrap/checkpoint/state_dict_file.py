@@ -133,7 +133,7 @@ def _build(tree: Any, tensors: Mapping[str, Tensor]) -> Any:
         case {"__tensor__": name}:
             return tensors[name]
         case {"__tuple__": items}:
-            return tuple(_build(each, tensors) for each in items)
+            return tuple(_build(item, tensors) for item in items)
         case {"__pairs__": pairs}:
             return {key: _build(each, tensors) for key, each in pairs}
         case {"__float__": text}:
@@ -141,7 +141,7 @@ def _build(tree: Any, tensors: Mapping[str, Tensor]) -> Any:
         case dict():
             return {key: _build(each, tensors) for key, each in tree.items()}
         case list():
-            return [_build(each, tensors) for each in tree]
+            return [_build(subtree, tensors) for subtree in tree]
     return tree
 
 

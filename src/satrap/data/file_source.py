@@ -219,7 +219,7 @@ def files_signature(path: Any, filesystem: Any) -> dict[str, Any]:
 def make_absolute(path: Any) -> Any:
     """Return the same paths for a process with another working directory."""
     if isinstance(path, list | tuple):
-        return [make_absolute(each) for each in path]
+        return [make_absolute(entry) for entry in path]
     return str(Location.parse(path).absolute())
 
 
@@ -229,12 +229,12 @@ def find_files(path: Any, filesystem: Any = None) -> list[File]:
     if not paths:
         raise ConfigError("path is an empty list; expected at least one path")
     files: list[File] = []
-    for each in paths:
-        if not isinstance(each, str | os.PathLike) or not os.fspath(each):
+    for pattern in paths:
+        if not isinstance(pattern, str | os.PathLike) or not os.fspath(pattern):
             raise ConfigError(
-                f"path is {describe(each)}; expected a file, a folder, a glob or a URL, or a list of those"
+                f"path is {describe(pattern)}; expected a file, a folder, a glob or a URL, or a list of those"
             )
-        files += _expand(os.fsdecode(each), filesystem)
+        files += _expand(os.fsdecode(pattern), filesystem)
     return files
 
 

@@ -187,7 +187,7 @@ class _ItemReader:
         if not stays(item.values) or not item.names == columns.features == names or columns.extra:
             return None
         _refuse_declared(where, columns)
-        dense, label = (_floats(each, stays) for each in (item.dense, item.label))
+        dense, label = (_floats(part, stays) for part in (item.dense, item.label))
         if dense is not None and dense.ndim == 1:
             dense = dense[:, None]
         shapes = (dense, (2,)), (label, (1, 2))

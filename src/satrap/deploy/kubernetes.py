@@ -96,12 +96,17 @@ def _trainer_job(job: DeployJob) -> dict[str, Any]:
 def _command(job: DeployJob, role: str) -> list[str]:
     """Return the command of a server or worker."""
     if role == "workers":
-        return ["satrap", "worker", *_listen(job, role), *[f"--data={pods.literal(each)}" for each in job.storage.data]]
+        return [
+            "satrap",
+            "worker",
+            *_listen(job, role),
+            *[f"--data={pods.literal(location)}" for location in job.storage.data],
+        ]
     args = [
         *_listen(job, role),
         f"--shared={SHARED_MEMORY}/rows",
         f"--on-stop={job.servers.on_stop}",
-        *[f"--checkpoints={pods.literal(each)}" for each in job.storage.checkpoints],
+        *[f"--checkpoints={pods.literal(checkpoint)}" for checkpoint in job.storage.checkpoints],
     ]
     if job.servers.on_stop == "move":
         args += [f"--grace={job.servers.grace_seconds - pods.EXIT_SECONDS}", "--join", *_addresses(job, role)]

@@ -94,7 +94,7 @@ def placement(job: DeployJob, role: str) -> dict[str, Any]:
     if job.priority is not None:
         found["priorityClassName"] = job.priority
     if job.pull_secrets:
-        found["imagePullSecrets"] = [{"name": each} for each in job.pull_secrets]
+        found["imagePullSecrets"] = [{"name": pull_secret} for pull_secret in job.pull_secrets]
     selector = {} if job.zone is None else {ZONE_LABEL: job.zone}
     selector |= {} if size.machine is None else {MACHINE_LABEL: size.machine}
     selector |= size.node_labels
@@ -114,8 +114,8 @@ def _tolerations(role: str, size: Role) -> list[dict[str, str]]:
     taints = ["dedicated=satrap-servers:NoSchedule"] if role == "servers" else []
     taints += ["nvidia.com/gpu:NoSchedule"] if size.gpus else []
     found = []
-    for each in dict.fromkeys([*taints, *size.tolerations]):
-        taint, _, effect = each.rpartition(":")
+    for key in dict.fromkeys([*taints, *size.tolerations]):
+        taint, _, effect = key.rpartition(":")
         key, equals, value = taint.partition("=")
         how = {"operator": "Equal", "value": value} if equals else {"operator": "Exists"}
         found.append({"key": key, **how, "effect": effect})

@@ -112,7 +112,7 @@ class CollectiveLookups:
                 counts[rank] = headers[rank, _COUNTS:]
                 ids = received[bounds[rank] : bounds[rank + 1]]
                 found[rank] = self._look_up_at(ids, counts, step, first_epoch, oldest_open)
-        present = [each for each in found if each]
+        present = [answer for answer in found if answer]
         return [torch.cat(lines) for lines in zip(*present, strict=True)]
 
     def _look_up_at(

@@ -192,7 +192,7 @@ class DeviceIds:
 
     def on_cpu(self) -> tuple[NDArray[np.uint64], NDArray[np.int64] | None, NDArray[np.float32] | None]:
         """Copy the ids, offsets and weights to the CPU."""
-        offsets, weights = (None if each is None else each.cpu().numpy() for each in (self.offsets, self.weights))
+        offsets, weights = (None if tensor is None else tensor.cpu().numpy() for tensor in (self.offsets, self.weights))
         return self.values.cpu().numpy().view(np.uint64), offsets, weights
 
 
@@ -269,7 +269,7 @@ def _joined(features: Features, pairs: Mapping[str, tuple[Any, Any]], device: to
             return None
         lengths.append(offsets.diff())
         are_valid.append((offsets[0] == 0) & (offsets[-1] == len(ids)) & (lengths[-1] >= 0).all())
-    if len({len(each) for each in lengths}) != 1 or (are_valid and not bool(torch.stack(are_valid).all())):
+    if len({len(column) for column in lengths}) != 1 or (are_valid and not bool(torch.stack(are_valid).all())):
         return None
     joined: Any = torch.cat(values)
     bounds: Any = None

@@ -51,7 +51,9 @@ class DeviceRows(Rows):
         self._features, self._tables = features, features.tables
         self.id_layout = IdLayout(features, engine.device)
         # If not every id is admitted, or if rows expire, a row depends on the order of this and earlier updates.
-        self.resolves = all(isinstance(each.admission, Always) and each.expire_after is None for each in self._tables)
+        self.resolves = all(
+            isinstance(table.admission, Always) and table.expire_after is None for table in self._tables
+        )
         self.use(engine)
 
     def use(self, engine: DeviceEngine) -> None:
@@ -67,7 +69,7 @@ class DeviceRows(Rows):
 
     @property
     def truncated(self) -> list[int]:
-        return [sum(each) for each in zip(self._bags.truncated, self._num_cut, strict=True)]
+        return [sum(counts) for counts in zip(self._bags.truncated, self._num_cut, strict=True)]
 
     def empty(self, lines: int, floats: int) -> Tensor:
         return torch.empty((lines, floats), dtype=torch.float32, device=self.device)
@@ -97,7 +99,8 @@ class DeviceRows(Rows):
 
     def update(self, request: UpdateRequest) -> None:
         given: list[Given] = [
-            (block is not None, [each is not None for each in sequences]) for block, sequences in request.gradients
+            (block is not None, [sequence is not None for sequence in sequences])
+            for block, sequences in request.gradients
         ]
         scale = float(np.float32(request.scale))
         with self._engine.in_order():
@@ -157,7 +160,7 @@ class DeviceRows(Rows):
             )
         finally:  # a lookup that fails has inserted rows too
             self._engine.place_rows()
-        self._num_cut = [sum(each) for each in zip(self._num_cut, ids.num_cut, strict=True)]
+        self._num_cut = [sum(counts) for counts in zip(self._num_cut, ids.num_cut, strict=True)]
         return {
             **found,
             "frames": to_device(frames, self.device)[grouped.inverse],
@@ -309,8 +312,10 @@ def largest_of(request: UpdateRequest) -> float:
     were measured where they were computed."""
     if request.magnitude is not None:
         return float(request.magnitude)
-    parts = [each for block, sequences in request.gradients for each in (block, *sequences) if each is not None]
-    return float(Magnitude((each, 1.0) for each in parts))
+    parts = [
+        sequence for block, sequences in request.gradients for sequence in (block, *sequences) if sequence is not None
+    ]
+    return float(Magnitude((part, 1.0) for part in parts))
 
 
 def _claim(tickets: Sequence[Any]) -> list[DeviceTicket]:

@@ -177,7 +177,7 @@ class Exchange:
         round for `turn`. counts: of each."""
         number = self._launches.number() if self.rank == 0 else 0
         head = np.array([number], np.uint64)
-        sent = np.concatenate([each for part in parts for each in (head, part)])
+        sent = np.concatenate([array for part in parts for array in (head, part)])
         sizes = [count + 1 for count in counts]
         received = torch.empty(sum(sizes), dtype=torch.int64)
         to = [len(part) + 1 for part in parts]

@@ -131,10 +131,10 @@ class OwnedRows(DeviceRows):
 
     def _check_sums(self, joined: JoinedIds, sums: Sequence[Tensor], num_trainers: int) -> bool:
         """Raise NonFiniteError if a table refuses a gradient; return whether gradients may have to be skipped."""
-        largest = float(Magnitude((each, 1.0) for each in sums))
+        largest = float(Magnitude((tensor, 1.0) for tensor in sums))
         if largest * num_trainers < LARGEST:  # not true of a NaN
             return False
-        on_cpu = [to_host(each).numpy() for each in sums]
+        on_cpu = [to_host(tensor).numpy() for tensor in sums]
         flat = []
         for table in range(len(self._tables)):
             part = slice(*joined.offsets[table : table + 2])

@@ -228,7 +228,7 @@ class RayLauncher:
         nodes = [node["NodeID"] for node in ray.nodes() if node["Alive"]]
         on = [NodeAffinitySchedulingStrategy(node, soft=False) for node in nodes]
         options: dict[str, Any] = {"num_cpus": 0, "name": f"satrap-{name}-remove-files"}
-        refs = [remove_files.options(**options, scheduling_strategy=each).remote(memory, name) for each in on]
+        refs = [remove_files.options(**options, scheduling_strategy=strategy).remote(memory, name) for strategy in on]
         ray.wait(refs, num_returns=len(refs), timeout=_REMOVE_SECONDS)
         for node, ref in zip(nodes, refs, strict=True):
             try:
@@ -409,7 +409,7 @@ class RayLauncher:
 
     def _placement_error(self, what: str) -> str:
         total, free = ray.cluster_resources(), ray.available_resources()
-        custom = dict.fromkeys(name for each in self._resources.values() for name in each.custom)
+        custom = dict.fromkeys(name for resource in self._resources.values() for name in resource.custom)
         count = sum(node["Alive"] for node in ray.nodes())
         return (
             f"Ray could not place {what} within {self._ray_config.placement_seconds:g} s: its {count} nodes have "

@@ -90,7 +90,7 @@ class _FusedInteraction(torch.autograd.Function):
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor, None]:
         first, block = ctx.saved_tensors
         if torch.is_grad_enabled():  # for a gradient of the gradient, which torch's form has
-            inputs = [each for each in (first, block) if each is not None]
+            inputs = [tensor for tensor in (first, block) if tensor is not None]
             out = ctx.interaction.in_torch(first, block)
             gradients_of_inputs = torch.autograd.grad(out, inputs, gradients[0], create_graph=True)
             return None if first is None else gradients_of_inputs[0], gradients_of_inputs[-1], None

@@ -160,7 +160,7 @@ def _loop(shape: tuple[int, int], servers: Mapping[str, int] | None = None) -> t
     tables = {f"t{number}": Table(f"t{number}_{dim}_{batch_size}", dim=dim) for number in range(_NUM_TABLES)}
     deployment = Deployment(list(servers)) if servers else None
     batches = [_batch(batch_size, number) for number in range(_NUM_BATCHES)]
-    rows = sum(len(np.unique(part)) for each in batches for part in each.values.reshape(_NUM_TABLES, -1))
+    rows = sum(len(np.unique(part)) for batch in batches for part in batch.values.reshape(_NUM_TABLES, -1))
     with Embeddings(tables, num_threads=1, deployment=deployment) as embeddings:
         layer = torch.nn.Linear(_NUM_TABLES * dim, 1)
         optimizer = embeddings.optimizer(torch.optim.SGD(layer.parameters(), lr=0.01))
@@ -188,7 +188,7 @@ def _batch(batch_size: int, number: int) -> Inputs:
     generator = np.random.default_rng(number)
     ranks = _ROWS ** generator.random((_NUM_TABLES, batch_size))
     return Inputs(
-        names=tuple(f"t{each}" for each in range(_NUM_TABLES)),
+        names=tuple(f"t{number}" for number in range(_NUM_TABLES)),
         values=ranks.astype(np.uint64).ravel(),
         batch_size=batch_size,
     )
@@ -309,7 +309,7 @@ def _checkpoint_seconds(folder: Path) -> tuple[float, float]:
         saved = time.process_time()
         Store.load(path, num_threads=1)
         loaded = time.process_time()
-    size = sum(each.stat().st_size for each in path.rglob("*") if each.is_file())
+    size = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
     return (saved - begin) / size, (loaded - saved) / size
 
 

@@ -87,10 +87,10 @@ class Coefficients(Serializable):
 
     def __post_init__(self) -> None:
         check_name("coefficients", self.source, "'this machine, 2026-11-23'")
-        for each in fields(self):
-            value: Any = getattr(self, each.name)
-            if each.name != "source" and not isinstance(value, Cost):
-                set_field(self, each.name, check_number("coefficients", each.name, value, 0.0))
+        for field in fields(self):
+            value: Any = getattr(self, field.name)
+            if field.name != "source" and not isinstance(value, Cost):
+                set_field(self, field.name, check_number("coefficients", field.name, value, 0.0))
         set_field(self, "flops_per_second", check_number("coefficients", "flops_per_second", self.flops_per_second, 1))
 
     @classmethod

@@ -425,7 +425,7 @@ def upkeep_of(found: Estimate, workload: Workload, costs: Coefficients, limits: 
     used = sum(cores_used(found, pool, workload, costs).values())
     cores = pool.num_machines * pool.machine.core_speed * pool.machine.cores
     spare_cores = cores * max(_LEAST_SPARE, 1.0 - used / pool.machine.cores)
-    (link,) = (each for each in links_of(found, workload) if each.pool is pool)
+    (link,) = (link for link in links_of(found, workload) if link.pool is pool)
     store = limits.storage_gb_per_second * 1e9
 
     def rate(busy_bytes: float) -> float:

@@ -57,7 +57,7 @@ def model_of(steps: Any) -> dict[str, Any]:
     tables = []
     for table in steps.features.tables:
         name, ids = table.name, steps.ids[table.name]
-        vectors = sum(each.max_length or 1 for each in steps.features.values() if each.table.name == name)
+        vectors = sum(feature.max_length or 1 for feature in steps.features.values() if feature.table.name == name)
         tables.append(
             table.to_dict()
             | {
@@ -81,7 +81,7 @@ def model_of(steps: Any) -> dict[str, Any]:
 def assumptions_of(content: Mapping[str, Any], num_steps: int) -> list[str]:
     """Return what a plan from a script assumes."""
     notes = [f"the {num_steps} observed steps are like all others: ids of a sample, their repetition, operations"]
-    full = [each["name"] for each in content["tables"] if each.get("capacity") is not None and "rows" not in each]
+    full = [table["name"] for table in content["tables"] if table.get("capacity") is not None and "rows" not in table]
     if full:
         notes.append(f"tables with a capacity become full: {', '.join(full)}")
     return notes

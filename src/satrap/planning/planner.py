@@ -65,8 +65,8 @@ def make_plan(workload: Workload, prices: PriceList, costs: Coefficients, *, nee
         found = search.candidates(rate)
     ranked = sorted(found, key=lambda each: (each.layout.price_per_hour, each.layout.num_machines))
     ways: dict[tuple[tuple[str, ...], ...], Estimate] = {}
-    for each in ranked:
-        ways.setdefault(tuple(pool.roles for pool in each.layout.pools), each)
+    for candidate in ranked:
+        ways.setdefault(tuple(pool.roles for pool in candidate.layout.pools), candidate)
     best, *others = ways.values()
     return Plan(
         workload=workload,
@@ -97,7 +97,7 @@ class _Search:
     def candidates(self, rate: float) -> list[Estimate]:
         """Return the candidates that reach the rate with the available machines."""
         found = (self._candidate(shape, rate) for shape in self._shapes)
-        return [each for each in found if each is not None]
+        return [layout for layout in found if layout is not None]
 
     def fastest_rate(self) -> float:
         """Return the rate that the fastest candidates reach, to one per cent; ConfigError if none fits."""
@@ -151,7 +151,7 @@ class _Search:
                 return found
             grown = self._grown(found, rate)
             if grown is None:
-                self._reasons += [each.reason for each in found.misfits]
+                self._reasons += [misfit.reason for misfit in found.misfits]
                 return None
             layout = grown
         return None
@@ -238,17 +238,17 @@ def _shapes(prices: PriceList) -> Iterator[Layout]:
         alone = Pool(machine=trainers, num_machines=1, trainers=1)
         if trainers.gpus <= 1:
             yield Layout(pools=(alone,))
-        for each in (trainers.gpus,) if trainers.gpus else _TRAINERS:
-            if each > trainers.pod_cores:
+        for num_trainers in (trainers.gpus,) if trainers.gpus else _TRAINERS:
+            if num_trainers > trainers.pod_cores:
                 continue
-            own = replace(alone, trainers=each)
+            own = replace(alone, trainers=num_trainers)
             for servers in prices.types("server"):
                 base = Pool(machine=servers, num_machines=1, servers=1)
                 yield Layout(pools=(base, own))
                 for workers in prices.types("worker"):
                     yield Layout(pools=(base, Pool(machine=workers, num_machines=1, workers=1), own))
                 if servers is trainers:
-                    yield Layout(pools=(replace(base, trainers=each),))
+                    yield Layout(pools=(replace(base, trainers=num_trainers),))
 
 
 def _with_machines(layout: Layout, pool: Pool, number: int) -> Layout | None:
@@ -261,4 +261,4 @@ def _with_machines(layout: Layout, pool: Pool, number: int) -> Layout | None:
 def _with(layout: Layout, pool: Pool, **numbers: Any) -> Layout:
     """Return the layout with other numbers of machines, or of processes on each, in one of its pools."""
     changed = replace(pool, **numbers)
-    return Layout(pools=tuple(changed if each is pool else each for each in layout.pools))
+    return Layout(pools=tuple(changed if other is pool else other for other in layout.pools))

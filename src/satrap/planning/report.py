@@ -46,10 +46,10 @@ def lines_of(plan: Plan, start: Start) -> Iterator[str]:
     yield from _price(plan)
     yield ""
     yield f"start    {run_line(found.layout, found.requests, start)}"
-    for each in found.layout.pools:
-        for role in each.roles:
-            if each.each(role) > 1 and not (role == "trainer" and each.machine.gpus):
-                yield f"         {each.each(role)} {role}s on each {each.machine.name}"
+    for pool in found.layout.pools:
+        for role in pool.roles:
+            if pool.each(role) > 1 and not (role == "trainer" and pool.machine.gpus):
+                yield f"         {pool.each(role)} {role}s on each {pool.machine.name}"
     for note in workload.assumptions:
         yield f"assumed  {note}"
     if len(found.layout.pools) > 1 or found.layout.num_machines > 1:
@@ -88,20 +88,20 @@ def _tables(plan: Plan) -> Iterator[str]:
     batch = workload.training.batch_size
     rows = [["table", "rows", "bytes a row", "memory", "saved", "buckets", "one bucket", "unique ids a batch"]]
     ordered = sorted(workload.tables, key=lambda each: -each.bytes)
-    for each in ordered[:_SHOWN_TABLES]:
-        buckets = each.num_buckets(servers)
-        draws = batch * each.ids_per_sample
-        share = each.unique_ids(batch) / draws if draws else 0.0
+    for table in ordered[:_SHOWN_TABLES]:
+        buckets = table.num_buckets(servers)
+        draws = batch * table.ids_per_sample
+        share = table.unique_ids(batch) / draws if draws else 0.0
         rows.append(
             [
-                each.table.name,
-                f"{each.rows:,}",
-                f"{each.row_bytes:,}",
-                size(each.bytes),
-                size(each.rows * each.saved_row_bytes),
-                f"{buckets:,}{'' if buckets == each.table.resolved_num_buckets else ' (set num_buckets)'}",
-                size(each.bytes / buckets),
-                f"{each.unique_ids(batch):,.0f} ({share:.0%})",
+                table.table.name,
+                f"{table.rows:,}",
+                f"{table.row_bytes:,}",
+                size(table.bytes),
+                size(table.rows * table.saved_row_bytes),
+                f"{buckets:,}{'' if buckets == table.table.resolved_num_buckets else ' (set num_buckets)'}",
+                size(table.bytes / buckets),
+                f"{table.unique_ids(batch):,.0f} ({share:.0%})",
             ]
         )
     if len(ordered) > _SHOWN_TABLES:
@@ -115,9 +115,9 @@ def _tables(plan: Plan) -> Iterator[str]:
 def _bounds(plan: Plan) -> Iterator[str]:
     requested = plan.workload.training.samples_per_second
     rows = [["resource", "permits samples/s", "in use at the requested rate"]]
-    for each in plan.estimate.bounds[:_SHOWN_BOUNDS]:
+    for bound in plan.estimate.bounds[:_SHOWN_BOUNDS]:
         rows.append(
-            [each.name, amount(each.samples_per_second), f"{requested / each.samples_per_second:.0%} of its limit"]
+            [bound.name, amount(bound.samples_per_second), f"{requested / bound.samples_per_second:.0%} of its limit"]
         )
     yield from columns(rows)
     limits = plan.prices.limits
@@ -160,12 +160,12 @@ def _price(plan: Plan) -> Iterator[str]:
         f"samples at {amount(rate)} samples/s"
     )
     yield f"prices   {plan.prices.source}"
-    for each in plan.alternatives[:3]:
+    for alternative in plan.alternatives[:3]:
         text = " + ".join(
-            f"{pool.num_machines} x {pool.machine.name} ({'/'.join(pool.roles)})" for pool in each.layout.pools
+            f"{pool.num_machines} x {pool.machine.name} ({'/'.join(pool.roles)})" for pool in alternative.layout.pools
         )
-        reach = amount(each.samples_per_second)
-        yield f"else     {each.layout.price_per_hour:,.2f} {currency}/h: {text}, up to {reach} samples/s"
+        reach = amount(alternative.samples_per_second)
+        yield f"else     {alternative.layout.price_per_hour:,.2f} {currency}/h: {text}, up to {reach} samples/s"
 
 
 def _advice(plan: Plan) -> Iterator[str]:
@@ -222,28 +222,28 @@ def json_of(plan: Plan, start: Start) -> dict[str, Any]:
         "memory_bytes": found.memory,
         "file_descriptors": files_of(found.layout, plan.costs),
         "tables": {
-            each.table.name: {
-                "rows": each.rows,
-                "row_bytes": each.row_bytes,
-                "bytes": each.bytes,
-                "saved_bytes": each.rows * each.saved_row_bytes,
-                "num_buckets": each.num_buckets(servers),
-                "unique_ids": each.unique_ids(batch),
+            table.table.name: {
+                "rows": table.rows,
+                "row_bytes": table.row_bytes,
+                "bytes": table.bytes,
+                "saved_bytes": table.rows * table.saved_row_bytes,
+                "num_buckets": table.num_buckets(servers),
+                "unique_ids": table.unique_ids(batch),
             }
-            for each in workload.tables
+            for table in workload.tables
         },
         "row_bytes": workload.bytes,
         "bounds": [
-            {"resource": each.name, "role": each.role, "samples_per_second": each.samples_per_second}
-            for each in found.bounds
+            {"resource": bound.name, "role": bound.role, "samples_per_second": bound.samples_per_second}
+            for bound in found.bounds
         ],
         "links": [
             {
-                "machine": each.pool.machine.name,
-                "out_bytes_per_second": each.out_bytes,
-                "in_bytes_per_second": each.in_bytes,
+                "machine": link.pool.machine.name,
+                "out_bytes_per_second": link.out_bytes,
+                "in_bytes_per_second": link.in_bytes,
             }
-            for each in links_of(found, workload)
+            for link in links_of(found, workload)
         ],
         "checkpoint": {
             "bytes": upkeep.checkpoint_bytes,
@@ -253,11 +253,11 @@ def json_of(plan: Plan, start: Start) -> dict[str, Any]:
         },
         "alternatives": [
             {
-                "pools": [_pool(pool) for pool in each.layout.pools],
-                "samples_per_second": each.samples_per_second,
-                "price_per_hour": each.layout.price_per_hour,
+                "pools": [_pool(pool) for pool in alternative.layout.pools],
+                "samples_per_second": alternative.samples_per_second,
+                "price_per_hour": alternative.layout.price_per_hour,
             }
-            for each in plan.alternatives
+            for alternative in plan.alternatives
         ],
         "assumptions": list(workload.assumptions),
         "command": run_line(found.layout, found.requests, start),

@@ -260,11 +260,11 @@ class Server:
             error = failed
         with self._fence.condition:
             waiting = state.barrier.leave(origin.step)
-        for each in waiting:
+        for reply in waiting:
             if error is None:
-                each.set_result(None)
+                reply.set_result(None)
             else:
-                each.set_exception(error)
+                reply.set_exception(error)
         return future
 
     def drop(self, origin: Origin, tickets: list[int]) -> None:
@@ -451,8 +451,8 @@ class Server:
             tickets[number] = kept
             if len(tickets) > MAX_TICKETS:
                 left.append(tickets.popitem(last=False)[1])
-        for each in left:
-            state.engine.drop(each.ticket)
+        for lookup in left:
+            state.engine.drop(lookup.ticket)
 
     def _take_ticket(self, state: ServerState, trainer: int, number: int) -> PendingLookup:
         with self._fence.condition:

@@ -153,7 +153,7 @@ class Reader:
     @property
     def version(self) -> int:
         """Version of the newest save of the tables; 1 before the first."""
-        return max(each.version for each in self._open().tables.values())
+        return max(table.version for table in self._open().tables.values())
 
     def stats(self) -> dict[str, dict[str, int]]:
         """Return the counters of each table, as `Store.stats`."""
@@ -293,7 +293,7 @@ class _InFolder:
 
     def _fill(self, folders: Mapping[str, list[Folder]]) -> None:
         manifests = [find_parts(chain[0])[0].manifest for chain in folders.values()]
-        tables = [Table.from_dict(each.config) for each in manifests]
+        tables = [Table.from_dict(manifest.config) for manifest in manifests]
         self.job = Job(tables=tuple(tables), seed=manifests[0].seed)
         self._slots = open_engine(tables, seed=self.job.seed, num_threads=self._num_threads, shared=None)
         found = TableGroup.in_engine(self._slots)

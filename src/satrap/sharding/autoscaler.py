@@ -123,8 +123,8 @@ def decide(
 def _decide_now(servers: Sequence[ServerLoad], step_seconds: float, bounds: ScaleLimits) -> Decision:
     """Return the decision that ignores the history."""
     have = len(servers)
-    memory = max(each.used_bytes / each.limit_bytes for each in servers)
-    work = max(each.work_seconds for each in servers) / step_seconds if step_seconds > 0 else 0.0
+    memory = max(server.used_bytes / server.limit_bytes for server in servers)
+    work = max(server.work_seconds for server in servers) / step_seconds if step_seconds > 0 else 0.0
     # Assumes that all servers carry as much as the busiest one, which reaches the goals with this many servers.
     needed = max(1, math.ceil(have * max(memory / bounds.memory_goal, work / bounds.work_goal)))
     why = f"memory at {memory:.2f} of its limit, work at {work:.2f} of a step, with {have} servers"
@@ -138,4 +138,4 @@ def _decide_now(servers: Sequence[ServerLoad], step_seconds: float, bounds: Scal
     if target >= have:
         return Decision(add=target - have, reason=why)
     least = sorted(servers, key=lambda each: each.rows)  # so that the fewest rows move
-    return Decision(remove=tuple(each.address for each in least[: have - target]), reason=why)
+    return Decision(remove=tuple(server.address for server in least[: have - target]), reason=why)

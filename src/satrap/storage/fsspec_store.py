@@ -81,7 +81,7 @@ class _FsspecWriter:
 def _within(path: str, top: str) -> str:
     """Return the key below `top` of a listed path; "" if the path is not below it."""
     stripped, start = path.rstrip("/"), top.rstrip("/") + "/"
-    for each in (stripped, "/" + stripped):  # some lists omit the first slash
-        if each.startswith(start):
-            return each[len(start) :]
+    for prefix in (stripped, "/" + stripped):  # some lists omit the first slash
+        if prefix.startswith(start):
+            return prefix[len(start) :]
     return ""

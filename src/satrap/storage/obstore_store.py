@@ -102,14 +102,14 @@ class ObstoreStore:
     @_with_usual_errors
     def names(self, prefix: str) -> list[str]:
         found = obstore.list_with_delimiter(self._bucket, prefix or None)
-        paths = [*found["common_prefixes"], *(each["path"] for each in found["objects"])]
+        paths = [*found["common_prefixes"], *(entry["path"] for entry in found["objects"])]
         return [path.rstrip("/").rpartition("/")[2] for path in paths]
 
     @_with_usual_errors
     def sizes(self, prefix: str) -> Mapping[str, int]:
         start = len(prefix) + 1 if prefix else 0
         chunks = obstore.list(self._bucket, prefix or None)
-        return {each["path"][start:]: int(each["size"]) for chunk in chunks for each in chunk}
+        return {entry["path"][start:]: int(entry["size"]) for chunk in chunks for entry in chunk}
 
     @_with_usual_errors
     def delete(self, key: str) -> None:

@@ -120,9 +120,9 @@ class MigrationParticipant:
         for begin, stop in _runs(own.tolist()) or [(0, 0)]:
             rows.append(self.engine.export_rows(table, begin, stop, 0, others=True))
             sighted.append(self.engine.export_sightings(table, begin, stop, others=True))
-        columns = {name: np.concatenate([each[name] for each in rows]) for name in rows[0]}
+        columns = {name: np.concatenate([part[name] for part in rows]) for name in rows[0]}
         columns |= {
-            to: np.concatenate([each[name] for each in sighted])
+            to: np.concatenate([group[name] for group in sighted])
             for name, to in (("id", "sighted"), ("step", "sighted_at"), ("count", "count"))
         }
         self._cached_columns = (*key, columns)

@@ -194,7 +194,7 @@ class Snapshot:
         kinds: tuple[FileKind, ...] = ("removed", "rows", "sightings")  # removals first: no bucket may overflow
         try:
             for kind in kinds:
-                files = [each for each in self._files if each.file.kind == kind]
+                files = [file for file in self._files if file.file.kind == kind]
                 in_threads(slot.engine.num_threads, lambda each: self._import(slot, each), files, "satrap-load")
         except (SatrapError, MemoryError) as error:
             if manifest.kind == "full":

@@ -279,9 +279,9 @@ class Checkpoint:
         with self._directory.chain_of(name) as chain:
             if not trainers.all(bool(chain)):
                 if not trainers.all(not chain):
-                    found = chain[-1].where if chain else "no checkpoint"
+                    latest = chain[-1].where if chain else "no checkpoint"
                     raise CheckpointError(
-                        f"some trainers find a checkpoint and others none; this one finds {found}: use a folder that "
+                        f"some trainers find a checkpoint and others none; this one finds {latest}: use a folder that "
                         "all machines share"
                     )
                 return False

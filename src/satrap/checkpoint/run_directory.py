@@ -398,10 +398,10 @@ class RunDirectory:
 
     def _require_alone(self) -> None:
         """Raise CheckpointError if another process has saved here since this one resumed or saved."""
-        found = self._owner()
-        is_known = found is None or found.writer in (self._this_owner.writer, self._previous_writer)
+        owner = self._owner()
+        is_known = owner is None or owner.writer in (self._this_owner.writer, self._previous_writer)
         if self._has_claim and not is_known:
-            raise self._two_owners(found)
+            raise self._two_owners(owner)
 
     def _claim(self, name: str) -> None:
         """Record this process as the owner, and the name of its next checkpoint."""
@@ -411,11 +411,11 @@ class RunDirectory:
         self._announced.add(name)
 
     def _require_owned(self) -> None:
-        if (found := self._owner()) != self._this_owner:
-            raise self._two_owners(found)
+        if (owner := self._owner()) != self._this_owner:
+            raise self._two_owners(owner)
 
-    def _two_owners(self, found: RunOwner | None) -> CheckpointError:
-        other = f"{found} saves into it" if found else f"its {OWNER} was removed"
+    def _two_owners(self, owner: RunOwner | None) -> CheckpointError:
+        other = f"{owner} saves into it" if owner else f"its {OWNER} was removed"
         return CheckpointError(
             f"{self.folder}: {other}, and so did this process, {self._this_owner}, which now stops saving here; "
             "terminate one of the two, and give each run its own folder"

@@ -207,10 +207,10 @@ def _from_json(where: str, kind: Any, value: Any) -> Any:
 
 def flat(data: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Flatten a dict of dicts, its keys joined by dots: the form in which configurations are compared."""
-    found: dict[str, Any] = {}
+    leaves: dict[str, Any] = {}
     for name, value in data.items():
-        found |= flat(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {prefix + name: value}
-    return found
+        leaves |= flat(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {prefix + name: value}
+    return leaves
 
 
 def require_mapping(where: str, data: object) -> Mapping[str, Any]:
@@ -236,13 +236,13 @@ def known_keys(cls: Any, where: str, data: object) -> dict[str, Any]:
 
 def kind_from_dict(where: str, data: object, kinds: Sequence[type[Serializable]]) -> Serializable:
     by_name = {kind.__name__: kind for kind in kinds}
-    found = require_mapping(where, data).get("type")
-    if found is None:
+    type_name = require_mapping(where, data).get("type")
+    if type_name is None:
         raise ConfigError(f"{where}: the key 'type' is missing; add it, one of {', '.join(by_name)}")
-    if not isinstance(found, str) or found not in by_name:
-        raise ConfigError(f"{where}: type is {found!r}; {suggest(found, list(by_name))}")
+    if not isinstance(type_name, str) or type_name not in by_name:
+        raise ConfigError(f"{where}: type is {type_name!r}; {suggest(type_name, list(by_name))}")
     try:
-        return by_name[found].from_dict(require_mapping(where, data))
+        return by_name[type_name].from_dict(require_mapping(where, data))
     except ConfigError as error:
         raise ConfigError(f"{where}: {error}") from None
 

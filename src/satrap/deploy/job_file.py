@@ -301,10 +301,10 @@ def parse_job(files: Sequence[tuple[str, str]], changes: Sequence[str] = ()) -> 
     data: dict[str, Any] = {}
     for name, text in files:
         try:
-            found = tomllib.loads(text)
+            content = tomllib.loads(text)
         except tomllib.TOMLDecodeError as error:
             raise ConfigError(f"{name} is not TOML: {error}; expected a job file") from None
-        for key, value in found.items():
+        for key, value in content.items():
             old = data.get(key)
             data[key] = old | value if isinstance(old, dict) and isinstance(value, dict) else value
     for change in changes:

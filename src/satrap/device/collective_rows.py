@@ -256,9 +256,9 @@ class CollectiveRows(Rows):
         self, ticket: CollectiveTicket, rows: list[Tensor], batch_size: int, block: Tensor, sequences: list[Tensor]
     ) -> None:
         """Pool and copy the rows of all features."""
-        found = self._split.lines(ticket.split, self._groups.numbers)
+        places = self._split.lines(ticket.split, self._groups.numbers)
         lines, offsets, weights = (
-            None if found[name] is None else to_device(found[name], self.device)
+            None if places[name] is None else to_device(places[name], self.device)
             for name in ("lines", "offsets", "weights")
         )
         for values, absent, pooled in zip(rows, self._absent, self._pooled, strict=True):
@@ -286,9 +286,9 @@ class CollectiveRows(Rows):
             (block is not None, [sequence is not None for sequence in sequences])
             for block, sequences in request.gradients
         ]
-        laid_out, found = self._split.runs(splits, given, self._owners, num_owners, self._groups.numbers)
+        laid_out, places = self._split.runs(splits, given, self._owners, num_owners, self._groups.numbers)
         ids, counts = _sent(laid_out)
-        runs = Runs.to_device(found, self.device)
+        runs = Runs.to_device(places, self.device)
         # On values of -0.0, a step of rate -1 adds the gradient, without rounding.
         how, sums = RowUpdate(optimizer=SGD(lr=1.0), lr=-1.0, scale=scale, step=1), []
         for (_, dim), tables, sent in zip(
@@ -311,12 +311,12 @@ class CollectiveRows(Rows):
             for block, sequences in request.gradients
         ]
         splits = [ticket.split for ticket in request.tickets]
-        found = self._split.sums(splits, on_cpu, request.scale, self._owners, len(self.servers.topology))
-        self.servers.add_skipped(found.skipped)
-        ids, counts = _sent(found)
+        summed = self._split.sums(splits, on_cpu, request.scale, self._owners, len(self.servers.topology))
+        self.servers.add_skipped(summed.skipped)
+        ids, counts = _sent(summed)
         by_group: list[list[NDArray[np.float32]]] = [[] for _ in self._groups.tables]
         for server, line in enumerate(counts):
-            at, gradients = 0, np.asarray(found.gradients(server))
+            at, gradients = 0, np.asarray(summed.gradients(server))
             for table, count in enumerate(line.tolist()):
                 dim = self._tables[table].dim
                 by_group[self._groups.numbers[table]].append(gradients[at : at + count * dim].reshape(count, dim))

@@ -221,9 +221,9 @@ def ids_of(inputs: Inputs, layout: IdLayout, device: torch.device) -> DeviceIds 
         and (offsets is None or _is_list(offsets, device, torch.int64))
         and (weights is None or _is_list(weights, device, torch.float32))
     ):
-        found = DeviceIds.of(layout, _bits(values), _bits(offsets), _bits(weights), inputs.batch_size)
-        if found is not None:
-            return found
+        on_device = DeviceIds.of(layout, _bits(values), _bits(offsets), _bits(weights), inputs.batch_size)
+        if on_device is not None:
+            return on_device
     on_cpu = dict(zip(("values", "offsets", "weights"), map(_on_cpu, parts), strict=True))
     return replace(inputs, **on_cpu)
 
@@ -286,8 +286,8 @@ def _bits(given: Any) -> Any:
     """Return a tensor as the device's code takes it; ids as int64, by their bit patterns."""
     if given is None:
         return None
-    found = given.detach().contiguous()
-    return found.view(torch.int64) if found.dtype == torch.uint64 else found
+    values = given.detach().contiguous()
+    return values.view(torch.int64) if values.dtype == torch.uint64 else values
 
 
 def _on_cpu(given: Any) -> Any:

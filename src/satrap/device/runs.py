@@ -197,11 +197,11 @@ class SortedGradients:
         factors = factors[grouped.order] if layout.any_scaled else None
         return cls(grouped, places[grouped.order].int(), factors, layout.alignment)
 
-    def runs(self, found: dict[str, Any], device: torch.device) -> Runs:
-        """Return the runs of an update. found: what the core returned for an update whose places are the numbers of
+    def runs(self, resolved: dict[str, Any], device: torch.device) -> Runs:
+        """Return the runs of an update. resolved: what the core returned for an update whose places are the numbers of
         the unique ids."""
-        at = to_device(found["places"][found["begin"]].astype(np.int64), device)
-        runs = Runs.to_device({**found, "places": found["begin"], "factors": None}, device)
+        at = to_device(resolved["places"][resolved["begin"]].astype(np.int64), device)
+        runs = Runs.to_device({**resolved, "places": resolved["begin"], "factors": None}, device)
         begin, end = self.grouped.begin[at], self.grouped.end[at]
         return replace(runs, begin=begin, end=end, places=self.places, factors=self.factors, alignment=self.alignment)
 

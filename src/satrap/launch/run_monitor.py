@@ -144,13 +144,13 @@ class RunMonitor:
 
     def targets(self) -> list[dict[str, Any]]:
         """Return the processes that serve metrics, in the form of Prometheus's discovery over HTTP."""
-        found = [] if self.url is None else [(self.url, {"role": "run", "number": "0"})]
+        endpoints = [] if self.url is None else [(self.url, {"role": "run", "number": "0"})]
         for process in self._status["processes"]:
             if process["metrics"] is not None:
-                found.append((process["metrics"], {"role": process["role"], "number": str(process["number"])}))
+                endpoints.append((process["metrics"], {"role": process["role"], "number": str(process["number"])}))
         return [
             {"targets": [url.removeprefix("http://").removesuffix("/metrics")], "labels": labels}
-            for url, labels in found
+            for url, labels in endpoints
         ]
 
     def not_ready(self) -> str:

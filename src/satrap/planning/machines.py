@@ -280,7 +280,7 @@ def requests_of(
     memory: bytes that a process of each role needs. rows_bytes: those of a server's rows. seconds: of a core that a
     batch takes in all processes of a role, by which roles on one machine divide its cores.
     """
-    found = {}
+    requests = {}
     for pool in layout.pools:
         cpus = _cpus(pool, seconds)
         for role in pool.roles:
@@ -291,8 +291,8 @@ def requests_of(
                 least = max(least, rows_mib * _MIB + _BESIDE_ROWS)
             gpus = pool.machine.gpus // pool.trainers if role == "trainer" else 0
             memory_gib = max(_LEAST_GIB, math.ceil(least / _GIB))
-            found[role] = Request(cpus=cpus[role], memory_gib=memory_gib, rows_mib=rows_mib, gpus=gpus)
-    return found
+            requests[role] = Request(cpus=cpus[role], memory_gib=memory_gib, rows_mib=rows_mib, gpus=gpus)
+    return requests
 
 
 def _cpus(pool: Pool, seconds: Mapping[str, float]) -> dict[str, int]:

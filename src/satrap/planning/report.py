@@ -31,7 +31,7 @@ class Start:
 
 def lines_of(plan: Plan, start: Start) -> Iterator[str]:
     """Yield the plan as text."""
-    workload, found = plan.workload, plan.estimate
+    workload, estimate = plan.workload, plan.estimate
     requested = workload.training.samples_per_second
     yield f"plan for {workload.name}: {amount(requested)} samples/s requested"
     yield f"costs    {plan.costs.source}"
@@ -45,27 +45,27 @@ def lines_of(plan: Plan, start: Start) -> Iterator[str]:
     yield from _rates(plan)
     yield from _price(plan)
     yield ""
-    yield f"start    {run_line(found.layout, found.requests, start)}"
-    for pool in found.layout.pools:
+    yield f"start    {run_line(estimate.layout, estimate.requests, start)}"
+    for pool in estimate.layout.pools:
         for role in pool.roles:
             if pool.each(role) > 1 and not (role == "trainer" and pool.machine.gpus):
                 yield f"         {pool.each(role)} {role}s on each {pool.machine.name}"
     for note in workload.assumptions:
         yield f"assumed  {note}"
-    if len(found.layout.pools) > 1 or found.layout.num_machines > 1:
+    if len(estimate.layout.pools) > 1 or estimate.layout.num_machines > 1:
         yield "assumed  machines in one network zone, ids spread evenly over servers by their hash"
     yield from _advice(plan)
 
 
 def _machines(plan: Plan) -> Iterator[str]:
-    found, currency = plan.estimate, plan.prices.currency
+    estimate, currency = plan.estimate, plan.prices.currency
     head = ["role", "processes", "machines", "cores in use", "memory each", "of its request", "of machine"]
     rows = [[*head, f"{currency}/h"]]
-    for pool in found.layout.pools:
-        used = cores_used(found, pool, plan.workload, plan.costs)
+    for pool in estimate.layout.pools:
+        used = cores_used(estimate, pool, plan.workload, plan.costs)
         for role in pool.roles:
             first = role == pool.roles[0]
-            memory, requested = found.memory[role], found.requests[role].memory_gib * 2**30
+            memory, requested = estimate.memory[role], estimate.requests[role].memory_gib * 2**30
             rows.append(
                 [
                     f"{role}s" if pool.count(role) != 1 else role,
@@ -172,55 +172,55 @@ def _advice(plan: Plan) -> Iterator[str]:
     """Yield what to change if no plan reaches the requested rate."""
     if plan.meets:
         return
-    found, training = plan.estimate, plan.workload.training
-    requested, reached, tight = training.samples_per_second, found.samples_per_second, found.bounds[0]
+    estimate, training = plan.estimate, plan.workload.training
+    requested, reached, tight = training.samples_per_second, estimate.samples_per_second, estimate.bounds[0]
     yield ""
     yield (
         f"NOT MET  no plan reaches {amount(requested)} samples/s; this one reaches {amount(reached)} "
         f"({reached / requested:.0%})"
     )
-    for machine in exhausted(found.layout):
+    for machine in exhausted(estimate.layout):
         yield f"change   make more than {machine.available} {machine.name} available"
     yield f"change   add a machine type for {tight.role}s with more of what bounds it ({tight.name})"
     if training.staleness == 0:
         yield "change   train with staleness 1 or more, which overlaps lookups, updates and the dense network"
-    if training.wire == "float32" and found.layout.count("server"):
+    if training.wire == "float32" and estimate.layout.count("server"):
         yield 'change   send rows in half the bytes: wire="float16"'
 
 
 def _processes(plan: Plan) -> dict[str, dict[str, Any]]:
     """Return the count and the requests of each role's processes."""
-    found = plan.estimate
+    estimate = plan.estimate
     return {
         f"{role}s": {
             "count": pool.count(role),
             "machine": pool.machine.name,
             "cores_in_use": used / pool.each(role),
-            **asdict(found.requests[role]),
+            **asdict(estimate.requests[role]),
         }
-        for pool in found.layout.pools
-        for role, used in cores_used(found, pool, plan.workload, plan.costs).items()
+        for pool in estimate.layout.pools
+        for role, used in cores_used(estimate, pool, plan.workload, plan.costs).items()
     }
 
 
 def json_of(plan: Plan, start: Start) -> dict[str, Any]:
     """Return the plan as plain JSON types. Bytes, seconds, samples a second; prices in the list's currency."""
-    workload, found, upkeep = plan.workload, plan.estimate, plan.upkeep
-    servers, batch = found.layout.count("server"), workload.training.batch_size
+    workload, estimate, upkeep = plan.workload, plan.estimate, plan.upkeep
+    servers, batch = estimate.layout.count("server"), workload.training.batch_size
     return {
         "workload": workload.name,
         "meets": plan.meets,
         "requested_samples_per_second": workload.training.samples_per_second,
-        "samples_per_second": found.samples_per_second,
+        "samples_per_second": estimate.samples_per_second,
         "price_per_hour": plan.price_per_hour,
         "price_per_billion_samples": plan.price_per_billion,
         "currency": plan.prices.currency,
         "price_source": plan.prices.source,
         "costs": plan.costs.source,
-        "pools": [_pool(pool) for pool in found.layout.pools],
+        "pools": [_pool(pool) for pool in estimate.layout.pools],
         "processes": _processes(plan),
-        "memory_bytes": found.memory,
-        "file_descriptors": files_of(found.layout, plan.costs),
+        "memory_bytes": estimate.memory,
+        "file_descriptors": files_of(estimate.layout, plan.costs),
         "tables": {
             table.table.name: {
                 "rows": table.rows,
@@ -235,7 +235,7 @@ def json_of(plan: Plan, start: Start) -> dict[str, Any]:
         "row_bytes": workload.bytes,
         "bounds": [
             {"resource": bound.name, "role": bound.role, "samples_per_second": bound.samples_per_second}
-            for bound in found.bounds
+            for bound in estimate.bounds
         ],
         "links": [
             {
@@ -243,7 +243,7 @@ def json_of(plan: Plan, start: Start) -> dict[str, Any]:
                 "out_bytes_per_second": link.out_bytes,
                 "in_bytes_per_second": link.in_bytes,
             }
-            for link in links_of(found, workload)
+            for link in links_of(estimate, workload)
         ],
         "checkpoint": {
             "bytes": upkeep.checkpoint_bytes,
@@ -260,7 +260,7 @@ def json_of(plan: Plan, start: Start) -> dict[str, Any]:
             for alternative in plan.alternatives
         ],
         "assumptions": list(workload.assumptions),
-        "command": run_line(found.layout, found.requests, start),
+        "command": run_line(estimate.layout, estimate.requests, start),
     }
 
 

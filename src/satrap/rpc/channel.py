@@ -186,13 +186,13 @@ class Channel:
         if self._handshakes is not None and events & _OUT:
             polled.append((self._handshakes.monitor, _IN))
         ready = dict(zmq.zmq_poll(polled, milliseconds))
-        found = ready.pop(self.socket, 0)
-        if found & _OUT:
+        flags = ready.pop(self.socket, 0)
+        if flags & _OUT:
             self._end_handshakes()
         elif ready and self._handshakes is not None and (reason := self._handshakes.read()) is not None:
             self.refusal = f"{self.address}: no connection: {reason}"
             self._fail_all(DeadlineError(self.refusal))
-        return found
+        return flags
 
     def close(self) -> None:
         self.is_closed = True

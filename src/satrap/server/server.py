@@ -156,11 +156,15 @@ class Server:
                 return {"version": 0, "fencing_token": self._fence.fencing_token.number, "release": RELEASE}
             state.participant.thaw_if_abandoned(time.monotonic())
             version, token = state.shard_map.version, self._fence.fencing_token.number
-            found: dict[str, Any] = {"version": version, "has_handshake": state.has_handshake, "fencing_token": token}
-            found["release"] = RELEASE
+            answer: dict[str, Any] = {"version": version, "has_handshake": state.has_handshake, "fencing_token": token}
+            answer["release"] = RELEASE
             if state.shard_map.version > than:
-                found |= {"shard_map": state.shard_map.to_dict(), "job": state.job.to_dict(), "state": state.progress()}
-            return found
+                answer |= {
+                    "shard_map": state.shard_map.to_dict(),
+                    "job": state.job.to_dict(),
+                    "state": state.progress(),
+                }
+            return answer
 
     def renew_lease(self, origin: Origin, process: str, where: str, seconds: float) -> None:
         self._leases.renew(origin.attempt, process, where, seconds)
@@ -277,8 +281,8 @@ class Server:
 
     def read(self, origin: Origin, table: int, ids: Ids) -> tuple[Floats, Floats, Flags]:
         with self._fence.admit(origin, reads=True) as state:
-            found = state.store(table).read(ids)
-            return found.values.reshape(-1), found.state.reshape(-1), found.present
+            stored = state.store(table).read(ids)
+            return stored.values.reshape(-1), stored.state.reshape(-1), stored.present
 
     def stats(self, origin: Origin, table: int) -> dict[str, int]:
         with self._fence.admit(origin, reads=True) as state:

@@ -109,15 +109,15 @@ def decide(
     """
     if not servers:
         raise ConfigError("there are no servers; expected the load of at least one")
-    found = _decide_now(servers, step_seconds, bounds)
-    same = past.same + 1 if found.change * past.change > 0 else int(found.change != 0)
-    then = replace(past, same=same, change=found.change)
+    decision = _decide_now(servers, step_seconds, bounds)
+    same = past.same + 1 if decision.change * past.change > 0 else int(decision.change != 0)
+    then = replace(past, same=same, change=decision.change)
     outside = not bounds.min_servers <= len(servers) <= bounds.max_servers
-    if not found.change or (same < bounds.patience and not outside):
-        return Decision(reason=found.reason), then
+    if not decision.change or (same < bounds.patience and not outside):
+        return Decision(reason=decision.reason), then
     if now - past.changed_at < bounds.pause_seconds and not outside:
-        return Decision(reason=f"{found.reason}; but the last change was {now - past.changed_at:.0f} s ago"), then
-    return found, ScaleHistory(changed_at=now)
+        return Decision(reason=f"{decision.reason}; but the last change was {now - past.changed_at:.0f} s ago"), then
+    return decision, ScaleHistory(changed_at=now)
 
 
 def _decide_now(servers: Sequence[ServerLoad], step_seconds: float, bounds: ScaleLimits) -> Decision:

@@ -187,10 +187,10 @@ class MigrationParticipant:
 
 def _runs(buckets: Sequence[int]) -> list[tuple[int, int]]:
     """Return ascending numbers as half-open ranges."""
-    found: list[tuple[int, int]] = []
+    runs: list[tuple[int, int]] = []
     for b in buckets:
-        if found and found[-1][1] == b:
-            found[-1] = found[-1][0], b + 1
+        if runs and runs[-1][1] == b:
+            runs[-1] = runs[-1][0], b + 1
         else:
-            found.append((b, b + 1))
-    return found
+            runs.append((b, b + 1))
+    return runs

@@ -171,12 +171,12 @@ class Manifest:
         """Return how a table of this configuration and seed differs from the snapshot's, field by field."""
         if (config, seed) == (self.config, self.seed):
             return []
-        found, saved = flat(config) | {"seed": seed}, flat(_with_defaults(self.config)) | {"seed": self.seed}
+        here, saved = flat(config) | {"seed": seed}, flat(_with_defaults(self.config)) | {"seed": self.seed}
         of_no_row = {"shard", "num_rows"} if _may_evict(saved) else {"shard", "num_rows", "num_buckets"}
         return [
-            f"{name} is {found.get(name)!r} in the table and {saved.get(name)!r} in the snapshot"
-            for name in sorted((found.keys() | saved.keys()) - of_no_row)
-            if found.get(name) != saved.get(name)
+            f"{name} is {here.get(name)!r} in the table and {saved.get(name)!r} in the snapshot"
+            for name in sorted((here.keys() | saved.keys()) - of_no_row)
+            if here.get(name) != saved.get(name)
         ]
 
     def to_json(self) -> bytes:
@@ -255,8 +255,8 @@ class _Fields:
 
     def _take(self, name: str, valid: bool, expected: str) -> Any:
         if not valid:
-            found = repr(self._content[name]) if name in self._content else "missing"
-            raise SnapshotError(f"{self._where}: the field {name!r} is {found}; expected {expected}")
+            shown = repr(self._content[name]) if name in self._content else "missing"
+            raise SnapshotError(f"{self._where}: the field {name!r} is {shown}; expected {expected}")
         return self._content[name]
 
     def integer(self, name: str, low: int = 0, high: int = _LARGEST) -> int:

@@ -254,11 +254,11 @@ class _Saver:
             self.cut.require_not_cancelled()
             match kind:
                 case "rows":
-                    found = self.slot.rows.export_cut(index, first, last, since)
+                    exported = self.slot.rows.export_cut(index, first, last, since)
                     with self.lock:
-                        self.rows += found.pop("alive")
-                        self.removed[first] = found.pop("removed")
-                    columns: Columns = found
+                        self.rows += exported.pop("alive")
+                        self.removed[first] = exported.pop("removed")
+                    columns: Columns = exported
                 case "sightings":
                     columns = engine.export_cut_sightings(index, first, last)
                 case "removed":

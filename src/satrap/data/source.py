@@ -92,9 +92,9 @@ class Source(Config, ABC):
     def __repr__(self) -> str:
         """Return the path first, then the fields that differ from their defaults."""
         fields = sorted(dataclasses.fields(self), key=lambda each: each.name != "path")
-        shown = {each.name: _plain(getattr(self, each.name)) for each in fields if each.init and each.repr}
+        shown = {field.name: _plain(getattr(self, field.name)) for field in fields if field.init and field.repr}
         texts = [repr(shown.pop("path"))] if "path" in shown else []
-        defaults = {each.name: each.default for each in fields} | {"ids": {}, "weights": {}}
+        defaults = {field.name: field.default for field in fields} | {"ids": {}, "weights": {}}
         texts += [f"{name}={value!r}" for name, value in shown.items() if value != defaults[name]]
         return f"{type(self).__name__}({', '.join(texts)})"
 
@@ -128,7 +128,7 @@ class Source(Config, ABC):
 
     def replace(self, **changes: Any) -> Self:
         """Return this source with other values for some of its fields."""
-        known = {each.name: getattr(self, each.name) for each in dataclasses.fields(self) if each.init}
+        known = {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.init}
         known_keys(type(self), type(self).__name__, known | changes)
         new = type(self)(**known | changes)
         object.__setattr__(new, "_origin", self.origin)
@@ -159,8 +159,9 @@ class Source(Config, ABC):
         """Return an iterator over the batches, with these features in this order.
 
         position: continue after the batch with this position; None: read from the start.
-        rank, world: this rank, and the number of ranks. Every sample is assigned to exactly one rank, and the ranks'
-            numbers of rows differ by at most one, counting rows that are left out (malformed, or without a label).
+        rank, world_size: this rank, and the number of ranks. Every sample is assigned to exactly one rank, and the
+            ranks' numbers of rows differ by at most one, counting rows that are left out (malformed, or without a
+            label).
         """
         where = type(self).__name__
         world_size = check_integer(where, "world_size", world_size, 1, 1 << 20)
@@ -248,7 +249,7 @@ class RowBlockSource(Source):
 def _plain(value: Any) -> Any:
     """Return columns that have all defaults as their names."""
     if isinstance(value, tuple):
-        return tuple(_plain(each) for each in value)
+        return tuple(_plain(element) for element in value)
     if isinstance(value, dict):
         return {name: _plain(each) for name, each in value.items()}
     is_plain = isinstance(value, DenseColumn | IdColumn) and value == type(value)(value.name)
@@ -256,11 +257,11 @@ def _plain(value: Any) -> Any:
 
 
 def _as_columns(where: str, name: str, value: Any, kind: type[Any]) -> tuple[Any, ...]:
-    if not isinstance(value, Sequence) or not all(isinstance(each, str | kind) for each in value):
+    if not isinstance(value, Sequence) or not all(isinstance(column, str | kind) for column in value):
         raise ConfigError(
             f"{where}: {name} is {describe(value)}; expected names of columns, or {kind.__name__} objects"
         )
-    return tuple(each if isinstance(each, kind) else kind(each) for each in value)
+    return tuple(column if isinstance(column, kind) else kind(column) for column in value)
 
 
 def _label_columns(where: str, label: Any, true: Any) -> LabelColumn | tuple[LabelColumn, ...]:

@@ -138,10 +138,10 @@ def _read_plain(where: str, annotation: Any) -> PlainType:
 
 def _union(scalars: Iterable[int | None]) -> int | None:
     union = 0
-    for each in scalars:
-        if each is None:
+    for scalar in scalars:
+        if scalar is None:
             return None
-        union |= each
+        union |= scalar
     return union
 
 

@@ -57,7 +57,8 @@ def model_of(steps: Any) -> dict[str, Any]:
     tables = []
     for table in steps.features.tables:
         name, ids = table.name, steps.ids[table.name]
-        vectors = sum(each.max_length or 1 for each in steps.features.values() if each.table.name == name)
+        own = [each for each in steps.features.values() if each.table.name == name]
+        vectors = sum(each.max_length or (ids / samples if each.jagged else 1) for each in own)
         tables.append(
             table.to_dict()
             | {

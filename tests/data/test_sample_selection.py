@@ -1,5 +1,6 @@
 """`share`, `before` and `since` of a source: parts are disjoint and together all samples, in every format."""
 
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,7 @@ def test_two_shares_are_disjoint_and_together_all_samples(data: Source) -> None:
 def test_the_trainers_of_a_share_divide_its_samples(data: Source) -> None:
     train = data.replace(share=(0.0, 0.7))
     parts = [read(train, rank=rank, world_size=3) for rank in range(3)]
-    assert sorted(sum(parts, [])) == sorted(read(train)) and all(parts)
+    assert sorted(chain(*parts)) == sorted(read(train)) and all(parts)
 
 
 def test_reading_resumes_within_a_share(data: Source) -> None:
@@ -74,7 +75,7 @@ def test_batches_of_an_iterable_are_selected() -> None:
     data = satrap.IterableSource(items, label="click", share=(0.0, 0.5))
     other = data.replace(share=(0.5, 1.0))
     parts = [[int(v) for b in each.batches(("a",)) for v in b.values] for each in (data, other)]
-    assert sorted(sum(parts, [])) == list(range(200)) and all(parts)
+    assert sorted(chain(*parts)) == list(range(200)) and all(parts)
 
 
 @given(st.floats(0.01, 0.99), st.integers(0, 2**64 - 1))
@@ -83,7 +84,7 @@ def test_any_cut_divides_a_frame(cut: float, seed: int) -> None:
     parts: list[Any] = [
         [int(v) for b in data.replace(share=share).batches(("a",)) for v in b.values] for share in ((0, cut), (cut, 1))
     ]
-    assert sorted(sum(parts, [])) == list(range(500))
+    assert sorted(chain(*parts)) == list(range(500))
     assert abs(len(parts[0]) - 500 * cut) < 6 * (500 * cut * (1 - cut)) ** 0.5 + 1
 
 

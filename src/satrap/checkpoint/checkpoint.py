@@ -210,9 +210,7 @@ class Checkpoint:
                 draft = self._writer.draft(
                     self._session.worker.tables,
                     step=max(steps),
-                    positions=tuple(
-                        None if position is None else Position.from_dict(position) for position in positions
-                    ),
+                    positions=tuple(at and Position.from_dict(at) for at in positions),
                     state=FrozenState.of(state),
                     source=self._signature(),
                     is_best=any(bests),

@@ -109,4 +109,4 @@ class Catalog:
 
 
 def _sorted_versions(names: Iterable[str]) -> list[Version]:
-    return sorted(each for name in names if (each := Version.parse(name)) is not None)
+    return sorted(version for name in names if (version := Version.parse(name)) is not None)

@@ -46,7 +46,7 @@ class CheckpointWriter:
         self._directory = directory
         self._keep, self._full_every, self._save_memory = keep, full_every, save_memory
         self._last: tuple[str, dict[str, int]] | None = None  # the newest checkpoint and its tables' versions
-        self._map_version = 0  # of the tables' bucket map at that time
+        self._map_version = 0  # the version of the tables' bucket map at that time
         self._since_full = 0
 
     def follow(self, name: str, versions: dict[str, int], map_version: int, num_links: int | None) -> None:

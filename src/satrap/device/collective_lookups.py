@@ -93,8 +93,8 @@ class CollectiveLookups:
         with self._stream.running():
             rows = self._look_up(received, headers)
             of_groups = zip(rows, self._groups.counts(counts), self._groups.counts(sent), strict=True)
-            with self._exchange.turn(number):
-                return [self._rows_between.rows(group, *each) for group, each in enumerate(of_groups)]
+            with self._exchange.in_order(number):
+                return [self._rows_between.rows(group, *part) for group, part in enumerate(of_groups)]
 
     def _look_up(self, received: NDArray[np.uint64], headers: NDArray[np.int64]) -> list[Tensor]:
         """Read the rows here. Trainers that are at different steps, after a pause, are served one step after

@@ -205,6 +205,6 @@ class CollectiveUpdates:
         with self._stream.running():
             sums = [owned.empty(0, dim) for _, dim in self._groups.layouts] if part is None else part.sums
             of_groups = zip(sums, self._groups.counts(sent), self._groups.counts(counts), strict=True)
-            with self._exchange.turn(number):
-                gradients = [self._rows_between.gradients(group, *each) for group, each in enumerate(of_groups)]
+            with self._exchange.in_order(number):
+                gradients = [self._rows_between.gradients(group, *part) for group, part in enumerate(of_groups)]
             owned.apply(received, counts, gradients, step, lrs, bound)

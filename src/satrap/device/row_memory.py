@@ -24,7 +24,7 @@ from satrap.device.torch_device import initialise_of, kernels_of
 from satrap.errors import CapacityError
 
 _GROWTH = 1.5
-_MOST_FRAMES = 2**31 - 1  # of the core
+_MOST_FRAMES = 2**31 - 1  # the core numbers them in 31 bits
 
 
 def memories_of(

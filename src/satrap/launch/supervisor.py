@@ -167,8 +167,8 @@ class Supervisor:
         if isinstance(event, ProcessReady):
             return self._on_ready(running, event.address, now)
         if isinstance(event, ScriptStarted):
-            for (role, _), each in self._running.items():
-                each.started_at = now if role is Role.TRAINER else each.started_at
+            for (role, _), other in self._running.items():
+                other.started_at = now if role is Role.TRAINER else other.started_at
             return []
         if isinstance(event, MachineStopping):
             self._leaving.add(event.process.number)
@@ -305,7 +305,7 @@ class Supervisor:
 
     def _new_numbers(self, count: int) -> list[int]:
         """Return numbers for servers that should join."""
-        first = max(each for role, each in self._starts if role is Role.SERVER) + 1
+        first = max(number for role, number in self._starts if role is Role.SERVER) + 1
         return list(range(first, first + count))
 
     def _can_migrate(self) -> bool:

@@ -24,7 +24,7 @@ from satrap.config.validation import check_choice, check_flag, check_integer, is
 from satrap.errors import ConfigError, InputError, SharedMemoryError, TicketError
 from satrap.transfer import Transfers
 
-_SHARED_FORMAT = "satrap-shared"  # of the blob in a shared-memory file, so that attach() needs no configuration
+_SHARED_FORMAT = "satrap-shared"  # marks the blob from which attach() takes the configuration
 _SHARED_FORMAT_VERSION = 1
 
 

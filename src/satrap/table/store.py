@@ -361,7 +361,7 @@ class Store:
         with self._one_at_a_time():
             fill_levels(self._slot, levels)
             for level in levels:
-                if len(level) == 1:  # of several parts none is what this table holds
+                if len(level) == 1:  # one of several parts is not the whole table
                     self._snapshots.add(level[0].manifest)
 
     def snapshot_id(self, version: int) -> str | None:

@@ -298,7 +298,7 @@ class _Fields:
         value = self._content.get(name)
         valid = isinstance(value, list) and all(isinstance(entry, dict) for entry in value)
         return [
-            _Fields(each, f"{self._where}: {name}[{i}]") for i, each in enumerate(self._take(name, valid, "objects"))
+            _Fields(entry, f"{self._where}: {name}[{i}]") for i, entry in enumerate(self._take(name, valid, "objects"))
         ]
 
 

@@ -23,7 +23,7 @@ from satrap.table.snapshot.held_bytes import HeldBytes
 from satrap.table.snapshot.manifest import DataFile, Manifest, RecordBatch
 from satrap.transfer import advance
 
-_PIECE_BYTES = 16 << 20  # of a URL at a time, unless one batch is larger: the memory that a thread needs
+_PIECE_BYTES = 16 << 20  # a thread reads so much of a URL at a time, unless one batch is larger
 
 _Flags = NDArray[np.bool_]
 
@@ -244,7 +244,7 @@ def _needed(batches: tuple[RecordBatch, ...], owned: OwnedBuckets) -> list[int]:
     if owned.are_all:
         return list(range(len(batches)))
     count = np.concatenate([[0], np.cumsum(owned.some)]).tolist()
-    return [i for i, each in enumerate(batches) if count[each.bucket_end] > count[each.bucket_begin]]
+    return [i for i, batch in enumerate(batches) if count[batch.bucket_end] > count[batch.bucket_begin]]
 
 
 def _pieces(numbers: list[int], batches: tuple[RecordBatch, ...], limit: int) -> Iterator[_Piece]:

@@ -1,8 +1,8 @@
 """Writes a table at a cut: its rows leave the engine as columns, a range of whole buckets at a time, and become a
 snapshot.
 
-Each thread writes its own files. `cut` fixes the moment that is saved, `arrow_files` defines the files' content,
-`batch_cuts` their record batches, `manifest` describes the snapshot, `directory` makes it visible.
+Each thread writes its own files. `cut` fixes the moment that is saved, `arrow_files` defines the content of the files,
+`manifest` describes the snapshot, and `directory` makes it visible.
 
 Versions. The engine marks every row with the table's version at its last change. A cut begins a new version v; then
 the rows whose mark at the cut is at least `since` are written (of a full save: all). So whatever changes after the cut

@@ -96,7 +96,7 @@ def state_bytes(state: Any) -> bytes:
 
 
 def state_of(data: bytes) -> Any:
-    """Return the state in bytes that `state_bytes` returned."""
+    """Return the state that `state_bytes` encoded."""
     from safetensors.torch import load
 
     end = 8 + int.from_bytes(data[:8], "little")  # the end of the header, which `load` does not return

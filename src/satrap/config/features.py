@@ -69,7 +69,7 @@ class Features(Serializable, Mapping[str, Feature]):
         return len(self._features)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return these features as plain JSON types, in this order."""
+        """Return these features as plain JSON types, in their order."""
         return {name: feature.to_dict() for name, feature in self.items()}
 
     @classmethod

@@ -57,8 +57,7 @@ class CollectiveLookups:
         self._updates, self._staleness, self._stream = updates, staleness, stream
 
     def submit(self, part: LookupPart) -> "Future[list[Tensor]]":
-        """Look up a batch: the result has the rows of each group of tables, owner by owner, in the order of its
-        ids."""
+        """Submit a lookup. Its result has the rows of each group of tables, owner by owner, in the order of the ids."""
         return self._thread.submit(lambda: self._rows(part))
 
     def idle(self) -> None:

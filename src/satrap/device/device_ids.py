@@ -206,13 +206,13 @@ _IDS = (torch.int64, torch.uint64)
 
 
 def lie_on(ids: object, device: torch.device) -> bool:
-    """Return whether the ids lie on this device, which sorts ids."""
+    """Return whether the ids are on this device, which sorts them there."""
     return isinstance(ids, Tensor) and ids.device == device and sorts_ids(device)
 
 
 def ids_of(inputs: Inputs, layout: IdLayout, device: torch.device) -> DeviceIds | Inputs:
-    """Return the ids of a batch, sorted on the device; the batch itself if they do not lie there, or a copy of it on
-    the CPU."""
+    """Return the ids of a batch, sorted on the device. If they are not there, return the batch itself, or a copy of it
+    on the CPU."""
     parts = values, offsets, weights = inputs.values, inputs.offsets, inputs.weights
     if not lie_on(values, device):
         return inputs

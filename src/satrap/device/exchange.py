@@ -145,7 +145,7 @@ class LaunchOrder:
             self._changed.notify_all()
 
     def fail(self, error: Exception) -> None:
-        """Let rounds fail that wait for an earlier one."""
+        """Let all rounds that wait for an earlier one raise this error."""
         with self._changed:
             self.error = self.error or error
             self._changed.notify_all()

@@ -180,7 +180,7 @@ class OwnTables:
         self._engine: DeviceEngine | None = None
 
     def open(self, job: Job) -> list[Slot]:
-        """Create empty tables, for the server. The earlier ones must be unused: a device may not hold both."""
+        """Create empty tables for the server. The previous tables must be unused, since a device may not hold both."""
         self._rows = self._engine = None
         engine = DeviceEngine(
             job.tables,

@@ -141,7 +141,7 @@ class RowMemory:
         self.state[at] = to_device(np.require(state, requirements="W"), self.device)
 
     def initialise(self, places: NDArray[np.int32], ids: NDArray[np.uint64], initial: InitialValues) -> None:
-        """Write what rows of the ids begin with. The calling thread does not wait for the device."""
+        """Write the initial values and states of the ids' rows. The calling thread does not wait for the device."""
         if len(at_home := np.flatnonzero(places < 0)):
             staged = self.staging(len(at_home))
             staged.initialise(np.arange(len(at_home), dtype=np.int32), ids[at_home], initial)

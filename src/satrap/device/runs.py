@@ -155,7 +155,7 @@ class DeviceTicket:
 
     @property
     def bound(self) -> float:
-        """A sum of gradients is at most this many times the largest one times the scale."""
+        """A factor: no sum of an id's gradients is larger than the largest gradient times the scale times this."""
         return len(self.ids) * self.ids.largest_weight
 
 

@@ -145,7 +145,7 @@ class Supervisor:
         return [self._start_process(Role.SERVER, number, now) for number in range(self._config.servers)]
 
     def handle(self, event: Event, now: float) -> list[Command]:
-        """Return the commands that an event makes necessary, and those of a request that had to wait until now."""
+        """Return the commands that follow from an event, and those of a request that had to wait until now."""
         commands = self._handle(event, now)
         if self._waiting_request is not None and self._cannot_scale() is None:
             request, self._waiting_request = self._waiting_request, None

@@ -120,7 +120,8 @@ class VerifiedFile:
         return bool(_needed(file.batches, owned))
 
     def batches(self) -> Iterator[Columns]:
-        """Yield the lines of the needed buckets; each batch then counts as moved, and its memory is released."""
+        """Yield the lines of the needed buckets, one record batch at a time. The caller must be done with a batch
+        before it asks for the next: its memory is released then."""
         count, done = sum(piece.last - piece.first + 1 for piece in self._pieces), 0
         for n, piece in enumerate(self._pieces):
             if not self._is_held[n]:

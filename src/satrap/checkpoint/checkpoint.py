@@ -210,9 +210,7 @@ class Checkpoint:
                 draft = self._writer.draft(
                     self._session.worker.tables,
                     step=max(steps),
-                    positions=tuple(
-                        None if position is None else Position.from_dict(position) for position in positions
-                    ),
+                    positions=tuple(None if saved is None else Position.from_dict(saved) for saved in positions),
                     state=FrozenState.of(state),
                     source=self._signature(),
                     is_best=any(bests),
@@ -475,5 +473,5 @@ def _set_random_state(state: Mapping[str, Any]) -> None:
     torch.set_rng_state(state["torch"])
     if torch.cuda.is_available():
         # There may be fewer devices now.
-        for device, state_of_device in zip(range(torch.cuda.device_count()), state["cuda"], strict=False):
-            torch.cuda.set_rng_state(state_of_device, device)
+        for device, saved in zip(range(torch.cuda.device_count()), state["cuda"], strict=False):
+            torch.cuda.set_rng_state(saved, device)

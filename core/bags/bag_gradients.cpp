@@ -11,7 +11,7 @@ void BagSource::open() {
         const Ticket& ticket = *tickets_[k];
         const BagGradients& given = gradients_[k];
         SATRAP_ASSERT(ticket.bags != nullptr && given.sequences.size() == ticket.bags->sequences.size());
-        places_.push_back(places_of(*ticket.bags, ticket.batch_size, given.block, given.sequences.data()));
+        places_.push_back(places_of(*ticket.bags, ticket.sequences, given.block, given.sequences.data()));
         complete_ &= given.block != nullptr || ticket.bags->total_dim == 0;
         for (const float* sequence : given.sequences) complete_ &= sequence != nullptr;
         largest_weight_ = std::max(largest_weight_, ticket.batch->bags.largest_weight);
@@ -21,14 +21,11 @@ void BagSource::open() {
 std::vector<std::span<const float>> BagSource::memory() const {
     std::vector<std::span<const float>> all;
     for (std::size_t k = 0; k < tickets_.size(); ++k) {
-        const Bags& bags = *tickets_[k]->bags;
-        const std::size_t samples = tickets_[k]->batch_size;
-        if (gradients_[k].block != nullptr) all.emplace_back(gradients_[k].block, samples * bags.total_dim);
-        for (std::size_t q = 0; q < bags.sequences.size(); ++q) {
-            const BagFeature& feature = bags.features[bags.sequences[q]];
+        const SequencePlaces& begins = tickets_[k]->sequences;
+        if (gradients_[k].block != nullptr) all.emplace_back(gradients_[k].block, begins[0]);
+        for (std::size_t q = 0; q + 1 < begins.size(); ++q)
             if (const float* sequence = gradients_[k].sequences[q]; sequence != nullptr)
-                all.emplace_back(sequence, samples * feature.max_length * feature.dim);
-        }
+                all.emplace_back(sequence, begins[q + 1] - begins[q]);
     }
     return all;
 }
@@ -60,20 +57,23 @@ std::vector<std::uint64_t> BagSource::order(std::size_t t, std::uint32_t b) cons
 }
 
 std::string BagSource::where(std::uint64_t order) const {
-    const std::size_t k = order >> 32, place = order & 0xffffffffU, samples = tickets_[k]->batch_size;
+    const std::size_t k = order >> 32, place = order & 0xffffffffU;
     const Bags& bags = *tickets_[k]->bags;
-    std::size_t feature = 0, sample = 0;
-    for (std::size_t f = 0; f < bags.features.size(); ++f) {
-        const BagFeature& each = bags.features[f];
-        const std::size_t begin = each.is_sequence() ? bags.sequence_begin(f, samples) : each.column;
-        const std::size_t line = each.is_sequence() ? std::size_t{each.max_length} * each.dim : bags.total_dim;
-        const bool in_block = place < samples * bags.total_dim;
-        if (in_block == each.is_sequence() || place < begin || (place - begin) / line >= samples) continue;
-        if (in_block && (place - begin) % line != 0) continue;
-        feature = f;
-        sample = (place - begin) / line;
+    const SequencePlaces& begins = tickets_[k]->sequences;
+    std::size_t f = 0, number = 0; // of the feature; of the sample, or of the row if the feature is jagged
+    if (place < begins[0]) {
+        const std::size_t column = place % bags.total_dim;
+        while (bags.features[f].is_sequence() || bags.features[f].column != column) ++f;
+        number = place / bags.total_dim;
+    } else {
+        std::size_t q = 0;
+        while (begins[q + 1] <= place) ++q;
+        f = bags.sequences[q];
+        const BagFeature& feature = bags.features[f];
+        number = (place - begins[q]) / (feature.jagged ? feature.dim : std::size_t{feature.max_length} * feature.dim);
     }
-    return "in sample " + std::to_string(sample) + " of feature '" + bags.features[feature].name + "'" +
+    return std::string(bags.features[f].jagged ? "in row " : "in sample ") + std::to_string(number) + " of feature '" +
+           bags.features[f].name + "'" +
            (tickets_.size() == 1 ? ""
                                  : " (batch " + std::to_string(k + 1) + " of " + std::to_string(tickets_.size()) + ")");
 }

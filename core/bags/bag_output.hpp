@@ -16,9 +16,9 @@ class BagRows {
             const std::shared_ptr<BlockPool>& pool)
         : plan_(plan), batch_(batch), block_(block), sequences_(sequences),
           loose_(pool, plan.loose_floats() * sizeof(float)),
-          places_(places_of(bags, plan.batch_size(), block, sequences)) {
+          places_(places_of(bags, plan.sequences(), block, sequences)) {
         SATRAP_ASSERT(places_.size() + 1 == batch.offsets.size());
-        const std::uint64_t begin = bags.loose_begin(plan.batch_size());
+        const std::uint64_t begin = plan.sequences().back();
         for (std::size_t t = 0; t < places_.size(); ++t)
             if (batch.bags.loose[t] != 0) places_[t].add(begin, begin + plan.loose_floats(), loose_.as<float>());
     }

@@ -17,6 +17,8 @@ void BagPlan::make(const Bags& bags, const BagInputs& inputs, const Kernels& ker
     largest_weight_ = 1.0f;
     if (bags.any_weighted) check_weights(kernels);
     lay_out();
+    require_room(inputs.room);
+    inputs_.room = {};
 }
 
 // Finds the shortest and the longest bag of each feature.
@@ -93,7 +95,7 @@ void BagPlan::check_weights(const Kernels& kernels) {
 }
 
 bool BagPlan::too_long(std::size_t f) const {
-    return bags_->features[f].is_sequence() && features_[f].most > bags_->features[f].max_length;
+    return bags_->features[f].max_length != 0 && features_[f].most > bags_->features[f].max_length;
 }
 
 bool BagPlan::padded(std::size_t f) const {
@@ -155,9 +157,17 @@ void BagPlan::cut_feature(std::size_t f, const BagInputs& given, std::size_t& ke
 
 void BagPlan::lay_out() {
     const std::size_t samples = inputs_.batch_size;
-    const std::uint64_t begin = bags_->loose_begin(samples);
-    std::uint64_t next = begin;
     for (std::size_t f = 0; f <= bags_->features.size(); ++f) features_[f].first_id = inputs_.begin(f * samples);
+    sequences_.assign(1, samples * bags_->total_dim);
+    for (const std::size_t f : bags_->sequences) {
+        const BagFeature& feature = bags_->features[f];
+        const std::size_t num_ids = features_[f + 1].first_id - features_[f].first_id;
+        features_[f].rows = sequences_.back();
+        sequences_.push_back(features_[f].rows +
+                             (feature.jagged ? num_ids : samples * feature.max_length) * feature.dim);
+    }
+    const std::uint64_t begin = sequences_.back();
+    std::uint64_t next = begin;
     for (std::size_t f = 0; f < bags_->features.size(); ++f) {
         const BagFeature& feature = bags_->features[f];
         Feature& plan = features_[f];
@@ -167,7 +177,7 @@ void BagPlan::lay_out() {
                                                          : Route::direct;
         if (plan.route != Route::pooled) continue;
         next = (next - begin + 15) / 16 * 16 + begin; // whole cache lines from the start of the loose memory
-        plan.loose = next;
+        plan.rows = next;
         next += (features_[f + 1].first_id - plan.first_id) * feature.dim;
     }
     loose_floats_ = next - begin;
@@ -175,6 +185,15 @@ void BagPlan::lay_out() {
         throw InputError("a batch of " + std::to_string(samples) + " samples and " +
                          std::to_string(inputs_.begin(inputs_.num_bags)) + " ids needs " + std::to_string(next) +
                          " floats; at most 2^32-1 fit, make smaller batches");
+}
+
+void BagPlan::require_room(std::span<const std::size_t> room) const {
+    SATRAP_ASSERT(room.empty() || room.size() == bags_->sequences.size());
+    for (std::size_t q = 0; q < room.size(); ++q)
+        if (room[q] != sequences_[q + 1] - sequences_[q])
+            throw InputError("the memory of feature '" + bags_->features[bags_->sequences[q]].name + "' holds " +
+                             std::to_string(room[q]) + " floats; its rows have " +
+                             std::to_string(sequences_[q + 1] - sequences_[q]));
 }
 
 void BagPlan::keep_inputs() {
@@ -244,7 +263,7 @@ void BagPlan::finish(float* block, float* const* sequences, const float* loose, 
     const std::size_t samples = inputs_.batch_size;
     bool any = false;
     for (std::size_t f = 0; f < bags_->features.size(); ++f)
-        any |= features_[f].route != Route::direct || features_[f].least == 0;
+        any |= !bags_->features[f].jagged && (features_[f].route != Route::direct || features_[f].least == 0);
     if (!any) return;
     auto pass = [&](unsigned thread, unsigned threads) {
         const FloatMode mode;
@@ -263,7 +282,7 @@ void BagPlan::finish_feature(std::size_t f, std::size_t begin, std::size_t end, 
                              const float* loose, const Kernels& kernels) const {
     const BagFeature& feature = bags_->features[f];
     const Feature& plan = features_[f];
-    if (plan.route == Route::direct && plan.least == 1) return;
+    if (feature.jagged || (plan.route == Route::direct && plan.least == 1)) return;
     SATRAP_ASSERT(begin <= end && end <= inputs_.batch_size);
     const std::size_t first_bag = f * inputs_.batch_size, dim = feature.dim;
     for (std::size_t s = begin; s < end; ++s) {
@@ -274,8 +293,7 @@ void BagPlan::finish_feature(std::size_t f, std::size_t begin, std::size_t end, 
             if (length == 0) std::fill(to, to + dim, 0.0f);
             break;
         case Route::pooled: {
-            const float* rows =
-                loose + (plan.loose - bags_->loose_begin(inputs_.batch_size)) + (id - plan.first_id) * dim;
+            const float* rows = loose + (plan.rows - sequences_.back()) + (id - plan.first_id) * dim;
             kernels.pool(rows, feature.weighted ? inputs_.weights + id : nullptr, length, feature.dim,
                          feature.divisor(length), to);
             break;
@@ -309,6 +327,9 @@ void BagCursor::enter() {
     if (plan.route == BagPlan::Route::direct && plan.uniform) {
         next_ = plan_.features_[f_ + 1].first_id;
         step_ = static_cast<std::uint32_t>(bags.total_dim);
+    } else if (feature.jagged) {
+        next_ = plan_.features_[f_ + 1].first_id;
+        step_ = feature.dim;
     } else {
         find_bag(i);
         sample = bag_ - f_ * samples;
@@ -317,15 +338,15 @@ void BagCursor::enter() {
         step_ = plan.route == BagPlan::Route::sequence ? feature.dim : 0;
     }
     left_ = next_ - i;
-    if (plan.route == BagPlan::Route::sequence)
-        place_ = static_cast<std::uint32_t>(bags.sequence_begin(f_, samples) +
-                                            (sample * feature.max_length + in_bag) * feature.dim);
-    else
+    if (plan.route == BagPlan::Route::sequence) {
+        const std::size_t row = feature.jagged ? i - plan.first_id : sample * feature.max_length + in_bag;
+        place_ = static_cast<std::uint32_t>(plan.rows + row * feature.dim);
+    } else
         place_ = static_cast<std::uint32_t>(sample * bags.total_dim + feature.column);
     to_place_ = place_;
     to_step_ = step_;
     if (plan.route != BagPlan::Route::pooled) return;
-    to_place_ = static_cast<std::uint32_t>(plan.loose + (i - plan.first_id) * feature.dim);
+    to_place_ = static_cast<std::uint32_t>(plan.rows + (i - plan.first_id) * feature.dim);
     to_step_ = feature.dim;
     if (feature.weighted) weights_ = inputs.weights + i;
     divisor_ = feature.divisor(left_ + in_bag);

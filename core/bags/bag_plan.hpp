@@ -2,7 +2,7 @@
 // route of each feature's rows:
 //   direct    bags of at most one id, nothing to multiply: the row goes directly into the block
 //   pooled    the rows go into loose memory, consecutively, and from there, pooled in order, into the block
-//   sequence  the rows go directly into the sequence
+//   sequence  the rows go directly into the sequence; those of a jagged one are its ids' in order: one run
 // A BagCursor walks through the ids in order and returns the place of each. Nothing here knows tables or rows.
 // One thread creates a plan, with the pool's help; then many read it. The order of pooling is that of the ids, so no
 // result depends on the number of threads.
@@ -21,7 +21,8 @@ struct BagInputs {
     const std::int64_t* offsets; // [num_bags + 1], from 0 to the number of ids; nullptr: one id in each bag
     const float* weights;        // like ids; nullptr: nothing is weighted
     std::size_t batch_size;
-    std::size_t num_bags; // features * batch_size
+    std::size_t num_bags;                   // features * batch_size
+    std::span<const std::size_t> room = {}; // floats that the caller has for each sequence; empty: not known yet
 
     std::size_t begin(std::size_t bag) const {
         SATRAP_ASSERT(bag <= num_bags);
@@ -36,7 +37,7 @@ class BagPlan {
         Route route;
         bool uniform;             // every bag holds exactly one id
         std::size_t first_id;     // of the ids after cutting
-        std::uint64_t loose;      // the place of its first loose row, if it is pooled
+        std::uint64_t rows;       // the place of its first row, if it is pooled (a loose one) or a sequence
         std::int64_t least, most; // lengths of its bags; -1: offsets fall
         std::uint64_t num_cut;    // ids beyond max_length, without padding
     };
@@ -46,6 +47,7 @@ class BagPlan {
 
     std::size_t batch_size() const { return inputs_.batch_size; }
     std::uint64_t loose_floats() const { return loose_floats_; }
+    const SequencePlaces& sequences() const { return sequences_; }
     const BagInputs& inputs() const { return inputs_; } // without what was cut
     std::size_t num_ids() const { return inputs_.begin(inputs_.num_bags); }
     // Groups the ids by bucket, with the place of each, and if asked its index.
@@ -69,6 +71,7 @@ class BagPlan {
     bool cut();
     void cut_feature(std::size_t f, const BagInputs& given, std::size_t& kept);
     void lay_out();
+    void require_room(std::span<const std::size_t> room) const;
     void describe(Batch& batch) const;
     void finish_feature(std::size_t f, std::size_t begin, std::size_t end, float* block, float* sequence,
                         const float* loose, const Kernels& kernels) const;
@@ -76,6 +79,7 @@ class BagPlan {
     const Bags* bags_ = nullptr;
     BagInputs inputs_{};
     std::vector<Feature> features_; // one more than there are: its first_id is the number of ids
+    SequencePlaces sequences_;
     std::uint64_t loose_floats_ = 0;
     float largest_weight_ = 1.0f;
     Buffer<std::uint64_t> own_ids_; // the ids after truncation, or kept ones

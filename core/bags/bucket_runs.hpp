@@ -34,12 +34,9 @@ struct FrameRuns {
 class GivenPlaces {
   public:
     GivenPlaces(const Ticket& ticket, const GivenParts& given, std::uint64_t begin) : end_(begin) {
-        const Bags& bags = *ticket.bags;
-        add(ticket.batch_size * bags.total_dim, given.block);
-        for (std::size_t q = 0; q < bags.sequences.size(); ++q) {
-            const BagFeature& feature = bags.features[bags.sequences[q]];
-            add(std::uint64_t{ticket.batch_size} * feature.max_length * feature.dim, given.sequences[q]);
-        }
+        const SequencePlaces& begins = ticket.sequences;
+        add(begins[0], given.block);
+        for (std::size_t q = 0; q + 1 < begins.size(); ++q) add(begins[q + 1] - begins[q], given.sequences[q]);
     }
 
     std::uint64_t end() const { return end_; }

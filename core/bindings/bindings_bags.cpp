@@ -17,15 +17,17 @@ std::unique_ptr<Ticket> lookup_bags(Engine& engine, const std::shared_ptr<Bags>&
                                     const std::optional<Offsets>& offsets, const std::optional<FloatsIn>& weights,
                                     std::size_t batch_size, std::uint64_t step, std::uint64_t oldest_open, bool train,
                                     const FloatsOut& block, const std::vector<FloatsOut>& sequences, bool first_epoch) {
-    const auto [inputs, when] =
+    auto [inputs, when] =
         checked_lookup(engine, *bags, values, offsets, weights, batch_size, step, oldest_open, train, first_epoch);
     require_size("block", block.size(), batch_size * bags->total_dim);
     require_size("sequences", sequences.size(), bags->sequences.size());
     std::vector<float*> memory;
-    for (std::size_t q = 0; q < sequences.size(); ++q) {
-        require_size("a sequence", sequences[q].size(), sequence_size(*bags, q, batch_size));
-        memory.push_back(sequences[q].data());
+    std::vector<std::size_t> room;
+    for (const FloatsOut& sequence : sequences) {
+        memory.push_back(sequence.data());
+        room.push_back(sequence.size());
     }
+    inputs.room = room;
     return engine.lookup_bags(bags, inputs, when, block.data(), memory.data(), train);
 }
 

@@ -17,16 +17,17 @@
 
 namespace satrap {
 
-// (name, table, pooling, weighted, max_length or 0, whether a sequence keeps its last ids, the id that is padding)
+// (name, table, pooling, weighted, max_length or 0, whether a sequence keeps its last ids, the id that is padding,
+// whether a sequence is jagged)
 using NamedFeature =
-    std::tuple<std::string, std::size_t, std::string, bool, std::uint32_t, bool, std::optional<std::uint64_t>>;
+    std::tuple<std::string, std::size_t, std::string, bool, std::uint32_t, bool, std::optional<std::uint64_t>, bool>;
 
 // dims: of the tables.
 inline std::vector<BagFeature> checked_features(const std::vector<std::uint32_t>& dims,
                                                 const std::vector<NamedFeature>& named) {
     if (named.empty()) refuse("no feature was given; expected at least one");
     std::vector<BagFeature> features;
-    for (const auto& [name, table, pooling, weighted, max_length, keep_last, padding] : named) {
+    for (const auto& [name, table, pooling, weighted, max_length, keep_last, padding, jagged] : named) {
         const std::string where = "feature '" + name + "': ";
         if (table >= dims.size())
             refuse(where + "table " + std::to_string(table) + " of " + std::to_string(dims.size()));
@@ -43,19 +44,22 @@ inline std::vector<BagFeature> checked_features(const std::vector<std::uint32_t>
         feature.max_length = max_length;
         feature.keep_last = keep_last;
         feature.padding = padding;
+        feature.jagged = jagged;
         feature.dim = dims[table];
-        if (feature.is_sequence() != (max_length != 0) || max_length > 65536 || (feature.is_sequence() && weighted))
+        const bool fits = feature.is_sequence() ? !weighted && (jagged || max_length != 0) && max_length <= 65536
+                                                : max_length == 0 && !jagged;
+        if (!fits)
             refuse(where + "pooling='" + pooling + "', max_length=" + std::to_string(max_length) +
-                   ", weighted=" + (weighted ? "True" : "False") +
-                   "; 'none' needs a max_length of 1..65536 and no weights, the others max_length 0");
+                   ", weighted=" + (weighted ? "True" : "False") + ", jagged=" + (jagged ? "True" : "False") +
+                   "; 'none' needs a max_length of 1..65536, or of 0 if it is jagged, and no weights, the others "
+                   "max_length 0");
         features.push_back(std::move(feature));
     }
     return features;
 }
 
-inline std::size_t sequence_size(const Bags& bags, std::size_t q, std::size_t batch_size) {
-    const BagFeature& feature = bags.features[bags.sequences[q]];
-    return batch_size * feature.max_length * feature.dim;
+inline std::size_t sequence_size(const Ticket& ticket, std::size_t q) {
+    return ticket.sequences[q + 1] - ticket.sequences[q];
 }
 
 inline BagInputs checked_inputs(const Bags& bags, const Ids& values, const std::optional<Offsets>& offsets,
@@ -101,7 +105,7 @@ inline BagGradients checked_gradients(const Ticket& ticket, const GivenGradients
     require_size("sequence gradients", given.second.size(), bags.sequences.size());
     for (std::size_t q = 0; q < given.second.size(); ++q) {
         if (!given.second[q]) continue;
-        require_size("a sequence's gradients", given.second[q]->size(), sequence_size(bags, q, ticket.batch_size));
+        require_size("a sequence's gradients", given.second[q]->size(), sequence_size(ticket, q));
         gradients.sequences[q] = given.second[q]->data();
     }
     return gradients;

@@ -84,7 +84,7 @@ void fill(Split& split, SplitTicket& ticket, const std::vector<FloatsIn>& rows, 
         require_size("block", block.size(), ticket.ticket.num_floats);
         require_size("sequences", sequences.size(), split.bags().sequences.size());
         for (std::size_t q = 0; q < sequences.size(); ++q) {
-            require_size("a sequence", sequences[q].size(), sequence_size(split.bags(), q, ticket.ticket.batch_size));
+            require_size("a sequence", sequences[q].size(), sequence_size(ticket.ticket, q));
             memory.push_back(sequences[q].data());
         }
     }

@@ -312,11 +312,13 @@ Engine::PlannedBags Engine::plan_bags(const Bags& bags, const BagInputs& inputs,
 std::unique_ptr<Ticket> Engine::end_lookup(PlannedBags planned, const std::shared_ptr<const Bags>& bags,
                                            bool want_ticket) {
     const std::size_t batch_size = planned.plan->batch_size();
+    SequencePlaces sequences = planned.plan->sequences();
     planned.plan->count_cut();
     plans_.give(std::move(planned.plan));
     if (want_ticket)
         return std::unique_ptr<Ticket>(
-            new Ticket(ticket_of(std::move(planned.batch), identity_, batch_size * bags->total_dim, bags, batch_size)));
+            new Ticket(ticket_of(std::move(planned.batch), identity_, batch_size * bags->total_dim, bags, batch_size,
+                                 std::move(sequences))));
     batches_.give(std::move(planned.batch));
     return nullptr;
 }

@@ -2,9 +2,10 @@
 // places tell where in memory a row of a batch goes and where its gradient comes from. BagPlan walks through the ids.
 //
 // A place counts floats, in a batch of B samples: first the rows of the block [B][total_dim], of pooled features;
-// then the sequences, feature after feature, each [B][max_length][dim]; and during a lookup the loose rows, which are
-// pooled into the block when all have arrived. All places of a batch are below 2^32.
-// Invariant: the tables of features 0, 1, ... never fall, so a table's ids are those of adjacent features.
+// then the sequences, feature after feature, each [B][max_length][dim], or if it is jagged [ids][dim], without padding;
+// and during a lookup the loose rows, which are pooled into the block when all have arrived. All places of a batch are
+// below 2^32. The sequence places of a batch, [sequences + 1], are where the rows of each begin, and where the last
+// end. Invariant: the tables of features 0, 1, ... never fall, so a table's ids are those of adjacent features.
 #pragma once
 
 #include <algorithm>
@@ -27,10 +28,11 @@ struct BagFeature {
     std::uint32_t table = 0;
     Pooling pooling = Pooling::sum;
     bool weighted = false;
-    std::uint32_t max_length = 0;         // of a sequence, the result of pooling none
+    std::uint32_t max_length = 0;         // of a sequence, the result of pooling none; 0: a jagged one is never cut
+    bool jagged = false;                  // the rows of a sequence follow those of the sample before it
     bool keep_last = false;               // a sequence that is too long keeps its last ids, not its first
     std::uint32_t dim = 0;                // its table's
-    std::uint64_t column = 0;             // floats before this feature's in a sample: in the block, or in the sequences
+    std::uint64_t column = 0;             // floats before this feature's in a sample of the block
     std::optional<std::uint64_t> padding; // an id that stands for no id and is left out of its bag
 
     bool is_sequence() const { return pooling == Pooling::none; }
@@ -50,12 +52,11 @@ struct Bags {
         for (std::size_t f = 0; f < features.size(); ++f) {
             BagFeature& feature = features[f];
             SATRAP_ASSERT(feature.table < num_tables && (f == 0 || features[f - 1].table <= feature.table));
-            SATRAP_ASSERT(feature.dim != 0 && feature.is_sequence() == (feature.max_length != 0));
+            SATRAP_ASSERT(feature.dim != 0 && (feature.is_sequence() || (feature.max_length == 0 && !feature.jagged)));
+            SATRAP_ASSERT(!feature.is_sequence() || feature.jagged || feature.max_length != 0);
             any_weighted |= feature.weighted;
             if (feature.is_sequence()) {
                 sequences.push_back(f);
-                feature.column = sequence_dim;
-                sequence_dim += std::uint64_t{feature.max_length} * feature.dim;
             } else {
                 feature.column = total_dim;
                 total_dim += feature.dim;
@@ -68,17 +69,11 @@ struct Bags {
     Bags(const Bags&) = delete;
     Bags& operator=(const Bags&) = delete;
 
-    std::uint64_t sequence_begin(std::size_t f, std::size_t batch_size) const { // the place of its first row
-        return batch_size * (total_dim + features[f].column);
-    }
-    std::uint64_t loose_begin(std::size_t batch_size) const { return batch_size * (total_dim + sequence_dim); }
-
     std::vector<BagFeature> features;
     std::uint64_t engine;               // identity of the engine whose tables they use
     std::vector<std::size_t> first;     // [tables + 1]: table t has features first[t] .. first[t+1]-1
     std::vector<std::size_t> sequences; // indexes of the sequence features
     std::uint64_t total_dim = 0;        // floats of a sample in the block
-    std::uint64_t sequence_dim = 0;     // floats of a sample in the sequences
     bool any_weighted = false;
     mutable std::vector<std::atomic<std::uint64_t>> truncated; // by feature: ids beyond max_length, not looked up
 };
@@ -129,17 +124,16 @@ template <typename T> class Places {
     std::vector<Segment> segments_;
 };
 
+using SequencePlaces = std::vector<std::uint64_t>;
+
 // Returns each table's places in the block and sequences of a batch. Each sequence and the block may be nullptr.
 template <typename T>
-std::vector<Places<T>> places_of(const Bags& bags, std::size_t batch_size, T* block, T* const* sequences) {
+std::vector<Places<T>> places_of(const Bags& bags, const SequencePlaces& begins, T* block, T* const* sequences) {
+    SATRAP_ASSERT(begins.size() == bags.sequences.size() + 1);
     std::vector<Places<T>> places(bags.first.size() - 1);
-    for (Places<T>& each : places) each.add(0, batch_size * bags.total_dim, block);
-    for (std::size_t q = 0; q < bags.sequences.size(); ++q) {
-        const BagFeature& feature = bags.features[bags.sequences[q]];
-        const std::uint64_t begin = bags.sequence_begin(bags.sequences[q], batch_size);
-        const std::uint64_t floats = batch_size * feature.max_length * feature.dim;
-        places[feature.table].add(begin, begin + floats, sequences[q]);
-    }
+    for (Places<T>& each : places) each.add(0, begins[0], block);
+    for (std::size_t q = 0; q < bags.sequences.size(); ++q)
+        places[bags.features[bags.sequences[q]].table].add(begins[q], begins[q + 1], sequences[q]);
     return places;
 }
 

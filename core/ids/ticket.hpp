@@ -23,6 +23,7 @@ struct Ticket {
     std::size_t num_floats;           // of its rows, and so of its gradients; of bags: of the block
     std::shared_ptr<const Bags> bags; // nullptr: of a flat lookup
     std::size_t batch_size;           // of bags
+    SequencePlaces sequences;         // of bags
     std::size_t table;                // the table of all ids; the number of tables if there are several
     std::atomic<bool> used{false};
 };
@@ -48,13 +49,15 @@ inline std::size_t size_of(Tickets tickets) {
 
 // The ticket of a lookup, after its batch was grouped and its ids made unique.
 inline Ticket ticket_of(std::unique_ptr<Batch> batch, std::uint64_t maker, std::size_t num_floats,
-                        std::shared_ptr<const Bags> bags = nullptr, std::size_t batch_size = 0) {
+                        std::shared_ptr<const Bags> bags = nullptr, std::size_t batch_size = 0,
+                        SequencePlaces sequences = {}) {
     SATRAP_ASSERT(batch != nullptr && (bags != nullptr || batch_size == 0));
+    SATRAP_ASSERT(sequences.size() == (bags == nullptr ? 0 : bags->sequences.size() + 1));
     const std::size_t size = batch->size(), num_tables = batch->offsets.size() - 1;
     std::size_t table = 0;
     while (table < num_tables && static_cast<std::size_t>(batch->offsets[table + 1] - batch->offsets[table]) != size)
         ++table;
-    return {std::move(batch), maker, size, num_floats, std::move(bags), batch_size, table};
+    return {std::move(batch), maker, size, num_floats, std::move(bags), batch_size, std::move(sequences), table};
 }
 
 // A call's claim to its tickets; keep() uses them up.

@@ -45,8 +45,8 @@ std::unique_ptr<SplitTicket> Split::lookup(const BagInputs& inputs, std::vector<
     plan->count_cut();
     const std::size_t num_floats = inputs.batch_size * bags_->total_dim;
     std::unique_ptr<SplitTicket> ticket(
-        new SplitTicket{ticket_of(std::move(batch), identity_, num_floats, bags_, inputs.batch_size), std::move(plan),
-                        nullptr, nullptr});
+        new SplitTicket{ticket_of(std::move(batch), identity_, num_floats, bags_, inputs.batch_size, plan->sequences()),
+                        std::move(plan), nullptr, nullptr});
     lay_out(*ticket, std::move(owners), num_servers, lease);
     return ticket;
 }

@@ -40,16 +40,40 @@ struct Floats {
     bool operator==(const Floats&) const = default;
 
     Floats() = default;
-    Floats(const Bags& described, std::size_t samples, float value) : block(samples * described.total_dim, value) {
-        for (const std::size_t f : described.sequences)
-            sequences.emplace_back(samples * described.features[f].max_length * described.features[f].dim, value);
-    }
+    Floats(const Bags& described, const BagCall& call, float value);
     BagGradients gradients() const {
         BagGradients pointers{block.data(), {}};
         for (const auto& sequence : sequences) pointers.sequences.push_back(sequence.data());
         return pointers;
     }
 };
+
+// Which ids of a bag are looked up.
+inline std::vector<std::size_t> kept(const BagFeature& feature, const Ids& bag) {
+    std::vector<std::size_t> at;
+    for (std::size_t i = 0; i < bag.size(); ++i)
+        if (bag[i] != feature.padding) at.push_back(i);
+    if (feature.max_length == 0 || at.size() <= feature.max_length) return at;
+    if (feature.keep_last) at.erase(at.begin(), at.end() - feature.max_length);
+    at.resize(feature.max_length);
+    return at;
+}
+
+// Where the rows of each sample of a sequence begin, in rows, and where the last ones end.
+inline std::vector<std::size_t> rows_begin(const BagFeature& feature, const std::vector<Ids>& bags) {
+    std::vector<std::size_t> begin{0};
+    for (const Ids& bag : bags)
+        begin.push_back(begin.back() + (feature.jagged ? kept(feature, bag).size() : feature.max_length));
+    return begin;
+}
+
+inline Floats::Floats(const Bags& described, const BagCall& call, float value)
+    : block(call.samples * described.total_dim, value) {
+    for (const std::size_t f : described.sequences) {
+        const BagFeature& feature = described.features[f];
+        sequences.emplace_back(rows_begin(feature, call.bags[f]).back() * feature.dim, value);
+    }
+}
 
 struct LookedBags {
     Floats rows;
@@ -58,7 +82,7 @@ struct LookedBags {
 
 inline LookedBags lookup(Engine& engine, const std::shared_ptr<const Bags>& described, const BagCall& call,
                          const LookupStep& at) {
-    LookedBags looked{Floats(*described, call.samples, std::nanf("")), nullptr}; // must be written whole
+    LookedBags looked{Floats(*described, call, std::nanf("")), nullptr}; // must be written whole
     std::vector<float*> sequences;
     for (auto& sequence : looked.rows.sequences) sequences.push_back(sequence.data());
     looked.ticket = engine.lookup_bags(described, call.inputs(*described), at, looked.rows.block.data(),
@@ -69,17 +93,6 @@ inline LookedBags lookup(Engine& engine, const std::shared_ptr<const Bags>& desc
 inline void update(Engine& engine, const std::vector<Ticket*>& tickets, const std::vector<BagGradients>& gradients,
                    float scale, std::uint32_t step) {
     engine.update_bags(tickets, gradients, scale, step, lrs_of(engine));
-}
-
-// Which ids of a bag are looked up.
-inline std::vector<std::size_t> kept(const BagFeature& feature, const Ids& bag) {
-    std::vector<std::size_t> at;
-    for (std::size_t i = 0; i < bag.size(); ++i)
-        if (bag[i] != feature.padding) at.push_back(i);
-    if (!feature.is_sequence() || at.size() <= feature.max_length) return at;
-    if (feature.keep_last) at.erase(at.begin(), at.end() - feature.max_length);
-    at.resize(feature.max_length);
-    return at;
 }
 
 inline float plain_divisor(const BagFeature& feature, std::size_t length) {
@@ -109,17 +122,18 @@ inline IdsOfTables ids_of_tables(const Bags& described, const BagCall& call) {
 
 // What the block and the sequences must hold, if `rows` are the flat rows of ids_of_tables().
 inline Floats pooled(const Bags& described, const BagCall& call, const std::vector<float>& rows) {
-    Floats expected(described, call.samples, 0.0f);
+    Floats expected(described, call, 0.0f);
     const float* row = rows.data();
     std::size_t q = 0;
     for (std::size_t f = 0; f < call.bags.size(); ++f) {
         const BagFeature& feature = described.features[f];
+        const std::vector<std::size_t> begin = rows_begin(feature, call.bags[f]);
         for (std::size_t s = 0; s < call.samples; ++s) {
             const std::vector<std::size_t> at = kept(feature, call.bags[f][s]);
             for (std::size_t k = 0; k < at.size(); ++k, row += feature.dim)
                 for (std::size_t i = 0; i < feature.dim; ++i) {
                     if (feature.is_sequence()) {
-                        expected.sequences[q][(s * feature.max_length + k) * feature.dim + i] = row[i];
+                        expected.sequences[q][(begin[s] + k) * feature.dim + i] = row[i];
                         continue;
                     }
                     float& to = expected.block[s * described.total_dim + feature.column + i];
@@ -156,7 +170,7 @@ inline void take_apart(TakenApart& all, const Bags& described, const BagCall& ca
         const float* from = given.block.data() + s * described.total_dim + feature.column;
         for (std::size_t q = 0; q < described.sequences.size(); ++q)
             if (described.sequences[q] == f)
-                from = given.sequences[q].data() + (s * feature.max_length + k) * feature.dim;
+                from = given.sequences[q].data() + (rows_begin(feature, call.bags[f])[s] + k) * feature.dim;
         all.ids[feature.table].push_back(call.bags[f][s][at]);
         for (std::size_t i = 0; i < feature.dim; ++i) {
             float gradient = from[i] * scale;

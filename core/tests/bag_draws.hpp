@@ -48,9 +48,10 @@ inline Model draw_model(Random& random) {
             feature.table = t;
             feature.pooling = static_cast<Pooling>(random.below(4));
             feature.dim = model.tables[t].dim;
-            if (feature.is_sequence())
-                feature.max_length = random.between(1, 4);
-            else
+            if (feature.is_sequence()) {
+                feature.jagged = random.chance(0.5);
+                feature.max_length = feature.jagged && random.chance(0.5) ? 0 : random.between(1, 4);
+            } else
                 feature.weighted = random.chance(0.3);
             feature.keep_last = random.chance(0.5);
             if (random.chance(0.3)) feature.padding = satrap::mix64(random.below(5));
@@ -80,8 +81,8 @@ inline BagCall draw_call(Random& random, const Model& model, std::size_t most_sa
 }
 
 // With `large` ones, whose sums may overflow.
-inline Floats draw_gradients(Random& random, const Bags& described, std::size_t samples, bool large) {
-    Floats floats(described, samples, 0.0f);
+inline Floats draw_gradients(Random& random, const Bags& described, const BagCall& call, bool large) {
+    Floats floats(described, call, 0.0f);
     auto fill = [&](std::vector<float>& values) {
         for (float& value : values) value = random.chance(0.05) ? 0.0f : random.real(-1.0f, 1.0f);
         if (!values.empty() && random.chance(0.05)) values[random.below(values.size())] = std::nanf("");
@@ -97,7 +98,8 @@ inline Model counting_model(std::uint32_t dim, std::vector<std::pair<Pooling, bo
     Model model{{testing::counting_table("item", dim, 4)}, {}};
     for (const auto& [pooling, weighted] : poolings) {
         const std::string name(1, static_cast<char>('a' + model.features.size()));
-        model.features.push_back({name, 0, pooling, weighted, pooling == Pooling::none ? 3U : 0U, false, dim, 0, {}});
+        model.features.push_back(
+            {name, 0, pooling, weighted, pooling == Pooling::none ? 3U : 0U, false, false, dim, 0, {}});
     }
     return model;
 }

@@ -58,8 +58,7 @@ std::vector<Floats> run_steps(const Model& model, Engine& engine, Engine& flat, 
             CHECK(peeked.ticket == nullptr);
             CHECK(peeked.rows == testing::pooled(*described, call, testing::peek(flat, ids)));
             cut += 2 * (call.ids.size() - padding_of(model, call) - looked.ticket->size);
-            gradients.push_back(
-                testing::draw_gradients(random, *described, call.samples, bounded && random.chance(0.1)));
+            gradients.push_back(testing::draw_gradients(random, *described, call, bounded && random.chance(0.1)));
             testing::take_apart(apart, *described, call, gradients.back(), scale);
             seen.push_back(looked.rows);
             tickets.push_back(std::move(looked.ticket));

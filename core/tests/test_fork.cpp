@@ -118,7 +118,7 @@ CASE(rows_on_a_device_are_refused, 1) {
     config.frame_pool = 0;
     const std::shared_ptr<Engine> engine = Engine::owned(testing::make_engine({config}, 2));
     const auto bags =
-        std::make_shared<Bags>(std::vector<BagFeature>{{"item", 0, Pooling::sum, false, 0, false, 1, 0, {}}},
+        std::make_shared<Bags>(std::vector<BagFeature>{{"item", 0, Pooling::sum, false, 0, false, false, 1, 0, {}}},
                                std::size_t{1}, engine->identity());
     const std::uint64_t id = 1;
     std::int32_t frame = 5;

@@ -176,7 +176,7 @@ CASE(an_engine_has_its_rows_in_one_place, 1) {
     CHECK_THROWS(InputError, "frame pool 1; expected one below 1", testing::make_engine({there}));
     const auto engine = testing::make_engine({here});
     const auto bags =
-        std::make_shared<Bags>(std::vector<BagFeature>{{"here", 0, Pooling::sum, false, 0, false, 1, 0, {}}},
+        std::make_shared<Bags>(std::vector<BagFeature>{{"here", 0, Pooling::sum, false, 0, false, false, 1, 0, {}}},
                                std::size_t{1}, engine->identity());
     const std::uint64_t id = 1;
     std::int32_t frame = 5;

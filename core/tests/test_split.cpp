@@ -74,7 +74,7 @@ void check_layout(const Split& split, const ShardLayout& layout, const PooledBlo
 
 LookedSplit lookup(Servers& servers, const BagCall& call, std::uint32_t step) {
     Split& split = *servers.split;
-    LookedSplit looked{Floats(split.bags(), call.samples, std::nanf("")), nullptr, {}, {}}; // must be written whole
+    LookedSplit looked{Floats(split.bags(), call, std::nanf("")), nullptr, {}, {}}; // must be written whole
     {
         BagCall gone = call; // the inputs may end with the call
         looked.ticket = split.lookup(gone.inputs(split.bags()), servers.owners, servers.count());
@@ -155,7 +155,7 @@ void train_alike(Random& random, const Model& model, Servers& servers, Engine& e
             CHECK(looked.back().rows == expected.rows);
             tickets.push_back(std::move(expected.ticket));
             pointers.push_back(tickets.back().get());
-            floats.push_back(testing::draw_gradients(random, *described, call.samples, false));
+            floats.push_back(testing::draw_gradients(random, *described, call, false));
         }
         for (const Floats& each : floats) {
             gradients.push_back(each.gradients());
@@ -199,7 +199,7 @@ CASE(owners_may_change_in_between, testing::scaled(40)) {
     Servers servers(random, model, 3, 2);
     Split& split = *servers.split;
     const BagCall call = testing::draw_call(random, model, 300);
-    const Floats floats = testing::draw_gradients(random, split.bags(), call.samples, false);
+    const Floats floats = testing::draw_gradients(random, split.bags(), call, false);
     std::unique_ptr<SplitTicket> tickets[2];
     for (auto& each : tickets) each = split.lookup(call.inputs(split.bags()), servers.owners, servers.count());
     std::vector<std::tuple<std::size_t, std::uint64_t, std::vector<float>>> seen[2]; // table, id, sum

@@ -65,12 +65,13 @@ if TYPE_CHECKING:
     from satrap.serving.reader import Reader, ReaderTable
     from satrap.table.table_group import TableGroup
     from satrap.train import negatives
-    from satrap.train.batch import Batch, Sequence
+    from satrap.train.batch import Batch
     from satrap.train.embeddings import Embeddings
     from satrap.train.evaluation import auc, evaluate
     from satrap.train.optimizer import HybridOptimizer
     from satrap.train.process_group import ProcessGroup
     from satrap.train.retrieval import full_softmax, topk
+    from satrap.train.sequence import Sequence
     from satrap.train.stream import Stream
     from satrap.train.validation import Validation
     from satrap.worker.sharded_tables import ShardedTable, ShardedTables
@@ -86,7 +87,7 @@ _LATER = {
     "Reader": "serving.reader",
     "ReaderTable": "serving.reader",
     "Report": "monitor.report",
-    "Sequence": "train.batch",
+    "Sequence": "train.sequence",
     "ShardedTable": "worker.sharded_tables",
     "ShardedTables": "worker.sharded_tables",
     "Stream": "train.stream",

@@ -321,7 +321,7 @@ class Bags:
     The features of an engine's tables, as satrap.config.features.Features declares them.
     """
 
-    def __init__(self, engine: Engine, features: Sequence[tuple[str, int, str, bool, int, bool, int | None]]) -> None: ...
+    def __init__(self, engine: Engine, features: Sequence[tuple[str, int, str, bool, int, bool, int | None, bool]]) -> None: ...
 
     def made(self, ticket: Ticket) -> bool:
         """Returns whether the ticket is from a lookup of these bags."""
@@ -413,7 +413,7 @@ class Split:
     Lookups and updates whose rows lie on servers: what Engine does with bags, less rows.
     """
 
-    def __init__(self, tables: Sequence[TableConfig], features: Sequence[tuple[str, int, str, bool, int, bool, int | None]], num_threads: int, simd: str = 'auto') -> None: ...
+    def __init__(self, tables: Sequence[TableConfig], features: Sequence[tuple[str, int, str, bool, int, bool, int | None, bool]], num_threads: int, simd: str = 'auto') -> None: ...
 
     @property
     def num_threads(self) -> int: ...

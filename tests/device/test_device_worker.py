@@ -23,7 +23,7 @@ from satrap.data.inputs import Inputs
 from satrap.device.device_rows import device_worker
 from satrap.device.home_memory import RowLayout
 from satrap.device.row_memory import RowMemory
-from satrap.errors import CapacityError, InputError, NonFiniteError, SatrapError, TicketError
+from satrap.errors import CapacityError, ConfigError, InputError, NonFiniteError, SatrapError, TicketError
 from satrap.table.store import Store
 from snapshots import assert_same
 from snapshots import contents as stored
@@ -98,7 +98,9 @@ def test_rows_live_as_in_the_core(life: str, device: str, rng: np.random.Generat
 
 @pytest.mark.parametrize("accumulate", [1, 3])
 def test_it_equals_torch(accumulate: int, device: str, rng: np.random.Generator) -> None:
-    follow(ArrayWorker(features(), device, num_threads=1), rng, num_steps=3, accumulate=accumulate, scale=0.5)
+    follow(
+        ArrayWorker(features(jagged=False), device, num_threads=1), rng, num_steps=3, accumulate=accumulate, scale=0.5
+    )
 
 
 def test_updates_later_than_other_lookups(device: str, rng: np.random.Generator) -> None:
@@ -146,8 +148,18 @@ def test_gradients_that_are_not_finite(on_nonfinite: Any, bad: float, device: st
         assert_equal(workers)
 
 
+def test_jagged_and_aligned_sequences_are_refused() -> None:
+    item = Table("item", dim=2)
+    for of, found in (
+        ({"past": item.sequence()}, "feature 'past' is a jagged sequence, and the rows are on a device"),
+        ({"a": item.sequence(2), "b": item.sequence(2, aligned_with="a")}, "feature 'b' is aligned with 'a', and"),
+    ):
+        with pytest.raises(ConfigError, match=found):
+            device_worker(Features(of), CPU)
+
+
 def test_what_is_refused_changes_nothing(rng: np.random.Generator) -> None:
-    worker: Any = device_worker(features(), CPU, num_threads=1)
+    worker: Any = device_worker(features(jagged=False), CPU, num_threads=1)
     inputs = draw_bags(rng, worker.features, 4).inputs()
     looked = worker.lookup(inputs, step=1)
     ticket: Any = looked.ticket
@@ -171,7 +183,7 @@ def test_what_is_refused_changes_nothing(rng: np.random.Generator) -> None:
 
 
 def test_a_store_reads_rows_on_the_device(device: str, rng: np.random.Generator) -> None:
-    workers = pair(features(), device=device)
+    workers = pair(features(jagged=False), device=device)
     for step in range(1, 4):
         step_both(workers, rng, [draw_bags(rng, workers[0].features, 9)], step)
     for name, store in workers[0].tables.items():

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -60,6 +61,14 @@ class Bags:
         if feature.max_length is None or len(real) <= feature.max_length:
             return real
         return real[-feature.max_length :] if feature.keep == "last" else real[: feature.max_length]
+
+    def longest(self, index: int) -> int:
+        """Returns the most ids of a bag that are looked up."""
+        return max((len(self.kept(index, sample)) for sample in range(self.batch_size)), default=0)
+
+    def offsets(self, index: int) -> list[int]:
+        """Returns where each bag of a jagged sequence begins, and where the last one ends."""
+        return [0, *accumulate(len(self.kept(index, sample)) for sample in range(self.batch_size))]
 
     def cut(self) -> dict[str, int]:
         """Returns how many ids of each sequence are not looked up."""
@@ -117,9 +126,9 @@ def pooled(bags: Bags, rows: Rows) -> tuple[F32, dict[str, F32], dict[str, NDArr
     masks: dict[str, NDArray[np.bool_]] = {}
     for i, (name, feature) in enumerate(features.items()):
         if feature.pooling == "none":
-            assert feature.max_length is not None
-            sequences[name] = np.zeros((bags.batch_size, feature.max_length, feature.table.dim), np.float32)
-            masks[name] = np.zeros((bags.batch_size, feature.max_length), np.bool_)
+            length = bags.longest(i) if feature.padded_length is None else feature.padded_length
+            sequences[name] = np.zeros((bags.batch_size, length, feature.table.dim), np.float32)
+            masks[name] = np.zeros((bags.batch_size, length), np.bool_)
         for s in range(bags.batch_size):
             pairs = bags.kept(i, s)
             found = [rows[feature.table.name][id_] for id_, _ in pairs]
@@ -129,6 +138,8 @@ def pooled(bags: Bags, rows: Rows) -> tuple[F32, dict[str, F32], dict[str, NDArr
             else:
                 columns = slice(features.columns[i], features.columns[i] + features.dims[i])
                 block[s, columns] = pool(feature, found, [weight for _, weight in pairs])
+        if feature.jagged:  # the rows of the padded form, one after another
+            sequences[name] = sequences[name][masks.pop(name)]
     return block, sequences, masks
 
 
@@ -145,7 +156,7 @@ def summed(
                     if feature.pooling == "none":
                         if name not in sequences:
                             continue
-                        gradient = sequences[name][s, k]
+                        gradient = sequences[name][bags.offsets(i)[s] + k if feature.jagged else (s, k)]
                     else:
                         if block is None:
                             continue
@@ -182,10 +193,15 @@ def assert_pooled(bags: Bags, looked: LookupResult, rows: dict[str, dict[int, tu
     values = {table: {id_: row[0] for id_, row in each.items()} for table, each in rows.items()}
     block, sequences, masks = pooled(bags, values)
     np.testing.assert_array_equal(looked.block, block)
-    assert looked.sequences.keys() == sequences.keys() == looked.masks.keys()
-    for name in sequences:
+    assert looked.sequences.keys() == sequences.keys() == looked.masks.keys() | looked.offsets.keys()
+    for i, (name, feature) in enumerate(bags.features.items()):
+        if feature.pooling != "none":
+            continue
         np.testing.assert_array_equal(looked.sequences[name], sequences[name])
-        np.testing.assert_array_equal(looked.masks[name], masks[name])
+        if feature.jagged:
+            assert looked.offsets[name].tolist() == bags.offsets(i)
+        else:
+            np.testing.assert_array_equal(looked.masks[name], masks[name])
 
 
 def draw_gradients(rng: np.random.Generator, looked: LookupResult) -> tuple[F32, dict[str, F32]]:

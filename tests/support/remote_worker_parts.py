@@ -20,6 +20,7 @@ from cluster import ANYWHERE, DEADLINE_SECONDS, IDS, ServerProcess, features, ru
 from faults import kill, random_faults
 from loop import deployed
 from satrap import Embeddings, Feature, Parquet, Table
+from satrap.config.features import Features
 from satrap.rpc import Service
 from satrap.train.embeddings import session_of
 from satrap.worker.remote.client import remote_worker
@@ -63,7 +64,7 @@ def source(path: Path, **options: Any) -> Parquet:
         "num_threads": 1,
         "extra": "note",
     } | options
-    ids = {"padded": "path", "padded bag": "user"}
+    ids = {"padded": "path", "padded bag": "user", "jagged": "path", "jagged last": "tiny"}
     weights = dict.fromkeys(["user", "padded bag"], "user_weight")
     return Parquet(str(path), dense="age", label="click", ids=ids, weights=weights, **given)
 
@@ -135,14 +136,16 @@ def ending(processes: list[ServerProcess]) -> Iterator[None]:
 class Net(torch.nn.Module):
     """A model that uses everything that a batch has."""
 
-    def __init__(self, width: int) -> None:
+    def __init__(self, of: Features) -> None:
         super().__init__()
-        self.layer = torch.nn.Linear(width, 1)
+        sequences = sum(of[name].table.dim for name in ("path", "jagged", "jagged last"))
+        self.layer = torch.nn.Linear(1 + of.total_dim + sequences, 1)
 
     def forward(self, batch: Any) -> torch.Tensor:
         sequences = [batch[name] for name in ("path", "padded")]
         pooled = torch.stack([(each.values * each.mask.unsqueeze(2)).sum(1) for each in sequences]).sum(0)
-        out: torch.Tensor = self.layer(torch.cat([batch.dense, batch.embeddings, pooled], 1)).squeeze(1)
+        jagged = [batch[name].padded().values.sum(1) for name in ("jagged", "jagged last")]
+        out: torch.Tensor = self.layer(torch.cat([batch.dense, batch.embeddings, pooled, *jagged], 1)).squeeze(1)
         return out
 
 
@@ -162,7 +165,7 @@ def running(**options: Any) -> Iterator[tuple[Embeddings, Net, Any]]:
     torch.manual_seed(0)
     of = features()
     with made(of, **options) as embeddings:
-        model = Net(1 + of.total_dim + 5)
+        model = Net(of)
         yield embeddings, model, embeddings.optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
 
 

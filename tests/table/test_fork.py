@@ -93,7 +93,7 @@ def engine_calls(engine: _core.Engine) -> dict[str, Callable[[], object]]:
     ticket = engine.prepare(IDS, offsets)
     flags = np.zeros(len(IDS), np.bool_)
     message = np.asarray(engine.encode_rows(offsets, floats))
-    bags = _core.Bags(engine, [("a", 0, "sum", False, 0, False, None)])
+    bags = _core.Bags(engine, [("a", 0, "sum", False, 0, False, None, False)])
     block = np.zeros(GRADIENTS.size, np.float32)
     of_bags = engine.lookup_bags(bags, IDS, None, None, len(IDS), 1, 1, True, block, [])
     return moving_calls(engine) | {
@@ -163,7 +163,7 @@ def moving_calls(engine: _core.Engine) -> dict[str, Callable[[], object]]:
 def frame_calls() -> dict[str, Callable[[], object]]:
     """Returns the calls of an engine whose rows are on a device."""
     engine = _core.Engine([native_config(TABLE, 0)], 0, 2)
-    bags = _core.Bags(engine, [("a", 0, "sum", False, 0, False, None)])
+    bags = _core.Bags(engine, [("a", 0, "sum", False, 0, False, None, False)])
     frames = np.zeros(len(IDS), np.int32)
 
     def look_up() -> Any:

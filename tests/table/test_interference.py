@@ -236,7 +236,7 @@ def test_offsets_that_another_thread_changes_are_used_as_checked() -> None:
 def test_bag_offsets_that_another_thread_changes_are_used_as_checked() -> None:
     table = Table("a", dim=4, num_buckets=1, initial=Constant(1.0))
     store = Store(table, num_threads=1)
-    bags = _core.Bags(store._engine, [("a", 0, "sum", False, 0, False, None)])
+    bags = _core.Bags(store._engine, [("a", 0, "sum", False, 0, False, None, False)])
     n = 50_000
     ids, offsets = np.arange(n, dtype=np.uint64), np.arange(n + 1)
     block = np.empty((n, 4), np.float32)

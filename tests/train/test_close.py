@@ -93,7 +93,7 @@ def test_a_worker_stops_reading_for_a_trainer_that_exits_early(tmp_path: Path, c
         of = features()
         where = Deployment([services[0].address], workers=[workers[0].address])
         embeddings = Embeddings(dict(of), staleness=1, num_threads=1, deployment=where)
-        model = Net(1 + of.total_dim + 5)
+        model = Net(of)
         optimizer = embeddings.optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
         for batch in embeddings.stream(source(path)):
             model(batch).sum().backward()

@@ -50,6 +50,8 @@ def make(pooling: Any, weighted: bool, optimizer: Any, dim: int, **options: Any)
         "last": user.sequence(1),
         "first": user.sequence(2, keep="first"),
         "padded": item.sequence(2, padding_id=3),
+        "jagged": item.sequence(padding_id=5),
+        "jagged first": user.sequence(2, keep="first", jagged=True),
         "padded bag": Feature(user, pooling, weighted=weighted, padding_id=2**64 - 1),
     }
     return local_worker(Features(features), **{"num_threads": 1, **options})
@@ -93,7 +95,9 @@ some_features = st.one_of(
         st.integers(1, 4),
         keep=st.sampled_from(["last", "first"]),
         padding_id=paddings,
+        jagged=st.booleans(),
     ),
+    st.builds(Table.sequence, st.sampled_from(two), padding_id=paddings),
 )
 
 
@@ -248,7 +252,7 @@ def digest(num_threads: int, simd: str, num_buckets: int, seed: int) -> str:
         {
             "item": item, "user": user, "words": word.bag("sqrtn"), "seen": item.bag("mean", weighted=True),
             "path": item.sequence(3), "friends": user.bag("sum", padding_id=PADDING), "text": word.sequence(5),
-            "padded": item.sequence(2, keep="first", padding_id=PADDING), "word": word,
+            "padded": item.sequence(2, keep="first", padding_id=PADDING), "word": word, "all": user.sequence(),
         }
     )  # fmt: skip
     worker = local_worker(features, num_threads=num_threads, simd=simd, seed=1)
@@ -256,7 +260,7 @@ def digest(num_threads: int, simd: str, num_buckets: int, seed: int) -> str:
     for _ in range(3):
         looked = []
         for batch_size in (700, 300):
-            lengths = np.stack([rng.integers(*most, size=batch_size) for most in ((1, 2), (0, 2), *[(0, 8)] * 7)])
+            lengths = np.stack([rng.integers(*most, size=batch_size) for most in ((1, 2), (0, 2), *[(0, 8)] * 8)])
             offsets = np.concatenate([[0], np.cumsum(lengths.reshape(-1))]).astype(np.int64)
             values = (rng.zipf(1.3, size=offsets[-1]) % 3000).astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)
             weights = rng.normal(size=offsets[-1]).astype(np.float32)

@@ -108,10 +108,12 @@ def test_a_wire_that_rounds_reaches_from_the_servers_to_the_trainer(
 @st.composite
 def pooled_features(draw: st.DrawFn) -> Features:
     dims = draw(st.lists(st.sampled_from([1, 2, 5, 16]), min_size=1, max_size=5))
-    lengths = draw(st.lists(st.integers(0, 3), min_size=len(dims), max_size=len(dims)))  # 0: pooled
+    lengths = draw(st.lists(st.integers(0, 4), min_size=len(dims), max_size=len(dims)))  # 0: pooled; 4: jagged
     return Features(
         {
-            f"f{i}": Table(f"t{i}", dim=dim).sequence(length) if length else Table(f"t{i}", dim=dim)
+            f"f{i}": Table(f"t{i}", dim=dim).sequence(length if length < 4 else None)
+            if length
+            else Table(f"t{i}", dim=dim)
             for i, (dim, length) in enumerate(zip(dims, lengths, strict=True))
         }
     )
@@ -121,21 +123,24 @@ def pooled_features(draw: st.DrawFn) -> Features:
 def test_pooled_rows_are_rounded_row_by_row(of: Features, batch_size: int, seed: int, data: st.DataObject) -> None:
     """By at most 2^-11 of the largest magnitude in each sample's part of a feature; what is absent has no bytes."""
     rng = np.random.default_rng(seed)
-    lengths = [(each.table.dim, each.max_length) for each in of.values() if each.max_length is not None]
+    jagged = {name: np.append(0, np.cumsum(rng.integers(0, 4, batch_size))) for name in of if of[name].jagged}
+    counts = {name: batch_size * (each.padded_length or 0) for name, each in of.items()}
+    counts |= {name: int(offsets[-1]) for name, offsets in jagged.items()}
+    lengths = [(each.table.dim, counts[name]) for name, each in of.items() if each.pooling == "none"]
     present = [data.draw(st.booleans()) for _ in range(1 + len(lengths))]
     rows = [dim for _ in range(batch_size) for dim in of.pooled.values()] if present[0] else []
-    for (dim, length), is_present in zip(lengths, present[1:], strict=True):
-        rows += [dim] * batch_size * length * is_present
+    for (dim, num_rows), is_present in zip(lengths, present[1:], strict=True):
+        rows += [dim] * num_rows * is_present
     scales = np.repeat(10.0 ** rng.integers(-20, 20, len(rows)), rows)
     flat = (rng.standard_normal(sum(rows)) * scales).astype(np.float32)
     split = _core.Split([native_config(each) for each in of.tables], native_features(of, of.tables), 1, "auto")
     exact = PooledCodec(of, split, "float32")
-    assert exact.encode(flat, batch_size, present) == (flat, None)
-    assert exact.decode(flat, None, batch_size, present) is flat
+    assert exact.encode(flat, batch_size, present, jagged) == (flat, None)
+    assert exact.decode(flat, None, batch_size, present, jagged) is flat
     codec = PooledCodec(of, split, "float16")
-    floats, coded = codec.encode(flat, batch_size, present)
+    floats, coded = codec.encode(flat, batch_size, present, jagged)
     assert floats is None and coded is not None and len(coded) == 2 * len(flat) + len(rows) + len(rows) % 2
-    found = codec.decode(None, coded, batch_size, present)
+    found = codec.decode(None, coded, batch_size, present, jagged)
     at = 0
     for dim in rows:
         row, its = flat[at : at + dim], found[at : at + dim]
@@ -143,9 +148,9 @@ def test_pooled_rows_are_rounded_row_by_row(of: Features, batch_size: int, seed:
         at += dim
     for both in (True, False):
         with pytest.raises(InputError, match="in one of the two forms"):
-            codec.decode(flat if both else None, coded if both else None, batch_size, present)
+            codec.decode(flat if both else None, coded if both else None, batch_size, present, jagged)
     with pytest.raises(InputError, match="message"):
-        codec.decode(None, coded[:-1] if len(coded) else np.zeros(1, np.uint8), batch_size, present)
+        codec.decode(None, coded[:-1] if len(coded) else np.zeros(1, np.uint8), batch_size, present, jagged)
 
 
 def test_dense_parameters_on_servers_have_the_same_bits(tmp_path: Path) -> None:

@@ -92,12 +92,12 @@ def test_bad_lookups(options: dict[str, Any], words: str) -> None:
 
 
 def test_bad_descriptions() -> None:
-    plain: Any = [("a", 0, "sum", False, 0, False, None)]
+    plain: Any = [("a", 0, "sum", False, 0, False, None, False)]
     table = [native_config(Table("t", dim=4))]
     for tables, features, words in (
         ([], plain, "no table was given"),
         (table, [], "no feature was given"),
-        (table, [("a", 1, "sum", False, 0, False, None)], "feature 'a': table 1 of 1"),
+        (table, [("a", 1, "sum", False, 0, False, None, False)], "feature 'a': table 1 of 1"),
     ):
         with pytest.raises(InputError, match=words):
             _core.Split(tables, features, 1)

@@ -48,7 +48,7 @@ finite = st.floats(width=32, allow_nan=False, allow_infinity=False)
 
 def make_split(dims: list[int], *, num_threads: int = 1, simd: str = "auto") -> _core.Split:
     tables = [native_config(Table(f"t{t}", dim=dim, num_buckets=1)) for t, dim in enumerate(dims)]
-    return _core.Split(tables, [("f", 0, "sum", False, 0, False, None)], num_threads, simd)
+    return _core.Split(tables, [("f", 0, "sum", False, 0, False, None, False)], num_threads, simd)
 
 
 def through(dims: list[int], offsets: Any, floats: F32, **options: Any) -> tuple[NDArray[np.uint8], F32]:

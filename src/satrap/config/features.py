@@ -39,6 +39,7 @@ class Features(Serializable, Mapping[str, Feature]):
                     f"name before it ({_differences(table, feature.table)}): use one Table object for both, "
                     "or two names"
                 )
+        _check_aligned(by_name)
         ranks = {name: rank for rank, name in enumerate(tables)}
         ordered = sorted(by_name, key=lambda name: ranks[by_name[name].table.name])  # stable
         self._features = {name: by_name[name] for name in ordered}
@@ -85,9 +86,30 @@ def _shown(feature: Feature) -> str:
     """Return a feature as it is declared, with its table's name and dim."""
     table = f"{feature.table.name}[{feature.table.dim}]"
     if feature.pooling == "none":
-        return f"{table}.sequence({feature.max_length})"
+        length = "" if feature.max_length is None else str(feature.max_length)
+        return f"{table}.sequence({length}{', jagged=True' if length and feature.jagged else ''})"
     weighted = ", weighted=True" if feature.weighted else ""
     return table if feature.pooling == "sum" and not weighted else f"{table}.bag({feature.pooling!r}{weighted})"
+
+
+def _check_aligned(features: Mapping[str, Feature]) -> None:
+    """Raise ConfigError unless each sequence that is aligned with another has a sequence of its form."""
+    for name, feature in features.items():
+        other = feature.aligned_with
+        if other is None:
+            continue
+        if other == name or other not in features or features[other].pooling != "none":
+            sequences = [each for each in features if features[each].pooling == "none" and each != name]
+            raise ConfigError(
+                f"feature {name!r}: aligned_with is {other!r}; expected another sequence of the model, of {sequences}"
+            )
+        for field in ("max_length", "keep", "jagged"):
+            mine, its = getattr(feature, field), getattr(features[other], field)
+            if mine != its:
+                raise ConfigError(
+                    f"feature {name!r}: {field} is {mine!r}, and {its!r} in {other!r}, with which it is aligned; "
+                    "expected one value, so that both keep the same positions"
+                )
 
 
 def _as_feature(name: str, feature: object) -> Feature:

@@ -242,9 +242,28 @@ class Table(Serializable):
         """Return a feature of this table that pools any number of ids in a sample into one row; see `Feature`."""
         return Feature(self, pooling, weighted=weighted, padding_id=padding_id)
 
-    def sequence(self, max_length: int, *, keep: Keep = "last", padding_id: int | None = None) -> "Feature":
-        """Return a feature of this table that keeps a sample's rows in order: its last, or first, `max_length`."""
-        return Feature(self, "none", max_length=max_length, keep=keep, padding_id=padding_id)
+    def sequence(
+        self,
+        max_length: int | None = None,
+        *,
+        keep: Keep = "last",
+        padding_id: int | None = None,
+        jagged: bool | None = None,
+        aligned_with: str | None = None,
+    ) -> "Feature":
+        """Return a feature of this table that keeps a sample's rows in order: its last, or first, `max_length`; see
+        `Feature`.
+
+        jagged: None: whether `max_length` is None."""
+        return Feature(
+            self,
+            "none",
+            max_length=max_length,
+            keep=keep if max_length is not None else None,
+            padding_id=padding_id,
+            jagged=max_length is None if jagged is None else jagged,
+            aligned_with=aligned_with,
+        )
 
     @classmethod
     def _where(cls, data: Mapping[str, Any]) -> str:
@@ -258,13 +277,18 @@ class Feature(Config):
 
     table: the table that holds the ids' rows. Several features may share a table.
     pooling: "sum"; "mean": the sum divided by the number of ids; "sqrtn": by its root; an empty bag gives 0.
-        "none": the rows themselves, padded with zeros to `max_length`, and a mask.
+        "none": the rows themselves, a sequence: padded with zeros to `max_length`, with a mask, or jagged.
     weighted: each id comes with a weight that its row is multiplied by before the sum. "mean" and "sqrtn" divide by the
         number of ids, not by their weights.
-    max_length: for "none" only: rows of a sample; 1 to 65536. Ids beyond it are counted and not looked up.
+    max_length: for "none" only: rows of a sample; 1 to 65536. Ids beyond it are counted and not looked up. None: a
+        jagged sequence is as long as its sample.
     keep: for "none" only: which ids of a longer sample are looked up, the "last" (the default) or the "first".
     padding_id: an id that stands for no id, e.g. the 0 that pads lists to one length. It is dropped from its bag,
         with its weight, before anything is counted or cut.
+    jagged: for "none" only: the rows of all samples follow each other without padding, [ids, dim], beside the offset
+        where each sample begins.
+    aligned_with: for "none" only: another sequence of the model, with which this one has its samples' lengths in
+        common, such as the items of which these are the categories. A lookup checks that. Both have one form.
     """
 
     table: Table
@@ -274,32 +298,54 @@ class Feature(Config):
     max_length: int | None = None
     keep: Keep | None = None
     padding_id: int | None = None
+    jagged: bool = False
+    aligned_with: str | None = None
 
     def __post_init__(self) -> None:
         check_kind("Feature", "table", self.table, (Table,))
         where = f"a feature of table {self.table.name!r}"
         check_choice(where, "pooling", self.pooling, get_args(Pooling))
         set_field(self, "weighted", check_flag(where, "weighted", self.weighted))
+        set_field(self, "jagged", check_flag(where, "jagged", self.jagged))
         if self.padding_id is not None:
             set_field(self, "padding_id", check_id(where, "padding_id", self.padding_id))
+        if self.aligned_with is not None:
+            check_name(where, self.aligned_with, "'history'")
         if self.pooling != "none":
-            for name in ("max_length", "keep"):
-                if (value := getattr(self, name)) is not None:
+            for name in ("max_length", "keep", "jagged", "aligned_with"):
+                if (value := getattr(self, name)) not in (None, False):
                     raise ConfigError(
                         f"{where}: {name} is {describe(value)} and pooling {self.pooling!r}, which takes bags of any "
                         f"length: leave {name} out, or use table.sequence(max_length)"
                     )
             return
-        if self.max_length is None:
-            raise ConfigError(f"{where}: pooling is 'none' and there is no max_length: use table.sequence(max_length)")
-        set_field(self, "max_length", check_integer(where, "max_length", self.max_length, 1, _MAX_LENGTH))
-        set_field(self, "keep", "last" if self.keep is None else self.keep)
-        check_choice(where, "keep", self.keep, get_args(Keep))
+        self._check_length(where)
         if self.weighted:
             raise ConfigError(
                 f"{where}: weighted is True and pooling 'none', which sums nothing: leave weighted out, "
                 "and multiply the rows in the model"
             )
+
+    def _check_length(self, where: str) -> None:
+        if self.max_length is not None:
+            set_field(self, "max_length", check_integer(where, "max_length", self.max_length, 1, _MAX_LENGTH))
+            set_field(self, "keep", "last" if self.keep is None else self.keep)
+            check_choice(where, "keep", self.keep, get_args(Keep))
+        elif not self.jagged:
+            raise ConfigError(
+                f"{where}: pooling is 'none' and there is no max_length: use table.sequence(max_length), or "
+                "table.sequence() for a jagged sequence of any length"
+            )
+        elif self.keep is not None:
+            raise ConfigError(
+                f"{where}: keep is {describe(self.keep)} and there is no max_length, so nothing is cut: give a "
+                "max_length, or leave keep out"
+            )
+
+    @property
+    def padded_length(self) -> int | None:
+        """The length to which a sequence is padded; None if the feature is pooled or jagged."""
+        return None if self.jagged else self.max_length
 
 
 _KINDS: dict[str, tuple[type[Config], ...]] = {

@@ -25,6 +25,7 @@ from satrap.config.optimizers import SGD
 from satrap.device.collective_lookups import CollectiveLookups, CollectiveStream, LookupPart
 from satrap.device.collective_updates import CollectiveUpdates, UpdatePart
 from satrap.device.device_blocks import TensorBlocks
+from satrap.device.device_ids import refuse_jagged
 from satrap.device.device_rows import LARGEST, largest_of
 from satrap.device.device_stream import DeviceStream, to_device, to_host
 from satrap.device.exchange import Exchange, LaunchOrder, RoundThread
@@ -349,6 +350,7 @@ def collective_worker(
     servers: those of all trainers. own: the tables of this trainer's. explain: returns the error to raise for one of an
     exchange between trainers."""
     require_tables(features, servers)
+    refuse_jagged(features)
     rows = CollectiveRows(
         features, servers, own.rows, own.stream, num_threads=num_threads, staleness=staleness, explain=explain
     )

@@ -25,6 +25,7 @@ from satrap.config.features import Features
 from satrap.data.inputs import Inputs, Position
 from satrap.data.iterable import IterableSource, keeping
 from satrap.device.exact import signed
+from satrap.errors import ConfigError
 from satrap.worker.worker import InputReader
 
 _ANY_LENGTH = 2**62
@@ -38,6 +39,17 @@ turn it on."""
 def sorts_ids(device: torch.device) -> bool:
     """Return whether ids that lie on this device are sorted there."""
     return SORTS_IDS[device.type]
+
+
+def refuse_jagged(features: Features) -> None:
+    """Raise ConfigError for features that rows on a device do not look up: jagged and aligned sequences."""
+    for name, feature in features.items():
+        if feature.jagged or feature.aligned_with is not None:
+            what = "a jagged sequence" if feature.jagged else f"aligned with {feature.aligned_with!r}"
+            raise ConfigError(
+                f"feature {name!r} is {what}, and the rows are on a device, which looks up padded sequences that are "
+                "not aligned: use table.sequence(max_length), or a model on the CPU"
+            )
 
 
 class IdLayout:
@@ -181,6 +193,10 @@ class DeviceIds:
     def bounds(self, num_bags: int) -> Tensor:
         """Return where each bag begins, and where the last ends."""
         return torch.arange(num_bags + 1, device=self.values.device) if self.offsets is None else self.offsets
+
+    @property
+    def jagged(self) -> Mapping[str, NDArray[np.int64]]:
+        return {}
 
     def masks(self, features: Features) -> tuple[dict[str, Tensor], list[int]]:
         lengths = self.bounds(len(features) * self.batch_size).diff().view(len(features), self.batch_size, 1)

@@ -23,7 +23,7 @@ from satrap.config.tables import Always
 from satrap.data.inputs import Inputs
 from satrap.device.device_blocks import Magnitude, TensorBlocks
 from satrap.device.device_engine import DeviceEngine, Owed
-from satrap.device.device_ids import DeviceIds, DeviceReader, IdLayout, ids_of
+from satrap.device.device_ids import DeviceIds, DeviceReader, IdLayout, ids_of, refuse_jagged
 from satrap.device.device_memory import DeviceMemory
 from satrap.device.device_stream import new_stream, to_device, to_host
 from satrap.device.row_memory import RowMemory
@@ -338,6 +338,7 @@ def device_worker(
     """Return a worker that owns the tables of its features, empty ones, on a device. seed and num_threads are those of
     `Store`, device_memory is that of `Embeddings`."""
     require_features(features)
+    refuse_jagged(features)
     resolved = resolve_device(device)
     require_possible(features.tables, resolved)
     create = partial(

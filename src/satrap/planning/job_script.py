@@ -57,7 +57,8 @@ def model_of(steps: Any) -> dict[str, Any]:
     tables = []
     for table in steps.features.tables:
         name, ids = table.name, steps.ids[table.name]
-        vectors = sum(feature.max_length or 1 for feature in steps.features.values() if feature.table.name == name)
+        own = [feature for feature in steps.features.values() if feature.table.name == name]
+        vectors = sum(feature.max_length or (ids / samples if feature.jagged else 1) for feature in own)
         tables.append(
             table.to_dict()
             | {

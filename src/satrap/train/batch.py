@@ -5,7 +5,7 @@ which its gradients are sent back. `Batch` is the user's view of it, and may be 
 the first use of `embeddings` or of a feature requests them from the stream. `embeddings` is a leaf tensor, [batch, sum
 of dims]: autograd collects its gradient as it does a parameter's, so losses add up, and the combined optimizer finds
 the gradient there. `batch[name]` is a view of the leaf's columns of one feature; a feature without pooling is a
-`Sequence` with a separate leaf.
+`Sequence` or a `JaggedSequence` with a separate leaf.
 """
 
 import weakref
@@ -24,19 +24,10 @@ from satrap.device.device_stream import Mark
 from satrap.errors import InputError, StreamError
 from satrap.train.joint_calls import BatchCalls, Padding
 from satrap.train.ledger import BatchRecord
+from satrap.train.sequence import JaggedSequence, Sequence
 from satrap.worker.rows import BagRequest
 
 _NOT_LOOKED_UP = torch.empty(0)
-
-
-class Sequence:
-    """The rows of a feature without pooling: values [batch, max_length, dim], zeros where mask [batch, max_length] is
-    False."""
-
-    __slots__ = ("mask", "values")
-
-    def __init__(self, values: Tensor, mask: Tensor) -> None:
-        self.values, self.mask = values, mask
 
 
 class InFlightBatch(BatchRecord):
@@ -49,7 +40,7 @@ class InFlightBatch(BatchRecord):
         super().__init__(position=inputs.position, has_rows=not isinstance(inputs, Padding))
         self.inputs, self.features = inputs, features
         self.embeddings = _NOT_LOOKED_UP
-        self.sequences: Mapping[str, Sequence] = {}
+        self.sequences: Mapping[str, Sequence | JaggedSequence] = {}
         self.request: BagRequest | None = None
         """Its lookup, if the part that needs no row's values was done ahead."""
         self.ticket: Any = None
@@ -98,8 +89,10 @@ class InFlightBatch(BatchRecord):
     def tensors(self) -> list[Tensor]:
         """All tensors of the batch that exist so far."""
         labels = [] if self.label is None else [self.label]
-        rows = [*self.leaves, *(each.mask for each in self.sequences.values())] if self.is_looked_up() else []
-        return [self.dense, *labels, *rows]
+        if not self.is_looked_up():
+            return [self.dense, *labels]
+        of_sequences = [tensor for sequence in self.sequences.values() for tensor in sequence.tensors]
+        return [self.dense, *labels, self.embeddings, *of_sequences]
 
     @property
     def has_gradient(self) -> bool:
@@ -165,8 +158,8 @@ class Batch:
         return self.inputs.batch_size
 
     def __getitem__(self, name: str) -> Any:
-        """Return the rows of one feature: a view [batch, dim] of `embeddings`, or a `Sequence` if the feature is not
-        pooled; looked up as `embeddings` are."""
+        """Return the rows of one feature: a view [batch, dim] of `embeddings`, or if it is not pooled, a `Sequence` or
+        a `JaggedSequence`; looked up as `embeddings` are."""
         features = self._in_flight.features
         if name not in features:
             raise InputError(f"the batch has no feature {name!r}; {suggest(name, list(features))}")

@@ -12,14 +12,16 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from satrap.config.tables import Feature
 from satrap.data.inputs import Inputs
 from satrap.device.device_stream import Mark, current_stream, new_stream, to_device
 from satrap.errors import CapacityError
-from satrap.train.batch import InFlightBatch, Sequence, gradient_array, gradient_of
+from satrap.train.batch import InFlightBatch, gradient_array, gradient_of
 from satrap.train.dense_strategy import DenseStrategy
 from satrap.train.joint_calls import PADDING_ROWS, JointStep
+from satrap.train.sequence import JaggedSequence, Sequence
 from satrap.train.torch_threads import torch_threads
-from satrap.worker.worker import Worker
+from satrap.worker.worker import LookupResult, Worker
 
 
 class BatchLookup:
@@ -88,10 +90,7 @@ class BatchLookup:
             else:
                 rows = self._worker.lookup(batch.inputs, step=None, oldest_open=None, train=False)
         batch.ticket = rows.ticket
-        batch.sequences = {
-            name: Sequence(self._to_device(values), self._to_device(rows.masks[name]))
-            for name, values in rows.sequences.items()
-        }
+        batch.sequences = {name: self._sequence(rows, name) for name in rows.sequences}
         block = self._to_device(rows.block)
         of_rows = self._worker.device_stream
         batch.ready += [self._batch_copies.mark(), *([] if of_rows is None else [of_rows.mark()])]
@@ -128,17 +127,36 @@ class BatchLookup:
     def _pad(self, batch: InFlightBatch) -> None:
         """Set the rows of a padding batch to zeros."""
         features = self._worker.features
-        for name, feature in features.items():
-            if feature.max_length is not None:
-                shape = (PADDING_ROWS, feature.max_length, feature.table.dim)
-                mask = self._to_device(np.zeros(shape[:2], np.bool_))
-                batch.sequences = {
-                    **batch.sequences,
-                    name: Sequence(self._to_device(np.zeros(shape, np.float32)), mask),
-                }
+        batch.sequences = {
+            name: self._padding(feature) for name, feature in features.items() if feature.pooling == "none"
+        }
         block = self._to_device(np.zeros((PADDING_ROWS, features.total_dim), np.float32))
         batch.ready.append(self._batch_copies.mark())
         batch.embeddings = block
+
+    def _padding(self, feature: Feature) -> Sequence | JaggedSequence:
+        """Return a sequence of zeros. A jagged one has a row in each sample, since not every model takes empty ones."""
+        if feature.jagged:
+            rows = np.zeros((PADDING_ROWS, feature.table.dim), np.float32)
+            return self._jagged(rows, np.arange(PADDING_ROWS + 1))
+        shape = (PADDING_ROWS, feature.padded_length or 0, feature.table.dim)
+        mask = np.zeros(shape[:2], np.bool_)
+        return Sequence(self._to_device(np.zeros(shape, np.float32)), self._to_device(mask))
+
+    def _sequence(self, rows: LookupResult, name: str) -> Sequence | JaggedSequence:
+        values = rows.sequences[name]
+        if name in rows.offsets:
+            return self._jagged(values, rows.offsets[name])
+        return Sequence(self._to_device(values), self._to_device(rows.masks[name]))
+
+    def _jagged(self, values: NDArray[np.float32], offsets: NDArray[np.int64]) -> JaggedSequence:
+        lengths = np.diff(offsets)
+        return JaggedSequence(
+            self._to_device(values),
+            self._to_device(offsets),
+            shortest=int(lengths.min()) if len(lengths) else 0,
+            longest=int(lengths.max(initial=0)),
+        )
 
     def join(self, batch: InFlightBatch, step: JointStep) -> None:
         """Add the batch to a step that several trainers take together."""

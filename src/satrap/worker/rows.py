@@ -3,7 +3,7 @@
 `satrap.worker.local_rows` has them in this process, `satrap.worker.sharded_rows` on servers, `satrap.device` on GPUs.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -55,6 +55,10 @@ class Ticket(Protocol):
 class PlacedIds(Protocol):
     """The ids of a batch that are not in this process's memory: on the device of the rows, or at a worker process. The
     rows that placed them look them up."""
+
+    @property
+    def jagged(self) -> Mapping[str, NDArray[np.int64]]:
+        """The offsets of each jagged sequence; see `LookupResult`."""
 
     def masks(self, features: Features) -> tuple[dict[str, Any], list[int]]:
         """Return `masks` and `truncated` of `LookupResult`, after the lookup."""
@@ -183,7 +187,7 @@ class Rows(Protocol):
 
 def native_features(
     features: Features, tables: Sequence[Table]
-) -> list[tuple[str, int, str, bool, int, bool, int | None]]:
+) -> list[tuple[str, int, str, bool, int, bool, int | None, bool]]:
     """Return the features in the form of the core. `tables` may hold more tables than the features', in any order."""
     numbers = {table.name: number for number, table in enumerate(tables)}
     return [
@@ -195,6 +199,7 @@ def native_features(
             feature.max_length or 0,
             feature.keep == "last",
             feature.padding_id,
+            feature.jagged,
         )
         for name, feature in features.items()
     ]

@@ -1,6 +1,6 @@
 """The worker: looks up the rows of one batch's ids, and applies the gradients of batches to the rows.
 
-`Inputs` come in; a block of pooled rows, padded sequences and a ticket go out. The update takes the ticket and
+`Inputs` come in; a block of pooled rows, sequences and a ticket go out. The update takes the ticket and
 gradients of the same shapes. The rows are where a `Rows` has them, and blocks are arrays or tensors; the worker checks
 its arguments in the same way for all. `local_worker`, `sharded_worker`, `remote_worker`, `device_worker` and
 `collective_worker` build one. Its cost in Python does not grow with the number of features, except sequences.
@@ -11,6 +11,7 @@ for "mean" and by its square root for "sqrtn". The gradients of one id are summe
 ticket, feature after feature, sample after sample. Then the table's optimizer updates the row, once.
 """
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, final
@@ -26,7 +27,7 @@ from satrap.data.inputs import Inputs, Position, as_inputs
 from satrap.data.iterable import IterableSource
 from satrap.errors import ConfigError, InputError, TicketError
 from satrap.table.engine import resolve_step
-from satrap.worker.rows import BagRequest, Block, Floats, PlacedIds, Rows, Ticket, TicketGradients, UpdateRequest
+from satrap.worker.rows import BagRequest, Block, Floats, Rows, Ticket, TicketGradients, UpdateRequest
 
 if TYPE_CHECKING:
     from satrap.table.table_group import TableGroup
@@ -98,9 +99,11 @@ class LookupResult:
     block: Block
     """[batch_size, total_dim]: pooled rows, feature after feature; see `Features`."""
     sequences: dict[str, Block]
-    """For each sequence [batch_size, max_length, dim]; 0 where there is no id."""
+    """For each sequence [batch_size, max_length, dim], with 0 where there is no id; jagged: [rows, dim]."""
     masks: dict[str, Any]
-    """For each sequence, bool [batch_size, max_length]: where there is an id. Tensors, if the ids are."""
+    """For each padded sequence, bool [batch_size, max_length]: where there is an id. Tensors, if the ids are."""
+    offsets: Mapping[str, NDArray[np.int64]]
+    """For each jagged sequence [batch_size + 1]: sample s has rows offsets[s] to offsets[s + 1] - 1."""
     truncated: list[int]
     """For each sequence, the number of ids beyond its max_length, which were not looked up."""
     ticket: Ticket | None
@@ -181,25 +184,55 @@ class Worker:
         if block is None:
             block = self.rows.empty(*shape)
         memory = self._blocks.check_block(block, shape)
-        sequences = [(each, self.rows.empty(batch_size, each.floats)) for each in self._sequences]
-        ticket = self.rows.lookup(request, memory, [rows for _, rows in sequences])
-        masks, truncated = self._masks(request)
+        lengths = self._lengths(request)
+        offsets = request.values.jagged if lengths is None else self._offsets(lengths)
+        shapes = [each.shape(batch_size, offsets) for each in self._sequences]
+        sequences = [self.rows.empty(shape[0], math.prod(shape[1:])) for shape in shapes]
+        ticket = self.rows.lookup(request, memory, sequences)
+        masks, truncated = request.values.masks(self.features) if lengths is None else self._masks(lengths)
         return LookupResult(
             block=block,
-            sequences={each.name: rows.reshape(each.shape(batch_size)) for each, rows in sequences},
+            sequences={
+                each.name: rows.reshape(shape)
+                for each, rows, shape in zip(self._sequences, sequences, shapes, strict=True)
+            },
             masks=masks,
+            offsets=offsets,
             truncated=truncated,
             ticket=ticket,
         )
 
-    def _masks(self, request: BagRequest) -> tuple[dict[str, Any], list[int]]:
+    def jagged_offsets(self, inputs: Inputs) -> Mapping[str, NDArray[np.int64]]:
+        """Return `LookupResult.offsets` of a batch of arrays before its lookup."""
+        if not any(each.is_jagged for each in self._sequences):
+            return {}
+        lengths = self._lengths(self.request(inputs))
+        assert lengths is not None
+        return self._offsets(lengths)
+
+    def _lengths(self, request: BagRequest) -> dict[str, NDArray[np.int64]] | None:
+        """Return how many ids the samples of each sequence have, without padding; None if the ids are elsewhere."""
+        if not isinstance(request.values, np.ndarray):
+            return None
+        lengths = {each.name: each.lengths(request) for each in self._sequences}
+        for name, its in lengths.items():
+            other = self.features[name].aligned_with
+            if other is not None and (differs := its != lengths[other]).any():
+                sample = int(differs.argmax())
+                raise InputError(
+                    f"{_WHERE}: sample {sample} has {its[sample]} ids of {name!r} and {lengths[other][sample]} of "
+                    f"{other!r}, with which it is aligned; expected one id for each position in both"
+                )
+        return lengths
+
+    def _offsets(self, lengths: dict[str, NDArray[np.int64]]) -> dict[str, NDArray[np.int64]]:
+        """Return `LookupResult.offsets`."""
+        return {each.name: each.offsets(lengths[each.name]) for each in self._sequences if each.is_jagged}
+
+    def _masks(self, lengths: dict[str, NDArray[np.int64]]) -> tuple[dict[str, Any], list[int]]:
         """Return `masks` and `truncated` of a lookup's result."""
-        if isinstance(request.values, np.ndarray):
-            lengths = [(each, each.lengths(request)) for each in self._sequences]
-            truncated = [each.count_truncated(its) for each, its in lengths]
-            return {each.name: each.mask(its) for each, its in lengths}, truncated
-        placed: PlacedIds = request.values
-        return placed.masks(self.features)
+        truncated = [each.count_truncated(lengths[each.name]) for each in self._sequences]
+        return {each.name: each.mask(lengths[each.name]) for each in self._sequences if not each.is_jagged}, truncated
 
     def update(
         self,
@@ -217,8 +250,8 @@ class Worker:
         tickets: those of the lookups, each used once. After an error none of them is used.
         block_gradients: for each ticket, float32 [batch_size, total_dim]. None leaves the ticket's pooled ids
             unchanged, which differs from a gradient of 0.
-        sequence_gradients: for each ticket, by name, float32 [batch_size, max_length, dim]; None or a missing name
-            leaves the sequence's ids unchanged.
+        sequence_gradients: for each ticket, by name, float32 of the shape of its rows; None or a missing name leaves
+            the sequence's ids unchanged.
         step: the job's batch number; None: the latest. Rows are stamped with it.
         lrs: learning rates of this update by table; other tables use their own.
         scale: factor of each gradient: 1 / loss scale, or 1 / number of trainers.
@@ -307,8 +340,11 @@ class Worker:
         for each in self._sequences:
             given = sequences.get(each.name)
             where = f"{_UPDATE}, feature {each.name!r}"
+            num_rows = {each.name: getattr(given, "shape", ())[:1]}  # the rows check that of a jagged gradient
             of_sequences.append(
-                None if given is None else self._blocks.check_gradient(where, given, each.shape(ticket.batch_size))
+                None
+                if given is None
+                else self._blocks.check_gradient(where, given, each.shape(ticket.batch_size, num_rows))
             )
         return of_block, of_sequences
 
@@ -329,24 +365,33 @@ class _Sequence:
     """A feature whose rows are not pooled."""
 
     def __init__(self, name: str, index: int, feature: Feature) -> None:
-        assert feature.max_length is not None
-        self.name = name
+        self.name, self.is_jagged = name, feature.jagged
         self._index = index
-        self._max_length, self._dim = feature.max_length, feature.table.dim
-        self._padding_id = feature.padding_id
-        self.floats = self._max_length * self._dim
+        self._max_length = 2**31 if feature.max_length is None else feature.max_length  # more than a batch may hold
+        self._dim, self._padding_id = feature.table.dim, feature.padding_id
 
-    def shape(self, batch_size: int) -> tuple[int, int, int]:
-        return batch_size, self._max_length, self._dim
+    def shape(self, batch_size: int, offsets: Mapping[str, Any]) -> tuple[int, ...]:
+        """Return the shape of the rows. offsets: of jagged sequences; the last one is the number of rows."""
+        if not self.is_jagged:
+            return batch_size, self._max_length, self._dim
+        found = offsets[self.name]
+        return int(found[-1]) if len(found) else 0, self._dim
 
     def lengths(self, request: BagRequest) -> NDArray[np.int64]:
         """Return how many ids each sample has, without padding."""
         first, end = self._index * request.batch_size, (self._index + 1) * request.batch_size + 1
-        bounds = np.arange(first, end) if request.offsets is None else request.offsets[first:end]
+        if request.offsets is None:
+            bounds = np.arange(first, end)
+        else:  # The rows refuse offsets that fall or leave the ids; until then they must do no harm.
+            bounds = np.maximum.accumulate(np.clip(request.offsets[first:end], 0, len(request.values)))
         if self._padding_id is not None:
             ids = request.values[bounds[0] : bounds[-1]] != self._padding_id
             bounds = np.append(0, np.cumsum(ids))[bounds - bounds[0]]
         return np.diff(bounds)
+
+    def offsets(self, lengths: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return where the rows of each sample begin, and where the last ones end."""
+        return np.append(0, np.cumsum(np.minimum(lengths, self._max_length)))
 
     def mask(self, lengths: NDArray[np.int64]) -> NDArray[np.bool_]:
         return np.arange(self._max_length) < lengths[:, None]

@@ -32,6 +32,7 @@ from satrap.worker.remote.protocol import (
     Bytes,
     Flags,
     Floats,
+    Jagged,
     PooledCodec,
     WorkerCalls,
     as_one,
@@ -154,6 +155,7 @@ class RemoteInputs(Inputs):
     weights: NDArray[np.float32] | None = field(init=False, repr=False)
     batches: "RemoteBatches" = field(repr=False)
     number: int
+    jagged: Jagged
 
     def __getattr__(self, name: str) -> Any:
         if name in ("values", "offsets", "weights"):
@@ -171,6 +173,7 @@ class RemoteTicket:
     owner: "RemoteBatches"
     number: int
     batch_size: int
+    jagged: Jagged
     used: bool = False
 
 
@@ -248,6 +251,7 @@ class RemoteBatches(Iterator[RemoteInputs]):
             extra=columns_from_bytes(extra),
             batches=self,
             number=number,
+            jagged={name: np.append(0, np.cumsum(each)) for name, each in description["jagged"].items()},
         )
         with Uninterrupted(), self._lock:
             self.skipped_rows = skipped_rows
@@ -291,7 +295,10 @@ class RemoteBatches(Iterator[RemoteInputs]):
         present = [[part is not None for part in each] for each in parts]
         numbers = [ticket.number for ticket in tickets]
         encode = self.connection.codec.encode
-        sent = [encode(*each) for each in zip(flat, (ticket.batch_size for ticket in tickets), present, strict=True)]
+        sent = [
+            encode(numbers, ticket.batch_size, are_present, ticket.jagged)
+            for numbers, ticket, are_present in zip(flat, tickets, present, strict=True)
+        ]
 
         def send() -> list[int]:
             for i in range(len(tickets) - 1):
@@ -327,12 +334,17 @@ class RemoteIds:
 
     inputs: RemoteInputs
     found: tuple[Flags, list[int]] | None = None
-    """The masks of all sequences, flat, and for each the number of ids beyond its max_length, after the lookup."""
+    """The masks of padded sequences, flat, and for each sequence the number of ids beyond its max_length, after the
+    lookup."""
+
+    @property
+    def jagged(self) -> Jagged:
+        return self.inputs.jagged
 
     def masks(self, features: Features) -> tuple[dict[str, Any], list[int]]:
         assert self.found is not None
         flat, truncated = self.found
-        lengths = {name: each.max_length for name, each in features.items() if each.max_length is not None}
+        lengths = {name: each.padded_length for name, each in features.items() if each.padded_length is not None}
         each_mask = split_one(flat, [(self.inputs.batch_size, length) for length in lengths.values()])
         return {name: mask.copy() for name, mask in zip(lengths, each_mask, strict=True)}, truncated
 
@@ -367,11 +379,11 @@ class RemoteRows(ShardedRows):
             assert rows is not None and flat is not None
             received = [rows.reshape(block.shape), *split_one(flat, [each.shape for each in sequences])]
         else:
-            flat = self.connection.codec.decode(None, coded, n, [True] * (1 + len(sequences)))
+            flat = self.connection.codec.decode(None, coded, n, [True] * (1 + len(sequences)), ids.jagged)
             received = split_one(flat, [each.shape for each in (block, *sequences)])
         for mine, theirs in zip([block, *sequences], received, strict=True):  # the received arrays are read-only
             np.copyto(mine, theirs)
-        return RemoteTicket(batches, number, n) if request.train else None
+        return RemoteTicket(batches, number, n, ids.jagged) if request.train else None
 
     def owns_ticket(self, ticket: object) -> bool:
         owner = getattr(ticket, "owner", None)

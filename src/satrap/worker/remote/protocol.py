@@ -6,8 +6,8 @@ its arguments the batch, which its stream numbers from 1. A worker that does not
 with NotReadyError. The trainer then repeats the handshake, reopens its streams at their oldest batch in flight, and
 repeats the call. `settled` says that all batches below that number were updated or dropped.
 
-Arrays cross flat: a block [batch_size, total_dim], then each sequence [batch_size, max_length, dim] in feature order;
-as float32, or coded as the trainer's wire is.
+Arrays cross flat: a block [batch_size, total_dim], then each sequence [batch_size, max_length, dim], or jagged
+[rows, dim], in feature order; as float32, or coded as the trainer's wire is.
 """
 
 import math
@@ -27,6 +27,8 @@ from satrap.rpc import Origin
 Floats = NDArray[np.float32]
 Flags = NDArray[np.bool_]
 Bytes = NDArray[np.uint8]
+Jagged = Mapping[str, NDArray[np.int64]]
+"""The offsets of jagged sequences; see `satrap.worker.worker.LookupResult`."""
 
 
 class WorkerCalls(Protocol):
@@ -43,7 +45,8 @@ class WorkerCalls(Protocol):
     ) -> tuple[dict[str, Any], Floats | None, Floats | None, Bytes | None]:
         """Return what the trainer needs of a batch: a dict that describes it, dense features, labels, extra columns.
 
-        The dict's "found" is "batch", "end", or "nothing" if the source has not yielded the batch yet.
+        The dict's "found" is "batch", "end", or "nothing" if the source has not yielded the batch yet. Its "jagged" has
+        the lengths of the samples of each jagged sequence.
         """
 
     def length(self, origin: Origin, stream: int) -> dict[str, Any]:
@@ -133,37 +136,46 @@ def columns_from_bytes(data: Bytes | None) -> dict[str, Any]:
 
 class PooledCodec:
     """Encodes what crosses between a worker process and its trainer. `flat` holds a block [batch_size, total_dim], then
-    each sequence [batch_size, max_length, dim], as far as they are present."""
+    each sequence [batch_size, max_length, dim], or jagged [rows, dim], as far as they are present."""
 
     def __init__(self, features: Features, split: _core.Split, wire: str) -> None:
         """split: encodes and decodes. wire: "float32" or "float16"."""
         self._split, self.is_coded = split, wire == "float16"
         self._pooled = _runs_of(features.pooled.values())
         self._sequences = [
-            (feature.table.dim, feature.max_length) for feature in features.values() if feature.max_length is not None
+            (name, feature.table.dim, feature.padded_length)
+            for name, feature in features.items()
+            if feature.pooling == "none"
         ]
         self._layout = lru_cache(maxsize=8)(self._runs)
 
-    def encode(self, flat: Floats, batch_size: int, present: Sequence[bool]) -> tuple[Floats | None, Bytes | None]:
+    def encode(
+        self, flat: Floats, batch_size: int, present: Sequence[bool], jagged: Jagged
+    ) -> tuple[Floats | None, Bytes | None]:
         """Return the floats in one of the two forms; the other one is None.
 
-        present: whether the block, and each sequence, is in `flat`."""
+        present: whether the block, and each sequence, is in `flat`.
+        jagged: the offsets of jagged sequences."""
         if not self.is_coded:
             return flat, None
-        dims, offsets = self._layout(batch_size, tuple(present))
+        dims, offsets = self._layout(batch_size, tuple(present), _num_rows(jagged))
         return None, np.asarray(self._split.encode_runs(dims, offsets, flat))
 
-    def decode(self, flat: Floats | None, coded: Bytes | None, batch_size: int, present: Sequence[bool]) -> Floats:
+    def decode(
+        self, flat: Floats | None, coded: Bytes | None, batch_size: int, present: Sequence[bool], jagged: Jagged
+    ) -> Floats:
         """Return the floats, from whichever form was received."""
         if (flat is None) == (coded is None):
             raise InputError("expected rows or gradients in one of the two forms, found both or none")
         if coded is None:
             assert flat is not None
             return flat
-        dims, offsets = self._layout(batch_size, tuple(present))
+        dims, offsets = self._layout(batch_size, tuple(present), _num_rows(jagged))
         return np.asarray(self._split.decode_runs(dims, offsets, coded))
 
-    def _runs(self, batch_size: int, present: tuple[bool, ...]) -> tuple[NDArray[np.uint32], NDArray[np.int64]]:
+    def _runs(
+        self, batch_size: int, present: tuple[bool, ...], num_rows: tuple[tuple[str, int], ...]
+    ) -> tuple[NDArray[np.uint32], NDArray[np.int64]]:
         """Return runs of rows of one dim: their dims, and where the rows of each begin, and where the last ones end."""
         if len(present) != 1 + len(self._sequences):
             raise InputError(f"found {len(present)} parts; expected a block and {len(self._sequences)} sequences")
@@ -174,12 +186,17 @@ class PooledCodec:
             counts = [counts[0] * batch_size]
         else:
             dims, counts = dims * batch_size, counts * batch_size
-        for (dim, max_length), is_present in zip(self._sequences, present[1:], strict=True):
+        rows_of = dict(num_rows)
+        for (name, dim, padded_length), is_present in zip(self._sequences, present[1:], strict=True):
             dims += [dim] * is_present
-            counts += [batch_size * max_length] * is_present
+            counts += [rows_of[name] if padded_length is None else batch_size * padded_length] * is_present
         offsets = np.zeros(len(counts) + 1, np.int64)
         np.cumsum(counts, out=offsets[1:])
         return np.array(dims, np.uint32), offsets
+
+
+def _num_rows(jagged: Jagged) -> tuple[tuple[str, int], ...]:
+    return tuple((name, int(offsets[-1])) for name, offsets in jagged.items())
 
 
 def _runs_of(dims: Iterable[int]) -> list[tuple[int, int]]:

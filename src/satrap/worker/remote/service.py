@@ -192,7 +192,7 @@ class WorkerService:
     def read(
         self, origin: Origin, stream: int, number: int, settled: int
     ) -> "Future[tuple[dict[str, Any], Floats | None, Floats | None, Bytes | None]]":
-        return self._submit(origin, stream, lambda _, reader: _read(reader, number, settled))
+        return self._submit(origin, stream, lambda session, reader: _read(session.worker, reader, number, settled))
 
     def length(self, origin: Origin, stream: int) -> "Future[dict[str, Any]]":
         return self._submit(origin, stream, lambda _, reader: reader.length())
@@ -220,7 +220,8 @@ class WorkerService:
             if not codec.is_coded:
                 return found.block.reshape(-1), as_one(sequences, np.float32), None, masks, found.truncated
             flat, present = as_one([found.block, *sequences], np.float32), [True] * (1 + len(sequences))
-            return None, None, codec.encode(flat, inputs.batch_size, present)[1], masks, found.truncated
+            coded = codec.encode(flat, inputs.batch_size, present, found.offsets)[1]
+            return None, None, coded, masks, found.truncated
 
         return self._submit(origin, stream, work)
 
@@ -330,7 +331,7 @@ def worker_samples(status: Mapping[str, Any]) -> list[Sample]:
 
 
 def _read(
-    reader: BatchReader, number: int, settled: int
+    worker: Worker, reader: BatchReader, number: int, settled: int
 ) -> tuple[dict[str, Any], Floats | None, Floats | None, Bytes | None]:
     reader.forget(settled)
     try:
@@ -349,6 +350,7 @@ def _read(
         "labels": [] if inputs.label is None else list(inputs.label.shape[1:]),
         "position": inputs.position.to_dict(),
         "skipped_rows": held.skipped_rows.to_list(),
+        "jagged": {name: np.diff(offsets).tolist() for name, offsets in worker.jagged_offsets(inputs).items()},
     }
     dense = None if inputs.dense is None else np.ascontiguousarray(inputs.dense).reshape(-1)
     label = None if inputs.label is None else np.ascontiguousarray(inputs.label).reshape(-1)
@@ -384,10 +386,13 @@ def _split_gradients(
     session: _TrainerSession, inputs: Inputs, present: list[bool], gradients: Floats | None, coded: Bytes | None
 ) -> tuple[Floats | None, dict[str, Floats]]:
     batch_size, features = inputs.batch_size, session.worker.features
-    flat = session.codec.decode(gradients, coded, batch_size, present)
+    jagged = session.worker.jagged_offsets(inputs)
+    flat = session.codec.decode(gradients, coded, batch_size, present, jagged)
     shapes: dict[str, tuple[int, ...]] = {"": (batch_size, features.total_dim)}
     for name, feature in features.items():
-        if feature.max_length is not None:
+        if feature.jagged:
+            shapes[name] = int(jagged[name][-1]), feature.table.dim
+        elif feature.max_length is not None:
             shapes[name] = batch_size, feature.max_length, feature.table.dim
     sent = {name: shape for (name, shape), is_sent in zip(shapes.items(), present, strict=False) if is_sent}
     if len(present) != len(shapes) or sum(map(math.prod, sent.values())) != len(flat):

@@ -49,7 +49,7 @@ class WorkerSpec(Serializable):
             mine["table"], its["table"] = mine["table.name"], its["table.name"]
             found += [
                 f"feature {name!r}, {key}: {mine[key]!r} here, {its[key]!r} there"
-                for key in ("table", "pooling", "weighted", "max_length", "keep", "padding_id")
-                if mine[key] != its[key]
+                for key in mine
+                if not key.startswith("table.") and mine[key] != its[key]
             ]
         return found

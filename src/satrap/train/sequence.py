@@ -1,0 +1,88 @@
+"""The rows of a feature without pooling, as a batch returns them: padded to one length, or jagged.
+
+A jagged sequence holds the rows of all samples after each other and the offset where each sample begins, so it costs
+what its ids cost, however long the longest sample is. `nested` and `padded` make other forms of it, through which
+gradients flow.
+"""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from satrap.errors import InputError
+
+
+class Sequence:
+    """The rows of a feature without pooling: values [batch, max_length, dim], zeros where mask [batch, max_length] is
+    False."""
+
+    __slots__ = ("mask", "numbers", "values")
+
+    def __init__(self, values: Tensor, mask: Tensor, numbers: Mapping[str, Tensor] | None = None) -> None:
+        self.values, self.mask = values, mask
+        self.numbers: Mapping[str, Tensor] = numbers or {}
+        """The numbers beside the ids by column, float64 [batch, max_length]; zeros where the mask is False."""
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """All tensors of the sequence."""
+        return [self.values, self.mask, *self.numbers.values()]
+
+
+class JaggedSequence:
+    """The rows of a feature without pooling or padding: those of sample s are values[offsets[s] : offsets[s + 1]].
+
+    `values` is [rows, dim], a leaf of autograd; `offsets`, int64, has one element more than the batch has samples.
+    """
+
+    __slots__ = ("longest", "numbers", "offsets", "shortest", "values")
+
+    def __init__(
+        self,
+        values: Tensor,
+        offsets: Tensor,
+        *,
+        shortest: int,
+        longest: int,
+        numbers: Mapping[str, Tensor] | None = None,
+    ) -> None:
+        self.values, self.offsets = values, offsets
+        self.shortest, self.longest = shortest, longest
+        """Lengths of the shortest and the longest sample, which need no wait for a device."""
+        self.numbers: Mapping[str, Tensor] = numbers or {}
+        """The numbers beside the ids by column, float64 [rows]."""
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """All tensors of the sequence."""
+        return [self.values, self.offsets, *self.numbers.values()]
+
+    @property
+    def lengths(self) -> Tensor:
+        """The number of rows of each sample, int64 [batch]."""
+        return self.offsets.diff()
+
+    def nested(self) -> Tensor:
+        """Return the rows as a nested tensor in torch's jagged layout, [batch, any length, dim], without a copy."""
+        return torch.nested.nested_tensor_from_jagged(
+            self.values, self.offsets, min_seqlen=self.shortest, max_seqlen=self.longest
+        )
+
+    def padded(self, max_length: int | None = None) -> Sequence:
+        """Return the rows padded with zeros. max_length: at least `longest`, which is the default."""
+        length = self.longest if max_length is None else max_length
+        if length < self.longest:
+            raise InputError(
+                f"padded: max_length is {length}, and a sample has {self.longest} rows; expected at least as many: "
+                "declare table.sequence(max_length, jagged=True) to look up no more"
+            )
+        mask = torch.arange(length, device=self.offsets.device) < self.lengths[:, None]
+        return Sequence(
+            _spread(self.values, mask), mask, {name: _spread(each, mask) for name, each in self.numbers.items()}
+        )
+
+
+def _spread(rows: Tensor, mask: Tensor) -> Tensor:
+    """Return the rows at the places where the mask is True, in order, and zeros elsewhere."""
+    return rows.new_zeros(*mask.shape, *rows.shape[1:]).index_put((mask,), rows)

@@ -105,6 +105,7 @@ def _schema_of(texts: Sequence[TextFile], columns: Columns) -> Any:
             numbers = {column.name for column in columns.dense} | {each.name for each in columns.label}
             numbers |= {column.weights for column in columns.ids if column.weights}
             numbers |= {column.name for column in columns.ids if column.boundaries}
+            numbers |= {name for column in columns.ids for name in column.numbers}
             times = {each.name for each in columns.ids if each.time} | {
                 each.name for each in columns.dense if each.time
             }

@@ -148,7 +148,8 @@ docs: .venv/.docs
 	NO_MKDOCS_2_WARNING=1 $(bin)/python -m mkdocs build --strict --quiet
 	@echo build/site/index.html
 
-# docs/reference.md from the docstrings; docs/cli.md from the parsers; docs/metrics.md and deploy/grafana from the table of metrics. Tests compare them.
+# docs/reference/ from the docstrings; docs/cli.md from the parsers; docs/metrics.md and deploy/grafana from the table of
+# metrics. Tests compare them.
 reference: setup
 	$(bin)/python docs/reference.py
 	$(bin)/python docs/cli.py

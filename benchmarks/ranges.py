@@ -29,7 +29,7 @@ REPORTED: dict[tuple[str, str], Ratio] = {
     ("train/20Mx16/light/fp32/adagrad/2t", _ZEN_4): (1.55, 1.55, 1.55),
     ("train/20Mx16/light/bf16/adagrad/2t", _ZEN_4): (1.76, 1.76, 1.76),
 }
-"""Runs of the same commands whose records were not kept (docs/log.md, 28 November 2026). A record replaces them."""
+"""Runs of the same commands without a kept record (docs/internals/log.md, 28 November 2026). A record replaces them."""
 STORE = {
     f"{rows}M x {dim}, {name}": f"train/{rows}Mx{dim}/{optimizer}/zipf/2t"
     for optimizer, name in (("adagrad", "Adagrad"), ("rowwise", "row-wise Adagrad"))

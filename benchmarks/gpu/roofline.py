@@ -3,7 +3,7 @@
 Counted are the bytes that the kernels must move, and for the dense network six passes over each activation: written
 once and read twice, and so is its gradient. Fused kernels move less, and caches hide some, so a limit is an estimate of
 what is possible and no promise. `python -m benchmarks.gpu.roofline FILE` prints the table of
-docs/design/004-device.md from the records of `benchmarks.store --case resolve` in a file.
+docs/internals/004-device.md from the records of `benchmarks.store --case resolve` in a file.
 """
 
 import json

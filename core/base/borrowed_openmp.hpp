@@ -1,8 +1,8 @@
 // Runs table work on the threads of another library. torch runs its operators on GNU's OpenMP threads, which spin for
 // some milliseconds after each, waiting for the next. Table work between two operators, on the core's own threads,
 // would share the cores with them: a call of 1.2 ms took 3.6. So a thread that runs torch's operators can let its calls
-// into the core run on the same threads; docs/log.md has the figures. Nothing is linked: the library is the one
-// that the process has already loaded.
+// into the core run on the same threads; docs/internals/log.md has the figures. Nothing is linked: the library is the
+// one that the process has already loaded.
 #pragma once
 
 #include <dlfcn.h>

@@ -7,6 +7,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 from satrap.config.columns import DenseColumn, IdColumn, LabelColumn
+from satrap.config.features import Features
 from satrap.config.optimizers import SGD, Adagrad, Adam, AdamW, Ftrl, RowWiseAdagrad
 from satrap.config.tables import (
     Always,
@@ -28,6 +29,7 @@ from satrap.data.inputs import Inputs, Position
 from satrap.data.iterable import IterableSource
 from satrap.data.json_lines import JSON
 from satrap.data.parquet import Parquet
+from satrap.data.source import Source
 from satrap.data.tfrecord import TFRecord
 from satrap.data.vectors import read_vectors
 from satrap.errors import (
@@ -39,7 +41,6 @@ from satrap.errors import (
     DeadlineError,
     ForkError,
     InputError,
-    MovedError,
     NonFiniteError,
     NotReadyError,
     RpcError,
@@ -52,7 +53,7 @@ from satrap.errors import (
 )
 from satrap.monitor.progress import Progress
 from satrap.monitor.sinks import JsonLines, Screen, TensorBoard
-from satrap.table.store import Store
+from satrap.table.store import Store, StoredRows
 from satrap.train.deployment import Deployment
 
 if TYPE_CHECKING:
@@ -60,17 +61,20 @@ if TYPE_CHECKING:
     from satrap.checkpoint.checkpoint import Checkpoint
     from satrap.data import synthetic
     from satrap.monitor.metrics import Evaluation
-    from satrap.monitor.report import Counters
-    from satrap.serving.reader import Reader
+    from satrap.monitor.report import Counters, Report
+    from satrap.serving.reader import Reader, ReaderTable
     from satrap.table.table_group import TableGroup
     from satrap.train import negatives
     from satrap.train.batch import Batch
     from satrap.train.embeddings import Embeddings
     from satrap.train.evaluation import auc, evaluate
     from satrap.train.optimizer import HybridOptimizer
+    from satrap.train.process_group import ProcessGroup
     from satrap.train.retrieval import full_softmax, topk
+    from satrap.train.sequence import Sequence
     from satrap.train.stream import Stream
     from satrap.train.validation import Validation
+    from satrap.worker.sharded_tables import ShardedTable, ShardedTables
 
 _LATER = {
     "Batch": "train.batch",
@@ -79,14 +83,20 @@ _LATER = {
     "Embeddings": "train.embeddings",
     "Evaluation": "monitor.metrics",
     "HybridOptimizer": "train.optimizer",
+    "ProcessGroup": "train.process_group",
     "Reader": "serving.reader",
+    "ReaderTable": "serving.reader",
+    "Report": "monitor.report",
+    "Sequence": "train.sequence",
+    "ShardedTable": "worker.sharded_tables",
+    "ShardedTables": "worker.sharded_tables",
     "Stream": "train.stream",
     "TableGroup": "table.table_group",
     "Validation": "train.validation",
     "auc": "train.evaluation",
     "evaluate": "train.evaluation",
-    "topk": "train.retrieval",
     "full_softmax": "train.retrieval",
+    "topk": "train.retrieval",
 }
 """Names that come with torch, and types of results: their files are imported at the first use of the name."""
 _MODULES = {"models": "models", "negatives": "train.negatives", "synthetic": "data.synthetic"}
@@ -134,6 +144,7 @@ __all__ = [
     "Embeddings",
     "Evaluation",
     "Feature",
+    "Features",
     "ForkError",
     "Frame",
     "Ftrl",
@@ -146,25 +157,32 @@ __all__ = [
     "JsonLines",
     "LabelColumn",
     "MinCount",
-    "MovedError",
     "NonFiniteError",
     "Normal",
     "NotReadyError",
     "Parquet",
     "Position",
     "Probability",
+    "ProcessGroup",
     "Progress",
     "Reader",
+    "ReaderTable",
+    "Report",
     "RowWiseAdagrad",
     "RpcError",
     "SGD",
     "SatrapError",
     "ScaledUniform",
     "Screen",
+    "Sequence",
+    "ShardedTable",
+    "ShardedTables",
     "SharedMemoryError",
     "SnapshotError",
+    "Source",
     "SourceError",
     "Store",
+    "StoredRows",
     "Stream",
     "StreamError",
     "TFRecord",

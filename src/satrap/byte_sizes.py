@@ -14,13 +14,13 @@ def parse_bytes(where: str, size: object, others: str = "") -> int:
     others: what else a message says that `where` may be."""
     if isinstance(size, int) and not isinstance(size, bool) and size >= 0:
         return size
-    found = re.fullmatch(r"(\d+(?:\.\d+)?) ?(\w*)", size) if isinstance(size, str) else None
-    if found is None or found[2] not in _UNITS:
+    match = re.fullmatch(r"(\d+(?:\.\d+)?) ?(\w*)", size) if isinstance(size, str) else None
+    if match is None or match[2] not in _UNITS:
         raise ConfigError(
             f"{where} is {size!r} ({type(size).__name__}); expected bytes as an integer, or a string such as '100GiB'"
             f"{others}"
         )
-    return int(float(found[1]) * _UNITS[found[2]])
+    return int(float(match[1]) * _UNITS[match[2]])
 
 
 def format_bytes(number: float) -> str:

@@ -84,13 +84,13 @@ def _folders(controller: str, proc: Path) -> Iterator[Path]:
     for _, controllers, path in lines:
         if controller not in controllers.split(",") and controllers:
             continue
-        found = [mount for mount in mounts if mount.has(controller if controllers else None)]
-        folder = next((place for mount in found if (place := mount.folder(path)) is not None), None)
-        if folder is None and found:  # the group is outside what this mount shows; its root is all there is to see
-            folder = found[0].point
+        visible = [mount for mount in mounts if mount.has(controller if controllers else None)]
+        folder = next((place for mount in visible if (place := mount.folder(path)) is not None), None)
+        if folder is None and visible:  # the group is outside what this mount shows; its root is all there is to see
+            folder = visible[0].point
         while folder is not None:
             yield folder
-            folder = None if any(folder == mount.point for mount in found) else folder.parent
+            folder = None if any(folder == mount.point for mount in visible) else folder.parent
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +105,7 @@ class _Mount:
     def parse(cls, line: str) -> "_Mount":
         before, _, after = line.partition(" - ")
         kind, _, options = after.split(" ", 2)
-        root, point = (_ESCAPED.sub(lambda code: chr(int(code[1], 8)), each) for each in before.split(" ")[3:5])
+        root, point = (_ESCAPED.sub(lambda code: chr(int(code[1], 8)), field) for field in before.split(" ")[3:5])
         return cls(kind, tuple(options.split(",")), PurePosixPath(root), Path(point))
 
     def has(self, controller: str | None) -> bool:

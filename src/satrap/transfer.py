@@ -108,8 +108,8 @@ class Transfer:
             if now < self._reported_at + _REPORT_SECONDS or (self._outer is not None and self._outer._total):
                 return
             self._reported_at = now
-        found = self.figures()
-        self._log(logging.INFO, "progress", f": {format_progress(**found)}", **found)
+        figures = self.figures()
+        self._log(logging.INFO, "progress", f": {format_progress(**figures)}", **figures)
 
     def _log(self, level: int, name: str, text: str, **figures: object) -> None:
         extra = event(f"{self.kind}_{name}", **self._values, **figures)
@@ -150,13 +150,13 @@ class Transfers:
         """Return for each kind: how many are `running`; the `bytes` that they have moved, of a `total` (0: not known),
         and the `seconds_left` (None: not known); how many were `completed` since the process started, and of the last
         of these the `last_bytes`, its `seconds`, and as Unix time when it `ended_at`."""
-        found = {}
+        totals = {}
         for kind in self.KINDS:
             figures = self._figures(kind)
-            sums, left = _sums(figures), [each["seconds_left"] for each in figures]
+            sums, left = _sums(figures), [figure["seconds_left"] for figure in figures]
             with self._lock:
                 last = dict(self._completed[kind])
-            found[kind] = {
+            totals[kind] = {
                 "running": len(figures),
                 "bytes": sums["bytes"],
                 "total": sums["total"],
@@ -166,15 +166,15 @@ class Transfers:
                 "seconds": last["seconds"],
                 "ended_at": last["ended_at"],
             }
-        return found
+        return totals
 
     def _figures(self, kind: str | None = None) -> list[dict[str, Any]]:
         with self._lock:
-            return [each.figures() for each in self._running if kind in (None, each.kind)]
+            return [transfer.figures() for transfer in self._running if kind in (None, transfer.kind)]
 
 
 def _sums(figures: Sequence[Mapping[str, Any]]) -> dict[str, int]:
-    return {key: sum(each[key] or 0 for each in figures) for key in ("done", "total", "bytes")}
+    return {key: sum(figure[key] or 0 for figure in figures) for key in ("done", "total", "bytes")}
 
 
 def advance(num_bytes: int) -> None:

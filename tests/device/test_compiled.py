@@ -4,8 +4,8 @@ costs.
 
 A kernel may not spill, touch local memory, or flush, approximate or contract what its formula does not; it reads and
 writes rows by 16 bytes where their dim allows it; and its instructions have a budget. Each run compiles all kernels for
-one dim, which is drawn, and those of the table in docs/design/004-device.md. `make test ALL=1` compiles all dims, also
-with the Triton that torch 2.11 brings. build/triton keeps what was compiled before.
+one dim, which is drawn, and those of the table in docs/internals/004-device.md. `make test ALL=1` compiles all dims,
+also with the Triton that torch 2.11 brings. build/triton keeps what was compiled before.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ DTYPES = ("float32", "float16", "bfloat16")
 DIMS = (16, 64, 128, 37)
 OPTIMIZERS = ("SGD", "momentum", "Nesterov", "Adagrad", "RowWiseAdagrad", "Adam", "AdamW", "Ftrl")
 ALL_OPTIONS = ("factors", "scaled", "skip")
-NOTE = Path(__file__).parents[2] / "docs/design/004-device.md"
+NOTE = Path(__file__).parents[2] / "docs/internals/004-device.md"
 
 BUDGETS: dict[str, tuple[int, int]] = {
     #                 float32  16 bits
@@ -211,7 +211,7 @@ def test_a_job_compiles_each_kernel_once_with_triton_3_6(older: Compilers, pinne
 
 
 def test_the_table_of_the_note(pinned: Compilers) -> None:
-    """docs/design/004-device.md has what the kernels cost."""
+    """docs/internals/004-device.md has what the kernels cost."""
     kinds = [("pool", "SGD", ()), ("pool", "SGD", ("bags",)), ("sequence", "SGD", ()), ("exchange", "SGD", ())]
     kinds += [("initialise", "SGD", (initial,)) for initial in ("uniform", "normal")]
     kinds += [("update", optimizer, ()) for optimizer in OPTIMIZERS]

@@ -1,7 +1,12 @@
 """Values as frames and methods as numbers, without a socket: encoded values are decoded, and other frames refused."""
 
+import itertools
 import json
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
 from typing import Any, Protocol
 
 import numpy as np
@@ -277,3 +282,40 @@ def test_errors_that_cannot_be_read(frames: list[bytes]) -> None:
 def test_an_unknown_error_name_is_not_looked_up() -> None:
     for name in ("SystemExit", "__builtins__", "__doc__", "Exception"):
         assert type(decode_error([json.dumps([name, "x"]).encode()], "m", "a")) is RpcError
+
+
+def test_what_a_signals_handler_raises_while_json_is_read_passes_through() -> None:
+    kinds = [read_type("x", int)]
+    value, refusal = encode(kinds, [7], name, InputError), encode_error(InputError("no"))
+    for reads in (lambda: decode(kinds, value, name), lambda: decode_error(refusal, "m", "a")):
+        for moment in itertools.count():
+            with raised_in_json(moment) as came:
+                try:
+                    reads()
+                except InputError as error:
+                    assert str(error) == "stop"
+            if not came:
+                break
+        assert moment > 3
+
+
+@contextmanager
+def raised_in_json(moment: int) -> Iterator[list[int]]:
+    """Raise an error at the n-th line that runs in the json module; what it returns is filled when that happened."""
+    came: list[int] = []
+    lines = itertools.count()
+
+    def trace(frame: FrameType, event: str, _: object) -> Any:
+        if not frame.f_code.co_filename.startswith(str(Path(json.__file__).parent)):
+            return None
+        if event == "line" and next(lines) == moment:
+            came.append(moment)
+            raise InputError("stop")
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        yield came
+    finally:
+        sys.settrace(before)

@@ -11,7 +11,7 @@ import torch
 from bag_oracle import draw_bags
 from loop import batches, bits, job, train_step
 from satrap import Adagrad, Batch, Embeddings, InputError, Normal, Table
-from satrap.train.batch import Sequence
+from satrap.train.sequence import Sequence
 
 
 def looked_up() -> Batch:

@@ -50,7 +50,7 @@ class Catalog:
         best: names of versions that were the best of the run when they were saved.
         """
         self.parents = parents
-        self._best = [each for each in _sorted_versions(best) if each.name in parents]
+        self._best = [version for version in _sorted_versions(best) if version.name in parents]
         self._complete, self._torn = _sorted_versions(parents), _sorted_versions(torn)
         self._used = _sorted_versions(used)
 
@@ -68,16 +68,16 @@ class Catalog:
     def skipped(self) -> list[str]:
         """The torn versions that are newer than the newest that counts."""
         last = self._complete[-1].number if self._complete else 0
-        return [each.name for each in self._torn if each.number > last]
+        return [torn.name for torn in self._torn if torn.number > last]
 
     @property
     def removed_later(self) -> set[str]:
         """The torn versions that become garbage once a newer version counts."""
-        return {each.name for each in self._torn if each.writer}
+        return {torn.name for torn in self._torn if torn.writer}
 
     def next(self, step: int, writer: str) -> Version:
         """Return the version to write now; its number was never used before."""
-        numbers = [each.number for each in (*self._complete, *self._torn, *self._used)]
+        numbers = [entry.number for entry in (*self._complete, *self._torn, *self._used)]
         return Version(1 + max(numbers, default=0), step, writer)
 
     def is_newer(self, name: str, than: str | None) -> bool:
@@ -95,17 +95,17 @@ class Catalog:
     def removable(self, keep: int) -> list[str]:
         """Return the versions beyond the newest `keep` and the best, except the parents of those."""
         needed: set[str] = set()
-        for each in [*self._complete[-keep:], *self._best[-1:]]:
-            ancestor: str | None = each.name
+        for entry in [*self._complete[-keep:], *self._best[-1:]]:
+            ancestor: str | None = entry.name
             while ancestor is not None and ancestor not in needed:
                 needed.add(ancestor)
                 ancestor = self.parents.get(ancestor)
-        return [each.name for each in self._complete if each.name not in needed]
+        return [entry.name for entry in self._complete if entry.name not in needed]
 
     def garbage(self) -> list[str]:
         """Return what interrupted uploads and removals have left."""
         last = self._complete[-1].number if self._complete else 0
-        return [each.name for each in self._torn if each.writer and each.number < last]
+        return [torn.name for torn in self._torn if torn.writer and torn.number < last]
 
 
 def _sorted_versions(names: Iterable[str]) -> list[Version]:

@@ -206,11 +206,13 @@ class Checkpoint:
 
             def begin() -> None:
                 self._session.require_whole_rows()
-                state = self._state([state_of(each) for each in randoms])
+                state = self._state([state_of(generator) for generator in randoms])
                 draft = self._writer.draft(
                     self._session.worker.tables,
                     step=max(steps),
-                    positions=tuple(None if each is None else Position.from_dict(each) for each in positions),
+                    positions=tuple(
+                        None if position is None else Position.from_dict(position) for position in positions
+                    ),
                     state=FrozenState.of(state),
                     source=self._signature(),
                     is_best=any(bests),
@@ -277,9 +279,9 @@ class Checkpoint:
         with self._directory.chain_of(name) as chain:
             if not trainers.all(bool(chain)):
                 if not trainers.all(not chain):
-                    found = chain[-1].where if chain else "no checkpoint"
+                    latest = chain[-1].where if chain else "no checkpoint"
                     raise CheckpointError(
-                        f"some trainers find a checkpoint and others none; this one finds {found}: use a folder that "
+                        f"some trainers find a checkpoint and others none; this one finds {latest}: use a folder that "
                         "all machines share"
                     )
                 return False
@@ -333,8 +335,8 @@ class Checkpoint:
             return positions[trainers.rank]
         if not any(positions):
             return None
-        known = [each or Position(0, 0, 0) for each in positions]
-        if any(each.offset is not None for each in known):
+        known = [position or Position(0, 0, 0) for position in positions]
+        if any(place.offset is not None for place in known):
             raise CheckpointError(
                 f"{entry.where} was saved by {len(known)} trainers and this job has {trainers.world_size}: its "
                 f"positions are offsets in the data: resume it with {len(known)} trainers"
@@ -359,8 +361,8 @@ class Checkpoint:
         fails."""
         before = copy.deepcopy(self._state([_random_state()]))
         try:
-            for each in state["random"][self._session.trainers.rank :][:1]:  # empty if fewer trainers saved it
-                _set_random_state(each)
+            for saved in state["random"][self._session.trainers.rank :][:1]:  # empty if fewer trainers saved it
+                _set_random_state(saved)
             for name, each in self._objects.items():
                 try:
                     each.load_state_dict(state["objects"][name])

@@ -74,8 +74,8 @@ class _Disk:
     def publish(self, written: Folder, name: str, last: str, data: bytes, check: Callable[[], None]) -> None:
         path = self._path / written.name
         write_file(path / last, data)
-        for each in (*(folder for folder in path.iterdir() if folder.is_dir()), path):
-            put_on_disk(each)
+        for level in (*(folder for folder in path.iterdir() if folder.is_dir()), path):
+            put_on_disk(level)
         check()
         os.rename(path, self._path / name)
         put_on_disk(self._path)
@@ -90,9 +90,9 @@ class _Disk:
         shutil.rmtree(hidden, ignore_errors=True)
 
     def remove_hidden(self, is_left: Callable[[str], bool]) -> None:
-        for each in self._path.iterdir():
-            if is_left(each.name):
-                shutil.rmtree(each, ignore_errors=True)
+        for entry in self._path.iterdir():
+            if is_left(entry.name):
+                shutil.rmtree(entry, ignore_errors=True)
 
     @contextmanager
     def locked(self, seconds: float) -> Iterator[None]:

@@ -104,7 +104,7 @@ class CheckpointManifest:
         kinds: dict[str, Any] = {"name": str, "step": int, "parent": str | None, "parent_crc32c": int | None}
         kinds |= {"source": Mapping | None, "state_crc32c": int, "is_best": bool}
         wrong = [name for name, kind in kinds.items() if not isinstance(getattr(self, name), kind)]
-        wrong += ["tables"] if not all(isinstance(each, str) for each in self.tables) else []
+        wrong += ["tables"] if not all(isinstance(table, str) for table in self.tables) else []
         if not wrong and not 0 <= self.step <= LAST_STEP:
             return f"step is {self.step}; expected 0 to {LAST_STEP}"
         return f"{wrong[0]} is of a wrong type" if wrong else None
@@ -325,7 +325,7 @@ class RunDirectory:
     def _scan(self, last: str | None) -> Catalog:
         """Scan the folder. A list may lag, so names known from elsewhere are looked up, too."""
         listed, owner = set(self.folder.names()), self._owner()
-        used = {*self._announced, *(each for each in (last, owner and owner.announced) if each)}
+        used = {*self._announced, *(name for name in (last, owner and owner.announced) if name)}
         versions = sorted(version for name in listed | used if (version := Version.parse(name)) is not None)
         parents: dict[str, str | None] = {}
         torn = []
@@ -398,10 +398,10 @@ class RunDirectory:
 
     def _require_alone(self) -> None:
         """Raise CheckpointError if another process has saved here since this one resumed or saved."""
-        found = self._owner()
-        is_known = found is None or found.writer in (self._this_owner.writer, self._previous_writer)
+        owner = self._owner()
+        is_known = owner is None or owner.writer in (self._this_owner.writer, self._previous_writer)
         if self._has_claim and not is_known:
-            raise self._two_owners(found)
+            raise self._two_owners(owner)
 
     def _claim(self, name: str) -> None:
         """Record this process as the owner, and the name of its next checkpoint."""
@@ -411,11 +411,11 @@ class RunDirectory:
         self._announced.add(name)
 
     def _require_owned(self) -> None:
-        if (found := self._owner()) != self._this_owner:
-            raise self._two_owners(found)
+        if (owner := self._owner()) != self._this_owner:
+            raise self._two_owners(owner)
 
-    def _two_owners(self, found: RunOwner | None) -> CheckpointError:
-        other = f"{found} saves into it" if found else f"its {OWNER} was removed"
+    def _two_owners(self, owner: RunOwner | None) -> CheckpointError:
+        other = f"{owner} saves into it" if owner else f"its {OWNER} was removed"
         return CheckpointError(
             f"{self.folder}: {other}, and so did this process, {self._this_owner}, which now stops saving here; "
             "terminate one of the two, and give each run its own folder"

@@ -81,9 +81,9 @@ def read_state(folder: Folder, name: str, crc32c: int) -> Any:
         raise CheckpointError(f"{path} cannot be read: {error}; remove {folder} to use an older one") from error
 
 
-def require_model(path: str, found: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
-    """Raise CheckpointError if the state that was found is of another model."""
-    if lines := differences(found, expected):
+def require_model(path: str, saved: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
+    """Raise CheckpointError if the saved state is of another model."""
+    if lines := differences(saved, expected):
         more = [f"and {len(lines) - 3} more"] if len(lines) > 3 else []
         raise CheckpointError(
             f"{path} is of another model: {'; '.join([*lines[:3], *more])}: build the same model, or use another folder"
@@ -133,7 +133,7 @@ def _build(tree: Any, tensors: Mapping[str, Tensor]) -> Any:
         case {"__tensor__": name}:
             return tensors[name]
         case {"__tuple__": items}:
-            return tuple(_build(each, tensors) for each in items)
+            return tuple(_build(item, tensors) for item in items)
         case {"__pairs__": pairs}:
             return {key: _build(each, tensors) for key, each in pairs}
         case {"__float__": text}:
@@ -141,16 +141,16 @@ def _build(tree: Any, tensors: Mapping[str, Tensor]) -> Any:
         case dict():
             return {key: _build(each, tensors) for key, each in tree.items()}
         case list():
-            return [_build(each, tensors) for each in tree]
+            return [_build(subtree, tensors) for subtree in tree]
     return tree
 
 
-def differences(found: Mapping[str, Any], expected: Mapping[str, Any]) -> list[str]:
+def differences(saved: Mapping[str, Any], expected: Mapping[str, Any]) -> list[str]:
     """Describe how two flat state_dicts differ in names, shapes and dtypes."""
-    lines = [f"{name}: not in the checkpoint" for name in expected if name not in found]
-    lines += [f"{name}: only in the checkpoint" for name in found if name not in expected]
+    lines = [f"{name}: not in the checkpoint" for name in expected if name not in saved]
+    lines += [f"{name}: only in the checkpoint" for name in saved if name not in expected]
     for name in expected:
-        one, other = found.get(name), expected[name]
+        one, other = saved.get(name), expected[name]
         if not isinstance(one, torch.Tensor) or not isinstance(other, torch.Tensor):
             continue
         if one.shape != other.shape or one.dtype != other.dtype:

@@ -89,6 +89,10 @@ def _output_lines(options: argparse.Namespace) -> Iterator[str]:
             if options.ids:
                 raise ConfigError("doctor --ids without FILES: name the files whose columns these are")
             return examine(options.dim, run=not options.no_run)
+        case "train":
+            from satrap.cli.train_command import train_model
+
+            return train_model(options)
         case "import":
             from satrap.cli.import_command import import_vectors
 

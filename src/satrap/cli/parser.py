@@ -19,6 +19,7 @@ from satrap.cli.options import (
     path_option,
 )
 from satrap.cli.process_parser import add_server, add_trainer, add_worker
+from satrap.cli.train_command import add_train
 from satrap.config.validation import suggest
 
 
@@ -34,6 +35,7 @@ def command_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(
         title="commands", dest="command", metavar="COMMAND", action=_CommandAction, parser_class=_CommandParser
     )
+    add_train(commands)
     _add_run(commands)
     _add_scale(commands)
     _add_status(commands)

@@ -24,8 +24,8 @@ _ROUNDS_TO_0 = 2.0**-150  # half the smallest float32 above 0
 
 def as_ids(where: str, ids: object) -> NDArray[np.uint64]:
     """Return the ids as uint64 [n]; int64, or a list of integers, is taken as its bit pattern."""
-    if isinstance(ids, list | tuple) and all(type(each) is int and -(2**63) <= each < 2**64 for each in ids):
-        return np.array([each % 2**64 for each in ids], np.uint64)
+    if isinstance(ids, list | tuple) and all(type(number) is int and -(2**63) <= number < 2**64 for number in ids):
+        return np.array([number % 2**64 for number in ids], np.uint64)
     array = _as_array(where, "ids", ids, "a uint64 or int64 array")
     if array.dtype not in (np.uint64, np.int64):
         advice = f"{array.dtype} cannot hold all ids: read them as integers"

@@ -369,8 +369,8 @@ def check_column(where: str, name: object) -> str:
 def as_names(where: str, name: str, value: object) -> tuple[str, ...]:
     """Return one text, or several different ones, as a tuple."""
     names: Any = (value,) if isinstance(value, str) else value
-    if not isinstance(names, Sequence) or not all(isinstance(each, str) for each in names):
+    if not isinstance(names, Sequence) or not all(isinstance(name, str) for name in names):
         raise ConfigError(f"{where}: {name} is {describe(value)}; expected strings")
     if len(set(names)) != len(names):
-        raise ConfigError(f"{where}: {name} holds {next(each for each in names if names.count(each) > 1)!r} twice")
+        raise ConfigError(f"{where}: {name} holds {next(name for name in names if names.count(name) > 1)!r} twice")
     return tuple(names)

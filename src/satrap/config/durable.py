@@ -91,8 +91,8 @@ def parse_json(data: bytes | str) -> Any:
     for _ in range(_MAX_DEPTH):
         if not level:
             return value
-        children = (each for node in level for each in (node.values() if isinstance(node, dict) else node))
-        level = [each for each in children if isinstance(each, dict | list)]
+        children = (child for node in level for child in (node.values() if isinstance(node, dict) else node))
+        level = [child for child in children if isinstance(child, dict | list)]
     raise ValueError(f"it is nested more than {_MAX_DEPTH} deep")
 
 

@@ -51,17 +51,17 @@ class Job(Serializable):
 
         The learning rate may differ, because each update brings its own; not FTRL's, which a row's first state uses.
         """
-        found = [] if self.seed == other.seed else [f"seed: {self.seed} here, {other.seed} there"]
+        lines = [] if self.seed == other.seed else [f"seed: {self.seed} here, {other.seed} there"]
         names, there = [table.name for table in self.tables], [table.name for table in other.tables]
         if names != there:
-            return [*found, f"tables, in their order: {names} here, {there} there"]
+            return [*lines, f"tables, in their order: {names} here, {there} there"]
         for mine, its in zip(map(_identity, self.tables), map(_identity, other.tables), strict=True):
-            found += [
+            lines += [
                 f"table {mine['name']!r}, {key}: {mine.get(key)!r} here, {its.get(key)!r} there"
                 for key in sorted(mine.keys() | its.keys())
                 if mine.get(key) != its.get(key)
             ]
-        return found
+        return lines
 
     @property
     def fingerprint(self) -> str:
@@ -83,7 +83,7 @@ def with_buckets_of(tables: Sequence[Table], there: Sequence[Table]) -> tuple[Ta
 
 
 def _identity(table: Table) -> dict[str, Any]:
-    found = flat(table.to_dict()) | {"num_buckets": table.resolved_num_buckets}
+    identity = flat(table.to_dict()) | {"num_buckets": table.resolved_num_buckets}
     if not isinstance(table.optimizer, Ftrl):
-        del found["optimizer.lr"]
-    return found
+        del identity["optimizer.lr"]
+    return identity

@@ -17,10 +17,10 @@ class PathAllowlist:
 
     def __init__(self, named: Iterable[str | os.PathLike[str]], flag: str) -> None:
         """flag: the option of the command line that allowed them, such as "--data"."""
-        locations = [Location.parse(each, flag) for each in named]
+        locations = [Location.parse(name, flag) for name in named]
         self._flag = flag
-        self._folders = [os.path.realpath(each.absolute().path) for each in locations if not each.is_url]
-        self._urls = [str(each) for each in locations if each.is_url]
+        self._folders = [os.path.realpath(location.absolute().path) for location in locations if not location.is_url]
+        self._urls = [str(location) for location in locations if location.is_url]
 
     def require(self, path: str) -> None:
         """Raise ConfigError unless the path or URL is permitted."""

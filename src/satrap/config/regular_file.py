@@ -24,15 +24,15 @@ def open_regular(path: Path) -> BinaryIO:
 
     Its kind is found without opening it: opening a FIFO would wait. O_NONBLOCK would help against that, but fails for a
     file on which another process has a lease, as a server of NFS or SMB has."""
-    found = os.open(path, os.O_PATH | os.O_CLOEXEC)
+    handle = os.open(path, os.O_PATH | os.O_CLOEXEC)
     try:
-        kind = stat.S_IFMT(os.fstat(found).st_mode)
+        kind = stat.S_IFMT(os.fstat(handle).st_mode)
         if kind == stat.S_IFREG:
-            return open(f"/proc/self/fd/{found}", "rb")
+            return open(f"/proc/self/fd/{handle}", "rb")
     except OSError as error:
         raise type(error)(error.errno, error.strerror, str(path)) from None
     finally:
-        os.close(found)
+        os.close(handle)
     if kind == stat.S_IFDIR:
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
     raise OSError(errno.EINVAL, f"it is {_KINDS.get(kind, 'no regular file')}; expected a regular file", str(path))

@@ -37,7 +37,7 @@ _MAX_LENGTH = 65536
 MAX_BUCKETS = 65536
 _MAX_BUCKET_ROWS = 2**32 - 2  # the core numbers a bucket's rows in 32 bits, and one number means none
 _MAX_ROWS = MAX_BUCKETS * _MAX_BUCKET_ROWS
-DEFAULT_BUCKETS = 256  # without a capacity: enough that threads rarely wait; with 4096 a step is slower (docs/log.md)
+DEFAULT_BUCKETS = 256  # without a capacity: threads rarely wait, and with 4096 a step is slower
 _MAX_DEFAULT_BUCKETS = 4096
 _ROWS_PER_BUCKET = 32768
 

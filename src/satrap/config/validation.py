@@ -163,7 +163,7 @@ def _types(cls: Any) -> dict[str, Any]:
 @cache
 def _cached_types(cls: Any) -> dict[str, Any]:
     types = get_type_hints(cls)
-    return {each.name: types[each.name] for each in fields(cls) if each.init}
+    return {field.name: types[field.name] for field in fields(cls) if field.init}
 
 
 def _to_json(owner: object, name: str, value: Any) -> Any:
@@ -174,7 +174,7 @@ def _to_json(owner: object, name: str, value: Any) -> Any:
     if isinstance(value, Mapping):
         return {str(key): _to_json(owner, name, each) for key, each in value.items()}
     if isinstance(value, list | tuple):
-        return [_to_json(owner, name, each) for each in value]
+        return [_to_json(owner, name, element) for element in value]
     if isinstance(value, _PLAIN):
         return value
     raise ConfigError(
@@ -189,12 +189,12 @@ def _from_json(where: str, kind: Any, value: Any) -> Any:
     kinds = get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,)
     if value is None and NoneType in kinds:
         return None
-    classes = [each for each in kinds if isinstance(each, type) and issubclass(each, Serializable)]
+    classes = [kind for kind in kinds if isinstance(kind, type) and issubclass(kind, Serializable)]
     if classes and (isinstance(value, Mapping) or len(classes) + (NoneType in kinds) == len(kinds)):
         content = require_mapping(where, value)
         return classes[0].from_dict(content) if len(classes) == 1 else kind_from_dict(where, content, classes)
-    for each in kinds:
-        origin, arguments = get_origin(each), get_args(each)
+    for candidate in kinds:
+        origin, arguments = get_origin(candidate), get_args(candidate)
         if origin is Mapping and isinstance(value, Mapping):
             return {key: _from_json(where, arguments[1], item) for key, item in value.items()}
         if origin is Sequence or ... in arguments:
@@ -207,10 +207,10 @@ def _from_json(where: str, kind: Any, value: Any) -> Any:
 
 def flat(data: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Flatten a dict of dicts, its keys joined by dots: the form in which configurations are compared."""
-    found: dict[str, Any] = {}
+    leaves: dict[str, Any] = {}
     for name, value in data.items():
-        found |= flat(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {prefix + name: value}
-    return found
+        leaves |= flat(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {prefix + name: value}
+    return leaves
 
 
 def require_mapping(where: str, data: object) -> Mapping[str, Any]:
@@ -228,21 +228,21 @@ def known_keys(cls: Any, where: str, data: object) -> dict[str, Any]:
         if not known:
             raise ConfigError(f"{where}: unknown key {key!r}; {cls.__name__} has none: remove it")
         raise ConfigError(f"{where}: unknown key {key!r}; {suggest(key, known)}")
-    for each in fields(cls):
-        if each.init and each.name not in given and each.default is MISSING and each.default_factory is MISSING:
-            raise ConfigError(f"{where}: the key {each.name!r} is missing; add it")
+    for field in fields(cls):
+        if field.init and field.name not in given and field.default is MISSING and field.default_factory is MISSING:
+            raise ConfigError(f"{where}: the key {field.name!r} is missing; add it")
     return given
 
 
 def kind_from_dict(where: str, data: object, kinds: Sequence[type[Serializable]]) -> Serializable:
     by_name = {kind.__name__: kind for kind in kinds}
-    found = require_mapping(where, data).get("type")
-    if found is None:
+    type_name = require_mapping(where, data).get("type")
+    if type_name is None:
         raise ConfigError(f"{where}: the key 'type' is missing; add it, one of {', '.join(by_name)}")
-    if not isinstance(found, str) or found not in by_name:
-        raise ConfigError(f"{where}: type is {found!r}; {suggest(found, list(by_name))}")
+    if not isinstance(type_name, str) or type_name not in by_name:
+        raise ConfigError(f"{where}: type is {type_name!r}; {suggest(type_name, list(by_name))}")
     try:
-        return by_name[found].from_dict(require_mapping(where, data))
+        return by_name[type_name].from_dict(require_mapping(where, data))
     except ConfigError as error:
         raise ConfigError(f"{where}: {error}") from None
 

@@ -57,7 +57,7 @@ class Arrow(FileSource, RowBlockSource):
             rows = [reader.get_batch(i).num_rows for i in known_batches]
         step = max(1, self.block_rows // max([1, *rows[:1]]))
         ranges = [range(count)[begin : begin + step] for begin in range(0, count, step)]
-        return [self._batch_block(file, decoder, each, rows) for each in ranges], decoder
+        return [self._batch_block(file, decoder, bounds, rows) for bounds in ranges], decoder
 
     def _batch_block(self, file: File, decoder: TableDecoder, batches: range, rows: list[int]) -> Block:
         """Return the block of adjacent record batches; rows: the number of rows of each, or only of the first one."""

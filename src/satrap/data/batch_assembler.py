@@ -146,7 +146,7 @@ class _EpochReader:
         self.num_bad = 0  # rows of this epoch that were skipped
         self.num_groups = 0  # started in this iteration
         self.offset = start.offset  # of the last chunk
-        self.before = tuple(each for each in start.before if max(p.epoch for p in each) >= start.epoch)
+        self.before = tuple(stopped for stopped in start.before if max(p.epoch for p in stopped) >= start.epoch)
         self.start = replace(start, before=self.before)
         num_blocks = len(assembler.blocks)
         order = permutation(num_blocks, assembler.seed, start.epoch) if assembler.shuffle else np.arange(num_blocks)

@@ -89,6 +89,10 @@ class CSV(FileSource):
         names = ("block_bytes", "newlines_in_values", "skip_lines")
         return super().signature() | {name: getattr(self, name) for name in names}
 
+    def header(self) -> list[str]:
+        """Return the names of the columns, from the first line of the first file."""
+        return TextFile(find_files(self.path, self.filesystem)[0], self._layout(), None).header()
+
     def _blocks(self, columns: Columns, position: Position | None = None) -> Sequence[Block]:
         for feature, column in zip(columns.features, columns.ids, strict=True):
             if column.numbers:
@@ -99,7 +103,7 @@ class CSV(FileSource):
         files = find_files(self.path, self.filesystem)
         names = self.columns
         if names is None:
-            names = TextFile(files[0], self._layout(), None).header()
+            names = self.header()
         return [block for file in files for block in self._blocks_of(file, columns, names)]
 
     def _blocks_of(self, file: File, columns: Columns, names: Sequence[str]) -> list[Block]:

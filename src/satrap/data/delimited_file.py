@@ -124,10 +124,10 @@ class TextFile:
     def _check_header(self, header: bytes) -> None:
         if not self.layout.header or self._columns is None:
             return
-        found = self._parse_header(header)
-        if found != list(self._columns):
+        names = self._parse_header(header)
+        if names != list(self._columns):
             raise SourceError(
-                f"{self.file.name}: its header names the columns {found}; the first file has {list(self._columns)}; "
+                f"{self.file.name}: its header names the columns {names}; the first file has {list(self._columns)}; "
                 "give all files of a source the same columns in the same order"
             )
 
@@ -254,7 +254,7 @@ def _behind_newline(text: NDArray[np.uint8], at: int) -> int:
     """Return the index after the first newline at or after `at`; without one, the text's length plus one."""
     step = 4096
     for begin in range(max(at, 0), len(text), step):
-        found = np.flatnonzero(text[begin : begin + step] == _NEWLINE)
-        if len(found):
-            return begin + int(found[0]) + 1
+        newlines = np.flatnonzero(text[begin : begin + step] == _NEWLINE)
+        if len(newlines):
+            return begin + int(newlines[0]) + 1
     return len(text) + 1

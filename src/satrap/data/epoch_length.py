@@ -12,11 +12,13 @@ from satrap.data.rank_split import plan_epoch
 from satrap.data.shuffle_order import permutation
 
 
-def num_batches(assembler: BatchAssembler) -> int:
+def num_batches(assembler: BatchAssembler, *, selects_all: bool = True) -> int:
     """Return the number of steps from the stream's position to its end; TypeError says why it is unknown."""
     position = assembler.position
     if assembler.epochs is None:
         raise TypeError("epochs is None, so there is no end")
+    if not selects_all:
+        raise TypeError("share, before or since select some of the samples")
     if assembler.max_bad_rows or any(label.missing == "drop" for label in assembler.columns.label):
         raise TypeError("rows may be left out, by max_bad_rows or by a label's missing='drop'")
     if position.before:

@@ -76,9 +76,9 @@ def errors_naming(where: str) -> Iterator[None]:
     except SatrapError:
         raise
     except (arrow.ArrowException, OSError, EOFError, ValueError, LookupError, ArithmeticError, MemoryError) as error:
-        found = str(error) or type(error).__name__
+        cause = str(error) or type(error).__name__
         raise SourceError(
-            f"{where}: cannot be read ({found}); it is incomplete, damaged, or of another format: write it again"
+            f"{where}: cannot be read ({cause}); it is incomplete, damaged, or of another format: write it again"
         ) from error
 
 
@@ -146,8 +146,8 @@ class _FsspecStorage(Storage):
     def find(self, folder: str) -> list[tuple[str, int]]:
         if not self._filesystem.exists(folder):
             return []
-        found = self._filesystem.find(folder, detail=True)
-        return [(path, int(info["size"])) for path, info in found.items()]
+        sizes = self._filesystem.find(folder, detail=True)
+        return [(path, int(info["size"])) for path, info in sizes.items()]
 
     def open(self, path: str, size: int, mapped: bool) -> Any:
         arrow = pyarrow_for("reading files")
@@ -219,7 +219,7 @@ def files_signature(path: Any, filesystem: Any) -> dict[str, Any]:
 def make_absolute(path: Any) -> Any:
     """Return the same paths for a process with another working directory."""
     if isinstance(path, list | tuple):
-        return [make_absolute(each) for each in path]
+        return [make_absolute(entry) for entry in path]
     return str(Location.parse(path).absolute())
 
 
@@ -229,12 +229,12 @@ def find_files(path: Any, filesystem: Any = None) -> list[File]:
     if not paths:
         raise ConfigError("path is an empty list; expected at least one path")
     files: list[File] = []
-    for each in paths:
-        if not isinstance(each, str | os.PathLike) or not os.fspath(each):
+    for pattern in paths:
+        if not isinstance(pattern, str | os.PathLike) or not os.fspath(pattern):
             raise ConfigError(
-                f"path is {describe(each)}; expected a file, a folder, a glob or a URL, or a list of those"
+                f"path is {describe(pattern)}; expected a file, a folder, a glob or a URL, or a list of those"
             )
-        files += _expand(os.fsdecode(each), filesystem)
+        files += _expand(os.fsdecode(pattern), filesystem)
     return files
 
 
@@ -249,17 +249,17 @@ def _expand(path: str, filesystem: Any) -> list[File]:
         raise SourceError(f"{path}: there is no such file or folder{where}")
     base = inner if size is not None or glob is None else inner[: glob.start()].rpartition("/")[0]
     matcher = re.compile("" if size is not None else _pattern(inner[len(base) :]) + r"\Z")
-    found = []
+    files = []
     for each, size in sorted(storage.find(base or ("/" if inner.startswith("/") else ""))):
         below = each[len(base.rstrip("/")) :]
         if matcher.match(each[len(base) :]) and (not _names_hidden(below) or _names_hidden(inner[len(base) :])):
-            found.append(File(storage, each, size))
-    if not found:
+            files.append(File(storage, each, size))
+    if not files:
         raise SourceError(
             f"{path}: {'the folder holds' if glob is None else 'the glob matches'} no file; expected at least one "
             "whose name begins with neither '.' nor '_'"
         )
-    return found
+    return files
 
 
 def _names_hidden(path: str) -> bool:

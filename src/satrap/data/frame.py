@@ -63,7 +63,7 @@ class Frame(RowBlockSource):
             yield TableRows(decoder, rows.table(begin, end), begin)
 
         ranges = [(begin, min(rows.n, begin + self.block_rows)) for begin in range(0, rows.n, self.block_rows)]
-        return [Block(read=partial(read, *each), is_exact=True, num_rows=each[1] - each[0]) for each in ranges]
+        return [Block(read=partial(read, *bounds), is_exact=True, num_rows=bounds[1] - bounds[0]) for bounds in ranges]
 
 
 class _FrameRows:
@@ -150,7 +150,7 @@ def _inferred(arrow: Any, values: Any) -> Any:
     try:
         return arrow.array(values)
     except OverflowError:  # integers beyond int64, perhaps in lists
-        lists = any(isinstance(each, Sequence | np.ndarray) for each in values)
+        lists = any(isinstance(value, Sequence | np.ndarray) for value in values)
         return arrow.array(values, arrow.list_(arrow.uint64()) if lists else arrow.uint64())
 
 

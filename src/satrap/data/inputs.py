@@ -56,9 +56,9 @@ class Position(Serializable):
     @classmethod
     def after(cls, positions: Sequence["Position"]) -> Self:
         """Return the position at which another number of trainers continues after trainers at these positions."""
-        epoch = min(each.epoch for each in positions)
-        before = next(each.before for each in positions if each.epoch == epoch)
-        return cls(epoch, 0, 0, before=(*before, tuple(replace(each, before=()) for each in positions)))
+        epoch = min(position.epoch for position in positions)
+        before = next(position.before for position in positions if position.epoch == epoch)
+        return cls(epoch, 0, 0, before=(*before, tuple(replace(position, before=()) for position in positions)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False, repr=False)

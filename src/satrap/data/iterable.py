@@ -74,17 +74,17 @@ class IterableSource(Source):
         super().__post_init__()
         if self.batch_size is None and (self.shuffle or self.samples):
             raise ConfigError("IterableSource: batch_size is None and shuffle or samples is True; set batch_size")
-        found = describe(self.items)
+        items = describe(self.items)
         if isinstance(self.items, str | bytes | os.PathLike):
             raise ConfigError(
-                f"IterableSource: found {found}; expected batches. To read files, use satrap.Parquet, satrap.Arrow, "
+                f"IterableSource: found {items}; expected batches. To read files, use satrap.Parquet, satrap.Arrow, "
                 "satrap.CSV or satrap.Criteo; parse other files to dicts, one for each sample, and declare samples=True"
             )
         if not callable(self.items) and _arrow_batches(self.items) is None and not hasattr(self.items, "__iter__"):
-            raise ConfigError(f"IterableSource: found {found}; expected an iterable, or a function that returns one")
+            raise ConfigError(f"IterableSource: found {items}; expected an iterable, or a function that returns one")
         if self.offsets and not callable(self.items):
             raise ConfigError(
-                f"IterableSource: offsets is True and items is {found}; expected a function of an offset that returns "
+                f"IterableSource: offsets is True and items is {items}; expected a function of an offset that returns "
                 "pairs (item, offset after it)"
             )
         if self.offsets and self.shuffle:
@@ -189,7 +189,7 @@ class _ItemReader:
         if not stays(item.values) or not item.names == columns.features == names or columns.extra:
             return None
         _refuse_declared(where, columns)
-        dense, label = (_floats(each, stays) for each in (item.dense, item.label))
+        dense, label = (_floats(part, stays) for part in (item.dense, item.label))
         if dense is not None and dense.ndim == 1:
             dense = dense[:, None]
         shapes = (dense, (2,)), (label, (1, 2))

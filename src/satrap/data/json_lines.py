@@ -98,16 +98,16 @@ def _schema_of(texts: Sequence[TextFile], columns: Columns) -> Any:
     """Return the types of the required columns, from the first block that has rows; None: there is none."""
     arrow = pyarrow_for("reading JSON")
     for text in texts:
-        for chunk in text.chunks() if text.is_stream else (text.chunk(*each) for each in text.ranges()):
+        for chunk in text.chunks() if text.is_stream else (text.chunk(*bounds) for bounds in text.ranges()):
             if (table := _parse(text.file, chunk, None)) is None:
                 continue
             columns.check_present(text.file.name, table.schema.names)
-            numbers = {column.name for column in columns.dense} | {each.name for each in columns.label}
+            numbers = {column.name for column in columns.dense} | {label.name for label in columns.label}
             numbers |= {column.weights for column in columns.ids if column.weights}
             numbers |= {column.name for column in columns.ids if column.boundaries}
             numbers |= {name for column in columns.ids for name in column.numbers}
-            times = {each.name for each in columns.ids if each.time} | {
-                each.name for each in columns.dense if each.time
+            times = {column.name for column in columns.ids if column.time} | {
+                column.name for column in columns.dense if column.time
             }
             kinds = {column.name: column.kind for column in columns.ids}
             fields = []

@@ -27,7 +27,7 @@ def is_portable(data: Any) -> bool:
     if type(data) not in _KINDS.values() or data.filesystem is not None:
         return False
     paths = data.path if isinstance(data.path, list | tuple) else [data.path]
-    return all(isinstance(each, str | PathLike) for each in paths)
+    return all(isinstance(path, str | PathLike) for path in paths)
 
 
 def source_to_dict(source: FileSource) -> dict[str, Any]:

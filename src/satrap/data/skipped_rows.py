@@ -46,4 +46,4 @@ class SkippedRows:
         """Return the counts that `to_list` wrote."""
         if len(counts) != 3:
             raise InputError(f"SkippedRows: found {len(counts)} counts; expected 3")
-        return cls(*(check_integer("SkippedRows", "count", each, 0, 2**63 - 1) for each in counts))
+        return cls(*(check_integer("SkippedRows", "count", count, 0, 2**63 - 1) for count in counts))

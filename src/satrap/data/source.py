@@ -27,6 +27,7 @@ from satrap.data.block import Block
 from satrap.data.epoch_length import num_batches
 from satrap.data.file_source import files_signature
 from satrap.data.inputs import Position
+from satrap.data.sample_selection import Selection, check_bound, check_share
 from satrap.errors import ConfigError, InputError
 
 _MAX_COUNT = 2**63 - 1
@@ -68,6 +69,14 @@ class Source(Config, ABC):
     """The seed of the shuffled orders, which are functions of the seed and the epoch."""
     max_bad_rows: int = 0
     """How many malformed rows may be skipped in an epoch; `Batches.skipped_rows` counts them. One more is an error."""
+    share: tuple[float, float] | None = None
+    """The part of the samples to read, drawn by `seed`: (0.0, 0.9) and (0.9, 1.0) are disjoint, and all samples
+    together. None: all."""
+    before: tuple[str, Any] | None = None
+    """A column and a value: only samples with a smaller value, or without one, are read. Text is compared as numbers to
+    a number."""
+    since: tuple[str, Any] | None = None
+    """A column and a value: only samples with at least this value are read, which are all that `before` leaves out."""
     num_threads: int | None = None
     """Threads that read ahead and decode; None: half the cores, at most 4. 0: only the caller's thread."""
     _optional: ClassVar[tuple[str, ...]] = ("epochs", "num_threads")  # the integers that may be None
@@ -86,15 +95,18 @@ class Source(Config, ABC):
             value = getattr(self, name)
             if value is not None or name not in self._optional:
                 set_field(self, name, check_integer(where, name, value, low, high))
+        set_field(self, "share", check_share(where, self.share))
+        for name in ("before", "since"):
+            set_field(self, name, check_bound(where, name, getattr(self, name)))
         for name in ("drop_last", "shuffle"):
             check_flag(where, name, getattr(self, name))
 
     def __repr__(self) -> str:
         """Return the path first, then the fields that differ from their defaults."""
         fields = sorted(dataclasses.fields(self), key=lambda each: each.name != "path")
-        shown = {each.name: _plain(getattr(self, each.name)) for each in fields if each.init and each.repr}
+        shown = {field.name: _plain(getattr(self, field.name)) for field in fields if field.init and field.repr}
         texts = [repr(shown.pop("path"))] if "path" in shown else []
-        defaults = {each.name: each.default for each in fields} | {"ids": {}, "weights": {}}
+        defaults = {field.name: field.default for field in fields} | {"ids": {}, "weights": {}}
         texts += [f"{name}={value!r}" for name, value in shown.items() if value != defaults[name]]
         return f"{type(self).__name__}({', '.join(texts)})"
 
@@ -128,7 +140,7 @@ class Source(Config, ABC):
 
     def replace(self, **changes: Any) -> Self:
         """Return this source with other values for some of its fields."""
-        known = {each.name: getattr(self, each.name) for each in dataclasses.fields(self) if each.init}
+        known = {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.init}
         known_keys(type(self), type(self).__name__, known | changes)
         new = type(self)(**known | changes)
         object.__setattr__(new, "_origin", self.origin)
@@ -145,7 +157,9 @@ class Source(Config, ABC):
         A position of one source is valid in another if their signatures and their data are equal. The batch sizes may
         differ.
         """
-        names = ("shuffle", "shuffle_blocks", "seed") if self.shuffle else ("shuffle",)
+        names = ["shuffle", "shuffle_blocks", "seed"] if self.shuffle else ["shuffle"]
+        names += ["seed"] if self.share is not None and not self.shuffle else []
+        names += [name for name in ("share", "before", "since") if getattr(self, name) is not None]
         return {"type": type(self).__name__} | {name: getattr(self, name) for name in names}
 
     def batches(
@@ -159,16 +173,20 @@ class Source(Config, ABC):
         """Return an iterator over the batches, with these features in this order.
 
         position: continue after the batch with this position; None: read from the start.
-        rank, world: this rank, and the number of ranks. Every sample is assigned to exactly one rank, and the ranks'
-            numbers of rows differ by at most one, counting rows that are left out (malformed, or without a label).
+        rank, world_size: this rank, and the number of ranks. Every sample is assigned to exactly one rank, and the
+            ranks' numbers of rows differ by at most one, counting rows that are left out (malformed, or without a
+            label).
         """
         where = type(self).__name__
         world_size = check_integer(where, "world_size", world_size, 1, 1 << 20)
         rank = check_integer(where, "rank", rank, 0, world_size - 1)
         if position is not None and not isinstance(position, Position):
             raise InputError(f"{where}: position is {describe(position)}; expected the position of a batch")
+        selection = Selection(share=self.share, before=self.before, since=self.since, seed=self.seed)
         columns = self._columns(features)
+        columns = dataclasses.replace(columns, extra=tuple(dict.fromkeys((*columns.extra, *selection.columns))))
         blocks = self._blocks(columns, position)
+        blocks = blocks if selection.selects_all else selection.blocks(blocks)
         assembler = BatchAssembler(
             blocks=blocks,
             columns=columns,
@@ -184,7 +202,7 @@ class Source(Config, ABC):
             rank=rank,
             world_size=world_size,
         )
-        return Batches(assembler, partial(num_batches, assembler))
+        return Batches(assembler, partial(num_batches, assembler, selects_all=selection.selects_all))
 
     def _columns(self, features: Features | Sequence[str]) -> Columns:
         where = type(self).__name__
@@ -248,7 +266,7 @@ class RowBlockSource(Source):
 def _plain(value: Any) -> Any:
     """Return columns that have all defaults as their names."""
     if isinstance(value, tuple):
-        return tuple(_plain(each) for each in value)
+        return tuple(_plain(element) for element in value)
     if isinstance(value, dict):
         return {name: _plain(each) for name, each in value.items()}
     is_plain = isinstance(value, DenseColumn | IdColumn) and value == type(value)(value.name)
@@ -256,11 +274,11 @@ def _plain(value: Any) -> Any:
 
 
 def _as_columns(where: str, name: str, value: Any, kind: type[Any]) -> tuple[Any, ...]:
-    if not isinstance(value, Sequence) or not all(isinstance(each, str | kind) for each in value):
+    if not isinstance(value, Sequence) or not all(isinstance(column, str | kind) for column in value):
         raise ConfigError(
             f"{where}: {name} is {describe(value)}; expected names of columns, or {kind.__name__} objects"
         )
-    return tuple(each if isinstance(each, kind) else kind(each) for each in value)
+    return tuple(column if isinstance(column, kind) else kind(column) for column in value)
 
 
 def _label_columns(where: str, label: Any, true: Any) -> LabelColumn | tuple[LabelColumn, ...]:

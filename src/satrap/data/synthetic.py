@@ -253,7 +253,7 @@ class _TrueModel:
             for start in _CALIBRATION[::_CHUNK]
             for samples in [np.arange(start, start + _CHUNK, dtype=np.uint64)]
         ]
-        parts = {name: np.concatenate([each[name] for each in drawn]) for name in _SHARES}
+        parts = {name: np.concatenate([draw[name] for draw in drawn]) for name in _SHARES}
         for name, part in parts.items():
             self._scales[name] = (float(part.mean()), _ratio(math.sqrt(_SHARES[name]), part))
         ratio = _ratio(self._strength, self._logit(parts))

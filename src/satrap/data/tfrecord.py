@@ -69,11 +69,11 @@ class _Reader:
         for name, (kind, is_single) in self.types.items():
             column = []
             for number, row in enumerate(rows):
-                found, values = row.get(name, (kind, []))
+                row_kind, values = row.get(name, (kind, []))
                 where = f"{self.file.name}, record {before + number + 1}"
-                if found != kind and values:
+                if row_kind != kind and values:
                     raise SourceError(
-                        f"{where}: {name!r} has {_NAMES[found]}, and {_NAMES[kind]} before; write one type"
+                        f"{where}: {name!r} has {_NAMES[row_kind]}, and {_NAMES[kind]} before; write one type"
                     )
                 if is_single and len(values) > 1:
                     raise SourceError(f"{where}: {name!r} has {len(values)} values; expected one, or declare its width")
@@ -90,26 +90,26 @@ _NAMES = {_BYTES: "byte strings", _FLOATS: "floats", _INTEGERS: "integers"}
 def _types_of(files: Sequence[File], columns: Columns) -> dict[str, tuple[int, bool]] | None:
     """Return for each required column which values it has, and whether it has one in each record; None: there is no
     record."""
-    required, found, seen = columns.required(), dict[str, int](), set[str]()
+    required, kinds, seen = columns.required(), dict[str, int](), set[str]()
     single = {label.name for label in columns.label} | {dense.name for dense in columns.dense if dense.width is None}
     single |= {name for column in columns.ids for name in ((column.name, *column.crossed) if column.crossed else ())}
     count = 0
     for file in files:
         for example in _examples(file):
             seen |= example.keys()
-            found |= {name: kind for name, (kind, values) in example.items() if name in required and values}
+            kinds |= {name: kind for name, (kind, values) in example.items() if name in required and values}
             count += 1
-            if len(found) == len(required) or count == _LOOK_AHEAD:
+            if len(kinds) == len(required) or count == _LOOK_AHEAD:
                 break
-        if len(found) == len(required) or count == _LOOK_AHEAD:
+        if len(kinds) == len(required) or count == _LOOK_AHEAD:
             break
     if not count:
         return None
     columns.check_present(f"{files[0].name}, in its first records,", sorted(seen))
     for name in required:
-        if name not in found:
+        if name not in kinds:
             raise SourceError(f"{files[0].name}: {name!r} is empty in the first {count} records; leave the column out")
-    return {name: (found[name], name in single) for name in required}
+    return {name: (kinds[name], name in single) for name in required}
 
 
 def _examples(file: File) -> Iterator[_Example]:
@@ -144,7 +144,7 @@ def _masked_crc(data: bytes) -> int:
 
 def _example(data: bytes) -> _Example:
     """Return the values of each key, with the number of their type."""
-    found: _Example = {}
+    example: _Example = {}
     for features in _fields(data, 1):
         for entry in _fields(features, 1):
             key, feature = b"", b""
@@ -154,8 +154,8 @@ def _example(data: bytes) -> _Example:
             for kind, part in _messages(feature):
                 values += _values(kind, part)
             if kind:
-                found[key.decode()] = kind, values
-    return found
+                example[key.decode()] = kind, values
+    return example
 
 
 def _values(kind: int, data: bytes) -> list[Any]:
@@ -177,7 +177,7 @@ def _values(kind: int, data: bytes) -> list[Any]:
 
 
 def _fields(data: bytes, number: int) -> Iterator[bytes]:
-    return (value for found, value in _messages(data) if found == number)
+    return (value for field, value in _messages(data) if field == number)
 
 
 def _messages(data: bytes) -> Iterator[tuple[int, bytes]]:

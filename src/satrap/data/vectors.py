@@ -89,15 +89,15 @@ def _tensors(file: Path) -> dict[str, tuple[str, list[int], int]]:
         if not 0 < length <= min(size - 8, _LARGEST_HEADER):
             raise SourceError(f"{file}: it is not a safetensors file, or is cut off; write it again")
         header = json.loads(opened.read(length))
-    found = {}
+    tensors = {}
     for name, about in header.items():
         if name != "__metadata__":
             kind, shape, (begin, end) = about["dtype"], about["shape"], about["data_offsets"]
             width = np.dtype(_TYPES[kind]).itemsize if kind in _TYPES else 0
             if not 0 <= begin <= end <= size - 8 - length or (width and end - begin != width * math.prod(shape)):
                 raise SourceError(f"{file}: the bytes of tensor {name!r} do not fit its shape; write the file again")
-            found[name] = kind, shape, 8 + length + begin
-    return found
+            tensors[name] = kind, shape, 8 + length + begin
+    return tensors
 
 
 def _map_tensor(

@@ -63,7 +63,7 @@ class Storage(Serializable):
     def __post_init__(self) -> None:
         for name in ("checkpoints", "data"):
             paths: Any = getattr(self, name)
-            if not isinstance(paths, list | tuple) or not all(isinstance(each, str) and each for each in paths):
+            if not isinstance(paths, list | tuple) or not all(isinstance(path, str) and path for path in paths):
                 raise ConfigError(f"storage: {name} is {describe(paths)}; expected a list of folders and URLs")
             set_field(self, name, tuple(paths))
             for path in paths:
@@ -129,7 +129,7 @@ class Role(Serializable):
         _check_texts("Role", "node_labels", self.node_labels, _LABEL, _LABEL_VALUE)
         tolerations: Any = self.tolerations
         if not isinstance(tolerations, list | tuple) or not all(
-            isinstance(each, str) and _TAINT.fullmatch(each) for each in tolerations
+            isinstance(toleration, str) and _TAINT.fullmatch(toleration) for toleration in tolerations
         ):
             raise ConfigError(
                 f"Role: tolerations is {describe(tolerations)}; expected a list of taints as kubectl writes them, such "
@@ -229,7 +229,9 @@ class DeployJob(Serializable):
     def __post_init__(self) -> None:
         self._check_names()
         self._check_script()
-        if not isinstance(self.arguments, list | tuple) or not all(isinstance(each, str) for each in self.arguments):
+        if not isinstance(self.arguments, list | tuple) or not all(
+            isinstance(argument, str) for argument in self.arguments
+        ):
             raise ConfigError(f"arguments is {describe(self.arguments)}; expected a list of strings")
         set_field(self, "arguments", tuple(self.arguments))
         _check_texts("job", "env", self.env, _ENV_NAME, None)
@@ -241,8 +243,8 @@ class DeployJob(Serializable):
         secrets: Any = self.pull_secrets
         if not isinstance(secrets, list | tuple):
             raise ConfigError(f"job: pull_secrets is {describe(secrets)}; expected a list of names of Secrets")
-        for each in secrets:
-            _check_object_name("job", "pull_secrets", each)
+        for secret in secrets:
+            _check_object_name("job", "pull_secrets", secret)
         set_field(self, "pull_secrets", tuple(secrets))
         for role, low in (("servers", 1), ("trainers", 1), ("head", 1)):
             check_integer(role, "count", getattr(self, role).count, low, 1 if role == "head" else 1 << 20)
@@ -299,10 +301,10 @@ def parse_job(files: Sequence[tuple[str, str]], changes: Sequence[str] = ()) -> 
     data: dict[str, Any] = {}
     for name, text in files:
         try:
-            found = tomllib.loads(text)
+            content = tomllib.loads(text)
         except tomllib.TOMLDecodeError as error:
             raise ConfigError(f"{name} is not TOML: {error}; expected a job file") from None
-        for key, value in found.items():
+        for key, value in content.items():
             old = data.get(key)
             data[key] = old | value if isinstance(old, dict) and isinstance(value, dict) else value
     for change in changes:

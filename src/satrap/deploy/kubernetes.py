@@ -38,14 +38,14 @@ def objects(job: DeployJob) -> dict[str, list[dict[str, Any]]]:
     """Return the objects with the run's pods, by the name of their file."""
     if job.queue is not None:
         return {"jobset.yaml": [_job_set(job)]}
-    found = {f"{role}.yaml": [_service(job, role), _stateful_set(job, role)] for role in ("servers", "workers")}
+    files = {f"{role}.yaml": [_service(job, role), _stateful_set(job, role)] for role in ("servers", "workers")}
     if not job.workers.count:
-        del found["workers.yaml"]
+        del files["workers.yaml"]
     name = f"{job.name}-trainers"
     metadata = pods.metadata(job, name, "trainers")
     own = {"apiVersion": "batch/v1", "kind": "Job", "metadata": metadata}
     spec = _trainer_job(job) | {"ttlSecondsAfterFinished": _KEEP_SECONDS}
-    return found | {"trainers.yaml": [_service(job, "trainers"), own | {"spec": spec}]}
+    return files | {"trainers.yaml": [_service(job, "trainers"), own | {"spec": spec}]}
 
 
 def _job_set(job: DeployJob) -> dict[str, Any]:
@@ -96,12 +96,17 @@ def _trainer_job(job: DeployJob) -> dict[str, Any]:
 def _command(job: DeployJob, role: str) -> list[str]:
     """Return the command of a server or worker."""
     if role == "workers":
-        return ["satrap", "worker", *_listen(job, role), *[f"--data={pods.literal(each)}" for each in job.storage.data]]
+        return [
+            "satrap",
+            "worker",
+            *_listen(job, role),
+            *[f"--data={pods.literal(location)}" for location in job.storage.data],
+        ]
     args = [
         *_listen(job, role),
         f"--shared={SHARED_MEMORY}/rows",
         f"--on-stop={job.servers.on_stop}",
-        *[f"--checkpoints={pods.literal(each)}" for each in job.storage.checkpoints],
+        *[f"--checkpoints={pods.literal(checkpoint)}" for checkpoint in job.storage.checkpoints],
     ]
     if job.servers.on_stop == "move":
         args += [f"--grace={job.servers.grace_seconds - pods.EXIT_SECONDS}", "--join", *_addresses(job, role)]

@@ -37,8 +37,8 @@ def literal(text: str) -> str:
 
 def labels(job: DeployJob, role: str | None = None) -> dict[str, str]:
     """Return the labels of an object, of a role or of the whole job."""
-    found = {"app.kubernetes.io/name": "satrap", "app.kubernetes.io/instance": job.name}
-    return found if role is None else found | {"app.kubernetes.io/component": role}
+    shared = {"app.kubernetes.io/name": "satrap", "app.kubernetes.io/instance": job.name}
+    return shared if role is None else shared | {"app.kubernetes.io/component": role}
 
 
 def http_ports(per_pod: int = 1) -> dict[str, int]:
@@ -88,38 +88,38 @@ def resources(role: Role) -> dict[str, Any]:
 def placement(job: DeployJob, role: str) -> dict[str, Any]:
     """Return who runs a pod, on which nodes, and how long it may take to stop."""
     size: Role = getattr(job, role)
-    found: dict[str, Any] = {}
+    placed: dict[str, Any] = {}
     if job.service_account is not None:
-        found["serviceAccountName"] = job.service_account
+        placed["serviceAccountName"] = job.service_account
     if job.priority is not None:
-        found["priorityClassName"] = job.priority
+        placed["priorityClassName"] = job.priority
     if job.pull_secrets:
-        found["imagePullSecrets"] = [{"name": each} for each in job.pull_secrets]
+        placed["imagePullSecrets"] = [{"name": pull_secret} for pull_secret in job.pull_secrets]
     selector = {} if job.zone is None else {ZONE_LABEL: job.zone}
     selector |= {} if size.machine is None else {MACHINE_LABEL: size.machine}
     selector |= size.node_labels
     if selector:
-        found["nodeSelector"] = selector
+        placed["nodeSelector"] = selector
     if tolerations := _tolerations(role, size):
-        found["tolerations"] = tolerations
+        placed["tolerations"] = tolerations
     if job.zone is None:
         term = {"labelSelector": {"matchLabels": labels(job)}, "topologyKey": ZONE_LABEL}
         affinity = {"podAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": [term]}}
-        found["affinity"] = Note("All pods of the run in one zone: each step crosses the network.", affinity)
-    found["terminationGracePeriodSeconds"] = size.grace_seconds
-    return found
+        placed["affinity"] = Note("All pods of the run in one zone: each step crosses the network.", affinity)
+    placed["terminationGracePeriodSeconds"] = size.grace_seconds
+    return placed
 
 
 def _tolerations(role: str, size: Role) -> list[dict[str, str]]:
     taints = ["dedicated=satrap-servers:NoSchedule"] if role == "servers" else []
     taints += ["nvidia.com/gpu:NoSchedule"] if size.gpus else []
-    found = []
-    for each in dict.fromkeys([*taints, *size.tolerations]):
-        taint, _, effect = each.rpartition(":")
+    tolerations = []
+    for key in dict.fromkeys([*taints, *size.tolerations]):
+        taint, _, effect = key.rpartition(":")
         key, equals, value = taint.partition("=")
         how = {"operator": "Equal", "value": value} if equals else {"operator": "Exists"}
-        found.append({"key": key, **how, "effect": effect})
-    return found
+        tolerations.append({"key": key, **how, "effect": effect})
+    return tolerations
 
 
 def security() -> dict[str, Any]:
@@ -164,15 +164,15 @@ def volumes(job: DeployJob, role: str, spare_bytes: int = 0) -> tuple[list[Any],
 
     spare_bytes: shared memory for others than Satrap.
     """
-    found: list[Any] = []
+    declared: list[Any] = []
     mounts: list[Any] = []
     if (memory := shared_memory(job, role, spare_bytes)) is not None:
-        found.append(memory)
+        declared.append(memory)
         mounts.append({"name": "shared-memory", "mountPath": SHARED_MEMORY})
     if job.storage.volume is not None:
-        found.append({"name": "shared", "persistentVolumeClaim": {"claimName": job.storage.volume}})
+        declared.append({"name": "shared", "persistentVolumeClaim": {"claimName": job.storage.volume}})
         mounts.append({"name": "shared", "mountPath": VOLUME_PATH})
-    return found, mounts
+    return declared, mounts
 
 
 def credentials(job: DeployJob) -> dict[str, Any]:

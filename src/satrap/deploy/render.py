@@ -36,8 +36,8 @@ def manifests(job: DeployJob, target: str) -> dict[str, str]:
         "kind": "Kustomization",
         "resources": list(files),
     }
-    found = {name: _file(job, target, "---\n".join(map(document, each))) for name, each in files.items()}
-    return found | {_KUSTOMIZATION: _file(job, target, document(kustomization))}
+    texts = {name: _file(job, target, "---\n".join(map(document, each))) for name, each in files.items()}
+    return texts | {_KUSTOMIZATION: _file(job, target, document(kustomization))}
 
 
 def _file(job: DeployJob, target: str, text: str) -> str:

@@ -52,7 +52,7 @@ def plain(value: Any) -> Any:
         case Mapping():
             return {key: plain(each) for key, each in value.items()}
         case list() | tuple():
-            return [plain(each) for each in value]
+            return [plain(element) for element in value]
         case _:
             return value
 
@@ -91,18 +91,18 @@ def _entry(prefix: str, value: Any, indent: int) -> Iterator[str]:
 
 def _list(value: Sequence[Any], indent: int) -> Iterator[str]:
     pad = " " * indent
-    for each in value:
-        if isinstance(each, Note):
-            yield from _comment(each.text, pad)
-            each = each.value
-        if isinstance(each, Mapping) and each:
-            lines = list(_mapping(each, indent + 2))
+    for element in value:
+        if isinstance(element, Note):
+            yield from _comment(element.text, pad)
+            element = element.value
+        if isinstance(element, Mapping) and element:
+            lines = list(_mapping(element, indent + 2))
             first = next(number for number, line in enumerate(lines) if not line.lstrip().startswith("#"))
             yield from (line[2:] for line in lines[:first])  # comments of the first key
             yield f"{pad}- {lines[first].lstrip()}"
             yield from lines[first + 1 :]
         else:
-            yield from _entry(f"{pad}-", each, indent)
+            yield from _entry(f"{pad}-", element, indent)
 
 
 def _command(prefix: str, command: Command, indent: int) -> Iterator[str]:
@@ -132,7 +132,7 @@ def _comment(text: str, pad: str) -> Iterator[str]:
 
 def _is_short(value: Sequence[Any]) -> bool:
     """Return whether a list of texts fits on one line, in brackets."""
-    return all(isinstance(each, str) for each in value) and len(json.dumps(value)) <= _SHORT_LIST
+    return all(isinstance(element, str) for element in value) and len(json.dumps(value)) <= _SHORT_LIST
 
 
 def _fits_block(text: str) -> bool:
@@ -160,5 +160,7 @@ def _scalar(value: Any) -> str:
 
 def _quoted(text: str) -> str:
     """Return a text in double quotes. JSON writes a character beyond 16 bits as two, which YAML does not join."""
-    pieces = [json.dumps(each)[1:-1] if ord(each) < 1 << 16 else f"\\U{ord(each):08x}" for each in text]
+    pieces = [
+        json.dumps(character)[1:-1] if ord(character) < 1 << 16 else f"\\U{ord(character):08x}" for character in text
+    ]
     return f'"{"".join(pieces)}"'

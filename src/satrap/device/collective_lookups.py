@@ -105,14 +105,14 @@ class CollectiveLookups:
         if len(times) == 1:
             return self._look_up_at(received, headers[:, _COUNTS:], *times[0], oldest_open)
         bounds = np.append(0, headers[:, _COUNTS:].sum(1).cumsum())
-        found: list[list[Tensor]] = [[] for _ in headers]
+        answers: list[list[Tensor]] = [[] for _ in headers]
         for step, first_epoch in times:
             for rank in np.flatnonzero((headers[:, _STEP] == step) & (headers[:, _FIRST_EPOCH] == first_epoch)):
                 counts = np.zeros_like(headers[:, _COUNTS:])
                 counts[rank] = headers[rank, _COUNTS:]
                 ids = received[bounds[rank] : bounds[rank + 1]]
-                found[rank] = self._look_up_at(ids, counts, step, first_epoch, oldest_open)
-        present = [each for each in found if each]
+                answers[rank] = self._look_up_at(ids, counts, step, first_epoch, oldest_open)
+        present = [answer for answer in answers if answer]
         return [torch.cat(lines) for lines in zip(*present, strict=True)]
 
     def _look_up_at(

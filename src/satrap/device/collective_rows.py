@@ -170,8 +170,8 @@ class CollectiveRows(Rows):
             ticket, future = self._unfinished or self._start(request, at)
             self._unfinished = None if future is None else (ticket, future)  # an interrupted call waits for these again
         if future is None:
-            for each in (block, *sequences):
-                each.zero_()
+            for sequence in (block, *sequences):
+                sequence.zero_()
             return ticket
         try:
             rows = self._lookup_thread.wait(future)
@@ -225,7 +225,7 @@ class CollectiveRows(Rows):
 
     def _read(self, request: BagRequest, block: Tensor, sequences: list[Tensor]) -> None:
         """Look up without training."""
-        memory = [np.asarray(self._split.empty(len(each), each.shape[1])) for each in (block, *sequences)]
+        memory = [np.asarray(self._split.empty(len(sequence), sequence.shape[1])) for sequence in (block, *sequences)]
         self._reader.lookup(request, memory[0], memory[1:])
         for to, rows in zip((block, *sequences), memory, strict=True):
             to.copy_(torch.from_numpy(rows))
@@ -257,9 +257,9 @@ class CollectiveRows(Rows):
         self, ticket: CollectiveTicket, rows: list[Tensor], batch_size: int, block: Tensor, sequences: list[Tensor]
     ) -> None:
         """Pool and copy the rows of all features."""
-        found = self._split.lines(ticket.split, self._groups.numbers)
+        places = self._split.lines(ticket.split, self._groups.numbers)
         lines, offsets, weights = (
-            None if found[name] is None else to_device(found[name], self.device)
+            None if places[name] is None else to_device(places[name], self.device)
             for name in ("lines", "offsets", "weights")
         )
         for values, absent, pooled in zip(rows, self._absent, self._pooled, strict=True):
@@ -277,18 +277,19 @@ class CollectiveRows(Rows):
         """Return the sum of the gradients of each id."""
         tickets: Sequence[CollectiveTicket] = request.tickets
         scale = float(np.float32(request.scale))
-        parts = [each for block, rest in request.gradients for each in (block, *rest) if each is not None]
-        flat = torch.cat([each.reshape(-1) for each in parts] or [self.empty(0, 0).view(-1)])
-        bound = largest_of(request) * scale * sum(each.bound for each in tickets)
+        parts = [gradient for block, rest in request.gradients for gradient in (block, *rest) if gradient is not None]
+        flat = torch.cat([part.reshape(-1) for part in parts] or [self.empty(0, 0).view(-1)])
+        bound = largest_of(request) * scale * sum(ticket.bound for ticket in tickets)
         if not bound < LARGEST:  # not true of a NaN either
             return self._checked_part(request, rates)
-        splits, num_owners = [each.split for each in tickets], len(self.servers.topology)
+        splits, num_owners = [ticket.split for ticket in tickets], len(self.servers.topology)
         given = [
-            (block is not None, [each is not None for each in sequences]) for block, sequences in request.gradients
+            (block is not None, [sequence is not None for sequence in sequences])
+            for block, sequences in request.gradients
         ]
-        laid_out, found = self._split.runs(splits, given, self._owners, num_owners, self._groups.numbers)
+        laid_out, places = self._split.runs(splits, given, self._owners, num_owners, self._groups.numbers)
         ids, counts = _sent(laid_out)
-        runs = Runs.to_device(found, self.device)
+        runs = Runs.to_device(places, self.device)
         # On values of -0.0, a step of rate -1 adds the gradient, without rounding.
         how, sums = RowUpdate(optimizer=SGD(lr=1.0), lr=-1.0, scale=scale, step=1), []
         for (_, dim), tables, sent in zip(
@@ -306,24 +307,24 @@ class CollectiveRows(Rows):
         on_cpu: list[TicketGradients] = [
             (
                 None if block is None else to_host(block).numpy(),
-                [None if each is None else to_host(each).numpy() for each in sequences],
+                [None if sequence is None else to_host(sequence).numpy() for sequence in sequences],
             )
             for block, sequences in request.gradients
         ]
-        splits = [each.split for each in request.tickets]
-        found = self._split.sums(splits, on_cpu, request.scale, self._owners, len(self.servers.topology))
-        self.servers.add_skipped(found.skipped)
-        ids, counts = _sent(found)
+        splits = [ticket.split for ticket in request.tickets]
+        summed = self._split.sums(splits, on_cpu, request.scale, self._owners, len(self.servers.topology))
+        self.servers.add_skipped(summed.skipped)
+        ids, counts = _sent(summed)
         by_group: list[list[NDArray[np.float32]]] = [[] for _ in self._groups.tables]
         for server, line in enumerate(counts):
-            at, gradients = 0, np.asarray(found.gradients(server))
+            at, gradients = 0, np.asarray(summed.gradients(server))
             for table, count in enumerate(line.tolist()):
                 dim = self._tables[table].dim
                 by_group[self._groups.numbers[table]].append(gradients[at : at + count * dim].reshape(count, dim))
                 at += count * dim
-        on_host = [np.concatenate(each) for each in by_group]
-        bound = max((float(np.abs(each).max()) for each in on_host if each.size), default=0.0)
-        sums = [to_device(each, self.device) for each in on_host]
+        on_host = [np.concatenate(arrays) for arrays in by_group]
+        bound = max((float(np.abs(array).max()) for array in on_host if array.size), default=0.0)
+        sums = [to_device(array, self.device) for array in on_host]
         return UpdatePart(*send_to_all(self._to_all, self._rank, ids, counts), sums, rates, bound)
 
 

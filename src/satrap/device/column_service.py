@@ -54,7 +54,7 @@ class OtherColumns:
     def __call__(self, table: int, ids: NDArray[np.uint64]) -> Iterator[ReadPart]:
         for rank, client in self._clients.items():
             parts = [client.call.read(table, ids[at : at + _IDS]) for at in range(0, len(ids), _IDS)]
-            present, values, state = (np.concatenate(each) for each in zip(*parts, strict=True))
+            present, values, state = (np.concatenate(column) for column in zip(*parts, strict=True))
             yield rank, present, values, state
 
     def close(self) -> None:

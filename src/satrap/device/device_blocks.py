@@ -42,10 +42,10 @@ class TensorBlocks(ArrayBlocks):
         self.device = device
 
     def check_block(self, block: Any, shape: tuple[int, ...]) -> Any:
-        found = _tensor_of("block", block, shape, self.device)
-        if not found.is_contiguous():
-            raise InputError(f"block has the strides {found.stride()}; expected a contiguous tensor")
-        return found
+        tensor = _tensor_of("block", block, shape, self.device)
+        if not tensor.is_contiguous():
+            raise InputError(f"block has the strides {tensor.stride()}; expected a contiguous tensor")
+        return tensor
 
     def check_gradient(self, where: str, gradient: Any, shape: tuple[int, ...]) -> Any:
         return _tensor_of(f"{where}: the gradient", gradient, shape, self.device).contiguous()

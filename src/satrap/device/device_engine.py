@@ -252,11 +252,11 @@ class DeviceEngine:
         if not len(ids):
             return present, whole
         columns.put(part, *whole)
-        for rank, found, stored, state in self._trainer.read_others(table, ids):
+        for rank, has_row, stored, state in self._trainer.read_others(table, ids):
             values = stored.view(whole[0].dtype).reshape(len(ids), -1)
             other = self._trainer.columns(self.tables[table], columns.state_dim, rank)
             other.put((values, state.reshape(len(ids), -1)), *whole)
-            present &= found
+            present &= has_row
         return present, whole
 
     def _add_rows(self, table: int, columns: dict[str, Any], part: Part) -> None:
@@ -282,9 +282,9 @@ class DeviceEngine:
             present[:] = places != -1
             part = self.memory(table).read(places[present])
         if present.any():
-            found, (whole, whole_state) = self._whole(table, ids[present], part)
-            present[present] = found
-            values[present], state[present] = self.memory(table).as_floats(whole)[found], whole_state[found]
+            has_row, (whole, whole_state) = self._whole(table, ids[present], part)
+            present[present] = has_row
+            values[present], state[present] = self.memory(table).as_floats(whole)[has_row], whole_state[has_row]
 
     def lookup(
         self,

@@ -208,7 +208,7 @@ class DeviceIds:
 
     def on_cpu(self) -> tuple[NDArray[np.uint64], NDArray[np.int64] | None, NDArray[np.float32] | None]:
         """Copy the ids, offsets and weights to the CPU."""
-        offsets, weights = (None if each is None else each.cpu().numpy() for each in (self.offsets, self.weights))
+        offsets, weights = (None if tensor is None else tensor.cpu().numpy() for tensor in (self.offsets, self.weights))
         return self.values.cpu().numpy().view(np.uint64), offsets, weights
 
 
@@ -237,9 +237,9 @@ def ids_of(inputs: Inputs, layout: IdLayout, device: torch.device) -> DeviceIds 
         and (offsets is None or _is_list(offsets, device, torch.int64))
         and (weights is None or _is_list(weights, device, torch.float32))
     ):
-        found = DeviceIds.of(layout, _bits(values), _bits(offsets), _bits(weights), inputs.batch_size)
-        if found is not None:
-            return found
+        on_device = DeviceIds.of(layout, _bits(values), _bits(offsets), _bits(weights), inputs.batch_size)
+        if on_device is not None:
+            return on_device
     on_cpu = dict(zip(("values", "offsets", "weights"), map(_on_cpu, parts), strict=True))
     return replace(inputs, **on_cpu)
 
@@ -285,7 +285,7 @@ def _joined(features: Features, pairs: Mapping[str, tuple[Any, Any]], device: to
             return None
         lengths.append(offsets.diff())
         are_valid.append((offsets[0] == 0) & (offsets[-1] == len(ids)) & (lengths[-1] >= 0).all())
-    if len({len(each) for each in lengths}) != 1 or (are_valid and not bool(torch.stack(are_valid).all())):
+    if len({len(column) for column in lengths}) != 1 or (are_valid and not bool(torch.stack(are_valid).all())):
         return None
     joined: Any = torch.cat(values)
     bounds: Any = None
@@ -302,8 +302,8 @@ def _bits(given: Any) -> Any:
     """Return a tensor as the device's code takes it; ids as int64, by their bit patterns."""
     if given is None:
         return None
-    found = given.detach().contiguous()
-    return found.view(torch.int64) if found.dtype == torch.uint64 else found
+    values = given.detach().contiguous()
+    return values.view(torch.int64) if values.dtype == torch.uint64 else values
 
 
 def _on_cpu(given: Any) -> Any:

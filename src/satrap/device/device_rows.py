@@ -51,7 +51,9 @@ class DeviceRows(Rows):
         self._features, self._tables = features, features.tables
         self.id_layout = IdLayout(features, engine.device)
         # If not every id is admitted, or if rows expire, a row depends on the order of this and earlier updates.
-        self.resolves = all(isinstance(each.admission, Always) and each.expire_after is None for each in self._tables)
+        self.resolves = all(
+            isinstance(table.admission, Always) and table.expire_after is None for table in self._tables
+        )
         self.use(engine)
 
     def use(self, engine: DeviceEngine) -> None:
@@ -67,18 +69,18 @@ class DeviceRows(Rows):
 
     @property
     def truncated(self) -> list[int]:
-        return [sum(each) for each in zip(self._bags.truncated, self._num_cut, strict=True)]
+        return [sum(counts) for counts in zip(self._bags.truncated, self._num_cut, strict=True)]
 
     def empty(self, lines: int, floats: int) -> Tensor:
         return torch.empty((lines, floats), dtype=torch.float32, device=self.device)
 
     def lookup(self, request: BagRequest, block: Tensor, sequences: list[Tensor]) -> _core.Ticket | DeviceTicket | None:
         with self._engine.exclusive(None if request.resolved else self._counts(request)):
-            found: dict[str, Any] = request.resolved or self._find_frames(request)
-            self._engine.moves.wait(found["moved"])
-            self._gather(request.batch_size, found, block, sequences)
+            resolved: dict[str, Any] = request.resolved or self._find_frames(request)
+            self._engine.moves.wait(resolved["moved"])
+            self._gather(request.batch_size, resolved, block, sequences)
             self._engine.moves.note_use()
-        ticket: _core.Ticket | DeviceTicket | None = found["ticket"]
+        ticket: _core.Ticket | DeviceTicket | None = resolved["ticket"]
         return ticket
 
     def place_ids(self, inputs: Inputs) -> Inputs | DeviceIds:
@@ -97,28 +99,29 @@ class DeviceRows(Rows):
 
     def update(self, request: UpdateRequest) -> None:
         given: list[Given] = [
-            (block is not None, [each is not None for each in sequences]) for block, sequences in request.gradients
+            (block is not None, [sequence is not None for sequence in sequences])
+            for block, sequences in request.gradients
         ]
         scale = float(np.float32(request.scale))
         with self._engine.in_order():
             flat = self._flat(request.gradients)
             sorted_there = _claim(request.tickets)
-            found = self._sorted(request, given, scale) if len(sorted_there) == len(request.tickets) else None
-            if found is None:
+            sorted_runs = self._sorted(request, given, scale) if len(sorted_there) == len(request.tickets) else None
+            if sorted_runs is None:
                 request = replace(request, tickets=[self._as_core(ticket) for ticket in request.tickets])
-            skips = found is None and self._check(request, scale)
+            skips = sorted_runs is None and self._check(request, scale)
             groups = list(self._fused_tables(dict(request.lrs), scale, request.step, skips=skips))
 
             def record() -> Owed:
                 core = self._engine.core
-                if found is None:
+                if sorted_runs is None:
                     runs = core.update_frames(request.tickets, given, request.step, skips)
                 else:
-                    ids, numbers = found.grouped.ids, np.arange(len(found.grouped.ids), dtype=np.int32)
-                    runs = core.update_id_frames(ids, found.grouped.offsets, numbers, request.step, False)
+                    ids, numbers = sorted_runs.grouped.ids, np.arange(len(sorted_runs.grouped.ids), dtype=np.int32)
+                    runs = core.update_id_frames(ids, sorted_runs.grouped.offsets, numbers, request.step, False)
                 for ticket in sorted_there:
                     ticket.used = True
-                return partial(self._steps, runs, groups, [flat] * len(groups), found)
+                return partial(self._steps, runs, groups, [flat] * len(groups), sorted_runs)
 
             self._engine.owe(record)
 
@@ -136,17 +139,17 @@ class DeviceRows(Rows):
             return self._find_sorted(request, request.values)
         frames = np.empty(len(request.values), np.int32)
         try:
-            found = self._engine.core.lookup_frames(self._bags, *request.native, frames, request.first_epoch)
+            resolved = self._engine.core.lookup_frames(self._bags, *request.native, frames, request.first_epoch)
         finally:  # a lookup that fails has inserted rows too
             self._engine.place_rows()
-        return {**found, "frames": frames[: found["num_ids"]], "moved": self._engine.moves.moved}
+        return {**resolved, "frames": frames[: resolved["num_ids"]], "moved": self._engine.moves.moved}
 
     def _find_sorted(self, request: BagRequest, ids: DeviceIds) -> dict[str, Any]:
         """Return the same for ids that were sorted on the device: what has an entry for each id is there."""
         core, grouped = self._engine.core, ids.grouped
         frames = np.empty(len(grouped.ids), np.int32)
         try:
-            found = core.lookup_id_frames(
+            resolved = core.lookup_id_frames(
                 grouped.ids,
                 grouped.offsets,
                 request.step or 0,
@@ -157,9 +160,9 @@ class DeviceRows(Rows):
             )
         finally:  # a lookup that fails has inserted rows too
             self._engine.place_rows()
-        self._num_cut = [sum(each) for each in zip(self._num_cut, ids.num_cut, strict=True)]
+        self._num_cut = [sum(counts) for counts in zip(self._num_cut, ids.num_cut, strict=True)]
         return {
-            **found,
+            **resolved,
             "frames": to_device(frames, self.device)[grouped.inverse],
             "offsets": ids.offsets,
             "weights": ids.weights,
@@ -179,25 +182,25 @@ class DeviceRows(Rows):
         np.add.at(counts, list(self._features.table_index), np.diff(bounds))
         return counts
 
-    def _absent(self, found: dict[str, Any], memory: RowMemory) -> Tensor:
+    def _absent(self, resolved: dict[str, Any], memory: RowMemory) -> Tensor:
         """Return the values of ids that have no frame: of their row at home, or those that it would begin with."""
-        rows = memory.staging(len(found["absent_ids"]))
-        for number in np.intersect1d(found["absent_tables"], memory.tables).tolist():
-            of_table, has_row = found["absent_tables"] == number, found["absent_places"] != -1
+        rows = memory.staging(len(resolved["absent_ids"]))
+        for number in np.intersect1d(resolved["absent_tables"], memory.tables).tolist():
+            of_table, has_row = resolved["absent_tables"] == number, resolved["absent_places"] != -1
             at = np.flatnonzero(of_table & ~has_row).astype(np.int32)
-            self._engine.initialise(number, rows, at, found["absent_ids"][at])
+            self._engine.initialise(number, rows, at, resolved["absent_ids"][at])
             if len(at := np.flatnonzero(of_table & has_row).astype(np.int32)):
-                rows.fetch(at, found["absent_places"][at])
+                rows.fetch(at, resolved["absent_places"][at])
         return rows.values.float()
 
-    def _gather(self, batch_size: int, found: dict[str, Any], block: Tensor, sequences: list[Tensor]) -> None:
+    def _gather(self, batch_size: int, resolved: dict[str, Any], block: Tensor, sequences: list[Tensor]) -> None:
         """Pool and copy the rows of all features."""
         at, offsets, weights = (
             to_device(array, self.device) if isinstance(array, np.ndarray) else array
-            for array in (found["frames"], found["offsets"], found["weights"])
+            for array in (resolved["frames"], resolved["offsets"], resolved["weights"])
         )
         assert at is not None
-        absent = [self._absent(found, memory) for memory in self._engine.memories]
+        absent = [self._absent(resolved, memory) for memory in self._engine.memories]
         for memory, rows, pooled in zip(self._engine.memories, absent, self._pooled, strict=True):
             self._kernels.pool(memory.values, rows, at, offsets, weights, pooled, batch_size, block)
         left = iter(sequences)
@@ -259,18 +262,18 @@ class DeviceRows(Rows):
 
     def _steps(
         self,
-        found: dict[str, Any],
+        resolved: dict[str, Any],
         groups: list[_Group],
         flats: Sequence[Tensor],
         gradients: SortedGradients | None = None,
     ) -> Sequence[Owed]:
         """Copy the runs of an update to the device; return the step of each group of tables. flats: the gradients of
         each group. gradients: where they are, if they were sorted on the device."""
-        runs = Runs.to_device(found, self.device) if gradients is None else gradients.runs(found, self.device)
+        runs = Runs.to_device(resolved, self.device) if gradients is None else gradients.runs(resolved, self.device)
         work: list[Owed] = []
         for group, flat in zip(groups, flats, strict=True):
             work.append(partial(self._step, runs, group, flat))
-            places = found["frames"][slice(*(found["tables"][i] for i in (group[0].start, group[0].stop)))]
+            places = resolved["frames"][slice(*(resolved["tables"][i] for i in (group[0].start, group[0].stop)))]
             if len(at_home := np.flatnonzero(places < -1)):
                 part = runs.of_tables(group[0]).take(at_home)
                 work.append(partial(self._step_at_home, part, places[at_home], group, flat))
@@ -309,17 +312,19 @@ def largest_of(request: UpdateRequest) -> float:
     were measured where they were computed."""
     if request.magnitude is not None:
         return float(request.magnitude)
-    parts = [each for block, sequences in request.gradients for each in (block, *sequences) if each is not None]
-    return float(Magnitude((each, 1.0) for each in parts))
+    parts = [
+        sequence for block, sequences in request.gradients for sequence in (block, *sequences) if sequence is not None
+    ]
+    return float(Magnitude((part, 1.0) for part in parts))
 
 
 def _claim(tickets: Sequence[Any]) -> list[DeviceTicket]:
     """Return the tickets of ids that were sorted on the device; raise TicketError if one was used. The core claims the
     others."""
-    found = [ticket for ticket in tickets if isinstance(ticket, DeviceTicket)]
-    if any(ticket.used for ticket in found) or len(set(map(id, found))) != len(found):
+    claimed = [ticket for ticket in tickets if isinstance(ticket, DeviceTicket)]
+    if any(ticket.used for ticket in claimed) or len(set(map(id, claimed))) != len(claimed):
         raise TicketError("this ticket was used already; a batch is updated once: look it up again for another step")
-    return found
+    return claimed
 
 
 def device_worker(

@@ -177,14 +177,14 @@ class Exchange:
         round for `turn`. counts: of each."""
         number = self._launches.number() if self.rank == 0 else 0
         head = np.array([number], np.uint64)
-        sent = np.concatenate([each for part in parts for each in (head, part)])
+        sent = np.concatenate([array for part in parts for array in (head, part)])
         sizes = [count + 1 for count in counts]
         received = torch.empty(sum(sizes), dtype=torch.int64)
         to = [len(part) + 1 for part in parts]
         self._all_to_all(received, torch.from_numpy(sent.view(np.int64)), sizes, to, self._host)
-        found = received.numpy().view(np.uint64)
+        numbers = received.numpy().view(np.uint64)
         heads = np.concatenate([[0], np.cumsum(sizes)[:-1]]).astype(np.int64)
-        return np.delete(found, heads), int(found[0])
+        return np.delete(numbers, heads), int(numbers[0])
 
     @contextmanager
     def turn(self, number: int) -> Iterator[None]:
@@ -249,18 +249,18 @@ class RowExchange:
         self._exchange, self._groups, world_size = exchange, groups, exchange.world_size
         self._bounds = [[dim * rank // world_size for rank in range(world_size + 1)] for _, dim in groups.layouts]
 
-    def rows(self, group: int, found: Tensor, asked: Sequence[int], own: Sequence[int]) -> Tensor:
-        """Return the rows of the own ids. found: the rows here. asked: how many ids each trainer has sent here.
+    def rows(self, group: int, rows: Tensor, asked: Sequence[int], own: Sequence[int]) -> Tensor:
+        """Return the rows of the own ids. rows: the rows here. asked: how many ids each trainer has sent here.
         own: how many were sent to each."""
         kind = self._groups.kinds[group]
         if kind == "replicated":
-            return found
+            return rows
         if kind == "rows":
-            return self._exchange.rows(found, asked, own)
+            return self._exchange.rows(rows, asked, own)
         widths = self._widths(group)
-        sent = [lines * found.shape[1] for lines in asked]
+        sent = [lines * rows.shape[1] for lines in asked]
         received = [lines * width for lines, width in zip(own, widths, strict=True)]
-        parts = self._exchange.rows(found.view(-1, 1), sent, received).split(received)
+        parts = self._exchange.rows(rows.view(-1, 1), sent, received).split(received)
         lines = own[self._exchange.rank]
         return torch.cat([part.view(lines, width) for part, width in zip(parts, widths, strict=True)], 1)
 

@@ -94,7 +94,7 @@ class HomeMemory:
             while slots > len(self):
                 self.segments.append(self.spare.pop())
             self._earlier.append(self.addresses)
-            self.addresses = to_device(np.array([each.data_ptr() for each in self.segments]), self.device)
+            self.addresses = to_device(np.array([segment.data_ptr() for segment in self.segments]), self.device)
         return 0
 
     def allocate(self, num_segments: int, names: Sequence[str]) -> None:

@@ -112,10 +112,10 @@ def _normal(drawn: Tensor, initial: InitialValues) -> Tensor:
     u = (drawn.double() + 0.5) * 2.0**-32
     q = torch.where(u < 0.5, u, 1.0 - u)
     d = u - 0.5
-    above, below = (_polynomial(each, d * d) for each in CENTRAL)
+    above, below = (_polynomial(coefficients, d * d) for coefficients in CENTRAL)
     central = above * d / below
     t = sqrt(-2.0 * _log(q))
-    above, below = (_polynomial(each, t) for each in TAIL)
+    above, below = (_polynomial(coefficients, t) for coefficients in TAIL)
     tail = above / below
     quantile = torch.where(q > 0.02425, central, torch.where(u < 0.5, tail, -tail))
     mean, deviation = initial.numbers.unbind()
@@ -124,8 +124,8 @@ def _normal(drawn: Tensor, initial: InitialValues) -> Tensor:
 
 def _polynomial(coefficients: tuple[float, ...], x: Tensor) -> Tensor:
     total = x * coefficients[0] + coefficients[1]
-    for each in coefficients[2:]:
-        total = total * x + each
+    for coefficient in coefficients[2:]:
+        total = total * x + coefficient
     return total
 
 

@@ -56,13 +56,13 @@ class OwnedRows(DeviceRows):
         frames = np.empty(len(joined.ids), np.int32)
         with self._engine.exclusive(np.diff(joined.offsets)):
             try:
-                found = self._engine.core.lookup_id_frames(
+                resolved = self._engine.core.lookup_id_frames(
                     joined.ids, joined.offsets, at.step, at.oldest_open, True, frames, at.first_epoch
                 )
             finally:  # a lookup that fails has inserted rows too
                 self._engine.place_rows()
             self._engine.moves.wait(self._engine.moves.moved)
-            lines = self._lines(joined, frames, found, asked)
+            lines = self._lines(joined, frames, resolved, asked)
             self._engine.moves.note_use()
             return lines
 
@@ -70,7 +70,7 @@ class OwnedRows(DeviceRows):
         self,
         joined: JoinedIds,
         frames: NDArray[np.int32],
-        found: dict[str, Any],
+        resolved: dict[str, Any],
         counts: NDArray[np.int64],
     ) -> list[Tensor]:
         """Copy the rows of the frames to the lines of their groups."""
@@ -90,7 +90,7 @@ class OwnedRows(DeviceRows):
             out = lines[self._groups.numbers[memory.tables[0]]]
             out[to] = memory.values[to_device(np.maximum(chosen, 0), self.device)] if len(memory.values) else 0
             if len(without := np.flatnonzero(chosen < 0)):
-                absent = torch.cat([torch.zeros((1, out.shape[1]), device=self.device), self._absent(found, memory)])
+                absent = torch.cat([torch.zeros((1, out.shape[1]), device=self.device), self._absent(resolved, memory)])
                 rows = absent[to_device(-1 - chosen[without], self.device)]
                 out[to[to_device(without, self.device)]] = rows.to(out.dtype)
         return lines
@@ -122,19 +122,19 @@ class OwnedRows(DeviceRows):
             flats = [sums[self._groups.numbers[tables.start]].reshape(-1) for tables, _ in groups]
 
             def record() -> Owed:
-                found = self._engine.core.update_id_frames(
+                resolved = self._engine.core.update_id_frames(
                     joined.ids, joined.offsets, places.astype(np.int32), step, skips
                 )
-                return partial(self._steps, found, groups, flats)
+                return partial(self._steps, resolved, groups, flats)
 
             self._engine.owe(record)
 
     def _check_sums(self, joined: JoinedIds, sums: Sequence[Tensor], num_trainers: int) -> bool:
         """Raise NonFiniteError if a table refuses a gradient; return whether gradients may have to be skipped."""
-        largest = float(Magnitude((each, 1.0) for each in sums))
+        largest = float(Magnitude((tensor, 1.0) for tensor in sums))
         if largest * num_trainers < LARGEST:  # not true of a NaN
             return False
-        on_cpu = [to_host(each).numpy() for each in sums]
+        on_cpu = [to_host(tensor).numpy() for tensor in sums]
         flat = []
         for table in range(len(self._tables)):
             part = slice(*joined.offsets[table : table + 2])

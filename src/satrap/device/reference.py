@@ -16,11 +16,11 @@ from satrap.device.runs import PooledFeatures, RowUpdate, Runs
 
 def read_rows(values: Tensor, absent: Tensor, frames: Tensor) -> Tensor:
     """Return the rows of the frames as float32 [n, dim]: -1 reads zeros, and -2 - k row k of `absent`."""
-    found = frames >= 0
-    if bool(found.all()):
+    has_row = frames >= 0
+    if bool(has_row.all()):
         return values[frames].float()
     rows = torch.zeros((len(frames), values.shape[1]), dtype=torch.float32, device=frames.device)
-    rows[found] = values[frames[found]].float()
+    rows[has_row] = values[frames[has_row]].float()
     without = frames < -1
     rows[without] = absent[-2 - frames[without]]
     return rows
@@ -86,9 +86,9 @@ def copy_sequence(
     bag = torch.arange(feature * samples, (feature + 1) * samples, device=out.device)
     begin, end = (bag, bag + 1) if offsets is None else (offsets[bag], offsets[bag + 1])
     ids = begin[:, None] + torch.arange(length, device=out.device)
-    found = ids < end[:, None]
+    is_id = ids < end[:, None]
     out.zero_()
-    out[found] = read_rows(values, absent, frames[ids[found]])
+    out[is_id] = read_rows(values, absent, frames[ids[is_id]])
 
 
 def exchange(

@@ -165,7 +165,7 @@ class RowMemory:
     def exchange(self, frames: NDArray[np.int32], slots: NDArray[np.int32], directions: NDArray[np.int32]) -> None:
         """Copy rows between frames and slots at home, each in the directions IN, OUT or both."""
         assert self.home is not None
-        at = [to_device(each, self.device) for each in (frames, slots, directions)]
+        at = [to_device(array, self.device) for array in (frames, slots, directions)]
         kernels_of(self.device).exchange(self.values, self.state, self.home, *at)
 
     def staging(self, rows: int) -> "RowMemory":

@@ -130,7 +130,7 @@ class PooledFeatures:
     def lines(self) -> Iterator[tuple[int, int, str, bool]]:
         """Yield number, column, pooling and whether it is weighted of each."""
         for number, column, pooling, weighted in zip(
-            *(each.tolist() for each in (self.numbers, self.columns, self.poolings, self.weighted)), strict=True
+            *(array.tolist() for array in (self.numbers, self.columns, self.poolings, self.weighted)), strict=True
         ):
             yield number, column, POOLINGS[pooling], bool(weighted)
 
@@ -182,7 +182,9 @@ class SortedGradients:
             raise InputError(
                 f"the gradients of one step hold {end} floats; at most 2^31-1 fit on a device: make smaller batches"
             )
-        feature, places, factors = (torch.cat(each) if len(parts) > 1 else each[0] for each in zip(*parts, strict=True))
+        feature, places, factors = (
+            torch.cat(column) if len(parts) > 1 else column[0] for column in zip(*parts, strict=True)
+        )
         is_whole = len(tickets) == 1 and all((given[0][0] or not layout.total_dim, *given[0][1]))
         grouped = tickets[0].ids.grouped
         if not is_whole:
@@ -195,11 +197,11 @@ class SortedGradients:
         factors = factors[grouped.order] if layout.any_scaled else None
         return cls(grouped, places[grouped.order].int(), factors, layout.alignment)
 
-    def runs(self, found: dict[str, Any], device: torch.device) -> Runs:
-        """Return the runs of an update. found: what the core returned for an update whose places are the numbers of
+    def runs(self, resolved: dict[str, Any], device: torch.device) -> Runs:
+        """Return the runs of an update. resolved: what the core returned for an update whose places are the numbers of
         the unique ids."""
-        at = to_device(found["places"][found["begin"]].astype(np.int64), device)
-        runs = Runs.to_device({**found, "places": found["begin"], "factors": None}, device)
+        at = to_device(resolved["places"][resolved["begin"]].astype(np.int64), device)
+        runs = Runs.to_device({**resolved, "places": resolved["begin"], "factors": None}, device)
         begin, end = self.grouped.begin[at], self.grouped.end[at]
         return replace(runs, begin=begin, end=end, places=self.places, factors=self.factors, alignment=self.alignment)
 
@@ -225,7 +227,7 @@ def _entries(layout: IdLayout, ids: DeviceIds, begins: list[int]) -> tuple[Tenso
     bag = bags_of(bounds, len(ids))
     feature, sample = bag // samples, bag % samples
     begin = to_device(np.array(begins, np.int64), device)[feature]
-    floats = to_device(np.array([each or layout.total_dim for each in layout.sequence_floats], np.int64), device)
+    floats = to_device(np.array([start or layout.total_dim for start in layout.sequence_floats], np.int64), device)
     step = torch.where(layout.pooling == 0, layout.dims, 0)
     in_bag = torch.arange(len(ids), device=device) - bounds[bag]
     places = torch.where(begin < 0, -1, begin + sample * floats[feature] + in_bag * step[feature])

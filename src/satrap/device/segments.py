@@ -32,14 +32,14 @@ class TableGroups:
     @classmethod
     def of(cls, tables: Sequence[Table]) -> "TableGroups":
         """Group the tables of a job."""
-        found: dict[tuple[Kind, str, int], list[int]] = {}
+        groups: dict[tuple[Kind, str, int], list[int]] = {}
         for number, table in enumerate(tables):
-            found.setdefault((kind_of(table), table.dtype, table.dim), []).append(number)
+            groups.setdefault((kind_of(table), table.dtype, table.dim), []).append(number)
         numbers = np.empty(len(tables), np.uint32)
-        for group, members in enumerate(found.values()):
+        for group, members in enumerate(groups.values()):
             numbers[members] = group
-        kinds, layouts = tuple(kind for kind, *_ in found), tuple((dtype, dim) for _, dtype, dim in found)
-        return cls(numbers, tuple(map(tuple, found.values())), kinds, layouts)
+        kinds, layouts = tuple(kind for kind, *_ in groups), tuple((dtype, dim) for _, dtype, dim in groups)
+        return cls(numbers, tuple(map(tuple, groups.values())), kinds, layouts)
 
     def of_kinds(self, *kinds: Kind) -> list[int]:
         """Return the tables, in order, that are divided in one of these ways."""
@@ -81,9 +81,9 @@ class JoinedIds:
         within = np.arange(len(received)) - np.repeat(_starts(lengths), lengths)
         offsets = np.concatenate([[0], counts.sum(0).cumsum()]).astype(np.int64)
         ids = received[np.repeat(begin.T.ravel(), lengths) + within]
-        found = np.repeat(first_line.T.ravel(), lengths) + within
-        found[np.repeat((lines != counts).T.ravel(), lengths)] = -1
-        return cls(ids, offsets, found)
+        origin = np.repeat(first_line.T.ravel(), lengths) + within
+        origin[np.repeat((lines != counts).T.ravel(), lengths)] = -1
+        return cls(ids, offsets, origin)
 
     def tables(self) -> NDArray[np.intp]:
         """Return the table of each id."""
@@ -99,7 +99,7 @@ def send_to_all(
     if not tables:
         return list(ids), counts
     own = np.append(0, counts[rank].cumsum())
-    found, total = list(ids), counts.copy()
+    sent, total = list(ids), counts.copy()
     total[:, tables] = counts[rank, tables]
     for other in range(len(ids)):
         if other == rank:
@@ -108,11 +108,11 @@ def send_to_all(
         for table in tables:
             parts += [ids[other][at : bounds[table]], ids[rank][own[table] : own[table + 1]]]
             at = bounds[table]
-        found[other] = np.concatenate([*parts, ids[other][at:]])
-    return found, total
+        sent[other] = np.concatenate([*parts, ids[other][at:]])
+    return sent, total
 
 
 def _starts(lengths: NDArray[np.int64]) -> NDArray[np.int64]:
     """Return where each of several parts begins, one after another."""
-    found: NDArray[np.int64] = np.cumsum(lengths) - lengths
-    return found
+    starts: NDArray[np.int64] = np.cumsum(lengths) - lengths
+    return starts

@@ -53,7 +53,7 @@ class Columns:
                 f"table {table.name!r} has shard='columns', dim {table.dim} and {world_size} trainers; expected at "
                 "least one column for each: use shard='rows'"
             )
-        begin, end = (table.dim * each // world_size for each in (rank, rank + 1))
+        begin, end = (table.dim * position // world_size for position in (rank, rank + 1))
         return cls(begin, end, table.dim, state_dim)
 
     @property

@@ -20,14 +20,14 @@ def resolve_device(device: torch.device | str) -> torch.device:
     if not isinstance(device, torch.device | str):
         raise ConfigError(f"device is {device!r} ({type(device).__name__}); {_EXPECTED}")
     try:
-        found = torch.device(device)
+        resolved = torch.device(device)
     except RuntimeError:
         raise ConfigError(f"device is {device!r}, which torch does not know; {_EXPECTED}") from None
-    if found.type == "cpu":
-        if found.index:
+    if resolved.type == "cpu":
+        if resolved.index:
             raise ConfigError(f"device is {str(device)!r}, and torch has one CPU, whatever its cores; expected 'cpu'")
         return torch.device("cpu")
-    if found.type != "cuda":
+    if resolved.type != "cuda":
         raise ConfigError(f"device is {str(device)!r}, for which there are no kernels; {_EXPECTED}")
     count = torch.cuda.device_count()
     if count == 0:
@@ -36,7 +36,7 @@ def resolve_device(device: torch.device | str) -> torch.device:
             f"device is {str(device)!r} and there is no GPU: {built}. `satrap doctor` shows what is installed; without "
             "a GPU leave device out, or use device='cpu' to run the same code"
         )
-    number = torch.cuda.current_device() if found.index is None else found.index
+    number = torch.cuda.current_device() if resolved.index is None else resolved.index
     if number >= count:
         raise ConfigError(f"device is {str(device)!r} and this process sees {count} GPUs, cuda:0 to cuda:{count - 1}")
     return torch.device("cuda", number)

@@ -14,8 +14,8 @@ from satrap.device import triton_optimizers as arithmetic
 from satrap.device.home_memory import RowLayout
 from satrap.device.initial_values import CENTRAL, NORMAL, TAIL, InitialValues
 
-_CENTRAL_ABOVE, _CENTRAL_BELOW = (tl.constexpr(each) for each in CENTRAL)
-_TAIL_ABOVE, _TAIL_BELOW = (tl.constexpr(each) for each in TAIL)
+_CENTRAL_ABOVE, _CENTRAL_BELOW = (tl.constexpr(coefficients) for coefficients in CENTRAL)
+_TAIL_ABOVE, _TAIL_BELOW = (tl.constexpr(coefficients) for coefficients in TAIL)
 
 
 @triton.jit

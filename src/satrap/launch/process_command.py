@@ -119,7 +119,7 @@ class ProcessSpec:
         threads = ["--threads", str(script.threads[role])] if role in script.threads else []
         shared = ["--shared", str(site.rows)] if role is Role.SERVER else []
         flag, paths = ("--checkpoints", script.checkpoints) if role is Role.SERVER else ("--data", script.data)
-        allowed = [f"{flag}={each}" for each in (os.path.abspath(site.script.parent), *script.named_paths(), *paths)]
+        allowed = [f"{flag}={path}" for path in (os.path.abspath(site.script.parent), *script.named_paths(), *paths)]
         number = ["--number", str(self.process.number)]
         options = [*http, *shared, *keys, *threads, *allowed, *number, *log_format]
         return [role.value, "--listen", site.listen, *options]

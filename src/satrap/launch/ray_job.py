@@ -13,7 +13,7 @@ def job_directory(folder: Path) -> Path:
     """Return this node's copy of the job's working directory.
 
     folder: this process's working directory, which is the copy or below it."""
-    return next((each for each in (folder, *folder.parents) if each.parent.name == _COPIES), folder)
+    return next((parent for parent in (folder, *folder.parents) if parent.parent.name == _COPIES), folder)
 
 
 def script_path(script: Path, directory: Path | None) -> Path:

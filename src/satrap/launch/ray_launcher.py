@@ -228,7 +228,7 @@ class RayLauncher:
         nodes = [node["NodeID"] for node in ray.nodes() if node["Alive"]]
         on = [NodeAffinitySchedulingStrategy(node, soft=False) for node in nodes]
         options: dict[str, Any] = {"num_cpus": 0, "name": f"satrap-{name}-remove-files"}
-        refs = [remove_files.options(**options, scheduling_strategy=each).remote(memory, name) for each in on]
+        refs = [remove_files.options(**options, scheduling_strategy=strategy).remote(memory, name) for strategy in on]
         ray.wait(refs, num_returns=len(refs), timeout=_REMOVE_SECONDS)
         for node, ref in zip(nodes, refs, strict=True):
             try:
@@ -302,15 +302,15 @@ class RayLauncher:
             return []
         self._drain_check_at = now + _DRAIN_CHECK_SECONDS
         draining = ray._private.state.state.get_draining_nodes()
-        found = []
+        processes = []
         for record in self._records.values() if draining else ():
             process = record.spec.process
             if process.role is not Role.SERVER or not record.is_started or record.was_stopped or record.is_draining:
                 continue
             group, index = self._bundles[process.number]
             record.is_draining = placement_group_table(group)["bundles_to_node_id"][index] in draining
-            found += [process] if record.is_draining else []
-        return found
+            processes += [process] if record.is_draining else []
+        return processes
 
     def _has_initial_bundle(self, number: int) -> bool:
         """Return whether a server has one of the bundles that the run started with."""
@@ -318,9 +318,9 @@ class RayLauncher:
 
     def _release_bundle(self, process: Process) -> None:
         """Release the bundle of a server that will not restart."""
-        found = self._bundles.pop(process.number, None)
-        if found is not None and found[0] != self._groups[Role.SERVER]:
-            remove_placement_group(found[0])
+        bundle = self._bundles.pop(process.number, None)
+        if bundle is not None and bundle[0] != self._groups[Role.SERVER]:
+            remove_placement_group(bundle[0])
 
     def _is_overdue(self, record: _ActorRecord, now: float) -> bool:
         """Return whether Ray did not place the actor in time, or placed it and did not start it in time."""
@@ -409,7 +409,7 @@ class RayLauncher:
 
     def _placement_error(self, what: str) -> str:
         total, free = ray.cluster_resources(), ray.available_resources()
-        custom = dict.fromkeys(name for each in self._resources.values() for name in each.custom)
+        custom = dict.fromkeys(name for resource in self._resources.values() for name in resource.custom)
         count = sum(node["Alive"] for node in ray.nodes())
         return (
             f"Ray could not place {what} within {self._ray_config.placement_seconds:g} s: its {count} nodes have "
@@ -468,9 +468,9 @@ def _log_cluster(context: Any, log_folder: Path) -> None:
     """Log where Ray is, and where it shows and logs what its processes do."""
     address, url = context.address_info["address"], context.dashboard_url
     dashboard = f"its dashboard at http://{url}" if url else "without a dashboard"
-    found = event("ray", address=address, dashboard=url or None, session=context.address_info["session_dir"])
+    extra = event("ray", address=address, dashboard=url or None, session=context.address_info["session_dir"])
     text = "Ray at %s, %s; its messages in %s, its log on each node in %s"
-    _LOG.info(text, address, dashboard, log_folder / "ray.log", context.address_info["session_dir"], extra=found)
+    _LOG.info(text, address, dashboard, log_folder / "ray.log", context.address_info["session_dir"], extra=extra)
 
 
 def _connect(options: dict[str, Any]) -> tuple[Any, bool]:

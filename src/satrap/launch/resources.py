@@ -17,29 +17,29 @@ _OWN_NAMES = ("CPU", "GPU", "memory", "object_store_memory")  # Ray's, for which
 
 def parse_custom(texts: Iterable[str]) -> dict[str, float]:
     """Return the amounts of custom resources, each given as NAME=AMOUNT."""
-    found = {}
+    amounts = {}
     for text in texts:
         name, _, amount = text.partition("=")
         try:
-            found[name] = float(amount)
+            amounts[name] = float(amount)
         except ValueError:
-            found[name] = 0.0
-        if not name or name in _OWN_NAMES or not 0 < found[name] <= _MAX_AMOUNT:
+            amounts[name] = 0.0
+        if not name or name in _OWN_NAMES or not 0 < amounts[name] <= _MAX_AMOUNT:
             raise ConfigError(
                 f"resource is {text!r}; expected NAME=AMOUNT of a custom resource of Ray, such as satrap_server=1"
             )
-    return found
+    return amounts
 
 
 def parse_labels(texts: Iterable[str]) -> dict[str, str]:
     """Return the labels of nodes, each given as NAME=VALUE."""
-    found = {}
+    labels = {}
     for text in texts:
         name, separator, value = text.partition("=")
         if not name or not separator or not value:
             raise ConfigError(f"label is {text!r}; expected NAME=VALUE of a label of Ray's nodes, such as role=server")
-        found[name] = value
-    return found
+        labels[name] = value
+    return labels
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

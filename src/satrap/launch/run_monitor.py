@@ -126,8 +126,8 @@ class RunMonitor:
     def samples(self) -> list[Sample]:
         """Return the samples of the run."""
         status, restarts, processes = self._status, self._restarts.copy(), Counter[tuple[str, str]]()
-        for each in status["processes"]:
-            processes[each["role"], each["state"]] += 1
+        for process in status["processes"]:
+            processes[process["role"], process["state"]] += 1
         migration = status["migration"] or {"moved": 0, "all": 0}
         return [
             *memory_samples(memory()),
@@ -144,18 +144,18 @@ class RunMonitor:
 
     def targets(self) -> list[dict[str, Any]]:
         """Return the processes that serve metrics, in the form of Prometheus's discovery over HTTP."""
-        found = [] if self.url is None else [(self.url, {"role": "run", "number": "0"})]
-        for each in self._status["processes"]:
-            if each["metrics"] is not None:
-                found.append((each["metrics"], {"role": each["role"], "number": str(each["number"])}))
+        endpoints = [] if self.url is None else [(self.url, {"role": "run", "number": "0"})]
+        for process in self._status["processes"]:
+            if process["metrics"] is not None:
+                endpoints.append((process["metrics"], {"role": process["role"], "number": str(process["number"])}))
         return [
             {"targets": [url.removeprefix("http://").removesuffix("/metrics")], "labels": labels}
-            for url, labels in found
+            for url, labels in endpoints
         ]
 
     def not_ready(self) -> str:
         """Return why the run does not train; "" if it does."""
-        trainers = [each for each in self._status["processes"] if each["role"] == Role.TRAINER]
+        trainers = [process for process in self._status["processes"] if process["role"] == Role.TRAINER]
         return "" if trainers else str(self._status["phase"])
 
     # -- internals -----------------------------------------------------------------------------------------------------

@@ -105,8 +105,10 @@ class Scaler:
             after = self._read_loads(addresses)
             known = [address for address in addresses if address in before and address in after]
             if len(known) == len(addresses) > 0:
-                loads = [ServerLoad.between(each, before[each], after[each], self._server_bytes) for each in known]
-                num_steps = max(after[each]["latest_step"] - before[each]["latest_step"] for each in known)
+                loads = [
+                    ServerLoad.between(server, before[server], after[server], self._server_bytes) for server in known
+                ]
+                num_steps = max(after[server]["latest_step"] - before[server]["latest_step"] for server in known)
                 step_seconds = (now - window_start) / num_steps if num_steps > 0 else 0.0
                 decision, history = decide(loads, step_seconds, limits, history, now)
                 if decision.change:

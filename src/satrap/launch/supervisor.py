@@ -226,8 +226,8 @@ class Supervisor:
         if not self._all_ready(Role.SERVER, self._servers):
             return []
         workers = range(self._config.workers)
-        if missing := [each for each in workers if (Role.WORKER, each) not in self._running]:
-            return [self._start_process(Role.WORKER, each, now) for each in missing]
+        if missing := [worker for worker in workers if (Role.WORKER, worker) not in self._running]:
+            return [self._start_process(Role.WORKER, number, now) for number in missing]
         return self._start_launch(now) if self._all_ready(Role.WORKER, workers) else []
 
     def _reset_servers(self) -> list[Command]:
@@ -238,7 +238,7 @@ class Supervisor:
         servers = self._with_role(Role.SERVER)
         return [
             LogMessage("a server's rows are lost; restarting all servers empty"),
-            *(StopProcess(each, "kill", release=each.number not in self._servers) for each in servers),
+            *(StopProcess(server, "kill", release=server.number not in self._servers) for server in servers),
         ]
 
     def _restart_servers_empty(self, now: float) -> list[Command]:
@@ -249,7 +249,7 @@ class Supervisor:
         return [self._start_process(Role.SERVER, number, now) for number in self._servers]
 
     def _all_ready(self, role: Role, numbers: Iterable[int]) -> bool:
-        return all((role, each) in self._running and self._running[role, each].is_ready for each in numbers)
+        return all((role, number) in self._running and self._running[role, number].is_ready for number in numbers)
 
     def _restart(self, running: _RunningProcess, status: int, now: float) -> list[Command]:
         role, number = running.process.role, running.process.number
@@ -293,7 +293,7 @@ class Supervisor:
         self._targets = [*self._servers, *new][: event.servers]
         return [
             LogMessage(f"scaling to {requested} from {num_servers}: {event.reason}"),
-            *(self._start_process(Role.SERVER, each, now) for each in new),
+            *(self._start_process(Role.SERVER, number, now) for number in new),
             *([] if new else self._migrate()),
         ]
 
@@ -314,23 +314,24 @@ class Supervisor:
     def _migrate(self) -> list[Command]:
         """Start the migration once all its servers listen."""
         assert self._targets is not None
-        if self._has_lost_rows or not all((Role.SERVER, each) in self._addresses for each in self._targets):
+        if self._has_lost_rows or not all((Role.SERVER, target) in self._addresses for target in self._targets):
             return []
         current, target = (
-            tuple(self._addresses[Role.SERVER, each] for each in numbers) for numbers in (self._servers, self._targets)
+            tuple(self._addresses[Role.SERVER, number] for number in numbers)
+            for numbers in (self._servers, self._targets)
         )
         self._is_migrating = True
         return [MigrateBuckets(current, target, is_urgent=not self._leaving.isdisjoint(self._servers))]
 
     def _move_from_leaving(self) -> list[Command]:
         """Move the buckets of the servers whose machines will stop to the other servers, if there are any."""
-        leaving = [each for each in self._servers if each in self._leaving]
+        leaving = [server for server in self._servers if server in self._leaving]
         if len(leaving) in (0, len(self._servers)):
             return []
         postponed = self._postpone_joining()
         if self._cannot_scale():
             return postponed
-        self._targets = [each for each in self._servers if each not in leaving]
+        self._targets = [server for server in self._servers if server not in leaving]
         self._num_left += len(leaving)
         names = ", ".join(map(str, leaving))
         text = f"the machine of server {names} will stop: moving its buckets to {_count(len(self._targets), 'server')}"
@@ -338,7 +339,7 @@ class Supervisor:
 
     def _postpone_joining(self) -> list[Command]:
         """Stop servers that should join and have no buckets yet; others will join once those that leave have left."""
-        joining = [each for each in self._targets or () if each not in self._servers]
+        joining = [number for number in self._targets or () if number not in self._servers]
         if not joining or self._is_migrating or self._may_have_moved or self._phase is not _Phase.TRAINING:
             return []
         self._num_left += len(joining)
@@ -396,8 +397,8 @@ class Supervisor:
 
     def _stop_surplus_servers(self) -> list[Command]:
         """Stop the servers that own no buckets."""
-        surplus = [each for each in self._with_role(Role.SERVER) if each.number not in self._servers]
-        return [StopProcess(each, "terminate", release=True) for each in surplus]
+        surplus = [process for process in self._with_role(Role.SERVER) if process.number not in self._servers]
+        return [StopProcess(process, "terminate", release=True) for process in surplus]
 
     # -- trainers -----------------------------------------------------------------------------------------------------
 
@@ -406,10 +407,10 @@ class Supervisor:
         self.run_state = replace(self.run_state, launch=self.run_state.launch + 1)
         launch, trainers = self.run_state.launch, range(self._config.trainers)
         processes = [Process(Role.TRAINER, number, launch) for number in trainers]
-        self._running |= {(Role.TRAINER, each.number): _RunningProcess(each, now) for each in processes}
+        self._running |= {(Role.TRAINER, process.number): _RunningProcess(process, now) for process in processes}
         message = LogMessage(f"launch {launch}: starting {_count(len(processes), 'trainer')}")
         scaling = self._move_from_leaving() or self._replace_left(now)
-        return [message, *(StartProcess(each) for each in processes), *scaling]
+        return [message, *(StartProcess(process) for process in processes), *scaling]
 
     def _on_trainer_exited(self, running: _RunningProcess, status: int, now: float) -> list[Command]:
         remaining = self._with_role(Role.TRAINER)
@@ -426,7 +427,7 @@ class Supervisor:
 
     def _stop_trainers(self) -> list[Command]:
         self._phase = _Phase.STOPPING_TRAINERS
-        return [StopProcess(each, "terminate") for each in self._with_role(Role.TRAINER)]
+        return [StopProcess(process, "terminate") for process in self._with_role(Role.TRAINER)]
 
     def _record_exit(self, running: _RunningProcess, status: int) -> None:
         if not self._failure.causes or status < 0:
@@ -450,7 +451,7 @@ class Supervisor:
 
     def _on_stop_requested(self, reason: str) -> list[Command]:
         if self._is_stopping:
-            return [StopProcess(each, "kill", release=True) for each in self._with_role(*Role)]
+            return [StopProcess(process, "kill", release=True) for process in self._with_role(*Role)]
         self._is_stopping = True
         return self._fail(f"{reason}: stopping the run; the same command resumes from the last checkpoint", 130)
 
@@ -460,7 +461,7 @@ class Supervisor:
     def _shut_down(self, status: int) -> list[Command]:
         self._phase, self._exit_status = _Phase.SHUTTING_DOWN, status
         trainers = self._with_role(Role.TRAINER)
-        return [StopProcess(each, "interrupt") for each in trainers] if trainers else self._stop_remaining()
+        return [StopProcess(trainer, "interrupt") for trainer in trainers] if trainers else self._stop_remaining()
 
     def _stop_remaining(self) -> list[Command]:
         """Stop servers and workers after the trainers, which call them. Their rows go with them."""
@@ -468,7 +469,7 @@ class Supervisor:
             return [ExitRun(self._exit_status)]
         if self._with_role(Role.TRAINER):
             return []
-        return [StopProcess(each, "terminate", release=True) for each in self._with_role(*Role)]
+        return [StopProcess(process, "terminate", release=True) for process in self._with_role(*Role)]
 
     def _with_role(self, *roles: Role) -> list[Process]:
         return [running.process for (role, _), running in self._running.items() if role in roles]

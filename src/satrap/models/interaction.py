@@ -6,7 +6,7 @@ the device of the vectors. On the CPU the core's kernel takes a sample from its 
 Elsewhere, and under torch.compile, torch's product has a custom gradient: one product with the mirrored gradient
 instead of two, and gathers instead of a scatter. An exported or traced program contains torch's operators alone and
 takes any batch size: every size is read from `shape`, because len() of a tensor becomes a constant of the program.
-docs/log.md has the other forms that were measured.
+docs/internals/log.md has the other forms that were measured.
 """
 
 import atexit
@@ -90,7 +90,7 @@ class _FusedInteraction(torch.autograd.Function):
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor, None]:
         first, block = ctx.saved_tensors
         if torch.is_grad_enabled():  # for a gradient of the gradient, which torch's form has
-            inputs = [each for each in (first, block) if each is not None]
+            inputs = [tensor for tensor in (first, block) if tensor is not None]
             out = ctx.interaction.in_torch(first, block)
             gradients_of_inputs = torch.autograd.grad(out, inputs, gradients[0], create_graph=True)
             return None if first is None else gradients_of_inputs[0], gradients_of_inputs[-1], None

@@ -57,9 +57,9 @@ def check_inputs(
     if dense is None and num_dense == 0:
         return
     if dense is None or dense.shape != (embeddings.shape[0], num_dense):
-        found = "is None" if dense is None else f"has the shape {tuple(dense.shape)}"
+        shown = "is None" if dense is None else f"has the shape {tuple(dense.shape)}"
         raise InputError(
-            f"{where}: dense {found}; expected the shape ({embeddings.shape[0]}, {num_dense}), one row for each sample "
+            f"{where}: dense {shown}; expected the shape ({embeddings.shape[0]}, {num_dense}), one row for each sample "
             f"and num_dense columns{'' if num_dense else ', or None'}"
         )
 

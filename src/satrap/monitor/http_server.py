@@ -6,7 +6,7 @@
 A client has `EXCHANGE_SECONDS` from its connection to the last byte of its answer, however it spreads them: one byte
 now and then does not prolong them. At `MAX_CLIENTS` connections the oldest makes room for a new one, which the loop
 reads before it accepts the next. So clients that are slow, silent or gone cost a socket each, for a short time; a
-connection serves one request. docs/log.md has what other servers did under the same attacks.
+connection serves one request. docs/internals/log.md has what other servers did under the same attacks.
 """
 
 import asyncio

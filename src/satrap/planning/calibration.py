@@ -63,28 +63,28 @@ def calibrate(report: Callable[[str], None]) -> Coefficients:
     try:
         alone = _flops_per_second()
         with tempfile.TemporaryDirectory(prefix="satrap-calibrate-") as folder, _busy_cores():
-            found = _measure(Path(folder), report)
+            measured = _measure(Path(folder), report)
         # 1.0: a vCPU is a whole core. 1.3 or more: it is one of two hardware threads of a core.
-        factor = alone / found.flops_per_second
+        factor = alone / measured.flops_per_second
         source = f"measured on {_cpu_name()}, {date.today().isoformat()}; a vCPU alone is {factor:.1f} times as fast"
-        return replace(found, source=source)
+        return replace(measured, source=source)
     finally:
         torch.set_num_threads(threads)
 
 
 def _measure(folder: Path, report: Callable[[str], None]) -> Coefficients:
     report("the dense network")
-    found = replace(DEFAULTS, flops_per_second=_flops_per_second(), trainer_bytes=_resident_bytes(os.getpid()))
+    measured = replace(DEFAULTS, flops_per_second=_flops_per_second(), trainer_bytes=_resident_bytes(os.getpid()))
     report("rows in this process")
-    found = replace(found, local=fit_cost([_loop(shape)[0] for shape in _SHAPES]))
+    measured = replace(measured, local=fit_cost([_loop(shape)[0] for shape in _SHAPES]))
     report("rows on servers")
-    found = _with_servers(found, folder)
+    measured = _with_servers(measured, folder)
     report("all-reduces")
     step, byte = _reduce_seconds(folder)
-    found = replace(found, reduce_step=step, reduce_byte=byte)
+    measured = replace(measured, reduce_step=step, reduce_byte=byte)
     report("reading and checkpoints")
     save, load = _checkpoint_seconds(folder)
-    return replace(found, save_byte=save, load_byte=load, read_byte=_read_seconds(folder))
+    return replace(measured, save_byte=save, load_byte=load, read_byte=_read_seconds(folder))
 
 
 Sample = tuple[float, float, float]
@@ -108,7 +108,7 @@ def fit_cost(samples: Sequence[Sample]) -> Cost:
     return Cost(step=step, id=each_id, byte=byte)
 
 
-def _with_servers(found: Coefficients, folder: Path) -> Coefficients:
+def _with_servers(measured: Coefficients, folder: Path) -> Coefficients:
     one = []
     for shape in _SHAPES:  # a server has the tables of one job
         with _servers(folder, 1) as servers:
@@ -118,7 +118,7 @@ def _with_servers(found: Coefficients, folder: Path) -> Coefficients:
         (_, _, several), _ = _loop(_SMALL, servers)
     client, server = zip(*one, strict=True)
     return replace(
-        found,
+        measured,
         client=fit_cost(client),
         server=fit_cost(server),
         call=max(0.0, several - client[0][2]) / _FURTHER,
@@ -160,7 +160,7 @@ def _loop(shape: tuple[int, int], servers: Mapping[str, int] | None = None) -> t
     tables = {f"t{number}": Table(f"t{number}_{dim}_{batch_size}", dim=dim) for number in range(_NUM_TABLES)}
     deployment = Deployment(list(servers)) if servers else None
     batches = [_batch(batch_size, number) for number in range(_NUM_BATCHES)]
-    rows = sum(len(np.unique(part)) for each in batches for part in each.values.reshape(_NUM_TABLES, -1))
+    rows = sum(len(np.unique(part)) for batch in batches for part in batch.values.reshape(_NUM_TABLES, -1))
     with Embeddings(tables, num_threads=1, deployment=deployment) as embeddings:
         layer = torch.nn.Linear(_NUM_TABLES * dim, 1)
         optimizer = embeddings.optimizer(torch.optim.SGD(layer.parameters(), lr=0.01))
@@ -188,7 +188,7 @@ def _batch(batch_size: int, number: int) -> Inputs:
     generator = np.random.default_rng(number)
     ranks = _ROWS ** generator.random((_NUM_TABLES, batch_size))
     return Inputs(
-        names=tuple(f"t{each}" for each in range(_NUM_TABLES)),
+        names=tuple(f"t{number}" for number in range(_NUM_TABLES)),
         values=ranks.astype(np.uint64).ravel(),
         batch_size=batch_size,
     )
@@ -207,7 +207,7 @@ def _time(run: Callable[[], Any]) -> tuple[float, int]:
 def _servers(folder: Path, count: int) -> Iterator[dict[str, int]]:
     """Start servers at Unix sockets in the folder, which no other user can enter; yield the process of each address."""
     with ExitStack() as stack:
-        found = {}
+        pids = {}
         for number in range(count):
             address = f"ipc://{folder}/server-{number}"
             log = stack.enter_context((folder / "server.log").open("w"))
@@ -218,8 +218,8 @@ def _servers(folder: Path, count: int) -> Iterator[dict[str, int]]:
             if address not in process.stdout.readline():
                 text = (folder / "server.log").read_text()
                 raise ConfigError(f"--calibrate: a server did not start; its log is {text!r}")
-            found[address] = process.pid
-        yield found
+            pids[address] = process.pid
+        yield pids
 
 
 def _stop(process: "subprocess.Popen[str]") -> None:
@@ -309,7 +309,7 @@ def _checkpoint_seconds(folder: Path) -> tuple[float, float]:
         saved = time.process_time()
         Store.load(path, num_threads=1)
         loaded = time.process_time()
-    size = sum(each.stat().st_size for each in path.rglob("*") if each.is_file())
+    size = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
     return (saved - begin) / size, (loaded - saved) / size
 
 

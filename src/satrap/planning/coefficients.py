@@ -1,8 +1,9 @@
 """What work costs: seconds of one core, bytes of a process; measured by `--calibrate` or these defaults. Pure.
 
 A core is here what providers call a vCPU: the defaults were measured on an AMD EPYC (a virtual machine with two vCPUs,
-no AMX), on one of two hardware threads of a core while the other one was busy; docs/log.md says how much they vary.
-Alone on its core, such a thread was 1.4 times as fast. A vCPU of another machine is `core_speed` times as fast.
+no AMX), on one of two hardware threads of a core while the other one was busy; docs/internals/log.md says how much
+they vary. Alone on its core, such a thread was 1.4 times as fast. A vCPU of another machine is `core_speed` times as
+fast.
 """
 
 from collections.abc import Mapping
@@ -86,10 +87,10 @@ class Coefficients(Serializable):
 
     def __post_init__(self) -> None:
         check_name("coefficients", self.source, "'this machine, 2026-11-23'")
-        for each in fields(self):
-            value: Any = getattr(self, each.name)
-            if each.name != "source" and not isinstance(value, Cost):
-                set_field(self, each.name, check_number("coefficients", each.name, value, 0.0))
+        for field in fields(self):
+            value: Any = getattr(self, field.name)
+            if field.name != "source" and not isinstance(value, Cost):
+                set_field(self, field.name, check_number("coefficients", field.name, value, 0.0))
         set_field(self, "flops_per_second", check_number("coefficients", "flops_per_second", self.flops_per_second, 1))
 
     @classmethod
@@ -98,7 +99,7 @@ class Coefficients(Serializable):
 
 
 DEFAULTS = Coefficients(
-    source="defaults: AMD EPYC, 2 cores, by --calibrate on 2026-11-24 (docs/log.md)",
+    source="defaults: AMD EPYC, 2 cores, by --calibrate on 2026-11-24 (docs/internals/log.md)",
     local=Cost(step=1.1e-3, id=160e-9, byte=0.20e-9),
     client=Cost(step=1.9e-3, id=65e-9, byte=0.22e-9),
     server=Cost(step=0.9e-3, id=180e-9, byte=0.18e-9),

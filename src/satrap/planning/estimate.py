@@ -379,26 +379,26 @@ def _misfits(layout: Layout, requests: dict[str, Request], limits: Limits) -> It
         yield Misfit(role="trainer", reason=reason)
 
 
-def links_of(found: Estimate, workload: Workload) -> tuple[Link, ...]:
+def links_of(candidate: Estimate, workload: Workload) -> tuple[Link, ...]:
     """Return the traffic of each pool's machines."""
-    batches = _batches(found, workload)
+    batches = _batches(candidate, workload)
     return tuple(
         Link(pool=pool, out_bytes=batches * out / pool.num_machines, in_bytes=batches * into / pool.num_machines)
-        for pool in found.layout.pools
-        for out, into in [_crossing(found.layout, pool, found.demand)]
+        for pool in candidate.layout.pools
+        for out, into in [_crossing(candidate.layout, pool, candidate.demand)]
     )
 
 
-def cores_used(found: Estimate, pool: Pool, workload: Workload, costs: Coefficients) -> dict[str, float]:
+def cores_used(candidate: Estimate, pool: Pool, workload: Workload, costs: Coefficients) -> dict[str, float]:
     """Return the cores of one machine that each role uses, at the requested rate or at the layout's if lower."""
-    seconds = core_seconds(found.layout, pool, found.demand, costs)
+    seconds = core_seconds(candidate.layout, pool, candidate.demand, costs)
     speed = pool.num_machines * pool.machine.core_speed
-    return {role: _batches(found, workload) * each / speed for role, each in seconds.items()}
+    return {role: _batches(candidate, workload) * each / speed for role, each in seconds.items()}
 
 
-def _batches(found: Estimate, workload: Workload) -> float:
+def _batches(candidate: Estimate, workload: Workload) -> float:
     training = workload.training
-    return min(training.samples_per_second, found.samples_per_second) / training.batch_size
+    return min(training.samples_per_second, candidate.samples_per_second) / training.batch_size
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -416,16 +416,16 @@ class Upkeep:
     """What a save waits for: "store", "machines" (their links or disks) or "cores"."""
 
 
-def upkeep_of(found: Estimate, workload: Workload, costs: Coefficients, limits: Limits) -> Upkeep:
+def upkeep_of(candidate: Estimate, workload: Workload, costs: Coefficients, limits: Limits) -> Upkeep:
     """Return what checkpoints cost. All machines with rows save at once, into one store, with what training leaves of
     their cores and links; training waits only for the cut. A resume has the cores and links for itself."""
-    layout = found.layout
+    layout = candidate.layout
     pool = layout.pool_of("server" if layout.count("server") else "trainer")
     saved = workload.saved_bytes + 12.0 * workload.training.dense_parameters
-    used = sum(cores_used(found, pool, workload, costs).values())
+    used = sum(cores_used(candidate, pool, workload, costs).values())
     cores = pool.num_machines * pool.machine.core_speed * pool.machine.cores
     spare_cores = cores * max(_LEAST_SPARE, 1.0 - used / pool.machine.cores)
-    (link,) = (each for each in links_of(found, workload) if each.pool is pool)
+    (link,) = (link for link in links_of(candidate, workload) if link.pool is pool)
     store = limits.storage_gb_per_second * 1e9
 
     def rate(busy_bytes: float) -> float:

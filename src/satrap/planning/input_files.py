@@ -62,8 +62,8 @@ def read_prices(path: Path, changes: Sequence[str] = ()) -> PriceList:
 
 def split_changes(changes: Sequence[str]) -> tuple[list[str], list[str]]:
     """Return the changes of a job, and those of a price list."""
-    of_prices = [each for each in changes if each.strip().partition(".")[0] in _PRICE_KEYS]
-    return [each for each in changes if each not in of_prices], of_prices
+    of_prices = [change for change in changes if change.strip().partition(".")[0] in _PRICE_KEYS]
+    return [change for change in changes if change not in of_prices], of_prices
 
 
 def read_description(path: Path, changes: Sequence[str] = ()) -> Workload:
@@ -105,10 +105,10 @@ def workload_of(
     for change in changes:
         _apply(change, given, "training", "tables")
     training = require_mapping("training", given.get("training", {}))
-    tables = [require_mapping("tables", each) for each in given["tables"]]
-    loads = tuple(_table_load(each) for each in tables)
-    names = [each.table.name for each in loads]
-    if repeated := sorted({each for each in names if names.count(each) > 1}):
+    tables = [require_mapping("tables", table) for table in given["tables"]]
+    loads = tuple(_table_load(table) for table in tables)
+    names = [load.table.name for load in loads]
+    if repeated := sorted({name for name in names if names.count(name) > 1}):
         raise ConfigError(f"table {repeated[0]!r} is listed more than once; expected each name once")
     return Workload(name=name, tables=loads, training=Training.from_dict(training), assumptions=tuple(assumptions))
 
@@ -199,11 +199,11 @@ def _apply(change: str, data: dict[str, Any], one: str, many: str) -> None:
         data[one] = {**require_mapping(one, data.get(one, {})), rest: value}
         return
     listed: Any = data.get(many)
-    entries = [require_mapping(many, each) for each in listed] if isinstance(listed, list) else []
-    names = [str(each.get("name")) for each in entries]
+    entries = [require_mapping(many, entry) for entry in listed] if isinstance(listed, list) else []
+    names = [str(entry.get("name")) for entry in entries]
     if name != "*" and name not in names:
         raise ConfigError(f"{where}: no {many.removesuffix('s')} {name!r}; {suggest(name, names)}")
-    data[many] = [{**each, own: value} if name in ("*", each.get("name")) else each for each in entries]
+    data[many] = [{**entry, own: value} if name in ("*", entry.get("name")) else entry for entry in entries]
 
 
 def _toml(path: Path) -> dict[str, Any]:

@@ -28,8 +28,8 @@ def observe_script(script: Path, arguments: Sequence[str], num_steps: int) -> di
             f"there is no file {str(script)!r}; expected a training script, or a description of the job in TOML"
         )
     with tempfile.TemporaryDirectory(prefix="satrap-plan-") as folder:
-        found = Path(folder) / "model.json"
-        command = [sys.executable, "-m", "satrap.planning.job_script", str(found), str(num_steps), str(script)]
+        answer = Path(folder) / "model.json"
+        command = [sys.executable, "-m", "satrap.planning.job_script", str(answer), str(num_steps), str(script)]
         try:
             # The output of the script is of interest if it fails, and would otherwise mix with the plan.
             run = subprocess.run(
@@ -41,13 +41,13 @@ def observe_script(script: Path, arguments: Sequence[str], num_steps: int) -> di
                 "job in "
                 "TOML"
             ) from None
-        if not found.exists():
+        if not answer.exists():
             last = "\n".join(run.stdout.splitlines()[-8:])
             raise ConfigError(
                 f"{script} exited with status {run.returncode} before {num_steps} steps; expected a script that trains "
                 f"with satrap.Embeddings for longer (--steps asks for fewer). The end of its output:\n{last}"
             )
-        content: dict[str, Any] = json.loads(found.read_text())
+        content: dict[str, Any] = json.loads(answer.read_text())
         return content
 
 
@@ -57,8 +57,8 @@ def model_of(steps: Any) -> dict[str, Any]:
     tables = []
     for table in steps.features.tables:
         name, ids = table.name, steps.ids[table.name]
-        own = [each for each in steps.features.values() if each.table.name == name]
-        vectors = sum(each.max_length or (ids / samples if each.jagged else 1) for each in own)
+        own = [feature for feature in steps.features.values() if feature.table.name == name]
+        vectors = sum(feature.max_length or (ids / samples if feature.jagged else 1) for feature in own)
         tables.append(
             table.to_dict()
             | {
@@ -82,7 +82,7 @@ def model_of(steps: Any) -> dict[str, Any]:
 def assumptions_of(content: Mapping[str, Any], num_steps: int) -> list[str]:
     """Return what a plan from a script assumes."""
     notes = [f"the {num_steps} observed steps are like all others: ids of a sample, their repetition, operations"]
-    full = [each["name"] for each in content["tables"] if each.get("capacity") is not None and "rows" not in each]
+    full = [table["name"] for table in content["tables"] if table.get("capacity") is not None and "rows" not in table]
     if full:
         notes.append(f"tables with a capacity become full: {', '.join(full)}")
     return notes

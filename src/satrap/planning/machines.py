@@ -161,7 +161,7 @@ class PriceList:
 
     def types(self, role: str) -> tuple[MachineType, ...]:
         """Return the machine types on which a role may run."""
-        return tuple(each for each in self.machines if role in each.roles and each.available)
+        return tuple(machine for machine in self.machines if role in machine.roles and machine.available)
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> "PriceList":
@@ -170,8 +170,8 @@ class PriceList:
         tables: Any = given["machines"]
         if not isinstance(tables, list) or not tables:
             raise ConfigError(f"machines is {describe(tables)}; expected at least one table [[machines]]")
-        machines = tuple(MachineType.from_dict(require_mapping("machines", each)) for each in tables)
-        names = [each.name for each in machines]
+        machines = tuple(MachineType.from_dict(require_mapping("machines", table)) for table in tables)
+        names = [machine.name for machine in machines]
         if repeated := {name for name in names if names.count(name) > 1}:
             raise ConfigError(f"machine {sorted(repeated)[0]!r} is listed more than once; expected each name once")
         prices = cls(
@@ -280,7 +280,7 @@ def requests_of(
     memory: bytes that a process of each role needs. rows_bytes: those of a server's rows. seconds: of a core that a
     batch takes in all processes of a role, by which roles on one machine divide its cores.
     """
-    found = {}
+    requests = {}
     for pool in layout.pools:
         cpus = _cpus(pool, seconds)
         for role in pool.roles:
@@ -291,8 +291,8 @@ def requests_of(
                 least = max(least, rows_mib * _MIB + _BESIDE_ROWS)
             gpus = pool.machine.gpus // pool.trainers if role == "trainer" else 0
             memory_gib = max(_LEAST_GIB, math.ceil(least / _GIB))
-            found[role] = Request(cpus=cpus[role], memory_gib=memory_gib, rows_mib=rows_mib, gpus=gpus)
-    return found
+            requests[role] = Request(cpus=cpus[role], memory_gib=memory_gib, rows_mib=rows_mib, gpus=gpus)
+    return requests
 
 
 def _cpus(pool: Pool, seconds: Mapping[str, float]) -> dict[str, int]:

@@ -59,14 +59,14 @@ def make_plan(workload: Workload, prices: PriceList, costs: Coefficients, *, nee
     machines hold the rows. needs_servers: for Kubernetes, where a trainer's own rows would be lost with its pod."""
     search = _Search(workload, prices, costs, needs_servers)
     rate = workload.training.samples_per_second
-    found = search.candidates(rate)
-    if not found:
+    estimates = search.candidates(rate)
+    if not estimates:
         rate = search.fastest_rate()
-        found = search.candidates(rate)
-    ranked = sorted(found, key=lambda each: (each.layout.price_per_hour, each.layout.num_machines))
+        estimates = search.candidates(rate)
+    ranked = sorted(estimates, key=lambda each: (each.layout.price_per_hour, each.layout.num_machines))
     ways: dict[tuple[tuple[str, ...], ...], Estimate] = {}
-    for each in ranked:
-        ways.setdefault(tuple(pool.roles for pool in each.layout.pools), each)
+    for candidate in ranked:
+        ways.setdefault(tuple(pool.roles for pool in candidate.layout.pools), candidate)
     best, *others = ways.values()
     return Plan(
         workload=workload,
@@ -96,8 +96,8 @@ class _Search:
 
     def candidates(self, rate: float) -> list[Estimate]:
         """Return the candidates that reach the rate with the available machines."""
-        found = (self._candidate(shape, rate) for shape in self._shapes)
-        return [each for each in found if each is not None]
+        estimates = (self._candidate(shape, rate) for shape in self._shapes)
+        return [layout for layout in estimates if layout is not None]
 
     def fastest_rate(self) -> float:
         """Return the rate that the fastest candidates reach, to one per cent; ConfigError if none fits."""
@@ -129,16 +129,16 @@ class _Search:
         grown = self._grow(shape, rate)
         if grown is None:
             return None
-        found = self._shrink(grown, rate)
-        used = found.layout.machines_by_type
-        for machine in (pool.machine for pool in found.layout.pools):
+        candidate = self._shrink(grown, rate)
+        used = candidate.layout.machines_by_type
+        for machine in (pool.machine for pool in candidate.layout.pools):
             if used[machine.name] > machine.available:
                 self._reasons.append(
                     f"{machine.name}: {used[machine.name]:,} machines are needed for "
                     f"{self._workload.bytes / 1e12:,.2f} TB of rows, and {machine.available:,} are available"
                 )
                 return None
-        return found
+        return candidate
 
     def _assess(self, layout: Layout) -> Estimate:
         return estimate(self._workload, layout, self._costs, self._prices.limits)
@@ -146,62 +146,62 @@ class _Search:
     def _grow(self, layout: Layout, rate: float) -> Estimate | None:
         """Add machines and processes until the layout reaches the rate; None if no number of them does."""
         for _ in range(_MAX_ROUNDS):
-            found = self._assess(layout)
-            if found.reaches(rate):
-                return found
-            grown = self._grown(found, rate)
+            candidate = self._assess(layout)
+            if candidate.reaches(rate):
+                return candidate
+            grown = self._grown(candidate, rate)
             if grown is None:
-                self._reasons += [each.reason for each in found.misfits]
+                self._reasons += [misfit.reason for misfit in candidate.misfits]
                 return None
             layout = grown
         return None
 
-    def _grown(self, found: Estimate, rate: float) -> Layout | None:
+    def _grown(self, candidate: Estimate, rate: float) -> Layout | None:
         """Return the layout with more of what is too little; None if more would not help."""
-        layout = found.layout
+        layout = candidate.layout
         if not layout.count("server"):
             return None
-        if found.misfits:
-            pool = layout.pool_of(found.misfits[0].role)
+        if candidate.misfits:
+            pool = layout.pool_of(candidate.misfits[0].role)
             shrinks = pool.servers or (pool.workers and layout.count("worker") < layout.count("trainer"))
             if not (shrinks or layout.count("worker") > layout.count("trainer")):
                 return None
             return _with_machines(layout, pool, int(_MAX_FACTOR) * pool.num_machines)
-        tight = found.bounds[0]
+        tight = candidate.bounds[0]
         pool = layout.pool_of(tight.role)
-        more = self._with_process(found)
+        more = self._with_process(candidate)
         if more is not None and not self._assess(more).misfits:
             return more
         factor = min(rate / tight.samples_per_second, _MAX_FACTOR)
         return _with_machines(layout, pool, pool.num_machines + max(1, int(pool.num_machines * (factor - 1.0))))
 
-    def _with_process(self, found: Estimate) -> Layout | None:
+    def _with_process(self, candidate: Estimate) -> Layout | None:
         """Return the layout with one more server or worker on each of their machines if one thread of each bounds it;
         None if that would not help. How many trainers a machine has is the shape's."""
-        tight = found.bounds[0]
-        pool = found.layout.pool_of(tight.role)
+        tight = candidate.bounds[0]
+        pool = candidate.layout.pool_of(tight.role)
         each = pool.each(tight.role) + 1
         if not tight.by_process or tight.role == "trainer" or each > min(_MAX_PROCESSES, pool.machine.pod_cores):
             return None
-        return _with(found.layout, pool, **{f"{tight.role}s": each})
+        return _with(candidate.layout, pool, **{f"{tight.role}s": each})
 
-    def _shrink(self, found: Estimate, rate: float) -> Estimate:
+    def _shrink(self, candidate: Estimate, rate: float) -> Estimate:
         """Remove machines and processes as long as the layout reaches the rate."""
         before = None
-        while before is not found.layout:
-            before = found.layout
+        while before is not candidate.layout:
+            before = candidate.layout
             for role in ("trainer", "worker", "server"):
-                if found.layout.count(role):
-                    found = self._least(found, rate, role, "num_machines")
-                    found = self._least(found, rate, role, f"{role}s") if role != "trainer" else found
-        return found
+                if candidate.layout.count(role):
+                    candidate = self._least(candidate, rate, role, "num_machines")
+                    candidate = self._least(candidate, rate, role, f"{role}s") if role != "trainer" else candidate
+        return candidate
 
-    def _least(self, found: Estimate, rate: float, role: str, field: str) -> Estimate:
+    def _least(self, candidate: Estimate, rate: float, role: str, field: str) -> Estimate:
         """Return the layout with the least number in a field of a role's pool that still reaches the rate, if need be
         with more servers or workers on each of fewer machines."""
-        pool, low = found.layout.pool_of(role), 1
+        pool, low = candidate.layout.pool_of(role), 1
         high: int = getattr(pool, field)
-        layout = found.layout
+        layout = candidate.layout
         while low < high:
             middle = (low + high) // 2
             fewer = self._assess(_with(layout, pool, **{field: middle}))
@@ -211,10 +211,10 @@ class _Search:
                     break
                 fewer = self._assess(more)
             if fewer.reaches(rate):
-                found, high = fewer, middle
+                candidate, high = fewer, middle
             else:
                 low = middle + 1
-        return found
+        return candidate
 
     def _too_large_bucket(self, shape: Layout) -> str | None:
         if not shape.count("server"):
@@ -238,17 +238,17 @@ def _shapes(prices: PriceList) -> Iterator[Layout]:
         alone = Pool(machine=trainers, num_machines=1, trainers=1)
         if trainers.gpus <= 1:
             yield Layout(pools=(alone,))
-        for each in (trainers.gpus,) if trainers.gpus else _TRAINERS:
-            if each > trainers.pod_cores:
+        for num_trainers in (trainers.gpus,) if trainers.gpus else _TRAINERS:
+            if num_trainers > trainers.pod_cores:
                 continue
-            own = replace(alone, trainers=each)
+            own = replace(alone, trainers=num_trainers)
             for servers in prices.types("server"):
                 base = Pool(machine=servers, num_machines=1, servers=1)
                 yield Layout(pools=(base, own))
                 for workers in prices.types("worker"):
                     yield Layout(pools=(base, Pool(machine=workers, num_machines=1, workers=1), own))
                 if servers is trainers:
-                    yield Layout(pools=(replace(base, trainers=each),))
+                    yield Layout(pools=(replace(base, trainers=num_trainers),))
 
 
 def _with_machines(layout: Layout, pool: Pool, number: int) -> Layout | None:
@@ -261,4 +261,4 @@ def _with_machines(layout: Layout, pool: Pool, number: int) -> Layout | None:
 def _with(layout: Layout, pool: Pool, **numbers: Any) -> Layout:
     """Return the layout with other numbers of machines, or of processes on each, in one of its pools."""
     changed = replace(pool, **numbers)
-    return Layout(pools=tuple(changed if each is pool else each for each in layout.pools))
+    return Layout(pools=tuple(changed if other is pool else other for other in layout.pools))

@@ -31,7 +31,7 @@ class Start:
 
 def lines_of(plan: Plan, start: Start) -> Iterator[str]:
     """Yield the plan as text."""
-    workload, found = plan.workload, plan.estimate
+    workload, estimate = plan.workload, plan.estimate
     requested = workload.training.samples_per_second
     yield f"plan for {workload.name}: {amount(requested)} samples/s requested"
     yield f"costs    {plan.costs.source}"
@@ -45,27 +45,27 @@ def lines_of(plan: Plan, start: Start) -> Iterator[str]:
     yield from _rates(plan)
     yield from _price(plan)
     yield ""
-    yield f"start    {run_line(found.layout, found.requests, start)}"
-    for each in found.layout.pools:
-        for role in each.roles:
-            if each.each(role) > 1 and not (role == "trainer" and each.machine.gpus):
-                yield f"         {each.each(role)} {role}s on each {each.machine.name}"
+    yield f"start    {run_line(estimate.layout, estimate.requests, start)}"
+    for pool in estimate.layout.pools:
+        for role in pool.roles:
+            if pool.each(role) > 1 and not (role == "trainer" and pool.machine.gpus):
+                yield f"         {pool.each(role)} {role}s on each {pool.machine.name}"
     for note in workload.assumptions:
         yield f"assumed  {note}"
-    if len(found.layout.pools) > 1 or found.layout.num_machines > 1:
+    if len(estimate.layout.pools) > 1 or estimate.layout.num_machines > 1:
         yield "assumed  machines in one network zone, ids spread evenly over servers by their hash"
     yield from _advice(plan)
 
 
 def _machines(plan: Plan) -> Iterator[str]:
-    found, currency = plan.estimate, plan.prices.currency
+    estimate, currency = plan.estimate, plan.prices.currency
     head = ["role", "processes", "machines", "cores in use", "memory each", "of its request", "of machine"]
     rows = [[*head, f"{currency}/h"]]
-    for pool in found.layout.pools:
-        used = cores_used(found, pool, plan.workload, plan.costs)
+    for pool in estimate.layout.pools:
+        used = cores_used(estimate, pool, plan.workload, plan.costs)
         for role in pool.roles:
             first = role == pool.roles[0]
-            memory, requested = found.memory[role], found.requests[role].memory_gib * 2**30
+            memory, requested = estimate.memory[role], estimate.requests[role].memory_gib * 2**30
             rows.append(
                 [
                     f"{role}s" if pool.count(role) != 1 else role,
@@ -88,20 +88,20 @@ def _tables(plan: Plan) -> Iterator[str]:
     batch = workload.training.batch_size
     rows = [["table", "rows", "bytes a row", "memory", "saved", "buckets", "one bucket", "unique ids a batch"]]
     ordered = sorted(workload.tables, key=lambda each: -each.bytes)
-    for each in ordered[:_SHOWN_TABLES]:
-        buckets = each.num_buckets(servers)
-        draws = batch * each.ids_per_sample
-        share = each.unique_ids(batch) / draws if draws else 0.0
+    for table in ordered[:_SHOWN_TABLES]:
+        buckets = table.num_buckets(servers)
+        draws = batch * table.ids_per_sample
+        share = table.unique_ids(batch) / draws if draws else 0.0
         rows.append(
             [
-                each.table.name,
-                f"{each.rows:,}",
-                f"{each.row_bytes:,}",
-                size(each.bytes),
-                size(each.rows * each.saved_row_bytes),
-                f"{buckets:,}{'' if buckets == each.table.resolved_num_buckets else ' (set num_buckets)'}",
-                size(each.bytes / buckets),
-                f"{each.unique_ids(batch):,.0f} ({share:.0%})",
+                table.table.name,
+                f"{table.rows:,}",
+                f"{table.row_bytes:,}",
+                size(table.bytes),
+                size(table.rows * table.saved_row_bytes),
+                f"{buckets:,}{'' if buckets == table.table.resolved_num_buckets else ' (set num_buckets)'}",
+                size(table.bytes / buckets),
+                f"{table.unique_ids(batch):,.0f} ({share:.0%})",
             ]
         )
     if len(ordered) > _SHOWN_TABLES:
@@ -115,9 +115,9 @@ def _tables(plan: Plan) -> Iterator[str]:
 def _bounds(plan: Plan) -> Iterator[str]:
     requested = plan.workload.training.samples_per_second
     rows = [["resource", "permits samples/s", "in use at the requested rate"]]
-    for each in plan.estimate.bounds[:_SHOWN_BOUNDS]:
+    for bound in plan.estimate.bounds[:_SHOWN_BOUNDS]:
         rows.append(
-            [each.name, amount(each.samples_per_second), f"{requested / each.samples_per_second:.0%} of its limit"]
+            [bound.name, amount(bound.samples_per_second), f"{requested / bound.samples_per_second:.0%} of its limit"]
         )
     yield from columns(rows)
     limits = plan.prices.limits
@@ -160,90 +160,90 @@ def _price(plan: Plan) -> Iterator[str]:
         f"samples at {amount(rate)} samples/s"
     )
     yield f"prices   {plan.prices.source}"
-    for each in plan.alternatives[:3]:
+    for alternative in plan.alternatives[:3]:
         text = " + ".join(
-            f"{pool.num_machines} x {pool.machine.name} ({'/'.join(pool.roles)})" for pool in each.layout.pools
+            f"{pool.num_machines} x {pool.machine.name} ({'/'.join(pool.roles)})" for pool in alternative.layout.pools
         )
-        reach = amount(each.samples_per_second)
-        yield f"else     {each.layout.price_per_hour:,.2f} {currency}/h: {text}, up to {reach} samples/s"
+        reach = amount(alternative.samples_per_second)
+        yield f"else     {alternative.layout.price_per_hour:,.2f} {currency}/h: {text}, up to {reach} samples/s"
 
 
 def _advice(plan: Plan) -> Iterator[str]:
     """Yield what to change if no plan reaches the requested rate."""
     if plan.meets:
         return
-    found, training = plan.estimate, plan.workload.training
-    requested, reached, tight = training.samples_per_second, found.samples_per_second, found.bounds[0]
+    estimate, training = plan.estimate, plan.workload.training
+    requested, reached, tight = training.samples_per_second, estimate.samples_per_second, estimate.bounds[0]
     yield ""
     yield (
         f"NOT MET  no plan reaches {amount(requested)} samples/s; this one reaches {amount(reached)} "
         f"({reached / requested:.0%})"
     )
-    for machine in exhausted(found.layout):
+    for machine in exhausted(estimate.layout):
         yield f"change   make more than {machine.available} {machine.name} available"
     yield f"change   add a machine type for {tight.role}s with more of what bounds it ({tight.name})"
     if training.staleness == 0:
         yield "change   train with staleness 1 or more, which overlaps lookups, updates and the dense network"
-    if training.wire == "float32" and found.layout.count("server"):
+    if training.wire == "float32" and estimate.layout.count("server"):
         yield 'change   send rows in half the bytes: wire="float16"'
 
 
 def _processes(plan: Plan) -> dict[str, dict[str, Any]]:
     """Return the count and the requests of each role's processes."""
-    found = plan.estimate
+    estimate = plan.estimate
     return {
         f"{role}s": {
             "count": pool.count(role),
             "machine": pool.machine.name,
             "cores_in_use": used / pool.each(role),
-            **asdict(found.requests[role]),
+            **asdict(estimate.requests[role]),
         }
-        for pool in found.layout.pools
-        for role, used in cores_used(found, pool, plan.workload, plan.costs).items()
+        for pool in estimate.layout.pools
+        for role, used in cores_used(estimate, pool, plan.workload, plan.costs).items()
     }
 
 
 def json_of(plan: Plan, start: Start) -> dict[str, Any]:
     """Return the plan as plain JSON types. Bytes, seconds, samples a second; prices in the list's currency."""
-    workload, found, upkeep = plan.workload, plan.estimate, plan.upkeep
-    servers, batch = found.layout.count("server"), workload.training.batch_size
+    workload, estimate, upkeep = plan.workload, plan.estimate, plan.upkeep
+    servers, batch = estimate.layout.count("server"), workload.training.batch_size
     return {
         "workload": workload.name,
         "meets": plan.meets,
         "requested_samples_per_second": workload.training.samples_per_second,
-        "samples_per_second": found.samples_per_second,
+        "samples_per_second": estimate.samples_per_second,
         "price_per_hour": plan.price_per_hour,
         "price_per_billion_samples": plan.price_per_billion,
         "currency": plan.prices.currency,
         "price_source": plan.prices.source,
         "costs": plan.costs.source,
-        "pools": [_pool(pool) for pool in found.layout.pools],
+        "pools": [_pool(pool) for pool in estimate.layout.pools],
         "processes": _processes(plan),
-        "memory_bytes": found.memory,
-        "file_descriptors": files_of(found.layout, plan.costs),
+        "memory_bytes": estimate.memory,
+        "file_descriptors": files_of(estimate.layout, plan.costs),
         "tables": {
-            each.table.name: {
-                "rows": each.rows,
-                "row_bytes": each.row_bytes,
-                "bytes": each.bytes,
-                "saved_bytes": each.rows * each.saved_row_bytes,
-                "num_buckets": each.num_buckets(servers),
-                "unique_ids": each.unique_ids(batch),
+            table.table.name: {
+                "rows": table.rows,
+                "row_bytes": table.row_bytes,
+                "bytes": table.bytes,
+                "saved_bytes": table.rows * table.saved_row_bytes,
+                "num_buckets": table.num_buckets(servers),
+                "unique_ids": table.unique_ids(batch),
             }
-            for each in workload.tables
+            for table in workload.tables
         },
         "row_bytes": workload.bytes,
         "bounds": [
-            {"resource": each.name, "role": each.role, "samples_per_second": each.samples_per_second}
-            for each in found.bounds
+            {"resource": bound.name, "role": bound.role, "samples_per_second": bound.samples_per_second}
+            for bound in estimate.bounds
         ],
         "links": [
             {
-                "machine": each.pool.machine.name,
-                "out_bytes_per_second": each.out_bytes,
-                "in_bytes_per_second": each.in_bytes,
+                "machine": link.pool.machine.name,
+                "out_bytes_per_second": link.out_bytes,
+                "in_bytes_per_second": link.in_bytes,
             }
-            for each in links_of(found, workload)
+            for link in links_of(estimate, workload)
         ],
         "checkpoint": {
             "bytes": upkeep.checkpoint_bytes,
@@ -253,14 +253,14 @@ def json_of(plan: Plan, start: Start) -> dict[str, Any]:
         },
         "alternatives": [
             {
-                "pools": [_pool(pool) for pool in each.layout.pools],
-                "samples_per_second": each.samples_per_second,
-                "price_per_hour": each.layout.price_per_hour,
+                "pools": [_pool(pool) for pool in alternative.layout.pools],
+                "samples_per_second": alternative.samples_per_second,
+                "price_per_hour": alternative.layout.price_per_hour,
             }
-            for each in plan.alternatives
+            for alternative in plan.alternatives
         ],
         "assumptions": list(workload.assumptions),
-        "command": run_line(found.layout, found.requests, start),
+        "command": run_line(estimate.layout, estimate.requests, start),
     }
 
 

@@ -126,7 +126,7 @@ class Workload:
     @property
     def vector_floats(self) -> float:
         """Numbers of a sample's embeddings, as the dense network receives them."""
-        return sum(each.vectors_per_sample * each.table.dim for each in self.tables)
+        return sum(table.vectors_per_sample * table.table.dim for table in self.tables)
 
     @property
     def step_flops(self) -> float:
@@ -136,23 +136,23 @@ class Workload:
     @property
     def bytes(self) -> int:
         """Memory of all rows."""
-        return sum(each.bytes for each in self.tables)
+        return sum(table.bytes for table in self.tables)
 
     @property
     def saved_bytes(self) -> int:
         """Size of a full checkpoint's tables."""
-        return sum(each.rows * each.saved_row_bytes for each in self.tables)
+        return sum(table.rows * table.saved_row_bytes for table in self.tables)
 
     def server_bytes(self, num_servers: int) -> float:
         """Return the memory of rows on the server that owns the most buckets."""
         return sum(
-            -(-each.num_buckets(num_servers) // num_servers) * each.bytes / each.num_buckets(num_servers)
-            for each in self.tables
+            -(-table.num_buckets(num_servers) // num_servers) * table.bytes / table.num_buckets(num_servers)
+            for table in self.tables
         )
 
     def largest_bucket(self, num_servers: int) -> tuple[TableLoad, float]:
         """Return the table with the largest buckets and the bytes of one of them."""
-        sizes = [(each.bytes / each.num_buckets(num_servers), each) for each in self.tables]
+        sizes = [(table.bytes / table.num_buckets(num_servers), table) for table in self.tables]
         size, table = max(sizes, key=lambda pair: pair[0])
         return table, size
 

@@ -123,12 +123,12 @@ class Channel:
             self._end_handshakes()
 
     def _calls(self) -> "list[PendingCall]":
-        return [call for each in list(self.waiting.values()) if (call := each()) is not None]
+        return [call for reference in list(self.waiting.values()) if (call := reference()) is not None]
 
     def _watch_handshakes(self) -> None:
         """Watch the handshakes of a connection that was lost. Connects again, since ZeroMQ would not do so if the
         server refused one before. Does nothing if the socket is connected and merely has a full queue."""
-        num_unanswered = sum(each.schedule.num_sent for each in self._calls())
+        num_unanswered = sum(call.schedule.num_sent for call in self._calls())
         if self._handshakes is None and num_unanswered < _MAX_QUEUED_MESSAGES:
             self._handshakes = Handshakes(self.socket, self._endpoint, self.has_keys)
             self._reconnect(self._last_connected)
@@ -186,13 +186,13 @@ class Channel:
         if self._handshakes is not None and events & _OUT:
             polled.append((self._handshakes.monitor, _IN))
         ready = dict(zmq.zmq_poll(polled, milliseconds))
-        found = ready.pop(self.socket, 0)
-        if found & _OUT:
+        flags = ready.pop(self.socket, 0)
+        if flags & _OUT:
             self._end_handshakes()
         elif ready and self._handshakes is not None and (reason := self._handshakes.read()) is not None:
             self.refusal = f"{self.address}: no connection: {reason}"
             self._fail_all(DeadlineError(self.refusal))
-        return found
+        return flags
 
     def close(self) -> None:
         self.is_closed = True

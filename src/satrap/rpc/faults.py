@@ -10,7 +10,7 @@ import json
 from satrap import errors
 from satrap.errors import RpcError, SatrapError
 from satrap.rpc.header import frames_in
-from satrap.rpc.values import Frames
+from satrap.rpc.values import Frames, parse_json
 
 _MAX_TEXT = 8192
 _CLASSES = {
@@ -31,12 +31,12 @@ def decode_error(frames: Frames, method: str, address: str) -> SatrapError:
     if isinstance(frames, bytes):
         frames = frames_in(frames)
     try:
-        (frame,) = frames
-        name, text = json.loads(bytes(frame))
-        if not isinstance(name, str) or not isinstance(text, str):
-            raise ValueError
-    except (ValueError, RecursionError):
+        content = parse_json(frames[0]) if len(frames) == 1 else None
+    except RpcError:
+        content = None
+    if not (isinstance(content, list) and len(content) == 2 and all(isinstance(part, str) for part in content)):
         return RpcError(f"{method} at {address} failed, and its error is not readable")
+    name, text = content
     if name in _CLASSES:
         error = _CLASSES[name](text)
         error.add_note(f"raised by {method} at {address}")

@@ -138,10 +138,10 @@ def _read_plain(where: str, annotation: Any) -> PlainType:
 
 def _union(scalars: Iterable[int | None]) -> int | None:
     union = 0
-    for each in scalars:
-        if each is None:
+    for scalar in scalars:
+        if scalar is None:
             return None
-        union |= each
+        union |= scalar
     return union
 
 
@@ -222,7 +222,7 @@ def in_pieces(frames: Sequence[memoryview], max_bytes: int = PIECE_BYTES) -> lis
 
 def decode(expected: Sequence[ValueType], frames: Sequence[Buffer], name: Callable[[int], str]) -> list[Any]:
     """Return the values that were encoded in the frames; RpcError if they do not fit."""
-    values = _parse(frames[0]) if frames else None
+    values = parse_json(frames[0]) if frames else None
     if type(values) is not list or len(values) != len(expected):
         found = f"{len(values)} values" if type(values) is list else "no list of values"
         raise RpcError(f"found {found}; expected {len(expected)}")
@@ -268,12 +268,15 @@ def _as_array(kind: ArrayType, frame: Buffer, size: object, name: str) -> NDArra
     return array
 
 
-def _parse(frame: Buffer) -> Any:
+def parse_json(frame: Buffer) -> Any:
+    """Return the value of a frame; raise RpcError for one that is not JSON."""
     if len(frame) > MAX_JSON_BYTES:
         raise RpcError(f"a JSON frame has {len(frame)} bytes; expected at most {MAX_JSON_BYTES}")
     try:
         return _DECODER.decode(str(frame, "utf-8"))
     except (ValueError, RecursionError) as error:
+        if type(error) not in _JSON_ERRORS:
+            raise  # by the handler of a signal
         raise RpcError(f"a frame is not valid JSON: {type(error).__name__}: {error}") from None
 
 
@@ -290,6 +293,7 @@ _encode_json = json.encoder.c_make_encoder(  # type: ignore[attr-defined]
     None, _refuse_object, json.encoder.encode_basestring_ascii, None, ":", ",", False, False, False
 )
 _DECODER = json.JSONDecoder(parse_constant=_refuse_constant)
+_JSON_ERRORS = (ValueError, json.JSONDecodeError, UnicodeDecodeError, RecursionError)
 
 
 def _fits(kind: PlainType, value: object) -> bool:

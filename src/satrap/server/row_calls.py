@@ -27,7 +27,7 @@ class RowCalls:
             config, writer = server_state.job.tables, _WRITERS + origin.trainer
             if any(engine.finished(writer, origin.step + later) for later in range(_core.WINDOW_STEPS)):
                 return
-            first_bucket = sum(each.resolved_num_buckets for each in config[:table])
+            first_bucket = sum(earlier.resolved_num_buckets for earlier in config[:table])
             buckets = first_bucket + _core.bucket_of(ids, config[table].resolved_num_buckets, config[table].is_direct)
             if np.isin(buckets, server_state.participant.outgoing).any():
                 raise MovedError("write: some of the ids' buckets are migrating: call again")

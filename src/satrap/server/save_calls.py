@@ -83,9 +83,9 @@ class SaveCalls:
         if held.begin():  # not as an admitted call: the calls of a migration, or of another attempt, would wait for it
             try:
                 paths = dict(zip(state.tables, parts, strict=True))
-                found = held.tables.write(paths, is_full=is_full, is_beside=is_beside)
+                rows = held.tables.write(paths, is_full=is_full, is_beside=is_beside)
                 state.save_folders = dict(enumerate(folders))
-                held.written.set_result((list(found.values()), list(held.tables.snapshot_ids.values())))
+                held.written.set_result((list(rows.values()), list(held.tables.snapshot_ids.values())))
             except BaseException as error:
                 held.written.set_exception(error)
         return held.written.result()

@@ -156,11 +156,15 @@ class Server:
                 return {"version": 0, "fencing_token": self._fence.fencing_token.number, "release": RELEASE}
             state.participant.thaw_if_abandoned(time.monotonic())
             version, token = state.shard_map.version, self._fence.fencing_token.number
-            found: dict[str, Any] = {"version": version, "has_handshake": state.has_handshake, "fencing_token": token}
-            found["release"] = RELEASE
+            answer: dict[str, Any] = {"version": version, "has_handshake": state.has_handshake, "fencing_token": token}
+            answer["release"] = RELEASE
             if state.shard_map.version > than:
-                found |= {"shard_map": state.shard_map.to_dict(), "job": state.job.to_dict(), "state": state.progress()}
-            return found
+                answer |= {
+                    "shard_map": state.shard_map.to_dict(),
+                    "job": state.job.to_dict(),
+                    "state": state.progress(),
+                }
+            return answer
 
     def renew_lease(self, origin: Origin, process: str, where: str, seconds: float) -> None:
         self._leases.renew(origin.attempt, process, where, seconds)
@@ -260,11 +264,11 @@ class Server:
             error = failed
         with self._fence.condition:
             waiting = state.barrier.leave(origin.step)
-        for each in waiting:
+        for reply in waiting:
             if error is None:
-                each.set_result(None)
+                reply.set_result(None)
             else:
-                each.set_exception(error)
+                reply.set_exception(error)
         return future
 
     def drop(self, origin: Origin, tickets: list[int]) -> None:
@@ -277,8 +281,8 @@ class Server:
 
     def read(self, origin: Origin, table: int, ids: Ids) -> tuple[Floats, Floats, Flags]:
         with self._fence.admit(origin, reads=True) as state:
-            found = state.store(table).read(ids)
-            return found.values.reshape(-1), found.state.reshape(-1), found.present
+            stored = state.store(table).read(ids)
+            return stored.values.reshape(-1), stored.state.reshape(-1), stored.present
 
     def stats(self, origin: Origin, table: int) -> dict[str, int]:
         with self._fence.admit(origin, reads=True) as state:
@@ -451,8 +455,8 @@ class Server:
             tickets[number] = kept
             if len(tickets) > MAX_TICKETS:
                 left.append(tickets.popitem(last=False)[1])
-        for each in left:
-            state.engine.drop(each.ticket)
+        for lookup in left:
+            state.engine.drop(lookup.ticket)
 
     def _take_ticket(self, state: ServerState, trainer: int, number: int) -> PendingLookup:
         with self._fence.condition:

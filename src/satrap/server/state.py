@@ -225,18 +225,18 @@ class ServerState:
 
     def take_verified(self, folders: list[list[str]], checksums: list[list[int]]) -> Chains:
         """Return what `verify` opened, or open it now: the server was restarted since, or has another shard map."""
-        found = self.verified
-        if found is None or (found.folders, found.checksums) != (folders, checksums):
+        chains = self.verified
+        if chains is None or (chains.folders, chains.checksums) != (folders, checksums):
             self.verify(folders, checksums)
-            found = self.verified
+            chains = self.verified
         self.verified = None
-        assert found is not None
-        return found.chains
+        assert chains is not None
+        return chains.chains
 
     def owned(self) -> NDArray[np.bool_]:
         """Return for each bucket of all tables whether this server owns it."""
-        found: NDArray[np.bool_] = np.array(self.shard_map.bucket_map.flat()) == self.number
-        return found
+        is_owned: NDArray[np.bool_] = np.array(self.shard_map.bucket_map.flat()) == self.number
+        return is_owned
 
     def _set_owners(self) -> None:
         self.owns_nothing = not self.owned().any()

@@ -31,7 +31,7 @@ def server_status(
     is_restoring: these are the new tables of a restore, which fills them.
     leaves: this server was asked to stop, and moves its buckets to other servers first.
     shared: the shared-memory file of the rows, if they are in one."""
-    found: dict[str, Any] = {
+    status: dict[str, Any] = {
         "where": f"process {os.getpid()} on {socket.gethostname()}",
         "release": RELEASE,
         "not_ready": _not_ready(state, is_restoring, leaves),
@@ -40,11 +40,11 @@ def server_status(
         "leaves": leaves,
     }
     if state is None:
-        return found
+        return status
     try:
-        return found | _state_of(state)
+        return status | _state_of(state)
     except AttributeError:  # a restore has just removed these tables, see Server._recreate_tables
-        return found | {"not_ready": "a restore is running"}
+        return status | {"not_ready": "a restore is running"}
 
 
 def _not_ready(state: ServerState | None, is_restoring: bool, leaves: bool) -> str:
@@ -85,12 +85,14 @@ def _state_of(state: ServerState) -> dict[str, Any]:
 
 def server_samples(status: Mapping[str, Any]) -> list[Sample]:
     """Return the samples of a server's status."""
-    found = memory_samples(status["memory"])
+    samples = memory_samples(status["memory"])
     if "tables" not in status:
-        return [*found, Sample("satrap_attempt", 0)]
-    found += table_samples(status["tables"]) + snapshot_samples(status["snapshots"])
-    found += [Sample("satrap_attempt", status["attempt"]), Sample("satrap_step", status["step"])]
+        return [*samples, Sample("satrap_attempt", 0)]
+    samples += table_samples(status["tables"]) + snapshot_samples(status["snapshots"])
+    samples += [Sample("satrap_attempt", status["attempt"]), Sample("satrap_step", status["step"])]
     missed = {int(others): updates for others, updates in status["missed_updates"].items()}
-    found.append(Sample("satrap_missed_updates", staleness_distribution(missed)))
-    found += [Sample("satrap_buckets", number, {"state": state}) for state, number in status["buckets"].items()]
-    return found + [Sample("satrap_moved_rows", rows, {"direction": way}) for way, rows in status["moved_rows"].items()]
+    samples.append(Sample("satrap_missed_updates", staleness_distribution(missed)))
+    samples += [Sample("satrap_buckets", number, {"state": state}) for state, number in status["buckets"].items()]
+    return samples + [
+        Sample("satrap_moved_rows", rows, {"direction": way}) for way, rows in status["moved_rows"].items()
+    ]

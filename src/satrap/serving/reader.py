@@ -153,7 +153,7 @@ class Reader:
     @property
     def version(self) -> int:
         """Version of the newest save of the tables; 1 before the first."""
-        return max(each.version for each in self._open().tables.values())
+        return max(table.version for table in self._open().tables.values())
 
     def stats(self) -> dict[str, dict[str, int]]:
         """Return the counters of each table, as `Store.stats`."""
@@ -180,9 +180,9 @@ class Reader:
         `Embeddings`."""
         worker = self._feature_worker()
         look_up = BatchLookup(worker, torch.device("cpu"), train=False, overlap=False)
-        found = look_up.new(as_inputs(worker.features, inputs))
-        look_up.look_up(found, 0)
-        return found.hand_over()
+        batch = look_up.new(as_inputs(worker.features, inputs))
+        look_up.look_up(batch, 0)
+        return batch.hand_over()
 
     def stream(self, data: Any, *, device: torch.device | str | None = None, overlap: bool = False) -> Stream:
         """Return the batches of a source with their rows looked up, as `Embeddings.stream` does in evaluation.
@@ -293,13 +293,13 @@ class _InFolder:
 
     def _fill(self, folders: Mapping[str, list[Folder]]) -> None:
         manifests = [find_parts(chain[0])[0].manifest for chain in folders.values()]
-        tables = [Table.from_dict(each.config) for each in manifests]
+        tables = [Table.from_dict(manifest.config) for manifest in manifests]
         self.job = Job(tables=tuple(tables), seed=manifests[0].seed)
         self._slots = open_engine(tables, seed=self.job.seed, num_threads=self._num_threads, shared=None)
-        found = TableGroup.in_engine(self._slots)
-        found.restore({table.name: chain for table, chain in zip(tables, folders.values(), strict=True)})
-        self.tables: Mapping[str, Store] = found
-        self.step = found.latest_step
+        group = TableGroup.in_engine(self._slots)
+        group.restore({table.name: chain for table, chain in zip(tables, folders.values(), strict=True)})
+        self.tables: Mapping[str, Store] = group
+        self.step = group.latest_step
 
     def worker_of(self, features: Features) -> Worker:
         rows = LocalRows(features, self._slots[0].engine, self.job.tables)
@@ -322,7 +322,7 @@ def _in_job_order(features: Features, job: Job) -> Features:
     if unknown:
         raise ConfigError(f"there is no table {unknown[0]!r} here; {suggest(unknown[0], list(known))}")
     there = Job(tables=tuple(job.tables[known[table.name]] for table in features.tables), seed=job.seed)
-    if found := Job(tables=with_buckets_of(features.tables, there.tables), seed=job.seed).differences(there):
-        raise ConfigError(f"the features' tables are configured differently: {'; '.join(found)}")
+    if differences := Job(tables=with_buckets_of(features.tables, there.tables), seed=job.seed).differences(there):
+        raise ConfigError(f"the features' tables are configured differently: {'; '.join(differences)}")
     ordered = sorted(features.items(), key=lambda each: known[each[1].table.name])
     return Features(dict(ordered))

@@ -109,22 +109,22 @@ def decide(
     """
     if not servers:
         raise ConfigError("there are no servers; expected the load of at least one")
-    found = _decide_now(servers, step_seconds, bounds)
-    same = past.same + 1 if found.change * past.change > 0 else int(found.change != 0)
-    then = replace(past, same=same, change=found.change)
+    decision = _decide_now(servers, step_seconds, bounds)
+    same = past.same + 1 if decision.change * past.change > 0 else int(decision.change != 0)
+    then = replace(past, same=same, change=decision.change)
     outside = not bounds.min_servers <= len(servers) <= bounds.max_servers
-    if not found.change or (same < bounds.patience and not outside):
-        return Decision(reason=found.reason), then
+    if not decision.change or (same < bounds.patience and not outside):
+        return Decision(reason=decision.reason), then
     if now - past.changed_at < bounds.pause_seconds and not outside:
-        return Decision(reason=f"{found.reason}; but the last change was {now - past.changed_at:.0f} s ago"), then
-    return found, ScaleHistory(changed_at=now)
+        return Decision(reason=f"{decision.reason}; but the last change was {now - past.changed_at:.0f} s ago"), then
+    return decision, ScaleHistory(changed_at=now)
 
 
 def _decide_now(servers: Sequence[ServerLoad], step_seconds: float, bounds: ScaleLimits) -> Decision:
     """Return the decision that ignores the history."""
     have = len(servers)
-    memory = max(each.used_bytes / each.limit_bytes for each in servers)
-    work = max(each.work_seconds for each in servers) / step_seconds if step_seconds > 0 else 0.0
+    memory = max(server.used_bytes / server.limit_bytes for server in servers)
+    work = max(server.work_seconds for server in servers) / step_seconds if step_seconds > 0 else 0.0
     # Assumes that all servers carry as much as the busiest one, which reaches the goals with this many servers.
     needed = max(1, math.ceil(have * max(memory / bounds.memory_goal, work / bounds.work_goal)))
     why = f"memory at {memory:.2f} of its limit, work at {work:.2f} of a step, with {have} servers"
@@ -138,4 +138,4 @@ def _decide_now(servers: Sequence[ServerLoad], step_seconds: float, bounds: Scal
     if target >= have:
         return Decision(add=target - have, reason=why)
     least = sorted(servers, key=lambda each: each.rows)  # so that the fewest rows move
-    return Decision(remove=tuple(each.address for each in least[: have - target]), reason=why)
+    return Decision(remove=tuple(server.address for server in least[: have - target]), reason=why)

@@ -32,8 +32,8 @@ class BucketMap(Serializable):
         for t, table in enumerate(self.owners):
             wrong = [owner for owner in table if type(owner) is not int or not 0 <= owner < self.num_servers]
             if wrong or not table:
-                found = f"server {wrong[0]!r}" if wrong else "no bucket"
-                raise ConfigError(f"bucket map: table {t} names {found}; expected servers 0..{self.num_servers - 1}")
+                named = f"server {wrong[0]!r}" if wrong else "no bucket"
+                raise ConfigError(f"bucket map: table {t} names {named}; expected servers 0..{self.num_servers - 1}")
 
     @classmethod
     def even(cls, num_buckets: Sequence[int], num_servers: int, whole: Collection[int] = ()) -> Self:

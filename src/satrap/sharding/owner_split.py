@@ -38,8 +38,8 @@ def split_by_owner(
             buckets = _core.bucket_of(ids[begin:end], table.resolved_num_buckets, table.is_direct)
             owner[begin:end] = owners[first_bucket:][buckets]
         first_bucket += table.resolved_num_buckets
-    found = {}
+    by_server = {}
     for server in np.unique(owner).tolist() or [0]:
         positions = np.flatnonzero(owner == server)
-        found[server] = OwnedIds(ids[positions], np.searchsorted(positions, offsets), positions)
-    return found
+        by_server[server] = OwnedIds(ids[positions], np.searchsorted(positions, offsets), positions)
+    return by_server

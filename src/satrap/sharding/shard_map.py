@@ -63,11 +63,11 @@ class ShardMap(Serializable):
 
     def changes(self, after: "ShardMap") -> dict[tuple[str, str], list[int]]:
         """Return the buckets whose owner differs in `after`, by the addresses of the old and the new owner."""
-        found: dict[tuple[str, str], list[int]] = {}
+        moved: dict[tuple[str, str], list[int]] = {}
         for bucket, pair in enumerate(zip(self.owner(), after.owner(), strict=True)):
             if pair[0] != pair[1]:
-                found.setdefault(pair, []).append(bucket)
-        return found
+                moved.setdefault(pair, []).append(bucket)
+        return moved
 
 
 def check_addresses(addresses: object) -> None:

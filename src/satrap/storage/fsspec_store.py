@@ -38,13 +38,13 @@ class FsspecStore:
 
     def names(self, prefix: str) -> list[str]:
         self._files.invalidate_cache()
-        found = [_within(str(path), prefix) for path in self._files.ls(prefix, detail=False)]
-        return [name for name in found if name and "/" not in name]
+        names = [_within(str(path), prefix) for path in self._files.ls(prefix, detail=False)]
+        return [name for name in names if name and "/" not in name]
 
     def sizes(self, prefix: str) -> Mapping[str, int]:
         self._files.invalidate_cache()
-        found = self._files.find(prefix, detail=True)
-        return {key: int(info.get("size") or 0) for path, info in found.items() if (key := _within(str(path), prefix))}
+        listed = self._files.find(prefix, detail=True)
+        return {key: int(info.get("size") or 0) for path, info in listed.items() if (key := _within(str(path), prefix))}
 
     def delete(self, key: str) -> None:
         self._files.rm_file(key)
@@ -81,7 +81,7 @@ class _FsspecWriter:
 def _within(path: str, top: str) -> str:
     """Return the key below `top` of a listed path; "" if the path is not below it."""
     stripped, start = path.rstrip("/"), top.rstrip("/") + "/"
-    for each in (stripped, "/" + stripped):  # some lists omit the first slash
-        if each.startswith(start):
-            return each[len(start) :]
+    for prefix in (stripped, "/" + stripped):  # some lists omit the first slash
+        if prefix.startswith(start):
+            return prefix[len(start) :]
     return ""

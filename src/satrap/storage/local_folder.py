@@ -45,11 +45,11 @@ class LocalFolder:
             return []
 
     def sizes(self) -> dict[str, int]:
-        found = {}
+        sizes = {}
         for parent, _, names in os.walk(self.path):
             for path in (Path(parent) / name for name in names):
-                found[path.relative_to(self.path).as_posix()] = path.stat().st_size
-        return found
+                sizes[path.relative_to(self.path).as_posix()] = path.stat().st_size
+        return sizes
 
     def read(self, key: str, max_bytes: int | None = None) -> bytes:
         return read_regular(self.path / key, max_bytes)

@@ -141,9 +141,9 @@ class ObjectFolder:
         name = f".probe-{secrets.token_hex(8)}"
         self.write(name, _PROBE)
         try:
-            if (found := self.read(name)) != _PROBE:
+            if (content := self.read(name)) != _PROBE:
                 raise OSError(
-                    errno.EIO, f"{len(_PROBE)} bytes were written and {len(found)} others read", self._at(name)
+                    errno.EIO, f"{len(_PROBE)} bytes were written and {len(content)} others read", self._at(name)
                 )
             self.names()
         finally:

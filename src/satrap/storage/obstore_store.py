@@ -77,9 +77,9 @@ class ObstoreStore:
 
     @_with_usual_errors
     def get(self, key: str, max_bytes: int | None) -> bytes:
-        found = obstore.get(self._bucket, key)  # its size is known before its bytes are read
-        require_size(int(found.meta["size"]), max_bytes, key)
-        return bytes(found.bytes())
+        answer = obstore.get(self._bucket, key)  # its size is known before its bytes are read
+        require_size(int(answer.meta["size"]), max_bytes, key)
+        return bytes(answer.bytes())
 
     @_with_usual_errors
     def get_range(self, key: str, begin: int, end: int) -> Any:
@@ -101,15 +101,15 @@ class ObstoreStore:
 
     @_with_usual_errors
     def names(self, prefix: str) -> list[str]:
-        found = obstore.list_with_delimiter(self._bucket, prefix or None)
-        paths = [*found["common_prefixes"], *(each["path"] for each in found["objects"])]
+        listed = obstore.list_with_delimiter(self._bucket, prefix or None)
+        paths = [*listed["common_prefixes"], *(entry["path"] for entry in listed["objects"])]
         return [path.rstrip("/").rpartition("/")[2] for path in paths]
 
     @_with_usual_errors
     def sizes(self, prefix: str) -> Mapping[str, int]:
         start = len(prefix) + 1 if prefix else 0
         chunks = obstore.list(self._bucket, prefix or None)
-        return {each["path"][start:]: int(each["size"]) for chunk in chunks for each in chunk}
+        return {entry["path"][start:]: int(entry["size"]) for chunk in chunks for entry in chunk}
 
     @_with_usual_errors
     def delete(self, key: str) -> None:

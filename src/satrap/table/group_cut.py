@@ -122,8 +122,8 @@ class GroupCut:
         number of rows `kept`, how often calls had to wait at the bound (`waits`) and for how long
         (`waited_seconds`)."""
         cut = next(iter(self._cuts.values()))
-        found: dict[str, Any] = cut.slot.engine.cut_figures()
-        return found
+        figures: dict[str, Any] = cut.slot.engine.cut_figures()
+        return figures
 
     def _admit_saves(self) -> None:
         while self._held:

@@ -191,7 +191,7 @@ class TableGroup(Mapping[str, Store]):
 
     def fill(self, chains: Chains) -> bool:
         """Fill these tables, which must be new, from what `verify` returned; return what `restore` does."""
-        total = sum(each.bytes_read for levels in chains.values() for level in levels for each in level)
+        total = sum(reader.bytes_read for levels in chains.values() for level in levels for reader in level)
         with Transfer(_LOG, "restore", f"restore of {self._where}", total=total, among=transfers_of(self)):
             self._engine.set_complete(False)  # a kill from here on leaves a shared-memory file that is refused
             for name, levels in chains.items():
@@ -302,6 +302,8 @@ def transfers_of(tables: TableGroup) -> Transfers:
 
 def _needed_bytes(chains: Sequence[Sequence[_PathLike]], owned: Sequence[NDArray[np.bool_]] | None) -> int:
     """Return about how many bytes of each table's snapshots the owned buckets need, 0 for a folder that is missing."""
-    shares = [1.0] * len(chains) if owned is None else [float(each.mean()) for each in owned]
-    paths = [[open_folder(each) for each in chain if isinstance(each, str | os.PathLike)] for chain in chains]
+    shares = [1.0] * len(chains) if owned is None else [float(mask.mean()) for mask in owned]
+    paths = [
+        [open_folder(location) for location in chain if isinstance(location, str | os.PathLike)] for chain in chains
+    ]
     return sum(round(share * sum(map(folder_bytes, chain))) for share, chain in zip(shares, paths, strict=True))

@@ -82,7 +82,7 @@ def put_rows(slot: "Slot", rows: WrittenRows) -> None:
         state = _new_state(table, engine.state_dim(index), values)
     steps = np.full(len(rows.ids), engine.latest_step, np.uint32)
     order = np.argsort(_core.bucket_of(rows.ids, engine.num_buckets(index), table.is_direct), kind="stable")
-    slot.rows.import_rows(index, *(np.ascontiguousarray(each[order]) for each in (rows.ids, steps, values, state)))
+    slot.rows.import_rows(index, *(np.ascontiguousarray(column[order]) for column in (rows.ids, steps, values, state)))
 
 
 def _new_state(table: Table, state_dim: int, stored: NDArray[Any]) -> NDArray[np.float32]:

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from satrap.worker.server_group import ServerGroup
 
 DIM = 1024
-"""Numbers in a row; docs/design/003-cluster.md has the measurement."""
+"""Numbers in a row; docs/internals/003-cluster.md has the measurement."""
 _PREFIX = "dense."
 _TABLE_OPTIMIZERS: dict[type[torch.optim.Optimizer], type[SGD | Adagrad | Adam | AdamW]] = {
     torch.optim.SGD: SGD,

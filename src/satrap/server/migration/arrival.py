@@ -52,7 +52,7 @@ class Arrival:
     def __init__(self, server: ArrivingServer, own: str, others: Sequence[str], keys: Keys | None) -> None:
         """own: the server's address. others: addresses of servers that its job may have. keys: the client's."""
         self._server, self._own, self._keys = server, own, keys
-        self._others = [each for each in others if each != own]
+        self._others = [other for other in others if other != own]
         self._is_closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="satrap-arrival", daemon=True)
 

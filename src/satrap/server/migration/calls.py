@@ -124,7 +124,7 @@ class MigrationCalls:
                 )
             owned, owned_after = server_state.owned(), np.array(after.bucket_map.flat()) == server
             outgoing, incoming = (
-                np.flatnonzero(each).astype(np.uint32) for each in (owned & ~owned_after, owned_after & ~owned)
+                np.flatnonzero(mask).astype(np.uint32) for mask in (owned & ~owned_after, owned_after & ~owned)
             )
             server_state.participant.require_ready(migration, outgoing, incoming)
             server_state.engine.hand_over(outgoing)
@@ -152,8 +152,8 @@ class MigrationCalls:
         with self._fence.admit(None) as server_state:
             stats = [table.stats() for table in server_state.tables.values()]
             return {
-                "rows": sum(each["rows"] for each in stats),
-                "bytes": sum(each["bytes"] for each in stats),
+                "rows": sum(counts["rows"] for counts in stats),
+                "bytes": sum(counts["bytes"] for counts in stats),
                 "memory_bytes": memory_limit(self._shared),
                 "work_seconds": self._fence.work_seconds,
                 "latest_step": server_state.engine.latest_step,

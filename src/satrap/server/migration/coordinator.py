@@ -214,12 +214,14 @@ class Migration:
         """Try 1 to 6 once."""
         answers = {address: self._query(address) for address in (*self._current, *self._target, *after.addresses)}
         if before is None:
-            older = [each["shard_map"] for each in answers.values() if 0 < each["version"] == after.version - 1]
+            older = [answer["shard_map"] for answer in answers.values() if 0 < answer["version"] == after.version - 1]
             before = ShardMap.from_dict(older[-1]) if older else after
         for address in before.addresses:
             answers.setdefault(address, self._query(address))
-        self._add_servers(job, answers, [each for each in after.addresses if each not in before.addresses], after)
-        behind = [each for each in before.addresses if answers[each]["version"] < after.version]
+        self._add_servers(
+            job, answers, [address for address in after.addresses if address not in before.addresses], after
+        )
+        behind = [address for address in before.addresses if answers[address]["version"] < after.version]
         start_time = time.monotonic()
         migration = 1 + secrets.randbits(62)
         moves = {pair: np.array(b, np.uint32) for pair, b in before.changes(after).items() if pair[1] in behind}

@@ -47,7 +47,7 @@ def next_action(addresses: Sequence[str], own: str | None, answers: Mapping[str,
         return "end"  # its rows have moved, or no other server could take them
     if "silent" in answers.values():
         return "wait"  # a migration needs all servers; this one may be restarting
-    leaving = [each for each in addresses if each == own or answers[each] == "leaves"]
+    leaving = [address for address in addresses if address == own or answers[address] == "leaves"]
     return "move" if leaving[0] == own else "wait"
 
 
@@ -84,14 +84,14 @@ class Departure:
             while (left := until - time.monotonic()) > 0:
                 status = self._server.status(Origin())
                 own, addresses = own_address(status), status.get("addresses", [])
-                answers = {each: self._ask(each) for each in addresses if own is not None and each != own}
+                answers = {address: self._ask(address) for address in addresses if own is not None and address != own}
                 action = next_action(addresses, own, answers)
                 if action == "end":
                     return
                 if action == "wait":
                     time.sleep(min(_PAUSE_SECONDS, left))
                     continue
-                stay = [each for each in addresses if answers.get(each) == "stays"]
+                stay = [address for address in addresses if answers.get(address) == "stays"]
                 try:
                     Migration(addresses, stay, keys=self._keys, deadline=left, pause_ratio=0.0).run()
                 except SatrapError as error:  # another coordinator is active, or a server has gone: look again

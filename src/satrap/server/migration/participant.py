@@ -120,9 +120,9 @@ class MigrationParticipant:
         for begin, stop in _runs(own.tolist()) or [(0, 0)]:
             rows.append(self.engine.export_rows(table, begin, stop, 0, others=True))
             sighted.append(self.engine.export_sightings(table, begin, stop, others=True))
-        columns = {name: np.concatenate([each[name] for each in rows]) for name in rows[0]}
+        columns = {name: np.concatenate([part[name] for part in rows]) for name in rows[0]}
         columns |= {
-            to: np.concatenate([each[name] for each in sighted])
+            to: np.concatenate([group[name] for group in sighted])
             for name, to in (("id", "sighted"), ("step", "sighted_at"), ("count", "count"))
         }
         self._cached_columns = (*key, columns)
@@ -187,10 +187,10 @@ class MigrationParticipant:
 
 def _runs(buckets: Sequence[int]) -> list[tuple[int, int]]:
     """Return ascending numbers as half-open ranges."""
-    found: list[tuple[int, int]] = []
+    runs: list[tuple[int, int]] = []
     for b in buckets:
-        if found and found[-1][1] == b:
-            found[-1] = found[-1][0], b + 1
+        if runs and runs[-1][1] == b:
+            runs[-1] = runs[-1][0], b + 1
         else:
-            found.append((b, b + 1))
-    return found
+            runs.append((b, b + 1))
+    return runs

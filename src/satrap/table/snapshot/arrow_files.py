@@ -63,13 +63,13 @@ def _list_type(arrow: Any, number: Any, size: int) -> Any:
 def as_batch(arrow: Any, columns: Columns, schema: Any) -> Any:
     """Wrap the columns as a record batch, without a copy."""
     arrays = []
-    for each in schema:
-        data = columns[each.name]
+    for column in schema:
+        data = columns[column.name]
         if data.ndim == 1:
-            arrays.append(arrow.Array.from_buffers(each.type, len(data), [None, arrow.py_buffer(data)]))
+            arrays.append(arrow.Array.from_buffers(column.type, len(data), [None, arrow.py_buffer(data)]))
             continue
-        items = arrow.Array.from_buffers(each.type.value_type, data.size, [None, arrow.py_buffer(data)])
-        arrays.append(arrow.Array.from_buffers(each.type, len(data), [None], children=[items]))
+        items = arrow.Array.from_buffers(column.type.value_type, data.size, [None, arrow.py_buffer(data)])
+        arrays.append(arrow.Array.from_buffers(column.type, len(data), [None], children=[items]))
     return arrow.RecordBatch.from_arrays(arrays, schema=schema)
 
 

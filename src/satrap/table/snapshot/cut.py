@@ -128,11 +128,11 @@ def take_cuts(
         TableCut(
             slot=slot,
             owned=None if owned is None else owned[i],
-            version=found["version"],
-            expire_before=found["expire_before"],
+            version=cut["version"],
+            expire_before=cut["expire_before"],
             latest_step=latest_step,
-            lr=found["lr"],
-            rows=found["rows"],
+            lr=cut["lr"],
+            rows=cut["rows"],
         )
-        for i, (slot, found) in enumerate(zip(slots, figures, strict=True))
+        for i, (slot, cut) in enumerate(zip(slots, figures, strict=True))
     ]

@@ -69,7 +69,7 @@ def parts_in(folder: Folder) -> list[Folder]:
 def parts_of(folder: Folder) -> list[Folder]:
     """Return the folders of the parts that a table was saved in, each a snapshot: its own folder, unless servers saved
     it. The folder has no `parts_record`."""
-    names = {each.name for each in parts_in(folder)}
+    names = {part.name for part in parts_in(folder)}
     if not names:
         return [folder]  # if it cannot be read, reading its manifest raises the error
     num_parts = int(max(names).rpartition("-")[2])
@@ -159,7 +159,7 @@ class SnapshotDirectory:
             self.path.mkdir(parents=True, exist_ok=True)
         except (FileExistsError, NotADirectoryError):
             above = (self.path, *self.path.parents)
-            file = next((each for each in above if os.path.lexists(each) and not each.is_dir()), self.path)
+            file = next((folder for folder in above if os.path.lexists(folder) and not folder.is_dir()), self.path)
             raise SnapshotError(f"{file} is a file; expected a folder to save into") from None
         self._fd = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
         try:

@@ -51,7 +51,7 @@ def object_name(snapshot_id: str) -> str:
 
 def is_of_other(name: str, ids: Iterable[str]) -> bool:
     """Return whether only a save of another snapshot than these can have left an object of this name."""
-    return is_ours(name) and not any(each in name for each in ids)
+    return is_ours(name) and not any(part_id in name for part_id in ids)
 
 
 class Since(NamedTuple):
@@ -171,12 +171,12 @@ class Manifest:
         """Return how a table of this configuration and seed differs from the snapshot's, field by field."""
         if (config, seed) == (self.config, self.seed):
             return []
-        found, saved = flat(config) | {"seed": seed}, flat(_with_defaults(self.config)) | {"seed": self.seed}
+        here, saved = flat(config) | {"seed": seed}, flat(_with_defaults(self.config)) | {"seed": self.seed}
         of_no_row = {"shard", "num_rows"} if _may_evict(saved) else {"shard", "num_rows", "num_buckets"}
         return [
-            f"{name} is {found.get(name)!r} in the table and {saved.get(name)!r} in the snapshot"
-            for name in sorted((found.keys() | saved.keys()) - of_no_row)
-            if found.get(name) != saved.get(name)
+            f"{name} is {here.get(name)!r} in the table and {saved.get(name)!r} in the snapshot"
+            for name in sorted((here.keys() | saved.keys()) - of_no_row)
+            if here.get(name) != saved.get(name)
         ]
 
     def to_json(self) -> bytes:
@@ -205,7 +205,7 @@ class Manifest:
             rows=fields.integer("rows"),
             removed=fields.integer("removed"),
             sightings=fields.integer("sightings"),
-            files=tuple(_data_file(each) for each in fields.mappings("files")),
+            files=tuple(_data_file(mapping) for mapping in fields.mappings("files")),
         )
         for problem in manifest._problems():
             raise SnapshotError(f"{where}: {problem}; the program that wrote it is not compatible with this Satrap")
@@ -255,8 +255,8 @@ class _Fields:
 
     def _take(self, name: str, valid: bool, expected: str) -> Any:
         if not valid:
-            found = repr(self._content[name]) if name in self._content else "missing"
-            raise SnapshotError(f"{self._where}: the field {name!r} is {found}; expected {expected}")
+            shown = repr(self._content[name]) if name in self._content else "missing"
+            raise SnapshotError(f"{self._where}: the field {name!r} is {shown}; expected {expected}")
         return self._content[name]
 
     def integer(self, name: str, low: int = 0, high: int = _LARGEST) -> int:
@@ -278,7 +278,7 @@ class _Fields:
     def ranges(self, name: str) -> tuple[tuple[int, int], ...]:
         value = self._content.get(name)
         valid = isinstance(value, list) and all(
-            isinstance(each, list) and len(each) == 2 and all(type(at) is int for at in each) for each in value
+            isinstance(pair, list) and len(pair) == 2 and all(type(at) is int for at in pair) for pair in value
         )
         return tuple((begin, end) for begin, end in self._take(name, valid, "pairs of integers"))
 
@@ -286,17 +286,17 @@ class _Fields:
         value = self._content.get(name)
         size = len(RecordBatch._fields)
         valid = isinstance(value, list) and all(
-            isinstance(each, list) and len(each) == size and all(type(n) is int and 0 <= n <= _LARGEST for n in each)
-            for each in value
+            isinstance(pair, list) and len(pair) == size and all(type(n) is int and 0 <= n <= _LARGEST for n in pair)
+            for pair in value
         )
-        return tuple(RecordBatch(*each) for each in self._take(name, valid, f"lists of {size} integers"))
+        return tuple(RecordBatch(*entry) for entry in self._take(name, valid, f"lists of {size} integers"))
 
     def mapping(self, name: str) -> dict[str, Any]:
         return dict(self._take(name, isinstance(self._content.get(name), dict), "an object"))
 
     def mappings(self, name: str) -> "list[_Fields]":
         value = self._content.get(name)
-        valid = isinstance(value, list) and all(isinstance(each, dict) for each in value)
+        valid = isinstance(value, list) and all(isinstance(entry, dict) for entry in value)
         return [
             _Fields(each, f"{self._where}: {name}[{i}]") for i, each in enumerate(self._take(name, valid, "objects"))
         ]

@@ -68,10 +68,10 @@ def name_parts(folder: Folder, ids: Sequence[str]) -> int:
     """Make the snapshots with these ids the parts that the folder holds, in the order of their servers; deletes what
     other saves have left in it. Returns the bytes of the parts' files."""
     places = [(folder / part_name(i, len(ids)), each) for i, each in enumerate(ids)]
-    found = read_parts(folder, [(path, object_name(each)) for path, each in places])
-    write_record(folder, [part.record.to_dict() for part in found])
+    parts = read_parts(folder, [(path, object_name(each)) for path, each in places])
+    write_record(folder, [part.record.to_dict() for part in parts])
     with suppress(OSError):  # what is left costs space only
         for key in folder.sizes():
             if is_of_other(key.rpartition("/")[2], ids):
                 folder.delete(key)
-    return sum(file.bytes for part in found for file in part.manifest.files)
+    return sum(file.bytes for part in parts for file in part.manifest.files)

@@ -41,6 +41,6 @@ def read_record(folder: Folder) -> list[dict[str, Any]] | None:
             )
         if content["crc32c"] != json_checksum(content):
             raise SnapshotError(f"{where} is damaged: its checksum does not match")
-        return [{"folder": str(each["folder"]), "id": str(each["id"]), **each} for each in content["parts"]]
+        return [{"folder": str(part["folder"]), "id": str(part["id"]), **part} for part in content["parts"]]
     except (ValueError, KeyError, TypeError) as error:
         raise SnapshotError(f"{where} cannot be read ({error}): torn, or not of a Satrap table") from error

@@ -194,7 +194,7 @@ class Snapshot:
         kinds: tuple[FileKind, ...] = ("removed", "rows", "sightings")  # removals first: no bucket may overflow
         try:
             for kind in kinds:
-                files = [each for each in self._files if each.file.kind == kind]
+                files = [file for file in self._files if file.file.kind == kind]
                 in_threads(slot.engine.num_threads, lambda each: self._import(slot, each), files, "satrap-load")
         except (SatrapError, MemoryError) as error:
             if manifest.kind == "full":
@@ -236,18 +236,18 @@ def open_levels(
     owned: for each bucket whether it is needed; None: all.
     checksums: `checksum_of` each path, where the caller sees it; None: any snapshots will do.
     """
-    found = [find_parts(path) for path in paths]
+    parts_of = [find_parts(path) for path in paths]
     if checksums is not None:
-        for path, parts, expected in zip(paths, found, checksums, strict=True):
+        for path, parts, expected in zip(paths, parts_of, checksums, strict=True):
             require_same_snapshots(path, parts, expected)
-    if len({len(parts) for parts in found}) != 1:
+    if len({len(parts) for parts in parts_of}) != 1:
         raise SnapshotError(
-            f"{paths[0]} and the changes after it have {', '.join(str(len(parts)) for parts in found)} parts; expected "
-            "a chain saved by one number of servers"
+            f"{paths[0]} and the changes after it have {', '.join(str(len(parts)) for parts in parts_of)} parts; "
+            "expected a chain saved by one number of servers"
         )
-    chains = [_open_chain(slot, chain, owned, held) for chain in zip(*found, strict=True)]
+    chains = [_open_chain(slot, chain, owned, held) for chain in zip(*parts_of, strict=True)]
     levels = [list(level) for level in zip(*chains, strict=True)]
-    for path, parts, level in zip(paths, found, levels, strict=True):
+    for path, parts, level in zip(paths, parts_of, levels, strict=True):
         if checksums is not None and any(a.manifest.id != b.manifest.id for a, b in zip(parts, level, strict=True)):
             raise SnapshotError(f"{path} was replaced while it was read: pause the saves into it")
         require_each_bucket_once(path, [saved.manifest for saved in level])

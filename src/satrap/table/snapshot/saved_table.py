@@ -67,17 +67,17 @@ class SavedTable(Serializable):
     def require(self, folder: Folder, checkpoint: str) -> None:
         """Raise unless the folder holds exactly these snapshots."""
         expected = {part.folder: part for part in self.parts}
-        found = {part.folder: part for part in saved_parts(folder)}
-        if expected.keys() != found.keys():
+        saved = {part.folder: part for part in saved_parts(folder)}
+        if expected.keys() != saved.keys():
             raise SnapshotError(
-                f"{folder} holds the parts {', '.join(map(repr, found))}; {checkpoint} was saved with "
+                f"{folder} holds the parts {', '.join(map(repr, saved))}; {checkpoint} was saved with "
                 f"{', '.join(map(repr, expected))}: put those back, or remove {checkpoint} to use an older one"
             )
         for name, part in expected.items():
-            if found[name] != part:
+            if saved[name] != part:
                 path = folder / name if name else folder
                 raise SnapshotError(
-                    f"{path} is not what {checkpoint} was saved with, but {found[name]}; expected {part}: it "
+                    f"{path} is not what {checkpoint} was saved with, but {saved[name]}; expected {part}: it "
                     f"comes from another checkpoint or was changed; put the right one back, or remove {checkpoint} to "
                     "use an older one"
                 )

@@ -200,7 +200,7 @@ class VerifiedFile:
         where, expected = f"{self.path}: record batch {i}", known[i]
         if batch.num_rows != expected.rows:
             raise SnapshotError(f"{where} holds {batch.num_rows} lines; expected {expected.rows}")
-        for buffer in (each for column in batch.columns for each in column.buffers() if each is not None):
+        for buffer in (buffer for column in batch.columns for buffer in column.buffers() if buffer is not None):
             if not begin <= buffer.address - address <= expected.end - buffer.size:
                 raise SnapshotError(f"{where} has data outside of its bytes, {begin} to {expected.end}")
         ids = batch.column(0).to_numpy()

@@ -254,15 +254,15 @@ class _Saver:
             self.cut.require_not_cancelled()
             match kind:
                 case "rows":
-                    found = self.slot.rows.export_cut(index, first, last, since)
+                    exported = self.slot.rows.export_cut(index, first, last, since)
                     with self.lock:
-                        self.rows += found.pop("alive")
-                        self.removed[first] = found.pop("removed")
-                    columns: Columns = found
+                        self.rows += exported.pop("alive")
+                        self.removed[first] = exported.pop("removed")
+                    columns: Columns = exported
                 case "sightings":
                     columns = engine.export_cut_sightings(index, first, last)
                 case "removed":
-                    columns = {"id": np.concatenate([self.removed[each] for each in sorted(self.removed)])}
+                    columns = {"id": np.concatenate([self.removed[bucket] for bucket in sorted(self.removed)])}
             yield first, last, columns
 
 
@@ -295,5 +295,5 @@ def cut_batches(
         edges = [first, *range(first - first % group + group, last, group), last]
         lines = np.searchsorted(buckets, edges).tolist()
         steps = zip(edges[:-1], edges[1:], lines[:-1], lines[1:], strict=True)
-        cuts += [BatchCut(*each) for each in steps if each[2] < each[3]]
+        cuts += [BatchCut(*step) for step in steps if step[2] < step[3]]
     return cuts

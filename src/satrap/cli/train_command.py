@@ -1,0 +1,191 @@
+"""`satrap train`: infers what the columns of a file mean, writes a training script by it, and runs the script.
+
+    file -> inferred_source -> column_profile -> train_plan -> train_script -> RUN/train.py -> a process that runs it
+
+The script is all that trains, so the command and the script give the same bits.
+"""
+
+import argparse
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from satrap.cli.options import Commands, path_option
+from satrap.cli.train_plan import LABEL_NAMES, ColumnPlan, Overrides, plan_columns
+from satrap.cli.train_script import ScriptSettings, write_script
+from satrap.config.location import Location
+from satrap.config.validation import check_integer
+from satrap.data.column_profile import labels_of, profile_column, reveals_label, value_at
+from satrap.data.delimited import CSV
+from satrap.data.inferred_source import column_names, infer_source, sample_rows
+from satrap.data.source import FileSource
+from satrap.errors import ConfigError, InputError
+
+_SAMPLED_ROWS = 200_000
+_HELD_OUT = 0.1
+_FEW_ROWS = 100_000
+"""Rows below which batches are small and the data is read several times."""
+
+
+def add_train(commands: Commands) -> None:
+    """Declare the command."""
+    train = commands.add_parser(
+        "train",
+        help="train a model on a file, without code",
+        usage="satrap train FILES [options]",
+        description="Train a model that predicts a column of two values. The use of every column is inferred from its "
+        "values and shown as a table; a script is written by it and run: it trains a DCN, and a logistic regression "
+        "to compare it with, and prints the AUC and log loss of both on samples that were held out. The folder of the "
+        "run gets the script, train.py, which you can edit and run, a checkpoint, and a report.",
+        epilog="Example: satrap train clicks.parquet --label click --ignore session_id",
+    )
+    train.add_argument(
+        "files",
+        nargs="+",
+        metavar="FILES",
+        help="Parquet, Arrow, CSV or TSV files, folders, globs or URLs; text may be compressed",
+    )
+    train.add_argument(
+        "--label",
+        metavar="COLUMN",
+        help=f"column to predict, of two values (default: the only column named {', '.join(LABEL_NAMES)})",
+    )
+    for option, what in (
+        ("--ids", "whose values get embeddings"),
+        ("--numbers", "of numbers for the dense network"),
+        ("--ignore", "to leave out, such as those that are known only after the label"),
+    ):
+        train.add_argument(
+            option, nargs="+", action="extend", default=[], metavar="COLUMN", help=f"columns {what} (default: inferred)"
+        )
+    held_out = train.add_mutually_exclusive_group()
+    held_out.add_argument("--test", metavar="FILE", help="file to test on (default: a random tenth of FILES)")
+    held_out.add_argument(
+        "--test-after", metavar="COLUMN", help="hold out the tenth with the largest values of this column, such as a day"
+    )
+    for option, what in (
+        ("--dim", "dim of the embeddings (default: 4 to 16, by the number of ids)"),
+        ("--epochs", "passes over the data (default: 3 up to 100,000 rows, else 1)"),
+        ("--batch-size", "samples of a batch (default: 256 up to 100,000 rows, else 1024)"),
+    ):
+        train.add_argument(option, type=int, metavar="N", help=what)
+    train.add_argument(
+        "--staleness", type=int, default=0, metavar="N", help="steps whose updates a lookup may miss (default: 0)"
+    )
+    train.add_argument("--seed", type=int, default=0, metavar="N", help="seed of all random numbers (default: 0)")
+    train.add_argument(
+        "--out", type=path_option, default=Path("run"), metavar="DIR", help="folder of the run (default: %(default)s)"
+    )
+    train.add_argument(
+        "--script", type=path_option, metavar="FILE", help="write the script to this file and train nothing"
+    )
+
+
+def train_model(options: argparse.Namespace) -> Iterator[str]:
+    """Carry out the command; yield what it prints besides the output of the script."""
+    _check_options(options)
+    path = options.files[0] if len(options.files) == 1 else list(options.files)
+    source = infer_source(path).replace(seed=options.seed)
+    plan, settings, num_sampled = _infer(source, path, options)
+    yield from plan.lines()
+    if num_sampled == _SAMPLED_ROWS:
+        yield f"(by {num_sampled:,} rows; other columns: --label, --ids, --numbers, --ignore)"
+    script = options.script or options.out / "train.py"
+    script.parent.mkdir(parents=True, exist_ok=True)
+    script.write_text(write_script(plan, settings))
+    command = shlex.join(["python", str(script)])
+    if options.script is not None:
+        yield f"{script}: written; run it with: {command}"
+        return
+    yield f"{script}: written, and running"
+    status = subprocess.run([sys.executable, str(script)], check=False).returncode
+    if status != 0:
+        raise InputError(f"{script} ended with status {status}; its error is above; to run it again: {command}")
+    from satrap.cli.report import write_report
+
+    yield write_report(options.out, None)
+
+
+def _check_options(options: argparse.Namespace) -> None:
+    for name, low, high in (
+        ("dim", 1, 65536),
+        ("epochs", 1, 2**31),
+        ("batch_size", 1, 2**30 - 1),
+        ("staleness", 0, 2**31),
+        ("seed", 0, 2**63 - 1),
+    ):
+        value = getattr(options, name)
+        if value is not None:
+            check_integer("train", f"--{name.replace('_', '-')}", value, low, high)
+    for path in (*options.files, *([options.test] if options.test else [])):
+        Location.parse(path, "the path")
+    out = options.out
+    if options.script is None and out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise ConfigError(f"--out: {out} exists and is not empty; expected a new folder: name another, or remove it")
+    if options.script is not None and options.script.exists():
+        raise ConfigError(f"--script: {options.script} exists; expected a new file: name another, or remove it")
+
+
+def _infer(source: FileSource, path: Any, options: argparse.Namespace) -> tuple[ColumnPlan, ScriptSettings, int]:
+    """Return the plan of the columns, the settings of the script, and the number of rows they were inferred from."""
+    names = column_names(source)
+    rows = sample_rows(source, names, _SAMPLED_ROWS)
+    is_typed = not isinstance(source, CSV)
+    overrides = Overrides(
+        label=options.label,
+        ids=tuple(options.ids),
+        numbers=tuple(options.numbers),
+        ignore=tuple(options.ignore),
+        dim=options.dim,
+        split_by=options.test_after,
+    )
+    plan = plan_columns([profile_column(name, rows[name], is_typed=is_typed) for name in names], overrides)
+    _refuse_leaks(plan, rows, is_typed)
+    num_rows = len(rows[names[0]])
+    is_small = num_rows < _FEW_ROWS
+    settings = ScriptSettings(
+        path=path,
+        kind=type(source).__name__,
+        delimiter=source.delimiter if isinstance(source, CSV) else None,
+        parts=_parts(rows, path, is_typed, options),
+        epochs=options.epochs or (3 if is_small else 1),
+        batch_size=options.batch_size or (256 if is_small else 1024),
+        staleness=options.staleness,
+        seed=options.seed,
+        out=str(options.out),
+    )
+    return plan, settings, num_rows
+
+
+def _parts(
+    rows: dict[str, Any], path: Any, is_typed: bool, options: argparse.Namespace
+) -> tuple[tuple[str, Any], tuple[str, Any]]:
+    """Return the options of the source that select the samples for training and for the test."""
+    if options.test is not None:
+        return ("path", path), ("path", options.test)
+    if options.test_after is None:
+        return ("share", (0.0, 1 - _HELD_OUT)), ("share", (1 - _HELD_OUT, 1.0))
+    column = options.test_after
+    first, last = (value_at(rows[column], at, is_typed=is_typed) for at in (0.0, 1 - _HELD_OUT))
+    if first == last:
+        raise InputError(
+            f"--test-after: nine tenths of column {column!r} hold {first!r}, so no rows come before; expected a column "
+            "that rises with time"
+        )
+    return ("before", (column, last)), ("since", (column, last))
+
+
+def _refuse_leaks(plan: ColumnPlan, rows: dict[str, Any], is_typed: bool) -> None:
+    """Raise if a column that would be used tells the label of every row."""
+    label = plan.label
+    labels = labels_of(rows[label.column], label.values, is_typed=is_typed, above=label.above or 0.0)
+    used = [each.profile.name for each in plan.columns if each.use not in ("ignored", "label")]
+    leaks = [name for name in used if reveals_label(rows[name], labels, is_typed=is_typed)]
+    if leaks:
+        raise InputError(
+            f"column {leaks[0]!r} tells the label {label.column!r} in every row, so a model would learn nothing else; "
+            f"expected columns that are known before the label: leave it out with --ignore {shlex.join(leaks)}"
+        )

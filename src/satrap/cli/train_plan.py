@@ -1,0 +1,299 @@
+"""What `satrap train` makes of the columns of a file: which are ids, numbers, the label, or ignored, and why.
+
+Pure: profiles of columns in, a plan out. `train_script` writes the plan as a script.
+"""
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from satrap.config.validation import suggest
+from satrap.data.column_profile import ColumnProfile
+from satrap.errors import ConfigError, InputError
+
+Use = Literal["label", "id", "number", "number and id", "ignored"]
+LABEL_NAMES = ("label", "click", "clicked", "target", "y")
+_POSITIVE = ("1", "yes", "true", "y", "t", "positive", "click", "clicked")
+_ID_NAME = re.compile(r"(^|_)(id|ids|code|zip|zipcode|postcode|uuid|hash|key|number)$|[a-z]I[dD]$", re.IGNORECASE)
+_MOST_BUCKETS = 128
+"""Distinct whole numbers up to which each gets an embedding as well: their effect is seldom linear."""
+_LEAST_REPEATS = 10
+"""Rows for each distinct value, on average, from which an embedding can be learned for it."""
+_MOST_COUNT = 2**31
+"""Whole numbers beyond it are keys or hashes, and float32 could not tell them apart."""
+_DIMS = ((16, 4), (256, 8), (1 << 62, 16))
+"""Distinct ids up to which an embedding has this dim."""
+_WORDS = 4
+"""Words of a text, on average, from which it is prose and not a name."""
+_LEAST_ROWS = 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Overrides:
+    """What the user says about columns."""
+
+    label: str | None = None
+    ids: tuple[str, ...] = ()
+    numbers: tuple[str, ...] = ()
+    ignore: tuple[str, ...] = ()
+    dim: int | None = None
+    split_by: str | None = None
+    """The column whose later values are held out."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class IdFeature:
+    """A feature that a column becomes."""
+
+    name: str
+    column: str
+    dim: int
+    is_bag: bool = False
+    """Whether the column holds lists."""
+    option: str = ""
+    """A keyword argument of IdColumn, as text."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlannedColumn:
+    """A column with its use."""
+
+    profile: ColumnProfile
+    use: Use
+    why: str
+    features: tuple[IdFeature, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LabelPlan:
+    """How the label is read."""
+
+    column: str
+    values: Mapping[str, float] | None = None
+    """Texts that stand for 0 and 1; None: the column holds numbers."""
+    above: float | None = None
+    """Numbers above it are 1; None: the numbers are 0 and 1."""
+    drops_missing: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ColumnPlan:
+    """The use of every column."""
+
+    columns: tuple[PlannedColumn, ...]
+    label: LabelPlan
+
+    @property
+    def features(self) -> tuple[IdFeature, ...]:
+        """The features of ids, in the order of the columns."""
+        return tuple(feature for column in self.columns for feature in column.features)
+
+    @property
+    def numbers(self) -> tuple[ColumnProfile, ...]:
+        """The columns of numbers."""
+        return tuple(each.profile for each in self.columns if each.use in ("number", "number and id"))
+
+    def lines(self) -> Iterator[str]:
+        """Yield the table that shows the plan."""
+        rows = [("column", "type", "distinct", "missing", "use", "")]
+        for each in self.columns:
+            about = each.profile
+            missing = f"{100 * about.num_missing / about.num_rows:.0f} %" if about.num_missing else ""
+            rows.append((about.name, about.kind, f"{about.num_distinct:,}", missing, each.use, each.why))
+        widths = [max(len(row[i]) for row in rows) for i in range(5)]
+        for name, kind, distinct, missing, use, why in rows:
+            left, right = f"{name:{widths[0]}}  {kind:{widths[1]}}", f"{distinct:>{widths[2]}}  {missing:>{widths[3]}}"
+            yield f"{left}  {right}  {use:{widths[4]}}  {why}".rstrip()
+
+
+def plan_columns(profiles: Sequence[ColumnProfile], overrides: Overrides) -> ColumnPlan:
+    """Return the use of every column; raise if there is no label, no id, or an override that does not fit."""
+    by_name = {profile.name: profile for profile in profiles}
+    _check_overrides(by_name, overrides)
+    label = _plan_label(by_name, overrides)
+    columns: list[PlannedColumn] = []
+    taken = set(by_name)
+    for profile in profiles:
+        if profile.name == label.column:
+            columns.append(PlannedColumn(profile=profile, use="label", why=_label_reason(label, profile)))
+            continue
+        use, why = _use(profile, overrides)
+        features = _features(profile, use, overrides.dim, taken)
+        taken |= {feature.name for feature in features}
+        if features:
+            dims = f"dim {features[0].dim}"
+            why = f"{why}; {dims}" if why else dims
+        columns.append(PlannedColumn(profile=profile, use=use, why=why, features=features))
+    plan = ColumnPlan(columns=tuple(columns), label=label)
+    if not plan.features:
+        raise InputError(
+            "no column was found that holds ids; expected at least one, since embeddings are what Satrap trains: name "
+            "columns with --ids"
+        )
+    return plan
+
+
+def label_candidates(profiles: Sequence[ColumnProfile]) -> list[str]:
+    """Return the columns with two distinct values."""
+    return [profile.name for profile in profiles if profile.num_distinct == 2]
+
+
+# -- the label ---------------------------------------------------------------------------------------------------------
+
+
+def _plan_label(profiles: Mapping[str, ColumnProfile], overrides: Overrides) -> LabelPlan:
+    candidates = label_candidates(list(profiles.values()))
+    shown = f"columns with two distinct values: {', '.join(candidates) or 'none'}"
+    name = overrides.label
+    if name is None:
+        named = [each for each in profiles if each.lower() in LABEL_NAMES and each not in overrides.ignore]
+        if len(named) != 1:
+            found = f"several columns may be the label ({', '.join(named)})" if named else "no label was named"
+            raise InputError(f"{found}; name it with --label COLUMN; {shown}")
+        name = named[0]
+    profile = profiles[name]
+    if profile.num_distinct != 2:
+        if profile.num_distinct < 2:
+            found = f"one value only, {profile.values[0]!r}" if profile.values else "no value"
+        else:
+            values = ", ".join(map(repr, profile.values[:5]))
+            found = f"{profile.num_distinct:,} distinct values ({values}{', ...' if profile.num_distinct > 5 else ''})"
+        raise InputError(f"label {name!r} has {found}; expected two, such as 0 and 1; {shown}")
+    drops_missing = profile.num_missing > 0
+    if profile.is_number:
+        above = None if (profile.least, profile.most) == (0.0, 1.0) else profile.least
+        return LabelPlan(column=name, above=above, drops_missing=drops_missing)
+    if profile.kind != "text":
+        raise InputError(f"label {name!r} holds values of kind {profile.kind!r}; expected numbers or text; {shown}")
+    positive = next((text for text in profile.values if text.lower() in _POSITIVE), profile.values[1])
+    values = {text: float(text == positive) for text in sorted(profile.values, key=lambda text: text == positive)}
+    return LabelPlan(column=name, values=values, drops_missing=drops_missing)
+
+
+def _label_reason(label: LabelPlan, profile: ColumnProfile) -> str:
+    why = ""
+    if label.values is not None:
+        why = f"1 is {next(text for text, number in label.values.items() if number == 1)!r}"
+    elif label.above is not None:
+        why = f"1 is {profile.most:g}"
+    if label.drops_missing:
+        why += ("; " if why else "") + "rows without a label are left out"
+    return why
+
+
+# -- the other columns -------------------------------------------------------------------------------------------------
+
+
+def _check_overrides(profiles: Mapping[str, ColumnProfile], overrides: Overrides) -> None:
+    named: dict[str, str] = {}
+    options = {
+        "--label": () if overrides.label is None else (overrides.label,),
+        "--ids": overrides.ids,
+        "--numbers": overrides.numbers,
+        "--ignore": overrides.ignore,
+        "--test-after": () if overrides.split_by is None else (overrides.split_by,),
+    }
+    for option, names in options.items():
+        for name in names:
+            if name not in profiles:
+                raise ConfigError(f"{option}: there is no column {name!r}; {suggest(name, list(profiles))}")
+            if name in named:
+                raise ConfigError(f"column {name!r} is named by {named[name]} and by {option}; name it once")
+            named[name] = option
+    for name in overrides.numbers:
+        if not profiles[name].is_number:
+            shown = repr(profiles[name].values[0]) if profiles[name].values else "no value"
+            raise ConfigError(f"--numbers: column {name!r} holds {shown}; expected numbers in every row")
+    for name in overrides.ids:
+        kind = profiles[name].kind
+        if (kind in ("time", "flag") and profiles[name].is_typed) or kind in ("other", "empty"):
+            raise ConfigError(f"--ids: column {name!r} is of kind {kind!r}; expected integers or text, or lists of them")
+
+
+def _use(profile: ColumnProfile, overrides: Overrides) -> tuple[Use, str]:
+    """Return the use of a column that is not the label, and why."""
+    if profile.name in overrides.ignore:
+        return "ignored", "by --ignore"
+    if profile.name == overrides.split_by:
+        return "ignored", "by --test-after: it divides training from test"
+    if profile.name in overrides.ids:
+        return "id", "by --ids"
+    if profile.name in overrides.numbers:
+        return "number", "by --numbers"
+    if profile.kind == "empty":
+        return "ignored", "all values are missing"
+    if profile.kind == "other":
+        return "ignored", "its type is neither numbers, text nor times"
+    if profile.kind in ("text list", "id list"):
+        return "id", "a list of ids: the mean of their embeddings"
+    if profile.num_distinct == 1 and not profile.num_missing:
+        return "ignored", f"constant: {profile.values[0]}"
+    match profile.kind:
+        case "time":
+            return "id", "its hour and its weekday"
+        case "text time":
+            return "ignored", "times; from Parquet, their hour and weekday would be ids"
+        case "text":
+            return _use_of_text(profile)
+        case "integer":
+            return _use_of_integers(profile)
+    return "number", ""
+
+
+def _use_of_text(profile: ColumnProfile) -> tuple[Use, str]:
+    if _is_different_in_each_row(profile):
+        return "ignored", "another text in each row"
+    if profile.num_words >= _WORDS and profile.num_distinct * _LEAST_REPEATS > profile.num_rows:
+        return "ignored", f"prose: {profile.num_words:.0f} words on average"
+    return "id", ""
+
+
+def _use_of_integers(profile: ColumnProfile) -> tuple[Use, str]:
+    repeats = (profile.num_rows - profile.num_missing) / profile.num_distinct
+    spread = profile.most - profile.least + 1
+    is_named = _ID_NAME.search(profile.name) is not None
+    if _is_different_in_each_row(profile) and (is_named or spread < 2 * profile.num_distinct):
+        return "ignored", "another number in each row"
+    if is_named:
+        return "id", "by its name"
+    if profile.most >= _MOST_COUNT or profile.least < -_MOST_COUNT:
+        return "id", "numbers too large for counts"
+    if profile.num_distinct > 1000 and repeats >= 2 and 0 <= profile.least and spread <= 4 * profile.num_distinct:
+        return "id", "many numbers without gaps"
+    if 2 < profile.num_distinct <= _MOST_BUCKETS and repeats >= _LEAST_REPEATS and not _needs_declared_kind(profile):
+        return "number and id", "few distinct numbers"
+    return "number", ""
+
+
+def _is_different_in_each_row(profile: ColumnProfile) -> bool:
+    return profile.num_rows >= _LEAST_ROWS and profile.num_distinct == profile.num_rows - profile.num_missing
+
+
+def _needs_declared_kind(profile: ColumnProfile) -> bool:
+    """Return whether ids are whole numbers in a column of floats, which a source refuses unless it is declared."""
+    return profile.is_typed and profile.is_float
+
+
+def _features(profile: ColumnProfile, use: Use, dim: int | None, taken: set[str]) -> tuple[IdFeature, ...]:
+    """Return the features of a column; taken: names that no other feature may have."""
+    if use not in ("id", "number and id"):
+        return ()
+    name = profile.name
+    if profile.kind == "time":
+        return tuple(
+            IdFeature(name=_free(f"{name}_{part}", taken), column=name, dim=dim or 4, option=f'time="{option}"')
+            for part, option in (("hour", "hour_of_day"), ("weekday", "weekday"))
+        )
+    is_bag = profile.kind in ("text list", "id list")
+    if dim is None:
+        dim = 16 if is_bag else next(dim for limit, dim in _DIMS if profile.num_distinct <= limit)
+    option = 'kind="integer"' if _needs_declared_kind(profile) else ""
+    feature = name if use == "id" else _free(f"{name}_id", taken)
+    return (IdFeature(name=feature, column=name, dim=dim, is_bag=is_bag, option=option),)
+
+
+def _free(name: str, taken: set[str]) -> str:
+    while name in taken:
+        name += "_"
+    return name

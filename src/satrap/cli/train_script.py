@@ -1,0 +1,306 @@
+"""Writes the training script of `satrap train`: plain PyTorch over Satrap's public names, to be read and edited.
+
+Pure: a plan in, text out. The script has the columns and all settings; it imports nothing of this package's `cli`.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from satrap.cli.train_plan import ColumnPlan, LabelPlan
+from satrap.data.column_profile import ColumnProfile
+
+_WIDTH = 80
+_SKEWED = 3.0
+"""Numbers from 0 whose largest is this many times as many deviations above the mean are read as ln(1 + x)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScriptSettings:
+    """What the script has besides the columns."""
+
+    path: str | Sequence[str]
+    kind: str
+    """The class of the source."""
+    delimiter: str | None
+    """The delimiter of text; None: the source is typed."""
+    parts: tuple[tuple[str, Any], tuple[str, Any]]
+    """The option of the source that selects the samples for training, and that for the test: a name and a value each;
+    `path` if a second file holds the test."""
+    epochs: int
+    batch_size: int
+    staleness: int
+    seed: int
+    out: str
+
+
+def write_script(plan: ColumnPlan, settings: ScriptSettings) -> str:
+    """Return the text of the script."""
+    numbers = plan.numbers
+    parts = [
+        _HEAD.format(data=_docstring_text(settings.path), label=plan.label.column, out=settings.out),
+        f"RUN = {_text(settings.out)}  # folder of checkpoints and of the report\n",
+        _constants(plan),
+        _source(plan, settings),
+        _SCALED if numbers else _DROPOUT,
+        _tables(plan, settings),
+        _FIT,
+        _main(plan, settings),
+    ]
+    return "".join(parts)
+
+
+# -- constants ---------------------------------------------------------------------------------------------------------
+
+
+def _constants(plan: ColumnPlan) -> str:
+    ids = [f"{_text(feature.name)}: {feature.dim}" for feature in plan.features]
+    text = "# The features of ids, with the dims of their embeddings.\n" + _wrapped("IDS = {", ids, "}")
+    if bags := [_text(feature.name) for feature in plan.features if feature.is_bag]:
+        text += "# Features whose columns hold lists.\n" + _wrapped("BAGS = [", bags, "]")
+    if plan.numbers:
+        facts = [f"{_text(each.name)}: ({_mean(each):.6g}, {_deviation(each):.6g})" for each in plan.numbers]
+        text += "# The columns of numbers, with their means and deviations.\n" + _wrapped("NUMBERS = {", facts, "}")
+    if logs := [_text(each.name) for each in plan.numbers if _is_log(each)]:
+        text += "# Numbers that are read as ln(1 + x).\n" + _wrapped("LOGS = [", logs, "]")
+    return text + "\n\n"
+
+
+def _is_log(profile: ColumnProfile) -> bool:
+    return profile.least >= 0 and profile.most > profile.mean + 2 * _SKEWED * profile.deviation
+
+
+def _mean(profile: ColumnProfile) -> float:
+    return profile.log_mean if _is_log(profile) else profile.mean
+
+
+def _deviation(profile: ColumnProfile) -> float:
+    return profile.log_deviation if _is_log(profile) else profile.deviation
+
+
+# -- the source --------------------------------------------------------------------------------------------------------
+
+
+def _source(plan: ColumnPlan, settings: ScriptSettings) -> str:
+    """Return the function that declares the data."""
+    has_paths = settings.parts[0][0] == "path"
+    arguments = ["path" if has_paths else _value(settings.path)]
+    if plan.numbers:
+        arguments.append("dense=dense")
+    arguments.append(f"label={_label(plan.label)}")
+    declared = [feature for feature in plan.features if feature.name != feature.column or feature.option]
+    if declared:
+        columns = []
+        for feature in declared:
+            column = _text(feature.column)
+            if feature.option:
+                column = f"satrap.IdColumn({column}, {feature.option})"
+            columns.append(f"{_text(feature.name)}: {column}")
+        arguments.append(_nested("ids={", columns, "}", 8))
+    if settings.delimiter is not None:
+        profiles = [each.profile for each in plan.columns if each.use != "ignored"]
+        if missing := sorted(frozenset().union(*(each.missing_texts for each in profiles))):
+            arguments.append(f"missing=({', '.join(map(_text, missing))},)")
+        if any(each.has_blanks for each in profiles):
+            arguments.append("strip=True")
+        if settings.delimiter != ",":
+            arguments.append(f"delimiter={_text(settings.delimiter)}")
+    arguments += [f"batch_size={settings.batch_size}", f"seed={settings.seed}", "**options"]
+    dense = ""
+    if plan.numbers:
+        log = ", log1p=name in LOGS" if any(_is_log(each) for each in plan.numbers) else ""
+        dense = _DENSE.format(log=log)
+    head = _SOURCE.format(parameters="path, **options" if has_paths else "**options")
+    body = "".join(f"        {argument},\n" for argument in arguments)
+    return f"{head}{dense}    return satrap.{settings.kind}(\n{body}    )\n\n\n"
+
+
+def _label(label: LabelPlan) -> str:
+    options = []
+    if label.values is not None:
+        options.append("values={" + ", ".join(f"{_text(text)}: {int(n)}" for text, n in label.values.items()) + "}")
+    if label.above is not None:
+        options.append(f"above={label.above:g}")
+    if label.drops_missing:
+        options.append('missing="drop"')
+    if not options:
+        return _text(label.column)
+    return _nested("satrap.LabelColumn(", [_text(label.column), *options], ")", 8)
+
+
+# -- the end of the script ---------------------------------------------------------------------------------------------
+
+
+def _tables(plan: ColumnPlan, settings: ScriptSettings) -> str:
+    has_bags = any(feature.is_bag for feature in plan.features)
+    table = 'table.bag("mean") if name in BAGS else table' if has_bags else "table"
+    return _TABLES.format(table=table, staleness=settings.staleness, seed=settings.seed)
+
+
+def _main(plan: ColumnPlan, settings: ScriptSettings) -> str:
+    """Return the function that trains and tests."""
+    train, test = (f"{name}={_value(value)}" for name, value in settings.parts)
+    options = ["shuffle=True", f"epochs={settings.epochs}"]
+    return _MAIN.format(
+        train=_wrapped("    train = source(", [train, *options], ")", 4),
+        test=_wrapped("    test = source(", [test], ")", 4),
+        seed=settings.seed,
+        num_dense="len(NUMBERS)" if plan.numbers else "0",
+    )
+
+
+# -- text --------------------------------------------------------------------------------------------------------------
+
+
+def _wrapped(opening: str, items: Sequence[str], closing: str, indent: int = 0) -> str:
+    """Return a statement on one line if it fits, otherwise with one item on each line."""
+    line = f"{opening}{', '.join(items)}{closing}"
+    if len(line) <= _WIDTH:
+        return line + "\n"
+    blanks = " " * indent
+    return f"{opening}\n" + "".join(f"{blanks}    {item},\n" for item in items) + f"{blanks}{closing}\n"
+
+
+def _nested(opening: str, items: Sequence[str], closing: str, indent: int) -> str:
+    """Return an argument that stands at this indent and is followed by a comma."""
+    line = f"{opening}{', '.join(items)}{closing}"
+    if indent + len(line) < _WIDTH:
+        return line
+    blanks = " " * indent
+    return f"{opening}\n" + "".join(f"{blanks}    {item},\n" for item in items) + f"{blanks}{closing}"
+
+
+def _text(text: str | None) -> str:
+    """Return a string as Python code, in double quotes where that needs no escapes."""
+    code = repr(text)
+    return f'"{code[1:-1]}"' if code[0] == "'" and '"' not in code else code
+
+
+def _value(value: Any) -> str:
+    if isinstance(value, str):
+        return _text(value)
+    if isinstance(value, list):
+        return f"[{', '.join(map(_value, value))}]"
+    return f"({', '.join(map(_value, value))})" if isinstance(value, tuple) else repr(value)
+
+
+def _docstring_text(path: str | Sequence[str]) -> str:
+    text = path if isinstance(path, str) else ", ".join(path)
+    return text.replace("\\", "/").replace('"', "'")
+
+
+_HEAD = '''"""Predicts `{label}`. Data: {data}.
+
+Written by `satrap train`, to be edited. Run it in the folder in which that
+command was called. It resumes the newest checkpoint; to start from the
+beginning, remove the folder {out}/checkpoint or change RUN.
+"""
+
+import torch
+
+import satrap
+
+'''
+
+_SOURCE = '''def source({parameters}):
+    """Declare the data: where it is and what its columns mean."""
+'''
+
+_DENSE = '''    dense = [
+        satrap.DenseColumn(name, missing=mean{log})
+        for name, (mean, _) in NUMBERS.items()
+    ]
+'''
+
+_SCALED = '''class Net(torch.nn.Module):
+    """Scales the numbers, drops some embeddings in training, calls a model."""
+
+    def __init__(self, model, dropout):
+        super().__init__()
+        self.model, self.dropout = model, torch.nn.Dropout(dropout)
+        mean, deviation = torch.tensor(list(NUMBERS.values())).T
+        self.register_buffer("mean", mean)
+        self.register_buffer("deviation", deviation)
+
+    def forward(self, dense, embeddings):
+        scaled = ((dense - self.mean) / self.deviation).clamp(-5, 5)
+        return self.model(scaled, self.dropout(embeddings))
+
+
+'''
+
+_DROPOUT = '''class Net(torch.nn.Module):
+    """Drops some embeddings in training and calls a model."""
+
+    def __init__(self, model, dropout):
+        super().__init__()
+        self.model, self.dropout = model, torch.nn.Dropout(dropout)
+
+    def forward(self, dense, embeddings):
+        return self.model(None, self.dropout(embeddings))
+
+
+'''
+
+_TABLES = '''def embeddings_of(dims, lr):
+    """Return the features of ids, each with a table of its own."""
+    features = {{}}
+    for name, dim in dims.items():
+        table = satrap.Table(name, dim=dim, optimizer=satrap.Adagrad(lr=lr))
+        features[name] = {table}
+    return satrap.Embeddings(features, staleness={staleness}, seed={seed})
+
+
+'''
+
+_FIT = '''def fit(name, net, embeddings, train, test, folder=None):
+    """Train a net, and print its metrics on the held-out samples.
+
+    folder: for the checkpoint and the record of the run; None: neither.
+    """
+    optimizer = embeddings.optimizer(torch.optim.Adam(net.parameters()))
+    run = None
+    if folder is not None:
+        run = satrap.Checkpoint(
+            f"{folder}/checkpoint", net, optimizer, embeddings, train
+        )
+        run.resume()
+    with satrap.Progress(embeddings, record=folder) as progress:
+        for batch in embeddings.stream(train):
+            logits = net(batch.dense, batch.embeddings)
+            loss = torch.nn.functional.binary_cross_entropy_with_logits(
+                logits, batch.label
+            )
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            progress.step(batch, loss=loss, scores=logits)
+        if run is not None:
+            run.save()
+        embeddings.eval()
+        net.eval()
+        found = satrap.evaluate(net, embeddings.stream(test))
+        progress.report_evaluation(embeddings.step, found.values())
+    rows = sum(map(len, embeddings.tables.values()))
+    print(f"{name}: AUC {found.auc():.4f}, log loss {found.log_loss():.4f}", end="")
+    print(f", after {embeddings.step} steps, with {rows} rows")
+
+
+'''
+
+_MAIN = '''def main():
+    """Train a DCN, and a logistic regression to compare it with."""
+{train}{test}
+    torch.manual_seed({seed})
+    embeddings = embeddings_of(IDS, lr=0.05)
+    dcn = satrap.models.DCN({num_dense}, embeddings, deep=(128, 64))
+    fit("DCN", Net(dcn, 0.2), embeddings, train, test, RUN)
+
+    embeddings = embeddings_of(dict.fromkeys(IDS, 1), lr=0.1)
+    linear = satrap.models.FFNN({num_dense}, embeddings, hidden=())
+    fit("logistic regression", Net(linear, 0.0), embeddings, train, test)
+
+
+if __name__ == "__main__":
+    main()
+'''

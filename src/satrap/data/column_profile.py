@@ -1,0 +1,236 @@
+"""What a sample of a column's values says about it: kind, distinct values, missing values, mean and deviation.
+
+`satrap train` decides by it which columns are ids and which are numbers. Text files have no types, so the kind of a
+column of text is that of all its values; a text that stands for a missing value in many files, such as "NA" or "?", is
+missing here and reported, so that a source can declare it.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from satrap.config.optional_deps import pyarrow_for
+from satrap.data.decode import is_list
+from satrap.data.hashing import is_text
+
+Kind = Literal["integer", "real", "flag", "text", "text time", "time", "text list", "id list", "empty", "other"]
+_MISSING = ("?", "NA", "N/A", "NaN", "nan", "NULL", "null", "None", "none", "\\N")
+_TIME = r"^\d{4}-\d\d-\d\d([T ]\d\d:\d\d(:\d\d(\.\d+)?)?(Z|[-+]\d\d:?\d\d)?)?$"
+_CODE = r"^[-+]?0\d"  # a leading zero would be lost in a number
+_NUM_SHOWN = 20
+_LEAST_FOR_LEAK = 20
+"""Rows that a column must have to be said to tell the label: fewer agree by chance."""
+_REPEATS = 10
+"""Rows for each distinct value, on average, of a column whose values are said to tell the label."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ColumnProfile:
+    """A column, as far as the sampled rows show it."""
+
+    name: str
+    kind: Kind
+    is_typed: bool
+    """Whether the file has types; False: the values are text that was read as their kind."""
+    num_rows: int
+    num_missing: int = 0
+    num_distinct: int = 0
+    """Distinct values besides missing ones."""
+    values: tuple[Any, ...] = ()
+    """The most frequent values as text, most frequent first: at most 20."""
+    least: float = 0.0
+    most: float = 0.0
+    is_whole: bool = False
+    """Whether all numbers are whole."""
+    is_float: bool = False
+    """Whether a typed column holds floats."""
+    mean: float = 0.0
+    deviation: float = 1.0
+    log_mean: float = 0.0
+    """The mean of ln(1 + x); for numbers of at least 0."""
+    log_deviation: float = 1.0
+    num_words: float = 0.0
+    """Mean number of words of a text."""
+    missing_texts: frozenset[str] = field(default_factory=frozenset)
+    """Texts that stand for a missing value."""
+    has_blanks: bool = False
+    """Whether texts begin or end with blanks."""
+
+    @property
+    def is_number(self) -> bool:
+        """Whether all values are numbers."""
+        return self.kind in ("integer", "real", "flag")
+
+
+def profile_column(name: str, array: Any, *, is_typed: bool) -> ColumnProfile:
+    """Return the profile of an Arrow array."""
+    values = clean_values(array, is_typed=is_typed)
+    kind = _kind(values.array, is_typed)
+    arrow, num_rows = pyarrow_for("reading data"), len(array)
+    about: dict[str, Any] = {
+        "name": name,
+        "is_typed": is_typed,
+        "num_rows": num_rows,
+        "num_missing": values.array.null_count,
+        "missing_texts": values.missing_texts,
+        "has_blanks": values.has_blanks,
+    }
+    if kind in ("empty", "other", "text list", "id list"):
+        return ColumnProfile(kind=kind, **about)
+    present = values.array.drop_null()
+    counts = present.value_counts().sort(order="descending", by="counts") if len(present) else []
+    about |= {"num_distinct": len(counts)}
+    about["values"] = tuple(_shown(each["values"].as_py()) for each in counts[:_NUM_SHOWN])
+    if kind in ("integer", "real", "flag"):
+        about |= _number_facts(_as_floats(present)) | {"is_float": arrow.types.is_floating(array.type)}
+    elif kind == "text":
+        words = arrow.compute.count_substring_regex(present.cast(arrow.large_string()), r"\S+")
+        about["num_words"] = arrow.compute.mean(words).as_py() or 0.0
+    return ColumnProfile(kind=kind, **about)
+
+
+@dataclass(frozen=True, slots=True)
+class CleanValues:
+    """An Arrow array without blanks around texts, and with nulls for missing values."""
+
+    array: Any
+    missing_texts: frozenset[str] = frozenset()
+    has_blanks: bool = False
+
+
+def clean_values(array: Any, *, is_typed: bool) -> CleanValues:
+    """Return a column as a source reads it that declares the missing texts and strips blanks."""
+    arrow = pyarrow_for("reading data")
+    compute, types = arrow.compute, arrow.types
+    if types.is_dictionary(array.type):
+        array = array.cast(array.type.value_type)
+    if types.is_floating(array.type):
+        return CleanValues(compute.if_else(compute.is_finite(array), array, arrow.scalar(None, array.type)))
+    if is_typed or not is_text(arrow, array.type):
+        return CleanValues(array)
+    stripped = compute.utf8_trim_whitespace(array)
+    has_blanks = not stripped.equals(array)
+    is_missing = compute.is_in(stripped, arrow.array(_MISSING, stripped.type))
+    found = frozenset(compute.unique(stripped.filter(is_missing)).to_pylist())
+    is_missing = compute.or_(is_missing, compute.equal(stripped, "").fill_null(False))
+    return CleanValues(compute.if_else(is_missing, arrow.scalar(None, stripped.type), stripped), found, has_blanks)
+
+
+def reveals_label(array: Any, labels: NDArray[np.bool_], *, is_typed: bool) -> bool:
+    """Return whether a column tells the label of every row: each of its few values has one label, or all numbers of
+    one label are above all numbers of the other."""
+    values = clean_values(array, is_typed=is_typed).array
+    arrow, kind = pyarrow_for("reading data"), _kind(values, is_typed)
+    if len(labels) < _LEAST_FOR_LEAK or kind in ("empty", "other", "text list", "id list"):
+        return False
+    codes = np.asarray(values.dictionary_encode().indices.fill_null(-1)) + 1
+    totals, positives = np.bincount(codes), np.bincount(codes, labels)
+    num_values = int(np.count_nonzero(totals))
+    if num_values > 1 and num_values * _REPEATS <= len(labels) and np.all((positives == 0) | (positives == totals)):
+        return True
+    if kind not in ("integer", "real") or values.null_count * 2 > len(labels):
+        return False
+    valid = np.asarray(values.is_valid())
+    numbers, truth = np.asarray(_as_floats(values.filter(arrow.array(valid)))), labels[valid]
+    if truth.all() or not truth.any():
+        return False
+    low, high = numbers[~truth], numbers[truth]
+    return bool(low.max() < high.min() or high.max() < low.min())
+
+
+def labels_of(
+    array: Any, values: Mapping[str, float] | None, *, is_typed: bool, above: float = 0.0
+) -> NDArray[np.bool_]:
+    """Return which rows have the label 1. values: the texts that stand for 0 and 1; None: numbers above `above` do."""
+    arrow, cleaned = pyarrow_for("reading data"), clean_values(array, is_typed=is_typed).array
+    if values is None:
+        return np.asarray(_as_floats(cleaned)) > above
+    ones = [text for text, number in values.items() if number == 1]
+    return np.asarray(
+        arrow.compute.is_in(cleaned, arrow.array(ones, cleaned.type)).to_numpy(zero_copy_only=False), np.bool_
+    )
+
+
+def value_at(array: Any, fraction: float, *, is_typed: bool) -> str | int | float:
+    """Return the value below which this fraction of a column's values is; a time as ISO 8601 text."""
+    values = clean_values(array, is_typed=is_typed).array
+    if not is_typed and _kind(values, is_typed) in ("integer", "real"):
+        values = _as_floats(values)
+    values = values.drop_null()
+    at = min(len(values) - 1, int(fraction * len(values)))
+    value = values.take(pyarrow_for("reading data").compute.sort_indices(values)[at : at + 1])[0].as_py()
+    if isinstance(value, float) and value.is_integer() and not is_typed:
+        return int(value)
+    return value if isinstance(value, str | int | float) else str(value.isoformat())
+
+
+def _kind(values: Any, is_typed: bool) -> Kind:
+    """Return the kind of cleaned values."""
+    arrow = pyarrow_for("reading data")
+    types, kind = arrow.types, values.type
+    if values.null_count == len(values):
+        return "empty"
+    if is_list(arrow, kind):
+        return "text list" if is_text(arrow, kind.value_type) else "id list" if _is_int(kind.value_type) else "other"
+    if types.is_boolean(kind):
+        return "flag"
+    if types.is_integer(kind):
+        return "integer"
+    if types.is_floating(kind) or types.is_decimal(kind):
+        return _number_kind(_as_floats(values.drop_null()))
+    if types.is_timestamp(kind) or types.is_date(kind):
+        return "time"
+    if not is_text(arrow, kind):
+        return "other"
+    if is_typed:
+        return "text"
+    present = values.drop_null()
+    compute = arrow.compute
+    if compute.all(compute.match_substring_regex(present, _TIME)).as_py():
+        return "text time"
+    if compute.any(compute.match_substring_regex(present, _CODE)).as_py():
+        return "text"
+    try:
+        return _number_kind(present.cast(arrow.float64()))
+    except arrow.ArrowException:
+        return "text"
+
+
+def _number_kind(numbers: Any) -> Kind:
+    """Return "integer" for whole numbers, which pandas writes as 12.0 where values are missing."""
+    values = np.asarray(numbers)
+    if not np.isfinite(values).all():
+        return "text"
+    return "integer" if np.all(values == np.floor(values)) else "real"
+
+
+def _number_facts(numbers: Any) -> dict[str, Any]:
+    values = np.asarray(numbers)
+    logs = np.log1p(np.maximum(values, 0))
+    return {
+        "least": float(values.min()),
+        "most": float(values.max()),
+        "is_whole": bool(np.all(values == np.floor(values))),
+        "mean": float(values.mean()),
+        "deviation": float(values.std()) or 1.0,
+        "log_mean": float(logs.mean()),
+        "log_deviation": float(logs.std()) or 1.0,
+    }
+
+
+def _as_floats(values: Any) -> Any:
+    arrow = pyarrow_for("reading data")
+    if arrow.types.is_boolean(values.type):
+        values = values.cast(arrow.uint8())
+    return values.cast(arrow.float64(), safe=not arrow.types.is_integer(values.type))
+
+
+def _is_int(kind: Any) -> bool:
+    return bool(pyarrow_for("reading data").types.is_integer(kind))
+
+
+def _shown(value: Any) -> str:
+    return str(int(value)) if isinstance(value, float) and value.is_integer() else str(value)

@@ -1,0 +1,156 @@
+"""Selects some samples of a source: a random share of them, or those before or since a value of a column.
+
+`Source.batches` wraps its blocks here. Whether a sample is in a share is a hash of the seed, its block, its chunk and
+its row, so sources that differ only in `share` read disjoint samples, in any order of the blocks and on any number of
+trainers. The chunks are decoded whole and then cut, which copies the selected samples.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from satrap import _core
+from satrap.config.optional_deps import pyarrow_for
+from satrap.config.validation import check_number, describe
+from satrap.data.block import Block, Chunk, RawChunk
+from satrap.data.hashing import hash_integers
+from satrap.errors import ConfigError, SourceError
+
+Bound = tuple[str, Any]
+"""A column and a value."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Selection:
+    """Which samples are read."""
+
+    share: tuple[float, float] | None
+    before: Bound | None
+    since: Bound | None
+    seed: int
+
+    @property
+    def selects_all(self) -> bool:
+        """Whether every sample is read."""
+        return self.share is None and self.before is None and self.since is None
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """The columns that decide which samples are read."""
+        return tuple(dict.fromkeys(bound[0] for bound in (self.before, self.since) if bound is not None))
+
+    def blocks(self, blocks: Sequence[Block]) -> list[Block]:
+        """Return the blocks with the selected samples only."""
+        return [replace(block, read=partial(self._read, block, number)) for number, block in enumerate(blocks)]
+
+    def _read(self, block: Block, number: int) -> Iterator["_SelectedChunk"]:
+        for chunk, raw in enumerate(block.read()):
+            yield _SelectedChunk(raw, self, (number, chunk), 0)
+
+    def mask(self, chunk: Chunk, place: tuple[int, int], begin: int) -> NDArray[np.bool_]:
+        """Return which samples of a chunk are selected; begin: the number of its first row in the whole chunk."""
+        selected = np.ones(len(chunk), np.bool_)
+        if self.share is not None:
+            low, high = self.share
+            fractions = _fractions(len(chunk), begin, self.seed, *place)
+            selected &= (fractions >= low) & (fractions < high)
+        for bound, is_since in ((self.before, False), (self.since, True)):
+            if bound is not None:
+                values = chunk.extra[bound[0]].slice(chunk.begin, len(chunk))
+                selected &= _is_since(bound, values) == is_since
+        return selected
+
+
+@dataclass(frozen=True, slots=True)
+class _SelectedChunk:
+    """Rows of a block that are not decoded yet, of which some samples will be selected."""
+
+    raw: RawChunk
+    selection: Selection
+    place: tuple[int, int]
+    """The numbers of the block and of its chunk."""
+    begin: int
+    """The number of the first row in the whole chunk."""
+
+    def count_rows(self) -> int:
+        return self.raw.count_rows()
+
+    def slice(self, begin: int, end: int) -> "_SelectedChunk":
+        return replace(self, raw=self.raw.slice(begin, end), begin=self.begin + begin)
+
+    def decode(self) -> Chunk:
+        chunk = self.raw.decode()
+        order = np.flatnonzero(self.selection.mask(chunk, self.place, self.begin))
+        extra = {name: array.slice(chunk.begin, len(chunk)).take(order) for name, array in chunk.extra.items()}
+        return replace(chunk, samples=_taken(chunk, order), ready_batch=None, extra=extra, begin=0, end=len(order))
+
+
+def check_share(where: str, share: Any) -> tuple[float, float] | None:
+    """Return the share as two numbers; raise if it is none."""
+    if share is None:
+        return None
+    if not isinstance(share, Sequence) or isinstance(share, str) or len(share) != 2:
+        raise ConfigError(f"{where}: share is {describe(share)}; expected two numbers, e.g. (0.0, 0.9)")
+    low, high = (check_number(where, f"share[{i}]", each, 0.0) for i, each in enumerate(share))
+    if not low < high <= 1.0:
+        raise ConfigError(f"{where}: share is {describe(share)}; expected ascending numbers from 0 to 1")
+    return low, high
+
+
+def check_bound(where: str, name: str, bound: Any) -> Bound | None:
+    """Return the bound; raise if it is not the name of a column and a value."""
+    if bound is None:
+        return None
+    is_pair = isinstance(bound, Sequence) and not isinstance(bound, str) and len(bound) == 2
+    if not is_pair or not isinstance(bound[0], str) or not isinstance(bound[1], str | int | float):
+        raise ConfigError(f"{where}: {name} is {describe(bound)}; expected a column and a value, e.g. ('day', 25)")
+    return bound[0], bound[1]
+
+
+def _fractions(n: int, begin: int, *key: int) -> NDArray[np.float64]:
+    """Return a number from 0 to below 1 for each of n rows from `begin` on, which only the row and the key decide."""
+    mixed = np.zeros(1, np.uint64)
+    for each in key:
+        mixed = hash_integers(mixed ^ np.uint64(each % 2**64)) + np.uint64(1)
+    hashes = hash_integers(hash_integers(np.arange(begin, begin + n, dtype=np.uint64)) ^ mixed)
+    fractions: NDArray[np.float64] = (hashes >> np.uint64(11)).astype(np.float64) * 2.0**-53
+    return fractions
+
+
+def _is_since(bound: Bound, values: Any) -> NDArray[np.bool_]:
+    """Return which values are at least the bound. A missing value is not; text is compared as numbers to a number."""
+    arrow = pyarrow_for("reading data")
+    name, least = bound
+    try:
+        if isinstance(least, int | float):
+            values = values.cast(arrow.float64())
+        else:
+            least = arrow.scalar(least).cast(values.type)
+        since = arrow.compute.greater_equal(values, least).fill_null(False)
+    except arrow.ArrowException as error:
+        raise SourceError(
+            f"column {name!r} of type {values.type} cannot be compared to {bound[1]!r} ({error}); give a value of the "
+            "column's type"
+        ) from error
+    return np.asarray(since.to_numpy(zero_copy_only=False))
+
+
+def _taken(chunk: Chunk, order: NDArray[np.int64]) -> _core.Samples:
+    """Return some samples of a chunk."""
+    n = len(order)
+    values, offsets, weights, dense, label = _core.gather([(chunk.decoded(), chunk.begin, chunk.stop)], order)
+    num_features = (len(values) if offsets is None else len(offsets) - 1) // n if n else 0
+    ids = []
+    for feature in range(num_features):
+        if offsets is None:
+            begin, end, starts = feature * n, (feature + 1) * n, None
+        else:
+            starts = offsets[feature * n : (feature + 1) * n + 1]
+            begin, end = int(starts[0]), int(starts[-1])
+            starts = starts - begin
+        ids.append((values[begin:end], starts, None if weights is None else weights[begin:end]))
+    return _core.Samples(n, ids, dense, label)

@@ -74,8 +74,8 @@ TOPICS = {
         "The guides are [training](../training.md) and [other training loops](../loops.md).",
         {
             "": (
-                *("train.embeddings.Embeddings", "train.stream.Stream", "train.batch.Batch", "train.batch.Sequence"),
-                *("train.optimizer.HybridOptimizer", "monitor.report.Counters"),
+                *("train.embeddings.Embeddings", "train.stream.Stream", "train.batch.Batch", "train.sequence.Sequence"),
+                *("train.sequence.JaggedSequence", "train.optimizer.HybridOptimizer", "monitor.report.Counters"),
             )
         },
     ),
@@ -97,7 +97,10 @@ TOPICS = {
         "Models and retrieval",
         "Models are ordinary `torch.nn.Module`s over `batch.dense` and `batch.embeddings`.",
         {
-            "Networks: satrap.models": ("models.dlrm.DLRM", "models.dcn.DCN", "models.ffnn.FFNN"),
+            "Networks: satrap.models": (
+                *("models.dlrm.DLRM", "models.dcn.DCN", "models.deepfm.DeepFM", "models.ffnn.FFNN"),
+                *("models.din.DIN", "models.sasrec.SASRec", "models.two_tower.TwoTower"),
+            ),
             "Search in all rows": ("train.retrieval.topk", "train.retrieval.full_softmax"),
             "Negatives: satrap.negatives": tuple(
                 f"train.negatives.{name}" for name in ("in_batch", "Counts", "Draws", "add")
@@ -154,10 +157,11 @@ RETURNED = {
     "Counters": "Returned by `Embeddings.counters` and `Stream.counters`.",
     "Evaluation": "Returned by `evaluate`.",
     "HybridOptimizer": "Returned by `Embeddings.optimizer`.",
+    "JaggedSequence": "`batch[name]` of a jagged sequence.",
     "ProcessGroup": "The type of `Embeddings.trainers`.",
     "ReaderTable": "The type of the values of `Reader.tables`.",
     "Report": "A sink of `Progress` receives one for each interval.",
-    "Sequence": "`batch[name]` of a feature without pooling.",
+    "Sequence": "`batch[name]` of a padded sequence.",
     "ShardedTable": "The type of the values of `Embeddings.tables` over servers.",
     "ShardedTables": "The type of `Embeddings.tables` over servers.",
     "StoredRows": "Returned by `read` of a table.",

@@ -32,7 +32,7 @@ class Device {
         : engine(make_engine(configs, threads)) {
         for (const TableConfig& config : configs) {
             const auto table = static_cast<std::uint32_t>(features_.size());
-            features_.push_back({config.name, table, Pooling::none, false, kMost, false, 1, 0, {}});
+            features_.push_back({config.name, table, Pooling::none, false, kMost, false, false, 1, 0, {}});
             pools_.push_back(*config.frame_pool);
         }
         memory.resize(engine->directory().num_pools());

@@ -140,7 +140,7 @@ CASE(nonfinite_gradients_are_named, 1) {
                second = testing::lookup(*engine, described, call, {true, 1, 1});
     const std::vector<Ticket*> one{first.ticket.get()}, both{first.ticket.get(), second.ticket.get()};
     const Contents before(*engine);
-    const Floats fine(*described, 2, -1.0f);
+    const Floats fine(*described, call, -1.0f);
     auto refused = [&](const std::string& words, auto spoil) {
         Floats bad = fine;
         spoil(bad);
@@ -179,7 +179,7 @@ CASE(products_may_overflow, 1) {
         BagCall call = testing::call_of({{{7}}});
         call.flat_weights = {weight};
         const auto looked = testing::lookup(*engine, described, call, {true, 1, 1});
-        Floats large(*described, 1, 1e30f);
+        Floats large(*described, call, 1e30f);
         auto update = [&] { testing::update(*engine, {looked.ticket.get()}, {large.gradients()}, scale, 1); };
         if (bad)
             CHECK_THROWS(NonFiniteError, "the gradient of id 7 in sample 0 of feature 'a' holds", update());
@@ -194,7 +194,7 @@ CASE(missing_gradients_leave_rows_alone, 1) {
     const auto engine = testing::make_engine(model.tables);
     const auto described = model.describe(*engine);
     const BagCall call = testing::call_of({{{1}, {2}}, {{3}, {2, 4}}});
-    const Floats ones(*described, 2, -1.0f);
+    const Floats ones(*described, call, -1.0f);
     auto update = [&](const BagGradients& gradients) {
         const auto looked = testing::lookup(*engine, described, call, {true, 1, 1});
         testing::update(*engine, {looked.ticket.get()}, {gradients}, 1.0f, 1);
@@ -212,7 +212,7 @@ CASE(tickets_of_bags_are_good_once, 1) {
     const auto engine = testing::make_engine(model.tables), other = testing::make_engine(model.tables);
     const auto described = model.describe(*engine);
     const BagCall call = testing::call_of({{{1}, {2}}});
-    const Floats ones(*described, 2, -1.0f);
+    const Floats ones(*described, call, -1.0f);
     const auto a = testing::lookup(*engine, described, call, {true, 1, 1}),
                b = testing::lookup(*engine, described, call, {true, 1, 1}),
                c = testing::lookup(*engine, described, call, {true, 1, 1});
@@ -255,7 +255,7 @@ CASE(callers_lose_nothing, testing::scaled(6)) {
                 auto looked = testing::lookup(*engine, described, call, {true, step, step});
                 for (float value : looked.rows.block) CHECK(value == std::floor(value));
                 applied += 3 * looked.ticket->size;
-                ones.emplace_back(*described, call.samples, -1.0f);
+                ones.emplace_back(*described, call, -1.0f);
                 tickets.push_back(std::move(looked.ticket));
                 pointers.push_back(tickets.back().get());
             }

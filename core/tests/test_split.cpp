@@ -232,12 +232,12 @@ CASE(tickets_are_good_once, 1) {
     Servers servers(random, model, 2), other(random, model, 2);
     Split& split = *servers.split;
     const BagCall call = testing::call_of({{{1}, {2}}, {{3}, {2, 4}}});
-    const Floats ones(split.bags(), 2, -1.0f);
+    const Floats ones(split.bags(), call, -1.0f);
     const std::vector<float> room(64);
     const float* const rows[] = {room.data(), room.data()};
     auto look_up = [&] { return split.lookup(call.inputs(split.bags()), servers.owners, 2); };
     auto fill = [&](Split& by, SplitTicket& ticket) {
-        Floats out(split.bags(), 2, 0.0f);
+        Floats out(split.bags(), call, 0.0f);
         float* const sequences[] = {out.sequences[0].data()};
         by.fill(ticket, rows, out.block.data(), sequences);
     };
@@ -284,7 +284,7 @@ CASE(memory_outlives_the_split, 1) {
     call->no_offsets = true;
     for (std::size_t i = 0; i < call->samples; ++i) call->ids.push_back(random.bits());
     call->offsets.resize(call->samples + 1);
-    const Floats ones(servers.split->bags(), call->samples, 1.0f);
+    const Floats ones(servers.split->bags(), *call, 1.0f);
     std::shared_ptr<const PooledBlock> ids, gradients;
     std::shared_ptr<const ShardLayout> layout;
     std::vector<std::uint64_t> copy;
@@ -326,7 +326,7 @@ CASE(callers_lose_nothing, testing::scaled(6)) {
                 looked.push_back(lookup(servers, call, step));
                 for (float value : looked.back().rows.block) CHECK(value == std::floor(value));
                 applied += 3 * looked.back().ticket->ticket.size;
-                ones.emplace_back(servers.split->bags(), call.samples, -1.0f);
+                ones.emplace_back(servers.split->bags(), call, -1.0f);
             }
             for (const Floats& each : ones) given.push_back(each.gradients());
             update(servers, looked, given, 1.0f, step);
@@ -345,13 +345,13 @@ CASE(one_of_several_claims_a_ticket, 1) {
     Servers servers(random, model, 1, 2);
     Split& split = *servers.split;
     const BagCall call = testing::draw_call(random, model, 200);
-    const Floats ones(split.bags(), call.samples, -1.0f);
+    const Floats ones(split.bags(), call, -1.0f);
     for (unsigned round = 0; round < testing::scaled(100); ++round) {
         const auto ticket = split.lookup(call.inputs(split.bags()), servers.owners, 1);
         const std::vector<float> room(ticket->layout->num_floats[0]);
         std::atomic<unsigned> used{0}, filled{0};
         testing::in_threads(4, [&](unsigned thread) {
-            Floats out(split.bags(), call.samples, 0.0f);
+            Floats out(split.bags(), call, 0.0f);
             SplitTicket* const tickets[] = {ticket.get()};
             const BagGradients gradients[] = {ones.gradients()};
             const float* const rows[] = {room.data()};

@@ -33,7 +33,7 @@ ARROWS: dict[str, str] = {
     "worker.remote": "config rpc monitor data worker",
     "device": "config rpc sharding table data worker",
     "train": "config rpc monitor sharding table data server worker worker.remote device",
-    "models": "train",
+    "models": "config train",
     "checkpoint": "config monitor storage table.snapshot data train",
     "serving": "config rpc storage table table.snapshot data worker train checkpoint",
     "launch": "config rpc monitor sharding server server.migration",

@@ -48,10 +48,9 @@ def sections() -> dict[str, str]:
 def objects() -> dict[str, Any]:
     """An object of each class that users get from calls, by a run of three steps: its attributes are those it has."""
     table = satrap.Table("item", dim=2, optimizer=satrap.Adagrad(lr=0.1))
-    embeddings = satrap.Embeddings({"item": table, "last": table.sequence(2)})
-    inputs = satrap.Inputs(
-        names=("item", "last"), values=np.arange(12, dtype=np.uint64), batch_size=6, label=np.zeros(6, np.float32)
-    )
+    embeddings = satrap.Embeddings({"item": table, "last": table.sequence(2), "all": table.sequence()})
+    ids, label = np.arange(18, dtype=np.uint64), np.zeros(6, np.float32)
+    inputs = satrap.Inputs(names=("item", "last", "all"), values=ids, batch_size=6, label=label)
     model = torch.nn.Linear(2, 1)
     optimizer = embeddings.optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
     stream = embeddings.stream([inputs, inputs])
@@ -63,6 +62,7 @@ def objects() -> dict[str, Any]:
     found = {
         "Batch": batch,
         "Sequence": batch["last"],
+        "JaggedSequence": batch["all"],
         "Counters": counters,
         "Embeddings": embeddings,
         "Evaluation": satrap.evaluate(model, embeddings.stream([inputs]), score=lambda batch: torch.zeros(6)),

@@ -19,7 +19,7 @@ import torch
 from cluster import ANYWHERE, DEADLINE_SECONDS, IDS, ServerProcess, features, running_servers
 from faults import kill, random_faults
 from loop import deployed
-from satrap import Embeddings, Feature, Parquet, Table
+from satrap import Embeddings, Feature, IdColumn, Parquet, Table
 from satrap.config.features import Features
 from satrap.rpc import Service
 from satrap.train.embeddings import session_of
@@ -39,7 +39,7 @@ def write(path: Path, num_batches: int, seed: int = 0) -> Path:
     def lists() -> list[list[int]]:
         return [rng.integers(0, NUM_IDS, int(k)).tolist() for k in rng.integers(0, 6, n)]
 
-    user = lists()
+    user, items = lists(), lists()
     table = pa.table(
         {
             "bag": lists(),
@@ -47,7 +47,8 @@ def write(path: Path, num_batches: int, seed: int = 0) -> Path:
             "user": user,
             "user_weight": [rng.standard_normal(len(each)).astype(np.float32).tolist() for each in user],
             "tiny": lists(),
-            "path": lists(),
+            "path": items,
+            "path_time": [rng.standard_normal(len(each)).tolist() for each in items],
             "age": rng.standard_normal(n),
             "click": rng.integers(0, 2, n).astype(np.float64),
             "note": [f"n{i}" for i in range(n)],
@@ -64,9 +65,10 @@ def source(path: Path, **options: Any) -> Parquet:
         "num_threads": 1,
         "extra": "note",
     } | options
-    ids = {"padded": "path", "padded bag": "user", "jagged": "path", "jagged last": "tiny"}
+    ids: dict[str, Any] = {"padded": "path", "padded bag": "user", "jagged last": "tiny"}
+    timed = {"jagged": IdColumn("path", numbers="path_time"), "path": IdColumn(numbers="path_time")}
     weights = dict.fromkeys(["user", "padded bag"], "user_weight")
-    return Parquet(str(path), dense="age", label="click", ids=ids, weights=weights, **given)
+    return Parquet(str(path), dense="age", label="click", ids=ids | timed, weights=weights, **given)
 
 
 class Working:
@@ -144,7 +146,10 @@ class Net(torch.nn.Module):
     def forward(self, batch: Any) -> torch.Tensor:
         sequences = [batch[name] for name in ("path", "padded")]
         pooled = torch.stack([(each.values * each.mask.unsqueeze(2)).sum(1) for each in sequences]).sum(0)
-        jagged = [batch[name].padded().values.sum(1) for name in ("jagged", "jagged last")]
+        pooled = pooled + batch["path"].numbers["path_time"].float().sum(1, keepdim=True)
+        timed = batch["jagged"].padded()
+        factors = torch.sigmoid(timed.numbers["path_time"].float()).unsqueeze(2)
+        jagged = [(timed.values * factors).sum(1), batch["jagged last"].padded().values.sum(1)]
         out: torch.Tensor = self.layer(torch.cat([batch.dense, batch.embeddings, pooled, *jagged], 1)).squeeze(1)
         return out
 

@@ -168,6 +168,9 @@ class IdColumn(Config):
     """The character between ids, where the column holds strings that list ids."""
     weights: str | None = None
     """The name of the column with a weight for each id."""
+    numbers: str | Sequence[str] = ()
+    """For a sequence, the names of columns that list a number, a date or a timestamp for each id, such as its rating
+    or time. A batch has them beside the rows, as `batch[feature].numbers`; times are seconds since 1970."""
     boundaries: Sequence[float] | None = None
     """Ascending numbers: a number in the column becomes the id of its bucket, which is how many of these are at most
     the number. NaN is a missing id."""
@@ -198,6 +201,7 @@ class IdColumn(Config):
             check_column(where, self.weights)
         _check_time(where, self.time)
         set_field(self, "crossed", as_names(where, "crossed", self.crossed))
+        set_field(self, "numbers", as_names(where, "numbers", self.numbers))
         if self.boundaries is not None:
             given: Any = self.boundaries
             if not isinstance(given, Sequence) or isinstance(given, str) or not given:
@@ -212,8 +216,9 @@ class IdColumn(Config):
             raise ConfigError(
                 f"{where}: {derived[0]} and {(others or derived[1:])[0]} are given; leave one of them out"
             )
-        if self.crossed and self.weights is not None:
-            raise ConfigError(f"{where}: crossed and weights are given; leave one of them out")
+        for name in ("weights", "numbers"):
+            if self.crossed and getattr(self, name):
+                raise ConfigError(f"{where}: crossed and {name} are given; leave one of them out")
 
     @property
     def is_derived(self) -> bool:
@@ -234,6 +239,8 @@ class Columns:
     is_single_label: bool
     """Whether the label is returned as [batch_size] and not as [batch_size, number of labels]."""
     extra: tuple[str, ...]
+    declared: Features | None = None
+    """What is declared of the features, where it is known."""
 
     @classmethod
     def resolve(
@@ -266,12 +273,33 @@ class Columns:
                     f"weights={{{name!r}: '{name}_weight'}}"
                 )
             missing = missing_id if column.missing is None else column.missing
+            if column.numbers and isinstance(features, Features) and features[name].pooling != "none":
+                raise ConfigError(
+                    f"feature {name!r} is pooled and its IdColumn has numbers {list(column.numbers)}, which stand "
+                    "beside the rows of a sequence: use table.sequence(), or leave the numbers out"
+                )
             resolved.append(replace(column, name=column.name or name, missing=missing))
         labels = () if label is None else label if isinstance(label, tuple) else (label,)
         is_single_label = not isinstance(label, tuple)
         return cls(
-            features=names, ids=tuple(resolved), dense=dense, label=labels, is_single_label=is_single_label, extra=extra
+            features=names,
+            ids=tuple(resolved),
+            dense=dense,
+            label=labels,
+            is_single_label=is_single_label,
+            extra=extra,
+            declared=features if isinstance(features, Features) else None,
         )
+
+    @property
+    def held(self) -> tuple[str, ...]:
+        """The names of the Arrow arrays that a chunk holds: further columns, and numbers beside ids."""
+        numbers = (
+            numbers_key(feature, name)
+            for feature, column in zip(self.features, self.ids, strict=True)
+            for name in column.numbers
+        )
+        return (*self.extra, *numbers)
 
     def required(self) -> dict[str, str]:
         """Return the names of the required columns, each with what requires it."""
@@ -282,6 +310,8 @@ class Columns:
                 required.setdefault(other, f"feature {feature!r}")
             if column.weights is not None:
                 required.setdefault(column.weights, f"the weights of feature {feature!r}")
+            for name in column.numbers:
+                required.setdefault(name, f"the numbers of feature {feature!r}")
         for dense in self.dense:
             required.setdefault(dense.name, "dense")
         for label in self.label:
@@ -298,6 +328,11 @@ class Columns:
                 raise SourceError(f"{where} has no column {name!r} ({purpose}); {nearest}")
             if list(known).count(name) > 1:
                 raise SourceError(f"{where} has {list(known).count(name)} columns {name!r} ({purpose}); expected one")
+
+
+def numbers_key(feature: str, column: str) -> str:
+    """Return the name in `Inputs.extra` of the numbers beside a feature's ids."""
+    return f"{feature}[{column}]"
 
 
 def _warn_of_unused(option: str, declared: Mapping[str, str | None], features: Sequence[str]) -> None:

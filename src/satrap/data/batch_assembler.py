@@ -266,7 +266,7 @@ class _EpochReader:
             order = np.arange(n, dtype=np.int64)
         extra = {
             name: concatenated([chunk.extra[name].slice(chunk.begin, len(chunk)) for chunk in chunks])
-            for name in self.assembler.columns.extra
+            for name in self.assembler.columns.held
         }
         ready_batch = chunks[0].ready_batch if not self.assembler.shuffle and len(chunks) == 1 else None
         bare = [replace(chunk, extra={}, describe_bad=str) for chunk in chunks]
@@ -324,7 +324,7 @@ def inputs_of(columns: Columns, taken: list[tuple[_Window, NDArray[np.int64]]], 
     values, offsets, weights, dense, label = _core.gather(
         [(chunk.decoded(), chunk.begin, chunk.stop) for chunk in chunks], np.concatenate(orders)
     )
-    extra = {name: concatenated([w.extra[name].take(order) for w, order in taken]) for name in columns.extra}
+    extra = {name: concatenated([w.extra[name].take(order) for w, order in taken]) for name in columns.held}
     is_flat = label is not None and _is_label_flat(columns, chunks)
     return Inputs(
         names=columns.features,

@@ -18,6 +18,7 @@ from satrap.config.columns import Columns, DenseColumn, IdColumn, LabelColumn, T
 from satrap.config.optional_deps import pyarrow_for
 from satrap.data.block import Chunk
 from satrap.data.hashing import hash_integers, hash_strings, is_text, text_buffers
+from satrap.data.item_numbers import numbers_beside, unaligned
 from satrap.errors import SourceError
 
 _Bag = tuple[NDArray[np.uint64], NDArray[np.int64] | None, NDArray[np.float32] | None]
@@ -49,17 +50,22 @@ class _Decoder:
 
     # -- ids -----------------------------------------------------------------------------------------------------------
 
-    def bag(self, column: IdColumn, array: Any, weights: Any) -> _Bag:
-        """Return the ids of one feature; weights: the column of their weights, or None."""
+    def bag(self, column: IdColumn, arrays: Mapping[str, Any]) -> tuple[_Bag, list[NDArray[np.float64]]]:
+        """Return the ids of one feature, and each of the numbers beside them."""
+        if column.crossed:
+            return self._crossed(column, arrays), []
+        array = arrays[column.name]
         array = self._derived(column, self._split(column, array))
         bag: tuple[NDArray[np.uint64], NDArray[np.int64] | None]
-        if is_list(self.arrow, array.type):
-            bag = self._list_ids(column, array, weights is not None)
-        else:
-            bag = self._single_ids(column, array)
-        return (*bag, None if weights is None else self._weights(column, weights, bag, _numpy(array.is_null())))
+        bag = self._list_ids(column, array) if is_list(self.arrow, array.type) else self._single_ids(column, array)
+        missing = _numpy(array.is_null())
+        weights, numbers = (
+            [self._beside(column, name, arrays[name], bag, missing, what) for name in names]
+            for what, names in (("weights", [column.weights] if column.weights else []), ("numbers", column.numbers))
+        )
+        return (*bag, weights[0].astype(np.float32) if weights else None), numbers
 
-    def crossed(self, column: IdColumn, arrays: Mapping[str, Any]) -> _Bag:
+    def _crossed(self, column: IdColumn, arrays: Mapping[str, Any]) -> _Bag:
         """Return the ids of a feature whose values come from several columns."""
         parts, present = [], np.ones(self.n, np.bool_)
         for name in (column.name, *column.crossed):
@@ -156,7 +162,7 @@ class _Decoder:
             return np.where(valid, ids, np.uint64(column.missing)), None
         return ids[valid], _offsets(valid)
 
-    def _list_ids(self, column: IdColumn, array: Any, weighted: bool) -> tuple[NDArray[np.uint64], NDArray[np.int64]]:
+    def _list_ids(self, column: IdColumn, array: Any) -> tuple[NDArray[np.uint64], NDArray[np.int64]]:
         lengths = _numpy(self.arrow.compute.list_value_length(array).fill_null(0)).astype(np.int64)
         offsets = _offsets(lengths)
         ids, valid, wrong = self._flat_ids(column, array.flatten())
@@ -167,8 +173,9 @@ class _Decoder:
                 ids = np.where(valid, ids, np.uint64(column.missing))
             else:
                 ends = _offsets(valid)[offsets]
-                if weighted:
-                    why = f"column {column.name!r} lists a missing id, and its ids have weights: remove both"
+                if column.weights or column.numbers:
+                    what = "weights" if column.weights else "numbers"
+                    why = f"column {column.name!r} lists a missing id, and its ids have {what}: remove both"
                     self.faults.append(_Fault(np.diff(ends) < lengths, lambda _: why))
                 ids, offsets = ids[valid], ends
         is_missing = _numpy(array.is_null())
@@ -177,37 +184,47 @@ class _Decoder:
             offsets = offsets + _offsets(is_missing)
         return ids, offsets
 
-    def _weights(
+    def _beside(
         self,
         column: IdColumn,
-        weights: Any,
+        name: str,
+        given: Any,
         bag: tuple[NDArray[np.uint64], NDArray[np.int64] | None],
         missing: NDArray[np.bool_],
-    ) -> NDArray[np.float32]:
-        """Return one weight for each id. The weights of a missing bag are ignored, and the id in its place weighs 1."""
+        what: str,
+    ) -> NDArray[np.float64]:
+        """Return for each id its number in the column `name`. The numbers of a missing bag are ignored, and the id in
+        its place has 1. what: "weights", which float32 must hold, or "numbers"."""
         ids, offsets = bag
         if offsets is None:
             offsets = np.arange(self.n + 1, dtype=np.int64)
-        if not is_list(self.arrow, weights.type):
-            lengths, flat = _numpy(weights.is_valid()).astype(np.int64), weights.drop_null()
+        if not is_list(self.arrow, given.type):
+            lengths, flat = _numpy(given.is_valid()).astype(np.int64), given.drop_null()
         else:
-            lengths = _numpy(self.arrow.compute.list_value_length(weights).fill_null(0)).astype(np.int64)
-            flat = weights.flatten()
-        if not (_is_number(self.arrow, flat.type) or self.arrow.types.is_null(flat.type)):
-            self._refuse_type(column.weights, weights.type, "numbers for weights")
-        numbers = _floats(flat)
+            lengths = _numpy(self.arrow.compute.list_value_length(given).fill_null(0)).astype(np.int64)
+            flat = given.flatten()
+        types = self.arrow.types
+        if what == "numbers" and (types.is_timestamp(flat.type) or types.is_date(flat.type)):
+            flat = _time_part(self.arrow, flat, "seconds")
+        if not (_is_number(self.arrow, flat.type) or types.is_null(flat.type)):
+            self._refuse_type(name, given.type, "numbers for weights" if what == "weights" else "numbers or timestamps")
+        numbers = _floats(flat, np.float32 if what == "weights" else np.float64)
         starts = _offsets(lengths)[:-1]
         expected = np.diff(offsets)
         uneven = ~missing & (lengths != expected)
         if uneven.any():
-            what = f"column {column.name!r}", f"column {column.weights!r}"
             self.faults.append(
-                _Fault(uneven, lambda i: f"{what[1]} has {lengths[i]} weights and {what[0]} has {expected[i]} ids")
+                _Fault(
+                    uneven,
+                    lambda i: (
+                        f"column {name!r} has {lengths[i]} {what} and column {column.name!r} has {expected[i]} ids"
+                    ),
+                )
             )
         num_infinite = np.append(0, np.cumsum(~np.isfinite(numbers)))
         infinite = ~missing & (num_infinite[starts + lengths] > num_infinite[starts])
-        self._fault(column.weights, infinite, weights, "finite weights")
-        out = np.ones(len(ids), np.float32)
+        self._fault(name, infinite, given, f"finite {what}")
+        out = np.ones(len(ids))
         good = ~missing & ~uneven & (expected > 0)
         position = np.repeat(np.where(good, starts - offsets[:-1], 0), expected) + np.arange(len(ids))
         taken = np.repeat(good, expected)
@@ -336,12 +353,8 @@ def decode(
     max_bad: up to this many bad rows are skipped; the chunk reports at most one more.
     """
     decoder = _Decoder(where, n)
-    bags = [
-        decoder.crossed(column, arrays)
-        if column.crossed
-        else decoder.bag(column, arrays[column.name], None if column.weights is None else arrays[column.weights])
-        for column in columns.ids
-    ]
+    bags, numbers = zip(*(decoder.bag(column, arrays) for column in columns.ids), strict=True)
+    decoder.faults += [_Fault(*each) for each in unaligned(columns, bags)]
     dense = decoder.dense({column: arrays[column.name] for column in columns.dense})
     labels = [decoder.label(column, arrays[column.name]) for column in columns.label]
     skipped_rows = np.zeros(n, bool) if decoder.dropped is None else decoder.dropped
@@ -363,8 +376,8 @@ def decode(
         chunk = decode(kept_arrays, n - int(skipped_rows.sum()), columns, where=where, row=row, max_bad=0)
         return left_out(samples=chunk.samples, extra=chunk.extra)
     label = np.ascontiguousarray(np.stack(labels, axis=1)) if labels else None
-    extra = {name: arrays[name] for name in columns.extra}
-    return Chunk(samples=_core.Samples(n, bags, dense, label), extra=extra)
+    extra = {name: arrays[name] for name in columns.extra} | numbers_beside(columns, bags, numbers)
+    return Chunk(samples=_core.Samples(n, list(bags), dense, label), extra=extra)
 
 
 def concatenated(arrays: list[Any]) -> Any:
@@ -393,15 +406,15 @@ def _is_string(arrow: Any, kind: Any) -> bool:
     return bool(types.is_string(kind) or types.is_large_string(kind) or types.is_string_view(kind))
 
 
-def _floats(array: Any) -> NDArray[np.float32]:
-    """Return numbers as float32: NaN where missing, infinite where beyond float32."""
+def _floats(array: Any, dtype: type[Any] = np.float32) -> NDArray[Any]:
+    """Return numbers as floats: NaN where missing, infinite where they are beyond the type."""
     arrow = pyarrow_for("reading data")
     kind = array.type
     if arrow.types.is_boolean(kind) or arrow.types.is_decimal(kind) or arrow.types.is_null(kind):
         array = array.cast(arrow.uint8() if arrow.types.is_boolean(kind) else arrow.float64())
     with np.errstate(over="ignore"):
         numbers = array.to_numpy(zero_copy_only=False)
-        return np.ascontiguousarray(numbers, dtype=np.float32)
+        return np.ascontiguousarray(numbers, dtype=dtype)
 
 
 def _numpy(array: Any) -> NDArray[Any]:

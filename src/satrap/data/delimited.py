@@ -94,6 +94,12 @@ class CSV(FileSource):
         return TextFile(find_files(self.path, self.filesystem)[0], self._layout(), None).header()
 
     def _blocks(self, columns: Columns, position: Position | None = None) -> Sequence[Block]:
+        for feature, column in zip(columns.features, columns.ids, strict=True):
+            if column.numbers:
+                raise ConfigError(
+                    f"{type(self).__name__}: the ids of feature {feature!r} have numbers {list(column.numbers)} beside "
+                    "them, and text has no lists of numbers: convert the files to Parquet or JSON lines"
+                )
         files = find_files(self.path, self.filesystem)
         names = self.columns
         if names is None:

@@ -83,7 +83,8 @@ class Inputs:
     position: Position | None = None
     """The loader's position after this batch, from which to resume. None: the loader cannot be resumed."""
     extra: Mapping[str, Any] = field(default_factory=dict)
-    """Further columns that the source declares."""
+    """Further columns that the source declares; and as FEATURE[COLUMN] the numbers beside those ids of a sequence that
+    are looked up, a list for each sample."""
 
     def __repr__(self) -> str:
         parts = [f"{self.batch_size} samples", f"{len(self.values)} ids of {list(self.names)}"]

@@ -102,7 +102,9 @@ class IterableSource(Source):
 
     def _columns(self, features: Features | Sequence[str]) -> Columns:
         # Only the names: items may contain the weights of a weighted feature without a column for them.
-        return super()._columns(features.names if isinstance(features, Features) else features)
+        if not isinstance(features, Features):
+            return super()._columns(features)
+        return replace(super()._columns(features.names), declared=features)
 
     def signature(self) -> dict[str, Any]:
         result = super().signature() | {"type": "Iterable"}  # the name of the class when positions were first saved

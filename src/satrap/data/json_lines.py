@@ -105,6 +105,7 @@ def _schema_of(texts: Sequence[TextFile], columns: Columns) -> Any:
             numbers = {column.name for column in columns.dense} | {label.name for label in columns.label}
             numbers |= {column.weights for column in columns.ids if column.weights}
             numbers |= {column.name for column in columns.ids if column.boundaries}
+            numbers |= {name for column in columns.ids for name in column.numbers}
             times = {column.name for column in columns.ids if column.time} | {
                 column.name for column in columns.dense if column.time
             }

@@ -7,11 +7,14 @@ not in the block, so a model refuses them unless its user names them in `ignore`
 
 import numbers
 from collections.abc import Sequence
-from itertools import pairwise
+from itertools import accumulate, pairwise
+from typing import Any
 
 import torch
 from torch import nn
 
+from satrap.config.features import Features
+from satrap.config.tables import Feature
 from satrap.errors import ConfigError, InputError
 
 
@@ -40,6 +43,28 @@ def block_dims(where: str, embeddings: object, ignore: Sequence[str] = ()) -> di
             f"{total}; expected at least one pooled feature, and equal numbers"
         )
     return pooled
+
+
+def sequence_feature(where: str, embeddings: object, name: str) -> tuple[Feature, list[str]]:
+    """Return the feature of that name, a sequence, and the names of the other features."""
+    features: Any = getattr(embeddings, "features", embeddings)
+    if not isinstance(features, Features):
+        raise ConfigError(
+            f"{where}: embeddings is a {type(embeddings).__name__}; expected satrap.Embeddings or its features"
+        )
+    sequences = [each for each in features if features[each].pooling == "none"]
+    if name not in sequences:
+        raise ConfigError(f"{where}: history is {name!r}; expected one of the sequences {sequences}")
+    return features[name], [each for each in features if each != name]
+
+
+def columns_of(where: str, dims: dict[str, int], names: Sequence[str]) -> torch.Tensor:
+    """Return the columns in the block of some of its features, side by side."""
+    begins = dict(zip(dims, accumulate(dims.values(), initial=0), strict=False))
+    unknown = [name for name in names if name not in dims]
+    if isinstance(names, str) or unknown or not names:
+        raise ConfigError(f"{where} is {names!r}; expected at least one of the pooled features {list(dims)}")
+    return torch.cat([torch.arange(begins[name], begins[name] + dims[name]) for name in names])
 
 
 def check_inputs(

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from satrap.config.tables import Feature
 from satrap.data.inputs import Inputs
+from satrap.data.item_numbers import numbers_of, padded_numbers
 from satrap.device.device_stream import Mark, current_stream, new_stream, to_device
 from satrap.errors import CapacityError
 from satrap.train.batch import InFlightBatch, gradient_array, gradient_of
@@ -48,6 +49,8 @@ class BatchLookup:
         """Whether the part of a lookup that needs no row's values may be done ahead, as far as is known."""
         self._measured: tuple[list[InFlightBatch], Any] | None = None
         """Batches, and what `Worker.measure` returned for their gradients."""
+        self._numbers: dict[str, tuple[str, ...]] = {}
+        """The columns of numbers beside the ids of each sequence, as in the last batch."""
         self._batch_copies = new_stream(device)  # copies batches to the device
         self._gradients = worker.device_stream or new_stream(device)  # copies gradients, or uses them
 
@@ -90,7 +93,7 @@ class BatchLookup:
             else:
                 rows = self._worker.lookup(batch.inputs, step=None, oldest_open=None, train=False)
         batch.ticket = rows.ticket
-        batch.sequences = {name: self._sequence(rows, name) for name in rows.sequences}
+        batch.sequences = {name: self._sequence(rows, name, batch.inputs) for name in rows.sequences}
         block = self._to_device(rows.block)
         of_rows = self._worker.device_stream
         batch.ready += [self._batch_copies.mark(), *([] if of_rows is None else [of_rows.mark()])]
@@ -128,34 +131,44 @@ class BatchLookup:
         """Set the rows of a padding batch to zeros."""
         features = self._worker.features
         batch.sequences = {
-            name: self._padding(feature) for name, feature in features.items() if feature.pooling == "none"
+            name: self._padding(name, feature) for name, feature in features.items() if feature.pooling == "none"
         }
         block = self._to_device(np.zeros((PADDING_ROWS, features.total_dim), np.float32))
         batch.ready.append(self._batch_copies.mark())
         batch.embeddings = block
 
-    def _padding(self, feature: Feature) -> Sequence | JaggedSequence:
+    def _padding(self, name: str, feature: Feature) -> Sequence | JaggedSequence:
         """Return a sequence of zeros. A jagged one has a row in each sample, since not every model takes empty ones."""
         if feature.jagged:
             rows = np.zeros((PADDING_ROWS, feature.table.dim), np.float32)
-            return self._jagged(rows, np.arange(PADDING_ROWS + 1))
+            return self._jagged(rows, np.arange(PADDING_ROWS + 1), self._no_numbers(name, PADDING_ROWS))
         shape = (PADDING_ROWS, feature.padded_length or 0, feature.table.dim)
-        mask = np.zeros(shape[:2], np.bool_)
-        return Sequence(self._to_device(np.zeros(shape, np.float32)), self._to_device(mask))
+        mask, values = np.zeros(shape[:2], np.bool_), np.zeros(shape, np.float32)
+        return Sequence(self._to_device(values), self._to_device(mask), self._no_numbers(name, *shape[:2]))
 
-    def _sequence(self, rows: LookupResult, name: str) -> Sequence | JaggedSequence:
-        values = rows.sequences[name]
+    def _no_numbers(self, name: str, *shape: int) -> dict[str, Tensor]:
+        return {column: self._to_device(np.zeros(shape)) for column in self._numbers.get(name, ())}
+
+    def _sequence(self, rows: LookupResult, name: str, inputs: Inputs) -> Sequence | JaggedSequence:
+        values, numbers = rows.sequences[name], numbers_of(name, inputs.extra)
+        self._numbers[name] = tuple(numbers)
         if name in rows.offsets:
-            return self._jagged(values, rows.offsets[name])
-        return Sequence(self._to_device(values), self._to_device(rows.masks[name]))
+            flat = {column: self._to_device(np.array(lists.flatten())) for column, lists in numbers.items()}
+            return self._jagged(values, rows.offsets[name], flat)
+        mask = rows.masks[name]
+        padded = {column: self._to_device(padded_numbers(lists, mask.shape[1])) for column, lists in numbers.items()}
+        return Sequence(self._to_device(values), self._to_device(mask), padded)
 
-    def _jagged(self, values: NDArray[np.float32], offsets: NDArray[np.int64]) -> JaggedSequence:
+    def _jagged(
+        self, values: NDArray[np.float32], offsets: NDArray[np.int64], numbers: dict[str, Tensor]
+    ) -> JaggedSequence:
         lengths = np.diff(offsets)
         return JaggedSequence(
             self._to_device(values),
             self._to_device(offsets),
             shortest=int(lengths.min()) if len(lengths) else 0,
             longest=int(lengths.max(initial=0)),
+            numbers=numbers,
         )
 
     def join(self, batch: InFlightBatch, step: JointStep) -> None:

@@ -29,6 +29,20 @@ class Sequence:
         """All tensors of the sequence."""
         return [self.values, self.mask, *self.numbers.values()]
 
+    @property
+    def lengths(self) -> Tensor:
+        """The number of rows of each sample, int64 [batch]."""
+        return self.mask.sum(1)
+
+    @property
+    def rows(self) -> Tensor:
+        """The rows of all samples one after another, without padding, [rows, dim]."""
+        return self.values[self.mask]
+
+    def padded(self) -> "Sequence":
+        """Return the sequence itself, so that a model may take both forms."""
+        return self
+
 
 class JaggedSequence:
     """The rows of a feature without pooling or padding: those of sample s are values[offsets[s] : offsets[s + 1]].
@@ -62,6 +76,11 @@ class JaggedSequence:
     def lengths(self) -> Tensor:
         """The number of rows of each sample, int64 [batch]."""
         return self.offsets.diff()
+
+    @property
+    def rows(self) -> Tensor:
+        """`values`, by the name that a padded sequence has for its rows without padding."""
+        return self.values
 
     def nested(self) -> Tensor:
         """Return the rows as a nested tensor in torch's jagged layout, [batch, any length, dim], without a copy."""

@@ -9,7 +9,7 @@ import argparse
 import shlex
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -64,7 +64,9 @@ def add_train(commands: Commands) -> None:
     held_out = train.add_mutually_exclusive_group()
     held_out.add_argument("--test", metavar="FILE", help="file to test on (default: a random tenth of FILES)")
     held_out.add_argument(
-        "--test-after", metavar="COLUMN", help="hold out the tenth with the largest values of this column, such as a day"
+        "--test-after",
+        metavar="COLUMN",
+        help="hold out the tenth with the largest values of COLUMN, such as a day",
     )
     for option, what in (
         ("--dim", "dim of the embeddings (default: 4 to 16, by the number of ids)"),
@@ -146,6 +148,8 @@ def _infer(source: FileSource, path: Any, options: argparse.Namespace) -> tuple[
     _refuse_leaks(plan, rows, is_typed)
     num_rows = len(rows[names[0]])
     is_small = num_rows < _FEW_ROWS
+    if options.test is not None:
+        _check_test(source, [each.profile.name for each in plan.columns if each.use != "ignored"], options.test)
     settings = ScriptSettings(
         path=path,
         kind=type(source).__name__,
@@ -158,6 +162,15 @@ def _infer(source: FileSource, path: Any, options: argparse.Namespace) -> tuple[
         out=str(options.out),
     )
     return plan, settings, num_rows
+
+
+def _check_test(source: FileSource, used: Sequence[str], test: str) -> None:
+    """Raise if the file to test on is of another format or has not all columns."""
+    other = infer_source(test)
+    if type(other) is not type(source) or getattr(other, "delimiter", None) != getattr(source, "delimiter", None):
+        raise InputError(f"--test: {test} is of another format than {source.path}; expected the same format")
+    if missing := [name for name in used if name not in column_names(other)]:
+        raise InputError(f"--test: {test} has no column {missing[0]!r}; expected the columns of {source.path}")
 
 
 def _parts(

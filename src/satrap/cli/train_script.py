@@ -206,11 +206,11 @@ _SOURCE = '''def source({parameters}):
     """Declare the data: where it is and what its columns mean."""
 '''
 
-_DENSE = '''    dense = [
+_DENSE = """    dense = [
         satrap.DenseColumn(name, missing=mean{log})
         for name, (mean, _) in NUMBERS.items()
     ]
-'''
+"""
 
 _SCALED = '''class Net(torch.nn.Module):
     """Scales the numbers, drops some embeddings in training, calls a model."""
@@ -281,9 +281,9 @@ _FIT = '''def fit(name, net, embeddings, train, test, folder=None):
         net.eval()
         found = satrap.evaluate(net, embeddings.stream(test))
         progress.report_evaluation(embeddings.step, found.values())
+    metrics = f"AUC {found.auc():.4f}, log loss {found.log_loss():.4f}"
     rows = sum(map(len, embeddings.tables.values()))
-    print(f"{name}: AUC {found.auc():.4f}, log loss {found.log_loss():.4f}", end="")
-    print(f", after {embeddings.step} steps, with {rows} rows")
+    print(f"{name}: {metrics}; {embeddings.step} steps, {rows} rows")
 
 
 '''

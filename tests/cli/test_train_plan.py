@@ -96,7 +96,10 @@ def test_overrides_win(seed: int, numbers: bool) -> None:
 
 def test_floats_that_are_whole_are_ids_of_integers() -> None:
     """pandas stores integers with missing values as floats."""
-    columns = {"y": [0, 1] * 50, "user_id": [float(i % 20) if i % 7 else None for i in range(100)]}
+    columns: dict[str, list[Any]] = {
+        "y": [0, 1] * 50,
+        "user_id": [float(i % 20) if i % 7 else None for i in range(100)],
+    }
     (feature,) = planned(plan_of(columns), "user_id").features
     assert feature.option == 'kind="integer"'
 
@@ -107,7 +110,7 @@ def test_lists_are_bags() -> None:
 
 
 def test_a_name_of_a_feature_that_is_taken_gets_another() -> None:
-    columns = {"y": [0, 1] * 100, "age": [i % 5 for i in range(200)], "age_id": ["a", "b"] * 100}
+    columns: dict[str, list[Any]] = {"y": [0, 1] * 100, "age": [i % 5 for i in range(200)], "age_id": ["a", "b"] * 100}
     assert [feature.name for feature in plan_of(columns).features] == ["age_id_", "age_id"]
 
 

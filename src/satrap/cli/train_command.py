@@ -26,8 +26,12 @@ from satrap.errors import ConfigError, InputError
 
 _SAMPLED_ROWS = 200_000
 _HELD_OUT = 0.1
-_FEW_ROWS = 100_000
-"""Rows below which batches are small and the data is read several times."""
+_MOST_EPOCHS = 10
+_ROWS_TRAINED = 100_000
+"""The default number of epochs reads about so many rows, at most ten times the data."""
+_BATCHES = ((20_000, 64), (100_000, 256))
+"""Numbers of rows below which a batch has these samples by default."""
+_LARGEST_BATCH = 1024
 
 
 def add_train(commands: Commands) -> None:
@@ -70,8 +74,8 @@ def add_train(commands: Commands) -> None:
     )
     for option, what in (
         ("--dim", "dim of the embeddings (default: 4 to 16, by the number of ids)"),
-        ("--epochs", "passes over the data (default: 3 up to 100,000 rows, else 1)"),
-        ("--batch-size", "samples of a batch (default: 256 up to 100,000 rows, else 1024)"),
+        ("--epochs", "passes over the data (default: 1; up to 10 for less than 100,000 rows)"),
+        ("--batch-size", "samples of a batch (default: 64 to 1024, by the number of rows)"),
     ):
         train.add_argument(option, type=int, metavar="N", help=what)
     train.add_argument(
@@ -147,7 +151,8 @@ def _infer(source: FileSource, path: Any, options: argparse.Namespace) -> tuple[
     plan = plan_columns([profile_column(name, rows[name], is_typed=is_typed) for name in names], overrides)
     _refuse_leaks(plan, rows, is_typed)
     num_rows = len(rows[names[0]])
-    is_small = num_rows < _FEW_ROWS
+    epochs = min(_MOST_EPOCHS, max(1, round(_ROWS_TRAINED / num_rows)))
+    batch_size = next((size for limit, size in _BATCHES if num_rows < limit), _LARGEST_BATCH)
     if options.test is not None:
         _check_test(source, [each.profile.name for each in plan.columns if each.use != "ignored"], options.test)
     settings = ScriptSettings(
@@ -155,8 +160,8 @@ def _infer(source: FileSource, path: Any, options: argparse.Namespace) -> tuple[
         kind=type(source).__name__,
         delimiter=source.delimiter if isinstance(source, CSV) else None,
         parts=_parts(rows, path, is_typed, options),
-        epochs=options.epochs or (3 if is_small else 1),
-        batch_size=options.batch_size or (256 if is_small else 1024),
+        epochs=options.epochs or epochs,
+        batch_size=options.batch_size or batch_size,
         staleness=options.staleness,
         seed=options.seed,
         out=str(options.out),

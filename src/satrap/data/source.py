@@ -159,8 +159,9 @@ class Source(Config, ABC):
         """
         names = ["shuffle", "shuffle_blocks", "seed"] if self.shuffle else ["shuffle"]
         names += ["seed"] if self.share is not None and not self.shuffle else []
-        names += [name for name in ("share", "before", "since") if getattr(self, name) is not None]
-        return {"type": type(self).__name__} | {name: getattr(self, name) for name in names}
+        selections = {name: getattr(self, name) for name in ("share", "before", "since")}
+        selected = {name: list(value) for name, value in selections.items() if value is not None}
+        return {"type": type(self).__name__} | {name: getattr(self, name) for name in names} | selected
 
     def batches(
         self,

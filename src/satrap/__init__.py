@@ -57,7 +57,7 @@ from satrap.table.store import Store, StoredRows
 from satrap.train.deployment import Deployment
 
 if TYPE_CHECKING:
-    from satrap import models
+    from satrap import models, nn
     from satrap.checkpoint.checkpoint import Checkpoint
     from satrap.data import synthetic
     from satrap.monitor.metrics import Evaluation
@@ -99,7 +99,7 @@ _LATER = {
     "topk": "train.retrieval",
 }
 """Names that come with torch, and types of results: their files are imported at the first use of the name."""
-_MODULES = {"models": "models", "negatives": "train.negatives", "synthetic": "data.synthetic"}
+_MODULES = {"models": "models", "nn": "nn", "negatives": "train.negatives", "synthetic": "data.synthetic"}
 
 
 def __getattr__(name: str) -> object:
@@ -199,6 +199,7 @@ __all__ = [
     "full_softmax",
     "models",
     "negatives",
+    "nn",
     "read_vectors",
     "synthetic",
     "topk",

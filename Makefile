@@ -19,7 +19,7 @@ export CTEST_PARALLEL_LEVEL = $(JOBS)
 # Where it is set, as in many images, every process compiles again what it imports: for torch two seconds.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup test core-test python-test check bench demo docs wheel gpu gpu-wheels format stub reference clean
+.PHONY: setup test core-test python-test fast-test check bench demo docs wheel gpu gpu-wheels format stub reference clean
 .DEFAULT_GOAL := setup
 
 # Compiling and installing packages beside each other: neither keeps two cores busy all the time.
@@ -73,6 +73,10 @@ python-test: setup $(older_triton)
 	$(bin)/python -m pytest -m alone $(drawn)
 	$(bin)/python -m pytest -m "not alone" -n $$(($(JOBS) + 1)) --dist loadfile --no-loadscope-reorder $(drawn)
 	$(if $(older_triton),PYTHONPATH="$(CURDIR)/$(older_triton)" $(bin)/python -m pytest tests/device/test_triton.py --draw $(SEED:%=--seed %))
+
+# The tests that need no other process, in a few minutes.
+fast-test: setup
+	$(bin)/python -m pytest -m "not alone and not cluster" -n $$(($(JOBS) + 1)) --dist loadfile --no-loadscope-reorder $(drawn)
 
 # Once with the core as Python loads it, and under sanitizers, ASan + UBSan and TSan: ALL=1 under both, else under one of
 # them that is drawn, since each is another build of the core.

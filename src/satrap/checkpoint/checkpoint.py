@@ -132,9 +132,11 @@ class Checkpoint:
         return self._directory.best_name()
 
     def save(self, *, every_steps: int | None = None, best: bool = False, wait: bool = True) -> bool:
-        """Write a checkpoint; return whether one is written. every_steps: write only if the step is a multiple, once.
-        best: it is the best of the run so far, and kept beyond `keep` until another one is saved as the best.
+        """Write a checkpoint; return whether one is written.
 
+        every_steps: write only if the step is a multiple, and once for each step.
+        best: whether this is the best checkpoint so far. It is kept beyond `keep` until another one is saved as the
+            best.
         wait: whether training waits until the checkpoint is complete. False: it waits only until the state of this step
             is fixed; a thread writes it while training continues. The next save waits for it. If it fails, the next
             call of `save`, `resume` or `Embeddings.close` raises the error; with several trainers, their next save

@@ -57,8 +57,11 @@ class BestMetrics(NamedTuple):
     """The metrics of the true probabilities on the drawn labels; a model can be better only by luck."""
 
     auc: float
+    """The AUC."""
     log_loss: float
+    """The log loss."""
     normalised_entropy: float
+    """The log loss divided by the entropy of the labels' mean."""
 
 
 @dataclass(frozen=True, kw_only=True)

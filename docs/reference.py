@@ -99,7 +99,7 @@ TOPICS = {
         {
             "Networks: satrap.models": (
                 *("models.dlrm.DLRM", "models.dcn.DCN", "models.deepfm.DeepFM", "models.ffnn.FFNN"),
-                *("models.din.DIN", "models.sasrec.SASRec", "models.two_tower.TwoTower"),
+                *("models.din.DIN", "models.hstu.HSTU", "models.sasrec.SASRec", "models.two_tower.TwoTower"),
             ),
             "Search in all rows": ("train.retrieval.topk", "train.retrieval.full_softmax"),
             "Negatives: satrap.negatives": tuple(

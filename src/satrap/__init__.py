@@ -71,7 +71,7 @@ if TYPE_CHECKING:
     from satrap.train.optimizer import HybridOptimizer
     from satrap.train.process_group import ProcessGroup
     from satrap.train.retrieval import full_softmax, topk
-    from satrap.train.sequence import Sequence
+    from satrap.train.sequence import JaggedSequence, Sequence
     from satrap.train.stream import Stream
     from satrap.train.validation import Validation
     from satrap.worker.sharded_tables import ShardedTable, ShardedTables
@@ -87,6 +87,7 @@ _LATER = {
     "Reader": "serving.reader",
     "ReaderTable": "serving.reader",
     "Report": "monitor.report",
+    "JaggedSequence": "train.sequence",
     "Sequence": "train.sequence",
     "ShardedTable": "worker.sharded_tables",
     "ShardedTables": "worker.sharded_tables",
@@ -154,6 +155,7 @@ __all__ = [
     "Inputs",
     "IterableSource",
     "JSON",
+    "JaggedSequence",
     "JsonLines",
     "LabelColumn",
     "MinCount",

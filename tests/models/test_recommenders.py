@@ -1,4 +1,4 @@
-"""DeepFM, DIN, SASRec and the two-tower model beside the same models in plain PyTorch.
+"""DeepFM, DIN, HSTU, SASRec and the two-tower model beside the same models in plain PyTorch.
 
 The plain job keeps each table as an `nn.Embedding` that starts with the same rows, writes the model's formula again,
 sample by sample, and steps everything with torch's SGD. Both jobs must have the same losses for some steps. The
@@ -22,12 +22,13 @@ from torch.nn.functional import (
     layer_norm,
     logsigmoid,
     normalize,
+    silu,
 )
 
 import satrap
 from satrap import SGD, ConfigError, Embeddings, InputError, Inputs, Normal, Table, negatives
 from satrap.config.features import Features
-from satrap.models import DIN, DeepFM, SASRec, TwoTower
+from satrap.models import DIN, HSTU, DeepFM, SASRec, TwoTower
 from satrap.train.sequence import Sequence
 
 NUM_IDS, SIZE, STEPS, LONGEST, DIM = 12, 7, 6, 5, 4
@@ -93,6 +94,34 @@ def sasrec(model: Any, rows: dict[str, Any], bags: Bags, dense: Tensor, label: T
                 layer_norm(states, [DIM], block.before_layers.weight, block.before_layers.bias)
             )
         states = layer_norm(states, [DIM], model.norm.weight, model.norm.bias)
+        good, bad = ((states * rows[name](its)).sum(1) for name, its in (("next", then), ("other", other)))
+        terms.append(-logsigmoid(good) - logsigmoid(-bad))
+    return torch.cat(terms).mean()
+
+
+def hstu(model: Any, rows: dict[str, Any], bags: Bags, dense: Tensor, label: Tensor) -> Tensor:
+    terms = []
+    for s in range(len(label)):
+        ids, then, other = (bags[name][s][-LONGEST:] for name in ("past", "next", "other"))
+        if not ids:
+            continue
+        states = rows["past"](ids)
+        for layer in model.layers:
+            normed = layer_norm(states, [DIM], layer.before.weight, layer.before.bias)
+            query, key, value, gate = silu(layer.make(normed)).split(DIM, 1)
+            sums = []
+            for i in range(len(ids)):
+                heads = []
+                for h in range(2):
+                    part = slice(h * DIM // 2, (h + 1) * DIM // 2)
+                    seen = [
+                        silu(query[i, part] @ key[j, part] + layer.of_distance[h, i - j]) / len(ids) * value[j, part]
+                        for j in range(i + 1)
+                    ]
+                    heads.append(torch.stack(seen).sum(0))
+                sums.append(torch.cat(heads))
+            states = states + layer.out(layer_norm(torch.stack(sums), [DIM]) * gate)
+        states = layer_norm(states, [DIM])
         good, bad = ((states * rows[name](its)).sum(1) for name, its in (("next", then), ("other", other)))
         terms.append(-logsigmoid(good) - logsigmoid(-bad))
     return torch.cat(terms).mean()
@@ -168,6 +197,12 @@ CASES = {
             lambda embeddings: SASRec(embeddings, "past", num_heads=2, dropout=0.0, ignore=["next", "other"]),
             sasrec_loss,
             sasrec,
+        ),
+        "HSTU": Case(
+            histories(jagged),
+            lambda embeddings: HSTU(embeddings, "past", num_heads=2, ignore=["next", "other"]),
+            sasrec_loss,
+            hstu,
         ),
     }.items()
 }
@@ -311,8 +346,13 @@ def test_what_is_refused() -> None:
         (lambda: DIN(0, features, "past", "user", ignore=["long"]), "target 'user' has dim 3 and history 'past' has 4"),
         (lambda: DIN(0, [4], "past", "item"), "DIN: embeddings is a list; expected satrap.Embeddings"),
         (lambda: SASRec(features, "past"), r"the other features are \['item', 'long', 'user'\], and ignore is \(\)"),
-        (lambda: SASRec(features, "long", ignore=["item", "past", "user"]), "'long' has no max_length, and each place"),
+        (
+            lambda: SASRec(features, "long", ignore=["item", "past", "user"]),
+            "'long' has no max_length, and the model has",
+        ),
         (lambda: SASRec(features, "past", num_heads=3, ignore=["item", "long", "user"]), "num_heads is 3 and the rows"),
+        (lambda: HSTU(features, "past", 0, ignore=["item", "long", "user"]), "HSTU: num_layers is 0; expected an int"),
+        (lambda: HSTU(features, "past"), r"HSTU: .*the other features are \['item', 'long', 'user'\]"),
         (lambda: TwoTower(features, ["item"], ["user"]), "TwoTower: .*sequences among the features"),
         (lambda: TwoTower(features, ["item"], ["item"], ignore=["past", "long"]), "each of the pooled features"),
         (lambda: TwoTower(features, "item", ["user"], ignore=["past", "long"]), "TwoTower, query is 'item'; expected"),

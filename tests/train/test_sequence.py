@@ -2,18 +2,32 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, Literal
 
 import hypothesis.strategies as st
 import numpy as np
+import pyarrow as pa
 import pytest
 import torch
 from hypothesis import given, settings
 from torch import Tensor
 from torch.nn import Parameter
 
-from satrap import SGD, Adagrad, ConfigError, Embeddings, InputError, Inputs, Normal, Table
-from satrap.train.sequence import JaggedSequence
+from satrap import (
+    SGD,
+    Adagrad,
+    ConfigError,
+    Embeddings,
+    InputError,
+    Inputs,
+    JaggedSequence,
+    NonFiniteError,
+    Normal,
+    Table,
+)
+from satrap.train.batch_lookup import BatchLookup
+from satrap.train.joint_calls import Padding
 
 DIM, NUM_IDS, LONGEST = 5, 9, 6
 EVERY = np.arange(NUM_IDS, dtype=np.uint64)
@@ -198,3 +212,32 @@ def test_offsets_that_fall_are_refused_before_memory_is_taken() -> None:
         with pytest.raises(InputError, match=found):
             embeddings.worker.lookup(broken)
     assert len(embeddings.tables["item"]) == 0
+
+
+def test_a_gradient_that_is_not_finite_is_named_by_its_row() -> None:
+    embeddings, _ = job(item().sequence())
+    looked = embeddings.worker.lookup(inputs(("past", [[1, 2], [3]])), step=1)
+    gradient = np.ones((3, DIM), np.float32)
+    gradient[2, 1] = np.nan
+    with pytest.raises(NonFiniteError, match="the gradient of id 3 in row 2 of feature 'past'"):
+        embeddings.worker.update([looked.ticket], [None], [{"past": gradient}])  # type: ignore[list-item]
+
+
+def test_a_padding_batch_has_rows_of_zeros_and_the_numbers_of_the_batch_before() -> None:
+    """A trainer whose data has ended takes part in the others' steps with the same model."""
+    features = {"past": item().sequence(), "last": item().sequence(2)}
+    embeddings = Embeddings(features, num_threads=1)
+    lookup = BatchLookup(embeddings.worker, torch.device("cpu"), train=True, overlap=False)
+    numbers = {f"{name}[time]": pa.array([[1.0, 2.0]], pa.large_list(pa.float64())) for name in features}
+    for made in (
+        replace(inputs(("past", [[1, 2]]), ("last", [[1, 2]])), extra=numbers),
+        Padding(names=embeddings.features.names, values=np.empty(0, np.uint64), batch_size=0),
+    ):
+        batch = lookup.new(made)
+        batch.step = 1
+        lookup.look_up(batch, 1)
+    past, last = batch.sequences["past"], batch.sequences["last"]
+    assert past.values.shape == (len(past.lengths), DIM) and not past.values.any() and (past.lengths == 1).all()
+    assert not last.values.any() and not last.lengths.any() and len(last.lengths) == len(past.lengths)
+    for sequence, shape in ((past, past.values.shape[:1]), (last, last.values.shape[:2])):
+        assert sequence.numbers["time"].shape == shape and not sequence.numbers["time"].any()

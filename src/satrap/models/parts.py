@@ -58,6 +58,27 @@ def sequence_feature(where: str, embeddings: object, name: str) -> tuple[Feature
     return features[name], [each for each in features if each != name]
 
 
+def history_of(where: str, embeddings: object, history: str, num_heads: int, ignore: Sequence[str]) -> tuple[int, int]:
+    """Return the dim and the max_length of the one sequence that a model of histories takes.
+
+    num_heads: by which the dim must be divisible. ignore: must name all other features."""
+    feature, others = sequence_feature(where, embeddings, history)
+    if isinstance(ignore, str) or sorted(ignore) != sorted(others):
+        raise ConfigError(
+            f"{where}: its input is the sequence {history!r}, the other features are {others}, and ignore is "
+            f"{ignore!r}; expected ignore={others}, if the loss or another part of your model uses batch[name]"
+        )
+    if feature.max_length is None:
+        raise ConfigError(
+            f"{where}: {history!r} has no max_length, and the model has weights for each place; use "
+            "table.sequence(max_length), or table.sequence(max_length, jagged=True)"
+        )
+    dim = feature.table.dim
+    if dim % count(where, "num_heads", num_heads, 1):
+        raise ConfigError(f"{where}: num_heads is {num_heads} and the rows have dim {dim}; expected a divisor")
+    return dim, feature.max_length
+
+
 def columns_of(where: str, dims: dict[str, int], names: Sequence[str]) -> torch.Tensor:
     """Return the columns in the block of some of its features, side by side."""
     begins = dict(zip(dims, accumulate(dims.values(), initial=0), strict=False))

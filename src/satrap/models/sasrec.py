@@ -11,8 +11,8 @@ import torch
 from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
 
-from satrap.errors import ConfigError, InputError
-from satrap.models.parts import count, sequence_feature
+from satrap.errors import InputError
+from satrap.models.parts import count, history_of
 from satrap.train.sequence import JaggedSequence, Sequence
 
 
@@ -32,26 +32,10 @@ class SASRec(nn.Module):
 
         ignore: the other features, which the loss or another part of the model uses: all of them."""
         super().__init__()
-        feature, others = sequence_feature("SASRec", embeddings, history)
-        if isinstance(ignore, str) or sorted(ignore) != sorted(others):
-            raise ConfigError(
-                f"SASRec: its input is the sequence {history!r}, the other features are {others}, and ignore is "
-                f"{ignore!r}; expected ignore={others}, if the loss or another part of your model uses batch[name]"
-            )
-        if feature.max_length is None:
-            raise ConfigError(
-                f"SASRec: {history!r} has no max_length, and each place has a vector; use table.sequence(max_length), "
-                "or table.sequence(max_length, jagged=True)"
-            )
-        self.dim, self.max_length = feature.table.dim, feature.max_length
-        heads = count("SASRec", "num_heads", num_heads, 1)
-        if self.dim % heads:
-            raise ConfigError(
-                f"SASRec: num_heads is {heads} and the rows have dim {self.dim}; expected a divisor of it"
-            )
+        self.dim, self.max_length = history_of("SASRec", embeddings, history, num_heads, ignore)
         self.places: nn.Embedding = nn.Embedding(self.max_length, self.dim)
         self.dropout: nn.Dropout = nn.Dropout(dropout)
-        blocks = (Block(self.dim, heads, dropout) for _ in range(count("SASRec", "num_blocks", num_blocks, 1)))
+        blocks = (Block(self.dim, num_heads, dropout) for _ in range(count("SASRec", "num_blocks", num_blocks, 1)))
         self.blocks: nn.ModuleList = nn.ModuleList(blocks)
         self.norm: nn.LayerNorm = nn.LayerNorm(self.dim)
 

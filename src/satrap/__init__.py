@@ -61,6 +61,7 @@ if TYPE_CHECKING:
     from satrap.data import synthetic
     from satrap.monitor.metrics import Evaluation
     from satrap.monitor.report import Counters
+    from satrap.nn.convert import convert
     from satrap.serving.reader import Reader
     from satrap.table.table_group import TableGroup
     from satrap.train import negatives
@@ -84,6 +85,7 @@ _LATER = {
     "TableGroup": "table.table_group",
     "Validation": "train.validation",
     "auc": "train.evaluation",
+    "convert": "nn.convert",
     "evaluate": "train.evaluation",
     "topk": "train.retrieval",
     "full_softmax": "train.retrieval",
@@ -177,6 +179,7 @@ __all__ = [
     "Zeros",
     "__version__",
     "auc",
+    "convert",
     "evaluate",
     "full_softmax",
     "models",

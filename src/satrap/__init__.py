@@ -62,6 +62,7 @@ if TYPE_CHECKING:
     from satrap.data import synthetic
     from satrap.monitor.metrics import Evaluation
     from satrap.monitor.report import Counters, Report
+    from satrap.nn.convert import convert
     from satrap.serving.reader import Reader, ReaderTable
     from satrap.table.table_group import TableGroup
     from satrap.train import negatives
@@ -95,6 +96,7 @@ _LATER = {
     "TableGroup": "table.table_group",
     "Validation": "train.validation",
     "auc": "train.evaluation",
+    "convert": "nn.convert",
     "evaluate": "train.evaluation",
     "full_softmax": "train.retrieval",
     "topk": "train.retrieval",
@@ -197,6 +199,7 @@ __all__ = [
     "Zeros",
     "__version__",
     "auc",
+    "convert",
     "evaluate",
     "full_softmax",
     "models",

@@ -6,6 +6,8 @@ from __future__ import annotations
 import copy
 import gc
 import weakref
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,21 @@ from torch import Tensor
 from torch.nn.functional import embedding_bag
 from torch.utils.checkpoint import checkpoint
 
-from module_jobs import PLACES, embeddings_of, start_rows, train
+import module_child
+from module_jobs import (
+    DIM,
+    NUM_IDS,
+    PLACES,
+    Scores,
+    batch,
+    embeddings_of,
+    item,
+    loss_at,
+    loss_of,
+    start_rows,
+    tables,
+    train,
+)
 from satrap import (
     SGD,
     Adagrad,
@@ -29,13 +45,13 @@ from satrap import (
     IterableSource,
     MinCount,
     NonFiniteError,
-    Normal,
     StreamError,
     Table,
 )
 from satrap.nn import Embedding, EmbeddingBag
+from trainers import Trainers
 
-NUM_IDS, DIM, STEPS = 12, 4, 6
+STEPS = 6
 OPTIMIZERS: list[tuple[Any, Any, dict[str, float]]] = [
     (SGD(lr=0.1), torch.optim.SGD, {"lr": 0.1}),
     (Adagrad(lr=0.1), torch.optim.Adagrad, {"lr": 0.1}),
@@ -44,40 +60,12 @@ OPTIMIZERS: list[tuple[Any, Any, dict[str, float]]] = [
 ]
 
 
-def item(**options: Any) -> Table:
-    return Table("item", DIM, **{"optimizer": Adagrad(lr=0.1), "initial": Normal(std=0.5)} | options)
-
-
-class Scores(torch.nn.Module):
-    """Looks up two tables: one by two modules, of which one is called twice."""
-
-    def __init__(self, item: torch.nn.Module, again: torch.nn.Module, user: torch.nn.Module) -> None:
-        super().__init__()
-        self.item, self.again, self.user, self.head = item, again, user, torch.nn.Linear(DIM, 1)
-
-    def forward(self, user: Tensor, seen: Tensor, shown: Tensor) -> Tensor:
-        history = self.item(seen).tanh().mean(1) + self.again(shown)
-        logits: Tensor = self.head(history * self.user(user) + self.item(shown)).squeeze(1)
-        return logits
-
-
-def batch(step: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return ids of which each occurs in every batch, since torch's Adam moves rows without a gradient, too."""
-    generator = torch.Generator().manual_seed(step)
-    seen = torch.stack([torch.randperm(NUM_IDS, generator=generator)[:5] for _ in range(NUM_IDS)])
-    return torch.randperm(NUM_IDS, generator=generator), seen, torch.randperm(NUM_IDS, generator=generator)
-
-
-def loss_of(model: torch.nn.Module, step: int) -> Tensor:
-    return torch.nn.functional.softplus(model(*batch(step)) * (1 - 2 * (torch.arange(NUM_IDS) % 2))).mean()
-
-
 @pytest.mark.parametrize("where", PLACES)
 @pytest.mark.parametrize(("optimizer", "kind", "options"), OPTIMIZERS, ids=lambda each: type(each).__name__)
 def test_training_equals_torch(where: str, optimizer: Any, kind: Any, options: dict[str, float]) -> None:
-    tables = item(optimizer=optimizer), Table("user", DIM, optimizer=optimizer, num_rows=NUM_IDS)
-    with embeddings_of(*tables, where=where) as embeddings:
-        own = Scores(Embedding(embeddings, "item"), Embedding(embeddings, tables[0]), Embedding(embeddings, "user"))
+    both = item(optimizer=optimizer), Table("user", DIM, optimizer=optimizer, num_rows=NUM_IDS)
+    with embeddings_of(*both, where=where) as embeddings:
+        own = Scores(Embedding(embeddings, "item"), Embedding(embeddings, both[0]), Embedding(embeddings, "user"))
         shared, user = torch.nn.Embedding(NUM_IDS, DIM), torch.nn.Embedding(NUM_IDS, DIM)
         with torch.no_grad():
             shared.weight.copy_(start_rows(embeddings, "item", NUM_IDS))
@@ -87,8 +75,8 @@ def test_training_equals_torch(where: str, optimizer: Any, kind: Any, options: d
         combined = embeddings.optimizer(torch.optim.SGD(own.parameters(), lr=0.1))
         of_torch = [torch.optim.SGD(plain.head.parameters(), lr=0.1)]
         of_torch.append(kind([shared.weight, user.weight], **options))
-        ours = train([combined], lambda step: loss_of(own, step), STEPS)
-        torch.testing.assert_close(ours, train(of_torch, lambda step: loss_of(plain, step), STEPS), rtol=0, atol=1e-6)
+        ours = train([combined], lambda step: loss_at(own, step), STEPS)
+        torch.testing.assert_close(ours, train(of_torch, lambda step: loss_at(plain, step), STEPS), rtol=0, atol=1e-6)
         for name, expected in (("item", shared.weight), ("user", user.weight)):
             found = start_rows(embeddings, name, NUM_IDS)
             torch.testing.assert_close(found, expected.detach(), rtol=1e-5, atol=1e-6)
@@ -98,11 +86,11 @@ def test_training_equals_torch(where: str, optimizer: Any, kind: Any, options: d
 def test_the_rows_have_the_same_bits_here_and_on_servers() -> None:
     found = []
     for where in PLACES:
-        with embeddings_of(item(), Table("user", DIM), where=where) as embeddings:
+        with embeddings_of(*tables(), where=where) as embeddings:
             torch.manual_seed(0)
-            model = Scores(*(Embedding(embeddings, name) for name in ("item", "item", "user")))
+            model = Scores.over(embeddings)
             optimizer = embeddings.optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
-            losses = train([optimizer], lambda step, model=model: loss_of(model, step), STEPS)
+            losses = train([optimizer], partial(loss_at, model), STEPS)
             found.append((losses, [start_rows(embeddings, name, NUM_IDS).tolist() for name in embeddings.tables]))
     assert found[0] == found[1]
 
@@ -124,13 +112,13 @@ BAGS: dict[str, tuple[Tensor, Tensor | None, dict[str, Any]]] = {
 @pytest.mark.parametrize("name", BAGS)
 def test_bags_equal_torch(name: str, where: str, mode: Any) -> None:
     ids, offsets, options = BAGS[name]
-    kind = "sum" if mode == "weighted" else mode
+    kind: Any = "sum" if mode == "weighted" else mode
     with embeddings_of(item(num_rows=NUM_IDS, optimizer=SGD(lr=1.0)), where=where) as embeddings:
         own = EmbeddingBag(embeddings, "item", mode=kind, **options)
         weight = start_rows(embeddings, "item", NUM_IDS).requires_grad_()
         weights = [torch.rand(ids.shape).requires_grad_() if mode == "weighted" else None] * 2
         weights[1] = None if weights[0] is None else weights[0].detach().clone().requires_grad_()
-        optimizer = embeddings.optimizer(torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))]))
+        optimizer = embeddings.optimizer()
         pooled = own(ids, offsets, weights[0])
         expected = embedding_bag(ids, weight, offsets, mode=kind, per_sample_weights=weights[1], **options)
         torch.testing.assert_close(pooled, expected)
@@ -149,7 +137,7 @@ def test_gradients_of_a_step_are_one_update(where: str) -> None:
     """Adagrad's state is the square of the sum over lookups and backward passes, not a sum of squares."""
     with embeddings_of(item(), Table("other", 2), where=where) as embeddings:
         one, two, other = (Embedding(embeddings, name) for name in ("item", "item", "other"))
-        optimizer = embeddings.optimizer(torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))]))
+        optimizer = embeddings.optimizer()
         ids = torch.tensor([[3, 3], [4, 3]])
         (one(ids).sum() + two(ids[0]).sum()).backward()
         rows = one(torch.tensor(3))
@@ -179,9 +167,9 @@ def test_evaluation_reads_and_changes_nothing(where: str) -> None:
 def test_activation_checkpointing_applies_gradients_once(reentrant: bool) -> None:
     found = []
     for recompute in (False, True):
-        with embeddings_of(item(), Table("user", DIM)) as embeddings:
+        with embeddings_of(*tables()) as embeddings:
             torch.manual_seed(0)
-            model = Scores(*(Embedding(embeddings, name) for name in ("item", "item", "user")))
+            model = Scores.over(embeddings)
             optimizer = embeddings.optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
             anchor = torch.zeros(1, requires_grad=True)  # the reentrant kind passes gradients only if an input has one
 
@@ -190,7 +178,8 @@ def test_activation_checkpointing_applies_gradients_once(reentrant: bool) -> Non
 
             def loss(step: int, anchor: Tensor = anchor, score: Any = score, recompute: bool = recompute) -> Tensor:
                 ids = anchor, *batch(step)
-                return checkpoint(score, *ids, use_reentrant=reentrant) if recompute else score(*ids)
+                found: Tensor = checkpoint(score, *ids, use_reentrant=reentrant) if recompute else score(*ids)
+                return found
 
             losses = train([optimizer], loss, STEPS)
             found.append((losses, start_rows(embeddings, "item", NUM_IDS).tolist()))
@@ -200,7 +189,7 @@ def test_activation_checkpointing_applies_gradients_once(reentrant: bool) -> Non
 def test_a_loss_that_reaches_an_ended_step_is_an_error() -> None:
     with embeddings_of(item()) as embeddings:
         module = Embedding(embeddings, "item")
-        optimizer = embeddings.optimizer(torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))]))
+        optimizer = embeddings.optimizer()
         rows = module(torch.tensor([1]))
         rows.sum().backward(retain_graph=True)
         optimizer.step()
@@ -216,7 +205,7 @@ def test_a_loss_that_reaches_an_ended_step_is_an_error() -> None:
 def test_cleared_and_refused_gradients_are_counted() -> None:
     with embeddings_of(item()) as embeddings:
         module = Embedding(embeddings, "item")
-        optimizer = embeddings.optimizer(torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))]))
+        optimizer = embeddings.optimizer()
         before = start_rows(embeddings, "item", 3)
         rows = module(torch.tensor([1]))
         rows.sum().backward(retain_graph=True)
@@ -237,7 +226,7 @@ def test_cleared_and_refused_gradients_are_counted() -> None:
 def test_training_continues_after_a_refused_step(where: str) -> None:
     with embeddings_of(item(), where=where) as embeddings:
         module = Embedding(embeddings, "item")
-        optimizer = embeddings.optimizer(torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))]))
+        optimizer = embeddings.optimizer()
         module(torch.tensor([1])).mul(float("inf")).sum().backward()
         with pytest.raises(NonFiniteError):
             optimizer.step()
@@ -266,7 +255,7 @@ def test_an_overflow_changes_nothing_and_scaled_gradients_are_unscaled() -> None
 def test_clipping_includes_the_rows() -> None:
     with embeddings_of(item(optimizer=SGD(lr=1.0))) as embeddings:
         module = Embedding(embeddings, "item")
-        optimizer = embeddings.optimizer(torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))]))
+        optimizer = embeddings.optimizer()
         before = start_rows(embeddings, "item", 2)
         module(torch.tensor([1])).sum().backward()
         torch.nn.utils.clip_grad_norm_([each for group in optimizer.param_groups for each in group["params"]], 1.0)
@@ -274,20 +263,22 @@ def test_clipping_includes_the_rows() -> None:
         torch.testing.assert_close(start_rows(embeddings, "item", 2)[1], before[1] - 0.5)
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # torch hides its warning, which is an error here
 def test_a_compiled_model_has_a_graph_break_and_trains_alike() -> None:
+    reset: Any = torch.compiler.reset
     found = []
     for compiled in (False, True):
-        with embeddings_of(item(), Table("user", DIM)) as embeddings:
+        with embeddings_of(*tables()) as embeddings:
             torch.manual_seed(0)
-            torch.compiler.reset()
-            model: Any = Scores(*(Embedding(embeddings, name) for name in ("item", "item", "user")))
+            reset()
+            model: Any = Scores.over(embeddings)
             optimizer = embeddings.optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
             if compiled:
                 with pytest.raises(Exception, match="disable"):
                     torch.compile(model, backend="eager", fullgraph=True)(*batch(0))
-                torch.compiler.reset()
+                reset()
                 model = torch.compile(model, backend="eager")
-            losses = train([optimizer], lambda step, model=model: loss_of(model, step), STEPS)
+            losses = train([optimizer], partial(loss_at, model), STEPS)
             found.append((losses, start_rows(embeddings, "item", NUM_IDS).tolist()))
     torch.testing.assert_close(found[0], found[1], rtol=0, atol=1e-6)
 
@@ -295,11 +286,12 @@ def test_a_compiled_model_has_a_graph_break_and_trains_alike() -> None:
 def test_lookups_without_a_backward_pass_are_freed() -> None:
     with embeddings_of(item()) as embeddings:
         module = Embedding(embeddings, "item")
-        embeddings.optimizer(torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))]))
+        embeddings.optimizer()
         rows = module(torch.tensor([1]))
-        hook = weakref.ref(next(iter((rows._base._post_accumulate_grad_hooks or {}).values())))
+        leaf: Any = rows._base
+        hook = weakref.ref(next(iter(leaf._post_accumulate_grad_hooks.values())))
         assert hook() is not None
-        del rows
+        del rows, leaf
         gc.collect()
         assert hook() is None
 
@@ -308,7 +300,7 @@ def test_lookups_without_a_backward_pass_are_freed() -> None:
 def test_a_step_counts_one_sighting_of_an_id(where: str) -> None:
     with embeddings_of(item(admission=MinCount(2)), where=where) as embeddings:
         module = Embedding(embeddings, "item")
-        optimizer = embeddings.optimizer(torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))]))
+        optimizer = embeddings.optimizer()
         for rows in (0, 1):
             (module(torch.tensor([1])) + module(torch.tensor([1]))).sum().backward()
             optimizer.step()
@@ -319,7 +311,7 @@ def test_a_step_counts_one_sighting_of_an_id(where: str) -> None:
 def test_rows_of_the_open_step_are_not_evicted(where: str) -> None:
     with embeddings_of(item(capacity=4, num_buckets=1), where=where) as embeddings:
         module = Embedding(embeddings, "item")
-        optimizer = embeddings.optimizer(torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))]))
+        optimizer = embeddings.optimizer()
         for first in (0, 4):
             (module(torch.arange(first, first + 2)) + module(torch.arange(first + 2, first + 4))).sum().backward()
             optimizer.step()
@@ -331,7 +323,7 @@ def test_streams_and_modules_train_one_after_the_other() -> None:
         module = Embedding(embeddings, "item")
         with pytest.raises(StreamError, match=r"no optimizer: call embeddings\.optimizer"):
             module(torch.tensor([1]))
-        optimizer = embeddings.optimizer(torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))]))
+        optimizer = embeddings.optimizer()
         before = start_rows(embeddings, "item", 2)
         stream = embeddings.stream([{"item": np.array([1])}] * 2)
         for number, each in enumerate(stream, 1):
@@ -355,13 +347,13 @@ def test_a_resumed_run_equals_an_uninterrupted_one(where: str, tmp_path: Path) -
     found = []
     for parts in ([range(STEPS)], [range(3), range(3, STEPS)]):
         for steps in parts:
-            with embeddings_of(item(), Table("user", DIM), where=where) as embeddings:
+            with embeddings_of(*tables(), where=where) as embeddings:
                 torch.manual_seed(0)
-                model = Scores(*(Embedding(embeddings, name) for name in ("item", "item", "user")))
+                model = Scores.over(embeddings)
                 optimizer = embeddings.optimizer(torch.optim.Adam(model.parameters(), lr=0.1))
                 run = Checkpoint(tmp_path / str(len(parts)), model, optimizer, embeddings)
                 assert run.resume() == (steps.start > 0) and embeddings.step == steps.start
-                losses = train([optimizer], lambda step, m=model, s=steps: loss_of(m, s[step]), len(steps))
+                losses = train([optimizer], partial(loss_at, model), len(steps), first=steps.start)
                 run.save()
                 rows = start_rows(embeddings, "item", NUM_IDS).tolist()
         found.append((losses[-3:], rows))
@@ -371,7 +363,7 @@ def test_a_resumed_run_equals_an_uninterrupted_one(where: str, tmp_path: Path) -
 def test_a_state_dict_without_its_rows_is_refused(tmp_path: Path) -> None:
     with embeddings_of(item()) as embeddings:
         module = Embedding(embeddings, "item")
-        optimizer = embeddings.optimizer(torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))]))
+        optimizer = embeddings.optimizer()
         module.load_state_dict(module.state_dict())
         module(torch.tensor([1])).sum().backward()
         optimizer.step()
@@ -422,7 +414,7 @@ def test_what_a_module_is_not_is_an_error() -> None:
 def test_rows_on_a_device_are_refused_for_training() -> None:
     with embeddings_of(item(), device="cpu") as embeddings:
         module = Embedding(embeddings, "item")
-        embeddings.optimizer(torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))]))
+        embeddings.optimizer()
         with pytest.raises(ConfigError, match="found rows on a device or behind a worker process"):
             module(torch.tensor([1]))
         assert module.eval()(torch.tensor([1])).shape == (1, DIM)
@@ -434,3 +426,36 @@ def test_embeddings_in_a_closed_session_are_refused() -> None:
         module = Embedding(embeddings, "item").eval()
     with pytest.raises(StreamError, match="these embeddings are closed"):
         module(torch.tensor([1]))
+
+
+@pytest.fixture(scope="module")
+def module_trainers() -> Iterator[Trainers]:
+    with Trainers(2, Path(module_child.__file__)) as found:
+        yield found
+
+
+@pytest.mark.parametrize("num_servers", [0, 2])
+@pytest.mark.parametrize("without", [None, [1, 2]])
+def test_trainers_equal_one_on_their_joined_batch(
+    module_trainers: Trainers, num_servers: int, without: list[int] | None, tmp_path: Path
+) -> None:
+    """Without servers the trainers share the rows. without: a trainer and its step in which no row has a gradient."""
+    found = module_trainers.run_on_servers(num_servers, 2, tmp_path, without=without)
+    assert found[0]["rows"] == found[1]["rows"] and [each["step"] for each in found] == [module_child.STEPS] * 2
+    with embeddings_of(*tables()) as embeddings:
+        torch.manual_seed(0)
+        model = Scores.over(embeddings)
+        optimizer = embeddings.optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+
+        def loss(step: int) -> Tensor:
+            losses = []
+            for rank in range(2):
+                model.train(without != [rank, step])
+                losses.append(loss_of(model, *(each.chunk(2)[rank] for each in batch(step))))
+            return torch.stack(losses).mean()
+
+        losses = train([optimizer], loss, module_child.STEPS)
+        together = np.mean([each["losses"] for each in found], axis=0)
+        torch.testing.assert_close(losses, together.tolist(), rtol=0, atol=1e-6)
+        for name, values in found[0]["rows"].items():
+            torch.testing.assert_close(torch.tensor(values), start_rows(embeddings, name, NUM_IDS))

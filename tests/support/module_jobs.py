@@ -11,9 +11,51 @@ import torch
 from torch import Tensor
 
 from cluster import running_servers
-from satrap import Deployment, Embeddings, Table
+from satrap import Adagrad, Deployment, Embeddings, Normal, Table
+from satrap.nn import Embedding
 
 PLACES = ("here", "servers")
+NUM_IDS, DIM = 12, 4
+
+
+def item(**options: Any) -> Table:
+    return Table("item", DIM, **{"optimizer": Adagrad(lr=0.1), "initial": Normal(std=0.5)} | options)
+
+
+def tables() -> tuple[Table, Table]:
+    return item(), Table("user", DIM)
+
+
+class Scores(torch.nn.Module):
+    """Looks up two tables: one by two modules, of which one is called twice."""
+
+    def __init__(self, item: torch.nn.Module, again: torch.nn.Module, user: torch.nn.Module) -> None:
+        super().__init__()
+        self.item, self.again, self.user, self.head = item, again, user, torch.nn.Linear(DIM, 1)
+
+    @classmethod
+    def over(cls, embeddings: Embeddings) -> Scores:
+        return cls(*(Embedding(embeddings, name) for name in ("item", "item", "user")))
+
+    def forward(self, user: Tensor, seen: Tensor, shown: Tensor) -> Tensor:
+        history = self.item(seen).tanh().mean(1) + self.again(shown)
+        logits: Tensor = self.head(history * self.user(user) + self.item(shown)).squeeze(1)
+        return logits
+
+
+def batch(step: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return ids of which each occurs in every batch, since torch's Adam moves rows without a gradient, too."""
+    generator = torch.Generator().manual_seed(step)
+    seen = torch.stack([torch.randperm(NUM_IDS, generator=generator)[:5] for _ in range(NUM_IDS)])
+    return torch.randperm(NUM_IDS, generator=generator), seen, torch.randperm(NUM_IDS, generator=generator)
+
+
+def loss_of(model: Any, user: Tensor, seen: Tensor, shown: Tensor) -> Tensor:
+    return torch.nn.functional.softplus(model(user, seen, shown) * (1 - 2 * (user % 2))).mean()
+
+
+def loss_at(model: Any, step: int) -> Tensor:
+    return loss_of(model, *batch(step))
 
 
 @contextmanager
@@ -36,17 +78,14 @@ def start_rows(embeddings: Embeddings, name: str, count: int) -> Tensor:
     return torch.from_numpy(np.asarray(embeddings.tables[name].lookup(np.arange(count), train=False)))
 
 
-def train(
-    optimizers: list[Any], loss_of: Callable[[int], Tensor], steps: int, after: Callable[[], object] = lambda: None
-) -> list[float]:
-    """Return the loss of each step. after: called between the backward pass and the step."""
+def train(optimizers: list[Any], loss_of: Callable[[int], Tensor], num_steps: int, *, first: int = 0) -> list[float]:
+    """Return the loss of each step."""
     losses = []
-    for step in range(steps):
+    for step in range(first, first + num_steps):
         loss = loss_of(step)
         for optimizer in optimizers:
             optimizer.zero_grad()
         loss.backward()
-        after()
         for optimizer in optimizers:
             optimizer.step()
         losses.append(loss.item())

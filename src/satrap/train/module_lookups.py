@@ -158,7 +158,7 @@ class _Lookup:
     """One lookup: the hook of its leaf. Must not refer to the leaf before it has a gradient, so that it is collected
     with the user's last reference."""
 
-    __slots__ = ("_lookups", "ids", "leaf", "number", "step", "table")
+    __slots__ = ("__weakref__", "_lookups", "ids", "leaf", "number", "step", "table")
 
     def __init__(self, lookups: ModuleLookups, number: int, step: int, table: str, ids: Ids) -> None:
         self._lookups, self.number, self.step, self.table, self.ids = lookups, number, step, table, ids

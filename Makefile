@@ -19,7 +19,7 @@ export CTEST_PARALLEL_LEVEL = $(JOBS)
 # Where it is set, as in many images, every process compiles again what it imports: for torch two seconds.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup test core-test python-test check bench demo docs wheel gpu gpu-wheels format stub reference clean
+.PHONY: setup test core-test python-test fast-test check bench demo docs wheel gpu gpu-wheels format stub reference clean
 .DEFAULT_GOAL := setup
 
 # Compiling and installing packages beside each other: neither keeps two cores busy all the time.
@@ -74,16 +74,21 @@ python-test: setup $(older_triton)
 	$(bin)/python -m pytest -m "not alone" -n $$(($(JOBS) + 1)) --dist loadfile --no-loadscope-reorder $(drawn)
 	$(if $(older_triton),PYTHONPATH="$(CURDIR)/$(older_triton)" $(bin)/python -m pytest tests/device/test_triton.py --draw $(SEED:%=--seed %))
 
-# Once with the core as Python loads it, once under ASan + UBSan, once under TSan.
+# The tests that need no other process, in a few minutes.
+fast-test: setup
+	$(bin)/python -m pytest -m "not alone and not cluster" -n $$(($(JOBS) + 1)) --dist loadfile --no-loadscope-reorder $(drawn)
+
+# Once with the core as Python loads it, and under sanitizers, ASan + UBSan and TSan: ALL=1 under both, else under one of
+# them that is drawn, since each is another build of the core.
+sanitizers := $(if $(ALL),address thread,$(shell shuf -n 1 -e address thread))
 core-test: .venv/.compiled
 	$(call run_core_tests,module)
-	$(call configure_core_tests,address)
-	$(call run_core_tests,address)
-	$(call configure_core_tests,thread)
-	$(call run_core_tests,thread)
+	$(foreach sanitizer,$(sanitizers),$(call run_sanitized,$(sanitizer)))
 
-define configure_core_tests
+define run_sanitized
 $(bin)/cmake -S . -B build/$(1) -G Ninja -DCMAKE_MAKE_PROGRAM="$(CURDIR)/$(bin)/ninja" -DSATRAP_PYTHON=OFF -DSATRAP_SANITIZE=$(1)
+	$(call run_core_tests,$(1))
+
 endef
 
 define run_core_tests

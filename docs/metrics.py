@@ -16,7 +16,7 @@ _HEAD = """\
 
 With `--http PORT`, each server, worker, trainer and run serves three pages: `/metrics` for
 [Prometheus](https://prometheus.io), `/healthz`, which answers 200 while the process is alive, and `/readyz`, which
-answers 200 while it is ready and otherwise 503 with the reason. [Monitoring](cluster.md#monitoring) shows the setup. A
+answers 200 while it is ready and otherwise 503 with the reason. [Monitoring](monitoring.md) shows the setup. A
 scrape reads counters that exist anyway; a step only records the time of each call. This takes 0.06 % of the CPU time of
 a step of 512 ids (0.68 of 1,129 µs on an AMD EPYC), and less of a larger step. A scrape takes 7.6 ms of CPU time, which
 is 0.05 % of a core at one in 15 seconds.

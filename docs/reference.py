@@ -329,7 +329,8 @@ def _field_parameters(cls: type, described: Described, inherited: dict[str, Memb
         if parameter.kind is parameter.KEYWORD_ONLY and "*" not in shown:
             shown.append("*")
         member = described.members[name]
-        if bases and name in inherited and member.owner is not cls:
+        is_positional = parameter.kind is not parameter.KEYWORD_ONLY
+        if bases and name in inherited and member.owner is not cls and not is_positional:
             is_shortened = True
         else:
             shown.append(f"{name}: {member.type}" + ("" if member.default is None else f" = {member.default}"))

@@ -70,6 +70,8 @@ SLOWEST = (
     "test_faults_midway.py",
 )
 """Files of tests that take tens of seconds, the longest first."""
+CLUSTERS = ("benchmarks", "deploy", "faults", "launch")
+"""Folders of tests that start processes. Their tests and those of the slowest files are marked `cluster`."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -96,12 +98,15 @@ def pytest_report_header(config: pytest.Config) -> str:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """With `--draw`, draws some of the tests that are marked `draw`. Puts the slowest files first, so that no worker of
+    """Marks the tests of clusters. With `--draw`, draws some of the tests that are marked `draw`. Puts the slowest files first, so that no worker of
     `-n` starts one at the end. The tests of a file stay together and in order, because they share fixtures."""
     if config.getoption("--draw"):
         left_out = _not_drawn(items, config.stash[SEED])
         config.hook.pytest_deselected(items=[item for item in items if item in left_out])
         items[:] = [item for item in items if item not in left_out]
+    for item in items:
+        if item.path.parent.name in CLUSTERS or item.path.name in SLOWEST:
+            item.add_marker("cluster")
     items.sort(key=lambda item: SLOWEST.index(item.path.name) if item.path.name in SLOWEST else len(SLOWEST))
 
 

@@ -57,11 +57,12 @@ from satrap.table.store import Store, StoredRows
 from satrap.train.deployment import Deployment
 
 if TYPE_CHECKING:
-    from satrap import models
+    from satrap import models, nn
     from satrap.checkpoint.checkpoint import Checkpoint
     from satrap.data import synthetic
     from satrap.monitor.metrics import Evaluation
     from satrap.monitor.report import Counters, Report
+    from satrap.nn.convert import convert
     from satrap.serving.reader import Reader, ReaderTable
     from satrap.table.table_group import TableGroup
     from satrap.train import negatives
@@ -95,12 +96,13 @@ _LATER = {
     "TableGroup": "table.table_group",
     "Validation": "train.validation",
     "auc": "train.evaluation",
+    "convert": "nn.convert",
     "evaluate": "train.evaluation",
     "full_softmax": "train.retrieval",
     "topk": "train.retrieval",
 }
 """Names that come with torch, and types of results: their files are imported at the first use of the name."""
-_MODULES = {"models": "models", "negatives": "train.negatives", "synthetic": "data.synthetic"}
+_MODULES = {"models": "models", "nn": "nn", "negatives": "train.negatives", "synthetic": "data.synthetic"}
 
 
 def __getattr__(name: str) -> object:
@@ -197,10 +199,12 @@ __all__ = [
     "Zeros",
     "__version__",
     "auc",
+    "convert",
     "evaluate",
     "full_softmax",
     "models",
     "negatives",
+    "nn",
     "read_vectors",
     "synthetic",
     "topk",

@@ -42,9 +42,8 @@ def _memory_group(folder: Path) -> MemoryGroup | None:
         return MemoryGroup(max(0, used - _statistic(folder, "inactive_file", 0)), limit)
     with suppress(OSError, ValueError):
         limit, used = (_number((folder / f"memory.{name}_in_bytes").read_text()) for name in ("limit", "usage"))
-        limit = min(
-            limit, _statistic(folder, "hierarchical_memory_limit", limit)
-        )  # of groups that are not visible, too
+        # This limit holds for groups above, which may not be visible.
+        limit = min(limit, _statistic(folder, "hierarchical_memory_limit", limit))
         if limit < _NO_LIMIT:
             return MemoryGroup(max(0, used - _statistic(folder, "total_inactive_file", 0)), limit)
     return None

@@ -86,7 +86,7 @@ class Transfer:
         self._report()
 
     def reach(self, done: int, total: int | None, num_bytes: int) -> None:
-        """Set how much was done, of how much, and how many bytes that were."""
+        """Set how much of how much was done, and how many bytes that were."""
         with _lock:
             self._done, self._total, self._bytes = done, total, num_bytes
         self._report()

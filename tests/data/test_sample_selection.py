@@ -1,5 +1,6 @@
 """`share`, `before` and `since` of a source: parts are disjoint and together all samples, in every format."""
 
+import json
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from hypothesis import strategies as st
 
 import satrap
 from clicks import KINDS, expected, make, read, source, write
+from satrap.data.registry import source_from_dict
 from satrap.data.source import Source
 from satrap.errors import ConfigError, SourceError
 
@@ -76,6 +78,15 @@ def test_batches_of_an_iterable_are_selected() -> None:
     other = data.replace(share=(0.5, 1.0))
     parts = [[int(v) for b in each.batches(("a",)) for v in b.values] for each in (data, other)]
     assert sorted(chain(*parts)) == list(range(200)) and all(parts)
+
+
+def test_a_signature_and_a_form_are_plain_json_types() -> None:
+    data = satrap.Parquet("a.parquet", share=(0.0, 0.5), before=("day", 3), since=("day", "2"))
+    assert source_from_dict(json.loads(json.dumps(data.to_dict()))) == data
+    frame = satrap.Frame({"a": [1, 2]}, share=(0.0, 0.5), since=("a", 2))
+    signature = frame.signature()
+    assert json.loads(json.dumps(signature)) == signature and signature["share"] == [0.0, 0.5]
+    assert signature != frame.replace(seed=1).signature()
 
 
 @given(st.floats(0.01, 0.99), st.integers(0, 2**64 - 1))

@@ -1,4 +1,4 @@
-"""The log of a whole run, in both formats: every line is parsed, and each event is found where operations.md has it."""
+"""The log of a whole run, in both formats: every line is parsed, and each event is found where logs.md has it."""
 
 from __future__ import annotations
 

@@ -174,7 +174,7 @@ SETUP: dict[str, Callable[[], Any]] = {
     "docs/checkpoints.md": clicks,
     "docs/gpu.md": clicks,
     "docs/tutorial.md": adult,
-    "docs/cluster.md": cluster,
+    "docs/by-hand.md": cluster,
 }
 
 

@@ -34,6 +34,7 @@ ARROWS: dict[str, str] = {
     "device": "config rpc sharding table data worker",
     "train": "config rpc monitor sharding table data server worker worker.remote device",
     "models": "config train",
+    "nn": "config train",
     "checkpoint": "config monitor storage table.snapshot data train",
     "serving": "config rpc storage table table.snapshot data worker train checkpoint",
     "launch": "config rpc monitor sharding server server.migration",
@@ -62,7 +63,8 @@ CORE_ARROWS = {
 OUTSIDE: dict[str, str | None] = {
     "numpy": None,
     "pyarrow": "config.optional_deps data table.snapshot.arrow_files",
-    "torch": "device train models checkpoint serving launch.trainer_main cli.doctor monitor.sinks planning.calibration",
+    "torch": "device train models nn checkpoint serving launch.trainer_main cli.doctor monitor.sinks "
+    "planning.calibration",
     "safetensors": "checkpoint.state_dict_file",
     "fsspec": "storage.fsspec_store data.file_source",
     "obstore": "storage.obstore_store",

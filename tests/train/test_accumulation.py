@@ -171,7 +171,7 @@ def test_a_batch_says_whether_it_completes_its_step_after_its_stream() -> None:
 
 @pytest.mark.parametrize(("num", "left"), [(601, 1), (602, 2)])
 def test_batches_that_a_loop_leaves_over_are_counted_and_logged(num: int, left: int) -> None:
-    """The loop of issue 32: N = 3 and no step after the last batch."""
+    """A loop of three batches for each step that takes no step after the last batch."""
     embeddings, model, optimizer = job()
     with logged("satrap.train", match=UNSTEPPED.format(left)):
         for number, batch in enumerate(embeddings.stream(batches(4) * (num // 4) + batches(num % 4), accumulate=3), 1):

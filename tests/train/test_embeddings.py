@@ -170,6 +170,23 @@ def test_a_scaled_loss_gives_the_same_rows() -> None:
     np.testing.assert_array_equal(results[0]["item"], results[1]["item"])
 
 
+def test_a_scaled_loss_of_embeddings_alone_gives_the_same_rows() -> None:
+    """No dense parameter has a gradient."""
+    results = []
+    for scaled in (False, True):
+        embeddings, _, optimizer = job()
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, enabled=scaled)
+        with embeddings.stream(batches(4)) as stream:
+            for batch in stream:
+                optimizer.zero_grad()
+                scaler.scale(batch.embeddings.square().sum()).backward()
+                scaler.step(optimizer)
+                scaler.update()
+        assert embeddings.step == 4
+        results.append(rows(embeddings))
+    np.testing.assert_array_equal(results[0]["item"], results[1]["item"])
+
+
 def test_autocast_to_bfloat16() -> None:
     embeddings, model, optimizer = job()
     with embeddings.stream(batches(3)) as stream:

@@ -21,7 +21,7 @@ class BackgroundSave:
 
     @property
     def is_done(self) -> bool:
-        """Whether the work has ended."""
+        """Whether the save has ended, with or without an error."""
         return not self._thread.is_alive()
 
     def wait(self) -> None:

@@ -56,7 +56,7 @@ class Catalog:
 
     @property
     def newest(self) -> str | None:
-        """The newest version that counts."""
+        """The newest complete version, or None."""
         return self._complete[-1].name if self._complete else None
 
     @property
@@ -66,13 +66,13 @@ class Catalog:
 
     @property
     def skipped(self) -> list[str]:
-        """The torn versions that are newer than the newest that counts."""
+        """The torn versions that are newer than the newest complete one. A resume skips them."""
         last = self._complete[-1].number if self._complete else 0
         return [torn.name for torn in self._torn if torn.number > last]
 
     @property
     def removed_later(self) -> set[str]:
-        """The torn versions that become garbage once a newer version counts."""
+        """The torn versions that `garbage` may remove once a newer version is complete."""
         return {torn.name for torn in self._torn if torn.writer}
 
     def next(self, step: int, writer: str) -> Version:
@@ -81,8 +81,8 @@ class Catalog:
         return Version(1 + max(numbers, default=0), step, writer)
 
     def is_newer(self, name: str, than: str | None) -> bool:
-        """Return whether `name` is newer than `than`, or another version of the same number. `than` may no longer
-        exist."""
+        """Return whether `name` is a newer version than `than`, or another one of the same number. `than` may have been
+        removed meanwhile."""
         one, other = Version.parse(name), Version.parse(than or "")
         return one is not None and name != than and (other is None or one.number >= other.number)
 
@@ -109,4 +109,4 @@ class Catalog:
 
 
 def _sorted_versions(names: Iterable[str]) -> list[Version]:
-    return sorted(each for name in names if (each := Version.parse(name)) is not None)
+    return sorted(version for name in names if (version := Version.parse(name)) is not None)

@@ -112,7 +112,7 @@ class Checkpoint:
         self._writer = CheckpointWriter(self._directory, keep=keep, full_every=full_every, save_memory=save_memory)
         self._session.track_position(data)
         self._saved_step = -1
-        self._running: BackgroundSave | None = None  # of trainer 0
+        self._running: BackgroundSave | None = None  # trainer 0 has it
         self._has_running = False  # whether trainer 0 may have one that not all trainers know to be complete
         self._figures = _SaveFigures()
         self._source: Mapping[str, Any] | None = None
@@ -132,9 +132,11 @@ class Checkpoint:
         return self._directory.best_name()
 
     def save(self, *, every_steps: int | None = None, best: bool = False, wait: bool = True) -> bool:
-        """Write a checkpoint; return whether one is written. every_steps: write only if the step is a multiple, once.
-        best: it is the best of the run so far, and kept beyond `keep` until another one is saved as the best.
+        """Write a checkpoint; return whether one is written.
 
+        every_steps: write only if the step is a multiple, and once for each step.
+        best: whether this is the best checkpoint so far. It is kept beyond `keep` until another one is saved as the
+            best.
         wait: whether training waits until the checkpoint is complete. False: it waits only until the state of this step
             is fixed; a thread writes it while training continues. The next save waits for it. If it fails, the next
             call of `save`, `resume` or `Embeddings.close` raises the error; with several trainers, their next save
@@ -210,9 +212,7 @@ class Checkpoint:
                 draft = self._writer.draft(
                     self._session.worker.tables,
                     step=max(steps),
-                    positions=tuple(
-                        None if position is None else Position.from_dict(position) for position in positions
-                    ),
+                    positions=tuple(None if saved is None else Position.from_dict(saved) for saved in positions),
                     state=FrozenState.of(state),
                     source=self._signature(),
                     is_best=any(bests),
@@ -363,15 +363,15 @@ class Checkpoint:
         try:
             for saved in state["random"][self._session.trainers.rank :][:1]:  # empty if fewer trainers saved it
                 _set_random_state(saved)
-            for name, each in self._objects.items():
+            for name, target in self._objects.items():
                 try:
-                    each.load_state_dict(state["objects"][name])
+                    target.load_state_dict(state["objects"][name])
                 except (ValueError, RuntimeError, KeyError, TypeError, SatrapError) as error:
                     raise CheckpointError(f"{where}: {name} cannot load its state: {error}") from error
             yield
         except BaseException:
-            for name, each in self._objects.items():
-                each.load_state_dict(before["objects"][name])
+            for name, target in self._objects.items():
+                target.load_state_dict(before["objects"][name])
             _set_random_state(before["random"][0])
             raise
 
@@ -409,7 +409,7 @@ class Checkpoint:
 
     def _state(self, randoms: list[dict[str, Any]]) -> dict[str, Any]:
         """randoms: the random state of each trainer."""
-        objects = {name: each.state_dict() for name, each in self._objects.items()}
+        objects = {name: target.state_dict() for name, target in self._objects.items()}
         del objects["optimizer"]["rows"]  # the checkpoint has the rows, and restores them after the optimizer
         return {"objects": objects, "random": randoms}
 
@@ -475,5 +475,5 @@ def _set_random_state(state: Mapping[str, Any]) -> None:
     torch.set_rng_state(state["torch"])
     if torch.cuda.is_available():
         # There may be fewer devices now.
-        for device, each in zip(range(torch.cuda.device_count()), state["cuda"], strict=False):
-            torch.cuda.set_rng_state(each, device)
+        for device, saved in zip(range(torch.cuda.device_count()), state["cuda"], strict=False):
+            torch.cuda.set_rng_state(saved, device)

@@ -46,11 +46,14 @@ class CheckpointWriter:
         self._directory = directory
         self._keep, self._full_every, self._save_memory = keep, full_every, save_memory
         self._last: tuple[str, dict[str, int]] | None = None  # the newest checkpoint and its tables' versions
-        self._map_version = 0  # of the tables' bucket map at that time
+        self._map_version = 0  # the version of the tables' bucket map at that time
         self._since_full = 0
 
     def follow(self, name: str, versions: dict[str, int], map_version: int, num_links: int | None) -> None:
-        """Continue after a checkpoint that was restored. num_links: of its chain; None: no changes may follow it."""
+        """Continue the chain of a checkpoint that was restored, so that the next save may write changes to it.
+
+        num_links: the number of checkpoints in its chain; None: the next save must be full.
+        """
         self._last, self._map_version = (name, versions), map_version
         self._since_full = self._full_every if num_links is None else num_links
 

@@ -35,7 +35,8 @@ class Publisher(Protocol):
         """Return a folder in which a checkpoint of this name is written."""
 
     def publish(self, written: Folder, name: str, last: str, data: bytes, check: Callable[[], None]) -> None:
-        """Make what was written visible as the checkpoint `name`: its last object, unless check() raises."""
+        """Make what was written visible as the checkpoint `name`, by writing its last object. If check() raises,
+        nothing becomes visible."""
 
     def discard(self, written: Folder) -> None:
         """Remove what was written into a folder of `begin` that was not published, as far as possible."""

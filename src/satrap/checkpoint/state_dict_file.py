@@ -96,7 +96,7 @@ def state_bytes(state: Any) -> bytes:
 
 
 def state_of(data: bytes) -> Any:
-    """Return the state in bytes that `state_bytes` returned."""
+    """Return the state that `state_bytes` encoded."""
     from safetensors.torch import load
 
     end = 8 + int.from_bytes(data[:8], "little")  # the end of the header, which `load` does not return
@@ -114,11 +114,11 @@ def _flatten(value: Any, where: str, tensors: dict[str, Tensor]) -> Any:
         case float():
             return value if math.isfinite(value) else {_FLOAT: repr(value)}
         case tuple():
-            return {_TUPLE: [_flatten(each, f"{where}.{i}", tensors) for i, each in enumerate(value)]}
+            return {_TUPLE: [_flatten(element, f"{where}.{i}", tensors) for i, element in enumerate(value)]}
         case list():
-            return [_flatten(each, f"{where}.{i}", tensors) for i, each in enumerate(value)]
+            return [_flatten(element, f"{where}.{i}", tensors) for i, element in enumerate(value)]
         case Mapping():
-            pairs = [[key, _flatten(each, f"{where}.{key}", tensors)] for key, each in value.items()]
+            pairs = [[key, _flatten(element, f"{where}.{key}", tensors)] for key, element in value.items()]
             if all(isinstance(key, str) for key, _ in pairs) and not any(key.startswith("__") for key, _ in pairs):
                 return dict(pairs)
             if all(isinstance(key, str | int) for key, _ in pairs):
@@ -135,11 +135,11 @@ def _build(tree: Any, tensors: Mapping[str, Tensor]) -> Any:
         case {"__tuple__": items}:
             return tuple(_build(item, tensors) for item in items)
         case {"__pairs__": pairs}:
-            return {key: _build(each, tensors) for key, each in pairs}
+            return {key: _build(subtree, tensors) for key, subtree in pairs}
         case {"__float__": text}:
             return float(text)
         case dict():
-            return {key: _build(each, tensors) for key, each in tree.items()}
+            return {key: _build(subtree, tensors) for key, subtree in tree.items()}
         case list():
             return [_build(subtree, tensors) for subtree in tree]
     return tree

@@ -18,9 +18,8 @@ from satrap import _core
 from satrap.config.cores import num_cores
 from satrap.config.tables import Table
 from satrap.data.criteo import Criteo
-from satrap.data.delimited import CSV
+from satrap.data.inferred_source import infer_source
 from satrap.data.inputs import Inputs
-from satrap.data.parquet import Parquet
 from satrap.data.reuse import LAGS, Reuse, measure_reuse
 from satrap.errors import ConfigError
 from satrap.monitor.memory import memory
@@ -68,13 +67,11 @@ def examine(dim: int, *, run: bool) -> Iterator[str]:
 
 def examine_data(paths: Sequence[str], ids: Sequence[str], *, batch_size: int, num_batches: int) -> Iterator[str]:
     """Yield the reuse of each feature, and advice. ids: the features' columns; none: the files are Criteo's logs."""
-    source: CSV | Parquet | Criteo
-    if not ids:
-        source, ids = Criteo(path=list(paths), dense=(), batch_size=batch_size), CRITEO_IDS
+    if ids:
+        source = infer_source(list(paths))
     else:
-        kind = Parquet if all(path.endswith(".parquet") for path in paths) else CSV
-        source = kind(path=list(paths), batch_size=batch_size)
-    with closing(source.replace(drop_last=True).batches(tuple(ids))) as batches:
+        source, ids = Criteo(path=list(paths), dense=()), CRITEO_IDS
+    with closing(source.replace(batch_size=batch_size, drop_last=True).batches(tuple(ids))) as batches:
         found = measure_reuse(islice(batches, num_batches))
     if not found or math.isnan(found[0].shares[0]):
         raise ConfigError(

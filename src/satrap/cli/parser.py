@@ -419,7 +419,10 @@ def _add_keys_and_doctor(commands: Commands) -> None:
         "With FILES, print instead how often their ids repeat from batch to batch, and what staleness that permits.",
     )
     doctor.add_argument(
-        "files", nargs="*", metavar="FILES", help="CSV or Parquet files with --ids; without --ids Criteo's click logs"
+        "files",
+        nargs="*",
+        metavar="FILES",
+        help="CSV, TSV, Parquet or Arrow files with --ids; without --ids Criteo's click logs",
     )
     doctor.add_argument("--ids", nargs="+", default=[], metavar="COLUMN", help="the columns of ids in FILES")
     doctor.add_argument(

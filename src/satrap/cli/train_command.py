@@ -9,7 +9,7 @@ import argparse
 import shlex
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +26,12 @@ from satrap.errors import ConfigError, InputError
 
 _SAMPLED_ROWS = 200_000
 _HELD_OUT = 0.1
-_FEW_ROWS = 100_000
-"""Rows below which batches are small and the data is read several times."""
+_MOST_EPOCHS = 10
+_ROWS_TRAINED = 100_000
+"""The default number of epochs reads about so many rows, at most ten times the data."""
+_BATCHES = ((20_000, 64), (100_000, 256))
+"""Numbers of rows below which a batch has these samples by default."""
+_LARGEST_BATCH = 1024
 
 
 def add_train(commands: Commands) -> None:
@@ -64,12 +68,14 @@ def add_train(commands: Commands) -> None:
     held_out = train.add_mutually_exclusive_group()
     held_out.add_argument("--test", metavar="FILE", help="file to test on (default: a random tenth of FILES)")
     held_out.add_argument(
-        "--test-after", metavar="COLUMN", help="hold out the tenth with the largest values of this column, such as a day"
+        "--test-after",
+        metavar="COLUMN",
+        help="hold out the tenth with the largest values of COLUMN, such as a day",
     )
     for option, what in (
         ("--dim", "dim of the embeddings (default: 4 to 16, by the number of ids)"),
-        ("--epochs", "passes over the data (default: 3 up to 100,000 rows, else 1)"),
-        ("--batch-size", "samples of a batch (default: 256 up to 100,000 rows, else 1024)"),
+        ("--epochs", "passes over the data (default: 1; up to 10 for less than 100,000 rows)"),
+        ("--batch-size", "samples of a batch (default: 64 to 1024, by the number of rows)"),
     ):
         train.add_argument(option, type=int, metavar="N", help=what)
     train.add_argument(
@@ -145,19 +151,31 @@ def _infer(source: FileSource, path: Any, options: argparse.Namespace) -> tuple[
     plan = plan_columns([profile_column(name, rows[name], is_typed=is_typed) for name in names], overrides)
     _refuse_leaks(plan, rows, is_typed)
     num_rows = len(rows[names[0]])
-    is_small = num_rows < _FEW_ROWS
+    epochs = min(_MOST_EPOCHS, max(1, round(_ROWS_TRAINED / num_rows)))
+    batch_size = next((size for limit, size in _BATCHES if num_rows < limit), _LARGEST_BATCH)
+    if options.test is not None:
+        _check_test(source, [each.profile.name for each in plan.columns if each.use != "ignored"], options.test)
     settings = ScriptSettings(
         path=path,
         kind=type(source).__name__,
         delimiter=source.delimiter if isinstance(source, CSV) else None,
         parts=_parts(rows, path, is_typed, options),
-        epochs=options.epochs or (3 if is_small else 1),
-        batch_size=options.batch_size or (256 if is_small else 1024),
+        epochs=options.epochs or epochs,
+        batch_size=options.batch_size or batch_size,
         staleness=options.staleness,
         seed=options.seed,
         out=str(options.out),
     )
     return plan, settings, num_rows
+
+
+def _check_test(source: FileSource, used: Sequence[str], test: str) -> None:
+    """Raise if the file to test on is of another format or has not all columns."""
+    other = infer_source(test)
+    if type(other) is not type(source) or getattr(other, "delimiter", None) != getattr(source, "delimiter", None):
+        raise InputError(f"--test: {test} is of another format than {source.path}; expected the same format")
+    if missing := [name for name in used if name not in column_names(other)]:
+        raise InputError(f"--test: {test} has no column {missing[0]!r}; expected the columns of {source.path}")
 
 
 def _parts(

@@ -167,8 +167,8 @@ def _plan_label(profiles: Mapping[str, ColumnProfile], overrides: Overrides) -> 
     if profile.kind != "text":
         raise InputError(f"label {name!r} holds values of kind {profile.kind!r}; expected numbers or text; {shown}")
     positive = next((text for text in profile.values if text.lower() in _POSITIVE), profile.values[1])
-    values = {text: float(text == positive) for text in sorted(profile.values, key=lambda text: text == positive)}
-    return LabelPlan(column=name, values=values, drops_missing=drops_missing)
+    texts = sorted(profile.values, key=lambda text: text == positive)
+    return LabelPlan(column=name, values={text: float(text == positive) for text in texts}, drops_missing=drops_missing)
 
 
 def _label_reason(label: LabelPlan, profile: ColumnProfile) -> str:
@@ -208,7 +208,9 @@ def _check_overrides(profiles: Mapping[str, ColumnProfile], overrides: Overrides
     for name in overrides.ids:
         kind = profiles[name].kind
         if (kind in ("time", "flag") and profiles[name].is_typed) or kind in ("other", "empty"):
-            raise ConfigError(f"--ids: column {name!r} is of kind {kind!r}; expected integers or text, or lists of them")
+            raise ConfigError(
+                f"--ids: column {name!r} is of kind {kind!r}; expected integers or text, or lists of them"
+            )
 
 
 def _use(profile: ColumnProfile, overrides: Overrides) -> tuple[Use, str]:
@@ -259,7 +261,7 @@ def _use_of_integers(profile: ColumnProfile) -> tuple[Use, str]:
         return "id", "by its name"
     if profile.most >= _MOST_COUNT or profile.least < -_MOST_COUNT:
         return "id", "numbers too large for counts"
-    if profile.num_distinct > 1000 and repeats >= 2 and 0 <= profile.least and spread <= 4 * profile.num_distinct:
+    if profile.num_distinct > 1000 and repeats >= 2 and profile.least >= 0 and spread <= 4 * profile.num_distinct:
         return "id", "many numbers without gaps"
     if 2 < profile.num_distinct <= _MOST_BUCKETS and repeats >= _LEAST_REPEATS and not _needs_declared_kind(profile):
         return "number and id", "few distinct numbers"

@@ -3,6 +3,7 @@
 Pure: a plan in, text out. The script has the columns and all settings; it imports nothing of this package's `cli`.
 """
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -36,14 +37,13 @@ class ScriptSettings:
 
 def write_script(plan: ColumnPlan, settings: ScriptSettings) -> str:
     """Return the text of the script."""
-    numbers = plan.numbers
     parts = [
-        _HEAD.format(data=_docstring_text(settings.path), label=plan.label.column, out=settings.out),
+        _HEAD.format(data=_short_name(settings.path), label=re.sub(r"[\\\\\"`]", "_", plan.label.column)),
         f"RUN = {_text(settings.out)}  # folder of checkpoints and of the report\n",
         _constants(plan),
         _source(plan, settings),
-        _SCALED if numbers else _DROPOUT,
-        _tables(plan, settings),
+        _MODELS if plan.numbers else _MODELS_WITHOUT_NUMBERS,
+        _embeddings(plan, settings),
         _FIT,
         _main(plan, settings),
     ]
@@ -131,10 +131,10 @@ def _label(label: LabelPlan) -> str:
 # -- the end of the script ---------------------------------------------------------------------------------------------
 
 
-def _tables(plan: ColumnPlan, settings: ScriptSettings) -> str:
+def _embeddings(plan: ColumnPlan, settings: ScriptSettings) -> str:
     has_bags = any(feature.is_bag for feature in plan.features)
     table = 'table.bag("mean") if name in BAGS else table' if has_bags else "table"
-    return _TABLES.format(table=table, staleness=settings.staleness, seed=settings.seed)
+    return _EMBEDDINGS.format(table=table, staleness=settings.staleness, seed=settings.seed)
 
 
 def _main(plan: ColumnPlan, settings: ScriptSettings) -> str:
@@ -184,21 +184,22 @@ def _value(value: Any) -> str:
     return f"({', '.join(map(_value, value))})" if isinstance(value, tuple) else repr(value)
 
 
-def _docstring_text(path: str | Sequence[str]) -> str:
-    text = path if isinstance(path, str) else ", ".join(path)
-    return text.replace("\\", "/").replace('"', "'")
+def _short_name(path: str | Sequence[str]) -> str:
+    """Return the last part of the first path, for a docstring."""
+    first = path if isinstance(path, str) else path[0]
+    name = re.sub(r"[^\w.*=-]", "_", first.rstrip("/").rpartition("/")[2])
+    return name if len(name) <= 40 else name[:37] + "..."
 
 
-_HEAD = '''"""Predicts `{label}`. Data: {data}.
+_HEAD = '''"""Predicts `{label}` from {data}.
 
 Written by `satrap train`, to be edited. Run it in the folder in which that
-command was called. It resumes the newest checkpoint; to start from the
-beginning, remove the folder {out}/checkpoint or change RUN.
+command was called. It resumes the newest checkpoint: to start again, remove
+the folder of the checkpoint, or change RUN.
 """
 
-import torch
-
 import satrap
+import torch
 
 '''
 
@@ -206,13 +207,13 @@ _SOURCE = '''def source({parameters}):
     """Declare the data: where it is and what its columns mean."""
 '''
 
-_DENSE = '''    dense = [
+_DENSE = """    dense = [
         satrap.DenseColumn(name, missing=mean{log})
         for name, (mean, _) in NUMBERS.items()
     ]
-'''
+"""
 
-_SCALED = '''class Net(torch.nn.Module):
+_MODELS = '''class Net(torch.nn.Module):
     """Scales the numbers, drops some embeddings in training, calls a model."""
 
     def __init__(self, model, dropout):
@@ -227,9 +228,20 @@ _SCALED = '''class Net(torch.nn.Module):
         return self.model(scaled, self.dropout(embeddings))
 
 
+class Logistic(torch.nn.Module):
+    """Logistic regression: a weight for each number and each id."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = torch.nn.Linear(len(NUMBERS), 1)
+
+    def forward(self, dense, embeddings):
+        return self.linear(dense).squeeze(1) + embeddings.sum(1)
+
+
 '''
 
-_DROPOUT = '''class Net(torch.nn.Module):
+_MODELS_WITHOUT_NUMBERS = '''class Net(torch.nn.Module):
     """Drops some embeddings in training and calls a model."""
 
     def __init__(self, model, dropout):
@@ -237,12 +249,23 @@ _DROPOUT = '''class Net(torch.nn.Module):
         self.model, self.dropout = model, torch.nn.Dropout(dropout)
 
     def forward(self, dense, embeddings):
-        return self.model(None, self.dropout(embeddings))
+        return self.model(dense, self.dropout(embeddings))
+
+
+class Logistic(torch.nn.Module):
+    """Logistic regression: a weight for each id."""
+
+    def __init__(self):
+        super().__init__()
+        self.bias = torch.nn.Parameter(torch.zeros(1))
+
+    def forward(self, dense, embeddings):
+        return self.bias + embeddings.sum(1)
 
 
 '''
 
-_TABLES = '''def embeddings_of(dims, lr):
+_EMBEDDINGS = '''def embeddings_of(dims, lr):
     """Return the features of ids, each with a table of its own."""
     features = {{}}
     for name, dim in dims.items():
@@ -253,12 +276,12 @@ _TABLES = '''def embeddings_of(dims, lr):
 
 '''
 
-_FIT = '''def fit(name, net, embeddings, train, test, folder=None):
+_FIT = '''def fit(name, net, embeddings, train, test, lr, folder=None):
     """Train a net, and print its metrics on the held-out samples.
 
     folder: for the checkpoint and the record of the run; None: neither.
     """
-    optimizer = embeddings.optimizer(torch.optim.Adam(net.parameters()))
+    optimizer = embeddings.optimizer(torch.optim.Adam(net.parameters(), lr=lr))
     run = None
     if folder is not None:
         run = satrap.Checkpoint(
@@ -281,9 +304,9 @@ _FIT = '''def fit(name, net, embeddings, train, test, folder=None):
         net.eval()
         found = satrap.evaluate(net, embeddings.stream(test))
         progress.report_evaluation(embeddings.step, found.values())
+    metrics = f"AUC {found.auc():.4f}, log loss {found.log_loss():.4f}"
     rows = sum(map(len, embeddings.tables.values()))
-    print(f"{name}: AUC {found.auc():.4f}, log loss {found.log_loss():.4f}", end="")
-    print(f", after {embeddings.step} steps, with {rows} rows")
+    print(f"{name}: {metrics}; {embeddings.step} steps, {rows} rows")
 
 
 '''
@@ -294,11 +317,11 @@ _MAIN = '''def main():
     torch.manual_seed({seed})
     embeddings = embeddings_of(IDS, lr=0.05)
     dcn = satrap.models.DCN({num_dense}, embeddings, deep=(128, 64))
-    fit("DCN", Net(dcn, 0.2), embeddings, train, test, RUN)
+    fit("DCN", Net(dcn, 0.2), embeddings, train, test, lr=1e-3, folder=RUN)
 
     embeddings = embeddings_of(dict.fromkeys(IDS, 1), lr=0.1)
-    linear = satrap.models.FFNN({num_dense}, embeddings, hidden=())
-    fit("logistic regression", Net(linear, 0.0), embeddings, train, test)
+    net = Net(Logistic(), 0.0)
+    fit("logistic regression", net, embeddings, train, test, lr=1e-2)
 
 
 if __name__ == "__main__":

@@ -81,7 +81,8 @@ def as_gradients(where: str, gradients: object, shape: tuple[int, ...] | None) -
 
 
 def as_values(where: str, name: str, values: object, shape: tuple[int, ...]) -> NDArray[np.float32]:
-    """Return what a caller writes into rows as finite float32 of exactly this shape. Floats of 16 bits are widened."""
+    """Return the values that a caller writes into rows, as finite float32 of exactly this shape. Floats of 16 bits are
+    widened."""
     array = _as_array(where, name, values, "a float32 array")
     if array.dtype == np.float16:
         array = array.astype(np.float32)
@@ -94,7 +95,7 @@ def as_values(where: str, name: str, values: object, shape: tuple[int, ...]) -> 
 
 
 def as_out(where: str, out: object, shape: tuple[int, ...], name: str = "out") -> NDArray[np.float32]:
-    """Return the caller's own memory, to write rows into."""
+    """Return the array that the caller passed to receive rows; raise InputError if it does not fit."""
     expected = f"a float32 array of shape {shape}, C-contiguous and writable"
     array = _as_array(where, name, out, expected)
     if array.dtype != np.float32 or array.shape != shape:

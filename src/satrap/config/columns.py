@@ -206,7 +206,7 @@ class IdColumn(Config):
             given: Any = self.boundaries
             if not isinstance(given, Sequence) or isinstance(given, str) or not given:
                 raise ConfigError(f"{where}: boundaries is {describe(given)}; expected ascending numbers")
-            numbers = [check_number(where, f"boundaries[{i}]", each, _NO_BOUND) for i, each in enumerate(given)]
+            numbers = [check_number(where, f"boundaries[{i}]", number, _NO_BOUND) for i, number in enumerate(given)]
             if any(low >= high for low, high in pairwise(numbers)):
                 raise ConfigError(f"{where}: boundaries is {describe(given)}; expected ascending numbers")
             set_field(self, "boundaries", tuple(numbers))

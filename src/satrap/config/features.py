@@ -27,7 +27,9 @@ class Features(Serializable, Mapping[str, Feature]):
             raise ConfigError(
                 f"features are {describe(features)}; expected a dict of at least one, e.g. {{'user': table}}"
             )
-        by_name = {check_name("Feature", name, "'user_id'"): _as_feature(name, each) for name, each in features.items()}
+        by_name = {
+            check_name("Feature", name, "'user_id'"): _as_feature(name, given) for name, given in features.items()
+        }
         tables: dict[str, Table] = {}
         for name, feature in by_name.items():
             table = tables.setdefault(feature.table.name, feature.table)
@@ -49,7 +51,7 @@ class Features(Serializable, Mapping[str, Feature]):
         """For each feature the index in `tables` of the table that it looks rows up in. Never falls."""
         self.dims = tuple(feature.table.dim for feature in self._features.values())
         """For each feature the number of elements of a row."""
-        pooled = {name: each.table.dim for name, each in self._features.items() if each.pooling != "none"}
+        pooled = {name: feature.table.dim for name, feature in self._features.items() if feature.pooling != "none"}
         begins = dict(zip(pooled, accumulate(pooled.values(), initial=0), strict=False))
         self.columns = tuple(begins.get(name, -1) for name in ordered)
         """For each feature the column where it begins in a block; -1 for a sequence, which is in no block."""
@@ -68,13 +70,13 @@ class Features(Serializable, Mapping[str, Feature]):
         return len(self._features)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return these features as plain JSON types, in this order."""
+        """Return these features as plain JSON types, in their order."""
         return {name: feature.to_dict() for name, feature in self.items()}
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Self:
         """Return the features that `to_dict` wrote."""
-        return cls({name: Feature.from_dict(each) for name, each in require_mapping("Features", data).items()})
+        return cls({name: Feature.from_dict(feature) for name, feature in require_mapping("Features", data).items()})
 
     def __repr__(self) -> str:
         return f"Features({', '.join(f'{name}: {_shown(feature)}' for name, feature in self.items())})"

@@ -37,9 +37,9 @@ class Job(Serializable):
             raise ConfigError(f"Job: tables are {names}; expected at least one, each with its own name")
 
     def on_servers(self, num_servers: int, there: "Job | None") -> "Job":
-        """Return the job with the number of buckets of each table that leaves it open: enough for so many servers.
+        """Return the job with a number of buckets for each table that does not set one: enough for so many servers.
 
-        there: the job that the servers have already; its numbers stand, however many servers there are now.
+        there: the job that the servers have already. Its numbers are kept, however many servers there are now.
         """
         if there is not None:
             return replace(self, tables=with_buckets_of(self.tables, there.tables))
@@ -77,7 +77,8 @@ def buckets_for(num_servers: int) -> int:
 
 
 def with_buckets_of(tables: Sequence[Table], there: Sequence[Table]) -> tuple[Table, ...]:
-    """Return the tables; those that leave their number of buckets open have that of the table of their name there."""
+    """Return the tables, where those that do not set `num_buckets` take the number of the table of the same name in
+    `there`."""
     known = {table.name: table.resolved_num_buckets for table in there}
     return tuple(table.with_buckets(known.get(table.name, table.resolved_num_buckets)) for table in tables)
 

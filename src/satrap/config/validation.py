@@ -172,7 +172,7 @@ def _to_json(owner: object, name: str, value: Any) -> Any:
     if isinstance(value, os.PathLike):
         return os.fsdecode(value)
     if isinstance(value, Mapping):
-        return {str(key): _to_json(owner, name, each) for key, each in value.items()}
+        return {str(key): _to_json(owner, name, element) for key, element in value.items()}
     if isinstance(value, list | tuple):
         return [_to_json(owner, name, element) for element in value]
     if isinstance(value, _PLAIN):

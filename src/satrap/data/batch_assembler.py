@@ -145,7 +145,7 @@ class _EpochReader:
         self.skipped_rows = skipped_rows
         self.num_bad = 0  # rows of this epoch that were skipped
         self.num_groups = 0  # started in this iteration
-        self.offset = start.offset  # of the last chunk
+        self.offset = start.offset  # where the last chunk ended
         self.before = tuple(stopped for stopped in start.before if max(p.epoch for p in stopped) >= start.epoch)
         self.start = replace(start, before=self.before)
         num_blocks = len(assembler.blocks)
@@ -214,7 +214,7 @@ class _EpochReader:
                 group = _WindowGroup(index, rows, self.num_groups, self.offset)
             if chunk is not None and len(chunk):
                 chunks.append(chunk)
-            is_end = chunk is None or chunk.offset is not None  # of a block, or an offset at which the data can resume
+            is_end = chunk is None or chunk.offset is not None  # a block ends, or the data can resume at an offset
             if chunk is not None and chunk.offset is not None:
                 self.offset = chunk.offset
             if len(chunks) == self.assembler.num_chunks or (is_end and group.num_windows and chunks):

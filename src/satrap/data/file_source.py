@@ -250,10 +250,10 @@ def _expand(path: str, filesystem: Any) -> list[File]:
     base = inner if size is not None or glob is None else inner[: glob.start()].rpartition("/")[0]
     matcher = re.compile("" if size is not None else _pattern(inner[len(base) :]) + r"\Z")
     files = []
-    for each, size in sorted(storage.find(base or ("/" if inner.startswith("/") else ""))):
-        below = each[len(base.rstrip("/")) :]
-        if matcher.match(each[len(base) :]) and (not _names_hidden(below) or _names_hidden(inner[len(base) :])):
-            files.append(File(storage, each, size))
+    for file, size in sorted(storage.find(base or ("/" if inner.startswith("/") else ""))):
+        below = file[len(base.rstrip("/")) :]
+        if matcher.match(file[len(base) :]) and (not _names_hidden(below) or _names_hidden(inner[len(base) :])):
+            files.append(File(storage, file, size))
     if not files:
         raise SourceError(
             f"{path}: {'the folder holds' if glob is None else 'the glob matches'} no file; expected at least one "

@@ -118,10 +118,10 @@ def as_inputs(features: Iterable[str], ids: object) -> Inputs:
         values.append(_feature_ids(name, pair[0]))
         lengths.append(_bag_lengths(f"feature {name!r}", pair[1], len(values[-1])))
     batch_size = len(lengths[0])
-    for name, each in zip(names, lengths, strict=True):
-        if len(each) != batch_size:
+    for name, length in zip(names, lengths, strict=True):
+        if len(length) != batch_size:
             raise InputError(
-                f"a batch has {batch_size} samples of {names[0]!r} and {len(each)} of {name!r}; expected one number"
+                f"a batch has {batch_size} samples of {names[0]!r} and {len(length)} of {name!r}; expected one number"
             )
     offsets = np.concatenate([[0], np.cumsum(np.concatenate(lengths))]).astype(np.int64)
     return Inputs(names=names, values=np.concatenate(values), offsets=offsets, batch_size=batch_size)

@@ -22,8 +22,8 @@ from satrap.errors import SourceError
 
 _FOOTER_THREADS = 16  # footers are small, so reading them is mostly waiting
 _MAX_GROUP_BYTES = 32 << 20  # larger row groups are read through a small buffer
-_BUFFER_BYTES = 8 << 20  # of all columns together
-_LEAST_BUFFER_BYTES = 64 << 10  # of one column
+_BUFFER_BYTES = 8 << 20  # all columns share them
+_LEAST_BUFFER_BYTES = 64 << 10  # one column has them
 
 
 @dataclass(frozen=True, repr=False)
@@ -94,7 +94,7 @@ class _RowGroups:
             parquet = ParquetFile(
                 opened,
                 read_dictionary=self.hashed,
-                page_checksum_verification=True,  # of the pages that have a checksum
+                page_checksum_verification=True,  # pages without a checksum are read unverified
                 pre_buffer=not is_large,
                 buffer_size=max(_LEAST_BUFFER_BYTES, _BUFFER_BYTES // max(1, len(names))) if is_large else 0,
             )

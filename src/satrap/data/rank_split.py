@@ -82,7 +82,7 @@ class RowAssigner:
         """How many rows have been assigned so far."""
         self._whole_chunks = whole_chunks
         self._range = RowRange(0)
-        self._row = 0  # of the range's block
+        self._row = 0  # counts from the start of the range's block
 
     def start_range(self, row_range: RowRange) -> None:
         """Continue with the first chunk of a row range."""

@@ -1,7 +1,7 @@
 """Reads blocks ahead in background threads, assigns their rows to ranks, and returns decoded chunks in order.
 
 The number of chunks that are in flight or finished and not yet returned is bounded. A chunk takes three steps: a thread
-reads it, in its turn within its block; then, in the order of all chunks, the row assigner decides which of its rows
+reads it, in order within its block; then, in the order of all chunks, the row assigner decides which of its rows
 this rank needs; then any thread decodes those. No thread waits for the consumer or for another block, so to stop means
 to start nothing more and to wait for the running threads. An error in a thread is raised in place of its chunk.
 """
@@ -96,33 +96,33 @@ class ReadAhead:
 
     def _start(self, reader: "_RangeReader") -> None:
         self._in_flight += 1
-        turn = reader.next_turn()
+        number = reader.next_number()
         if self._pool is None:
-            reader.results.append(partial(self._read_now, reader, turn))
+            reader.results.append(partial(self._read_now, reader, number))
             return
         future: Future[AssignedChunk] = Future()
         with Uninterrupted():
-            self._pool.submit(self._read, reader, turn, future)
+            self._pool.submit(self._read, reader, number, future)
         reader.results.append(partial(_result, future))
 
-    def _read_now(self, reader: "_RangeReader", turn: int) -> AssignedChunk:
+    def _read_now(self, reader: "_RangeReader", number: int) -> AssignedChunk:
         """Run all three steps of a chunk in the caller's thread."""
-        raw, num_rows = reader.take(turn)
+        raw, num_rows = reader.take(number)
         while self._unassigned[0] is not reader:  # all chunks of the readers before it were returned
             self._unassigned.popleft()
         before, rows = self._assign(reader, raw, num_rows)
         return before, None if raw is _END else _decoded(raw, rows)
 
-    def _read(self, reader: "_RangeReader", turn: int, future: "Future[AssignedChunk]") -> None:
-        """Run the first step of a chunk, in a thread; then the second step of all chunks whose turn it is."""
+    def _read(self, reader: "_RangeReader", number: int, future: "Future[AssignedChunk]") -> None:
+        """Run the first step of a chunk, in a thread; then the second step of all chunks that come next."""
         try:
-            raw, num_rows = reader.take(turn)
+            raw, num_rows = reader.take(number)
         except BaseException as error:
             future.set_exception(error)
             raw, num_rows = _END, None
         assert self._pool is not None
         with self._lock:
-            reader.raw[turn] = raw, num_rows, future
+            reader.raw[number] = raw, num_rows, future
             for decode, its_future in [] if self._closed else list(self._assign_ready()):
                 try:
                     self._pool.submit(decode)
@@ -130,7 +130,7 @@ class ReadAhead:
                     its_future.set_exception(error)
 
     def _assign_ready(self) -> "Iterator[tuple[Callable[[], None], Future[AssignedChunk]]]":
-        """Run the second step of the chunks whose turn it is; yield their third step."""
+        """Run the second step of the chunks that come next; yield their third step."""
         while self._unassigned:
             reader = self._unassigned[0]
             while not reader.is_assigned and (read := reader.raw.pop(reader.num_assigned, None)) is not None:
@@ -188,19 +188,19 @@ def _decoded(raw: RawChunk, rows: tuple[int, int] | None) -> Chunk:
 
 
 class _RangeReader:
-    """Reads the chunks of one row range. Threads take its raw chunks in turn, which `_turned` orders."""
+    """Reads the chunks of one row range. Threads take its raw chunks one after another; `_advanced` wakes the next."""
 
     def __init__(self, block: Block, row_range: RowRange) -> None:
         self.block, self.row_range = block, row_range
         self.results: deque[Callable[[], AssignedChunk]] = deque()
-        self.num_returned = 0  # of the results
-        self.raw: dict[int, tuple[Any, int | None, Future[AssignedChunk]]] = {}  # by turn: read and not assigned
-        self.num_assigned = 0  # of the turns
-        self.is_started = self.is_assigned = False  # of assigning the rows: the first, and all of them
+        self.num_returned = 0  # counts `results`
+        self.raw: dict[int, tuple[Any, int | None, Future[AssignedChunk]]] = {}  # by number: read and not assigned
+        self.num_assigned = 0  # counts chunks whose rows are assigned
+        self.is_started = self.is_assigned = False  # whether the rows of its first chunk, and of all, are assigned
         self._raw: Iterator[Any] = block.read()
-        self._num_turns = 0  # handed out
-        self._turn = 0
-        self._turned = threading.Condition()
+        self._num_started = 0  # counts the numbers that `next_number` returned
+        self._next = 0
+        self._advanced = threading.Condition()
         self._ended = False
 
     def max_in_flight(self, most: int) -> int:
@@ -214,34 +214,34 @@ class _RangeReader:
             return expected
         return expected + 1 if expected >= 0 else most
 
-    def next_turn(self) -> int:
-        self._num_turns += 1
-        return self._num_turns - 1
+    def next_number(self) -> int:
+        self._num_started += 1
+        return self._num_started - 1
 
-    def take(self, turn: int) -> tuple[Any, int | None]:
-        """Take raw chunk number `turn`, with the number of its rows unless the range has all rows of the block.
+    def take(self, number: int) -> tuple[Any, int | None]:
+        """Take raw chunk `number`, with the number of its rows unless the range has all rows of the block.
 
-        Returns _END after the last chunk. Turns are started in order, so the one that this call waits for is running,
-        or was cancelled with the pool, after `stop`.
+        Returns _END after the last chunk. Chunks are started in order, so the one that this call waits for is being
+        read, or was cancelled with the pool, after `stop`.
         """
-        with self._turned:
-            self._turned.wait_for(lambda: self._turn == turn or self._ended)
+        with self._advanced:
+            self._advanced.wait_for(lambda: self._next == number or self._ended)
         raw: Any = _END
         try:
             if not self._ended:
                 raw = next(self._raw, _END)
         finally:
-            with self._turned:
+            with self._advanced:
                 self._ended = self._ended or raw is _END
-                self._turn += 1
-                self._turned.notify_all()
+                self._next += 1
+                self._advanced.notify_all()
         return raw, None if raw is _END or self.row_range.is_whole_block else raw.count_rows()
 
     def stop(self) -> None:
-        """Read no further chunk, and wait for no turn."""
-        with self._turned:
+        """Read no further chunk, and wait for none."""
+        with self._advanced:
             self._ended = True
-            self._turned.notify_all()
+            self._advanced.notify_all()
 
     def close(self) -> None:
         close = getattr(self._raw, "close", None)

@@ -57,9 +57,9 @@ def measure_reuse(batches: Iterable[Inputs]) -> list[Reuse]:
 
 
 def _reuse(name: str, parts: list[tuple[NDArray[np.uint64], NDArray[np.int64]]], num_samples: int) -> Reuse:
-    ids = np.concatenate([each for each, _ in parts])
-    counts = np.concatenate([each for _, each in parts])
-    numbers = np.repeat(np.arange(len(parts)), [len(each) for each, _ in parts])
+    ids = np.concatenate([ids for ids, _ in parts])
+    counts = np.concatenate([counts for _, counts in parts])
+    numbers = np.repeat(np.arange(len(parts)), [len(ids) for ids, _ in parts])
     values, codes = np.unique(ids, return_inverse=True)
     totals = np.bincount(codes, counts, minlength=len(values))
     order = np.lexsort((numbers, codes))

@@ -103,7 +103,7 @@ class Source(Config, ABC):
 
     def __repr__(self) -> str:
         """Return the path first, then the fields that differ from their defaults."""
-        fields = sorted(dataclasses.fields(self), key=lambda each: each.name != "path")
+        fields = sorted(dataclasses.fields(self), key=lambda field: field.name != "path")
         shown = {field.name: _plain(getattr(self, field.name)) for field in fields if field.init and field.repr}
         texts = [repr(shown.pop("path"))] if "path" in shown else []
         defaults = {field.name: field.default for field in fields} | {"ids": {}, "weights": {}}
@@ -159,8 +159,9 @@ class Source(Config, ABC):
         """
         names = ["shuffle", "shuffle_blocks", "seed"] if self.shuffle else ["shuffle"]
         names += ["seed"] if self.share is not None and not self.shuffle else []
-        names += [name for name in ("share", "before", "since") if getattr(self, name) is not None]
-        return {"type": type(self).__name__} | {name: getattr(self, name) for name in names}
+        selections = {name: getattr(self, name) for name in ("share", "before", "since")}
+        selected = {name: list(value) for name, value in selections.items() if value is not None}
+        return {"type": type(self).__name__} | {name: getattr(self, name) for name in names} | selected
 
     def batches(
         self,
@@ -268,7 +269,7 @@ def _plain(value: Any) -> Any:
     if isinstance(value, tuple):
         return tuple(_plain(element) for element in value)
     if isinstance(value, dict):
-        return {name: _plain(each) for name, each in value.items()}
+        return {name: _plain(element) for name, element in value.items()}
     is_plain = isinstance(value, DenseColumn | IdColumn) and value == type(value)(value.name)
     return value.name if is_plain else value
 

@@ -49,7 +49,7 @@ _CALIBRATION = range(1 << 63, (1 << 63) + (1 << 15))  # samples that set scale a
 _LARGEST = 1 << 62
 _SMALLEST = 4  # ids of the smallest feature where a total is spread
 _HEAD = 1024  # ranks whose shares are tabulated; beyond, summing and integrating differ by less than 1e-7
-_SHARES = {"dense": 0.3, "effects": 0.55, "pairs": 0.15}  # of the variance of the logit
+_SHARES = {"dense": 0.3, "effects": 0.55, "pairs": 0.15}  # shares of the variance of the logit
 _DENSE, _MISSING, _RANK, _LABEL, _WEIGHT, _EFFECT = range(6)  # the purposes of hashes
 
 
@@ -57,8 +57,11 @@ class BestMetrics(NamedTuple):
     """The metrics of the true probabilities on the drawn labels; a model can be better only by luck."""
 
     auc: float
+    """The AUC."""
     log_loss: float
+    """The log loss."""
     normalised_entropy: float
+    """The log loss divided by the entropy of the labels' mean."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -392,7 +395,7 @@ def _cardinalities(value: object, num_ids: int) -> tuple[int, ...]:
     if isinstance(value, Sequence | np.ndarray) and not isinstance(value, str):
         if len(value) != num_ids:
             raise ConfigError(f"Clicks: {len(value)} cardinalities for num_ids {num_ids}; expected one for each")
-        return tuple(_integer(f"cardinalities[{at}]", each, 1, 1 << 32) for at, each in enumerate(value))
+        return tuple(_integer(f"cardinalities[{at}]", number, 1, 1 << 32) for at, number in enumerate(value))
     total = _integer("cardinalities", value, _SMALLEST * num_ids, num_ids << 32)
     low, high = 1.0, float(total)
     for _ in range(200):  # the factor from one feature to the next, by bisection
@@ -401,7 +404,7 @@ def _cardinalities(value: object, num_ids: int) -> tuple[int, ...]:
         low, high = (factor, high) if sum(spread) < total else (low, factor)
     rounded = [max(_SMALLEST, int(_SMALLEST * low**at)) for at in range(num_ids)]
     rounded[-1] += total - sum(rounded)
-    return tuple(_integer(f"cardinalities[{at}]", each, 1, 1 << 32) for at, each in enumerate(rounded))
+    return tuple(_integer(f"cardinalities[{at}]", number, 1, 1 << 32) for at, number in enumerate(rounded))
 
 
 def _integer(name: str, value: object, low: int, high: int) -> int:

@@ -86,7 +86,7 @@ class TableRows:
             with errors_naming(f"{rows}, column {name!r}"):
                 _validate(array)
         with errors_naming(rows):
-            arrays |= {name: pyarrow_for("reading data").repeat(each, n) for name, each in decoder.partition.items()}
+            arrays |= {name: pyarrow_for("reading data").repeat(value, n) for name, value in decoder.partition.items()}
             return decode(
                 arrays,
                 n,

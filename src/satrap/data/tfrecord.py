@@ -23,7 +23,7 @@ from satrap.data.table_rows import TableDecoder, TableRows
 from satrap.errors import SourceError
 
 _FRAME = struct.Struct("<QI")
-_MOST_BYTES = 1 << 30  # of a record
+_MOST_BYTES = 1 << 30  # a longer record is refused
 _LOOK_AHEAD = 1000  # records in which each column has to occur once
 _BYTES, _FLOATS, _INTEGERS = 1, 2, 3  # the fields of tf.train.Feature
 _Example = dict[str, tuple[int, list[Any]]]

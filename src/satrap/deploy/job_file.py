@@ -26,7 +26,7 @@ _ENV_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _LABEL = re.compile(r"([a-z0-9.-]{1,253}/)?[A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?")
 _LABEL_VALUE = re.compile(r"([A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?)?")
 _TAINT = re.compile(rf"({_LABEL.pattern})(=(?P<value>{_LABEL_VALUE.pattern}))?:(NoSchedule|NoExecute|PreferNoSchedule)")
-_MIN_SPARE = 1 << 30  # of a server, for its process and its requests
+_MIN_SPARE = 1 << 30  # bytes that a server needs for its process and its requests
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -58,8 +58,8 @@ def _job_set(job: DeployJob) -> dict[str, Any]:
         "successPolicy": {"operator": "All", "targetReplicatedJobs": ["trainers"]},
         "ttlSecondsAfterFinished": _KEEP_SECONDS,
         "replicatedJobs": [
-            {"name": role, "replicas": 1, "template": {"metadata": {"labels": pods.labels(job, role)}, "spec": each}}
-            for role, each in jobs.items()
+            {"name": role, "replicas": 1, "template": {"metadata": {"labels": pods.labels(job, role)}, "spec": spec}}
+            for role, spec in jobs.items()
         ],
     }
     metadata = pods.metadata(job, job.name, queued=True)

@@ -36,7 +36,10 @@ def literal(text: str) -> str:
 
 
 def labels(job: DeployJob, role: str | None = None) -> dict[str, str]:
-    """Return the labels of an object, of a role or of the whole job."""
+    """Return the labels of an object.
+
+    role: the role that the object belongs to; None: the whole job.
+    """
     shared = {"app.kubernetes.io/name": "satrap", "app.kubernetes.io/instance": job.name}
     return shared if role is None else shared | {"app.kubernetes.io/component": role}
 
@@ -86,7 +89,8 @@ def resources(role: Role) -> dict[str, Any]:
 
 
 def placement(job: DeployJob, role: str) -> dict[str, Any]:
-    """Return who runs a pod, on which nodes, and how long it may take to stop."""
+    """Return the parts of a pod's spec that say under which account and on which nodes it runs, and how long it may
+    take to stop."""
     size: Role = getattr(job, role)
     placed: dict[str, Any] = {}
     if job.service_account is not None:

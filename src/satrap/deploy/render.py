@@ -20,12 +20,12 @@ def objects(job: DeployJob, target: str) -> dict[str, list[dict[str, Any]]]:
         "monitor.yaml": cluster_objects.pod_monitor(job),
     }
     if target == "kuberay":
-        return {name: each for name, each in ({"rayjob.yaml": [ray_job(job)]} | beside).items() if each}
+        return {name: objects for name, objects in ({"rayjob.yaml": [ray_job(job)]} | beside).items() if objects}
     if job.working_dir is not None:
         raise ConfigError(
             f"working_dir is {job.working_dir!r}, which only Ray copies; use --target kuberay or remove it"
         )
-    return {name: each for name, each in (kubernetes.objects(job) | beside).items() if each}
+    return {name: objects for name, objects in (kubernetes.objects(job) | beside).items() if objects}
 
 
 def manifests(job: DeployJob, target: str) -> dict[str, str]:
@@ -36,7 +36,7 @@ def manifests(job: DeployJob, target: str) -> dict[str, str]:
         "kind": "Kustomization",
         "resources": list(files),
     }
-    texts = {name: _file(job, target, "---\n".join(map(document, each))) for name, each in files.items()}
+    texts = {name: _file(job, target, "---\n".join(map(document, objects))) for name, objects in files.items()}
     return texts | {_KUSTOMIZATION: _file(job, target, document(kustomization))}
 
 

@@ -50,7 +50,7 @@ def plain(value: Any) -> Any:
         case Command():
             return str(value)
         case Mapping():
-            return {key: plain(each) for key, each in value.items()}
+            return {key: plain(element) for key, element in value.items()}
         case list() | tuple():
             return [plain(element) for element in value]
         case _:
@@ -64,11 +64,11 @@ def document(value: Mapping[str, Any]) -> str:
 
 def _mapping(value: Mapping[str, Any], indent: int) -> Iterator[str]:
     pad = " " * indent
-    for key, each in value.items():
-        if isinstance(each, Note):
-            yield from _comment(each.text, pad)
-            each = each.value
-        yield from _entry(f"{pad}{_scalar(key)}:", each, indent)
+    for key, element in value.items():
+        if isinstance(element, Note):
+            yield from _comment(element.text, pad)
+            element = element.value
+        yield from _entry(f"{pad}{_scalar(key)}:", element, indent)
 
 
 def _entry(prefix: str, value: Any, indent: int) -> Iterator[str]:

@@ -57,8 +57,7 @@ class CollectiveLookups:
         self._updates, self._staleness, self._stream = updates, staleness, stream
 
     def submit(self, part: LookupPart) -> "Future[list[Tensor]]":
-        """Look up a batch: the result has the rows of each group of tables, owner by owner, in the order of its
-        ids."""
+        """Submit a lookup. Its result has the rows of each group of tables, owner by owner, in the order of the ids."""
         return self._thread.submit(lambda: self._rows(part))
 
     def idle(self) -> None:
@@ -93,8 +92,8 @@ class CollectiveLookups:
         with self._stream.running():
             rows = self._look_up(received, headers)
             of_groups = zip(rows, self._groups.counts(counts), self._groups.counts(sent), strict=True)
-            with self._exchange.turn(number):
-                return [self._rows_between.rows(group, *each) for group, each in enumerate(of_groups)]
+            with self._exchange.in_order(number):
+                return [self._rows_between.rows(group, *part) for group, part in enumerate(of_groups)]
 
     def _look_up(self, received: NDArray[np.uint64], headers: NDArray[np.int64]) -> list[Tensor]:
         """Read the rows here. Trainers that are at different steps, after a pause, are served one step after

@@ -34,7 +34,7 @@ class StepOrder:
         self._skipped.clear()
 
     def update(self, step: int) -> tuple[list[int], list[int]]:
-        """Join a step with gradients; return the steps to join with nothing before it, and after it."""
+        """Join a step with gradients; return the steps to join without gradients before it, and after it."""
         if step < self.next_step:
             raise StreamError(
                 f"step {step} is updated after step {self.next_step - 1}; trainers with rows on devices update steps "
@@ -44,12 +44,12 @@ class StepOrder:
         return earlier, self._advance(step)[len(earlier) + 1 :]
 
     def skip(self, step: int) -> list[int]:
-        """Note that a step has no gradients; return the steps to join with nothing now."""
+        """Note that a step has no gradients; return the steps to join without gradients now."""
         self._skipped.add(step)
         return self._advance(self.next_step - 1)
 
     def pass_through(self, step: int) -> list[int]:
-        """Note that no update of a step up to this one is to come; return the steps to join with nothing now."""
+        """Note that no update of a step up to this one will follow; return the steps to join without gradients now."""
         return self._advance(step)
 
     def _advance(self, last: int) -> list[int]:
@@ -121,7 +121,7 @@ class CollectiveUpdates:
             return future
 
     def skip(self, step: int) -> None:
-        """Join a step with nothing, after all earlier steps."""
+        """Join a step without gradients, after all earlier steps."""
         with self._lock:
             self._pass(self._order.skip(step))
 
@@ -131,7 +131,7 @@ class CollectiveUpdates:
             self._pass(self._order.pass_through(step))
 
     def idle(self) -> None:
-        """Join the steps of other trainers with nothing, until all are idle."""
+        """Join the steps of other trainers without gradients, until all trainers are idle."""
         self._thread.submit(self._run_idle)
 
     def settle(self) -> None:
@@ -140,7 +140,7 @@ class CollectiveUpdates:
             self._thread.wait(self._last)
 
     def wait_applied(self, step: int) -> None:
-        """Return once the rows here have all updates up to this step. Called in the thread of lookups."""
+        """Wait until the rows here have all updates up to this step. The thread of lookups calls this."""
         with self._has_applied:
             self._has_applied.wait_for(lambda: self._applied >= step or self._thread.error is not None)
             if self._applied < step:
@@ -205,6 +205,6 @@ class CollectiveUpdates:
         with self._stream.running():
             sums = [owned.empty(0, dim) for _, dim in self._groups.layouts] if part is None else part.sums
             of_groups = zip(sums, self._groups.counts(sent), self._groups.counts(counts), strict=True)
-            with self._exchange.turn(number):
-                gradients = [self._rows_between.gradients(group, *each) for group, each in enumerate(of_groups)]
+            with self._exchange.in_order(number):
+                gradients = [self._rows_between.gradients(group, *part) for group, part in enumerate(of_groups)]
             owned.apply(received, counts, gradients, step, lrs, bound)

@@ -14,7 +14,7 @@ from satrap.device.device_engine import DeviceEngine
 from satrap.device.table_shards import ReadPart
 from satrap.rpc import Client, Keys
 
-_IDS = 1 << 16  # of one call
+_IDS = 1 << 16  # ids that one call sends
 
 
 class ColumnCalls(Protocol):

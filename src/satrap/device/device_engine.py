@@ -43,7 +43,7 @@ class MoveQueue:
 
     @contextmanager
     def moving(self) -> Iterator[None]:
-        """Put what is inside the block on the device after all earlier uses and moves."""
+        """Run the device's work inside the block after all earlier uses and moves of rows."""
         self._moves.wait(self._used)
         with self._moves.running():
             yield
@@ -51,20 +51,20 @@ class MoveQueue:
 
     @property
     def moved(self) -> Mark | None:
-        """The end of the moves so far."""
+        """A mark at the end of the moves so far."""
         return self._moved
 
     def wait(self, moved: Mark | None) -> None:
-        """Let later uses come after these moves."""
+        """Let the uses that follow wait for the moves before this mark."""
         self._rows.wait(moved)
 
     def note_use(self) -> None:
-        """Let later moves come after all uses so far."""
+        """Let the moves that follow wait for all uses so far."""
         if self._moves is not self._rows:
             self._used = self._rows.mark()
 
     def share(self, memory: Sequence[Tensor]) -> None:
-        """Let moves use memory that was allocated for the rows, from now on."""
+        """Let moves use memory that was allocated on the stream of the rows."""
         self._moves.keep(memory)
         self.note_use()
 
@@ -112,7 +112,7 @@ class DeviceEngine:
         self._pools = pools
 
     def slots(self, seed: int) -> list[Slot]:
-        """Return the tables for a TableGroup."""
+        """Return the slots from which a `TableGroup` is made."""
         return slots_of(self.core, self.tables, seed, self)
 
     @contextmanager
@@ -214,7 +214,7 @@ class DeviceEngine:
         return [partial(initialise, table) for table in np.unique(inserted["tables"]).tolist()]
 
     def initialise(self, table: int, memory: RowMemory, places: NDArray[np.int32], ids: NDArray[np.uint64]) -> None:
-        """Write the values and states that rows of the ids begin with into their places."""
+        """Write the initial values and states of the ids' rows into their places."""
         memory.initialise(places, ids, self._initial[table])
 
     def _initial_whole(self, table: int, ids: NDArray[np.uint64]) -> Part:
@@ -297,7 +297,7 @@ class DeviceEngine:
         ticket: bool,
         first_epoch: bool = True,
     ) -> None:
-        """Without training only."""
+        """Look up rows for evaluation. Training looks up through `DeviceRows`."""
         if train:
             raise InputError(
                 f"the rows are on {self.device}, where only a stream of `Embeddings` trains them: pass train=False"
@@ -316,7 +316,7 @@ class DeviceEngine:
             at += values.size
 
     def prepare(self, ids: NDArray[np.uint64], offsets: NDArray[np.int64]) -> Never:
-        """Refuse: there is no flat update on a device."""
+        """Raise InputError: a table on a device has no update by flat gradients."""
         raise InputError(f"the rows are on {self.device}, where only a stream of `Embeddings` updates them")
 
     def export_rows(self, table: int, first: int, last: int, since: int) -> dict[str, NDArray[Any]]:
@@ -327,8 +327,8 @@ class DeviceEngine:
         return columns
 
     def export_cut(self, table: int, first: int, last: int, since: int) -> dict[str, Any]:
-        """Return the rows of this moment: they are changed in place, on the device and at home, and nothing keeps what
-        they were at the cut."""
+        """Return the rows as they are now. Rows on the device and at home are changed in place, so training waits for a
+        save instead of copying rows as they were at the cut."""
         with self.in_order():
             columns: dict[str, Any] = self.core.export_cut(table, first, last, since)
             part = self.memory(table).read(columns.pop("frame"))

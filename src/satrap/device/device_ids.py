@@ -73,7 +73,7 @@ class IdLayout:
         self.any_weighted = any(feature.weighted for feature in each)
         self.any_scaled = self.any_weighted or any(feature.pooling in ("mean", "sqrtn") for feature in each)
         self.columns = features.columns
-        self.alignment = 1 if any(dim % 4 for dim in features.dims) else 4  # of the places of gradients
+        self.alignment = 1 if any(dim % 4 for dim in features.dims) else 4  # places of gradients are multiples of it
         self.sequences = [number for number, feature in enumerate(each) if feature.max_length is not None]
         self.sequence_floats = [(feature.max_length or 0) * feature.table.dim for feature in each]
 
@@ -222,13 +222,13 @@ _IDS = (torch.int64, torch.uint64)
 
 
 def lie_on(ids: object, device: torch.device) -> bool:
-    """Return whether the ids lie on this device, which sorts ids."""
+    """Return whether the ids are on this device, which sorts them there."""
     return isinstance(ids, Tensor) and ids.device == device and sorts_ids(device)
 
 
 def ids_of(inputs: Inputs, layout: IdLayout, device: torch.device) -> DeviceIds | Inputs:
-    """Return the ids of a batch, sorted on the device; the batch itself if they do not lie there, or a copy of it on
-    the CPU."""
+    """Return the ids of a batch, sorted on the device. If they are not there, return the batch itself, or a copy of it
+    on the CPU."""
     parts = values, offsets, weights = inputs.values, inputs.offsets, inputs.weights
     if not lie_on(values, device):
         return inputs
@@ -254,7 +254,7 @@ class DeviceReader(InputReader):
     def inputs_of(self, ids: Any) -> Inputs:
         if not isinstance(ids, Mapping):
             return super().inputs_of(ids)
-        pairs = {name: each if isinstance(each, tuple) else (each, None) for name, each in ids.items()}
+        pairs = {name: given if isinstance(given, tuple) else (given, None) for name, given in ids.items()}
         if not pairs or not all(len(pair) == 2 and lie_on(pair[0], self._device) for pair in pairs.values()):
             return super().inputs_of(ids)
         joined = _joined(self._features, pairs, self._device)

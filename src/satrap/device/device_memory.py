@@ -31,10 +31,13 @@ def shares_of(
     device_memory: DeviceMemory,
     capacities: Sequence[int | None],
 ) -> list[Share]:
-    """Return the share of each table. row_bytes: of a row of each. capacities: how many rows each can have here.
+    """Return the share of the device's memory that each table gets.
 
-    device_memory: of all tables together; or by table bytes, "all" or "none", where a table without an entry is "all";
-        None: all rows are on the device."""
+    row_bytes: bytes of a row, by table.
+    capacities: how many rows each table can have here.
+    device_memory: bytes for all tables together; or by table bytes, "all" or "none", where a table without an entry is
+        "all"; None: all rows are on the device.
+    """
     if device_memory is None:
         return [ALL] * len(tables)
     if isinstance(device_memory, Mapping):
@@ -81,8 +84,8 @@ def rows_of(table: Table) -> int | None:
 
 
 def divide_bytes(total: int, demands: Sequence[int | None]) -> list[int]:
-    """Divide bytes over tables: none gets more than it demands, and what the small ones leave is divided over the
-    others in equal parts. None: a table takes all that it gets."""
+    """Divide bytes over tables. No table gets more than it demands, and what small tables leave is divided over the
+    others in equal parts. A demand of None is unlimited."""
     sizes = [0] * len(demands)
     waiting = sorted(range(len(demands)), key=lambda i: (demands[i] is None, demands[i] or 0))
     while waiting:

@@ -61,7 +61,7 @@ class DeviceRows(Rows):
         self._engine = engine
         self._bags = _core.Bags(engine.core, native_features(self._features, self._tables))
         self._pooled = [PooledFeatures.of(self._features, memory.tables, self.device) for memory in engine.memories]
-        self._num_cut = [0] * len(self.id_layout.sequences)  # of ids on the device
+        self._num_cut = [0] * len(self.id_layout.sequences)  # counts ids that were cut on the device
 
     @property
     def latest_step(self) -> int:

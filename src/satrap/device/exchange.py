@@ -114,7 +114,7 @@ class LaunchOrder:
         self.group = dist.new_group(backend=backend, timeout=COLLECTIVE_TIMEOUT)
         self._host = dist.new_group(backend="gloo", timeout=COLLECTIVE_TIMEOUT)
         self.error: Exception | None = None
-        """Why no other round has its turn; None: none has failed."""
+        """Why no further round begins; None: none has failed."""
         self._num_numbered = self._next = 0
         self._changed = threading.Condition()
 
@@ -133,7 +133,7 @@ class LaunchOrder:
         return int(number)
 
     @contextmanager
-    def turn(self, number: int) -> Iterator[None]:
+    def in_order(self, number: int) -> Iterator[None]:
         """Begin the block after those of all lower numbers."""
         with self._changed:
             self._changed.wait_for(lambda: self._next == number or self.error is not None)
@@ -145,7 +145,7 @@ class LaunchOrder:
             self._changed.notify_all()
 
     def fail(self, error: Exception) -> None:
-        """Let rounds fail that wait for their turn."""
+        """Let all rounds that wait for an earlier one raise this error."""
         with self._changed:
             self.error = self.error or error
             self._changed.notify_all()
@@ -174,7 +174,7 @@ class Exchange:
 
     def ids(self, parts: Sequence[NDArray[np.uint64]], counts: Sequence[int]) -> tuple[NDArray[np.uint64], int]:
         """Send part r to trainer r. Return what all sent to this one, in the order of the ranks, and the number of the
-        round for `turn`. counts: of each."""
+        round for `in_order`. counts: of each."""
         number = self._launches.number() if self.rank == 0 else 0
         head = np.array([number], np.uint64)
         sent = np.concatenate([array for part in parts for array in (head, part)])
@@ -187,9 +187,9 @@ class Exchange:
         return np.delete(numbers, heads), int(numbers[0])
 
     @contextmanager
-    def turn(self, number: int) -> Iterator[None]:
+    def in_order(self, number: int) -> Iterator[None]:
         """Send rows inside the block, in the order of the rounds of all exchanges."""
-        with self._launches.turn(number):
+        with self._launches.in_order(number):
             yield
 
     def rows(self, sent: Tensor, sent_counts: Sequence[int], counts: Sequence[int]) -> Tensor:

@@ -59,7 +59,7 @@ class InitialValues:
 
     @classmethod
     def of(cls, table: Table, seed: int, device: torch.device) -> Self:
-        """Return those of a table's rows."""
+        """Return the initial values of a table's rows."""
         initial, optimizer = resolved_initial(table), table.optimizer
         match initial:
             case Constant(value=value):
@@ -88,7 +88,10 @@ class InitialValues:
 def initialise(
     values: Tensor, state: Tensor, frames: Tensor, ids: Tensor, initial: InitialValues, layout: RowLayout
 ) -> None:
-    """Write the values and states that rows of the ids begin with into their frames. ids: int64, as bit patterns."""
+    """Write the initial values and states of the ids' rows into their frames.
+
+    ids: int64, as bit patterns.
+    """
     keys = mix_keys(initial.key ^ mix_keys(ids ^ signed(0x9E3779B97F4A7C15)))
     if initial.kind == CONSTANT:
         rows = torch.full((len(ids), layout.dim), initial.low, dtype=torch.float32, device=values.device)

@@ -77,8 +77,8 @@ class OwnedRows(DeviceRows):
         per_group = self._groups.counts(counts)
         layouts = [self._engine.memory(tables[0]).layout for tables in self._groups.tables]
         lines = [
-            torch.empty((sum(each), layout.dim), dtype=layout.torch_dtype, device=self.device)
-            for each, layout in zip(per_group, layouts, strict=True)
+            torch.empty((sum(num_lines), layout.dim), dtype=layout.torch_dtype, device=self.device)
+            for num_lines, layout in zip(per_group, layouts, strict=True)
         ]
         for memory in self._engine.memories:
             at = np.concatenate([np.arange(*joined.offsets[[t, t + 1]]) for t in memory.tables])
@@ -180,7 +180,7 @@ class OwnTables:
         self._engine: DeviceEngine | None = None
 
     def open(self, job: Job) -> list[Slot]:
-        """Create empty tables, for the server. The earlier ones must be unused: a device may not hold both."""
+        """Create empty tables for the server. The previous tables must be unused, since a device may not hold both."""
         self._rows = self._engine = None
         engine = DeviceEngine(
             job.tables,

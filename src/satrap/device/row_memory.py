@@ -24,7 +24,7 @@ from satrap.device.torch_device import initialise_of, kernels_of
 from satrap.errors import CapacityError
 
 _GROWTH = 1.5
-_MOST_FRAMES = 2**31 - 1  # of the core
+_MOST_FRAMES = 2**31 - 1  # the core numbers them in 31 bits
 
 
 def memories_of(
@@ -141,7 +141,7 @@ class RowMemory:
         self.state[at] = to_device(np.require(state, requirements="W"), self.device)
 
     def initialise(self, places: NDArray[np.int32], ids: NDArray[np.uint64], initial: InitialValues) -> None:
-        """Write what rows of the ids begin with. The calling thread does not wait for the device."""
+        """Write the initial values and states of the ids' rows. The calling thread does not wait for the device."""
         if len(at_home := np.flatnonzero(places < 0)):
             staged = self.staging(len(at_home))
             staged.initialise(np.arange(len(at_home), dtype=np.int32), ids[at_home], initial)

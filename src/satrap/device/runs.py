@@ -155,7 +155,7 @@ class DeviceTicket:
 
     @property
     def bound(self) -> float:
-        """A sum of gradients is at most this many times the largest one times the scale."""
+        """A factor: no sum of an id's gradients is larger than the largest gradient times the scale times this."""
         return len(self.ids) * self.ids.largest_weight
 
 
@@ -175,8 +175,8 @@ class SortedGradients:
     def of(cls, layout: IdLayout, tickets: Sequence[DeviceTicket], given: Sequence[Given]) -> Self | None:
         """Sort the gradients of some batches; return None if there are none."""
         parts, end = [], 0
-        for ticket, each in zip(tickets, given, strict=True):
-            begins, end = _part_begins(layout, ticket.batch_size, each, end)
+        for ticket, gradient in zip(tickets, given, strict=True):
+            begins, end = _part_begins(layout, ticket.batch_size, gradient, end)
             parts.append(_entries(layout, ticket.ids, begins))
         if end > MOST_PLACES:
             raise InputError(

@@ -36,8 +36,8 @@ class TableGroups:
         for number, table in enumerate(tables):
             groups.setdefault((kind_of(table), table.dtype, table.dim), []).append(number)
         numbers = np.empty(len(tables), np.uint32)
-        for group, members in enumerate(groups.values()):
-            numbers[members] = group
+        for group, tables_of_group in enumerate(groups.values()):
+            numbers[tables_of_group] = group
         kinds, layouts = tuple(kind for kind, *_ in groups), tuple((dtype, dim) for _, dtype, dim in groups)
         return cls(numbers, tuple(map(tuple, groups.values())), kinds, layouts)
 

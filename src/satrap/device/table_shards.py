@@ -28,7 +28,7 @@ ReadColumns = Callable[[int, NDArray[np.uint64]], Iterable[ReadPart]]
 
 
 def kind_of(table: Table) -> Kind:
-    """Return how the rows of a table are divided over devices; a whole table at one of them is divided by rows, too."""
+    """Return how devices divide the rows of a table. A table that is whole at one of them counts as divided by rows."""
     return "rows" if table.shard == "table" else table.shard
 
 

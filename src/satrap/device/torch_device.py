@@ -42,7 +42,7 @@ def resolve_device(device: torch.device | str) -> torch.device:
     return torch.device("cuda", number)
 
 
-_MOST_DIM = 4096  # of a row that one program of a GPU holds
+_MOST_DIM = 4096  # one program of a GPU holds a row
 
 
 def require_possible(tables: Sequence[Table], device: torch.device) -> None:

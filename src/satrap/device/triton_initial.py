@@ -114,7 +114,9 @@ def initialise(
     if len(frames) == 0:
         return
     block = max(16, triton.next_power_of_2(layout.dim))
-    numbers = 128 if initial.kind == NORMAL else 256 if layout.dim % 4 else 512  # of a warp: float64 takes registers
+    numbers = (
+        128 if initial.kind == NORMAL else 256 if layout.dim % 4 else 512
+    )  # a warp computes so many: float64 takes registers
     rows = max(1, numbers // block)
     with torch.cuda.device(values.device) if values.is_cuda else nullcontext():
         _initialise_kernel[(triton.cdiv(len(frames), rows),)](

@@ -19,7 +19,7 @@ from satrap.rpc.address import MAX_PATH_BYTES
 from satrap.rpc.unix_socket import require_private
 
 _LOG = logging.getLogger("satrap.launch")
-_MAX_NAME_BYTES = 30  # of a socket's name: "/server-65535.4294967295"
+_MAX_NAME_BYTES = 30  # a socket's name has at most: "/server-65535.4294967295"
 
 
 class LocalLauncher:

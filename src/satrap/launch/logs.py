@@ -47,7 +47,7 @@ class RunLogs:
         if log_format == "json":
             self._handlers[0].setFormatter(formatter(log_format))
         self._start_offsets: dict[Process, int] = {}  # in its log file
-        self._unwritten_bytes: dict[Path, int] = {}  # of log files on a full disk
+        self._unwritten_bytes: dict[Path, int] = {}  # counts what a full disk kept from log files
         self._unwritten_records: dict[Path, int] = {}
         self.places: dict[Process, str] = {}
         """Process id and machine of each process that runs."""

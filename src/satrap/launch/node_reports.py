@@ -27,7 +27,7 @@ class NodeReports:
                 _LOG.warning("%s cannot be written (%s); the run's own logs are complete", output, error.strerror)
 
     def handle(self, reports: Iterable[Report]) -> list[Report]:
-        """Return the reports as the run needs them."""
+        """Return the reports of a node's processes in the form that the run handles."""
         return [self._handle(report) for report in reports]
 
     def close(self) -> None:

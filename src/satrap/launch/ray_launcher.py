@@ -58,7 +58,7 @@ _REMOVE_SECONDS = 60.0  # Ray starts a process on each node to remove files, whi
 _DRAIN_CHECK_SECONDS = 1.0  # between questions to Ray which nodes will stop
 _READY_CHECK_SECONDS = 5.0  # time for Ray to answer whether a bundle is reserved
 _START_SECONDS = 300.0  # time for Ray to start an actor in its bundle
-_STORE_BYTES = 100 << 20  # of a private Ray, which carries reports only
+_STORE_BYTES = 100 << 20  # a private Ray carries reports only
 _KEYS = {Role.SERVER: ("server.key",), Role.WORKER: ("server.key", "client.key"), Role.TRAINER: ("client.key",)}
 _STRATEGIES = {Role.TRAINER: "PACK", Role.SERVER: "SPREAD", Role.WORKER: "SPREAD"}
 
@@ -192,7 +192,7 @@ class RayLauncher:
         self._run_config, self._ray_config, self._logs, self._script = run_config, ray_config, logs, script
         self._resources = ray_config.resources
         self._groups: dict[Role, PlacementGroup] = {}
-        self._bundles: dict[int, tuple[PlacementGroup, int]] = {}  # of servers, by number
+        self._bundles: dict[int, tuple[PlacementGroup, int]] = {}  # servers' bundles by number
         self._records: dict[Any, _ActorRecord] = {}  # by the reference of the pending call
         self._rendezvous: Any = None
         self._run_name: str | None = None
@@ -426,7 +426,7 @@ def open_ray_launcher(
     with room for all servers that the run may have, and shuts it down at the end."""
     script_folder, log_folder = script.path.absolute().parent, logs.folder.absolute()
     excludes = [f"/{log_folder.relative_to(script_folder)}"] if log_folder.is_relative_to(script_folder) else []
-    excludes.append(CLIENT_KEY)  # of other runs that are live: every user of a node can read what Ray copies there
+    excludes.append(CLIENT_KEY)  # every user of a node can read what Ray copies there: no keys of live runs
     options: dict[str, Any] = {"runtime_env": {"working_dir": str(script_folder), "excludes": excludes}}
     if ray_config.address is None:
         # More CPUs than there are, if need be: processes share the cores, as without Ray.

@@ -90,8 +90,8 @@ class RayConfig:
     def __post_init__(self) -> None:
         if not self.placement_seconds > 0:
             raise ConfigError(f"placement-seconds is {self.placement_seconds}; expected more than 0")
-        for role, each in self.resources.items():
-            if self.address is None and (each.custom or each.labels):
+        for role, resource in self.resources.items():
+            if self.address is None and (resource.custom or resource.labels):
                 raise ConfigError(
                     f"{role}: custom resources and labels are those of a cluster's nodes, and a private Ray on this "
                     "machine has none; add --address, or remove the option"

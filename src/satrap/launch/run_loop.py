@@ -44,7 +44,7 @@ class Launcher(Protocol):
         """Remove the files of the run of that name."""
 
     def start(self, spec: ProcessSpec) -> None:
-        """Start a process. Afterwards it has its previous address, or its rows do not exist any more."""
+        """Start a process. From then on, either it has its previous address or its rows do not exist any more."""
 
     def stop(self, process: Process, mode: StopMode, release: bool) -> None:
         """Stop a process, and kill it after the grace period. release: its placement and its rows are released."""

@@ -61,7 +61,7 @@ class RunMonitor:
         settings: the run's, for its record."""
         self._path, self._places, self._metrics = folder / STATUS, places, metrics
         self._key_path = folder / CLIENT_KEY
-        self._key_path.unlink(missing_ok=True)  # of a run that was killed
+        self._key_path.unlink(missing_ok=True)  # a run that was killed leaves its key
         if client_key is not None:
             with open(os.open(self._key_path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
                 file.write(client_key)
@@ -224,8 +224,8 @@ class RunMonitor:
             "launches": launches,
             "metrics": self.url,
             "processes": [
-                {**each, "where": self._places.get(process), "metrics": self._metrics.get(process)}
-                for process, each in self._processes.items()
+                {**process_state, "where": self._places.get(process), "metrics": self._metrics.get(process)}
+                for process, process_state in self._processes.items()
             ],
             "migration": None if migration is None else dict(zip(("moved", "all"), migration, strict=True)),
             "faults": {"count": self._num_faults, "last": list(self._faults)},

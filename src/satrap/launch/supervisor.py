@@ -145,7 +145,7 @@ class Supervisor:
         return [self._start_process(Role.SERVER, number, now) for number in range(self._config.servers)]
 
     def handle(self, event: Event, now: float) -> list[Command]:
-        """Return the commands that an event makes necessary, and those of a request that had to wait until now."""
+        """Return the commands that follow from an event, and those of a request that had to wait until now."""
         commands = self._handle(event, now)
         if self._waiting_request is not None and self._cannot_scale() is None:
             request, self._waiting_request = self._waiting_request, None
@@ -167,8 +167,8 @@ class Supervisor:
         if isinstance(event, ProcessReady):
             return self._on_ready(running, event.address, now)
         if isinstance(event, ScriptStarted):
-            for (role, _), each in self._running.items():
-                each.started_at = now if role is Role.TRAINER else each.started_at
+            for (role, _), other in self._running.items():
+                other.started_at = now if role is Role.TRAINER else other.started_at
             return []
         if isinstance(event, MachineStopping):
             self._leaving.add(event.process.number)
@@ -305,7 +305,7 @@ class Supervisor:
 
     def _new_numbers(self, count: int) -> list[int]:
         """Return numbers for servers that should join."""
-        first = max(each for role, each in self._starts if role is Role.SERVER) + 1
+        first = max(number for role, number in self._starts if role is Role.SERVER) + 1
         return list(range(first, first + count))
 
     def _can_migrate(self) -> bool:

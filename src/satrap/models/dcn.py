@@ -32,15 +32,19 @@ class DCN(nn.Module):
         """
         super().__init__()
         self.num_dense: int = count("DCN", "num_dense", num_dense, 0)
+        """Number of dense features."""
         self.total_dim: int = sum(block_dims("DCN", embeddings, ignore).values())
+        """Number of columns of the embeddings."""
         width = self.num_dense + self.total_dim
         deep = widths("DCN", "deep", deep)
         rank = None if rank is None else count("DCN", "rank", rank, 1)
         self.cross: nn.ModuleList = nn.ModuleList(
             Cross(width, rank) for _ in range(count("DCN", "num_cross", num_cross, 1))
         )
+        """The cross layers."""
         self.deep: nn.Sequential | None = stack([width, *deep], last_relu=True) if deep else None
         self.join: nn.Linear = nn.Linear(width + (deep[-1] if deep else 0), 1)
+        """The layer from both stacks to the logit."""
 
     def forward(self, dense: torch.Tensor | None, embeddings: torch.Tensor) -> torch.Tensor:
         """Return logits [batch] for dense [batch, num_dense], None if that is 0, and embeddings [batch, total_dim]."""

@@ -33,6 +33,7 @@ class DLRM(nn.Module):
         super().__init__()
         dims = block_dims("DLRM", embeddings, ignore)
         self.dim: int = next(iter(dims.values()))
+        """The dim of each feature."""
         other = next((name for name, dim in dims.items() if dim != self.dim), None)
         if other is not None:
             raise ConfigError(
@@ -43,14 +44,18 @@ class DLRM(nn.Module):
         if not top or top[-1] != 1:
             raise ConfigError(f"DLRM: top is {tuple(top)}; expected 1 as its last width, the logit, e.g. (256, 1)")
         self.num_dense: int = count("DLRM", "num_dense", num_dense, 0)
+        """Number of dense features."""
         self.total_dim: int = len(dims) * self.dim
+        """Number of columns of the embeddings."""
         sizes = [self.num_dense, *widths("DLRM", "bottom", bottom), self.dim]
         self.bottom: nn.Sequential | None = stack(sizes, last_relu=True) if self.num_dense else None
         num_vectors = len(dims) + (1 if self.num_dense else 0)
         self.interaction: Interaction | None = Interaction(num_vectors, self.dim) if num_vectors > 1 else None
+        """The dot products; None if there is one vector."""
         # A single vector has no pairs: it is the input of the top itself, which would otherwise have none.
         vector_dim = self.dim if self.num_dense or num_vectors == 1 else 0
         self.top: nn.Sequential = stack([vector_dim + num_vectors * (num_vectors - 1) // 2, *top], last_relu=False)
+        """The layers up to the logit."""
 
     def forward(self, dense: torch.Tensor | None, embeddings: torch.Tensor) -> torch.Tensor:
         """Return logits [batch] for dense [batch, num_dense], None if that is 0, and embeddings [batch, total_dim]."""

@@ -27,9 +27,12 @@ class FFNN(nn.Module):
         """
         super().__init__()
         self.num_dense: int = count("FFNN", "num_dense", num_dense, 0)
+        """Number of dense features."""
         self.total_dim: int = sum(block_dims("FFNN", embeddings, ignore).values())
+        """Number of columns of the embeddings."""
         sizes = [self.num_dense + self.total_dim, *widths("FFNN", "hidden", hidden), 1]
         self.layers: nn.Sequential = stack(sizes, last_relu=False)
+        """All layers."""
 
     def forward(self, dense: torch.Tensor | None, embeddings: torch.Tensor) -> torch.Tensor:
         """Return logits [batch] for dense [batch, num_dense], None if that is 0, and embeddings [batch, total_dim]."""

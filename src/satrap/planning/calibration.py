@@ -47,7 +47,7 @@ _SHAPES = (_SMALL, (_LARGE[0], _SMALL[1]), _LARGE)
 """Samples and numbers of a row: the first shows the cost of a step, the second that of ids, the third that of bytes."""
 _NUM_BATCHES = 8
 _FURTHER = 3  # servers beside the first, for the cost of one more
-_SECONDS = 0.7  # of CPU time for each measurement
+_SECONDS = 0.7  # CPU time that each measurement takes
 _TICKS = os.sysconf("SC_CLK_TCK")
 _START_SECONDS = 600.0
 _SMALL_REDUCE, _LARGE_REDUCE = 4, 4 << 20  # bytes

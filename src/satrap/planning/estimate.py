@@ -263,7 +263,7 @@ def _core_bounds(
         speed = pool.num_machines * pool.machine.core_speed * min(limits.cores, joint)
         if sum(pool.each(role) for role in pool.roles) > pool.machine.pod_cores:
             if total := sum(seconds.values()):
-                role = max(seconds, key=lambda each: seconds[each])
+                role = max(seconds, key=lambda role: seconds[role])
                 yield f"cores of the {'/'.join(pool.roles)} machines", role, speed * pool.machine.cores / total
             continue
         for role in pool.roles:
@@ -393,7 +393,7 @@ def cores_used(candidate: Estimate, pool: Pool, workload: Workload, costs: Coeff
     """Return the cores of one machine that each role uses, at the requested rate or at the layout's if lower."""
     seconds = core_seconds(candidate.layout, pool, candidate.demand, costs)
     speed = pool.num_machines * pool.machine.core_speed
-    return {role: _batches(candidate, workload) * each / speed for role, each in seconds.items()}
+    return {role: _batches(candidate, workload) * used / speed for role, used in seconds.items()}
 
 
 def _batches(candidate: Estimate, workload: Workload) -> float:

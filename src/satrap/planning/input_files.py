@@ -44,7 +44,7 @@ T = TypeVar("T")
 _KEYS = ("training", "tables")
 _PRICE_KEYS = ("machines", "limits")
 _TABLE_KEYS = ("rows", "vectors_per_sample", "ids_per_sample", "zipf", "unique_share")
-_BUCKETS = 8  # of the measured table; they grow at different sizes, as those of a large table do
+_BUCKETS = 8  # they grow at different sizes, as those of a large table do
 _MAX_BUCKET_ROWS = 4096
 
 

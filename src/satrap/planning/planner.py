@@ -19,10 +19,10 @@ from satrap.planning.machines import MAX_MACHINES, Layout, MachineType, Pool, Pr
 from satrap.planning.workload import Workload
 
 _MAX_ROUNDS = 200
-_MAX_PROCESSES = 16  # of a role on a machine
+_MAX_PROCESSES = 16  # one machine has at most so many of a role
 _TRAINERS = (1, 2, 4, 8, 16)  # on a machine without GPUs
 _MAX_FACTOR = 8.0  # by which machines are added at once
-_LEAST_RATE = 1e-6  # of the requested one
+_LEAST_RATE = 1e-6  # a fraction of the requested rate
 _RATE_STEP = 1.01  # how exactly the fastest layout is found
 
 
@@ -63,7 +63,7 @@ def make_plan(workload: Workload, prices: PriceList, costs: Coefficients, *, nee
     if not estimates:
         rate = search.fastest_rate()
         estimates = search.candidates(rate)
-    ranked = sorted(estimates, key=lambda each: (each.layout.price_per_hour, each.layout.num_machines))
+    ranked = sorted(estimates, key=lambda candidate: (candidate.layout.price_per_hour, candidate.layout.num_machines))
     ways: dict[tuple[tuple[str, ...], ...], Estimate] = {}
     for candidate in ranked:
         ways.setdefault(tuple(pool.roles for pool in candidate.layout.pools), candidate)

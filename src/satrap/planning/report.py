@@ -87,7 +87,7 @@ def _tables(plan: Plan) -> Iterator[str]:
     servers = plan.estimate.layout.count("server")
     batch = workload.training.batch_size
     rows = [["table", "rows", "bytes a row", "memory", "saved", "buckets", "one bucket", "unique ids a batch"]]
-    ordered = sorted(workload.tables, key=lambda each: -each.bytes)
+    ordered = sorted(workload.tables, key=lambda table: -table.bytes)
     for table in ordered[:_SHOWN_TABLES]:
         buckets = table.num_buckets(servers)
         draws = batch * table.ids_per_sample

@@ -297,7 +297,7 @@ class PendingCall:
             self.send_uninterrupted()
 
     def send_uninterrupted(self) -> None:
-        """Send the request in a block of `Uninterrupted`."""
+        """Send the request, where the caller is inside a block of `Uninterrupted` already."""
         channel = self.channel
         with channel.lock:
             channel.require_open()

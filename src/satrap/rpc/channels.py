@@ -19,7 +19,7 @@ from satrap.rpc.keys import Keys
 from satrap.rpc.open_files import FILES_PER_CONNECTION, require_files
 
 Context = zmq.Context[zmq.Socket[bytes]]
-_MAX_IO_THREADS = 4  # of a process: encryption takes their time
+_MAX_IO_THREADS = 4  # a process has at most so many: encryption takes their time
 
 
 class SharedContext:

@@ -46,7 +46,7 @@ class Gather:
         """Wait for this call, too."""
         channel = call.channel
         if self._watched.get(channel.fileno) is not channel:
-            self._watched = {number: each for number, each in self._watched.items() if not each.is_closed}
+            self._watched = {number: watched for number, watched in self._watched.items() if not watched.is_closed}
             with channel.lock:  # another thread may close it
                 channel.require_open()
                 self._epoll.register(channel.fileno, select.EPOLLIN | select.EPOLLET)

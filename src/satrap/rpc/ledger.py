@@ -254,4 +254,4 @@ class CallTimes:
 
     def to_dict(self) -> dict[str, tuple[list[int], float]]:
         """Return, by name of the method, the number of calls in each bin and their sum in seconds."""
-        return {name: (list(self._counts[each]), self._totals[each]) for each, name in self._names.items()}
+        return {name: (list(self._counts[code]), self._totals[code]) for code, name in self._names.items()}

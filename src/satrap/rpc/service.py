@@ -49,7 +49,7 @@ from satrap.rpc.unix_socket import SocketFile
 from satrap.rpc.values import MAX_JSON_BYTES, PIECE_BYTES, Frames, in_pieces
 
 _LOG = logging.getLogger("satrap.rpc")
-_MAX_QUEUED_MESSAGES = 64  # of one connection, in either direction
+_MAX_QUEUED_MESSAGES = 64  # one connection queues at most so many in either direction
 _HEARTBEAT_MS, _HEARTBEAT_TIMEOUT_MS = 2_000, 10_000
 _HANDSHAKE_MS = 10_000
 # With keys, arrays arrive in pieces. The limit also holds for frames from peers that are not authenticated yet.
@@ -60,7 +60,7 @@ _GRACE_SECONDS = 0.05
 _DOMAIN = "satrap"
 # Plain integers: combining two members of zmq.Flag takes as long as sending a header.
 _MORE, _NOW, _IN, _EVENTS = int(zmq.SNDMORE), int(zmq.NOBLOCK), int(zmq.POLLIN), int(zmq.EVENTS)
-_MAX_JOINED_BYTES = 2 * JOINED_BYTES  # of a message of one frame, with its header and the sizes
+_MAX_JOINED_BYTES = 2 * JOINED_BYTES  # a message of one frame has its header and the sizes besides
 _NO_REQUEST = Header(kind=Kind.ERROR, method=0, client=0, call=0)
 
 

@@ -125,7 +125,7 @@ class Leases:
         """Return for each process its location and the seconds until its lease expires."""
         now = time.monotonic()
         with self._lock:
-            return {each: [where, until - now] for each, (where, until) in self._until.items() if until > now}
+            return {holder: [where, until - now] for holder, (where, until) in self._until.items() if until > now}
 
 
 def _watch(leases: weakref.ref[Leases]) -> None:

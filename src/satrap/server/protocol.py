@@ -105,10 +105,10 @@ class ServerCalls(Protocol):
         """Return the ids of the rows of one of this server's buckets, numbered within the table."""
 
     def stats(self, origin: Origin, table: int) -> dict[str, int]:
-        """Return what `Store.stats` does."""
+        """Return the counters of a table on this server, as `Store.stats` does."""
 
     def version(self, origin: Origin, table: int) -> int:
-        """Return what `Store.version` does."""
+        """Return the version of a table on this server, as `Store.version` does."""
 
     def save(self, origin: Origin, table: int, folder: str, since: int | None, version: int) -> int:
         """Write this server's part of a table into a subfolder of `folder`, which is a URL or which all machines share,
@@ -118,7 +118,7 @@ class ServerCalls(Protocol):
         since: write only the changes since that version."""
 
     def versions(self, origin: Origin) -> list[int]:
-        """Return what `version` does of each table."""
+        """Return the version of each table, as `version` does of one."""
 
     def take_cut(self, origin: Origin, cut: int, versions: list[int], since: list[int] | None, memory: int) -> bool:
         """Take the cut of all tables, each at its version, to be written by `write_cut` or released. Calls that come
@@ -139,7 +139,7 @@ class ServerCalls(Protocol):
         is_beside: trainers train meanwhile."""
 
     def release_cut(self, origin: Origin, cut: int) -> None:
-        """Give the cut up: it will not be written."""
+        """Release the cut without writing it."""
 
     def require_permitted(self, origin: Origin, folder: str) -> None:
         """Raise ConfigError unless the server may write checkpoints below the folder; and if it is a URL, SnapshotError

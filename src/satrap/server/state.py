@@ -89,19 +89,19 @@ class HeldCut:
         return not self.written.done()
 
     def begin(self) -> bool:
-        """Return whether the caller is the one that writes it."""
+        """Return True to the first caller, which writes the cut, and False to all others."""
         with self._lock:
             is_first, self.is_begun = not self.is_begun, True
         self._timer.cancel()
         return is_first
 
     def give_up(self) -> None:
-        """Let the writer stop, and release what is kept for it."""
+        """Stop the writer, if there is one, and release the rows that are kept for it."""
         if not self.give_up_unless_begun():
             self.tables.cancel()
 
     def give_up_unless_begun(self) -> bool:
-        """Release what is kept for the writer, unless there is one; return whether this call has."""
+        """Release the rows that are kept for a writer, unless it has begun; return whether this call released them."""
         if is_first := self.begin():
             self.tables.release()
             self.written.set_exception(ChangesError("the cut was given up before it was written; save again"))

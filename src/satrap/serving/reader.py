@@ -129,7 +129,7 @@ class Reader:
         self._rows: _OnServers | _InFolder = (
             _OnServers(servers, keys, num_threads) if path is None else _InFolder(path, num_threads)
         )
-        self.tables: Mapping[str, ReaderTable] = {name: ReaderTable(each) for name, each in self._rows.tables.items()}
+        self.tables: Mapping[str, ReaderTable] = {name: ReaderTable(table) for name, table in self._rows.tables.items()}
         """The tables by name."""
         self.features: Features | None = None
         """The features, in the order in which a batch has them."""
@@ -157,7 +157,7 @@ class Reader:
 
     def stats(self) -> dict[str, dict[str, int]]:
         """Return the counters of each table, as `Store.stats`."""
-        return {name: each.stats() for name, each in self._open().tables.items()}
+        return {name: table.stats() for name, table in self._open().tables.items()}
 
     def lookup(self, table: str, ids: ArrayLike) -> NDArray[np.float32]:
         """Return the values of rows of a table, as `ReaderTable.lookup`."""
@@ -324,5 +324,5 @@ def _in_job_order(features: Features, job: Job) -> Features:
     there = Job(tables=tuple(job.tables[known[table.name]] for table in features.tables), seed=job.seed)
     if differences := Job(tables=with_buckets_of(features.tables, there.tables), seed=job.seed).differences(there):
         raise ConfigError(f"the features' tables are configured differently: {'; '.join(differences)}")
-    ordered = sorted(features.items(), key=lambda each: known[each[1].table.name])
+    ordered = sorted(features.items(), key=lambda item: known[item[1].table.name])
     return Features(dict(ordered))

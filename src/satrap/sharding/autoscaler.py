@@ -137,5 +137,5 @@ def _decide_now(servers: Sequence[ServerLoad], step_seconds: float, bounds: Scal
     target = min(max(target, bounds.min_servers), bounds.max_servers)
     if target >= have:
         return Decision(add=target - have, reason=why)
-    least = sorted(servers, key=lambda each: each.rows)  # so that the fewest rows move
+    least = sorted(servers, key=lambda server: server.rows)  # so that the fewest rows move
     return Decision(remove=tuple(server.address for server in least[: have - target]), reason=why)

@@ -58,7 +58,7 @@ class ShardMap(Serializable):
     def with_servers(self, addresses: Sequence[str]) -> Self:
         """Return the next shard map, with these servers in this order. Those that join own nothing yet; those that
         leave must own nothing."""
-        numbers = {server: addresses.index(each) for server, each in enumerate(self.addresses) if each in addresses}
+        numbers = {old: addresses.index(address) for old, address in enumerate(self.addresses) if address in addresses}
         return type(self)(bucket_map=self.bucket_map.renumbered(numbers, len(addresses)), addresses=tuple(addresses))
 
     def changes(self, after: "ShardMap") -> dict[tuple[str, str], list[int]]:

@@ -22,10 +22,10 @@ class Writer(Protocol):
         """Append bytes, which the caller may change afterwards."""
 
     def complete(self) -> None:
-        """Return once all bytes are where they survive this machine's crash."""
+        """Wait until all bytes are stored where they survive a crash of this machine."""
 
     def abort(self) -> None:
-        """Give the object up, and remove what was written of it, as far as possible. Raises no Exception."""
+        """Give the object up, and remove what was written of it as far as possible. Does not raise an Exception."""
 
 
 class Readable(Protocol):
@@ -62,10 +62,10 @@ class Folder(Protocol):
         """Return a folder within it."""
 
     def names(self) -> list[str]:
-        """Return the names directly in it, of objects and of folders; none if it does not exist."""
+        """Return the names of the objects and folders directly in this folder; none if it does not exist."""
 
     def sizes(self) -> dict[str, int]:
-        """Return the keys of all objects below it, with their bytes."""
+        """Return the size in bytes of every object below this folder, by key."""
 
     def read(self, key: str, max_bytes: int | None = None) -> bytes:
         """Return an object; raise FileNotFoundError if there is none, OSError if it has more than `max_bytes`."""

@@ -24,7 +24,7 @@ from satrap.config.validation import check_choice, check_flag, check_integer, is
 from satrap.errors import ConfigError, InputError, SharedMemoryError, TicketError
 from satrap.transfer import Transfers
 
-_SHARED_FORMAT = "satrap-shared"  # of the blob in a shared-memory file, so that attach() needs no configuration
+_SHARED_FORMAT = "satrap-shared"  # marks the blob from which attach() takes the configuration
 _SHARED_FORMAT_VERSION = 1
 
 
@@ -58,7 +58,7 @@ class RowAccess(Protocol):
         state: NDArray[np.float32],
         present: NDArray[np.bool_],
     ) -> None:
-        """Fill the lines of ids that have a row."""
+        """Fill `present` for all ids, and `values` and `state` for those that have a row."""
 
     def export_rows(self, table: int, bucket_begin: int, bucket_end: int, since: int) -> dict[str, NDArray[Any]]:
         """Return the rows of some buckets as columns."""
@@ -230,7 +230,7 @@ def native_config(table: Table, frame_pool: int | None = None) -> _core.TableCon
 
 
 def resolved_initial(table: Table) -> Constant | Normal | Uniform:
-    """Return what the core draws initial values from."""
+    """Return the parameters by which the core draws initial values."""
     match table.initial:
         case Zeros():
             return Constant(0.0)
@@ -242,7 +242,10 @@ def resolved_initial(table: Table) -> Constant | Normal | Uniform:
 
 
 def slots_of(engine: _core.Engine, tables: Sequence[Table], seed: int, rows: RowAccess | None = None) -> list[Slot]:
-    """Return the tables of a new engine, whose configurations these are. rows: None: the engine holds them."""
+    """Return the tables of a new engine that has these configurations.
+
+    rows: where the rows are; None: in the engine itself.
+    """
     common: dict[str, Any] = {"engine": engine, "rows": rows or engine, "seed": seed, "transfers": Transfers()}
     return [Slot(index=i, num_tables=len(tables), table=table, **common) for i, table in enumerate(tables)]
 

@@ -66,26 +66,27 @@ class GroupCut:
 
     @property
     def versions(self) -> dict[str, int]:
-        """The version of each table that the cut is."""
+        """The version at which the cut fixes each table, by name."""
         return {name: cut.version for name, cut in self._cuts.items()}
 
     @property
     def map_version(self) -> int:
-        """What `TableGroup.map_version` is."""
+        """The version of the bucket map at the cut: 0, because the rows of this process do not migrate."""
         return 0
 
     @property
     def num_rows(self) -> dict[str, int]:
-        """About how many rows each table has."""
+        """The approximate number of rows of each table, by name."""
         return {name: cut.rows for name, cut in self._cuts.items()}
 
     def write(
         self, folders: Mapping[str, str | os.PathLike[str]], *, is_full: bool, is_beside: bool = True
     ) -> dict[str, int]:
-        """Write each table, or what had changed in it, into its folder, and release the cut; return how many rows
-        each table had.
+        """Write each table, or what had changed in it, into its folder, and release the cut; return how many rows each
+        table had.
 
-        is_beside: others train meanwhile, so a quarter of the engine's threads write, at least one."""
+        is_beside: whether training continues meanwhile. A quarter of the engine's threads then write, at least one.
+        """
         rows = {}
         first = next(iter(self._cuts.values()))
         threads = first.slot.engine.num_threads
@@ -106,7 +107,8 @@ class GroupCut:
         return rows
 
     def cancel(self) -> None:
-        """Make `write`, which another thread runs, give up soon: its rows are about to be replaced."""
+        """Make `write`, which another thread runs, give up soon, because the rows that it writes are about to be
+        replaced."""
         for cut in self._cuts.values():
             cut.cancelled.set()
 

@@ -361,7 +361,7 @@ class Store:
         with self._one_at_a_time():
             fill_levels(self._slot, levels)
             for level in levels:
-                if len(level) == 1:  # of several parts none is what this table holds
+                if len(level) == 1:  # one of several parts is not the whole table
                     self._snapshots.add(level[0].manifest)
 
     def snapshot_id(self, version: int) -> str | None:
@@ -369,7 +369,8 @@ class Store:
         return self._snapshots.id_of(version)
 
     def forget_saves(self) -> None:
-        """Require the next save to be a full one: the changes since an earlier one are no longer all known here."""
+        """Require the next save to be a full one, because the changes since an earlier one are no longer all known
+        here."""
         self._snapshots = History(1)
 
     # -- internals ---------------------------------------------------------------------------------------------------
@@ -399,7 +400,7 @@ class Store:
 def parts_of(
     read: Callable[[NDArray[np.uint64]], StoredRows], dim: int, ids: NDArray[np.uint64]
 ) -> Iterator[tuple[NDArray[np.uint64], StoredRows]]:
-    """Yield what `read` finds of the ids, in parts of about 16 MiB, without the ids that have no row."""
+    """Yield the rows of the ids in parts of about 16 MiB, as `read` returns them. Ids without a row are left out."""
     step = max(1, _PART_BYTES // (4 * dim))
     for begin in range(0, len(ids), step):
         part = ids[begin : begin + step]

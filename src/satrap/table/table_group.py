@@ -98,17 +98,18 @@ class TableGroup(Mapping[str, Store]):
 
     @property
     def map_version(self) -> int:
-        """A number that changes when rows migrate to other servers, after which changes since an earlier save cannot be
-        saved. Here no rows migrate."""
+        """A number that changes when rows migrate to other servers: changes since a save before that cannot be saved.
+        It is constant here, because the rows of this process do not migrate."""
         return 0
 
     @property
     def keeps_cuts(self) -> bool:
-        """Whether training may continue while a cut is written, which it may not with rows on a device."""
+        """Whether training may continue while a cut is written. Rows on a device are changed in place, so training
+        waits."""
         return self._first.keeps_cuts
 
     def require_permitted(self, folder: _PathLike) -> None:
-        """Permit every folder. Only tables on servers restrict the folders that they write to."""
+        """Do nothing: this process may write anywhere. Servers restrict the folders that they write to."""
 
     def take_cut(
         self,
@@ -281,7 +282,7 @@ class TableGroup(Mapping[str, Store]):
         ]
 
     def split(self, flat: NDArray[np.float32], offsets: ArrayLike) -> list[NDArray[np.float32]]:
-        """Each table's part of a lookup's result, or of gradients like it, as a view [n, dim]."""
+        """Return each table's part of a lookup's result, or of gradients of that shape, as a view [n, dim]."""
         if not isinstance(flat, np.ndarray) or flat.ndim != 1:
             raise InputError(f"{self._where}: flat is a {type(flat).__name__}; expected an array of one dimension")
         offset_array = self._offsets(offsets)

@@ -134,8 +134,9 @@ class SyncDense(DenseStrategy):
             )
 
     def step(self, inverse_scale: float) -> None:
-        if inverse_scale != 1.0:
-            torch._foreach_mul_([each.grad for each in self._parameters() if each.grad is not None], inverse_scale)
+        scaled = [each.grad for each in self._parameters() if each.grad is not None]
+        if inverse_scale != 1.0 and scaled:
+            torch._foreach_mul_(scaled, inverse_scale)
         with Uninterrupted():  # all parameters are stepped, or none
             self._optimizer.step()
 

@@ -130,14 +130,17 @@ class Embeddings(torch.nn.Module):
         """The tables by name: each a `Store`, or for tables on servers the methods of a `Store` that work remotely."""
         return self.worker.tables
 
-    def optimizer(self, dense: torch.optim.Optimizer, *, lr_scale: float = 1.0) -> HybridOptimizer:
+    def optimizer(self, dense: torch.optim.Optimizer | None = None, *, lr_scale: float = 1.0) -> HybridOptimizer:
         """Return an optimizer that steps the dense parameters and the tables. With dense="async" all trainers call it,
         once.
 
+        dense: the optimizer of the dense parameters; None: the model has none.
         lr_scale: with dense="async", factor of the learning rates of the dense parameters. The trainers then take as
             many steps as they have batches, where with dense="sync" all of them together take one: Adam and AdamW go as
             far with 1 / world size, Adagrad with 1 / sqrt(world size), SGD with 1.
         """
+        if dense is None:
+            dense = torch.optim.SGD([torch.empty(0, requires_grad=True)])  # torch refuses an empty list
         if not isinstance(dense, torch.optim.Optimizer):
             raise ConfigError(f"dense is a {type(dense).__name__}; expected a torch.optim.Optimizer")
         strategy = self._strategy(dense, self.trainers, lr_scale)

@@ -135,7 +135,7 @@ class ProcessGroup:
             return model
         average = default_hooks.allreduce_hook if compress is None else _HOOKS[compress]
         if launches is not None:
-            return _wrap_in_turn(model, average, launches)
+            return _wrap_in_order(model, average, launches)
         parallel = DistributedDataParallel(model)
         if compress is not None:
             parallel.register_comm_hook(None, average)
@@ -158,7 +158,7 @@ class ProcessGroup:
             )
 
 
-def _wrap_in_turn(
+def _wrap_in_order(
     model: nn.Module, average: Callable[..., torch.futures.Future[Tensor]], launches: "Callable[[], LaunchOrder]"
 ) -> nn.Module:
     """Wrap the model so that its gradients and buffers are sent in the order of `launches`. What DDP itself sends, as
@@ -167,12 +167,12 @@ def _wrap_in_turn(
         model, process_group=dist.new_group(backend="gloo", timeout=COLLECTIVE_TIMEOUT), broadcast_buffers=False
     )
 
-    def average_in_turn(
+    def average_in_order(
         _: None,
         bucket: dist.GradBucket,  # type: ignore[name-defined]  # DDP accepts no other annotation
     ) -> torch.futures.Future[Tensor]:
         order = launches()
-        with order.turn(order.agree()):
+        with order.in_order(order.agree()):
             return average(order.group, bucket)
 
     def broadcast_buffers(*_: object) -> None:
@@ -180,13 +180,13 @@ def _wrap_in_turn(
         buffers = list(model.buffers())
         if buffers and parallel.require_forward_param_sync:
             order = launches()
-            with order.turn(order.agree()):
+            with order.in_order(order.agree()):
                 for each in buffers:
                     dist.broadcast(
                         each.data, 0, group=order.group
                     )  # an earlier forward pass may still need its backward
 
-    parallel.register_comm_hook(None, average_in_turn)
+    parallel.register_comm_hook(None, average_in_order)
     parallel.register_forward_pre_hook(torch.compiler.disable(broadcast_buffers))
     return parallel
 

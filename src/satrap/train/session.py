@@ -28,6 +28,7 @@ from satrap.train.batch import InFlightBatch
 from satrap.train.dense_strategy import DenseStrategy
 from satrap.train.joint_batches import JointBatches
 from satrap.train.ledger import BatchLedger
+from satrap.train.module_lookups import ModuleLookups
 from satrap.train.process_group import ProcessGroup, note_missing_trainer
 from satrap.train.stream import Stream
 from satrap.worker.worker import Worker
@@ -65,7 +66,7 @@ class TrainingSession:
         describe_process("trainer", number=trainers.rank, step=lambda: None if (me := own()) is None else me.step)
         self._past_counters = Counters()  # totals of ended training streams
         self._tracked: dict[int, _TrackedSource] = {}  # by id(): a list can be a source, and is not hashable
-        self._training: Stream | None = None
+        self._training: Stream | ModuleLookups | None = None
         self._training_data: Any = None
         self._evaluations: weakref.WeakSet[Stream] = weakref.WeakSet()
         self._before_close: list[Callable[[], None]] = []
@@ -214,7 +215,7 @@ class TrainingSession:
         )
         with Uninterrupted():
             self._training_data = data
-            self._training = Stream(
+            stream = self._training = Stream(
                 inputs,
                 self.worker,
                 ledger,
@@ -227,7 +228,30 @@ class TrainingSession:
             )
             if tracked is not None:
                 tracked.resume = False
-        return self._training
+        return stream
+
+    def module_lookups(self) -> ModuleLookups:
+        """Return the lookups of modules, and start them if a stream has trained before. All trainers call this."""
+        self.require_expected_rows()
+        if isinstance(training := self._training, ModuleLookups):
+            return training
+        if self.on_hold is None:
+            raise StreamError("no optimizer: call embeddings.optimizer(...) before a module looks up rows for training")
+        if self.dense.tables:
+            raise StreamError("dense='async': rows that modules look up are trained with dense='sync' only")
+        if training is not None and not training.is_over:
+            raise StreamError(
+                "a module looked up rows for training while a training stream is open, and either of them numbers the "
+                "steps: end the stream first, by reading it to its end or by close(); look up other features with it"
+            )
+        self._leave_stream()
+        self.join_attempt()
+        self._require_own_rows()
+        self.dense.begin()
+        several = self.trainers.world_size > 1
+        with Uninterrupted():
+            lookups = self._training = ModuleLookups(self.worker, self._step, self.on_hold, has_peers=several)
+        return lookups
 
     def evaluate_on(self, data: Any, device: torch.device, overlap: bool) -> Stream:
         """Start a stream that changes no table."""

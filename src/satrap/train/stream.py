@@ -130,6 +130,11 @@ class Stream(Iterator[Batch]):
         return self._ledger.last_step
 
     @property
+    def is_over(self) -> bool:
+        """Whether the stream is closed, as it is once all batches are read and stepped."""
+        return self._ended_because is not None
+
+    @property
     def staleness_seen(self) -> dict[int, int]:
         """Number of batches that were looked up while n earlier steps of this stream were not yet applied."""
         return dict(sorted(self._ledger.seen.items()))

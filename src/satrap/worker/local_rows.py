@@ -13,6 +13,7 @@ from satrap.config.tables import Table
 from satrap.table.engine import Slot, open_engine
 from satrap.table.table_group import TableGroup
 from satrap.worker.rows import BagRequest, Floats, Rows, UpdateRequest, native_features
+from satrap.worker.table_lookups import LocalTableLookups
 from satrap.worker.worker import Worker, require_features
 
 
@@ -52,6 +53,9 @@ class LocalRows(Rows):
 
     def drop(self, ticket: _core.Ticket) -> None:
         self._engine.drop(ticket)
+
+    def table_lookups(self, tables: TableGroup) -> LocalTableLookups:
+        return LocalTableLookups(tables)
 
 
 def local_worker(

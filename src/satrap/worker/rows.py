@@ -13,9 +13,11 @@ from numpy.typing import NDArray
 from satrap.config.features import Features
 from satrap.config.tables import Table
 from satrap.data.inputs import Inputs
+from satrap.errors import ConfigError
 
 if TYPE_CHECKING:
     from satrap.worker.server_group import ServerGroup
+    from satrap.worker.table_lookups import TableLookups
 
 Floats = NDArray[np.float32]
 Block = Any
@@ -159,6 +161,15 @@ class Rows(Protocol):
 
     def drop(self, ticket: Any) -> None:
         """Give up a ticket without an update."""
+
+    def table_lookups(self, tables: Any) -> "TableLookups":
+        """Return lookups of these rows' single tables. tables: those of the worker.
+
+        Raises ConfigError if the rows are where modules cannot look them up."""
+        raise ConfigError(
+            "modules look up rows that are in this process's memory or on servers; found rows on a device or behind a "
+            "worker process: leave out device= and workers=, or look up these rows with embeddings.stream(...)"
+        )
 
     def skip(self, step: int) -> None:
         """Note that this step has no update. The next `settle` or lookup tells processes that wait for it."""

@@ -29,6 +29,7 @@ from satrap.table.engine import native_config
 from satrap.worker.rows import BagRequest, Floats, Rows, Ticket, UpdateRequest, native_features
 from satrap.worker.server_group import ServerGroup, Topology
 from satrap.worker.sharded_tables import ShardedTables
+from satrap.worker.table_lookups import ShardedTableLookups, TableLookups
 from satrap.worker.worker import Worker
 
 _NO_IDS = np.zeros(0, np.uint64)
@@ -198,6 +199,11 @@ class ShardedRows(Rows):
                 self.split.drop(ticket.split)
             ticket.sums, ticket.used = None, True
         self._drop_at_servers([ticket])
+
+    def table_lookups(self, tables: ShardedTables) -> TableLookups:
+        features = Features({table.name: table for table in self.servers.job.tables})
+        rows = ShardedRows(features, self.servers, num_threads=self.num_threads)
+        return ShardedTableLookups(rows, Worker(features, rows, tables), tables)
 
     def skip(self, step: int) -> None:
         """Queue an empty part for the next lookup or `settle`. It is not sent now, because a stream that ends must not

@@ -116,12 +116,18 @@ class ShardedTable:
         rows: NDArray[np.float32] = found[0]
         return rows.reshape(-1, self.table.dim)
 
+    def look_up(self, ids: NDArray[np.uint64], step: int) -> NDArray[np.float32]:
+        """Return the rows of ids, each once, for training in this step."""
+        found = self._call_owners("lookup", ids, lambda part: (part.ids, part.offsets, step, True, 0), step)
+        rows: NDArray[np.float32] = found[0]
+        return rows.reshape(-1, self.table.dim)
+
     def _call_owners(
-        self, method: str, ids: ArrayLike, arguments: Callable[[OwnedIds], tuple[Any, ...]]
+        self, method: str, ids: ArrayLike, arguments: Callable[[OwnedIds], tuple[Any, ...]], step: int = 0
     ) -> list[NDArray[Any]]:
         """Return what the ids' owners answer: arrays with one line for each id, in the order of the ids."""
         unsigned_ids = array_args.as_ids(f"table {self.table.name!r}", ids)
-        found = self._servers.call_owners(method, 0, unsigned_ids, self._offsets(len(unsigned_ids)), arguments)
+        found = self._servers.call_owners(method, step, unsigned_ids, self._offsets(len(unsigned_ids)), arguments)
         positions = np.concatenate([part.positions for part, _ in found])
         lines = []
         for answers in zip(*(answer for _, answer in found), strict=True):

@@ -25,7 +25,7 @@ Action = Literal["end", "join", "wait"]
 _LOG = logging.getLogger("satrap.server")
 _ASK_SECONDS = 2.0  # for another server to answer
 _PAUSE_SECONDS = 1.0  # between questions
-_DEADLINE_SECONDS = 30.0  # of a migration's calls, while another coordinator may be active
+_DEADLINE_SECONDS = 30.0  # short, since another coordinator may be active
 
 
 class ArrivingServer(Protocol):

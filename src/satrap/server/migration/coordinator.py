@@ -273,7 +273,7 @@ class Migration:
 
     def _add_servers(self, job: Job, answers: Mapping[str, Any], new: list[str], after: ShardMap) -> None:
         """Give servers that join the job, its attempt and its learning rates."""
-        state = next(each["state"] for address, each in answers.items() if each["version"] and address not in new)
+        state = next(answer["state"] for address, answer in answers.items() if answer["version"] and address not in new)
         for address in new:
             number = after.addresses.index(address)
             answer = self._call(address).hello(self._origin(), job.to_dict(), after.to_dict(), number, True)

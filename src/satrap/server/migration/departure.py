@@ -67,7 +67,7 @@ class Departure:
         self._thread.start()
 
     def report(self) -> None:
-        """Log whether the server could leave with nothing."""
+        """Log whether the server could leave without any buckets."""
         status = self._server.status(Origin())
         if own_address(status) is None:
             _LOG.info("this server's buckets have moved to other servers", extra=event("left"))

@@ -55,7 +55,7 @@ class MigrationParticipant:
     rows_in: int = 0
     """Rows imported so far."""
     _until: float = 0.0
-    _cached_columns: tuple[int, bytes, dict[str, NDArray[Any]]] | None = None  # of one table, so that it is read once
+    _cached_columns: tuple[int, bytes, dict[str, NDArray[Any]]] | None = None  # kept so that a table is read once
     _first_buckets: NDArray[np.int64] = field(init=False)  # each table's first bucket, and the number of all buckets
 
     def __post_init__(self) -> None:

@@ -32,7 +32,7 @@ class TablesCut(Protocol):
 
     @property
     def versions(self) -> dict[str, int]:
-        """The version of each table that the cut is."""
+        """The version at which the cut fixes each table, by name."""
 
     @property
     def map_version(self) -> int:
@@ -40,8 +40,10 @@ class TablesCut(Protocol):
 
     def write(self, folders: Mapping[str, str | os.PathLike[str]], *, is_full: bool, is_beside: bool) -> dict[str, int]:
         """Write each table, or what had changed in it, into its folder, and release the cut; return how many rows each
-        table had. is_beside: others train meanwhile, so use few threads. ChangesError if the cut can no longer be
-        written, and another one must be taken."""
+        table had. Raise ChangesError if the cut can no longer be written; the caller then takes another one.
+
+        is_beside: whether training continues meanwhile, so that only few threads should write.
+        """
 
     def release(self) -> None:
         """Give the cut up, unless it was written. Idempotent."""
@@ -56,7 +58,7 @@ class TablesToCut(Protocol):
 
     @property
     def map_version(self) -> int:
-        """A number that changes when rows migrate."""
+        """A number that changes when rows migrate to other servers."""
 
     def take_cut(self, since: Mapping[str, int] | None = None, *, memory: int) -> TablesCut:
         """Take the cut of all tables at once; no call may run meanwhile."""
@@ -79,7 +81,7 @@ class TableCut:
     """Set to make the writer give up."""
 
     def last_step(self) -> int:
-        """Return a step that no row of the cut is stamped after. Called once all rows were exported."""
+        """Return a step after which no row of the cut is stamped. It is known once all rows were exported."""
         return self.latest_step if self.slot.keeps_cuts else self.slot.engine.latest_step
 
     def require_not_cancelled(self) -> None:

@@ -57,7 +57,7 @@ def part_name(part: int, num_parts: int) -> str:
 
 
 def parts_in(folder: Folder) -> list[Folder]:
-    """Return the folders in it whose names are those of parts."""
+    """Return the folders within a folder whose names are those of parts."""
     try:
         return [folder / name for name in folder.names() if _PART.fullmatch(name)]
     except OSError as error:
@@ -115,7 +115,8 @@ def read_manifest_with_checksum(folder: Folder, name: str = FILE_NAME) -> tuple[
 
 
 def require_same_table(held: Manifest, where: Folder, config: dict[str, Any], seed: int, since: Since | None) -> None:
-    """Raise unless a new snapshot of the table with this configuration may replace the one held."""
+    """Raise SnapshotError unless the folder's snapshot is of this table and configuration, so that a new one may
+    replace it."""
     name, expected = held.config.get("name"), config["name"]
     kind = "full" if since is None else "changes"
     if name != expected:

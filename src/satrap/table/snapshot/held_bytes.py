@@ -19,7 +19,10 @@ class HeldBytes:
         self._is_new, self._left, self._lock = is_new, HELD_BYTES, threading.Lock()
 
     def take(self, num_bytes: int, *, is_full: bool) -> bool:
-        """Return whether these bytes may be kept, and count them. is_full: whether they are of a full snapshot."""
+        """Count these bytes if they may be kept in memory; return whether they may.
+
+        is_full: whether they are of a full snapshot.
+        """
         if self._is_new and is_full:
             return True
         with self._lock:

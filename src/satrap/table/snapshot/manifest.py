@@ -40,12 +40,13 @@ def is_ours(name: str) -> bool:
 
 
 def temporary_name(token: str) -> str:
-    """Return the manifest's file name until it is complete."""
+    """Return the name under which a manifest is written. It is renamed once it is complete."""
     return f"manifest-{token}.tmp"
 
 
 def object_name(snapshot_id: str) -> str:
-    """Return the manifest's name under a URL, where no rename protects one snapshot's manifest from another's."""
+    """Return the name of a snapshot's manifest under a URL. The name holds the snapshot's id, since object stores do
+    not rename: with one common name, two saves could overwrite each other's manifest."""
     return f"manifest-{snapshot_id}.json"
 
 
@@ -157,11 +158,11 @@ class Manifest:
         return self.config.get("num_rows") is not None
 
     def of_kind(self, kind: FileKind) -> list[DataFile]:
-        """Return the files of one kind."""
+        """Return the data files of one kind, such as "rows"."""
         return [file for file in self.files if file.kind == kind]
 
     def holds(self) -> NDArray[np.bool_]:
-        """Return for each bucket whether the saver owned it."""
+        """Return for each bucket whether the process that saved the snapshot owned it."""
         holds = np.full(self.num_buckets, False)
         for begin, end in self.buckets:
             holds[begin:end] = True
@@ -298,7 +299,7 @@ class _Fields:
         value = self._content.get(name)
         valid = isinstance(value, list) and all(isinstance(entry, dict) for entry in value)
         return [
-            _Fields(each, f"{self._where}: {name}[{i}]") for i, each in enumerate(self._take(name, valid, "objects"))
+            _Fields(entry, f"{self._where}: {name}[{i}]") for i, entry in enumerate(self._take(name, valid, "objects"))
         ]
 
 

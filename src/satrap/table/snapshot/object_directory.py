@@ -67,8 +67,8 @@ class ObjectDirectory:
 def name_parts(folder: Folder, ids: Sequence[str]) -> int:
     """Make the snapshots with these ids the parts that the folder holds, in the order of their servers; deletes what
     other saves have left in it. Returns the bytes of the parts' files."""
-    places = [(folder / part_name(i, len(ids)), each) for i, each in enumerate(ids)]
-    parts = read_parts(folder, [(path, object_name(each)) for path, each in places])
+    places = [(folder / part_name(i, len(ids)), part_id) for i, part_id in enumerate(ids)]
+    parts = read_parts(folder, [(path, object_name(part_id)) for path, part_id in places])
     write_record(folder, [part.record.to_dict() for part in parts])
     with suppress(OSError):  # what is left costs space only
         for key in folder.sizes():

@@ -18,7 +18,10 @@ _FORMAT, _FORMAT_VERSION = "satrap-table-parts", 1
 
 
 def write_record(folder: Folder, parts: Sequence[dict[str, Any]]) -> None:
-    """Make these snapshots the ones that the folder holds. parts: `SavedPart.to_dict()` of each."""
+    """Record which snapshots are the parts of the table in the folder. Readers ignore other snapshots there.
+
+    parts: `SavedPart.to_dict()` of each.
+    """
     content = {"format": _FORMAT, "format_version": _FORMAT_VERSION, "parts": list(parts)}
     folder.write(PARTS, json_with_checksum(content) + b"\n")
 

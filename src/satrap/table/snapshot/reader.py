@@ -27,7 +27,7 @@ from satrap.transfer import Transfer
 
 _LOG = logging.getLogger("satrap.table")
 
-_MOST_READS = 100  # of a folder into which other processes save
+_MOST_READS = 100  # other processes may save into the folder meanwhile
 
 
 class History:

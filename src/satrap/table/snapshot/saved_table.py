@@ -60,7 +60,7 @@ class SavedTable(Serializable):
 
     @classmethod
     def from_folder(cls, folder: Folder, rows: int) -> Self:
-        """Read the record of the snapshots in a folder, of a table with that many rows."""
+        """Return the record of the snapshots that a folder holds, for a table with that many rows."""
         record = None if folder.is_local else read_record(folder)  # whose writer has read the manifests
         return cls(rows=rows, parts=saved_parts(folder) if record is None else tuple(map(SavedPart.from_dict, record)))
 
@@ -131,7 +131,8 @@ def saved_parts(folder: Folder) -> tuple[SavedPart, ...]:
 
 
 def checksum_of(folder: str | os.PathLike[str]) -> int:
-    """Return a number that differs where `saved_parts` does, to compare what two machines see."""
+    """Return a checksum of what `saved_parts` returns. Two machines compare it to find out whether they see the same
+    files."""
     return _checksum(saved_parts(open_folder(folder)))
 
 
@@ -140,7 +141,8 @@ def _checksum(parts: Iterable[SavedPart]) -> int:
 
 
 def require_same_snapshots(folder: Folder, parts: Sequence[FoundPart], expected: int) -> None:
-    """Raise unless the parts found in the folder on this machine are those of the one that took `checksum_of` it."""
+    """Raise SnapshotError unless this machine sees the snapshots in the folder that another machine saw when it
+    computed `checksum_of` the folder."""
     if _checksum(part.record for part in parts) != expected:
         raise SnapshotError(
             f"{folder} holds other snapshots on this machine than the trainer sees there: give a folder that all "

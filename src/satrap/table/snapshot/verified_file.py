@@ -23,7 +23,7 @@ from satrap.table.snapshot.held_bytes import HeldBytes
 from satrap.table.snapshot.manifest import DataFile, Manifest, RecordBatch
 from satrap.transfer import advance
 
-_PIECE_BYTES = 16 << 20  # of a URL at a time, unless one batch is larger: the memory that a thread needs
+_PIECE_BYTES = 16 << 20  # a thread reads so much of a URL at a time, unless one batch is larger
 
 _Flags = NDArray[np.bool_]
 
@@ -120,7 +120,8 @@ class VerifiedFile:
         return bool(_needed(file.batches, owned))
 
     def batches(self) -> Iterator[Columns]:
-        """Yield the lines of the needed buckets; each batch then counts as moved, and its memory is released."""
+        """Yield the lines of the needed buckets, one record batch at a time. The caller must be done with a batch
+        before it asks for the next: its memory is released then."""
         count, done = sum(piece.last - piece.first + 1 for piece in self._pieces), 0
         for n, piece in enumerate(self._pieces):
             if not self._is_held[n]:
@@ -244,7 +245,7 @@ def _needed(batches: tuple[RecordBatch, ...], owned: OwnedBuckets) -> list[int]:
     if owned.are_all:
         return list(range(len(batches)))
     count = np.concatenate([[0], np.cumsum(owned.some)]).tolist()
-    return [i for i, each in enumerate(batches) if count[each.bucket_end] > count[each.bucket_begin]]
+    return [i for i, batch in enumerate(batches) if count[batch.bucket_end] > count[batch.bucket_begin]]
 
 
 def _pieces(numbers: list[int], batches: tuple[RecordBatch, ...], limit: int) -> Iterator[_Piece]:

@@ -1,8 +1,8 @@
 """Writes a table at a cut: its rows leave the engine as columns, a range of whole buckets at a time, and become a
 snapshot.
 
-Each thread writes its own files. `cut` fixes the moment that is saved, `arrow_files` defines the files' content,
-`batch_cuts` their record batches, `manifest` describes the snapshot, `directory` makes it visible.
+Each thread writes its own files. `cut` fixes the moment that is saved, `arrow_files` defines the content of the files,
+`manifest` describes the snapshot, and `directory` makes it visible.
 
 Versions. The engine marks every row with the table's version at its last change. A cut begins a new version v; then
 the rows whose mark at the cut is at least `since` are written (of a full save: all). So whatever changes after the cut
@@ -36,8 +36,8 @@ from satrap.table.snapshot.object_directory import ObjectDirectory
 from satrap.transfer import Transfer
 
 _LOG = logging.getLogger("satrap.table")
-_EXPORT_BYTES = 16 << 20  # of an export, unless one bucket alone is larger: the memory that a thread needs
-_FILE_BYTES = 256 << 20  # of a rows file, so that loading has work for more threads than saving had
+_EXPORT_BYTES = 16 << 20  # a thread exports so much at a time, unless one bucket is larger
+_FILE_BYTES = 256 << 20  # rows files are small, so that more threads may load than saved
 _MAX_FILES = 64
 TARGET_BYTES = 16 << 10
 """Average size limit of a record batch that holds several buckets. Each batch adds about 400 bytes to the file, and
@@ -176,7 +176,7 @@ class _Saver:
     def run(self) -> Manifest:
         cut, slot = self.cut, self.slot
         buckets = slot.engine.num_buckets(slot.index)
-        names = [(f"part-{self.id}-{i:05d}.arrow", *each) for i, each in enumerate(self._file_ranges())]
+        names = [(f"part-{self.id}-{i:05d}.arrow", *bounds) for i, bounds in enumerate(self._file_ranges())]
         # First: they are few, and until they are exported every change of them keeps a copy of theirs.
         sightings = self._write("sightings", f"sightings-{self.id}.arrow", 0, buckets)
         files = in_threads(self.num_threads, lambda each: self._write("rows", *each), names, "satrap-snapshot")

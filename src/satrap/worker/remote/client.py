@@ -40,10 +40,11 @@ from satrap.worker.remote.protocol import (
     split_one,
 )
 from satrap.worker.remote.worker_spec import WorkerSpec
-from satrap.worker.rows import BagRequest, Ticket, UpdateRequest
+from satrap.worker.rows import BagRequest, Rows, Ticket, UpdateRequest
 from satrap.worker.server_group import ServerGroup
 from satrap.worker.sharded_rows import ShardedRows, require_tables
 from satrap.worker.sharded_tables import ShardedTables
+from satrap.worker.table_lookups import TableLookups
 from satrap.worker.worker import InputReader, Worker
 
 DEADLINE_SECONDS = 150.0
@@ -399,6 +400,9 @@ class RemoteRows(ShardedRows):
     def drop(self, ticket: Any) -> None:
         drop = super().drop if ticket.owner is self else ticket.owner.drop
         drop(ticket)
+
+    def table_lookups(self, tables: ShardedTables) -> TableLookups:
+        return Rows.table_lookups(self, tables)  # refused: the worker process sends the updates of its batches itself
 
     def close(self) -> None:
         self.connection.close()

@@ -1,0 +1,212 @@
+"""Replaces the nn.Embedding and nn.EmbeddingBag of a model by modules over Satrap's tables.
+
+Everything is checked before anything is changed. What the new module would not do is refused: max_norm,
+scale_grad_by_freq, a frozen weight, hooks, a subclass, a weight that another kind of module also uses.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, get_args
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from satrap.config.optimizers import Optimizer
+from satrap.config.tables import Normal, Table
+from satrap.config.validation import check_flag, check_integer, kind_of, suggest
+from satrap.errors import ConfigError
+from satrap.nn.embedding import Embedding, EmbeddingBag
+from satrap.train.embeddings import Embeddings
+
+_KINDS = (torch.nn.Embedding, torch.nn.EmbeddingBag)
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_HINT = "leave the module out, or change the model"
+
+
+def convert(
+    model: torch.nn.Module,
+    tables: Mapping[str, Table] | Optimizer,
+    *,
+    min_rows: int = 1,
+    weights: bool = False,
+    **options: Any,
+) -> Embeddings:
+    """Replace modules of the model by `satrap.nn.Embedding` and `satrap.nn.EmbeddingBag`, and return the `Embeddings`
+    that has their tables. Modules that share a weight share a table. Call this before the dense optimizer is created.
+
+    tables: the table of each module by the module's name, such as "encoder.item"; or an optimizer: then every
+        nn.Embedding and nn.EmbeddingBag with at least `min_rows` rows gets a table, with the module's name, its number
+        of rows as num_rows, and initial values as its weight has: normal, of the same mean and deviation.
+    min_rows: smallest number of rows of a module that gets a table, if `tables` is an optimizer.
+    weights: write the modules' weights into the tables. On servers they must hold no rows of an earlier run.
+    options: those of `Embeddings`.
+    """
+    check_flag("convert", "weights", weights)
+    check_integer("convert", "min_rows", min_rows, 1, 2**63 - 1)
+    if isinstance(tables, Mapping):
+        chosen = _named(model, tables)
+    elif isinstance(tables, get_args(Optimizer)):
+        chosen = _large(model, tables, min_rows)
+    else:
+        raise ConfigError(
+            f"tables is {kind_of(tables)}; expected a dict from a module's name to a satrap.Table, or an optimizer, "
+            "such as satrap.Adagrad(lr=0.1)"
+        )
+    for each in chosen:
+        each.require_possible(model, has_weights=weights)
+    embeddings = Embeddings({each.table.name: each.table for each in chosen}, **options)
+    try:
+        new = {id(each.module): each.replacement(embeddings) for each in chosen}
+        if weights:
+            embeddings.trainers.run_first(lambda: _write(embeddings, chosen), ConfigError)
+    except BaseException:
+        embeddings.close()
+        raise
+    for each in chosen:
+        parent, _, name = each.path.rpartition(".")
+        setattr(model.get_submodule(parent), name, new[id(each.module)])
+    return embeddings
+
+
+@dataclass(frozen=True, slots=True)
+class _Chosen:
+    """A module of the model that will be replaced, under one of its names."""
+
+    path: str
+    module: Any
+    table: Table
+
+    def require_possible(self, model: torch.nn.Module, *, has_weights: bool) -> None:
+        """Raise ConfigError if the new module would differ from this one."""
+        module, where, weight = self.module, f"convert: module {self.path!r}", self.module.weight
+        if not self.path:
+            raise ConfigError("convert: the model itself is an embedding: pass the module that has it")
+        found = {
+            f"is a {type(module).__name__}, a class of the model's code": type(module) not in _KINDS,
+            f"has max_norm={module.max_norm}": module.max_norm is not None,
+            "has scale_grad_by_freq=True": module.scale_grad_by_freq,
+            "has a frozen weight (requires_grad is False)": not weight.requires_grad,
+            f"has a weight of {weight.dtype}, and rows are float32": weight.dtype != torch.float32,
+            "has hooks": any(getattr(module, each) for each in _HOOKS) or bool(weight._backward_hooks),
+        }
+        if reasons := [reason for reason, is_so in found.items() if is_so]:
+            raise ConfigError(f"{where} {reasons[0]}, which a table does not do: {_HINT}")
+        if users := [name for name, owner in _owners(model, weight) if not isinstance(owner, _KINDS)]:
+            raise ConfigError(f"{where} shares its weight with {users[0]!r}, which is no embedding: {_HINT}")
+        if self.table.dim != module.embedding_dim:
+            raise ConfigError(
+                f"{where} has embedding_dim {module.embedding_dim}, and table {self.table.name!r} has dim "
+                f"{self.table.dim}; expected the same"
+            )
+        if self.table.num_rows is not None and self.table.num_rows < module.num_embeddings:
+            raise ConfigError(
+                f"{where} has {module.num_embeddings} rows, and table {self.table.name!r} has num_rows "
+                f"{self.table.num_rows}; expected at least as many, or None"
+            )
+        if has_weights and module.padding_idx is not None and bool(weight[module.padding_idx].any()):
+            raise ConfigError(
+                f"{where} has padding_idx {module.padding_idx}, whose weight is not 0; rows of padding are 0: {_HINT}, "
+                "or pass weights=False"
+            )
+
+    def replacement(self, embeddings: Embeddings) -> torch.nn.Module:
+        """Return the new module."""
+        module, padding = self.module, self.module.padding_idx
+        if isinstance(module, torch.nn.Embedding):
+            return Embedding(embeddings, self.table, padding_idx=padding).train(module.training)
+        bags: dict[str, Any] = {"mode": module.mode, "include_last_offset": module.include_last_offset}
+        return EmbeddingBag(embeddings, self.table, padding_idx=padding, **bags).train(module.training)
+
+
+def _modules(model: torch.nn.Module) -> Iterator[tuple[str, Any]]:
+    """Yield the embeddings of a model under each of their names."""
+    named = model.named_modules(remove_duplicate=False)
+    return ((path, module) for path, module in named if isinstance(module, _KINDS))
+
+
+def _owners(model: torch.nn.Module, weight: Tensor) -> list[tuple[str, torch.nn.Module]]:
+    """Return the modules that use a weight, by the name of the Parameter."""
+    return [
+        (f"{path}.{name}".removeprefix("."), module)
+        for path, module in model.named_modules(remove_duplicate=False)
+        for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False)
+        if parameter is weight
+    ]
+
+
+def _named(model: torch.nn.Module, tables: Mapping[str, Table]) -> list[_Chosen]:
+    """Return the modules with these names, and those that share a weight with them."""
+    modules = dict(_modules(model))
+    by_weight: dict[int, tuple[str, Table]] = {}
+    for path, table in tables.items():
+        if path not in modules:
+            raise ConfigError(
+                f"convert: the model has no nn.Embedding or nn.EmbeddingBag {path!r}; {suggest(path, list(modules))}"
+            )
+        if not isinstance(table, Table):
+            raise ConfigError(f"convert: tables[{path!r}] is {kind_of(table)}; expected a satrap.Table")
+        before, other = by_weight.setdefault(id(modules[path].weight), (path, table))
+        if other != table:
+            raise ConfigError(
+                f"convert: modules {before!r} and {path!r} share a weight and have different tables, {other.name!r} "
+                f"and {table.name!r}; expected one table for both"
+            )
+    if not by_weight:
+        raise ConfigError("convert: tables names no module; expected at least one")
+    _require_own_tables(by_weight)
+    return [
+        _Chosen(path, module, by_weight[id(module.weight)][1])
+        for path, module in modules.items()
+        if id(module.weight) in by_weight
+    ]
+
+
+def _require_own_tables(by_weight: Mapping[int, tuple[str, Table]]) -> None:
+    """Raise ConfigError if two weights would have one table."""
+    paths = defaultdict(list)
+    for path, table in by_weight.values():
+        paths[table.name].append(path)
+    for name, sharing in paths.items():
+        if len(sharing) > 1:
+            raise ConfigError(
+                f"convert: modules {sharing[0]!r} and {sharing[1]!r} have different weights and one table {name!r}; "
+                "expected a table for each weight"
+            )
+
+
+def _large(model: torch.nn.Module, optimizer: Optimizer, min_rows: int) -> list[_Chosen]:
+    """Return the modules with enough rows, with a table for each weight."""
+    tables: dict[int, Table] = {}
+    chosen = []
+    for path, module in _modules(model):
+        if module.num_embeddings < min_rows:
+            continue
+        weight = module.weight.detach()
+        if id(module.weight) not in tables:
+            initial = Normal(mean=float(weight.mean()), std=float(weight.std(correction=0)))
+            tables[id(module.weight)] = Table(
+                path or "model",
+                module.embedding_dim,
+                optimizer=optimizer,
+                initial=initial,
+                num_rows=module.num_embeddings,
+            )
+        chosen.append(_Chosen(path, module, tables[id(module.weight)]))
+    if not chosen:
+        raise ConfigError(f"convert: the model has no nn.Embedding or nn.EmbeddingBag with {min_rows} rows or more")
+    return chosen
+
+
+def _write(embeddings: Embeddings, chosen: list[_Chosen]) -> None:
+    """Write the weights into the tables, each once."""
+    written = set()
+    for each in chosen:
+        if each.table.name not in written:
+            written.add(each.table.name)
+            values = each.module.weight.detach().cpu().numpy()
+            ids = np.setdiff1d(
+                np.arange(len(values)), [] if each.module.padding_idx is None else each.module.padding_idx
+            )
+            embeddings.tables[each.table.name].write(ids, values[ids])

@@ -1,0 +1,188 @@
+"""Drop-ins for nn.Embedding and nn.EmbeddingBag, which look their ids up in a table of an `Embeddings` inside forward.
+
+In train() with gradients a lookup belongs to the open step, which `step()` of the optimizer that
+`embeddings.optimizer(...)` returned ends. In eval(), or under no_grad, a lookup reads and changes nothing. The modules
+own no Parameter: the rows are no part of a state_dict, which only has the step that they must be at.
+
+EmbeddingBag looks up one row for each id, and torch pools them: so modes, weights, their gradients and errors are
+torch's, at the cost of the memory of the rows before they are pooled.
+"""
+
+from collections.abc import Callable
+from typing import Any, Literal, Never
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.functional import embedding_bag
+
+from satrap.config.tables import Table
+from satrap.config.validation import check_choice, check_integer, kind_of, suggest
+from satrap.errors import ConfigError, InputError, StreamError
+from satrap.train.embeddings import Embeddings, session_of
+
+_NO_WEIGHT = (
+    "this module has no weight: its rows are in table {!r} of the embeddings. Call the module with ids, or use "
+    "embeddings.tables[{!r}].lookup(ids, train=False), or .write(ids, values)"
+)
+
+
+class _TableModule(torch.nn.Module):
+    """What both modules share: the table, and the lookup of a tensor of ids."""
+
+    def __init__(self, embeddings: Embeddings, table: Table | str, padding_idx: int | None) -> None:
+        super().__init__()
+        if not isinstance(embeddings, Embeddings):
+            raise ConfigError(f"embeddings is {kind_of(embeddings)}; expected the satrap.Embeddings that has the table")
+        tables = {each.name: each for each in embeddings.features.tables}
+        name = table.name if isinstance(table, Table) else table
+        if not isinstance(name, str) or name not in tables:
+            raise ConfigError(
+                f"table is {name!r}, which the embeddings do not have; {suggest(str(name), list(tables))}"
+            )
+        if isinstance(table, Table) and table != tables[name]:
+            raise ConfigError(f"table {name!r} is configured differently from that of the embeddings: pass its name")
+        self.table: Table = tables[name]
+        """The table that has the rows."""
+        self.num_embeddings: int | None = self.table.num_rows
+        """The table's num_rows; None: any 64-bit number is an id."""
+        self.embedding_dim: int = self.table.dim
+        """The table's dim."""
+        self.padding_idx: int | None = self._resolve_padding(padding_idx)
+        """The id that stands for no id: it has no row and reads as zeros."""
+        self._session = session_of(embeddings)
+        self._expected_step: int | None = None
+
+    def _resolve_padding(self, padding_idx: int | None) -> int | None:
+        if padding_idx is None:
+            return None
+        count, where = self.num_embeddings, f"table {self.table.name!r}"
+        low, high = (0, 2**63 - 1) if count is None else (-count, count - 1)
+        found = check_integer(where, "padding_idx", padding_idx, low, high)
+        return found if found >= 0 or count is None else count + found
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "weight":
+            raise AttributeError(_NO_WEIGHT.format(self.table.name, self.table.name))
+        return super().__getattr__(name)
+
+    def __reduce_ex__(self, _: object) -> Never:
+        raise TypeError(
+            f"a module over table {self.table.name!r} can be neither copied nor pickled, because its rows live in the "
+            "table: create another module over the same table, or save the rows with satrap.Checkpoint"
+        )
+
+    def get_extra_state(self) -> Tensor:
+        """Return the step that the rows are at, for state_dict."""
+        return torch.tensor([self._session.step])
+
+    def set_extra_state(self, state: Any) -> None:
+        """Record, for load_state_dict, which step the rows must be at when they are looked up."""
+        self._expected_step = int(state[0])
+
+    def extra_repr(self) -> str:
+        """Return what print(model) shows."""
+        padding = "" if self.padding_idx is None else f", padding_idx={self.padding_idx}"
+        return f"{self.table.name!r}, {self.embedding_dim}{padding}"
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # a compiled model has a graph break here
+    def _rows(self, ids: Tensor) -> Tensor:
+        """Return the row of each id, [ids, dim]; zeros where the id stands for none."""
+        if not isinstance(ids, Tensor) or ids.dtype not in (torch.int64, torch.int32):
+            found = str(ids.dtype) if isinstance(ids, Tensor) else kind_of(ids)
+            raise InputError(f"table {self.table.name!r}: ids are {found}; expected a tensor of int64 or int32")
+        self._require_expected_step()
+        flat = ids.detach().reshape(-1).to("cpu", torch.int64)
+        if self.padding_idx is None:
+            return self._look_up(flat, ids.device)
+        positions = (flat != self.padding_idx).nonzero().reshape(-1)
+        if len(positions) == len(flat):
+            return self._look_up(flat, ids.device)
+        rows = self._look_up(flat[positions], ids.device)
+        return rows.new_zeros(len(flat), self.embedding_dim).index_copy(0, positions.to(ids.device), rows)
+
+    def _look_up(self, flat: Tensor, device: torch.device) -> Tensor:
+        ids = flat.numpy().view(np.uint64)
+        if self.training and torch.is_grad_enabled():
+            return self._session.module_lookups().look_up(self.table.name, ids, device)
+        self._session.require_whole_rows()
+        return torch.from_numpy(self._session.worker.tables[self.table.name].lookup(ids, train=False)).to(device)
+
+    def _require_expected_step(self) -> None:
+        """Raise StreamError unless the rows are at the step that a loaded state_dict expects."""
+        expected, step = self._expected_step, self._session.step
+        if expected is not None and expected != step:
+            raise StreamError(
+                f"load_state_dict was given a state of step {expected}, but table {self.table.name!r} is at step "
+                f"{step}: a state_dict has no rows of tables; save and resume both with satrap.Checkpoint"
+            )
+        self._expected_step = None
+
+
+class Embedding(_TableModule):
+    """A drop-in for nn.Embedding over a table of an `Embeddings`. It has no weight: the rows are in the table."""
+
+    def __init__(self, embeddings: Embeddings, table: Table | str, *, padding_idx: int | None = None) -> None:
+        """embeddings: those that have the table and train it.
+
+        table: the table, or its name. Several modules may share one.
+        padding_idx: an id that stands for no id: it has no row, reads as zeros and is not trained.
+        """
+        super().__init__(embeddings, table, padding_idx)
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Return the row of each id, [*input.shape, embedding_dim]."""
+        rows: Tensor = self._rows(input)
+        return rows.view(*input.shape, self.embedding_dim)
+
+    __call__: Callable[..., Tensor]
+
+
+class EmbeddingBag(_TableModule):
+    """A drop-in for nn.EmbeddingBag over a table of an `Embeddings`. It has no weight: the rows are in the table."""
+
+    def __init__(
+        self,
+        embeddings: Embeddings,
+        table: Table | str,
+        *,
+        mode: Literal["sum", "mean", "max"] = "mean",
+        include_last_offset: bool = False,
+        padding_idx: int | None = None,
+    ) -> None:
+        """embeddings: those that have the table and train it.
+
+        table: the table, or its name. Several modules may share one.
+        mode: how the rows of a bag are pooled.
+        include_last_offset: whether the last offset is where the last bag ends.
+        padding_idx: an id that stands for no id: it has no row and is left out of its bag.
+        """
+        super().__init__(embeddings, table, padding_idx)
+        check_choice(f"table {self.table.name!r}", "mode", mode, ("sum", "mean", "max"))
+        self.mode, self.include_last_offset = mode, include_last_offset
+
+    def forward(self, input: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None) -> Tensor:
+        """Return the pooled rows of each bag, [bags, embedding_dim], as nn.EmbeddingBag does."""
+        rows: Tensor = self._rows(input)
+        lines = torch.arange(len(rows), device=input.device)
+        padding = None
+        if self.padding_idx is not None and len(rows):
+            is_padding = input.reshape(-1) == self.padding_idx
+            padding = int(is_padding.int().argmax())  # the line that stands for all padding
+            if not is_padding[padding]:
+                padding = None
+            else:
+                lines = torch.where(is_padding, padding, lines)
+        if not len(rows):  # torch takes no weight without lines
+            rows = torch.cat([rows, rows.new_zeros(1, self.embedding_dim)])
+        return embedding_bag(
+            lines.view(input.shape),
+            rows,
+            None if offsets is None else offsets.to(lines.dtype),
+            mode=self.mode,
+            per_sample_weights=per_sample_weights,
+            include_last_offset=self.include_last_offset,
+            padding_idx=padding,
+        )
+
+    __call__: Callable[..., Tensor]

@@ -1,0 +1,233 @@
+"""`satrap train`: its script gives the same bits as the command, in every format; bad input is an error."""
+
+import gzip
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.csv
+import pyarrow.feather
+import pyarrow.parquet as pq
+import pytest
+
+import satrap
+from runs import DEADLINE_SECONDS, SATRAP
+from satrap.cli.main import main
+from satrap.data.inferred_source import column_names, infer_source, sample_rows
+
+FORMATS = ("parquet", "arrow", "csv", "tsv", "csv.gz", "txt")
+METRICS = re.compile(
+    r"^(DCN|logistic regression): AUC ([\d.]+), log loss ([\d.]+); (\d+) steps, (\d+) rows$", re.MULTILINE
+)
+
+
+def clicks(num_rows: int = 3000, seed: int = 0) -> pa.Table:
+    """Users who like some items: what a logistic regression over users and items learns in part."""
+    draw = np.random.default_rng(seed)
+    user, item = draw.integers(0, 40, num_rows), draw.integers(0, 25, num_rows)
+    price = draw.gamma(2.0, 10.0, num_rows).round(2) + 0.01
+    logit = 1.5 * ((user % 5) - 2) + ((item % 3) - 1) - 0.02 * price
+    return pa.table(
+        {
+            "user_id": user,
+            "item": [f"item {each}" for each in item],
+            "price": pa.array(price, mask=draw.random(num_rows) < 0.1),
+            "day": np.arange(num_rows) // 100,
+            "click": (draw.random(num_rows) < 1 / (1 + np.exp(-logit))).astype(int),
+        }
+    )
+
+
+def write(folder: Path, suffix: str, table: pa.Table, name: str = "clicks") -> Path:
+    path = folder / f"{name}.{suffix}"
+    if suffix == "parquet":
+        pq.write_table(table, path)
+    elif suffix == "arrow":
+        pyarrow.feather.write_feather(table, str(path), compression="uncompressed")
+    else:
+        delimiter = {"tsv": "\t", "txt": ";"}.get(suffix, ",")
+        sink = pa.BufferOutputStream()
+        pyarrow.csv.write_csv(table, sink, pyarrow.csv.WriteOptions(delimiter=delimiter))
+        text = sink.getvalue().to_pybytes()
+        path.write_bytes(gzip.compress(text) if suffix.endswith(".gz") else text)
+    return path
+
+
+def run(folder: Path, *command: str | Path) -> str:
+    done = subprocess.run(
+        list(map(str, command)), cwd=folder, capture_output=True, text=True, timeout=DEADLINE_SECONDS, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def rows_of(folder: Path) -> dict[str, dict[int, bytes]]:
+    """Return the rows of all tables of the newest checkpoint, by id."""
+    found = {}
+    with satrap.Reader(folder / "checkpoint") as reader:
+        for name, table in reader.tables.items():
+            found[name] = {
+                int(i): row.tobytes() for ids, rows in table.rows() for i, row in zip(ids, rows.values, strict=True)
+            }
+    return found
+
+
+def test_the_command_and_its_script_give_the_same_bits(tmp_path: Path) -> None:
+    write(tmp_path, "parquet", clicks())
+    output = run(tmp_path, SATRAP, "train", "clicks.parquet", "--ignore", "day")
+    metrics = METRICS.findall(output)
+    assert [each[0] for each in metrics] == ["DCN", "logistic regression"]
+    assert all(0.7 < float(each[1]) < 1 for each in metrics), output
+    assert {path.name for path in (tmp_path / "run").iterdir()} >= {"train.py", "report.html", "checkpoint"}
+    assert re.search(r"^user_id +integer +40 +id +by its name; dim 8$", output, re.MULTILINE)
+
+    options = ("--ignore", "day", "--script", "mine.py", "--out", "mine")
+    assert "mine.py: written" in run(tmp_path, SATRAP, "train", "clicks.parquet", *options)
+    assert not (tmp_path / "mine").exists()
+    again = run(tmp_path, sys.executable, "mine.py")
+    assert METRICS.findall(again) == metrics
+    assert rows_of(tmp_path / "mine") == rows_of(tmp_path / "run")
+    resumed = run(tmp_path, sys.executable, "run/train.py")
+    assert METRICS.findall(resumed) == metrics, "a script that runs again resumes at the end and only evaluates"
+
+
+@pytest.mark.parametrize("suffix", FORMATS)
+def test_files_of_every_format_are_planned_alike(
+    suffix: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = write(tmp_path, suffix, clicks())
+    assert main(["train", str(path), "--script", str(tmp_path / "train.py")]) == 0
+    uses = dict(
+        re.findall(r"^(\w+) +\w+ +[\d,]+ (?: +\d+ %)? +(number and id|\w+)", capsys.readouterr().out, re.MULTILINE)
+    )
+    assert uses == {"user_id": "id", "item": "id", "price": "number", "day": "number and id", "click": "label"}
+    compile((tmp_path / "train.py").read_text(), "train.py", "exec")
+    source = infer_source(str(path))
+    assert column_names(source) == clicks().column_names
+    rows = sample_rows(source, ["user_id", "day"], 1000)
+    assert len(rows["user_id"]) == len(rows["day"]) == 1000
+
+
+TEXT_OF_A_LABEL = clicks().set_column(4, "bought it", pa.array(["no", "yes"]).take(clicks()["click"]))
+
+
+@pytest.mark.parametrize(
+    ("table", "suffix", "options"),
+    [
+        (TEXT_OF_A_LABEL, "csv", ["--label", "bought it", "--test-after", "day"]),
+        (clicks().select(["user_id", "item", "click"]), "tsv", ["--dim", "4", "--staleness", "2"]),
+        (
+            clicks()
+            .append_column("tags", pa.array([["a", "b"], ["c"], []] * 1000))
+            .append_column("at", pa.array(np.arange(3000), pa.int64()).cast(pa.timestamp("s")))
+            .append_column("seen", pa.array([True, False, None] * 1000)),
+            "parquet",
+            ["--test-after", "at", "--ids", "day"],
+        ),
+        (clicks().append_column("float_id", pa.array([1.0, None, 3.0] * 1000)), "arrow", ["--seed", "5"]),
+    ],
+)
+def test_scripts_of_all_kinds_of_columns_run(table: pa.Table, suffix: str, options: list[str], tmp_path: Path) -> None:
+    path = write(tmp_path, suffix, table)
+    output = run(tmp_path, SATRAP, "train", path.name, *options)
+    assert len(METRICS.findall(output)) == 2, output
+    script = (tmp_path / "run/train.py").read_text()
+    assert max(map(len, script.splitlines())) <= 80
+
+
+def test_a_second_file_is_the_test(tmp_path: Path) -> None:
+    write(tmp_path, "csv", clicks())
+    write(tmp_path, "csv", clicks(500, seed=1), "later")
+    output = run(tmp_path, SATRAP, "train", "clicks.csv", "--test", "later.csv", "--ignore", "day")
+    assert METRICS.findall(output)[0][3] == str(10 * -(-3000 // 64))
+
+
+@pytest.mark.parametrize("options", [[], ["--test", "clicks.csv"], ["--ids", "price", "--ignore", "day"]])
+def test_a_script_in_the_style_of_the_formatter(
+    options: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ruff = Path(sys.executable).with_name("ruff")
+    if not ruff.exists():
+        pytest.skip("ruff is not installed")
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path, "csv", clicks())
+    assert main(["train", "clicks.csv", "--script", "train.py", *options]) == 0
+    isolated = ("--isolated", "--line-length", "80", "train.py")
+    assert "All checks passed" in run(tmp_path, ruff, "check", "--select", "E,F,I,W", *isolated)
+    assert run(tmp_path, ruff, "format", "--diff", *isolated) == ""
+
+
+# -- bad input ---------------------------------------------------------------------------------------------------------
+
+
+def error_of(capsys: pytest.CaptureFixture[str], *arguments: Any) -> str:
+    assert main(["train", *map(str, arguments)]) == 1
+    return capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "it is empty; expected a header"),
+        ("a,click\n", "found no rows; expected at least one"),
+        ("1.5,0\n2.5,1\n", "its first line has '1.5', which is no name of a column"),
+        ("a,a,click\nx,y,0\nx,y,1\n", "has several columns 'a'"),
+        ("a,b\nx,0\ny,1\n", "no label was named; name it with --label COLUMN"),
+        ("a,click\nx,0\nx,2\ny,5\n", "label 'click' has 3 distinct values"),
+        ("a,click\nx,1\ny,1\n", "label 'click' has one value only, '1'"),
+        ("a,click\n" + "x,0\ny,1\n" * 20, "column 'a' tells the label 'click' in every row"),
+    ],
+)
+def test_files_that_cannot_be_trained_on(
+    text: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "data.csv").write_text(text)
+    assert message in error_of(capsys, tmp_path / "data.csv", "--out", tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["clicks.xls"], "the name ends with .xls; expected .parquet"),
+        (["missing.csv"], "there is no such file or folder"),
+        (["clicks.csv", "--label", "clik"], "--label: there is no column 'clik'"),
+        (["clicks.csv", "--epochs", "0"], "--epochs is 0; expected"),
+        (["clicks.csv", "--out", "."], "exists and is not empty"),
+        (["clicks.csv", "--script", "clicks.csv"], "exists; expected a new file"),
+        (["clicks.csv", "--test", "other.csv"], "other.csv has no column 'user_id'"),
+        (["clicks.csv", "--test", "clicks.parquet"], "is of another format"),
+        (["clicks.csv", "--test-after", "same"], "nine tenths of column 'same' hold"),
+        (["clicks.csv", "clicks.parquet"], "files of one format"),
+    ],
+)
+def test_arguments_that_cannot_be_used(
+    arguments: list[str],
+    message: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    table = clicks(100).append_column("same", pa.array([3] * 99 + [4]))
+    write(tmp_path, "csv", table)
+    write(tmp_path, "parquet", table)
+    (tmp_path / "clicks.xls").write_text("x")
+    (tmp_path / "other.csv").write_text("a,click\nx,1\n")
+    before = sorted(path.name for path in tmp_path.iterdir())
+    assert message in error_of(capsys, *arguments)
+    assert sorted(path.name for path in tmp_path.iterdir()) == before
+
+
+def test_a_script_that_fails_is_an_error(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """The label has a third value beyond the rows by which the columns were planned."""
+    (tmp_path / "clicks.csv").write_text("a,b,click\n" + "x,1,0\ny,2,1\nx,1,1\n" * 50)
+    (tmp_path / "test.csv").write_text("a,b,click\nx,1,3\n")
+    out = tmp_path / "run"
+    assert main(["train", str(tmp_path / "clicks.csv"), "--test", str(tmp_path / "test.csv"), "--out", str(out)]) == 1
+    error = capfd.readouterr().err
+    assert "column 'click' holds '3'; expected 0 or 1" in error and "train.py ended with status 1" in error

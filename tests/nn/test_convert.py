@@ -1,0 +1,169 @@
+"""`satrap.convert` replaces the modules that are named or large and those tied to them. What a table would not do is
+refused before anything is changed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import satrap
+from module_jobs import PLACES, deployed
+from satrap import Adagrad, ConfigError, InputError, Normal, Table
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.item, self.small = nn.Embedding(20, 4, padding_idx=0), nn.Embedding(3, 4)
+        self.parts = nn.ModuleList([nn.EmbeddingBag(30, 2, mode="max", include_last_offset=True)])
+        self.tied = nn.Embedding(20, 4)
+        self.tied.weight = self.item.weight
+        self.same = self.small
+        self.head = nn.Linear(4, 1)
+
+
+def names(model: nn.Module) -> dict[str, str]:
+    """Return the table of each module that has one, by name."""
+    found = model.named_modules(remove_duplicate=False)
+    return {path: module.table.name for path, module in found if isinstance(getattr(module, "table", None), Table)}
+
+
+def test_an_optimizer_converts_what_is_large() -> None:
+    model = Model().eval()
+    weight = model.item.weight.detach()
+    with satrap.convert(model, Adagrad(lr=0.2), min_rows=20, seed=3) as embeddings:
+        assert names(model) == {"item": "item", "tied": "item", "parts.0": "parts.0"}
+        assert type(model.small) is nn.Embedding and not model.item.training
+        item, bag = embeddings.tables["item"].table, embeddings.tables["parts.0"].table
+        assert (item.num_rows, item.dim, item.optimizer) == (20, 4, Adagrad(lr=0.2)) and bag.num_rows == 30
+        assert item.initial == Normal(mean=float(weight.mean()), std=float(weight.std(correction=0)))
+        assert (model.item.padding_idx, model.tied.padding_idx) == (0, None)
+        part: Any = model.parts[0]
+        assert (part.mode, part.include_last_offset) == ("max", True)
+        assert [name for name, _ in model.named_parameters()] == ["small.weight", "head.weight", "head.bias"]
+
+
+def test_a_module_under_two_names_stays_one_module() -> None:
+    model = Model()
+    with satrap.convert(model, {"same": Table("t", 4)}):
+        assert names(model) == {"small": "t", "same": "t"} and model.small is model.same
+
+
+def test_named_modules_get_their_tables_and_tied_ones_follow() -> None:
+    model = Model()
+    with satrap.convert(model, {"tied": Table("items", 4), "parts.0": Table("bags", 2)}) as embeddings:
+        assert names(model) == {"item": "items", "tied": "items", "parts.0": "bags"}
+        assert list(embeddings.tables) == ["items", "bags"]
+
+
+@pytest.mark.parametrize("where", PLACES)
+def test_weights_are_taken_along(where: str) -> None:
+    model = Model()
+    expected, ids = model.item.weight.detach().clone(), torch.arange(20)
+    with (
+        deployed(where) as deployment,
+        satrap.convert(model, Adagrad(), weights=True, deployment=deployment) as embeddings,
+    ):
+        assert torch.equal(model.eval().item(ids), expected)
+        assert embeddings.tables["item"].ids().size == 19, "padding has no row"
+        assert len(embeddings.tables["parts.0"]) == 30
+
+
+class Own(nn.Embedding):
+    pass
+
+
+def renormed(model: Any) -> None:
+    model.item.max_norm = 1.0
+
+
+def scaled(model: Any) -> None:
+    model.tied.scale_grad_by_freq = True
+
+
+def frozen(model: Any) -> None:
+    model.item.weight.requires_grad_(False)
+
+
+def hooked(model: Any) -> None:
+    model.item.register_forward_hook(lambda *_: None)
+
+
+def hooked_weight(model: Any) -> None:
+    model.item.weight.register_hook(lambda gradient: gradient)
+
+
+def subclassed(model: Any) -> None:
+    model.item = Own(20, 4)
+
+
+def tied_to_the_head(model: Any) -> None:
+    model.head.weight = model.item.weight
+
+
+def doubled(model: Any) -> None:
+    model.item.double()
+
+
+def nonzero_padding(model: Any) -> None:
+    with torch.no_grad():
+        model.item.weight[0] = 1.0
+
+
+def nothing(_: Any) -> None:
+    pass
+
+
+REFUSED: list[tuple[Callable[[Any], None], Any, dict[str, Any], str]] = [
+    (renormed, Adagrad(), {}, r"module 'item' has max_norm=1\.0, which a table does not do: leave the module out"),
+    (scaled, {"item": Table("t", 4)}, {}, "module 'tied' has scale_grad_by_freq=True"),
+    (frozen, Adagrad(), {}, "module 'item' has a frozen weight"),
+    (hooked, Adagrad(), {}, "module 'item' has hooks"),
+    (hooked_weight, Adagrad(), {}, "module 'item' has hooks"),
+    (subclassed, Adagrad(), {}, "module 'item' is a Own, a class of the model's code"),
+    (tied_to_the_head, Adagrad(), {}, r"shares its weight with 'head\.weight', which is no embedding"),
+    (doubled, Adagrad(), {}, r"module 'item' has a weight of torch\.float64, and rows are float32"),
+    (nonzero_padding, Adagrad(), {"weights": True}, "module 'item' has padding_idx 0, whose weight is not 0"),
+    (nothing, {"item": Table("t", 5)}, {}, "has embedding_dim 4, and table 't' has dim 5"),
+    (nothing, {"item": Table("t", 4, num_rows=19)}, {}, "has 20 rows, and table 't' has num_rows 19"),
+    (nothing, {"itm": Table("t", 4)}, {}, r"no nn\.Embedding or nn\.EmbeddingBag 'itm'; .*'item'"),
+    (nothing, {"item": 4}, {}, r"tables\['item'\] is .*; expected a satrap\.Table"),
+    (nothing, {"item": Table("t", 4), "tied": Table("u", 4)}, {}, "'item' and 'tied' share a weight"),
+    (nothing, {"item": Table("t", 4), "small": Table("t", 4)}, {}, "different weights and one table 't'"),
+    (nothing, {}, {}, "tables names no module"),
+    (nothing, 3, {}, "tables is .*; expected a dict from a module's name"),
+    (nothing, Adagrad(), {"min_rows": 31}, "with 31 rows or more"),
+    (nothing, Adagrad(), {"min_rows": 0}, "min_rows is 0"),
+    (nothing, Adagrad(), {"weights": 1}, "weights is 1"),
+]
+
+
+@pytest.mark.parametrize(("change", "tables", "options", "message"), REFUSED)
+def test_what_would_be_different_is_refused(
+    change: Callable[[Any], None], tables: Any, options: dict[str, Any], message: str
+) -> None:
+    model = Model()
+    change(model)
+    before = dict(model.named_modules(remove_duplicate=False))
+    with pytest.raises(ConfigError, match=message):
+        satrap.convert(model, tables, **options)
+    assert dict(model.named_modules(remove_duplicate=False)) == before
+
+
+def test_the_model_itself_is_no_part_of_a_model() -> None:
+    with pytest.raises(ConfigError, match="the model itself is an embedding"):
+        satrap.convert(nn.Embedding(2, 2), Adagrad())
+
+
+def test_a_failed_write_changes_nothing() -> None:
+    model = Model()
+    with torch.no_grad():
+        model.small.weight[2, 1] = np.nan
+    with pytest.raises(InputError, match="table 't'"):
+        satrap.convert(model, {"item": Table("i", 4), "small": Table("t", 4)}, weights=True)
+    assert not names(model)

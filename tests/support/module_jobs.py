@@ -1,0 +1,92 @@
+"""Jobs whose modules look their rows up inside forward, here or on two servers, and what plain torch makes of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from cluster import running_servers
+from satrap import Adagrad, Deployment, Embeddings, Normal, Table
+from satrap.nn import Embedding
+
+PLACES = ("here", "servers")
+NUM_IDS, DIM = 12, 4
+
+
+def item(**options: Any) -> Table:
+    return Table("item", DIM, **{"optimizer": Adagrad(lr=0.1), "initial": Normal(std=0.5)} | options)
+
+
+def tables() -> tuple[Table, Table]:
+    return item(), Table("user", DIM)
+
+
+class Scores(torch.nn.Module):
+    """Looks up two tables: one by two modules, of which one is called twice."""
+
+    def __init__(self, item: torch.nn.Module, again: torch.nn.Module, user: torch.nn.Module) -> None:
+        super().__init__()
+        self.item, self.again, self.user, self.head = item, again, user, torch.nn.Linear(DIM, 1)
+
+    @classmethod
+    def over(cls, embeddings: Embeddings) -> Scores:
+        return cls(*(Embedding(embeddings, name) for name in ("item", "item", "user")))
+
+    def forward(self, user: Tensor, seen: Tensor, shown: Tensor) -> Tensor:
+        history = self.item(seen).tanh().mean(1) + self.again(shown)
+        logits: Tensor = self.head(history * self.user(user) + self.item(shown)).squeeze(1)
+        return logits
+
+
+def batch(step: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return ids of which each occurs in every batch, since torch's Adam moves rows without a gradient, too."""
+    generator = torch.Generator().manual_seed(step)
+    seen = torch.stack([torch.randperm(NUM_IDS, generator=generator)[:5] for _ in range(NUM_IDS)])
+    return torch.randperm(NUM_IDS, generator=generator), seen, torch.randperm(NUM_IDS, generator=generator)
+
+
+def loss_of(model: Any, user: Tensor, seen: Tensor, shown: Tensor) -> Tensor:
+    return torch.nn.functional.softplus(model(user, seen, shown) * (1 - 2 * (user % 2))).mean()
+
+
+def loss_at(model: Any, step: int) -> Tensor:
+    return loss_of(model, *batch(step))
+
+
+@contextmanager
+def deployed(where: str) -> Iterator[Deployment | None]:
+    """Yield where the rows are: in this process, or on two new servers."""
+    with running_servers(2 if where == "servers" else 0) as services:
+        yield Deployment([each.address for each in services]) if services else None
+
+
+@contextmanager
+def embeddings_of(*tables: Table, where: str = "here", **options: Any) -> Iterator[Embeddings]:
+    with deployed(where) as deployment:
+        features = {table.name: table for table in tables}
+        with Embeddings(features, num_threads=1, deployment=deployment, **options) as embeddings:
+            yield embeddings
+
+
+def start_rows(embeddings: Embeddings, name: str, count: int) -> Tensor:
+    """Return the rows of the first ids as they are, or as they would begin."""
+    return torch.from_numpy(np.asarray(embeddings.tables[name].lookup(np.arange(count), train=False)))
+
+
+def train(optimizers: list[Any], loss_of: Callable[[int], Tensor], num_steps: int, *, first: int = 0) -> list[float]:
+    """Return the loss of each step."""
+    losses = []
+    for step in range(first, first + num_steps):
+        loss = loss_of(step)
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        loss.backward()
+        for optimizer in optimizers:
+            optimizer.step()
+        losses.append(loss.item())
+    return losses

@@ -224,7 +224,7 @@ def test_a_gradient_that_is_not_finite_is_named_by_its_row() -> None:
 
 
 def test_a_padding_batch_has_rows_of_zeros_and_the_numbers_of_the_batch_before() -> None:
-    """A trainer whose data has ended takes part in the others' steps with the same model."""
+    """A trainer whose data has ended joins the others' steps with the same model."""
     features = {"past": item().sequence(), "last": item().sequence(2)}
     embeddings = Embeddings(features, num_threads=1)
     lookup = BatchLookup(embeddings.worker, torch.device("cpu"), train=True, overlap=False)

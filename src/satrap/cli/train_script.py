@@ -288,7 +288,7 @@ class Logistic(torch.nn.Module):
 '''
 
 _EMBEDDINGS = '''def embeddings_of(dims, lr):
-    """Return the features of ids, each with a table of its own."""
+    """Return the features of ids, each with its table."""
     features = {{}}
     for name, dim in dims.items():
         table = satrap.Table(name, dim=dim, optimizer=satrap.Adagrad(lr=lr))

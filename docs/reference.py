@@ -66,6 +66,7 @@ GROUPS = {
         *("train.retrieval.topk", "train.retrieval.full_softmax", "train.negatives.in_batch", "train.negatives.Counts"),
         *("train.negatives.Draws", "train.negatives.add"),
     ],
+    "Modules": ["nn.embedding.Embedding", "nn.embedding.EmbeddingBag", "nn.convert.convert"],
     "Models": ["models.dlrm.DLRM", "models.dcn.DCN", "models.ffnn.FFNN"],
     "Synthetic data": ["data.synthetic.Clicks", "data.synthetic.BestMetrics"],
     "The table alone": [
@@ -76,6 +77,8 @@ GROUPS = {
 """The sections of the page and what each describes: the public names, and the types of what public calls return."""
 INTERNAL = {
     "Embeddings": "extra_repr get_extra_state set_extra_state settings worker",
+    "Embedding": "extra_repr get_extra_state set_extra_state",
+    "EmbeddingBag": "extra_repr get_extra_state set_extra_state",
     "HybridOptimizer": "hold",
     "LabelColumn": "expected find_invalid other_value text_values",
     "Position": "after",
@@ -83,7 +86,7 @@ INTERNAL = {
     "ShardedTables": "is_whole keeps_cuts map_version require_permitted restore take_cut",
     "Source": "origin",
     "Store": "fill forget_saves in_engine save_part",
-    "Stream": "drop evaluation joint pause update",
+    "Stream": "drop evaluation is_over joint pause update",
     "TableGroup": "fill in_engine is_whole keeps_cuts map_version require_permitted restore take_cut verify",
 }
 """Public members that other packages of Satrap call and users do not, by class."""

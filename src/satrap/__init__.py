@@ -71,7 +71,7 @@ if TYPE_CHECKING:
     from satrap.train.optimizer import HybridOptimizer
     from satrap.train.process_group import ProcessGroup
     from satrap.train.retrieval import full_softmax, topk
-    from satrap.train.sequence import Sequence
+    from satrap.train.sequence import JaggedSequence, Sequence
     from satrap.train.stream import Stream
     from satrap.train.validation import Validation
     from satrap.worker.sharded_tables import ShardedTable, ShardedTables
@@ -83,6 +83,7 @@ _LATER = {
     "Embeddings": "train.embeddings",
     "Evaluation": "monitor.metrics",
     "HybridOptimizer": "train.optimizer",
+    "JaggedSequence": "train.sequence",
     "ProcessGroup": "train.process_group",
     "Reader": "serving.reader",
     "ReaderTable": "serving.reader",
@@ -154,6 +155,7 @@ __all__ = [
     "Inputs",
     "IterableSource",
     "JSON",
+    "JaggedSequence",
     "JsonLines",
     "LabelColumn",
     "MinCount",

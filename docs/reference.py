@@ -101,6 +101,7 @@ TOPICS = {
                 *("models.dlrm.DLRM", "models.dcn.DCN", "models.deepfm.DeepFM", "models.ffnn.FFNN"),
                 *("models.din.DIN", "models.hstu.HSTU", "models.sasrec.SASRec", "models.two_tower.TwoTower"),
             ),
+            "In place of torch's modules: satrap.nn": ("nn.embedding.Embedding", "nn.embedding.EmbeddingBag"),
             "Search in all rows": ("train.retrieval.topk", "train.retrieval.full_softmax"),
             "Negatives: satrap.negatives": tuple(
                 f"train.negatives.{name}" for name in ("in_batch", "Counts", "Draws", "add")

@@ -98,8 +98,9 @@ def pytest_report_header(config: pytest.Config) -> str:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Marks the tests of clusters. With `--draw`, draws some of the tests that are marked `draw`. Puts the slowest files first, so that no worker of
-    `-n` starts one at the end. The tests of a file stay together and in order, because they share fixtures."""
+    """Marks the tests of clusters. With `--draw`, draws some of the tests that are marked `draw`. Puts the slowest files
+    first, so that no worker of `-n` starts one at the end. The tests of a file stay together and in order, because they
+    share fixtures."""
     if config.getoption("--draw"):
         left_out = _not_drawn(items, config.stash[SEED])
         config.hook.pytest_deselected(items=[item for item in items if item in left_out])

@@ -19,6 +19,7 @@ from torch.nn.functional import embedding_bag
 from torch.utils.checkpoint import checkpoint
 
 import module_child
+from cluster import running_servers
 from module_jobs import (
     DIM,
     NUM_IDS,
@@ -40,6 +41,7 @@ from satrap import (
     AdamW,
     Checkpoint,
     ConfigError,
+    Deployment,
     Embeddings,
     InputError,
     IterableSource,
@@ -274,8 +276,9 @@ def test_a_compiled_model_has_a_graph_break_and_trains_alike() -> None:
             model: Any = Scores.over(embeddings)
             optimizer = embeddings.optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
             if compiled:
+                whole: Any = torch.compile(model, backend="eager", fullgraph=True)
                 with pytest.raises(Exception, match="disable"):
-                    torch.compile(model, backend="eager", fullgraph=True)(*batch(0))
+                    whole(*batch(0))
                 reset()
                 model = torch.compile(model, backend="eager")
             losses = train([optimizer], partial(loss_at, model), STEPS)
@@ -409,6 +412,18 @@ def test_what_a_module_is_not_is_an_error() -> None:
             Embedding(torch.nn.Embedding(2, 2), "item")  # type: ignore[arg-type]
         with pytest.raises(ConfigError, match="mode is 'avg'"):
             EmbeddingBag(embeddings, "item", mode="avg")  # type: ignore[arg-type]
+
+
+def test_dense_parameters_on_servers_are_refused() -> None:
+    with running_servers(1) as services:
+        deployment = Deployment([services[0].address])
+        embeddings = Embeddings({"item": item()}, dense="async", deployment=deployment)
+        with pytest.raises(ConfigError, match=r"dense is a NoneType; expected a torch\.optim\.Optimizer"):
+            embeddings.optimizer()
+        embeddings.optimizer(torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))]))
+        with pytest.raises(StreamError, match="dense='async': rows that modules look up are trained with dense='sync'"):
+            Embedding(embeddings, "item")(torch.tensor([1]))
+        embeddings.close()
 
 
 def test_rows_on_a_device_are_refused_for_training() -> None:

@@ -18,7 +18,7 @@ import torch
 import satrap
 
 DOCS = Path(__file__).parents[2] / "docs"
-MODULES = ("models", "negatives", "synthetic")
+MODULES = ("models", "negatives", "nn", "synthetic")
 NO_ITEMS = {"__version__", *MODULES}
 
 
@@ -124,7 +124,7 @@ def internal_of(writer: ModuleType, cls: type) -> set[str]:
 
 def public_items() -> dict[str, Any]:
     found = {name: getattr(satrap, name) for name in satrap.__all__ if name not in NO_ITEMS}
-    found |= {name: getattr(satrap.models, name) for name in satrap.models.__all__}
+    found |= {name: getattr(module, name) for module in (satrap.models, satrap.nn) for name in module.__all__}
     synthetic = vars(satrap.synthetic).items()
     return found | {
         name: value

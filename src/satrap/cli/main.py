@@ -1,7 +1,8 @@
-"""The commands of `satrap`. `run` runs a script on a cluster, `scale` changes its number of servers, `status` shows
-what it does, and `report` what it did; `import` saves pretrained vectors as a table's snapshot; `plan` finds machines
-for a job; `deploy` writes manifests for Kubernetes; `keys`, `server`, `worker` and `migrate` are for a cluster that is
-managed by hand, and `trainer` runs a script on it; `doctor` checks this machine.
+"""The commands of `satrap`. `train` trains a model on a file without code; `run` runs a script on a cluster, `scale`
+changes its number of servers, `status` shows what it does, and `report` what it did; `import` saves pretrained vectors
+as a table's snapshot; `plan` finds machines for a job; `deploy` writes manifests for Kubernetes; `keys`, `server`,
+`worker` and `migrate` are for a cluster that is managed by hand, and `trainer` runs a script on it; `doctor` checks
+this machine.
 
 Carries out the commands that `parser` reads, and prints plain lines.
 """

@@ -31,7 +31,7 @@ _ROWS_TRAINED = 100_000
 """The default number of epochs reads about so many rows, at most ten times the data."""
 _BATCHES = ((20_000, 64), (100_000, 256))
 """Numbers of rows below which a batch has these samples by default."""
-_LARGEST_BATCH = 1024
+_LARGEST_BATCH = 512
 
 
 def add_train(commands: Commands) -> None:
@@ -75,7 +75,7 @@ def add_train(commands: Commands) -> None:
     for option, what in (
         ("--dim", "dim of the embeddings (default: 4 to 16, by the number of ids)"),
         ("--epochs", "passes over the data (default: 1; up to 10 for less than 100,000 rows)"),
-        ("--batch-size", "samples of a batch (default: 64 to 1024, by the number of rows)"),
+        ("--batch-size", "samples of a batch (default: 64 to 512, by the number of rows)"),
     ):
         train.add_argument(option, type=int, metavar="N", help=what)
     train.add_argument(

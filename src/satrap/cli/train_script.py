@@ -42,7 +42,7 @@ def write_script(plan: ColumnPlan, settings: ScriptSettings) -> str:
         f"RUN = {_text(settings.out)}  # folder of checkpoints and of the report\n",
         _constants(plan),
         _source(plan, settings),
-        _MODELS if plan.numbers else _MODELS_WITHOUT_NUMBERS,
+        _models(plan),
         _embeddings(plan, settings),
         _FIT,
         _main(plan, settings),
@@ -131,6 +131,23 @@ def _label(label: LabelPlan) -> str:
 # -- the end of the script ---------------------------------------------------------------------------------------------
 
 
+def _models(plan: ColumnPlan) -> str:
+    if not plan.numbers:
+        return _MODELS_WITHOUT_NUMBERS
+    return _MODELS.format(missing=_MISSING_INPUTS if _has_missing(plan) else "", num_dense=_num_dense(plan))
+
+
+def _has_missing(plan: ColumnPlan) -> bool:
+    return any(each.num_missing for each in plan.numbers)
+
+
+def _num_dense(plan: ColumnPlan) -> str:
+    """Return the number of inputs of the models besides embeddings, as code."""
+    if not plan.numbers:
+        return "0"
+    return "2 * len(NUMBERS)" if _has_missing(plan) else "len(NUMBERS)"
+
+
 def _embeddings(plan: ColumnPlan, settings: ScriptSettings) -> str:
     has_bags = any(feature.is_bag for feature in plan.features)
     table = 'table.bag("mean") if name in BAGS else table' if has_bags else "table"
@@ -145,7 +162,7 @@ def _main(plan: ColumnPlan, settings: ScriptSettings) -> str:
         train=_wrapped("    train = source(", [train, *options], ")", 4),
         test=_wrapped("    test = source(", [test], ")", 4),
         seed=settings.seed,
-        num_dense="len(NUMBERS)" if plan.numbers else "0",
+        num_dense=_num_dense(plan),
     )
 
 
@@ -224,8 +241,8 @@ _MODELS = '''class Net(torch.nn.Module):
         self.register_buffer("deviation", deviation)
 
     def forward(self, dense, embeddings):
-        scaled = ((dense - self.mean) / self.deviation).clamp(-5, 5)
-        return self.model(scaled, self.dropout(embeddings))
+        numbers = ((dense - self.mean) / self.deviation).clamp(-5, 5)
+{missing}        return self.model(numbers, self.dropout(embeddings))
 
 
 class Logistic(torch.nn.Module):
@@ -233,13 +250,18 @@ class Logistic(torch.nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.linear = torch.nn.Linear(len(NUMBERS), 1)
+        self.linear = torch.nn.Linear({num_dense}, 1)
 
     def forward(self, dense, embeddings):
         return self.linear(dense).squeeze(1) + embeddings.sum(1)
 
 
 '''
+
+_MISSING_INPUTS = """        # A missing number reads as the mean; a second input says so.
+        is_missing = (dense == self.mean).float()
+        numbers = torch.cat([numbers, is_missing], 1)
+"""
 
 _MODELS_WITHOUT_NUMBERS = '''class Net(torch.nn.Module):
     """Drops some embeddings in training and calls a model."""
@@ -266,7 +288,7 @@ class Logistic(torch.nn.Module):
 '''
 
 _EMBEDDINGS = '''def embeddings_of(dims, lr):
-    """Return the features of ids, each with a table of its own."""
+    """Return the features of ids, each with its table."""
     features = {{}}
     for name, dim in dims.items():
         table = satrap.Table(name, dim=dim, optimizer=satrap.Adagrad(lr=lr))
@@ -315,9 +337,9 @@ _MAIN = '''def main():
     """Train a DCN, and a logistic regression to compare it with."""
 {train}{test}
     torch.manual_seed({seed})
-    embeddings = embeddings_of(IDS, lr=0.05)
+    embeddings = embeddings_of(IDS, lr=0.1)
     dcn = satrap.models.DCN({num_dense}, embeddings, deep=(128, 64))
-    fit("DCN", Net(dcn, 0.2), embeddings, train, test, lr=1e-3, folder=RUN)
+    fit("DCN", Net(dcn, 0.1), embeddings, train, test, lr=1e-3, folder=RUN)
 
     embeddings = embeddings_of(dict.fromkeys(IDS, 1), lr=0.1)
     net = Net(Logistic(), 0.0)

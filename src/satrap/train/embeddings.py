@@ -139,7 +139,7 @@ class Embeddings(torch.nn.Module):
             many steps as they have batches, where with dense="sync" all of them together take one: Adam and AdamW go as
             far with 1 / world size, Adagrad with 1 / sqrt(world size), SGD with 1.
         """
-        if dense is None:
+        if dense is None and self._strategy.is_joint:
             dense = torch.optim.SGD([torch.empty(0, requires_grad=True)])  # torch refuses an empty list
         if not isinstance(dense, torch.optim.Optimizer):
             raise ConfigError(f"dense is a {type(dense).__name__}; expected a torch.optim.Optimizer")

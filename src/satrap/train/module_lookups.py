@@ -24,7 +24,7 @@ from satrap.errors import SatrapError, StreamError
 from satrap.interrupts import Uninterrupted
 from satrap.monitor.report import Counters
 from satrap.train.batch import InFlightBatch, gradient_array
-from satrap.worker.table_lookups import Ids
+from satrap.worker.rows import Ids
 from satrap.worker.worker import Worker
 
 

@@ -1,7 +1,7 @@
 """Rows in this process: one call to a native engine does a whole lookup or update."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -12,8 +12,16 @@ from satrap.config.features import Features
 from satrap.config.tables import Table
 from satrap.table.engine import Slot, open_engine
 from satrap.table.table_group import TableGroup
-from satrap.worker.rows import BagRequest, Floats, Rows, UpdateRequest, native_features
-from satrap.worker.table_lookups import LocalTableLookups
+from satrap.worker.rows import (
+    BagRequest,
+    Floats,
+    Ids,
+    Rows,
+    TableGradients,
+    TableLookups,
+    UpdateRequest,
+    native_features,
+)
 from satrap.worker.worker import Worker, require_features
 
 
@@ -54,8 +62,35 @@ class LocalRows(Rows):
     def drop(self, ticket: _core.Ticket) -> None:
         self._engine.drop(ticket)
 
-    def table_lookups(self, tables: TableGroup) -> LocalTableLookups:
+    def table_lookups(self, tables: TableGroup) -> TableLookups:
         return LocalTableLookups(tables)
+
+
+class LocalTableLookups:
+    """Implements `TableLookups` on tables in this process."""
+
+    def __init__(self, tables: TableGroup) -> None:
+        self._tables = tables
+
+    def look_up(self, table: str, ids: Ids, step: int) -> Floats:
+        return self._tables[table].lookup(ids, step=step, oldest_open=step)
+
+    def update(
+        self, gradients: TableGradients, step: int, lrs: Mapping[str, float], scale: float
+    ) -> Callable[[], None]:
+        given = [gradients[name] for name in self._tables if name in gradients]
+        counts = [len(gradients[name][0]) if name in gradients else 0 for name in self._tables]
+        ids = np.concatenate([of_table for of_table, _ in given])
+        flat = np.concatenate([of_table.reshape(-1) for _, of_table in given])
+        if scale != 1.0:
+            flat *= np.float32(scale)
+        ticket = self._tables.prepare(ids, np.cumsum([0, *counts], dtype=np.int64))
+
+        def apply() -> None:
+            if not ticket.used:
+                self._tables.update(ticket, flat, step=step, lrs=lrs)
+
+        return apply
 
 
 def local_worker(

@@ -3,7 +3,11 @@
 `satrap.worker.local_rows` has them in this process, `satrap.worker.sharded_rows` on servers, `satrap.device` on GPUs.
 """
 
+<<<<<<< HEAD
 from collections.abc import Mapping, Sequence
+=======
+from collections.abc import Callable, Mapping, Sequence
+>>>>>>> nn2
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -17,11 +21,13 @@ from satrap.errors import ConfigError
 
 if TYPE_CHECKING:
     from satrap.worker.server_group import ServerGroup
-    from satrap.worker.table_lookups import TableLookups
 
 Floats = NDArray[np.float32]
 Block = Any
 """float32 [lines, floats]: a numpy array, or a tensor if the rows are on a device."""
+Ids = NDArray[np.uint64]
+TableGradients = Mapping[str, tuple[Ids, Floats]]
+"""For each table that has any: ids, which may repeat, and float32 [ids, dim]."""
 TicketGradients = tuple[Block | None, list[Block | None]]
 """Gradients of one ticket's block and of each of its sequences; None leaves the ids unchanged."""
 
@@ -117,6 +123,26 @@ class UpdateRequest:
     """What `Worker.measure` returned for these gradients; None: they were not measured."""
 
 
+class TableLookups(Protocol):
+    """Lookups of ids in one table at a time, and one update of all tables: for modules that look rows up in forward.
+
+    Several lookups, of one table or of several, belong to a step. They return rows and no ticket: the update brings the
+    ids with their gradients, so a lookup whose gradient never comes leaves nothing behind. The gradients of an id are
+    summed in the order in which they are given, and the table's optimizer is applied once."""
+
+    def look_up(self, table: str, ids: Ids, step: int) -> Floats:
+        """Return the rows of the ids, [ids, dim], for training in this step: ids that have none are admitted and
+        inserted. Rows of the step are not evicted."""
+
+    def update(
+        self, gradients: TableGradients, step: int, lrs: Mapping[str, float], scale: float
+    ) -> Callable[[], None]:
+        """Return a function that applies one optimizer step of each table. After an interrupt it may be called again:
+        it changes nothing twice.
+
+        scale: factor of each gradient."""
+
+
 class Rows(Protocol):
     """Where the rows of a worker's features are. Does not check its arguments."""
 
@@ -162,7 +188,7 @@ class Rows(Protocol):
     def drop(self, ticket: Any) -> None:
         """Give up a ticket without an update."""
 
-    def table_lookups(self, tables: Any) -> "TableLookups":
+    def table_lookups(self, tables: Any) -> TableLookups:
         """Return lookups of these rows' single tables. tables: those of the worker.
 
         Raises ConfigError if the rows are where modules cannot look them up."""

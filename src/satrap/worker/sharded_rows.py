@@ -11,7 +11,7 @@ migration the same ids and sums are split again for the current owners and sent 
 import itertools
 import secrets
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,14 +22,24 @@ from satrap import _core
 from satrap.config.cores import thread_count
 from satrap.config.features import Features
 from satrap.config.job import with_buckets_of
+from satrap.data.inputs import Inputs
 from satrap.errors import ConfigError, MovedError, TicketError
 from satrap.interrupts import Uninterrupted
 from satrap.server.protocol import Coded
 from satrap.table.engine import native_config
-from satrap.worker.rows import BagRequest, Floats, Rows, Ticket, UpdateRequest, native_features
+from satrap.worker.rows import (
+    BagRequest,
+    Floats,
+    Ids,
+    Rows,
+    TableGradients,
+    TableLookups,
+    Ticket,
+    UpdateRequest,
+    native_features,
+)
 from satrap.worker.server_group import ServerGroup, Topology
 from satrap.worker.sharded_tables import ShardedTables
-from satrap.worker.table_lookups import ShardedTableLookups, TableLookups
 from satrap.worker.worker import Worker
 
 _NO_IDS = np.zeros(0, np.uint64)
@@ -250,6 +260,54 @@ class ShardedRows(Rows):
             at: int = self._latest_step + 1 if step is None else step
             self._latest_step = max(self._latest_step, at)
             return at
+
+
+class ShardedTableLookups:
+    """Implements `TableLookups` on servers: a lookup calls the owners of its unique ids, the update every owner once.
+
+    The update passes through the core's split as one batch in which each id is a bag, since the core then sums the
+    gradients and lays them out for their owners. Its block is as wide as all tables together and as high as the table
+    with the most ids, so tables that are looked up much less often than another one cost memory."""
+
+    def __init__(self, rows: ShardedRows, worker: Worker, tables: ShardedTables) -> None:
+        """worker: of one feature for each table, with its name, over these rows."""
+        self._rows, self._worker, self._tables, self._step = rows, worker, tables, 0
+
+    def look_up(self, table: str, ids: Ids, step: int) -> Floats:
+        if step != self._step:
+            self._rows.pad(step, step)
+            self._step = step
+        unique, lines = np.unique(ids, return_inverse=True)
+        rows: Floats = self._tables[table].look_up(unique, step)[lines]
+        return rows
+
+    def update(
+        self, gradients: TableGradients, step: int, lrs: Mapping[str, float], scale: float
+    ) -> Callable[[], None]:
+        features = self._worker.features
+        none = np.zeros(0, np.uint64), None
+        given = {name: gradients.get(name, none) for name in features}
+        batch_size = max(len(ids) for ids, _ in given.values())
+        lengths = np.zeros((len(features), batch_size), np.int64)
+        block = np.zeros((batch_size, features.total_dim), np.float32)
+        for number, (ids, of_table) in enumerate(given.values()):
+            lengths[number, : len(ids)] = 1
+            if of_table is not None:
+                begin = features.columns[number]
+                block[: len(ids), begin : begin + features.dims[number]] = of_table
+        inputs = Inputs(
+            names=features.names,
+            values=np.concatenate([ids for ids, _ in given.values()]),
+            offsets=np.cumsum([0, *lengths.reshape(-1)], dtype=np.int64),
+            batch_size=batch_size,
+        )
+        ticket = self._rows.reissue(self._worker.request(inputs, step, step, train=True))
+
+        def apply() -> None:
+            if not ticket.used:
+                self._worker.update([ticket], [block], step=step, lrs=lrs, scale=scale)
+
+        return apply
 
 
 def sharded_worker(features: Features, servers: ServerGroup, *, num_threads: int | None = None) -> Worker:

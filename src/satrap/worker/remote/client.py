@@ -40,11 +40,10 @@ from satrap.worker.remote.protocol import (
     split_one,
 )
 from satrap.worker.remote.worker_spec import WorkerSpec
-from satrap.worker.rows import BagRequest, Rows, Ticket, UpdateRequest
+from satrap.worker.rows import BagRequest, Rows, TableLookups, Ticket, UpdateRequest
 from satrap.worker.server_group import ServerGroup
 from satrap.worker.sharded_rows import ShardedRows, require_tables
 from satrap.worker.sharded_tables import ShardedTables
-from satrap.worker.table_lookups import TableLookups
 from satrap.worker.worker import InputReader, Worker
 
 DEADLINE_SECONDS = 150.0

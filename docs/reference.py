@@ -12,7 +12,6 @@ from functools import cache
 from importlib import import_module
 from pathlib import Path
 
-<<<<<<< HEAD
 from declared import (
     Member,
     argument_names,
@@ -128,77 +127,13 @@ TOPICS = {
         "Tables in the memory of this process, without torch.",
         {"": ("table.store.Store", "table.store.StoredRows", "table.table_group.TableGroup")},
     ),
-=======
-PAGE = Path(__file__).with_name("reference.md")
-GROUPS = {
-    "Tables and features": [
-        *("config.tables.Table", "config.tables.Feature", "config.features.Features", "config.validation.Config"),
-    ],
-    "Optimizers of tables": [
-        f"config.optimizers.{name}" for name in ("SGD", "Adagrad", "RowWiseAdagrad", "Adam", "AdamW", "Ftrl")
-    ],
-    "Initial values and admission": [
-        f"config.tables.{name}"
-        for name in ("Uniform", "Normal", "ScaledUniform", "Constant", "Zeros", "Always", "Probability", "MinCount")
-    ],
-    "Training": [
-        *(
-            "train.embeddings.Embeddings",
-            "train.deployment.Deployment",
-            "train.stream.Stream",
-            "train.batch.Batch",
-            "train.batch.Sequence",
-        ),
-        *("train.optimizer.HybridOptimizer", "train.process_group.ProcessGroup", "checkpoint.checkpoint.Checkpoint"),
-        "monitor.report.Counters",
-    ],
-    "Progress": [
-        *("monitor.progress.Progress", "monitor.sinks.Screen", "monitor.sinks.JsonLines"),
-        *("monitor.sinks.TensorBoard", "monitor.report.Report"),
-    ],
-    "Evaluation": [
-        *("train.evaluation.evaluate", "train.evaluation.auc", "monitor.metrics.Evaluation"),
-        "train.validation.Validation",
-        *("serving.reader.Reader", "serving.reader.ReaderTable"),
-    ],
-    "Sources": [
-        *("data.source.Source", "data.parquet.Parquet", "data.delimited.CSV", "data.criteo.Criteo"),
-        *(
-            "data.arrow.Arrow",
-            "data.json_lines.JSON",
-            "data.tfrecord.TFRecord",
-            "data.frame.Frame",
-            "data.iterable.IterableSource",
-            "data.inputs.Inputs",
-        ),
-        "data.inputs.Position",
-        "data.vectors.read_vectors",
-    ],
-    "Columns of a source": ["config.columns.DenseColumn", "config.columns.IdColumn", "config.columns.LabelColumn"],
-    "Retrieval": [
-        *("train.retrieval.topk", "train.retrieval.full_softmax", "train.negatives.in_batch", "train.negatives.Counts"),
-        *("train.negatives.Draws", "train.negatives.add"),
-    ],
-    "Modules": ["nn.embedding.Embedding", "nn.embedding.EmbeddingBag", "nn.convert.convert"],
-    "Models": ["models.dlrm.DLRM", "models.dcn.DCN", "models.ffnn.FFNN"],
-    "Synthetic data": ["data.synthetic.Clicks", "data.synthetic.BestMetrics"],
-    "The table alone": [
-        *("table.store.Store", "table.store.StoredRows", "table.table_group.TableGroup"),
-        *("worker.sharded_tables.ShardedTables", "worker.sharded_tables.ShardedTable"),
-    ],
->>>>>>> nn2
 }
 """The pages and what each describes: the public names."""
 INTERNAL = {
     "Config": "to_dict from_dict",
     "Deployment": "in_context",
     "Embeddings": "extra_repr get_extra_state set_extra_state settings worker",
-<<<<<<< HEAD
     "Evaluation": "held held_groups",
-=======
-    "Embedding": "extra_repr get_extra_state set_extra_state",
-    "EmbeddingBag": "extra_repr get_extra_state set_extra_state",
->>>>>>> nn2
     "HybridOptimizer": "hold",
     "LabelColumn": "expected find_invalid other_value text_values",
     "Position": "after",
@@ -208,12 +143,8 @@ INTERNAL = {
     "ShardedTables": "is_whole keeps_cuts map_version require_permitted restore take_cut",
     "Source": "origin",
     "Store": "fill forget_saves in_engine save_part",
-<<<<<<< HEAD
     "Stream": "drop evaluation joint pause release update",
     "Table": "with_buckets",
-=======
-    "Stream": "drop evaluation is_over joint pause update",
->>>>>>> nn2
     "TableGroup": "fill in_engine is_whole keeps_cuts map_version require_permitted restore take_cut verify",
 }
 """Public members and arguments that other packages of Satrap use and users do not, by class; and the forms that an

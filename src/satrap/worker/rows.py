@@ -3,11 +3,7 @@
 `satrap.worker.local_rows` has them in this process, `satrap.worker.sharded_rows` on servers, `satrap.device` on GPUs.
 """
 
-<<<<<<< HEAD
-from collections.abc import Mapping, Sequence
-=======
 from collections.abc import Callable, Mapping, Sequence
->>>>>>> nn2
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 

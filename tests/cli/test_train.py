@@ -1,6 +1,7 @@
 """`satrap train`: its script gives the same bits as the command, in every format; bad input is an error."""
 
 import gzip
+import os
 import re
 import subprocess
 import sys
@@ -59,7 +60,13 @@ def write(folder: Path, suffix: str, table: pa.Table, name: str = "clicks") -> P
 
 def run(folder: Path, *command: str | Path) -> str:
     done = subprocess.run(
-        list(map(str, command)), cwd=folder, capture_output=True, text=True, timeout=DEADLINE_SECONDS, check=False
+        list(map(str, command)),
+        cwd=folder,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_SECONDS,
+        check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
@@ -78,14 +85,14 @@ def rows_of(folder: Path) -> dict[str, dict[int, bytes]]:
 
 def test_the_command_and_its_script_give_the_same_bits(tmp_path: Path) -> None:
     write(tmp_path, "parquet", clicks())
-    output = run(tmp_path, SATRAP, "train", "clicks.parquet", "--ignore", "day")
+    output = run(tmp_path, SATRAP, "train", "clicks.parquet", "--ignore", "day", "--epochs", "4")
     metrics = METRICS.findall(output)
     assert [each[0] for each in metrics] == ["DCN", "logistic regression"]
-    assert all(0.7 < float(each[1]) < 1 for each in metrics), output
+    assert all(0.65 < float(each[1]) < 1 for each in metrics), output
     assert {path.name for path in (tmp_path / "run").iterdir()} >= {"train.py", "report.html", "checkpoint"}
     assert re.search(r"^user_id +integer +40 +id +by its name; dim 8$", output, re.MULTILINE)
 
-    options = ("--ignore", "day", "--script", "mine.py", "--out", "mine")
+    options = ("--ignore", "day", "--epochs", "4", "--script", "mine.py", "--out", "mine")
     assert "mine.py: written" in run(tmp_path, SATRAP, "train", "clicks.parquet", *options)
     assert not (tmp_path / "mine").exists()
     again = run(tmp_path, sys.executable, "mine.py")
@@ -133,7 +140,7 @@ TEXT_OF_A_LABEL = clicks().set_column(4, "bought it", pa.array(["no", "yes"]).ta
 )
 def test_scripts_of_all_kinds_of_columns_run(table: pa.Table, suffix: str, options: list[str], tmp_path: Path) -> None:
     path = write(tmp_path, suffix, table)
-    output = run(tmp_path, SATRAP, "train", path.name, *options)
+    output = run(tmp_path, SATRAP, "train", path.name, "--epochs", "1", *options)
     assert len(METRICS.findall(output)) == 2, output
     script = (tmp_path / "run/train.py").read_text()
     assert max(map(len, script.splitlines())) <= 80
@@ -142,8 +149,8 @@ def test_scripts_of_all_kinds_of_columns_run(table: pa.Table, suffix: str, optio
 def test_a_second_file_is_the_test(tmp_path: Path) -> None:
     write(tmp_path, "csv", clicks())
     write(tmp_path, "csv", clicks(500, seed=1), "later")
-    output = run(tmp_path, SATRAP, "train", "clicks.csv", "--test", "later.csv", "--ignore", "day")
-    assert METRICS.findall(output)[0][3] == str(10 * -(-3000 // 64))
+    output = run(tmp_path, SATRAP, "train", "clicks.csv", "--test", "later.csv", "--epochs", "2", "--ignore", "day")
+    assert METRICS.findall(output)[0][3] == str(2 * -(-3000 // 64))
 
 
 @pytest.mark.parametrize("options", [[], ["--test", "clicks.csv"], ["--ids", "price", "--ignore", "day"]])

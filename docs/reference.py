@@ -101,7 +101,9 @@ TOPICS = {
                 *("models.dlrm.DLRM", "models.dcn.DCN", "models.deepfm.DeepFM", "models.ffnn.FFNN"),
                 *("models.din.DIN", "models.hstu.HSTU", "models.sasrec.SASRec", "models.two_tower.TwoTower"),
             ),
-            "In place of torch's modules: satrap.nn": ("nn.embedding.Embedding", "nn.embedding.EmbeddingBag"),
+            "In place of torch's modules: satrap.nn": (
+                *("nn.embedding.Embedding", "nn.embedding.EmbeddingBag", "nn.convert.convert"),
+            ),
             "Search in all rows": ("train.retrieval.topk", "train.retrieval.full_softmax"),
             "Negatives: satrap.negatives": tuple(
                 f"train.negatives.{name}" for name in ("in_batch", "Counts", "Draws", "add")
@@ -133,6 +135,8 @@ TOPICS = {
 INTERNAL = {
     "Config": "to_dict from_dict",
     "Deployment": "in_context",
+    "Embedding": "extra_repr get_extra_state set_extra_state",
+    "EmbeddingBag": "extra_repr get_extra_state set_extra_state",
     "Embeddings": "extra_repr get_extra_state set_extra_state settings worker",
     "Evaluation": "held held_groups",
     "HybridOptimizer": "hold",
@@ -144,7 +148,7 @@ INTERNAL = {
     "ShardedTables": "is_whole keeps_cuts map_version require_permitted restore take_cut",
     "Source": "origin",
     "Store": "fill forget_saves in_engine save_part",
-    "Stream": "drop evaluation joint pause release update",
+    "Stream": "drop evaluation is_over joint pause release update",
     "Table": "with_buckets",
     "TableGroup": "fill in_engine is_whole keeps_cuts map_version require_permitted restore take_cut verify",
 }

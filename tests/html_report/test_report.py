@@ -217,6 +217,20 @@ def test_a_resumed_run_counts_each_step_once_in_its_curves(tmp_path: Path) -> No
     assert tile_values(run)["Launches"] == "2" and tile_values(run)["Last step"] == "15"
 
 
+def test_the_code_of_the_latest_launch_is_listed(tmp_path: Path) -> None:
+    def code() -> list[list[tuple[object, ...]]]:
+        return [each.rows for each in listings(read_run(tmp_path)) if each.title == "Code"]
+
+    write(tmp_path, "trainer-0", start("a", settings={"rank": 0}))
+    assert code() == [], "a record of an earlier release"
+    for launch, commit in ((1, "c0ffee"), (2, f"{'5eed' * 10}-dirty")):
+        begun = start(str(launch), settings={"rank": 0}, command="train.py --lr 1", commit=commit) | {"launch": launch}
+        write(tmp_path, "trainer-0", begun)
+    assert code() == [[("command", "train.py --lr 1"), ("commit", f"{'5eed' * 10}-dirty")]]
+    write(tmp_path, "trainer-0", start("3", settings={"rank": 0}, command="train.py", commit=None) | {"launch": 3})
+    assert code() == [[("command", "train.py")]], "no repository"
+
+
 def test_settings_that_changed_are_listed(tmp_path: Path) -> None:
     for number, lr in enumerate((0.1, 0.1, 0.05)):
         tables = [{"name": "user", "optimizer": {"type": "SGD", "lr": lr}}]

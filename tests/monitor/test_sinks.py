@@ -13,7 +13,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from example_reports import BARE, EVALUATED, FULL
 from satrap.errors import ConfigError
 from satrap.monitor.report import Report, bar, line
-from satrap.monitor.sinks import JsonLines, Screen, TensorBoard
+from satrap.monitor.sinks import BAR_SECONDS, JsonLines, Screen, TensorBoard
 
 
 def test_other_streams_get_lines(capsys: pytest.CaptureFixture[str]) -> None:
@@ -53,6 +53,19 @@ def test_an_evaluation_stays_on_a_terminal() -> None:
     screen.close()
     whole, bare = bar(FULL, 79), bar(BARE, 79)
     assert stream.getvalue() == (f"\r{whole}\x1b[K\r{line(EVALUATED)}\x1b[K\n\r{bare}\x1b[K\r{line(EVALUATED)}\x1b[K\n")
+
+
+def test_a_notebook_gets_one_line_that_is_redrawn() -> None:
+    """A notebook's stream is no terminal, and shows no more of escape sequences than colours."""
+    notebook = type("OutStream", (io.StringIO,), {"__module__": "ipykernel.iostream"})()
+    screen = Screen(notebook)
+    assert screen.every_seconds == BAR_SECONDS
+    for report in (FULL, BARE, EVALUATED):
+        screen.write(report)
+    screen.write(BARE)
+    screen.close()
+    whole, bare, evaluated = bar(FULL, 79), bar(BARE, 79), line(EVALUATED)
+    assert notebook.getvalue() == f"\r{whole}\r{bare.ljust(len(whole))}\r{evaluated}\n\r{bare}\n"
 
 
 def test_a_bar_in_an_encoding_without_blocks() -> None:

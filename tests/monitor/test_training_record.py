@@ -6,6 +6,7 @@ import itertools
 import json
 import math
 import os
+import subprocess
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -223,6 +224,36 @@ def test_there_is_no_record_unless_requested(tmp_path: Path, monkeypatch: pytest
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match=r"cannot be written to .*; choose another folder"):
         Progress(record=tmp_path / "file")
+
+
+def test_the_record_has_the_command_and_the_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def git(*arguments: str) -> str:
+        identity = ("-c", "user.name=a", "-c", "user.email=a@b")
+        return subprocess.run(
+            ["git", "-C", script.parent, *identity, *arguments], check=True, capture_output=True, text=True, timeout=30
+        ).stdout.strip()
+
+    def start() -> dict[str, Any]:
+        Progress(Embedded(Clock()), [], record=tmp_path).close()
+        return lines_of(tmp_path)[-2]
+
+    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path))
+    script = tmp_path / "code" / "train.py"
+    script.parent.mkdir()
+    script.write_text("one")
+    monkeypatch.setattr("sys.argv", [str(script), "--token", "t0p", "--name", "two words"])
+    assert start()["command"] == f"{script} --token '(hidden)' --name 'two words'"
+    assert "commit" in start() and start()["commit"] is None, "no repository"
+    git("init", "-q")
+    assert start()["commit"] is None, "no commit"
+    git("add", ".")
+    git("commit", "-qm", "first")
+    git("tag", "v1")
+    assert start()["commit"] == git("rev-parse", "HEAD")
+    script.write_text("changed")
+    assert start()["commit"] == f"{git('rev-parse', 'HEAD')}-dirty"
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert start()["commit"] is None, "no git"
 
 
 def test_a_run_gives_a_pipe_for_the_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -269,6 +269,19 @@ def test_an_address_that_cannot_be_advertised(
 
 @pytest.mark.parametrize(
     ("address", "problem"),
+    [("server-0", "the address is 'server-0'; expected e.g."), (LOOPBACK, "would be served without keys")],
+)
+def test_an_address_that_is_refused_before_a_server_starts(
+    address: str, problem: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The error is all that the command says: no server has looked for its rows yet."""
+    assert main(["server", "--listen", address]) == 1
+    found = capsys.readouterr()
+    assert problem in found.err and found.err.count("\n") == 1 and not found.out, "one line"
+
+
+@pytest.mark.parametrize(
+    ("address", "problem"),
     [("server-0", "the address is 'server-0'; expected e.g."), ("tcp://*:5", "expected that of one server")],
 )
 def test_an_address_that_cannot_be_joined(address: str, problem: str, capsys: pytest.CaptureFixture[str]) -> None:

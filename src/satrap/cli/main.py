@@ -256,7 +256,9 @@ def _announce(role: str, advertise: str | None, bound: str) -> Iterator[str]:
 
 def _check_listening(options: argparse.Namespace) -> None:
     from satrap.rpc.address import advertised_address
+    from satrap.rpc.service import require_protection
 
+    require_protection(options.listen, has_keys=options.keys is not None, insecure=options.insecure)
     advertised_address(options.advertise, options.listen)
     if options.insecure and options.keys is not None:
         raise ConfigError("both --keys and --insecure were given; expected one of them: remove --insecure")

@@ -213,11 +213,14 @@ def listings(run: RunRecords) -> list[Listing]:
     """Return the tables of settings, of tables and of what was not trained on."""
     loops = sorted(run.loops, key=lambda each: (each.launch, -each.rank))
     latest = next((loop for loop in reversed(loops) if loop.settings), None)
-    settings = {} if latest is None else latest.settings | {"satrap": latest.start.get("version")}
+    begun = {} if latest is None else latest.start
+    settings = {} if latest is None else latest.settings | {"satrap": begun.get("version")}
     script, tables, features = (settings.pop(name, None) for name in ("script", "tables", "features"))
     settings.pop("rank", None)
     started = [each.get("settings") for each in run.events if each["kind"] == "run"]
-    entries = [_pairs("Settings of the script", script, "The script gave none: Progress(settings=...).")]
+    code = {name: begun[name] for name in ("command", "commit") if begun.get(name)}
+    entries = [_pairs("Code", code, "")] if code else []
+    entries += [_pairs("Settings of the script", script, "The script gave none: Progress(settings=...).")]
     if started and started[-1]:
         entries.append(_pairs("Settings of satrap run", started[-1], ""))
     entries.append(_pairs("Settings of the embeddings", settings, "None were recorded."))

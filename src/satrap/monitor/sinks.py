@@ -25,30 +25,34 @@ class Sink(Protocol):
 
 
 class Screen:
-    """Draws a bar on a terminal, or prints one line per report elsewhere."""
+    """Draws a bar on a terminal or in a notebook, or prints one line per report elsewhere."""
 
     def __init__(self, stream: TextIO | None = None, *, as_bar: bool | None = None) -> None:
-        """stream: standard error if None. as_bar: None draws a bar if the stream is a terminal."""
+        """stream: standard error if None. as_bar: None draws a bar if the stream is a terminal or a notebook's."""
         # None in a process without standard error.
         self._stream: TextIO | None = sys.stderr if stream is None else stream
-        self._as_bar = self._stream is not None and self._stream.isatty() if as_bar is None else as_bar
+        is_notebook = type(self._stream).__module__.startswith("ipykernel.")
+        is_terminal = self._stream is not None and self._stream.isatty()
+        self._as_bar = is_terminal or is_notebook if as_bar is None else as_bar
+        self._is_erased = not is_notebook  # a notebook returns to the first column, and cannot erase
         self.every_seconds = BAR_SECONDS if self._as_bar else LINE_SECONDS
         self._marks = "#."
         with suppress(UnicodeEncodeError, LookupError):
             "█░".encode(getattr(self._stream, "encoding", None) or "ascii")
             self._marks = "█░"
         self._open = False  # whether the line of a bar is unfinished
+        self._width = 0  # characters of that line
 
     def write(self, report: Report) -> None:
         """Draw the bar, or print the line, also of an evaluation on a terminal. A closed terminal does not stop
         training."""
         was_open, self._open = self._open, self._as_bar and not report.validation
-        if self._open:
-            # Return to the first column, write, and erase the rest of a longer earlier bar.
-            self._put(f"\r{bar(report, self._columns() - 1, self._marks)}\x1b[K")
-        else:
-            first, last = ("\r", "\x1b[K") if was_open else ("", "")
-            self._put(f"{first}{line(report)}{last}\n")
+        text = bar(report, self._columns() - 1, self._marks) if self._open else line(report)
+        first = "\r" if was_open or self._open else ""
+        # What remains of a longer earlier bar is erased, or covered by spaces.
+        last = ("\x1b[K" if self._is_erased else " " * (self._width - len(text))) if first else ""
+        self._width = len(text) if self._open else 0
+        self._put(f"{first}{text}{last}" + ("" if self._open else "\n"))
 
     def close(self) -> None:
         """End the line of the last bar."""

@@ -8,15 +8,20 @@ the time. A step costs two microseconds more.
 
 import os
 import secrets
+import shlex
 import socket
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 from satrap.config.location import local_path
 from satrap.errors import ConfigError
+from satrap.monitor.hidden_secrets import hide_secrets
 from satrap.monitor.meter import Meter
 from satrap.monitor.record_file import FOLDER, RecordFile
 from satrap.monitor.report import Counters, Report
@@ -28,6 +33,7 @@ _OF_ELAPSED = 0.01
 _FREE_SECONDS, _COST_SHARE = 0.05, 0.005
 """Time that all summaries may take: so many seconds, and this share of the time since the start."""
 _MAX_ERROR = 500  # characters
+_GIT_SECONDS = 2.0
 _PROCESS = secrets.token_hex(4)
 
 
@@ -62,6 +68,8 @@ class TrainingRecord:
             launch=None if context is None else context.launch,
             version=version("satrap"),
             script=sys.argv[0],
+            command=shlex.join(map(str, hide_secrets(sys.argv))),
+            commit=_commit_of(Path(sys.argv[0]).parent),
             settings=settings,
         )
 
@@ -121,6 +129,18 @@ def open_record(folder: str | os.PathLike[str] | None, rank: int) -> RecordFile 
         raise ConfigError(
             f"Progress: record is {str(path)!r}, which cannot be written to ({error.strerror}); choose another folder"
         ) from error
+
+
+def _commit_of(folder: Path) -> str | None:
+    """Return the commit of the git repository that has this folder, with "-dirty" if tracked files have changed since;
+    None if there is none, or git does not answer in time."""
+    command = ["git", "-C", str(folder), "--no-optional-locks", "describe", "--always", "--dirty", "--abbrev=40"]
+    with suppress(OSError, ValueError, subprocess.SubprocessError):
+        done = subprocess.run(
+            [*command, "--exclude=*"], capture_output=True, text=True, timeout=_GIT_SECONDS, check=True
+        )
+        return done.stdout.strip()
+    return None
 
 
 def _values(report: Report) -> dict[str, Any]:

@@ -36,7 +36,7 @@ import zmq
 from satrap.config.validation import check_integer, check_number
 from satrap.errors import ConfigError, RpcError
 from satrap.event_log import LimitedLog, event
-from satrap.rpc.address import is_unix, is_wildcard, join_address, resolve_host, split_address
+from satrap.rpc.address import is_unix, is_wildcard, join_address, resolve_host, split_address, unix_path
 from satrap.rpc.faults import encode_error
 from satrap.rpc.guard import Guard
 from satrap.rpc.header import JOINED_BYTES, Header, Kind, Message
@@ -62,6 +62,18 @@ _DOMAIN = "satrap"
 _MORE, _NOW, _IN, _EVENTS = int(zmq.SNDMORE), int(zmq.NOBLOCK), int(zmq.POLLIN), int(zmq.EVENTS)
 _MAX_JOINED_BYTES = 2 * JOINED_BYTES  # a message of one frame has its header and the sizes besides
 _NO_REQUEST = Header(kind=Kind.ERROR, method=0, client=0, call=0)
+
+
+def require_protection(address: str, *, has_keys: bool, insecure: bool) -> None:
+    """Raise ConfigError unless a service may listen at this address: with keys, at a Unix socket, or insecurely."""
+    (unix_path if is_unix(address) else split_address)(address)
+    if not (has_keys or insecure or is_unix(address)):
+        raise ConfigError(
+            f"{address} would be served without keys: anyone who can reach the port, including other users of this "
+            "machine, could read and change the rows. On one machine listen at ipc:///folder/name; otherwise use "
+            "keys (keys=, --keys), which `satrap keys DIR` creates, or give up that protection (insecure=True, "
+            "--insecure)"
+        )
 
 
 class Service:
@@ -126,14 +138,7 @@ class Service:
     def _open_sockets(self, address: str, keys: Keys | None, insecure: bool) -> None:
         if keys is not None:
             keys.require_role("server")
-        elif not is_unix(address) and not insecure:
-            split_address(address)
-            raise ConfigError(
-                f"{address} would be served without keys: anyone who can reach the port, including other users of this "
-                "machine, could read and change the rows. On one machine listen at ipc:///folder/name; otherwise use "
-                "keys (keys=, --keys), which `satrap keys DIR` creates, or give up that protection (insecure=True, "
-                "--insecure)"
-            )
+        require_protection(address, has_keys=keys is not None, insecure=insecure)
         self._router = router = self._context.socket(zmq.ROUTER)
         router.router_mandatory = True
         max_frame_bytes = self._limits.max_frame_bytes

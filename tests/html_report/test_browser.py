@@ -17,6 +17,13 @@ from satrap.html_report.chart import number
 from satrap.monitor.record_file import read_records
 
 SCRIPT = JOB.with_name("report_job.py")
+CUT_TEXTS = """[...document.querySelectorAll('.plot svg')].flatMap(svg => {
+    const isOpen = getComputedStyle(svg).overflow === 'visible';
+    const plot = (isOpen ? svg.closest('.chart') : svg).getBoundingClientRect();
+    const isCut = box => box.left < plot.left - 1 || box.right > plot.right + 1;
+    const texts = [...svg.querySelectorAll('text')];
+    return texts.filter(text => isCut(text.getBoundingClientRect())).map(text => text.textContent);
+})"""
 needs_browser = pytest.mark.skipif(
     find_browser() is None,
     reason=f"no browser: none of {', '.join(NAMES)} is on the PATH (or name it in SATRAP_TEST_BROWSER)",
@@ -94,6 +101,7 @@ def test_the_report_in_a_browser(folder: Path, tmp_path: Path) -> None:
                 browser.open(path, width=width, scheme=scheme)
                 assert browser.problems == [] and browser.requests == [path.as_uri()]
                 assert browser.evaluate("document.documentElement.scrollWidth") <= width, "nothing sticks out"
+                assert browser.evaluate(CUT_TEXTS) == [], "no text is cut off or leaves its card"
                 assert browser.evaluate("document.querySelectorAll('img, script[src], iframe, object').length") == 0
         colours = set()
         for scheme in ("light", "dark"):

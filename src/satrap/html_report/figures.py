@@ -192,12 +192,12 @@ def _staleness(run: RunRecords) -> BarChart:
     total = sum(counts.values()) or 1
     bounds = {bound for loop in run.loops if isinstance(bound := loop.settings.get("staleness"), int)}
     mean = sum(steps * batches for steps, batches in counts.items()) / total
-    note = f"Mean {number(mean)}, largest {max(counts, default=0)}."
+    note = f"The steps are those of the same trainer. Mean {number(mean)}, largest {max(counts, default=0)}."
     if len(bounds) == 1:
         note += f" At most {bounds.pop()} was permitted."
     return BarChart(
         title="Staleness",
-        category="earlier steps of the same trainer whose updates a lookup missed",
+        category="earlier steps that a lookup missed",
         value="batches",
         extra="share",
         bars=[

@@ -21,7 +21,7 @@ class Model(nn.Module):
         super().__init__()
         self.item, self.small = nn.Embedding(20, 4, padding_idx=0), nn.Embedding(3, 4)
         self.parts = nn.ModuleList([nn.EmbeddingBag(30, 2, mode="max", include_last_offset=True)])
-        self.tied = nn.Embedding(20, 4)
+        self.tied = nn.Embedding(20, 4, padding_idx=0)
         self.tied.weight = self.item.weight
         self.same = self.small
         self.head = nn.Linear(4, 1)
@@ -42,7 +42,7 @@ def test_an_optimizer_converts_what_is_large() -> None:
         item, bag = embeddings.tables["item"].table, embeddings.tables["parts.0"].table
         assert (item.num_rows, item.dim, item.optimizer) == (20, 4, Adagrad(lr=0.2)) and bag.num_rows == 30
         assert item.initial == Normal(mean=float(weight.mean()), std=float(weight.std(correction=0)))
-        assert (model.item.padding_idx, model.tied.padding_idx) == (0, None)
+        assert (model.item.padding_idx, model.tied.padding_idx) == (0, 0)
         part: Any = model.parts[0]
         assert (part.mode, part.include_last_offset) == ("max", True)
         assert [name for name, _ in model.named_parameters()] == ["small.weight", "head.weight", "head.bias"]
@@ -115,6 +115,10 @@ def nonzero_padding(model: Any) -> None:
         model.item.weight[0] = 1.0
 
 
+def padded_differently(model: Any) -> None:
+    model.tied.padding_idx = None
+
+
 def nothing(_: Any) -> None:
     pass
 
@@ -128,6 +132,7 @@ REFUSED: list[tuple[Callable[[Any], None], Any, dict[str, Any], str]] = [
     (subclassed, Adagrad(), {}, "module 'item' is a Own, a class of the model's code"),
     (tied_to_the_head, Adagrad(), {}, r"shares its weight with 'head\.weight', which is no embedding"),
     (doubled, Adagrad(), {}, r"module 'item' has a weight of torch\.float64, and rows are float32"),
+    (padded_differently, Adagrad(), {}, r"modules of another padding_idx; found \[0, None\], expected the same"),
     (nonzero_padding, Adagrad(), {"weights": True}, "module 'item' has padding_idx 0, whose weight is not 0"),
     (nothing, {"item": Table("t", 5)}, {}, "has embedding_dim 4, and table 't' has dim 5"),
     (nothing, {"item": Table("t", 4, num_rows=19)}, {}, "has 20 rows, and table 't' has num_rows 19"),

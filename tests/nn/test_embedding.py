@@ -4,8 +4,6 @@ in this process and on servers. A step applies each gradient once; what would be
 from __future__ import annotations
 
 import copy
-import gc
-import weakref
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -44,9 +42,6 @@ from satrap import (
     Deployment,
     Embeddings,
     InputError,
-    IterableSource,
-    MinCount,
-    NonFiniteError,
     StreamError,
     Table,
 )
@@ -188,83 +183,6 @@ def test_activation_checkpointing_applies_gradients_once(reentrant: bool) -> Non
     assert found[0] == found[1]
 
 
-def test_a_loss_that_reaches_an_ended_step_is_an_error() -> None:
-    with embeddings_of(item()) as embeddings:
-        module = Embedding(embeddings, "item")
-        optimizer = embeddings.optimizer()
-        rows = module(torch.tensor([1]))
-        rows.sum().backward(retain_graph=True)
-        optimizer.step()
-        with pytest.raises(StreamError, match=r"step 1: a loss reached a lookup of table 'item' after optimizer\.step"):
-            rows.sum().backward()
-        rows = module(torch.tensor([1]))
-        stream = embeddings.stream([{"item": np.array([1])}])
-        with pytest.raises(StreamError, match=r"step 2: a loss reached .* after these lookups had ended"):
-            rows.sum().backward()
-        stream.close()
-
-
-def test_cleared_and_refused_gradients_are_counted() -> None:
-    with embeddings_of(item()) as embeddings:
-        module = Embedding(embeddings, "item")
-        optimizer = embeddings.optimizer()
-        before = start_rows(embeddings, "item", 3)
-        rows = module(torch.tensor([1]))
-        rows.sum().backward(retain_graph=True)
-        optimizer.zero_grad()
-        optimizer.step()
-        assert embeddings.step == 0 and torch.equal(before, start_rows(embeddings, "item", 3))
-        (rows * float("nan")).sum().backward()
-        with pytest.raises(NonFiniteError, match="table 'item'"):
-            optimizer.step()
-        assert torch.equal(before, start_rows(embeddings, "item", 3))
-        module(torch.tensor([1])).sum().backward()
-        optimizer.step()
-        assert embeddings.step == 2 and embeddings.counters().lost == {"batches/zero_grad": 1, "batches/failed": 1}
-        assert not torch.equal(before, start_rows(embeddings, "item", 3))
-
-
-@pytest.mark.parametrize("where", PLACES)
-def test_training_continues_after_a_refused_step(where: str) -> None:
-    with embeddings_of(item(), where=where) as embeddings:
-        module = Embedding(embeddings, "item")
-        optimizer = embeddings.optimizer()
-        module(torch.tensor([1])).mul(float("inf")).sum().backward()
-        with pytest.raises(NonFiniteError):
-            optimizer.step()
-        module(torch.tensor([1])).sum().backward()
-        optimizer.step()
-        assert embeddings.tables["item"].read(np.array([1])).state[0, 0] == 1
-
-
-def test_an_overflow_changes_nothing_and_scaled_gradients_are_unscaled() -> None:
-    with embeddings_of(item(optimizer=SGD(lr=1.0))) as embeddings:
-        module, dense = Embedding(embeddings, "item"), torch.nn.Parameter(torch.ones(1))
-        optimizer = embeddings.optimizer(torch.optim.SGD([dense], lr=1.0))
-        scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
-        before = start_rows(embeddings, "item", 2)
-        for factor, moved in ((float("inf"), 0.0), (1.0, 1.0)):
-            loss = (module(torch.tensor([1])) * factor).sum() + dense.sum()
-            scaler.scale(loss).backward()
-            scaler.step(optimizer)
-            scaler.update()
-            optimizer.zero_grad()
-            assert torch.equal(start_rows(embeddings, "item", 2)[1], before[1] - moved)
-            assert dense.item() == 1.0 - moved
-        assert embeddings.counters().lost == {"batches/overflow": 1} and embeddings.step == 1
-
-
-def test_clipping_includes_the_rows() -> None:
-    with embeddings_of(item(optimizer=SGD(lr=1.0))) as embeddings:
-        module = Embedding(embeddings, "item")
-        optimizer = embeddings.optimizer()
-        before = start_rows(embeddings, "item", 2)
-        module(torch.tensor([1])).sum().backward()
-        torch.nn.utils.clip_grad_norm_([each for group in optimizer.param_groups for each in group["params"]], 1.0)
-        optimizer.step()
-        torch.testing.assert_close(start_rows(embeddings, "item", 2)[1], before[1] - 0.5)
-
-
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # torch hides its warning, which is an error here
 def test_a_compiled_model_has_a_graph_break_and_trains_alike() -> None:
     reset: Any = torch.compiler.reset
@@ -284,65 +202,6 @@ def test_a_compiled_model_has_a_graph_break_and_trains_alike() -> None:
             losses = train([optimizer], partial(loss_at, model), STEPS)
             found.append((losses, start_rows(embeddings, "item", NUM_IDS).tolist()))
     torch.testing.assert_close(found[0], found[1], rtol=0, atol=1e-6)
-
-
-def test_lookups_without_a_backward_pass_are_freed() -> None:
-    with embeddings_of(item()) as embeddings:
-        module = Embedding(embeddings, "item")
-        embeddings.optimizer()
-        rows = module(torch.tensor([1]))
-        leaf: Any = rows._base
-        hook = weakref.ref(next(iter(leaf._post_accumulate_grad_hooks.values())))
-        assert hook() is not None
-        del rows, leaf
-        gc.collect()
-        assert hook() is None
-
-
-@pytest.mark.parametrize("where", PLACES)
-def test_a_step_counts_one_sighting_of_an_id(where: str) -> None:
-    with embeddings_of(item(admission=MinCount(2)), where=where) as embeddings:
-        module = Embedding(embeddings, "item")
-        optimizer = embeddings.optimizer()
-        for rows in (0, 1):
-            (module(torch.tensor([1])) + module(torch.tensor([1]))).sum().backward()
-            optimizer.step()
-            assert len(embeddings.tables["item"]) == rows
-
-
-@pytest.mark.parametrize("where", PLACES)
-def test_rows_of_the_open_step_are_not_evicted(where: str) -> None:
-    with embeddings_of(item(capacity=4, num_buckets=1), where=where) as embeddings:
-        module = Embedding(embeddings, "item")
-        optimizer = embeddings.optimizer()
-        for first in (0, 4):
-            (module(torch.arange(first, first + 2)) + module(torch.arange(first + 2, first + 4))).sum().backward()
-            optimizer.step()
-            assert sorted(embeddings.tables["item"].ids().tolist()) == list(range(first, first + 4))
-
-
-def test_streams_and_modules_train_one_after_the_other() -> None:
-    with embeddings_of(item(optimizer=SGD(lr=1.0))) as embeddings:
-        module = Embedding(embeddings, "item")
-        with pytest.raises(StreamError, match=r"no optimizer: call embeddings\.optimizer"):
-            module(torch.tensor([1]))
-        optimizer = embeddings.optimizer()
-        before = start_rows(embeddings, "item", 2)
-        stream = embeddings.stream([{"item": np.array([1])}] * 2)
-        for number, each in enumerate(stream, 1):
-            each["item"].sum().backward()
-            if number == 1:
-                with pytest.raises(StreamError, match="while a training stream is open"):
-                    module(torch.tensor([1]))
-            optimizer.step()
-        module(torch.tensor([1])).sum().backward()
-        optimizer.step()
-        assert embeddings.step == 3
-        for each in embeddings.stream(IterableSource([{"item": np.array([1])}])):
-            assert each.step == 4
-            each["item"].sum().backward()
-            optimizer.step()
-        assert torch.equal(start_rows(embeddings, "item", 2)[1], before[1] - 4)
 
 
 @pytest.mark.parametrize("where", PLACES)

@@ -95,6 +95,12 @@ class _Chosen:
             raise ConfigError(f"{where} {reasons[0]}, which a table does not do: {_HINT}")
         if users := [name for name, owner in _owners(model, weight) if not isinstance(owner, _KINDS)]:
             raise ConfigError(f"{where} shares its weight with {users[0]!r}, which is no embedding: {_HINT}")
+        tied = {other.padding_idx for _, other in _owners(model, weight) if isinstance(other, _KINDS)}
+        if len(tied) > 1:
+            raise ConfigError(
+                f"{where} shares its weight with modules of another padding_idx; found {sorted(tied, key=str)}, "
+                "expected the same, since a row of padding reads as 0"
+            )
         if self.table.dim != module.embedding_dim:
             raise ConfigError(
                 f"{where} has embedding_dim {module.embedding_dim}, and table {self.table.name!r} has dim "

@@ -46,13 +46,15 @@ class ModuleLookups:
         self._num_lookups = 0
         self._reached: dict[int, _Lookup] = {}  # lookups with a gradient, by number
         self._leaves: list[Tensor] = []  # those of `_reached`, which the optimizer shares
-        self._apply: Callable[[], None] | None = None  # an update that has begun
+        self._apply: Callable[[], None] | None = None  # the update of the last step, until it is applied
         self._dropped: Counter[str] = Counter()
         self._is_closed = False
         on_hold(self._leaves)
 
     def look_up(self, table: str, ids: Ids, device: torch.device) -> Tensor:
         """Return the rows of the ids in the open step, [ids, dim], as a leaf on the device."""
+        self._settle()
+        ids = ids.copy()  # the caller may reuse the memory before the step ends
         rows = self._tables.look_up(table, ids, self.last_step + 1)
         leaf = to_device(rows, device).requires_grad_()
         self._num_lookups += 1
@@ -75,22 +77,34 @@ class ModuleLookups:
     def update(self, lrs: dict[str, float], scale: float) -> bool:
         """Apply the gradients of the step, and end it. Return False if there are none: then the step stays open, unless
         other trainers wait for it."""
-        if self._apply is None and not self._reached:
+        if self._apply is not None:
+            self._settle()
+            return True
+        if not self._reached:
             if self._has_peers:
                 self._worker.skip(self.last_step + 1)
                 self._worker.settle()
-                self._end_step()
+                self.last_step += 1
             return self._has_peers
+        apply = self._tables.update(self._gradients(), self.last_step + 1, lrs, scale)
+        with Uninterrupted():
+            self._apply = apply
+            self._forget()
+            self.last_step += 1
+        self._settle()
+        return True
+
+    def _settle(self) -> None:
+        """Apply the update of the last step, if that was not done or an interrupt came between."""
+        if self._apply is None:
+            return
         try:
-            if self._apply is None:
-                self._apply = self._tables.update(self._gradients(), self.last_step + 1, lrs, scale)
             self._apply()
         except SatrapError:  # refused: the step has no other update
             self._dropped["failed"] += 1
-            self._end_step()
+            self._apply = None
             raise
-        self._end_step()
-        return True
+        self._apply = None
 
     def _gradients(self) -> dict[str, tuple[Ids, Any]]:
         """Return the ids and gradients of each table, in the order of the lookups."""
@@ -102,11 +116,6 @@ class ModuleLookups:
             gradients.append(gradient_array(lookup.leaf))
         return {name: (np.concatenate(ids), np.concatenate(given)) for name, (ids, given) in by_table.items()}
 
-    def _end_step(self) -> None:
-        with Uninterrupted():
-            self._forget()
-            self.last_step += 1
-
     def _forget(self) -> None:
         """Clear the gradients of the step."""
         for leaf in self._leaves:
@@ -115,10 +124,10 @@ class ModuleLookups:
             lookup.leaf = None
         self._reached.clear()
         self._leaves.clear()
-        self._apply = None
 
     def drop(self, cause: str) -> None:
-        """Clear the gradients of the step; it stays open."""
+        """Clear the gradients of the open step; it stays open."""
+        self._settle()
         if self._reached:
             with Uninterrupted():
                 self._dropped[cause] += 1
@@ -130,9 +139,8 @@ class ModuleLookups:
 
     def close(self, why: str) -> None:
         """End these lookups; gradients that no step has taken are dropped."""
-        with Uninterrupted():
-            self._is_closed = True
-            self.drop("closed")
+        self.drop("closed")
+        self._is_closed = True
 
     # -- what only a stream has to do ----------------------------------------------------------------------------------
 
@@ -143,11 +151,13 @@ class ModuleLookups:
         return []
 
     def drain(self) -> None:
-        """Do nothing: updates are applied when the step ends."""
+        """Apply the update of the last step, if an interrupt came between."""
+        self._settle()
 
     @contextmanager
     def pause(self) -> Iterator[None]:
-        """Do nothing: no thread of Satrap works on the tables."""
+        """Do what `drain` does: no thread of Satrap works on the tables."""
+        self._settle()
         yield
 
     def release(self) -> None:

@@ -62,7 +62,7 @@ def train(
     optimizer = embeddings.optimizer(torch.optim.Adam(model.parameters(), lr=1e-3))
     dropout = torch.nn.Dropout(0.3)
     data = source(table, shuffle=True, epochs=epochs, seed=seed)
-    with satrap.Progress(embeddings, total_samples=epochs * len(table)) as progress:
+    with satrap.Progress(embeddings) as progress:
         for batch in embeddings.stream(data, overlap=overlap):
             logits = model(batch.dense, dropout(batch.embeddings))
             loss = torch.nn.functional.binary_cross_entropy_with_logits(logits, batch.label)

@@ -18,6 +18,8 @@ import torch
 from hypothesis import example, given
 
 from example_reports import BARE, EVALUATED, FULL, Clock, ListSink
+from loop import job, train_step
+from satrap import Checkpoint, Frame
 from satrap.errors import ConfigError, InputError
 from satrap.monitor.meter import Meter
 from satrap.monitor.metrics import auc, normalised_entropy
@@ -49,6 +51,39 @@ def test_bar() -> None:
     assert bar(FULL, 92, "█░").startswith("█████████░░░░░░░░░░░  49% | step 1,200 | 4.92M samples in 01:02")
     assert bar(FULL, 400).endswith(line(FULL))
     assert bar(BARE, 400) == line(BARE)
+
+
+def test_a_bar_of_the_steps_of_a_stream() -> None:
+    report = Report(step=30, samples=300, end_step=120, seconds=10.0, samples_per_second=30.0, steps_per_second=3.0)
+    assert bar(report, 100) == "#####...............  25% | step 30 of 120 | 300 samples in 00:10, 00:30 left | 30/s"
+    assert bar(replace(report, total_samples=600), 100).startswith("##########..........  50% | step 30 of 120 | ")
+
+
+def test_a_bar_ends_with_the_stream_and_continues_after_a_resume(tmp_path: Path) -> None:
+    shown: list[tuple[int, int | None]] = []
+    ids = np.arange(13 * 8) % 30
+    source = Frame(
+        {"user": ids, "item": ids, "history": ids, "a": ids / 30, "b": ids / 30, "click": ids % 2},
+        dense=["a", "b"],
+        label="click",
+        batch_size=8,
+    )
+    for stop_at in (5, None):
+        embeddings, model, optimizer = job()
+        run = Checkpoint(tmp_path / "run", model, optimizer, embeddings, source)
+        run.resume()
+        sink = ListSink()
+        with Progress(embeddings, [sink], every_seconds=1e-9) as progress:
+            for batch in embeddings.stream(source):
+                train_step(model, optimizer, batch)
+                progress.step(batch)
+                if batch.step == stop_at:
+                    run.save()
+                    break
+        embeddings.close()
+        shown += [(report.step, report.end_step) for report in sink.reports]
+    assert [end for _, end in shown] == [13] * len(shown)
+    assert sorted({step for step, _ in shown}) == list(range(1, 14))
 
 
 @given(st.integers(0, 200), st.sampled_from([FULL, BARE]))

@@ -89,6 +89,7 @@ class Meter:
             total_samples=self._total,
             seconds=now - self._started,
             samples_per_second=samples / seconds if seconds > 0 else 0.0,
+            steps_per_second=self._steps / seconds if seconds > 0 else 0.0,
             loss=sum(losses) / len(losses) if losses else None,
             window=self._window.num_samples,
             auc=auc,

@@ -39,6 +39,15 @@ class HasSettings(Protocol):
         """Return the settings by name, among them `rank`."""
 
 
+@runtime_checkable
+class HasEnd(Protocol):
+    """An object that knows where its stream ends: `Embeddings`."""
+
+    @property
+    def end_step(self) -> int | None:
+        """The last step of the stream that is open; None: not known."""
+
+
 class SteppedBatch(Protocol):
     """The batch of a step: `Batch`."""
 
@@ -77,6 +86,8 @@ class Progress:
         """embeddings: source of table rows, staleness and the seconds of each stage in a report.
 
         sinks: None: a Screen on standard error.
+        total_samples: of the whole run; None: a report has the share of the stream's steps, if its source knows how
+            many there are.
         every_seconds: interval of reports; None: the shortest that a sink requests, or else 10; a bar requests 1.
         window: number of recent samples for AUC and normalised entropy.
         record: local folder in which this trainer records the run for `satrap report`, below `records/`; None: under
@@ -90,6 +101,7 @@ class Progress:
         requested = min((getattr(sink, "every_seconds", LINE_SECONDS) for sink in self._sinks), default=LINE_SECONDS)
         self._every: float = requested if every_seconds is None else every_seconds
         self._clock, self._embeddings = clock, embeddings
+        self._end_step: int | None = None
         now = clock()
         self._meter = Meter(now, counters=self._counters(), window=window, total_samples=total_samples)
         self._due, self._closed, self._has_warned = now + self._every, False, False
@@ -153,7 +165,8 @@ class Progress:
         self.close() if kind is None else self._close(error)
 
     def _report(self, now: float, evaluation: Mapping[str, Any] | None = None, *, is_last: bool = False) -> None:
-        report = replace(self._meter.report(now, self._counters()), **(evaluation or {}))
+        report = self._meter.report(now, self._counters())
+        report = replace(report, end_step=self._known_end(report.step), **(evaluation or {}))
         if not self._has_warned and (is_last or self._meter.is_full) and (why := self._meter.undefined) is not None:
             self._has_warned = True
             warnings.warn(
@@ -164,6 +177,12 @@ class Progress:
         self._due = now + self._every
         for sink in self._sinks:
             sink.write(report)
+
+    def _known_end(self, step: int) -> int | None:
+        """Return the last step of the stream, of the last one if it has ended."""
+        if isinstance(self._embeddings, HasEnd) and (end := self._embeddings.end_step) is not None:
+            self._end_step = end
+        return self._end_step if self._end_step is not None and step <= self._end_step else None
 
     def _counters(self) -> Counters | None:
         return None if self._embeddings is None else self._embeddings.counters()

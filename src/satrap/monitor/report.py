@@ -57,10 +57,14 @@ class Report:
     """Number of steps in the interval."""
     total_samples: int | None = None
     """Expected number of samples in the whole run."""
+    end_step: int | None = None
+    """The last step of the stream, where its source knows its length."""
     seconds: float
     """Seconds since the start."""
     samples_per_second: float
     """Throughput in the interval."""
+    steps_per_second: float = 0.0
+    """The same in steps."""
     loss: float | None = None
     """Mean over the interval's steps, at most the last 512."""
     window: int = 0
@@ -108,8 +112,7 @@ def line(report: Report) -> str:
 def bar(report: Report, columns: int, marks: str = "#.") -> str:
     """Format a report in at most `columns` columns: a bar if the total is known, then as much of the line as fits."""
     phrases = _phrases(report)
-    if report.total_samples:
-        share = min(1.0, report.samples / report.total_samples)
+    if (share := _share(report)) is not None:
         full = int(20 * share)
         phrases.insert(0, f"{marks[0] * full}{marks[1] * (20 - full)} {share:4.0%}")
     text = phrases[0]
@@ -128,11 +131,27 @@ def short(number: float) -> str:
     return f"{number:.0f}"
 
 
+def _share(report: Report) -> float | None:
+    """Return how much of the run is done: of the samples that the user expects, or of the stream's steps."""
+    if report.total_samples:
+        return min(1.0, report.samples / report.total_samples)
+    return min(1.0, report.step / report.end_step) if report.end_step else None
+
+
+def _seconds_left(report: Report) -> float | None:
+    if report.total_samples:
+        left, rate = report.total_samples - report.samples, report.samples_per_second
+    elif report.end_step:
+        left, rate = report.end_step - report.step, report.steps_per_second
+    else:
+        return None
+    return max(0, left) / rate if rate > 0 else None
+
+
 def _phrases(report: Report) -> list[str]:
-    left = ""
-    if report.total_samples and report.samples_per_second > 0:
-        left = f", {_clock(max(0, report.total_samples - report.samples) / report.samples_per_second)} left"
-    found = [f"step {report.step:,}"]
+    seconds = _seconds_left(report)
+    left = "" if seconds is None else f", {_clock(seconds)} left"
+    found = [f"step {report.step:,}" + (f" of {report.end_step:,}" if report.end_step else "")]
     if report.validation:
         metrics = " ".join(f"{name} {value:.4f}" for name, value in report.validation.items())
         found.append(f"validation {metrics}{' (best)' if report.is_best else ''}")

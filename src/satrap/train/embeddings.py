@@ -126,6 +126,12 @@ class Embeddings(torch.nn.Module):
         return self._session.step
 
     @property
+    def end_step(self) -> int | None:
+        """The last step of the training stream that is open; None if there is none, or if the source does not know its
+        length before it is read."""
+        return self._session.end_step
+
+    @property
     def tables(self) -> "TableGroup | ShardedTables":
         """The tables by name: each a `Store`, or for tables on servers the methods of a `Store` that work remotely."""
         return self.worker.tables

@@ -161,6 +161,11 @@ class TrainingSession:
         """The last step that was updated or dropped."""
         return self._step if self._training is None else self._training.last_step
 
+    @property
+    def end_step(self) -> int | None:
+        """The last step of the training stream that is open; None if there is none, or its length is not known."""
+        return self._training.end_step if isinstance(self._training, Stream) else None
+
     def track_position(self, data: Any) -> None:
         """Start to track `position_of(data)`."""
         self._tracked.setdefault(id(data), _TrackedSource(data))

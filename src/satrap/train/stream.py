@@ -95,6 +95,7 @@ class Stream(Iterator[Batch]):
         self._ledger, self._on_hold, self._dense = ledger, on_hold, dense or DenseStrategy()
         self.joint = inputs if isinstance(inputs, JointBatches) else None  # if several trainers step together
         self._length: int | None = None  # of len(), if it was called
+        self._end_step: int | None = None  # 0: it is not known
         self._joined: InFlightBatch | None = None  # the last batch whose joint step is known
         self._dropped_tickets: deque[Ticket] = deque()  # of dropped batches, to be dropped at the worker
         self._is_finished = False
@@ -123,6 +124,16 @@ class Stream(Iterator[Batch]):
         """Position of the source after the last batch that was updated or dropped."""
         position: Position | None = self._ledger.position
         return position
+
+    @property
+    def end_step(self) -> int | None:
+        """The step of the last batch; None if the source does not know its length."""
+        if self._end_step is None:
+            try:
+                self._end_step = self._ledger.step_of(len(self._inputs) - 1)  # type: ignore[arg-type]
+            except TypeError:
+                self._end_step = 0
+        return self._end_step or None
 
     @property
     def last_step(self) -> int:

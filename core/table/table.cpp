@@ -53,8 +53,10 @@ void Table::open_step(const LookupStep& at) {
     raise_to(ledger_->expire_before, std::min(at.step - config_.expire_after, at.oldest_open));
 }
 
-static void prefetch(const std::byte* line, std::size_t bytes) {
-    for (std::size_t at = 0; at < bytes; at += 64) __builtin_prefetch(line + at);
+// A row begins anywhere in a cache line, so its last byte can be in a line that steps of 64 from its first one miss.
+static void prefetch(const std::byte* row, std::size_t bytes) {
+    for (std::size_t at = 0; at < bytes; at += 64) __builtin_prefetch(row + at);
+    __builtin_prefetch(row + bytes - 1);
 }
 
 // Finds the slot of every unique id (kNoSlot: no row) in passes, so that the cache misses of a bucket overlap.

@@ -39,15 +39,6 @@ class HasSettings(Protocol):
         """Return the settings by name, among them `rank`."""
 
 
-@runtime_checkable
-class HasEnd(Protocol):
-    """An object that knows where its stream ends: `Embeddings`."""
-
-    @property
-    def end_step(self) -> int | None:
-        """The last step of the stream that is open; None: not known."""
-
-
 class SteppedBatch(Protocol):
     """The batch of a step: `Batch`."""
 
@@ -180,8 +171,7 @@ class Progress:
 
     def _known_end(self, step: int) -> int | None:
         """Return the last step of the stream, of the last one if it has ended."""
-        if isinstance(self._embeddings, HasEnd) and (end := self._embeddings.end_step) is not None:
-            self._end_step = end
+        self._end_step = getattr(self._embeddings, "end_step", None) or self._end_step
         return self._end_step if self._end_step is not None and step <= self._end_step else None
 
     def _counters(self) -> Counters | None:

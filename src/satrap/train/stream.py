@@ -34,7 +34,7 @@ from torch import Tensor
 from satrap.collected import close_when_collected
 from satrap.data.inputs import Inputs, Position
 from satrap.data.skipped_rows import SkippedRows
-from satrap.errors import StreamError
+from satrap.errors import NotReadyError, StreamError
 from satrap.interrupts import Uninterrupted
 from satrap.monitor.report import Counters
 from satrap.train.batch import Batch, InFlightBatch
@@ -128,10 +128,10 @@ class Stream(Iterator[Batch]):
     @property
     def end_step(self) -> int | None:
         """The step of the last batch; None if the source does not know its length."""
-        if self._end_step is None:
+        if self._end_step is None and not self._ledger.has_ended:
             try:
                 self._end_step = self._ledger.step_of(len(self._inputs) - 1)  # type: ignore[arg-type]
-            except TypeError:
+            except (TypeError, NotReadyError):  # the second: of a worker, which has read everything
                 self._end_step = 0
         return self._end_step or None
 

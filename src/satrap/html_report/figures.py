@@ -136,7 +136,7 @@ def _spans(intervals: Sequence[Interval]) -> list[_Span]:
         last = spans[-1][1] if spans else begin
         if abs(begin - last) <= 0.05 + 0.01 * each.trained:
             begin = last
-        if begin < each.at:
+        if begin < each.at and each.steps:
             spans.append((begin, each.at, each.rate))
     return spans
 

@@ -80,6 +80,10 @@ class TrainingRecord:
         if now >= self._due:
             self._write_interval(now)
 
+    def log(self, values: Mapping[str, float]) -> None:
+        """Record numbers of the script, as `Meter.log`."""
+        self._meter.log(values)
+
     def add_evaluation(
         self, now: float, step: int, metrics: Mapping[str, float], is_best: bool | None, seconds: float
     ) -> None:
@@ -160,5 +164,6 @@ def _values(report: Report) -> dict[str, Any]:
         "rows": report.rows or None,
         "bytes": report.bytes or None,
         "lost": report.lost or None,
+        "logged": report.logged or None,
     }
     return {name: value for name, value in found.items() if value is not None}

@@ -10,7 +10,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 from satrap.html_report.chart import MAX_POINTS, draw
-from satrap.html_report.figures import charts_of
+from satrap.html_report.figures import charts_of, logged_charts
 from satrap.html_report.markup import Markup, element, table
 from satrap.html_report.run_records import RunRecords
 from satrap.html_report.summary import Listing, Tile, events, listings, state_of, tiles, time_text, title_of, warnings
@@ -34,7 +34,9 @@ def page(run: RunRecords, now: float) -> str:
         "main",
         *header,
         element("h2", "Training"),
-        element("div", *map(draw, charts_of(run)), class_="charts"),
+        element("div", *map(draw, charts_of([run])), class_="charts"),
+        element("h2", "Numbers of the script") if (logged := logged_charts([run])) else "",
+        element("div", *map(draw, logged), class_="charts small"),
         element("h2", "Run"),
         _listing(events(run)),
         element("h2", "Settings and tables"),
@@ -77,8 +79,8 @@ def _listing(listing: Listing) -> Markup:
 
 def _footer() -> Markup:
     text = (
-        f"satrap {version('satrap')}. Dotted vertical lines are starts of launches. A chart shows at most "
-        f"{MAX_POINTS:,} points: of a longer curve the lowest and the highest of each run of neighbours, so that no "
+        f"satrap {version('satrap')}. A chart shows at most {MAX_POINTS:,} "
+        "points: of a longer curve the lowest and the highest of each run of neighbours, so that no "
         "peak is lost. Its figures are values at even distances. The files in records/ have all values."
     )
     return element("footer", element("p", text))

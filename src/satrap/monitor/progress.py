@@ -114,7 +114,8 @@ class Progress:
         self._meter.step(batch.step, len(batch), loss, labels, scores)
         now = self._clock()
         if self._record is not None:
-            self._record.step(now, batch.step, len(batch), loss, labels, scores)
+            position = getattr(getattr(batch, "inputs", None), "position", None)
+            self._record.step(now, batch.step, len(batch), loss, labels, scores, getattr(position, "epoch", None))
         if now >= self._due:
             self._report(now)
 

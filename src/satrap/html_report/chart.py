@@ -57,6 +57,7 @@ class LineChart:
     from_zero: bool = False
     is_averaged: bool = False
     """Whether curves of many points are drawn as moving averages, over faint points."""
+    is_small: bool = False
     x_units: Units = ()
     y_units: Units = ()
     marks: Mapping[str, Sequence[float]] = field(default_factory=dict)

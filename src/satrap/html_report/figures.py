@@ -11,60 +11,49 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 
-from satrap.html_report.chart import MAX_SERIES, BarChart, LineChart, Point, Series, number
+from satrap.html_report.chart import MAX_SERIES, BarChart, LineChart, Point, Series, Units, number
 from satrap.html_report.run_records import Interval, Loop, RunRecords
 
 _MAX_BINS = 24
 _Span = tuple[float, float, float]  # begin, end, samples per second
 _MAX_LOGGED = 24
-_BYTES = ((2.0**40, 2.0**40, "TiB"), (2.0**30, 2.0**30, "GiB"), (2.0**20, 2.0**20, "MiB"))
-_BYTES += ((2.0**10, 2.0**10, "KiB"), (-math.inf, 1.0, "bytes"))
-_TIMES = ((3 * 86_400.0, 86_400.0, "days"), (3 * 3600.0, 3600.0, "hours"), (300.0, 60.0, "minutes"))
-_TIMES += ((-math.inf, 1.0, "s"),)
+_BYTES: Units = [
+    (2.0 ** (10 * power), 2.0 ** (10 * power), f"{letter}iB") for power, letter in enumerate(" KMGT") if power
+][::-1]
+_BYTES = [*_BYTES, (-math.inf, 1.0, "bytes")]
+_TIMES: Units = [
+    (3 * 86_400.0, 86_400.0, "days"),
+    (3 * 3600.0, 3600.0, "hours"),
+    (300.0, 60.0, "minutes"),
+    (-math.inf, 1.0, "s"),
+]
 _WITHOUT = "No {} recorded: Progress was created without embeddings."
 
 
 def charts_of(runs: Sequence[RunRecords]) -> list[LineChart | BarChart]:
-    """Return all charts of the page, in order; of several runs with curves and bars in a colour for each."""
-    return _compared(runs, [_charts(run) for run in runs])
-
-
-def logged_charts(runs: Sequence[RunRecords]) -> list[LineChart | BarChart]:
-    """Return a chart of each number that the script of trainer 0 logged."""
-    return _compared(runs, [_logged(run) for run in runs])
-
-
-def _compared(
-    runs: Sequence[RunRecords], charts: Sequence[Sequence[LineChart | BarChart]]
-) -> list[LineChart | BarChart]:
-    """Return the charts of a run, or those of two runs with those of one title drawn together."""
+    """Return all charts of a run, in order; of two runs those with one title together, in a colour for each run."""
+    charts = [[*_charts(run), *_logged(run)] for run in runs]
     if len(runs) == 1:
-        return list(charts[0])
-    titles = dict.fromkeys(chart.title for each in charts for chart in each)
-    found: list[LineChart | BarChart] = []
-    for title in titles:
-        pairs = [
-            (run, c, i)
-            for i, (run, each) in enumerate(zip(runs, charts, strict=True))
-            for c in each
-            if c.title == title
-        ]
-        chart = pairs[0][1]
-        if isinstance(chart, BarChart):
-            chart.groups = {
-                run.name: bars for run, c, _ in pairs if isinstance(c, BarChart) for bars in c.groups.values()
-            }
-        else:
-            chart.marks = {}
-            chart.series = [
-                replace(series, name=f"{run.name}, {series.name}" if series.name else run.name, look=f"c{i} d{place}")
-                for run, c, i in pairs
-                if isinstance(c, LineChart)
-                for place, series in enumerate(c.series[: MAX_SERIES // 2])
-            ]
-        chart.note = " ".join(f"{run.name}: {c.note}" for run, c, _ in pairs if c.note)
-        found.append(chart)
-    return found
+        return charts[0]
+    titles: dict[str, list[tuple[int, LineChart | BarChart]]] = {}
+    for place, chart in ((place, chart) for place, each in enumerate(charts) for chart in each):
+        titles.setdefault(chart.title, []).append((place, chart))
+    return [_together([run.name for run in runs], same) for same in titles.values()]
+
+
+def _together(names: Sequence[str], same: Sequence[tuple[int, LineChart | BarChart]]) -> LineChart | BarChart:
+    chart = same[0][1]
+    note = " ".join(f"{names[place]}: {each.note}" for place, each in same if each.note)
+    if isinstance(chart, BarChart):
+        groups = {names[place]: each.groups[""] for place, each in same if isinstance(each, BarChart)}
+        return replace(chart, groups=groups, note=note)
+    series = [
+        replace(one, name=f"{names[place]}, {one.name}".removesuffix(", "), look=f"c{place} d{index}")
+        for place, each in same
+        if isinstance(each, LineChart)
+        for index, one in enumerate(each.series[: MAX_SERIES // 2])
+    ]
+    return replace(chart, series=series, marks={}, note=note)
 
 
 def _charts(run: RunRecords) -> list[LineChart | BarChart]:
@@ -91,16 +80,16 @@ def _charts(run: RunRecords) -> list[LineChart | BarChart]:
 
 
 def _logged(run: RunRecords) -> list[LineChart | BarChart]:
+    """Return a chart of each number that the script of trainer 0 logged."""
     loops = next(iter(by_rank(run).values()), [])
     names = list(dict.fromkeys(name for loop in loops for each in loop.intervals for name in each.logged))
     charts: list[LineChart | BarChart] = []
     for name in names[:_MAX_LOGGED]:
-
-        def points_of(loop: Loop, name: str = name) -> list[Point]:
-            return [(float(each.step), each.logged[name]) for each in loop.intervals if name in each.logged]
-
-        series = [series_of("", loops, points_of)]
-        charts.append(LineChart(title=name, x="step", y="", series=series, is_averaged=True, marks=_marks(loops)))
+        series = [series_of("", loops, _held("intervals", "logged", name))]
+        chart = LineChart(
+            title=name, x="step", y="", series=series, is_averaged=True, is_small=True, marks=_marks(loops)
+        )
+        charts.append(chart)
     if len(names) > _MAX_LOGGED:
         charts[-1].note = f"{len(names)} numbers were logged; these are the first {_MAX_LOGGED}."
     return charts
@@ -138,6 +127,13 @@ def series_of(name: str, loops: Sequence[Loop], points_of: Callable[[Loop], Iter
     return series
 
 
+def _held(items: str, numbers: str, key: str) -> Callable[[Loop], list[Point]]:
+    """Return what finds a number, with its step, in those items of a loop that have it."""
+    return lambda loop: [
+        (float(each.step), found[key]) for each in getattr(loop, items) if key in (found := getattr(each, numbers))
+    ]
+
+
 def _marks(loops: Sequence[Loop]) -> dict[str, list[float]]:
     """Return the first step of each launch but the first, and of each epoch that began in the loops of a trainer."""
     pairs = [(one, two) for one, two in pairwise(loops) if two.intervals and one.launch != two.launch]
@@ -153,10 +149,8 @@ def _curves(run: RunRecords, key: str, title: str) -> LineChart:
     if len(ranks) > MAX_SERIES:
         chart.note = f"{len(ranks)} trainers recorded; these are the first {MAX_SERIES}."
 
-    def points_of(loop: Loop) -> list[Point]:
-        return [(float(each.step), each.numbers[key]) for each in loop.intervals if key in each.numbers]
-
-    every = [series_of(f"trainer {rank}", loops, points_of) for rank, loops in list(ranks.items())[:MAX_SERIES]]
+    points_of, chosen = _held("intervals", "numbers", key), list(ranks.items())[:MAX_SERIES]
+    every = [series_of(f"trainer {rank}" if len(ranks) > 1 else "", loops, points_of) for rank, loops in chosen]
     chart.series = [each for each in every if each.points or each.superseded]
     return chart
 
@@ -237,11 +231,8 @@ def _validation(run: RunRecords) -> list[LineChart]:
     best = [each for each in evaluations if each.is_best][-1:]
     charts = []
     for name in names[:MAX_SERIES]:
-
-        def points_of(loop: Loop, name: str = name) -> list[Point]:
-            return [(float(each.step), each.metrics[name]) for each in loop.evaluations if name in each.metrics]
-
-        chart = LineChart(title=f"Validation: {name}", x="step", y=name, series=[series_of("", loops, points_of)])
+        series = [series_of("", loops, _held("evaluations", "metrics", name))]
+        chart = LineChart(title=f"Validation: {name}", x="step", y=name, series=series)
         chart.marks, chart.absent = _marks(loops), f"No finite {name} was recorded."
         for each in best:
             chart.note = f"The best evaluation is that of step {each.step:,}: {number(each.metrics.get(name))}."

@@ -13,8 +13,10 @@ from satrap.errors import InputError
 
 _Key = TypeVar("_Key")
 _Number = TypeVar("_Number", int, float)
-_SCALARS = ("step", "samples", "seconds", "samples_per_second", "loss", "auc", "normalised_entropy")
-_SCALARS += ("staleness", "max_staleness")
+_SCALARS = (
+    *("step", "samples", "seconds", "samples_per_second", "loss", "auc", "normalised_entropy"),
+    *("staleness", "max_staleness"),
+)
 _GROUPS = ("validation", "rows", "bytes", "seconds", "lost")
 
 

@@ -157,7 +157,7 @@ def test_charts_hold_any_text(name: str, title: str) -> None:
     line = LineChart(
         title=title, x=name, y=name, note=name, series=[Series(name=name, points=[(1, 2.0), (2, 3.0)])] * 2
     )
-    bars = BarChart(title=title, category=name, value=name, extra=name, bars=[(name, 1.0, name)])
+    bars = BarChart(title=title, category=name, value=name, extra=name, groups={"": [(name, 1.0, name)]})
     charts: list[LineChart | BarChart] = [line, bars]
     for chart in charts:
         found, expected = Reader(draw(chart)), Reader(draw(_renamed(chart)))
@@ -168,7 +168,7 @@ def _renamed(chart: LineChart | BarChart) -> LineChart | BarChart:
     if isinstance(chart, LineChart):
         series = [Series(name="n", points=each.points) for each in chart.series]
         return LineChart(title="t", x="n", y="n", note="n" if chart.note else "", series=series)
-    return BarChart(title="t", category="n", value="n", extra="n", bars=[("n", 1.0, "n")])
+    return BarChart(title="t", category="n", value="n", extra="n", groups={"": [("n", 1.0, "n")]})
 
 
 def test_controls_and_surrogates_are_replaced() -> None:

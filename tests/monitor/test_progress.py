@@ -410,3 +410,53 @@ def test_a_whole_run(tmp_path: Path) -> None:
     assert lines[-1].startswith("step 8 | 800 samples in 00:00, 00:00 left")
     assert "AUC 1.0000" in lines[-1] and "9 rows" in lines[-1]
     assert [each["step"] for each in logged] == list(range(1, 9))
+
+
+# -- numbers of the script ---------------------------------------------------------------------------------------------
+
+
+@given(st.lists(st.tuples(st.sampled_from("ab"), st.floats(-1e6, 1e6), st.booleans()), max_size=30))
+def test_a_report_has_the_mean_of_what_was_logged_since_the_last(drawn: list[tuple[str, float, bool]]) -> None:
+    clock, kept = Clock(), ListSink()
+    since: dict[str, list[float]] = {}
+    with Progress(None, [kept], every_seconds=1.0, clock=clock) as progress:
+        for name, value, is_due in drawn:
+            progress.log({name: torch.tensor(value, dtype=torch.float64)})
+            since.setdefault(name, []).append(value)
+            clock.now += is_due
+            progress.step(SteppedBatch())
+            if is_due:
+                expected = {name: pytest.approx(np.mean(values)) for name, values in since.items()}
+                assert (
+                    kept.reports[-1].logged == expected == dict(list(kept.reports[-1].scalars().items())[-len(since) :])
+                )
+                since.clear()
+        progress.log({"last": 3})
+    assert kept.reports[-1].logged["last"] == 3.0, "also after the last step"
+
+
+@pytest.mark.parametrize(
+    ("values", "why"),
+    [
+        ({"loss": 1.0}, "the name 'loss' is taken by Progress itself; choose another, such as 'my loss'"),
+        ({"rows/user": 1.0}, "the name 'rows/user' is taken"),
+        ({"": 1.0}, "a name is ''; expected a text"),
+        ({3: 1.0}, "a name is 3; expected a text"),
+        ({"a": math.nan}, "'a' is nan; expected a finite number"),
+        ({"a": "3"}, "'a' is '3'; expected a finite number"),
+        ({"a": True}, "'a' is True; expected a finite number"),
+        ({"a": None}, "'a' is None; expected a finite number"),
+        ({"a": 10**400}, "expected a finite number, or a tensor of one"),
+        ({"a": torch.ones(2)}, "expected a finite number, or a tensor of one"),
+    ],
+    ids=str,
+)
+def test_numbers_that_cannot_be_logged_are_refused(values: dict[Any, Any], why: str) -> None:
+    kept = ListSink()
+    with Progress(None, [kept]) as progress:
+        with pytest.raises(InputError, match=f"Progress.log: .*{re.escape(why)}"):
+            progress.log({"good": 1.0, **values})
+        progress.step(SteppedBatch())
+    assert kept.reports[0].logged == {}, "nothing of what is refused is kept"
+    with pytest.raises(InputError, match=r"Progress\.log: this Progress is closed"):
+        progress.log({"good": 1.0})

@@ -5,6 +5,7 @@ import json
 import math
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from example_reports import BARE, EVALUATED, FULL
 from satrap.errors import ConfigError
 from satrap.monitor.report import Report, bar, line
-from satrap.monitor.sinks import BAR_SECONDS, JsonLines, Screen, TensorBoard
+from satrap.monitor.sinks import BAR_SECONDS, JsonLines, Screen, Sink, TensorBoard
 
 
 def test_other_streams_get_lines(capsys: pytest.CaptureFixture[str]) -> None:
@@ -108,6 +109,18 @@ def test_json_lines(tmp_path: Path) -> None:
 def test_json_lines_in_a_missing_folder(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError):
         JsonLines(tmp_path / "none" / "log.jsonl")
+
+
+def test_numbers_of_the_script_are_in_both_files(tmp_path: Path) -> None:
+    sinks: list[Sink] = [JsonLines(tmp_path / "log.jsonl"), TensorBoard(tmp_path / "run")]
+    for sink in sinks:
+        sink.write(replace(BARE, logged={"learning rate": 0.125}))
+        sink.close()
+    assert json.loads((tmp_path / "log.jsonl").read_text())["learning rate"] == 0.125
+    events = EventAccumulator(str(tmp_path / "run"))
+    events.Reload()
+    (tag,) = {tag for tag in events.Tags()["scalars"] if tag.startswith("learning")}
+    assert [(event.step, event.value) for event in events.Scalars(tag)] == [(BARE.step, 0.125)]
 
 
 def test_tensorboard_reads_the_event_files(tmp_path: Path) -> None:

@@ -158,7 +158,7 @@ def _status(options: argparse.Namespace) -> Iterator[str]:
 def _report(options: argparse.Namespace) -> Iterator[str]:
     from satrap.cli.report import write_report
 
-    yield write_report(options.folder, options.output)
+    yield write_report(options.folder, options.output, options.other)
 
 
 def _migrate(current: Sequence[str], target: Sequence[str], keys: Path | None) -> Iterator[str]:

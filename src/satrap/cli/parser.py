@@ -262,8 +262,8 @@ def _add_report(commands: Commands) -> None:
         help="write a page about a run, live or not",
         description="Write one HTML page about a run, which any browser shows without a network: curves of loss, AUC "
         "and samples per second, validation, staleness, time of each stage, rows and memory of each table, faults and "
-        "launches, settings. This does not slow down training. The page shows the script's "
-        "arguments and settings: look at them before you share it.",
+        "launches, settings. With a second run, its curves are drawn into the same charts. This does not slow down "
+        "training. The page shows the script's arguments and settings: look at them before you share it.",
     )
     report.add_argument(
         "folder",
@@ -275,7 +275,13 @@ def _add_report(commands: Commands) -> None:
         "satrap.Progress(record=...) (default: %(default)s)",
     )
     report.add_argument(
-        "--output", type=path_option, metavar="FILE", help="file to write the page to (default: report.html in RUN)"
+        "other", nargs="?", type=path_option, metavar="OTHER", help="folder of a second run, to compare the two"
+    )
+    report.add_argument(
+        "--output",
+        type=path_option,
+        metavar="FILE",
+        help="file to write the page to (default: report.html in RUN; of two runs, comparison.html)",
     )
 
 

@@ -1,12 +1,14 @@
 """Charts as SVG with the table of their figures. Pure: values in, markup out; the page's style has the colours.
 
-A chart is 560 wide and is scaled to its column. Colours and dashes of series are those of the classes s0 to s5; the
-data for the tooltip is a JSON block behind the SVG.
+A chart is 560 wide and is scaled to its column. The colours of series are those of the classes c0 to c5, their dashes
+those of d0 to d5; the data for the tooltip is a JSON block behind the SVG.
 """
 
 import math
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import groupby
 
 from satrap.html_report.markup import Markup, element, json_script, table
 from satrap.monitor.report import short
@@ -17,6 +19,13 @@ MAX_POINTS = 1000
 _TABLE_ROWS = 12
 _WIDTH, _LEFT, _RIGHT, _TOP, _BOTTOM, _HEIGHT = 560, 62, 546, 36, 242, 284
 _MAX_DOTS = 40
+_MIN_AVERAGED = 20
+"""Points of a curve that is drawn as its moving average."""
+_WINDOW, _NUM_PLACES = 0.05, 160
+"""Width of the average, as a share of the axis, and the number of places at which it is computed."""
+_MARKS = {"launch": "start of a launch", "epoch": "start of an epoch"}
+Units = Sequence[tuple[float, float, str]]
+"""The units of an axis, the largest first: from which value on it is used, its size, and its name."""
 _MAX_BAR_TEXTS = 8
 Point = tuple[float, float | None]
 """A place on the axis, and the value there; None: the curve is interrupted."""
@@ -30,6 +39,8 @@ class Series:
     points: list[Point]
     superseded: list[Point] = field(default_factory=list)
     """The part that a later launch trained again."""
+    look: str = ""
+    """Classes of its colour and dashes; empty: those of its place in the chart."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -44,8 +55,13 @@ class LineChart:
     absent: str = ""
     """The sentence that stands for a chart without values."""
     from_zero: bool = False
-    marks: list[float] = field(default_factory=list)
-    """Places on the horizontal axis where a launch started."""
+    is_averaged: bool = False
+    """Whether curves of many points are drawn as moving averages, over faint points."""
+    is_small: bool = False
+    x_units: Units = ()
+    y_units: Units = ()
+    marks: Mapping[str, Sequence[float]] = field(default_factory=dict)
+    """Places on the horizontal axis, by their kind in `_MARKS`."""
     note: str = ""
 
 
@@ -59,85 +75,137 @@ class BarChart:
     """What a bar's height is, with its unit."""
     extra: str
     """The header of a further column of the table."""
-    bars: list[tuple[str, float, str]]
-    """Name, value, and the text in the further column."""
+    groups: dict[str, list[tuple[str, float, str]]]
+    """By the name of each run: name, value, and the text in the further column of each bar."""
     absent: str = ""
     note: str = ""
 
 
 def draw(chart: LineChart | BarChart) -> Markup:
     """Return a chart with its title, legend, note and table; without values, its title and a sentence."""
-    if isinstance(chart, LineChart):
-        points = [point for each in chart.series for point in (*each.points, *each.superseded)]
-        content = [_legend(chart), _curves(chart), _figures(chart)] if any(y is not None for _, y in points) else []
-    else:
-        rows = [(name, number(value), extra) for name, value, extra in chart.bars]
-        content = [Markup(), _bars(chart), table((chart.category, chart.value, chart.extra), rows)] if rows else []
     title = element("h3", chart.title)
-    if not content:
+    points = [] if isinstance(chart, BarChart) else [p for s in chart.series for p in (*s.points, *s.superseded)]
+    if not (any(y is not None for _, y in points) or (isinstance(chart, BarChart) and any(chart.groups.values()))):
         return element("section", title, element("p", chart.absent, class_="note"), class_="chart")
+    content = _bars(chart) if isinstance(chart, BarChart) else _curves(_in_units(chart, points))
     legend, svg, figures = content
     note = element("p", chart.note, class_="note") if chart.note else ""
     details = element("details", element("summary", "Figures"), figures)
     return element("section", title, legend, svg, note, details, class_="chart")
 
 
-def _legend(chart: LineChart) -> Markup:
-    if len(chart.series) < 2:
-        return Markup()
-    items = []
-    for index, each in enumerate(chart.series):
-        line = element("path", d="M0 5H26", class_=f"curve s{index}")
-        swatch = element("svg", line, width=26, height=10, viewBox="0 0 26 10", aria_hidden="true")
-        items.append(element("li", swatch, element("span", each.name)))
-    return element("ul", *items, class_="legend")
+def _in_units(chart: LineChart, points: Sequence[Point]) -> LineChart:
+    """Return the chart with its values in the largest units that they reach."""
+    _, wide, x_unit = next((u for u in chart.x_units if max(x for x, _ in points) >= u[0]), (0.0, 1.0, ""))
+    _, high, y_unit = next(
+        (u for u in chart.y_units if max(y for _, y in points if y is not None) >= u[0]), (0, 1.0, "")
+    )
+
+    def scaled(part: Iterable[Point]) -> list[Point]:
+        return [(x / wide, None if y is None else y / high) for x, y in part]
+
+    series = [replace(s, points=scaled(s.points), superseded=scaled(s.superseded)) for s in chart.series]
+    marks = {kind: [x / wide for x in places] for kind, places in chart.marks.items()}
+    x, y = f"{chart.x} ({x_unit})" if x_unit else chart.x, y_unit or chart.y
+    return replace(chart, series=series, marks=marks, x=x, y=y)
 
 
-def _curves(chart: LineChart) -> Markup:
-    limit = max(30, MAX_POINTS // max(1, sum(1 + bool(each.superseded) for each in chart.series)))
+def _legend(items: Sequence[tuple[Sequence[Markup], str]]) -> Markup:
+    """Return a legend of samples, each with its text."""
+    entries = []
+    for shapes, text in items:
+        swatch = element("svg", *shapes, width=26, height=10, viewBox="0 0 26 10", aria_hidden="true")
+        entries.append(element("li", swatch, element("span", text)))
+    return element("ul", *entries, class_="legend") if entries else Markup()
+
+
+def _curves(chart: LineChart) -> tuple[Markup, Markup, Markup]:
+    """Return the legend, the curves and the table of a chart."""
+    every = [x for each in chart.series for x, _ in (*each.points, *each.superseded)]
+    window = _WINDOW * (max(every) - min(every))
+    is_averaged = chart.is_averaged and max(len(each.points) for each in chart.series) >= _MIN_AVERAGED
+    parts_of = [(each.look or f"c{index} d{index}", each) for index, each in enumerate(chart.series)]
+    num_curves = sum(1 + bool(each.superseded) for each in chart.series)
+    limit = max(30, MAX_POINTS // num_curves - _NUM_PLACES * is_averaged)
     drawn = [(thin(each.points, limit), thin(each.superseded, limit)) for each in chart.series]
-    every = [point for parts in drawn for part in parts for point in part]
-    across = axis((x for x, _ in every), _LEFT, _RIGHT, is_snug=True, is_whole=chart.x == "step", num_ticks=6)
-    up = axis((y for _, y in every if y is not None), _BOTTOM, _TOP, from_zero=chart.from_zero)
+    values = [y for parts in drawn for part in parts for _, y in part if y is not None]
+    across = axis(every, _LEFT, _RIGHT, is_snug=True, is_whole=chart.x == "step", num_ticks=6)
+    up = axis(values, _BOTTOM, _TOP, from_zero=chart.from_zero)
     parts = _frame(up, chart.x, chart.y)
     for tick, text in zip(across.ticks, tick_texts(across.ticks), strict=True):
         parts.append(element("text", text, x=across.at(tick), y=_BOTTOM + 18, class_="middle"))
-    for x in chart.marks[:100]:
-        if across.low <= x <= across.high:
-            parts.append(element("line", class_="mark", x1=across.at(x), x2=across.at(x), y1=_TOP, y2=_BOTTOM))
-    for index, (points, superseded) in enumerate(drawn):
-        parts.append(_curve(superseded, across, up, f"curve old s{index}"))
-        parts.append(_curve(points, across, up, f"curve s{index}"))
-        if len(points) <= _MAX_DOTS:
+    marks = {each: [x for x in xs if across.low <= x <= across.high][:100] for each, xs in chart.marks.items()}
+    kinds = [each for each, places in marks.items() if places]
+    for kind, at in ((each, across.at(x)) for each in kinds for x in marks[each]):
+        parts.append(element("line", class_=f"mark {kind}", x1=at, x2=at, y1=_TOP, y2=_BOTTOM))
+    for (look, each), (points, superseded) in zip(parts_of, drawn, strict=True):
+        strong = averaged(each.points, window) if is_averaged else points
+        weak = averaged(each.superseded, window) if is_averaged else superseded
+        if is_averaged or len(points) <= _MAX_DOTS:
             dots = "".join(f"M{across.at(x):g} {up.at(y):g}h0" for x, y in points if y is not None)
-            parts.append(element("path", d=dots, class_=f"dots s{index}"))
+            parts.append(element("path", d=dots, class_=f"dots {look}{' faint' * is_averaged}"))
+        parts.append(_curve(weak, across, up, f"curve old {look}"))
+        parts.append(_curve(strong, across, up, f"curve {look}"))
     parts.append(element("line", class_="cursor", x1=0, x2=0, y1=_TOP, y2=_BOTTOM))
     series = [
         {"name": each.name, "x": [_rounded(x) for x, _ in points], "y": [_rounded(y) for _, y in points]}
         for each, (points, _) in zip(chart.series, drawn, strict=True)
     ]
     place = {"low": across.low, "high": across.high, "begin": _LEFT, "end": _RIGHT}
-    return _plot(
-        parts, f"{chart.title}: {chart.y} by {chart.x}", json_script({"x": chart.x, **place, "series": series})
-    )
+    data = json_script({"x": chart.x, **place, "series": series})
+    svg = _plot(parts, f"{chart.title}: {chart.y} by {chart.x}", data)
+    return _curve_legend(chart, parts_of, kinds, number(window) if is_averaged else ""), svg, _figures(chart)
 
 
-def _bars(chart: BarChart) -> Markup:
-    up = axis((value for _, value, _ in chart.bars), _BOTTOM, _TOP, from_zero=True)
+def _curve_legend(chart: LineChart, looks: Sequence[tuple[str, Series]], kinds: Sequence[str], width: str) -> Markup:
+    """Return what the curves, the marks and, if a width of the moving average is given, the points are."""
+    items = [([element("path", d="M0 5H26", class_=f"curve {look}")], s.name) for look, s in looks if len(looks) > 1]
+    if width:
+        dots = element("path", d="M3 8h0M10 3h0M16 7h0M23 2h0", class_=f"dots {looks[0][0]} faint")
+        curve = element("path", d="M0 5H26", class_=f"curve {looks[0][0]}")
+        unit = "steps" if chart.x == "step" else chart.x.rpartition("(")[2].rstrip(")")
+        items.append(([dots, curve], f"interval; mean over {width} {unit}"))
+    if any(s.superseded for s in chart.series):
+        items.append(([element("path", d="M0 5H26", class_=f"curve old {looks[0][0]}")], "trained again later"))
+    marks = [([element("path", d="M13 0V10", class_=f"mark {kind}")], _MARKS[kind]) for kind in kinds]
+    return _legend([*items, *marks])
+
+
+def _bars(chart: BarChart) -> tuple[Markup, Markup, Markup]:
+    """Return the legend, the bars and the table of a chart."""
+    groups = {name: {bar[0]: bar[1:] for bar in bars} for name, bars in chart.groups.items()}
+    names = list(dict.fromkeys(name for bars in groups.values() for name in bars))
+    up = axis((value for bars in groups.values() for value, _ in bars.values()), _BOTTOM, _TOP, from_zero=True)
     parts = _frame(up, chart.category, chart.value)
-    room = (_RIGHT - _LEFT) / len(chart.bars)
-    width = min(56.0, 0.8 * room)
-    every = -(-len(chart.bars) * 30 // (_RIGHT - _LEFT))  # labels of 30 fit beside one another
-    for index, (name, value, _) in enumerate(chart.bars):
-        middle, top = round(_LEFT + (index + 0.5) * room, 1), up.at(value)
-        size = {"x": round(middle - width / 2, 1), "width": round(width, 1), "height": round(_BOTTOM - top, 1)}
-        tip = element("title", f"{name}: {number(value)}")
-        parts.append(element("g", tip, element("rect", class_="bar", y=top, **size)))
-        if len(chart.bars) <= _MAX_BAR_TEXTS:
-            parts.append(element("text", number(value), x=middle, y=top - 4, class_="middle"))
+    room = (_RIGHT - _LEFT) / len(names)
+    width = min(56.0, 0.8 * room / len(groups))
+    every = -(-len(names) * 30 // (_RIGHT - _LEFT))  # labels of 30 fit beside one another
+    for index, name in enumerate(names):
+        middle = _LEFT + (index + 0.5) * room
+        for place, bars in enumerate(groups.values()):
+            if name not in bars:
+                continue
+            value, left = bars[name][0], middle + (place - len(groups) / 2) * width
+            top = up.at(value)
+            size = {"x": round(left, 1), "width": round(width, 1), "height": round(_BOTTOM - top, 1)}
+            tip = element("title", f"{name}: {number(value)}")
+            parts.append(element("g", tip, element("rect", class_=f"bar c{place}", y=top, **size)))
+            if len(names) * len(groups) <= _MAX_BAR_TEXTS:
+                at = round(left + width / 2, 1)
+                parts.append(element("text", number(value), x=at, y=top - 4, class_="middle"))
         if index % every == 0:
-            parts.append(element("text", name, x=middle, y=_BOTTOM + 18, class_="middle"))
-    return _plot(parts, f"{chart.title}: {chart.value} by {chart.category}")
+            parts.append(element("text", name, x=round(middle, 1), y=_BOTTOM + 18, class_="middle"))
+    header = [f"{text}, {run}" if run else text for run in groups for text in (chart.value, chart.extra)]
+    cells = {name: [bars.get(name) for bars in groups.values()] for name in names}
+    rows = [
+        (name, *(text for bar in row for text in ((number(bar[0]), bar[1]) if bar else ("", ""))))
+        for name, row in cells.items()
+    ]
+    swatches = [
+        ([element("rect", class_=f"bar c{i}", width=26, height=10)], run) for i, run in enumerate(groups) if run
+    ]
+    svg = _plot(parts, f"{chart.title}: {chart.value} by {chart.category}")
+    return _legend(swatches), svg, table((chart.category, *header), rows)
 
 
 def _frame(up: "Axis", x: str, y: str) -> list[Markup]:
@@ -207,6 +275,25 @@ def thin(points: Sequence[Point], limit: int) -> list[Point]:
         if len(values) < end - begin:
             kept.add(next(index for index in range(begin, end) if points[index][1] is None))
     return [points[index] for index in sorted(kept)]
+
+
+def averaged(points: Sequence[Point], width: float) -> list[Point]:
+    """Return the moving average of a curve at equal distances: the mean of the points within half the width, which does
+    not cross an interruption."""
+    found: list[Point] = []
+    for is_gap, part in groupby(points, lambda point: point[1] is None):
+        run = list(part)
+        if is_gap:
+            found.append(run[0])
+            continue
+        xs, ys = [x for x, _ in run], [y for _, y in run if y is not None]
+        num = max(1, round((xs[-1] - xs[0]) / width * _WINDOW * _NUM_PLACES)) if width > 0 else 1
+        for index in range(num + 1):
+            x = xs[0] + (xs[-1] - xs[0]) * index / num
+            near = ys[bisect_left(xs, x - width / 2) : bisect_right(xs, x + width / 2)]
+            if near:
+                found.append((x, sum(near) / len(near)))
+    return found
 
 
 def evenly(points: Sequence[Point], limit: int) -> list[Point]:

@@ -4,29 +4,68 @@ A launch that resumes a checkpoint trains some steps again: what an earlier laun
 is drawn paler.
 """
 
+import math
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from itertools import pairwise
 
-from satrap.html_report.chart import MAX_SERIES, BarChart, LineChart, Point, Series, number
+from satrap.html_report.chart import MAX_SERIES, BarChart, LineChart, Point, Series, Units, number
 from satrap.html_report.run_records import Interval, Loop, RunRecords
 
 _MAX_BINS = 24
 _Span = tuple[float, float, float]  # begin, end, samples per second
-_UNITS = ((2.0**40, "TiB"), (2.0**30, "GiB"), (2.0**20, "MiB"), (2.0**10, "KiB"), (0.0, "bytes"))
-_TIMES = ((3 * 86_400.0, 86_400.0, "days"), (3 * 3600.0, 3600.0, "hours"), (300.0, 60.0, "minutes"), (0.0, 1.0, "s"))
+_MAX_LOGGED = 24
+_BYTES: Units = [
+    (2.0 ** (10 * power), 2.0 ** (10 * power), f"{letter}iB") for power, letter in enumerate(" KMGT") if power
+][::-1]
+_BYTES = [*_BYTES, (-math.inf, 1.0, "bytes")]
+_TIMES: Units = [
+    (3 * 86_400.0, 86_400.0, "days"),
+    (3 * 3600.0, 3600.0, "hours"),
+    (300.0, 60.0, "minutes"),
+    (-math.inf, 1.0, "s"),
+]
 _WITHOUT = "No {} recorded: Progress was created without embeddings."
 
 
-def charts_of(run: RunRecords) -> list[LineChart | BarChart]:
-    """Return all charts of the page, in order."""
+def charts_of(runs: Sequence[RunRecords]) -> list[LineChart | BarChart]:
+    """Return all charts of a run, in order; of two runs those with one title together, in a colour for each run."""
+    charts = [[*_charts(run), *_logged(run)] for run in runs]
+    if len(runs) == 1:
+        return charts[0]
+    titles: dict[str, list[tuple[int, LineChart | BarChart]]] = {}
+    for place, chart in ((place, chart) for place, each in enumerate(charts) for chart in each):
+        titles.setdefault(chart.title, []).append((place, chart))
+    return [_together([run.name for run in runs], same) for same in titles.values()]
+
+
+def _together(names: Sequence[str], same: Sequence[tuple[int, LineChart | BarChart]]) -> LineChart | BarChart:
+    chart = same[0][1]
+    note = " ".join(f"{names[place]}: {each.note}" for place, each in same if each.note)
+    if isinstance(chart, BarChart):
+        groups = {names[place]: each.groups[""] for place, each in same if isinstance(each, BarChart)}
+        return replace(chart, groups=groups, note=note)
+    series = [
+        replace(one, name=f"{names[place]}, {one.name}".removesuffix(", "), look=f"c{place} d{index}")
+        for place, each in same
+        if isinstance(each, LineChart)
+        for index, one in enumerate(each.series[: MAX_SERIES // 2])
+    ]
+    return replace(chart, series=series, marks={}, note=note)
+
+
+def _charts(run: RunRecords) -> list[LineChart | BarChart]:
     windows = [int(window) for each in run.intervals if (window := each.numbers.get("window"))]
     loss, auc = _curves(run, "loss", "Loss"), _curves(run, "auc", "AUC in training")
     loss.y, auc.y = "loss, mean of an interval", f"AUC of the last {max(windows, default=0):,} samples"
     loss.absent = "No loss was given to Progress.step(loss=...)."
     auc.absent = "No scores were given to Progress.step(scores=...), so there is no AUC."
     auc.note = f"The samples are those of training, with the scores that Progress.step was given. {auc.note}"
+    memory = _curves(run, "memory", "Memory of each trainer")
+    memory.is_averaged, memory.from_zero, memory.y_units = False, True, _BYTES
+    memory.absent = "No memory of a trainer was recorded."
     return [
         loss,
         auc,
@@ -36,7 +75,24 @@ def charts_of(run: RunRecords) -> list[LineChart | BarChart]:
         _stages(run),
         _tables(run, "rows", "Rows of each table", "rows were"),
         _tables(run, "bytes", "Memory of each table", "memory of tables was"),
+        memory,
     ]
+
+
+def _logged(run: RunRecords) -> list[LineChart | BarChart]:
+    """Return a chart of each number that the script of trainer 0 logged."""
+    loops = next(iter(by_rank(run).values()), [])
+    names = list(dict.fromkeys(name for loop in loops for each in loop.intervals for name in each.logged))
+    charts: list[LineChart | BarChart] = []
+    for name in names[:_MAX_LOGGED]:
+        series = [series_of("", loops, _held("intervals", "logged", name))]
+        chart = LineChart(
+            title=name, x="step", y="", series=series, is_averaged=True, is_small=True, marks=_marks(loops)
+        )
+        charts.append(chart)
+    if len(names) > _MAX_LOGGED:
+        charts[-1].note = f"{len(names)} numbers were logged; these are the first {_MAX_LOGGED}."
+    return charts
 
 
 def by_rank(run: RunRecords) -> dict[int, list[Loop]]:
@@ -71,24 +127,30 @@ def series_of(name: str, loops: Sequence[Loop], points_of: Callable[[Loop], Iter
     return series
 
 
-def _launch_steps(run: RunRecords) -> list[float]:
-    """Return the first step of each launch but the first."""
-    loops = next(iter(by_rank(run).values()), [])
-    pairs = pairwise(loops)
-    return [float(two.intervals[0].first_step) for one, two in pairs if two.intervals and one.launch != two.launch]
+def _held(items: str, numbers: str, key: str) -> Callable[[Loop], list[Point]]:
+    """Return what finds a number, with its step, in those items of a loop that have it."""
+    return lambda loop: [
+        (float(each.step), found[key]) for each in getattr(loop, items) if key in (found := getattr(each, numbers))
+    ]
+
+
+def _marks(loops: Sequence[Loop]) -> dict[str, list[float]]:
+    """Return the first step of each launch but the first, and of each epoch that began in the loops of a trainer."""
+    pairs = [(one, two) for one, two in pairwise(loops) if two.intervals and one.launch != two.launch]
+    epochs = sorted({float(step) for loop in loops for each in loop.intervals for step in each.epochs})
+    return {"launch": [float(two.intervals[0].first_step) for _, two in pairs], "epoch": epochs}
 
 
 def _curves(run: RunRecords, key: str, title: str) -> LineChart:
     """Return the curves of a number for each trainer."""
-    ranks, chart = by_rank(run), LineChart(title=title, x="step", y=key, series=[])
-    chart.marks = _launch_steps(run)
+    ranks = by_rank(run)
+    chart = LineChart(title=title, x="step", y=key, series=[], is_averaged=True)
+    chart.marks = _marks(next(iter(ranks.values()), []))
     if len(ranks) > MAX_SERIES:
         chart.note = f"{len(ranks)} trainers recorded; these are the first {MAX_SERIES}."
 
-    def points_of(loop: Loop) -> list[Point]:
-        return [(float(each.step), each.numbers[key]) for each in loop.intervals if key in each.numbers]
-
-    every = [series_of(f"trainer {rank}", loops, points_of) for rank, loops in list(ranks.items())[:MAX_SERIES]]
+    points_of, chosen = _held("intervals", "numbers", key), list(ranks.items())[:MAX_SERIES]
+    every = [series_of(f"trainer {rank}" if len(ranks) > 1 else "", loops, points_of) for rank, loops in chosen]
     chart.series = [each for each in every if each.points or each.superseded]
     return chart
 
@@ -136,7 +198,7 @@ def _spans(intervals: Sequence[Interval]) -> list[_Span]:
         last = spans[-1][1] if spans else begin
         if abs(begin - last) <= 0.05 + 0.01 * each.trained:
             begin = last
-        if begin < each.at:
+        if begin < each.at and each.steps:
             spans.append((begin, each.at, each.rate))
     return spans
 
@@ -149,16 +211,16 @@ def _throughput(run: RunRecords) -> LineChart:
         if (at := loop.began_at) is not None:
             begins[loop.launch_number] = min(at, begins.get(loop.launch_number, at))
     start = min(begins.values(), default=0.0)
-    longest = max((0.0, *(x - start for x, _ in points)))
-    scale, unit = next((scale, unit) for least, scale, unit in _TIMES if longest >= least)
     return LineChart(
         title="Samples per second",
-        x=f"time since the first record ({unit})",
+        x="time since the first record",
         y="samples/s" if len(ranks) < 2 else f"samples/s, sum of {len(ranks)} trainers",
-        series=[Series(name="samples/s", points=[((x - start) / scale, y) for x, y in points])],
+        series=[Series(name="", points=[(x - start, y) for x, y in points])],
         absent="No steps were recorded.",
         from_zero=True,
-        marks=[(at - start) / scale for _, at in sorted(begins.items())[1:]],
+        is_averaged=True,
+        x_units=_TIMES,
+        marks={"launch": [at - start for _, at in sorted(begins.items())[1:]]},
     )
 
 
@@ -169,12 +231,9 @@ def _validation(run: RunRecords) -> list[LineChart]:
     best = [each for each in evaluations if each.is_best][-1:]
     charts = []
     for name in names[:MAX_SERIES]:
-
-        def points_of(loop: Loop, name: str = name) -> list[Point]:
-            return [(float(each.step), each.metrics[name]) for each in loop.evaluations if name in each.metrics]
-
-        chart = LineChart(title=f"Validation: {name}", x="step", y=name, series=[series_of(name, loops, points_of)])
-        chart.marks, chart.absent = _launch_steps(run), f"No finite {name} was recorded."
+        series = [series_of("", loops, _held("evaluations", "metrics", name))]
+        chart = LineChart(title=f"Validation: {name}", x="step", y=name, series=series)
+        chart.marks, chart.absent = _marks(loops), f"No finite {name} was recorded."
         for each in best:
             chart.note = f"The best evaluation is that of step {each.step:,}: {number(each.metrics.get(name))}."
         charts.append(chart)
@@ -200,10 +259,12 @@ def _staleness(run: RunRecords) -> BarChart:
         category="earlier steps that a lookup missed",
         value="batches",
         extra="share",
-        bars=[
-            (str(low) if low == high else f"{low} to {high}", float(count), f"{count / total:.1%}")
-            for low, high, count in bins(counts, _MAX_BINS)
-        ],
+        groups={
+            "": [
+                (str(low) if low == high else f"{low} to {high}", float(count), f"{count / total:.1%}")
+                for low, high, count in bins(counts, _MAX_BINS)
+            ]
+        },
         absent=_WITHOUT.format("staleness was"),
         note=note,
     )
@@ -230,7 +291,7 @@ def _stages(run: RunRecords) -> BarChart:
         category="stage",
         value="milliseconds per step, mean",
         extra="seconds in all",
-        bars=[(stage, 1e3 * spent / (steps[stage] or 1), number(spent)) for stage, spent in seconds.items()],
+        groups={"": [(stage, 1e3 * spent / (steps[stage] or 1), number(spent)) for stage, spent in seconds.items()]},
         absent=_WITHOUT.format("times of stages were"),
         note=f"A step took {number(whole)} ms. Stages may overlap, so they need not add up to it; dense is the loop's "
         "time outside the stream.",
@@ -256,20 +317,17 @@ def _tables(run: RunRecords, key: str, title: str, what: str) -> LineChart:
     loops, last = _loops_with(run, key), last_maps(run, key)
     names = sorted(last, key=lambda name: (-last[name], name))
     chosen = names if len(names) <= MAX_SERIES else names[: MAX_SERIES - 1]
-    largest = max((sum(each.tables.get(key, {}).values()) for loop in loops for each in loop.intervals), default=0.0)
-    units = (each for each in _UNITS if largest >= each[0])
-    scale, unit = next(units, _UNITS[-1]) if key == "bytes" else (1.0, "rows")  # forged bytes may be negative
 
     def curve(name: str, value: Callable[[dict[str, float]], float]) -> Series:
         def points_of(loop: Loop) -> list[Point]:
             held = [(each.step, each.tables[key]) for each in loop.intervals if key in each.tables]
-            return [(float(step), value(tables) / (scale or 1.0)) for step, tables in held]
+            return [(float(step), value(tables)) for step, tables in held]
 
         return series_of(name, loops, points_of)
 
     series = [curve(name, lambda tables, name=name: tables.get(name, 0.0)) for name in chosen]  # type: ignore[misc]
-    chart = LineChart(title=title, x="step", y=unit, series=series, absent=_WITHOUT.format(what), from_zero=True)
-    chart.marks = _launch_steps(run)
+    chart = LineChart(title=title, x="step", y="rows", series=series, absent=_WITHOUT.format(what), from_zero=True)
+    chart.marks, chart.y_units = _marks(loops), _BYTES if key == "bytes" else ()
     if len(names) > len(chosen):
         others = f"{len(names) - len(chosen)} other tables"
         series.append(curve(others, lambda tables: sum(n for name, n in tables.items() if name not in chosen)))

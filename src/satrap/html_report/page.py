@@ -9,36 +9,43 @@ import hashlib
 from importlib.metadata import version
 from pathlib import Path
 
-from satrap.html_report.chart import MAX_POINTS, draw
+from satrap.html_report.chart import MAX_POINTS, LineChart, draw
 from satrap.html_report.figures import charts_of
-from satrap.html_report.markup import Markup, element, table
+from satrap.html_report.markup import Markup, element, join, table
 from satrap.html_report.run_records import RunRecords
-from satrap.html_report.summary import Listing, Tile, events, listings, state_of, tiles, time_text, title_of, warnings
+from satrap.html_report.summary import (
+    Listing,
+    Tile,
+    differences,
+    events,
+    listings,
+    state_of,
+    tiles,
+    time_text,
+    title_of,
+    warnings,
+)
 
 _STYLE, _SCRIPT = (Path(__file__).with_name(f"page.{end}").read_text(encoding="utf-8") for end in ("css", "js"))
 
 
-def page(run: RunRecords, now: float) -> str:
-    """Return the page about a run. now: Unix time of the page."""
-    title = title_of(run)
-    kind, sentence = state_of(run, now)
-    notes = warnings(run)
-    header = [
-        element("h1", title),
-        element("p", element("span", sentence, class_=f"state {kind}".strip())),
-        element("p", f"This page was made by satrap report at {time_text(now)} UTC.", class_="soft"),
-        element("ul", *(element("li", note) for note in notes), class_="warnings") if notes else "",
-        element("dl", *map(_tile, tiles(run)), class_="tiles"),
-    ]
+def page(run: RunRecords, now: float, other: RunRecords | None = None) -> str:
+    """Return the page about a run, or about two. now: Unix time of the page."""
+    runs = [run] if other is None else [run, other]
+    charts = charts_of(runs)
+    small = [chart for chart in charts if isinstance(chart, LineChart) and chart.is_small]
+    title = title_of(run) if other is None else f"{run.name} and {other.name}"
     main = element(
         "main",
-        *header,
+        element("h1", title),
+        element("p", f"This page was made by satrap report at {time_text(now)} UTC.", class_="soft"),
+        *(_state(each, now, names=other is not None) for each in runs),
         element("h2", "Training"),
-        element("div", *map(draw, charts_of(run)), class_="charts"),
-        element("h2", "Run"),
-        _listing(events(run)),
-        element("h2", "Settings and tables"),
-        element("div", *map(_listing, listings(run))),
+        element("div", *(draw(chart) for chart in charts if chart not in small), class_="charts"),
+        element("h2", "Numbers of the script") if small else "",
+        element("div", *map(draw, small), class_="charts small"),
+        _listing(differences(run, other)) if other is not None else "",
+        *(_details(each, f" of {each.name}" if other is not None else "") for each in runs),
         _footer(),
     )
     head = element(
@@ -52,6 +59,25 @@ def page(run: RunRecords, now: float) -> str:
     )
     body = element("body", main, element("script", Markup(_SCRIPT)))
     return f"<!doctype html>\n{element('html', head, body, lang='en')}\n"
+
+
+def _state(run: RunRecords, now: float, *, names: bool) -> Markup:
+    kind, sentence = state_of(run, now)
+    notes = [element("li", note) for note in warnings(run)]
+    return element(
+        "section",
+        element("h2", run.name) if names else "",
+        element("p", element("span", sentence, class_=f"state {kind}".strip())),
+        element("ul", *notes, class_="warnings") if notes else "",
+        element("dl", *map(_tile, tiles(run)), class_="tiles"),
+    )
+
+
+def _details(run: RunRecords, of_run: str) -> Markup:
+    settings = element("div", *map(_listing, listings(run)))
+    return join(
+        [element("h2", f"Run{of_run}"), _listing(events(run)), element("h2", f"Settings and tables{of_run}"), settings]
+    )
 
 
 def _policy() -> str:
@@ -77,8 +103,8 @@ def _listing(listing: Listing) -> Markup:
 
 def _footer() -> Markup:
     text = (
-        f"satrap {version('satrap')}. Dotted vertical lines are starts of launches. A chart shows at most "
-        f"{MAX_POINTS:,} points: of a longer curve the lowest and the highest of each run of neighbours, so that no "
+        f"satrap {version('satrap')}. A chart shows at most {MAX_POINTS:,} "
+        "points: of a longer curve the lowest and the highest of each run of neighbours, so that no "
         "peak is lost. Its figures are values at even distances. The files in records/ have all values."
     )
     return element("footer", element("p", text))

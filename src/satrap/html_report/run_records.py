@@ -18,7 +18,8 @@ from satrap.errors import ConfigError
 from satrap.monitor.record_file import FOLDER, Records, scan_records
 
 _TRAINER = re.compile(r"trainer-(\d{1,9})")
-_NUMBERS, _MAPS, _TABLES = ("loss", "auc", "ne", "window"), ("staleness", "stages", "lost"), ("rows", "bytes")
+_NUMBERS, _TABLES = ("loss", "auc", "ne", "window", "memory"), ("rows", "bytes")
+_MAPS = ("staleness", "stages", "lost", "logged")
 _EVENTS = ("run", "launch", "servers", "restart", "fault", "exit")
 
 
@@ -40,8 +41,12 @@ class Interval:
     rate: float
     """Samples per second."""
     numbers: dict[str, float | None]
-    """loss, auc, ne and window, as far as they were given; None: not finite."""
-    tables: dict[str, dict[str, float]]
+    """loss, auc, ne, window and memory, as far as they were given; None: not finite."""
+    logged: dict[str, float] = field(default_factory=dict)
+    """The script's own numbers."""
+    epochs: list[int] = field(default_factory=list)
+    """The first steps of epochs that began."""
+    tables: dict[str, dict[str, float]] = field(default_factory=dict)
     """rows and bytes of each table at its end. They are read of one trainer only, since each sees whole tables."""
 
     @property
@@ -213,8 +218,12 @@ def _interval(line: dict[str, Any]) -> Interval | None:
         and all(isinstance(each, dict) and all(map(_is_number, each.values())) for each in maps)
         and all(key.isdecimal() and len(key) < 10 for key in line.get("staleness", {}))
     )
+    epochs = line.get("epochs", [])
+    is_whole = is_whole and isinstance(epochs, list) and all(map(_is_count, epochs))
     kept = {name: line.get(name) for name in ("at", "seconds", "trained", "step", "steps", "samples", "rate")}
-    return Interval(**kept, numbers=numbers, tables={}) if is_whole else None  # type: ignore[arg-type]
+    if not is_whole:
+        return None
+    return Interval(**kept, numbers=numbers, logged=line.get("logged", {}), epochs=epochs)  # type: ignore[arg-type]
 
 
 def _evaluation(line: dict[str, Any]) -> Evaluation | None:

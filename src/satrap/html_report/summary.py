@@ -211,7 +211,7 @@ def time_text(at: float) -> str:
 
 def listings(run: RunRecords) -> list[Listing]:
     """Return the tables of settings, of tables and of what was not trained on."""
-    loops = sorted(run.loops, key=lambda each: (each.launch, -each.rank))
+    loops = _in_order(run)
     latest = next((loop for loop in reversed(loops) if loop.settings), None)
     begun = {} if latest is None else latest.start
     settings = {} if latest is None else latest.settings | {"satrap": begun.get("version")}
@@ -230,6 +230,18 @@ def listings(run: RunRecords) -> list[Listing]:
     if isinstance(features, Mapping) and features:
         entries.append(_feature_listing(features))
     return [*entries, _lost_listing(run)]
+
+
+def _in_order(run: RunRecords) -> list[Loop]:
+    return sorted(run.loops, key=lambda each: (each.launch, -each.rank))
+
+
+def differences(one: RunRecords, other: RunRecords) -> Listing:
+    """Return the settings that differ between two runs, of their latest launches."""
+    loops = [loop for run in (one, other) for loop in [each for each in _in_order(run) if each.rank == 0][-1:]]
+    listing = Listing("Settings that differ", ("setting", one.name, other.name), _changes(loops))
+    listing.note = "" if listing.rows else "None of those that both recorded."
+    return listing
 
 
 def _pairs(title: str, values: object, absent: str) -> Listing:

@@ -29,6 +29,13 @@ def memory_limit(rows: str | os.PathLike[str] | None = None) -> int:
     return min(found)
 
 
+def resident_bytes() -> int | None:
+    """Return how much of the machine's memory this process uses, with memory that it shares; None: not known."""
+    with suppress(OSError, ValueError, IndexError):
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    return None
+
+
 def _machine_and_groups() -> list[tuple[int, int]]:
     lines = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
     total, available = (1024 * int(lines[name].split()[0]) for name in ("MemTotal", "MemAvailable"))

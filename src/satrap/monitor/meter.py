@@ -7,7 +7,7 @@ for the AUC.
 
 import math
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -41,11 +41,12 @@ class Meter:
     def _start_interval(self) -> None:
         self._losses: deque[Any] = deque(maxlen=_MAX_LOSSES)
         self._steps = 0
+        self._logged: dict[str, tuple[float, int]] = {}  # sum and count
 
     @property
     def has_news(self) -> bool:
-        """Whether there were steps since the last report."""
-        return self._steps > 0
+        """Whether there were steps or numbers of the script since the last report."""
+        return self._steps > 0 or bool(self._logged)
 
     @property
     def undefined(self) -> str | None:
@@ -69,6 +70,12 @@ class Meter:
             self._num_waiting += samples
             while self._num_waiting - self._waiting[0][2] >= self._window_size:  # samples that no window would include
                 self._num_waiting -= self._waiting.popleft()[2]
+
+    def log(self, values: Mapping[str, float]) -> None:
+        """Record numbers of the script, of which a report has the mean."""
+        for name, value in values.items():
+            total, count = self._logged.get(name, (0.0, 0))
+            self._logged[name] = (total + value, count + 1)
 
     def leave_out(self, seconds: float) -> None:
         """Leave the last seconds out of the interval: no training took place in them."""
@@ -101,6 +108,7 @@ class Meter:
             bytes=dict(counters.bytes),
             stages=self._stages(counters, seconds),
             lost=dict(counters.lost),
+            logged={name: total / count for name, (total, count) in self._logged.items()},
         )
         self._last_report, self._samples_reported, self._counters = now, self._samples, counters
         self._start_interval()

@@ -19,7 +19,7 @@ from typing import Any, Protocol, Self, runtime_checkable
 from satrap.errors import ConfigError, InputError
 from satrap.monitor.hidden_secrets import hide_secrets
 from satrap.monitor.meter import Meter, require_column
-from satrap.monitor.report import Counters
+from satrap.monitor.report import Counters, own_scalars
 from satrap.monitor.sinks import LINE_SECONDS, Screen, Sink
 from satrap.monitor.training_record import TrainingRecord, open_record
 
@@ -117,9 +117,23 @@ class Progress:
         self._meter.step(batch.step, len(batch), loss, labels, scores)
         now = self._clock()
         if self._record is not None:
-            self._record.step(now, batch.step, len(batch), loss, labels, scores)
+            position = getattr(getattr(batch, "inputs", None), "position", None)
+            self._record.step(now, batch.step, len(batch), loss, labels, scores, getattr(position, "epoch", None))
         if now >= self._due:
             self._report(now)
+
+    def log(self, values: Mapping[str, Any]) -> None:
+        """Record numbers of your own, such as `{"learning rate": 0.1}`: `satrap report` draws a chart of each, and JSON
+        lines and TensorBoard have them by these names. A report has the mean of those since the last one.
+
+        values: finite numbers; a tensor of one number is read at once, which waits for its device.
+        """
+        if self._closed:
+            raise InputError("Progress.log: this Progress is closed; create a new one")
+        numbers = own_scalars(values)
+        self._meter.log(numbers)
+        if self._record is not None:
+            self._record.log(numbers)
 
     def report_evaluation(
         self, step: int, metrics: Mapping[str, float], *, is_best: bool | None = None, seconds: float = 0.0

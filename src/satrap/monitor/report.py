@@ -3,12 +3,21 @@
 These are pure functions and values: no clock, no file, no screen.
 """
 
+import math
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Any, TypeVar
+
+from satrap.errors import InputError
 
 _Key = TypeVar("_Key")
 _Number = TypeVar("_Number", int, float)
+_SCALARS = (
+    *("step", "samples", "seconds", "samples_per_second", "loss", "auc", "normalised_entropy"),
+    *("staleness", "max_staleness"),
+)
+_GROUPS = ("validation", "rows", "bytes", "seconds", "lost")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -90,11 +99,12 @@ class Report:
     """Metrics of an evaluation at this step, if there was one."""
     is_best: bool | None = None
     """Whether that evaluation is the best so far."""
+    logged: Mapping[str, float] = field(default_factory=dict)
+    """The script's own numbers: the mean of each over the interval."""
 
     def scalars(self) -> dict[str, float]:
         """Return every given number by name, as TensorBoard and JSON lines store them."""
-        names = ("step", "samples", "seconds", "samples_per_second", "loss", "auc", "normalised_entropy")
-        found = {name: getattr(self, name) for name in (*names, "staleness", "max_staleness")}
+        found = {name: getattr(self, name) for name in _SCALARS} | dict(self.logged)
         found |= {f"validation/{name}": value for name, value in self.validation.items()}
         found["validation/is_best"] = None if self.is_best is None else int(self.is_best)
         found |= {f"rows/{table}": rows for table, rows in self.rows.items()}
@@ -102,6 +112,26 @@ class Report:
         found |= {f"seconds/{stage}": seconds for stage, seconds in self.stages.items()}
         found |= {f"lost/{what}": count for what, count in self.lost.items()}
         return {name: value for name, value in found.items() if value is not None}
+
+
+def own_scalars(values: Mapping[str, Any]) -> dict[str, float]:
+    """Return the script's own numbers as floats; InputError unless all are finite and their names are free."""
+    found = {}
+    for name, value in values.items():
+        if not isinstance(name, str) or not name:
+            raise InputError(f"Progress.log: a name is {name!r}; expected a text, such as 'learning rate'")
+        if name in _SCALARS or name.partition("/")[0] in _GROUPS:
+            raise InputError(
+                f"Progress.log: the name {name!r} is taken by Progress itself; choose another, such as 'my {name}'"
+            )
+        number = math.nan
+        if not isinstance(value, str | bytes | bool):
+            with suppress(TypeError, ValueError, OverflowError, RuntimeError):
+                number = float(value)
+        if not math.isfinite(number):
+            raise InputError(f"Progress.log: {name!r} is {value!r}; expected a finite number, or a tensor of one")
+        found[name] = number
+    return found
 
 
 def line(report: Report) -> str:

@@ -90,9 +90,9 @@ def examine_data(paths: Sequence[str], ids: Sequence[str], *, batch_size: int, n
     yield from _advice(found)
 
 
-def _advice(found: Sequence[Reuse]) -> Iterator[str]:
+def _advice(tables: Sequence[Reuse]) -> Iterator[str]:
     """Yield what docs/theory.md advises for this data."""
-    hottest = max(found, key=lambda each: each.alpha)
+    hottest = max(tables, key=lambda each: each.alpha)
     if hottest.alpha >= 0.5:
         yield (
             f"advice  {hottest.feature!r} has an id in {100 * hottest.alpha:.0f} % of the samples: late rows may cost "

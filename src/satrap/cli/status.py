@@ -182,17 +182,17 @@ def _last_checkpoint(answers: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]
         return None
     saves = [each["snapshots"]["save"] for each in servers]
     at, folders = max((save["ended_at"], each["save_folders"]) for save, each in zip(saves, servers, strict=True))
-    found: dict[str, Any] = {"at": at, "seconds": max(save["seconds"] for save in saves), "name": "unknown"}
-    found |= {"is_published": None, "folder": None}
+    save_shown: dict[str, Any] = {"at": at, "seconds": max(save["seconds"] for save in saves), "name": "unknown"}
+    save_shown |= {"is_published": None, "folder": None}
     if not folders or (match := _TABLE.fullmatch(folders[-1])) is None:
-        return found
+        return save_shown
     directory, written = match.groups()
     if is_url(directory):
-        return found | {"name": written, "folder": f"{directory}/{written}"}
+        return save_shown | {"name": written, "folder": f"{directory}/{written}"}
     name = written.rpartition(".")[2]  # of .<random>.<name>
     folder = Path(directory, name)
     published = (folder / "checkpoint.json").exists() if os.path.isdir(directory) else None
-    return found | {"name": name, "is_published": published, "folder": str(folder)}
+    return save_shown | {"name": name, "is_published": published, "folder": str(folder)}
 
 
 def show_status(reader: RunReader, *, watch: bool, as_json: bool, seconds: float, out: TextIO | None = None) -> None:

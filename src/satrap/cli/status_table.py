@@ -114,27 +114,27 @@ def _steps_per_second(step: int | None, now: Mapping[str, Any], before: Mapping[
 
 
 def _tables(answers: Any) -> dict[str, dict[str, int]]:
-    found: dict[str, dict[str, int]] = {}
+    counts: dict[str, dict[str, int]] = {}
     for answer in answers:
         for name, stats in answer["tables"].items():
-            sums = found.setdefault(name, dict.fromkeys(stats, 0))
+            sums = counts.setdefault(name, dict.fromkeys(stats, 0))
             for key, count in stats.items():
                 sums[key] += count
-    return found
+    return counts
 
 
 def _snapshots(answers: Any) -> dict[str, dict[str, Any]]:
     """Return the progress of the saves, verifications and restores that are running."""
-    found: dict[str, dict[str, Any]] = {}
+    rows: dict[str, dict[str, Any]] = {}
     for answer in answers:
         for work, figures in answer["snapshots"].items():
             if figures["running"]:
-                sums = found.setdefault(work, {"bytes": 0, "total": 0, "seconds_left": 0})
+                sums = rows.setdefault(work, {"bytes": 0, "total": 0, "seconds_left": 0})
                 known = None not in (sums["seconds_left"], figures["seconds_left"])
                 sums["seconds_left"] = max(sums["seconds_left"], figures["seconds_left"]) if known else None
                 sums["bytes"] += figures["bytes"]
                 sums["total"] += figures["total"]
-    return found
+    return rows
 
 
 def _migration(run: Mapping[str, Any] | None, answers: Any) -> dict[str, Any]:

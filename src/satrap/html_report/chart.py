@@ -280,11 +280,11 @@ def thin(points: Sequence[Point], limit: int) -> list[Point]:
 def averaged(points: Sequence[Point], width: float) -> list[Point]:
     """Return the moving average of a curve at equal distances: the mean of the points within half the width, which does
     not cross an interruption."""
-    found: list[Point] = []
+    kept: list[Point] = []
     for is_gap, part in groupby(points, lambda point: point[1] is None):
         run = list(part)
         if is_gap:
-            found.append(run[0])
+            kept.append(run[0])
             continue
         xs, ys = [x for x, _ in run], [y for _, y in run if y is not None]
         num = max(1, round((xs[-1] - xs[0]) / width * _WINDOW * _NUM_PLACES)) if width > 0 else 1
@@ -292,8 +292,8 @@ def averaged(points: Sequence[Point], width: float) -> list[Point]:
             x = xs[0] + (xs[-1] - xs[0]) * index / num
             near = ys[bisect_left(xs, x - width / 2) : bisect_right(xs, x + width / 2)]
             if near:
-                found.append((x, sum(near) / len(near)))
-    return found
+                kept.append((x, sum(near) / len(near)))
+    return kept
 
 
 def evenly(points: Sequence[Point], limit: int) -> list[Point]:

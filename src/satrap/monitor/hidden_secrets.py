@@ -32,13 +32,13 @@ def hide_secrets(value: Any) -> Any:
 
 def _hide_in_list(values: "list[Any] | tuple[Any, ...]") -> list[Any]:
     """Hide in a list, such as the arguments of a script, where "--password" may precede the secret."""
-    found: list[Any] = []
+    shown: list[Any] = []
     is_next = False
     for each in values:
         is_option = isinstance(each, str) and each.startswith("-")
-        found.append(HIDDEN if is_next and not is_option else hide_secrets(each))
+        shown.append(HIDDEN if is_next and not is_option else hide_secrets(each))
         is_next = is_option and "=" not in each and is_secret_name(each)
-    return found
+    return shown
 
 
 def is_secret_name(name: object) -> bool:

@@ -12,21 +12,21 @@ def memory(rows: str | os.PathLike[str] | None = None) -> dict[str, list[int]]:
     """Return bytes used and allowed: "machine" is the container with the least memory left, or the whole machine;
     "rows", if a shared-memory file for rows is given, the file system that holds it."""
     tightest = min(_machine_and_groups(), key=lambda numbers: numbers[1] - numbers[0])
-    found = {"machine": [*tightest]}
+    limits = {"machine": [*tightest]}
     if rows is not None:
         with suppress(OSError):
             system = os.statvfs(os.path.dirname(os.path.abspath(rows)))
-            found["rows"] = [(system.f_blocks - system.f_bfree) * system.f_frsize, system.f_blocks * system.f_frsize]
-    return found
+            limits["rows"] = [(system.f_blocks - system.f_bfree) * system.f_frsize, system.f_blocks * system.f_frsize]
+    return limits
 
 
 def memory_limit(rows: str | os.PathLike[str] | None = None) -> int:
     """Return the bytes that this process and its rows may use at most: the smallest of the machine, of each container
     around the process, and of the file system of a shared-memory file. Rows there count in the container, too."""
-    found = [allowed for _, allowed in _machine_and_groups()]
+    limits = [allowed for _, allowed in _machine_and_groups()]
     if rows is not None:
-        found += [allowed for _, allowed in [memory(rows).get("rows", (0, 0))] if allowed]
-    return min(found)
+        limits += [allowed for _, allowed in [memory(rows).get("rows", (0, 0))] if allowed]
+    return min(limits)
 
 
 def resident_bytes() -> int | None:

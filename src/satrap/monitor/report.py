@@ -104,19 +104,19 @@ class Report:
 
     def scalars(self) -> dict[str, float]:
         """Return every given number by name, as TensorBoard and JSON lines store them."""
-        found = {name: getattr(self, name) for name in _SCALARS} | dict(self.logged)
-        found |= {f"validation/{name}": value for name, value in self.validation.items()}
-        found["validation/is_best"] = None if self.is_best is None else int(self.is_best)
-        found |= {f"rows/{table}": rows for table, rows in self.rows.items()}
-        found |= {f"bytes/{table}": size for table, size in self.bytes.items()}
-        found |= {f"seconds/{stage}": seconds for stage, seconds in self.stages.items()}
-        found |= {f"lost/{what}": count for what, count in self.lost.items()}
-        return {name: value for name, value in found.items() if value is not None}
+        numbers = {name: getattr(self, name) for name in _SCALARS} | dict(self.logged)
+        numbers |= {f"validation/{name}": value for name, value in self.validation.items()}
+        numbers["validation/is_best"] = None if self.is_best is None else int(self.is_best)
+        numbers |= {f"rows/{table}": rows for table, rows in self.rows.items()}
+        numbers |= {f"bytes/{table}": size for table, size in self.bytes.items()}
+        numbers |= {f"seconds/{stage}": seconds for stage, seconds in self.stages.items()}
+        numbers |= {f"lost/{what}": count for what, count in self.lost.items()}
+        return {name: value for name, value in numbers.items() if value is not None}
 
 
 def own_scalars(values: Mapping[str, Any]) -> dict[str, float]:
     """Return the script's own numbers as floats; InputError unless all are finite and their names are free."""
-    found = {}
+    merged = {}
     for name, value in values.items():
         if not isinstance(name, str) or not name:
             raise InputError(f"Progress.log: a name is {name!r}; expected a text, such as 'learning rate'")
@@ -130,8 +130,8 @@ def own_scalars(values: Mapping[str, Any]) -> dict[str, float]:
                 number = float(value)
         if not math.isfinite(number):
             raise InputError(f"Progress.log: {name!r} is {value!r}; expected a finite number, or a tensor of one")
-        found[name] = number
-    return found
+        merged[name] = number
+    return merged
 
 
 def line(report: Report) -> str:
@@ -181,20 +181,20 @@ def _seconds_left(report: Report) -> float | None:
 def _phrases(report: Report) -> list[str]:
     seconds = _seconds_left(report)
     left = "" if seconds is None else f", {_clock(seconds)} left"
-    found = [f"step {report.step:,}" + (f" of {report.end_step:,}" if report.end_step else "")]
+    phrases = [f"step {report.step:,}" + (f" of {report.end_step:,}" if report.end_step else "")]
     if report.validation:
         metrics = " ".join(f"{name} {value:.4f}" for name, value in report.validation.items())
-        found.append(f"validation {metrics}{' (best)' if report.is_best else ''}")
-    found.append(f"{short(report.samples)} samples in {_clock(report.seconds)}{left}")
-    found.append(f"{short(report.samples_per_second)}/s")
+        phrases.append(f"validation {metrics}{' (best)' if report.is_best else ''}")
+    phrases.append(f"{short(report.samples)} samples in {_clock(report.seconds)}{left}")
+    phrases.append(f"{short(report.samples_per_second)}/s")
     if report.loss is not None:
-        found.append(f"loss {report.loss:.4f}")
+        phrases.append(f"loss {report.loss:.4f}")
     if report.auc is not None and report.normalised_entropy is not None:
-        found.append(f"AUC {report.auc:.4f} NE {report.normalised_entropy:.4f} of the last {short(report.window)}")
+        phrases.append(f"AUC {report.auc:.4f} NE {report.normalised_entropy:.4f} of the last {short(report.window)}")
     if report.staleness is not None:
-        found.append(f"staleness {report.staleness:.1f}, at most {report.max_staleness}")
+        phrases.append(f"staleness {report.staleness:.1f}, at most {report.max_staleness}")
     if report.rows:
-        found.append(f"{short(sum(report.rows.values()))} rows")
+        phrases.append(f"{short(sum(report.rows.values()))} rows")
     for word in ("lost", "cut"):  # ids beyond a sequence's length are cut by the user's declaration
         counts = [
             f"{short(count)} {what}"
@@ -202,10 +202,10 @@ def _phrases(report: Report) -> list[str]:
             if what.startswith("ids/") == (word == "cut")
         ]
         if counts:
-            found.append(f"{word} {', '.join(counts)}")
+            phrases.append(f"{word} {', '.join(counts)}")
     if report.stages:
-        found.append("ms/step " + " ".join(f"{name} {1e3 * seconds:.1f}" for name, seconds in report.stages.items()))
-    return found
+        phrases.append("ms/step " + " ".join(f"{name} {1e3 * seconds:.1f}" for name, seconds in report.stages.items()))
+    return phrases
 
 
 def _clock(seconds: float) -> str:

@@ -160,7 +160,7 @@ def _commit_of(folder: Path) -> str | None:
 
 def _values(report: Report) -> dict[str, Any]:
     """Return the numbers of a report. What was not given is left out; what is not finite will be null."""
-    found: dict[str, Any] = {
+    entry: dict[str, Any] = {
         "seconds": report.seconds,
         "step": report.step,
         "steps": report.steps,
@@ -177,4 +177,4 @@ def _values(report: Report) -> dict[str, Any]:
         "lost": report.lost or None,
         "logged": report.logged or None,
     }
-    return {name: value for name, value in found.items() if value is not None}
+    return {name: value for name, value in entry.items() if value is not None}

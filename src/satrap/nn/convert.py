@@ -54,19 +54,19 @@ def convert(
             f"tables is {kind_of(tables)}; expected a dict from a module's name to a satrap.Table, or an optimizer, "
             "such as satrap.Adagrad(lr=0.1)"
         )
-    for each in chosen:
-        each.require_possible(model, has_weights=weights)
-    embeddings = Embeddings({each.table.name: each.table for each in chosen}, **options)
+    for choice in chosen:
+        choice.require_possible(model, has_weights=weights)
+    embeddings = Embeddings({choice.table.name: choice.table for choice in chosen}, **options)
     try:
-        new = {id(each.module): each.replacement(embeddings) for each in chosen}
+        new = {id(choice.module): choice.replacement(embeddings) for choice in chosen}
         if weights:
             embeddings.trainers.run_first(lambda: _write(embeddings, chosen), ConfigError)
     except BaseException:
         embeddings.close()
         raise
-    for each in chosen:
-        parent, _, name = each.path.rpartition(".")
-        setattr(model.get_submodule(parent), name, new[id(each.module)])
+    for choice in chosen:
+        parent, _, name = choice.path.rpartition(".")
+        setattr(model.get_submodule(parent), name, new[id(choice.module)])
     return embeddings
 
 
@@ -89,7 +89,7 @@ class _Chosen:
             "has scale_grad_by_freq=True": module.scale_grad_by_freq,
             "has a frozen weight (requires_grad is False)": not weight.requires_grad,
             f"has a weight of {weight.dtype}, and rows are float32": weight.dtype != torch.float32,
-            "has hooks": any(getattr(module, each) for each in _HOOKS) or bool(weight._backward_hooks),
+            "has hooks": any(getattr(module, name) for name in _HOOKS) or bool(weight._backward_hooks),
         }
         if reasons := [reason for reason, is_so in found.items() if is_so]:
             raise ConfigError(f"{where} {reasons[0]}, which a table does not do: {_HINT}")
@@ -208,11 +208,11 @@ def _large(model: torch.nn.Module, optimizer: Optimizer, min_rows: int) -> list[
 def _write(embeddings: Embeddings, chosen: list[_Chosen]) -> None:
     """Write the weights into the tables, each once."""
     written = set()
-    for each in chosen:
-        if each.table.name not in written:
-            written.add(each.table.name)
-            values = each.module.weight.detach().cpu().numpy()
+    for choice in chosen:
+        if choice.table.name not in written:
+            written.add(choice.table.name)
+            values = choice.module.weight.detach().cpu().numpy()
             ids = np.setdiff1d(
-                np.arange(len(values)), [] if each.module.padding_idx is None else each.module.padding_idx
+                np.arange(len(values)), [] if choice.module.padding_idx is None else choice.module.padding_idx
             )
-            embeddings.tables[each.table.name].write(ids, values[ids])
+            embeddings.tables[choice.table.name].write(ids, values[ids])

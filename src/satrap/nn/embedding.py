@@ -34,7 +34,7 @@ class _TableModule(torch.nn.Module):
         super().__init__()
         if not isinstance(embeddings, Embeddings):
             raise ConfigError(f"embeddings is {kind_of(embeddings)}; expected the satrap.Embeddings that has the table")
-        tables = {each.name: each for each in embeddings.features.tables}
+        tables = {table.name: table for table in embeddings.features.tables}
         name = table.name if isinstance(table, Table) else table
         if not isinstance(name, str) or name not in tables:
             raise ConfigError(

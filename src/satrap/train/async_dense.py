@@ -86,7 +86,7 @@ class AsyncDense(DenseStrategy):
                 raise ConfigError(f"dense='async': parameter {number} is {each.dtype}; expected torch.float32")
         if any(float(state.get("step", 0)) > 0 or "momentum_buffer" in state for state in optimizer.state.values()):
             raise ConfigError(f"dense='async': this {type(optimizer).__name__} has already stepped; expected a new one")
-        counts = [-(-each.numel() // DIM) for each in self._parameters]
+        counts = [-(-parameter.numel() // DIM) for parameter in self._parameters]
         self._first = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)  # the first row of each parameter
         groups = np.cumsum([0, *(len(group["params"]) for group in optimizer.param_groups)])
         self._group_first = self._first[groups]
@@ -98,7 +98,7 @@ class AsyncDense(DenseStrategy):
 
     @classmethod
     def require_possible(cls, features: Features, *, has_servers: bool) -> None:
-        taken = [each.name for each in features.tables if each.name.startswith(_PREFIX)]
+        taken = [table.name for table in features.tables if table.name.startswith(_PREFIX)]
         if taken:
             raise ConfigError(
                 f"table {taken[0]!r}: dense='async' reserves the names that begin with {_PREFIX!r}; rename the table"
@@ -143,7 +143,7 @@ class AsyncDense(DenseStrategy):
         if self._start is not None:
             return
         _require_not_reduced(self._parameters)
-        shapes = json.dumps([list(each.shape) for each in self._parameters]).encode()
+        shapes = json.dumps([list(parameter.shape) for parameter in self._parameters]).encode()
         different = [rank for rank, other in enumerate(self._trainers.gather(shapes)) if other != shapes]
         if different:
             raise ConfigError(
@@ -151,7 +151,7 @@ class AsyncDense(DenseStrategy):
                 "expected the same model on all trainers"
             )
         flat = torch.zeros(int(self._first[-1]), DIM)
-        torch._foreach_copy_(self._views(flat), [each.detach() for each in self._parameters])
+        torch._foreach_copy_(self._views(flat), [parameter.detach() for parameter in self._parameters])
         self._trainers.broadcast_(flat)
         self._start = flat
 
@@ -198,13 +198,13 @@ class AsyncDense(DenseStrategy):
             values *= scale
         rows = [np.arange(self._first[i], self._first[i + 1]) for i, _ in given]
         return _Gradients(
-            np.concatenate([np.zeros(0, np.int64), *rows]), values, [each.lr * self._lr_scale for each in now]
+            np.concatenate([np.zeros(0, np.int64), *rows]), values, [optimizer.lr * self._lr_scale for optimizer in now]
         )
 
     def step(self, inverse_scale: float) -> None:
         """Do nothing: the update of the tables has sent the gradients."""
         is_sent, self._is_sent = self._is_sent, False
-        if not is_sent and any(each.grad is not None for each in self._parameters):
+        if not is_sent and any(parameter.grad is not None for parameter in self._parameters):
             raise StreamError(
                 "dense='async': optimizer.step() found gradients of dense parameters, but no batch that a loss has "
                 "reached: the servers identify a step by its batches"
@@ -264,15 +264,15 @@ class AsyncDense(DenseStrategy):
 
     @torch.no_grad()
     def _write(self, values: Tensor) -> None:
-        found = [each._version for each in self._parameters]
-        if self._versions is not None and found != self._versions:
-            changed = next(i for i, version in enumerate(found) if version != self._versions[i])
+        versions = [parameter._version for parameter in self._parameters]
+        if self._versions is not None and versions != self._versions:
+            changed = next(i for i, version in enumerate(versions) if version != self._versions[i])
             raise StreamError(
                 f"dense='async': dense parameter {changed} was changed in this process, but the servers own it: change "
                 "parameters before the first training stream, or resume a checkpoint"
             )
         torch._foreach_copy_(self._parameters, self._views(values))
-        self._versions = [each._version for each in self._parameters]
+        self._versions = [parameter._version for parameter in self._parameters]
 
     def _views(self, values: Tensor) -> list[Tensor]:
         """Return a view of each parameter's part of [rows, DIM]."""
@@ -289,7 +289,7 @@ def table_optimizer(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) 
     since a row is only the change of the parameter: weight decay is refused."""
     kind = type(optimizer)
     if kind not in _TABLE_OPTIMIZERS:
-        known = ", ".join(each.__name__ for each in _TABLE_OPTIMIZERS)
+        known = ", ".join(kind.__name__ for kind in _TABLE_OPTIMIZERS)
         raise ConfigError(f"dense='async': tables have no {kind.__name__}; expected one of torch's {known}")
     for name, required in _REQUIRED.items():
         if group.get(name, required) != required:
@@ -309,17 +309,17 @@ def _plain(value: Any) -> Any:
 
 
 def _without_lr(optimizer: Any) -> dict[str, Any]:
-    found: dict[str, Any] = optimizer.to_dict()
-    return {name: value for name, value in found.items() if name != "lr"}
+    options: dict[str, Any] = optimizer.to_dict()
+    return {name: value for name, value in options.items() if name != "lr"}
 
 
 def _require_not_reduced(parameters: Sequence[Tensor]) -> None:
     """Raise ConfigError if a DistributedDataParallel averages the gradients, since its trainers wait for each other. No
     parameter refers to its DDP, so all objects are searched, once."""
     own = set(map(id, parameters))
-    for each in gc.get_objects():
-        if issubclass(type(each), torch.nn.parallel.DistributedDataParallel) and own.intersection(
-            map(id, each.parameters())
+    for item in gc.get_objects():
+        if issubclass(type(item), torch.nn.parallel.DistributedDataParallel) and own.intersection(
+            map(id, item.parameters())
         ):
             raise ConfigError(
                 "dense='async': the model is in a DistributedDataParallel, whose trainers wait for each other: do not "

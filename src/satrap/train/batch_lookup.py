@@ -107,7 +107,7 @@ class BatchLookup:
         if rows is None:
             yield
             return
-        given = [each for each in (inputs.values, inputs.offsets, inputs.weights) if isinstance(each, Tensor)]
+        given = [array for array in (inputs.values, inputs.offsets, inputs.weights) if isinstance(array, Tensor)]
         if given:
             rows.wait(current_stream(self._device).mark())
             rows.keep(given)
@@ -199,7 +199,7 @@ class BatchLookup:
 
     def measure(self, batches: list[InFlightBatch]) -> None:
         """Start to compute the largest gradient of the batches, for their update."""
-        leaves = [(leaf.grad, each.weight) for each in batches if each.has_rows for leaf in each.leaves]
+        leaves = [(leaf.grad, batch.weight) for batch in batches if batch.has_rows for leaf in batch.leaves]
         given = [(gradient, weight) for gradient, weight in leaves if gradient is not None]
         self._measured = batches, self._worker.measure(given)
 
@@ -246,8 +246,9 @@ class BatchLookup:
         else:
             take = gradient_of
             self._gradients.wait(ready)
-            self._gradients.keep(leaf.grad for each in batches for leaf in each.leaves if leaf.grad is not None)
-        blocks = [take(each.embeddings, each.weight) for each in batches]
+            self._gradients.keep(leaf.grad for batch in batches for leaf in batch.leaves if leaf.grad is not None)
+        blocks = [take(batch.embeddings, batch.weight) for batch in batches]
         return blocks, [
-            {name: take(sequence.values, each.weight) for name, sequence in each.sequences.items()} for each in batches
+            {name: take(sequence.values, batch.weight) for name, sequence in batch.sequences.items()}
+            for batch in batches
         ]

@@ -113,7 +113,7 @@ class SyncDense(DenseStrategy):
         self._weight_hooks: list[RemovableHandle] = []
 
     def _parameters(self) -> Iterator[Tensor]:
-        return (each for group in self._optimizer.param_groups for each in group["params"])
+        return (parameter for group in self._optimizer.param_groups for parameter in group["params"])
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         self._optimizer.add_param_group(param_group)
@@ -134,7 +134,7 @@ class SyncDense(DenseStrategy):
             )
 
     def step(self, inverse_scale: float) -> None:
-        scaled = [each.grad for each in self._parameters() if each.grad is not None]
+        scaled = [parameter.grad for parameter in self._parameters() if parameter.grad is not None]
         if inverse_scale != 1.0 and scaled:
             torch._foreach_mul_(scaled, inverse_scale)
         with Uninterrupted():  # all parameters are stepped, or none
@@ -156,4 +156,6 @@ class SyncDense(DenseStrategy):
         def weigh_gradient(gradient: Tensor) -> Tensor:
             return gradient * weight if weight else torch.zeros_like(gradient)
 
-        self._weight_hooks = [each.register_hook(weigh_gradient) for each in self._parameters() if each.requires_grad]
+        self._weight_hooks = [
+            parameter.register_hook(weigh_gradient) for parameter in self._parameters() if parameter.requires_grad
+        ]

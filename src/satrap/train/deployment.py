@@ -48,7 +48,7 @@ class Deployment:
             addresses: Any = getattr(self, name)
             if addresses is None:
                 continue
-            if not isinstance(addresses, list | tuple) or not all(isinstance(each, str) for each in addresses):
+            if not isinstance(addresses, list | tuple) or not all(isinstance(address, str) for address in addresses):
                 raise ConfigError(f"Deployment: {name} is {addresses!r}; expected a list of 'tcp://host:port'")
             set_field(self, name, tuple(addresses))
         if self.servers is not None and len(set(self.servers)) < len(self.servers):
@@ -71,15 +71,15 @@ class Deployment:
 
     def in_context(self) -> Self:
         """Return this deployment with what the run gives, if `satrap run` started this process."""
-        context, found = current_context(), self
-        if found.servers is None and context is not None:
-            keys = context.keys if found.keys is None else found.keys
-            found = replace(found, servers=context.servers, keys=keys)
-        if found.workers is None:
-            found = replace(found, workers=() if context is None else context.workers)
-        if found.servers is None and found.workers:
+        context, resolved = current_context(), self
+        if resolved.servers is None and context is not None:
+            keys = context.keys if resolved.keys is None else resolved.keys
+            resolved = replace(resolved, servers=context.servers, keys=keys)
+        if resolved.workers is None:
+            resolved = replace(resolved, workers=() if context is None else context.workers)
+        if resolved.servers is None and resolved.workers:
             raise ConfigError("found workers but no servers: pass Deployment(servers=[...]), which the workers call")
-        if found.servers is None and (found.keys is not None or found.wire != "float32"):
-            option = f"wire={found.wire!r}" if found.keys is None else "keys"
+        if resolved.servers is None and (resolved.keys is not None or resolved.wire != "float32"):
+            option = f"wire={resolved.wire!r}" if resolved.keys is None else "keys"
             raise ConfigError(f"found {option} but no servers: leave it out, or pass Deployment(servers=[...])")
-        return found
+        return resolved

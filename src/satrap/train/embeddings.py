@@ -275,10 +275,10 @@ class Embeddings(torch.nn.Module):
         """
         self._session.require_whole_rows()
         look_up = BatchLookup(self.worker, self.worker.device or torch.device("cpu"), train=False, overlap=False)
-        found = look_up.new(self.worker.inputs_of(inputs))
-        look_up.look_up(found, 0)
-        look_up.wait_for_copies(found)
-        return found.hand_over()
+        batch_in = look_up.new(self.worker.inputs_of(inputs))
+        look_up.look_up(batch_in, 0)
+        look_up.wait_for_copies(batch_in)
+        return batch_in.hand_over()
 
     def extra_repr(self) -> str:
         """Return what print(model) shows."""
@@ -296,7 +296,7 @@ def _feature_settings(feature: Feature) -> dict[str, Any]:
 
 def _refuse(unknown: Mapping[str, Any]) -> None:
     """Raise TypeError if there are arguments that `Embeddings` does not have."""
-    moved = {each.name for each in fields(Deployment)}
+    moved = {option.name for option in fields(Deployment)}
     for name in unknown:
         hint = f": write deployment=satrap.Deployment({name}=...)" if name in moved else ""
         raise TypeError(f"Embeddings got an unexpected keyword argument {name!r}{hint}")

@@ -83,7 +83,7 @@ class JointBatches(Iterator[Inputs]):
 
         is_last: whether this trainer knows that it has no later batch with samples."""
         made = self._compare(Call.NEXT, self._returned + 1, batch.step, describe(batch.inputs, is_last=is_last))
-        step = JointStep.from_batches([each.shape for each in made], self._rank)
+        step = JointStep.from_batches([call.shape for call in made], self._rank)
         if not step.num_samples:
             self.is_stopped = True
             return None
@@ -151,7 +151,7 @@ class JointBatches(Iterator[Inputs]):
         if self._is_alone:
             return [own]
         try:
-            made = [JointCall.parse(each) for each in self._exchange(own.line(), patient=own.is_patient)]
+            made = [JointCall.parse(line) for line in self._exchange(own.line(), patient=own.is_patient)]
             require_same(made)
         except Exception as error:
             self._error, self._is_alone = str(error), True

@@ -135,10 +135,10 @@ class JointStep:
     @classmethod
     def from_batches(cls, batches: Sequence[BatchShape], rank: int) -> "JointStep":
         """Build the step from each trainer's batch, given as `describe` returns it."""
-        total = sum(each[0] for each in batches)
+        total = sum(shape[0] for shape in batches)
         weight = len(batches) * batches[rank][0] / total if total else 0.0
         largest = max(batches, key=lambda each: each[0])  # it has samples if any batch has
-        return cls(total, weight, all(each[3] for each in batches), largest[1], largest[2])
+        return cls(total, weight, all(shape[3] for shape in batches), largest[1], largest[2])
 
     def padding(self) -> tuple[NDArray[np.float32], NDArray[np.float32] | None]:
         """Return dense features and labels of a padding batch, with the columns of the other trainers' batches."""

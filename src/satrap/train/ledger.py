@@ -238,7 +238,7 @@ class BatchLedger(Generic[Record]):
             case Event.LOOKUP_STARTED:
                 assert self.may_look_up and self.to_look_up[0] is batch and self.looking_up is None
                 if batch.has_rows:
-                    self.seen[len({each.step for each in self._open()} - {batch.step})] += 1
+                    self.seen[len({open_batch.step for open_batch in self._open()} - {batch.step})] += 1
                 self.looking_up = self.to_look_up.popleft()
             case Event.LOOKED_UP:
                 assert self.looking_up is batch
@@ -261,7 +261,9 @@ class BatchLedger(Generic[Record]):
     def _pass(self, batch: Record) -> None:
         """Record that training continues after the batch, also where it is resumed."""
         self.last_step = max(self.last_step, batch.step)
-        self.position = max([each for each in (self.position, batch.position) if each is not None], default=None)
+        self.position = max(
+            [position for position in (self.position, batch.position) if position is not None], default=None
+        )
 
     def _settle(self, batch: Record, before: State) -> None:
         del self._unsettled[batch.number]
@@ -445,14 +447,14 @@ class BatchLedger(Generic[Record]):
         why. Raise StreamError if the loop still uses them."""
         held = self.held()
         step, staleness = held[0].step, self.staleness
-        oldest = [each for each in held if each.step == step]
+        oldest = [held_batch for held_batch in held if held_batch.step == step]
         remedy = f"set Embeddings(staleness={batch.step - step})"
-        if not any(each.may_get_gradient for each in oldest):
+        if not any(one.may_get_gradient for one in oldest):
             return oldest, (
                 f"the batch of step {batch.step} was used before this one was stepped, and the staleness is "
                 f"{staleness}: call backward() and optimizer.step() before using the next batch, or {remedy}"
             )
-        has_gradient = any(each.has_gradient for each in oldest)
+        has_gradient = any(one.has_gradient for one in oldest)
         what, drop = ("a loss reached", "zero_grad()") if has_gradient else ("the loop used", "deleting it")
         raise StreamError(
             f"step {batch.step}: its batch cannot be used yet: {what} the batch of step {step} and optimizer.step() "

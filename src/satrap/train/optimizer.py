@@ -93,7 +93,7 @@ class HybridOptimizer(torch.optim.Optimizer):
         for these numbers and for the largest gradient, which the update needs too."""
         found: Tensor | None = getattr(self, "found_inf", None)
         scale: Tensor | None = getattr(self, "grad_scale", None)
-        given = [each.reshape(()).float() for each in (found, scale) if each is not None]
+        given = [number.reshape(()).float() for number in (found, scale) if number is not None]
         if not given:
             return False, 1.0
         self._session.measure()

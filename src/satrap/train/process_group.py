@@ -127,7 +127,7 @@ class ProcessGroup:
         """
         if compress is not None and compress not in _HOOKS:
             raise ConfigError(f"compress is {compress!r}; expected one of {', '.join(map(repr, _HOOKS))}, or None")
-        if compress == "bfloat16" and any(each.device.type == "cpu" for each in model.parameters()):
+        if compress == "bfloat16" and any(parameter.device.type == "cpu" for parameter in model.parameters()):
             raise ConfigError(
                 "compress is 'bfloat16', which torch's hook supports only on GPUs; on the CPU use 'float16'"
             )
@@ -146,7 +146,7 @@ class ProcessGroup:
         copy."""
         if self._group is None:
             return
-        gradients = [each.grad for each in parameters if each.grad is not None]
+        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
         norms = torch.stack(
             [grad.double().norm().cpu() for grad in gradients] or [torch.zeros((), dtype=torch.float64)]
         )
@@ -181,9 +181,9 @@ def _wrap_in_order(
         if buffers and parallel.require_forward_param_sync:
             order = launches()
             with order.in_order(order.agree()):
-                for each in buffers:
+                for buffer in buffers:
                     dist.broadcast(
-                        each.data, 0, group=order.group
+                        buffer.data, 0, group=order.group
                     )  # an earlier forward pass may still need its backward
 
     parallel.register_comm_hook(None, average_in_order)
@@ -204,14 +204,14 @@ def missing_trainer(addresses: Sequence[str], error: Exception) -> Exception:
     while not (ended := ended_trainers(addresses)) and time.monotonic() < until:
         time.sleep(_PAUSE_SECONDS)
     if not ended:
-        found = StreamError(f"an exchange with the other trainers failed: {error}")
+        failure = StreamError(f"an exchange with the other trainers failed: {error}")
     else:
-        found = StreamError(
+        failure = StreamError(
             f"{_named(ended)} has ended, and the others cannot continue without its rows: its own output says why. "
             "Start all trainers again: a script with satrap.Checkpoint resumes from the last checkpoint"
         )
-    found.__cause__ = error
-    return found
+    failure.__cause__ = error
+    return failure
 
 
 def note_missing_trainer(addresses: Sequence[str], error: BaseException) -> None:

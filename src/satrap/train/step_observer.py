@@ -58,31 +58,31 @@ class _Observer:
         waiting = session.waiting_batches()
         if not waiting:
             return
-        found = self._found
-        if found is None:
-            found = self._found = ObservedSteps(
+        observed = self._found
+        if observed is None:
+            observed = self._found = ObservedSteps(
                 features=session.features,
                 staleness=session.staleness,
                 dense_parameters=sum(
-                    each.numel() for group in optimizer.dense.param_groups for each in group["params"]
+                    parameter.numel() for group in optimizer.dense.param_groups for parameter in group["params"]
                 ),
             )
         for batch in waiting:
-            _add(found, batch.inputs)
-        found.steps += 1
-        found.flops = float(self._flops.get_total_flops())
-        if found.steps == self._num_steps:
+            _add(observed, batch.inputs)
+        observed.steps += 1
+        observed.flops = float(self._flops.get_total_flops())
+        if observed.steps == self._num_steps:
             self._flops.__exit__(None, None, None)
-            self._done(found)
+            self._done(observed)
 
 
-def _add(found: ObservedSteps, inputs: Any) -> None:
+def _add(observed: ObservedSteps, inputs: Any) -> None:
     size, names = inputs.batch_size, list(inputs.names)
-    found.batches += 1
-    found.samples += size
+    observed.batches += 1
+    observed.samples += size
     dense = 0 if inputs.dense is None else inputs.dense.shape[1]
     label = 0 if inputs.label is None else math.prod(inputs.label.shape[1:])
-    found.dense_features = max(found.dense_features, dense + label)
+    observed.dense_features = max(observed.dense_features, dense + label)
     by_table: dict[str, set[int]] = {}
     for number, name in enumerate(names):
         begin, end = (
@@ -90,8 +90,8 @@ def _add(found: ObservedSteps, inputs: Any) -> None:
             if inputs.offsets is None
             else (int(inputs.offsets[number * size]), int(inputs.offsets[(number + 1) * size]))
         )
-        table = found.features[name].table.name
-        found.ids[table] += end - begin
+        table = observed.features[name].table.name
+        observed.ids[table] += end - begin
         by_table.setdefault(table, set()).update(inputs.values[begin:end].tolist())
     for table, ids in by_table.items():
-        found.unique_ids[table] += len(ids)
+        observed.unique_ids[table] += len(ids)

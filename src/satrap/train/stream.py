@@ -351,7 +351,7 @@ class Stream(Iterator[Batch]):
 
     def _awaiting_backward(self) -> InFlightBatch | None:
         """Return the first batch that is used and that no backward pass has reached."""
-        return next((each for each in self._ledger.held() if each.is_used and not each.has_gradient), None)
+        return next((held for held in self._ledger.held() if held.is_used and not held.has_gradient), None)
 
     def _drop_released(self) -> None:
         """Settle batches that the user released unused, so that the stream holds no more than the user does."""
@@ -445,7 +445,7 @@ class Stream(Iterator[Batch]):
     def _hold(self) -> None:
         """Tell the optimizer which leaves may have gradients."""
         if self._ended_because is None:
-            self._on_hold([leaf for each in self._ledger.held() if each.is_used for leaf in each.leaves])
+            self._on_hold([leaf for batch in self._ledger.held() if batch.is_used for leaf in batch.leaves])
 
     def _forget(self) -> None:
         """Stop holding batches that are updated or dropped."""

@@ -43,7 +43,7 @@ class TrainerServer:
         self._server_keys: Keys | None = None
         if not trainers.all(all(map(_is_own_folder, trainers.gather(self._folder.name.encode())))):
             self._host = _own_address(hosts)
-            drawn = [each.text() for each in Keys.draw()] if trainers.rank == 0 else []
+            drawn = [key.text() for key in Keys.draw()] if trainers.rank == 0 else []
             self._server_keys, self.keys = map(Keys.parse, trainers.gather(b"\0".join(drawn))[0].split(b"\0"))
         share = max(1, thread_count(None) // hosts.count(hosts[trainers.rank]))
         self.num_threads = share if num_threads is None else num_threads
@@ -61,7 +61,7 @@ class TrainerServer:
         if self._host is None:
             address = f"ipc://{self._folder.name}/{name}-{self._trainers.rank}"
         self._services.append(Service(served, protocol, address, self._server_keys))
-        return tuple(each.decode() for each in self._trainers.gather(self._services[-1].address.encode()))
+        return tuple(address.decode() for address in self._trainers.gather(self._services[-1].address.encode()))
 
     def close(self) -> None:
         """Stop the server, and free its rows. Idempotent."""

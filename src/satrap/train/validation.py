@@ -147,7 +147,7 @@ class Validation:
         trainers, found = self._embeddings.trainers, dict[str, float]()
 
         def evaluate_here() -> None:
-            device = next((each.device for each in self._model.parameters()), torch.device("cpu"))
+            device = next((parameter.device for parameter in self._model.parameters()), torch.device("cpu"))
             with self._embeddings.stream(self._data, device=device, train=False) as stream:
                 result = evaluate(self._model, stream, **self._options)
             found.update(result.values(), **{self._metric: result[self._metric]})

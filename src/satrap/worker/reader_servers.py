@@ -24,10 +24,10 @@ class ReaderServers(ServerGroup):
     def __init__(self, addresses: Sequence[str], *, keys: Keys | None = None, deadline: float = 60.0) -> None:
         """addresses: of one or more servers of the run. keys: the client's."""
         check_addresses(addresses)
-        found = _ask_for_job(addresses, keys, deadline)
-        shard_map, state = ShardMap.from_dict(found["shard_map"]), found["state"]
+        jobs = _ask_for_job(addresses, keys, deadline)
+        shard_map, state = ShardMap.from_dict(jobs["shard_map"]), jobs["state"]
         self._newest = state["attempt"], shard_map.version
-        super().__init__(Job.from_dict(found["job"]), shard_map.addresses, begin=False, keys=keys, deadline=deadline)
+        super().__init__(Job.from_dict(jobs["job"]), shard_map.addresses, begin=False, keys=keys, deadline=deadline)
         self.latest_step, self.lrs = state["latest_step"], state["lrs"]
         self._adopt(shard_map)
 

@@ -112,14 +112,14 @@ class ShardedTable:
             raise InputError(
                 f"table {self.table.name!r}: train is {train!r}; rows on servers are trained by a stream only"
             )
-        found = self._call_owners("lookup", ids, lambda part: (part.ids, part.offsets, 0, False, 0))
-        rows: NDArray[np.float32] = found[0]
+        parts = self._call_owners("lookup", ids, lambda part: (part.ids, part.offsets, 0, False, 0))
+        rows: NDArray[np.float32] = parts[0]
         return rows.reshape(-1, self.table.dim)
 
     def look_up(self, ids: NDArray[np.uint64], step: int) -> NDArray[np.float32]:
         """Return the rows of ids, each once, for training in this step."""
-        found = self._call_owners("lookup", ids, lambda part: (part.ids, part.offsets, step, True, 0), step)
-        rows: NDArray[np.float32] = found[0]
+        parts = self._call_owners("lookup", ids, lambda part: (part.ids, part.offsets, step, True, 0), step)
+        rows: NDArray[np.float32] = parts[0]
         return rows.reshape(-1, self.table.dim)
 
     def _call_owners(
@@ -127,10 +127,10 @@ class ShardedTable:
     ) -> list[NDArray[Any]]:
         """Return what the ids' owners answer: arrays with one line for each id, in the order of the ids."""
         unsigned_ids = array_args.as_ids(f"table {self.table.name!r}", ids)
-        found = self._servers.call_owners(method, step, unsigned_ids, self._offsets(len(unsigned_ids)), arguments)
-        positions = np.concatenate([part.positions for part, _ in found])
+        parts = self._servers.call_owners(method, step, unsigned_ids, self._offsets(len(unsigned_ids)), arguments)
+        positions = np.concatenate([part.positions for part, _ in parts])
         lines = []
-        for answers in zip(*(answer for _, answer in found), strict=True):
+        for answers in zip(*(answer for _, answer in parts), strict=True):
             if answers[0] is None:  # a lookup's rows in the form that was not requested
                 continue
             flat = np.concatenate(answers)

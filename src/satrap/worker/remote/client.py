@@ -275,12 +275,12 @@ class RemoteBatches(Iterator[RemoteInputs]):
         """Look up a batch, and return what `WorkerCalls.lookup` does. Without training the batch is settled."""
         connection = self.connection
         at = self.servers.origin(step), self.stream, number, self.settled
-        found = connection.call_with_retry(connection.call.lookup, *at, oldest_open, train)
+        reply = connection.call_with_retry(connection.call.lookup, *at, oldest_open, train)
         if train:
             self._tickets.add(number)
         elif number not in self._tickets:
             self._settle(number)
-        return found
+        return reply
 
     def update(self, request: UpdateRequest) -> None:
         """Implements `satrap.worker.rows.Rows.update` for the tickets of this stream."""

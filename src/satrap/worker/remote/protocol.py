@@ -201,10 +201,10 @@ def _num_rows(jagged: Jagged) -> tuple[tuple[str, int], ...]:
 
 def _runs_of(dims: Iterable[int]) -> list[tuple[int, int]]:
     """Return neighbours of one dim as (dim, number)."""
-    found: list[tuple[int, int]] = []
+    runs: list[tuple[int, int]] = []
     for dim in dims:
-        if found and found[-1][0] == dim:
-            found[-1] = dim, found[-1][1] + 1
+        if runs and runs[-1][0] == dim:
+            runs[-1] = dim, runs[-1][1] + 1
         else:
-            found.append((dim, 1))
-    return found
+            runs.append((dim, 1))
+    return runs

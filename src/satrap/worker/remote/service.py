@@ -210,18 +210,18 @@ class WorkerService:
                 if inputs is None:
                     raise InputError(f"batch {number} was updated or dropped already; expected one in flight")
                 step, since = (origin.step, oldest_open) if train else (None, None)
-                found = session.worker.lookup(inputs, step=step, oldest_open=since, train=train)
-                if found.ticket is not None:
-                    before, held.ticket = held.ticket, found.ticket
+                rows = session.worker.lookup(inputs, step=step, oldest_open=since, train=train)
+                if rows.ticket is not None:
+                    before, held.ticket = held.ticket, rows.ticket
                     if before is not None:  # its answer was lost, and this is a retry
                         session.worker.drop(before)
-            masks, sequences = as_one(list(found.masks.values()), np.bool_), list(found.sequences.values())
+            masks, sequences = as_one(list(rows.masks.values()), np.bool_), list(rows.sequences.values())
             codec = session.codec
             if not codec.is_coded:
-                return found.block.reshape(-1), as_one(sequences, np.float32), None, masks, found.truncated
-            flat, present = as_one([found.block, *sequences], np.float32), [True] * (1 + len(sequences))
-            coded = codec.encode(flat, inputs.batch_size, present, found.offsets)[1]
-            return None, None, coded, masks, found.truncated
+                return rows.block.reshape(-1), as_one(sequences, np.float32), None, masks, rows.truncated
+            flat, present = as_one([rows.block, *sequences], np.float32), [True] * (1 + len(sequences))
+            coded = codec.encode(flat, inputs.batch_size, present, rows.offsets)[1]
+            return None, None, coded, masks, rows.truncated
 
         return self._submit(origin, stream, work)
 
@@ -283,8 +283,8 @@ class WorkerService:
 
     def close_stream(self, origin: Origin, stream: int) -> "Future[None] | None":
         session = self._session(origin)
-        found = session.readers.pop(stream, None)
-        return None if found is None else session.run(found.close)
+        reader = session.readers.pop(stream, None)
+        return None if reader is None else session.run(reader.close)
 
     def signature(self, origin: Origin, source: dict[str, Any]) -> "Future[dict[str, Any]]":
         session, given = self._session(origin), restrict(source_from_dict(source), self._permitted)

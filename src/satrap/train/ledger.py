@@ -261,9 +261,7 @@ class BatchLedger(Generic[Record]):
     def _pass(self, batch: Record) -> None:
         """Record that training continues after the batch, also where it is resumed."""
         self.last_step = max(self.last_step, batch.step)
-        self.position = max(
-            [position for position in (self.position, batch.position) if position is not None], default=None
-        )
+        self.position = max([at for at in (self.position, batch.position) if at is not None], default=None)
 
     def _settle(self, batch: Record, before: State) -> None:
         del self._unsettled[batch.number]

@@ -6,7 +6,7 @@ import json
 import math
 from collections import Counter
 from html.parser import HTMLParser
-from itertools import pairwise
+from itertools import groupby, pairwise
 
 import hypothesis.strategies as st
 from hypothesis import given
@@ -16,6 +16,7 @@ from satrap.html_report.chart import (
     LineChart,
     Point,
     Series,
+    averaged,
     axis,
     draw,
     evenly,
@@ -55,6 +56,33 @@ def test_no_peak_is_lost(length: int, limit: int, data: st.DataObject) -> None:
     values = {peak: 2.0, dip: -2.0}
     kept = thin([(float(index), values.get(index, 0.0)) for index in range(length)], limit)
     assert {(float(peak), 2.0), (float(dip), -2.0)} <= set(kept) and len(kept) <= limit
+
+
+@given(st.lists(st.none() | st.floats(-1e6, 1e6), min_size=2, max_size=80), st.floats(0.01, 50))
+def test_a_moving_average_is_between_its_points_and_crosses_no_gap(values: list[float | None], width: float) -> None:
+    found = averaged([(float(x), y) for x, y in enumerate(values)], width)
+    xs = [x for x, _ in found]
+    assert xs == sorted(xs)
+    assert [key for key, _ in groupby(y is None for _, y in found)] == [
+        key for key, _ in groupby(y is None for y in values)
+    ]
+    for x, y in found:
+        if y is None:
+            continue
+        begin = max((at for at, value in enumerate(values) if value is None and at < x), default=-1)
+        end = min((at for at, value in enumerate(values) if value is None and at > x), default=len(values))
+        near = [
+            v for at, v in enumerate(values) if v is not None and begin < at < end and abs(at - x) <= width / 2 + 1e-9
+        ]
+        assert min(near) - 1e-6 <= y <= max(near) + 1e-6
+
+
+def test_a_moving_average_has_equal_distances_where_points_have_not() -> None:
+    drawn = [(x**2 / 100, float(x % 2)) for x in range(1001)]
+    found = averaged(drawn, 500.0)
+    assert len(found) > 100 and len({round(two[0] - one[0], 6) for one, two in pairwise(found)}) == 1
+    assert (found[0][0], found[-1][0]) == (0.0, 10_000.0)
+    assert all(y is not None and abs(y - 0.5) < 0.05 for _, y in found)
 
 
 @given(points, st.integers(2, 30))

@@ -154,7 +154,7 @@ def _curves(chart: LineChart) -> tuple[Markup, Markup, Markup]:
     place = {"low": across.low, "high": across.high, "begin": _LEFT, "end": _RIGHT}
     data = json_script({"x": chart.x, **place, "series": series})
     svg = _plot(parts, f"{chart.title}: {chart.y} by {chart.x}", data)
-    return _curve_legend(chart, parts_of, kinds, number(window) if is_averaged else ""), svg, _figures(chart)
+    return _curve_legend(chart, parts_of, kinds, f"{window:.3g}" if is_averaged else ""), svg, _figures(chart)
 
 
 def _curve_legend(chart: LineChart, looks: Sequence[tuple[str, Series]], kinds: Sequence[str], width: str) -> Markup:

@@ -43,7 +43,8 @@ def charts_of(runs: Sequence[RunRecords]) -> list[LineChart | BarChart]:
 
 def _together(names: Sequence[str], same: Sequence[tuple[int, LineChart | BarChart]]) -> LineChart | BarChart:
     chart = same[0][1]
-    note = " ".join(f"{names[place]}: {each.note}" for place, each in same if each.note)
+    notes = [f"{names[place]}: {each.note}" for place, each in same if each.note]
+    note = chart.note if len({each.note for _, each in same}) == 1 else " ".join(notes)
     if isinstance(chart, BarChart):
         groups = {names[place]: each.groups[""] for place, each in same if isinstance(each, BarChart)}
         return replace(chart, groups=groups, note=note)

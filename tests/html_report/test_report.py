@@ -239,7 +239,7 @@ def test_epochs_and_launches_are_marked_and_the_legend_names_them(tmp_path: Path
     def lines(loop: str, launch: int, first: int) -> list[dict[str, Any]]:
         steps = range(first, first + 10)
         epochs = {5: [5], 12: [12]}
-        more = [{"epochs": epochs[step]} if step in epochs else {} for step in steps]
+        more: list[dict[str, Any]] = [{"epochs": epochs[step]} if step in epochs else {} for step in steps]
         numbers = [interval(step, loop=loop, loss=0.5, **each) for step, each in zip(steps, more, strict=True)]
         return [start(loop) | {"launch": launch}, *numbers]
 
@@ -258,7 +258,7 @@ def test_epochs_and_launches_are_marked_and_the_legend_names_them(tmp_path: Path
 def test_two_runs_are_drawn_together(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for name, lr, loss in (("one", 0.1, 0.5), ("two", 0.2, 0.25)):
         (folder := tmp_path / name).mkdir()
-        stages = {"stages": {"read": lr}, "logged": {"lr": lr}, "rows": {"t": 5}}
+        stages: dict[str, Any] = {"stages": {"read": lr}, "logged": {"lr": lr}, "rows": {"t": 5}}
         settings = {"rank": 0, "script": {"lr": lr, "same": 1}}
         write(folder, "trainer-0", start(settings=settings), *(interval(n, loss=loss, **stages) for n in (1, 2, 3)))
     one, two = tmp_path / "one", tmp_path / "two"

@@ -24,8 +24,7 @@ _MIN_AVERAGED = 20
 _WINDOW, _NUM_PLACES = 0.05, 160
 """Width of the average, as a share of the axis, and the number of places at which it is computed."""
 _MARKS = {"launch": "start of a launch", "epoch": "start of an epoch"}
-Units = Sequence[tuple[float, float, str]]
-"""The units of an axis, the largest first: from which value on it is used, its size, and its name."""
+_BYTES = [(2.0**40, "TiB"), (2.0**30, "GiB"), (2.0**20, "MiB"), (2.0**10, "KiB"), (1.0, "bytes")]
 _MAX_BAR_TEXTS = 8
 Point = tuple[float, float | None]
 """A place on the axis, and the value there; None: the curve is interrupted."""
@@ -58,8 +57,7 @@ class LineChart:
     is_averaged: bool = False
     """Whether curves of many points are drawn as moving averages, over faint points."""
     is_small: bool = False
-    x_units: Units = ()
-    y_units: Units = ()
+    is_bytes: bool = False
     marks: Mapping[str, Sequence[float]] = field(default_factory=dict)
     """Places on the horizontal axis, by their kind in `_MARKS`."""
     note: str = ""
@@ -79,6 +77,7 @@ class BarChart:
     """By the name of each run: name, value, and the text in the further column of each bar."""
     absent: str = ""
     note: str = ""
+    is_small: bool = False
 
 
 def draw(chart: LineChart | BarChart) -> Markup:
@@ -87,7 +86,9 @@ def draw(chart: LineChart | BarChart) -> Markup:
     points = [] if isinstance(chart, BarChart) else [p for s in chart.series for p in (*s.points, *s.superseded)]
     if not (any(y is not None for _, y in points) or (isinstance(chart, BarChart) and any(chart.groups.values()))):
         return element("section", title, element("p", chart.absent, class_="note"), class_="chart")
-    content = _bars(chart) if isinstance(chart, BarChart) else _curves(_in_units(chart, points))
+    content = (
+        _bars(chart) if isinstance(chart, BarChart) else _curves(_in_units(chart, points) if chart.is_bytes else chart)
+    )
     legend, svg, figures = content
     note = element("p", chart.note, class_="note") if chart.note else ""
     details = element("details", element("summary", "Figures"), figures)
@@ -95,19 +96,15 @@ def draw(chart: LineChart | BarChart) -> Markup:
 
 
 def _in_units(chart: LineChart, points: Sequence[Point]) -> LineChart:
-    """Return the chart with its values in the largest units that they reach."""
-    _, wide, x_unit = next((u for u in chart.x_units if max(x for x, _ in points) >= u[0]), (0.0, 1.0, ""))
-    _, high, y_unit = next(
-        (u for u in chart.y_units if max(y for _, y in points if y is not None) >= u[0]), (0, 1.0, "")
-    )
+    """Return the chart with its bytes in the largest unit that they reach."""
+    largest = max(y for _, y in points if y is not None)
+    size, unit = next((each for each in _BYTES if largest >= each[0]), _BYTES[-1])
 
     def scaled(part: Iterable[Point]) -> list[Point]:
-        return [(x / wide, None if y is None else y / high) for x, y in part]
+        return [(x, None if y is None else y / size) for x, y in part]
 
     series = [replace(s, points=scaled(s.points), superseded=scaled(s.superseded)) for s in chart.series]
-    marks = {kind: [x / wide for x in places] for kind, places in chart.marks.items()}
-    x, y = f"{chart.x} ({x_unit})" if x_unit else chart.x, y_unit or chart.y
-    return replace(chart, series=series, marks=marks, x=x, y=y)
+    return replace(chart, series=series, y=unit)
 
 
 def _legend(items: Sequence[tuple[Sequence[Markup], str]]) -> Markup:
@@ -163,8 +160,7 @@ def _curve_legend(chart: LineChart, looks: Sequence[tuple[str, Series]], kinds: 
     if width:
         dots = element("path", d="M3 8h0M10 3h0M16 7h0M23 2h0", class_=f"dots {looks[0][0]} faint")
         curve = element("path", d="M0 5H26", class_=f"curve {looks[0][0]}")
-        unit = "steps" if chart.x == "step" else chart.x.rpartition("(")[2].rstrip(")")
-        items.append(([dots, curve], f"interval; mean over {width} {unit}"))
+        items.append(([dots, curve], f"interval; mean over {width} steps"))
     if any(s.superseded for s in chart.series):
         items.append(([element("path", d="M0 5H26", class_=f"curve old {looks[0][0]}")], "trained again later"))
     marks = [([element("path", d="M13 0V10", class_=f"mark {kind}")], _MARKS[kind]) for kind in kinds]

@@ -7,7 +7,7 @@ those of d0 to d5; the data for the tooltip is a JSON block behind the SVG.
 import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import groupby
 
 from satrap.html_report.markup import Markup, element, json_script, table
@@ -19,13 +19,12 @@ MAX_POINTS = 1000
 _TABLE_ROWS = 12
 _WIDTH, _LEFT, _RIGHT, _TOP, _BOTTOM, _HEIGHT = 560, 62, 546, 36, 242, 284
 _MAX_DOTS = 40
+_MAX_BAR_TEXTS = 8
 _MIN_AVERAGED = 20
 """Points of a curve that is drawn as its moving average."""
 _WINDOW, _NUM_PLACES = 0.05, 160
 """Width of the average, as a share of the axis, and the number of places at which it is computed."""
 _MARKS = {"launch": "start of a launch", "epoch": "start of an epoch"}
-_BYTES = [(2.0**40, "TiB"), (2.0**30, "GiB"), (2.0**20, "MiB"), (2.0**10, "KiB"), (1.0, "bytes")]
-_MAX_BAR_TEXTS = 8
 Point = tuple[float, float | None]
 """A place on the axis, and the value there; None: the curve is interrupted."""
 
@@ -43,31 +42,35 @@ class Series:
 
 
 @dataclass(slots=True, kw_only=True)
-class LineChart:
-    """Curves over one axis."""
+class Chart:
+    """What all charts have."""
 
     title: str
-    x: str
-    """What the horizontal axis shows, with its unit."""
-    y: str
-    series: list[Series]
     absent: str = ""
     """The sentence that stands for a chart without values."""
-    from_zero: bool = False
-    is_averaged: bool = False
-    """Whether curves of many points are drawn as moving averages, over faint points."""
-    is_small: bool = False
-    is_bytes: bool = False
-    marks: Mapping[str, Sequence[float]] = field(default_factory=dict)
-    """Places on the horizontal axis, by their kind in `_MARKS`."""
     note: str = ""
+    is_small: bool = False
 
 
 @dataclass(slots=True, kw_only=True)
-class BarChart:
+class LineChart(Chart):
+    """Curves over one axis."""
+
+    x: str = "step"
+    """What the horizontal axis shows."""
+    y: str
+    series: list[Series]
+    from_zero: bool = False
+    is_averaged: bool = False
+    """Whether curves of many points are drawn as moving averages, over faint points."""
+    marks: Mapping[str, Sequence[float]] = field(default_factory=dict)
+    """Places on the horizontal axis, by their kind in `_MARKS`."""
+
+
+@dataclass(slots=True, kw_only=True)
+class BarChart(Chart):
     """One bar for each of some categories."""
 
-    title: str
     category: str
     value: str
     """What a bar's height is, with its unit."""
@@ -75,36 +78,20 @@ class BarChart:
     """The header of a further column of the table."""
     groups: dict[str, list[tuple[str, float, str]]]
     """By the name of each run: name, value, and the text in the further column of each bar."""
-    absent: str = ""
-    note: str = ""
-    is_small: bool = False
 
 
-def draw(chart: LineChart | BarChart) -> Markup:
+def draw(chart: Chart) -> Markup:
     """Return a chart with its title, legend, note and table; without values, its title and a sentence."""
     title = element("h3", chart.title)
-    points = [] if isinstance(chart, BarChart) else [p for s in chart.series for p in (*s.points, *s.superseded)]
-    if not (any(y is not None for _, y in points) or (isinstance(chart, BarChart) and any(chart.groups.values()))):
+    if isinstance(chart, LineChart) and any(y is not None for s in chart.series for _, y in (*s.points, *s.superseded)):
+        legend, svg, figures = _curves(chart)
+    elif isinstance(chart, BarChart) and any(chart.groups.values()):
+        legend, svg, figures = _bars(chart)
+    else:
         return element("section", title, element("p", chart.absent, class_="note"), class_="chart")
-    content = (
-        _bars(chart) if isinstance(chart, BarChart) else _curves(_in_units(chart, points) if chart.is_bytes else chart)
-    )
-    legend, svg, figures = content
     note = element("p", chart.note, class_="note") if chart.note else ""
     details = element("details", element("summary", "Figures"), figures)
     return element("section", title, legend, svg, note, details, class_="chart")
-
-
-def _in_units(chart: LineChart, points: Sequence[Point]) -> LineChart:
-    """Return the chart with its bytes in the largest unit that they reach."""
-    largest = max(y for _, y in points if y is not None)
-    size, unit = next((each for each in _BYTES if largest >= each[0]), _BYTES[-1])
-
-    def scaled(part: Iterable[Point]) -> list[Point]:
-        return [(x, None if y is None else y / size) for x, y in part]
-
-    series = [replace(s, points=scaled(s.points), superseded=scaled(s.superseded)) for s in chart.series]
-    return replace(chart, series=series, y=unit)
 
 
 def _legend(items: Sequence[tuple[Sequence[Markup], str]]) -> Markup:

@@ -11,31 +11,33 @@ from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
-from satrap.html_report.chart import MAX_SERIES, BarChart, LineChart, Point, Series, number
+from satrap.html_report.chart import MAX_SERIES, BarChart, Chart, LineChart, Point, Series, number
 from satrap.html_report.run_records import Loop, RunRecords
 
 _MAX_STALENESS, _MAX_LOGGED = 24, 24
 _WITHOUT = "No {} recorded: Progress was created without embeddings."
 
 
-def charts_of(runs: Sequence[RunRecords]) -> list[LineChart | BarChart]:
+def charts_of(runs: Sequence[RunRecords]) -> list[Chart]:
     """Return all charts of a run, in order; of two runs those with one title together, in a colour for each run."""
-    charts: list[list[LineChart | BarChart]] = [[*_charts(run), *_logged(run)] for run in runs]
+    charts: list[list[Chart]] = [[*_charts(run), *_logged(run)] for run in runs]
     if len(runs) == 1:
         return charts[0]
-    titles: dict[tuple[bool, str], list[tuple[int, LineChart | BarChart]]] = {}
+    titles: dict[tuple[bool, str], list[tuple[int, Chart]]] = {}
     for place, chart in ((place, chart) for place, each in enumerate(charts) for chart in each):
         titles.setdefault((chart.is_small, chart.title), []).append((place, chart))
     return [_together([run.name for run in runs], same) for same in titles.values()]
 
 
-def _together(names: Sequence[str], same: Sequence[tuple[int, LineChart | BarChart]]) -> LineChart | BarChart:
+def _together(names: Sequence[str], same: Sequence[tuple[int, Chart]]) -> Chart:
+    """Return charts with one title as one. same: with the place of its run in `names`."""
     chart = same[0][1]
     notes = [f"{names[place]}: {each.note}" for place, each in same if each.note]
     note = chart.note if len({each.note for _, each in same}) == 1 else " ".join(notes)
     if isinstance(chart, BarChart):
         groups = {names[place]: each.groups[""] for place, each in same if isinstance(each, BarChart)}
         return replace(chart, groups=groups, note=note)
+    assert isinstance(chart, LineChart)
     series = [
         replace(one, name=f"{names[place]}, {one.name}".removesuffix(", "), look=f"c{place} d{index}")
         for place, each in same
@@ -45,7 +47,7 @@ def _together(names: Sequence[str], same: Sequence[tuple[int, LineChart | BarCha
     return replace(chart, series=series, marks={}, note=note)
 
 
-def _charts(run: RunRecords) -> list[LineChart | BarChart]:
+def _charts(run: RunRecords) -> list[Chart]:
     windows = [int(window) for each in run.intervals if (window := each.numbers.get("window"))]
     loss, auc = _curves(run, "loss", "Loss"), _curves(run, "auc", "AUC in training")
     loss.y, auc.y = "loss, mean of an interval", f"AUC of the last {max(windows, default=0):,} samples"
@@ -53,7 +55,7 @@ def _charts(run: RunRecords) -> list[LineChart | BarChart]:
     auc.absent = "No scores were given to Progress.step(scores=...), so there is no AUC."
     auc.note = f"The samples are those of training, with the scores that Progress.step was given. {auc.note}"
     memory = _curves(run, "memory", "Memory of each trainer")
-    memory.is_averaged, memory.from_zero, memory.is_bytes = False, True, True
+    memory.is_averaged, memory.from_zero, memory.y = False, True, "bytes"
     memory.absent = "No memory of a trainer was recorded."
     return [
         loss,
@@ -75,7 +77,7 @@ def _logged(run: RunRecords) -> list[LineChart]:
     charts: list[LineChart] = []
     for name in names[:_MAX_LOGGED]:
         series = [series_of("", loops, _held("intervals", "logged", name))]
-        charts.append(LineChart(title=name, x="step", y="", series=series, is_averaged=True, is_small=True))
+        charts.append(LineChart(title=name, y="", series=series, is_averaged=True, is_small=True))
         charts[-1].marks = _marks(loops)
     if len(names) > _MAX_LOGGED:
         charts[-1].note = f"{len(names)} numbers were logged; these are the first {_MAX_LOGGED}."
@@ -131,7 +133,7 @@ def _marks(loops: Sequence[Loop]) -> dict[str, list[float]]:
 def _curves(run: RunRecords, key: str, title: str) -> LineChart:
     """Return the curves of a number for each trainer."""
     ranks = by_rank(run)
-    chart = LineChart(title=title, x="step", y=key, series=[], is_averaged=True)
+    chart = LineChart(title=title, y=key, series=[], is_averaged=True)
     chart.marks = _marks(next(iter(ranks.values()), []))
     if len(ranks) > MAX_SERIES:
         chart.note = f"{len(ranks)} trainers recorded; these are the first {MAX_SERIES}."
@@ -160,7 +162,7 @@ def _throughput(run: RunRecords) -> LineChart:
     ranks = by_rank(run)
     loops = next(iter(ranks.values()), [])
     series = series_of("", loops, lambda loop: rates(run.loops, loop))
-    chart = LineChart(title="Samples per second", x="step", y="samples/s", series=[series], from_zero=True)
+    chart = LineChart(title="Samples per second", y="samples/s", series=[series], from_zero=True)
     chart.y += f", sum of {len(ranks)} trainers" if len(ranks) > 1 else ""
     chart.is_averaged, chart.marks, chart.absent = True, _marks(loops), "No steps were recorded."
     return chart
@@ -174,7 +176,7 @@ def _validation(run: RunRecords) -> list[LineChart]:
     charts = []
     for name in names[:MAX_SERIES]:
         series = [series_of("", loops, _held("evaluations", "metrics", name))]
-        chart = LineChart(title=f"Validation: {name}", x="step", y=name, series=series)
+        chart = LineChart(title=f"Validation: {name}", y=name, series=series)
         chart.marks, chart.absent = _marks(loops), f"No finite {name} was recorded."
         for each in best:
             chart.note = f"The best evaluation is that of step {each.step:,}: {number(each.metrics.get(name))}."
@@ -182,7 +184,7 @@ def _validation(run: RunRecords) -> list[LineChart]:
     if len(names) > MAX_SERIES:
         charts[-1].note += f" {len(names)} metrics were recorded; these are the first {MAX_SERIES}."
     sentence = "No evaluation was recorded: satrap.Validation reports one, or Progress.report_evaluation."
-    return charts or [LineChart(title="Validation", x="step", y="metric", series=[], absent=sentence)]
+    return charts or [LineChart(title="Validation", y="metric", series=[], absent=sentence)]
 
 
 # -- staleness and stages ----------------------------------------------------------------------------------------------
@@ -260,8 +262,8 @@ def _tables(run: RunRecords, key: str, title: str, what: str) -> LineChart:
         return series_of(name, loops, lambda loop: [(step, value(tables)) for step, tables in held(loop)])
 
     series = [curve(name, lambda tables, name=name: tables.get(name, 0.0)) for name in chosen]  # type: ignore[misc]
-    chart = LineChart(title=title, x="step", y="rows", series=series, absent=_WITHOUT.format(what), from_zero=True)
-    chart.marks, chart.is_bytes = _marks(loops), key == "bytes"
+    chart = LineChart(title=title, y=key, series=series, absent=_WITHOUT.format(what), from_zero=True)
+    chart.marks = _marks(loops)
     if len(names) > len(chosen):
         others = f"{len(names) - len(chosen)} other tables"
         series.append(curve(others, lambda tables: sum(n for name, n in tables.items() if name not in chosen)))

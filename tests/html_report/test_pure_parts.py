@@ -6,7 +6,7 @@ import json
 import math
 from collections import Counter
 from html.parser import HTMLParser
-from itertools import pairwise
+from itertools import groupby, pairwise
 
 import hypothesis.strategies as st
 from hypothesis import given
@@ -16,6 +16,7 @@ from satrap.html_report.chart import (
     LineChart,
     Point,
     Series,
+    averaged,
     axis,
     draw,
     evenly,
@@ -57,6 +58,33 @@ def test_no_peak_is_lost(length: int, limit: int, data: st.DataObject) -> None:
     assert {(float(peak), 2.0), (float(dip), -2.0)} <= set(kept) and len(kept) <= limit
 
 
+@given(st.lists(st.none() | st.floats(-1e6, 1e6), min_size=2, max_size=80), st.floats(0.01, 50))
+def test_a_moving_average_is_between_its_points_and_crosses_no_gap(values: list[float | None], width: float) -> None:
+    found = averaged([(float(x), y) for x, y in enumerate(values)], width)
+    xs = [x for x, _ in found]
+    assert xs == sorted(xs)
+    assert [key for key, _ in groupby(y is None for _, y in found)] == [
+        key for key, _ in groupby(y is None for y in values)
+    ]
+    for x, y in found:
+        if y is None:
+            continue
+        begin = max((at for at, value in enumerate(values) if value is None and at < x), default=-1)
+        end = min((at for at, value in enumerate(values) if value is None and at > x), default=len(values))
+        near = [
+            v for at, v in enumerate(values) if v is not None and begin < at < end and abs(at - x) <= width / 2 + 1e-9
+        ]
+        assert min(near) - 1e-6 <= y <= max(near) + 1e-6
+
+
+def test_a_moving_average_has_equal_distances_where_points_have_not() -> None:
+    drawn = [(x**2 / 100, float(x % 2)) for x in range(1001)]
+    found = averaged(drawn, 500.0)
+    assert len(found) > 100 and len({round(two[0] - one[0], 6) for one, two in pairwise(found)}) == 1
+    assert (found[0][0], found[-1][0]) == (0.0, 10_000.0)
+    assert all(y is not None and abs(y - 0.5) < 0.05 for _, y in found)
+
+
 @given(points, st.integers(2, 30))
 def test_figures_are_evenly_spaced_points(drawn: list[Point], limit: int) -> None:
     picked = evenly(drawn, limit)
@@ -66,16 +94,15 @@ def test_figures_are_evenly_spaced_points(drawn: list[Point], limit: int) -> Non
 
 
 @given(st.dictionaries(st.integers(0, 500), st.integers(1, 10**9), max_size=30), st.integers(1, 40))
-def test_bins_touch_and_lose_nothing(counts: dict[int, int], limit: int) -> None:
+def test_bins_lose_nothing(counts: dict[int, int], limit: int) -> None:
     found = bins(counts, limit)
-    assert len(found) <= limit and sum(count for _, _, count in found) == sum(counts.values())
-    for low, high, count in found:
-        assert count == sum(each for key, each in counts.items() if low <= key <= high)
-    if found:
-        assert found[0][0] == 0 and found[-1][1] == max(counts)
-        assert all(one[1] + 1 == two[0] for one, two in pairwise(found))
-    if max(counts, default=0) < limit:
-        assert all(low == high for low, high, _ in found), "one bin for each staleness if there is room"
+    assert len(found) <= limit + 1 and sum(found.values()) == sum(counts.values())
+    for name, count in found.items():
+        low = int(name.removesuffix(" or more"))
+        assert count == (counts.get(low, 0) if name.isdecimal() else sum(n for key, n in counts.items() if key >= low))
+    assert list(found)[: max(counts, default=-1) + 1][:limit] == [
+        str(n) for n in range(min(limit, max(counts, default=-1) + 1))
+    ]
 
 
 # -- axes and numbers --------------------------------------------------------------------------------------------------
@@ -179,7 +206,7 @@ def test_controls_and_surrogates_are_replaced() -> None:
 # -- records -----------------------------------------------------------------------------------------------------------
 
 
-def loop(rank: int, launch: int, first: int, lengths: list[int], begin: float = 0.0) -> Loop:
+def loop(rank: int, launch: int, first: int, lengths: list[int]) -> Loop:
     """Return a loop with intervals of so many steps, of one second a step and 10 samples."""
     found = Loop(rank=rank, launch=(launch, 0))
     done = 0
@@ -187,7 +214,7 @@ def loop(rank: int, launch: int, first: int, lengths: list[int], begin: float = 
         done += steps
         found.intervals.append(
             Interval(
-                at=begin + done,
+                at=float(done),
                 seconds=float(done),
                 trained=float(steps),
                 step=first + done - 1,
@@ -223,9 +250,8 @@ def test_the_rate_of_all_trainers_is_the_sum(one: list[int], other: list[int], t
     """All trainers of a launch have the same rate in all their intervals, which end at different times."""
     total = sum(one)
     each = [loop(rank, 1, 1, one if rank % 2 == 0 else [total]) for rank in range(trainers)]
-    again = [loop(rank, 2, 1, other, begin=total + 50.0) for rank in range(trainers)]
-    found = rates(each + again)
-    values = [rate for _, rate in found]
-    assert values.count(None) == 1, "interrupted between the launches"
-    assert {value for value in values if value is not None} == {10.0 * trainers}
-    assert found == sorted(found, key=lambda point: point[0])
+    again = [loop(rank, 2, total + 1, other) for rank in range(trainers)]
+    for launch in (each, again):
+        found = rates(each + again, launch[0])
+        assert [step for step, _ in found] == [interval.step for interval in launch[0].intervals]
+        assert {rate for _, rate in found} == {10.0 * trainers}

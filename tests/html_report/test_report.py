@@ -16,6 +16,8 @@ from report_records import AT, write_long_run
 from satrap.cli.main import main
 from satrap.cli.report import write_report
 from satrap.errors import ConfigError
+from satrap.html_report.chart import LineChart
+from satrap.html_report.figures import charts_of
 from satrap.html_report.page import page
 from satrap.html_report.run_records import RunRecords, read_run
 from satrap.html_report.summary import events, listings, state_of, tiles, warnings
@@ -78,6 +80,7 @@ def test_missing_parts_are_sentences(tmp_path: Path) -> None:
         "No times of stages were recorded",
         "No rows were recorded",
         "No memory of tables was recorded",
+        "No memory of a trainer was recorded",
         "No launch was recorded.",
         "No tables were recorded",
     ):
@@ -115,6 +118,7 @@ def test_damaged_lines_are_left_out_and_counted(tmp_path: Path, seed: int) -> No
     [
         {"step": "1"}, {"steps": 1.5}, {"at": None}, {"id": 7}, {"loss": "0.5"}, {"rate": None}, {"rows": [1]},
         {"stages": {"read": None}}, {"staleness": {"-1": 1}}, {"staleness": {"many": 1}}, {"seconds": 10**400},
+        {"logged": {"a": "1"}}, {"logged": 3}, {"epochs": 3}, {"epochs": ["1"]}, {"memory": "1"},
     ],
     ids=str,
 )  # fmt: skip
@@ -156,6 +160,9 @@ def test_forged_records_of_any_types_are_shown_or_left_out(tmp_path: Path, seed:
         "rows": {"t": 5},
         "bytes": {"t": 50},
         "lost": {"x": 1},
+        "logged": {"lr": 0.1},
+        "epochs": [4],
+        "memory": 1000,
     }
     lines = [start(where="w", version="1", script="s.py", settings={**settings, "script": {"lr": 0.1}}, launch=1)]
     lines += [interval(5, 5, loss=0.5, auc=0.5, ne=0.9, window=50, **maps), interval(9, 4, loss=0.4, **maps)]
@@ -215,6 +222,68 @@ def test_a_resumed_run_counts_each_step_once_in_its_curves(tmp_path: Path) -> No
         *((step, 1.0) for step in range(1, 6)), *((step, 2.0) for step in range(6, 16))
     ]  # fmt: skip
     assert tile_values(run)["Launches"] == "2" and tile_values(run)["Last step"] == "15"
+
+
+def test_a_chart_for_each_number_of_the_script(tmp_path: Path) -> None:
+    logged = [{"lr": 0.5, "norm": step} for step in range(1, 31)]
+    write(tmp_path, "trainer-0", start(), *(interval(step, logged=each) for step, each in enumerate(logged, 1)))
+    write(tmp_path, "trainer-1", start(), *(interval(step, logged={"other": 1.0}) for step in range(1, 3)))
+    small = [each for each in charts_of([read_run(tmp_path)]) if isinstance(each, LineChart) and each.is_small]
+    assert [(each.title, len(each.series)) for each in small] == [("lr", 1), ("norm", 1)], "those of trainer 0"
+    assert small[1].series[0].points == [(step, step) for step in range(1, 31)]
+    text = shown(tmp_path)
+    assert "<h2>Numbers of the script</h2>" in text and "interval; mean over 1.45 steps" in text
+
+
+def test_epochs_and_launches_are_marked_and_the_legend_names_them(tmp_path: Path) -> None:
+    def lines(loop: str, launch: int, first: int) -> list[dict[str, Any]]:
+        steps = range(first, first + 10)
+        epochs = {5: [5], 12: [12]}
+        more: list[dict[str, Any]] = [{"epochs": epochs[step]} if step in epochs else {} for step in steps]
+        numbers = [interval(step, loop=loop, loss=0.5, **each) for step, each in zip(steps, more, strict=True)]
+        return [start(loop) | {"launch": launch}, *numbers]
+
+    write(tmp_path, "trainer-0", *lines("a", 1, 1))
+    loss = charts_of([read_run(tmp_path)])[0]
+    assert isinstance(loss, LineChart) and loss.marks == {"launch": [], "epoch": [5.0]}
+    assert "start of an epoch" in shown(tmp_path) and "start of a launch" not in shown(tmp_path)
+    write(tmp_path, "trainer-0", *lines("b", 2, 8))
+    loss = charts_of([read_run(tmp_path)])[0]
+    assert isinstance(loss, LineChart) and loss.marks == {"launch": [8.0], "epoch": [5.0, 12.0]}
+    text = shown(tmp_path)
+    assert all(name in text for name in ("start of an epoch", "start of a launch", "trained again later"))
+    assert text.count('class="mark epoch"') > 2 and text.count('class="mark launch"') > 2
+
+
+def test_two_runs_are_drawn_together(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name, lr, loss in (("one", 0.1, 0.5), ("two", 0.2, 0.25)):
+        (folder := tmp_path / name).mkdir()
+        stages: dict[str, Any] = {"stages": {"read": lr}, "logged": {"lr": lr}, "rows": {"t": 5}}
+        settings = {"rank": 0, "script": {"lr": lr, "same": 1}}
+        write(folder, "trainer-0", start(settings=settings), *(interval(n, loss=loss, **stages) for n in (1, 2, 3)))
+    one, two = tmp_path / "one", tmp_path / "two"
+    assert main(["report", str(one), str(two)]) == 0
+    assert capsys.readouterr().out.startswith(f"report: {one / 'comparison.html'} (")
+    text = (one / "comparison.html").read_text()
+    assert "<title>one and two</title>" in text and "<td>script.lr</td><td>0.1</td><td>0.2</td>" in text
+    data = json.loads(text.partition('<script type="application/json">')[2].partition("</script>")[0])
+    assert [(each["name"], each["y"]) for each in data["series"]] == [("one", [0.5] * 3), ("two", [0.25] * 3)]
+    for look in ('class="curve c0 d0"', 'class="curve c1 d0"', 'class="bar c0"', 'class="bar c1"'):
+        assert look in text
+    titles = [chart.title for chart in charts_of([read_run(one)])]
+    assert [chart.title for chart in charts_of([read_run(one), read_run(two)])] == titles
+    assert "None of those that both recorded." in page(read_run(one), AT, read_run(one))
+    assert main(["report", str(one), str(one)]) == 1 and "are the same run" in capsys.readouterr().err
+    assert main(["report", str(one), str(tmp_path / "no")]) == 1 and "there is no folder" in capsys.readouterr().err
+
+
+def test_runs_with_different_charts_are_compared(tmp_path: Path) -> None:
+    write_long_run(tmp_path / "long", num_intervals=90, trainers=9, tables=14)
+    (tmp_path / "empty" / "records").mkdir(parents=True)
+    for folders in (("long", "empty"), ("empty", "long"), ("empty", "empty")):
+        one, two = (read_run(tmp_path / name) for name in folders)
+        text = page(one, AT, two)
+        assert text.count("<h3>Loss</h3>") == 1 and ("Validation: log_loss" in text) == ("long" in folders)
 
 
 def test_the_code_of_the_latest_launch_is_listed(tmp_path: Path) -> None:
@@ -306,7 +375,13 @@ def test_names_with_markup_are_text(tmp_path: Path) -> None:
     tables = [{"name": bad, "dim": bad, "optimizer": {bad: bad}}]
     settings = {bad: bad, "tables": tables, "script": {bad: [bad]}, "features": {bad: {"table": bad, "pooling": bad}}}
     write(folder, "trainer-0", start(settings=settings, where=bad, version=bad))
-    maps: dict[str, Any] = {"rows": {bad: 1}, "bytes": {bad: 1}, "stages": {bad: 1.0}, "lost": {bad: 1}}
+    maps: dict[str, Any] = {
+        "rows": {bad: 1},
+        "bytes": {bad: 1},
+        "stages": {bad: 1.0},
+        "lost": {bad: 1},
+        "logged": {bad: 1},
+    }
     write(folder, "trainer-0", interval(1, loss=0.5, **maps), interval(2, loss=0.5, **maps))
     write(folder, "trainer-0", {"kind": "evaluation", "id": "a", "at": AT, "step": 1, "metrics": {bad: 0.5}})
     write(folder, "trainer-0", {"kind": "end", "id": "a", "at": AT, "error": bad})

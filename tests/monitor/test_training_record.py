@@ -141,11 +141,11 @@ def test_the_record_has_the_numbers_of_a_report(tmp_path: Path) -> None:
     embedded = Embedded(clock)
     sink = ListSink()
     length = _MIN_SECONDS
-    assert length == 4 / 64
+    assert length == 4 / 256
     with Progress(
         embedded, [sink], every_seconds=length, record=tmp_path, settings={"lr": 0.1}, clock=clock
     ) as progress:
-        train(progress, embedded, 8, 1 / 64)
+        train(progress, embedded, 8, 1 / 256)
         progress.report_evaluation(8, {"auc": 0.75, "log_loss": math.nan}, is_best=True, seconds=0.5)
     start, *intervals, evaluation, end = lines_of(tmp_path)
     assert start["settings"] == {"rank": 3, "staleness": 2, "script": {"lr": 0.1}} and start["launch"] is None
@@ -163,7 +163,7 @@ def test_the_record_has_the_numbers_of_a_report(tmp_path: Path) -> None:
             "bytes": report.bytes,
         }
         assert line["staleness"] == {"1": report.steps} and line["stages"] == report.stages
-        assert line["trained"] == pytest.approx(length) and line["rate"] == pytest.approx(2 * 64)
+        assert line["trained"] == pytest.approx(length) and line["rate"] == pytest.approx(2 * 256)
     assert evaluation["metrics"] == {"auc": 0.75, "log_loss": None} and evaluation["is_best"] is True
     assert (end["kind"], end["step"], end["error"]) == ("end", 8, None)
 
@@ -194,7 +194,7 @@ def test_an_error_ends_the_record_without_reading_anything(tmp_path: Path) -> No
         pytest.raises(ValueError, match="no more"),
         Progress(embedded, [], record=tmp_path, clock=clock) as progress,
     ):
-        train(progress, embedded, 3, 0.01)
+        train(progress, embedded, 3, 0.004)
         embedded.counters = None  # type: ignore[method-assign, assignment]
         raise ValueError("no more" + "!" * 9999)
     start, end = lines_of(tmp_path)
@@ -206,12 +206,37 @@ def test_evaluations_do_not_count_for_the_throughput(tmp_path: Path) -> None:
     clock = Clock()
     embedded = Embedded(clock)
     with Progress(embedded, [], record=tmp_path, clock=clock) as progress:
-        train(progress, embedded, 2, 0.02)
+        train(progress, embedded, 2, 0.005)
         clock.now += 100
         progress.report_evaluation(2, {"auc": 0.5}, seconds=100)
-        train(progress, embedded, 1, 0.02)
+        train(progress, embedded, 1, 0.01)
     (interval,) = [each for each in lines_of(tmp_path) if each["kind"] == "interval"]
-    assert interval["trained"] == pytest.approx(0.06) and interval["rate"] == pytest.approx(6 / 0.06)
+    assert interval["trained"] == pytest.approx(0.02) and interval["rate"] == pytest.approx(6 / 0.02)
+
+
+def test_the_record_has_epochs_memory_and_numbers_of_the_script(tmp_path: Path) -> None:
+    clock = Clock()
+    with Progress(None, [], record=tmp_path, clock=clock) as progress:
+        for step, epoch in enumerate((0, 0, 1, 1, 1, 2, None, 2), 1):
+            clock.now += _MIN_SECONDS / 2
+            progress.log({"learning rate": step})
+            inputs = SimpleNamespace(position=None if epoch is None else SimpleNamespace(epoch=epoch))
+            progress.step(OneBatch(step=step, inputs=inputs))
+    intervals = [each for each in lines_of(tmp_path, 0) if each["kind"] == "interval"]
+    assert [each["step"] for each in intervals] == [2, 4, 6, 8]
+    assert [each.get("epochs") for each in intervals] == [None, [3], [6], None], "the first steps of epochs"
+    assert [each["logged"]["learning rate"] for each in intervals] == [1.5, 3.5, 5.5, 7.5]
+    status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    resident = 1024 * int(status["VmRSS"].split()[0])
+    assert all(0.5 * resident < each["memory"] < 2 * resident for each in intervals)
+
+
+def test_a_short_run_has_a_hundred_intervals(tmp_path: Path) -> None:
+    clock = Clock()
+    embedded = Embedded(clock)
+    with Progress(embedded, [], record=tmp_path, clock=clock) as progress:
+        train(progress, embedded, 2000, 0.001)
+    assert sum(each["kind"] == "interval" for each in lines_of(tmp_path)) > 100
 
 
 def test_there_is_no_record_unless_requested(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,7 @@ those of d0 to d5; the data for the tooltip is a JSON block behind the SVG.
 import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import groupby
 
 from satrap.html_report.markup import Markup, element, json_script, table
@@ -19,14 +19,12 @@ MAX_POINTS = 1000
 _TABLE_ROWS = 12
 _WIDTH, _LEFT, _RIGHT, _TOP, _BOTTOM, _HEIGHT = 560, 62, 546, 36, 242, 284
 _MAX_DOTS = 40
+_MAX_BAR_TEXTS = 8
 _MIN_AVERAGED = 20
 """Points of a curve that is drawn as its moving average."""
 _WINDOW, _NUM_PLACES = 0.05, 160
 """Width of the average, as a share of the axis, and the number of places at which it is computed."""
 _MARKS = {"launch": "start of a launch", "epoch": "start of an epoch"}
-Units = Sequence[tuple[float, float, str]]
-"""The units of an axis, the largest first: from which value on it is used, its size, and its name."""
-_MAX_BAR_TEXTS = 8
 Point = tuple[float, float | None]
 """A place on the axis, and the value there; None: the curve is interrupted."""
 
@@ -44,32 +42,35 @@ class Series:
 
 
 @dataclass(slots=True, kw_only=True)
-class LineChart:
-    """Curves over one axis."""
+class Chart:
+    """What all charts have."""
 
     title: str
-    x: str
-    """What the horizontal axis shows, with its unit."""
-    y: str
-    series: list[Series]
     absent: str = ""
     """The sentence that stands for a chart without values."""
-    from_zero: bool = False
-    is_averaged: bool = False
-    """Whether curves of many points are drawn as moving averages, over faint points."""
-    is_small: bool = False
-    x_units: Units = ()
-    y_units: Units = ()
-    marks: Mapping[str, Sequence[float]] = field(default_factory=dict)
-    """Places on the horizontal axis, by their kind in `_MARKS`."""
     note: str = ""
+    is_small: bool = False
 
 
 @dataclass(slots=True, kw_only=True)
-class BarChart:
+class LineChart(Chart):
+    """Curves over one axis."""
+
+    x: str = "step"
+    """What the horizontal axis shows."""
+    y: str
+    series: list[Series]
+    from_zero: bool = False
+    is_averaged: bool = False
+    """Whether curves of many points are drawn as moving averages, over faint points."""
+    marks: Mapping[str, Sequence[float]] = field(default_factory=dict)
+    """Places on the horizontal axis, by their kind in `_MARKS`."""
+
+
+@dataclass(slots=True, kw_only=True)
+class BarChart(Chart):
     """One bar for each of some categories."""
 
-    title: str
     category: str
     value: str
     """What a bar's height is, with its unit."""
@@ -77,37 +78,20 @@ class BarChart:
     """The header of a further column of the table."""
     groups: dict[str, list[tuple[str, float, str]]]
     """By the name of each run: name, value, and the text in the further column of each bar."""
-    absent: str = ""
-    note: str = ""
 
 
-def draw(chart: LineChart | BarChart) -> Markup:
+def draw(chart: Chart) -> Markup:
     """Return a chart with its title, legend, note and table; without values, its title and a sentence."""
     title = element("h3", chart.title)
-    points = [] if isinstance(chart, BarChart) else [p for s in chart.series for p in (*s.points, *s.superseded)]
-    if not (any(y is not None for _, y in points) or (isinstance(chart, BarChart) and any(chart.groups.values()))):
+    if isinstance(chart, LineChart) and any(y is not None for s in chart.series for _, y in (*s.points, *s.superseded)):
+        legend, svg, figures = _curves(chart)
+    elif isinstance(chart, BarChart) and any(chart.groups.values()):
+        legend, svg, figures = _bars(chart)
+    else:
         return element("section", title, element("p", chart.absent, class_="note"), class_="chart")
-    content = _bars(chart) if isinstance(chart, BarChart) else _curves(_in_units(chart, points))
-    legend, svg, figures = content
     note = element("p", chart.note, class_="note") if chart.note else ""
     details = element("details", element("summary", "Figures"), figures)
     return element("section", title, legend, svg, note, details, class_="chart")
-
-
-def _in_units(chart: LineChart, points: Sequence[Point]) -> LineChart:
-    """Return the chart with its values in the largest units that they reach."""
-    _, wide, x_unit = next((u for u in chart.x_units if max(x for x, _ in points) >= u[0]), (0.0, 1.0, ""))
-    _, high, y_unit = next(
-        (u for u in chart.y_units if max(y for _, y in points if y is not None) >= u[0]), (0, 1.0, "")
-    )
-
-    def scaled(part: Iterable[Point]) -> list[Point]:
-        return [(x / wide, None if y is None else y / high) for x, y in part]
-
-    series = [replace(s, points=scaled(s.points), superseded=scaled(s.superseded)) for s in chart.series]
-    marks = {kind: [x / wide for x in places] for kind, places in chart.marks.items()}
-    x, y = f"{chart.x} ({x_unit})" if x_unit else chart.x, y_unit or chart.y
-    return replace(chart, series=series, marks=marks, x=x, y=y)
 
 
 def _legend(items: Sequence[tuple[Sequence[Markup], str]]) -> Markup:
@@ -154,7 +138,7 @@ def _curves(chart: LineChart) -> tuple[Markup, Markup, Markup]:
     place = {"low": across.low, "high": across.high, "begin": _LEFT, "end": _RIGHT}
     data = json_script({"x": chart.x, **place, "series": series})
     svg = _plot(parts, f"{chart.title}: {chart.y} by {chart.x}", data)
-    return _curve_legend(chart, parts_of, kinds, number(window) if is_averaged else ""), svg, _figures(chart)
+    return _curve_legend(chart, parts_of, kinds, f"{window:.3g}" if is_averaged else ""), svg, _figures(chart)
 
 
 def _curve_legend(chart: LineChart, looks: Sequence[tuple[str, Series]], kinds: Sequence[str], width: str) -> Markup:
@@ -163,8 +147,7 @@ def _curve_legend(chart: LineChart, looks: Sequence[tuple[str, Series]], kinds: 
     if width:
         dots = element("path", d="M3 8h0M10 3h0M16 7h0M23 2h0", class_=f"dots {looks[0][0]} faint")
         curve = element("path", d="M0 5H26", class_=f"curve {looks[0][0]}")
-        unit = "steps" if chart.x == "step" else chart.x.rpartition("(")[2].rstrip(")")
-        items.append(([dots, curve], f"interval; mean over {width} {unit}"))
+        items.append(([dots, curve], f"interval; mean over {width} steps"))
     if any(s.superseded for s in chart.series):
         items.append(([element("path", d="M0 5H26", class_=f"curve old {looks[0][0]}")], "trained again later"))
     marks = [([element("path", d="M13 0V10", class_=f"mark {kind}")], _MARKS[kind]) for kind in kinds]

@@ -4,49 +4,40 @@ A launch that resumes a checkpoint trains some steps again: what an earlier laun
 is drawn paler.
 """
 
-import math
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
+from typing import Any
 
-from satrap.html_report.chart import MAX_SERIES, BarChart, LineChart, Point, Series, Units, number
-from satrap.html_report.run_records import Interval, Loop, RunRecords
+from satrap.html_report.chart import MAX_SERIES, BarChart, Chart, LineChart, Point, Series, number
+from satrap.html_report.run_records import Loop, RunRecords
 
-_MAX_BINS = 24
-_Span = tuple[float, float, float]  # begin, end, samples per second
-_MAX_LOGGED = 24
-_BYTES: Units = [
-    (2.0 ** (10 * power), 2.0 ** (10 * power), f"{letter}iB") for power, letter in enumerate(" KMGT") if power
-][::-1]
-_BYTES = [*_BYTES, (-math.inf, 1.0, "bytes")]
-_TIMES: Units = [
-    (3 * 86_400.0, 86_400.0, "days"),
-    (3 * 3600.0, 3600.0, "hours"),
-    (300.0, 60.0, "minutes"),
-    (-math.inf, 1.0, "s"),
-]
+_MAX_STALENESS, _MAX_LOGGED = 24, 24
 _WITHOUT = "No {} recorded: Progress was created without embeddings."
 
 
-def charts_of(runs: Sequence[RunRecords]) -> list[LineChart | BarChart]:
+def charts_of(runs: Sequence[RunRecords]) -> list[Chart]:
     """Return all charts of a run, in order; of two runs those with one title together, in a colour for each run."""
-    charts = [[*_charts(run), *_logged(run)] for run in runs]
+    charts: list[list[Chart]] = [[*_charts(run), *_logged(run)] for run in runs]
     if len(runs) == 1:
         return charts[0]
-    titles: dict[str, list[tuple[int, LineChart | BarChart]]] = {}
+    titles: dict[tuple[bool, str], list[tuple[int, Chart]]] = {}
     for place, chart in ((place, chart) for place, each in enumerate(charts) for chart in each):
-        titles.setdefault(chart.title, []).append((place, chart))
+        titles.setdefault((chart.is_small, chart.title), []).append((place, chart))
     return [_together([run.name for run in runs], same) for same in titles.values()]
 
 
-def _together(names: Sequence[str], same: Sequence[tuple[int, LineChart | BarChart]]) -> LineChart | BarChart:
+def _together(names: Sequence[str], same: Sequence[tuple[int, Chart]]) -> Chart:
+    """Return charts with one title as one. same: with the place of its run in `names`."""
     chart = same[0][1]
-    note = " ".join(f"{names[place]}: {each.note}" for place, each in same if each.note)
+    notes = [f"{names[place]}: {each.note}" for place, each in same if each.note]
+    note = chart.note if len({each.note for _, each in same}) == 1 else " ".join(notes)
     if isinstance(chart, BarChart):
         groups = {names[place]: each.groups[""] for place, each in same if isinstance(each, BarChart)}
         return replace(chart, groups=groups, note=note)
+    assert isinstance(chart, LineChart)
     series = [
         replace(one, name=f"{names[place]}, {one.name}".removesuffix(", "), look=f"c{place} d{index}")
         for place, each in same
@@ -56,7 +47,7 @@ def _together(names: Sequence[str], same: Sequence[tuple[int, LineChart | BarCha
     return replace(chart, series=series, marks={}, note=note)
 
 
-def _charts(run: RunRecords) -> list[LineChart | BarChart]:
+def _charts(run: RunRecords) -> list[Chart]:
     windows = [int(window) for each in run.intervals if (window := each.numbers.get("window"))]
     loss, auc = _curves(run, "loss", "Loss"), _curves(run, "auc", "AUC in training")
     loss.y, auc.y = "loss, mean of an interval", f"AUC of the last {max(windows, default=0):,} samples"
@@ -64,7 +55,7 @@ def _charts(run: RunRecords) -> list[LineChart | BarChart]:
     auc.absent = "No scores were given to Progress.step(scores=...), so there is no AUC."
     auc.note = f"The samples are those of training, with the scores that Progress.step was given. {auc.note}"
     memory = _curves(run, "memory", "Memory of each trainer")
-    memory.is_averaged, memory.from_zero, memory.y_units = False, True, _BYTES
+    memory.is_averaged, memory.from_zero, memory.y = False, True, "bytes"
     memory.absent = "No memory of a trainer was recorded."
     return [
         loss,
@@ -79,17 +70,15 @@ def _charts(run: RunRecords) -> list[LineChart | BarChart]:
     ]
 
 
-def _logged(run: RunRecords) -> list[LineChart | BarChart]:
+def _logged(run: RunRecords) -> list[LineChart]:
     """Return a chart of each number that the script of trainer 0 logged."""
     loops = next(iter(by_rank(run).values()), [])
     names = list(dict.fromkeys(name for loop in loops for each in loop.intervals for name in each.logged))
-    charts: list[LineChart | BarChart] = []
+    charts: list[LineChart] = []
     for name in names[:_MAX_LOGGED]:
         series = [series_of("", loops, _held("intervals", "logged", name))]
-        chart = LineChart(
-            title=name, x="step", y="", series=series, is_averaged=True, is_small=True, marks=_marks(loops)
-        )
-        charts.append(chart)
+        charts.append(LineChart(title=name, y="", series=series, is_averaged=True, is_small=True))
+        charts[-1].marks = _marks(loops)
     if len(names) > _MAX_LOGGED:
         charts[-1].note = f"{len(names)} numbers were logged; these are the first {_MAX_LOGGED}."
     return charts
@@ -127,7 +116,7 @@ def series_of(name: str, loops: Sequence[Loop], points_of: Callable[[Loop], Iter
     return series
 
 
-def _held(items: str, numbers: str, key: str) -> Callable[[Loop], list[Point]]:
+def _held(items: str, numbers: str, key: str) -> Callable[[Loop], list[tuple[float, Any]]]:
     """Return what finds a number, with its step, in those items of a loop that have it."""
     return lambda loop: [
         (float(each.step), found[key]) for each in getattr(loop, items) if key in (found := getattr(each, numbers))
@@ -144,84 +133,39 @@ def _marks(loops: Sequence[Loop]) -> dict[str, list[float]]:
 def _curves(run: RunRecords, key: str, title: str) -> LineChart:
     """Return the curves of a number for each trainer."""
     ranks = by_rank(run)
-    chart = LineChart(title=title, x="step", y=key, series=[], is_averaged=True)
+    chart = LineChart(title=title, y=key, series=[], is_averaged=True)
     chart.marks = _marks(next(iter(ranks.values()), []))
     if len(ranks) > MAX_SERIES:
         chart.note = f"{len(ranks)} trainers recorded; these are the first {MAX_SERIES}."
-
     points_of, chosen = _held("intervals", "numbers", key), list(ranks.items())[:MAX_SERIES]
     every = [series_of(f"trainer {rank}" if len(ranks) > 1 else "", loops, points_of) for rank, loops in chosen]
     chart.series = [each for each in every if each.points or each.superseded]
     return chart
 
 
-# -- time --------------------------------------------------------------------------------------------------------------
+def rates(loops: Sequence[Loop], loop: Loop) -> list[Point]:
+    """Return the samples per second of all trainers together at the steps of a loop, of all `loops` of its launch.
 
-
-def rates(loops: Iterable[Loop]) -> list[Point]:
-    """Return the samples per second of all trainers together, at Unix times; interrupted between launches.
-
-    The times are the ends of one trainer's intervals in each launch. The intervals of the others end at other times, so
-    each counts with the interval that holds this time, or the one that ended shortly before.
-    """
-    launches: dict[int, dict[int, list[_Span]]] = {}
-    for loop in loops:
-        launches.setdefault(loop.launch_number, {}).setdefault(loop.rank, []).extend(_spans(loop.intervals))
-    points: list[Point] = []
-    for _, launch in sorted(launches.items()):
-        ranks = [sorted(spans) for spans in launch.values() if spans]
-        if not ranks:
-            continue
-        ends = [[end for _, end, _ in spans] for spans in ranks]
-        leader = max(range(len(ranks)), key=lambda rank: len(ranks[rank]))
-        if points:
-            points.append((ranks[leader][0][0], None))
-        for time in ends[leader]:
-            points.append((time, sum(_rate_at(time, *each) for each in zip(ranks, ends, strict=True))))
-    return points
-
-
-def _rate_at(time: float, spans: Sequence[_Span], ends: Sequence[float]) -> float:
-    index = bisect_left(ends, time)
-    if index < len(spans) and spans[index][0] < time:
-        return spans[index][2]
-    if index and time - ends[index - 1] <= (ends[index - 1] - spans[index - 1][0]) / 2:
-        return spans[index - 1][2]
-    return 0.0
-
-
-def _spans(intervals: Sequence[Interval]) -> list[_Span]:
-    """Return (begin, end, samples per second) of each interval; neighbours touch."""
-    spans: list[_Span] = []
-    for each in intervals:
-        begin = each.at - each.trained
-        last = spans[-1][1] if spans else begin
-        if abs(begin - last) <= 0.05 + 0.01 * each.trained:
-            begin = last
-        if begin < each.at and each.steps:
-            spans.append((begin, each.at, each.rate))
-    return spans
+    The intervals of other trainers end at other steps: each counts with the one that holds this step, or its last."""
+    ranks: dict[int, list[tuple[int, float]]] = {}
+    for each in loops:
+        if each.launch_number == loop.launch_number:
+            held = [(interval.step, interval.rate) for interval in each.intervals if interval.steps]
+            ranks.setdefault(each.rank, []).extend(held)
+    spans = [sorted(held) for held in ranks.values() if held]
+    steps = [interval.step for interval in loop.intervals if interval.steps]
+    places = [(step, [min(bisect_left(held, (step,)), len(held) - 1) for held in spans]) for step in steps]
+    return [(float(step), sum(held[at][1] for held, at in zip(spans, found, strict=True))) for step, found in places]
 
 
 def _throughput(run: RunRecords) -> LineChart:
     ranks = by_rank(run)
-    points = rates(loop for loops in ranks.values() for loop in loops)
-    begins: dict[int, float] = {}  # of each launch
-    for loop in (loop for loops in ranks.values() for loop in loops):
-        if (at := loop.began_at) is not None:
-            begins[loop.launch_number] = min(at, begins.get(loop.launch_number, at))
-    start = min(begins.values(), default=0.0)
-    return LineChart(
-        title="Samples per second",
-        x="time since the first record",
-        y="samples/s" if len(ranks) < 2 else f"samples/s, sum of {len(ranks)} trainers",
-        series=[Series(name="", points=[(x - start, y) for x, y in points])],
-        absent="No steps were recorded.",
-        from_zero=True,
-        is_averaged=True,
-        x_units=_TIMES,
-        marks={"launch": [at - start for _, at in sorted(begins.items())[1:]]},
-    )
+    loops = next(iter(ranks.values()), [])
+    series = series_of("", loops, lambda loop: rates(run.loops, loop))
+    chart = LineChart(title="Samples per second", y="samples/s", series=[series], from_zero=True)
+    chart.y += f", sum of {len(ranks)} trainers" if len(ranks) > 1 else ""
+    chart.is_averaged, chart.marks, chart.absent = True, _marks(loops), "No steps were recorded."
+    return chart
 
 
 def _validation(run: RunRecords) -> list[LineChart]:
@@ -232,7 +176,7 @@ def _validation(run: RunRecords) -> list[LineChart]:
     charts = []
     for name in names[:MAX_SERIES]:
         series = [series_of("", loops, _held("evaluations", "metrics", name))]
-        chart = LineChart(title=f"Validation: {name}", x="step", y=name, series=series)
+        chart = LineChart(title=f"Validation: {name}", y=name, series=series)
         chart.marks, chart.absent = _marks(loops), f"No finite {name} was recorded."
         for each in best:
             chart.note = f"The best evaluation is that of step {each.step:,}: {number(each.metrics.get(name))}."
@@ -240,7 +184,7 @@ def _validation(run: RunRecords) -> list[LineChart]:
     if len(names) > MAX_SERIES:
         charts[-1].note += f" {len(names)} metrics were recorded; these are the first {MAX_SERIES}."
     sentence = "No evaluation was recorded: satrap.Validation reports one, or Progress.report_evaluation."
-    return charts or [LineChart(title="Validation", x="step", y="metric", series=[], absent=sentence)]
+    return charts or [LineChart(title="Validation", y="metric", series=[], absent=sentence)]
 
 
 # -- staleness and stages ----------------------------------------------------------------------------------------------
@@ -260,24 +204,18 @@ def _staleness(run: RunRecords) -> BarChart:
         value="batches",
         extra="share",
         groups={
-            "": [
-                (str(low) if low == high else f"{low} to {high}", float(count), f"{count / total:.1%}")
-                for low, high, count in bins(counts, _MAX_BINS)
-            ]
+            "": [(name, float(count), f"{count / total:.1%}") for name, count in bins(counts, _MAX_STALENESS).items()]
         },
         absent=_WITHOUT.format("staleness was"),
         note=note,
     )
 
 
-def bins(counts: Mapping[int, int], limit: int) -> list[tuple[int, int, int]]:
-    """Return (lowest, highest, count) of at most `limit` neighbouring bins of equal width from 0 to the largest key."""
-    last = max(counts, default=-1)
-    width = -(-(last + 1) // limit) or 1
-    sums = Counter[int]()
-    for key, count in counts.items():
-        sums[key // width] += count
-    return [(low, min(last, low + width - 1), sums[low // width]) for low in range(0, last + 1, width)]
+def bins(counts: Mapping[int, int], limit: int) -> dict[str, int]:
+    """Return how often each number from 0 to the largest was counted, with those of at least `limit` together."""
+    sums = {str(number): counts.get(number, 0) for number in range(min(limit, max(counts, default=-1) + 1))}
+    rest = sum(count for number, count in counts.items() if number >= limit)
+    return sums | ({f"{limit} or more": rest} if rest else {})
 
 
 def _stages(run: RunRecords) -> BarChart:
@@ -318,16 +256,14 @@ def _tables(run: RunRecords, key: str, title: str, what: str) -> LineChart:
     names = sorted(last, key=lambda name: (-last[name], name))
     chosen = names if len(names) <= MAX_SERIES else names[: MAX_SERIES - 1]
 
-    def curve(name: str, value: Callable[[dict[str, float]], float]) -> Series:
-        def points_of(loop: Loop) -> list[Point]:
-            held = [(each.step, each.tables[key]) for each in loop.intervals if key in each.tables]
-            return [(float(step), value(tables)) for step, tables in held]
+    held = _held("intervals", "tables", key)
 
-        return series_of(name, loops, points_of)
+    def curve(name: str, value: Callable[[Any], float]) -> Series:
+        return series_of(name, loops, lambda loop: [(step, value(tables)) for step, tables in held(loop)])
 
     series = [curve(name, lambda tables, name=name: tables.get(name, 0.0)) for name in chosen]  # type: ignore[misc]
-    chart = LineChart(title=title, x="step", y="rows", series=series, absent=_WITHOUT.format(what), from_zero=True)
-    chart.marks, chart.y_units = _marks(loops), _BYTES if key == "bytes" else ()
+    chart = LineChart(title=title, y=key, series=series, absent=_WITHOUT.format(what), from_zero=True)
+    chart.marks = _marks(loops)
     if len(names) > len(chosen):
         others = f"{len(names) - len(chosen)} other tables"
         series.append(curve(others, lambda tables: sum(n for name, n in tables.items() if name not in chosen)))

@@ -12,19 +12,13 @@ for (const plot of document.querySelectorAll(".plot")) {
     const box = svg.getBoundingClientRect(), scale = svg.viewBox.baseVal.width / box.width;
     const share = ((event.clientX - box.left) * scale - data.begin) / (data.end - data.begin);
     const at = data.low + Math.min(1, Math.max(0, share)) * (data.high - data.low);
-    let near = null;
-    const nearest = data.series.map((series) => {
-      let best = -1;
-      series.x.forEach((x, index) => {
-        if (series.y[index] !== null && (best < 0 || Math.abs(x - at) < Math.abs(series.x[best] - at))) best = index;
-      });
-      if (best >= 0 && (near === null || Math.abs(series.x[best] - at) < Math.abs(near - at))) near = series.x[best];
-      return best;
-    });
-    if (near === null) return;
-    const lines = data.series.map((series, index) =>
-      nearest[index] < 0 ? null : (data.series.length > 1 ? series.name + ": " : "") + text(series.y[nearest[index]]));
-    tip.textContent = [data.x + " " + text(near), ...lines.filter((line) => line !== null)].join("\n");
+    const found = data.series.map((series) => [series, series.y.reduce((best, y, index) =>
+      y !== null && (best < 0 || Math.abs(series.x[index] - at) < Math.abs(series.x[best] - at)) ? index : best, -1)])
+      .filter(([, index]) => index >= 0);
+    if (!found.length) return;
+    const near = found.map(([series, index]) => series.x[index]).sort((a, b) => Math.abs(a - at) - Math.abs(b - at))[0];
+    const lines = found.map(([series, index]) => (data.series.length > 1 ? series.name + ": " : "") + text(series.y[index]));
+    tip.textContent = [data.x + " " + text(near), ...lines].join("\n");
     const place = data.begin + (near - data.low) / (data.high - data.low) * (data.end - data.begin);
     cursor.setAttribute("x1", place);
     cursor.setAttribute("x2", place);

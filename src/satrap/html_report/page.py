@@ -9,22 +9,12 @@ import hashlib
 from importlib.metadata import version
 from pathlib import Path
 
-from satrap.html_report.chart import MAX_POINTS, LineChart, draw
+from satrap.html_report import summary
+from satrap.html_report.chart import MAX_POINTS, draw
 from satrap.html_report.figures import charts_of
 from satrap.html_report.markup import Markup, element, join, table
 from satrap.html_report.run_records import RunRecords
-from satrap.html_report.summary import (
-    Listing,
-    Tile,
-    differences,
-    events,
-    listings,
-    state_of,
-    tiles,
-    time_text,
-    title_of,
-    warnings,
-)
+from satrap.html_report.summary import Listing, Tile
 
 _STYLE, _SCRIPT = (Path(__file__).with_name(f"page.{end}").read_text(encoding="utf-8") for end in ("css", "js"))
 
@@ -33,18 +23,18 @@ def page(run: RunRecords, now: float, other: RunRecords | None = None) -> str:
     """Return the page about a run, or about two. now: Unix time of the page."""
     runs = [run] if other is None else [run, other]
     charts = charts_of(runs)
-    small = [chart for chart in charts if isinstance(chart, LineChart) and chart.is_small]
-    title = title_of(run) if other is None else f"{run.name} and {other.name}"
+    small = [chart for chart in charts if chart.is_small]
+    title = summary.title_of(run) if other is None else f"{run.name} and {other.name}"
     main = element(
         "main",
         element("h1", title),
-        element("p", f"This page was made by satrap report at {time_text(now)} UTC.", class_="soft"),
+        element("p", f"This page was made by satrap report at {summary.time_text(now)} UTC.", class_="soft"),
         *(_state(each, now, names=other is not None) for each in runs),
         element("h2", "Training"),
         element("div", *(draw(chart) for chart in charts if chart not in small), class_="charts"),
         element("h2", "Numbers of the script") if small else "",
         element("div", *map(draw, small), class_="charts small"),
-        _listing(differences(run, other)) if other is not None else "",
+        _listing(summary.differences(run, other)) if other is not None else "",
         *(_details(each, f" of {each.name}" if other is not None else "") for each in runs),
         _footer(),
     )
@@ -62,21 +52,26 @@ def page(run: RunRecords, now: float, other: RunRecords | None = None) -> str:
 
 
 def _state(run: RunRecords, now: float, *, names: bool) -> Markup:
-    kind, sentence = state_of(run, now)
-    notes = [element("li", note) for note in warnings(run)]
+    kind, sentence = summary.state_of(run, now)
+    notes = [element("li", note) for note in summary.warnings(run)]
     return element(
         "section",
         element("h2", run.name) if names else "",
         element("p", element("span", sentence, class_=f"state {kind}".strip())),
         element("ul", *notes, class_="warnings") if notes else "",
-        element("dl", *map(_tile, tiles(run)), class_="tiles"),
+        element("dl", *map(_tile, summary.tiles(run)), class_="tiles"),
     )
 
 
 def _details(run: RunRecords, of_run: str) -> Markup:
-    settings = element("div", *map(_listing, listings(run)))
+    settings = element("div", *map(_listing, summary.listings(run)))
     return join(
-        [element("h2", f"Run{of_run}"), _listing(events(run)), element("h2", f"Settings and tables{of_run}"), settings]
+        [
+            element("h2", f"Run{of_run}"),
+            _listing(summary.events(run)),
+            element("h2", f"Settings and tables{of_run}"),
+            settings,
+        ]
     )
 
 

@@ -228,7 +228,7 @@ def listings(run: RunRecords) -> list[Listing]:
         entries.append(Listing("Settings that changed between launches", ("setting", "before", "now"), changes))
     entries.append(_table_listing(run, tables))
     if isinstance(features, Mapping) and features:
-        entries.append(_feature_listing(features))
+        entries.append(_pairs("Features", features, ""))
     return [*entries, _lost_listing(run)]
 
 
@@ -247,7 +247,9 @@ def differences(one: RunRecords, other: RunRecords) -> Listing:
 def _pairs(title: str, values: object, absent: str) -> Listing:
     if not isinstance(values, Mapping) or not values:
         return Listing(title, (), note=absent)
-    return Listing(title, ("setting", "value"), [(name, _shown(value)) for name, value in values.items()])
+    rows: list[tuple[object, ...]] = [(name, _shown(value)) for name, value in list(values.items())[:_MAX_TABLES]]
+    note = f"These are the first {len(rows)} of {len(values):,}." if len(rows) < len(values) else ""
+    return Listing(title, ("name", "value"), rows, note)
 
 
 def _changes(loops: list[Loop]) -> list[tuple[object, ...]]:
@@ -294,16 +296,6 @@ def _table_listing(run: RunRecords, tables: object) -> Listing:
         dim, optimizer = table.pop("dim", ""), _shown(table.pop("optimizer", ""))
         others = ", ".join(f"{key}: {_shown(value)}" for key, value in table.items())
         listing.rows.append((name, *numbers, dim, optimizer, others))
-    return listing
-
-
-def _feature_listing(features: Mapping[str, Any]) -> Listing:
-    listing = Listing("Features", ("feature", "table", "pooling"))
-    for name, each in list(features.items())[:_MAX_TABLES]:
-        feature = each if isinstance(each, Mapping) else {}
-        listing.rows.append((name, feature.get("table", ""), feature.get("pooling", "")))
-    if len(features) > _MAX_TABLES:
-        listing.note = f"These are the first {_MAX_TABLES} of {len(features):,} features."
     return listing
 
 

@@ -3,7 +3,7 @@
 A line for each interval of steps: its loss, AUC, samples per second, staleness, seconds of each stage, rows and bytes,
 numbers of the script, the process's memory, and the steps at which an epoch began.
 The record has its own intervals, since a screen's are too long for a curve of a short run: they grow with the run, from
-a sixteenth of a second to a minute, and are long enough that all summaries together take 50 ms and half a percent of
+a 64th of a second to a minute, and are long enough that all summaries together take 50 ms and half a percent of
 the time. A step costs two microseconds more.
 """
 
@@ -29,7 +29,7 @@ from satrap.monitor.record_file import FOLDER, RecordFile
 from satrap.monitor.report import Counters, Report
 from satrap.run_context import current_context, record_pipe
 
-_MIN_SECONDS, _MAX_SECONDS = 0.0625, 60.0
+_MIN_SECONDS, _MAX_SECONDS = 1 / 64, 60.0
 _OF_ELAPSED = 0.01
 """Length of an interval, as a share of the time since the start."""
 _FREE_SECONDS, _COST_SHARE = 0.05, 0.005

@@ -97,12 +97,7 @@ def test_the_report_in_a_browser(folder: Path, tmp_path: Path) -> None:
     intervals = [line for line in lines if line["kind"] == "interval"]
     with running_browser(tmp_path) as browser:
         for path in (page, folder / "live.html", report(tmp_path / "long")):
-            for width, scheme in ((1280, "light"), (360, "dark")):
-                browser.open(path, width=width, scheme=scheme)
-                assert browser.problems == [] and browser.requests == [path.as_uri()]
-                assert browser.evaluate("document.documentElement.scrollWidth") <= width, "nothing sticks out"
-                assert browser.evaluate(CUT_TEXTS) == [], "no text is cut off or leaves its card"
-                assert browser.evaluate("document.querySelectorAll('img, script[src], iframe, object').length") == 0
+            check_layout(browser, path)
         colours = set()
         for scheme in ("light", "dark"):
             browser.open(page, scheme=scheme)
@@ -110,9 +105,36 @@ def test_the_report_in_a_browser(folder: Path, tmp_path: Path) -> None:
         assert len(colours) == 2
         check_numbers(browser, intervals)
         check_events(browser)
-        check_tip(browser, [line for line in lines_of(folder, 0) if line["kind"] == "interval"])
+        last = [line for line in lines_of(folder, 0) if line["kind"] == "interval"][-1]
+        shown = check_tip(browser, "step 100", "trainer 0: ")
+        assert float(shown) == pytest.approx(last["loss"], rel=1e-5)
         browser.open(folder / "live.html")
         assert "The run was in progress." in browser.evaluate("document.body.innerText")
+
+
+def check_layout(browser: Browser, path: Path) -> None:
+    for width, scheme in ((1280, "light"), (500, "light"), (360, "dark")):
+        browser.open(path, width=width, scheme=scheme)
+        assert browser.problems == [] and browser.requests == [path.as_uri()]
+        assert browser.evaluate("document.documentElement.scrollWidth") <= width, "nothing sticks out"
+        assert browser.evaluate(CUT_TEXTS) == [], "no text is cut off or leaves its card"
+        assert browser.evaluate("document.querySelectorAll('img, script[src], iframe, object').length") == 0
+
+
+@needs_browser
+def test_two_runs_in_a_browser(tmp_path: Path) -> None:
+    for name, trainers in (("one", 1), ("two", 2)):
+        write_long_run(tmp_path / name, num_intervals=300, trainers=trainers)
+    with running_browser(tmp_path) as browser:
+        check_layout(browser, page := report(tmp_path / "one", str(tmp_path / "two")))
+        browser.open(page)
+        colours: list[list[str]] = browser.evaluate(
+            "[...document.querySelectorAll('.plot svg')].map(svg => "
+            "[...svg.querySelectorAll('path.curve:not(.old)')].map(each => getComputedStyle(each).stroke))"
+        )
+        assert {len(set(each)) for each in colours if each} == {2}, "each chart has a colour for each run"
+        assert len(colours[0]) == 3, "of the loss of three trainers"
+        check_tip(browser, "step 28,000", "one: ")
 
 
 def check_numbers(browser: Browser, intervals: list[dict[str, Any]]) -> None:
@@ -159,19 +181,20 @@ def check_events(browser: Browser) -> None:
     assert places == sorted(places), events
 
 
-def check_tip(browser: Browser, intervals: list[dict[str, Any]]) -> None:
-    """Move the pointer over the first chart, and check what the tooltip says."""
+def check_tip(browser: Browser, step: str, name: str) -> str:
+    """Move the pointer over the first chart, and check what the tooltip says; return the number of its first curve."""
+    browser.evaluate("document.querySelector('.plot svg').scrollIntoView()")
     box = browser.evaluate("document.querySelector('.plot svg').getBoundingClientRect().toJSON()")
     browser.move_pointer(box["right"] - 14, box["top"] + box["height"] / 2)
     visible, text = browser.evaluate(
         "(tip => [getComputedStyle(tip).visibility, tip.textContent])(document.querySelector('.tip'))"
     )
-    lines = text.splitlines()
-    assert visible == "visible" and lines[0] == "step 100"
-    assert lines[1].startswith("trainer 0: ")
-    assert float(lines[1].removeprefix("trainer 0: ")) == pytest.approx(intervals[-1]["loss"], rel=1e-5)
+    lines: list[str] = text.splitlines()
+    assert visible == "visible" and lines[0] == step
+    assert lines[1].startswith(name)
     browser.move_pointer(2, 2)
     assert browser.evaluate("getComputedStyle(document.querySelector('.tip')).visibility") == "hidden"
+    return lines[1].removeprefix(name)
 
 
 def test_the_report_of_a_script_without_satrap_run(tmp_path: Path) -> None:

@@ -16,10 +16,8 @@ from satrap.monitor.report import short
 MAX_SERIES = 6
 MAX_POINTS = 1000
 """Points of all curves of a chart."""
-_TABLE_ROWS = 12
 _WIDTH, _LEFT, _RIGHT, _TOP, _BOTTOM, _HEIGHT = 560, 62, 546, 36, 242, 284
-_MAX_DOTS = 40
-_MAX_BAR_TEXTS = 8
+_TABLE_ROWS, _MAX_DOTS, _MAX_BAR_TEXTS = 12, 40, 8
 _MIN_AVERAGED = 20
 """Points of a curve that is drawn as its moving average."""
 _WINDOW, _NUM_PLACES = 0.05, 160
@@ -96,10 +94,8 @@ def draw(chart: Chart) -> Markup:
 
 def _legend(items: Sequence[tuple[Sequence[Markup], str]]) -> Markup:
     """Return a legend of samples, each with its text."""
-    entries = []
-    for shapes, text in items:
-        swatch = element("svg", *shapes, width=26, height=10, viewBox="0 0 26 10", aria_hidden="true")
-        entries.append(element("li", swatch, element("span", text)))
+    size = {"width": 26, "height": 10, "viewBox": "0 0 26 10", "aria_hidden": "true"}
+    entries = [element("li", element("svg", *shapes, **size), element("span", text)) for shapes, text in items]
     return element("ul", *entries, class_="legend") if entries else Markup()
 
 
@@ -132,11 +128,11 @@ def _curves(chart: LineChart) -> tuple[Markup, Markup, Markup]:
         parts.append(_curve(strong, across, up, f"curve {look}"))
     parts.append(element("line", class_="cursor", x1=0, x2=0, y1=_TOP, y2=_BOTTOM))
     series = [
-        {"name": each.name, "x": [_rounded(x) for x, _ in points], "y": [_rounded(y) for _, y in points]}
+        {"name": each.name, "x": [x for x, _ in points], "y": [y and float(f"{y:.9g}") for _, y in points]}
         for each, (points, _) in zip(chart.series, drawn, strict=True)
     ]
-    place = {"low": across.low, "high": across.high, "begin": _LEFT, "end": _RIGHT}
-    data = json_script({"x": chart.x, **place, "series": series})
+    ends = {"low": across.low, "high": across.high, "begin": _LEFT, "end": _RIGHT}
+    data = json_script({"x": chart.x, **ends, "series": series})
     svg = _plot(parts, f"{chart.title}: {chart.y} by {chart.x}", data)
     return _curve_legend(chart, parts_of, kinds, f"{window:.3g}" if is_averaged else ""), svg, _figures(chart)
 
@@ -174,8 +170,7 @@ def _bars(chart: BarChart) -> tuple[Markup, Markup, Markup]:
             tip = element("title", f"{name}: {number(value)}")
             parts.append(element("g", tip, element("rect", class_=f"bar c{place}", y=top, **size)))
             if len(names) * len(groups) <= _MAX_BAR_TEXTS:
-                at = round(left + width / 2, 1)
-                parts.append(element("text", number(value), x=at, y=top - 4, class_="middle"))
+                parts.append(element("text", number(value), x=round(left + width / 2, 1), y=top - 4, class_="middle"))
         if index % every == 0:
             parts.append(element("text", name, x=round(middle, 1), y=_BOTTOM + 18, class_="middle"))
     header = [f"{text}, {run}" if run else text for run in groups for text in (chart.value, chart.extra)]
@@ -218,28 +213,16 @@ def _curve(points: Sequence[Point], across: "Axis", up: "Axis", style: str) -> M
     return element("path", d="".join(steps), class_=style) if len(steps) > 1 else Markup()
 
 
-def _rounded(value: float | None) -> float | None:
-    """Return the value with six digits; an integer in full."""
-    return value if value is None or float(value).is_integer() else float(f"{value:.6g}")
-
-
 def _figures(chart: LineChart) -> Markup:
     """Return the table of some points: a column for each series, or if their places differ, a row for each point."""
     places = [[x for x, _ in each.points] for each in chart.series]
     picked = [evenly(each.points, _TABLE_ROWS) for each in chart.series]
-    header, rows = ("", chart.x, chart.y), list[tuple[object, ...]]()
+    names = [each.name for each in chart.series] if len(chart.series) > 1 else [chart.y]
     if all(each == places[0] for each in places):
-        names = [each.name for each in chart.series] if len(chart.series) > 1 else [chart.y]
-        columns = zip(*picked, strict=True)
-        rows += [(number(row[0][0]), *(number(value) for _, value in row)) for row in columns]
-        return table((chart.x, *names), rows)
-    rows += [
-        (each.name, number(x), number(y)) for each, some in zip(chart.series, picked, strict=True) for x, y in some
-    ]
-    return table(header, rows)
-
-
-# -- points ------------------------------------------------------------------------------------------------------------
+        columns = [(number(row[0][0]), *(number(y) for _, y in row)) for row in zip(*picked, strict=True)]
+        return table((chart.x, *names), columns)
+    rows = [(name, number(x), number(y)) for name, some in zip(names, picked, strict=True) for x, y in some]
+    return table(("", chart.x, chart.y), rows)
 
 
 def thin(points: Sequence[Point], limit: int) -> list[Point]:
@@ -284,9 +267,6 @@ def evenly(points: Sequence[Point], limit: int) -> list[Point]:
     if len(points) <= limit:
         return list(points)
     return [points[round(each * (len(points) - 1) / (limit - 1))] for each in range(limit)]
-
-
-# -- axes and numbers --------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)

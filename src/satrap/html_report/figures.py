@@ -163,7 +163,8 @@ def _throughput(run: RunRecords) -> LineChart:
     loops = next(iter(ranks.values()), [])
     series = series_of("", loops, lambda loop: rates(run.loops, loop))
     chart = LineChart(title="Samples per second", y="samples/s", series=[series], from_zero=True)
-    chart.y += f", sum of {len(ranks)} trainers" if len(ranks) > 1 else ""
+    if len(ranks) > 1:
+        chart.y += f", sum of {len(ranks)} trainers"
     chart.is_averaged, chart.marks, chart.absent = True, _marks(loops), "No steps were recorded."
     return chart
 
@@ -185,9 +186,6 @@ def _validation(run: RunRecords) -> list[LineChart]:
         charts[-1].note += f" {len(names)} metrics were recorded; these are the first {MAX_SERIES}."
     sentence = "No evaluation was recorded: satrap.Validation reports one, or Progress.report_evaluation."
     return charts or [LineChart(title="Validation", y="metric", series=[], absent=sentence)]
-
-
-# -- staleness and stages ----------------------------------------------------------------------------------------------
 
 
 def _staleness(run: RunRecords) -> BarChart:
@@ -234,9 +232,6 @@ def _stages(run: RunRecords) -> BarChart:
         note=f"A step took {number(whole)} ms. Stages may overlap, so they need not add up to it; dense is the loop's "
         "time outside the stream.",
     )
-
-
-# -- tables ------------------------------------------------------------------------------------------------------------
 
 
 def last_maps(run: RunRecords, key: str) -> dict[str, float]:

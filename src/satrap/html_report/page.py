@@ -64,25 +64,15 @@ def _state(run: RunRecords, now: float, *, names: bool) -> Markup:
 
 
 def _details(run: RunRecords, of_run: str) -> Markup:
-    settings = element("div", *map(_listing, summary.listings(run)))
-    return join(
-        [
-            element("h2", f"Run{of_run}"),
-            _listing(summary.events(run)),
-            element("h2", f"Settings and tables{of_run}"),
-            settings,
-        ]
-    )
+    heads = [element("h2", f"{what}{of_run}") for what in ("Run", "Settings and tables")]
+    return join([heads[0], _listing(summary.events(run)), heads[1], *map(_listing, summary.listings(run))])
 
 
 def _policy() -> str:
-    style, script = (_hash(text) for text in (_STYLE, _SCRIPT))
-    allowed = f"style-src '{style}'; script-src '{script}'; img-src data:"
+    digests = (hashlib.sha256(text.encode()).digest() for text in (_STYLE, _SCRIPT))
+    style, script = (f"'sha256-{base64.b64encode(digest).decode()}'" for digest in digests)
+    allowed = f"style-src {style}; script-src {script}; img-src data:"
     return f"default-src 'none'; {allowed}; base-uri 'none'; form-action 'none'"
-
-
-def _hash(text: str) -> str:
-    return f"sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}"
 
 
 def _tile(tile: Tile) -> Markup:

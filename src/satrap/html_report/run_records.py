@@ -81,7 +81,7 @@ class Loop:
     """Seconds of each stage."""
     stage_steps: Counter[str] = field(default_factory=Counter)
     """Number of steps that `stage_seconds` covers."""
-    lost: dict[str, float] = field(default_factory=dict)
+    lost: dict[str, int] = field(default_factory=dict)
     """What was not trained on, by the last record: counters of the process, which never start again."""
     launch: tuple[int, int] = (0, 0)
     """Orders the launches of a trainer: the run's number, or how many processes recorded before."""
@@ -210,16 +210,15 @@ def _add(loop: Loop, interval: Interval, line: dict[str, Any], keeps_tables: boo
 
 def _interval(line: dict[str, Any]) -> Interval | None:
     numbers: dict[str, float | None] = {name: line[name] for name in _NUMBERS if name in line}
-    maps = [line[name] for name in (*_MAPS, *_TABLES) if name in line]
+    maps, epochs = [line[name] for name in (*_MAPS, *_TABLES) if name in line], line.get("epochs", [])
     is_whole = (
         all(_is_count(line.get(name)) for name in ("step", "steps", "samples"))
         and all(_is_number(line.get(name)) for name in ("seconds", "trained", "rate"))
         and all(each is None or _is_number(each) for each in numbers.values())
         and all(isinstance(each, dict) and all(map(_is_number, each.values())) for each in maps)
+        and (isinstance(epochs, list) and all(map(_is_count, epochs)))
         and all(key.isdecimal() and len(key) < 10 for key in line.get("staleness", {}))
     )
-    epochs = line.get("epochs", [])
-    is_whole = is_whole and isinstance(epochs, list) and all(map(_is_count, epochs))
     kept = {name: line.get(name) for name in ("at", "seconds", "trained", "step", "steps", "samples", "rate")}
     if not is_whole:
         return None

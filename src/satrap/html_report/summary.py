@@ -1,6 +1,7 @@
 """What a report says beside its charts: the state of the run, its main numbers, what is missing, its events and its
 settings. Pure."""
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -62,13 +63,10 @@ def state_of(run: RunRecords, now: float) -> tuple[str, str]:
             return "done", "The run ended with exit status 0."
         return "failed", "satrap run ended with an error." if status is None else f"The run ended with status {status}."
     loops = [each for each in run.loops if each.launch == max(other.launch for other in run.loops)]
-    open_ends = [each for each in loops if each.end is None]
-    if not loops or len(open_ends) == len(loops):
+    if all(each.end is None for each in loops):
         return "failed" if loops else "", f"No end was recorded: training was killed, or still ran.{age}"
     errors = [str(each.end["error"]) for each in loops if each.end is not None and each.end.get("error")]
-    if errors:
-        return "failed", f"Training ended with {errors[-1]}"
-    return "done", "Training ended."
+    return ("failed", f"Training ended with {errors[-1]}") if errors else ("done", "Training ended.")
 
 
 def tiles(run: RunRecords) -> list[Tile]:
@@ -105,8 +103,8 @@ def tiles(run: RunRecords) -> list[Tile]:
     if run.events:
         numbers.append(Tile("Faults", str(sum(each["kind"] == "fault" for each in run.events))))
     launches = {each.get("launch") for each in run.events if each["kind"] == "launch"}
-    launches = launches or {loop.launch_number for loops in ranks.values() for loop in loops}
-    return [*numbers, Tile("Launches", str(len(launches)))]
+    begun = {loop.launch_number for loops in ranks.values() for loop in loops}
+    return [*numbers, Tile("Launches", str(len(launches or begun)))]
 
 
 def last_step(loop: Loop) -> int:
@@ -156,9 +154,6 @@ def duration(seconds: float) -> str:
     return f"{days} d {text}" if days else text
 
 
-# -- events ------------------------------------------------------------------------------------------------------------
-
-
 def events(run: RunRecords) -> Listing:
     """Return the launches, faults and ends of the run, in the order of time."""
     entries = [(each["at"], text) for each in run.events if (text := _event_text(each))]
@@ -204,9 +199,6 @@ def time_text(at: float) -> str:
         return f"{datetime.fromtimestamp(at, UTC):%Y-%m-%d %H:%M:%S}"
     except (OverflowError, OSError, ValueError):
         return "unknown"
-
-
-# -- settings ----------------------------------------------------------------------------------------------------------
 
 
 def listings(run: RunRecords) -> list[Listing]:
@@ -302,10 +294,7 @@ def _table_listing(run: RunRecords, tables: object) -> Listing:
 def _lost_listing(run: RunRecords) -> Listing:
     """Return what was not trained on, of the last record of each process: its counters never start again."""
     last = {(loop.rank, loop.launch): loop.lost for loop in run.loops if loop.lost}
-    totals: dict[str, float] = {}
-    for counts in last.values():
-        for what, count in counts.items():
-            totals[what] = totals.get(what, 0.0) + count
+    totals = sum((Counter(counts) for counts in last.values()), Counter[str]())
     rows: list[tuple[object, ...]] = [(what, number(count)) for what, count in totals.items() if count]
     note = "" if rows else "Nothing was recorded as lost, dropped or cut."
     return Listing("Not trained on", ("what/why", "count"), rows, note, style="numbers")

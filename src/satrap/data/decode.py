@@ -353,7 +353,8 @@ def decode(
     max_bad: up to this many bad rows are skipped; the chunk reports at most one more.
     """
     decoder = _Decoder(where, n)
-    bags, numbers = zip(*(decoder.bag(column, arrays) for column in columns.ids), strict=True)
+    decoded = [decoder.bag(column, arrays) for column in columns.ids]
+    bags, numbers = [bag for bag, _ in decoded], [of_items for _, of_items in decoded]
     decoder.faults += [_Fault(*each) for each in unaligned(columns, bags)]
     dense = decoder.dense({column: arrays[column.name] for column in columns.dense})
     labels = [decoder.label(column, arrays[column.name]) for column in columns.label]

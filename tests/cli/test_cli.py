@@ -154,7 +154,7 @@ def test_an_unknown_option_names_the_nearest(
 
 
 @pytest.mark.parametrize(
-    ("typed", "expected"), [("servr", "the nearest known one is 'server'"), ("x", "known are 'run'")]
+    ("typed", "expected"), [("servr", "the nearest known one is 'server'"), ("x", "known are 'train', 'run'")]
 )
 def test_an_unknown_command_names_the_known_ones(typed: str, expected: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):

@@ -14,6 +14,8 @@ import pytest
 
 from bag_oracle import update
 from cluster import ANYWHERE, batch, contents, one_table, running_servers, sharded_worker
+from loop import batches, bits, job, train_step
+from satrap import Checkpoint
 from satrap.config.features import Features
 from satrap.config.optimizers import Adagrad
 from satrap.config.tables import MinCount, Normal, Table
@@ -26,6 +28,7 @@ from satrap.server.save_calls import SaveCalls
 from satrap.server.server import Server
 from satrap.server.state import ServerState
 from satrap.storage.folder import Folder
+from satrap.table.group_cut import GroupCut
 from satrap.worker.local_rows import local_worker
 from tour import Tour
 
@@ -126,6 +129,33 @@ def test_a_cut_that_nothing_writes_is_given_up(tmp_path: Path, monkeypatch: pyte
         assert Migration(addresses[:2], addresses, deadline=60.0).run().buckets > 0
         with pytest.raises(ChangesError):
             cut.write({"t": tmp_path / "t"}, is_full=True)
+
+
+def test_a_save_whose_cut_is_given_up_while_it_is_written_takes_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A server gives its cut up when it takes a newer bucket map."""
+    write, given_up = GroupCut.write, []
+
+    def give_up_once(cut: GroupCut, *args: Any, **options: Any) -> dict[str, int]:
+        if not given_up:
+            given_up.append(cut)
+            cut.cancel()
+        return write(cut, *args, **options)
+
+    with running_servers(2) as services:
+        embeddings, model, optimizer = job(servers=[service.address for service in services])
+        with embeddings.stream(batches(3)) as stream:
+            for inputs in stream:
+                train_step(model, optimizer, inputs)
+        expected = bits(embeddings, model)
+        monkeypatch.setattr(GroupCut, "write", give_up_once)
+        run = Checkpoint(tmp_path / "run", model, optimizer, embeddings)
+        assert run.save() and given_up
+        embeddings.close()
+    embeddings, model, optimizer = job()
+    assert Checkpoint(tmp_path / "run", model, optimizer, embeddings).resume() and embeddings.step == 3
+    assert bits(embeddings, model) == expected
 
 
 def test_a_later_attempt_gives_the_cut_up(tmp_path: Path) -> None:

@@ -66,7 +66,9 @@ def add_train(commands: Commands) -> None:
             option, nargs="+", action="extend", default=[], metavar="COLUMN", help=f"columns {what} (default: inferred)"
         )
     held_out = train.add_mutually_exclusive_group()
-    held_out.add_argument("--test", metavar="FILE", help="file to test on (default: a random tenth of FILES)")
+    held_out.add_argument(
+        "--test", metavar="FILES", help="files or URL to test on, as FILES (default: a random tenth of FILES)"
+    )
     held_out.add_argument(
         "--test-after",
         metavar="COLUMN",

@@ -249,8 +249,8 @@ def _changes(loops: list[Loop]) -> list[tuple[object, ...]]:
     known: dict[str, object] = {}
     for loop in (loop for loop in loops if loop.rank == 0):
         now = _flat("", {name: each for name, each in loop.settings.items() if name != "rank"})
-        changed = [name for name in now if now[name] != known.get(name, now[name])]
-        changes += [(name, _shown(known[name]), _shown(now[name])) for name in changed]
+        pairs = [(name, _shown(known[name]), _shown(now[name])) for name in now if name in known]
+        changes += [(name, before, after) for name, before, after in pairs if before != after]
         known |= now
     return changes[-50:]
 

@@ -85,11 +85,11 @@ class TableCut:
         return self.latest_step if self.slot.keeps_cuts else self.slot.engine.latest_step
 
     def require_not_cancelled(self) -> None:
-        """Raise SnapshotError if the save was cancelled."""
+        """Raise ChangesError if the save was cancelled: a save that may take another cut does."""
         if self.cancelled.is_set():
-            raise SnapshotError(
+            raise ChangesError(
                 f"table {self.slot.table.name!r}: the save was cancelled, because the rows that it saves are being "
-                "replaced; save again"
+                "replaced or migrate; save again, the whole table"
             )
 
     def end(self) -> None:

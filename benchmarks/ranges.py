@@ -46,10 +46,13 @@ TRAIN = {
 
 
 def ratios(records: Iterable[Mapping[str, Any]]) -> dict[tuple[str, str], Ratio]:
-    """Return the ratio of each case and processor from its newest record; with one thread under "CASE one thread"."""
+    """Return the ratio of each case and processor from its newest record with all peers; with one thread under "CASE
+    one thread"."""
     newest: dict[tuple[str, str], Ratio] = {}
     for record in sorted(records, key=lambda record: record["date"]):
         case, figures = record["case"], record["figures"]
+        if not (figures.get("ratio") or {}).get("all_peers_present", True):
+            continue
         by_case = {case: figures.get("ratio"), f"{case} one thread": figures.get("ratio_1t")}
         if case.endswith("/1t"):  # in older records, one thread is a case
             by_case = {f"{case.removesuffix('1t')}2t one thread": figures.get("ratio")}

@@ -34,6 +34,8 @@ def record(case: str, cpu: str, date: str, ratio: float | None, one_thread: floa
 
 def test_the_newest_record_of_each_processor_counts_and_the_worst_is_first() -> None:
     xeon, epyc = "Intel(R) Xeon(R) Processor", "AMD EPYC (family 26, model 2, stepping 1)"
+    without_a_peer = record("a/2t", xeon, "2026-04", 7.0)
+    without_a_peer["figures"]["ratio"]["all_peers_present"] = False
     measured = ratios(
         [
             record("a/2t", xeon, "2026-02", 3.0),
@@ -42,6 +44,7 @@ def test_the_newest_record_of_each_processor_counts_and_the_worst_is_first() -> 
             record("a/2t", epyc, "2026-01", 1.0, one_thread=0.5),
             record("a/2t", "another processor", "2026-03", 0.1),
             record("b/2t", xeon, "2026-01", None),
+            without_a_peer,
         ]
     )
     assert {(case, name): median for (case, name), (median, *_) in measured.items()} == {

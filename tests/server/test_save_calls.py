@@ -135,7 +135,8 @@ def test_a_save_whose_cut_is_given_up_while_it_is_written_takes_another(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A server gives its cut up when it takes a newer bucket map."""
-    write, given_up = GroupCut.write, []
+    write = GroupCut.write
+    given_up: list[GroupCut] = []
 
     def give_up_once(cut: GroupCut, *args: Any, **options: Any) -> dict[str, int]:
         if not given_up:

@@ -107,7 +107,7 @@ def constructor(cls: type) -> ast.FunctionDef | None:
 
 def argument_names(node: ast.FunctionDef) -> set[str]:
     """Return the names of the arguments of a function."""
-    return {each.arg for each in [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]}
+    return {argument.arg for argument in [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]}
 
 
 def split_arguments(text: str, arguments: set[str]) -> tuple[str, dict[str, str]]:

@@ -60,7 +60,8 @@ std::string BagSource::where(std::uint64_t order) const {
     const std::size_t k = order >> 32, place = order & 0xffffffffU;
     const Bags& bags = *tickets_[k]->bags;
     const SequencePlaces& begins = tickets_[k]->sequences;
-    std::size_t f = 0, number = 0; // of the feature; of the sample, or of the row if the feature is jagged
+    std::size_t f = 0;      // the feature's number
+    std::size_t number = 0; // the sample's number, or the row's if the feature is jagged
     if (place < begins[0]) {
         const std::size_t column = place % bags.total_dim;
         while (bags.features[f].is_sequence() || bags.features[f].column != column) ++f;

@@ -28,7 +28,7 @@ struct BagFeature {
     std::uint32_t table = 0;
     Pooling pooling = Pooling::sum;
     bool weighted = false;
-    std::uint32_t max_length = 0;         // of a sequence, the result of pooling none; 0: a jagged one is never cut
+    std::uint32_t max_length = 0;         // the longest sequence, where nothing is pooled; 0: no limit, if it is jagged
     bool jagged = false;                  // the rows of a sequence follow those of the sample before it
     bool keep_last = false;               // a sequence that is too long keeps its last ids, not its first
     std::uint32_t dim = 0;                // its table's

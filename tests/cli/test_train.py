@@ -158,8 +158,6 @@ def test_a_script_in_the_style_of_the_formatter(
     options: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ruff = Path(sys.executable).with_name("ruff")
-    if not ruff.exists():
-        pytest.skip("ruff is not installed")
     monkeypatch.chdir(tmp_path)
     write(tmp_path, "csv", clicks())
     assert main(["train", "clicks.csv", "--script", "train.py", *options]) == 0

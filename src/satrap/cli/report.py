@@ -13,7 +13,7 @@ from satrap.launch.run_state import is_live
 
 def write_report(folder: Path, output: Path | None, other: Path | None = None) -> str:
     """Write the page about the run in this folder, or about it and another one, and return what to print."""
-    runs = [_read(each) for each in (folder, other) if each is not None]
+    runs = [_read(run_folder) for run_folder in (folder, other) if run_folder is not None]
     if other is not None and runs[0].name == runs[1].name:
         runs[0].name, runs[1].name = str(folder), str(other)
         if folder.resolve() == other.resolve():

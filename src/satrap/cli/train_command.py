@@ -156,7 +156,7 @@ def _infer(source: FileSource, path: Any, options: argparse.Namespace) -> tuple[
     epochs = min(_MOST_EPOCHS, max(1, round(_ROWS_TRAINED / num_rows)))
     batch_size = next((size for limit, size in _BATCHES if num_rows < limit), _LARGEST_BATCH)
     if options.test is not None:
-        _check_test(source, [each.profile.name for each in plan.columns if each.use != "ignored"], options.test)
+        _check_test(source, [column.profile.name for column in plan.columns if column.use != "ignored"], options.test)
     settings = ScriptSettings(
         path=path,
         kind=type(source).__name__,
@@ -202,7 +202,7 @@ def _refuse_leaks(plan: ColumnPlan, rows: dict[str, Any], is_typed: bool) -> Non
     """Raise if a column that would be used tells the label of every row."""
     label = plan.label
     labels = labels_of(rows[label.column], label.values, is_typed=is_typed, above=label.above or 0.0)
-    used = [each.profile.name for each in plan.columns if each.use not in ("ignored", "label")]
+    used = [column.profile.name for column in plan.columns if column.use not in ("ignored", "label")]
     leaks = [name for name in used if reveals_label(rows[name], labels, is_typed=is_typed)]
     if leaks:
         raise InputError(

@@ -92,15 +92,15 @@ class ColumnPlan:
     @property
     def numbers(self) -> tuple[ColumnProfile, ...]:
         """The columns of numbers."""
-        return tuple(each.profile for each in self.columns if each.use in ("number", "number and id"))
+        return tuple(column.profile for column in self.columns if column.use in ("number", "number and id"))
 
     def lines(self) -> Iterator[str]:
         """Yield the table that shows the plan."""
         rows = [("column", "type", "distinct", "missing", "use", "")]
-        for each in self.columns:
-            about = each.profile
+        for column in self.columns:
+            about = column.profile
             missing = f"{100 * about.num_missing / about.num_rows:.0f} %" if about.num_missing else ""
-            rows.append((about.name, about.kind, f"{about.num_distinct:,}", missing, each.use, each.why))
+            rows.append((about.name, about.kind, f"{about.num_distinct:,}", missing, column.use, column.why))
         widths = [max(len(row[i]) for row in rows) for i in range(5)]
         for name, kind, distinct, missing, use, why in rows:
             left, right = f"{name:{widths[0]}}  {kind:{widths[1]}}", f"{distinct:>{widths[2]}}  {missing:>{widths[3]}}"
@@ -147,7 +147,7 @@ def _plan_label(profiles: Mapping[str, ColumnProfile], overrides: Overrides) -> 
     shown = f"columns with two distinct values: {', '.join(candidates) or 'none'}"
     name = overrides.label
     if name is None:
-        named = [each for each in profiles if each.lower() in LABEL_NAMES and each not in overrides.ignore]
+        named = [column for column in profiles if column.lower() in LABEL_NAMES and column not in overrides.ignore]
         if len(named) != 1:
             found = f"several columns may be the label ({', '.join(named)})" if named else "no label was named"
             raise InputError(f"{found}; name it with --label COLUMN; {shown}")

@@ -443,9 +443,7 @@ def test_a_device_without_memory_for_all_rows(monkeypatch: pytest.MonkeyPatch) -
     with monkeypatch.context() as short, pytest.raises(CapacityError) as raised:
         short.setattr(RowMemory, "_empty", lambda *_: (_ for _ in ()).throw(RuntimeError("no memory")))
         worker.lookup(inputs)
-    assert "tables 'item': cpu has no memory for 60 rows: expected 1,920 bytes. A table with num_rows" in str(
-        raised.value
-    )
+    assert "'item': cpu has no memory for 60 rows: expected 1,920 bytes. A table with num_rows" in str(raised.value)
     assert len(worker.tables["item"]) == 0
     assert worker.lookup(inputs).block.any()
     assert worker.tables["item"].stats()["bytes"] > NUM_ROWS * (4 * 4 * 2 + 8)

@@ -77,7 +77,7 @@ class HybridOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._session.join_step()
+        self._session.join_step(waits=hasattr(self, "found_inf"))  # trainers compare overflows
         overflowed, inverse = self._read_scaler()
         if overflowed:
             self._session.drop_batches_with_gradients("overflow")

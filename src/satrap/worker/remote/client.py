@@ -40,7 +40,7 @@ from satrap.worker.remote.protocol import (
     split_one,
 )
 from satrap.worker.remote.worker_spec import WorkerSpec
-from satrap.worker.rows import BagRequest, Rows, TableLookups, Ticket, UpdateRequest
+from satrap.worker.rows import BagRequest, Ticket, UpdateRequest
 from satrap.worker.server_group import ServerGroup
 from satrap.worker.sharded_rows import ShardedRows, require_tables
 from satrap.worker.sharded_tables import ShardedTables
@@ -399,9 +399,6 @@ class RemoteRows(ShardedRows):
     def drop(self, ticket: Any) -> None:
         drop = super().drop if ticket.owner is self else ticket.owner.drop
         drop(ticket)
-
-    def table_lookups(self, tables: ShardedTables) -> TableLookups:
-        return Rows.table_lookups(self, tables)  # refused: the worker process sends the updates of its batches itself
 
     def close(self) -> None:
         self.connection.close()

@@ -60,6 +60,8 @@ class ShardedTicket:
     """Sums of a started update, and the topology they are split for: an interrupted update resumes with them."""
     num_skipped: list[int] = field(default_factory=list)
     """For each table, the number of gradients in the update that were not finite and were left out."""
+    ids: Mapping[str, Ids] | None = None
+    """By table, if the ticket is of ids that were looked up without one."""
     used: bool = False
 
     @property
@@ -228,7 +230,9 @@ class ShardedRows(Rows):
         return rows[list(self._id_features).index(table)]
 
     def id_ticket(self, ids: Mapping[str, Ids]) -> ShardedTicket:
-        return self.reissue(id_request(self._id_features, ids, None, None))
+        ticket = self.reissue(id_request(self._id_features, ids, None, None))
+        ticket.ids = ids
+        return ticket
 
     def skip(self, step: int) -> None:
         """Queue an empty part for the next lookup or `settle`. It is not sent now, because a stream that ends must not

@@ -35,6 +35,9 @@ class Counters:
     """Seconds spent in each stage."""
     inside: float | None = None
     """Seconds that the user's thread spent in the stream."""
+    module_ids: Mapping[str, int] = field(default_factory=dict)
+    """Number of ids that modules looked up for training: "on the spot" inside forward, or "ahead" of it by
+    `prefetch`."""
     lost: Mapping[str, int] = field(default_factory=dict)
     """What was read or looked up without being trained on: "batches/<cause>", "rows/<cause>", and "ids/<feature>"
     beyond the length of a sequence."""
@@ -46,6 +49,7 @@ class Counters:
             staleness=_sum_counts(self.staleness, other.staleness),
             stages=_sum_counts(self.stages, other.stages),
             inside=other.inside if self.inside is None else self.inside + (other.inside or 0.0),
+            module_ids=_sum_counts(self.module_ids, other.module_ids),
             lost=_sum_counts(self.lost, other.lost),
         )
 

@@ -104,7 +104,7 @@ class _TableModule(torch.nn.Module):
     def _look_up(self, flat: Tensor, device: torch.device) -> Tensor:
         ids = flat.numpy().view(np.uint64)
         if self.training and torch.is_grad_enabled():
-            return self._session.module_lookups().look_up(self.table.name, ids, device)
+            return self._session.look_up(self.table.name, ids, device)
         self._session.require_whole_rows()
         return torch.from_numpy(self._session.worker.tables[self.table.name].lookup(ids, train=False)).to(device)
 

@@ -25,6 +25,7 @@ from satrap.errors import InputError, StreamError
 from satrap.train.joint_calls import BatchCalls, Padding
 from satrap.train.ledger import BatchRecord
 from satrap.train.sequence import JaggedSequence, Sequence
+from satrap.train.step_lookups import StepLookups, scaled
 from satrap.worker.rows import BagRequest
 
 _NOT_LOOKED_UP = torch.empty(0)
@@ -53,6 +54,8 @@ class InFlightBatch(BatchRecord):
         """Which calls were compared with the other trainers'."""
         self.is_training = False
         """Whether autograd was recording when the rows were returned."""
+        self.lookups = StepLookups(0)
+        """Those of modules that belong to the batch."""
         self.drop_reason: str | None = None
         """Why the rows cannot be used any more; None if they can."""
         self._batch: Callable[[], object] = _never_released
@@ -96,7 +99,12 @@ class InFlightBatch(BatchRecord):
 
     @property
     def has_gradient(self) -> bool:
-        return self.is_used and any(leaf.grad is not None for leaf in self.leaves)
+        return self.is_used and (self.lookups.has_gradient or any(leaf.grad is not None for leaf in self.leaves))
+
+    @property
+    def is_released(self) -> bool:
+        """Whether the user has the batch no more."""
+        return self._batch() is None
 
     def forbid_gradients(self, why: str) -> None:
         """Make a later backward pass raise `why`: after the update or drop of a batch its gradient would be lost."""
@@ -112,6 +120,7 @@ class InFlightBatch(BatchRecord):
         self.drop_reason = why
         if self.is_used:
             self.forbid_gradients(why)
+        self.lookups.end("its batch was dropped")
 
 
 class TrainingCalls(Protocol):
@@ -233,9 +242,7 @@ def _never_released() -> object:
 
 def gradient_of(leaf: Tensor, weight: float = 1.0) -> Tensor | None:
     """Return a leaf's gradient times a weight, or None if no loss used the leaf."""
-    if leaf.grad is None:
-        return None
-    return (leaf.grad.detach() if weight == 1.0 else leaf.grad.detach() * weight).float()
+    return None if leaf.grad is None else scaled(leaf.grad, weight)
 
 
 def gradient_array(leaf: Tensor, weight: float = 1.0) -> NDArray[np.float32] | None:

@@ -21,6 +21,7 @@ from satrap.train.batch import InFlightBatch, gradient_array, gradient_of
 from satrap.train.dense_strategy import DenseStrategy
 from satrap.train.joint_calls import PADDING_ROWS, JointStep
 from satrap.train.sequence import JaggedSequence, Sequence
+from satrap.train.step_lookups import TakenGradients
 from satrap.train.torch_threads import torch_threads
 from satrap.worker.worker import LookupResult, Worker
 
@@ -199,7 +200,12 @@ class BatchLookup:
 
     def measure(self, batches: list[InFlightBatch]) -> None:
         """Start to compute the largest gradient of the batches, for their update."""
-        leaves = [(leaf.grad, batch.weight) for batch in batches if batch.has_rows for leaf in batch.leaves]
+        leaves = [
+            (leaf.grad, batch.weight)
+            for batch in batches
+            if batch.has_rows
+            for leaf in (*batch.leaves, *batch.lookups.leaves)
+        ]
         given = [(gradient, weight) for gradient, weight in leaves if gradient is not None]
         self._measured = batches, self._worker.measure(given)
 
@@ -213,6 +219,8 @@ class BatchLookup:
         ready = current_stream(self._device).mark()
         step = batches[-1].step
         batches = [batch for batch in batches if batch.has_rows]
+        lookups = [(lookup, batch.weight) for batch in batches for lookup in batch.lookups.reached()]
+        taken = TakenGradients.of(self._worker, lookups)
 
         def apply() -> None:
             if not batches:
@@ -229,6 +237,7 @@ class BatchLookup:
                         [batch.ticket for batch in batches],
                         blocks,
                         sequences,
+                        of_ids=None if taken is None else taken.for_update(self._worker),
                         step=step,
                         lrs=lrs,
                         scale=scale,

@@ -32,6 +32,7 @@ from satrap.train.ledger import BatchLedger
 from satrap.train.module_lookups import ModuleLookups
 from satrap.train.process_group import ProcessGroup, note_missing_trainer
 from satrap.train.stream import Stream
+from satrap.worker.rows import Ids
 from satrap.worker.worker import Worker
 
 _LOG = logging.getLogger("satrap.train")
@@ -248,27 +249,27 @@ class TrainingSession:
         }
         return {call for call, is_free in calls.items() if is_free}
 
-    def module_lookups(self) -> ModuleLookups:
-        """Return the lookups of modules, and start them if a stream has trained before. All trainers call this."""
+    def look_up(self, table: str, ids: Ids, device: torch.device) -> Tensor:
+        """Return the rows of ids that a module looks up for training, as a leaf on the device."""
         self.require_expected_rows()
-        if isinstance(training := self._training, ModuleLookups):
-            return training
+        training = self._training
+        if training is None or (isinstance(training, Stream) and training.is_over):
+            training = self._begin_module_lookups()
+        return training.look_up(table, ids.copy(), device)  # the caller may reuse the memory before the step ends
+
+    def _begin_module_lookups(self) -> ModuleLookups:
+        """Start the lookups of modules where no stream is open. All trainers call this."""
         if self.on_hold is None:
             raise StreamError("no optimizer: call embeddings.optimizer(...) before a module looks up rows for training")
-        if self.dense.tables:
-            raise StreamError("dense='async': rows that modules look up are trained with dense='sync' only")
-        if training is not None and not training.is_over:
-            raise StreamError(
-                "a module looked up rows for training while a training stream is open, and either of them numbers the "
-                "steps: end the stream first, by reading it to its end or by close(); look up other features with it"
-            )
         self._leave_stream()
-        self.join_attempt()
+        if self.dense.joins_attempt:
+            self.join_attempt()
         self._require_own_rows()
         self.dense.begin()
         several = self.trainers.world_size > 1
+        lookups = ModuleLookups(self.worker, self._step, self.on_hold, dense=self.dense, has_peers=several)
         with Uninterrupted():
-            lookups = self._training = ModuleLookups(self.worker, self._step, self.on_hold, has_peers=several)
+            self._training = lookups
         return lookups
 
     def evaluate_on(self, data: Any, device: torch.device, overlap: bool) -> Stream:

@@ -22,6 +22,7 @@ network.
 """
 
 import logging
+import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
@@ -43,7 +44,8 @@ from satrap.train.dense_strategy import DenseStrategy
 from satrap.train.joint_batches import JointBatches
 from satrap.train.ledger import BatchLedger, DropTicket, Event, State, Update
 from satrap.train.prefetch_pipeline import PrefetchPipeline
-from satrap.worker.rows import RowStream, Ticket
+from satrap.train.step_lookups import StepLookups, read_rows
+from satrap.worker.rows import Ids, RowStream, Ticket
 from satrap.worker.worker import Worker
 
 _LOG = logging.getLogger("satrap.train")
@@ -98,6 +100,7 @@ class Stream(Iterator[Batch]):
         self._end_step: int | None = None  # 0: it is not known
         self._joined: InFlightBatch | None = None  # the last batch whose joint step is known
         self._dropped_tickets: deque[Ticket] = deque()  # of dropped batches, to be dropped at the worker
+        self._num_ids: Counter[str] = Counter()  # that modules looked up
         self._is_finished = False
         self._ended_because: str | None = None  # why no other batch will come
         self._look_up = BatchLookup(worker, device, train=train, overlap=overlap, dense=self._dense)
@@ -157,6 +160,7 @@ class Stream(Iterator[Batch]):
             staleness=self.staleness_seen,
             stages=dict(self._pipeline.seconds),
             inside=self._pipeline.seconds_inside,
+            module_ids=dict(self._num_ids),
             lost={f"batches/{cause}": count for cause, count in dropped.items()}
             | {f"rows/{cause}": count for cause, count in asdict(self._skipped_rows()).items() if count},
         )
@@ -241,6 +245,7 @@ class Stream(Iterator[Batch]):
                 f"step {batch.step}: a loss reached its batch after optimizer.step() had taken it; add up the losses "
                 "before the step, or look up the batch again"
             )
+            batch.lookups.end("optimizer.step() had taken its batch")
 
     def _waiting_batches(self) -> list[InFlightBatch]:
         """Return the held batches that have gradients."""
@@ -335,6 +340,40 @@ class Stream(Iterator[Batch]):
             batch.is_training = torch.is_grad_enabled()
             self._pipeline.handle(Event.USED, batch)
             self._hold()
+
+    def look_up(self, table: str, ids: Ids, device: torch.device) -> Tensor:
+        """Return the rows of ids that a module looks up in the step of the batch in use, as a leaf on the device."""
+        batch = self._batch_in_use()
+        if not batch.is_used:
+            self.use(batch)
+        if self._ledger.deterministic:
+            self._pipeline.drain()  # so that the rows have the same updates in every run
+        if not batch.lookups.num_lookups:
+            own, number = weakref.ref(self), batch.number
+            batch.lookups = StepLookups(batch.step, lambda: None if (me := own()) is None else me._reach(number))
+        self._num_ids["on the spot"] += len(ids)
+        at = batch.step, self._pipeline.oldest_open()
+        return batch.lookups.add(table, ids, read_rows(self._worker, table, ids, *at, device))
+
+    def _batch_in_use(self) -> InFlightBatch:
+        """Return the batch that the loop works on: of those that it holds the one that it used last, or else the first
+        one."""
+        in_loop = self._ledger.in_loop
+        held = [batch for batch in in_loop if not batch.is_released] or in_loop[-1:]
+        if not held:
+            raise StreamError(
+                "a module looked up rows for training while a training stream is open and no batch of it is in use, so "
+                "the lookup belongs to no step: take a batch from the stream first, or end the stream"
+            )
+        return next((batch for batch in reversed(held) if batch.is_used), held[0])
+
+    def _reach(self, number: int) -> None:
+        """Note that a backward pass has reached what modules have looked up in a batch."""
+        if self.joint is not None:
+            for batch in self._ledger.in_loop:
+                if batch.number == number:
+                    self.joint.reach(batch)
+        self._hold()
 
     def _weigh(self, batch: InFlightBatch) -> None:
         """Set the weight for the next backward pass, which must be this batch's."""
@@ -445,7 +484,8 @@ class Stream(Iterator[Batch]):
     def _hold(self) -> None:
         """Tell the optimizer which leaves may have gradients."""
         if self._ended_because is None:
-            self._on_hold([leaf for batch in self._ledger.held() if batch.is_used for leaf in batch.leaves])
+            held = [batch for batch in self._ledger.held() if batch.is_used]
+            self._on_hold([leaf for batch in held for leaf in (*batch.leaves, *batch.lookups.leaves)])
 
     def _forget(self) -> None:
         """Stop holding batches that are updated or dropped."""

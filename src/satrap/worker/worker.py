@@ -13,6 +13,7 @@ ticket, feature after feature, sample after sample. Then the table's optimizer u
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, final
 
@@ -27,7 +28,16 @@ from satrap.data.inputs import Inputs, Position, as_inputs
 from satrap.data.iterable import IterableSource
 from satrap.errors import ConfigError, InputError, TicketError
 from satrap.table.engine import resolve_step
-from satrap.worker.rows import BagRequest, Block, Floats, Rows, Ticket, TicketGradients, UpdateRequest
+from satrap.worker.rows import (
+    BagRequest,
+    Block,
+    Floats,
+    Rows,
+    Ticket,
+    TicketGradients,
+    UpdateRequest,
+    id_features,
+)
 
 if TYPE_CHECKING:
     from satrap.table.table_group import TableGroup
@@ -110,6 +120,16 @@ class LookupResult:
     """Names the batch in its update; None without training."""
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class IdGradients:
+    """Gradients of ids that have no ticket of a lookup, in one update."""
+
+    ticket: Ticket
+    """What `Worker.id_ticket` returned."""
+    by_table: Mapping[str, Block]
+    """For each table that has ids, [ids, dim]."""
+
+
 @final
 class Worker:
     """Looks up and updates the features of a model."""
@@ -125,11 +145,13 @@ class Worker:
         *,
         blocks: ArrayBlocks | None = None,
         reader: InputReader | None = None,
+        of_tables: bool = False,
     ) -> None:
         """rows: of the tables of these features. blocks: what the rows fill; None: arrays. reader: None: batches are
-        read in this process."""
+        read in this process. of_tables: whether the features are `id_features` of those of the rows."""
         self.features, self.rows, self.tables = features, rows, tables
         self._blocks, reader = blocks or ArrayBlocks(), reader or InputReader(features)
+        self._of_tables = of_tables
         self.can_read, self.inputs_of = reader.can_read, reader.inputs_of
         self.batches, self.signature = reader.batches, reader.signature
         self.device = self._blocks.device
@@ -138,6 +160,7 @@ class Worker:
         self.device_stream, self.launches = rows.device_stream, rows.launches
         self.open_stream, self.pad, self.pause = rows.open_stream, rows.pad, rows.pause
         self.skip, self.settle = rows.skip, rows.settle
+        self.look_up_ids, self.id_ticket = rows.look_up, rows.id_ticket
         self._sequences = [
             _Sequence(name, index, feature)
             for index, (name, feature) in enumerate(features.items())
@@ -240,6 +263,7 @@ class Worker:
         block_gradients: Sequence[ArrayLike | None],
         sequence_gradients: Sequence[Gradients] | None = None,
         *,
+        of_ids: IdGradients | None = None,
         step: int | None = None,
         lrs: Mapping[str, float] | None = None,
         scale: float = 1.0,
@@ -252,6 +276,7 @@ class Worker:
             unchanged, which differs from a gradient of 0.
         sequence_gradients: for each ticket, by name, float32 of the shape of its rows; None or a missing name leaves
             the sequence's ids unchanged.
+        of_ids: gradients of ids that were looked up without a ticket; there may be no tickets beside them.
         step: the job's batch number; None: the latest. Rows are stamped with it.
         lrs: learning rates of this update by table; other tables use their own.
         scale: factor of each gradient: 1 / loss scale, or 1 / number of trainers.
@@ -263,7 +288,7 @@ class Worker:
         if sequence_gradients is None:
             sequence_gradients = [{}] * len(tickets)
         for name, given in (("block_gradients", block_gradients), ("sequence_gradients", sequence_gradients)):
-            if len(_require_list(name, given)) != len(tickets) or not tickets:
+            if len(_require_list(name, given)) != len(tickets) or not (tickets or of_ids):
                 raise InputError(
                     f"{_UPDATE}: {len(tickets)} tickets and {len(given)} {name}; expected at least one ticket, "
                     "and gradients for each"
@@ -275,7 +300,22 @@ class Worker:
         at = max(1, self.rows.latest_step) if step is None else array_args.as_step(_UPDATE, "step", step)
         rates = [] if lrs is None else self._learning_rates(lrs)
         factor = array_args.as_scale(_UPDATE, scale)
-        self.rows.update(UpdateRequest(list(tickets), gradients, at, rates, factor, magnitude))
+        given_tickets = list(tickets)
+        if of_ids is not None:
+            given_tickets.append(of_ids.ticket)
+            none = self.rows.empty(0, 1)
+            gradients.append((None, [of_ids.by_table.get(table.name, none) for table in self.features.tables]))
+        self.rows.update(UpdateRequest(given_tickets, gradients, at, rates, factor, magnitude))
+
+    def on_device(self) -> AbstractContextManager[None]:
+        """Put work on rows on their device's stream, between earlier and later work of the caller's."""
+        return nullcontext() if self.device_stream is None else self.device_stream.joined()
+
+    def by_table(self) -> "Worker":
+        """Return a worker over the same rows whose features are `id_features`: batches of one sample, of ids by
+        table."""
+        features = id_features(self.features)
+        return Worker(features, self.rows, self.tables, blocks=self._blocks, of_tables=True)
 
     def measure(self, gradients: Sequence[tuple[Any, float]]) -> Any:
         """Return the largest magnitude of tensors times their factors, for `update`; None if it needs none. Call this
@@ -315,7 +355,8 @@ class Worker:
         latest = self.rows.latest_step
         step, oldest_open = resolve_step(_WHERE, latest, train=train, step=step, oldest_open=oldest_open)
         first_epoch = inputs.position is None or inputs.position.epoch == 0
-        return BagRequest(values, offsets, weights, batch_size, step, oldest_open, train, first_epoch)
+        given = values, offsets, weights, batch_size, step, oldest_open, train, first_epoch
+        return BagRequest(*given, of_tables=self._of_tables)
 
     def _arrays(self, inputs: Inputs) -> tuple[NDArray[np.uint64], NDArray[np.int64] | None, Floats | None]:
         """Check the ids of a batch, their offsets and weights."""

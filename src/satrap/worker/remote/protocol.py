@@ -27,6 +27,7 @@ from satrap.rpc import Origin
 Floats = NDArray[np.float32]
 Flags = NDArray[np.bool_]
 Bytes = NDArray[np.uint8]
+Ids = NDArray[np.uint64]
 Jagged = Mapping[str, NDArray[np.int64]]
 """The offsets of jagged sequences; see `satrap.worker.worker.LookupResult`."""
 
@@ -80,10 +81,15 @@ class WorkerCalls(Protocol):
         lrs: dict[str, float],
         scale: float,
         coded: Bytes | None = None,
+        ids: Ids | None = None,
+        id_counts: list[int] | None = None,
+        id_gradients: Floats | None = None,
     ) -> list[int]:
         """Apply one optimizer step with these batches. The gradients are those of the last batch;
         `send_gradients` sent those of the others.
 
+        ids: ids that modules of the trainer have looked up, table by table: as many of each of the features' tables as
+            `id_counts` says, with their gradients.
         present: whether there is a gradient for the block and for each sequence.
         Returns for each table how many gradients were not finite and were left out.
         """

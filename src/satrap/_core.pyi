@@ -482,6 +482,11 @@ class Samples:
 
     def __len__(self) -> int: ...
 
+    def count_ids(self, feature: int, padding: int | None) -> Annotated[NDArray[numpy.int64], dict(shape=(None,), order='C')]:
+        """
+        How many ids of the feature with this number each sample has, without those that are `padding`.
+        """
+
 def gather(parts: Sequence[tuple[Samples, int, int]], order: NDArray[numpy.int64]) -> tuple[NDArray[numpy.uint64], NDArray[numpy.int64] | None, NDArray[numpy.float32] | None, NDArray[numpy.float32] | None, NDArray[numpy.float32] | None]:
     """
     One batch: (values, offsets, weights, dense, label) of the samples `order` of the parts (samples, begin, end), which are numbered through.

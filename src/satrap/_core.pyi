@@ -62,6 +62,10 @@ class Ticket:
     def batch_size(self) -> int:
         """The number of samples of a batch of bags; else 0."""
 
+    @property
+    def sequence_floats(self) -> list[int]:
+        """The number of floats of each sequence of a batch of bags."""
+
     def only_of(self, table: int) -> bool:
         """Whether all ids are that table's."""
 
@@ -337,6 +341,9 @@ class SplitTicket:
 
     @property
     def batch_size(self) -> int: ...
+
+    @property
+    def sequence_floats(self) -> list[int]: ...
 
     @property
     def used(self) -> bool: ...

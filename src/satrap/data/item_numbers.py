@@ -26,7 +26,7 @@ def numbers_beside(
             continue
         arrow = pyarrow_for("numbers beside ids")
         bounds = np.arange(len(ids) + 1) if offsets is None else offsets
-        stays, kept = _kept(None if columns.declared is None else columns.declared[feature], ids, bounds)
+        stays, kept = kept_ids(None if columns.declared is None else columns.declared[feature], ids, bounds)
         for name, values in zip(column.numbers, its, strict=True):
             lists = arrow.LargeListArray.from_arrays(arrow.array(kept), arrow.array(values[stays]))
             found[numbers_key(feature, name)] = lists
@@ -62,10 +62,10 @@ def _lengths(feature: Feature, ids: NDArray[np.uint64], offsets: NDArray[np.int6
     return np.diff(np.append(0, np.cumsum(ids != np.uint64(feature.padding_id)))[bounds])
 
 
-def _kept(
+def kept_ids(
     feature: Feature | None, ids: NDArray[np.uint64], offsets: NDArray[np.int64]
 ) -> tuple[NDArray[np.bool_], NDArray[np.int64]]:
-    """Return which ids are looked up, and where those of each sample begin among them."""
+    """Return which ids of a feature are looked up, and where those of each sample begin among them."""
     stays = np.ones(len(ids), np.bool_)
     if feature is not None and feature.padding_id is not None:
         stays = ids != np.uint64(feature.padding_id)

@@ -88,12 +88,9 @@ def _groups(batch: Batch, group: Group) -> NDArray[Any]:
     if group in inputs.extra:
         return np.asarray(inputs.extra[group])
     if group in inputs.names and len(inputs.values):
-        begin = inputs.names.index(group) * inputs.batch_size
-        if inputs.offsets is None:
-            return inputs.values[begin : begin + inputs.batch_size]
-        offsets = inputs.offsets[begin : begin + inputs.batch_size + 1]
+        ids, offsets = inputs.bags(group)
         if (np.diff(offsets) == 1).all():
-            return inputs.values[offsets[0] : offsets[-1]]
+            return ids
     nearest = suggest(group, [*inputs.extra, *inputs.names])
     raise InputError(
         f"group is {group!r}; expected an extra column of the source, or a feature with one id in each sample, which "

@@ -127,6 +127,12 @@ def _not_drawn(items: list[pytest.Item], seed: int) -> set[pytest.Item]:
     return left_out
 
 
+def pytest_collection_finish() -> None:
+    """Leaves out what exists before the first test wherever a test collects: it is most objects, and none is garbage."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture
 def device() -> str:
     """Where tests of rows on a device have them; train/test_gpu.py runs the same tests on a GPU."""

@@ -101,7 +101,14 @@ class Progress:
         self._record = None
         if file is not None:
             shown = {**known, "script": hide_secrets(dict(settings or {}))}
-            self._record = TrainingRecord(file, self._counters, clock, window=window, settings=shown)
+            self._record = TrainingRecord(
+                file,
+                self._counters,
+                clock,
+                window=window,
+                settings=shown,
+                length=None if record is not None else lambda: self._length(total_samples),
+            )
 
     def step(self, batch: SteppedBatch, *, loss: Any = None, scores: Any = None, labels: Any = None) -> None:
         """Record a batch after its step. loss: a tensor or number; scores: the logits; labels: the batch's own if None.
@@ -187,6 +194,9 @@ class Progress:
         """Return the last step of the stream, of the last one if it has ended."""
         self._end_step = getattr(self._embeddings, "end_step", None) or self._end_step
         return self._end_step if self._end_step is not None and step <= self._end_step else None
+
+    def _length(self, total_samples: int | None) -> dict[str, int | None]:
+        return {"end_step": self._known_end(0), "total_samples": total_samples}
 
     def _counters(self) -> Counters | None:
         return None if self._embeddings is None else self._embeddings.counters()

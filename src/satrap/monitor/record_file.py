@@ -23,6 +23,8 @@ from satrap.config.durable import parse_json
 from satrap.config.regular_file import open_regular
 
 FOLDER = "records"
+SHOWN = "progress"
+"""Kind of the records that a trainer sends to its run, and that the run shows and does not keep."""
 _LOG = logging.getLogger("satrap.monitor")
 _CHECKSUM = b', "crc": '
 _MAX_DEPTH = 8

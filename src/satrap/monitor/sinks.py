@@ -1,5 +1,6 @@
 """Sinks of reports: a bar on a terminal, a line elsewhere, JSON lines, TensorBoard."""
 
+import curses
 import json
 import math
 import os
@@ -32,14 +33,10 @@ class Screen:
         # None in a process without standard error.
         self._stream: TextIO | None = sys.stderr if stream is None else stream
         is_notebook = type(self._stream).__module__.startswith("ipykernel.")
-        is_terminal = self._stream is not None and self._stream.isatty()
-        self._as_bar = is_terminal or is_notebook if as_bar is None else as_bar
+        self._as_bar = draws_in_place(self._stream) or is_notebook if as_bar is None else as_bar
         self._is_erased = not is_notebook  # a notebook returns to the first column, and cannot erase
         self.every_seconds = BAR_SECONDS if self._as_bar else LINE_SECONDS
-        self._marks = "#."
-        with suppress(UnicodeEncodeError, LookupError):
-            "█░".encode(getattr(self._stream, "encoding", None) or "ascii")
-            self._marks = "█░"
+        self._marks = marks_of(self._stream)
         self._open = False  # whether the line of a bar is unfinished
         self._width = 0  # characters of that line
 
@@ -71,6 +68,24 @@ class Screen:
             return os.get_terminal_size(self._stream.fileno() if self._stream else -1).columns or 80
         except (OSError, ValueError, AttributeError):  # not a terminal
             return 80
+
+
+def draws_in_place(stream: TextIO | None) -> bool:
+    """Return whether the stream is a terminal on which a line can be erased and drawn again."""
+    if stream is None or stream.closed or not stream.isatty():
+        return False
+    with suppress(curses.error):  # the kind of terminal is not known, so it is taken for a common one
+        curses.setupterm(fd=stream.fileno())
+        return curses.tigetstr("el") is not None
+    return True
+
+
+def marks_of(stream: TextIO | None) -> str:
+    """Return the characters of a full and of an empty part of a bar, which the stream can encode."""
+    with suppress(UnicodeEncodeError, LookupError):
+        "█░".encode(getattr(stream, "encoding", None) or "ascii")
+        return "█░"
+    return "#."
 
 
 class JsonLines:

@@ -40,7 +40,9 @@ def write_job(folder: Path) -> Path:
 
 
 @contextmanager
-def run_on(screen: PtyScreen, folder: Path, trainers: int = 1, **environment: str) -> Iterator[subprocess.Popen[bytes]]:
+def run_on(
+    screen: PtyScreen, folder: Path, trainers: int = 1, environment: dict[str, str] | None = None
+) -> Iterator[subprocess.Popen[bytes]]:
     (folder / "memory").mkdir(exist_ok=True)
     script = str(write_job(folder))
     places = ["--folder", str(folder / "run"), "--memory", str(folder / "memory")]
@@ -49,7 +51,7 @@ def run_on(screen: PtyScreen, folder: Path, trainers: int = 1, **environment: st
         stdout=screen.stream,
         stderr=screen.stream,
         stdin=subprocess.DEVNULL,
-        env=os.environ | {"TERM": "xterm"} | environment,
+        env=os.environ | {"TERM": "xterm"} | (environment or {}),
     )
     try:
         yield run
@@ -87,7 +89,7 @@ def test_one_line_for_all_trainers_continues_after_a_restart(tmp_path: Path) -> 
 def test_a_narrow_terminal_without_blocks_is_resized_and_the_run_stopped(tmp_path: Path) -> None:
     """The encoding is ASCII, and NO_COLOR is set: `PtyScreen` refuses every escape sequence but that of an erasure."""
     environment = {"PYTHONIOENCODING": "ascii", "NO_COLOR": "1", "LC_ALL": "C"}
-    with pty_screen(20, "ascii") as screen, run_on(screen, tmp_path, **environment) as run:
+    with pty_screen(20, "ascii") as screen, run_on(screen, tmp_path, environment=environment) as run:
         screen.wait_for(lambda rows: re.fullmatch(r"##\.\.  50%.*", rows[-1]))
         screen.resize(50)
         wide = screen.wait_for(lambda rows: len(rows[-1]) > 20)[-1]
@@ -104,7 +106,7 @@ def test_a_narrow_terminal_without_blocks_is_resized_and_the_run_stopped(tmp_pat
 
 def test_a_terminal_that_cannot_erase_gets_lines(tmp_path: Path) -> None:
     (tmp_path / "hold").touch()
-    with pty_screen(200) as screen, run_on(screen, tmp_path, TERM="dumb") as run:
+    with pty_screen(200) as screen, run_on(screen, tmp_path, environment={"TERM": "dumb"}) as run:
         screen.wait_for(lambda rows: any("validation auc" in row for row in rows))
         (tmp_path / "hold").unlink()
         assert run.wait(DEADLINE_SECONDS) == 0

@@ -28,7 +28,8 @@ from satrap.launch.run_progress import RunProgress
 from satrap.launch.terminal import Terminal
 from satrap.monitor.record_file import FOLDER, SHOWN, decode, encode
 from satrap.monitor.report import fit, is_progress, run_bar
-from satrap.monitor.sinks import BAR_SECONDS, draws_in_place
+from satrap.monitor.sinks import BAR_SECONDS
+from satrap.monitor.status_line import draws_in_place
 
 _LOG = logging.getLogger("satrap.launch")
 _TAIL_LINES = 20
@@ -112,7 +113,7 @@ class RunLogs:
         notes = [f"{restarts} restart{'s' * (restarts != 1)}"] if restarts else []
         notes[:0] = [phase] if phase is not None else []
         if report is not None:
-            self._stderr.show(run_bar(report, columns, self._stderr.marks, notes))
+            self._stderr.show(run_bar(report, columns, self._stderr.marks, [*notes, *self._progress.notes]))
         else:
             self._stderr.show(fit([*notes, "no step yet"], columns))
 

@@ -81,6 +81,7 @@ class RunProgress:
             self._begin(rank, record)
             trainer = self._trainers[rank]
             trainer.step, trainer.samples = record["step"], record["samples"]
+            trainer.note = record.get("note")
             trainer.end_step, trainer.total_samples = record.get("end_step"), record.get("total_samples")
         elif record["kind"] == "interval" and rank in self._running:
             trainer = self._trainers[rank]
@@ -111,6 +112,12 @@ class RunProgress:
             loss=_mean([trainer.metrics.get("loss") for trainer in trainers]),
             auc=_mean([trainer.metrics.get("auc") for trainer in trainers]),
         )
+
+    @property
+    def notes(self) -> list[str]:
+        """What a trainer does beside training, in words; that of the first trainer that has a note."""
+        notes = (self._trainers[rank].note for rank in sorted(self._running))
+        return [str(note) for note in notes if note][:1]
 
     def _begin(self, rank: int, record: Mapping[str, Any]) -> None:
         """Begin to count a training loop, if it is a new one."""

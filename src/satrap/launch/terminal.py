@@ -16,7 +16,7 @@ import threading
 from contextlib import suppress
 from typing import TextIO
 
-from satrap.monitor.sinks import marks_of
+from satrap.monitor.status_line import marks_of
 
 _MAX_QUEUED_BYTES = 1 << 20
 _CHUNK_BYTES = 4096  # a pipe that has room accepts it at once

@@ -141,10 +141,10 @@ def line(report: Report) -> str:
     return " | ".join(_phrases(report))
 
 
-def bar(report: Report, columns: int, marks: str = "#.") -> str:
-    """Format a report in at most `columns` columns: a bar if the total is known, then as much of the line as fits."""
-    drawn = _drawn_share(report, columns, marks)
-    return fit([*drawn, *_phrases(report)], columns)
+def bar(report: Report, columns: int, marks: str = "#.", notes: Sequence[str] = ()) -> str:
+    """Format a report in at most `columns` columns: a bar if the total is known, then as much of the line as fits.
+    notes: in words, such as "save: 40 %"."""
+    return fit([*_drawn_share(report, columns, marks), *notes, *_phrases(report)], columns)
 
 
 def run_bar(report: Report, columns: int, marks: str, notes: Sequence[str]) -> str:

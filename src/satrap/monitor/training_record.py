@@ -61,6 +61,7 @@ class TrainingRecord:
         self._file, self._counters, self._clock = file, counters, clock
         self._length, self._show_at = length, -math.inf
         self._first_step: int | None = None
+        self._note: str | None = None
         self._started = self._last = clock()
         self._meter = Meter(self._started, counters=counters(), window=window)
         self._due = self._started + _MIN_SECONDS
@@ -132,12 +133,18 @@ class TrainingRecord:
         self._file.append("end", id=self._id, at=time.time(), seconds=now - self._started, step=self._step, error=text)
         self._file.close()
 
+    def note(self, text: str | None) -> None:
+        """Show a note beside the progress, from any thread; None: no more."""
+        self._note = text
+        if self._step is not None:
+            self._show(self._clock())
+
     def _show(self, now: float) -> None:
         """Send the run how far this loop is."""
         self._show_at = math.inf if self._length is None else now + _SHOWN_SECONDS
         if self._length is not None:
             count = {"first": self._first_step, "step": self._step, "samples": self._meter.num_samples}
-            self._file.append(SHOWN, id=self._id, **count, **self._length())
+            self._file.append(SHOWN, id=self._id, note=self._note, **count, **self._length())
 
     def _write_interval(self, now: float) -> None:
         report = self._meter.report(now, self._counters())

@@ -1,13 +1,13 @@
 """The batches of a loader whose ids were named ahead of their step, and the rows that were looked up for them.
 
-`Embeddings.prefetch` makes `NamedInputs` of what the loader yields, and a stream looks their ids up, those of all tables
-in one call. A module then finds its rows here, by id. A table's gradients need no ids if modules have asked for exactly
+`Embeddings.prefetch` makes `NamedInputs` of what the loader yields, and a stream looks their ids up, of all tables in
+one call. A module then finds its rows here, by id. A table's gradients need no ids if modules have asked for exactly
 what was named: then the update takes the ticket of that lookup.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,12 +17,8 @@ from satrap.config.array_args import as_ids
 from satrap.config.validation import kind_of, suggest
 from satrap.data.inputs import Inputs
 from satrap.errors import InputError
-from satrap.train.batch import InFlightBatch
 from satrap.train.step_lookups import Lookup
-from satrap.train.stream import Stream
 from satrap.worker.rows import Ids
-
-IdsOf = Callable[[Any], Mapping[str, Any]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False, repr=False)
@@ -65,7 +61,8 @@ class AheadRows:
 
     def __init__(self, inputs: NamedInputs, values: Mapping[str, Tensor]) -> None:
         """values: of each table, the rows of its chunks."""
-        self._chunks, self._values = inputs.chunks, values
+        self._chunks = inputs.chunks
+        self._values = {name: rows.detach() for name, rows in values.items()}
         self._sorted: dict[str, tuple[Ids, Any]] = {}
 
     def find(self, table: str, ids: Ids) -> tuple[Tensor, int] | None:
@@ -73,7 +70,7 @@ class AheadRows:
         begin = 0
         for number, chunk in enumerate(self._chunks[table]):
             if len(chunk) == len(ids) and np.array_equal(chunk, ids):
-                return self._values[table][begin : begin + len(ids)].detach(), number
+                return self._values[table][begin : begin + len(ids)], number
             begin += len(chunk)
         return None
 
@@ -90,7 +87,7 @@ class AheadRows:
 
     def rows(self, table: str, lines: Any) -> Tensor:
         """Return these lines of the table's rows."""
-        return self._values[table].detach()[torch.from_numpy(lines).to(self._values[table].device)]
+        return self._values[table][torch.from_numpy(lines).to(self._values[table].device)]
 
     def whole_tables(self, lookups: list[Lookup]) -> dict[str, list[Lookup]]:
         """Return the lookups of each table of which every chunk was asked for once and no lookup was of a part."""
@@ -105,33 +102,21 @@ class AheadRows:
         }
 
 
-def ahead_of(batch: InFlightBatch) -> AheadRows | None:
-    """Return what was looked up ahead for modules; None if the batch's features are the model's."""
-    if batch.ahead is None and isinstance(batch.inputs, NamedInputs) and batch.is_looked_up():
-        batch.ahead = AheadRows(batch.inputs, {name: rows.values for name, rows in batch.sequences.items()})
-    return cast("AheadRows | None", batch.ahead)
-
-
-class PrefetchedBatches:
-    """The batches of a loader, with the rows of their ids looked up ahead; created by `Embeddings.prefetch`. Each
-    iteration is one pass over the loader."""
-
-    def __init__(
-        self, loader: Iterable[Any], ids: IdsOf, tables: tuple[str, ...], start: Callable[[Iterator[Inputs]], Stream]
-    ) -> None:
-        """start: starts a stream of such batches."""
-        self._loader, self._ids, self._tables, self._start = loader, ids, tables, start
-
-    def __len__(self) -> int:
-        """Return the number of batches, if the loader knows it."""
-        return len(cast(Sized, self._loader))
-
-    def __iter__(self) -> Iterator[Any]:
-        with self._start(self._read()) as stream:
-            for batch in stream:
-                batch.use()  # so that dense parameters from servers are there before the model runs
-                yield cast(NamedInputs, batch.inputs).item
-
-    def _read(self) -> Iterator[Inputs]:
-        for item in self._loader:
-            yield NamedInputs.of(item, self._ids(item), self._tables)
+def rows_of(
+    ahead: AheadRows | None, table: str, ids: Ids, device: torch.device, read: Callable[[Ids], Tensor]
+) -> tuple[Tensor, int, int]:
+    """Return the rows of ids on the model's device, the number of the chunk that they are or -1, and how many of them
+    were looked up ahead. read: looks up the others."""
+    if ahead is None:
+        return read(ids), -1, 0
+    found = ahead.find(table, ids)
+    if found is not None:
+        return found[0].to(device), found[1], len(ids)
+    lines = ahead.lines(table, ids)
+    is_missing = lines < 0
+    if is_missing.all():
+        return read(ids), -1, 0
+    rows = ahead.rows(table, np.maximum(lines, 0)).to(device)
+    if is_missing.any():
+        rows[torch.from_numpy(is_missing).to(device)] = read(ids[is_missing])
+    return rows, -1, len(ids) - int(is_missing.sum())

@@ -108,9 +108,9 @@ class JointBatches(Iterator[Inputs]):
         for leaf in batch.leaves:
             leaf.register_post_accumulate_grad_hook(compare)
 
-    def reach(self, batch: InFlightBatch) -> None:
+    def reach(self, calls: BatchCalls) -> None:
         """Compare the same of a backward pass to what modules have looked up."""
-        self._compare_first(Call.BACKWARD, batch.calls)
+        self._compare_first(Call.BACKWARD, calls)
 
     def step(self, batch: InFlightBatch) -> None:
         """Compare the step, or the drop, of a batch and all before it."""

@@ -31,7 +31,7 @@ def main(rank: int, world_size: int, rendezvous: str, job: dict[str, Any]) -> No
         model = embeddings.parallel(scores)
         optimizer = embeddings.optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
         losses = []
-        users = [batch(step)[0].chunk(world_size)[rank].numpy() for step in range(STEPS)]
+        users = [part.numpy() for step in range(STEPS) for part in batch(step)[0].chunk(world_size)]  # divided in turn
         stream = iter(embeddings.stream([{"item": ids, "user": ids} for ids in users])) if job.get("stream") else None
         for step in range(STEPS):
             if stream is not None:
@@ -48,8 +48,9 @@ def main(rank: int, world_size: int, rendezvous: str, job: dict[str, Any]) -> No
             losses.append(loss.item())
         dist.barrier()
         rows = {name: start_rows(embeddings, name, NUM_IDS).tolist() for name in embeddings.tables}
-        print(json.dumps({"losses": losses, "rows": rows, "step": embeddings.step}), flush=True)
+        found = {"losses": losses, "rows": rows, "step": embeddings.step}
     dist.destroy_process_group()
+    print(json.dumps(found), flush=True)
 
 
 class Returned(torch.nn.Module):
@@ -71,7 +72,7 @@ def count(rank: int, how: dict[str, Any], deployment: Deployment | None) -> None
         module, dense = Embedding(embeddings, "item"), torch.nn.Linear(2, 1, bias=False)
         torch.nn.init.constant_(dense.weight, 8.0)
         optimizer = embeddings.optimizer(torch.optim.SGD(dense.parameters(), lr=1.0))
-        data = [{"item": np.array([step], np.uint64)} for step in range(STEPS)]
+        data = [{"item": np.array([step // 2], np.uint64)} for step in range(2 * STEPS)]  # divided in turn
         stream = iter(embeddings.stream(data)) if how["stream"] else None
         for step in range(STEPS):
             score = dense(torch.ones(1, 2)).sum()  # before the first lookup
@@ -84,10 +85,14 @@ def count(rank: int, how: dict[str, Any], deployment: Deployment | None) -> None
         embeddings.drain()
         dist.barrier()
         embeddings.drain()
-        found = {"rows": start_rows(embeddings, "item", NUM_IDS)[:, 0].tolist(), "dense": dense.weight[0].tolist()}
-        print(json.dumps(found | {"step": embeddings.step}), flush=True)
+        found: dict[str, Any] = {
+            "rows": start_rows(embeddings, "item", NUM_IDS)[:, 0].tolist(),
+            "dense": dense.weight[0].tolist(),
+        }
+        found["step"] = embeddings.step
         dist.barrier()
     dist.destroy_process_group()
+    print(json.dumps(found), flush=True)
 
 
 if __name__ == "__main__":

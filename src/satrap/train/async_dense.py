@@ -271,7 +271,17 @@ class AsyncDense(DenseStrategy):
                 f"dense='async': dense parameter {changed} was changed in this process, but the servers own it: change "
                 "parameters before the first training stream, or resume a checkpoint"
             )
-        torch._foreach_copy_(self._parameters, self._views(values))
+        views = self._views(values)
+        if self._versions is None and all(
+            map(
+                torch.equal,
+                (view.to(p.device) for p, view in zip(self._parameters, views, strict=True)),
+                self._parameters,
+            )
+        ):
+            self._versions = versions  # a model may have begun its forward pass, whose parameters autograd has saved
+            return
+        torch._foreach_copy_(self._parameters, views)
         self._versions = [parameter._version for parameter in self._parameters]
 
     def _views(self, values: Tensor) -> list[Tensor]:

@@ -23,6 +23,7 @@ from satrap.data.inputs import Inputs, Position
 from satrap.data.item_numbers import kept_ids
 from satrap.device.device_stream import Mark
 from satrap.errors import InputError, StreamError
+from satrap.train.ahead_rows import AheadRows
 from satrap.train.joint_calls import PADDING_ROWS, BatchCalls, Padding
 from satrap.train.ledger import BatchRecord
 from satrap.train.sequence import JaggedSequence, Sequence
@@ -57,6 +58,8 @@ class InFlightBatch(BatchRecord):
         """Whether autograd was recording when the rows were returned."""
         self.lookups = StepLookups(0)
         """Those of modules that belong to the batch."""
+        self.ahead: AheadRows | None = None
+        """The rows that were looked up ahead for these, once they are."""
         self.drop_reason: str | None = None
         """Why the rows cannot be used any more; None if they can."""
         self._batch: Callable[[], object] = _never_released
@@ -277,6 +280,18 @@ def _in_memory(array: Any) -> NDArray[Any]:
 def _never_released() -> object:
     """Stand in for the weak reference of a batch that was not returned yet, which cannot have been released."""
     return _never_released
+
+
+def batch_in_use(in_loop: list[InFlightBatch]) -> InFlightBatch:
+    """Return the batch that a loop works on, of those that it received and did not step: of the ones that it still
+    holds the one that it used last, or else the first one. StreamError if there is none."""
+    held = [batch for batch in in_loop if not batch.is_released] or in_loop[-1:]
+    if not held:
+        raise StreamError(
+            "a module looked up rows for training while a training stream is open and no batch of it is in use, so "
+            "the lookup belongs to no step: take a batch from the stream first, or end the stream"
+        )
+    return next((batch for batch in reversed(held) if batch.is_used), held[0])
 
 
 def gradient_of(leaf: Tensor, weight: float = 1.0) -> Tensor | None:

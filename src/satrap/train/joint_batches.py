@@ -144,9 +144,9 @@ class JointBatches(Iterator[Inputs]):
         for leaf in batch.leaves:
             leaf.register_post_accumulate_grad_hook(compare)
 
-    def reach(self, batch: InFlightBatch) -> None:
+    def reach(self, calls: BatchCalls) -> None:
         """Compare the same of a backward pass to what modules have looked up."""
-        self._compare_backward(batch.calls)
+        self._compare_backward(calls)
 
     def step(self, batch: InFlightBatch, *, waits: bool) -> None:
         """Compare the step, or the drop, of a batch and all before it. waits: whether it waits for other trainers."""

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from satrap.config.features import Features
 from satrap.config.tables import Table
-from satrap.data.inputs import Position
+from satrap.data.inputs import Inputs, Position
 from satrap.errors import ConfigError, StreamError
 from satrap.event_log import describe_process
 from satrap.interrupts import Uninterrupted
@@ -218,14 +218,40 @@ class TrainingSession:
         share = {"rank": self.trainers.rank, "world_size": self.trainers.world_size} if several else {}
         batches = self.worker.batches(data, position, **share)
         inputs = self.dense.batches(batches, self.features.names, self._unawaited(accumulate))
+        with Uninterrupted():
+            self._training_data = data
+            stream = self._start_stream(inputs, self.worker, position, device, accumulate, overlap)
+            if tracked is not None:
+                tracked.resume = False
+        return stream
+
+    def train_by_table(self, inputs: Iterator[Inputs], accumulate: int, overlap: bool) -> Stream:
+        """Start a training stream of ids by table, for modules. All trainers call this."""
+        if self.on_hold is None:
+            raise StreamError("no optimizer: call embeddings.optimizer(...) before you iterate over prefetch(...)")
+        self._leave_stream()
+        self._has_evaluated_nothing = False
+        self._require_own_rows()
+        self.dense.begin()
+        return self._start_stream(inputs, self.worker.by_table(), None, torch.device("cpu"), accumulate, overlap)
+
+    def _start_stream(
+        self,
+        inputs: Iterator[Inputs],
+        worker: Worker,
+        position: Position | None,
+        device: torch.device,
+        accumulate: int,
+        overlap: bool,
+    ) -> Stream:
+        assert self.on_hold is not None
         ledger: BatchLedger[InFlightBatch] = BatchLedger(
             self.staleness, accumulate=accumulate, deterministic=self._deterministic, last_step=self.step
         )
         with Uninterrupted():
-            self._training_data = data
             stream = self._training = Stream(
                 inputs,
-                self.worker,
+                worker,
                 ledger,
                 train=True,
                 device=device,
@@ -234,8 +260,6 @@ class TrainingSession:
                 position=position,
                 dense=self.dense,
             )
-            if tracked is not None:
-                tracked.resume = False
         return stream
 
     def _unawaited(self, accumulate: int) -> set[Call]:

@@ -37,11 +37,11 @@ class StepLookups:
         """Whether a backward pass has reached any lookup."""
         return bool(self._reached)
 
-    def add(self, table: str, ids: Ids, rows: Tensor) -> Tensor:
-        """Return the rows that were looked up as a leaf of autograd."""
+    def add(self, table: str, ids: Ids, rows: Tensor, chunk: int = -1) -> Tensor:
+        """Return the rows that were looked up as a leaf of autograd. chunk: see `Lookup`."""
         leaf = rows.requires_grad_()
         self.num_lookups += 1
-        leaf.register_post_accumulate_grad_hook(Lookup(self, self.num_lookups, table, ids))
+        leaf.register_post_accumulate_grad_hook(Lookup(self, self.num_lookups, table, ids, chunk))
         return leaf
 
     def reach(self, lookup: "Lookup", leaf: Tensor) -> None:
@@ -81,14 +81,21 @@ class Lookup:
     """One lookup: the hook of its leaf. Must not refer to the leaf before it has a gradient, so that it is collected
     with the user's last reference."""
 
-    __slots__ = ("__weakref__", "_step", "ids", "leaf", "number", "table")
+    __slots__ = ("__weakref__", "_step", "chunk", "ids", "leaf", "number", "table")
 
-    def __init__(self, step: StepLookups, number: int, table: str, ids: Ids) -> None:
-        self._step, self.number, self.table, self.ids = step, number, table, ids
+    def __init__(self, step: StepLookups, number: int, table: str, ids: Ids, chunk: int) -> None:
+        """chunk: the number of the table's chunk that has exactly these ids, if they were looked up ahead; else -1."""
+        self._step, self.number, self.table, self.ids, self.chunk = step, number, table, ids, chunk
         self.leaf: Tensor | None = None
 
     def __call__(self, leaf: Tensor) -> None:
         self._step.reach(self, leaf)
+
+
+def gradients_of(lookups: Sequence[Lookup], weight: float) -> list[tuple[Tensor, float]]:
+    """Return the gradients of lookups with a factor, as `joined` takes them."""
+    gradients = [None if lookup.leaf is None else lookup.leaf.grad for lookup in lookups]
+    return [(gradient, weight) for gradient in gradients if gradient is not None]
 
 
 def read_rows(worker: Worker, table: str, ids: Ids, step: int, oldest_open: int, device: torch.device) -> Tensor:

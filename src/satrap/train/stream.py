@@ -27,6 +27,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict
+from functools import partial
 from typing import NoReturn, Self
 
 import torch
@@ -38,10 +39,12 @@ from satrap.data.skipped_rows import SkippedRows
 from satrap.errors import NotReadyError, StreamError
 from satrap.interrupts import Uninterrupted
 from satrap.monitor.report import Counters
-from satrap.train.batch import Batch, InFlightBatch
+from satrap.train.ahead_rows import rows_of
+from satrap.train.batch import Batch, InFlightBatch, batch_in_use
 from satrap.train.batch_lookup import BatchLookup
 from satrap.train.dense_strategy import DenseStrategy
 from satrap.train.joint_batches import JointBatches
+from satrap.train.joint_calls import BatchCalls
 from satrap.train.ledger import BatchLedger, DropTicket, Event, State, Update
 from satrap.train.prefetch_pipeline import PrefetchPipeline
 from satrap.train.step_lookups import StepLookups, read_rows
@@ -343,36 +346,28 @@ class Stream(Iterator[Batch]):
 
     def look_up(self, table: str, ids: Ids, device: torch.device) -> Tensor:
         """Return the rows of ids that a module looks up in the step of the batch in use, as a leaf on the device."""
-        batch = self._batch_in_use()
+        batch = batch_in_use(self._ledger.in_loop)
         if not batch.is_used:
             self.use(batch)
+        if not batch.lookups.num_lookups:
+            own, calls = weakref.ref(self), batch.calls
+            batch.lookups = StepLookups(batch.step, lambda: None if (me := own()) is None else me._reach(calls))
+        rows, chunk, num_ahead = rows_of(batch.ahead, table, ids, device, partial(self._read, batch, table, device))
+        self._num_ids += Counter({"ahead": num_ahead, "on the spot": len(ids) - num_ahead})
+        return batch.lookups.add(table, ids, rows, chunk)
+
+    def _read(self, batch: InFlightBatch, table: str, device: torch.device, ids: Ids) -> Tensor:
+        """Look up rows for a module on the spot; those of a padding batch are not trained."""
+        if not batch.has_rows:
+            return torch.from_numpy(self._worker.tables[table].lookup(ids, train=False)).to(device)
         if self._ledger.deterministic:
             self._pipeline.drain()  # so that the rows have the same updates in every run
-        if not batch.lookups.num_lookups:
-            own, number = weakref.ref(self), batch.number
-            batch.lookups = StepLookups(batch.step, lambda: None if (me := own()) is None else me._reach(number))
-        self._num_ids["on the spot"] += len(ids)
-        at = batch.step, self._pipeline.oldest_open()
-        return batch.lookups.add(table, ids, read_rows(self._worker, table, ids, *at, device))
+        return read_rows(self._worker, table, ids, batch.step, self._pipeline.oldest_open(), device)
 
-    def _batch_in_use(self) -> InFlightBatch:
-        """Return the batch that the loop works on: of those that it holds the one that it used last, or else the first
-        one."""
-        in_loop = self._ledger.in_loop
-        held = [batch for batch in in_loop if not batch.is_released] or in_loop[-1:]
-        if not held:
-            raise StreamError(
-                "a module looked up rows for training while a training stream is open and no batch of it is in use, so "
-                "the lookup belongs to no step: take a batch from the stream first, or end the stream"
-            )
-        return next((batch for batch in reversed(held) if batch.is_used), held[0])
-
-    def _reach(self, number: int) -> None:
+    def _reach(self, calls: BatchCalls) -> None:
         """Note that a backward pass has reached what modules have looked up in a batch."""
         if self.joint is not None:
-            for batch in self._ledger.in_loop:
-                if batch.number == number:
-                    self.joint.reach(batch)
+            self.joint.reach(calls)
         self._hold()
 
     def _weigh(self, batch: InFlightBatch) -> None:

@@ -192,6 +192,7 @@ void bind_runs(nb::class_<Split>& split) {
 void bind_split(nb::module_& m) {
     nb::class_<SplitTicket> ticket(m, "SplitTicket", "A batch whose unique ids are laid out for the servers.");
     ticket.def_prop_ro("batch_size", [](const SplitTicket& t) { return t.ticket.batch_size; })
+        .def_prop_ro("sequence_floats", [](const SplitTicket& t) { return sequence_sizes(t.ticket); })
         .def_prop_ro("used", [](const SplitTicket& t) { return t.ticket.used.load(); });
     bind_layout(ticket);
     nb::class_<Sums> sums_class(m, "Sums", "What an update sends to each server: one gradient for each id.");

@@ -62,6 +62,10 @@ class Ticket:
     def batch_size(self) -> int:
         """The number of samples of a batch of bags; else 0."""
 
+    @property
+    def sequence_floats(self) -> list[int]:
+        """The number of floats of each sequence of a batch of bags."""
+
     def only_of(self, table: int) -> bool:
         """Whether all ids are that table's."""
 
@@ -339,6 +343,9 @@ class SplitTicket:
     def batch_size(self) -> int: ...
 
     @property
+    def sequence_floats(self) -> list[int]: ...
+
+    @property
     def used(self) -> bool: ...
 
     def ids(self, server: int) -> Annotated[NDArray[numpy.uint64], dict(shape=(None,), order='C', writable=False)]:
@@ -486,6 +493,11 @@ class Samples:
     def __init__(self, n: int, ids: Sequence[tuple[Annotated[NDArray[numpy.uint64], dict(shape=(None,), order='C', device='cpu', writable=False)], Annotated[NDArray[numpy.int64], dict(shape=(None,), order='C', device='cpu', writable=False)] | None, Annotated[NDArray[numpy.float32], dict(shape=(None,), order='C', device='cpu', writable=False)] | None]], dense: Annotated[NDArray[numpy.float32], dict(shape=(None, None), order='C', device='cpu', writable=False)] | None, label: Annotated[NDArray[numpy.float32], dict(shape=(None, None), order='C', device='cpu', writable=False)] | None) -> None: ...
 
     def __len__(self) -> int: ...
+
+    def count_ids(self, feature: int, padding: int | None) -> Annotated[NDArray[numpy.int64], dict(shape=(None,), order='C')]:
+        """
+        How many ids of the feature with this number each sample has, without those that are `padding`.
+        """
 
 def gather(parts: Sequence[tuple[Samples, int, int]], order: NDArray[numpy.int64]) -> tuple[NDArray[numpy.uint64], NDArray[numpy.int64] | None, NDArray[numpy.float32] | None, NDArray[numpy.float32] | None, NDArray[numpy.float32] | None]:
     """

@@ -285,7 +285,8 @@ def test_dense_parameters_on_servers_need_an_optimizer() -> None:
 @pytest.mark.parametrize("memory", [None, 4096])
 def test_rows_on_a_device_are_those_in_memory(memory: int | None) -> None:
     found = []
-    for options in ({}, {"device": "cpu", "device_memory": memory}):
+    on_device: dict[str, Any] = {"device": "cpu", "device_memory": memory}
+    for options in ({}, on_device):
         with embeddings_of(*tables(), **options) as embeddings:
             torch.manual_seed(0)
             model = Scores.over(embeddings)

@@ -111,7 +111,9 @@ def test_a_random_program_over_a_stream_and_modules(
             if 5 in uses:
                 ours += [one(too), one(too[:2])]
                 theirs += [plain.rows("one", too), plain.rows("one", too[:2])]
-            losses = [sum(torch.tanh(3 * part).square().sum() for part in parts) for parts in (ours, theirs)]
+            losses = [
+                torch.stack([torch.tanh(3 * part).square().sum() for part in parts]).sum() for parts in (ours, theirs)
+            ]
             torch.testing.assert_close(losses[0], losses[1], rtol=1e-5, atol=1e-6)
             for loss in losses:
                 loss.backward()

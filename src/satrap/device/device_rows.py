@@ -23,11 +23,20 @@ from satrap.config.tables import Always
 from satrap.data.inputs import Inputs
 from satrap.device.device_blocks import Magnitude, TensorBlocks
 from satrap.device.device_engine import DeviceEngine, Owed
-from satrap.device.device_ids import DeviceIds, DeviceReader, IdLayout, ids_of, refuse_jagged
+from satrap.device.device_ids import DeviceIds, DeviceReader, IdLayout, ids_of
 from satrap.device.device_memory import DeviceMemory
 from satrap.device.device_stream import new_stream, to_device, to_host
 from satrap.device.row_memory import RowMemory
-from satrap.device.runs import DeviceTicket, Given, PooledFeatures, RowUpdate, Runs, SortedGradients
+from satrap.device.runs import (
+    DeviceTicket,
+    Given,
+    PooledFeatures,
+    RowUpdate,
+    Runs,
+    SortedGradients,
+    require_sizes,
+    sequence_bags,
+)
 from satrap.device.torch_device import kernels_of, require_possible, resolve_device
 from satrap.errors import TicketError
 from satrap.table.engine import Slot
@@ -115,6 +124,7 @@ class DeviceRows(Rows):
             for block, sequences in request.gradients
         ]
         scale = float(np.float32(request.scale))
+        require_sizes(request.tickets, request.gradients)
         with self._engine.in_order():
             flat = self._flat(request.gradients)
             sorted_there = _claim(request.tickets)
@@ -248,12 +258,12 @@ class DeviceRows(Rows):
             self._kernels.pool(memory.values, rows, at, offsets, weights, pooled, batch_size, block)
         left = iter(sequences)
         for number, feature in enumerate(features.values()):
-            if feature.max_length is None:
+            if feature.pooling != "none":
                 continue
             memory = self._engine.memory(features.table_index[number])
-            out = next(left).view(batch_size, feature.max_length, memory.layout.dim)
             rows = absent[self._engine.memories.index(memory)]
-            self._kernels.copy_sequence(memory.values, rows, at, offsets, number, out)
+            bags = sequence_bags(feature, number, offsets, batch_size, next(left))
+            self._kernels.copy_sequence(memory.values, rows, at, *bags)
 
     # -- update --------------------------------------------------------------------------------------------------------
 
@@ -381,7 +391,6 @@ def device_worker(
     """Return a worker that owns the tables of its features, empty ones, on a device. seed and num_threads are those of
     `Store`, device_memory is that of `Embeddings`."""
     require_features(features)
-    refuse_jagged(features)
     resolved = resolve_device(device)
     require_possible(features.tables, resolved)
     create = partial(

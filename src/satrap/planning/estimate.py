@@ -439,7 +439,7 @@ def upkeep_of(candidate: Estimate, workload: Workload, costs: Coefficients, limi
         "machines": saved / rate(link.out_bytes),
         "cores": costs.save_byte * saved / spare_cores,
     }
-    bound = max(seconds, key=lambda each: seconds[each])
+    bound = max(seconds, key=lambda cause: seconds[cause])
     return Upkeep(
         checkpoint_bytes=saved,
         save_seconds=seconds[bound],

@@ -17,13 +17,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from satrap.config.features import Features
+from satrap.config.features import Feature, Features
 from satrap.config.validation import suggest
 from satrap.data.inputs import Inputs, Position
+from satrap.data.item_numbers import kept_ids
 from satrap.device.device_stream import Mark
 from satrap.errors import InputError, StreamError
 from satrap.train.ahead_rows import AheadRows
-from satrap.train.joint_calls import BatchCalls, Padding
+from satrap.train.joint_calls import PADDING_ROWS, BatchCalls, Padding
 from satrap.train.ledger import BatchRecord
 from satrap.train.sequence import JaggedSequence, Sequence
 from satrap.train.step_lookups import StepLookups, scaled
@@ -173,9 +174,7 @@ class Batch:
         """Return the rows of one feature: a view [batch, dim] of `embeddings`, or if it is not pooled, a `Sequence` or
         a `JaggedSequence`; looked up as `embeddings` are."""
         features = self._in_flight.features
-        if name not in features:
-            raise InputError(f"the batch has no feature {name!r}; {suggest(name, list(features))}")
-        if name not in features.pooled:
+        if self._feature(name).pooling == "none":
             return self._looked_up().sequences[name]
         recording = torch.is_grad_enabled()  # a view that is created without autograd never passes on a gradient
         if recording not in self._pooled:
@@ -183,6 +182,41 @@ class Batch:
             parts = self.embeddings.split(list(features.pooled.values()), dim=1)
             self._pooled[recording] = dict(zip(features.pooled, parts, strict=True))
         return self._pooled[recording][name]
+
+    def ids(self, name: str) -> Tensor:
+        """Return the ids of one feature that are looked up, as int64 where `dense` is: all samples' one after another,
+        [batch] if each has one, [rows] of a jagged sequence; of a padded one [batch, max_length], with zeros where its
+        mask is False."""
+        in_flight, inputs = self._in_flight, self.inputs
+        feature, device = self._feature(name), in_flight.dense.device
+        if not in_flight.has_rows:
+            shape = (PADDING_ROWS, *(() if feature.padded_length is None else (feature.padded_length,)))
+            return torch.zeros(shape, dtype=torch.int64, device=device)
+        ids, offsets = (_in_memory(each) for each in inputs.bags(name))
+        is_kept, offsets = kept_ids(feature, ids.view(np.uint64), offsets)
+        ids = ids[is_kept].view(np.int64)
+        if feature.padded_length is not None:
+            mask = np.arange(feature.padded_length) < np.diff(offsets)[:, None]
+            ids, flat = np.zeros(mask.shape, np.int64), ids
+            ids[mask] = flat
+        return torch.from_numpy(ids).to(device)
+
+    def expand(self, items: str) -> tuple[Tensor, Tensor]:
+        """Return dense features [rows, columns] and embeddings [rows, sum of dims] with one sample for each row of a
+        jagged sequence: what a sample has once, such as its user, is repeated for each of its items, and its gradients
+        are summed. A model for them is created with `embeddings.features.expanded(items)`."""
+        features = self._in_flight.features
+        expanded, aligned = features.expanded(items), features.aligned(items)
+        samples = self[items].samples
+        repeated = self.embeddings.index_select(0, samples).split(list(features.pooled.values()), dim=1)
+        columns = dict(zip(features.pooled, repeated, strict=True)) | {name: self[name].values for name in aligned}
+        return self.dense.index_select(0, samples), torch.cat([columns[name] for name in expanded.pooled], 1)
+
+    def _feature(self, name: str) -> Feature:
+        features = self._in_flight.features
+        if name not in features:
+            raise InputError(f"the batch has no feature {name!r}; {suggest(name, list(features))}")
+        return features[name]
 
     def __contains__(self, name: object) -> bool:
         return name in self._in_flight.features
@@ -236,6 +270,11 @@ class Batch:
             self._unused_in.use(self._in_flight)
             self._unused_in = None
         return self._in_flight
+
+
+def _in_memory(array: Any) -> NDArray[Any]:
+    """Return an array, or a tensor on any device, as an array in CPU memory."""
+    return np.asarray(array.cpu() if isinstance(array, Tensor) else array)
 
 
 def _never_released() -> object:

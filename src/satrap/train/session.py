@@ -27,6 +27,7 @@ from satrap.table.table_group import transfers_of
 from satrap.train.batch import InFlightBatch
 from satrap.train.dense_strategy import DenseStrategy
 from satrap.train.joint_batches import JointBatches
+from satrap.train.joint_calls import Call
 from satrap.train.ledger import BatchLedger
 from satrap.train.module_lookups import ModuleLookups
 from satrap.train.process_group import ProcessGroup, note_missing_trainer
@@ -215,7 +216,8 @@ class TrainingSession:
         position = tracked.position if tracked is not None and tracked.resume else None
         several = self.trainers.world_size > 1
         share = {"rank": self.trainers.rank, "world_size": self.trainers.world_size} if several else {}
-        inputs = self.dense.batches(self.worker.batches(data, position, **share), self.features.names)
+        batches = self.worker.batches(data, position, **share)
+        inputs = self.dense.batches(batches, self.features.names, self._unawaited(accumulate))
         with Uninterrupted():
             self._training_data = data
             stream = self._start_stream(inputs, self.worker, position, device, accumulate, overlap)
@@ -259,6 +261,17 @@ class TrainingSession:
                 dense=self.dense,
             )
         return stream
+
+    def _unawaited(self, accumulate: int) -> set[Call]:
+        """Return the calls of a training loop in which no trainer waits for another."""
+        if self.worker.device is not None:
+            return set()  # lookups and updates are exchanges of all trainers
+        calls = {
+            Call.NEXT: accumulate == 1,  # else a trainer must know whether others have a later batch
+            Call.USE: not self.trainers.forward_waits,
+            Call.STEP: self.worker.servers is not None and not self.worker.servers.barrier_size,
+        }
+        return {call for call, is_free in calls.items() if is_free}
 
     def look_up(self, table: str, ids: Ids, device: torch.device) -> Tensor:
         """Return the rows of ids that a module looks up for training, as a leaf on the device."""
@@ -343,10 +356,11 @@ class TrainingSession:
         """The batches of a training stream in which several trainers step together."""
         return None if self._training is None else self._training.joint
 
-    def join_step(self) -> None:
-        """Compare the step, or the drop, of the batches that have gradients with what other trainers do."""
+    def join_step(self, *, waits: bool = False) -> None:
+        """Compare the step, or the drop, of the batches that have gradients with what other trainers do. waits: whether
+        it waits for other trainers."""
         if self.joint is not None and (waiting := self.waiting_batches()):
-            self.joint.step(waiting[-1])
+            self.joint.step(waiting[-1], waits=waits)
 
     def update(self, lrs: Mapping[str, float], scale: float) -> None:
         """Send the collected gradients to the tables."""

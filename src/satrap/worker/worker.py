@@ -93,13 +93,13 @@ class InputReader:
 
         share: the trainer's `rank` and the `world_size`, of several."""
         declared = source if hasattr(source, "batches") else IterableSource(source)
-        found: Iterator[Inputs] = declared.batches(self._features, position=position, **share)
-        return found
+        batches: Iterator[Inputs] = declared.batches(self._features, position=position, **share)
+        return batches
 
     def signature(self, source: Any) -> Mapping[str, Any] | None:
         """Return `Source.signature`; None if the source has none."""
-        found: Mapping[str, Any] | None = source.signature() if hasattr(source, "signature") else None
-        return found
+        signature: Mapping[str, Any] | None = source.signature() if hasattr(source, "signature") else None
+        return signature
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -209,15 +209,15 @@ class Worker:
         memory = self._blocks.check_block(block, shape)
         lengths = self._lengths(request)
         offsets = request.values.jagged if lengths is None else self._offsets(lengths)
-        shapes = [each.shape(batch_size, offsets) for each in self._sequences]
+        shapes = [sequence.shape(batch_size, offsets) for sequence in self._sequences]
         sequences = [self.rows.empty(shape[0], math.prod(shape[1:])) for shape in shapes]
         ticket = self.rows.lookup(request, memory, sequences)
         masks, truncated = request.values.masks(self.features) if lengths is None else self._masks(lengths)
         return LookupResult(
             block=block,
             sequences={
-                each.name: rows.reshape(shape)
-                for each, rows, shape in zip(self._sequences, sequences, shapes, strict=True)
+                sequence.name: rows.reshape(shape)
+                for sequence, rows, shape in zip(self._sequences, sequences, shapes, strict=True)
             },
             masks=masks,
             offsets=offsets,
@@ -227,7 +227,7 @@ class Worker:
 
     def jagged_offsets(self, inputs: Inputs) -> Mapping[str, NDArray[np.int64]]:
         """Return `LookupResult.offsets` of a batch of arrays before its lookup."""
-        if not any(each.is_jagged for each in self._sequences):
+        if not any(sequence.is_jagged for sequence in self._sequences):
             return {}
         lengths = self._lengths(self.request(inputs))
         assert lengths is not None
@@ -237,7 +237,7 @@ class Worker:
         """Return how many ids the samples of each sequence have, without padding; None if the ids are elsewhere."""
         if not isinstance(request.values, np.ndarray):
             return None
-        lengths = {each.name: each.lengths(request) for each in self._sequences}
+        lengths = {sequence.name: sequence.lengths(request) for sequence in self._sequences}
         for name, its in lengths.items():
             other = self.features[name].aligned_with
             if other is not None and (differs := its != lengths[other]).any():
@@ -250,12 +250,20 @@ class Worker:
 
     def _offsets(self, lengths: dict[str, NDArray[np.int64]]) -> dict[str, NDArray[np.int64]]:
         """Return `LookupResult.offsets`."""
-        return {each.name: each.offsets(lengths[each.name]) for each in self._sequences if each.is_jagged}
+        return {
+            sequence.name: sequence.offsets(lengths[sequence.name])
+            for sequence in self._sequences
+            if sequence.is_jagged
+        }
 
     def _masks(self, lengths: dict[str, NDArray[np.int64]]) -> tuple[dict[str, Any], list[int]]:
         """Return `masks` and `truncated` of a lookup's result."""
-        truncated = [each.count_truncated(lengths[each.name]) for each in self._sequences]
-        return {each.name: each.mask(lengths[each.name]) for each in self._sequences if not each.is_jagged}, truncated
+        truncated = [sequence.count_truncated(lengths[sequence.name]) for sequence in self._sequences]
+        return {
+            sequence.name: sequence.mask(lengths[sequence.name])
+            for sequence in self._sequences
+            if not sequence.is_jagged
+        }, truncated
 
     def update(
         self,
@@ -372,20 +380,20 @@ class Worker:
             raise InputError(
                 f"{_UPDATE}: sequence gradients are a {type(sequences).__name__}; expected a dict by feature"
             )
-        unknown = sequences.keys() - {each.name for each in self._sequences}
+        unknown = sequences.keys() - {sequence.name for sequence in self._sequences}
         if unknown:
             raise InputError(f"{_UPDATE}: sequence gradients name {sorted(unknown)}; expected names of sequences")
         shape = (ticket.batch_size, self.features.total_dim)
         of_block = None if block is None else self._blocks.check_gradient(_UPDATE, block, shape)
         of_sequences: list[Block | None] = []
-        for each in self._sequences:
-            given = sequences.get(each.name)
-            where = f"{_UPDATE}, feature {each.name!r}"
-            num_rows = {each.name: getattr(given, "shape", ())[:1]}  # the rows check that of a jagged gradient
+        for sequence in self._sequences:
+            given = sequences.get(sequence.name)
+            where = f"{_UPDATE}, feature {sequence.name!r}"
+            num_rows = {sequence.name: getattr(given, "shape", ())[:1]}  # the rows check that of a jagged gradient
             of_sequences.append(
                 None
                 if given is None
-                else self._blocks.check_gradient(where, given, each.shape(ticket.batch_size, num_rows))
+                else self._blocks.check_gradient(where, given, sequence.shape(ticket.batch_size, num_rows))
             )
         return of_block, of_sequences
 
@@ -415,8 +423,8 @@ class _Sequence:
         """Return the shape of the rows. offsets: of jagged sequences; the last one is the number of rows."""
         if not self.is_jagged:
             return batch_size, self._max_length, self._dim
-        found = offsets[self.name]
-        return int(found[-1]) if len(found) else 0, self._dim
+        bounds = offsets[self.name]
+        return int(bounds[-1]) if len(bounds) else 0, self._dim
 
     def lengths(self, request: BagRequest) -> NDArray[np.int64]:
         """Return how many ids each sample has, without padding."""

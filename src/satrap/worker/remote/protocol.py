@@ -110,7 +110,7 @@ class WorkerCalls(Protocol):
 
 def as_one(arrays: Sequence[NDArray[Any] | None], dtype: type) -> NDArray[Any]:
     """Concatenate the arrays that are not None, flat."""
-    there = [np.ascontiguousarray(each).reshape(-1) for each in arrays if each is not None]
+    there = [np.ascontiguousarray(array).reshape(-1) for array in arrays if array is not None]
     return there[0] if len(there) == 1 else np.concatenate(there) if there else np.zeros(0, dtype)
 
 
@@ -185,7 +185,7 @@ class PooledCodec:
         """Return runs of rows of one dim: their dims, and where the rows of each begin, and where the last ones end."""
         if len(present) != 1 + len(self._sequences):
             raise InputError(f"found {len(present)} parts; expected a block and {len(self._sequences)} sequences")
-        dims, counts = (list(each) for each in zip(*self._pooled, strict=True)) if self._pooled else ([], [])
+        dims, counts = (list(numbers) for numbers in zip(*self._pooled, strict=True)) if self._pooled else ([], [])
         if not present[0]:
             dims, counts = [], []
         elif len(dims) == 1:

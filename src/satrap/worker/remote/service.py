@@ -59,10 +59,10 @@ class _TrainerSession:
     open_lock: threading.Lock = field(default_factory=threading.Lock)
 
     def reader(self, stream: int) -> BatchReader:
-        found = self.readers.get(stream)
-        if found is None:
+        reader = self.readers.get(stream)
+        if reader is None:
             raise NotReadyError(f"stream {stream} is not open here: the worker was restarted, or the stream was closed")
-        return found
+        return reader
 
     def run(self, work: Callable[[], _R]) -> "Future[_R]":
         """Run in a thread of this session: some calls wait for other trainers, and must not block theirs."""
@@ -144,8 +144,8 @@ class WorkerService:
                 self._log_session(origin, spec)
                 self._sessions = ({} if outdated else self._sessions) | {origin.trainer: session}
                 self._attempt, self._spec = origin.attempt, spec
-        for each in outdated:
-            each.close(wait=False)
+        for old in outdated:
+            old.close(wait=False)
 
     def _log_session(self, origin: Origin, spec: WorkerSpec) -> None:
         """Log the trainer's session, and before it the job or the attempt if it is new."""
@@ -260,9 +260,9 @@ class WorkerService:
             batches = [_require_batch(reader, number) for number in numbers]
             last = batches[-1]
             with ExitStack() as stack:
-                for each in batches:
-                    stack.enter_context(each.lock)
-                if all(each.inputs is None for each in batches):
+                for batch in batches:
+                    stack.enter_context(batch.lock)
+                if all(batch.inputs is None for batch in batches):
                     return last.answer  # a retry: the first answer was lost
                 if last.inputs is not None:
                     last.gradients = _split_gradients(session, last.inputs, present, gradients, coded)
@@ -395,20 +395,20 @@ def _update(
     of_ids: IdGradients | None,
 ) -> None:
     worker = session.worker
-    for each in batches:
-        if each.inputs is None or each.gradients is None:
+    for batch in batches:
+        if batch.inputs is None or batch.gradients is None:
             raise NotReadyError(
                 "this process lacks the gradients of a batch of this step: send those of all batches again"
             )
-        if each.ticket is None:  # an earlier process looked the batch up
-            each.ticket = session.rows.reissue(worker.request(each.inputs))
-    tickets = [each.ticket for each in batches]
-    blocks, sequences = zip(*(each.gradients for each in batches), strict=True)
+        if batch.ticket is None:  # an earlier process looked the batch up
+            batch.ticket = session.rows.reissue(worker.request(batch.inputs))
+    tickets = [batch.ticket for batch in batches]
+    blocks, sequences = zip(*(batch.gradients for batch in batches), strict=True)
     worker.update(tickets, blocks, sequences, of_ids=of_ids, step=step, lrs=lrs, scale=scale)
     answer = tickets[0].num_skipped
-    for each in batches:
-        each.inputs = each.ticket = each.gradients = None
-        each.answer = answer
+    for batch in batches:
+        batch.inputs = batch.ticket = batch.gradients = None
+        batch.answer = answer
 
 
 def _split_gradients(
@@ -426,5 +426,5 @@ def _split_gradients(
     sent = {name: shape for (name, shape), is_sent in zip(shapes.items(), present, strict=False) if is_sent}
     if len(present) != len(shapes) or sum(map(math.prod, sent.values())) != len(flat):
         raise InputError(f"gradients of {len(flat)} numbers in {len(present)} parts; expected {len(shapes)} parts")
-    found = dict(zip(sent, split_one(flat, list(sent.values())), strict=True))
-    return found.pop("", None), found
+    split = dict(zip(sent, split_one(flat, list(sent.values())), strict=True))
+    return split.pop("", None), split

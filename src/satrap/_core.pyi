@@ -195,6 +195,9 @@ class Engine:
 
     def lookup_bags(self, bags: Bags, values: Annotated[NDArray[numpy.uint64], dict(shape=(None,), order='C', device='cpu', writable=False)], offsets: Annotated[NDArray[numpy.int64], dict(shape=(None,), order='C', device='cpu', writable=False)] | None, weights: Annotated[NDArray[numpy.float32], dict(order='C', device='cpu', writable=False)] | None, batch_size: int, step: int, oldest_open: int, train: bool, block: Annotated[NDArray[numpy.float32], dict(order='C', device='cpu')], sequences: Sequence[Annotated[NDArray[numpy.float32], dict(order='C', device='cpu')]], first_epoch: bool = True) -> Ticket: ...
 
+    def bag_ticket(self, bags: Bags, values: NDArray[numpy.uint64], offsets: NDArray[numpy.int64] | None, weights: NDArray[numpy.float32] | None, batch_size: int) -> Ticket:
+        """Returns a ticket for a batch whose rows other calls have found."""
+
     def update_bags(self, tickets: Sequence[Ticket], gradients: Sequence[tuple[Annotated[NDArray[numpy.float32], dict(order='C', device='cpu', writable=False)] | None, Sequence[Annotated[NDArray[numpy.float32], dict(order='C', device='cpu', writable=False)] | None]]], step: int, lrs: Sequence[tuple[int, float]], scale: float) -> None: ...
 
     def drop(self, ticket: Ticket) -> None:
@@ -229,9 +232,6 @@ class Engine:
 
     def lookup_id_frames(self, ids: NDArray[numpy.uint64], offsets: NDArray[numpy.int64], step: int, oldest_open: int, train: bool, frames: NDArray[numpy.int32], first_epoch: bool = True) -> dict[str, Any]:
         """Finds the frames of ids in flat arrays, table by table."""
-
-    def bag_ticket(self, bags: Bags, values: NDArray[numpy.uint64], offsets: NDArray[numpy.int64] | None, weights: NDArray[numpy.float32] | None, batch_size: int) -> Ticket:
-        """Returns a ticket for a batch whose rows lookup_id_frames has found."""
 
     def update_id_frames(self, ids: NDArray[numpy.uint64], offsets: NDArray[numpy.int64], places: NDArray[numpy.int32], step: int, filter: bool) -> dict[str, Any]:
         """Does all of an update of ids in flat arrays but the optimizer."""
@@ -437,7 +437,12 @@ class Split:
     def empty(self, rows: int, dim: int) -> Annotated[NDArray[numpy.float32], dict(shape=(None, None), order='C')]:
         """Returns an uninitialised block, like Engine.empty."""
 
-    def lookup(self, values: Annotated[NDArray[numpy.uint64], dict(shape=(None,), order='C', device='cpu', writable=False)], offsets: Annotated[NDArray[numpy.int64], dict(shape=(None,), order='C', device='cpu', writable=False)] | None, weights: Annotated[NDArray[numpy.float32], dict(order='C', device='cpu', writable=False)] | None, batch_size: int, owners: Annotated[NDArray[numpy.uint32], dict(shape=(None,), order='C', device='cpu', writable=False)], num_servers: int, with_indexes: bool = False) -> SplitTicket: ...
+    def lookup(self, values: Annotated[NDArray[numpy.uint64], dict(shape=(None,), order='C', device='cpu', writable=False)], offsets: Annotated[NDArray[numpy.int64], dict(shape=(None,), order='C', device='cpu', writable=False)] | None, weights: Annotated[NDArray[numpy.float32], dict(order='C', device='cpu', writable=False)] | None, batch_size: int, owners: Annotated[NDArray[numpy.uint32], dict(shape=(None,), order='C', device='cpu', writable=False)], num_servers: int, with_indexes: bool = False, bags: Bags | None = None) -> SplitTicket: ...
+
+    def bags(self, features: Sequence[tuple[str, int, str, bool, int, bool, int | None, bool]]) -> Bags:
+        """
+        Returns other features of the same tables, for lookups whose tickets an update may have beside others.
+        """
 
     def lines(self, ticket: SplitTicket, groups: NDArray[numpy.uint32]) -> dict[str, Any]:
         """

@@ -115,7 +115,9 @@ def _check_aligned(features: Mapping[str, Feature]) -> None:
         if other is None:
             continue
         if other == name or other not in features or features[other].pooling != "none":
-            sequences = [each for each in features if features[each].pooling == "none" and each != name]
+            sequences = [
+                candidate for candidate in features if features[candidate].pooling == "none" and candidate != name
+            ]
             raise ConfigError(
                 f"feature {name!r}: aligned_with is {other!r}; expected another sequence of the model, of {sequences}"
             )

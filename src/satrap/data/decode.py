@@ -368,7 +368,7 @@ def decode(
         for feature, column in zip(columns.features, columns.ids, strict=True)
     ]
     bags, numbers = [bag for bag, _ in decoded], [of_items for _, of_items in decoded]
-    decoder.faults += [_Fault(*each) for each in unaligned(columns, bags)]
+    decoder.faults += [_Fault(*fault) for fault in unaligned(columns, bags)]
     dense = decoder.dense({column: arrays[column.name] for column in columns.dense})
     labels = [decoder.label(column, arrays[column.name]) for column in columns.label]
     skipped_rows = np.zeros(n, bool) if decoder.dropped is None else decoder.dropped

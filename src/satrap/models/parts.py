@@ -52,10 +52,10 @@ def sequence_feature(where: str, embeddings: object, name: str) -> tuple[Feature
         raise ConfigError(
             f"{where}: embeddings is a {type(embeddings).__name__}; expected satrap.Embeddings or its features"
         )
-    sequences = [each for each in features if features[each].pooling == "none"]
+    sequences = [feature for feature in features if features[feature].pooling == "none"]
     if name not in sequences:
         raise ConfigError(f"{where}: history is {name!r}; expected one of the sequences {sequences}")
-    return features[name], [each for each in features if each != name]
+    return features[name], [other for other in features if other != name]
 
 
 def history_of(where: str, embeddings: object, history: str, num_heads: int, ignore: Sequence[str]) -> tuple[int, int]:

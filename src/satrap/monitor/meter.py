@@ -44,6 +44,11 @@ class Meter:
         self._logged: dict[str, tuple[float, int]] = {}  # sum and count
 
     @property
+    def num_samples(self) -> int:
+        """Number of samples so far."""
+        return self._samples
+
+    @property
     def has_news(self) -> bool:
         """Whether there were steps or numbers of the script since the last report."""
         return self._steps > 0 or bool(self._logged)

@@ -23,9 +23,11 @@ from satrap.data.inputs import Inputs, Position
 from satrap.data.item_numbers import kept_ids
 from satrap.device.device_stream import Mark
 from satrap.errors import InputError, StreamError
+from satrap.train.ahead_rows import AheadRows
 from satrap.train.joint_calls import PADDING_ROWS, BatchCalls, Padding
 from satrap.train.ledger import BatchRecord
 from satrap.train.sequence import JaggedSequence, Sequence
+from satrap.train.step_lookups import StepLookups, scaled
 from satrap.worker.rows import BagRequest
 
 _NOT_LOOKED_UP = torch.empty(0)
@@ -54,6 +56,10 @@ class InFlightBatch(BatchRecord):
         """Which calls were compared with the other trainers'."""
         self.is_training = False
         """Whether autograd was recording when the rows were returned."""
+        self.lookups = StepLookups(0)
+        """Those of modules that belong to the batch."""
+        self.ahead: AheadRows | None = None
+        """The rows that were looked up ahead for these, once they are."""
         self.drop_reason: str | None = None
         """Why the rows cannot be used any more; None if they can."""
         self._batch: Callable[[], object] = _never_released
@@ -97,7 +103,12 @@ class InFlightBatch(BatchRecord):
 
     @property
     def has_gradient(self) -> bool:
-        return self.is_used and any(leaf.grad is not None for leaf in self.leaves)
+        return self.is_used and (self.lookups.has_gradient or any(leaf.grad is not None for leaf in self.leaves))
+
+    @property
+    def is_released(self) -> bool:
+        """Whether the user has the batch no more."""
+        return self._batch() is None
 
     def forbid_gradients(self, why: str) -> None:
         """Make a later backward pass raise `why`: after the update or drop of a batch its gradient would be lost."""
@@ -113,6 +124,7 @@ class InFlightBatch(BatchRecord):
         self.drop_reason = why
         if self.is_used:
             self.forbid_gradients(why)
+        self.lookups.end("its batch was dropped")
 
 
 class TrainingCalls(Protocol):
@@ -270,11 +282,21 @@ def _never_released() -> object:
     return _never_released
 
 
+def batch_in_use(in_loop: list[InFlightBatch]) -> InFlightBatch:
+    """Return the batch that a loop works on, of those that it received and did not step: of the ones that it still
+    holds the one that it used last, or else the first one. StreamError if there is none."""
+    held = [batch for batch in in_loop if not batch.is_released] or in_loop[-1:]
+    if not held:
+        raise StreamError(
+            "a module looked up rows for training while a training stream is open and no batch of it is in use, so "
+            "the lookup belongs to no step: take a batch from the stream first, or end the stream"
+        )
+    return next((batch for batch in reversed(held) if batch.is_used), held[0])
+
+
 def gradient_of(leaf: Tensor, weight: float = 1.0) -> Tensor | None:
     """Return a leaf's gradient times a weight, or None if no loss used the leaf."""
-    if leaf.grad is None:
-        return None
-    return (leaf.grad.detach() if weight == 1.0 else leaf.grad.detach() * weight).float()
+    return None if leaf.grad is None else scaled(leaf.grad, weight)
 
 
 def gradient_array(leaf: Tensor, weight: float = 1.0) -> NDArray[np.float32] | None:

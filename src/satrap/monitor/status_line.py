@@ -37,10 +37,10 @@ class StatusLine:
         if self._stream is None or (what == self._what and now < self._due):
             return
         self._what, self._due = what, now + _MIN_SECONDS
-        columns, (mark, empty) = columns_of(self._stream) - 1, marks_of(self._stream)
+        columns, marks = columns_of(self._stream) - 1, marks_of(self._stream)
         width = min(20, columns // 4)
         full = width * done // max(1, total)
-        share = f"{mark * full}{empty * (width - full)} {done / max(1, total):4.0%}"
+        share = f"{marks[0] * full}{marks[1] * (width - full)} {done / max(1, total):4.0%}"
         self._put(f"\r{fit([share, what], columns)}\x1b[K")
 
     def track(self, items: Iterable[T], what: str, total: int) -> Iterator[T]:

@@ -1,4 +1,4 @@
-"""The paper's run in docs/planning.md: each line of its tables is computed again, and compared with the plan."""
+"""The paper's run in docs/internals/planning.md: each line of its tables is computed again, and compared with the plan."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from satrap.planning.machines import Layout, Pool
 from satrap.planning.planner import Plan, make_plan
 
 ROOT = Path(__file__).parents[2]
-PAGE = (ROOT / "docs/planning.md").read_text()
+PAGE = (ROOT / "docs/internals/planning.md").read_text()
 JOB = read_description(ROOT / "examples/planning/paper.toml")
 LARGE = ("machines.m2-ultramem-208.available=0",)
 WITHOUT_GPUS = (*LARGE, "machines.a2-highgpu-8g.available=0")

@@ -138,6 +138,16 @@ def test_every_pass_is_over_the_loader_and_a_break_drops_the_rest() -> None:
         assert embeddings.step >= 7 and embeddings.tables["item"].stats()["updated"] == 7
 
 
+def test_padding_is_not_looked_up() -> None:
+    with embeddings_of(item()) as embeddings:
+        bag, optimizer = EmbeddingBag(embeddings, "item", mode="sum", padding_idx=0), embeddings.optimizer()
+        for ids in embeddings.prefetch([torch.tensor([[1, 0], [0, 2]])], lambda ids: {"item": ids}):
+            bag(ids).sum().backward()
+            optimizer.step()
+        assert sorted(embeddings.tables["item"].ids().tolist()) == [1, 2]
+        assert embeddings.counters().module_ids == {"ahead": 2}
+
+
 def test_bad_ids_are_named() -> None:
     with embeddings_of(item()) as embeddings:
         run = partial(embeddings.prefetch, [torch.tensor([1])])

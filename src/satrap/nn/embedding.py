@@ -51,6 +51,7 @@ class _TableModule(torch.nn.Module):
         self.padding_idx: int | None = self._resolve_padding(padding_idx)
         """The id that stands for no id: it has no row and reads as zeros."""
         self._session = session_of(embeddings)
+        self._session.note_padding(self.table.name, self.padding_idx)
         self._is_frozen = False
         self._expected_step: int | None = None
 

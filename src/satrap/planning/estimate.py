@@ -322,7 +322,7 @@ class Estimate:
             seconds, machine = self.core_seconds(pool), pool.machine
             joint = self.costs.joint_cores if pool.trainers and layout.count("trainer") > 1 else 1.0
             speed = pool.num_machines * machine.core_speed * min(limits.cores, joint)
-            if sum(pool.each(role) for role in pool.roles) > machine.pod_cores:
+            if pool.processes > machine.pod_cores:
                 if total := sum(seconds.values()):
                     role = max(seconds, key=lambda role: seconds[role])
                     yield f"cores of the {'/'.join(pool.roles)} machines", role, speed * machine.cores / total

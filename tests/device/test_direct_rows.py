@@ -387,9 +387,10 @@ def test_a_table_without_num_rows_or_with_device_memory_has_a_directory() -> Non
 def test_ids_in_a_list_are_placed_once_the_core_has_accepted_them() -> None:
     item = Table("item", dim=2, num_rows=NUM_ROWS)
     worker = ArrayWorker(Features({"item": item}), "cpu")
-    given: Any = [3, 1]
-    ticket: Any = worker.lookup(Inputs(names=("item",), values=given, batch_size=2)).ticket
-    assert isinstance(ticket.ids, DirectIds) and ticket.ids.rows.tolist() == given
+    for given in ([3, 1], np.array([3, 1], np.ulonglong)):
+        values: Any = given
+        ticket: Any = worker.lookup(Inputs(names=("item",), values=values, batch_size=2)).ticket
+        assert isinstance(ticket.ids, DirectIds) and ticket.ids.rows.tolist() == [3, 1]
 
 
 def test_steps_of_32_bits(rng: np.random.Generator) -> None:

@@ -7,7 +7,7 @@ import torch
 from satrap.config.features import Features
 from satrap.device.device_blocks import TensorBlocks
 from satrap.device.device_engine import DeviceEngine
-from satrap.device.device_ids import DeviceReader, refuse_jagged
+from satrap.device.device_ids import DeviceReader
 from satrap.device.device_memory import DeviceMemory
 from satrap.device.device_rows import DeviceRows
 from satrap.device.device_stream import new_stream
@@ -29,10 +29,9 @@ def device_worker(
     """Return a worker that owns the tables of its features, empty ones, on a device. seed and num_threads are those of
     `Store`, device_memory is that of `Embeddings`."""
     require_features(features)
-    refuse_jagged(features)
     resolved = resolve_device(device)
     require_possible(features.tables, resolved)
-    direct = are_direct(features.tables, device_memory)
+    direct = are_direct(features, device_memory)
     create = partial(
         DirectEngine if direct else DeviceEngine,
         features.tables,

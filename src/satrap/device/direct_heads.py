@@ -112,7 +112,7 @@ class DirectHeads:
 
     def read_frames(self, table: int, ids: NDArray[np.uint64]) -> NDArray[np.int32]:
         """Return the frame of each id's row; -1: no lookup has used it."""
-        self._require(table, ids)
+        self.require(table, ids)
         if not self.is_open:
             return np.full(len(ids), -1, np.int32)
         changed = self._of_table(self._changed, table)[to_device(ids.astype(np.int64), self._device)]
@@ -142,7 +142,7 @@ class DirectHeads:
 
     def import_frames(self, table: int, ids: NDArray[np.uint64], steps: NDArray[np.uint32]) -> NDArray[np.int32]:
         """Insert or replace rows of a snapshot; return their frames."""
-        self._require(table, ids)
+        self.require(table, ids)
         at = to_device(ids.astype(np.int64), self._device)
         self._of_table(self._stamps, table)[at] = to_device(steps.view(np.int32).copy(), self._device)
         self._of_table(self._changed, table)[at] = self._current_versions()[1][table]
@@ -169,7 +169,8 @@ class DirectHeads:
     def _frames(self, table: int, ids: NDArray[np.uint64]) -> NDArray[np.int32]:
         return (ids.astype(np.int64) + self._numbers.first_frames[table]).astype(np.int32)
 
-    def _require(self, table: int, ids: NDArray[np.uint64]) -> None:
+    def require(self, table: int, ids: NDArray[np.uint64]) -> None:
+        """Raise InputError unless the table can have rows of these ids."""
         num_rows = self._numbers.offsets[table + 1] - self._numbers.offsets[table]
         if (outside := ids[ids >= num_rows]).size:
             raise InputError(

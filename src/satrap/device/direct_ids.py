@@ -193,7 +193,9 @@ def _moved(entries: Tensor, place: Tensor) -> Tensor:
 def _on_device(part: Any, device: torch.device) -> Tensor | None:
     """Return a part of a batch on the device. The calling thread does not wait for a copy."""
     if isinstance(part, np.ndarray) and part.dtype.kind in "iuf":
-        part = to_device(np.require(part, requirements=("C", "A", "W")), device)
+        part = np.require(part, requirements=("C", "A", "W"))
+        is_wide = part.dtype.kind in "iu" and part.itemsize == 8
+        part = to_device(part.view(np.int64) if is_wide else part, device)  # torch refuses NumPy's ulonglong
     return part.detach().contiguous() if isinstance(part, Tensor) and part.device == device else part
 
 

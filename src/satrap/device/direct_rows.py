@@ -7,7 +7,8 @@ on nothing that the host would have to wait for, but the one number that the upd
 gradients are finite. All rows have their initial values from the start.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Never
@@ -17,20 +18,22 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from satrap.config.features import Features
 from satrap.config.tables import Table
 from satrap.data.inputs import Inputs
 from satrap.device.device_engine import DeviceEngine, Owed
-from satrap.device.device_ids import IdEntries, copied_to_cpu
+from satrap.device.device_ids import IdEntries, IdLayout, copied_to_cpu
 from satrap.device.device_memory import DeviceMemory
 from satrap.device.device_rows import LARGEST, DeviceRows, UpdatedTables, claim, largest_of
+from satrap.device.device_stream import to_device
 from satrap.device.direct_heads import DirectHeads
 from satrap.device.direct_ids import MOST_ROWS, DirectIds, RowNumbers, RowRuns
 from satrap.device.exact import mix_keys, signed
-from satrap.device.runs import DeviceTicket, Given, Runs, gradient_entries, is_whole_batch
+from satrap.device.runs import DeviceTicket, Given, PooledFeatures, Runs, gradient_entries, is_whole_batch, num_floats
 from satrap.device.torch_device import initialise_of
 from satrap.errors import InputError
 from satrap.table.engine import Slot, slots_of
-from satrap.worker.rows import BagRequest, UpdateRequest
+from satrap.worker.rows import BagRequest, Ids, UpdateRequest, id_request
 
 _NUMBERS_AT_ONCE = 1 << 22  # of values that one call initialises, which bounds its memory
 _NO_IDS = np.empty(0, np.uint64)
@@ -40,10 +43,13 @@ _ADVICE = (
 )
 
 
-def are_direct(tables: Sequence[Table], device_memory: DeviceMemory) -> bool:
-    """Return whether `DirectRows` can have the rows: all tables have `num_rows`, and all rows are on the device."""
-    sizes = [table.num_rows for table in tables]
-    return device_memory is None and None not in sizes and sum(size or 0 for size in sizes) <= MOST_ROWS
+def are_direct(features: Features, device_memory: DeviceMemory) -> bool:
+    """Return whether `DirectRows` can have the rows: all tables have `num_rows`, all rows are on the device, and no
+    sequence is jagged, so that the sizes of a batch's rows are known here."""
+    sizes = [table.num_rows for table in features.tables]
+    is_padded = not any(feature.jagged or feature.aligned_with is not None for feature in features.values())
+    fits = None not in sizes and sum(size or 0 for size in sizes) <= MOST_ROWS
+    return is_padded and fits and device_memory is None
 
 
 class DirectEngine(DeviceEngine):
@@ -126,6 +132,8 @@ class _HeadsOfEngine:
 class DirectTicket(DeviceTicket):
     """A lookup, and what its update needs, which depends on ids alone."""
 
+    layout: IdLayout
+    """That of the ids."""
     runs: RowRuns
     places: Tensor
     """int32 [ids], in the order of the runs: where each gradient of the whole batch begins."""
@@ -141,6 +149,7 @@ class DirectRows(DeviceRows):
     def use(self, engine: DeviceEngine) -> None:
         super().use(engine)
         with engine.stream.joined():
+            self._id_layout = IdLayout(self._id_features, self.device)
             self._cut = torch.zeros(len(self.id_layout.sequences), dtype=torch.int64, device=self.device)
         self._no_offsets = np.zeros(len(self._tables) + 1, np.int64)
         self._last_flat: tuple[Tensor, Tensor | None] | None = None
@@ -158,8 +167,36 @@ class DirectRows(DeviceRows):
     def lookup(self, request: BagRequest, block: Tensor, sequences: list[Tensor]) -> Any:
         ids, ticket = request.values, super().lookup(request, block, sequences)
         if not request.train and isinstance(ids, DirectIds) and ids.is_refused:
-            self._refuse(ids)
+            self._refuse(ids, self._bags)
         return ticket
+
+    def look_up(self, table: str, ids: Ids, step: int, oldest_open: int) -> Tensor:
+        number, features = self._alone[table]
+        memory, block = self._engine.memory(number), self.empty(len(ids), features.total_dim)
+        pooled = [
+            PooledFeatures.of(features, [0] if each is memory else [], self.device) for each in self._engine.memories
+        ]
+        self._engine.heads.require(number, ids)
+        with self._engine.exclusive(self._no_offsets[1:]):
+            resolved = self._take_step(step, oldest_open, train=True, first_epoch=True)
+            given = to_device(ids.astype(np.int64), self.device)
+            runs = RowRuns.of((given + self._engine.numbers.offsets[number]).int(), self._engine.numbers)
+            frames = (given + self._engine.numbers.first_frames[number]).int()
+            self._engine.owe(lambda: partial(self._engine.heads.note_lookup, runs, step))
+            found = {**resolved, "frames": frames, "offsets": None, "weights": None}
+            self._gather(features, pooled, len(ids), found, block, [])
+            self._engine.moves.note_use()
+        return block
+
+    def id_ticket(self, ids: Mapping[str, Ids]) -> Any:
+        values, offsets, *_ = id_request(self._id_features, ids, None, None).native
+        layout, sizes = copy(self._id_layout), np.diff(offsets).tolist() if offsets is not None else []
+        layout.sequence_floats = [size * table.dim for size, table in zip(sizes, self._tables, strict=True)]
+        inputs = Inputs(names=self._id_features.names, values=values, offsets=offsets, batch_size=1)
+        with self._engine.exclusive(self._no_offsets[1:]):
+            placed = DirectIds.of(layout, self._engine.numbers, inputs, self.device)
+            assert placed is not None
+            return self._ticket(placed, layout, self._id_bags)
 
     def update(self, request: UpdateRequest) -> None:
         given: list[Given] = [
@@ -167,12 +204,13 @@ class DirectRows(DeviceRows):
             for block, sequences in request.gradients
         ]
         scale = float(np.float32(request.scale))
+        _require_sizes(request)
         with self._engine.in_order():
             flat, tickets = self._flat(request.gradients), claim(request.tickets)
             largest = largest_of(request)  # the one wait; what is read next was computed before
             for ticket in tickets:
                 if ticket.ids.is_refused:
-                    self._refuse(ticket.ids)
+                    self._refuse(ticket.ids, ticket.bags)
             skips = False
             if not largest * abs(scale) * sum(ticket.bound for ticket in tickets) < LARGEST:
                 on_cpu = [self._as_core(ticket) for ticket in tickets]
@@ -199,25 +237,34 @@ class DirectRows(DeviceRows):
         """Return no counts of rows: all are there. That there are some makes the engine allocate them."""
         return self._no_offsets[1:]
 
-    def _find_frames(self, request: BagRequest) -> dict[str, Any]:
+    def _take_step(self, step: int, oldest_open: int, *, train: bool, first_epoch: bool) -> dict[str, Any]:
+        """Let the core begin a lookup; return what it returns for one of no ids."""
+        none = np.empty(0, np.int32)
+        return self._engine.core.lookup_id_frames(
+            _NO_IDS, self._no_offsets, step, oldest_open, train, none, first_epoch
+        )
+
+    def _find_frames(self, request: BagRequest, bags: Any = None) -> dict[str, Any]:
         """Return what a lookup needs. Of one that trains, sort the ids, and stamp their rows."""
         ids = request.values if isinstance(request.values, DirectIds) else self._place_arrays(request)
-        core, step, oldest = self._engine.core, request.step or 0, request.oldest_open or 0
-        resolved = core.lookup_id_frames(
-            _NO_IDS, self._no_offsets, step, oldest, request.train, np.empty(0, np.int32), request.first_epoch
-        )
+        step, oldest = request.step or 0, request.oldest_open or 0
+        resolved = self._take_step(step, oldest, train=request.train, first_epoch=request.first_epoch)
         if len(ids.cut) and ids.offsets is not None:
             self._cut = self._cut + ids.cut
         found = {**resolved, "offsets": ids.offsets, "weights": ids.weights, "moved": None, "ticket": None}
         if not request.train:
             return found | {"frames": self._engine.heads.frames(ids.frames, ids.rows)}
+        ticket, at = self._ticket(ids, self.id_layout, self._bags), step or self._engine.core.latest_step
+        self._engine.owe(lambda: partial(self._engine.heads.note_lookup, ticket.runs, at))
+        return found | {"frames": ids.frames, "ticket": ticket}
+
+    def _ticket(self, ids: DirectIds, layout: IdLayout, bags: Any) -> DirectTicket:
+        """Return a ticket, with what the update of the whole batch needs."""
         runs = RowRuns.of(ids.rows, self._engine.numbers)
-        ticket = DirectTicket(ids, self._bags, runs=runs, places=runs.order, factors=None)
+        ticket = DirectTicket(ids, bags, layout=layout, runs=runs, places=runs.order, factors=None)
         places, factors = self._whole_batch(ticket)
         ticket.places, ticket.factors = places[runs.order].int(), None if factors is None else factors[runs.order]
-        at = step or core.latest_step
-        self._engine.owe(lambda: partial(self._engine.heads.note_lookup, runs, at))
-        return found | {"frames": ids.frames, "ticket": ticket}
+        return ticket
 
     def _whole_batch(self, ticket: DirectTicket) -> tuple[Tensor, Tensor | None]:
         """Return the place of each gradient of a whole batch, and its factors. If each bag has one id, they depend on
@@ -225,8 +272,8 @@ class DirectRows(DeviceRows):
         is_flat = ticket.ids.offsets is None and ticket.ids.weights is None
         if is_flat and self._last_flat is not None and len(self._last_flat[0]) == len(ticket.ids):
             return self._last_flat
-        whole: Given = (True, [True] * len(self.id_layout.sequences))
-        _, places, factors = gradient_entries(self.id_layout, [ticket], [whole])
+        whole: Given = (True, [True] * len(ticket.layout.sequences))
+        _, places, factors = gradient_entries(ticket.layout, [ticket], [whole])
         self._last_flat = (places, factors) if is_flat else self._last_flat
         return places, factors
 
@@ -245,7 +292,7 @@ class DirectRows(DeviceRows):
         assert ids is not None, "the core accepted what the device does not"
         return ids
 
-    def _refuse(self, ids: DirectIds) -> Never:
+    def _refuse(self, ids: DirectIds, bags: Any) -> Never:
         """Raise the core's error about a batch."""
         given = copied_to_cpu(ids.given)
         parts: Any = (given.values, given.offsets, given.weights)
@@ -253,7 +300,7 @@ class DirectRows(DeviceRows):
         assert values is not None
         values = values if values.dtype == np.uint64 else values.astype(np.int64).view(np.uint64)
         refused: Any = values, offsets, weights, ids.batch_size
-        self._engine.core.bag_ticket(self._bags, *refused)
+        self._engine.core.bag_ticket(bags, *refused)
         raise InputError(
             "the ids changed after their lookup: another batch was written to their array; pass each its own array"
         )
@@ -262,9 +309,19 @@ class DirectRows(DeviceRows):
 
     def _gradients(self, tickets: Sequence[Any], given: Sequence[Given]) -> tuple[RowRuns, Tensor, Tensor | None]:
         """Return the runs of an update, and the places and factors of its gradients in their order."""
-        if is_whole_batch(self.id_layout, given):
+        if is_whole_batch(tickets[0].layout, given):
             return tickets[0].runs, tickets[0].places, tickets[0].factors
-        _, places, factors = gradient_entries(self.id_layout, tickets, given)
+        parts: list[Any] = []
+        end = 0
+        for ticket, has in zip(tickets, given, strict=True):
+            _, *part = gradient_entries(ticket.layout, [ticket], [has], end)
+            parts.append(part)
+            end = num_floats(ticket.layout, ticket.batch_size, has, end)
+        places = torch.cat([part[0] for part in parts])
+        factors = None
+        if any(part[1] is not None for part in parts):
+            ones = (places.new_ones((len(part[0]), 2), dtype=torch.float32) for part in parts)
+            factors = torch.cat([one if part[1] is None else part[1] for part, one in zip(parts, ones, strict=True)])
         rows = torch.where(places >= 0, torch.cat([ticket.ids.rows for ticket in tickets]), -1)
         runs = RowRuns.of(rows, self._engine.numbers)
         return runs, places[runs.order].int(), None if factors is None else factors[runs.order]
@@ -303,3 +360,11 @@ class DirectRows(DeviceRows):
         memory = self._engine.memory(tables.start)
         summed = self._kernels.update(memory.values, memory.state, of_tables, flat, how)
         return [partial(self._engine.heads.note_update, runs, tables, how.step, summed)]
+
+
+def _require_sizes(request: UpdateRequest) -> None:
+    """Raise InputError if gradients of sequences have other sizes than the rows of their lookup."""
+    for ticket, (_, sequences) in zip(request.tickets, request.gradients, strict=True):
+        for gradient, size in zip(sequences, ticket.layout.sequence_floats_of(ticket.batch_size), strict=True):
+            if gradient is not None and gradient.numel() != size:
+                raise InputError(f"a sequence's gradients are {gradient.numel()} floats; expected {size}")

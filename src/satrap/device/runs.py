@@ -15,12 +15,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from satrap.config.features import Features
+from satrap.config.features import Feature, Features
 from satrap.config.optimizers import Optimizer
 from satrap.device.device_ids import GroupedIds, IdEntries, IdLayout, bags_of
 from satrap.device.device_stream import to_device
 from satrap.device.exact import sqrt
 from satrap.errors import InputError
+from satrap.worker.rows import TicketGradients
 
 POOLINGS = ("sum", "mean", "sqrtn")
 
@@ -135,6 +136,28 @@ class PooledFeatures:
             yield number, column, POOLINGS[pooling], bool(weighted)
 
 
+def sequence_bags(
+    feature: Feature, number: int, offsets: Tensor | None, samples: int, rows: Tensor
+) -> tuple[Tensor | None, int, Tensor]:
+    """Return offsets, feature and out for `copy_sequence` to write the rows of a sequence, the feature with this
+    number. The samples of a jagged one are adjacent, so they are copied as one bag."""
+    if not feature.jagged:
+        return offsets, number, rows.view(samples, feature.max_length or 0, feature.table.dim)
+    bags = torch.arange(number, number + 2, device=rows.device) * samples
+    return bags if offsets is None else offsets[bags], 0, rows[None]
+
+
+def require_sizes(tickets: Sequence[Any], gradients: Sequence[TicketGradients]) -> None:
+    """Raise InputError if gradients of sequences have other sizes than the rows of their lookup, as those of a jagged
+    sequence may."""
+    for ticket, (_, sequences) in zip(tickets, gradients, strict=True):
+        if isinstance(ticket, DeviceTicket):  # has no jagged sequence, and the worker knows the shapes of others
+            continue
+        for gradient, size in zip(sequences, ticket.sequence_floats, strict=True):
+            if gradient is not None and gradient.numel() != size:
+                raise InputError(f"a sequence's gradients are {gradient.numel()} floats; expected {size}")
+
+
 MOST_PLACES = 2**31 - 1  # counted in int32
 Given = tuple[bool, list[bool]]
 """Whether the block of a ticket has a gradient, and each of its sequences."""
@@ -204,12 +227,17 @@ def is_whole_batch(layout: IdLayout, given: Sequence[Given]) -> bool:
     return len(given) == 1 and all((given[0][0] or not layout.total_dim, *given[0][1]))
 
 
+def num_floats(layout: IdLayout, samples: int, given: Given, begin: int) -> int:
+    """Return where the gradients of a batch end among all floats."""
+    return _part_begins(layout, samples, given, begin)[1]
+
+
 def gradient_entries(
-    layout: IdLayout, tickets: Sequence["DeviceTicket"], given: Sequence[Given]
+    layout: IdLayout, tickets: Sequence["DeviceTicket"], given: Sequence[Given], end: int = 0
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Return the feature of each id of some batches, the place of its gradient, or a negative number, and its factors;
-    None: they are 1."""
-    parts, end = [], 0
+    None: they are 1. end: of the gradients of earlier batches."""
+    parts = []
     for ticket, gradient in zip(tickets, given, strict=True):
         begins, end = _part_begins(layout, ticket.batch_size, gradient, end)
         parts.append(_entries(layout, ticket.ids, begins))

@@ -85,9 +85,10 @@ class Recorder:
     def memory_of(self, tensor: Tensor) -> Memory:
         storage = tensor.untyped_storage()
         key = storage._cdata
-        if key not in self._memory:
-            self._memory[key] = Memory(StorageWeakRef(storage), None)
-        return self._memory[key]
+        with self._lock:
+            if key not in self._memory:
+                self._memory[key] = Memory(StorageWeakRef(storage), None)
+            return self._memory[key]
 
     def access(self, what: str, reads: Iterable[Tensor], writes: Iterable[Tensor], made: Iterable[Tensor] = ()) -> None:
         """Record an operation on the current stream."""

@@ -174,6 +174,9 @@ class EmbeddingBag(_TableModule):
     def forward(self, input: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None) -> Tensor:
         """Return the pooled rows of each bag, [bags, embedding_dim], as nn.EmbeddingBag does."""
         self._require_ids(input)
+        if self._has_single_ids(input, offsets, per_sample_weights):
+            single: Tensor = self._rows(input)  # zeros for padding, as the sum, mean and maximum of no row are
+            return single
         with torch.no_grad():  # lets torch refuse bad arguments before a lookup inserts rows
             self._pool(input.new_zeros(input.shape), torch.zeros(1, 1), offsets, per_sample_weights, None)
         rows: Tensor = self._rows(input)
@@ -189,6 +192,15 @@ class EmbeddingBag(_TableModule):
         if not len(rows):  # torch takes no weight without lines
             rows = torch.cat([rows, rows.new_zeros(1, self.embedding_dim)])
         return self._pool(lines.view(input.shape), rows, offsets, per_sample_weights, padding)
+
+    def _has_single_ids(self, input: Tensor, offsets: Tensor | None, weights: Tensor | None) -> bool:
+        """Return whether each bag has exactly one id, so that nothing is pooled."""
+        if weights is not None or offsets is None:
+            return weights is None and input.dim() == 2 and input.shape[1] == 1
+        end = len(input) + self.include_last_offset if input.dim() == 1 else -1
+        if offsets.dim() != 1 or len(offsets) != end or offsets.dtype not in (torch.int64, torch.int32):
+            return False
+        return torch.equal(offsets, torch.arange(end, dtype=offsets.dtype, device=offsets.device))
 
     def _pool(
         self, lines: Tensor, rows: Tensor, offsets: Tensor | None, weights: Tensor | None, padding: int | None

@@ -340,7 +340,7 @@ def test_every_call_is_refused_in_a_fork() -> None:
         "lines": lambda: split.lines(ticket, groups),
         "runs": lambda: split.runs([ticket], [(True, [True])], **WHERE, groups=groups),
     }
-    of_no_rows = {"num_threads", "simd", "num_buckets", "total_dim", "truncated", "made"}
+    of_no_rows = {"num_threads", "simd", "num_buckets", "total_dim", "truncated", "made", "bags"}
     assert {name for name in dir(split) if not name.startswith("_")} - of_no_rows == set(calls)
 
     def body() -> None:

@@ -74,8 +74,8 @@ def examine_data(paths: Sequence[str], ids: Sequence[str], *, batch_size: int, n
         source, ids = Criteo(path=list(paths), dense=()), CRITEO_IDS
     reader = source.replace(batch_size=batch_size, drop_last=True).batches(tuple(ids))
     with closing(reader) as batches, StatusLine() as line:
-        found = measure_reuse(line.track(islice(batches, num_batches), "reading batches", num_batches))
-    if not found or math.isnan(found[0].shares[0]):
+        reuses = measure_reuse(line.track(islice(batches, num_batches), "reading batches", num_batches))
+    if not reuses or math.isnan(reuses[0].shares[0]):
         raise ConfigError(
             f"{paths[0]}: found at most {LAGS[-1]} batches of {batch_size} samples; expected more: use a smaller "
             "--batch-size, or more data"
@@ -85,16 +85,16 @@ def examine_data(paths: Sequence[str], ids: Sequence[str], *, batch_size: int, n
     yield "alpha is the share of samples with the most frequent id. An id in 1 % of the samples is hot."
     header = [f"last {lag}" for lag in LAGS] + [f"hot {LAGS[1]}", f"cold {LAGS[1]}"]
     yield f"{'feature':20} {'ids':>9} {'alpha':>6} {' '.join(f'{name:>8}' for name in header)}"
-    for each in found:
-        shares = [*each.shares, each.hot[1], each.cold[1]]
+    for reuse in reuses:
+        shares = [*reuse.shares, reuse.hot[1], reuse.cold[1]]
         texts = ("-" if math.isnan(share) else f"{100 * share:.0f} %" for share in shares)
-        yield f"{each.feature:20} {each.num_ids:9,} {each.alpha:6.2f} {' '.join(f'{text:>8}' for text in texts)}"
-    yield from _advice(found)
+        yield f"{reuse.feature:20} {reuse.num_ids:9,} {reuse.alpha:6.2f} {' '.join(f'{text:>8}' for text in texts)}"
+    yield from _advice(reuses)
 
 
 def _advice(tables: Sequence[Reuse]) -> Iterator[str]:
     """Yield what docs/theory.md advises for this data."""
-    hottest = max(tables, key=lambda each: each.alpha)
+    hottest = max(tables, key=lambda reuse: reuse.alpha)
     if hottest.alpha >= 0.5:
         yield (
             f"advice  {hottest.feature!r} has an id in {100 * hottest.alpha:.0f} % of the samples: late rows may cost "

@@ -201,8 +201,8 @@ def _server(options: argparse.Namespace) -> Iterator[str]:
     if (moves or options.join) and keys is not None:
         client_keys = Keys.read(options.keys.with_name("client.key"))
     check_number("server", "grace", options.grace, 0.0)
-    for each in options.join:  # an address that cannot be called is an error now
-        Client(ServerCalls, each, keys=client_keys).close()
+    for address in options.join:  # an address that cannot be called is an error now
+        Client(ServerCalls, address, keys=client_keys).close()
     server = Server(shared=options.shared, num_threads=options.threads, checkpoints=options.checkpoints)
     limits = Limits(max_bytes=16 << 30)  # the parts of all trainers wait until the last one has arrived
     with (

@@ -37,6 +37,9 @@ class Counters:
     """Seconds spent in each stage."""
     inside: float | None = None
     """Seconds that the user's thread spent in the stream."""
+    module_ids: Mapping[str, int] = field(default_factory=dict)
+    """Number of ids that modules looked up for training: "on the spot" inside forward, or "ahead" of it by
+    `prefetch`."""
     lost: Mapping[str, int] = field(default_factory=dict)
     """What was read or looked up without being trained on: "batches/<cause>", "rows/<cause>", and "ids/<feature>"
     beyond the length of a sequence."""
@@ -55,6 +58,7 @@ class Counters:
             staleness=_sum_counts(self.staleness, other.staleness),
             stages=_sum_counts(self.stages, other.stages),
             inside=other.inside if self.inside is None else self.inside + (other.inside or 0.0),
+            module_ids=_sum_counts(self.module_ids, other.module_ids),
             lost=_sum_counts(self.lost, other.lost),
         )
 
@@ -104,7 +108,7 @@ class Report:
     learning_rates: Mapping[str, float] = field(default_factory=dict)
     """Learning rate of the dense parameters and of the tables."""
     gradient_norm: float | None = None
-    """Norm of the gradients of the dense parameters in one step of the interval."""
+    """The norm of the dense gradients, in one step of the interval."""
     device_bytes: int | None = None
     """Memory of GPUs that the process uses."""
     lost: Mapping[str, int] = field(default_factory=dict)

@@ -83,7 +83,7 @@ class _Chosen:
         module, where, weight = self.module, f"convert: module {self.path!r}", self.module.weight
         if not self.path:
             raise ConfigError("convert: the model itself is an embedding: pass the module that has it")
-        found = {
+        refused = {
             f"is a {type(module).__name__}, a class of the model's code": type(module) not in _KINDS,
             f"has max_norm={module.max_norm}": module.max_norm is not None,
             "has scale_grad_by_freq=True": module.scale_grad_by_freq,
@@ -91,7 +91,7 @@ class _Chosen:
             f"has a weight of {weight.dtype}, and rows are float32": weight.dtype != torch.float32,
             "has hooks": any(getattr(module, name) for name in _HOOKS) or bool(weight._backward_hooks),
         }
-        if reasons := [reason for reason, is_so in found.items() if is_so]:
+        if reasons := [reason for reason, is_so in refused.items() if is_so]:
             raise ConfigError(f"{where} {reasons[0]}, which a table does not do: {_HINT}")
         if users := [name for name, owner in _owners(model, weight) if not isinstance(owner, _KINDS)]:
             raise ConfigError(f"{where} shares its weight with {users[0]!r}, which is no embedding: {_HINT}")

@@ -9,7 +9,7 @@ torch's, at the cost of the memory of the rows before they are pooled.
 """
 
 from collections.abc import Callable
-from typing import Any, Literal, Never
+from typing import Any, Literal, Never, Self
 
 import numpy as np
 import torch
@@ -51,6 +51,8 @@ class _TableModule(torch.nn.Module):
         self.padding_idx: int | None = self._resolve_padding(padding_idx)
         """The id that stands for no id: it has no row and reads as zeros."""
         self._session = session_of(embeddings)
+        self._session.note_padding(self.table.name, self.padding_idx)
+        self._is_frozen = False
         self._expected_step: int | None = None
 
     def _resolve_padding(self, padding_idx: int | None) -> int | None:
@@ -65,6 +67,11 @@ class _TableModule(torch.nn.Module):
         if name == "weight":
             raise AttributeError(_NO_WEIGHT.format(self.table.name, self.table.name))
         return super().__getattr__(name)
+
+    def requires_grad_(self, requires_grad: bool = True) -> Self:
+        """Freeze the module, or train it again: the lookups of a frozen one read and change nothing, as in eval()."""
+        self._is_frozen = not requires_grad
+        return self
 
     def __reduce_ex__(self, _: object) -> Never:
         raise TypeError(
@@ -83,14 +90,12 @@ class _TableModule(torch.nn.Module):
     def extra_repr(self) -> str:
         """Return what print(model) shows."""
         padding = "" if self.padding_idx is None else f", padding_idx={self.padding_idx}"
-        return f"{self.table.name!r}, {self.embedding_dim}{padding}"
+        return f"{self.table.name!r}, {self.embedding_dim}{padding}{', frozen' * self._is_frozen}"
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # a compiled model has a graph break here
     def _rows(self, ids: Tensor) -> Tensor:
         """Return the row of each id, [ids, dim]; zeros where the id stands for none."""
-        if not isinstance(ids, Tensor) or ids.dtype not in (torch.int64, torch.int32):
-            found = str(ids.dtype) if isinstance(ids, Tensor) else kind_of(ids)
-            raise InputError(f"table {self.table.name!r}: ids are {found}; expected a tensor of int64 or int32")
+        self._require_ids(ids)
         self._require_expected_step()
         flat = ids.detach().reshape(-1).to("cpu", torch.int64)
         if self.padding_idx is None:
@@ -101,10 +106,15 @@ class _TableModule(torch.nn.Module):
         rows = self._look_up(flat[positions], ids.device)
         return rows.new_zeros(len(flat), self.embedding_dim).index_copy(0, positions.to(ids.device), rows)
 
+    def _require_ids(self, ids: Any) -> None:
+        if not isinstance(ids, Tensor) or ids.dtype not in (torch.int64, torch.int32):
+            found = str(ids.dtype) if isinstance(ids, Tensor) else kind_of(ids)
+            raise InputError(f"table {self.table.name!r}: ids are {found}; expected a tensor of int64 or int32")
+
     def _look_up(self, flat: Tensor, device: torch.device) -> Tensor:
         ids = flat.numpy().view(np.uint64)
-        if self.training and torch.is_grad_enabled():
-            return self._session.module_lookups().look_up(self.table.name, ids, device)
+        if self.training and torch.is_grad_enabled() and not self._is_frozen:
+            return self._session.look_up(self.table.name, ids, device)
         self._session.require_whole_rows()
         return torch.from_numpy(self._session.worker.tables[self.table.name].lookup(ids, train=False)).to(device)
 
@@ -163,6 +173,9 @@ class EmbeddingBag(_TableModule):
 
     def forward(self, input: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None) -> Tensor:
         """Return the pooled rows of each bag, [bags, embedding_dim], as nn.EmbeddingBag does."""
+        self._require_ids(input)
+        with torch.no_grad():  # lets torch refuse bad arguments before a lookup inserts rows
+            self._pool(input.new_zeros(input.shape), torch.zeros(1, 1), offsets, per_sample_weights, None)
         rows: Tensor = self._rows(input)
         lines = torch.arange(len(rows), device=input.device)
         padding = None
@@ -175,12 +188,17 @@ class EmbeddingBag(_TableModule):
                 lines = torch.where(is_padding, padding, lines)
         if not len(rows):  # torch takes no weight without lines
             rows = torch.cat([rows, rows.new_zeros(1, self.embedding_dim)])
+        return self._pool(lines.view(input.shape), rows, offsets, per_sample_weights, padding)
+
+    def _pool(
+        self, lines: Tensor, rows: Tensor, offsets: Tensor | None, weights: Tensor | None, padding: int | None
+    ) -> Tensor:
         return embedding_bag(
-            lines.view(input.shape),
+            lines,
             rows,
             None if offsets is None else offsets.to(lines.dtype),
             mode=self.mode,
-            per_sample_weights=per_sample_weights,
+            per_sample_weights=weights,
             include_last_offset=self.include_last_offset,
             padding_idx=padding,
         )

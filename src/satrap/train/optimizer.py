@@ -78,7 +78,7 @@ class HybridOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._session.join_step()
+        self._session.join_step(waits=hasattr(self, "found_inf"))  # trainers compare overflows
         overflowed, inverse = self._read_scaler()
         if overflowed:
             self._session.drop_batches_with_gradients("overflow")
@@ -93,15 +93,15 @@ class HybridOptimizer(torch.optim.Optimizer):
     def _read_scaler(self) -> tuple[bool, float]:
         """Return whether a GradScaler found an overflow, and the factor of the gradients. Waits for the device once,
         for these numbers and for the largest gradient, which the update needs too."""
-        found: Tensor | None = getattr(self, "found_inf", None)
+        overflows: Tensor | None = getattr(self, "found_inf", None)
         scale: Tensor | None = getattr(self, "grad_scale", None)
-        given = [number.reshape(()).float() for number in (found, scale) if number is not None]
+        given = [number.reshape(()).float() for number in (overflows, scale) if number is not None]
         if not given:
             return False, 1.0
         self._session.measure()
         numbers = iter(to_host(torch.stack(given)).tolist())
         overflowed = False
-        if found is not None:
+        if overflows is not None:
             self._strategy.require_same_overflow(overflowed := next(numbers) != 0)
         return overflowed, 1.0 if scale is None else 1.0 / next(numbers)
 

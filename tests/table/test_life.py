@@ -1,8 +1,8 @@
 """The life of a row, one rule per test: admission, capacity, eviction, pinning, expiry, absence, and what stats()
 says.
 
-The property test mixes all of this; here each rule stands alone and can be read. Stores have one bucket where the
-exact order of eviction matters.
+test_property.py mixes all of this; here are the rules that its draws rarely reach, and messages. Stores have one
+bucket where the exact order of eviction matters.
 """
 
 from __future__ import annotations
@@ -101,6 +101,13 @@ def test_probability_may_admit_at_a_later_step_and_never_at_a_retry(open_store: 
     assert (stats["updated"], stats["not_applied_absent"]) == (len(store), 1000 - len(store))
 
 
+def test_the_window_of_sightings_forgets_the_one_that_was_not_seen_for_longest(open_store: OpenStore) -> None:
+    store = open_store(table(admission=MinCount(3, window=2)))
+    for step, id_ in enumerate([1, 2, 1, 3, 1], 1):  # at step 4 it forgets 2
+        store.lookup(as_ids([id_]), step=step)
+    assert present(store, [1, 2, 3]) == [1]
+
+
 # -- capacity ----------------------------------------------------------------------------------------------------------
 
 
@@ -160,6 +167,36 @@ def test_memory_does_not_grow_at_capacity(open_store: OpenStore, rng: np.random.
         store.lookup(rng.integers(2**64, size=200, dtype=np.uint64), step=step)
         sizes.append(store.stats()["bytes"])
     assert max(sizes[60:]) == sizes[60], f"bytes grow under eviction: {sizes[60:]}"
+
+
+# -- expiry ------------------------------------------------------------------------------------------------------------
+
+
+def test_expiry_waits_for_open_steps(open_store: OpenStore) -> None:
+    store = open_store(table(expire_after=2))
+    store.lookup(as_ids([1]), step=1)
+    store.lookup(as_ids([2]), step=50, oldest_open=1)
+    assert present(store, [1, 2]) == [1, 2]
+    store.update(as_ids([1]), np.ones((1, 2), np.float32), step=50)
+    store.lookup(as_ids([3]), step=51, oldest_open=51)
+    assert present(store, [1, 2, 3]) == [1, 2, 3], "the update was a use at step 50"
+    store.lookup(as_ids([3]), step=60)
+    assert present(store, [1, 2, 3]) == [3]
+
+
+def test_a_row_of_a_step_below_the_line_of_expiry_lives(open_store: OpenStore) -> None:
+    """A row that a very late lookup inserts is stamped with expire_before, not with its step: its update finds it."""
+    store = open_store(table(expire_after=2, capacity=3))
+    store.lookup(as_ids([1]), step=100)  # rows stamped before 98 are gone
+    _, ticket = store.lookup_for_update(as_ids([2, 3]), step=5)
+    store.update(ticket, np.ones((2, 2), np.float32) * -4, step=5)
+    assert np.all(store.read(as_ids([2, 3])).values == 5)
+    with pytest.raises(CapacityError):
+        store.lookup(as_ids([4]), step=6)  # in use by steps later than this one, all of them
+    assert (len(store), store.latest_step, store.stats()["expired"]) == (3, 100, 0)
+    store.lookup(as_ids([1]), step=101)
+    assert present(store, [1, 2, 3]) == [1]
+    assert (len(store), store.stats()["expired"]) == (1, 2)
 
 
 # -- steps -------------------------------------------------------------------------------------------------------------

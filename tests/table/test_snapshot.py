@@ -281,6 +281,21 @@ def test_too_many_rows_went_for_changes(tmp_path: Path) -> None:
     store.save_changes(tmp_path / "changes", since=version)
 
 
+def test_the_line_of_expiry_is_saved(tmp_path: Path) -> None:
+    """It never falls, not for a step that comes late either; and a new table has none."""
+    store = Store(Table("item", dim=1, expire_after=2), num_threads=1)
+    store.lookup(as_ids([1]), step=90)
+    store.save(tmp_path / "full")
+    replica = Store.load(tmp_path / "full", num_threads=1)
+    store.lookup(as_ids([2]), step=100)
+    store.save_changes(tmp_path / "changes", since=store.version)
+    replica.apply_changes(tmp_path / "changes")
+    for each in (store, replica):
+        each.lookup(as_ids([3]), step=5)
+        assert each.read(as_ids([1, 2, 3])).present.tolist() == store.read(as_ids([1, 2, 3])).present.tolist()
+    assert_same(contents(replica), contents(store))
+
+
 # -- around it ---------------------------------------------------------------------------------------------------------
 
 

@@ -17,6 +17,7 @@ from typing import Self
 from satrap.event_log import event, formatter, is_routine, set_role
 from satrap.launch.child_processes import (
     ChildExited,
+    MemoryUsed,
     MetricsServed,
     ProcessOutput,
     ProcessPlaced,
@@ -65,6 +66,8 @@ class RunLogs:
         """Process id and machine of each process that runs."""
         self.metrics: dict[Process, str] = {}
         """URL of the metrics of each process that serves them."""
+        self.memory: dict[Process, int] = {}
+        """Bytes of processes that were measured since the last time they were recorded."""
 
     def __enter__(self) -> Self:
         logger = logging.getLogger("satrap")
@@ -129,6 +132,8 @@ class RunLogs:
                 self.places[report.process] = report.where
             elif isinstance(report, MetricsServed):
                 self.metrics[report.process] = report.url
+            elif isinstance(report, MemoryUsed):
+                self.memory[report.process] = report.num_bytes
             elif isinstance(report, ChildExited):
                 self.places.pop(report.process, None)
                 self.metrics.pop(report.process, None)

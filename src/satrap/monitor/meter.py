@@ -112,6 +112,9 @@ class Meter:
             rows=dict(counters.rows),
             bytes=dict(counters.bytes),
             stages=self._stages(counters, seconds),
+            learning_rates=dict(counters.learning_rates),
+            gradient_norm=counters.gradient_norm,
+            device_bytes=counters.device_bytes,
             lost=dict(counters.lost),
             logged={name: total / count for name, (total, count) in self._logged.items()},
         )

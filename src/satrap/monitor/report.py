@@ -44,6 +44,13 @@ class Counters:
     """What was read or looked up without being trained on: "batches/<cause>", "rows/<cause>", and "ids/<feature>"
     beyond the length of a sequence."""
 
+    learning_rates: Mapping[str, float] = field(default_factory=dict)
+    """Current learning rate of the dense parameters and of the tables."""
+    gradient_norm: float | None = None
+    """Norm of the gradients of the dense parameters in a recent step."""
+    device_bytes: int | None = None
+    """Memory of GPUs that this process uses."""
+
     def __add__(self, other: "Counters") -> "Counters":
         return Counters(
             rows=other.rows,
@@ -98,7 +105,12 @@ class Report:
     """Memory of each table."""
     stages: Mapping[str, float] = field(default_factory=dict)
     """Seconds per step of each stage, mean over the interval. "dense" is the time between calls of the stream."""
-
+    learning_rates: Mapping[str, float] = field(default_factory=dict)
+    """Learning rate of the dense parameters and of the tables."""
+    gradient_norm: float | None = None
+    """The norm of the dense gradients, in one step of the interval."""
+    device_bytes: int | None = None
+    """Memory of GPUs that the process uses."""
     lost: Mapping[str, int] = field(default_factory=dict)
     """What was not trained on, so far; see `Counters`."""
     validation: Mapping[str, float] = field(default_factory=dict)

@@ -1,7 +1,8 @@
 """The record of a training loop, which `Progress` writes and `satrap report` reads.
 
 A line for each interval of steps: its loss, AUC, samples per second, staleness, seconds of each stage, rows and bytes,
-numbers of the script, the process's memory, and the steps at which an epoch began.
+numbers of the script, the gradient norm, memory of the process and of GPUs, the steps at which an epoch began, and
+learning rates that changed.
 The record has its own intervals, since a screen's are too long for a curve of a short run: they grow with the run, from
 a 64th of a second to a minute, and are long enough that all summaries together take 50 ms and half a percent of
 the time. A step costs two microseconds more.
@@ -62,6 +63,7 @@ class TrainingRecord:
         self._length, self._show_at = length, -math.inf
         self._first_step: int | None = None
         self._note: str | None = None
+        self._learning_rates: Mapping[str, float] = {}
         self._started = self._last = clock()
         self._meter = Meter(self._started, counters=counters(), window=window)
         self._due = self._started + _MIN_SECONDS
@@ -149,7 +151,10 @@ class TrainingRecord:
     def _write_interval(self, now: float) -> None:
         report = self._meter.report(now, self._counters())
         trained = max(0.0, now - self._last - self._left_out)
-        more = {"memory": resident_bytes(), "epochs": self._epochs or None}
+        more: dict[str, Any] = {"memory": resident_bytes(), "epochs": self._epochs or None}
+        if report.learning_rates != self._learning_rates:
+            self._learning_rates = report.learning_rates
+            more["learning_rates"] = report.learning_rates
         given = {name: value for name, value in more.items() if value is not None}
         self._file.append("interval", id=self._id, at=time.time(), trained=trained, **_values(report), **given)
         self._epochs = []
@@ -161,7 +166,9 @@ class TrainingRecord:
 
 
 def open_record(folder: str | os.PathLike[str] | None, rank: int) -> RecordFile | None:
-    """Open the record of this trainer. folder: None: that of the run under `satrap run`; else there is none."""
+    """Open the record of this trainer in `folder`.
+
+    With None the record belongs to the run under `satrap run`; elsewhere there is none, and None is returned."""
     if folder is None:
         pipe = record_pipe()
         return None if pipe is None else RecordFile(os.dup(pipe), "the record of this trainer")
@@ -203,6 +210,8 @@ def _values(report: Report) -> dict[str, Any]:
         "rows": report.rows or None,
         "bytes": report.bytes or None,
         "lost": report.lost or None,
+        "gradient_norm": report.gradient_norm,
+        "device_bytes": report.device_bytes,
         "logged": report.logged or None,
     }
     return {name: value for name, value in entry.items() if value is not None}

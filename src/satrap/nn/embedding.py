@@ -2,7 +2,8 @@
 
 In train() with gradients a lookup belongs to the open step, which `step()` of the optimizer that
 `embeddings.optimizer(...)` returned ends. In eval(), or under no_grad, a lookup reads and changes nothing. The modules
-own no Parameter: the rows are no part of a state_dict, which only has the step that they must be at.
+own no Parameter: the rows are no part of a state_dict, which only has the step that they must be at. `weight` is a
+lookup of all ids, for models that read the weight of nn.Embedding.
 
 EmbeddingBag looks up one row for each id, and torch pools them: so modes, weights, their gradients and errors are
 torch's, at the cost of the memory of the rows before they are pooled.
@@ -19,12 +20,14 @@ from torch.nn.functional import embedding_bag
 from satrap.config.tables import Table
 from satrap.config.validation import check_choice, check_integer, kind_of, suggest
 from satrap.errors import ConfigError, InputError, StreamError
+from satrap.monitor.memory import memory
 from satrap.train.embeddings import Embeddings, session_of
 
 _NO_WEIGHT = (
-    "this module has no weight: its rows are in table {!r} of the embeddings. Call the module with ids, or use "
-    "embeddings.tables[{!r}].lookup(ids, train=False), or .write(ids, values)"
+    "weight is all rows of table {!r}, and {}. Call the module with the ids that the loss needs, such as targets and "
+    "the negatives of satrap.negatives; for evaluation satrap.full_softmax and satrap.topk read the rows in parts"
 )
+_COPIES_OF_WEIGHT = 4  # rows, gradients, gradients of the update, and what the model computes of them
 
 
 class _TableModule(torch.nn.Module):
@@ -54,6 +57,7 @@ class _TableModule(torch.nn.Module):
         self._session.note_padding(self.table.name, self.padding_idx)
         self._is_frozen = False
         self._expected_step: int | None = None
+        self.register_buffer("_moved", torch.empty(0), persistent=False)  # is on the device of the model
 
     def _resolve_padding(self, padding_idx: int | None) -> int | None:
         if padding_idx is None:
@@ -64,9 +68,22 @@ class _TableModule(torch.nn.Module):
         return found if found >= 0 or count is None else count + found
 
     def __getattr__(self, name: str) -> Any:
-        if name == "weight":
-            raise AttributeError(_NO_WEIGHT.format(self.table.name, self.table.name))
-        return super().__getattr__(name)
+        # No property: AttributeError of a property ends here, without its message.
+        return self._all_rows() if name == "weight" else super().__getattr__(name)
+
+    def _all_rows(self) -> Tensor:
+        """Look up all ids, [num_embeddings, dim]. A copy: writing to it changes no row."""
+        count = self.num_embeddings
+        if count is None:
+            raise AttributeError(
+                _NO_WEIGHT.format(self.table.name, "the table has no num_rows, so any number is an id")
+            )
+        needed, (used, allowed) = _COPIES_OF_WEIGHT * 4 * count * self.embedding_dim, memory()["machine"]
+        if needed > allowed - used:
+            why = f"a step with {count} rows takes {needed} bytes, of which {allowed - used} are free"
+            raise AttributeError(_NO_WEIGHT.format(self.table.name, why))
+        rows: Tensor = self._rows(torch.arange(count, device=self._moved.device))
+        return rows
 
     def requires_grad_(self, requires_grad: bool = True) -> Self:
         """Freeze the module, or train it again: the lookups of a frozen one read and change nothing, as in eval()."""

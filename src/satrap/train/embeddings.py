@@ -26,6 +26,7 @@ from satrap.table.table_group import TableGroup
 from satrap.train.async_dense import AsyncDense
 from satrap.train.batch import Batch
 from satrap.train.batch_lookup import BatchLookup
+from satrap.train.dense_figures import device_bytes
 from satrap.train.dense_strategy import DenseStrategy, SyncDense
 from satrap.train.deployment import Deployment
 from satrap.train.open_worker import open_worker
@@ -255,12 +256,21 @@ class Embeddings(torch.nn.Module):
         self._session.expected_rows = state
 
     def counters(self) -> Counters:
-        """Return totals over all training streams: rows, seconds of each stage, staleness, and what was lost."""
+        """Return totals over all training streams: rows, seconds of each stage, staleness, and what was lost; the
+        current learning rates; and the gradient norm of the first step after the last call."""
         so_far = self._session.counters()
         cut = {f"ids/{name}": count for name, count in self.worker.truncated.items() if count}
         held = {name: store.stats() for name, store in self.tables.items()}
         rows, memory = ({name: stats[key] for name, stats in held.items()} for key in ("rows", "bytes"))
-        return replace(so_far, rows=rows, bytes=memory, lost={**so_far.lost, **cut})
+        return replace(
+            so_far,
+            rows=rows,
+            bytes=memory,
+            lost={**so_far.lost, **cut},
+            learning_rates=self._session.figures.learning_rates(),
+            gradient_norm=self._session.figures.read_norm(),
+            device_bytes=device_bytes(),
+        )
 
     def settings(self) -> dict[str, Any]:
         """Return what the report of a run shows as settings, in plain JSON types."""

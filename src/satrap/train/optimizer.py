@@ -53,6 +53,7 @@ class HybridOptimizer(torch.optim.Optimizer):
             {"params": [], "lr": table.optimizer.lr, "table": table.name} | cycled for table in session.features.tables
         ]
         self.param_groups.extend(self._tables)
+        session.figures.groups = self.param_groups
 
     def __repr__(self) -> str:
         tables = ", ".join(f"{group['table']}: lr={group['lr']:g}" for group in self._tables)
@@ -85,6 +86,7 @@ class HybridOptimizer(torch.optim.Optimizer):
         self._strategy.require_same_gradients()
         # First, so that a gradient refused in this call leaves the dense half unchanged; threads refuse it later.
         self._session.update({group["table"]: float(group["lr"]) for group in self._tables}, inverse)
+        self._session.figures.measure(inverse)
         self._strategy.step(inverse)
         return loss
 

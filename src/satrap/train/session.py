@@ -25,6 +25,7 @@ from satrap.monitor.samples import Sample, register, snapshot_samples, table_sam
 from satrap.run_context import current_context, register_exit_hook
 from satrap.table.table_group import transfers_of
 from satrap.train.batch import InFlightBatch
+from satrap.train.dense_figures import DenseFigures
 from satrap.train.dense_strategy import DenseStrategy
 from satrap.train.joint_batches import JointBatches
 from satrap.train.joint_calls import Call
@@ -57,6 +58,7 @@ class TrainingSession:
         """The strategy of the optimizer; one that does nothing until there is an optimizer."""
         self.on_hold: Callable[[list[Tensor]], None] | None = None
         """Receives the leaves that wait for a step; None until there is an optimizer."""
+        self.figures = DenseFigures()
         self.is_training = True
         """Whether the embeddings are in train(), and not in eval()."""
         self.expected_rows: Any = None

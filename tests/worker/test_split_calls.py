@@ -350,6 +350,7 @@ def test_every_call_is_refused_in_a_fork() -> None:
     calls: dict[str, Callable[[], object]] = {
         "empty": lambda: split.empty(1, 1),
         "lookup": lambda: split.lookup(**GOOD),
+        "bags": lambda: split.bags(native_features(FEATURES, FEATURES.tables)),
         "fill": lambda: split.fill(ticket, rows_for(ticket), *floats_for()),
         "sums": lambda: split.sums([ticket], [(BLOCK, [PATH])], 1.0, **WHERE),
         "reshard_sums": lambda: split.reshard_sums(sums, **WHERE),
@@ -362,7 +363,7 @@ def test_every_call_is_refused_in_a_fork() -> None:
         "lines": lambda: split.lines(ticket, groups),
         "runs": lambda: split.runs([ticket], [(True, [True])], **WHERE, groups=groups),
     }
-    of_no_rows = {"num_threads", "simd", "num_buckets", "total_dim", "truncated", "made", "bags"}
+    of_no_rows = {"num_threads", "simd", "num_buckets", "total_dim", "truncated", "made"}
     assert {name for name in dir(split) if not name.startswith("_")} - of_no_rows == set(calls)
 
     def body() -> None:

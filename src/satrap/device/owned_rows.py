@@ -45,7 +45,7 @@ class OwnedRows(DeviceRows):
         self._groups, self._rank, self._replicated = groups, rank, groups.of_kinds("replicated")
         self._divided = groups.of_kinds("columns")
 
-    def look_up(self, received: NDArray[np.uint64], counts: NDArray[np.int64], at: LookupTime) -> list[Tensor]:
+    def look_up_received(self, received: NDArray[np.uint64], counts: NDArray[np.int64], at: LookupTime) -> list[Tensor]:
         """Return the rows of ids, in training: for each group its lines, as they are stored. Other trainers have the
         rows of replicated tables themselves.
 

@@ -78,12 +78,6 @@ class Coefficients(Serializable):
     """Memory of a trainer's process without a job: Python, torch."""
     server_bytes: float
     """Memory of a server or worker without a job."""
-    client_files: float
-    """File descriptors of a trainer for each server or worker that it calls."""
-    worker_files: float
-    """File descriptors of a worker for each server and trainer."""
-    server_files: float
-    """File descriptors of a server, or of a worker, for each trainer that calls it."""
 
     def __post_init__(self) -> None:
         check_name("coefficients", self.source, "'this machine, 2026-11-23'")
@@ -118,8 +112,5 @@ DEFAULTS = Coefficients(
     start=2.1,
     trainer_bytes=416e6,
     server_bytes=50e6,
-    client_files=4.0,
-    worker_files=4.0,
-    server_files=4.0,
 )
 """Used without `--coefficients` and `--calibrate`."""

@@ -145,6 +145,10 @@ class JointBatches(Iterator[Inputs]):
         for leaf in batch.leaves:
             leaf.register_post_accumulate_grad_hook(compare)
 
+    def reach(self, calls: BatchCalls) -> None:
+        """Compare the same of a backward pass to what modules have looked up."""
+        self._compare_backward(calls)
+
     def step(self, batch: InFlightBatch, *, waits: bool) -> None:
         """Compare the step, or the drop, of a batch and all before it. waits: whether it waits for other trainers."""
         self._compare_first(Call.STEP, batch.calls, waits=waits)

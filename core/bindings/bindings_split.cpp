@@ -140,6 +140,19 @@ template <typename Class> void bind_layout(nb::class_<Class>& bound) {
         .def_prop_ro("num_servers", [](const Class& own) { return own.layout->num_servers(); });
 }
 
+void bind_lookup(nb::class_<Split>& split) {
+    split
+        .def("lookup", &lookup, "values"_a, "offsets"_a.none(), "weights"_a.none(), "batch_size"_a, "owners"_a,
+             "num_servers"_a, "with_indexes"_a = false, "bags"_a.none() = nb::none(), WithoutGil())
+        .def(
+            "bags",
+            [](const Split& s, const std::vector<NamedFeature>& named) {
+                return s.other_bags(checked_features(s.dims(), named));
+            },
+            "features"_a,
+            "Returns other features of the same tables, for lookups whose tickets an update may have beside others.");
+}
+
 void bind_again(nb::class_<Split>& split) {
     split
         .def(
@@ -222,15 +235,6 @@ void bind_split(nb::module_& m) {
         .def(
             "empty", [](Split& s, std::size_t rows, std::size_t dim) { return empty_block(s.blocks(), rows, dim); },
             "rows"_a, "dim"_a, "Returns an uninitialised block, like Engine.empty.")
-        .def("lookup", &lookup, "values"_a, "offsets"_a.none(), "weights"_a.none(), "batch_size"_a, "owners"_a,
-             "num_servers"_a, "with_indexes"_a = false, "bags"_a.none() = nb::none(), WithoutGil())
-        .def(
-            "bags",
-            [](const Split& s, const std::vector<NamedFeature>& named) {
-                return s.other_bags(checked_features(s.dims(), named));
-            },
-            "features"_a,
-            "Returns other features of the same tables, for lookups whose tickets an update may have beside others.")
         .def("lines", &lines, "ticket"_a, "groups"_a,
              nb::sig("def lines(self, ticket: SplitTicket, groups: NDArray[numpy.uint32]) -> dict[str, typing.Any]"),
              "Returns the row of each id of a batch that a device pools, among the rows of its group of tables.")
@@ -245,6 +249,7 @@ void bind_split(nb::module_& m) {
         .def("sums", &sums, "tickets"_a, "gradients"_a, "scale"_a, "owners"_a, "num_servers"_a, WithoutGil(),
              "Returns the sums that Engine.update_bags would apply to each id.")
         .def("drop", &Split::drop, "ticket"_a, "Releases a ticket that will not be updated.");
+    bind_lookup(split);
     bind_again(split);
     bind_fp16(split);
     bind_runs(split);

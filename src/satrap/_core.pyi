@@ -437,13 +437,6 @@ class Split:
     def empty(self, rows: int, dim: int) -> Annotated[NDArray[numpy.float32], dict(shape=(None, None), order='C')]:
         """Returns an uninitialised block, like Engine.empty."""
 
-    def lookup(self, values: Annotated[NDArray[numpy.uint64], dict(shape=(None,), order='C', device='cpu', writable=False)], offsets: Annotated[NDArray[numpy.int64], dict(shape=(None,), order='C', device='cpu', writable=False)] | None, weights: Annotated[NDArray[numpy.float32], dict(order='C', device='cpu', writable=False)] | None, batch_size: int, owners: Annotated[NDArray[numpy.uint32], dict(shape=(None,), order='C', device='cpu', writable=False)], num_servers: int, with_indexes: bool = False, bags: Bags | None = None) -> SplitTicket: ...
-
-    def bags(self, features: Sequence[tuple[str, int, str, bool, int, bool, int | None, bool]]) -> Bags:
-        """
-        Returns other features of the same tables, for lookups whose tickets an update may have beside others.
-        """
-
     def lines(self, ticket: SplitTicket, groups: NDArray[numpy.uint32]) -> dict[str, Any]:
         """
         Returns the row of each id of a batch that a device pools, among the rows of its group of tables.
@@ -464,6 +457,13 @@ class Split:
 
     def drop(self, ticket: SplitTicket) -> None:
         """Releases a ticket that will not be updated."""
+
+    def lookup(self, values: Annotated[NDArray[numpy.uint64], dict(shape=(None,), order='C', device='cpu', writable=False)], offsets: Annotated[NDArray[numpy.int64], dict(shape=(None,), order='C', device='cpu', writable=False)] | None, weights: Annotated[NDArray[numpy.float32], dict(order='C', device='cpu', writable=False)] | None, batch_size: int, owners: Annotated[NDArray[numpy.uint32], dict(shape=(None,), order='C', device='cpu', writable=False)], num_servers: int, with_indexes: bool = False, bags: Bags | None = None) -> SplitTicket: ...
+
+    def bags(self, features: Sequence[tuple[str, int, str, bool, int, bool, int | None, bool]]) -> Bags:
+        """
+        Returns other features of the same tables, for lookups whose tickets an update may have beside others.
+        """
 
     def reshard(self, ticket: SplitTicket, owners: Annotated[NDArray[numpy.uint32], dict(shape=(None,), order='C', device='cpu', writable=False)], num_servers: int) -> None:
         """Lays the ticket's ids out for other owners."""

@@ -188,7 +188,7 @@ def test_forged_records_of_any_types_are_shown_or_left_out(tmp_path: Path, seed:
 
 def test_memory_of_servers_is_drawn_at_the_steps_of_the_first_trainer(tmp_path: Path) -> None:
     """What was measured before its first record, or after its last one, has no step."""
-    rates = [
+    rates: list[dict[str, Any]] = [
         {"learning_rates": {"dense": 0.1, "tables": 0.05}},
         {},
         {"learning_rates": {"dense": 0.02, "tables": 0.05}},

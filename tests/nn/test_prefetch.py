@@ -117,7 +117,7 @@ def test_a_step_of_named_ids_is_one_lookup_and_one_update(monkeypatch: pytest.Mo
         monkeypatch.setattr(servers, "call_servers", counted)
         ids = torch.arange(32).view(8, 4)
         for each in embeddings.prefetch([ids], lambda ids: {table.name: ids for table in many}):
-            sum(module(each).sum() for module in modules).backward()
+            torch.stack([module(each).sum() for module in modules]).sum().backward()
             optimizer.step()
         monkeypatch.undo()
         assert [name for name in calls if name in ("lookup", "update")] == ["lookup"] * 2 + ["update"] * 2
@@ -138,6 +138,16 @@ def test_every_pass_is_over_the_loader_and_a_break_drops_the_rest() -> None:
         assert embeddings.step >= 7 and embeddings.tables["item"].stats()["updated"] == 7
 
 
+def test_padding_is_not_looked_up() -> None:
+    with embeddings_of(item()) as embeddings:
+        bag, optimizer = EmbeddingBag(embeddings, "item", mode="sum", padding_idx=0), embeddings.optimizer()
+        for ids in embeddings.prefetch([torch.tensor([[1, 0], [0, 2]])], lambda ids: {"item": ids}):
+            bag(ids).sum().backward()
+            optimizer.step()
+        assert sorted(embeddings.tables["item"].ids().tolist()) == [1, 2]
+        assert embeddings.counters().module_ids == {"ahead": 2}
+
+
 def test_bad_ids_are_named() -> None:
     with embeddings_of(item()) as embeddings:
         run = partial(embeddings.prefetch, [torch.tensor([1])])
@@ -151,7 +161,7 @@ def test_bad_ids_are_named() -> None:
         with pytest.raises(InputError, match="prefetch: table 'item'"):
             next(iter(run(lambda ids: {"item": ids.float()})))
         with pytest.raises(ConfigError, match=r"ids is .*; expected a function of a batch"):
-            run({"item": [1]})
+            run({"item": [1]})  # type: ignore[arg-type]
         with pytest.raises(ConfigError, match="accumulate"):
             run(lambda ids: {"item": ids}, accumulate=0)
         assert len(embeddings.tables["item"]) == 0

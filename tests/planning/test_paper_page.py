@@ -1,4 +1,4 @@
-"""The paper's run in docs/internals/planning.md: each line of its tables is computed again, and compared with the plan."""
+"""The paper's run in docs/internals/planning.md: each line of its tables is computed again and compared."""
 
 from __future__ import annotations
 

@@ -2,8 +2,9 @@
 
 Python blocks of a page run in order, in one namespace and in an empty folder, after `SETUP` has created the files and
 servers that the page names. A `text` block that follows is what the block before it prints to standard output, or else
-its last line on standard error; `...` in it stands for a figure that differs from run to run. Commands in `sh` blocks are parsed by the programs that they call, and those of
-`RUN` are run. No page has a block of another kind, except the pages of `ELSEWHERE`.
+its last line on standard error; `...` in it stands for a figure that differs from run to run. Commands in `sh` blocks
+are parsed by the programs that they call, and those of `RUN` are run. No page has a block of another kind, except the
+pages of `ELSEWHERE`.
 """
 
 from __future__ import annotations

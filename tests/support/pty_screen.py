@@ -32,6 +32,10 @@ class PtyScreen:
         self.columns = max(self.columns, columns)  # what was drawn stays as it is
         fcntl.ioctl(self.stream, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
 
+    def type(self, text: str) -> None:
+        """Enter text, as from the keyboard."""
+        os.write(self._reader, text.encode(self._encoding))
+
     def rows(self) -> list[str]:
         """Return the rows, the last one with the cursor. An unknown escape sequence is an error."""
         rows, at = [""], 0
@@ -42,6 +46,8 @@ class PtyScreen:
                 at = 0
             elif token == "\x1b[K":
                 rows[-1] = rows[-1][:at]
+            elif token == "\x07":  # the bell
+                continue
             else:
                 assert token.isprintable(), repr(token)
                 if at == self.columns:

@@ -2,7 +2,7 @@
 changes its number of servers, `status` shows what it does, and `report` what it did; `import` saves pretrained vectors
 as a table's snapshot; `plan` finds machines for a job; `deploy` writes manifests for Kubernetes; `keys`, `server`,
 `worker` and `migrate` are for a cluster that is managed by hand, and `trainer` runs a script on it; `doctor` checks
-this machine.
+this machine; `completion` prints a script for a shell.
 
 Carries out the commands that `parser` reads, and prints plain lines.
 """
@@ -112,6 +112,10 @@ def _output_lines(options: argparse.Namespace) -> Iterator[str]:
             return render(options)
         case "migrate":
             return _migrate(options.current, options.target, options.keys)
+        case "completion":
+            from satrap.cli.completion import completion_script
+
+            return iter([completion_script(options.shell, command_parser())])
         case "worker":
             return _worker(options)
         case _:

@@ -90,7 +90,7 @@ def _memory(run: RunRecords) -> LineChart:
     chart.series = [each for each in chart.series if each.points or each.superseded]
     if (count := len(by_rank(run)) + len(measured)) > MAX_SERIES:
         chart.series.sort(key=lambda each: -max((y for _, y in each.points if y is not None), default=0.0))
-        chart.note = f"{count} processes recorded; these are {MAX_SERIES} that use most."
+        chart.note = f"{count} processes recorded; these are {MAX_SERIES}, the largest first."
         chart.series = chart.series[:MAX_SERIES]
     return chart
 

@@ -41,11 +41,11 @@ class Interval:
     rate: float
     """Samples per second."""
     numbers: dict[str, float | None]
-    """Those of `_NUMBERS` that were given; None: not finite."""
+    """The numbers of `_NUMBERS` that were given; None: not finite."""
     logged: dict[str, float] = field(default_factory=dict)
     """The script's own numbers."""
     learning_rates: dict[str, float] = field(default_factory=dict)
-    """Those at its end; they are recorded when they change."""
+    """The rates at its end; they are recorded when they change."""
     epochs: list[int] = field(default_factory=list)
     """The first steps of epochs that began."""
     tables: dict[str, dict[str, float]] = field(default_factory=dict)

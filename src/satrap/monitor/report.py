@@ -106,8 +106,9 @@ class Report:
     stages: Mapping[str, float] = field(default_factory=dict)
     """Seconds per step of each stage, mean over the interval. "dense" is the time between calls of the stream."""
     learning_rates: Mapping[str, float] = field(default_factory=dict)
+    """Learning rate of the dense parameters and of the tables."""
     gradient_norm: float | None = None
-    """That of the dense parameters, in one step of the interval."""
+    """The norm of the dense gradients, in one step of the interval."""
     device_bytes: int | None = None
     """Memory of GPUs that the process uses."""
     lost: Mapping[str, int] = field(default_factory=dict)

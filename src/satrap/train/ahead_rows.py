@@ -31,28 +31,30 @@ class NamedInputs(Inputs):
     """The ids of each table, one array after another."""
 
     @classmethod
-    def of(cls, item: Any, ids: object, tables: tuple[str, ...]) -> "NamedInputs":
-        """Return the batch for ids by table: for each a tensor or an array of any shape, or a list of them."""
+    def of(cls, item: Any, ids: object, tables: Mapping[str, int | None]) -> "NamedInputs":
+        """Return the batch for ids by table: for each a tensor or an array of any shape, or a list of them. tables: the
+        id of each that stands for none and is left out."""
         if not isinstance(ids, Mapping):
             raise InputError(f"prefetch: ids returned {kind_of(ids)}; expected a dict from a table's name to ids")
         for name in ids:
             if name not in tables:
                 raise InputError(f"prefetch: ids named {name!r}, which is no table; {suggest(str(name), list(tables))}")
-        chunks = {name: _chunks(name, ids.get(name, ())) for name in tables}
+        chunks = {name: _chunks(name, ids.get(name, ()), padding) for name, padding in tables.items()}
         flat = [chunk for of_table in chunks.values() for chunk in of_table]
         values = np.concatenate(flat) if flat else np.zeros(0, np.uint64)
         offsets = np.cumsum([0, *(sum(map(len, of_table)) for of_table in chunks.values())], dtype=np.int64)
-        return cls(names=tables, values=values, offsets=offsets, batch_size=1, item=item, chunks=chunks)
+        return cls(names=tuple(tables), values=values, offsets=offsets, batch_size=1, item=item, chunks=chunks)
 
 
-def _chunks(table: str, given: Any) -> list[Ids]:
+def _chunks(table: str, given: Any, padding: int | None) -> list[Ids]:
     arrays = given if isinstance(given, list | tuple) else [given]
     flat = []
     for array in arrays:
         ids = array.detach().cpu().numpy() if isinstance(array, Tensor) else np.asarray(array)
         if ids.dtype == np.int32:
             ids = ids.astype(np.int64)
-        flat.append(as_ids(f"prefetch: table {table!r}", ids.reshape(-1)))
+        of_chunk = as_ids(f"prefetch: table {table!r}", ids.reshape(-1))
+        flat.append(of_chunk if padding is None else of_chunk[of_chunk != padding])
     return flat
 
 
@@ -62,7 +64,7 @@ class AheadRows:
     def __init__(self, inputs: NamedInputs, values: Mapping[str, Tensor]) -> None:
         """values: of each table, the rows of its chunks."""
         self._chunks = inputs.chunks
-        self._values = {name: rows.detach() for name, rows in values.items()}
+        self._values = values
         self._sorted: dict[str, tuple[Ids, Any]] = {}
 
     def find(self, table: str, ids: Ids) -> tuple[Tensor, int] | None:

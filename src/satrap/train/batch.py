@@ -57,7 +57,7 @@ class InFlightBatch(BatchRecord):
         self.is_training = False
         """Whether autograd was recording when the rows were returned."""
         self.lookups = StepLookups(0)
-        """Those of modules that belong to the batch."""
+        """The lookups of modules in the step of this batch."""
         self.ahead: AheadRows | None = None
         """The rows that were looked up ahead for these, once they are."""
         self.drop_reason: str | None = None

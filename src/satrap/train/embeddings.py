@@ -236,7 +236,7 @@ class Embeddings(torch.nn.Module):
             threads = is_free and self.staleness > 0 if overlap is None else overlap
             return session.train_by_table(inputs, accumulate, threads)
 
-        return PrefetchedBatches(loader, ids, tuple(table.name for table in self.features.tables), start)
+        return PrefetchedBatches(loader, ids, session.paddings, start)
 
     def train(self, mode: bool = True) -> Self:
         """Choose whether the streams that are created from now on train the tables. `eval()` is `train(False)`."""

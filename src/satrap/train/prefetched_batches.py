@@ -20,9 +20,13 @@ class PrefetchedBatches:
     iteration is one pass over the loader."""
 
     def __init__(
-        self, loader: Iterable[Any], ids: IdsOf, tables: tuple[str, ...], start: Callable[[Iterator[Inputs]], Stream]
+        self,
+        loader: Iterable[Any],
+        ids: IdsOf,
+        tables: Callable[[], Mapping[str, int | None]],
+        start: Callable[[Iterator[Inputs]], Stream],
     ) -> None:
-        """start: starts a stream of such batches."""
+        """tables: returns their names with the ids that stand for none. start: starts a stream of such batches."""
         self._loader, self._ids, self._tables, self._start = loader, ids, tables, start
 
     def __len__(self) -> int:
@@ -36,5 +40,6 @@ class PrefetchedBatches:
                 yield cast(NamedInputs, batch.inputs).item
 
     def _read(self) -> Iterator[Inputs]:
+        tables = self._tables()
         for item in self._loader:
-            yield NamedInputs.of(item, self._ids(item), self._tables)
+            yield NamedInputs.of(item, self._ids(item), tables)

@@ -72,6 +72,7 @@ class TrainingSession:
         self._tracked: dict[int, _TrackedSource] = {}  # by id(): a list can be a source, and is not hashable
         self._training: Stream | ModuleLookups | None = None
         self._training_data: Any = None
+        self._paddings: dict[str, set[int | None]] = {}  # of modules, by table
         self._evaluations: weakref.WeakSet[Stream] = weakref.WeakSet()
         self._before_close: list[Callable[[], None]] = []
         self._awaited: list[Callable[[], None]] = []
@@ -226,6 +227,15 @@ class TrainingSession:
             if tracked is not None:
                 tracked.resume = False
         return stream
+
+    def note_padding(self, table: str, padding: int | None) -> None:
+        """Note the id that stands for none in a module over the table."""
+        self._paddings.setdefault(table, set()).add(padding)
+
+    def paddings(self) -> dict[str, int | None]:
+        """Return for each table the id that stands for none in all modules over it; None if there is no such id."""
+        known = {table.name: self._paddings.get(table.name, {None}) for table in self.features.tables}
+        return {name: next(iter(paddings)) if len(paddings) == 1 else None for name, paddings in known.items()}
 
     def train_by_table(self, inputs: Iterator[Inputs], accumulate: int, overlap: bool) -> Stream:
         """Start a training stream of ids by table, for modules. All trainers call this."""

@@ -26,7 +26,7 @@ class StepLookups:
         """on_reach: called whenever a backward pass has reached another lookup; must not refer to a batch."""
         self.step = step
         self.leaves: list[Tensor] = []
-        """Those that have a gradient."""
+        """The leaves that have a gradient."""
         self.num_lookups = 0
         self._on_reach = on_reach
         self._reached: dict[int, Lookup] = {}  # by number
@@ -110,7 +110,7 @@ class TakenGradients:
     """The gradients of lookups that one update applies, by table, in the order of the lookups."""
 
     ticket: Any
-    """Of all their ids."""
+    """The ticket of all their ids."""
     parts: dict[str, list[tuple[Tensor, float]]]
     """Each with the factor that it is still to be multiplied by."""
 

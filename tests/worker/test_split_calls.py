@@ -140,7 +140,8 @@ def test_an_update_may_have_tickets_of_other_features_of_the_tables() -> None:
     split, other = make_split(FEATURES), make_split(FEATURES)
     bags = split.bags(native_features(id_features(FEATURES), FEATURES.tables))
     given: tuple[Any, ...] = np.array([1, 1, 9], np.uint64), np.array([0, 2, 3]), None, 1
-    first, second = split.lookup(**GOOD), split.lookup(*given, **WHERE, bags=bags)
+    with_bags: dict[str, Any] = {**WHERE, "bags": bags}
+    first, second = split.lookup(**GOOD), split.lookup(*given, **with_bags)
     ones = [np.ones((2, FEATURES.tables[0].dim), np.float32), np.ones((1, FEATURES.tables[1].dim), np.float32)]
     sums = split.sums([first, second], [(None, [PATH]), (None, ones)], 1.0, **WHERE)
     summed = {
@@ -153,7 +154,7 @@ def test_an_update_may_have_tickets_of_other_features_of_the_tables() -> None:
     total = sum(float(sums.gradients(server).sum()) for server in range(3))
     assert total == 2 * FEATURES.tables[0].dim + sum(each.sum() for each in ones)  # two ids of the path are kept
     with pytest.raises(InputError, match="these bags describe the tables of another split"):
-        other.lookup(*given, **WHERE, bags=bags)
+        other.lookup(*given, **with_bags)
 
 
 def test_tickets_are_used_once_and_by_their_owner() -> None:

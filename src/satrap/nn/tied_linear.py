@@ -1,6 +1,7 @@
 """A drop-in for an nn.Linear whose weight is that of an embedding, such as a tied output layer."""
 
 from collections.abc import Callable
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -9,6 +10,8 @@ from torch.nn.functional import linear
 
 class TiedLinear(torch.nn.Module):
     """An nn.Linear whose weight is all rows of a table. It owns its bias alone."""
+
+    bias: Tensor | None
 
     def __init__(self, embedding: torch.nn.Module, layer: torch.nn.Linear) -> None:
         """embedding: the module over the table, with `num_rows`. layer: what this replaces."""
@@ -21,8 +24,7 @@ class TiedLinear(torch.nn.Module):
     @property
     def weight(self) -> Tensor:
         """All rows of the table: each use is a lookup."""
-        rows: Tensor = self._embedding[0].weight
-        return rows
+        return cast(Tensor, self._embedding[0].weight)
 
     def forward(self, input: Tensor) -> Tensor:
         """Return the products of the input with all rows, plus the bias."""

@@ -11,7 +11,8 @@ _WIDTH = 100
 _INTRODUCTION = """# Command line
 
 The help of every command, as `satrap COMMAND --help` prints it. [Cluster](cluster.md) explains `run`, `scale` and
-`status`, [planning](planning.md) `plan`, and [Kubernetes](deploy.md) `deploy`.
+`status`, [planning](planning.md) `plan`, and [Kubernetes](deploy.md) `deploy`. With `eval "$(satrap completion bash)"`
+in `~/.bashrc` (or `zsh` in `~/.zshrc`), Tab completes commands and options.
 """
 
 

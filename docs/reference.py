@@ -75,6 +75,7 @@ TOPICS = {
         {
             "": (
                 *("train.embeddings.Embeddings", "train.stream.Stream", "train.batch.Batch", "train.sequence.Sequence"),
+                "train.prefetched_batches.PrefetchedBatches",
                 *("train.sequence.JaggedSequence", "train.optimizer.HybridOptimizer", "monitor.report.Counters"),
             )
         },
@@ -142,7 +143,9 @@ INTERNAL = {
     "HybridOptimizer": "hold",
     "LabelColumn": "expected find_invalid other_value text_values",
     "Position": "after",
-    "ProcessGroup": "all count run_first broadcast_int gather exchange require_same_gradients wrap broadcast_",
+    "ProcessGroup": (
+        "all count forward_waits run_first broadcast_int gather exchange require_same_gradients wrap broadcast_"
+    ),
     "Progress": "clock",
     "Serializable": "to_dict from_dict",
     "ShardedTables": "is_whole keeps_cuts map_version require_permitted restore take_cut",
@@ -163,6 +166,7 @@ RETURNED = {
     "Evaluation": "Returned by `evaluate`.",
     "HybridOptimizer": "Returned by `Embeddings.optimizer`.",
     "JaggedSequence": "`batch[name]` of a jagged sequence.",
+    "PrefetchedBatches": "Returned by `Embeddings.prefetch`.",
     "ProcessGroup": "The type of `Embeddings.trainers`.",
     "ReaderTable": "The type of the values of `Reader.tables`.",
     "Report": "A sink of `Progress` receives one for each interval.",

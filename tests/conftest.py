@@ -61,8 +61,11 @@ SLOWEST = (
     "test_remote_worker_faults.py",
     "test_sharded_training.py",
     "test_examples.py",
+    "test_object_store_kills.py",
     "test_trainers.py",
     "test_remote_worker_trainers.py",
+    "test_save_beside.py",
+    "test_object_stores.py",
     "test_cluster_network.py",
     "test_checkpoint.py",
     "test_docs.py",
@@ -72,6 +75,9 @@ SLOWEST = (
 """Files of tests that take tens of seconds, the longest first."""
 CLUSTERS = ("benchmarks", "deploy", "faults", "launch")
 """Folders of tests that start processes. Their tests and those of the slowest files are marked `cluster`."""
+PROCESSES = {"trainers", "module_trainers", "Trainers", "subprocess", "killed_at_random"}
+PROCESSES |= {"ServerProcess", "server_process", "server_processes", "observe_script", "kill_amid", "python"}
+"""Fixtures, modules and functions that start processes. Tests that name one are marked, too."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -97,7 +103,7 @@ def pytest_report_header(config: pytest.Config) -> str:
     return f"satrap: --seed {config.stash[SEED]}"
 
 
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[Any]) -> None:
     """Marks the tests of clusters. With `--draw`, draws some of the tests that are marked `draw`. Puts the slowest
     files first, so that no worker of `-n` starts one at the end. The tests of a file stay together and in order,
     because they share fixtures."""
@@ -106,7 +112,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         config.hook.pytest_deselected(items=[item for item in items if item in left_out])
         items[:] = [item for item in items if item not in left_out]
     for item in items:
-        if item.path.parent.name in CLUSTERS or item.path.name in SLOWEST:
+        names = {*item.fixturenames, *item.function.__code__.co_names}
+        if item.path.parent.name in CLUSTERS or item.path.name in SLOWEST or names & PROCESSES:
             item.add_marker("cluster")
     items.sort(key=lambda item: SLOWEST.index(item.path.name) if item.path.name in SLOWEST else len(SLOWEST))
 
@@ -125,6 +132,12 @@ def _not_drawn(items: list[pytest.Item], seed: int) -> set[pytest.Item]:
         drawn = random.Random(f"{seed} {name}").sample(sorted(units), min(number, len(units)))
         left_out.update(item for unit, its_items in units.items() if unit not in drawn for item in its_items)
     return left_out
+
+
+def pytest_collection_finish() -> None:
+    """Keeps collections quick, of which many tests make one: most objects exist before the first test, and stay."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture

@@ -4,7 +4,7 @@ once, after the values of the block are consistent, and the handlers are those o
 from __future__ import annotations
 
 import signal
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from types import FrameType
 
@@ -134,9 +134,9 @@ def test_a_trainer_whose_end_is_interrupted_ends_once() -> None:
     """A second comparison would wait for ever for trainers that have ended."""
     calls: list[Sequence[int]] = []
 
-    def exchange(numbers: Sequence[int], *, patient: bool) -> list[Sequence[int]]:
+    def exchange(numbers: Sequence[int], *, patient: bool) -> Callable[[], list[Sequence[int]]]:
         calls.append(numbers)
-        return [numbers, numbers]
+        return lambda: [numbers, numbers]
 
     for interrupts in moments(signal.SIGTERM):
         calls.clear()

@@ -1,7 +1,7 @@
 """Is the model any good? The same split for a logistic regression, LightGBM, plain torch and Satrap.
 
-Each is tuned on the validation part only. LightGBM is an extra (`pip install lightgbm`); without it its line is left
-out. It sees ids as categories.
+Each is tuned on the validation part only. LightGBM comes with the extra `paper`; without it its line is left out. It
+sees ids as categories.
 """
 
 from collections.abc import Mapping
@@ -44,7 +44,7 @@ def boosted_trees(data: Data, done: Done) -> Figures:
     try:
         import lightgbm  # type: ignore[import-not-found,unused-ignore]
     except ImportError:
-        raise CannotRunError("LightGBM is not installed: pip install lightgbm") from None
+        raise CannotRunError("LightGBM is not installed: pip install '.[paper]'") from None
     split = data.split()
     parts = {}
     for name in ("train", "validation", "test"):

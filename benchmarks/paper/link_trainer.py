@@ -57,8 +57,8 @@ def main() -> None:
                     model(batch.embeddings).squeeze(1), batch.label
                 )
                 optimizer.zero_grad()
+                time.sleep(DEVICE_SECONDS)  # before the backward pass, at whose end a device sends its gradients
                 loss.backward()
-                time.sleep(DEVICE_SECONDS)
                 optimizer.step()
                 if number == WARM_UP:
                     start, cpu = time.perf_counter(), time.process_time()

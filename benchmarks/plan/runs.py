@@ -15,7 +15,7 @@ from benchmarks.plan import job as script
 from satrap.data.synthetic import Clicks
 from satrap.planning.calibration import calibrate
 from satrap.planning.coefficients import Coefficients
-from satrap.planning.estimate import core_seconds, estimate
+from satrap.planning.estimate import Estimate
 from satrap.planning.input_files import memory_row_bytes, read_coefficients, saved_row_bytes, write_coefficients
 from satrap.planning.machines import Layout, Limits, MachineType, Pool
 from satrap.planning.workload import TableLoad, Training, Workload
@@ -92,10 +92,10 @@ def predict(
     )
     pool = Pool(machine=here, num_machines=1, servers=servers, trainers=trainers)
     workload = workload_of(job, path.stat().st_size / SAMPLES, clicks)
-    found = estimate(workload, Layout(pools=(pool,)), costs, FREE)
+    found = Estimate(workload=workload, layout=Layout(pools=(pool,)), costs=costs, limits=FREE)
     held = {each.table.name: each.row_bytes for each in workload.tables}
     return {
-        "cpu_seconds": sum(core_seconds(found.layout, pool, found.demand, costs).values()) / script.BATCH,
+        "cpu_seconds": sum(found.core_seconds(pool).values()) / script.BATCH,
         "samples_per_s": found.samples_per_second,
         "row_bytes": sum(count * held[name] for name, count in rows.items()) / sum(rows.values()),
     }

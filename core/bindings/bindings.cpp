@@ -10,6 +10,7 @@
 #include <map>
 #include <optional>
 
+#include "bindings/bindings_bags.hpp"
 #include "bindings/bindings_fp16.hpp"
 
 namespace satrap {
@@ -297,6 +298,7 @@ void bind_ticket(nb::module_& m) {
     nb::class_<Ticket>(m, "Ticket", "A looked-up batch that waits for its gradients; pass it to update() once.")
         .def_ro("n", &Ticket::size)
         .def_ro("batch_size", &Ticket::batch_size, "The number of samples of a batch of bags; else 0.")
+        .def_prop_ro("sequence_floats", &sequence_sizes, "The number of floats of each sequence of a batch of bags.")
         .def(
             "only_of", [](const Ticket& t, std::size_t table) { return t.size == 0 || t.table == table; }, "table"_a,
             "Whether all ids are that table's.")

@@ -31,6 +31,15 @@ std::unique_ptr<Ticket> lookup_bags(Engine& engine, const std::shared_ptr<Bags>&
     return engine.lookup_bags(bags, inputs, when, block.data(), memory.data(), train);
 }
 
+std::unique_ptr<Ticket> bag_ticket(Engine& engine, const std::shared_ptr<Bags>& bags, const Ids& values,
+                                   const std::optional<Offsets>& offsets, const std::optional<FloatsIn>& weights,
+                                   std::size_t batch_size) {
+    const BagInputs inputs =
+        checked_lookup(engine, *bags, values, offsets, weights, batch_size, 0, 0, true, true).first;
+    nb::gil_scoped_release release;
+    return engine.bag_ticket(bags, inputs);
+}
+
 void update_bags(Engine& engine, const std::vector<Ticket*>& tickets, const std::vector<GivenGradients>& gradients,
                  std::uint64_t step, const std::vector<std::pair<std::size_t, double>>& lrs, double scale) {
     require_step("step", step);
@@ -59,6 +68,10 @@ void bind_bags(nb::module_& m, nb::class_<Engine>& engine) {
     engine
         .def("lookup_bags", &lookup_bags, "bags"_a, "values"_a, "offsets"_a.none(), "weights"_a.none(), "batch_size"_a,
              "step"_a, "oldest_open"_a, "train"_a, "block"_a, "sequences"_a, "first_epoch"_a = true, WithoutGil())
+        .def("bag_ticket", &bag_ticket, "bags"_a, "values"_a, "offsets"_a.none(), "weights"_a.none(), "batch_size"_a,
+             nb::sig("def bag_ticket(self, bags: Bags, values: NDArray[numpy.uint64], offsets: NDArray[numpy.int64] | "
+                     "None, weights: NDArray[numpy.float32] | None, batch_size: int) -> Ticket"),
+             "Returns a ticket for a batch whose rows other calls have found.")
         .def("update_bags", &update_bags, "tickets"_a, "gradients"_a, "step"_a, "lrs"_a, "scale"_a, WithoutGil())
         .def(
             "drop", [](Engine& e, Ticket& ticket) { e.drop(ticket); }, "ticket"_a,

@@ -62,6 +62,13 @@ inline std::size_t sequence_size(const Ticket& ticket, std::size_t q) {
     return ticket.sequences[q + 1] - ticket.sequences[q];
 }
 
+// The number of floats of each sequence of a ticket.
+inline std::vector<std::size_t> sequence_sizes(const Ticket& ticket) {
+    std::vector<std::size_t> sizes;
+    for (std::size_t q = 0; q + 1 < ticket.sequences.size(); ++q) sizes.push_back(sequence_size(ticket, q));
+    return sizes;
+}
+
 inline BagInputs checked_inputs(const Bags& bags, const Ids& values, const std::optional<Offsets>& offsets,
                                 const std::optional<FloatsIn>& weights, std::size_t batch_size) {
     require_few(values.size());

@@ -53,15 +53,6 @@ nb::dict lookup_frames(Engine& engine, const std::shared_ptr<Bags>& bags, const 
     return out;
 }
 
-std::unique_ptr<Ticket> bag_ticket(Engine& engine, const std::shared_ptr<Bags>& bags, const Ids& values,
-                                   const std::optional<Offsets>& offsets, const std::optional<FloatsIn>& weights,
-                                   std::size_t batch_size) {
-    const BagInputs inputs =
-        checked_lookup(engine, *bags, values, offsets, weights, batch_size, 0, 0, true, true).first;
-    nb::gil_scoped_release release;
-    return engine.bag_ticket(bags, inputs);
-}
-
 nb::dict lookup_id_frames(Engine& engine, const Ids& ids, const Offsets& offsets, std::uint64_t step,
                           std::uint64_t oldest_open, bool train, const FramesOut& frames, bool first_epoch) {
     const std::vector<std::int64_t> of_tables = checked_offsets(offsets, engine.num_tables(), ids.size());
@@ -199,10 +190,6 @@ void bind_id_frames(nb::class_<Engine>& engine) {
                      "oldest_open: int, train: bool, frames: NDArray[numpy.int32], first_epoch: bool = True) -> "
                      "dict[str, typing.Any]"),
              "Finds the frames of ids in flat arrays, table by table.")
-        .def("bag_ticket", &bag_ticket, "bags"_a, "values"_a, "offsets"_a.none(), "weights"_a.none(), "batch_size"_a,
-             nb::sig("def bag_ticket(self, bags: Bags, values: NDArray[numpy.uint64], offsets: NDArray[numpy.int64] | "
-                     "None, weights: NDArray[numpy.float32] | None, batch_size: int) -> Ticket"),
-             "Returns a ticket for a batch whose rows lookup_id_frames has found.")
         .def("update_id_frames", &update_id_frames, "ids"_a, "offsets"_a, "places"_a, "step"_a, "filter"_a,
              nb::sig("def update_id_frames(self, ids: NDArray[numpy.uint64], offsets: NDArray[numpy.int64], places: "
                      "NDArray[numpy.int32], step: int, filter: bool) -> dict[str, typing.Any]"),

@@ -62,6 +62,17 @@ std::shared_ptr<Samples> make_samples(std::size_t n, const std::vector<Bag>& ids
     return samples;
 }
 
+Array<std::int64_t> count_ids_of(const Samples& samples, std::size_t feature, std::optional<std::uint64_t> padding) {
+    if (feature >= samples.ids.size())
+        refuse("feature " + std::to_string(feature) + " of " + std::to_string(samples.ids.size()));
+    auto counts = uncleared<std::int64_t>(samples.n);
+    {
+        nb::gil_scoped_release release;
+        count_ids(samples, feature, padding, counts.get());
+    }
+    return as_array<std::int64_t>(std::move(counts), {samples.n});
+}
+
 using GivenPart = std::tuple<std::shared_ptr<Samples>, std::size_t, std::size_t>;
 
 std::vector<BlockRange> checked_parts(const std::vector<GivenPart>& given, const std::vector<std::int64_t>& order) {
@@ -291,7 +302,9 @@ void bind_text(nb::module_& m) {
 void bind_samples(nb::module_& m) {
     nb::class_<Samples>(m, "Samples", "Decoded samples of one block of a source.")
         .def(nb::new_(&make_samples), "n"_a, "ids"_a, "dense"_a.none(), "label"_a.none())
-        .def("__len__", [](const Samples& samples) { return samples.n; });
+        .def("__len__", [](const Samples& samples) { return samples.n; })
+        .def("count_ids", &count_ids_of, "feature"_a, "padding"_a.none(),
+             "How many ids of the feature with this number each sample has, without those that are `padding`.");
     m.def("gather", &gather, "parts"_a, "order"_a,
           nb::sig("def gather(parts: collections.abc.Sequence[tuple[Samples, int, int]], order: NDArray[numpy.int64]) "
                   "-> tuple[NDArray[numpy.uint64], NDArray[numpy.int64] | None, NDArray[numpy.float32] | None, "

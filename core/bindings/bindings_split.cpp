@@ -34,9 +34,11 @@ std::vector<std::uint32_t> checked_owners(const Split& split, const Words& owner
 
 std::unique_ptr<SplitTicket> lookup(Split& split, const Ids& values, const std::optional<Offsets>& offsets,
                                     const std::optional<FloatsIn>& weights, std::size_t batch_size, const Words& owners,
-                                    std::uint32_t num_servers, bool with_indexes) {
-    const BagInputs inputs = checked_inputs(split.bags(), values, offsets, weights, batch_size);
-    return split.lookup(inputs, checked_owners(split, owners, num_servers), num_servers, with_indexes);
+                                    std::uint32_t num_servers, bool with_indexes, const std::shared_ptr<Bags>& others) {
+    const Bags& bags = others == nullptr ? split.bags() : *others;
+    if (bags.engine != split.bags().engine) refuse("these bags describe the tables of another split");
+    const BagInputs inputs = checked_inputs(bags, values, offsets, weights, batch_size);
+    return split.lookup(inputs, checked_owners(split, owners, num_servers), num_servers, with_indexes, others);
 }
 
 std::vector<std::uint32_t> checked_groups(const Split& split, const Words& groups) {
@@ -82,7 +84,7 @@ void fill(Split& split, SplitTicket& ticket, const std::vector<FloatsIn>& rows, 
             of_servers.push_back(rows[s].data());
         }
         require_size("block", block.size(), ticket.ticket.num_floats);
-        require_size("sequences", sequences.size(), split.bags().sequences.size());
+        require_size("sequences", sequences.size(), ticket.ticket.bags->sequences.size());
         for (std::size_t q = 0; q < sequences.size(); ++q) {
             require_size("a sequence", sequences[q].size(), sequence_size(ticket.ticket, q));
             memory.push_back(sequences[q].data());
@@ -138,6 +140,19 @@ template <typename Class> void bind_layout(nb::class_<Class>& bound) {
         .def_prop_ro("num_servers", [](const Class& own) { return own.layout->num_servers(); });
 }
 
+void bind_lookup(nb::class_<Split>& split) {
+    split
+        .def("lookup", &lookup, "values"_a, "offsets"_a.none(), "weights"_a.none(), "batch_size"_a, "owners"_a,
+             "num_servers"_a, "with_indexes"_a = false, "bags"_a.none() = nb::none(), WithoutGil())
+        .def(
+            "bags",
+            [](const Split& s, const std::vector<NamedFeature>& named) {
+                return s.other_bags(checked_features(s.dims(), named));
+            },
+            "features"_a,
+            "Returns other features of the same tables, for lookups whose tickets an update may have beside others.");
+}
+
 void bind_again(nb::class_<Split>& split) {
     split
         .def(
@@ -190,6 +205,7 @@ void bind_runs(nb::class_<Split>& split) {
 void bind_split(nb::module_& m) {
     nb::class_<SplitTicket> ticket(m, "SplitTicket", "A batch whose unique ids are laid out for the servers.");
     ticket.def_prop_ro("batch_size", [](const SplitTicket& t) { return t.ticket.batch_size; })
+        .def_prop_ro("sequence_floats", [](const SplitTicket& t) { return sequence_sizes(t.ticket); })
         .def_prop_ro("used", [](const SplitTicket& t) { return t.ticket.used.load(); });
     bind_layout(ticket);
     nb::class_<Sums> sums_class(m, "Sums", "What an update sends to each server: one gradient for each id.");
@@ -219,8 +235,6 @@ void bind_split(nb::module_& m) {
         .def(
             "empty", [](Split& s, std::size_t rows, std::size_t dim) { return empty_block(s.blocks(), rows, dim); },
             "rows"_a, "dim"_a, "Returns an uninitialised block, like Engine.empty.")
-        .def("lookup", &lookup, "values"_a, "offsets"_a.none(), "weights"_a.none(), "batch_size"_a, "owners"_a,
-             "num_servers"_a, "with_indexes"_a = false, WithoutGil())
         .def("lines", &lines, "ticket"_a, "groups"_a,
              nb::sig("def lines(self, ticket: SplitTicket, groups: NDArray[numpy.uint32]) -> dict[str, typing.Any]"),
              "Returns the row of each id of a batch that a device pools, among the rows of its group of tables.")
@@ -235,6 +249,7 @@ void bind_split(nb::module_& m) {
         .def("sums", &sums, "tickets"_a, "gradients"_a, "scale"_a, "owners"_a, "num_servers"_a, WithoutGil(),
              "Returns the sums that Engine.update_bags would apply to each id.")
         .def("drop", &Split::drop, "ticket"_a, "Releases a ticket that will not be updated.");
+    bind_lookup(split);
     bind_again(split);
     bind_fp16(split);
     bind_runs(split);

@@ -7,6 +7,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <span>
 #include <utility>
 #include <vector>
@@ -23,6 +24,10 @@ struct BagColumn {
     std::size_t stride = 1;
 };
 
+inline std::int64_t bag_length(const BagColumn& column, std::uint64_t sample) {
+    return column.offsets == nullptr ? 1 : column.offsets[sample + 1] - column.offsets[sample];
+}
+
 // Samples of one block. Invariants: each column covers n samples; dense is [n, num_dense], label [n, num_labels].
 struct Samples {
     std::size_t n = 0;
@@ -37,6 +42,20 @@ struct Samples {
         return ids.size() == other.ids.size() && num_dense == other.num_dense && num_labels == other.num_labels;
     }
 };
+
+// Writes how many ids of a feature each sample has, without those that are `padding`.
+inline void count_ids(const Samples& samples, std::size_t feature, std::optional<std::uint64_t> padding,
+                      std::int64_t* out) {
+    const BagColumn& column = samples.ids[feature];
+    for (std::size_t i = 0; i < samples.n; ++i) {
+        out[i] = bag_length(column, i);
+        if (!padding) continue;
+        const std::uint64_t* begin =
+            column.values +
+            (column.offsets == nullptr ? i * column.stride : static_cast<std::size_t>(column.offsets[i]));
+        out[i] -= std::count(begin, begin + out[i], *padding);
+    }
+}
 
 // Builds Samples from copies of the caller's arrays, which the caller may change when `done` returns.
 // Each offset is read once, so that the checked value is the one used.
@@ -150,7 +169,8 @@ class Gather {
         std::int64_t at = 0;
         *out++ = 0;
         for (std::size_t f = 0; f < num_features_; ++f)
-            for (const SampleRef& ref : samples_) *out++ = at += length(parts_[ref.part].samples->ids[f], ref.sample);
+            for (const SampleRef& ref : samples_)
+                *out++ = at += bag_length(parts_[ref.part].samples->ids[f], ref.sample);
     }
 
     void dense(float* out) const { rows(&Samples::dense, parts_[0].samples->num_dense, out); }
@@ -161,10 +181,6 @@ class Gather {
         std::uint32_t part;
         std::uint64_t sample;
     };
-
-    static std::int64_t length(const BagColumn& column, std::uint64_t sample) {
-        return column.offsets == nullptr ? 1 : column.offsets[sample + 1] - column.offsets[sample];
-    }
 
     void place(std::span<const std::int64_t> order) {
         std::vector<std::uint64_t> starts; // of each part, in the common numbering
@@ -195,7 +211,7 @@ class Gather {
                 continue;
             }
             for (const SampleRef& ref : samples_) {
-                const std::int64_t n = length(parts_[ref.part].samples->ids[f], ref.sample);
+                const std::int64_t n = bag_length(parts_[ref.part].samples->ids[f], ref.sample);
                 one_each_ = one_each_ && n == 1;
                 num_values_ += static_cast<std::size_t>(n);
             }
@@ -227,7 +243,7 @@ class Gather {
         for (const SampleRef& ref : samples_) {
             const BagColumn& column = columns[ref.part];
             const T* from = column.*member;
-            const auto n = static_cast<std::size_t>(length(column, ref.sample));
+            const auto n = static_cast<std::size_t>(bag_length(column, ref.sample));
             if (from == nullptr)
                 std::fill_n(out, n, missing);
             else if (column.offsets == nullptr)

@@ -299,6 +299,14 @@ std::unique_ptr<Ticket> Engine::lookup_bags(const std::shared_ptr<const Bags>& b
     return end_lookup(std::move(planned), bags, want_ticket);
 }
 
+std::unique_ptr<Ticket> Engine::bag_ticket(const std::shared_ptr<const Bags>& bags, const BagInputs& inputs) {
+    fork_guard_.require_same_process();
+    LookupStep at{false, 0, 0};
+    PlannedBags planned = plan_bags(*bags, inputs, at, false);
+    deduplicate(*planned.batch);
+    return end_lookup(std::move(planned), bags, true);
+}
+
 Engine::PlannedBags Engine::plan_bags(const Bags& bags, const BagInputs& inputs, LookupStep& at, bool with_indexes) {
     SATRAP_ASSERT(bags.engine == identity_);
     PlannedBags planned{plans_.take(), nullptr};

@@ -132,6 +132,8 @@ class Engine {
     // Writes pooled rows to the whole block, and sequences, padded with zeros; see bag_plan.hpp.
     std::unique_ptr<Ticket> lookup_bags(const std::shared_ptr<const Bags>& bags, const BagInputs& inputs, LookupStep at,
                                         float* block, float* const* sequences, bool want_ticket);
+    // Returns a ticket for bags whose rows other calls have found. The inputs have no padding and nothing to cut.
+    std::unique_ptr<Ticket> bag_ticket(const std::shared_ptr<const Bags>& bags, const BagInputs& inputs);
     // Applies one optimizer step to all ids of the tickets: sums an id's gradients ticket after ticket, feature after
     // feature, sample after sample.
     void update_bags(Tickets tickets, std::span<const BagGradients> gradients, float scale, std::uint32_t step,
@@ -147,8 +149,6 @@ class Engine {
                             bool filter = false);
     // Called with the ids that had a gradient to apply, after some were skipped.
     void settle_frames(std::size_t t, std::span<const std::uint64_t> ids, std::uint64_t skipped, std::uint32_t step);
-    // Returns a ticket for bags whose rows lookup_id_frames has found. The inputs have no padding and nothing to cut.
-    std::unique_ptr<Ticket> bag_ticket(const std::shared_ptr<const Bags>& bags, const BagInputs& inputs);
     // A sum of these tickets' gradients is at most this many times the largest gradient times the scale.
     double sum_bound(Tickets tickets) const;
     // Throws NonFiniteError as update_bags would. Returns whether gradients may have to be skipped.

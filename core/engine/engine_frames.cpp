@@ -94,14 +94,6 @@ FrameRuns Engine::update_id_frames(const std::uint64_t* ids, std::span<const std
     return take_runs(claim, tickets, given_of, step, filter);
 }
 
-std::unique_ptr<Ticket> Engine::bag_ticket(const std::shared_ptr<const Bags>& bags, const BagInputs& inputs) {
-    require_rows_on_device();
-    LookupStep at{false, 0, 0};
-    PlannedBags planned = plan_bags(*bags, inputs, at, false);
-    deduplicate(*planned.batch);
-    return end_lookup(std::move(planned), bags, true);
-}
-
 void Engine::settle_frames(std::size_t t, std::span<const std::uint64_t> ids, std::uint64_t skipped,
                            std::uint32_t step) {
     require_rows_on_device();

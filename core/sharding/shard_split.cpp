@@ -31,10 +31,13 @@ std::shared_ptr<const ShardLayout> Split::make_layout(std::vector<std::uint32_t>
 }
 
 std::unique_ptr<SplitTicket> Split::lookup(const BagInputs& inputs, std::vector<std::uint32_t> owners,
-                                           std::uint32_t num_servers, bool with_indexes) {
+                                           std::uint32_t num_servers, bool with_indexes,
+                                           const std::shared_ptr<const Bags>& others) {
     fork_guard_.require_same_process();
+    const std::shared_ptr<const Bags>& bags = others == nullptr ? bags_ : others;
+    SATRAP_ASSERT(bags->engine == identity_);
     std::unique_ptr<BagPlan> plan = plans_.take();
-    plan->make(*bags_, inputs, *kernels_, scheduler_.pool());
+    plan->make(*bags, inputs, *kernels_, scheduler_.pool());
     std::unique_ptr<Batch> batch = batches_.take();
     plan->group(*batch, map_, scheduler_.pool(), with_indexes);
     plan->keep_inputs();
@@ -43,9 +46,9 @@ std::unique_ptr<SplitTicket> Split::lookup(const BagInputs& inputs, std::vector<
         batch->deduplicate(b, scratch.dedupe);
     });
     plan->count_cut();
-    const std::size_t num_floats = inputs.batch_size * bags_->total_dim;
+    const std::size_t num_floats = inputs.batch_size * bags->total_dim;
     std::unique_ptr<SplitTicket> ticket(
-        new SplitTicket{ticket_of(std::move(batch), identity_, num_floats, bags_, inputs.batch_size, plan->sequences()),
+        new SplitTicket{ticket_of(std::move(batch), identity_, num_floats, bags, inputs.batch_size, plan->sequences()),
                         std::move(plan), nullptr, nullptr});
     lay_out(*ticket, std::move(owners), num_servers, lease);
     return ticket;
@@ -80,7 +83,7 @@ void Split::fill(SplitTicket& given, std::span<const float* const> rows, float* 
     const Batch& batch = *given.ticket.batch;
     const ShardLayout& layout = *given.layout;
     SATRAP_ASSERT(rows.size() == layout.num_servers());
-    const BagRows to(*bags_, *given.plan, batch, block, sequences, blocks_);
+    const BagRows to(*given.ticket.bags, *given.plan, batch, block, sequences, blocks_);
     BucketScheduler::ScratchLease lease(scheduler_, batch.size());
     scheduler_.for_each_occupied(map_, lease, batch, [&](std::size_t t, std::uint32_t b, Scratch& scratch) {
         const std::uint32_t begin = batch.begin[b], server = layout.owners[b], n = batch.num_unique[b];

@@ -59,6 +59,11 @@ class Split {
     static std::shared_ptr<Split> owned(std::unique_ptr<Split> split);
 
     const Bags& bags() const { return *bags_; }
+    // Other features of the same tables: an update may have tickets of lookups by both.
+    std::shared_ptr<Bags> other_bags(std::vector<BagFeature> features) const {
+        return std::make_shared<Bags>(std::move(features), map_.num_tables(), identity_);
+    }
+    const std::vector<std::uint32_t>& dims() const { return dims_; }
     const BucketNumbering& map() const { return map_; }
     const Fp16Codec& codec() const { return codec_; }
     const char* simd() const { return kernels_->name; }
@@ -69,9 +74,10 @@ class Split {
         return blocks_;
     }
 
-    // with_indexes: for `lines`.
+    // with_indexes: for `lines`. others: features beside this split's own, of which the inputs are.
     std::unique_ptr<SplitTicket> lookup(const BagInputs& inputs, std::vector<std::uint32_t> owners,
-                                        std::uint32_t num_servers, bool with_indexes = false);
+                                        std::uint32_t num_servers, bool with_indexes = false,
+                                        const std::shared_ptr<const Bags>& others = nullptr);
     // rows[s]: num_floats[s] floats of server s, aligned as floats.
     void fill(SplitTicket& ticket, std::span<const float* const> rows, float* block, float* const* sequences);
     // Fills the ticket of a batch that a device pools. groups[t]: that of table t, from 0.

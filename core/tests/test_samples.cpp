@@ -167,6 +167,15 @@ CASE(the_builder_copies, 1) {
     CHECK((beside == std::vector<float>{1, 1, 1, 3, 1, 2, 2, 0, 1, 1, 1, 1}));
     CHECK((rows == std::vector<float>{5, 6, 1, 2, 3, 4}));
     CHECK((label == std::vector<float>{3, 1, 2}));
+    std::vector<std::int64_t> counts(3);
+    count_ids(*samples, 1, std::nullopt, counts.data());
+    CHECK((counts == std::vector<std::int64_t>{0, 2, 1}));
+    count_ids(*samples, 1, 3, counts.data());
+    CHECK((counts == std::vector<std::int64_t>{0, 1, 1}));
+    for (std::size_t feature : {0, 2}) { // one id each: among those of other features, or beside weights
+        count_ids(*samples, feature, 2, counts.data());
+        CHECK((counts == (feature == 0 ? std::vector<std::int64_t>{1, 0, 1} : std::vector<std::int64_t>{0, 1, 1})));
+    }
 }
 
 } // namespace

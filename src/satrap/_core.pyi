@@ -62,6 +62,10 @@ class Ticket:
     def batch_size(self) -> int:
         """The number of samples of a batch of bags; else 0."""
 
+    @property
+    def sequence_floats(self) -> list[int]:
+        """The number of floats of each sequence of a batch of bags."""
+
     def only_of(self, table: int) -> bool:
         """Whether all ids are that table's."""
 
@@ -191,6 +195,9 @@ class Engine:
 
     def lookup_bags(self, bags: Bags, values: Annotated[NDArray[numpy.uint64], dict(shape=(None,), order='C', device='cpu', writable=False)], offsets: Annotated[NDArray[numpy.int64], dict(shape=(None,), order='C', device='cpu', writable=False)] | None, weights: Annotated[NDArray[numpy.float32], dict(order='C', device='cpu', writable=False)] | None, batch_size: int, step: int, oldest_open: int, train: bool, block: Annotated[NDArray[numpy.float32], dict(order='C', device='cpu')], sequences: Sequence[Annotated[NDArray[numpy.float32], dict(order='C', device='cpu')]], first_epoch: bool = True) -> Ticket: ...
 
+    def bag_ticket(self, bags: Bags, values: NDArray[numpy.uint64], offsets: NDArray[numpy.int64] | None, weights: NDArray[numpy.float32] | None, batch_size: int) -> Ticket:
+        """Returns a ticket for a batch whose rows other calls have found."""
+
     def update_bags(self, tickets: Sequence[Ticket], gradients: Sequence[tuple[Annotated[NDArray[numpy.float32], dict(order='C', device='cpu', writable=False)] | None, Sequence[Annotated[NDArray[numpy.float32], dict(order='C', device='cpu', writable=False)] | None]]], step: int, lrs: Sequence[tuple[int, float]], scale: float) -> None: ...
 
     def drop(self, ticket: Ticket) -> None:
@@ -225,9 +232,6 @@ class Engine:
 
     def lookup_id_frames(self, ids: NDArray[numpy.uint64], offsets: NDArray[numpy.int64], step: int, oldest_open: int, train: bool, frames: NDArray[numpy.int32], first_epoch: bool = True) -> dict[str, Any]:
         """Finds the frames of ids in flat arrays, table by table."""
-
-    def bag_ticket(self, bags: Bags, values: NDArray[numpy.uint64], offsets: NDArray[numpy.int64] | None, weights: NDArray[numpy.float32] | None, batch_size: int) -> Ticket:
-        """Returns a ticket for a batch whose rows lookup_id_frames has found."""
 
     def update_id_frames(self, ids: NDArray[numpy.uint64], offsets: NDArray[numpy.int64], places: NDArray[numpy.int32], step: int, filter: bool) -> dict[str, Any]:
         """Does all of an update of ids in flat arrays but the optimizer."""
@@ -339,6 +343,9 @@ class SplitTicket:
     def batch_size(self) -> int: ...
 
     @property
+    def sequence_floats(self) -> list[int]: ...
+
+    @property
     def used(self) -> bool: ...
 
     def ids(self, server: int) -> Annotated[NDArray[numpy.uint64], dict(shape=(None,), order='C', writable=False)]:
@@ -430,8 +437,6 @@ class Split:
     def empty(self, rows: int, dim: int) -> Annotated[NDArray[numpy.float32], dict(shape=(None, None), order='C')]:
         """Returns an uninitialised block, like Engine.empty."""
 
-    def lookup(self, values: Annotated[NDArray[numpy.uint64], dict(shape=(None,), order='C', device='cpu', writable=False)], offsets: Annotated[NDArray[numpy.int64], dict(shape=(None,), order='C', device='cpu', writable=False)] | None, weights: Annotated[NDArray[numpy.float32], dict(order='C', device='cpu', writable=False)] | None, batch_size: int, owners: Annotated[NDArray[numpy.uint32], dict(shape=(None,), order='C', device='cpu', writable=False)], num_servers: int, with_indexes: bool = False) -> SplitTicket: ...
-
     def lines(self, ticket: SplitTicket, groups: NDArray[numpy.uint32]) -> dict[str, Any]:
         """
         Returns the row of each id of a batch that a device pools, among the rows of its group of tables.
@@ -452,6 +457,13 @@ class Split:
 
     def drop(self, ticket: SplitTicket) -> None:
         """Releases a ticket that will not be updated."""
+
+    def lookup(self, values: Annotated[NDArray[numpy.uint64], dict(shape=(None,), order='C', device='cpu', writable=False)], offsets: Annotated[NDArray[numpy.int64], dict(shape=(None,), order='C', device='cpu', writable=False)] | None, weights: Annotated[NDArray[numpy.float32], dict(order='C', device='cpu', writable=False)] | None, batch_size: int, owners: Annotated[NDArray[numpy.uint32], dict(shape=(None,), order='C', device='cpu', writable=False)], num_servers: int, with_indexes: bool = False, bags: Bags | None = None) -> SplitTicket: ...
+
+    def bags(self, features: Sequence[tuple[str, int, str, bool, int, bool, int | None, bool]]) -> Bags:
+        """
+        Returns other features of the same tables, for lookups whose tickets an update may have beside others.
+        """
 
     def reshard(self, ticket: SplitTicket, owners: Annotated[NDArray[numpy.uint32], dict(shape=(None,), order='C', device='cpu', writable=False)], num_servers: int) -> None:
         """Lays the ticket's ids out for other owners."""
@@ -481,6 +493,11 @@ class Samples:
     def __init__(self, n: int, ids: Sequence[tuple[Annotated[NDArray[numpy.uint64], dict(shape=(None,), order='C', device='cpu', writable=False)], Annotated[NDArray[numpy.int64], dict(shape=(None,), order='C', device='cpu', writable=False)] | None, Annotated[NDArray[numpy.float32], dict(shape=(None,), order='C', device='cpu', writable=False)] | None]], dense: Annotated[NDArray[numpy.float32], dict(shape=(None, None), order='C', device='cpu', writable=False)] | None, label: Annotated[NDArray[numpy.float32], dict(shape=(None, None), order='C', device='cpu', writable=False)] | None) -> None: ...
 
     def __len__(self) -> int: ...
+
+    def count_ids(self, feature: int, padding: int | None) -> Annotated[NDArray[numpy.int64], dict(shape=(None,), order='C')]:
+        """
+        How many ids of the feature with this number each sample has, without those that are `padding`.
+        """
 
 def gather(parts: Sequence[tuple[Samples, int, int]], order: NDArray[numpy.int64]) -> tuple[NDArray[numpy.uint64], NDArray[numpy.int64] | None, NDArray[numpy.float32] | None, NDArray[numpy.float32] | None, NDArray[numpy.float32] | None]:
     """

@@ -6,7 +6,8 @@ seconds, and in between, every ten seconds, how far it is and how long it will t
         advance(num_bytes)                                             # anywhere below, also in threads of `in_context`
 
 A transfer inside another one advances both. The code that moves the bytes need not know for which transfer it does.
-`Transfers` has the same figures for status, metrics and processes that wait: those of the transfers of one engine.
+`observe_transfers` has a function called every second, for a terminal. `Transfers` has the same figures for status,
+metrics and processes that wait: those of the transfers of one engine.
 """
 
 import contextvars
@@ -21,8 +22,11 @@ from satrap.event_log import event
 
 T = TypeVar("T")
 
-_REPORT_SECONDS = 10.0
+_REPORT_SECONDS, _OBSERVED_SECONDS = 10.0, 1.0
+Observer = Callable[[str, Mapping[str, Any] | None], None]
+"""Called in any thread with the kind of a transfer and its figures; None: it has ended."""
 _innermost: contextvars.ContextVar["Transfer | None"] = contextvars.ContextVar("satrap-transfer", default=None)
+_observer: contextvars.ContextVar[Observer | None] = contextvars.ContextVar("satrap-transfer-observer", default=None)
 _lock = threading.Lock()  # guards the numbers of all transfers
 
 
@@ -45,11 +49,11 @@ class Transfer:
         self._logger, self._what, self._total, self._among, self._values = logger, what, total, among, values
         self._done = self._bytes = 0
         self._remote = _sums([])
-        self._outer = _innermost.get()
-        self._start = self._reported_at = time.monotonic()
+        self._outer, self._observer = _innermost.get(), _observer.get()
+        self._start = self._reported_at = self._observed_at = time.monotonic()
 
     def __enter__(self) -> Self:
-        self._start = self._reported_at = time.monotonic()
+        self._start = self._reported_at = self._observed_at = time.monotonic()
         self._log(logging.INFO, "begun", " begun", total=self._total)
         self._token = _innermost.set(self)
         if self._among is not None:
@@ -58,6 +62,8 @@ class Transfer:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
         _innermost.reset(self._token)
+        if self._observer is not None and self._outer is None:
+            self._observer(self.kind, None)
         seconds = time.monotonic() - self._start
         if self._among is not None:
             self._among.end(self, seconds, is_done=kind is None)
@@ -105,10 +111,16 @@ class Transfer:
     def _report(self) -> None:
         now = time.monotonic()
         with _lock:
-            if now < self._reported_at + _REPORT_SECONDS or (self._outer is not None and self._outer._total):
-                return
-            self._reported_at = now
-        figures = self.figures()
+            is_shown = self._observer is not None and self._outer is None
+            is_shown = is_shown and now >= self._observed_at + _OBSERVED_SECONDS
+            is_due = now >= self._reported_at + _REPORT_SECONDS and not (self._outer is not None and self._outer._total)
+            self._observed_at = now if is_shown else self._observed_at
+            self._reported_at = now if is_due else self._reported_at
+        figures = self.figures() if is_shown or is_due else {}
+        if is_shown and self._observer is not None:
+            self._observer(self.kind, figures)
+        if not is_due:
+            return
         self._log(logging.INFO, "progress", f": {format_progress(**figures)}", **figures)
 
     def _log(self, level: int, name: str, text: str, **figures: object) -> None:
@@ -186,6 +198,17 @@ def advance(num_bytes: int) -> None:
 def current_transfer() -> "Transfer | None":
     """Return the transfer in progress in this context."""
     return _innermost.get()
+
+
+def observe_transfers(observer: Observer) -> None:
+    """Have transfers that begin in this context call the observer from now on, instead of the one before."""
+    _observer.set(observer)
+
+
+def stop_observing(observer: Observer) -> None:
+    """End `observe_transfers`, unless another observer has replaced this one."""
+    if _observer.get() == observer:
+        _observer.set(None)
 
 
 def in_context(work: Callable[..., T]) -> Callable[..., T]:

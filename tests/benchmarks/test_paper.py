@@ -124,6 +124,7 @@ def test_a_simulated_step_is_the_sum_of_its_parts() -> None:
         dense=0.0,
         rate=1e7,
         delay=0.002,
+        phase=0.005,
     )
     waits = 4 * 0.002 + 2 * 0.003 + (1e4 + 1e5 + 2e5 + 200) / 1e7
     assert Simulation(costs, 1, 1, "sync").run() == pytest.approx(0.021 + waits)
@@ -138,7 +139,7 @@ def test_the_calibration_finds_the_costs() -> None:
     """Points that the simulation itself made are predicted from those of one trainer and one server."""
     costs = Coefficients(
         device=DEVICE_SECONDS, host=0.003, server=0.002, latency=0.004, ids=24e3, rows=2e5, gradients=176e3, dense=7e4,
-        rate=LINK.bytes_per_second, delay=LINK.delay_ms / 1e3,
+        rate=LINK.bytes_per_second, delay=LINK.delay_ms / 1e3, phase=0.006,
     )  # fmt: skip
     crossed = {"to_servers": 2e5, "from_servers": 2e5, "between_trainers": 2 * costs.dense}
     done = {

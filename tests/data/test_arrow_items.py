@@ -1,12 +1,14 @@
-"""Arrow data of other libraries as items of an iterable."""
+"""Arrow data of other libraries as items of an iterable, and arrays of ids, which are read without Arrow."""
 
 from __future__ import annotations
 
 import tempfile
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import duckdb
+import numpy as np
 import polars as pl
 import pyarrow as pa
 import pyarrow.dataset
@@ -69,3 +71,23 @@ def test_bad_arrow_data_is_named() -> None:
         list(IterableSource([pa.table({"b": [1]}), table]).batches(["b"]))
     with pytest.raises(SourceError, match=r"item 0, row 2: column 'y' holds 7\.0; expected 0 or 1"):
         list(IterableSource([table], label="y").batches(["a"]))
+
+
+@pytest.mark.parametrize("dtype", [np.int64, np.uint64])
+def test_ids_in_arrays_are_those_of_lists(dtype: Any, rng: np.random.Generator) -> None:
+    """Arrays of 64-bit ids are read without Arrow: also a part of larger ones, with a stride, and beside bad rows."""
+    lengths = rng.integers(0, 4, 9)
+    offsets = 2 + np.append(0, np.cumsum(lengths))
+    values = rng.integers(0, 2**63, 2 * (offsets[-1] + 3)).astype(dtype)[::2]
+    single = rng.integers(-9, 9, 9).astype(np.int64)
+    label = [0, 1, 7, 0, 1, 1, None, 0, 5]  # three rows are left out
+    fast = {"bag": (values, offsets), "one": single, "label": label, "n": np.arange(9)}
+    bags = [values[begin:end].tolist() for begin, end in pairwise(offsets)]
+    slow = {"bag": bags, "one": single.tolist(), "label": label, "n": list(range(9))}
+    found, expected = (
+        list(IterableSource([item], label="label", extra="n", max_bad_rows=3).batches(["bag", "one", "n"]))
+        for item in (fast, slow)
+    )
+    assert [each.extra["n"].to_pylist() for each in found] == [[0, 1, 3, 4, 5, 7]]
+    for name in ("values", "offsets", "label"):
+        np.testing.assert_array_equal(getattr(found[0], name), getattr(expected[0], name))

@@ -128,13 +128,14 @@ class Attention(torch.nn.Module):
         self.weight = torch.nn.Parameter(torch.linspace(-1, 1, DIM))
 
     def forward(self, batch: Any) -> Tensor:
-        path = batch["path"]
+        path = batch["path"].padded()
         scores = (path.values @ self.weight).masked_fill(~path.mask, -1e9).softmax(1)
         mixed: Tensor = (scores.unsqueeze(2) * path.values * path.mask.unsqueeze(2)).sum(1) * batch["user"]
         return mixed.sum(1)
 
 
-def test_sequences_and_features_that_share_tables(device: str, rng: np.random.Generator) -> None:
+@pytest.mark.parametrize("jagged", [False, True])
+def test_sequences_and_features_that_share_tables(jagged: bool, device: str, rng: np.random.Generator) -> None:
     inputs = []
     for _ in range(5):
         lengths = np.append(np.ones(14, np.int64), rng.integers(0, 5, 7))
@@ -153,7 +154,8 @@ def test_sequences_and_features_that_share_tables(device: str, rng: np.random.Ge
             Table("item", dim=DIM, optimizer=Adagrad(0.1)),
             Table("user", dim=DIM, optimizer=RowWiseAdagrad(0.1)),
         )
-        embeddings = Embeddings({"user": user, "other": user, "path": item.sequence(3)}, num_threads=1, device=place)
+        features: dict[str, Any] = {"user": user, "other": user, "path": item.sequence(3, jagged=jagged)}
+        embeddings = Embeddings(features, num_threads=1, device=place)
         model = Attention().to(device)
         optimizer = embeddings.optimizer(torch.optim.SGD(model.parameters(), lr=0.05))
         for batch in embeddings.stream(inputs, device=device):

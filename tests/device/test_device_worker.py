@@ -23,7 +23,7 @@ from satrap.data.inputs import Inputs
 from satrap.device.device_rows import device_worker
 from satrap.device.home_memory import RowLayout
 from satrap.device.row_memory import RowMemory
-from satrap.errors import CapacityError, ConfigError, InputError, NonFiniteError, SatrapError, TicketError
+from satrap.errors import CapacityError, InputError, NonFiniteError, SatrapError, TicketError
 from satrap.table.store import Store
 from snapshots import assert_same
 from snapshots import contents as stored
@@ -42,6 +42,8 @@ def tables_like(table: Table, optimizer: Any, dtype: Any) -> Features:
             "path": item.sequence(3),
             "user": user.bag("sqrtn"),
             "padded": user.sequence(2, keep="first", padding_id=4),
+            "jagged": item.sequence(padding_id=3),
+            "jagged first": user.sequence(2, keep="first", jagged=True),
         }
     )
 
@@ -98,9 +100,7 @@ def test_rows_live_as_in_the_core(life: str, device: str, rng: np.random.Generat
 
 @pytest.mark.parametrize("accumulate", [1, 3])
 def test_it_equals_torch(accumulate: int, device: str, rng: np.random.Generator) -> None:
-    follow(
-        ArrayWorker(features(jagged=False), device, num_threads=1), rng, num_steps=3, accumulate=accumulate, scale=0.5
-    )
+    follow(ArrayWorker(features(), device, num_threads=1), rng, num_steps=3, accumulate=accumulate, scale=0.5)
 
 
 def test_updates_later_than_other_lookups(device: str, rng: np.random.Generator) -> None:
@@ -148,18 +148,31 @@ def test_gradients_that_are_not_finite(on_nonfinite: Any, bad: float, device: st
         assert_equal(workers)
 
 
-def test_jagged_and_aligned_sequences_are_refused() -> None:
+def test_gradients_of_another_number_of_rows_are_refused(device: str) -> None:
+    """They would be read beyond their end; and lengths of aligned sequences are compared, wherever the ids are."""
     item = Table("item", dim=2)
-    for of, found in (
-        ({"past": item.sequence()}, "feature 'past' is a jagged sequence, and the rows are on a device"),
-        ({"a": item.sequence(2), "b": item.sequence(2, aligned_with="a")}, "feature 'b' is aligned with 'a', and"),
-    ):
-        with pytest.raises(ConfigError, match=found):
-            device_worker(Features(of), CPU)
+    worker: Any = device_worker(Features({"a": item.sequence(), "b": item.sequence(aligned_with="a")}), device)
+    ids, offsets = np.arange(6, dtype=np.uint64), np.array([0, 3, 3, 5, 6])
+    with pytest.raises(InputError, match="sample 0 has 2 ids of 'b' and 3 of 'a', with which it is aligned"):
+        worker.lookup(Inputs(names=("a", "b"), values=ids, offsets=offsets, batch_size=2), step=1)
+    with pytest.raises(InputError, match="sample 0 has 2 ids of 'b' and 3 of 'a', with which it is aligned"):
+        on_device: Any = (torch.from_numpy(each).to(device) for each in (ids.view(np.int64), offsets))
+        values, bounds = on_device
+        worker.lookup(Inputs(names=("a", "b"), values=values, offsets=bounds, batch_size=2), step=1)
+    offsets = np.array([0, 2, 3, 5, 6])
+    looked = worker.lookup(Inputs(names=("a", "b"), values=ids, offsets=offsets, batch_size=2), step=1)
+    before = contents(worker)
+    rows = looked.sequences["a"]
+    assert rows.shape == (3, 2) and looked.offsets["a"].tolist() == [0, 2, 3]
+    with pytest.raises(InputError, match="a sequence's gradients are 4 floats; expected 6"):
+        worker.update([looked.ticket], [None], [{"a": torch.ones_like(rows)[:2]}], step=1)
+    assert contents(worker) == before
+    worker.update([looked.ticket], [None], [{"a": torch.ones_like(rows)}], step=1)
+    assert contents(worker) != before
 
 
 def test_what_is_refused_changes_nothing(rng: np.random.Generator) -> None:
-    worker: Any = device_worker(features(jagged=False), CPU, num_threads=1)
+    worker: Any = device_worker(features(), CPU, num_threads=1)
     inputs = draw_bags(rng, worker.features, 4).inputs()
     looked = worker.lookup(inputs, step=1)
     ticket: Any = looked.ticket
@@ -183,7 +196,7 @@ def test_what_is_refused_changes_nothing(rng: np.random.Generator) -> None:
 
 
 def test_a_store_reads_rows_on_the_device(device: str, rng: np.random.Generator) -> None:
-    workers = pair(features(jagged=False), device=device)
+    workers = pair(features(), device=device)
     for step in range(1, 4):
         step_both(workers, rng, [draw_bags(rng, workers[0].features, 9)], step)
     for name, store in workers[0].tables.items():

@@ -82,11 +82,15 @@ def test_what_a_run_records(folder: Path) -> None:
         intervals = [line for line in lines if line["kind"] == "interval"]
         assert [line["step"] for line in intervals] == list(range(4, 101, 4)), "launch 2 continues after step 60"
         assert sum(sum(line["staleness"].values()) for line in intervals) >= 100
+        assert intervals[0]["learning_rates"] == {"dense": 0.01, "tables": 0.1} and intervals[-1]["gradient_norm"] > 0
         assert intervals[-1]["rows"] == {"user": 30, "item": 30} and min(intervals[-1]["bytes"].values()) > 1000
     assert lines_of(folder, 0)[-1]["kind"] == "end"
     events = read_records(folder / "run" / "records" / "run.jsonl").lines
     kinds = [each["kind"] for each in events]
     assert kinds[0] == "run" and kinds[-1] == "exit" and kinds.count("launch") == 2 and kinds.count("fault") == 1
+    measured = {name for each in events if each["kind"] == "memory" for name in each["bytes"]}
+    assert measured == {"server 0", "server 1"}, "trainers record their memory"
+    assert all(size > 1 << 20 for each in events if each["kind"] == "memory" for size in each["bytes"].values())
 
 
 @needs_browser

@@ -80,7 +80,9 @@ def test_missing_parts_are_sentences(tmp_path: Path) -> None:
         "No times of stages were recorded",
         "No rows were recorded",
         "No memory of tables was recorded",
-        "No memory of a trainer was recorded",
+        "No memory of a process was recorded",
+        "No gradient norm was recorded",
+        "No learning rate was recorded",
         "No launch was recorded.",
         "No tables were recorded",
     ):
@@ -119,6 +121,7 @@ def test_damaged_lines_are_left_out_and_counted(tmp_path: Path, seed: int) -> No
         {"step": "1"}, {"steps": 1.5}, {"at": None}, {"id": 7}, {"loss": "0.5"}, {"rate": None}, {"rows": [1]},
         {"stages": {"read": None}}, {"staleness": {"-1": 1}}, {"staleness": {"many": 1}}, {"seconds": 10**400},
         {"logged": {"a": "1"}}, {"logged": 3}, {"epochs": 3}, {"epochs": ["1"]}, {"memory": "1"},
+        {"gradient_norm": "1"}, {"learning_rates": [1]}, {"learning_rates": {"dense": None}},
     ],
     ids=str,
 )  # fmt: skip
@@ -163,6 +166,9 @@ def test_forged_records_of_any_types_are_shown_or_left_out(tmp_path: Path, seed:
         "logged": {"lr": 0.1},
         "epochs": [4],
         "memory": 1000,
+        "gradient_norm": 2.5,
+        "device_bytes": 4000,
+        "learning_rates": {"dense": 0.1},
     }
     lines = [start(where="w", version="1", script="s.py", settings={**settings, "script": {"lr": 0.1}}, launch=1)]
     lines += [interval(5, 5, loss=0.5, auc=0.5, ne=0.9, window=50, **maps), interval(9, 4, loss=0.4, **maps)]
@@ -172,12 +178,39 @@ def test_forged_records_of_any_types_are_shown_or_left_out(tmp_path: Path, seed:
     events = [{"kind": "run", "at": AT, "where": "w", "settings": {"script": "s.py", "arguments": ["a"]}}]
     events += [{"kind": "launch", "at": AT, "launch": 1, "servers": 2}, {"kind": "servers", "at": AT, "servers": 2}]
     events += [{"kind": "restart", "at": AT, "process": "p"}, {"kind": "fault", "at": AT, "what": "w"}]
-    events += [{"kind": "exit", "at": AT, "status": 0}]
+    events += [{"kind": "memory", "at": AT, "bytes": {"server 0": 3000}}, {"kind": "exit", "at": AT, "status": 0}]
     (records := tmp_path / "records").mkdir()
     for _ in range(50):
         for name, written in (("trainer-0", lines), ("trainer-1", lines), ("run", events)):
             (records / f"{name}.jsonl").write_bytes(b"".join(forged(rng, line) for line in written))
         assert shown(tmp_path).encode("utf-8", "replace").startswith(b"<!doctype html>")
+
+
+def test_memory_of_servers_is_drawn_at_the_steps_of_the_first_trainer(tmp_path: Path) -> None:
+    """What was measured before its first record, or after its last one, has no step."""
+    rates: list[dict[str, Any]] = [
+        {"learning_rates": {"dense": 0.1, "tables": 0.05}},
+        {},
+        {"learning_rates": {"dense": 0.02, "tables": 0.05}},
+    ]
+    steps = [interval(step, memory=100, gradient_norm=step / 4, **more) for step, more in enumerate(rates, 1)]
+    write(tmp_path, "trainer-0", start(), *steps)
+    ends = [each["at"] for each in steps]
+    times = [start()["at"] - 1, ends[0] - 0.1, ends[1] - 0.1, ends[1], ends[2] + 1]
+    sizes = [{"kind": "memory", "at": at, "bytes": {"server 1": 5 + number}} for number, at in enumerate(times)]
+    write(tmp_path, "run", {"kind": "run", "at": AT}, *sizes)
+    charts = {chart.title: chart for chart in charts_of([read_run(tmp_path)]) if isinstance(chart, LineChart)}
+    found = {name: {each.name: each.points for each in chart.series} for name, chart in charts.items()}
+    assert found["Memory of each process"] == {
+        "trainer 0": [(1.0, 100), (2.0, 100), (3.0, 100)],
+        "server 1": [(1.0, 6), (2.0, 7), (2.0, 8)],
+    }
+    assert found["Gradient norm"] == {"": [(1.0, 0.25), (2.0, 0.5), (3.0, 0.75)]}
+    assert found["Learning rate"] == {
+        "dense": [(1.0, 0.1), (2.0, 0.1), (3.0, 0.02)],
+        "tables": [(1.0, 0.05), (2.0, 0.05), (3.0, 0.05)],
+    }
+    assert "Memory of GPUs" not in charts
 
 
 def test_deep_and_endless_lines_are_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,8 +2,7 @@
 
 import copy
 import re
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
 
@@ -22,24 +21,8 @@ from satrap.models.interaction import Interaction, dot_products, pair_indices
 from satrap.monitor.metrics import Evaluation
 
 
-@dataclass
-class Shape:
-    """The attributes of the features that a model reads."""
-
-    dims: Sequence[int]
-    names: Sequence[str] = field(init=False)
-    total_dim: int = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.names = [f"C{at}" for at in range(1, len(self.dims) + 1)]
-        self.total_dim = sum(self.dims)
-
-
-class Embeddings:
-    """A stand-in for satrap.Embeddings, of which a model reads only the features."""
-
-    def __init__(self, dims: Sequence[int]) -> None:
-        self.features = Shape(dims)
+def shape(*dims: int) -> Features:
+    return Features({f"C{at}": satrap.Table(f"C{at}", dim=dim) for at, dim in enumerate(dims, 1)})
 
 
 def small(kind: type[Any], num_dense: int, embeddings: object) -> torch.nn.Module:
@@ -64,7 +47,7 @@ def inputs(num: int, num_dense: int, total_dim: int) -> tuple[torch.Tensor | Non
 
 @pytest.mark.parametrize("num_dense", [0, 3])
 def test_dlrm_by_hand(num_dense: int) -> None:
-    model = DLRM(num_dense, Embeddings([4] * 5), bottom=(8,), top=(6, 1)).double()
+    model = DLRM(num_dense, shape(*[4] * 5), bottom=(8,), top=(6, 1)).double()
     dense = torch.randn(7, num_dense).double() if num_dense else None
     block = torch.randn(7, 20).double()
     logits = model(dense, block)
@@ -82,7 +65,7 @@ def test_dlrm_by_hand(num_dense: int) -> None:
 
 def test_dlrm_of_one_vector_takes_the_vector_itself() -> None:
     """Without pairs the top would have no input, and the logit would be one constant."""
-    model = DLRM(0, Embeddings([4]), top=(6, 1))
+    model = DLRM(0, shape(4), top=(6, 1))
     _, block = inputs(7, 0, 4)
     torch.testing.assert_close(model(None, block), model.top(block)[:, 0])
 
@@ -91,7 +74,7 @@ def test_dlrm_of_one_vector_takes_the_vector_itself() -> None:
 @pytest.mark.parametrize(("num_dense", "num_features"), [(0, 1), (1, 1), (0, 2), (0, 3)])
 def test_the_logit_depends_on_every_feature(kind: type[Any], num_dense: int, num_features: int) -> None:
     torch.manual_seed(0)
-    model = small(kind, num_dense, Embeddings([4] * num_features))
+    model = small(kind, num_dense, shape(*[4] * num_features))
     dense, block = inputs(64, num_dense, 4 * num_features)
     if dense is not None:
         dense.requires_grad_()
@@ -104,7 +87,7 @@ def test_the_logit_depends_on_every_feature(kind: type[Any], num_dense: int, num
 @pytest.mark.parametrize("rank", [None, 2])
 @pytest.mark.parametrize("deep", [(), (6, 5)])
 def test_dcn_by_hand(num_dense: int, rank: int | None, deep: tuple[int, ...]) -> None:
-    model = DCN(num_dense, Embeddings([2, 3]), num_cross=2, rank=rank, deep=deep)
+    model = DCN(num_dense, shape(2, 3), num_cross=2, rank=rank, deep=deep)
     dense, block = inputs(7, num_dense, 5)
     first = block if dense is None else torch.cat([dense, block], 1)
     x = first
@@ -125,14 +108,14 @@ def test_dcn_by_hand(num_dense: int, rank: int | None, deep: tuple[int, ...]) ->
 
 def test_ffnn_has_the_widths_of_the_paper() -> None:
     with torch.device("meta"):
-        model = FFNN(13, Shape([16] * 26))
+        model = FFNN(13, shape(*[16] * 26))
     widths = [(layer.in_features, layer.out_features) for layer in model.layers if isinstance(layer, torch.nn.Linear)]
     assert widths == list(pairwise([13 + 26 * 16, 4096, 2048, 1024, 512, 256, 1]))
     assert [type(layer).__name__ for layer in model.layers] == ["Linear", "ReLU"] * 5 + ["Linear"]
 
 
 def test_ffnn_by_hand() -> None:
-    model = FFNN(2, Shape([3]), hidden=(4,))
+    model = FFNN(2, shape(3), hidden=(4,))
     dense, block = inputs(7, 2, 3)
     assert dense is not None
     hidden = torch.relu(model.layers[0](torch.cat([dense, block], 1)))
@@ -175,7 +158,7 @@ def test_both_forms_of_the_interaction_agree(
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_a_model_of_another_dtype(dtype: torch.dtype) -> None:
-    model = DLRM(3, Embeddings([4] * 3)).to(dtype)
+    model = DLRM(3, shape(*[4] * 3)).to(dtype)
     block = torch.randn(5, 12, requires_grad=True)
     logits = model(torch.randn(5, 3, dtype=dtype), block)
     logits.sum().backward()
@@ -249,7 +232,7 @@ def test_the_same_seed_gives_the_same_model(kind: type[Any], num_dense: int) -> 
     states = []
     for seed in (1, 1, 2):
         torch.manual_seed(seed)
-        states.append(small(kind, num_dense, Embeddings([4] * 3)).state_dict())
+        states.append(small(kind, num_dense, shape(*[4] * 3)).state_dict())
     for name, value in states[0].items():
         assert torch.equal(value, states[1][name])
     assert not all(torch.equal(value, states[2][name]) for name, value in states[0].items())
@@ -260,7 +243,7 @@ def test_the_same_seed_gives_the_same_model(kind: type[Any], num_dense: int) -> 
 @pytest.mark.parametrize("num_dense", [0, 3])
 def test_autocast(kind: type[Any], num_dense: int) -> None:
     """Logits and the block's gradient stay float32, and are close to those without autocast."""
-    model = small(kind, num_dense, Embeddings([4] * 3))
+    model = small(kind, num_dense, shape(*[4] * 3))
     dense, block = inputs(64, num_dense, 12)
     labels = (torch.arange(64) % 2).float()
     found: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -286,7 +269,7 @@ def test_autocast(kind: type[Any], num_dense: int) -> None:
 def test_compile(kind: type[Any], backend: str) -> None:
     """One graph computes what the model computes, also for a short last batch."""
     torch.compiler.reset()
-    model = small(kind, 3, Embeddings([4] * 3))
+    model = small(kind, 3, shape(*[4] * 3))
     compiled: Callable[..., torch.Tensor] = torch.compile(model, backend=backend, fullgraph=True)
     for num in (16, 5):
         dense, block = inputs(num, 3, 12)
@@ -302,7 +285,7 @@ def test_compile(kind: type[Any], backend: str) -> None:
 @each_kind
 def test_no_dense_features_are_none_or_no_columns(kind: type[Any]) -> None:
     """A batch of a source without dense columns has a tensor without columns."""
-    model = small(kind, 0, Embeddings([4] * 3))
+    model = small(kind, 0, shape(*[4] * 3))
     _, block = inputs(5, 0, 12)
     found: list[tuple[torch.Tensor, torch.Tensor | None]] = []
     for dense in (None, torch.zeros(5, 0)):
@@ -317,7 +300,7 @@ def test_no_dense_features_are_none_or_no_columns(kind: type[Any]) -> None:
 @each_kind
 def test_an_empty_batch(kind: type[Any]) -> None:
     dense, block = inputs(0, 3, 12)
-    model = small(kind, 3, Shape([4] * 3))
+    model = small(kind, 3, shape(*[4] * 3))
     logits = model(dense, block)
     assert logits.shape == (0,)
     torch.autograd.backward(logits.sum())
@@ -329,9 +312,9 @@ def test_an_empty_batch(kind: type[Any]) -> None:
 class Additive(torch.nn.Module):
     """A linear model, which has no pairs of ids."""
 
-    def __init__(self, num_dense: int, shape: Shape) -> None:
+    def __init__(self, num_dense: int, features: Features) -> None:
         super().__init__()
-        self.join = torch.nn.Linear(num_dense + shape.total_dim, 1)
+        self.join = torch.nn.Linear(num_dense + features.total_dim, 1)
 
     def forward(self, dense: torch.Tensor, block: torch.Tensor) -> torch.Tensor:
         logits: torch.Tensor = self.join(torch.cat([dense, block], 1))[:, 0]
@@ -348,7 +331,7 @@ def test_the_models_learn(kind: type[Any]) -> None:
     torch.manual_seed(0)
     clicks = Clicks(num_samples=120_000, num_dense=3, num_ids=3, cardinalities=[5, 10, 20], num_factors=1)
     test = clicks.following(20_000)
-    model = Additive(3, Shape([8] * 3)) if kind is Additive else small(kind, 3, Shape([8] * 3))
+    model = Additive(3, shape(*[8] * 3)) if kind is Additive else small(kind, 3, shape(*[8] * 3))
     starts = np.cumsum([0, 5, 10])
     rows = torch.nn.Embedding(35, 8)
     torch.nn.init.normal_(rows.weight, std=0.3)
@@ -381,7 +364,7 @@ def test_the_models_learn(kind: type[Any]) -> None:
 @pytest.mark.parametrize("value", [-1, 1.5, "3", None, True])
 def test_num_dense_is_checked(kind: type[Any], value: Any) -> None:
     with pytest.raises(ConfigError, match=rf"{kind.__name__}: num_dense is .*; expected an integer of at least 0"):
-        small(kind, value, Shape([4, 4]))
+        small(kind, value, shape(4, 4))
 
 
 @each_kind
@@ -399,28 +382,23 @@ def test_a_sequence_is_refused_unless_it_is_named(kind: type[Any]) -> None:
 def test_embeddings_are_checked(kind: type[Any]) -> None:
     with pytest.raises(ConfigError, match=rf"{kind.__name__}: embeddings is a list; expected satrap\.Embeddings or"):
         small(kind, 1, [4, 4])
-    with pytest.raises(
-        ConfigError, match=r"the features \(none is pooled\) make a block of 0 columns and total_dim is 0"
-    ):
-        small(kind, 1, Shape([]))
-    shape = Shape([4] * 6)
-    shape.total_dim = 20
-    with pytest.raises(ConfigError, match=r"C1 \(4\), C2 \(4\), C3 \(4\), C4 \(4\) and 2 more make a block of 24 col"):
-        small(kind, 1, shape)
+    only_sequences = Features({"past": satrap.Table("item", dim=4).sequence(3)})
+    with pytest.raises(ConfigError, match=rf"{kind.__name__}: all features are sequences; expected at least one"):
+        kind(1, only_sequences, ignore=["past"])
 
 
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: DLRM(1, Shape([4, 8, 4])), "DLRM: feature 'C1' has dim 4 and 'C2' has 8; expected one dim for all"),
-        (lambda: DLRM(1, Shape([4]), top=(8, 2)), r"DLRM: top is \(8, 2\); expected 1 as its last width"),
-        (lambda: DLRM(1, Shape([4]), top=()), r"DLRM: top is \(\); expected 1 as its last width"),
-        (lambda: DLRM(1, Shape([4]), bottom=(8, 0)), r"DLRM: bottom\[1\] is 0; expected an integer of at least 1"),
-        (lambda: DLRM(1, Shape([4]), bottom=8), "DLRM: bottom is 8; expected the widths of the layers"),  # type: ignore[arg-type]
-        (lambda: DCN(1, Shape([4]), num_cross=0), "DCN: num_cross is 0; expected an integer of at least 1"),
-        (lambda: DCN(1, Shape([4]), rank=0), "DCN: rank is 0; expected an integer of at least 1"),
-        (lambda: DCN(1, Shape([4]), deep="big"), "DCN: deep is 'big'; expected the widths of the layers"),  # type: ignore[arg-type]
-        (lambda: FFNN(1, Shape([4]), hidden=(True,)), r"FFNN: hidden\[0\] is True; expected an integer of at least 1"),
+        (lambda: DLRM(1, shape(4, 8, 4)), "DLRM: feature 'C1' has dim 4 and 'C2' has 8; expected one dim for all"),
+        (lambda: DLRM(1, shape(4), top=(8, 2)), r"DLRM: top is \(8, 2\); expected 1 as its last width"),
+        (lambda: DLRM(1, shape(4), top=()), r"DLRM: top is \(\); expected 1 as its last width"),
+        (lambda: DLRM(1, shape(4), bottom=(8, 0)), r"DLRM: bottom\[1\] is 0; expected an integer of at least 1"),
+        (lambda: DLRM(1, shape(4), bottom=8), "DLRM: bottom is 8; expected the widths of the layers"),  # type: ignore[arg-type]
+        (lambda: DCN(1, shape(4), num_cross=0), "DCN: num_cross is 0; expected an integer of at least 1"),
+        (lambda: DCN(1, shape(4), rank=0), "DCN: rank is 0; expected an integer of at least 1"),
+        (lambda: DCN(1, shape(4), deep="big"), "DCN: deep is 'big'; expected the widths of the layers"),  # type: ignore[arg-type]
+        (lambda: FFNN(1, shape(4), hidden=(True,)), r"FFNN: hidden\[0\] is True; expected an integer of at least 1"),
     ],
 )
 def test_sizes_are_checked(make: Callable[[], object], message: str) -> None:
@@ -431,7 +409,7 @@ def test_sizes_are_checked(make: Callable[[], object], message: str) -> None:
 @each_kind
 def test_shapes_of_the_inputs_are_checked(kind: type[Any]) -> None:
     name = kind.__name__
-    model = small(kind, 2, Shape([4, 4]))
+    model = small(kind, 2, shape(4, 4))
     with pytest.raises(InputError, match=rf"{name}: embeddings have the shape \(3, 9\); expected \[batch, 8\]"):
         model(torch.zeros(3, 2), torch.zeros(3, 9))
     with pytest.raises(InputError, match=rf"{name}: embeddings have the shape \(3, 2, 4\); expected \[batch, 8\]"):
@@ -441,5 +419,5 @@ def test_shapes_of_the_inputs_are_checked(kind: type[Any]) -> None:
     with pytest.raises(InputError, match=rf"{name}: dense is None; expected the shape \(3, 2\)"):
         model(None, torch.zeros(3, 8))
     with pytest.raises(InputError, match=rf"{name}: dense has the shape \(3, 2\); .*\(3, 0\), .* or None"):
-        small(kind, 0, Shape([4, 4]))(torch.zeros(3, 2), torch.zeros(3, 8))
-    assert small(kind, 0, Shape([4, 4]))(torch.zeros(3, 0), torch.zeros(3, 8)).shape == (3,)
+        small(kind, 0, shape(4, 4))(torch.zeros(3, 2), torch.zeros(3, 8))
+    assert small(kind, 0, shape(4, 4))(torch.zeros(3, 0), torch.zeros(3, 8)).shape == (3,)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import logging
 import re
 from collections.abc import Iterator
@@ -15,6 +16,9 @@ from hypothesis import strategies as st
 from logged import Records
 from satrap import transfer
 from satrap.byte_sizes import format_bytes
+from satrap.checkpoint.background_save import BackgroundSave
+from satrap.monitor.progress import Progress
+from satrap.monitor.sinks import Screen
 from satrap.transfer import Transfer, Transfers, advance, current_transfer, format_seconds, in_context
 
 LOG = logging.getLogger("satrap.tests")
@@ -47,6 +51,35 @@ def records() -> Iterator[list[logging.LogRecord]]:
     LOG.setLevel(logging.INFO)
     yield handler.records
     LOG.removeHandler(handler)
+
+
+def test_a_bar_shows_how_far_a_save_is(clock: Clock) -> None:
+    """Every second, also from a thread that writes it beside training, and until it has ended."""
+    stream = io.StringIO()
+    with Progress(None, [Screen(stream, as_bar=True)], every_seconds=1e-9) as progress:
+        progress.step(OneBatch())
+        drawn = stream.getvalue()
+
+        def save() -> None:
+            with Transfer(LOG, "save", "save", total=100), Transfer(LOG, "save", "save of a table"):
+                for _ in range(4):
+                    clock.now += 0.5
+                    advance(20)
+
+        BackgroundSave(save).wait()
+        notes = re.findall(r"\r([^|]*) \| step 7", stream.getvalue().removeprefix(drawn))
+        assert notes == ["save: 40 %, 40 bytes, about 2 s left", "save: 80 %, 80 bytes, about 0 s left"]
+        assert stream.getvalue().endswith(drawn.rpartition("\r")[2]), "the note is gone"
+    before = stream.getvalue()
+    save()
+    assert stream.getvalue() == before, "a Progress that is closed draws nothing"
+
+
+class OneBatch:
+    step, label = 7, None
+
+    def __len__(self) -> int:
+        return 1
 
 
 def values(record: logging.LogRecord) -> dict[str, Any]:

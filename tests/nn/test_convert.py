@@ -106,6 +106,21 @@ def tied_to_the_head(model: Any) -> None:
     model.head.weight = model.item.weight
 
 
+def tied_to_small(model: Any) -> None:
+    model.head = nn.Linear(4, 3)
+    model.head.weight = model.small.weight
+
+
+def tied_to_a_norm(model: Any) -> None:
+    model.norm = nn.LayerNorm((3, 4))
+    model.norm.weight = model.small.weight
+
+
+def hooked_head(model: Any) -> None:
+    tied_to_small(model)
+    model.head.register_forward_hook(lambda *_: None)
+
+
 def doubled(model: Any) -> None:
     model.item.double()
 
@@ -130,7 +145,10 @@ REFUSED: list[tuple[Callable[[Any], None], Any, dict[str, Any], str]] = [
     (hooked, Adagrad(), {}, "module 'item' has hooks"),
     (hooked_weight, Adagrad(), {}, "module 'item' has hooks"),
     (subclassed, Adagrad(), {}, "module 'item' is a Own, a class of the model's code"),
-    (tied_to_the_head, Adagrad(), {}, r"shares its weight with 'head\.weight', which is no embedding"),
+    (tied_to_the_head, Adagrad(), {}, r"has padding_idx 0 and shares its weight with 'head\.weight', which trains"),
+    (tied_to_small, {"small": Table("t", 4)}, {}, r"needs all 3 rows in each step, .* has num_rows None; expected 3"),
+    (tied_to_a_norm, Adagrad(), {}, r"'norm\.weight', which is neither an embedding nor an nn\.Linear"),
+    (hooked_head, Adagrad(), {}, r"shares its weight with 'head\.weight', whose module has hooks"),
     (doubled, Adagrad(), {}, r"module 'item' has a weight of torch\.float64, and rows are float32"),
     (padded_differently, Adagrad(), {}, r"modules of another padding_idx; found \[0, None\], expected the same"),
     (nonzero_padding, Adagrad(), {"weights": True}, "module 'item' has padding_idx 0, whose weight is not 0"),

@@ -32,6 +32,7 @@ from module_jobs import (
     tables,
     train,
 )
+from remote_worker_parts import working
 from satrap import (
     SGD,
     Adagrad,
@@ -101,6 +102,9 @@ BAGS: dict[str, tuple[Tensor, Tensor | None, dict[str, Any]]] = {
     "padding": (torch.tensor([[0, 2, 0], [0, 0, 0], [1, 2, 3]]), None, {"padding_idx": 0}),
     "no padding": (torch.tensor([[1, 2, 3]]), None, {"padding_idx": -12}),
     "only padding": (torch.tensor([[0, 0]]), None, {"padding_idx": 0}),
+    "single ids": (torch.tensor([1, 0, 2]), torch.arange(3), {"padding_idx": 0}),
+    "single ids, last offset": (torch.tensor([1, 1, 2]), torch.arange(4), {"include_last_offset": True}),
+    "one column": (torch.tensor([[1], [0], [1]]), None, {"padding_idx": 0}),
     "no id": (torch.zeros(0, dtype=torch.int64), torch.tensor([0, 0]), {}),
 }
 
@@ -273,25 +277,27 @@ def test_what_a_module_is_not_is_an_error() -> None:
             EmbeddingBag(embeddings, "item", mode="avg")  # type: ignore[arg-type]
 
 
-def test_dense_parameters_on_servers_are_refused() -> None:
+def test_dense_parameters_on_servers_need_an_optimizer() -> None:
     with running_servers(1) as services:
         deployment = Deployment([services[0].address])
         embeddings = Embeddings({"item": item()}, dense="async", deployment=deployment)
         with pytest.raises(ConfigError, match=r"dense is a NoneType; expected a torch\.optim\.Optimizer"):
             embeddings.optimizer()
-        embeddings.optimizer(torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))]))
-        with pytest.raises(StreamError, match="dense='async': rows that modules look up are trained with dense='sync'"):
-            Embedding(embeddings, "item")(torch.tensor([1]))
-        embeddings.close()
 
 
-def test_rows_on_a_device_are_refused_for_training() -> None:
-    with embeddings_of(item(), device="cpu") as embeddings:
-        module = Embedding(embeddings, "item")
-        embeddings.optimizer()
-        with pytest.raises(ConfigError, match="found rows on a device or behind a worker process"):
-            module(torch.tensor([1]))
-        assert module.eval()(torch.tensor([1])).shape == (1, DIM)
+@pytest.mark.parametrize("memory", [None, 4096])
+def test_rows_on_a_device_are_those_in_memory(memory: int | None) -> None:
+    found = []
+    on_device: dict[str, Any] = {"device": "cpu", "device_memory": memory}
+    for options in ({}, on_device):
+        with embeddings_of(*tables(), **options) as embeddings:
+            torch.manual_seed(0)
+            model = Scores.over(embeddings)
+            optimizer = embeddings.optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+            losses = train([optimizer], partial(loss_at, model), STEPS)
+            found.append((losses, [start_rows(embeddings, name, NUM_IDS).tolist() for name in embeddings.tables]))
+            assert embeddings.step == STEPS and not embeddings.counters().lost
+    assert found[0] == found[1]
 
 
 def test_embeddings_in_a_closed_session_are_refused() -> None:
@@ -309,12 +315,13 @@ def module_trainers() -> Iterator[Trainers]:
 
 
 @pytest.mark.parametrize("num_servers", [0, 2])
-@pytest.mark.parametrize("without", [None, [1, 2]])
+@pytest.mark.parametrize(("without", "stream"), [(None, False), ([1, 2], False), (None, True)])
 def test_trainers_equal_one_on_their_joined_batch(
-    module_trainers: Trainers, num_servers: int, without: list[int] | None, tmp_path: Path
+    module_trainers: Trainers, num_servers: int, without: list[int] | None, stream: bool, tmp_path: Path
 ) -> None:
-    """Without servers the trainers share the rows. without: a trainer and its step in which no row has a gradient."""
-    found = module_trainers.run_on_servers(num_servers, 2, tmp_path, without=without)
+    """Without servers the trainers share the rows. without: a trainer and its step in which no row has a gradient.
+    stream: the users' rows come from a stream."""
+    found = module_trainers.run_on_servers(num_servers, 2, tmp_path, without=without, stream=stream)
     assert found[0]["rows"] == found[1]["rows"] and [each["step"] for each in found] == [module_child.STEPS] * 2
     with embeddings_of(*tables()) as embeddings:
         torch.manual_seed(0)
@@ -333,3 +340,24 @@ def test_trainers_equal_one_on_their_joined_batch(
         torch.testing.assert_close(losses, together.tolist(), rtol=0, atol=1e-6)
         for name, values in found[0]["rows"].items():
             torch.testing.assert_close(torch.tensor(values), start_rows(embeddings, name, NUM_IDS))
+
+
+@pytest.mark.parametrize("dense", ["sync", "async"])
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_trainers_apply_each_gradient_once(
+    module_trainers: Trainers, dense: str, stream: bool, num_workers: int, tmp_path: Path
+) -> None:
+    """Two trainers, each with its own steps if the dense parameter is on the servers; with worker processes, too."""
+    counts = {"dense": dense, "stream": stream}
+    with working(num_workers) as workers:
+        addresses = [each.address for each in workers] or None
+        found = module_trainers.run_on_servers(2, 2, tmp_path, without=None, counts=counts, workers=addresses)
+    expected = np.zeros(NUM_IDS)
+    for step in range(module_child.STEPS):
+        for rank in range(2):
+            expected[step] -= 0.5 * (1 + stream)
+            expected[rank] -= 0.5
+    for each in found:
+        assert each["rows"] == expected.tolist() and each["step"] == module_child.STEPS
+        assert each["dense"] == [8.0 - module_child.STEPS] * 2

@@ -23,7 +23,8 @@ from satrap import (
     NonFiniteError,
     StreamError,
 )
-from satrap.nn import Embedding
+from satrap.nn import Embedding, EmbeddingBag
+from satrap.worker.worker import Worker
 
 
 def test_a_loss_that_reaches_an_ended_step_is_an_error() -> None:
@@ -67,26 +68,18 @@ def test_an_interrupted_update_is_applied_once(where: str, monkeypatch: pytest.M
     with embeddings_of(item(), where=where) as embeddings:
         module = Embedding(embeddings, "item")
         optimizer = embeddings.optimizer()
-        tables: Any = embeddings.worker.rows.table_lookups(embeddings.tables)
-        update = type(tables).update
-        interrupts = [KeyboardInterrupt(), KeyboardInterrupt()]
+        update = Worker.update
 
-        def interrupted(*arguments: Any) -> Any:
-            apply = update(*arguments)
+        def interrupted(*arguments: Any, **options: Any) -> None:
+            update(*arguments, **options)
+            raise KeyboardInterrupt
 
-            def apply_then_raise() -> None:
-                apply()
-                if interrupts:
-                    raise interrupts.pop()
-
-            return apply_then_raise
-
-        monkeypatch.setattr(type(tables), "update", interrupted)
+        monkeypatch.setattr(Worker, "update", interrupted)
         rows = module(torch.tensor([1]))
         rows.sum().backward(retain_graph=True)
-        for _ in range(2):
-            with pytest.raises(KeyboardInterrupt):
-                optimizer.step()
+        with pytest.raises(KeyboardInterrupt):
+            optimizer.step()
+        monkeypatch.undo()
         with pytest.raises(StreamError, match="after optimizer"):
             rows.sum().backward()
         optimizer.step()
@@ -197,8 +190,7 @@ def test_streams_and_modules_train_one_after_the_other() -> None:
         for number, each in enumerate(stream, 1):
             each["item"].sum().backward()
             if number == 1:
-                with pytest.raises(StreamError, match="while a training stream is open"):
-                    module(torch.tensor([1]))
+                assert torch.equal(module(torch.tensor([1])), each["item"])
             optimizer.step()
         module(torch.tensor([1])).sum().backward()
         optimizer.step()
@@ -208,3 +200,35 @@ def test_streams_and_modules_train_one_after_the_other() -> None:
             each["item"].sum().backward()
             optimizer.step()
         assert torch.equal(start_rows(embeddings, "item", 2)[1], before[1] - 4)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        (torch.tensor([1, 2]), torch.tensor([1])),
+        (torch.tensor([1, 2]), torch.tensor([0, 5])),
+        (torch.tensor([1, 2]),),
+        (torch.tensor([[1, 2]]), torch.tensor([0])),
+        (torch.tensor([[1, 2]]), None, torch.ones(3)),
+    ],
+)
+def test_arguments_that_torch_refuses_insert_no_row(arguments: Any) -> None:
+    with embeddings_of(item()) as embeddings:
+        module = EmbeddingBag(embeddings, "item", mode="sum")
+        embeddings.optimizer()
+        with pytest.raises((ValueError, RuntimeError)):
+            module(*arguments)
+        assert len(embeddings.tables["item"]) == 0
+
+
+def test_a_frozen_module_reads_and_trains_nothing() -> None:
+    with embeddings_of(item()) as embeddings:
+        module, other, optimizer = Embedding(embeddings, "item"), Embedding(embeddings, "item"), embeddings.optimizer()
+        before = start_rows(embeddings, "item", 3)
+        assert module.requires_grad_(False) is module and repr(module) == "Embedding('item', 4, frozen)"
+        rows = module(torch.arange(3))
+        assert torch.equal(rows, before) and not rows.requires_grad and len(embeddings.tables["item"]) == 0
+        (rows * other(torch.tensor([1, 1, 1]))).sum().backward()
+        optimizer.step()
+        assert embeddings.tables["item"].ids().tolist() == [1]
+        assert module.requires_grad_()(torch.tensor([1])).requires_grad

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 from typing import Any
 
@@ -12,7 +11,7 @@ from hypothesis import strategies as st
 
 from plans import FREE, assess, bound, load, machine, split, workload
 from satrap.planning.coefficients import DEFAULTS
-from satrap.planning.estimate import Upkeep, demand_of, files_of, links_of, upkeep_of
+from satrap.planning.estimate import Upkeep, demand_of
 from satrap.planning.machines import Layout, Pool
 from satrap.planning.workload import Workload
 
@@ -59,7 +58,7 @@ def test_the_cores_of_each_role() -> None:
 def test_the_links() -> None:
     found = assess(workload(UNIQUE, samples_per_second=20_000.0), split(servers=2, trainers=4))
     demand, rate = found.demand, 1e9  # bytes a second in one direction
-    servers, trainers = links_of(found, workload(UNIQUE, samples_per_second=20_000.0))
+    servers, trainers = found.links
     assert servers.in_bytes == pytest.approx(20 * demand.requests / 2)
     assert servers.out_bytes == pytest.approx(20 * demand.replies / 2)
     assert trainers.out_bytes == pytest.approx(20 * (demand.requests + demand.reduced) / 4)
@@ -104,17 +103,15 @@ def test_more_workers_than_trainers_do_not_fit() -> None:
 
 
 def test_file_descriptors() -> None:
-    direct = files_of(split(servers=10, trainers=4), DEFAULTS)
-    assert direct["trainer"] == 32 + math.ceil(10 * DEFAULTS.client_files + 4)
-    assert direct["server"] == 32 + math.ceil(4 * DEFAULTS.server_files)
-    behind = files_of(split(servers=10, trainers=4, workers=2), DEFAULTS)
-    assert behind["worker"] == 32 + math.ceil(2 * (10 * DEFAULTS.worker_files + DEFAULTS.server_files))
-    assert behind["trainer"] == 32 + math.ceil(DEFAULTS.client_files + 4)
+    direct = assess(workload(), split(servers=10, trainers=4)).files
+    assert direct == {"trainer": 32 + 10 * 4 + 4, "server": 32 + 4 * 4}
+    behind = assess(workload(), split(servers=10, trainers=4, workers=2)).files
+    assert (behind["worker"], behind["trainer"]) == (32 + 2 * (10 * 4 + 4), 32 + 4 + 4)
 
 
 def upkeep(job: Workload, layout: Layout, storage_gb_per_second: float = 1000.0) -> Upkeep:
     limits = replace(FREE, storage_gb_per_second=storage_gb_per_second)
-    return upkeep_of(assess(job, layout, limits), job, DEFAULTS, limits)
+    return assess(job, layout, limits).upkeep
 
 
 def test_saves_pauses_and_resumes() -> None:
@@ -137,7 +134,7 @@ def test_a_save_gets_what_training_leaves_of_the_links() -> None:
     job = workload(load(10**8), dense_parameters=0, samples_per_second=2e6, dense_flops=0, staleness=100)
     layout = split(servers=1, trainers=40, kind=machine(network_gbit=0.8, cores=1000, memory_gib=1000.0))
     found = assess(job, layout)
-    (link,) = (each for each in links_of(found, job) if each.pool.servers)
+    (link,) = (each for each in found.links if each.pool.servers)
     assert 0.1 < link.out_bytes / 1e8 < 0.9
     assert upkeep(job, layout).save_seconds == pytest.approx(136e8 / (1e8 - link.out_bytes))
 
@@ -154,7 +151,7 @@ def test_gpus_average_gradients_by_nccl() -> None:
     assert cpu.demand.reduce_seconds == pytest.approx(DEFAULTS.reduce_step + DEFAULTS.reduce_byte * ring)
     assert gpu.demand.reduce_seconds == pytest.approx(DEFAULTS.reduce_step)
     # One batch a second of all trainers: an eighth of a step, in which each of two machines sends the ring's bytes.
-    link = links_of(gpu, job)[1]
+    link = gpu.links[1]
     assert link.out_bytes == pytest.approx(gpu.demand.requests / 2 + ring / 8)
 
 

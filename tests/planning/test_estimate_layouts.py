@@ -9,7 +9,7 @@ import pytest
 
 from plans import FREE, assess, bound, load, machine, split, workload
 from satrap.planning.coefficients import DEFAULTS, Cost
-from satrap.planning.estimate import Estimate, estimate, links_of
+from satrap.planning.estimate import Estimate
 from satrap.planning.machines import Layout, Limits, Pool
 
 UNIQUE = load(unique_share=0.5)  # 500 different ids in a batch of 1000, dim 16
@@ -18,7 +18,7 @@ LINK = 1e9  # bytes a second in one direction
 
 def links(found: Estimate) -> dict[str, Any]:
     """Return the bytes that leave and enter all machines of each pool."""
-    pools = {"/".join(each.pool.roles): each for each in links_of(found, JOB)}
+    pools = {"/".join(each.pool.roles): each for each in found.links}
     count = {name: each.pool.num_machines for name, each in pools.items()}
     return {
         name: (pytest.approx(count[name] * each.out_bytes), pytest.approx(count[name] * each.in_bytes))
@@ -129,7 +129,7 @@ def test_processes_that_outnumber_the_cores_share_them() -> None:
     for flops, role in ((1e9, "trainer"), (0.0, "server")):
         costs = replace(DEFAULTS, reduce_step=0.0, call=0.0, client=Cost(step=0.0, id=0.0, byte=0.0))
         job = workload(UNIQUE, dense_flops=flops, dense_parameters=0)
-        found = estimate(job, Layout(pools=(pool,)), costs, FREE)
+        found = Estimate(workload=job, layout=Layout(pools=(pool,)), costs=costs, limits=FREE)
         assert found.demand.server_seconds > found.demand.client_seconds
         (cores,) = (each for each in found.bounds if each.name.startswith("cores"))
         assert (cores.name, cores.role) == ("cores of the server/trainer machines", role)

@@ -12,7 +12,6 @@ from plans import assess, load, machine, prices, workload
 from satrap.deploy.job_file import DeployJob, Role, parse_job
 from satrap.errors import ConfigError
 from satrap.planning.coefficients import DEFAULTS
-from satrap.planning.estimate import cores_used, links_of
 from satrap.planning.machines import ROLES, Layout, Limits, MachineType, PriceList
 from satrap.planning.planner import Plan, exhausted, make_plan
 from satrap.planning.report import deploy_toml
@@ -137,12 +136,12 @@ def test_a_plan_keeps_every_limit_with_machines_that_exist(
         each.samples_per_second >= job.training.samples_per_second for each in found.estimate.bounds
     )
     for pool in layout.pools:
-        for role, used in cores_used(found.estimate, pool, job, DEFAULTS).items():
+        for role, used in found.estimate.cores_used(pool).items():
             cores = (
                 pool.each(role) * found.estimate.requests[role].cpus if layout.count("server") else pool.machine.cores
             )
             assert used <= listed.limits.cores * cores * (1 + 1e-9)
-    for link in links_of(found.estimate, job):
+    for link in found.estimate.links:
         assert max(link.out_bytes, link.in_bytes) <= listed.limits.network * link.pool.machine.link_bytes * (1 + 1e-9)
     assert found.price_per_hour == sum(pool.num_machines * pool.machine.price_per_hour for pool in layout.pools)
 

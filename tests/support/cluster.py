@@ -32,7 +32,7 @@ from satrap.worker.worker import Worker
 IDS = np.arange(60, dtype=np.uint64)
 
 
-def features(*, jagged: bool = True) -> Features:
+def features() -> Features:
     """Two tables of several buckets and one of a single one, with every kind of pooling."""
     item = Table("item", dim=5, optimizer=Adagrad(lr=0.1), initial=Normal(std=0.5), num_buckets=16)
     user = Table("user", dim=8, optimizer=RowWiseAdagrad(lr=0.1), initial=Normal(std=0.5), num_buckets=4)
@@ -46,8 +46,9 @@ def features(*, jagged: bool = True) -> Features:
             "path": item.sequence(3),
             "padded": item.sequence(2, keep="first", padding_id=4),
             "padded bag": Feature(user, "mean", weighted=True, padding_id=5),
+            "jagged": item.sequence(padding_id=4),
+            "jagged last": user.sequence(2, jagged=True),
         }
-        | ({"jagged": item.sequence(padding_id=4), "jagged last": user.sequence(2, jagged=True)} if jagged else {})
     )
 
 

@@ -94,6 +94,8 @@ def features(shard: str = "rows") -> dict[str, Any]:
         "path": item.sequence(3),
         "last": last.bag("mean"),
         "padded": rare.sequence(2, keep="first", padding_id=4),
+        "jagged": item.sequence(padding_id=4),
+        "jagged last": rare.sequence(2, jagged=True),
     }
 
 
@@ -336,7 +338,10 @@ def require_same(looked: list[Any]) -> None:
     np.testing.assert_array_equal(device.block.cpu().numpy(), host.block)
     for name, rows in host.sequences.items():
         np.testing.assert_array_equal(device.sequences[name].cpu().numpy(), rows)
-        np.testing.assert_array_equal(device.masks[name], host.masks[name])
+    for masks, expected in ((device.masks, host.masks), (device.offsets, host.offsets)):
+        assert masks.keys() == expected.keys()
+        for name, mask in expected.items():
+            np.testing.assert_array_equal(masks[name], mask)
 
 
 def evaluate(workers: list[Any], batch: Inputs) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 from satrap.config.optimizers import Adagrad, Optimizer
 from satrap.config.tables import Table
 from satrap.planning.coefficients import DEFAULTS
-from satrap.planning.estimate import Estimate, estimate
+from satrap.planning.estimate import Estimate
 from satrap.planning.machines import Layout, Limits, MachineType, Pool, PriceList
 from satrap.planning.workload import TableLoad, Training, Workload
 
@@ -54,7 +54,7 @@ def split(servers: int = 2, trainers: int = 3, workers: int = 0, kind: MachineTy
 
 
 def assess(job: Workload, layout: Layout, limits: Limits = FREE) -> Estimate:
-    return estimate(job, layout, DEFAULTS, limits)
+    return Estimate(workload=job, layout=layout, costs=DEFAULTS, limits=limits)
 
 
 def bound(found: Estimate, name: str) -> float:

@@ -22,6 +22,9 @@ def write_long_run(folder: Path, *, num_intervals: int = 2000, trainers: int = 2
     for launch in (1, 2, 3):
         begin = AT + 5 + (launch - 1) * (third * 30.0 + 60)
         run.append("launch", at=begin - 2, launch=launch, first_launch=1, servers=2)
+        for index in range(0, third, 10):
+            sizes = {f"server {number}": 1e9 * (1 + number) + 1e6 * index for number in (0, 1)}
+            run.append("memory", at=begin + 30.0 * index, bytes=sizes)
         for rank in range(trainers):
             _write_loop(
                 folder, draw, rank, launch, begin, (launch - 1) * third * 100 - 2000 * (launch > 1), third, tables
@@ -64,6 +67,8 @@ def _write_loop(
             staleness={"0": 3, "1": 10, "2": 40, "3": 37, "4": 10},
             stages={"read": 0.0012, "lookup": 0.0131, "update": 0.0102, "wait": 0.0002, "dense": 0.27},
             memory=2e9 + 1e5 * index,
+            gradient_norm=abs(draw.gauss(2.0, 0.2)),
+            learning_rates={"dense": 0.1 / launch, "tables": 0.05},
             logged={"learning rate": 0.1 / launch, "gradient norm": abs(draw.gauss(2.0, 1.0))},
             epochs=[step] if index == count // 2 else [],
             rows=rows,

@@ -56,6 +56,7 @@ def follow(
     """Trains with random gradients of many sizes; checks each row after each step."""
     table, ids = store.table, np.arange(num_ids, dtype=np.uint64)
     store.lookup(ids)
+    assert store.state_dim == state_dim(table.optimizer, table.dim)
     for _ in range(num_steps):
         before = store.read(ids)
         some = rng.integers(num_ids, size=num_ids).astype(np.uint64)
@@ -113,10 +114,11 @@ ANY: st.SearchStrategy[Any] = st.one_of(
 
 
 @settings(max_examples=60)
-@given(optimizer=ANY, dim=st.integers(1, 20), draw=st.integers(0, 2**32 - 1), other_lr=st.one_of(st.none(), lr))
+@given(ANY, st.integers(1, 20), st.integers(0, 2**32 - 1), st.one_of(st.none(), st.just(0.0), lr))
 def test_random_hyperparameters(optimizer: Any, dim: int, draw: int, other_lr: float | None) -> None:
     store = Store(Table("t", dim=dim, optimizer=optimizer, initial=Normal(std=0.3)), num_threads=1)
-    follow(store, np.random.default_rng(draw), num_steps=6, num_ids=4, lr=other_lr)
+    lr_is_zero = other_lr == 0.0 and isinstance(optimizer, Ftrl)  # by which it divides
+    follow(store, np.random.default_rng(draw), num_steps=6, num_ids=4, lr=None if lr_is_zero else other_lr)
     store.check()
 
 
@@ -213,37 +215,6 @@ def test_ftrl_l1_makes_exact_zeros(open_store: OpenStore, rng: np.random.Generat
     assert np.mean(values == 0.0) > 0.5
 
 
-def test_a_row_counts_its_own_adam_steps(open_store: OpenStore, rng: np.random.Generator) -> None:
-    """A row that is inserted late has the bias correction of its first step, whatever the table's step."""
-    store = open_store(Table("t", dim=4, optimizer=Adam(lr=0.1), initial=Constant(0.0)))
-    early, late = np.array([1], np.uint64), np.array([2], np.uint64)
-    store.lookup(early)
-    for _ in range(20):
-        store.update(early, rng.normal(size=(1, 4)).astype(np.float32))
-    store.lookup(late)
-    store.update(late, np.array([[3.0, -2.0, 1.0, 0.5]], np.float32))
-    read = store.read(np.array([1, 2], np.uint64))
-    np.testing.assert_allclose(read.values[1], [-0.1, 0.1, -0.1, -0.1], rtol=1e-5)  # the first step is lr * sign
-    assert read.state[:, -1].tolist() == [20.0, 1.0]
-
-
-def test_lr_of_one_update_and_set_lr(open_store: OpenStore) -> None:
-    store = open_store(Table("t", dim=1, optimizer=SGD(lr=1.0), initial=Constant(0.0)))
-    ids, one = np.array([5], np.uint64), np.ones((1, 1), np.float32)
-    store.lookup(ids)
-    store.update(ids, one)
-    assert store.read(ids).values.item() == -1.0
-    store.update(ids, one, lr=0.5)
-    assert store.read(ids).values.item() == -1.5
-    assert store.lr == 1.0, "lr= is for one update only"
-    store.set_lr(0.25)
-    assert store.lr == 0.25
-    store.update(ids, one)
-    assert store.read(ids).values.item() == -1.75
-    store.update(ids, one, lr=0.0)
-    assert store.read(ids).values.item() == -1.75
-
-
 def test_a_gradient_of_zero_still_decays_and_counts(open_store: OpenStore) -> None:
     """A gradient of 0 is a gradient: momentum, decay and Adam's count move, as torch moves them."""
     for optimizer in (SGD(lr=0.1, weight_decay=0.5), AdamW(lr=0.1, weight_decay=0.5)):
@@ -252,10 +223,3 @@ def test_a_gradient_of_zero_still_decays_and_counts(open_store: OpenStore) -> No
         store.lookup(ids)
         store.update(ids, np.zeros((1, 1), np.float32))
         np.testing.assert_allclose(store.read(ids).values, [[0.95]], rtol=1e-6)
-
-
-@pytest.mark.parametrize("optimizer", KINDS, ids=names)
-def test_state_dim(optimizer: Any, open_store: OpenStore) -> None:
-    store = open_store(Table("t", dim=6, optimizer=optimizer))
-    assert store.state_dim == state_dim(optimizer, 6)
-    assert store.read(np.arange(3, dtype=np.uint64)).state.shape == (3, store.state_dim)

@@ -63,19 +63,6 @@ def test_a_loaded_table_is_the_saved_one_from_then_on(
     assert store.stats()["evicted"] > 0
 
 
-@pytest.mark.parametrize("rows", [0, 1])
-def test_a_table_of_hardly_any_rows(rows: int, tmp_path: Path) -> None:
-    store = Store(Table("item", dim=3, optimizer=SGD()), num_threads=2)
-    store.lookup(as_ids(range(rows)))
-    store.save(tmp_path / "a")
-    loaded = Store.load(tmp_path / "a", num_threads=2)
-    assert len(loaded) == rows
-    version = store.save_changes(tmp_path / "b", since=store.version)
-    loaded.apply_changes(tmp_path / "b")
-    assert loaded.version == version
-    assert_same(contents(loaded), contents(store))
-
-
 @pytest.mark.parametrize("saved_by", [1, 2, 5])
 @pytest.mark.parametrize("loaded_by", [1, 2, 5])
 def test_any_number_of_threads(
@@ -243,24 +230,6 @@ def test_changes_since_the_same_snapshot_are_replaced(make_pair: Any, tmp_path: 
         primary.save_changes(tmp_path / "changes", since=replica.version)
     replica.apply_changes(tmp_path / "changes")
     assert_same(contents(replica), contents(primary))
-
-
-def test_changes_may_start_at_any_snapshot(make_pair: Any, tmp_path: Path, rng: np.random.Generator) -> None:
-    """Changes since an older version hold those since a newer one; an id may be removed and inserted in between."""
-    primary, replica = make_pair(Table("item", dim=3, capacity=64, num_buckets=2), rng)
-    first = primary.version
-    for i in range(3):
-        train(primary, rng)
-        primary.save_changes(tmp_path / f"small{i}", since=primary.version)
-    primary.save_changes(tmp_path / "large", since=first)
-    replica.apply_changes(tmp_path / "large")
-    assert_same(contents(replica), contents(primary))
-    train(replica, rng)  # a replica can become the primary
-    follower = Store.load(tmp_path / "full", num_threads=1)
-    follower.apply_changes(tmp_path / "large")
-    replica.save_changes(tmp_path / "next", since=replica.version)
-    follower.apply_changes(tmp_path / "next")
-    assert_same(contents(follower), contents(replica))
 
 
 def test_changes_are_exact_once_training_has_paused(tmp_path: Path) -> None:

@@ -33,7 +33,7 @@ def workers(where: str, seed: int) -> Iterator[list[Any]]:
     """Return a worker with rows in this process, and one with rows elsewhere."""
     with ExitStack() as stack:
         if where == "device":
-            yield pair(features(jagged=False))
+            yield pair(features())
             return
         services = stack.enter_context(running_servers(2))
         proxies = [stack.enter_context(FrameProxy(each.address, seed, 0.1, 0.2, 0.2)) for each in services]

@@ -3,7 +3,7 @@ batch and after the last one; a loop that leaves the last batches over finds the
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -281,13 +281,14 @@ def test_trainers_agree_which_batch_completes_a_step(own: int, other: int, overl
     embeddings, model, optimizer = job()
     asked = 0
 
-    def exchange(numbers: Sequence[int], *, patient: bool) -> list[Sequence[int]]:
+    def exchange(numbers: Sequence[int], *, patient: bool) -> Callable[[], list[Sequence[int]]]:
         nonlocal asked
         if numbers[0] != Call.NEXT:
-            return [numbers, numbers]
+            return lambda: [numbers, numbers]
         asked += 1
         size = BATCH if asked <= other else 0
-        return [numbers, [*numbers[:3], size, 2 if size else 0, 0 if size else -1, int(asked >= other)]]
+        call = [*numbers[:3], size, 2 if size else 0, 0 if size else -1, int(asked >= other)]
+        return lambda: [numbers, call]
 
     data = JointBatches(iter(batches(own)), embeddings.features.names, exchange, 0, lambda _: None)
     session_of(embeddings)._training = stream = Stream(

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import repeat
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -42,23 +46,29 @@ class Together:
     """Exchanges numbers between threads."""
 
     def __init__(self, num: int) -> None:
-        self._numbers: list[Any] = [None] * num
-        self._barrier = threading.Barrier(num)
+        self._sent: list[list[Sequence[int]]] = [[] for _ in range(num)]
+        self._changed = threading.Condition()
 
-    def of(self, rank: int) -> Callable[..., list[list[int]]]:
-        def exchange(numbers: list[int], *, patient: bool) -> list[list[int]]:
-            self._numbers[rank] = numbers
-            self._barrier.wait(DEADLINE_SECONDS)
-            found = list(self._numbers)
-            self._barrier.wait(DEADLINE_SECONDS)
-            return found
+    def of(self, rank: int) -> Callable[..., Callable[[], list[Sequence[int]]]]:
+        def exchange(numbers: Sequence[int], *, patient: bool) -> Callable[[], list[Sequence[int]]]:
+            with self._changed:
+                at = len(self._sent[rank])
+                self._sent[rank].append(numbers)
+                self._changed.notify_all()
+            return partial(self._receive, at)
 
         return exchange
 
+    def _receive(self, at: int) -> list[Sequence[int]]:
+        with self._changed:
+            assert self._changed.wait_for(lambda: all(len(sent) > at for sent in self._sent), DEADLINE_SECONDS)
+            return [sent[at] for sent in self._sent]
 
-def train(joint: JointBatches, loop: list[str], left_out: int | None) -> str:
+
+def train(joint: JointBatches, joint_size: int, loop: list[str], left_out: int | None, read_ahead: int) -> str:
     """Make the calls of a loop but one; return the error."""
     batch: Any = None
+    read: deque[Inputs] = deque()
     try:
         for number, what in enumerate([*loop, "leave"]):
             if number == left_out:
@@ -66,10 +76,19 @@ def train(joint: JointBatches, loop: list[str], left_out: int | None) -> str:
             if what == "take":
                 if joint.must_compare_request:
                     joint.request()
-                batch = SimpleNamespace(inputs=INPUTS, step=number)
-                assert joint.take(batch, is_last=False) is not None
-            elif what in ("use", "step"):
-                getattr(joint, what)(batch)
+                while len(read) <= read_ahead:
+                    read.append(next(joint))
+                leaf = torch.zeros(1, requires_grad=True)
+                batch = SimpleNamespace(inputs=read.popleft(), step=number, leaves=[leaf])
+                step = joint.take(batch, is_last=False)
+                assert step is not None and step.num_samples == batch.inputs.batch_size * joint_size
+                joint.watch(batch)
+            elif what == "backward":
+                batch.leaves[0].sum().backward()
+            elif what == "use":
+                joint.use(batch)
+            elif what == "step":
+                joint.step(batch, waits=False)
             elif what != "leave" or joint.may_be_awaited:
                 getattr(joint, what)()
     except StreamError as error:
@@ -82,23 +101,31 @@ def train(joint: JointBatches, loop: list[str], left_out: int | None) -> str:
     return ""
 
 
+BATCH = ["use", "backward", "step"]
+UNAWAITED = st.sets(st.sampled_from([Call.NEXT, Call.USE, Call.STEP]))
+
+
 @given(
-    st.lists(st.sampled_from([["use", "step"], ["use", "step", "save"], ["use"], ["evaluate"], []]), max_size=4),
+    st.lists(st.sampled_from([BATCH, BATCH, [*BATCH, "save"], ["use", "step"], ["use"], ["evaluate"], []]), max_size=5),
     st.integers(2, 3),
     st.data(),
 )
 def test_a_trainer_that_leaves_out_a_call_is_found_by_all(
     batches: list[list[str]], num: int, data: st.DataObject
 ) -> None:
+    """Whichever calls wait for no other trainer, and however far each of them has read."""
     loop = [what for each in batches for what in ("take", *each)]
     differing = data.draw(st.integers(0, num - 1))
     possible = [number for number, what in enumerate(loop) if what != "take"]
     left_out = data.draw(st.sampled_from([None, *possible]))
+    unawaited = data.draw(st.lists(UNAWAITED, min_size=num, max_size=num))
+    ahead = data.draw(st.lists(st.integers(0, 2), min_size=num, max_size=num))
     together, errors = Together(num), [""] * num
 
     def run(rank: int) -> None:
-        joint = JointBatches(iter([]), ("a",), together.of(rank), rank, lambda _: None)
-        errors[rank] = train(joint, loop, left_out if rank == differing else None)
+        inputs = repeat(INPUTS)
+        joint = JointBatches(inputs, ("a",), together.of(rank), rank, lambda _: None, unawaited[rank])
+        errors[rank] = train(joint, num, loop, left_out if rank == differing else None, ahead[rank])
 
     threads = [threading.Thread(target=run, args=(rank,)) for rank in range(num)]
     for thread in threads:
@@ -108,3 +135,33 @@ def test_a_trainer_that_leaves_out_a_call_is_found_by_all(
     assert len(set(errors)) == 1 and bool(errors[0]) == (left_out is not None)
     if left_out is not None:
         assert f"trainer {differing} " in errors[0] or num == 2 or f", {differing} " in errors[0], errors
+
+
+def test_a_loop_with_staleness_waits_for_others_in_the_backward_pass_alone() -> None:
+    waits: list[Call] = []
+
+    def exchange(numbers: Sequence[int], *, patient: bool) -> Callable[[], list[Sequence[int]]]:
+        def receive() -> list[Sequence[int]]:
+            waits.append(Call(numbers[0]))
+            return [numbers, numbers]
+
+        return receive
+
+    joint = JointBatches(repeat(INPUTS), ("a",), exchange, 0, lambda _: None, {Call.NEXT, Call.USE, Call.STEP})
+    for number in range(5):
+        leaf = torch.zeros(1, requires_grad=True)
+        batch: Any = SimpleNamespace(inputs=next(joint), step=number + 1, leaves=[leaf])
+        if number == 0:
+            next(joint)  # later ones are read before the backward pass of the one before them
+        assert joint.take(batch, is_last=False) is not None
+        joint.watch(batch)
+        joint.use(batch)
+        if number >= 2:
+            assert waits == []
+        leaf.sum().backward()
+        if number >= 3:
+            assert waits == [Call.STEP, Call.NEXT, Call.USE, Call.BACKWARD]
+        waits.clear()
+        joint.step(batch, waits=number == 4)
+        assert waits == [Call.STEP] * (number in (0, 1, 4))
+        waits.clear()

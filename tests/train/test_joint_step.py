@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import csv
 import gzip
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -153,8 +153,9 @@ def test_a_weight_applies_until_the_batchs_backward_pass() -> None:
     weights: list[float] = []
     others = iter([8, 8, 8, 0])
 
-    def exchange(numbers: Sequence[int], *, patient: bool) -> list[Sequence[int]]:
-        return [numbers, [*numbers[:3], next(others), 2, 0, 0] if numbers[0] == Call.NEXT else numbers]
+    def exchange(numbers: Sequence[int], *, patient: bool) -> Callable[[], list[Sequence[int]]]:
+        other = [*numbers[:3], next(others), 2, 0, 0] if numbers[0] == Call.NEXT else numbers
+        return lambda: [numbers, other]
 
     inputs = JointBatches(
         iter([*batches(1), *batches(1, size=3)]), embeddings.features.names, exchange, 0, weights.append
@@ -227,7 +228,7 @@ def test_padding_has_the_shape_of_the_other_trainers_batches(label: tuple[int, .
         label=None if label is None else np.ones(label, np.float32),
         position=Position(0, 0, 1, 5),
     )
-    stream = JointBatches(iter([one]), ("a",), lambda numbers, patient: [numbers], 0, lambda _: None)
+    stream = JointBatches(iter([one]), ("a",), lambda numbers, patient: lambda: [numbers], 0, lambda _: None)
     assert next(stream) is one
     padding = next(stream)
     assert describe(padding) == describe(None)

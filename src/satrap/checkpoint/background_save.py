@@ -3,12 +3,14 @@
 import threading
 from collections.abc import Callable
 
+from satrap.transfer import in_context
+
 
 class BackgroundSave:
     """Work that runs in a thread; its error is raised by `wait`. The thread keeps the process alive until it ends."""
 
     def __init__(self, work: Callable[[], None]) -> None:
-        self._work = work
+        self._work = in_context(work)
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="satrap-save", daemon=False)
         self._thread.start()

@@ -23,6 +23,7 @@ from satrap.data.inputs import Inputs
 from satrap.data.reuse import LAGS, Reuse, measure_reuse
 from satrap.errors import ConfigError
 from satrap.monitor.memory import memory
+from satrap.monitor.status_line import StatusLine
 
 _PACKAGES = (
     *("satrap", "numpy", "torch", "pyarrow", "safetensors", "fsspec", "tensorboard", "pandas", "polars", "pyzmq"),
@@ -71,9 +72,10 @@ def examine_data(paths: Sequence[str], ids: Sequence[str], *, batch_size: int, n
         source = infer_source(list(paths))
     else:
         source, ids = Criteo(path=list(paths), dense=()), CRITEO_IDS
-    with closing(source.replace(batch_size=batch_size, drop_last=True).batches(tuple(ids))) as batches:
-        found = measure_reuse(islice(batches, num_batches))
-    if not found or math.isnan(found[0].shares[0]):
+    reader = source.replace(batch_size=batch_size, drop_last=True).batches(tuple(ids))
+    with closing(reader) as batches, StatusLine() as line:
+        reuses = measure_reuse(line.track(islice(batches, num_batches), "reading batches", num_batches))
+    if not reuses or math.isnan(reuses[0].shares[0]):
         raise ConfigError(
             f"{paths[0]}: found at most {LAGS[-1]} batches of {batch_size} samples; expected more: use a smaller "
             "--batch-size, or more data"
@@ -83,16 +85,16 @@ def examine_data(paths: Sequence[str], ids: Sequence[str], *, batch_size: int, n
     yield "alpha is the share of samples with the most frequent id. An id in 1 % of the samples is hot."
     header = [f"last {lag}" for lag in LAGS] + [f"hot {LAGS[1]}", f"cold {LAGS[1]}"]
     yield f"{'feature':20} {'ids':>9} {'alpha':>6} {' '.join(f'{name:>8}' for name in header)}"
-    for each in found:
-        shares = [*each.shares, each.hot[1], each.cold[1]]
+    for reuse in reuses:
+        shares = [*reuse.shares, reuse.hot[1], reuse.cold[1]]
         texts = ("-" if math.isnan(share) else f"{100 * share:.0f} %" for share in shares)
-        yield f"{each.feature:20} {each.num_ids:9,} {each.alpha:6.2f} {' '.join(f'{text:>8}' for text in texts)}"
-    yield from _advice(found)
+        yield f"{reuse.feature:20} {reuse.num_ids:9,} {reuse.alpha:6.2f} {' '.join(f'{text:>8}' for text in texts)}"
+    yield from _advice(reuses)
 
 
 def _advice(tables: Sequence[Reuse]) -> Iterator[str]:
     """Yield what docs/theory.md advises for this data."""
-    hottest = max(tables, key=lambda each: each.alpha)
+    hottest = max(tables, key=lambda reuse: reuse.alpha)
     if hottest.alpha >= 0.5:
         yield (
             f"advice  {hottest.feature!r} has an id in {100 * hottest.alpha:.0f} % of the samples: late rows may cost "
@@ -150,25 +152,27 @@ def _short_run(dim: int) -> Iterator[str]:
         )
         for _ in range(_STEPS)
     ]
-    for _ in range(2):  # the first pass creates the rows and warms the caches
-        seconds = {"forward and backward": 0.0, "dense optimizer": 0.0}
-        run_start = time.perf_counter()
-        with embeddings.stream(batches, overlap=False) as stream:
-            for batch in stream:
-                start = time.perf_counter()
-                loss = torch.nn.functional.binary_cross_entropy_with_logits(
-                    model(batch.dense, batch.embeddings), batch.label
-                )
-                optimizer.zero_grad()
-                loss.backward()
-                middle = time.perf_counter()
-                seconds["forward and backward"] += middle - start
-                before = stream.counters().stages["update"]
-                optimizer.step()
-                update = stream.counters().stages["update"] - before
-                seconds["dense optimizer"] += time.perf_counter() - middle - update
-            seconds |= {name: spent for name, spent in stream.counters().stages.items() if name != "wait"}
-        total = time.perf_counter() - run_start
+    with StatusLine() as line:
+        for number in range(2):  # the first pass creates the rows and warms the caches
+            seconds = {"forward and backward": 0.0, "dense optimizer": 0.0}
+            run_start = time.perf_counter()
+            with embeddings.stream(batches, overlap=False) as stream:
+                for step, batch in enumerate(stream, number * _STEPS):
+                    line.show("timing a short training run", step, 2 * _STEPS)
+                    start = time.perf_counter()
+                    loss = torch.nn.functional.binary_cross_entropy_with_logits(
+                        model(batch.dense, batch.embeddings), batch.label
+                    )
+                    optimizer.zero_grad()
+                    loss.backward()
+                    middle = time.perf_counter()
+                    seconds["forward and backward"] += middle - start
+                    before = stream.counters().stages["update"]
+                    optimizer.step()
+                    update = stream.counters().stages["update"] - before
+                    seconds["dense optimizer"] += time.perf_counter() - middle - update
+                seconds |= {name: spent for name, spent in stream.counters().stages.items() if name != "wait"}
+            total = time.perf_counter() - run_start
     yield (
         f"short run    {_STEPS * _BATCH / total:,.0f} samples/s: DLRM, {_NUM_FEATURES} features of dim {dim}, "
         f"batches of {_BATCH}, ids in memory"

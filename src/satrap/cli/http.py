@@ -94,7 +94,7 @@ def monitor_run(
     client_key: of servers with keys. host: an address of this machine that others can call; None: its name."""
     from satrap.launch.run_monitor import RunMonitor
 
-    monitor = RunMonitor(folder, logs.places, logs.metrics, client_key, settings)
+    monitor = RunMonitor(folder, logs.places, logs.metrics, client_key, settings, logs.show, logs.memory)
     if address is None:
         yield monitor
         return

@@ -2,7 +2,7 @@
 changes its number of servers, `status` shows what it does, and `report` what it did; `import` saves pretrained vectors
 as a table's snapshot; `plan` finds machines for a job; `deploy` writes manifests for Kubernetes; `keys`, `server`,
 `worker` and `migrate` are for a cluster that is managed by hand, and `trainer` runs a script on it; `doctor` checks
-this machine.
+this machine; `completion` prints a script for a shell.
 
 Carries out the commands that `parser` reads, and prints plain lines.
 """
@@ -112,6 +112,10 @@ def _output_lines(options: argparse.Namespace) -> Iterator[str]:
             return render(options)
         case "migrate":
             return _migrate(options.current, options.target, options.keys)
+        case "completion":
+            from satrap.cli.completion import completion_script
+
+            return iter([completion_script(options.shell, command_parser())])
         case "worker":
             return _worker(options)
         case _:
@@ -197,8 +201,8 @@ def _server(options: argparse.Namespace) -> Iterator[str]:
     if (moves or options.join) and keys is not None:
         client_keys = Keys.read(options.keys.with_name("client.key"))
     check_number("server", "grace", options.grace, 0.0)
-    for each in options.join:  # an address that cannot be called is an error now
-        Client(ServerCalls, each, keys=client_keys).close()
+    for address in options.join:  # an address that cannot be called is an error now
+        Client(ServerCalls, address, keys=client_keys).close()
     server = Server(shared=options.shared, num_threads=options.threads, checkpoints=options.checkpoints)
     limits = Limits(max_bytes=16 << 30)  # the parts of all trainers wait until the last one has arrived
     with (

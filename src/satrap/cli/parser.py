@@ -7,6 +7,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from satrap.cli.completion import add_completion
 from satrap.cli.import_command import add_import
 from satrap.cli.options import (
     Commands,
@@ -48,6 +49,7 @@ def command_parser() -> argparse.ArgumentParser:
     _add_keys_and_doctor(commands)
     add_trainer(commands)
     _add_deploy(commands)
+    add_completion(commands)
     commands.choices = None  # type: ignore[assignment]  # `_CommandAction` refuses others
     return parser
 

@@ -4,10 +4,12 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
+from itertools import count
 
 from satrap.config.durable import replace_file
 from satrap.config.validation import check_integer
 from satrap.errors import ConfigError
+from satrap.monitor.status_line import StatusLine
 from satrap.planning.coefficients import DEFAULTS, Coefficients
 from satrap.planning.input_files import (
     read_coefficients,
@@ -68,9 +70,18 @@ def _check(options: argparse.Namespace) -> None:
 
 
 def _calibrated(options: argparse.Namespace) -> Coefficients:
-    from satrap.planning.calibration import calibrate
+    from satrap.planning.calibration import NUM_MEASUREMENTS, calibrate
 
-    costs = calibrate(lambda name: print(f"satrap plan: measuring {name}", file=sys.stderr, flush=True))
+    with StatusLine() as line:
+        numbers = count()
+
+        def report(name: str) -> None:
+            if line.is_shown:
+                line.show(f"measuring {name}", next(numbers), NUM_MEASUREMENTS)
+            else:
+                print(f"satrap plan: measuring {name}", file=sys.stderr, flush=True)
+
+        costs = calibrate(report)
     if options.coefficients is not None:
         write_coefficients(options.coefficients, costs)
         print(f"satrap plan: {options.coefficients} has the coefficients of this machine", file=sys.stderr)

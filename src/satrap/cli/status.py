@@ -55,8 +55,8 @@ class RunReader:
         if run is None:
             roles = dict.fromkeys(self._servers, "server")
         else:
-            known = [each for each in run["processes"] if each["address"] is not None]
-            roles = {each["address"]: each["role"] for each in known}
+            known = [process for process in run["processes"] if process["address"] is not None]
+            roles = {process["address"]: process["role"] for process in known}
         answers = self._ask(roles)
         if run is None:
             others = {address for answer in answers.values() for address in answer.get("addresses", ())}
@@ -150,7 +150,7 @@ def _is_number(value: object) -> bool:
 
 
 def _all_have(kinds: Mapping[str, Any]) -> Callable[[object], bool]:
-    return lambda values: isinstance(values, list) and all(_has(each, kinds) for each in values)
+    return lambda values: isinstance(values, list) and all(_has(value, kinds) for value in values)
 
 
 _PROCESS = {
@@ -177,11 +177,13 @@ _RUN: Mapping[str, Any] = {
 def _last_checkpoint(answers: Mapping[str, Mapping[str, Any]]) -> dict[str, Any] | None:
     """Return the last save that the servers completed, and whether its checkpoint was published, which only a local
     folder can tell."""
-    servers = [each for each in answers.values() if "snapshots" in each and each["snapshots"]["save"]["completed"]]
+    servers = [
+        answer for answer in answers.values() if "snapshots" in answer and answer["snapshots"]["save"]["completed"]
+    ]
     if not servers:
         return None
-    saves = [each["snapshots"]["save"] for each in servers]
-    at, folders = max((save["ended_at"], each["save_folders"]) for save, each in zip(saves, servers, strict=True))
+    saves = [server["snapshots"]["save"] for server in servers]
+    at, folders = max((save["ended_at"], server["save_folders"]) for save, server in zip(saves, servers, strict=True))
     save_shown: dict[str, Any] = {"at": at, "seconds": max(save["seconds"] for save in saves), "name": "unknown"}
     save_shown |= {"is_published": None, "folder": None}
     if not folders or (match := _TABLE.fullmatch(folders[-1])) is None:

@@ -21,16 +21,16 @@ def summarize(now: Mapping[str, Any], before: Mapping[str, Any] | None) -> dict[
     and `answers`: for each address of a server or worker what it answered to `status`, or {"error": why there is none}.
     """
     run, answers = now["run"], now["answers"]
-    processes = [_row(each, answers.get(each["address"], {}), now, before) for each in _processes(now)]
+    processes = [_row(process, answers.get(process["address"], {}), now, before) for process in _processes(now)]
     servers = {address: answer for address, answer in answers.items() if "tables" in answer}
-    rates = [each["rows_per_second"] for each in processes if each["role"] == "server"]
+    rates = [process["rows_per_second"] for process in processes if process["role"] == "server"]
     staleness: dict[str, int] = {}
     for answer in servers.values():
         for trainer, steps in answer["staleness"].items():
             staleness[trainer] = max(steps, staleness.get(trainer, 0))
-    for each in processes:
-        if each["role"] == "trainer":
-            each["staleness"] = staleness.get(str(each["number"]))
+    for process in processes:
+        if process["role"] == "trainer":
+            process["staleness"] = staleness.get(str(process["number"]))
     step = max((answer["step"] for answer in servers.values()), default=None)
     return {
         "at": now["at"],
@@ -56,8 +56,10 @@ def _processes(now: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Return the processes of a run as its supervisor knows them, or those that answered and the trainer that holds
     the lease."""
     if now["run"] is not None:
-        found = now["run"]["processes"]
-        return sorted(found, key=lambda each: ("server worker trainer".index(each["role"]), each["number"]))
+        processes = now["run"]["processes"]
+        return sorted(
+            processes, key=lambda process: ("server worker trainer".index(process["role"]), process["number"])
+        )
     unknown = {"state": None, "restarts": None, "metrics": None}
     servers = [
         {"role": "server", "number": answer.get("number"), "address": address, "where": answer.get("where"), **unknown}
@@ -107,7 +109,7 @@ def _sum_of(answer: Mapping[str, Any], key: str) -> int:
 
 
 def _steps_per_second(step: int | None, now: Mapping[str, Any], before: Mapping[str, Any] | None) -> float | None:
-    steps = [] if before is None else [each["step"] for each in before["answers"].values() if "step" in each]
+    steps = [] if before is None else [answer["step"] for answer in before["answers"].values() if "step" in answer]
     if step is None or before is None or not steps or now["clock"] <= before["clock"]:
         return None
     return float(max(0, step - max(steps)) / (now["clock"] - before["clock"]))
@@ -155,12 +157,16 @@ def as_lines(summary: Mapping[str, Any]) -> list[str]:
     if summary["rows_per_second"] is not None:
         rates.append(f"{short(summary['rows_per_second'])} rows/s looked up")
     lines += [" | ".join(rates), _checkpoint_line(summary), _migration_line(summary), *_fault_lines(summary), ""]
-    rows = [_HEADER, *(_cells(each) for each in summary["processes"])]
+    rows = [_HEADER, *(_cells(process) for process in summary["processes"])]
     widths = [max(len(row[i]) for row in rows) for i in range(len(_HEADER))]
     lines += ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-    lines += [f"{each['role']} {each['number']}: {each['reason']}" for each in summary["processes"] if each["reason"]]
+    lines += [
+        f"{process['role']} {process['number']}: {process['reason']}"
+        for process in summary["processes"]
+        if process["reason"]
+    ]
     # A message, such as that of a fault, may have line breaks, or characters that control a terminal.
-    return ["".join(each if each.isprintable() else " " for each in line) for line in lines]
+    return ["".join(character if character.isprintable() else " " for character in line) for line in lines]
 
 
 def _headline(summary: Mapping[str, Any]) -> str:
@@ -198,7 +204,7 @@ def _fault_lines(summary: Mapping[str, Any]) -> list[str]:
         return ["faults: none"]
     return [
         f"faults: {faults['count']}",
-        *(f"  {_clock(summary['at'] - each['at'])} ago: {each['what']}" for each in faults["last"][-3:]),
+        *(f"  {_clock(summary['at'] - fault['at'])} ago: {fault['what']}" for fault in faults["last"][-3:]),
     ]
 
 

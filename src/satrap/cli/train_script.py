@@ -59,9 +59,9 @@ def _constants(plan: ColumnPlan) -> str:
     if bags := [_text(feature.name) for feature in plan.features if feature.is_bag]:
         text += "# Features whose columns hold lists.\n" + _wrapped("BAGS = [", bags, "]")
     if plan.numbers:
-        facts = [f"{_text(each.name)}: ({_mean(each):.6g}, {_deviation(each):.6g})" for each in plan.numbers]
+        facts = [f"{_text(number.name)}: ({_mean(number):.6g}, {_deviation(number):.6g})" for number in plan.numbers]
         text += "# The columns of numbers, with their means and deviations.\n" + _wrapped("NUMBERS = {", facts, "}")
-    if logs := [_text(each.name) for each in plan.numbers if _is_log(each)]:
+    if logs := [_text(number.name) for number in plan.numbers if _is_log(number)]:
         text += "# Numbers that are read as ln(1 + x).\n" + _wrapped("LOGS = [", logs, "]")
     return text + "\n\n"
 
@@ -98,17 +98,17 @@ def _source(plan: ColumnPlan, settings: ScriptSettings) -> str:
             columns.append(f"{_text(feature.name)}: {column}")
         arguments.append(_nested("ids={", columns, "}", 8))
     if settings.delimiter is not None:
-        profiles = [each.profile for each in plan.columns if each.use != "ignored"]
-        if missing := sorted(frozenset().union(*(each.missing_texts for each in profiles))):
+        profiles = [column.profile for column in plan.columns if column.use != "ignored"]
+        if missing := sorted(frozenset().union(*(profile.missing_texts for profile in profiles))):
             arguments.append(f"missing=({', '.join(map(_text, missing))},)")
-        if any(each.has_blanks for each in profiles):
+        if any(profile.has_blanks for profile in profiles):
             arguments.append("strip=True")
         if settings.delimiter != ",":
             arguments.append(f"delimiter={_text(settings.delimiter)}")
     arguments += [f"batch_size={settings.batch_size}", f"seed={settings.seed}", "**options"]
     dense = ""
     if plan.numbers:
-        log = ", log1p=name in LOGS" if any(_is_log(each) for each in plan.numbers) else ""
+        log = ", log1p=name in LOGS" if any(_is_log(number) for number in plan.numbers) else ""
         dense = _DENSE.format(log=log)
     head = _SOURCE.format(parameters="path, **options" if has_paths else "**options")
     body = "".join(f"        {argument},\n" for argument in arguments)
@@ -138,7 +138,7 @@ def _models(plan: ColumnPlan) -> str:
 
 
 def _has_missing(plan: ColumnPlan) -> bool:
-    return any(each.num_missing for each in plan.numbers)
+    return any(number.num_missing for number in plan.numbers)
 
 
 def _num_dense(plan: ColumnPlan) -> str:

@@ -5,7 +5,7 @@ the package `data` reads by it. No class here reads data or knows a file format.
 """
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, replace
 from difflib import get_close_matches
 from itertools import pairwise
@@ -301,10 +301,12 @@ class Columns:
         )
         return (*self.extra, *numbers)
 
-    def required(self) -> dict[str, str]:
-        """Return the names of the required columns, each with what requires it."""
+    def required(self, without: Collection[str] = ()) -> dict[str, str]:
+        """Return the names of the required columns, each with what requires it. without: features to leave out."""
         required: dict[str, str] = {}
         for feature, column in zip(self.features, self.ids, strict=True):
+            if feature in without:
+                continue
             required.setdefault(column.name, f"feature {feature!r}")
             for other in column.crossed:
                 required.setdefault(other, f"feature {feature!r}")

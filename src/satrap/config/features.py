@@ -60,6 +60,22 @@ class Features(Serializable, Mapping[str, Feature]):
         self.total_dim: int = sum(pooled.values())
         """Number of columns of a block."""
 
+    def aligned(self, name: str) -> tuple[str, ...]:
+        """Return the names of a sequence and of those that are aligned with it."""
+        names = {name}
+        while more := {each for each in self if self[each].aligned_with in names} - names:
+            names |= more
+        return tuple(each for each in self if each in names)
+
+    def expanded(self, items: str) -> "Features":
+        """Return the features of a model that takes `Batch.expand(items)`: the jagged sequence, and those aligned with
+        it, have one id in each sample."""
+        if items not in self or not self[items].jagged:
+            sequences = [name for name, feature in self.items() if feature.jagged]
+            raise ConfigError(f"expanded: items is {items!r}; expected a jagged sequence of the model, of {sequences}")
+        aligned = self.aligned(items)
+        return Features({name: Feature(f.table) if name in aligned else f for name, f in self.items()})
+
     def __getitem__(self, name: str) -> Feature:
         return self._features[name]
 
@@ -99,7 +115,9 @@ def _check_aligned(features: Mapping[str, Feature]) -> None:
         if other is None:
             continue
         if other == name or other not in features or features[other].pooling != "none":
-            sequences = [each for each in features if features[each].pooling == "none" and each != name]
+            sequences = [
+                candidate for candidate in features if features[candidate].pooling == "none" and candidate != name
+            ]
             raise ConfigError(
                 f"feature {name!r}: aligned_with is {other!r}; expected another sequence of the model, of {sequences}"
             )

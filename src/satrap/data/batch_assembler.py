@@ -25,6 +25,7 @@ from satrap import _core
 from satrap.config.columns import Columns
 from satrap.data.block import Block, Chunk
 from satrap.data.decode import concatenated
+from satrap.data.id_limit import IdLimit
 from satrap.data.inputs import Inputs, Position
 from satrap.data.rank_split import GroupShare, RowAssigner, RowRange, plan_epoch
 from satrap.data.read_ahead import ReadAhead
@@ -41,6 +42,8 @@ class BatchAssembler:
     columns: Columns
     batch_size: int | None
     """None: each chunk is a batch, unchanged."""
+    limit: IdLimit | None
+    """Ends batches before they have `batch_size` samples."""
     shuffle: bool
     seed: int
     epochs: int | None
@@ -104,6 +107,8 @@ class _Window:
     extra: dict[str, Any]
     ready_batch: Inputs | None
     """The data's own batch with exactly these samples in this order, if there is one."""
+    num_ids: NDArray[np.int64]
+    """How many ids each sample of the chunks has; empty without a limit."""
 
     def __len__(self) -> int:
         return len(self.order)
@@ -136,6 +141,14 @@ class _WindowSlice:
     begin: int
     end: int
 
+    def __len__(self) -> int:
+        return self.end - self.begin
+
+    @property
+    def order(self) -> NDArray[np.int64]:
+        """The samples, as the window numbers them."""
+        return self.window.order[self.begin : self.end]
+
 
 class _EpochReader:
     """Reads one epoch from a position in it, and cuts it into batches."""
@@ -165,8 +178,7 @@ class _EpochReader:
 
     def _cut(self, windows: Iterator[_Window]) -> Iterator[Inputs]:
         """Cut windows into batches; leave out the samples before the start."""
-        size, pending, number = self.assembler.batch_size, deque[_WindowSlice](), self.start.batch
-        num_pending = 0
+        pending, number = deque[_WindowSlice](), self.start.batch
         for window in windows:
             begin = 0
             if window.group.number == 1:
@@ -174,15 +186,22 @@ class _EpochReader:
             if begin == len(window):
                 continue
             pending.append(_WindowSlice(window, begin, len(window)))
-            num_pending += len(window) - begin
-            while num_pending >= (size or num_pending) > 0:
+            while (size := self._next_size(pending)) is not None:
                 number += 1
-                yield self._batch(pending, size or num_pending, number)
-                num_pending -= size or num_pending
+                yield self._batch(pending, size, number)
+        num_pending = sum(map(len, pending))
         if num_pending and self.assembler.drop_last:
             self.skipped_rows.short += num_pending
         elif num_pending:
             yield self._batch(pending, num_pending, number + 1)
+
+    def _next_size(self, pending: deque[_WindowSlice]) -> int | None:
+        """Return how many of the pending samples make the next batch; None if it needs others."""
+        size, limit = self.assembler.batch_size, self.assembler.limit
+        if size is not None and limit is not None:
+            return limit.num_fitting((each.window.num_ids[each.order[:size]] for each in pending), size)
+        num_pending = sum(map(len, pending))
+        return size or num_pending if num_pending >= (size or 1) else None
 
     def _windows(self) -> Generator[_Window]:
         """Yield the windows from the start on: first of unfinished groups, then of the rank's own row ranges."""
@@ -279,6 +298,7 @@ class _EpochReader:
             order=order,
             extra=extra,
             ready_batch=ready_batch,
+            num_ids=np.empty(0, np.int64) if self.assembler.limit is None else self.assembler.limit.count(bare),
         )
         group.num_samples += n
         group.num_windows += 1
@@ -310,7 +330,7 @@ class _EpochReader:
         )
         if last.window.ready_batch is not None and last.begin == 0 and last.end == n == len(last.window):
             return replace(last.window.ready_batch, position=position)
-        return inputs_of(self.assembler.columns, [(s.window, s.window.order[s.begin : s.end]) for s in taken], position)
+        return inputs_of(self.assembler.columns, [(s.window, s.order) for s in taken], position)
 
 
 def inputs_of(columns: Columns, taken: list[tuple[_Window, NDArray[np.int64]]], position: Position) -> Inputs:

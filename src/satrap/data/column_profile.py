@@ -83,7 +83,7 @@ def profile_column(name: str, array: Any, *, is_typed: bool) -> ColumnProfile:
     present = values.array.drop_null()
     counts = present.value_counts().sort(order="descending", by="counts") if len(present) else []
     about |= {"num_distinct": len(counts)}
-    about["values"] = tuple(_shown(each["values"].as_py()) for each in counts[:_NUM_SHOWN])
+    about["values"] = tuple(_shown(count["values"].as_py()) for count in counts[:_NUM_SHOWN])
     if kind in ("integer", "real", "flag"):
         about |= _number_facts(_as_floats(present)) | {"is_float": arrow.types.is_floating(array.type)}
     elif kind == "text":
@@ -114,9 +114,9 @@ def clean_values(array: Any, *, is_typed: bool) -> CleanValues:
     stripped = compute.utf8_trim_whitespace(array)
     has_blanks = not stripped.equals(array)
     is_missing = compute.is_in(stripped, arrow.array(_MISSING, stripped.type))
-    found = frozenset(compute.unique(stripped.filter(is_missing)).to_pylist())
+    missing = frozenset(compute.unique(stripped.filter(is_missing)).to_pylist())
     is_missing = compute.or_(is_missing, compute.equal(stripped, "").fill_null(False))
-    return CleanValues(compute.if_else(is_missing, arrow.scalar(None, stripped.type), stripped), found, has_blanks)
+    return CleanValues(compute.if_else(is_missing, arrow.scalar(None, stripped.type), stripped), missing, has_blanks)
 
 
 def reveals_label(array: Any, labels: NDArray[np.bool_], *, is_typed: bool) -> bool:

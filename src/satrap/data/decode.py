@@ -8,6 +8,7 @@ reported by their numbers.
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -21,7 +22,8 @@ from satrap.data.hashing import hash_integers, hash_strings, is_text, text_buffe
 from satrap.data.item_numbers import numbers_beside, unaligned
 from satrap.errors import SourceError
 
-_Bag = tuple[NDArray[np.uint64], NDArray[np.int64] | None, NDArray[np.float32] | None]
+Bag = tuple[NDArray[np.uint64], NDArray[np.int64] | None, NDArray[np.float32] | None]
+"""The ids of a feature; where those of each sample begin and the last end, or None: each has one; a weight for each."""
 _FlatIds = tuple[NDArray[np.uint64], NDArray[np.bool_] | None, NDArray[np.bool_] | None]
 _LARGEST_EXACT = 2.0**53  # floats beyond it skip integers
 _INTEGER = "a whole number of at most 2**53"
@@ -50,7 +52,7 @@ class _Decoder:
 
     # -- ids -----------------------------------------------------------------------------------------------------------
 
-    def bag(self, column: IdColumn, arrays: Mapping[str, Any]) -> tuple[_Bag, list[NDArray[np.float64]]]:
+    def bag(self, column: IdColumn, arrays: Mapping[str, Any]) -> tuple[Bag, list[NDArray[np.float64]]]:
         """Return the ids of one feature, and each of the numbers beside them."""
         if column.crossed:
             return self._crossed(column, arrays), []
@@ -65,7 +67,7 @@ class _Decoder:
         )
         return (*bag, weights[0].astype(np.float32) if weights else None), numbers
 
-    def _crossed(self, column: IdColumn, arrays: Mapping[str, Any]) -> _Bag:
+    def _crossed(self, column: IdColumn, arrays: Mapping[str, Any]) -> Bag:
         """Return the ids of a feature whose values come from several columns."""
         parts, present = [], np.ones(self.n, np.bool_)
         for name in (column.name, *column.crossed):
@@ -345,17 +347,28 @@ class _Decoder:
 
 
 def decode(
-    arrays: Mapping[str, Any], n: int, columns: Columns, *, where: str, row: Callable[[int], str], max_bad: int
+    arrays: Mapping[str, Any],
+    n: int,
+    columns: Columns,
+    *,
+    where: str,
+    row: Callable[[int], str],
+    max_bad: int,
+    known: Mapping[str, Bag] = MappingProxyType({}),
 ) -> Chunk:
     """Return the samples of n rows of Arrow arrays.
 
     where: the file or frame, for messages about types; row: returns the name of a row.
     max_bad: up to this many bad rows are skipped; the chunk reports at most one more.
+    known: features whose ids need no decoding.
     """
     decoder = _Decoder(where, n)
-    decoded = [decoder.bag(column, arrays) for column in columns.ids]
+    decoded = [
+        (known[feature], []) if feature in known else decoder.bag(column, arrays)
+        for feature, column in zip(columns.features, columns.ids, strict=True)
+    ]
     bags, numbers = [bag for bag, _ in decoded], [of_items for _, of_items in decoded]
-    decoder.faults += [_Fault(*each) for each in unaligned(columns, bags)]
+    decoder.faults += [_Fault(*fault) for fault in unaligned(columns, bags)]
     dense = decoder.dense({column: arrays[column.name] for column in columns.dense})
     labels = [decoder.label(column, arrays[column.name]) for column in columns.label]
     skipped_rows = np.zeros(n, bool) if decoder.dropped is None else decoder.dropped
@@ -374,11 +387,22 @@ def decode(
     if skipped_rows.any():
         is_kept = pyarrow_for("reading data").array(~skipped_rows)
         kept_arrays = {name: array.filter(is_kept) for name, array in arrays.items()}
-        chunk = decode(kept_arrays, n - int(skipped_rows.sum()), columns, where=where, row=row, max_bad=0)
+        known = {feature: _kept(bag, ~skipped_rows) for feature, bag in known.items()}
+        num_kept = n - int(skipped_rows.sum())
+        chunk = decode(kept_arrays, num_kept, columns, where=where, row=row, max_bad=0, known=known)
         return left_out(samples=chunk.samples, extra=chunk.extra)
     label = np.ascontiguousarray(np.stack(labels, axis=1)) if labels else None
     extra = {name: arrays[name] for name in columns.extra} | numbers_beside(columns, bags, numbers)
     return Chunk(samples=_core.Samples(n, list(bags), dense, label), extra=extra)
+
+
+def _kept(bag: Bag, is_kept: NDArray[np.bool_]) -> Bag:
+    """Return some samples of a bag without weights."""
+    ids, offsets, _ = bag
+    if offsets is None:
+        return ids[is_kept], None, None
+    lengths = np.diff(offsets)
+    return ids[np.repeat(is_kept, lengths)], _offsets(lengths[is_kept]), None
 
 
 def concatenated(arrays: list[Any]) -> Any:

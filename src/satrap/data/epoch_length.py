@@ -21,6 +21,8 @@ def num_batches(assembler: BatchAssembler, *, selects_all: bool = True) -> int:
         raise TypeError("share, before or since select some of the samples")
     if assembler.max_bad_rows or any(label.missing == "drop" for label in assembler.columns.label):
         raise TypeError("rows may be left out, by max_bad_rows or by a label's missing='drop'")
+    if assembler.limit is not None:
+        raise TypeError("max_ids decides how many samples a batch has")
     if position.before:
         raise TypeError("another number of trainers started this epoch")
     if position.epoch >= assembler.epochs:

@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from satrap.config.columns import Columns
 from satrap.config.optional_deps import pyarrow_for
@@ -97,7 +98,7 @@ class _DatasetRows:
 
 
 def column_length(value: Any) -> int:
-    """Return the number of samples of a column: one less than offsets, if it is (values, offsets)."""
+    """Return the number of samples of a column: an array, or (values, offsets) with one offset more than samples."""
     return len(value[1]) - 1 if isinstance(value, tuple) else len(value)
 
 
@@ -116,12 +117,7 @@ def as_arrow(where: str, name: str, value: Any, begin: int = 0, end: int | None 
                     f"{where}: column {name!r} has {len(value)} arrays; expected (values, offsets); put weights in "
                     "another column and name it in weights="
                 )
-            offsets = np.asarray(as_numpy(value[1]), np.int64)[begin : end + 1]
-            if offsets[0] < 0 or np.any(np.diff(offsets) < 0) or offsets[-1] > len(value[0]):
-                raise SourceError(
-                    f"{where}: column {name!r} has offsets that decrease or exceed its {len(value[0])} values; "
-                    "expected them to rise from 0 to that number"
-                )
+            offsets = checked_offsets(where, name, as_numpy(value[1]), len(value[0]))[begin : end + 1]
             values = as_arrow(where, name, value[0], int(offsets[0]), int(offsets[-1]))
             return arrow.LargeListArray.from_arrays(arrow.array(offsets - offsets[0]), values)
         if isinstance(value, arrow.Array | arrow.ChunkedArray):
@@ -144,6 +140,17 @@ def as_arrow(where: str, name: str, value: Any, begin: int = 0, end: int | None 
         raise SourceError(
             f"{where}: column {name!r} is a {kind} that cannot be read ({error}); expected values of one type"
         ) from error
+
+
+def checked_offsets(where: str, name: str, offsets: Any, num_values: int) -> NDArray[np.int64]:
+    """Return the offsets of a column; raise if they fall, or leave its values."""
+    bounds = np.asarray(offsets, np.int64)
+    if bounds[0] < 0 or np.any(bounds[1:] < bounds[:-1]) or bounds[-1] > num_values:
+        raise SourceError(
+            f"{where}: column {name!r} has offsets that decrease or exceed its {num_values} values; expected them to "
+            "rise from 0 to that number"
+        )
+    return bounds
 
 
 def _inferred(arrow: Any, values: Any) -> Any:

@@ -79,7 +79,7 @@ def sample_rows(source: FileSource, names: Sequence[str], num_rows: int) -> dict
 
 
 def _suffix(file: File) -> str:
-    suffixes = [each.lower() for each in PurePosixPath(file.path).suffixes]
+    suffixes = [suffix.lower() for suffix in PurePosixPath(file.path).suffixes]
     if len(suffixes) > 1 and suffixes[-1] in _COMPRESSED:
         suffixes.pop()
     return suffixes[-1] if suffixes else ""
@@ -88,8 +88,8 @@ def _suffix(file: File) -> str:
 def _delimiter(path: Any, suffix: str) -> str:
     """Return the delimiter that occurs most often in the header."""
     line = "".join(CSV(path, delimiter="\x01", quote=None).header())
-    counts = {each: line.count(each) for each in _DELIMITERS}
-    best = max(counts, key=lambda each: counts[each])
+    counts = {delimiter: line.count(delimiter) for delimiter in _DELIMITERS}
+    best = max(counts, key=lambda delimiter: counts[delimiter])
     return best if counts[best] else "\t" if suffix in (".tsv", ".tab") else ","
 
 
@@ -98,9 +98,9 @@ def _check_header(file: File, names: Sequence[str]) -> None:
     arrow = pyarrow_for("reading text")
     is_number = arrow.compute.match_substring_regex(arrow.array(names, arrow.string()), f"^{_NUMBER}$").to_pylist()
     if any(is_number) or "" in names:
-        found = names[is_number.index(True)] if any(is_number) else ""
+        value = names[is_number.index(True)] if any(is_number) else ""
         raise SourceError(
-            f"{file.name}: its first line has {found!r}, which is no name of a column; expected a line with the names "
+            f"{file.name}: its first line has {value!r}, which is no name of a column; expected a line with the names "
             "of all columns: add it, or declare satrap.CSV(columns=...) in a script"
         )
 

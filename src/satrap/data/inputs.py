@@ -86,6 +86,14 @@ class Inputs:
     """Further columns that the source declares; and as FEATURE[COLUMN] the numbers beside those ids of a sequence that
     are looked up, a list for each sample."""
 
+    def bags(self, name: str) -> tuple[NDArray[np.uint64], NDArray[np.int64]]:
+        """Return the ids of one feature and their offsets: sample s has ids[offsets[s] : offsets[s + 1]]."""
+        first = self.names.index(name) * self.batch_size
+        if self.offsets is None:
+            return self.values[first : first + self.batch_size], np.arange(self.batch_size + 1)
+        offsets = self.offsets[first : first + self.batch_size + 1]
+        return self.values[offsets[0] : offsets[-1]], offsets - offsets[0]
+
     def __repr__(self) -> str:
         parts = [f"{self.batch_size} samples", f"{len(self.values)} ids of {list(self.names)}"]
         parts += [

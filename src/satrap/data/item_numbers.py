@@ -20,17 +20,17 @@ def numbers_beside(
     columns: Columns, bags: Sequence[Any], numbers: Sequence[list[NDArray[np.float64]]]
 ) -> dict[str, Any]:
     """Return Arrow lists of numbers by key. numbers: for each feature one array for each column, of one for each id."""
-    found: dict[str, Any] = {}
+    by_key: dict[str, Any] = {}
     for feature, column, (ids, offsets, _), its in zip(columns.features, columns.ids, bags, numbers, strict=True):
         if not its:
             continue
         arrow = pyarrow_for("numbers beside ids")
         bounds = np.arange(len(ids) + 1) if offsets is None else offsets
-        stays, kept = _kept(None if columns.declared is None else columns.declared[feature], ids, bounds)
+        stays, kept = kept_ids(None if columns.declared is None else columns.declared[feature], ids, bounds)
         for name, values in zip(column.numbers, its, strict=True):
             lists = arrow.LargeListArray.from_arrays(arrow.array(kept), arrow.array(values[stays]))
-            found[numbers_key(feature, name)] = lists
-    return found
+            by_key[numbers_key(feature, name)] = lists
+    return by_key
 
 
 def unaligned(columns: Columns, bags: Sequence[Any]) -> Iterator[tuple[NDArray[np.bool_], Callable[[int], str]]]:
@@ -42,8 +42,8 @@ def unaligned(columns: Columns, bags: Sequence[Any]) -> Iterator[tuple[NDArray[n
         other = columns.declared[feature].aligned_with
         if other is None:
             continue
-        names = [f"{each!r} (column {columns.ids[numbers[each]].name!r})" for each in (feature, other)]
-        lengths = [_lengths(columns.declared[each], *bags[numbers[each]][:2]) for each in (feature, other)]
+        names = [f"{name!r} (column {columns.ids[numbers[name]].name!r})" for name in (feature, other)]
+        lengths = [_lengths(columns.declared[name], *bags[numbers[name]][:2]) for name in (feature, other)]
         yield (
             lengths[0] != lengths[1],
             partial(_describe_unaligned, names, lengths),
@@ -51,7 +51,7 @@ def unaligned(columns: Columns, bags: Sequence[Any]) -> Iterator[tuple[NDArray[n
 
 
 def _describe_unaligned(names: Sequence[str], lengths: Sequence[NDArray[np.int64]], row: int) -> str:
-    (mine, its), (feature, other) = (each[row] for each in lengths), names
+    (mine, its), (feature, other) = (counts[row] for counts in lengths), names
     return f"feature {feature} has {mine} ids and {other}, with which it is aligned, has {its}"
 
 
@@ -62,10 +62,10 @@ def _lengths(feature: Feature, ids: NDArray[np.uint64], offsets: NDArray[np.int6
     return np.diff(np.append(0, np.cumsum(ids != np.uint64(feature.padding_id)))[bounds])
 
 
-def _kept(
+def kept_ids(
     feature: Feature | None, ids: NDArray[np.uint64], offsets: NDArray[np.int64]
 ) -> tuple[NDArray[np.bool_], NDArray[np.int64]]:
-    """Return which ids are looked up, and where those of each sample begin among them."""
+    """Return which ids of a feature are looked up, and where those of each sample begin among them."""
     stays = np.ones(len(ids), np.bool_)
     if feature is not None and feature.padding_id is not None:
         stays = ids != np.uint64(feature.padding_id)

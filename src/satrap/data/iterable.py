@@ -23,8 +23,8 @@ from satrap.config.features import Features
 from satrap.config.optional_deps import pyarrow_for
 from satrap.config.validation import check_flag, describe, kind_of, set_field, suggest
 from satrap.data.block import Block, Chunk
-from satrap.data.decode import decode
-from satrap.data.frame import as_arrow, as_numpy
+from satrap.data.decode import Bag, decode
+from satrap.data.frame import as_arrow, as_numpy, checked_offsets, column_length
 from satrap.data.inputs import Inputs, Position
 from satrap.data.source import Source
 from satrap.data.table_rows import TableDecoder, TableRows
@@ -269,9 +269,11 @@ def _is_jagged(item: Any) -> bool:
 
 def _decode_dict(where: str, item: Mapping[str, Any], columns: Columns, max_bad: int) -> Chunk:
     columns.check_present(where, list(item))
-    ids, arrays = [], {}
+    ids, arrays, known = [], {}, {}
     for feature, column in zip(columns.features, columns.ids, strict=True):
         value = item[column.name]
+        if (bag := _plain_bag(where, column, value)) is not None:
+            known[feature] = bag
         if isinstance(value, tuple) and len(value) not in (2, 3):
             raise SourceError(
                 f"{where}: feature {feature!r} has {len(value)} arrays; expected (values, offsets[, weights])"
@@ -282,14 +284,36 @@ def _decode_dict(where: str, item: Mapping[str, Any], columns: Columns, max_bad:
             arrays[str(column.weights)] = as_arrow(where, str(column.weights), (value[2], value[1]))
         ids.append(column)
     resolved = replace(columns, ids=tuple(ids))
-    for name in resolved.required():
+    lengths = {
+        column.name: column_length(item[column.name])
+        for feature, column in zip(columns.features, ids, strict=True)
+        if feature in known
+    }
+    for name in resolved.required(known):
         if name not in arrays:
             arrays[name] = as_arrow(where, name, item[name])
-    lengths = {name: len(array) for name, array in arrays.items()}
+    lengths |= {name: len(array) for name, array in arrays.items()}
     if len(set(lengths.values())) > 1:
         raise SourceError(f"{where} has columns of different lengths: {lengths}; expected one length")
     n = next(iter(lengths.values()))
-    return decode(arrays, n, resolved, where=where, row=lambda i: f"{where}, sample {i}", max_bad=max_bad)
+    return decode(arrays, n, resolved, where=where, row=lambda i: f"{where}, sample {i}", max_bad=max_bad, known=known)
+
+
+def _plain_bag(where: str, column: IdColumn, value: Any) -> Bag | None:
+    """Return the ids of a feature that are 64-bit integers in NumPy arrays; None if they need Arrow."""
+    values, offsets = value if isinstance(value, tuple) and len(value) == 2 else (value, None)
+    if column != IdColumn(column.name) or not _is_vector(values) or values.dtype not in (np.int64, np.uint64):
+        return None
+    if offsets is not None and not (_is_vector(offsets) and len(offsets)):
+        return None
+    if offsets is None:
+        return np.ascontiguousarray(values).view(np.uint64), None, None
+    bounds = checked_offsets(where, column.name, offsets, len(values))
+    return np.ascontiguousarray(values[bounds[0] : bounds[-1]]).view(np.uint64), bounds - bounds[0], None
+
+
+def _is_vector(given: object) -> bool:
+    return isinstance(given, np.ndarray) and given.ndim == 1
 
 
 def _decode_arrow(where: str, item: Any, columns: Columns, max_bad: int) -> Chunk:

@@ -43,12 +43,11 @@ def measure_reuse(batches: Iterable[Inputs]) -> list[Reuse]:
         seen = seen or [[] for _ in names]
         num_samples += size
         for feature, parts in enumerate(seen):
-            ends = (feature * size, (feature + 1) * size)
+            ids, offsets = batch.bags(names[feature])
             if batch.offsets is None:
-                parts.append(np.unique(batch.values[slice(*ends)], return_counts=True))
+                parts.append(np.unique(ids, return_counts=True))
             else:
-                bags = np.repeat(np.arange(size), np.diff(batch.offsets[ends[0] : ends[1] + 1]))
-                ids = batch.values[slice(*batch.offsets[list(ends)])]
+                bags = np.repeat(np.arange(size), np.diff(offsets))
                 order = np.lexsort((bags, ids))
                 ids, bags = ids[order], bags[order]  # an id counts once in a bag
                 is_first = np.append(True, (ids[1:] != ids[:-1]) | (bags[1:] != bags[:-1]))[: len(ids)]

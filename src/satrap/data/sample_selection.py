@@ -95,7 +95,7 @@ def check_share(where: str, share: Any) -> tuple[float, float] | None:
         return None
     if not isinstance(share, Sequence) or isinstance(share, str) or len(share) != 2:
         raise ConfigError(f"{where}: share is {describe(share)}; expected two numbers, e.g. (0.0, 0.9)")
-    low, high = (check_number(where, f"share[{i}]", each, 0.0) for i, each in enumerate(share))
+    low, high = (check_number(where, f"share[{i}]", bound, 0.0) for i, bound in enumerate(share))
     if not low < high <= 1.0:
         raise ConfigError(f"{where}: share is {describe(share)}; expected ascending numbers from 0 to 1")
     return low, high
@@ -114,8 +114,8 @@ def check_bound(where: str, name: str, bound: Any) -> Bound | None:
 def _fractions(n: int, begin: int, *key: int) -> NDArray[np.float64]:
     """Return a number from 0 to below 1 for each of n rows from `begin` on, which only the row and the key decide."""
     mixed = np.zeros(1, np.uint64)
-    for each in key:
-        mixed = hash_integers(mixed ^ np.uint64(each % 2**64)) + np.uint64(1)
+    for number in key:
+        mixed = hash_integers(mixed ^ np.uint64(number % 2**64)) + np.uint64(1)
     hashes = hash_integers(hash_integers(np.arange(begin, begin + n, dtype=np.uint64)) ^ mixed)
     fractions: NDArray[np.float64] = (hashes >> np.uint64(11)).astype(np.float64) * 2.0**-53
     return fractions

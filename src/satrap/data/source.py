@@ -26,6 +26,7 @@ from satrap.data.batch_assembler import BatchAssembler, Batches
 from satrap.data.block import Block
 from satrap.data.epoch_length import num_batches
 from satrap.data.file_source import files_signature
+from satrap.data.id_limit import IdLimit, check_max_ids
 from satrap.data.inputs import Position
 from satrap.data.sample_selection import Selection, check_bound, check_share
 from satrap.errors import ConfigError, InputError
@@ -55,6 +56,10 @@ class Source(Config, ABC):
     """Further columns, which each batch holds as Arrow arrays, unchanged."""
     batch_size: int | None = 4096
     """The number of samples in a batch; the last batch of an epoch may have fewer."""
+    max_ids: tuple[str, int] | None = None
+    """A feature and the most ids of it in a batch, for samples of uneven lengths: a batch ends before the sample that
+    would exceed it, or with `batch_size` samples. Several trainers then have about equally many ids in each step. A
+    longer sample is a batch alone. None: no limit."""
     drop_last: bool = False
     """Whether to leave out the last batch of an epoch if it is short."""
     epochs: int | None = 1
@@ -95,6 +100,7 @@ class Source(Config, ABC):
             value = getattr(self, name)
             if value is not None or name not in self._optional:
                 set_field(self, name, check_integer(where, name, value, low, high))
+        set_field(self, "max_ids", check_max_ids(where, self.max_ids, self.batch_size))
         set_field(self, "share", check_share(where, self.share))
         for name in ("before", "since"):
             set_field(self, name, check_bound(where, name, getattr(self, name)))
@@ -192,6 +198,7 @@ class Source(Config, ABC):
             blocks=blocks,
             columns=columns,
             batch_size=self.batch_size,
+            limit=None if self.max_ids is None else IdLimit.resolve(where, self.max_ids, columns),
             shuffle=self.shuffle,
             seed=self.seed,
             epochs=self.epochs,

@@ -117,7 +117,7 @@ class CollectiveLookups:
     def _look_up_at(
         self, ids: NDArray[np.uint64], counts: NDArray[np.int64], step: int, first_epoch: bool, oldest_open: int
     ) -> list[Tensor]:
-        return self._owned().look_up(ids, counts, LookupTime(step, min(step, oldest_open), first_epoch))
+        return self._owned().look_up_received(ids, counts, LookupTime(step, min(step, oldest_open), first_epoch))
 
 
 class CollectiveStream(RowStream):

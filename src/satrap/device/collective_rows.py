@@ -25,12 +25,11 @@ from satrap.config.optimizers import SGD
 from satrap.device.collective_lookups import CollectiveLookups, CollectiveStream, LookupPart
 from satrap.device.collective_updates import CollectiveUpdates, UpdatePart
 from satrap.device.device_blocks import TensorBlocks
-from satrap.device.device_ids import refuse_jagged
 from satrap.device.device_rows import LARGEST, largest_of
 from satrap.device.device_stream import DeviceStream, to_device, to_host
 from satrap.device.exchange import Exchange, LaunchOrder, RoundThread
 from satrap.device.owned_rows import LookupTime, OwnedRows, OwnTables
-from satrap.device.runs import PooledFeatures, RowUpdate, Runs
+from satrap.device.runs import PooledFeatures, RowUpdate, Runs, require_sizes, sequence_bags
 from satrap.device.segments import TableGroups, send_to_all
 from satrap.device.torch_device import kernels_of
 from satrap.errors import StreamError, TicketError
@@ -196,6 +195,7 @@ class CollectiveRows(Rows):
 
     def update(self, request: UpdateRequest) -> None:
         tickets: Sequence[CollectiveTicket] = request.tickets
+        require_sizes([ticket.split for ticket in tickets], request.gradients)
         pending = tickets[0].pending
         if pending is None:
             rates = list(self.servers.lrs)
@@ -266,10 +266,10 @@ class CollectiveRows(Rows):
             self._kernels.pool(values, absent, lines, offsets, weights, pooled, batch_size, block)
         left = iter(sequences)
         for number, feature in enumerate(self._features.values()):
-            if feature.max_length is not None:
+            if feature.pooling == "none":
                 group = self._groups.numbers[self._features.table_index[number]]
-                out = next(left).view(batch_size, feature.max_length, feature.table.dim)
-                self._kernels.copy_sequence(rows[group], self._absent[group], lines, offsets, number, out)
+                bags = sequence_bags(feature, number, offsets, batch_size, next(left))
+                self._kernels.copy_sequence(rows[group], self._absent[group], lines, *bags)
 
     # -- update --------------------------------------------------------------------------------------------------------
 
@@ -350,7 +350,6 @@ def collective_worker(
     servers: those of all trainers. own: the tables of this trainer's. explain: returns the error to raise for one of an
     exchange between trainers."""
     require_tables(features, servers)
-    refuse_jagged(features)
     rows = CollectiveRows(
         features, servers, own.rows, own.stream, num_threads=num_threads, staleness=staleness, explain=explain
     )

@@ -25,7 +25,6 @@ from satrap.config.features import Features
 from satrap.data.inputs import Inputs, Position
 from satrap.data.iterable import IterableSource, keeping
 from satrap.device.exact import signed
-from satrap.errors import ConfigError
 from satrap.worker.worker import InputReader
 
 _ANY_LENGTH = 2**62
@@ -39,17 +38,6 @@ turn it on."""
 def sorts_ids(device: torch.device) -> bool:
     """Return whether ids that lie on this device are sorted there."""
     return SORTS_IDS[device.type]
-
-
-def refuse_jagged(features: Features) -> None:
-    """Raise ConfigError for features that rows on a device do not look up: jagged and aligned sequences."""
-    for name, feature in features.items():
-        if feature.jagged or feature.aligned_with is not None:
-            what = "a jagged sequence" if feature.jagged else f"aligned with {feature.aligned_with!r}"
-            raise ConfigError(
-                f"feature {name!r} is {what}, and the rows are on a device, which looks up padded sequences that are "
-                "not aligned: use table.sequence(max_length), or a model on the CPU"
-            )
 
 
 class IdLayout:
@@ -74,7 +62,8 @@ class IdLayout:
         self.any_scaled = self.any_weighted or any(feature.pooling in ("mean", "sqrtn") for feature in each)
         self.columns = features.columns
         self.alignment = 1 if any(dim % 4 for dim in features.dims) else 4  # places of gradients are multiples of it
-        self.sequences = [number for number, feature in enumerate(each) if feature.max_length is not None]
+        self.sequences = [number for number, feature in enumerate(each) if feature.pooling == "none"]
+        self.sorts = not any(feature.jagged or feature.aligned_with is not None for feature in each)
         self.sequence_floats = [(feature.max_length or 0) * feature.table.dim for feature in each]
 
 
@@ -233,7 +222,8 @@ def ids_of(inputs: Inputs, layout: IdLayout, device: torch.device) -> DeviceIds 
     if not lie_on(values, device):
         return inputs
     if (
-        _is_list(values, device, *_IDS)
+        layout.sorts
+        and _is_list(values, device, *_IDS)
         and (offsets is None or _is_list(offsets, device, torch.int64))
         and (weights is None or _is_list(weights, device, torch.float32))
     ):

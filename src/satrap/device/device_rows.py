@@ -5,7 +5,7 @@ the device in the order in which this object is called, which is what makes a fr
 puts into it comes after every earlier use.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import groupby
@@ -23,16 +23,34 @@ from satrap.config.tables import Always
 from satrap.data.inputs import Inputs
 from satrap.device.device_blocks import Magnitude, TensorBlocks
 from satrap.device.device_engine import DeviceEngine, Owed
-from satrap.device.device_ids import DeviceIds, DeviceReader, IdLayout, ids_of, refuse_jagged
+from satrap.device.device_ids import DeviceIds, DeviceReader, IdLayout, ids_of
 from satrap.device.device_memory import DeviceMemory
 from satrap.device.device_stream import new_stream, to_device, to_host
 from satrap.device.row_memory import RowMemory
-from satrap.device.runs import DeviceTicket, Given, PooledFeatures, RowUpdate, Runs, SortedGradients
+from satrap.device.runs import (
+    DeviceTicket,
+    Given,
+    PooledFeatures,
+    RowUpdate,
+    Runs,
+    SortedGradients,
+    require_sizes,
+    sequence_bags,
+)
 from satrap.device.torch_device import kernels_of, require_possible, resolve_device
 from satrap.errors import TicketError
 from satrap.table.engine import Slot
 from satrap.table.table_group import TableGroup
-from satrap.worker.rows import BagRequest, Rows, TicketGradients, UpdateRequest, native_features
+from satrap.worker.rows import (
+    BagRequest,
+    Ids,
+    Rows,
+    TicketGradients,
+    UpdateRequest,
+    id_features,
+    id_request,
+    native_features,
+)
 from satrap.worker.worker import Worker, require_features
 
 LARGEST = float(np.finfo(np.float32).max)
@@ -48,7 +66,8 @@ class DeviceRows(Rows):
         self.num_threads = int(engine.core.num_threads)
         self.device, self.device_stream = engine.device, engine.stream
         self._kernels = kernels_of(engine.device)
-        self._features, self._tables = features, features.tables
+        self._features, self._tables, self._id_features = features, features.tables, id_features(features)
+        self._alone = {table.name: (number, Features({table.name: table})) for number, table in enumerate(self._tables)}
         self.id_layout = IdLayout(features, engine.device)
         # If not every id is admitted, or if rows expire, a row depends on the order of this and earlier updates.
         self.resolves = all(
@@ -60,6 +79,8 @@ class DeviceRows(Rows):
         """Look up and update the rows of this engine from now on."""
         self._engine = engine
         self._bags = _core.Bags(engine.core, native_features(self._features, self._tables))
+        self._id_bags = _core.Bags(engine.core, native_features(self._id_features, self._tables))
+        self._bags_alone: dict[str, _core.Bags] = {}
         self._pooled = [PooledFeatures.of(self._features, memory.tables, self.device) for memory in engine.memories]
         self._num_cut = [0] * len(self.id_layout.sequences)  # counts ids that were cut on the device
 
@@ -78,7 +99,7 @@ class DeviceRows(Rows):
         with self._engine.exclusive(None if request.resolved else self._counts(request)):
             resolved: dict[str, Any] = request.resolved or self._find_frames(request)
             self._engine.moves.wait(resolved["moved"])
-            self._gather(request.batch_size, resolved, block, sequences)
+            self._gather(self._features, self._pooled, request.batch_size, resolved, block, sequences)
             self._engine.moves.note_use()
         ticket: _core.Ticket | DeviceTicket | None = resolved["ticket"]
         return ticket
@@ -95,7 +116,7 @@ class DeviceRows(Rows):
     def owns_ticket(self, ticket: object) -> bool:
         if isinstance(ticket, DeviceTicket):
             return ticket.bags is self._bags
-        return isinstance(ticket, _core.Ticket) and self._bags.made(ticket)
+        return isinstance(ticket, _core.Ticket) and (self._bags.made(ticket) or self._id_bags.made(ticket))
 
     def update(self, request: UpdateRequest) -> None:
         given: list[Given] = [
@@ -103,6 +124,7 @@ class DeviceRows(Rows):
             for block, sequences in request.gradients
         ]
         scale = float(np.float32(request.scale))
+        require_sizes(request.tickets, request.gradients)
         with self._engine.in_order():
             flat = self._flat(request.gradients)
             sorted_there = _claim(request.tickets)
@@ -133,13 +155,36 @@ class DeviceRows(Rows):
 
     # -- lookup --------------------------------------------------------------------------------------------------------
 
-    def _find_frames(self, request: BagRequest) -> dict[str, Any]:
-        """Return what `lookup_frames` of the core returns, and the frames."""
+    def look_up(self, table: str, ids: Ids, step: int, oldest_open: int) -> Tensor:
+        number, features = self._alone[table]
+        bags = self._bags_alone.get(table)
+        if bags is None:
+            bags = self._bags_alone[table] = _core.Bags(self._engine.core, native_features(features, self._tables))
+        memory, block = self._engine.memory(number), self.empty(len(ids), features.total_dim)
+        counts = np.zeros(len(self._tables), np.int64)
+        counts[number] = len(ids)
+        pooled = [
+            PooledFeatures.of(features, [0] if each is memory else [], self.device) for each in self._engine.memories
+        ]
+        with self._engine.exclusive(counts):
+            resolved = self._find_frames(BagRequest(ids, None, None, len(ids), step, oldest_open, train=True), bags)
+            self._engine.moves.wait(resolved["moved"])
+            self._gather(features, pooled, len(ids), resolved, block, [])
+            self._engine.moves.note_use()
+        self._engine.core.drop(resolved["ticket"])
+        return block
+
+    def id_ticket(self, ids: Mapping[str, Ids]) -> _core.Ticket:
+        values, offsets, *_ = id_request(self._id_features, ids, None, None).native
+        return self._engine.core.bag_ticket(self._id_bags, values, offsets, None, 1)
+
+    def _find_frames(self, request: BagRequest, bags: _core.Bags | None = None) -> dict[str, Any]:
+        """Return what `lookup_frames` of the core returns, and the frames. bags: None: those of the features."""
         if isinstance(request.values, DeviceIds):
             return self._find_sorted(request, request.values)
         frames = np.empty(len(request.values), np.int32)
         try:
-            resolved = self._engine.core.lookup_frames(self._bags, *request.native, frames, request.first_epoch)
+            resolved = self._engine.core.lookup_frames(bags or self._bags, *request.native, frames, request.first_epoch)
         finally:  # a lookup that fails has inserted rows too
             self._engine.place_rows()
         return {**resolved, "frames": frames[: resolved["num_ids"]], "moved": self._engine.moves.moved}
@@ -193,24 +238,32 @@ class DeviceRows(Rows):
                 rows.fetch(at, resolved["absent_places"][at])
         return rows.values.float()
 
-    def _gather(self, batch_size: int, resolved: dict[str, Any], block: Tensor, sequences: list[Tensor]) -> None:
-        """Pool and copy the rows of all features."""
+    def _gather(
+        self,
+        features: Features,
+        pooled_of: Sequence[PooledFeatures],
+        batch_size: int,
+        resolved: dict[str, Any],
+        block: Tensor,
+        sequences: list[Tensor],
+    ) -> None:
+        """Pool and copy the rows of all features. pooled_of: the pooled ones of each memory."""
         at, offsets, weights = (
             to_device(array, self.device) if isinstance(array, np.ndarray) else array
             for array in (resolved["frames"], resolved["offsets"], resolved["weights"])
         )
         assert at is not None
         absent = [self._absent(resolved, memory) for memory in self._engine.memories]
-        for memory, rows, pooled in zip(self._engine.memories, absent, self._pooled, strict=True):
+        for memory, rows, pooled in zip(self._engine.memories, absent, pooled_of, strict=True):
             self._kernels.pool(memory.values, rows, at, offsets, weights, pooled, batch_size, block)
         left = iter(sequences)
-        for number, feature in enumerate(self._features.values()):
-            if feature.max_length is None:
+        for number, feature in enumerate(features.values()):
+            if feature.pooling != "none":
                 continue
-            memory = self._engine.memory(self._features.table_index[number])
-            out = next(left).view(batch_size, feature.max_length, memory.layout.dim)
+            memory = self._engine.memory(features.table_index[number])
             rows = absent[self._engine.memories.index(memory)]
-            self._kernels.copy_sequence(memory.values, rows, at, offsets, number, out)
+            bags = sequence_bags(feature, number, offsets, batch_size, next(left))
+            self._kernels.copy_sequence(memory.values, rows, at, *bags)
 
     # -- update --------------------------------------------------------------------------------------------------------
 
@@ -338,7 +391,6 @@ def device_worker(
     """Return a worker that owns the tables of its features, empty ones, on a device. seed and num_threads are those of
     `Store`, device_memory is that of `Embeddings`."""
     require_features(features)
-    refuse_jagged(features)
     resolved = resolve_device(device)
     require_possible(features.tables, resolved)
     create = partial(

@@ -15,12 +15,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from satrap.config.features import Features
+from satrap.config.features import Feature, Features
 from satrap.config.optimizers import Optimizer
 from satrap.device.device_ids import DeviceIds, GroupedIds, IdLayout, bags_of
 from satrap.device.device_stream import to_device
 from satrap.device.exact import sqrt
 from satrap.errors import InputError
+from satrap.worker.rows import TicketGradients
 
 POOLINGS = ("sum", "mean", "sqrtn")
 
@@ -133,6 +134,28 @@ class PooledFeatures:
             *(array.tolist() for array in (self.numbers, self.columns, self.poolings, self.weighted)), strict=True
         ):
             yield number, column, POOLINGS[pooling], bool(weighted)
+
+
+def sequence_bags(
+    feature: Feature, number: int, offsets: Tensor | None, samples: int, rows: Tensor
+) -> tuple[Tensor | None, int, Tensor]:
+    """Return offsets, feature and out for `copy_sequence` to write the rows of a sequence, the feature with this
+    number. The samples of a jagged one are adjacent, so they are copied as one bag."""
+    if not feature.jagged:
+        return offsets, number, rows.view(samples, feature.max_length or 0, feature.table.dim)
+    bags = torch.arange(number, number + 2, device=rows.device) * samples
+    return bags if offsets is None else offsets[bags], 0, rows[None]
+
+
+def require_sizes(tickets: Sequence[Any], gradients: Sequence[TicketGradients]) -> None:
+    """Raise InputError if gradients of sequences have other sizes than the rows of their lookup, as those of a jagged
+    sequence may."""
+    for ticket, (_, sequences) in zip(tickets, gradients, strict=True):
+        if isinstance(ticket, DeviceTicket):  # has no jagged sequence, and the worker knows the shapes of others
+            continue
+        for gradient, size in zip(sequences, ticket.sequence_floats, strict=True):
+            if gradient is not None and gradient.numel() != size:
+                raise InputError(f"a sequence's gradients are {gradient.numel()} floats; expected {size}")
 
 
 MOST_PLACES = 2**31 - 1  # counted in int32

@@ -30,7 +30,9 @@ def charts_of(runs: Sequence[RunRecords]) -> list[Chart]:
 
 
 def _together(names: Sequence[str], same: Sequence[tuple[int, Chart]]) -> Chart:
-    """Return charts with one title as one. same: with the place of its run in `names`."""
+    """Join the charts of several runs with one title into one chart.
+
+    names: the runs. same: pairs of a run's index in `names` and its chart."""
     chart = same[0][1]
     notes = [f"{names[place]}: {each.note}" for place, each in same if each.note]
     note = chart.note if len({each.note for _, each in same}) == 1 else " ".join(notes)
@@ -54,9 +56,9 @@ def _charts(run: RunRecords) -> list[Chart]:
     loss.absent = "No loss was given to Progress.step(loss=...)."
     auc.absent = "No scores were given to Progress.step(scores=...), so there is no AUC."
     auc.note = f"The samples are those of training, with the scores that Progress.step was given. {auc.note}"
-    memory = _curves(run, "memory", "Memory of each trainer")
-    memory.is_averaged, memory.from_zero, memory.y = False, True, "bytes"
-    memory.absent = "No memory of a trainer was recorded."
+    norm, device = _curves(run, "gradient_norm", "Gradient norm"), _curves(run, "device_bytes", "Memory of GPUs")
+    norm.y, norm.absent = "norm of the dense gradients", _WITHOUT.format("gradient norm was")
+    device.is_averaged, device.from_zero, device.y = False, True, "bytes that torch holds"
     return [
         loss,
         auc,
@@ -66,8 +68,52 @@ def _charts(run: RunRecords) -> list[Chart]:
         _stages(run),
         _tables(run, "rows", "Rows of each table", "rows were"),
         _tables(run, "bytes", "Memory of each table", "memory of tables was"),
-        memory,
+        _memory(run),
+        *([device] if device.series else []),
+        _learning_rates(run),
+        norm,
     ]
+
+
+def _memory(run: RunRecords) -> LineChart:
+    """Return the memory of each process. That of servers and workers was measured at other times than steps: each
+    value counts for the interval of the first trainer in which it was measured."""
+    chart, loops = _curves(run, "memory", "Memory of each process"), next(iter(by_rank(run).values()), [])
+    chart.is_averaged, chart.from_zero, chart.y, chart.note = False, True, "bytes", ""
+    chart.absent = "No memory of a process was recorded."
+    measured: dict[str, list[tuple[float, float]]] = {}
+    for event in (each for each in run.events if each["kind"] == "memory"):
+        for name, size in event["bytes"].items():
+            measured.setdefault(name, []).append((event["at"], size))
+    for each in chart.series if measured else ():
+        each.name = each.name or f"trainer {loops[0].rank}"
+    for name, sizes in measured.items():
+        chart.series.append(series_of(name, loops, lambda loop, sizes=sizes: _by_step(loop, sizes)))  # type: ignore[misc]
+    chart.series = [each for each in chart.series if each.points or each.superseded]
+    if (count := len(by_rank(run)) + len(measured)) > MAX_SERIES:
+        chart.series.sort(key=lambda each: -max((y for _, y in each.points if y is not None), default=0.0))
+        chart.note = f"{count} processes recorded; these are {MAX_SERIES}, the largest first."
+        chart.series = chart.series[:MAX_SERIES]
+    return chart
+
+
+def _by_step(loop: Loop, values: Sequence[tuple[float, float]]) -> list[Point]:
+    """Return values with the Unix times of their measurement by the step of a loop, as far as they fall into it."""
+    times = [each.at for each in loop.intervals]
+    places = [(bisect_left(times, at), value) for at, value in values if at >= (loop.began_at or 0.0)]
+    return [(float(loop.intervals[place].step), value) for place, value in places if place < len(times)]
+
+
+def _learning_rates(run: RunRecords) -> LineChart:
+    loops = next(iter(by_rank(run).values()), [])
+    names = list(dict.fromkeys(name for loop in loops for each in loop.intervals for name in each.learning_rates))
+    series = [series_of(name, loops, _held("intervals", "learning_rates", name)) for name in names[:MAX_SERIES]]
+    absent = "No learning rate was recorded: it is that of the optimizer of Progress(embeddings)."
+    chart = LineChart(title="Learning rate", y="learning rate", series=series, from_zero=True, absent=absent)
+    chart.marks = _marks(loops)
+    if len(names) > MAX_SERIES:
+        chart.note = f"{len(names)} groups of parameters have a learning rate; these are the first {MAX_SERIES}."
+    return chart
 
 
 def _logged(run: RunRecords) -> list[LineChart]:

@@ -18,9 +18,9 @@ from satrap.errors import ConfigError
 from satrap.monitor.record_file import FOLDER, Records, scan_records
 
 _TRAINER = re.compile(r"trainer-(\d{1,9})")
-_NUMBERS, _TABLES = ("loss", "auc", "ne", "window", "memory"), ("rows", "bytes")
-_MAPS = ("staleness", "stages", "lost", "logged")
-_EVENTS = ("run", "launch", "servers", "restart", "fault", "exit")
+_NUMBERS = ("loss", "auc", "ne", "window", "memory", "gradient_norm", "device_bytes")
+_MAPS, _TABLES = ("staleness", "stages", "lost", "logged", "learning_rates"), ("rows", "bytes")
+_EVENTS = ("run", "launch", "servers", "restart", "fault", "memory", "exit")
 
 
 @dataclass(slots=True, kw_only=True)
@@ -41,9 +41,11 @@ class Interval:
     rate: float
     """Samples per second."""
     numbers: dict[str, float | None]
-    """loss, auc, ne, window and memory, as far as they were given; None: not finite."""
+    """The numbers of `_NUMBERS` that were given; None: not finite."""
     logged: dict[str, float] = field(default_factory=dict)
     """The script's own numbers."""
+    learning_rates: dict[str, float] = field(default_factory=dict)
+    """The rates at its end; they are recorded when they change."""
     epochs: list[int] = field(default_factory=list)
     """The first steps of epochs that began."""
     tables: dict[str, dict[str, float]] = field(default_factory=dict)
@@ -163,6 +165,7 @@ def _events(lines: Iterable[dict[str, Any]]) -> tuple[list[dict[str, Any]], int]
     """Return the events of a run, and the number of records that lack something."""
     known = [each for each in lines if each["kind"] in _EVENTS]
     whole = [each for each in known if _is_number(each.get("at")) and _has_counts(each, "launch", "servers", "status")]
+    whole = [each for each in whole if each["kind"] != "memory" or _is_map(each.get("bytes"))]
     return whole, len(known) - len(whole)
 
 
@@ -196,6 +199,8 @@ def loops_of(rank: int, lines: Iterable[dict[str, Any]], *, keeps_tables: bool =
 
 
 def _add(loop: Loop, interval: Interval, line: dict[str, Any], keeps_tables: bool) -> None:
+    before = loop.intervals[-1].learning_rates if loop.intervals else {}
+    interval.learning_rates = line.get("learning_rates", before)
     loop.intervals.append(interval)
     if keeps_tables:
         interval.tables = {
@@ -215,7 +220,7 @@ def _interval(line: dict[str, Any]) -> Interval | None:
         all(_is_count(line.get(name)) for name in ("step", "steps", "samples"))
         and all(_is_number(line.get(name)) for name in ("seconds", "trained", "rate"))
         and all(each is None or _is_number(each) for each in numbers.values())
-        and all(isinstance(each, dict) and all(map(_is_number, each.values())) for each in maps)
+        and all(map(_is_map, maps))
         and (isinstance(epochs, list) and all(map(_is_count, epochs)))
         and all(key.isdecimal() and len(key) < 10 for key in line.get("staleness", {}))
     )
@@ -232,6 +237,10 @@ def _evaluation(line: dict[str, Any]) -> Evaluation | None:
     if not all(each is None or _is_number(each) for each in metrics.values()):
         return None
     return Evaluation(step=int(line["step"]), metrics=metrics, is_best=is_best)
+
+
+def _is_map(value: object) -> bool:
+    return isinstance(value, dict) and all(map(_is_number, value.values()))
 
 
 def _is_number(value: object) -> bool:

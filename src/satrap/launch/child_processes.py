@@ -21,9 +21,12 @@ from typing import IO, Literal
 
 from satrap.errors import ConfigError
 from satrap.launch.run_events import Process, ProcessReady, Role, ScriptStarted, StopMode
+from satrap.monitor.memory import resident_bytes
 
 GRACE_SECONDS = 10.0
 """Grace period: a process that has not exited this long after it was stopped is killed."""
+_MIN_MEASURED, _MAX_MEASURED, _MEASURED_SHARE = 1.0, 60.0, 0.01
+"""Seconds between two measurements of memory, and their share of the time since the start."""
 _PR_SET_PDEATHSIG = 1
 _SIGNALS = {"interrupt": signal.SIGINT, "terminate": signal.SIGTERM, "kill": signal.SIGKILL}
 _SERVED = re.compile(rb"metrics at (http://\S+?/metrics)\b")
@@ -71,7 +74,15 @@ class MetricsServed:
     url: str
 
 
-Report = ProcessPlaced | ProcessOutput | MetricsServed | ProcessReady | ScriptStarted | ChildExited
+@dataclass(frozen=True, slots=True)
+class MemoryUsed:
+    """Report: a process uses so much of its machine's memory, with what it shares."""
+
+    process: Process
+    num_bytes: int
+
+
+Report = ProcessPlaced | ProcessOutput | MetricsServed | MemoryUsed | ProcessReady | ScriptStarted | ChildExited
 
 
 @dataclass(slots=True, eq=False)
@@ -99,6 +110,7 @@ class ChildProcesses:
         self._children: dict[Process, _Child] = {}
         self._selector = selectors.DefaultSelector()
         self._placed: list[Report] = []
+        self._started = self._measured_at = time.monotonic()
 
     def start(self, process: Process, arguments: Sequence[str], rows_file: Path, pass_fds: Sequence[int] = ()) -> None:
         """Start `satrap ARGUMENTS...`. Always call it from the same thread, which must outlive the children.
@@ -148,7 +160,7 @@ class ChildProcesses:
     def poll(self, timeout: float) -> list[Report]:
         """Return new reports; wait at most `timeout` seconds for one."""
         self._kill_overdue()
-        reports, self._placed = self._placed, []
+        reports, self._placed = [*self._placed, *self._measure()], []
         exited: list[_Child] = []
         for key, _ in self._selector.select(0 if reports else timeout):
             child, source = key.data
@@ -222,6 +234,16 @@ class ChildProcesses:
         if child.was_stopped and status == -signal.SIGKILL:
             status = -signal.SIGTERM
         return [*reports, ChildExited(child.process, status, child.was_stopped)]
+
+    def _measure(self) -> list[Report]:
+        """Return the memory of each child but trainers, which record theirs: every second, later every minute."""
+        now = time.monotonic()
+        if now < self._measured_at + min(max(_MIN_MEASURED, _MEASURED_SHARE * (now - self._started)), _MAX_MEASURED):
+            return []
+        self._measured_at = now
+        others = [child for child in self._children.values() if child.process.role is not Role.TRAINER]
+        sizes = [(child.process, resident_bytes(child.popen.pid)) for child in others]
+        return [MemoryUsed(process, num_bytes) for process, num_bytes in sizes if num_bytes]
 
     def _kill_overdue(self) -> None:
         now = time.monotonic()

@@ -1,4 +1,5 @@
 """Output of a run: each process has a log file, and the first trainer's output is also shown, between the run's events.
+On a terminal, a line below it shows the progress of all trainers, and the first trainer's own lines of it are left out.
 
 The other trainers print the same lines, and a healthy server prints nothing. When a process fails, the last lines of
 its log are shown. Events are records of the logger "satrap.launch", which a handler writes to standard error.
@@ -7,6 +8,7 @@ its log are shown. Events are records of the logger "satrap.launch", which a han
 import logging
 import os
 import sys
+import time
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
@@ -15,6 +17,7 @@ from typing import Self
 from satrap.event_log import event, formatter, is_routine, set_role
 from satrap.launch.child_processes import (
     ChildExited,
+    MemoryUsed,
     MetricsServed,
     ProcessOutput,
     ProcessPlaced,
@@ -22,8 +25,12 @@ from satrap.launch.child_processes import (
     Stream,
 )
 from satrap.launch.run_events import Event, Process, ProcessExited, Role
+from satrap.launch.run_progress import RunProgress
 from satrap.launch.terminal import Terminal
-from satrap.monitor.record_file import FOLDER, encode
+from satrap.monitor.record_file import FOLDER, SHOWN, decode, encode
+from satrap.monitor.report import fit, is_progress, run_bar
+from satrap.monitor.sinks import BAR_SECONDS
+from satrap.monitor.status_line import draws_in_place
 
 _LOG = logging.getLogger("satrap.launch")
 _TAIL_LINES = 20
@@ -41,7 +48,12 @@ class RunLogs:
         folder.mkdir(parents=True, exist_ok=True)
         self.folder, self._records = folder, folder.with_name(FOLDER)
         self._records.mkdir(parents=True, exist_ok=True)
-        self._stdout, self._stderr = Terminal(sys.stdout), Terminal(sys.stderr)
+        self._stderr = Terminal(sys.stderr)
+        self._has_line = log_format == "text" and draws_in_place(sys.stderr)
+        # Two streams to one terminal are written in one order, so that the line stays below both.
+        is_one = self._has_line and draws_in_place(sys.stdout) and os.ttyname(1) == os.ttyname(2)
+        self._stdout = self._stderr if is_one else Terminal(sys.stdout)
+        self._progress, self._show_at, self._restarts = RunProgress(time.monotonic()), 0.0, 0
         self._handlers: list[logging.Handler] = [_TerminalHandler(self._stderr), _RunLog(folder / "run.log")]
         self._handlers[1].setFormatter(formatter(log_format))
         if log_format == "json":
@@ -49,10 +61,13 @@ class RunLogs:
         self._start_offsets: dict[Process, int] = {}  # in its log file
         self._unwritten_bytes: dict[Path, int] = {}  # counts what a full disk kept from log files
         self._unwritten_records: dict[Path, int] = {}
+        self._incomplete_records: dict[Process, bytes] = {}  # the start of a line
         self.places: dict[Process, str] = {}
         """Process id and machine of each process that runs."""
         self.metrics: dict[Process, str] = {}
         """URL of the metrics of each process that serves them."""
+        self.memory: dict[Process, int] = {}
+        """Bytes of processes that were measured since the last time they were recorded."""
 
     def __enter__(self) -> Self:
         logger = logging.getLogger("satrap")
@@ -64,7 +79,9 @@ class RunLogs:
         return self
 
     def __exit__(self, *_: object) -> None:
-        if unshown := self._stdout.close():
+        self._show_at = 0.0
+        self.show(None, self._restarts)  # it remains on the terminal
+        if self._stdout is not self._stderr and (unshown := self._stdout.close()):
             _LOG.warning(
                 "%d bytes of standard output were not read, or did not fit; the logs are in %s", unshown, self.folder
             )
@@ -88,6 +105,21 @@ class RunLogs:
         path = self.path(process)
         self._start_offsets[process] = path.stat().st_size if path.exists() else 0
 
+    def show(self, phase: str | None, restarts: int) -> None:
+        """Draw the line on the terminal, if there is one and it is due. phase: what the run does instead of training.
+        restarts: number of processes that were started again."""
+        now = time.monotonic()
+        if not self._has_line or now < self._show_at:
+            return
+        self._show_at, self._restarts = now + BAR_SECONDS, restarts
+        columns, report = self._stderr.columns(), self._progress.report(now)
+        notes = [f"{restarts} restart{'s' * (restarts != 1)}"] if restarts else []
+        notes[:0] = [phase] if phase is not None else []
+        if report is not None:
+            self._stderr.show(run_bar(report, columns, self._stderr.marks, [*notes, *self._progress.notes]))
+        else:
+            self._stderr.show(fit([*notes, "no step yet"], columns))
+
     def handle(self, reports: Iterable[Report]) -> list[Event]:
         """Log reports and return the supervisor's events. Among processes that exited together, those killed by a
         signal come first: they are the cause of the others' exits."""
@@ -100,6 +132,8 @@ class RunLogs:
                 self.places[report.process] = report.where
             elif isinstance(report, MetricsServed):
                 self.metrics[report.process] = report.url
+            elif isinstance(report, MemoryUsed):
+                self.memory[report.process] = report.num_bytes
             elif isinstance(report, ChildExited):
                 self.places.pop(report.process, None)
                 self.metrics.pop(report.process, None)
@@ -111,14 +145,31 @@ class RunLogs:
 
     def _on_output(self, process: Process, stream: Stream, data: bytes) -> None:
         if stream == "record":
-            self._append_record(process, data)
+            self._on_records(process, data)
             return
         self._append(process, data)
         if _is_shown(process):
+            if self._has_line and stream == "stderr":
+                data = b"".join(line for line in data.splitlines(keepends=True) if not is_progress(line))
             (self._stdout if stream == "stdout" else self._stderr).write(data)
+
+    def _on_records(self, process: Process, data: bytes) -> None:
+        """Keep a trainer's records, except those that are only shown."""
+        *lines, incomplete = (self._incomplete_records.pop(process, b"") + data).split(b"\n")
+        if incomplete:
+            self._incomplete_records[process] = incomplete
+        records = [(line, decode(line)) for line in lines]
+        for _, record in records:
+            if record is not None:
+                self._progress.add(process.number, record)
+        kept = [line + b"\n" for line, record in records if record is None or record["kind"] != SHOWN]
+        if kept:
+            self._append_record(process, b"".join(kept))
 
     def _on_exit(self, process: Process, *, failed: bool) -> None:
         start_offset = self._start_offsets.pop(process)
+        if incomplete := self._incomplete_records.pop(process, b""):
+            self._append_record(process, incomplete)
         if failed and not _is_shown(process):
             for line in self._tail(process, start_offset):
                 _LOG.warning("%s | %s", process, line)

@@ -14,7 +14,7 @@ import os
 import socket
 import time
 from collections import Counter, deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
@@ -54,11 +54,15 @@ class RunMonitor:
         metrics: Mapping[Process, str],
         client_key: bytes | None = None,
         settings: Mapping[str, Any] | None = None,
+        show: Callable[[str | None, int], None] | None = None,
+        memory: dict[Process, int] | None = None,
     ) -> None:
         """folder: the run's folder. places, metrics: where each process runs, and the URL of its metrics, as
         `satrap.launch.logs.RunLogs` learns them. client_key: content of the key file with which to call the run's
         servers, which only this user may read while the run lives; None: they have no keys.
-        settings: the run's, for its record."""
+        settings: the run's, for its record. show: called with what the run does instead of training, and how often
+        the trainers together, or another process, were started again. memory: bytes of processes, which are
+        taken out and recorded."""
         self._path, self._places, self._metrics = folder / STATUS, places, metrics
         self._key_path = folder / CLIENT_KEY
         self._key_path.unlink(missing_ok=True)  # a run that was killed leaves its key
@@ -77,6 +81,7 @@ class RunMonitor:
         self._has_failed = False  # to write the file
         self._has_exited = False
         self._launch = self._num_servers = 0  # as recorded
+        self._show, self._memory = show, {} if memory is None else memory
         self._record = self._open_record(folder / FOLDER / "run.jsonl")
         self._append("run", where=_here(), version=version("satrap"), settings=hide_secrets(settings or {}))
         self._status: dict[str, Any] = self._summary("servers and workers are starting", 0, 0, None)
@@ -98,6 +103,9 @@ class RunMonitor:
                 self._on_start(command.process)
             elif isinstance(command, ExitRun):
                 self._append_exit(command.status)
+        if self._memory:
+            self._append("memory", bytes={str(process): size for process, size in self._memory.items()})
+            self._memory.clear()
         state = supervisor.run_state
         if state.launch != self._launch and state.launch >= state.first_launch:
             self._append("launch", launch=state.launch, first_launch=state.first_launch, servers=len(state.servers))
@@ -110,6 +118,9 @@ class RunMonitor:
         if status != self._status:
             self._status = status
             self._write()
+        if self._show is not None:
+            of_others = self._restarts.total() - self._restarts[Role.TRAINER]
+            self._show(self.not_ready() or None, max(0, launches - 1) + of_others)
 
     def close(self) -> None:
         """Remove the files, except the record."""

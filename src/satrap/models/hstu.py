@@ -64,7 +64,7 @@ class Layer(nn.Module):
         """Return the next states [batch, length, dim]. share: what a pair of rows counts; 0 if one may not see the
         other."""
         made = silu(self.make(self.before(states))).chunk(4, 2)
-        query, key, value = (each.unflatten(2, (self.num_heads, -1)).transpose(1, 2) for each in made[:3])
+        query, key, value = (part.unflatten(2, (self.num_heads, -1)).transpose(1, 2) for part in made[:3])
         weights = silu(query @ key.transpose(2, 3) + self.of_distance[:, distance]) * share
         attended = (weights @ value).transpose(1, 2).flatten(2)
         out: torch.Tensor = states + self.out(layer_norm(attended, attended.shape[2:]) * made[3])

@@ -8,7 +8,6 @@ not in the block, so a model refuses them unless its user names them in `ignore`
 import numbers
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
-from typing import Any
 
 import torch
 from torch import nn
@@ -20,42 +19,35 @@ from satrap.errors import ConfigError, InputError
 
 def block_dims(where: str, embeddings: object, ignore: Sequence[str] = ()) -> dict[str, int]:
     """Return the dim of each feature in the block, in the block's order. ignore: the sequences, which are not in it."""
-    features = getattr(embeddings, "features", embeddings)
-    try:
-        names, dims, total = list(features.names), list(features.dims), int(features.total_dim)  # type: ignore[attr-defined]
-    except (AttributeError, TypeError):
-        raise ConfigError(
-            f"{where}: embeddings is a {type(embeddings).__name__}; expected satrap.Embeddings or its features, which "
-            "have names, dims and total_dim"
-        ) from None
-    columns = getattr(features, "columns", [0] * len(names))  # negative: not pooled, so not in the block
-    pooled = {name: int(dim) for name, dim, column in zip(names, dims, columns, strict=True) if column >= 0}
-    sequences = [name for name in names if name not in pooled]
+    features = _features_of(where, embeddings)
+    sequences = [name for name in features if name not in features.pooled]
     if isinstance(ignore, str) or sorted(ignore) != sorted(sequences):
         raise ConfigError(
             f"{where}: its input has the pooled features, the sequences among the features are {sequences}, and ignore "
             f"is {ignore!r}; expected each in a form that {where} trains on, such as table.bag('mean') instead of "
             f"table.sequence(n), or ignore={sequences} if another part of your model uses batch[name]"
         )
-    if not pooled or sum(pooled.values()) != total:
-        raise ConfigError(
-            f"{where}: the features {_shown(pooled)} make a block of {sum(pooled.values())} columns and total_dim is "
-            f"{total}; expected at least one pooled feature, and equal numbers"
-        )
-    return pooled
+    if not features.pooled:
+        raise ConfigError(f"{where}: all features are sequences; expected at least one that is pooled")
+    return dict(features.pooled)
 
 
 def sequence_feature(where: str, embeddings: object, name: str) -> tuple[Feature, list[str]]:
     """Return the feature of that name, a sequence, and the names of the other features."""
-    features: Any = getattr(embeddings, "features", embeddings)
+    features = _features_of(where, embeddings)
+    sequences = [feature for feature in features if features[feature].pooling == "none"]
+    if name not in sequences:
+        raise ConfigError(f"{where}: history is {name!r}; expected one of the sequences {sequences}")
+    return features[name], [other for other in features if other != name]
+
+
+def _features_of(where: str, embeddings: object) -> Features:
+    features: object = getattr(embeddings, "features", embeddings)
     if not isinstance(features, Features):
         raise ConfigError(
             f"{where}: embeddings is a {type(embeddings).__name__}; expected satrap.Embeddings or its features"
         )
-    sequences = [each for each in features if features[each].pooling == "none"]
-    if name not in sequences:
-        raise ConfigError(f"{where}: history is {name!r}; expected one of the sequences {sequences}")
-    return features[name], [each for each in features if each != name]
+    return features
 
 
 def history_of(where: str, embeddings: object, history: str, num_heads: int, ignore: Sequence[str]) -> tuple[int, int]:
@@ -136,8 +128,3 @@ def stack(sizes: Sequence[int], *, last_relu: bool) -> nn.Sequential:
     for before, after in pairwise(sizes):
         layers += [nn.Linear(before, after), nn.ReLU()]
     return nn.Sequential(*(layers if last_relu else layers[:-1]))
-
-
-def _shown(pooled: dict[str, int]) -> str:
-    shown = ", ".join(f"{name} ({dim})" for name, dim in list(pooled.items())[:4])
-    return shown + (f" and {len(pooled) - 4} more" if len(pooled) > 4 else "") if pooled else "(none is pooled)"

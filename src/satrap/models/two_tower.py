@@ -41,8 +41,8 @@ class TwoTower(nn.Module):
         """
         super().__init__()
         dims = block_dims("TwoTower", embeddings, ignore)
-        for each, names in (("query", query), ("item", item)):
-            self.register_buffer(f"{each}_columns", columns_of(f"TwoTower, {each}", dims, names), persistent=False)
+        for tower, names in (("query", query), ("item", item)):
+            self.register_buffer(f"{tower}_columns", columns_of(f"TwoTower, {tower}", dims, names), persistent=False)
         if sorted([*query, *item]) != sorted(dims):
             raise ConfigError(
                 f"TwoTower: query is {list(query)} and item {list(item)}; expected each of the pooled features "

@@ -20,7 +20,7 @@ def hide_secrets(value: Any) -> Any:
     """Return settings without what may be secret: mappings, lists, and their texts; other objects only if their text
     has a secret."""
     if isinstance(value, Mapping):
-        return {name: HIDDEN if _is_hidden(name, each) else hide_secrets(each) for name, each in value.items()}
+        return {name: HIDDEN if _is_hidden(name, setting) else hide_secrets(setting) for name, setting in value.items()}
     if isinstance(value, list | tuple):
         return _hide_in_list(value)
     if value is None or isinstance(value, bool | int | float):
@@ -34,10 +34,10 @@ def _hide_in_list(values: "list[Any] | tuple[Any, ...]") -> list[Any]:
     """Hide in a list, such as the arguments of a script, where "--password" may precede the secret."""
     shown: list[Any] = []
     is_next = False
-    for each in values:
-        is_option = isinstance(each, str) and each.startswith("-")
-        shown.append(HIDDEN if is_next and not is_option else hide_secrets(each))
-        is_next = is_option and "=" not in each and is_secret_name(each)
+    for entry in values:
+        is_option = isinstance(entry, str) and entry.startswith("-")
+        shown.append(HIDDEN if is_next and not is_option else hide_secrets(entry))
+        is_next = is_option and "=" not in entry and is_secret_name(entry)
     return shown
 
 

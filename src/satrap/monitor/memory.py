@@ -29,10 +29,10 @@ def memory_limit(rows: str | os.PathLike[str] | None = None) -> int:
     return min(limits)
 
 
-def resident_bytes() -> int | None:
-    """Return how much of the machine's memory this process uses, with memory that it shares; None: not known."""
+def resident_bytes(process: int | str = "self") -> int | None:
+    """Return how much of the machine's memory a process uses, with memory that it shares; None: not known."""
     with suppress(OSError, ValueError, IndexError):
-        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+        return int(Path(f"/proc/{process}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     return None
 
 

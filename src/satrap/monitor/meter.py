@@ -44,6 +44,11 @@ class Meter:
         self._logged: dict[str, tuple[float, int]] = {}  # sum and count
 
     @property
+    def num_samples(self) -> int:
+        """Number of samples so far."""
+        return self._samples
+
+    @property
     def has_news(self) -> bool:
         """Whether there were steps or numbers of the script since the last report."""
         return self._steps > 0 or bool(self._logged)
@@ -107,6 +112,9 @@ class Meter:
             rows=dict(counters.rows),
             bytes=dict(counters.bytes),
             stages=self._stages(counters, seconds),
+            learning_rates=dict(counters.learning_rates),
+            gradient_norm=counters.gradient_norm,
+            device_bytes=counters.device_bytes,
             lost=dict(counters.lost),
             logged={name: total / count for name, (total, count) in self._logged.items()},
         )

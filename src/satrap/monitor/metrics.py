@@ -256,7 +256,7 @@ class Evaluation:
         labels, lists, ranks = self._ranked("ndcg")
         best = labels[np.lexsort((-labels, lists))]
         discount = (ranks < _count("ndcg", "k", k)) / np.log2(ranks + 2.0)
-        gain, most = (np.bincount(lists, each * discount) for each in (labels, best))
+        gain, most = (np.bincount(lists, gains * discount) for gains in (labels, best))
         return _mean(gain[most > 0] / most[most > 0])
 
     def recall(self, k: int) -> float:
@@ -318,8 +318,8 @@ class Evaluation:
         if any(key is None or key != key for key in (keys if keys.dtype.kind in "fO" else ())):
             raise InputError("Evaluation.add: a sample has no group; expected a number or text for each sample")
         distinct, inverse = np.unique(keys.astype(str) if keys.dtype.kind == "O" else keys, return_inverse=True)
-        found = self._group_numbers
-        return np.array([found.setdefault(key, len(found)) for key in distinct.tolist()], np.int64)[inverse]
+        numbers = self._group_numbers
+        return np.array([numbers.setdefault(key, len(numbers)) for key in distinct.tolist()], np.int64)[inverse]
 
     def _require_binary(self, metric: str) -> None:
         if self._other_label is not None:
@@ -342,7 +342,7 @@ def mode_of(name: str, further: Mapping[str, object]) -> Mode | None:
         return known.get(name)
     if metric in _TOP and at and k.isdecimal() and int(k) > 0:
         return "max"
-    names = [*known, *(f"{each}@10" for each in _TOP)]
+    names = [*known, *(f"{ranking}@10" for ranking in _TOP)]
     raise ConfigError(
         f"the metric is {name!r}; expected one of {', '.join(names)} (@10: any number); {suggest(name, names)}"
     )

@@ -22,6 +22,7 @@ from satrap.monitor.meter import Meter, require_column
 from satrap.monitor.report import Counters, own_scalars
 from satrap.monitor.sinks import LINE_SECONDS, Screen, Sink
 from satrap.monitor.training_record import TrainingRecord, open_record
+from satrap.transfer import format_progress, observe_transfers, stop_observing
 
 
 class HasCounters(Protocol):
@@ -101,7 +102,15 @@ class Progress:
         self._record = None
         if file is not None:
             shown = {**known, "script": hide_secrets(dict(settings or {}))}
-            self._record = TrainingRecord(file, self._counters, clock, window=window, settings=shown)
+            self._record = TrainingRecord(
+                file,
+                self._counters,
+                clock,
+                window=window,
+                settings=shown,
+                length=None if record is not None else lambda: self._length(total_samples),
+            )
+        observe_transfers(self._on_transfer)
 
     def step(self, batch: SteppedBatch, *, loss: Any = None, scores: Any = None, labels: Any = None) -> None:
         """Record a batch after its step. loss: a tensor or number; scores: the logits; labels: the batch's own if None.
@@ -188,6 +197,18 @@ class Progress:
         self._end_step = getattr(self._embeddings, "end_step", None) or self._end_step
         return self._end_step if self._end_step is not None and step <= self._end_step else None
 
+    def _on_transfer(self, kind: str, figures: Mapping[str, Any] | None) -> None:
+        """Show how far a save is, from any thread."""
+        note = None if figures is None else f"{kind}: {format_progress(**figures)}"
+        for sink in self._sinks:
+            if (show := getattr(sink, "note", None)) is not None:
+                show(note)
+        if self._record is not None:
+            self._record.note(note)
+
+    def _length(self, total_samples: int | None) -> dict[str, int | None]:
+        return {"end_step": self._known_end(0), "total_samples": total_samples}
+
     def _counters(self) -> Counters | None:
         return None if self._embeddings is None else self._embeddings.counters()
 
@@ -195,6 +216,7 @@ class Progress:
         if self._closed:
             return
         self._closed = True
+        stop_observing(self._on_transfer)
         with ExitStack() as stack:  # closes each sink, whatever the others raise
             if self._record is not None:
                 stack.callback(self._record.close, self._clock(), error)

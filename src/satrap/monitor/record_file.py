@@ -12,6 +12,7 @@ import logging
 import math
 import os
 import stat
+import threading
 import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -23,6 +24,8 @@ from satrap.config.durable import parse_json
 from satrap.config.regular_file import open_regular
 
 FOLDER = "records"
+SHOWN = "progress"
+"""Kind of the records that a trainer sends to its run, and that the run shows and does not keep."""
 _LOG = logging.getLogger("satrap.monitor")
 _CHECKSUM = b', "crc": '
 _MAX_DEPTH = 8
@@ -35,6 +38,7 @@ class RecordFile:
     def __init__(self, file: int, name: str, *, is_torn: bool = False) -> None:
         """file: an open file descriptor. name: what warnings call it. is_torn: whether its last line is incomplete."""
         self._file, self._name, self._is_torn = file, name, is_torn
+        self._lock, self._is_closed = threading.Lock(), False
         self._missing = 0  # records that could not be written since the last one that could
 
     @classmethod
@@ -49,7 +53,13 @@ class RecordFile:
         return cls(file, str(path), is_torn=size > 0 and os.pread(file, 1, size - 1) != b"\n")
 
     def append(self, kind: str, **values: Any) -> None:
-        """Append a record. One that cannot be written is counted, and the next one carries the number."""
+        """Append a record, from any thread, until the file is closed. One that cannot be written is counted, and the
+        next one carries the number."""
+        with self._lock:
+            if not self._is_closed:
+                self._append(kind, values)
+
+    def _append(self, kind: str, values: Mapping[str, Any]) -> None:
         missing = {"missing": self._missing} if self._missing else {}
         line = encode({"kind": kind, **values, **missing})
         data = b"\n" * self._is_torn + line
@@ -67,7 +77,9 @@ class RecordFile:
 
     def close(self) -> None:
         """Close the file."""
-        os.close(self._file)
+        with self._lock:
+            self._is_closed = True
+            os.close(self._file)
 
 
 @dataclass(slots=True)

@@ -4,7 +4,8 @@ These are pure functions and values: no clock, no file, no screen.
 """
 
 import math
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -18,6 +19,7 @@ _SCALARS = (
     *("staleness", "max_staleness"),
 )
 _GROUPS = ("validation", "rows", "bytes", "seconds", "lost")
+_LINE = re.compile(rb"step [\d,]+( of [\d,]+)? \| \S+ samples in [\d:]+")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -35,9 +37,19 @@ class Counters:
     """Seconds spent in each stage."""
     inside: float | None = None
     """Seconds that the user's thread spent in the stream."""
+    module_ids: Mapping[str, int] = field(default_factory=dict)
+    """Number of ids that modules looked up for training: "on the spot" inside forward, or "ahead" of it by
+    `prefetch`."""
     lost: Mapping[str, int] = field(default_factory=dict)
     """What was read or looked up without being trained on: "batches/<cause>", "rows/<cause>", and "ids/<feature>"
     beyond the length of a sequence."""
+
+    learning_rates: Mapping[str, float] = field(default_factory=dict)
+    """Current learning rate of the dense parameters and of the tables."""
+    gradient_norm: float | None = None
+    """Norm of the gradients of the dense parameters in a recent step."""
+    device_bytes: int | None = None
+    """Memory of GPUs that this process uses."""
 
     def __add__(self, other: "Counters") -> "Counters":
         return Counters(
@@ -46,6 +58,7 @@ class Counters:
             staleness=_sum_counts(self.staleness, other.staleness),
             stages=_sum_counts(self.stages, other.stages),
             inside=other.inside if self.inside is None else self.inside + (other.inside or 0.0),
+            module_ids=_sum_counts(self.module_ids, other.module_ids),
             lost=_sum_counts(self.lost, other.lost),
         )
 
@@ -92,7 +105,12 @@ class Report:
     """Memory of each table."""
     stages: Mapping[str, float] = field(default_factory=dict)
     """Seconds per step of each stage, mean over the interval. "dense" is the time between calls of the stream."""
-
+    learning_rates: Mapping[str, float] = field(default_factory=dict)
+    """Learning rate of the dense parameters and of the tables."""
+    gradient_norm: float | None = None
+    """The norm of the dense gradients, in one step of the interval."""
+    device_bytes: int | None = None
+    """Memory of GPUs that the process uses."""
     lost: Mapping[str, int] = field(default_factory=dict)
     """What was not trained on, so far; see `Counters`."""
     validation: Mapping[str, float] = field(default_factory=dict)
@@ -139,18 +157,50 @@ def line(report: Report) -> str:
     return " | ".join(_phrases(report))
 
 
-def bar(report: Report, columns: int, marks: str = "#.") -> str:
-    """Format a report in at most `columns` columns: a bar if the total is known, then as much of the line as fits."""
-    phrases = _phrases(report)
-    if (share := _share(report)) is not None:
-        full = int(20 * share)
-        phrases.insert(0, f"{marks[0] * full}{marks[1] * (20 - full)} {share:4.0%}")
+def bar(report: Report, columns: int, marks: str = "#.", notes: Sequence[str] = ()) -> str:
+    """Format a report in at most `columns` columns: a bar if the total is known, then as much of the line as fits.
+    notes: in words, such as "save: 40 %"."""
+    return fit([*_drawn_share(report, columns, marks), *notes, *_phrases(report)], columns)
+
+
+def run_bar(report: Report, columns: int, marks: str, notes: Sequence[str]) -> str:
+    """Format the report of all trainers of a run in at most `columns` columns, the most relevant first: how much is
+    done, the time left, the notes, samples, loss, AUC. notes: in words, such as "2 restarts"."""
+    phrases, seconds = _drawn_share(report, columns, marks), _seconds_left(report)
+    if phrases and seconds is not None and report.samples_per_second > 0:
+        phrases[0] += f" {_clock(seconds)} left"
+    phrases += [*notes, f"{short(report.samples)} samples, {short(report.samples_per_second)}/s"]
+    if report.loss is not None:
+        phrases.append(f"loss {report.loss:.4f}")
+    if report.auc is not None:
+        phrases.append(f"AUC {report.auc:.4f}")
+    if report.step:
+        phrases.append(f"step {report.step:,}" + (f" of {report.end_step:,}" if report.end_step else ""))
+    return fit([*phrases, f"{_clock(report.seconds)} since the start"], columns)
+
+
+def is_progress(text: bytes) -> bool:
+    """Return whether a line of output is one of `line`, and not that of an evaluation."""
+    return _LINE.match(text) is not None
+
+
+def fit(phrases: Sequence[str], columns: int) -> str:
+    """Return as many of the phrases as fit in so many columns, and at least a part of the first."""
     text = phrases[0]
     for phrase in phrases[1:]:
         if len(text) + 3 + len(phrase) > columns:
             break
         text += f" | {phrase}"
     return text[:columns]
+
+
+def _drawn_share(report: Report, columns: int, marks: str) -> list[str]:
+    """Return a bar and the percentage, if the total is known; in a narrow terminal the bar is shorter."""
+    if (share := _share(report)) is None:
+        return []
+    width = min(20, columns // 4)
+    full = int(width * share)
+    return [f"{marks[0] * full}{marks[1] * (width - full)} {share:4.0%}"]
 
 
 def short(number: float) -> str:

@@ -83,7 +83,7 @@ _sources: list["weakref.ref[SampleSource]"] = []  # the oldest first
 def register(source: SampleSource) -> None:
     """Let `collect` read this object for as long as it exists."""
     with _lock:
-        _sources[:] = [each for each in _sources if each() is not None]
+        _sources[:] = [reference for reference in _sources if reference() is not None]
         _sources.append(weakref.ref(source))
 
 
@@ -102,20 +102,20 @@ def not_ready() -> str:
 
 def _live_sources() -> list[SampleSource]:
     with _lock:
-        return [source for each in _sources if (source := each()) is not None]
+        return [source for reference in _sources if (source := reference()) is not None]
 
 
 def merged(samples: Iterable[Sample]) -> list[Sample]:
     """Return one sample for each metric and labels: the sum of counters and histograms, the last of the gauges."""
-    found: dict[tuple[str, tuple[tuple[str, str], ...]], Sample] = {}
+    totals: dict[tuple[str, tuple[tuple[str, str], ...]], Sample] = {}
     for sample in samples:
         key = sample.name, tuple(sorted(sample.labels.items()))
-        before = found.get(key)
+        before = totals.get(key)
         if before is not None and METRICS[sample.name].kind != "gauge":
             total: Any = sample.value + before.value  # type: ignore[operator]  # both are of the metric's kind
             sample = Sample(sample.name, total, sample.labels)
-        found[key] = sample
-    return list(found.values())
+        totals[key] = sample
+    return list(totals.values())
 
 
 def table_samples(stats: Mapping[str, Mapping[str, int]]) -> list[Sample]:
@@ -135,8 +135,8 @@ def call_samples(
 ) -> list[Sample]:
     """Return the samples of a service: its `counts`, and the distribution of the seconds of each method that was
     called."""
-    found = [Sample(name, counts[key]) for key, name in _CALL_COUNTS.items()]
-    return found + [
+    samples = [Sample(name, counts[key]) for key, name in _CALL_COUNTS.items()]
+    return samples + [
         Sample("satrap_call_seconds", Distribution(bounds, number, total), {"method": method})
         for method, (number, total) in seconds.items()
         if any(number)
@@ -145,10 +145,10 @@ def call_samples(
 
 def training_samples(counters: Counters) -> list[Sample]:
     """Return the samples of the counters of a training session; its rows are left to `table_samples`."""
-    found = [Sample("satrap_staleness_steps", staleness_distribution(counters.staleness))]
-    found += [Sample("satrap_stage_seconds", seconds, {"stage": stage}) for stage, seconds in counters.stages.items()]
-    found += [Sample("satrap_stream_seconds", counters.inside or 0.0)]
-    return found + [Sample("satrap_lost", count, {"what": what}) for what, count in counters.lost.items()]
+    samples = [Sample("satrap_staleness_steps", staleness_distribution(counters.staleness))]
+    samples += [Sample("satrap_stage_seconds", seconds, {"stage": stage}) for stage, seconds in counters.stages.items()]
+    samples += [Sample("satrap_stream_seconds", counters.inside or 0.0)]
+    return samples + [Sample("satrap_lost", count, {"what": what}) for what, count in counters.lost.items()]
 
 
 def staleness_distribution(seen: Mapping[int, int]) -> Distribution:

@@ -4,12 +4,14 @@ import json
 import math
 import os
 import sys
+import threading
 from contextlib import suppress
 from typing import Any, Protocol, TextIO
 
 from satrap.config.location import Location, local_path
 from satrap.errors import ConfigError
 from satrap.monitor.report import Report, bar, line
+from satrap.monitor.status_line import columns_of, draws_in_place, marks_of
 
 BAR_SECONDS, LINE_SECONDS = 1.0, 10.0
 
@@ -32,22 +34,34 @@ class Screen:
         # None in a process without standard error.
         self._stream: TextIO | None = sys.stderr if stream is None else stream
         is_notebook = type(self._stream).__module__.startswith("ipykernel.")
-        is_terminal = self._stream is not None and self._stream.isatty()
-        self._as_bar = is_terminal or is_notebook if as_bar is None else as_bar
+        self._as_bar = draws_in_place(self._stream) or is_notebook if as_bar is None else as_bar
         self._is_erased = not is_notebook  # a notebook returns to the first column, and cannot erase
         self.every_seconds = BAR_SECONDS if self._as_bar else LINE_SECONDS
-        self._marks = "#."
-        with suppress(UnicodeEncodeError, LookupError):
-            "█░".encode(getattr(self._stream, "encoding", None) or "ascii")
-            self._marks = "█░"
+        self._marks = marks_of(self._stream)
+        self._lock = threading.RLock()  # notes come from other threads
+        self._note: str | None = None
+        self._report: Report | None = None  # the last one
         self._open = False  # whether the line of a bar is unfinished
         self._width = 0  # characters of that line
 
     def write(self, report: Report) -> None:
         """Draw the bar, or print the line, also of an evaluation on a terminal. A closed terminal does not stop
         training."""
+        with self._lock:
+            self._report = report
+            self._draw(report)
+
+    def note(self, text: str | None) -> None:
+        """Show a note in the bar from now on, from any thread; None: no more."""
+        with self._lock:
+            self._note = text
+            if self._open and self._report is not None:
+                self._draw(self._report)
+
+    def _draw(self, report: Report) -> None:
         was_open, self._open = self._open, self._as_bar and not report.validation
-        text = bar(report, self._columns() - 1, self._marks) if self._open else line(report)
+        notes = [self._note] if self._note else []
+        text = bar(report, columns_of(self._stream) - 1, self._marks, notes) if self._open else line(report)
         first = "\r" if was_open or self._open else ""
         # What remains of a longer earlier bar is erased, or covered by spaces.
         last = ("\x1b[K" if self._is_erased else " " * (self._width - len(text))) if first else ""
@@ -65,12 +79,6 @@ class Screen:
             with suppress(OSError):
                 self._stream.write(text)
                 self._stream.flush()
-
-    def _columns(self) -> int:
-        try:
-            return os.get_terminal_size(self._stream.fileno() if self._stream else -1).columns or 80
-        except (OSError, ValueError, AttributeError):  # not a terminal
-            return 80
 
 
 class JsonLines:

@@ -1,12 +1,15 @@
 """The record of a training loop, which `Progress` writes and `satrap report` reads.
 
 A line for each interval of steps: its loss, AUC, samples per second, staleness, seconds of each stage, rows and bytes,
-numbers of the script, the process's memory, and the steps at which an epoch began.
+numbers of the script, the gradient norm, memory of the process and of GPUs, the steps at which an epoch began, and
+learning rates that changed.
 The record has its own intervals, since a screen's are too long for a curve of a short run: they grow with the run, from
 a 64th of a second to a minute, and are long enough that all summaries together take 50 ms and half a percent of
 the time. A step costs two microseconds more.
+Under `satrap run` the process also sends every second how far it is, which the run shows and does not record.
 """
 
+import math
 import os
 import secrets
 import shlex
@@ -25,7 +28,7 @@ from satrap.errors import ConfigError
 from satrap.monitor.hidden_secrets import hide_secrets
 from satrap.monitor.memory import resident_bytes
 from satrap.monitor.meter import Meter
-from satrap.monitor.record_file import FOLDER, RecordFile
+from satrap.monitor.record_file import FOLDER, SHOWN, RecordFile
 from satrap.monitor.report import Counters, Report
 from satrap.run_context import current_context, record_pipe
 
@@ -34,6 +37,7 @@ _OF_ELAPSED = 0.01
 """Length of an interval, as a share of the time since the start."""
 _FREE_SECONDS, _COST_SHARE = 0.05, 0.005
 """Time that all summaries may take: so many seconds, and this share of the time since the start."""
+_SHOWN_SECONDS = 1.0
 _MAX_ERROR = 500  # characters
 _GIT_SECONDS = 2.0
 _PROCESS = secrets.token_hex(4)
@@ -50,9 +54,16 @@ class TrainingRecord:
         *,
         window: int,
         settings: Mapping[str, Any],
+        length: Callable[[], Mapping[str, int | None]] | None = None,
     ) -> None:
-        """counters: returns the current counters. settings: what the report shows as settings."""
+        """counters: returns the current counters. settings: what the report shows as settings.
+        length: returns the `end_step` and the `total_samples` of the loop, for the run that shows its progress; None:
+        no run does."""
         self._file, self._counters, self._clock = file, counters, clock
+        self._length, self._show_at = length, -math.inf
+        self._first_step: int | None = None
+        self._note: str | None = None
+        self._learning_rates: Mapping[str, float] = {}
         self._started = self._last = clock()
         self._meter = Meter(self._started, counters=counters(), window=window)
         self._due = self._started + _MIN_SECONDS
@@ -85,6 +96,10 @@ class TrainingRecord:
         if epoch != self._epoch and None not in (epoch, self._epoch):
             self._epochs.append(step)
         self._step, self._epoch = step, epoch
+        if self._first_step is None:
+            self._first_step = step
+        if now >= self._show_at:
+            self._show(now)
         if now >= self._due:
             self._write_interval(now)
 
@@ -114,14 +129,32 @@ class TrainingRecord:
         """Record the end, and the steps since the last interval, unless the loop ended with an error."""
         if error is None and self._meter.has_news:
             self._write_interval(now)
+        if self._step is not None:
+            self._show(now)
         text = None if error is None else f"{type(error).__name__}: {error}"[:_MAX_ERROR]
         self._file.append("end", id=self._id, at=time.time(), seconds=now - self._started, step=self._step, error=text)
         self._file.close()
 
+    def note(self, text: str | None) -> None:
+        """Show a note beside the progress, from any thread; None: no more."""
+        self._note = text
+        if self._step is not None:
+            self._show(self._clock())
+
+    def _show(self, now: float) -> None:
+        """Send the run how far this loop is."""
+        self._show_at = math.inf if self._length is None else now + _SHOWN_SECONDS
+        if self._length is not None:
+            count = {"first": self._first_step, "step": self._step, "samples": self._meter.num_samples}
+            self._file.append(SHOWN, id=self._id, note=self._note, **count, **self._length())
+
     def _write_interval(self, now: float) -> None:
         report = self._meter.report(now, self._counters())
         trained = max(0.0, now - self._last - self._left_out)
-        more = {"memory": resident_bytes(), "epochs": self._epochs or None}
+        more: dict[str, Any] = {"memory": resident_bytes(), "epochs": self._epochs or None}
+        if report.learning_rates != self._learning_rates:
+            self._learning_rates = report.learning_rates
+            more["learning_rates"] = report.learning_rates
         given = {name: value for name, value in more.items() if value is not None}
         self._file.append("interval", id=self._id, at=time.time(), trained=trained, **_values(report), **given)
         self._epochs = []
@@ -133,7 +166,9 @@ class TrainingRecord:
 
 
 def open_record(folder: str | os.PathLike[str] | None, rank: int) -> RecordFile | None:
-    """Open the record of this trainer. folder: None: that of the run under `satrap run`; else there is none."""
+    """Open the record of this trainer in `folder`.
+
+    With None the record belongs to the run under `satrap run`; elsewhere there is none, and None is returned."""
     if folder is None:
         pipe = record_pipe()
         return None if pipe is None else RecordFile(os.dup(pipe), "the record of this trainer")
@@ -175,6 +210,8 @@ def _values(report: Report) -> dict[str, Any]:
         "rows": report.rows or None,
         "bytes": report.bytes or None,
         "lost": report.lost or None,
+        "gradient_norm": report.gradient_norm,
+        "device_bytes": report.device_bytes,
         "logged": report.logged or None,
     }
     return {name: value for name, value in entry.items() if value is not None}

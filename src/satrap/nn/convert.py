@@ -1,5 +1,6 @@
 """Replaces the nn.Embedding and nn.EmbeddingBag of a model by modules over Satrap's tables.
 
+A nn.Linear whose weight is that of an embedding, such as the tied output layer of a language model, is replaced too.
 Everything is checked before anything is changed. What the new module would not do is refused: max_norm,
 scale_grad_by_freq, a frozen weight, hooks, a subclass, a weight that another kind of module also uses.
 """
@@ -18,6 +19,7 @@ from satrap.config.tables import Normal, Table
 from satrap.config.validation import check_flag, check_integer, kind_of, suggest
 from satrap.errors import ConfigError
 from satrap.nn.embedding import Embedding, EmbeddingBag
+from satrap.nn.tied_linear import TiedLinear
 from satrap.train.embeddings import Embeddings
 
 _KINDS = (torch.nn.Embedding, torch.nn.EmbeddingBag)
@@ -64,10 +66,17 @@ def convert(
     except BaseException:
         embeddings.close()
         raise
+    tied = _tied_layers(model, chosen)
     for choice in chosen:
-        parent, _, name = choice.path.rpartition(".")
-        setattr(model.get_submodule(parent), name, new[id(choice.module)])
+        _replace(model, choice.path, new[id(choice.module)])
+    for path, (linear, module) in tied.items():
+        _replace(model, path, TiedLinear(new[id(module)], linear))
     return embeddings
+
+
+def _replace(model: torch.nn.Module, path: str, module: torch.nn.Module) -> None:
+    parent, _, name = path.rpartition(".")
+    setattr(model.get_submodule(parent), name, module)
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +92,7 @@ class _Chosen:
         module, where, weight = self.module, f"convert: module {self.path!r}", self.module.weight
         if not self.path:
             raise ConfigError("convert: the model itself is an embedding: pass the module that has it")
-        found = {
+        refused = {
             f"is a {type(module).__name__}, a class of the model's code": type(module) not in _KINDS,
             f"has max_norm={module.max_norm}": module.max_norm is not None,
             "has scale_grad_by_freq=True": module.scale_grad_by_freq,
@@ -91,10 +100,9 @@ class _Chosen:
             f"has a weight of {weight.dtype}, and rows are float32": weight.dtype != torch.float32,
             "has hooks": any(getattr(module, name) for name in _HOOKS) or bool(weight._backward_hooks),
         }
-        if reasons := [reason for reason, is_so in found.items() if is_so]:
+        if reasons := [reason for reason, is_so in refused.items() if is_so]:
             raise ConfigError(f"{where} {reasons[0]}, which a table does not do: {_HINT}")
-        if users := [name for name, owner in _owners(model, weight) if not isinstance(owner, _KINDS)]:
-            raise ConfigError(f"{where} shares its weight with {users[0]!r}, which is no embedding: {_HINT}")
+        self._require_possible_users(model, where)
         tied = {other.padding_idx for _, other in _owners(model, weight) if isinstance(other, _KINDS)}
         if len(tied) > 1:
             raise ConfigError(
@@ -116,6 +124,28 @@ class _Chosen:
                 f"{where} has padding_idx {module.padding_idx}, whose weight is not 0; rows of padding are 0: {_HINT}, "
                 "or pass weights=False"
             )
+
+    def _require_possible_users(self, model: torch.nn.Module, where: str) -> None:
+        """Raise ConfigError if a module that shares the weight could not share the table."""
+        for name, owner in _owners(model, self.module.weight):
+            if isinstance(owner, _KINDS):
+                continue
+            if type(owner) is not torch.nn.Linear or name.endswith(".bias"):
+                raise ConfigError(
+                    f"{where} shares its weight with {name!r}, which is neither an embedding nor an nn.Linear: {_HINT}"
+                )
+            if any(getattr(owner, hooks) for hooks in _HOOKS):
+                raise ConfigError(f"{where} shares its weight with {name!r}, whose module has hooks: {_HINT}")
+            if self.module.padding_idx is not None:
+                raise ConfigError(
+                    f"{where} has padding_idx {self.module.padding_idx} and shares its weight with {name!r}, which "
+                    f"trains that row, and a row of padding is not trained: {_HINT}"
+                )
+            if self.table.num_rows != owner.out_features:
+                raise ConfigError(
+                    f"{where} shares its weight with {name!r}, which needs all {owner.out_features} rows in each step, "
+                    f"and table {self.table.name!r} has num_rows {self.table.num_rows}; expected {owner.out_features}"
+                )
 
     def replacement(self, embeddings: Embeddings) -> torch.nn.Module:
         """Return the new module."""
@@ -140,6 +170,16 @@ def _owners(model: torch.nn.Module, weight: Tensor) -> list[tuple[str, torch.nn.
         for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False)
         if parameter is weight
     ]
+
+
+def _tied_layers(model: torch.nn.Module, chosen: list[_Chosen]) -> dict[str, tuple[torch.nn.Linear, torch.nn.Module]]:
+    """Return by name each nn.Linear that shares its weight with a module, and that module."""
+    modules = {id(choice.module.weight): choice.module for choice in chosen}
+    return {
+        path: (layer, modules[id(layer.weight)])
+        for path, layer in model.named_modules(remove_duplicate=False)
+        if type(layer) is torch.nn.Linear and id(layer.weight) in modules
+    }
 
 
 def _named(model: torch.nn.Module, tables: Mapping[str, Table]) -> list[_Chosen]:

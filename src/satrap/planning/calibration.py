@@ -45,6 +45,8 @@ _NUM_TABLES, _ROWS = 26, 200_000  # tables as many as Criteo has
 _SMALL, _LARGE = (16, 4), (2048, 64)
 _SHAPES = (_SMALL, (_LARGE[0], _SMALL[1]), _LARGE)
 """Samples and numbers of a row: the first shows the cost of a step, the second that of ids, the third that of bytes."""
+NUM_MEASUREMENTS = 5
+"""How often `calibrate` reports a measurement."""
 _NUM_BATCHES = 8
 _FURTHER = 3  # servers beside the first, for the cost of one more
 _SECONDS = 0.7  # CPU time that each measurement takes

@@ -15,7 +15,7 @@ from satrap.config.validation import Serializable, check_name, check_number, set
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cost(Serializable):
-    """Seconds of one core for a part of a step: a constant, and more for each id and for each byte that moves."""
+    """The seconds of one core that a part of a step takes: a constant, and a cost for each id and each byte moved."""
 
     step: float
     """Seconds of a step however small."""
@@ -78,12 +78,6 @@ class Coefficients(Serializable):
     """Memory of a trainer's process without a job: Python, torch."""
     server_bytes: float
     """Memory of a server or worker without a job."""
-    client_files: float
-    """File descriptors of a trainer for each server or worker that it calls."""
-    worker_files: float
-    """File descriptors of a worker for each server and trainer."""
-    server_files: float
-    """File descriptors of a server, or of a worker, for each trainer that calls it."""
 
     def __post_init__(self) -> None:
         check_name("coefficients", self.source, "'this machine, 2026-11-23'")
@@ -118,8 +112,5 @@ DEFAULTS = Coefficients(
     start=2.1,
     trainer_bytes=416e6,
     server_bytes=50e6,
-    client_files=4.0,
-    worker_files=4.0,
-    server_files=4.0,
 )
 """Used without `--coefficients` and `--calibrate`."""

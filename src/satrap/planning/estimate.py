@@ -17,6 +17,8 @@ another.
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import chain
 
 from satrap.planning.coefficients import Coefficients
 from satrap.planning.machines import Layout, Limits, Pool, Request, misfit_of, requests_of
@@ -25,8 +27,8 @@ from satrap.planning.workload import Workload
 _ID_BYTES = 8
 _WIRE_BYTES = {"float32": 4.0, "float16": 2.0}
 _FLOAT = 4.0
-_OTHER_FILES = 32
-"""File descriptors of a process without a connection: its libraries, log, data and epoll."""
+_OTHER_FILES, _CONNECTION_FILES = 32, 4
+"""File descriptors of a process without a connection (its libraries, log, data and epoll), and of one connection."""
 _DENSE_COPIES = 16.0
 """Bytes of a dense parameter in a trainer: itself, its gradient, two states of an optimizer, float32."""
 _MESSAGES = 3.0
@@ -120,37 +122,6 @@ def demand_of(workload: Workload, layout: Layout, costs: Coefficients) -> Demand
     )
 
 
-def memory_of(workload: Workload, layout: Layout, demand: Demand, costs: Coefficients) -> dict[str, float]:
-    """Return the bytes of memory of each process, by role."""
-    training = workload.training
-    servers, trainers = layout.count("server"), layout.count("trainer")
-    in_flight = (training.staleness + 1) * _MESSAGES
-    message = demand.requests + demand.replies
-    block = 2 * workload.vector_floats * training.batch_size * _FLOAT
-    client = in_flight * (message + 2 * _ID_BYTES * demand.ids + block)
-    trainer = costs.trainer_bytes + _DENSE_COPIES * training.dense_parameters + in_flight * block
-    trainer += client if layout.client_role == "trainer" else 0.0
-    if not servers:
-        return {"trainer": trainer + workload.bytes}
-    server = costs.server_bytes + workload.server_bytes(servers) + trainers * in_flight * message / servers
-    memory = {"trainer": trainer, "server": server}
-    if layout.count("worker"):
-        memory["worker"] = costs.server_bytes + client * -(-trainers // layout.count("worker"))
-    return memory
-
-
-def files_of(layout: Layout, costs: Coefficients) -> dict[str, int]:
-    """Return the file descriptors of each process, by role. Trainers have connections to each other, too."""
-    servers, workers, trainers = (layout.count(role) for role in ("server", "worker", "trainer"))
-    trainers_of_worker = -(-trainers // workers) if workers else 0
-    connections = {
-        "server": costs.server_files * trainers,
-        "worker": (costs.worker_files * servers + costs.server_files) * trainers_of_worker,
-        "trainer": costs.client_files * (1 if workers else servers) + trainers,
-    }
-    return {role: _OTHER_FILES + math.ceil(count) for role, count in connections.items() if layout.count(role)}
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bound:
     """A resource, and the rate that it permits."""
@@ -182,226 +153,6 @@ class Misfit:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Estimate:
-    """What a layout achieves."""
-
-    layout: Layout
-    demand: Demand
-    bounds: tuple[Bound, ...]
-    """The tightest first."""
-    memory: dict[str, float]
-    """Bytes of each process, by role."""
-    requests: dict[str, Request]
-    """What each process gets, by role."""
-    misfits: tuple[Misfit, ...]
-    """Empty if the processes fit on the machines."""
-
-    @property
-    def samples_per_second(self) -> float:
-        """The rate that the tightest bound permits."""
-        return self.bounds[0].samples_per_second
-
-    def reaches(self, samples_per_second: float) -> bool:
-        """Return whether the layout fits and has this rate."""
-        return not self.misfits and self.samples_per_second >= samples_per_second
-
-
-def estimate(workload: Workload, layout: Layout, costs: Coefficients, limits: Limits) -> Estimate:
-    """Return what the layout achieves."""
-    demand = demand_of(workload, layout, costs)
-    memory = memory_of(workload, layout, demand, costs)
-    seconds = {
-        role: seconds for pool in layout.pools for role, seconds in core_seconds(layout, pool, demand, costs).items()
-    }
-    servers = layout.count("server")
-    rows_bytes = workload.server_bytes(servers) if servers else 0.0
-    requests = requests_of(layout, memory, rows_bytes, seconds, limits)
-    permitted = (
-        *_core_bounds(layout, demand, costs, limits, requests),
-        *_pool_bounds(layout, demand, limits),
-        *_process_bounds(layout, demand, limits),
-        *_time_bounds(workload, layout, demand, costs, limits, requests),
-    )
-    batch = workload.training.batch_size
-    bounds = (
-        Bound(name=name, role=role, samples_per_second=batch * batches, by_process="thread of each" in name)
-        for name, role, batches in permitted
-    )
-    return Estimate(
-        layout=layout,
-        demand=demand,
-        bounds=tuple(sorted(bounds, key=lambda bound: bound.samples_per_second)),
-        memory=memory,
-        requests=requests,
-        misfits=tuple(_misfits(layout, requests, limits)),
-    )
-
-
-_Permitted = Iterator[tuple[str, str, float]]
-"""A resource, its role, and the batches a second that it permits."""
-
-
-def core_seconds(layout: Layout, pool: Pool, demand: Demand, costs: Coefficients) -> dict[str, float]:
-    """Return the seconds of a core that a batch takes in this pool, by role."""
-    dense = 0.0 if pool.machine.gpus else demand.dense_flops / costs.flops_per_second
-    by_role = {
-        "server": demand.server_seconds,
-        "worker": 0.0,
-        "trainer": demand.trainer_seconds + demand.reduce_seconds + dense,
-    }
-    by_role[layout.client_role] += demand.client_seconds
-    return {role: by_role[role] * layout.share(pool, role) for role in pool.roles}
-
-
-def _core_bounds(
-    layout: Layout, demand: Demand, costs: Coefficients, limits: Limits, requests: dict[str, Request]
-) -> _Permitted:
-    """Yield what the CPUs of each role permit; on a machine with fewer cores than processes, these share the cores."""
-    for pool in layout.pools:
-        seconds = core_seconds(layout, pool, demand, costs)
-        joint = costs.joint_cores if pool.trainers and layout.count("trainer") > 1 else 1.0
-        speed = pool.num_machines * pool.machine.core_speed * min(limits.cores, joint)
-        if sum(pool.each(role) for role in pool.roles) > pool.machine.pod_cores:
-            if total := sum(seconds.values()):
-                role = max(seconds, key=lambda role: seconds[role])
-                yield f"cores of the {'/'.join(pool.roles)} machines", role, speed * pool.machine.cores / total
-            continue
-        for role in pool.roles:
-            cores = pool.each(role) * requests[role].cpus if layout.count("server") else pool.machine.cores
-            if seconds[role]:
-                yield f"cores of the {role}s", role, speed * cores / seconds[role]
-
-
-def _pool_bounds(layout: Layout, demand: Demand, limits: Limits) -> _Permitted:
-    for pool in layout.pools:
-        machines = pool.num_machines
-        if crossing := max(_crossing(layout, pool, demand)):
-            role = "trainer" if pool.roles == ("trainer",) else pool.roles[0]
-            where = f"network of the {'/'.join(pool.roles)} machines"
-            yield where, role, machines * pool.machine.link_bytes * limits.network / crossing
-        if pool.trainers and pool.machine.gpus and demand.dense_flops:
-            rate = machines * pool.machine.gpus * pool.machine.gpu_tflops * 1e12
-            yield "GPUs of the trainers", "trainer", rate / (demand.dense_flops * layout.share(pool, "trainer"))
-
-
-def _crossing(layout: Layout, pool: Pool, demand: Demand) -> tuple[float, float]:
-    """Return the bytes of a batch that leave and that enter the machines of a pool. Calls within a machine cross no
-    link, and the ring of the trainers leaves and enters each machine once, however many of them it has."""
-    if layout.num_machines == 1:
-        return 0.0, 0.0
-    out, into = 0.0, demand.data * layout.share(pool, layout.client_role)
-    client, server = layout.share(pool, layout.client_role), layout.share(pool, "server")
-    beside = layout.pool_of(layout.client_role) is pool and server > 0
-    crosses = 1.0 - 1.0 / pool.num_machines if beside else 1.0
-    out += crosses * (client * demand.requests + server * demand.replies)
-    into += crosses * (client * demand.replies + server * demand.requests)
-    worker, trainer = layout.share(pool, "worker"), layout.share(pool, "trainer")
-    if not (worker and trainer):
-        out += worker * demand.vectors_to_trainer + trainer * demand.vectors_to_worker
-        into += trainer * demand.vectors_to_trainer + worker * demand.vectors_to_worker
-    if pool.trainers and pool.num_machines > 1:
-        out += trainer * demand.reduced / pool.trainers
-        into += trainer * demand.reduced / pool.trainers
-    return out, into
-
-
-def _process_bounds(layout: Layout, demand: Demand, limits: Limits) -> _Permitted:
-    """Yield what the one thread of each process that receives and sends permits."""
-    if layout.count("server") and demand.server_thread_seconds:
-        speed = layout.pool_of("server").machine.core_speed * limits.cores
-        yield "network thread of each server", "server", speed / demand.server_thread_seconds
-    role = layout.client_role
-    if demand.client_thread_seconds:
-        speed = layout.pool_of(role).machine.core_speed * limits.cores
-        yield f"Python thread of each {role}", role, layout.count(role) * speed / demand.client_thread_seconds
-
-
-def _time_bounds(
-    workload: Workload,
-    layout: Layout,
-    demand: Demand,
-    costs: Coefficients,
-    limits: Limits,
-    requests: dict[str, Request],
-) -> _Permitted:
-    trainers, pool = layout.count("trainer"), layout.pool_of("trainer")
-    trip = limits.round_trip_ms / 1e3 if layout.num_machines > 1 else 0.0
-    loop = _dense_seconds(layout, demand, costs, requests) + demand.trainer_seconds / pool.machine.core_speed
-    if trainers > 1:
-        # A ring over M machines has 2 (M - 1) hops, one after another, each of half a round trip.
-        loop += demand.reduce_seconds / pool.machine.core_speed + _RINGS * (pool.num_machines - 1) * trip
-        loop += demand.reduced / pool.machine.link_bytes if pool.num_machines > 1 else 0.0
-    client = layout.pool_of(layout.client_role).machine.core_speed
-    fixed = demand.client_thread_seconds / client
-    divided = demand.client_seconds - demand.client_thread_seconds
-    serial = loop + fixed + divided / _threads(layout, layout.client_role, requests)
-    at_once = trainers if workload.training.staleness == 0 else 1
-    if layout.count("server"):
-        serial += at_once * demand.server_seconds / (layout.count("server") * _threads(layout, "server", requests))
-        serial += _CALL_TRIPS * trip
-        serial += at_once * (demand.requests + demand.replies) / _link(layout, layout.client_role, "server")
-    if layout.count("worker"):
-        serial += _CALL_TRIPS * trip
-        serial += at_once * (demand.vectors_to_trainer + demand.vectors_to_worker) / _link(layout, "worker", "trainer")
-    in_flight = workload.training.staleness + 1
-    yield f"a step's time, {in_flight} in flight", "trainer", trainers * in_flight / serial
-    if in_flight > 1 and loop:
-        yield "the trainers' own loop", "trainer", trainers / loop
-
-
-def _link(layout: Layout, *roles: str) -> float:
-    """Return the bytes a second between all machines of two roles; inf if all processes are on one machine."""
-    if layout.num_machines == 1:
-        return math.inf
-    return min(pool.num_machines * pool.machine.link_bytes for pool in map(layout.pool_of, roles))
-
-
-def _dense_seconds(layout: Layout, demand: Demand, costs: Coefficients, requests: dict[str, Request]) -> float:
-    """Return the seconds of a trainer's dense network for a batch."""
-    machine = layout.pool_of("trainer").machine
-    if machine.gpus:
-        return demand.dense_flops / (machine.gpu_tflops * 1e12)
-    return demand.dense_flops / (costs.flops_per_second * _threads(layout, "trainer", requests))
-
-
-def _threads(layout: Layout, role: str, requests: dict[str, Request]) -> float:
-    """Return the CPUs of a process in those of the coefficients. A trainer without servers has its whole machine."""
-    machine = layout.pool_of(role).machine
-    return machine.core_speed * (requests[role].cpus if layout.count("server") else machine.cores)
-
-
-def _misfits(layout: Layout, requests: dict[str, Request], limits: Limits) -> Iterator[Misfit]:
-    for pool in layout.pools:
-        if (reason := misfit_of(pool, requests, limits)) is not None:
-            yield Misfit(role=pool.roles[0], reason=reason)
-    if layout.count("worker") > layout.count("trainer"):
-        reason = "there are more workers than trainers, and a trainer uses one worker"
-        yield Misfit(role="trainer", reason=reason)
-
-
-def links_of(candidate: Estimate, workload: Workload) -> tuple[Link, ...]:
-    """Return the traffic of each pool's machines."""
-    batches = _batches(candidate, workload)
-    return tuple(
-        Link(pool=pool, out_bytes=batches * out / pool.num_machines, in_bytes=batches * into / pool.num_machines)
-        for pool in candidate.layout.pools
-        for out, into in [_crossing(candidate.layout, pool, candidate.demand)]
-    )
-
-
-def cores_used(candidate: Estimate, pool: Pool, workload: Workload, costs: Coefficients) -> dict[str, float]:
-    """Return the cores of one machine that each role uses, at the requested rate or at the layout's if lower."""
-    seconds = core_seconds(candidate.layout, pool, candidate.demand, costs)
-    speed = pool.num_machines * pool.machine.core_speed
-    return {role: _batches(candidate, workload) * used / speed for role, used in seconds.items()}
-
-
-def _batches(candidate: Estimate, workload: Workload) -> float:
-    training = workload.training
-    return min(training.samples_per_second, candidate.samples_per_second) / training.batch_size
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Upkeep:
     """Seconds and bytes of checkpoints."""
 
@@ -416,34 +167,251 @@ class Upkeep:
     """What a save waits for: "store", "machines" (their links or disks) or "cores"."""
 
 
-def upkeep_of(candidate: Estimate, workload: Workload, costs: Coefficients, limits: Limits) -> Upkeep:
-    """Return what checkpoints cost. All machines with rows save at once, into one store, with what training leaves of
-    their cores and links; training waits only for the cut. A resume has the cores and links for itself."""
-    layout = candidate.layout
-    pool = layout.pool_of("server" if layout.count("server") else "trainer")
-    saved = workload.saved_bytes + 12.0 * workload.training.dense_parameters
-    used = sum(cores_used(candidate, pool, workload, costs).values())
-    cores = pool.num_machines * pool.machine.core_speed * pool.machine.cores
-    spare_cores = cores * max(_LEAST_SPARE, 1.0 - used / pool.machine.cores)
-    (link,) = (link for link in links_of(candidate, workload) if link.pool is pool)
-    store = limits.storage_gb_per_second * 1e9
+_Permitted = Iterator[tuple[str, str, float]]
+"""A resource, its role, and the batches a second that it permits."""
 
-    def rate(busy_bytes: float) -> float:
-        if pool.machine.storage_mb_per_second is not None:
-            return pool.num_machines * pool.machine.storage_mb_per_second * 1e6
-        spare = max(_LEAST_SPARE * pool.machine.link_bytes, pool.machine.link_bytes - busy_bytes)
-        return pool.num_machines * spare
 
-    seconds = {
-        "store": saved / store,
-        "machines": saved / rate(link.out_bytes),
-        "cores": costs.save_byte * saved / spare_cores,
-    }
-    bound = max(seconds, key=lambda each: seconds[each])
-    return Upkeep(
-        checkpoint_bytes=saved,
-        save_seconds=seconds[bound],
-        pause_seconds=costs.cut + costs.cut_server * layout.count("server"),
-        resume_seconds=costs.start + max(saved / store, saved / rate(0.0), costs.load_byte * saved / cores),
-        bound=bound,
-    )
+@dataclass(frozen=True, kw_only=True)
+class Estimate:
+    """What a layout achieves for a job. Each figure is computed when it is first read."""
+
+    workload: Workload
+    layout: Layout
+    costs: Coefficients
+    limits: Limits
+
+    @cached_property
+    def demand(self) -> Demand:
+        """What a batch needs."""
+        return demand_of(self.workload, self.layout, self.costs)
+
+    @cached_property
+    def memory(self) -> dict[str, float]:
+        """Bytes of each process, by role."""
+        costs, training, layout, demand = self.costs, self.workload.training, self.layout, self.demand
+        servers, trainers, workers = (layout.count(role) for role in ("server", "trainer", "worker"))
+        in_flight = (training.staleness + 1) * _MESSAGES
+        message = demand.requests + demand.replies
+        block = 2 * self.workload.vector_floats * training.batch_size * _FLOAT
+        client = in_flight * (message + 2 * _ID_BYTES * demand.ids + block)
+        trainer = costs.trainer_bytes + _DENSE_COPIES * training.dense_parameters + in_flight * block
+        trainer += client if layout.client_role == "trainer" else 0.0
+        if not servers:
+            return {"trainer": trainer + self.workload.bytes}
+        server = costs.server_bytes + self.workload.server_bytes(servers) + trainers * in_flight * message / servers
+        memory = {"trainer": trainer, "server": server}
+        if workers:
+            memory["worker"] = costs.server_bytes + client * -(-trainers // workers)
+        return memory
+
+    @cached_property
+    def requests(self) -> dict[str, Request]:
+        """What each process gets, by role."""
+        servers = self.layout.count("server")
+        rows_bytes = self.workload.server_bytes(servers) if servers else 0.0
+        seconds = {role: work for pool in self.layout.pools for role, work in self.core_seconds(pool).items()}
+        return requests_of(self.layout, self.memory, rows_bytes, seconds, self.limits)
+
+    @property
+    def files(self) -> dict[str, int]:
+        """The file descriptors of each process, by role. Trainers have connections to each other, too."""
+        servers, workers, trainers = (self.layout.count(role) for role in ("server", "worker", "trainer"))
+        trainers_of_worker = -(-trainers // workers) if workers else 0
+        connections = {
+            "server": _CONNECTION_FILES * trainers,
+            "worker": _CONNECTION_FILES * (servers + 1) * trainers_of_worker,
+            "trainer": _CONNECTION_FILES * (1 if workers else servers) + trainers,
+        }
+        return {role: _OTHER_FILES + count for role, count in connections.items() if self.layout.count(role)}
+
+    @cached_property
+    def misfits(self) -> tuple[Misfit, ...]:
+        """Why it cannot run; empty if the processes fit on the machines."""
+        reasons = [(pool, misfit_of(pool, self.requests, self.limits)) for pool in self.layout.pools]
+        misfits = [Misfit(role=pool.roles[0], reason=reason) for pool, reason in reasons if reason is not None]
+        if self.layout.count("worker") > self.layout.count("trainer"):
+            reason = "there are more workers than trainers, and a trainer uses one worker"
+            misfits.append(Misfit(role="trainer", reason=reason))
+        return tuple(misfits)
+
+    @cached_property
+    def bounds(self) -> tuple[Bound, ...]:
+        """What each resource permits, the tightest first."""
+        permitted = chain(self._core_bounds(), self._pool_bounds(), self._process_bounds(), self._time_bounds())
+        batch = self.workload.training.batch_size
+        bounds = (
+            Bound(name=name, role=role, samples_per_second=batch * batches, by_process="thread of each" in name)
+            for name, role, batches in permitted
+        )
+        return tuple(sorted(bounds, key=lambda bound: bound.samples_per_second))
+
+    @property
+    def samples_per_second(self) -> float:
+        """The rate that the tightest bound permits."""
+        return self.bounds[0].samples_per_second
+
+    def reaches(self, samples_per_second: float) -> bool:
+        """Return whether the layout fits and has this rate."""
+        return not self.misfits and self.samples_per_second >= samples_per_second
+
+    @property
+    def links(self) -> tuple[Link, ...]:
+        """The traffic of each pool's machines."""
+        rates = [(pool, self._batches / pool.num_machines, self._crossing(pool)) for pool in self.layout.pools]
+        return tuple(Link(pool=pool, out_bytes=rate * out, in_bytes=rate * into) for pool, rate, (out, into) in rates)
+
+    def cores_used(self, pool: Pool) -> dict[str, float]:
+        """Return the cores of one machine that each role uses, at the requested rate or at the layout's if lower."""
+        speed = pool.num_machines * pool.machine.core_speed
+        return {role: self._batches * used / speed for role, used in self.core_seconds(pool).items()}
+
+    def core_seconds(self, pool: Pool) -> dict[str, float]:
+        """Return the seconds of a core that a batch takes in this pool, by role."""
+        demand, layout = self.demand, self.layout
+        dense = 0.0 if pool.machine.gpus else demand.dense_flops / self.costs.flops_per_second
+        by_role = {
+            "server": demand.server_seconds,
+            "worker": 0.0,
+            "trainer": demand.trainer_seconds + demand.reduce_seconds + dense,
+        }
+        by_role[layout.client_role] += demand.client_seconds
+        return {role: by_role[role] * layout.share(pool, role) for role in pool.roles}
+
+    @cached_property
+    def upkeep(self) -> Upkeep:
+        """What checkpoints cost. All machines with rows save at once, into one store, with what training leaves of
+        their cores and links; training waits only for the cut. A resume has the cores and links for itself."""
+        layout, costs = self.layout, self.costs
+        pool = layout.pool_of("server" if layout.count("server") else "trainer")
+        machine = pool.machine
+        saved = self.workload.saved_bytes + 12.0 * self.workload.training.dense_parameters
+        cores = pool.num_machines * machine.core_speed * machine.cores
+        spare_cores = cores * max(_LEAST_SPARE, 1.0 - sum(self.cores_used(pool).values()) / machine.cores)
+        (link,) = (link for link in self.links if link.pool is pool)
+        store = self.limits.storage_gb_per_second * 1e9
+
+        def rate(busy_bytes: float) -> float:
+            if machine.storage_mb_per_second is not None:
+                return pool.num_machines * machine.storage_mb_per_second * 1e6
+            return pool.num_machines * max(_LEAST_SPARE * machine.link_bytes, machine.link_bytes - busy_bytes)
+
+        seconds = {
+            "store": saved / store,
+            "machines": saved / rate(link.out_bytes),
+            "cores": costs.save_byte * saved / spare_cores,
+        }
+        bound = max(seconds, key=lambda cause: seconds[cause])
+        return Upkeep(
+            checkpoint_bytes=saved,
+            save_seconds=seconds[bound],
+            pause_seconds=costs.cut + costs.cut_server * layout.count("server"),
+            resume_seconds=costs.start + max(saved / store, saved / rate(0.0), costs.load_byte * saved / cores),
+            bound=bound,
+        )
+
+    @cached_property
+    def _batches(self) -> float:
+        """Batches a second, at the requested rate or at the layout's if lower."""
+        training = self.workload.training
+        return min(training.samples_per_second, self.samples_per_second) / training.batch_size
+
+    def _core_bounds(self) -> _Permitted:
+        """Yield what the CPUs of each role permit; on a machine with fewer cores than processes, these share them."""
+        layout, limits = self.layout, self.limits
+        for pool in layout.pools:
+            seconds, machine = self.core_seconds(pool), pool.machine
+            joint = self.costs.joint_cores if pool.trainers and layout.count("trainer") > 1 else 1.0
+            speed = pool.num_machines * machine.core_speed * min(limits.cores, joint)
+            if pool.processes > machine.pod_cores:
+                if total := sum(seconds.values()):
+                    role = max(seconds, key=lambda role: seconds[role])
+                    yield f"cores of the {'/'.join(pool.roles)} machines", role, speed * machine.cores / total
+                continue
+            for role in pool.roles:
+                cores = pool.each(role) * self.requests[role].cpus if layout.count("server") else machine.cores
+                if seconds[role]:
+                    yield f"cores of the {role}s", role, speed * cores / seconds[role]
+
+    def _pool_bounds(self) -> _Permitted:
+        flops = self.demand.dense_flops
+        for pool in self.layout.pools:
+            machine = pool.machine
+            if crossing := max(self._crossing(pool)):
+                where = f"network of the {'/'.join(pool.roles)} machines"
+                yield where, pool.roles[0], pool.num_machines * machine.link_bytes * self.limits.network / crossing
+            if pool.trainers and machine.gpus and flops:
+                rate = pool.num_machines * machine.gpus * machine.gpu_tflops * 1e12
+                yield "GPUs of the trainers", "trainer", rate / (flops * self.layout.share(pool, "trainer"))
+
+    def _crossing(self, pool: Pool) -> tuple[float, float]:
+        """Return the bytes of a batch that leave and that enter the machines of a pool. Calls within a machine cross no
+        link, and the ring of the trainers leaves and enters each machine once, however many of them it has."""
+        layout, demand = self.layout, self.demand
+        if layout.num_machines == 1:
+            return 0.0, 0.0
+        out, into = 0.0, demand.data * layout.share(pool, layout.client_role)
+        client, server = layout.share(pool, layout.client_role), layout.share(pool, "server")
+        beside = layout.pool_of(layout.client_role) is pool and server > 0
+        crosses = 1.0 - 1.0 / pool.num_machines if beside else 1.0
+        out += crosses * (client * demand.requests + server * demand.replies)
+        into += crosses * (client * demand.replies + server * demand.requests)
+        worker, trainer = layout.share(pool, "worker"), layout.share(pool, "trainer")
+        if not (worker and trainer):
+            out += worker * demand.vectors_to_trainer + trainer * demand.vectors_to_worker
+            into += trainer * demand.vectors_to_trainer + worker * demand.vectors_to_worker
+        if pool.trainers and pool.num_machines > 1:
+            out += trainer * demand.reduced / pool.trainers
+            into += trainer * demand.reduced / pool.trainers
+        return out, into
+
+    def _process_bounds(self) -> _Permitted:
+        """Yield what the one thread of each process that receives and sends permits."""
+        layout, demand, role = self.layout, self.demand, self.layout.client_role
+        if layout.count("server") and demand.server_thread_seconds:
+            speed = layout.pool_of("server").machine.core_speed * self.limits.cores
+            yield "network thread of each server", "server", speed / demand.server_thread_seconds
+        if demand.client_thread_seconds:
+            speed = layout.pool_of(role).machine.core_speed * self.limits.cores
+            yield f"Python thread of each {role}", role, layout.count(role) * speed / demand.client_thread_seconds
+
+    def _time_bounds(self) -> _Permitted:
+        layout, demand, staleness = self.layout, self.demand, self.workload.training.staleness
+        trainers, pool = layout.count("trainer"), layout.pool_of("trainer")
+        trip = self.limits.round_trip_ms / 1e3 if layout.num_machines > 1 else 0.0
+        loop = self._dense_seconds() + demand.trainer_seconds / pool.machine.core_speed
+        if trainers > 1:
+            # A ring over M machines has 2 (M - 1) hops, one after another, each of half a round trip.
+            loop += demand.reduce_seconds / pool.machine.core_speed + _RINGS * (pool.num_machines - 1) * trip
+            loop += demand.reduced / pool.machine.link_bytes if pool.num_machines > 1 else 0.0
+        fixed = demand.client_thread_seconds
+        serial = loop + fixed / layout.pool_of(layout.client_role).machine.core_speed
+        serial += (demand.client_seconds - fixed) / self._threads(layout.client_role)
+        at_once = trainers if staleness == 0 else 1
+        if layout.count("server"):
+            serial += at_once * demand.server_seconds / (layout.count("server") * self._threads("server"))
+            serial += _CALL_TRIPS * trip
+            serial += at_once * (demand.requests + demand.replies) / self._link(layout.client_role, "server")
+        if layout.count("worker"):
+            serial += _CALL_TRIPS * trip
+            serial += at_once * (demand.vectors_to_trainer + demand.vectors_to_worker) / self._link("worker", "trainer")
+        in_flight = staleness + 1
+        yield f"a step's time, {in_flight} in flight", "trainer", trainers * in_flight / serial
+        if in_flight > 1 and loop:
+            yield "the trainers' own loop", "trainer", trainers / loop
+
+    def _link(self, *roles: str) -> float:
+        """Return the bytes a second between all machines of two roles; inf if all processes are on one machine."""
+        if self.layout.num_machines == 1:
+            return math.inf
+        return min(pool.num_machines * pool.machine.link_bytes for pool in map(self.layout.pool_of, roles))
+
+    def _dense_seconds(self) -> float:
+        """Return the seconds of a trainer's dense network for a batch."""
+        machine = self.layout.pool_of("trainer").machine
+        rate = machine.gpu_tflops * 1e12 if machine.gpus else self.costs.flops_per_second * self._threads("trainer")
+        return self.demand.dense_flops / rate
+
+    def _threads(self, role: str) -> float:
+        """Return a process's CPUs in those of the coefficients. A trainer without servers has its whole machine."""
+        machine = self.layout.pool_of(role).machine
+        return machine.core_speed * (self.requests[role].cpus if self.layout.count("server") else machine.cores)

@@ -212,6 +212,11 @@ class Pool:
         return tuple(role for role in ROLES if self.each(role))
 
     @property
+    def processes(self) -> int:
+        """Processes of all roles on one machine."""
+        return self.servers + self.workers + self.trainers
+
+    @property
     def price_per_hour(self) -> float:
         return self.num_machines * self.machine.price_per_hour
 
@@ -297,11 +302,10 @@ def requests_of(
 
 def _cpus(pool: Pool, seconds: Mapping[str, float]) -> dict[str, int]:
     """Return the whole CPUs of a process of each role: one, and a part of the others by its work."""
-    processes = sum(pool.each(role) for role in pool.roles)
-    spare = pool.machine.pod_cores - processes
+    spare = pool.machine.pod_cores - pool.processes
     total = sum(seconds[role] for role in pool.roles)
     if spare <= 0 or not total:
-        return {role: max(1, pool.machine.pod_cores // processes) for role in pool.roles}
+        return {role: max(1, pool.machine.pod_cores // pool.processes) for role in pool.roles}
     return {role: 1 + int(spare * seconds[role] / total / pool.each(role)) for role in pool.roles}
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from satrap.errors import ConfigError
 from satrap.planning.coefficients import Coefficients
-from satrap.planning.estimate import Estimate, Upkeep, estimate, upkeep_of
+from satrap.planning.estimate import Estimate
 from satrap.planning.machines import MAX_MACHINES, Layout, MachineType, Pool, PriceList
 from satrap.planning.workload import Workload
 
@@ -30,13 +30,15 @@ _RATE_STEP = 1.01  # how exactly the fastest layout is found
 class Plan:
     """The machines for a job."""
 
-    workload: Workload
     prices: PriceList
-    costs: Coefficients
     estimate: Estimate
-    upkeep: Upkeep
     alternatives: tuple[Estimate, ...]
     """The cheapest layout of each other way to place the roles, cheapest first."""
+
+    @property
+    def workload(self) -> Workload:
+        """The job."""
+        return self.estimate.workload
 
     @property
     def meets(self) -> bool:
@@ -68,14 +70,7 @@ def make_plan(workload: Workload, prices: PriceList, costs: Coefficients, *, nee
     for candidate in ranked:
         ways.setdefault(tuple(pool.roles for pool in candidate.layout.pools), candidate)
     best, *others = ways.values()
-    return Plan(
-        workload=workload,
-        prices=prices,
-        costs=costs,
-        estimate=best,
-        upkeep=upkeep_of(best, workload, costs, prices.limits),
-        alternatives=tuple(others),
-    )
+    return Plan(prices=prices, estimate=best, alternatives=tuple(others))
 
 
 def exhausted(layout: Layout) -> list[MachineType]:
@@ -141,7 +136,7 @@ class _Search:
         return candidate
 
     def _assess(self, layout: Layout) -> Estimate:
-        return estimate(self._workload, layout, self._costs, self._prices.limits)
+        return Estimate(workload=self._workload, layout=layout, costs=self._costs, limits=self._prices.limits)
 
     def _grow(self, layout: Layout, rate: float) -> Estimate | None:
         """Add machines and processes until the layout reaches the rate; None if no number of them does."""

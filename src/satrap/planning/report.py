@@ -11,7 +11,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from satrap.planning.estimate import cores_used, files_of, links_of
 from satrap.planning.machines import ROLES, Layout, Pool, Request
 from satrap.planning.planner import Plan, exhausted
 
@@ -34,7 +33,7 @@ def lines_of(plan: Plan, start: Start) -> Iterator[str]:
     workload, estimate = plan.workload, plan.estimate
     requested = workload.training.samples_per_second
     yield f"plan for {workload.name}: {amount(requested)} samples/s requested"
-    yield f"costs    {plan.costs.source}"
+    yield f"costs    {plan.estimate.costs.source}"
     yield ""
     yield from _machines(plan)
     yield ""
@@ -62,7 +61,7 @@ def _machines(plan: Plan) -> Iterator[str]:
     head = ["role", "processes", "machines", "cores in use", "memory each", "of its request", "of machine"]
     rows = [[*head, f"{currency}/h"]]
     for pool in estimate.layout.pools:
-        used = cores_used(estimate, pool, plan.workload, plan.costs)
+        used = estimate.cores_used(pool)
         for role in pool.roles:
             first = role == pool.roles[0]
             memory, requested = estimate.memory[role], estimate.requests[role].memory_gib * 2**30
@@ -132,19 +131,19 @@ def _bounds(plan: Plan) -> Iterator[str]:
 
 
 def _rates(plan: Plan) -> Iterator[str]:
-    for link in links_of(plan.estimate, plan.workload):
+    for link in plan.estimate.links:
         if link.out_bytes or link.in_bytes:
             rate = link.pool.machine.link_bytes
             yield (
                 f"link     {link.pool.machine.name} ({'/'.join(link.pool.roles)}): {size(link.out_bytes)}/s out, "
                 f"{size(link.in_bytes)}/s in, of {size(rate)}/s each"
             )
-    files = files_of(plan.estimate.layout, plan.costs)
+    files = plan.estimate.files
     text, most = ", ".join(f"{role} {count:,}" for role, count in files.items()), max(files.values())
     if most > 1024:
         text += f"; their hard limit (ulimit -Hn) must be {1 << math.ceil(math.log2(2 * most))} or more"
     yield f"files    descriptors of each process: {text}"
-    upkeep = plan.upkeep
+    upkeep = plan.estimate.upkeep
     yield (
         f"saves    {size(upkeep.checkpoint_bytes)} in {seconds(upkeep.save_seconds)} ({upkeep.bound}), while training "
         f"continues; training waits {seconds(upkeep.pause_seconds)}"
@@ -199,13 +198,13 @@ def _processes(plan: Plan) -> dict[str, dict[str, Any]]:
             **asdict(estimate.requests[role]),
         }
         for pool in estimate.layout.pools
-        for role, used in cores_used(estimate, pool, plan.workload, plan.costs).items()
+        for role, used in estimate.cores_used(pool).items()
     }
 
 
 def json_of(plan: Plan, start: Start) -> dict[str, Any]:
     """Return the plan as plain JSON types. Bytes, seconds, samples a second; prices in the list's currency."""
-    workload, estimate, upkeep = plan.workload, plan.estimate, plan.upkeep
+    workload, estimate, upkeep = plan.workload, plan.estimate, plan.estimate.upkeep
     servers, batch = estimate.layout.count("server"), workload.training.batch_size
     return {
         "workload": workload.name,
@@ -216,11 +215,11 @@ def json_of(plan: Plan, start: Start) -> dict[str, Any]:
         "price_per_billion_samples": plan.price_per_billion,
         "currency": plan.prices.currency,
         "price_source": plan.prices.source,
-        "costs": plan.costs.source,
+        "costs": plan.estimate.costs.source,
         "pools": [_pool(pool) for pool in estimate.layout.pools],
         "processes": _processes(plan),
         "memory_bytes": estimate.memory,
-        "file_descriptors": files_of(estimate.layout, plan.costs),
+        "file_descriptors": estimate.files,
         "tables": {
             table.table.name: {
                 "rows": table.rows,
@@ -243,7 +242,7 @@ def json_of(plan: Plan, start: Start) -> dict[str, Any]:
                 "out_bytes_per_second": link.out_bytes,
                 "in_bytes_per_second": link.in_bytes,
             }
-            for link in links_of(estimate, workload)
+            for link in estimate.links
         ],
         "checkpoint": {
             "bytes": upkeep.checkpoint_bytes,

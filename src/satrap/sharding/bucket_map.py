@@ -48,9 +48,11 @@ class BucketMap(Serializable):
                 owners.append((num_whole % num_servers,) * buckets)
                 num_whole += 1
                 continue
-            each = tuple((b * num_servers // max(buckets, num_servers) + first) % num_servers for b in range(buckets))
-            owners.append(each)
-            first += len(set(each))
+            table_owners = tuple(
+                (b * num_servers // max(buckets, num_servers) + first) % num_servers for b in range(buckets)
+            )
+            owners.append(table_owners)
+            first += len(set(table_owners))
         return cls(version=1, num_servers=num_servers, owners=tuple(owners))
 
     def with_owners(self, to: Mapping[int, int]) -> Self:

@@ -77,13 +77,13 @@ class AsyncDense(DenseStrategy):
         self._lr_scale = check_number("optimizer", "lr_scale", lr_scale, 0.0)
         self._table_optimizers = [table_optimizer(optimizer, group) for group in optimizer.param_groups]
         self.tables = tuple(
-            Table(f"{_PREFIX}{number}", dim=DIM, optimizer=each, initial=Zeros())
-            for number, each in enumerate(self._table_optimizers)
+            Table(f"{_PREFIX}{number}", dim=DIM, optimizer=rule, initial=Zeros())
+            for number, rule in enumerate(self._table_optimizers)
         )
         self._parameters: list[Tensor] = [p for g in optimizer.param_groups for p in g["params"]]
-        for number, each in enumerate(self._parameters):
-            if each.dtype != torch.float32:
-                raise ConfigError(f"dense='async': parameter {number} is {each.dtype}; expected torch.float32")
+        for number, parameter in enumerate(self._parameters):
+            if parameter.dtype != torch.float32:
+                raise ConfigError(f"dense='async': parameter {number} is {parameter.dtype}; expected torch.float32")
         if any(float(state.get("step", 0)) > 0 or "momentum_buffer" in state for state in optimizer.state.values()):
             raise ConfigError(f"dense='async': this {type(optimizer).__name__} has already stepped; expected a new one")
         counts = [-(-parameter.numel() // DIM) for parameter in self._parameters]
@@ -185,7 +185,7 @@ class AsyncDense(DenseStrategy):
                 raise ConfigError(
                     f"dense='async': param group {number} was {was} and is now {is_}; expected only lr to change"
                 )
-        given = [(i, each.grad) for i, each in enumerate(self._parameters) if each.grad is not None]
+        given = [(i, parameter.grad) for i, parameter in enumerate(self._parameters) if parameter.grad is not None]
         sparse = [i for i, gradient in given if gradient.layout != torch.strided]
         if sparse:
             raise ConfigError(f"dense='async': parameter {sparse[0]} has a sparse gradient; expected a dense one")
@@ -271,15 +271,25 @@ class AsyncDense(DenseStrategy):
                 f"dense='async': dense parameter {changed} was changed in this process, but the servers own it: change "
                 "parameters before the first training stream, or resume a checkpoint"
             )
-        torch._foreach_copy_(self._parameters, self._views(values))
+        views = self._views(values)
+        if self._versions is None and all(
+            map(
+                torch.equal,
+                (view.to(p.device) for p, view in zip(self._parameters, views, strict=True)),
+                self._parameters,
+            )
+        ):
+            self._versions = versions  # a model may have begun its forward pass, whose parameters autograd has saved
+            return
+        torch._foreach_copy_(self._parameters, views)
         self._versions = [parameter._version for parameter in self._parameters]
 
     def _views(self, values: Tensor) -> list[Tensor]:
         """Return a view of each parameter's part of [rows, DIM]."""
         flat = values.view(-1)
         return [
-            flat[first * DIM : first * DIM + each.numel()].view(each.shape)
-            for first, each in zip(self._first.tolist(), self._parameters, strict=False)
+            flat[first * DIM : first * DIM + parameter.numel()].view(parameter.shape)
+            for first, parameter in zip(self._first.tolist(), self._parameters, strict=False)
         ]
 
 

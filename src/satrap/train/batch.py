@@ -17,14 +17,17 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from satrap.config.features import Features
+from satrap.config.features import Feature, Features
 from satrap.config.validation import suggest
 from satrap.data.inputs import Inputs, Position
+from satrap.data.item_numbers import kept_ids
 from satrap.device.device_stream import Mark
 from satrap.errors import InputError, StreamError
-from satrap.train.joint_calls import BatchCalls, Padding
+from satrap.train.ahead_rows import AheadRows
+from satrap.train.joint_calls import PADDING_ROWS, BatchCalls, Padding
 from satrap.train.ledger import BatchRecord
 from satrap.train.sequence import JaggedSequence, Sequence
+from satrap.train.step_lookups import StepLookups, scaled
 from satrap.worker.rows import BagRequest
 
 _NOT_LOOKED_UP = torch.empty(0)
@@ -53,6 +56,10 @@ class InFlightBatch(BatchRecord):
         """Which calls were compared with the other trainers'."""
         self.is_training = False
         """Whether autograd was recording when the rows were returned."""
+        self.lookups = StepLookups(0)
+        """The lookups of modules in the step of this batch."""
+        self.ahead: AheadRows | None = None
+        """The rows that were looked up ahead for these, once they are."""
         self.drop_reason: str | None = None
         """Why the rows cannot be used any more; None if they can."""
         self._batch: Callable[[], object] = _never_released
@@ -96,7 +103,12 @@ class InFlightBatch(BatchRecord):
 
     @property
     def has_gradient(self) -> bool:
-        return self.is_used and any(leaf.grad is not None for leaf in self.leaves)
+        return self.is_used and (self.lookups.has_gradient or any(leaf.grad is not None for leaf in self.leaves))
+
+    @property
+    def is_released(self) -> bool:
+        """Whether the user has the batch no more."""
+        return self._batch() is None
 
     def forbid_gradients(self, why: str) -> None:
         """Make a later backward pass raise `why`: after the update or drop of a batch its gradient would be lost."""
@@ -112,6 +124,7 @@ class InFlightBatch(BatchRecord):
         self.drop_reason = why
         if self.is_used:
             self.forbid_gradients(why)
+        self.lookups.end("its batch was dropped")
 
 
 class TrainingCalls(Protocol):
@@ -161,9 +174,7 @@ class Batch:
         """Return the rows of one feature: a view [batch, dim] of `embeddings`, or if it is not pooled, a `Sequence` or
         a `JaggedSequence`; looked up as `embeddings` are."""
         features = self._in_flight.features
-        if name not in features:
-            raise InputError(f"the batch has no feature {name!r}; {suggest(name, list(features))}")
-        if name not in features.pooled:
+        if self._feature(name).pooling == "none":
             return self._looked_up().sequences[name]
         recording = torch.is_grad_enabled()  # a view that is created without autograd never passes on a gradient
         if recording not in self._pooled:
@@ -171,6 +182,41 @@ class Batch:
             parts = self.embeddings.split(list(features.pooled.values()), dim=1)
             self._pooled[recording] = dict(zip(features.pooled, parts, strict=True))
         return self._pooled[recording][name]
+
+    def ids(self, name: str) -> Tensor:
+        """Return the ids of one feature that are looked up, as int64 where `dense` is: all samples' one after another,
+        [batch] if each has one, [rows] of a jagged sequence; of a padded one [batch, max_length], with zeros where its
+        mask is False."""
+        in_flight, inputs = self._in_flight, self.inputs
+        feature, device = self._feature(name), in_flight.dense.device
+        if not in_flight.has_rows:
+            shape = (PADDING_ROWS, *(() if feature.padded_length is None else (feature.padded_length,)))
+            return torch.zeros(shape, dtype=torch.int64, device=device)
+        ids, offsets = (_in_memory(each) for each in inputs.bags(name))
+        is_kept, offsets = kept_ids(feature, ids.view(np.uint64), offsets)
+        ids = ids[is_kept].view(np.int64)
+        if feature.padded_length is not None:
+            mask = np.arange(feature.padded_length) < np.diff(offsets)[:, None]
+            ids, flat = np.zeros(mask.shape, np.int64), ids
+            ids[mask] = flat
+        return torch.from_numpy(ids).to(device)
+
+    def expand(self, items: str) -> tuple[Tensor, Tensor]:
+        """Return dense features [rows, columns] and embeddings [rows, sum of dims] with one sample for each row of a
+        jagged sequence: what a sample has once, such as its user, is repeated for each of its items, and its gradients
+        are summed. A model for them is created with `embeddings.features.expanded(items)`."""
+        features = self._in_flight.features
+        expanded, aligned = features.expanded(items), features.aligned(items)
+        samples = self[items].samples
+        repeated = self.embeddings.index_select(0, samples).split(list(features.pooled.values()), dim=1)
+        columns = dict(zip(features.pooled, repeated, strict=True)) | {name: self[name].values for name in aligned}
+        return self.dense.index_select(0, samples), torch.cat([columns[name] for name in expanded.pooled], 1)
+
+    def _feature(self, name: str) -> Feature:
+        features = self._in_flight.features
+        if name not in features:
+            raise InputError(f"the batch has no feature {name!r}; {suggest(name, list(features))}")
+        return features[name]
 
     def __contains__(self, name: object) -> bool:
         return name in self._in_flight.features
@@ -226,16 +272,31 @@ class Batch:
         return self._in_flight
 
 
+def _in_memory(array: Any) -> NDArray[Any]:
+    """Return an array, or a tensor on any device, as an array in CPU memory."""
+    return np.asarray(array.cpu() if isinstance(array, Tensor) else array)
+
+
 def _never_released() -> object:
     """Stand in for the weak reference of a batch that was not returned yet, which cannot have been released."""
     return _never_released
 
 
+def batch_in_use(in_loop: list[InFlightBatch]) -> InFlightBatch:
+    """Return the batch that a loop works on, of those that it received and did not step: of the ones that it still
+    holds the one that it used last, or else the first one. StreamError if there is none."""
+    held = [batch for batch in in_loop if not batch.is_released] or in_loop[-1:]
+    if not held:
+        raise StreamError(
+            "a module looked up rows for training while a training stream is open and no batch of it is in use, so "
+            "the lookup belongs to no step: take a batch from the stream first, or end the stream"
+        )
+    return next((batch for batch in reversed(held) if batch.is_used), held[0])
+
+
 def gradient_of(leaf: Tensor, weight: float = 1.0) -> Tensor | None:
     """Return a leaf's gradient times a weight, or None if no loss used the leaf."""
-    if leaf.grad is None:
-        return None
-    return (leaf.grad.detach() if weight == 1.0 else leaf.grad.detach() * weight).float()
+    return None if leaf.grad is None else scaled(leaf.grad, weight)
 
 
 def gradient_array(leaf: Tensor, weight: float = 1.0) -> NDArray[np.float32] | None:

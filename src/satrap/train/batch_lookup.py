@@ -17,10 +17,12 @@ from satrap.data.inputs import Inputs
 from satrap.data.item_numbers import numbers_of, padded_numbers
 from satrap.device.device_stream import Mark, current_stream, new_stream, to_device
 from satrap.errors import CapacityError
+from satrap.train.ahead_rows import AheadRows, NamedInputs
 from satrap.train.batch import InFlightBatch, gradient_array, gradient_of
 from satrap.train.dense_strategy import DenseStrategy
 from satrap.train.joint_calls import PADDING_ROWS, JointStep
 from satrap.train.sequence import JaggedSequence, Sequence
+from satrap.train.step_lookups import Lookup, TakenGradients, gradients_of, joined
 from satrap.train.torch_threads import torch_threads
 from satrap.worker.worker import LookupResult, Worker
 
@@ -93,7 +95,11 @@ class BatchLookup:
             else:
                 rows = self._worker.lookup(batch.inputs, step=None, oldest_open=None, train=False)
         batch.ticket = rows.ticket
-        batch.sequences = {name: self._sequence(rows, name, batch.inputs) for name in rows.sequences}
+        if isinstance(batch.inputs, NamedInputs):
+            values = {name: self._to_device(of_table) for name, of_table in rows.sequences.items()}
+            batch.ahead = AheadRows(batch.inputs, values)
+        else:
+            batch.sequences = {name: self._sequence(rows, name, batch.inputs) for name in rows.sequences}
         block = self._to_device(rows.block)
         of_rows = self._worker.device_stream
         batch.ready += [self._batch_copies.mark(), *([] if of_rows is None else [of_rows.mark()])]
@@ -199,7 +205,12 @@ class BatchLookup:
 
     def measure(self, batches: list[InFlightBatch]) -> None:
         """Start to compute the largest gradient of the batches, for their update."""
-        leaves = [(leaf.grad, batch.weight) for batch in batches if batch.has_rows for leaf in batch.leaves]
+        leaves = [
+            (leaf.grad, batch.weight)
+            for batch in batches
+            if batch.has_rows
+            for leaf in (*batch.leaves, *batch.lookups.leaves)
+        ]
         given = [(gradient, weight) for gradient, weight in leaves if gradient is not None]
         self._measured = batches, self._worker.measure(given)
 
@@ -213,6 +224,14 @@ class BatchLookup:
         ready = current_stream(self._device).mark()
         step = batches[-1].step
         batches = [batch for batch in batches if batch.has_rows]
+        whole: list[dict[str, list[tuple[Tensor, float]]]] = []
+        by_id: list[tuple[Lookup, float]] = []
+        for batch in batches:
+            reached = batch.lookups.reached()
+            tables = {} if batch.ahead is None else batch.ahead.whole_tables(reached)
+            whole.append({name: gradients_of(lookups, batch.weight) for name, lookups in tables.items()})
+            by_id += [(lookup, batch.weight) for lookup in reached if lookup.table not in tables]
+        taken = TakenGradients.of(self._worker, by_id)
 
         def apply() -> None:
             if not batches:
@@ -223,12 +242,15 @@ class BatchLookup:
                 return
             with self._gradients.running():
                 blocks, sequences = self._take_gradients(batches, ready)
+                for of_batch, tables in zip(sequences, whole, strict=True):
+                    of_batch |= {name: joined(self._worker, parts) for name, parts in tables.items()}
                 update_dense(step)
                 with self._threads():
                     self._worker.update(
                         [batch.ticket for batch in batches],
                         blocks,
                         sequences,
+                        of_ids=None if taken is None else taken.for_update(self._worker),
                         step=step,
                         lrs=lrs,
                         scale=scale,

@@ -5,7 +5,7 @@ user's torch optimizer steps. `AsyncDense` (`satrap.train.async_dense`) keeps th
 A `HybridOptimizer` has one of the two, and the streams that it trains use the same one.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -19,6 +19,7 @@ from satrap.data.inputs import Inputs
 from satrap.errors import ConfigError, StreamError
 from satrap.interrupts import Uninterrupted
 from satrap.train.joint_batches import JointBatches
+from satrap.train.joint_calls import Call
 from satrap.train.process_group import ProcessGroup
 
 if TYPE_CHECKING:
@@ -38,7 +39,7 @@ class DenseStrategy:
         """Raise ConfigError if a job with these features cannot train in this way."""
 
     def connect(self, servers: "ServerGroup") -> None:
-        """Use `servers`, whose job has `tables` as its last ones."""
+        """Use `servers`; the last tables of their job are `self.tables`, which hold the dense parameters."""
 
     # -- for the optimizer ---------------------------------------------------------------------------------------------
 
@@ -75,8 +76,13 @@ class DenseStrategy:
     def refresh(self) -> None:
         """Set the parameters to their latest values."""
 
-    def batches(self, inputs: Iterator[Inputs], features: tuple[str, ...]) -> Iterator[Inputs]:
-        """Return the batches of a training stream, which joint steps extend by padding."""
+    def batches(
+        self, inputs: Iterator[Inputs], features: tuple[str, ...], unawaited: Collection[Call] = ()
+    ) -> Iterator[Inputs]:
+        """Return the batches of a training stream, which joint steps extend by padding.
+
+        unawaited: calls of the loop in which no trainer waits for another.
+        """
         return inputs
 
     def look_up(self, step: int, oldest_open: int, place: Callable[[NDArray[Any]], Tensor]) -> None:
@@ -140,10 +146,12 @@ class SyncDense(DenseStrategy):
         with Uninterrupted():  # all parameters are stepped, or none
             self._optimizer.step()
 
-    def batches(self, inputs: Iterator[Inputs], features: tuple[str, ...]) -> Iterator[Inputs]:
+    def batches(
+        self, inputs: Iterator[Inputs], features: tuple[str, ...], unawaited: Collection[Call] = ()
+    ) -> Iterator[Inputs]:
         if self._trainers.world_size == 1:
             return inputs
-        return JointBatches(inputs, features, self._trainers.exchange, self._trainers.rank, self.weigh)
+        return JointBatches(inputs, features, self._trainers.exchange, self._trainers.rank, self.weigh, unawaited)
 
     def weigh(self, weight: float) -> None:
         """Multiply the gradients of the following backward passes by `weight`, before DDP averages them."""

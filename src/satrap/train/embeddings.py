@@ -6,7 +6,7 @@ state_dict only records the step and the tables' versions, so that a stream refu
 one checkpoint and rows of another.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import nullcontext, suppress
 from dataclasses import fields, replace
 from functools import partial
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from satrap.config.features import Feature, Features
 from satrap.config.tables import Table
-from satrap.config.validation import check_choice, kind_of
+from satrap.config.validation import check_choice, check_integer, kind_of
 from satrap.data.inputs import Inputs
 from satrap.device.torch_device import resolve_device
 from satrap.errors import ConfigError
@@ -26,10 +26,12 @@ from satrap.table.table_group import TableGroup
 from satrap.train.async_dense import AsyncDense
 from satrap.train.batch import Batch
 from satrap.train.batch_lookup import BatchLookup
+from satrap.train.dense_figures import device_bytes
 from satrap.train.dense_strategy import DenseStrategy, SyncDense
 from satrap.train.deployment import Deployment
 from satrap.train.open_worker import open_worker
 from satrap.train.optimizer import HybridOptimizer
+from satrap.train.prefetched_batches import IdsOf, PrefetchedBatches
 from satrap.train.process_group import Compress, ProcessGroup
 from satrap.train.session import TrainingSession
 from satrap.train.stream import Stream
@@ -204,6 +206,38 @@ class Embeddings(torch.nn.Module):
             session.train_on(data, target, accumulate, overlap) if train else session.evaluate_on(data, target, overlap)
         )
 
+    def prefetch(
+        self, loader: Iterable[Any], ids: IdsOf, *, accumulate: int = 1, overlap: bool | None = None
+    ) -> PrefetchedBatches:
+        """Return the batches of any loader, with the rows of their ids looked up ahead for modules (`satrap.nn`): those
+        of all tables in one call, and at staleness k while the k steps before are in progress. A loop steps once for
+        each batch, as for a stream. With several trainers, each has its own loader, of the same length.
+
+        ids: returns for a batch of the loader a dict from a table's name to the ids that modules will look up: a tensor
+            of any shape, or a list of them, best one for each call of a module. An id that is missing is looked up on
+            the spot: `counters().module_ids` counts both.
+        accumulate, overlap: those of `stream`.
+        """
+        if self.device is not None:
+            raise ConfigError(
+                f"prefetch: the rows are on {str(self.device)!r}, where modules look up ids on the spot only: iterate "
+                "over the loader itself"
+            )
+        if not callable(ids):
+            raise ConfigError(f"prefetch: ids is {kind_of(ids)}; expected a function of a batch of the loader")
+        accumulate = check_integer("prefetch", "accumulate", accumulate, 1, 2**31)
+        session = self._session
+
+        def start(inputs: Iterator[Inputs]) -> Stream:
+            if session.dense.joins_attempt:
+                session.join_attempt()
+            session.require_expected_rows()
+            is_free = self.worker.servers is not None or spare_cores() > 0
+            threads = is_free and self.staleness > 0 if overlap is None else overlap
+            return session.train_by_table(inputs, accumulate, threads)
+
+        return PrefetchedBatches(loader, ids, session.paddings, start)
+
     def train(self, mode: bool = True) -> Self:
         """Choose whether the streams that are created from now on train the tables. `eval()` is `train(False)`."""
         self._session.is_training = mode
@@ -222,12 +256,21 @@ class Embeddings(torch.nn.Module):
         self._session.expected_rows = state
 
     def counters(self) -> Counters:
-        """Return totals over all training streams: rows, seconds of each stage, staleness, and what was lost."""
+        """Return totals over all training streams: rows, seconds of each stage, staleness, and what was lost; the
+        current learning rates; and the gradient norm of the first step after the last call."""
         so_far = self._session.counters()
         cut = {f"ids/{name}": count for name, count in self.worker.truncated.items() if count}
         held = {name: store.stats() for name, store in self.tables.items()}
         rows, memory = ({name: stats[key] for name, stats in held.items()} for key in ("rows", "bytes"))
-        return replace(so_far, rows=rows, bytes=memory, lost={**so_far.lost, **cut})
+        return replace(
+            so_far,
+            rows=rows,
+            bytes=memory,
+            lost={**so_far.lost, **cut},
+            learning_rates=self._session.figures.learning_rates(),
+            gradient_norm=self._session.figures.read_norm(),
+            device_bytes=device_bytes(),
+        )
 
     def settings(self) -> dict[str, Any]:
         """Return what the report of a run shows as settings, in plain JSON types."""

@@ -88,12 +88,9 @@ def _groups(batch: Batch, group: Group) -> NDArray[Any]:
     if group in inputs.extra:
         return np.asarray(inputs.extra[group])
     if group in inputs.names and len(inputs.values):
-        begin = inputs.names.index(group) * inputs.batch_size
-        if inputs.offsets is None:
-            return inputs.values[begin : begin + inputs.batch_size]
-        offsets = inputs.offsets[begin : begin + inputs.batch_size + 1]
+        ids, offsets = inputs.bags(group)
         if (np.diff(offsets) == 1).all():
-            return inputs.values[offsets[0] : offsets[-1]]
+            return ids
     nearest = suggest(group, [*inputs.extra, *inputs.names])
     raise InputError(
         f"group is {group!r}; expected an extra column of the source, or a feature with one id in each sample, which "
@@ -106,10 +103,10 @@ def _compute(metrics: Mapping[str, Metric], result: Evaluation, *, has_groups: b
     labels, scores = result.held()
     labels = labels.astype(np.int64 if result.is_binary else np.float32)
     predictions = (probabilities(scores) if result.is_binary else scores).astype(np.float32)
-    found: dict[str, float] = {}
+    values: dict[str, float] = {}
     for name, given in metrics.items():
         if not _is_object(given):
-            found[name] = float(given(labels, predictions))
+            values[name] = float(given(labels, predictions))
             continue
         metric: Any = copy.deepcopy(given)
         modules: Iterable[Any] = metric.cpu().modules() if isinstance(given, torch.nn.Module) else ()
@@ -124,7 +121,7 @@ def _compute(metrics: Mapping[str, Metric], result: Evaluation, *, has_groups: b
             metric.update(*tensors)
         value = metric.compute()
         if isinstance(value, Mapping):
-            found |= {f"{name}/{key}": float(each) for key, each in value.items()}
+            values |= {f"{name}/{key}": float(number) for key, number in value.items()}
         else:
-            found[name] = float(value)
-    return found
+            values[name] = float(value)
+    return values

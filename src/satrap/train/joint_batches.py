@@ -3,10 +3,15 @@
 Whatever waits for another trainer is preceded by a comparison of what all of them are about to do, so a trainer that
 does something else is found by all at once. Each takes one exchange of a few numbers: when a batch is taken, at its
 first use (a forward pass may wait, for buffers), in its first backward pass and before its step.
+
+A call in which nothing waits only sends its numbers; they are compared in the next call that waits. In a plain loop
+with staleness that is the backward pass alone, beside which DDP sends the gradients: there trainers also exchange the
+shapes of the batches that they take next, as far as these were read.
 """
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -16,14 +21,30 @@ from satrap.data.inputs import Inputs
 from satrap.errors import StreamError
 from satrap.interrupts import Uninterrupted
 from satrap.train.batch import InFlightBatch
-from satrap.train.joint_calls import BatchCalls, BatchShape, Call, JointCall, JointStep, Padding, describe, require_same
+from satrap.train.joint_calls import (
+    UNKNOWN,
+    BatchCalls,
+    BatchShape,
+    Call,
+    JointCall,
+    JointStep,
+    Padding,
+    describe,
+    require_same,
+)  # fmt: skip
+
+_NUM_REGROUPED = 2
+"""The first batches, in whose forward passes and steps trainers wait for each other once: DDP regroups its gradients in
+the second, and the gradients of the first step are compared."""
 
 
 class Exchange(Protocol):
     """Exchanges numbers between all trainers: `ProcessGroup.exchange`."""
 
-    def __call__(self, numbers: Sequence[int], *, patient: bool) -> Sequence[Sequence[int]]:
-        """Return the numbers of all trainers. patient: allow a trainer to come much later than another."""
+    def __call__(self, numbers: Sequence[int], *, patient: bool) -> Callable[[], Sequence[Sequence[int]]]:
+        """Send the numbers to all trainers; return a function that waits for those of all trainers and returns them.
+
+        patient: allow a trainer to come much later than another."""
 
 
 class JointBatches(Iterator[Inputs]):
@@ -36,16 +57,23 @@ class JointBatches(Iterator[Inputs]):
         exchange: Exchange,
         rank: int,
         weigh: Callable[[float], None],
+        unawaited: Collection[Call] = (),
     ) -> None:
-        """exchange: all trainers call it together.
-        rank: of this trainer.
+        """exchange: shares numbers with the other trainers; all of them call it together.
+        rank: the rank of this trainer.
         weigh: sets the weight of the batch whose backward pass comes next.
+        unawaited: the calls in which no trainer waits for another. NEXT is one only if the shapes of the batches are
+            known before they are requested.
         """
         self.weigh = weigh
+        self._unawaited = unawaited
         self._batches, self._exchange, self._rank = batches, exchange, rank
         self._padding = Padding(names=features, values=np.empty(0, np.uint64), batch_size=0)
         self._requested = self._returned = self._stepped = 0  # the numbers of the last batches
         self._last_step = 0  # of the last batch returned
+        self._sent: deque[Callable[[], Sequence[Sequence[int]]]] = deque()  # calls that are not compared yet
+        self._read: deque[BatchShape] = deque()  # shapes of the batches that were read and not taken
+        self._next_shapes: tuple[int, list[BatchShape]] = (0, [])  # a number, and the shape in each trainer
         self._error: str | None = None
         self._is_alone = False  # compares no more calls
         self.is_stopped = False
@@ -56,7 +84,9 @@ class JointBatches(Iterator[Inputs]):
     def __next__(self) -> Inputs:
         if self.is_stopped:
             raise StopIteration
-        return next(self._batches, self._padding)
+        inputs = next(self._batches, self._padding)
+        self._read.append(describe(inputs))
+        return inputs
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._batches, name)
@@ -82,12 +112,19 @@ class JointBatches(Iterator[Inputs]):
         then there is no other batch.
 
         is_last: whether this trainer knows that it has no later batch with samples."""
-        made = self._compare(Call.NEXT, self._returned + 1, batch.step, describe(batch.inputs, is_last=is_last))
-        step = JointStep.from_batches([call.shape for call in made], self._rank)
+        number, shape = self._returned + 1, describe(batch.inputs, is_last=is_last)
+        known, shapes = self._next_shapes
+        if known == number and any(samples for samples, *_ in shapes):
+            self._send(Call.NEXT, number, batch.step, shape)
+        else:
+            shapes = [call.shape for call in self._compare(Call.NEXT, number, batch.step, shape)]
+        if self._read:
+            self._read.popleft()
+        step = JointStep.from_batches(shapes, self._rank)
         if not step.num_samples:
             self.is_stopped = True
             return None
-        self._returned, self._last_step, self.is_last = self._returned + 1, batch.step, step.is_last
+        self._returned, self._last_step, self.is_last = number, batch.step, step.is_last
         self._requested = self._returned
         batch.calls = BatchCalls(self._returned, batch.step)
         return step
@@ -103,14 +140,18 @@ class JointBatches(Iterator[Inputs]):
 
         def compare(_: Tensor) -> None:
             if (me := own()) is not None:
-                me._compare_first(Call.BACKWARD, calls)
+                me._compare_backward(calls)
 
         for leaf in batch.leaves:
             leaf.register_post_accumulate_grad_hook(compare)
 
-    def step(self, batch: InFlightBatch) -> None:
-        """Compare the step, or the drop, of a batch and all before it."""
-        self._compare_first(Call.STEP, batch.calls)
+    def reach(self, calls: BatchCalls) -> None:
+        """Compare the same of a backward pass to what modules have looked up."""
+        self._compare_backward(calls)
+
+    def step(self, batch: InFlightBatch, *, waits: bool) -> None:
+        """Compare the step, or the drop, of a batch and all before it. waits: whether it waits for other trainers."""
+        self._compare_first(Call.STEP, batch.calls, waits=waits)
         self._stepped = max(self._stepped, batch.calls.number)
 
     def save(self) -> None:
@@ -136,24 +177,46 @@ class JointBatches(Iterator[Inputs]):
         """Compare no other call: this trainer has had an error."""
         self._is_alone = True
 
-    def _compare_first(self, call: Call, calls: BatchCalls) -> None:
-        """Compare a call of a batch that was not made before."""
+    def _compare_backward(self, calls: BatchCalls) -> None:
+        """Compare the first backward pass of a batch, and exchange the shapes of the batches that are taken next."""
+        following = self._read[0] if self._read and Call.NEXT in self._unawaited else UNKNOWN
+        made = self._compare_first(Call.BACKWARD, calls, shape=following)
+        if made and UNKNOWN not in (shapes := [call.shape for call in made]):
+            self._next_shapes = (self._returned + 1, shapes)
+
+    def _compare_first(
+        self, call: Call, calls: BatchCalls, *, shape: BatchShape = (0, 0, 0, 0), waits: bool = False
+    ) -> list[JointCall]:
+        """Compare a call of a batch that was not made before; return the calls of all trainers if it waits for them."""
+        made: list[JointCall] = []
         if calls.last < call:
             with Uninterrupted():
-                self._compare(call, calls.number, calls.step)
+                if call in self._unawaited and calls.number > _NUM_REGROUPED and not waits:
+                    self._send(call, calls.number, calls.step)
+                else:
+                    made = self._compare(call, calls.number, calls.step, shape)
                 calls.last = call
+        return made
 
-    def _compare(self, call: Call, number: int, step: int, shape: BatchShape = (0, 0, 0, 0)) -> list[JointCall]:
-        """Return the calls of all trainers; raise StreamError if they differ, and in every call after an error."""
+    def _send(self, call: Call, number: int, step: int, shape: BatchShape = (0, 0, 0, 0)) -> None:
+        """Send a call to all trainers, which the next comparison compares."""
         if self._error is not None:
             raise StreamError(self._error)
-        own = JointCall(call, number, step, shape)
-        if self._is_alone:
-            return [own]
+        if not self._is_alone:
+            own = JointCall(call, number, step, shape)
+            self._sent.append(self._exchange(own.line(), patient=own.is_patient))
+
+    def _compare(self, call: Call, number: int, step: int, shape: BatchShape = (0, 0, 0, 0)) -> list[JointCall]:
+        """Return the calls of all trainers; raise StreamError if these or earlier ones differ, and in every call after
+        an error."""
+        made = [JointCall(call, number, step, shape)]
         try:
-            made = [JointCall.parse(line) for line in self._exchange(own.line(), patient=own.is_patient)]
-            require_same(made)
+            self._send(call, number, step, shape)
+            while self._sent:
+                made = [JointCall.parse(line) for line in self._sent.popleft()()]
+                require_same(made)
         except Exception as error:
             self._error, self._is_alone = str(error), True
+            self._sent.clear()
             raise
         return made

@@ -28,6 +28,8 @@ PADDING_ROWS = 2
 BatchShape = tuple[int, int, int, int]
 """What the other trainers need to know of a batch: its samples, its columns of dense features and of labels, and 1 if
 it is known to be the last one of its trainer that has samples."""
+UNKNOWN: BatchShape = (-1, 0, 0, 0)
+"""In place of the shape of a batch that was not read yet."""
 _NO_LABEL, _FLAT_LABEL = -1, 0
 
 
@@ -109,8 +111,7 @@ def require_same(calls: Sequence[JointCall]) -> None:
     raise StreamError(
         f"step {first.step}: {_clause(ranks, first)}, but {rest}. In each of these calls trainers wait for each other: "
         "all of them must use and step the same batches, or leave out the same ones, and save, evaluate and end their "
-        "loops after the same step. These calls have changed nothing: correct the loop, and start all trainers again, "
-        "from the last checkpoint"
+        "loops after the same step. Correct the loop, and start all trainers again, from the last checkpoint"
     )
 
 

@@ -1,31 +1,31 @@
-"""The lookups that modules make inside forward, and the steps that these lookups belong to.
+"""The lookups that modules make inside forward where no stream is open, and the steps that these lookups belong to.
 
     forward           `look_up`: rows of the step now open, as a leaf of autograd
     backward          a hook notes that the leaf has a gradient
     optimizer.step()  `update`: the gradients of all lookups of the step, one update of all tables; the step ends
 
-A session has either a `Stream` or these as what it trains with, so both have the same calls. A lookup that no backward
-pass reaches leaves nothing to do; `zero_grad()` clears gradients as torch does. A backward pass to a lookup of a step
-that has ended raises an error, since its gradient would be lost.
+A session has either a `Stream` or these as what it trains with, so both have the same calls. `zero_grad()` clears
+gradients as torch does.
 """
 
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from satrap.data.inputs import Position
-from satrap.device.device_stream import to_device
-from satrap.errors import SatrapError, StreamError
+from satrap.errors import SatrapError
 from satrap.interrupts import Uninterrupted
 from satrap.monitor.report import Counters
-from satrap.train.batch import InFlightBatch, gradient_array
+from satrap.train.batch import InFlightBatch
+from satrap.train.dense_strategy import DenseStrategy
+from satrap.train.step_lookups import StepLookups, TakenGradients, read_rows
 from satrap.worker.rows import Ids
 from satrap.worker.worker import Worker
+
+_STEPPED = "optimizer.step() had ended the step"
 
 
 class ModuleLookups:
@@ -37,42 +37,33 @@ class ModuleLookups:
     """The modules' program reads its data without Satrap, so no position is known."""
 
     def __init__(
-        self, worker: Worker, last_step: int, on_hold: Callable[[list[Tensor]], None], *, has_peers: bool
+        self,
+        worker: Worker,
+        last_step: int,
+        on_hold: Callable[[list[Tensor]], None],
+        *,
+        dense: DenseStrategy,
+        has_peers: bool,
     ) -> None:
-        """has_peers: whether other trainers may wait for this one's part of each step."""
+        """dense: that of the optimizer. has_peers: whether other trainers may wait for this one's part of each step."""
         self.last_step = last_step
-        self._worker, self._has_peers = worker, has_peers
-        self._tables = worker.rows.table_lookups(worker.tables)
-        self._num_lookups = 0
-        self._reached: dict[int, _Lookup] = {}  # lookups with a gradient, by number
-        self._leaves: list[Tensor] = []  # those of `_reached`, which the optimizer shares
+        self._worker, self._on_hold, self._dense, self._has_peers = worker, on_hold, dense, has_peers
         self._apply: Callable[[], None] | None = None  # the update of the last step, until it is applied
         self._dropped: Counter[str] = Counter()
-        self._is_closed = False
-        on_hold(self._leaves)
+        self._num_ids = 0
+        self._open = self._begin_step()
+        self._refresh_dense()
 
     def look_up(self, table: str, ids: Ids, device: torch.device) -> Tensor:
         """Return the rows of the ids in the open step, [ids, dim], as a leaf on the device."""
         self._settle()
-        ids = ids.copy()  # the caller may reuse the memory before the step ends
-        rows = self._tables.look_up(table, ids, self.last_step + 1)
-        leaf = to_device(rows, device).requires_grad_()
-        self._num_lookups += 1
-        leaf.register_post_accumulate_grad_hook(_Lookup(self, self._num_lookups, self.last_step + 1, table, ids))
-        return leaf
-
-    def reach(self, lookup: "_Lookup", leaf: Tensor) -> None:
-        """Note that a backward pass has reached the lookup."""
-        if self._is_closed or lookup.step <= self.last_step:
-            what = "these lookups had ended" if self._is_closed else "optimizer.step() had ended the step"
-            raise StreamError(
-                f"step {lookup.step}: a loss reached a lookup of table {lookup.table!r} after {what}, so its gradient "
-                "would be lost: call backward() of all losses before the step, or forward again after it"
-            )
-        if lookup.number not in self._reached:
-            lookup.leaf = leaf
-            self._reached[lookup.number] = lookup
-            self._leaves.append(leaf)
+        step = self._open.step
+        if not self._open.num_lookups:
+            self._refresh_dense()  # done before, unless the update of the step before was refused
+            self._worker.pad(step, step)
+        rows = read_rows(self._worker, table, ids, step, step, device)
+        self._num_ids += len(ids)
+        return self._open.add(table, ids, rows)
 
     def update(self, lrs: dict[str, float], scale: float) -> bool:
         """Apply the gradients of the step, and end it. Return False if there are none: then the step stays open, unless
@@ -80,19 +71,51 @@ class ModuleLookups:
         if self._apply is not None:
             self._settle()
             return True
-        if not self._reached:
+        if not self._open.has_gradient and not (self._dense.tables and self._open.num_lookups):
             if self._has_peers:
                 self._worker.skip(self.last_step + 1)
                 self._worker.settle()
-                self.last_step += 1
+                self._end_step()
             return self._has_peers
-        apply = self._tables.update(self._gradients(), self.last_step + 1, lrs, scale)
+        apply = self._update(lrs, scale)
         with Uninterrupted():
             self._apply = apply
-            self._forget()
-            self.last_step += 1
+            self._end_step()
         self._settle()
+        self._refresh_dense()
         return True
+
+    def _update(self, lrs: dict[str, float], scale: float) -> Callable[[], None]:
+        """Return a function that applies the gradients of the open step; it may be called again."""
+        worker, step, update_dense = self._worker, self._open.step, self._dense.update_with(scale)
+        taken = TakenGradients.of(worker, [(lookup, 1.0) for lookup in self._open.reached()])
+
+        def apply() -> None:
+            if taken is not None and taken.ticket.used:  # a retry after an interrupt that came right after the update
+                return
+            update_dense(step)
+            if taken is not None:
+                with worker.on_device():
+                    given = taken.for_update(worker)
+                    worker.update([], [], of_ids=given, step=step, lrs=lrs, scale=scale)
+
+        return apply
+
+    def _begin_step(self) -> StepLookups:
+        lookups = StepLookups(self.last_step + 1)
+        self._on_hold(lookups.leaves)
+        return lookups
+
+    def _end_step(self) -> None:
+        self._open.end(_STEPPED)
+        self.last_step += 1
+        self._open = self._begin_step()
+
+    def _refresh_dense(self) -> None:
+        """Fetch dense parameters that are on servers, for the open step."""
+        step = self._open.step
+        self._dense.look_up(step, step, torch.from_numpy)
+        self._dense.hand_over(step)
 
     def _settle(self) -> None:
         """Apply the update of the last step, if that was not done or an interrupt came between."""
@@ -106,46 +129,29 @@ class ModuleLookups:
             raise
         self._apply = None
 
-    def _gradients(self) -> dict[str, tuple[Ids, Any]]:
-        """Return the ids and gradients of each table, in the order of the lookups."""
-        by_table: dict[str, tuple[list[Ids], list[Any]]] = {}
-        for _, lookup in sorted(self._reached.items()):
-            assert lookup.leaf is not None
-            ids, gradients = by_table.setdefault(lookup.table, ([], []))
-            ids.append(lookup.ids)
-            gradients.append(gradient_array(lookup.leaf))
-        return {name: (np.concatenate(ids), np.concatenate(given)) for name, (ids, given) in by_table.items()}
-
-    def _forget(self) -> None:
-        """Clear the gradients of the step."""
-        for leaf in self._leaves:
-            leaf.grad = None
-        for lookup in self._reached.values():
-            lookup.leaf = None
-        self._reached.clear()
-        self._leaves.clear()
-
     def drop(self, cause: str) -> None:
         """Clear the gradients of the open step; it stays open."""
         self._settle()
-        if self._reached:
+        if self._open.has_gradient:
             with Uninterrupted():
                 self._dropped[cause] += 1
-                self._forget()
+                self._open.forget()
 
     def counters(self) -> Counters:
         """Return the counters of these lookups so far: a batch is what has the gradients of a step."""
-        return Counters(lost={f"batches/{cause}": count for cause, count in self._dropped.items()})
+        lost = {f"batches/{cause}": count for cause, count in self._dropped.items()}
+        return Counters(lost=lost, module_ids={"on the spot": self._num_ids} if self._num_ids else {})
 
     def close(self, why: str) -> None:
         """End these lookups; gradients that no step has taken are dropped."""
         self.drop("closed")
-        self._is_closed = True
+        self._open.end("these lookups had ended")
+        self._dense.finish()
 
     # -- what only a stream has to do ----------------------------------------------------------------------------------
 
     def _measure(self) -> None:
-        """Do nothing: only rows on a device need the largest gradient."""
+        """Do nothing: the update computes the largest gradient."""
 
     def _waiting_batches(self) -> list[InFlightBatch]:
         return []
@@ -162,17 +168,3 @@ class ModuleLookups:
 
     def release(self) -> None:
         """Do nothing: no call waits for other trainers."""
-
-
-class _Lookup:
-    """One lookup: the hook of its leaf. Must not refer to the leaf before it has a gradient, so that it is collected
-    with the user's last reference."""
-
-    __slots__ = ("__weakref__", "_lookups", "ids", "leaf", "number", "step", "table")
-
-    def __init__(self, lookups: ModuleLookups, number: int, step: int, table: str, ids: Ids) -> None:
-        self._lookups, self.number, self.step, self.table, self.ids = lookups, number, step, table, ids
-        self.leaf: Tensor | None = None
-
-    def __call__(self, leaf: Tensor) -> None:
-        self._lookups.reach(self, leaf)

@@ -68,10 +68,10 @@ class Listed(Protocol):
 
 
 class Draws:
-    """Draws of ids, with replacement. A function of (seed, number of the draw)."""
+    """Draws ids with replacement. Each draw is a function of the seed and its number."""
 
     def __init__(self, ids: _Ids, weights: NDArray[np.float64] | None = None) -> None:
-        """weights: in proportion to the probabilities; None: all are equal."""
+        """weights: the probability of each id, up to a common factor; None: all ids are equally probable."""
         if not len(ids):
             raise InputError("there are no ids to draw from: train or write rows first, or count some ids")
         self._ids, self._ends = ids, None if weights is None else np.cumsum(weights)
@@ -95,21 +95,31 @@ class Draws:
 
 
 def add(
-    batches: Iterable[Inputs], feature: str, draws: Draws | Callable[[], Draws], *, size: int, seed: int = 0
+    batches: Iterable[Inputs],
+    feature: str,
+    draws: Draws | Callable[[], Draws],
+    *,
+    size: int,
+    seed: int = 0,
+    shared: bool = False,
 ) -> Iterator[Inputs]:
     """Yield the batches of a source (`data.batches(names)`) with a further feature of `size` drawn ids for each sample,
     for `IterableSource`. A run that resumes draws the same again if the ids are the same.
 
-    draws: or a function that returns them, called before each batch. seed: another one for each trainer."""
+    draws: or a function that returns them, called before each batch. seed: another one for each trainer.
+    shared: draw `size` ids for the whole batch: those of the first sample of a jagged sequence, whose values are [size,
+        dim]."""
     size = check_integer("negatives.add", "size", size, 1, 2**16, InputError)
     for number, batch in enumerate(batches):
         if feature in batch.names:
             raise InputError(f"a batch has the feature {feature!r} already; name the negatives differently")
-        ids, _ = (draws() if callable(draws) else draws).draw(size * batch.batch_size, seed=seed, number=number)
+        num_drawn = np.minimum(1, np.arange(1, batch.batch_size + 1)) if shared else np.arange(1, batch.batch_size + 1)
+        num_ids = size * int(num_drawn[-1]) if len(num_drawn) else 0
+        ids, _ = (draws() if callable(draws) else draws).draw(num_ids, seed=seed, number=number)
         before = batch.offsets
         if before is None:
             before = np.arange(len(batch.values) + 1)
-        offsets = np.concatenate([before, before[-1] + size * np.arange(1, batch.batch_size + 1)])
+        offsets = np.concatenate([before, before[-1] + size * num_drawn])
         weights: Any = batch.weights
         if weights is not None:
             weights = np.concatenate([weights, np.ones(len(ids), np.float32)])

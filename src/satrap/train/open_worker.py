@@ -117,8 +117,8 @@ def _open_on_device(
 ) -> Worker:
     from satrap.device.device_rows import device_worker
 
-    for found, what in ((rows.servers, "servers"), (rows.shared, "a shared-memory file")):
-        if found is not None:
+    for place, what in ((rows.servers, "servers"), (rows.shared, "a shared-memory file")):
+        if place is not None:
             raise ConfigError(f"device is {str(device)!r} and the rows are in {what}: leave one of them out")
     if trainers.world_size == 1:
         return device_worker(features, device, seed=seed, num_threads=num_threads, device_memory=device_memory)

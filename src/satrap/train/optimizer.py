@@ -53,6 +53,7 @@ class HybridOptimizer(torch.optim.Optimizer):
             {"params": [], "lr": table.optimizer.lr, "table": table.name} | cycled for table in session.features.tables
         ]
         self.param_groups.extend(self._tables)
+        session.figures.groups = self.param_groups
 
     def __repr__(self) -> str:
         tables = ", ".join(f"{group['table']}: lr={group['lr']:g}" for group in self._tables)
@@ -77,7 +78,7 @@ class HybridOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._session.join_step()
+        self._session.join_step(waits=hasattr(self, "found_inf"))  # trainers compare overflows
         overflowed, inverse = self._read_scaler()
         if overflowed:
             self._session.drop_batches_with_gradients("overflow")
@@ -85,21 +86,22 @@ class HybridOptimizer(torch.optim.Optimizer):
         self._strategy.require_same_gradients()
         # First, so that a gradient refused in this call leaves the dense half unchanged; threads refuse it later.
         self._session.update({group["table"]: float(group["lr"]) for group in self._tables}, inverse)
+        self._session.figures.measure(inverse)
         self._strategy.step(inverse)
         return loss
 
     def _read_scaler(self) -> tuple[bool, float]:
         """Return whether a GradScaler found an overflow, and the factor of the gradients. Waits for the device once,
         for these numbers and for the largest gradient, which the update needs too."""
-        found: Tensor | None = getattr(self, "found_inf", None)
+        overflows: Tensor | None = getattr(self, "found_inf", None)
         scale: Tensor | None = getattr(self, "grad_scale", None)
-        given = [number.reshape(()).float() for number in (found, scale) if number is not None]
+        given = [number.reshape(()).float() for number in (overflows, scale) if number is not None]
         if not given:
             return False, 1.0
         self._session.measure()
         numbers = iter(to_host(torch.stack(given)).tolist())
         overflowed = False
-        if found is not None:
+        if overflows is not None:
             self._strategy.require_same_overflow(overflowed := next(numbers) != 0)
         return overflowed, 1.0 if scale is None else 1.0 / next(numbers)
 

@@ -157,6 +157,11 @@ class PrefetchPipeline(Generic[Record]):
                     self._wait(held)
             return True
 
+    def oldest_open(self) -> int:
+        """Return the oldest step whose rows are in use."""
+        with self._locked():
+            return self._ledger.oldest_open
+
     def needs_user(self) -> bool:
         """Return whether the user must step or drop a batch before the next lookup."""
         ledger = self._ledger

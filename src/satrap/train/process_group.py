@@ -48,6 +48,9 @@ class ProcessGroup:
         """This trainer's number, from 0."""
         self.world_size: int = dist.get_world_size() if is_distributed else 1
         """The number of trainers."""
+        self.forward_waits = True
+        """Whether a forward pass may wait for other trainers: for buffers, or in a model that `wrap` does not know."""
+        self._wrapped: list[nn.Module] = []
         has_peers = self.world_size > 1
         self._group = dist.new_group(backend="gloo") if has_peers else None
         self._exchange_group = dist.new_group(backend="gloo", timeout=COLLECTIVE_TIMEOUT) if has_peers else None
@@ -91,16 +94,21 @@ class ProcessGroup:
         """Return whether the flag is true on all trainers."""
         return self.count(flag, patient=patient) == self.world_size
 
-    def exchange(self, numbers: Sequence[int], *, patient: bool) -> list[list[int]]:
-        """Return the numbers of all trainers, each of which gives as many. In another group than all other collectives:
-        a trainer that calls one of these by mistake then does not mix with those that call this.
+    def exchange(self, numbers: Sequence[int], *, patient: bool) -> Callable[[], list[list[int]]]:
+        """Send the numbers to all trainers, each of which sends as many; return a function that waits for those of all
+        trainers and returns them. In another group than all other collectives: a trainer that calls one of these by
+        mistake then does not mix with those that call this.
 
         patient: allow a trainer to come much later than another."""
         own = torch.tensor([list(numbers)] * self.world_size)
         received = torch.empty_like(own)
         work = dist.all_to_all_single(received, own, group=self._exchange_group, async_op=True)
-        work.wait() if patient else work.wait(_EXCHANGE_TIMEOUT)
-        return received.tolist()
+
+        def receive() -> list[list[int]]:
+            work.wait() if patient else work.wait(_EXCHANGE_TIMEOUT)
+            return received.tolist()
+
+        return receive
 
     def gather(self, data: bytes, *, patient: bool = False) -> list[bytes]:
         """Return each trainer's data, in the order of ranks. patient: allow a trainer to come much later than
@@ -136,6 +144,8 @@ class ProcessGroup:
         average = default_hooks.allreduce_hook if compress is None else _HOOKS[compress]
         if launches is not None:
             return _wrap_in_order(model, average, launches)
+        self._wrapped.append(model)
+        self.forward_waits = any(True for each in self._wrapped for _ in each.buffers())
         parallel = DistributedDataParallel(model)
         if compress is not None:
             parallel.register_comm_hook(None, average)

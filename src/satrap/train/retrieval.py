@@ -56,12 +56,12 @@ def full_softmax(queries: Tensor, targets: ArrayLike, table: Rows) -> Tensor:
     target_ids = as_ids(where, targets)
     if len(target_ids) != len(_checked(queries, table)):
         raise InputError(f"{where}: found {len(target_ids)} targets for {len(queries)} queries; expected one for each")
-    found = table.read(target_ids)
-    if not found.present.all():
-        missing = target_ids[~found.present][0]
+    rows = table.read(target_ids)
+    if not rows.present.all():
+        missing = target_ids[~rows.present][0]
         raise InputError(f"{where}: target {missing} has no row; leave such queries out")
     with torch.no_grad():
-        own = (queries * torch.from_numpy(found.values).to(queries.device)).sum(dim=1)
+        own = (queries * torch.from_numpy(rows.values).to(queries.device)).sum(dim=1)
         total = queries.new_full((len(queries),), -torch.inf)
         for _, scores in _scores(queries, table):
             total = torch.logaddexp(total, scores.logsumexp(dim=1))

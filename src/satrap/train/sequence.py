@@ -78,6 +78,13 @@ class JaggedSequence:
         return self.offsets.diff()
 
     @property
+    def samples(self) -> Tensor:
+        """The sample of each row, int64 [rows]: `users[samples]` repeats what a sample has once for its rows, and the
+        backward pass sums their gradients."""
+        at = torch.arange(len(self.offsets) - 1, device=self.offsets.device)
+        return at.repeat_interleave(self.lengths, output_size=len(self.values))
+
+    @property
     def rows(self) -> Tensor:
         """`values`, by the name that a padded sequence has for its rows without padding."""
         return self.values

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from satrap.config.features import Features
 from satrap.config.tables import Table
-from satrap.data.inputs import Position
+from satrap.data.inputs import Inputs, Position
 from satrap.errors import ConfigError, StreamError
 from satrap.event_log import describe_process
 from satrap.interrupts import Uninterrupted
@@ -25,12 +25,15 @@ from satrap.monitor.samples import Sample, register, snapshot_samples, table_sam
 from satrap.run_context import current_context, register_exit_hook
 from satrap.table.table_group import transfers_of
 from satrap.train.batch import InFlightBatch
+from satrap.train.dense_figures import DenseFigures
 from satrap.train.dense_strategy import DenseStrategy
 from satrap.train.joint_batches import JointBatches
+from satrap.train.joint_calls import Call
 from satrap.train.ledger import BatchLedger
 from satrap.train.module_lookups import ModuleLookups
 from satrap.train.process_group import ProcessGroup, note_missing_trainer
 from satrap.train.stream import Stream
+from satrap.worker.rows import Ids
 from satrap.worker.worker import Worker
 
 _LOG = logging.getLogger("satrap.train")
@@ -55,6 +58,7 @@ class TrainingSession:
         """The strategy of the optimizer; one that does nothing until there is an optimizer."""
         self.on_hold: Callable[[list[Tensor]], None] | None = None
         """Receives the leaves that wait for a step; None until there is an optimizer."""
+        self.figures = DenseFigures()
         self.is_training = True
         """Whether the embeddings are in train(), and not in eval()."""
         self.expected_rows: Any = None
@@ -68,6 +72,7 @@ class TrainingSession:
         self._tracked: dict[int, _TrackedSource] = {}  # by id(): a list can be a source, and is not hashable
         self._training: Stream | ModuleLookups | None = None
         self._training_data: Any = None
+        self._paddings: dict[str, set[int | None]] = {}  # of modules, by table
         self._evaluations: weakref.WeakSet[Stream] = weakref.WeakSet()
         self._before_close: list[Callable[[], None]] = []
         self._awaited: list[Callable[[], None]] = []
@@ -214,15 +219,51 @@ class TrainingSession:
         position = tracked.position if tracked is not None and tracked.resume else None
         several = self.trainers.world_size > 1
         share = {"rank": self.trainers.rank, "world_size": self.trainers.world_size} if several else {}
-        inputs = self.dense.batches(self.worker.batches(data, position, **share), self.features.names)
+        batches = self.worker.batches(data, position, **share)
+        inputs = self.dense.batches(batches, self.features.names, self._unawaited(accumulate))
+        with Uninterrupted():
+            self._training_data = data
+            stream = self._start_stream(inputs, self.worker, position, device, accumulate, overlap)
+            if tracked is not None:
+                tracked.resume = False
+        return stream
+
+    def note_padding(self, table: str, padding: int | None) -> None:
+        """Note the id that stands for none in a module over the table."""
+        self._paddings.setdefault(table, set()).add(padding)
+
+    def paddings(self) -> dict[str, int | None]:
+        """Return for each table the id that stands for none in all modules over it; None if there is no such id."""
+        known = {table.name: self._paddings.get(table.name, {None}) for table in self.features.tables}
+        return {name: next(iter(paddings)) if len(paddings) == 1 else None for name, paddings in known.items()}
+
+    def train_by_table(self, inputs: Iterator[Inputs], accumulate: int, overlap: bool) -> Stream:
+        """Start a training stream of ids by table, for modules. All trainers call this."""
+        if self.on_hold is None:
+            raise StreamError("no optimizer: call embeddings.optimizer(...) before you iterate over prefetch(...)")
+        self._leave_stream()
+        self._has_evaluated_nothing = False
+        self._require_own_rows()
+        self.dense.begin()
+        return self._start_stream(inputs, self.worker.by_table(), None, torch.device("cpu"), accumulate, overlap)
+
+    def _start_stream(
+        self,
+        inputs: Iterator[Inputs],
+        worker: Worker,
+        position: Position | None,
+        device: torch.device,
+        accumulate: int,
+        overlap: bool,
+    ) -> Stream:
+        assert self.on_hold is not None
         ledger: BatchLedger[InFlightBatch] = BatchLedger(
             self.staleness, accumulate=accumulate, deterministic=self._deterministic, last_step=self.step
         )
         with Uninterrupted():
-            self._training_data = data
             stream = self._training = Stream(
                 inputs,
-                self.worker,
+                worker,
                 ledger,
                 train=True,
                 device=device,
@@ -231,31 +272,40 @@ class TrainingSession:
                 position=position,
                 dense=self.dense,
             )
-            if tracked is not None:
-                tracked.resume = False
         return stream
 
-    def module_lookups(self) -> ModuleLookups:
-        """Return the lookups of modules, and start them if a stream has trained before. All trainers call this."""
+    def _unawaited(self, accumulate: int) -> set[Call]:
+        """Return the calls of a training loop in which no trainer waits for another."""
+        if self.worker.device is not None:
+            return set()  # lookups and updates are exchanges of all trainers
+        calls = {
+            Call.NEXT: accumulate == 1,  # else a trainer must know whether others have a later batch
+            Call.USE: not self.trainers.forward_waits,
+            Call.STEP: self.worker.servers is not None and not self.worker.servers.barrier_size,
+        }
+        return {call for call, is_free in calls.items() if is_free}
+
+    def look_up(self, table: str, ids: Ids, device: torch.device) -> Tensor:
+        """Return the rows of ids that a module looks up for training, as a leaf on the device."""
         self.require_expected_rows()
-        if isinstance(training := self._training, ModuleLookups):
-            return training
+        training = self._training
+        if training is None or (isinstance(training, Stream) and training.is_over):
+            training = self._begin_module_lookups()
+        return training.look_up(table, ids.copy(), device)  # the caller may reuse the memory before the step ends
+
+    def _begin_module_lookups(self) -> ModuleLookups:
+        """Start the lookups of modules where no stream is open. All trainers call this."""
         if self.on_hold is None:
             raise StreamError("no optimizer: call embeddings.optimizer(...) before a module looks up rows for training")
-        if self.dense.tables:
-            raise StreamError("dense='async': rows that modules look up are trained with dense='sync' only")
-        if training is not None and not training.is_over:
-            raise StreamError(
-                "a module looked up rows for training while a training stream is open, and either of them numbers the "
-                "steps: end the stream first, by reading it to its end or by close(); look up other features with it"
-            )
         self._leave_stream()
-        self.join_attempt()
+        if self.dense.joins_attempt:
+            self.join_attempt()
         self._require_own_rows()
         self.dense.begin()
         several = self.trainers.world_size > 1
+        lookups = ModuleLookups(self.worker, self._step, self.on_hold, dense=self.dense, has_peers=several)
         with Uninterrupted():
-            lookups = self._training = ModuleLookups(self.worker, self._step, self.on_hold, has_peers=several)
+            self._training = lookups
         return lookups
 
     def evaluate_on(self, data: Any, device: torch.device, overlap: bool) -> Stream:
@@ -318,10 +368,11 @@ class TrainingSession:
         """The batches of a training stream in which several trainers step together."""
         return None if self._training is None else self._training.joint
 
-    def join_step(self) -> None:
-        """Compare the step, or the drop, of the batches that have gradients with what other trainers do."""
+    def join_step(self, *, waits: bool = False) -> None:
+        """Compare the step, or the drop, of the batches that have gradients with what other trainers do. waits: whether
+        it waits for other trainers."""
         if self.joint is not None and (waiting := self.waiting_batches()):
-            self.joint.step(waiting[-1])
+            self.joint.step(waiting[-1], waits=waits)
 
     def update(self, lrs: Mapping[str, float], scale: float) -> None:
         """Send the collected gradients to the tables."""

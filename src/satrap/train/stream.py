@@ -22,10 +22,12 @@ network.
 """
 
 import logging
+import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict
+from functools import partial
 from typing import NoReturn, Self
 
 import torch
@@ -37,13 +39,16 @@ from satrap.data.skipped_rows import SkippedRows
 from satrap.errors import NotReadyError, StreamError
 from satrap.interrupts import Uninterrupted
 from satrap.monitor.report import Counters
-from satrap.train.batch import Batch, InFlightBatch
+from satrap.train.ahead_rows import rows_of
+from satrap.train.batch import Batch, InFlightBatch, batch_in_use
 from satrap.train.batch_lookup import BatchLookup
 from satrap.train.dense_strategy import DenseStrategy
 from satrap.train.joint_batches import JointBatches
+from satrap.train.joint_calls import BatchCalls
 from satrap.train.ledger import BatchLedger, DropTicket, Event, State, Update
 from satrap.train.prefetch_pipeline import PrefetchPipeline
-from satrap.worker.rows import RowStream, Ticket
+from satrap.train.step_lookups import StepLookups, read_rows
+from satrap.worker.rows import Ids, RowStream, Ticket
 from satrap.worker.worker import Worker
 
 _LOG = logging.getLogger("satrap.train")
@@ -98,6 +103,7 @@ class Stream(Iterator[Batch]):
         self._end_step: int | None = None  # 0: it is not known
         self._joined: InFlightBatch | None = None  # the last batch whose joint step is known
         self._dropped_tickets: deque[Ticket] = deque()  # of dropped batches, to be dropped at the worker
+        self._num_ids: Counter[str] = Counter()  # that modules looked up
         self._is_finished = False
         self._ended_because: str | None = None  # why no other batch will come
         self._look_up = BatchLookup(worker, device, train=train, overlap=overlap, dense=self._dense)
@@ -157,6 +163,7 @@ class Stream(Iterator[Batch]):
             staleness=self.staleness_seen,
             stages=dict(self._pipeline.seconds),
             inside=self._pipeline.seconds_inside,
+            module_ids=dict(self._num_ids),
             lost={f"batches/{cause}": count for cause, count in dropped.items()}
             | {f"rows/{cause}": count for cause, count in asdict(self._skipped_rows()).items() if count},
         )
@@ -241,6 +248,7 @@ class Stream(Iterator[Batch]):
                 f"step {batch.step}: a loss reached its batch after optimizer.step() had taken it; add up the losses "
                 "before the step, or look up the batch again"
             )
+            batch.lookups.end("optimizer.step() had taken its batch")
 
     def _waiting_batches(self) -> list[InFlightBatch]:
         """Return the held batches that have gradients."""
@@ -335,6 +343,32 @@ class Stream(Iterator[Batch]):
             batch.is_training = torch.is_grad_enabled()
             self._pipeline.handle(Event.USED, batch)
             self._hold()
+
+    def look_up(self, table: str, ids: Ids, device: torch.device) -> Tensor:
+        """Return the rows of ids that a module looks up in the step of the batch in use, as a leaf on the device."""
+        batch = batch_in_use(self._ledger.in_loop)
+        if not batch.is_used:
+            self.use(batch)
+        if not batch.lookups.num_lookups:
+            own, calls = weakref.ref(self), batch.calls
+            batch.lookups = StepLookups(batch.step, lambda: None if (me := own()) is None else me._reach(calls))
+        rows, chunk, num_ahead = rows_of(batch.ahead, table, ids, device, partial(self._read, batch, table, device))
+        self._num_ids += Counter({"ahead": num_ahead, "on the spot": len(ids) - num_ahead})
+        return batch.lookups.add(table, ids, rows, chunk)
+
+    def _read(self, batch: InFlightBatch, table: str, device: torch.device, ids: Ids) -> Tensor:
+        """Look up rows for a module on the spot; those of a padding batch are not trained."""
+        if not batch.has_rows:
+            return torch.from_numpy(self._worker.tables[table].lookup(ids, train=False)).to(device)
+        if self._ledger.deterministic:
+            self._pipeline.drain()  # so that the rows have the same updates in every run
+        return read_rows(self._worker, table, ids, batch.step, self._pipeline.oldest_open(), device)
+
+    def _reach(self, calls: BatchCalls) -> None:
+        """Note that a backward pass has reached what modules have looked up in a batch."""
+        if self.joint is not None:
+            self.joint.reach(calls)
+        self._hold()
 
     def _weigh(self, batch: InFlightBatch) -> None:
         """Set the weight for the next backward pass, which must be this batch's."""
@@ -445,7 +479,8 @@ class Stream(Iterator[Batch]):
     def _hold(self) -> None:
         """Tell the optimizer which leaves may have gradients."""
         if self._ended_because is None:
-            self._on_hold([leaf for batch in self._ledger.held() if batch.is_used for leaf in batch.leaves])
+            held = [batch for batch in self._ledger.held() if batch.is_used]
+            self._on_hold([leaf for batch in held for leaf in (*batch.leaves, *batch.lookups.leaves)])
 
     def _forget(self) -> None:
         """Stop holding batches that are updated or dropped."""

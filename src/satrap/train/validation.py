@@ -144,13 +144,13 @@ class Validation:
 
     def _evaluate(self) -> dict[str, float]:
         """Evaluate on trainer 0, and return its metrics on all trainers."""
-        trainers, found = self._embeddings.trainers, dict[str, float]()
+        trainers, values = self._embeddings.trainers, dict[str, float]()
 
         def evaluate_here() -> None:
             device = next((parameter.device for parameter in self._model.parameters()), torch.device("cpu"))
             with self._embeddings.stream(self._data, device=device, train=False) as stream:
                 result = evaluate(self._model, stream, **self._options)
-            found.update(result.values(), **{self._metric: result[self._metric]})
+            values.update(result.values(), **{self._metric: result[self._metric]})
 
         if (joint := session_of(self._embeddings).joint) is not None:
             joint.evaluate()
@@ -162,5 +162,5 @@ class Validation:
         finally:
             for module, mode in modes.items():
                 module.training = mode
-        received: dict[str, float] = json.loads(trainers.gather(json.dumps(found).encode())[0])
+        received: dict[str, float] = json.loads(trainers.gather(json.dumps(values).encode())[0])
         return received

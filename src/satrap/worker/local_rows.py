@@ -1,7 +1,7 @@
 """Rows in this process: one call to a native engine does a whole lookup or update."""
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -17,9 +17,9 @@ from satrap.worker.rows import (
     Floats,
     Ids,
     Rows,
-    TableGradients,
-    TableLookups,
     UpdateRequest,
+    id_features,
+    id_request,
     native_features,
 )
 from satrap.worker.worker import Worker, require_features
@@ -31,12 +31,16 @@ class LocalRows(Rows):
     def __init__(self, features: Features, engine: _core.Engine, tables: Sequence[Table]) -> None:
         """engine: of these tables."""
         self.num_threads = int(engine.num_threads)
-        self._features = native_features(features, tables)
+        self._features, self._id_features = native_features(features, tables), id_features(features)
+        self._of_ids = native_features(self._id_features, tables)
+        self._numbers = {table.name: (number, table.dim) for number, table in enumerate(tables)}
+        self._num_tables = len(tables)
         self.use(engine)
 
     def use(self, engine: _core.Engine) -> None:
         """Look up and update the rows of this engine from now on."""
         self._engine, self._bags = engine, _core.Bags(engine, self._features)
+        self._id_bags = _core.Bags(engine, self._of_ids)
 
     @property
     def latest_step(self) -> int:
@@ -51,10 +55,11 @@ class LocalRows(Rows):
 
     def lookup(self, request: BagRequest, block: Floats, sequences: list[Floats]) -> _core.Ticket | None:
         """Let the engine assign a step if none was given, after it has checked all values."""
-        return self._engine.lookup_bags(self._bags, *request.native, block, sequences, request.first_epoch)
+        bags = self._id_bags if request.of_tables else self._bags
+        return self._engine.lookup_bags(bags, *request.native, block, sequences, request.first_epoch)
 
     def owns_ticket(self, ticket: object) -> bool:
-        return isinstance(ticket, _core.Ticket) and self._bags.made(ticket)
+        return isinstance(ticket, _core.Ticket) and (self._bags.made(ticket) or self._id_bags.made(ticket))
 
     def update(self, request: UpdateRequest) -> None:
         self._engine.update_bags(request.tickets, request.gradients, request.step, request.lrs, request.scale)
@@ -62,35 +67,17 @@ class LocalRows(Rows):
     def drop(self, ticket: _core.Ticket) -> None:
         self._engine.drop(ticket)
 
-    def table_lookups(self, tables: TableGroup) -> TableLookups:
-        return LocalTableLookups(tables)
+    def look_up(self, table: str, ids: Ids, step: int, oldest_open: int) -> Floats:
+        number, dim = self._numbers[table]
+        offsets = np.zeros(self._num_tables + 1, np.int64)
+        offsets[number + 1 :] = len(ids)
+        rows = self.empty(len(ids), dim)
+        self._engine.lookup(ids, offsets, step, oldest_open, True, rows, False)
+        return rows
 
-
-class LocalTableLookups:
-    """Implements `TableLookups` on tables in this process."""
-
-    def __init__(self, tables: TableGroup) -> None:
-        self._tables = tables
-
-    def look_up(self, table: str, ids: Ids, step: int) -> Floats:
-        return self._tables[table].lookup(ids, step=step, oldest_open=step)
-
-    def update(
-        self, gradients: TableGradients, step: int, lrs: Mapping[str, float], scale: float
-    ) -> Callable[[], None]:
-        given = [gradients[name] for name in self._tables if name in gradients]
-        counts = [len(gradients[name][0]) if name in gradients else 0 for name in self._tables]
-        ids = np.concatenate([of_table for of_table, _ in given])
-        flat = np.concatenate([of_table.reshape(-1) for _, of_table in given])
-        if scale != 1.0:
-            flat *= np.float32(scale)
-        ticket = self._tables.prepare(ids, np.cumsum([0, *counts], dtype=np.int64))
-
-        def apply() -> None:
-            if not ticket.used:
-                self._tables.update(ticket, flat, step=step, lrs=lrs)
-
-        return apply
+    def id_ticket(self, ids: Mapping[str, Ids]) -> _core.Ticket:
+        values, offsets, *_ = id_request(self._id_features, ids, None, None).native
+        return self._engine.bag_ticket(self._id_bags, values, offsets, None, 1)
 
 
 def local_worker(

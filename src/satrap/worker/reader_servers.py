@@ -40,9 +40,9 @@ class ReaderServers(ServerGroup):
             calls = dict.fromkeys(range(len(topology)), (0,))
             while True:
                 answers = self.call_servers("get_shard_map", 0, calls, topology=topology)
-                jobless = next((server for server, each in answers.items() if not each["version"]), None)
+                jobless = next((server for server, answer in answers.items() if not answer["version"]), None)
                 if jobless is None:
-                    return max(int(each["state"]["latest_step"]) for each in answers.values())
+                    return max(int(answer["state"]["latest_step"]) for answer in answers.values())
                 where = topology.shard_map.addresses[jobless]
                 error = NotReadyError(f"{where} was restarted, and no trainer has given it its job yet: wait for one")
                 self._handshake_again(topology, jobless, error, retries)
@@ -86,4 +86,6 @@ def _ask_for_job(addresses: Sequence[str], keys: Keys | None, deadline: float) -
     if not failed:
         raise NotReadyError(f"no server at {', '.join(addresses)} has a job yet: start a trainer on them first")
     first = next(iter(failed.values()))
-    raise type(first)("; ".join(str(failed.get(each, f"{each} has no job yet")) for each in addresses)) from first
+    raise type(first)(
+        "; ".join(str(failed.get(address, f"{address} has no job yet")) for address in addresses)
+    ) from first

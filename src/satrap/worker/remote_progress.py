@@ -29,7 +29,9 @@ class RemoteProgress:
         if not self._calls and time.monotonic() >= self._due:
             self._figures, self._due = [], time.monotonic() + _QUERY_SECONDS
             with suppress(SatrapError):
-                self._calls = [each.start("progress", Origin(), deadline=_DEADLINE_SECONDS) for each in self._clients]
+                self._calls = [
+                    client.start("progress", Origin(), deadline=_DEADLINE_SECONDS) for client in self._clients
+                ]
         for call in list(self._calls):
             if call.wait(0.0):
                 self._calls.remove(call)

@@ -3,7 +3,7 @@
 `satrap.worker.local_rows` has them in this process, `satrap.worker.sharded_rows` on servers, `satrap.device` on GPUs.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -18,6 +18,11 @@ from satrap.errors import ConfigError
 if TYPE_CHECKING:
     from satrap.worker.server_group import ServerGroup
 
+_NO_MODULES = (
+    "modules look up rows that are in this process's memory, on its device or on servers; found rows on the devices of "
+    "several trainers: leave device= out, or look up these rows with embeddings.stream(...)"
+)
+_NO_IDS = np.zeros(0, np.uint64)
 Floats = NDArray[np.float32]
 Block = Any
 """float32 [lines, floats]: a numpy array, or a tensor if the rows are on a device."""
@@ -87,6 +92,8 @@ class BagRequest:
     train: bool = False
     first_epoch: bool = True
     """Whether to count sightings in tables that count only those of the first epoch."""
+    of_tables: bool = False
+    """Whether the bags are those of `id_features` in place of the worker's features."""
     resolved: Any = None
     """What `Worker.resolve` found ahead of the lookup."""
 
@@ -117,26 +124,6 @@ class UpdateRequest:
     scale: float
     magnitude: Any = None
     """What `Worker.measure` returned for these gradients; None: they were not measured."""
-
-
-class TableLookups(Protocol):
-    """Lookups of ids in one table at a time, and one update of all tables: for modules that look rows up in forward.
-
-    Several lookups, of one table or of several, belong to a step. They return rows and no ticket: the update brings the
-    ids with their gradients, so a lookup whose gradient never comes leaves nothing behind. The gradients of an id are
-    summed in the order in which they are given, and the table's optimizer is applied once."""
-
-    def look_up(self, table: str, ids: Ids, step: int) -> Floats:
-        """Return the rows of the ids, [ids, dim], for training in this step: ids that have none are admitted and
-        inserted. Rows of the step are not evicted."""
-
-    def update(
-        self, gradients: TableGradients, step: int, lrs: Mapping[str, float], scale: float
-    ) -> Callable[[], None]:
-        """Return a function that applies one optimizer step of each table. After an interrupt it may be called again:
-        it changes nothing twice.
-
-        scale: factor of each gradient."""
 
 
 class Rows(Protocol):
@@ -184,14 +171,15 @@ class Rows(Protocol):
     def drop(self, ticket: Any) -> None:
         """Give up a ticket without an update."""
 
-    def table_lookups(self, tables: Any) -> TableLookups:
-        """Return lookups of these rows' single tables. tables: those of the worker.
+    def look_up(self, table: str, ids: Ids, step: int, oldest_open: int) -> Block:
+        """Return the rows of the ids in one table, [ids, dim], for training in this step: ids that have none are
+        admitted and inserted. Leaves nothing behind: the update brings the ids, with a ticket of `id_ticket`."""
+        raise ConfigError(_NO_MODULES)
 
-        Raises ConfigError if the rows are where modules cannot look them up."""
-        raise ConfigError(
-            "modules look up rows that are in this process's memory or on servers; found rows on a device or behind a "
-            "worker process: leave out device= and workers=, or look up these rows with embeddings.stream(...)"
-        )
+    def id_ticket(self, ids: Mapping[str, Ids]) -> Ticket:
+        """Return a ticket for ids of tables that other calls have looked up. An update may have it beside the tickets
+        of batches; its gradients are no block and a sequence for each table of the features."""
+        raise ConfigError(_NO_MODULES)
 
     def skip(self, step: int) -> None:
         """Note that this step has no update. The next `settle` or lookup tells processes that wait for it."""
@@ -216,6 +204,18 @@ class Rows(Protocol):
     def close(self) -> None:
         """End what serves the lookups and updates. Rows in this process are freed with their last reference."""
         return
+
+
+def id_features(features: Features) -> Features:
+    """Return the features of lookups by table: of each table of the features a jagged sequence with its name."""
+    return Features({table.name: table.sequence() for table in features.tables})
+
+
+def id_request(features: Features, ids: Mapping[str, Ids], step: int | None, oldest_open: int | None) -> BagRequest:
+    """Return the lookup of ids by table, as one sample. features: those of `id_features`."""
+    given = [ids.get(name, _NO_IDS) for name in features]
+    offsets = np.cumsum([0, *map(len, given)], dtype=np.int64)
+    return BagRequest(np.concatenate(given), offsets, None, 1, step, oldest_open, train=True, of_tables=True)
 
 
 def native_features(

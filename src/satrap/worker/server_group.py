@@ -157,10 +157,10 @@ class ServerGroup:
         self._record(self._handshake_all())
 
     def _record(self, answers: list[dict[str, Any]]) -> None:
-        self.latest_step: int = max(each["latest_step"] for each in answers)
+        self.latest_step: int = max(answer["latest_step"] for answer in answers)
         """The latest step of an earlier run whose rows the servers still hold."""
         self.lrs: list[float] = list(answers[0]["lrs"])
-        self.newest_attempt: int = max(each["attempt"] for each in answers)
+        self.newest_attempt: int = max(answer["attempt"] for answer in answers)
         """The newest attempt as of the handshake."""
 
     def begin_attempt(self) -> None:
@@ -199,8 +199,8 @@ class ServerGroup:
         previous: dict[str, float] = {}
         while True:
             remaining: dict[str, float] = {}
-            for each in answers:
-                for process, (where, seconds) in each["leases"].items():
+            for answer in answers:
+                for process, (where, seconds) in answer["leases"].items():
                     if process != process_id():
                         remaining[process] = max(seconds, remaining.get(process, 0.0))
                         if seconds > previous.get(process, LEASE_SECONDS):
@@ -227,7 +227,7 @@ class ServerGroup:
 
     def add_skipped(self, counts: Sequence[int]) -> None:
         with self._lock:
-            self.num_skipped = [sum(each) for each in zip(self.num_skipped, counts, strict=True)]
+            self.num_skipped = [sum(numbers) for numbers in zip(self.num_skipped, counts, strict=True)]
 
     def claim(self, step: int, ticket: object) -> None:
         """Reserve the step's update for this ticket, before it is sent; InputError if another ticket's was sent before.
@@ -389,7 +389,7 @@ class ServerGroup:
         if not patient or isinstance(first, MovedError):
             return first
         combined = type(first)(
-            "; ".join(f"{topology.shard_map.addresses[server]}: {each}" for server, each in own.items())
+            "; ".join(f"{topology.shard_map.addresses[server]}: {error}" for server, error in own.items())
         )
         combined.__cause__ = first
         return combined

@@ -65,7 +65,7 @@ class ShardedCut:
         except MovedError as error:
             raise ChangesError(f"buckets have migrated since the cut was taken ({error}); save again") from error
         by_server = zip(*(answers[server] for server in calls), strict=True)
-        rows, ids = (list(zip(*each, strict=True)) for each in by_server)  # by table
+        rows, ids = (list(zip(*records, strict=True)) for records in by_server)  # by table
         for t, name in enumerate(self._names):
             folder = open_folder(paths[t])
             for part in parts_in(folder) if folder.is_local else ():

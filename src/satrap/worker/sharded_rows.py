@@ -11,7 +11,7 @@ migration the same ids and sums are split again for the current owners and sent 
 import itertools
 import secrets
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,7 +22,6 @@ from satrap import _core
 from satrap.config.cores import thread_count
 from satrap.config.features import Features
 from satrap.config.job import with_buckets_of
-from satrap.data.inputs import Inputs
 from satrap.errors import ConfigError, MovedError, TicketError
 from satrap.interrupts import Uninterrupted
 from satrap.server.protocol import Coded
@@ -32,10 +31,10 @@ from satrap.worker.rows import (
     Floats,
     Ids,
     Rows,
-    TableGradients,
-    TableLookups,
     Ticket,
     UpdateRequest,
+    id_features,
+    id_request,
     native_features,
 )
 from satrap.worker.server_group import ServerGroup, Topology
@@ -61,6 +60,8 @@ class ShardedTicket:
     """Sums of a started update, and the topology they are split for: an interrupted update resumes with them."""
     num_skipped: list[int] = field(default_factory=list)
     """For each table, the number of gradients in the update that were not finite and were left out."""
+    ids: Mapping[str, Ids] | None = None
+    """By table, if the ticket is of ids that were looked up without one."""
     used: bool = False
 
     @property
@@ -75,6 +76,8 @@ class ShardedRows(Rows):
         tables = [native_config(table) for table in servers.job.tables]
         self.num_threads = thread_count(num_threads)
         self.split = _core.Split(tables, native_features(features, servers.job.tables), self.num_threads, "auto")
+        self._id_features = id_features(features)
+        self._id_bags = self.split.bags(native_features(self._id_features, servers.job.tables))
         self.servers: ServerGroup = servers
         self._rows_leave = any(table.expire_after or table.capacity for table in servers.job.tables)
         self._skipped_steps: list[int] = []  # steps for which the other trainers wait for this one's empty part
@@ -95,12 +98,21 @@ class ShardedRows(Rows):
         return np.asarray(self.split.empty(lines, floats))
 
     def lookup(self, request: BagRequest, block: Floats, sequences: list[Floats]) -> Ticket | None:
+        number = next(self._numbers) if request.train else 0
+        split = self._look_up(request, block, sequences, number=number)
+        return ShardedTicket(split, number, self) if request.train else None
+
+    def _look_up(
+        self, request: BagRequest, block: Floats, sequences: list[Floats], *, number: int
+    ) -> _core.SplitTicket:
+        """Fill `block` and `sequences`; return the split batch, used unless there is a number.
+
+        number: that of the ticket at the servers; 0: they keep none, and learn of no step without ids."""
         self.settle()
         topology = self.servers.topology
         split = self._split_ids(request, topology)
         train = request.train
         at = self.advance_step(request.step) if train else 0
-        number = next(self._numbers) if train else 0
         rest = self.servers.wire, request.first_epoch
 
         def call(newest: Topology) -> dict[int, Any]:
@@ -111,7 +123,7 @@ class ShardedRows(Rows):
             calls = {}
             for server in range(len(newest)):
                 has_ids = bool(split.num_floats(server))
-                if has_ids or (train and self._rows_leave):  # which rows may leave depends on the step, too
+                if has_ids or (number and self._rows_leave):  # which rows may leave depends on the step, too
                     ids = split.ids(server), split.offsets(server)
                     calls[server] = *ids, request.oldest_open or at, train, number if has_ids else 0, *rest
             return self.servers.call_servers("lookup", at, calls, topology=newest)
@@ -119,10 +131,9 @@ class ShardedRows(Rows):
         answers = self.servers.follow(call)
         rows = [self._rows(split, server, *answers.get(server, (None, None))) for server in range(split.num_servers)]
         self.split.fill(split, rows, block, sequences)
-        if train:
-            return ShardedTicket(split, number, self)
-        self.split.drop(split)
-        return None
+        if not number:
+            self.split.drop(split)
+        return split
 
     def pad(self, step: int, oldest_open: int) -> None:
         """Let all servers know of a step in which this trainer looks nothing up, so that rows of its earlier steps may
@@ -133,9 +144,9 @@ class ShardedRows(Rows):
             self.servers.call_all("lookup", *nothing, step=self.advance_step(step))
 
     def _split_ids(self, request: BagRequest, topology: Topology) -> _core.SplitTicket:
-        return self.split.lookup(
-            request.values, request.offsets, request.weights, request.batch_size, topology.owners, len(topology)
-        )
+        bags = self._id_bags if request.of_tables else None
+        given = request.values, request.offsets, request.weights, request.batch_size
+        return self.split.lookup(*given, topology.owners, len(topology), bags=bags)
 
     def reissue(self, request: BagRequest) -> ShardedTicket:
         """Return a ticket for a batch that an earlier process looked up; its update sends the ids."""
@@ -210,10 +221,18 @@ class ShardedRows(Rows):
             ticket.sums, ticket.used = None, True
         self._drop_at_servers([ticket])
 
-    def table_lookups(self, tables: ShardedTables) -> TableLookups:
-        features = Features({table.name: table for table in self.servers.job.tables})
-        rows = ShardedRows(features, self.servers, num_threads=self.num_threads)
-        return ShardedTableLookups(rows, Worker(features, rows, tables), tables)
+    def look_up(self, table: str, ids: Ids, step: int, oldest_open: int) -> Floats:
+        rows = [
+            self.empty(len(ids) if name == table else 0, each.table.dim) for name, each in self._id_features.items()
+        ]
+        request = id_request(self._id_features, {table: ids}, step, oldest_open)
+        self._look_up(request, self.empty(1, 0), rows, number=0)
+        return rows[list(self._id_features).index(table)]
+
+    def id_ticket(self, ids: Mapping[str, Ids]) -> ShardedTicket:
+        ticket = self.reissue(id_request(self._id_features, ids, None, None))
+        ticket.ids = ids
+        return ticket
 
     def skip(self, step: int) -> None:
         """Queue an empty part for the next lookup or `settle`. It is not sent now, because a stream that ends must not
@@ -244,13 +263,15 @@ class ShardedRows(Rows):
         return None, np.asarray(self.split.encode_rows(sums.offsets(server), sums.gradients(server)))
 
     def _drop_at_servers(self, tickets: Sequence[ShardedTicket]) -> None:
-        numbers = [ticket.number for ticket in tickets]
+        numbers = [ticket.number for ticket in tickets if ticket.number]
         topology = self.servers.topology
         owners = [
             server
             for server in range(len(topology))
             if any(server >= ticket.split.num_servers or ticket.split.num_floats(server) for ticket in tickets)
         ]
+        if not numbers:
+            return
         with suppress(MovedError):  # the servers forgot all tickets when the map changed
             self.servers.call_servers("drop", 0, dict.fromkeys(owners, (numbers,)), topology=topology)
 
@@ -260,54 +281,6 @@ class ShardedRows(Rows):
             at: int = self._latest_step + 1 if step is None else step
             self._latest_step = max(self._latest_step, at)
             return at
-
-
-class ShardedTableLookups:
-    """Implements `TableLookups` on servers: a lookup calls the owners of its unique ids, the update every owner once.
-
-    The update passes through the core's split as one batch in which each id is a bag, since the core then sums the
-    gradients and lays them out for their owners. Its block is as wide as all tables together and as high as the table
-    with the most ids, so tables that are looked up much less often than another one cost memory."""
-
-    def __init__(self, rows: ShardedRows, worker: Worker, tables: ShardedTables) -> None:
-        """worker: of one feature for each table, with its name, over these rows."""
-        self._rows, self._worker, self._tables, self._step = rows, worker, tables, 0
-
-    def look_up(self, table: str, ids: Ids, step: int) -> Floats:
-        if step != self._step:
-            self._rows.pad(step, step)
-            self._step = step
-        unique, lines = np.unique(ids, return_inverse=True)
-        rows: Floats = self._tables[table].look_up(unique, step)[lines]
-        return rows
-
-    def update(
-        self, gradients: TableGradients, step: int, lrs: Mapping[str, float], scale: float
-    ) -> Callable[[], None]:
-        features = self._worker.features
-        none = np.zeros(0, np.uint64), None
-        given = {name: gradients.get(name, none) for name in features}
-        batch_size = max(len(ids) for ids, _ in given.values())
-        lengths = np.zeros((len(features), batch_size), np.int64)
-        block = np.zeros((batch_size, features.total_dim), np.float32)
-        for number, (ids, of_table) in enumerate(given.values()):
-            lengths[number, : len(ids)] = 1
-            if of_table is not None:
-                begin = features.columns[number]
-                block[: len(ids), begin : begin + features.dims[number]] = of_table
-        inputs = Inputs(
-            names=features.names,
-            values=np.concatenate([ids for ids, _ in given.values()]),
-            offsets=np.cumsum([0, *lengths.reshape(-1)], dtype=np.int64),
-            batch_size=batch_size,
-        )
-        ticket = self._rows.reissue(self._worker.request(inputs, step, step, train=True))
-
-        def apply() -> None:
-            if not ticket.used:
-                self._worker.update([ticket], [block], step=step, lrs=lrs, scale=scale)
-
-        return apply
 
 
 def sharded_worker(features: Features, servers: ServerGroup, *, num_threads: int | None = None) -> Worker:

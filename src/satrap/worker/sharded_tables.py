@@ -110,24 +110,18 @@ class ShardedTable:
         """Return rows as `Store.lookup` does without training, never rounded. Training goes through a worker."""
         if train is not False:
             raise InputError(
-                f"table {self.table.name!r}: train is {train!r}; rows on servers are trained by a stream only"
+                f"table {self.table.name!r}: train is {train!r}; rows on servers are trained by a stream or a module"
             )
         parts = self._call_owners("lookup", ids, lambda part: (part.ids, part.offsets, 0, False, 0))
         rows: NDArray[np.float32] = parts[0]
         return rows.reshape(-1, self.table.dim)
 
-    def look_up(self, ids: NDArray[np.uint64], step: int) -> NDArray[np.float32]:
-        """Return the rows of ids, each once, for training in this step."""
-        parts = self._call_owners("lookup", ids, lambda part: (part.ids, part.offsets, step, True, 0), step)
-        rows: NDArray[np.float32] = parts[0]
-        return rows.reshape(-1, self.table.dim)
-
     def _call_owners(
-        self, method: str, ids: ArrayLike, arguments: Callable[[OwnedIds], tuple[Any, ...]], step: int = 0
+        self, method: str, ids: ArrayLike, arguments: Callable[[OwnedIds], tuple[Any, ...]]
     ) -> list[NDArray[Any]]:
         """Return what the ids' owners answer: arrays with one line for each id, in the order of the ids."""
         unsigned_ids = array_args.as_ids(f"table {self.table.name!r}", ids)
-        parts = self._servers.call_owners(method, step, unsigned_ids, self._offsets(len(unsigned_ids)), arguments)
+        parts = self._servers.call_owners(method, 0, unsigned_ids, self._offsets(len(unsigned_ids)), arguments)
         positions = np.concatenate([part.positions for part, _ in parts])
         lines = []
         for answers in zip(*(answer for _, answer in parts), strict=True):

@@ -13,6 +13,7 @@ ticket, feature after feature, sample after sample. Then the table's optimizer u
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, final
 
@@ -27,7 +28,16 @@ from satrap.data.inputs import Inputs, Position, as_inputs
 from satrap.data.iterable import IterableSource
 from satrap.errors import ConfigError, InputError, TicketError
 from satrap.table.engine import resolve_step
-from satrap.worker.rows import BagRequest, Block, Floats, Rows, Ticket, TicketGradients, UpdateRequest
+from satrap.worker.rows import (
+    BagRequest,
+    Block,
+    Floats,
+    Rows,
+    Ticket,
+    TicketGradients,
+    UpdateRequest,
+    id_features,
+)
 
 if TYPE_CHECKING:
     from satrap.table.table_group import TableGroup
@@ -83,13 +93,13 @@ class InputReader:
 
         share: the trainer's `rank` and the `world_size`, of several."""
         declared = source if hasattr(source, "batches") else IterableSource(source)
-        found: Iterator[Inputs] = declared.batches(self._features, position=position, **share)
-        return found
+        batches: Iterator[Inputs] = declared.batches(self._features, position=position, **share)
+        return batches
 
     def signature(self, source: Any) -> Mapping[str, Any] | None:
         """Return `Source.signature`; None if the source has none."""
-        found: Mapping[str, Any] | None = source.signature() if hasattr(source, "signature") else None
-        return found
+        signature: Mapping[str, Any] | None = source.signature() if hasattr(source, "signature") else None
+        return signature
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -110,6 +120,16 @@ class LookupResult:
     """Names the batch in its update; None without training."""
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class IdGradients:
+    """Gradients of ids that have no ticket of a lookup, in one update."""
+
+    ticket: Ticket
+    """What `Worker.id_ticket` returned."""
+    by_table: Mapping[str, Block]
+    """For each table that has ids, [ids, dim]."""
+
+
 @final
 class Worker:
     """Looks up and updates the features of a model."""
@@ -125,11 +145,13 @@ class Worker:
         *,
         blocks: ArrayBlocks | None = None,
         reader: InputReader | None = None,
+        of_tables: bool = False,
     ) -> None:
         """rows: of the tables of these features. blocks: what the rows fill; None: arrays. reader: None: batches are
-        read in this process."""
+        read in this process. of_tables: whether the features are `id_features` of those of the rows."""
         self.features, self.rows, self.tables = features, rows, tables
         self._blocks, reader = blocks or ArrayBlocks(), reader or InputReader(features)
+        self._of_tables = of_tables
         self.can_read, self.inputs_of = reader.can_read, reader.inputs_of
         self.batches, self.signature = reader.batches, reader.signature
         self.device = self._blocks.device
@@ -138,6 +160,7 @@ class Worker:
         self.device_stream, self.launches = rows.device_stream, rows.launches
         self.open_stream, self.pad, self.pause = rows.open_stream, rows.pad, rows.pause
         self.skip, self.settle = rows.skip, rows.settle
+        self.look_up_ids, self.id_ticket = rows.look_up, rows.id_ticket
         self._sequences = [
             _Sequence(name, index, feature)
             for index, (name, feature) in enumerate(features.items())
@@ -184,17 +207,19 @@ class Worker:
         if block is None:
             block = self.rows.empty(*shape)
         memory = self._blocks.check_block(block, shape)
+        if self._of_tables:
+            return self._look_up_by_table(request, memory)
         lengths = self._lengths(request)
         offsets = request.values.jagged if lengths is None else self._offsets(lengths)
-        shapes = [each.shape(batch_size, offsets) for each in self._sequences]
+        shapes = [sequence.shape(batch_size, offsets) for sequence in self._sequences]
         sequences = [self.rows.empty(shape[0], math.prod(shape[1:])) for shape in shapes]
         ticket = self.rows.lookup(request, memory, sequences)
         masks, truncated = request.values.masks(self.features) if lengths is None else self._masks(lengths)
         return LookupResult(
             block=block,
             sequences={
-                each.name: rows.reshape(shape)
-                for each, rows, shape in zip(self._sequences, sequences, shapes, strict=True)
+                sequence.name: rows.reshape(shape)
+                for sequence, rows, shape in zip(self._sequences, sequences, shapes, strict=True)
             },
             masks=masks,
             offsets=offsets,
@@ -202,9 +227,18 @@ class Worker:
             ticket=ticket,
         )
 
+    def _look_up_by_table(self, request: BagRequest, block: Block) -> LookupResult:
+        """Look up ids by table. Their result has no offsets: there is one sample."""
+        assert request.offsets is not None
+        counts = np.diff(request.offsets).tolist()
+        tables = self.features.tables
+        rows = {table.name: self.rows.empty(n, table.dim) for n, table in zip(counts, tables, strict=True)}
+        ticket = self.rows.lookup(request, block, list(rows.values()))
+        return LookupResult(block=block, sequences=rows, masks={}, offsets={}, truncated=[0] * len(rows), ticket=ticket)
+
     def jagged_offsets(self, inputs: Inputs) -> Mapping[str, NDArray[np.int64]]:
         """Return `LookupResult.offsets` of a batch of arrays before its lookup."""
-        if not any(each.is_jagged for each in self._sequences):
+        if not any(sequence.is_jagged for sequence in self._sequences):
             return {}
         lengths = self._lengths(self.request(inputs))
         assert lengths is not None
@@ -214,7 +248,7 @@ class Worker:
         """Return how many ids the samples of each sequence have, without padding; None if the ids are elsewhere."""
         if not isinstance(request.values, np.ndarray):
             return None
-        lengths = {each.name: each.lengths(request) for each in self._sequences}
+        lengths = {sequence.name: sequence.lengths(request) for sequence in self._sequences}
         for name, its in lengths.items():
             other = self.features[name].aligned_with
             if other is not None and (differs := its != lengths[other]).any():
@@ -227,12 +261,20 @@ class Worker:
 
     def _offsets(self, lengths: dict[str, NDArray[np.int64]]) -> dict[str, NDArray[np.int64]]:
         """Return `LookupResult.offsets`."""
-        return {each.name: each.offsets(lengths[each.name]) for each in self._sequences if each.is_jagged}
+        return {
+            sequence.name: sequence.offsets(lengths[sequence.name])
+            for sequence in self._sequences
+            if sequence.is_jagged
+        }
 
     def _masks(self, lengths: dict[str, NDArray[np.int64]]) -> tuple[dict[str, Any], list[int]]:
         """Return `masks` and `truncated` of a lookup's result."""
-        truncated = [each.count_truncated(lengths[each.name]) for each in self._sequences]
-        return {each.name: each.mask(lengths[each.name]) for each in self._sequences if not each.is_jagged}, truncated
+        truncated = [sequence.count_truncated(lengths[sequence.name]) for sequence in self._sequences]
+        return {
+            sequence.name: sequence.mask(lengths[sequence.name])
+            for sequence in self._sequences
+            if not sequence.is_jagged
+        }, truncated
 
     def update(
         self,
@@ -240,6 +282,7 @@ class Worker:
         block_gradients: Sequence[ArrayLike | None],
         sequence_gradients: Sequence[Gradients] | None = None,
         *,
+        of_ids: IdGradients | None = None,
         step: int | None = None,
         lrs: Mapping[str, float] | None = None,
         scale: float = 1.0,
@@ -252,6 +295,7 @@ class Worker:
             unchanged, which differs from a gradient of 0.
         sequence_gradients: for each ticket, by name, float32 of the shape of its rows; None or a missing name leaves
             the sequence's ids unchanged.
+        of_ids: gradients of ids that were looked up without a ticket; there may be no tickets beside them.
         step: the job's batch number; None: the latest. Rows are stamped with it.
         lrs: learning rates of this update by table; other tables use their own.
         scale: factor of each gradient: 1 / loss scale, or 1 / number of trainers.
@@ -263,7 +307,7 @@ class Worker:
         if sequence_gradients is None:
             sequence_gradients = [{}] * len(tickets)
         for name, given in (("block_gradients", block_gradients), ("sequence_gradients", sequence_gradients)):
-            if len(_require_list(name, given)) != len(tickets) or not tickets:
+            if len(_require_list(name, given)) != len(tickets) or not (tickets or of_ids):
                 raise InputError(
                     f"{_UPDATE}: {len(tickets)} tickets and {len(given)} {name}; expected at least one ticket, "
                     "and gradients for each"
@@ -275,7 +319,22 @@ class Worker:
         at = max(1, self.rows.latest_step) if step is None else array_args.as_step(_UPDATE, "step", step)
         rates = [] if lrs is None else self._learning_rates(lrs)
         factor = array_args.as_scale(_UPDATE, scale)
-        self.rows.update(UpdateRequest(list(tickets), gradients, at, rates, factor, magnitude))
+        given_tickets = list(tickets)
+        if of_ids is not None:
+            given_tickets.append(of_ids.ticket)
+            none = self.rows.empty(0, 1)
+            gradients.append((None, [of_ids.by_table.get(table.name, none) for table in self.features.tables]))
+        self.rows.update(UpdateRequest(given_tickets, gradients, at, rates, factor, magnitude))
+
+    def on_device(self) -> AbstractContextManager[None]:
+        """Put work on rows on their device's stream, between earlier and later work of the caller's."""
+        return nullcontext() if self.device_stream is None else self.device_stream.joined()
+
+    def by_table(self) -> "Worker":
+        """Return a worker over the same rows whose features are `id_features`: batches of one sample, of ids by
+        table."""
+        features = id_features(self.features)
+        return Worker(features, self.rows, self.tables, blocks=self._blocks, of_tables=True)
 
     def measure(self, gradients: Sequence[tuple[Any, float]]) -> Any:
         """Return the largest magnitude of tensors times their factors, for `update`; None if it needs none. Call this
@@ -315,7 +374,8 @@ class Worker:
         latest = self.rows.latest_step
         step, oldest_open = resolve_step(_WHERE, latest, train=train, step=step, oldest_open=oldest_open)
         first_epoch = inputs.position is None or inputs.position.epoch == 0
-        return BagRequest(values, offsets, weights, batch_size, step, oldest_open, train, first_epoch)
+        given = values, offsets, weights, batch_size, step, oldest_open, train, first_epoch
+        return BagRequest(*given, of_tables=self._of_tables)
 
     def _arrays(self, inputs: Inputs) -> tuple[NDArray[np.uint64], NDArray[np.int64] | None, Floats | None]:
         """Check the ids of a batch, their offsets and weights."""
@@ -331,20 +391,20 @@ class Worker:
             raise InputError(
                 f"{_UPDATE}: sequence gradients are a {type(sequences).__name__}; expected a dict by feature"
             )
-        unknown = sequences.keys() - {each.name for each in self._sequences}
+        unknown = sequences.keys() - {sequence.name for sequence in self._sequences}
         if unknown:
             raise InputError(f"{_UPDATE}: sequence gradients name {sorted(unknown)}; expected names of sequences")
         shape = (ticket.batch_size, self.features.total_dim)
         of_block = None if block is None else self._blocks.check_gradient(_UPDATE, block, shape)
         of_sequences: list[Block | None] = []
-        for each in self._sequences:
-            given = sequences.get(each.name)
-            where = f"{_UPDATE}, feature {each.name!r}"
-            num_rows = {each.name: getattr(given, "shape", ())[:1]}  # the rows check that of a jagged gradient
+        for sequence in self._sequences:
+            given = sequences.get(sequence.name)
+            where = f"{_UPDATE}, feature {sequence.name!r}"
+            num_rows = {sequence.name: getattr(given, "shape", ())[:1]}  # the rows check that of a jagged gradient
             of_sequences.append(
                 None
                 if given is None
-                else self._blocks.check_gradient(where, given, each.shape(ticket.batch_size, num_rows))
+                else self._blocks.check_gradient(where, given, sequence.shape(ticket.batch_size, num_rows))
             )
         return of_block, of_sequences
 
@@ -374,8 +434,8 @@ class _Sequence:
         """Return the shape of the rows. offsets: of jagged sequences; the last one is the number of rows."""
         if not self.is_jagged:
             return batch_size, self._max_length, self._dim
-        found = offsets[self.name]
-        return int(found[-1]) if len(found) else 0, self._dim
+        bounds = offsets[self.name]
+        return int(bounds[-1]) if len(bounds) else 0, self._dim
 
     def lengths(self, request: BagRequest) -> NDArray[np.int64]:
         """Return how many ids each sample has, without padding."""

@@ -195,7 +195,7 @@ class Snapshot:
         try:
             for kind in kinds:
                 files = [file for file in self._files if file.file.kind == kind]
-                in_threads(slot.engine.num_threads, lambda each: self._import(slot, each), files, "satrap-load")
+                in_threads(slot.engine.num_threads, lambda file: self._import(slot, file), files, "satrap-load")
         except (SatrapError, MemoryError) as error:
             if manifest.kind == "full":
                 raise

@@ -179,7 +179,7 @@ class _Saver:
         names = [(f"part-{self.id}-{i:05d}.arrow", *bounds) for i, bounds in enumerate(self._file_ranges())]
         # First: they are few, and until they are exported every change of them keeps a copy of theirs.
         sightings = self._write("sightings", f"sightings-{self.id}.arrow", 0, buckets)
-        files = in_threads(self.num_threads, lambda each: self._write("rows", *each), names, "satrap-snapshot")
+        files = in_threads(self.num_threads, lambda file: self._write("rows", *file), names, "satrap-snapshot")
         files.append(sightings)
         if self.since is not None:
             files.append(self._write("removed", f"removed-{self.id}.arrow", 0, buckets))

@@ -130,7 +130,7 @@ class BatchReader:
     def forget(self, settled: int) -> None:
         """Drop all batches below this number, which are settled."""
         with self._lock:
-            for number in [each for each in self._held if each < settled]:
+            for number in [held for held in self._held if held < settled]:
                 del self._held[number]
 
     def close(self) -> None:

@@ -13,7 +13,7 @@ import itertools
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ParamSpec, TypeVar
 
 import numpy as np
@@ -32,6 +32,7 @@ from satrap.worker.remote.protocol import (
     Bytes,
     Flags,
     Floats,
+    Ids,
     Jagged,
     PooledCodec,
     WorkerCalls,
@@ -40,7 +41,7 @@ from satrap.worker.remote.protocol import (
     split_one,
 )
 from satrap.worker.remote.worker_spec import WorkerSpec
-from satrap.worker.rows import BagRequest, Rows, TableLookups, Ticket, UpdateRequest
+from satrap.worker.rows import BagRequest, Ticket, UpdateRequest, id_request
 from satrap.worker.server_group import ServerGroup
 from satrap.worker.sharded_rows import ShardedRows, require_tables
 from satrap.worker.sharded_tables import ShardedTables
@@ -282,8 +283,9 @@ class RemoteBatches(Iterator[RemoteInputs]):
             self._settle(number)
         return reply
 
-    def update(self, request: UpdateRequest) -> None:
-        """Implements `satrap.worker.rows.Rows.update` for the tickets of this stream."""
+    def update(self, request: UpdateRequest, of_ids: tuple[Ids, list[int], Floats] | None = None) -> None:
+        """Implements `satrap.worker.rows.Rows.update` for the tickets of this stream. of_ids: ids beside them, how many
+        there are of each table, and their gradients."""
         servers, call = self.servers, self.connection.call
         tickets: Sequence[RemoteTicket] = request.tickets
         servers.claim(request.step, tickets[0])
@@ -304,7 +306,8 @@ class RemoteBatches(Iterator[RemoteInputs]):
             for i in range(len(tickets) - 1):
                 call.send_gradients(origin, self.stream, numbers[i], present[i], *sent[i])
             gradients, coded = sent[-1]
-            return call.update(origin, self.stream, numbers, present[-1], gradients, rates, request.scale, coded)
+            last = present[-1], gradients, rates, request.scale, coded
+            return call.update(origin, self.stream, numbers, *last, *(of_ids or ()))
 
         skipped = self.connection.call_with_retry(send)
         with Uninterrupted():
@@ -391,17 +394,26 @@ class RemoteRows(ShardedRows):
 
     def update(self, request: UpdateRequest) -> None:
         owner = request.tickets[0].owner
-        if any(ticket.owner is not owner for ticket in request.tickets):
+        *tickets, last = request.tickets
+        is_beside = owner is not self and last.owner is self and last.ids is not None
+        if any(ticket.owner is not owner for ticket in (tickets if is_beside else request.tickets)):
             raise TicketError("update of a batch: the tickets belong to several streams; update those of each alone")
-        update = super().update if owner is self else owner.update
-        update(request)
+        if owner is self:
+            super().update(request)
+        elif not is_beside:
+            owner.update(request)
+        else:
+            values, offsets, *_ = id_request(self._id_features, last.ids, None, None).native
+            assert offsets is not None
+            gradients = as_one(request.gradients[-1][1], np.float32)
+            beside = values, np.diff(offsets).tolist(), gradients
+            owner.update(replace(request, tickets=tickets, gradients=request.gradients[:-1]), beside)
+            self.split.drop(last.split)
+            last.used = True
 
     def drop(self, ticket: Any) -> None:
         drop = super().drop if ticket.owner is self else ticket.owner.drop
         drop(ticket)
-
-    def table_lookups(self, tables: ShardedTables) -> TableLookups:
-        return Rows.table_lookups(self, tables)  # refused: the worker process sends the updates of its batches itself
 
     def close(self) -> None:
         self.connection.close()

@@ -27,6 +27,7 @@ from satrap.rpc import Origin
 Floats = NDArray[np.float32]
 Flags = NDArray[np.bool_]
 Bytes = NDArray[np.uint8]
+Ids = NDArray[np.uint64]
 Jagged = Mapping[str, NDArray[np.int64]]
 """The offsets of jagged sequences; see `satrap.worker.worker.LookupResult`."""
 
@@ -80,10 +81,15 @@ class WorkerCalls(Protocol):
         lrs: dict[str, float],
         scale: float,
         coded: Bytes | None = None,
+        ids: Ids | None = None,
+        id_counts: list[int] | None = None,
+        id_gradients: Floats | None = None,
     ) -> list[int]:
         """Apply one optimizer step with these batches. The gradients are those of the last batch;
         `send_gradients` sent those of the others.
 
+        ids: ids that modules of the trainer have looked up, table by table: as many of each of the features' tables as
+            `id_counts` says, with their gradients.
         present: whether there is a gradient for the block and for each sequence.
         Returns for each table how many gradients were not finite and were left out.
         """
@@ -104,7 +110,7 @@ class WorkerCalls(Protocol):
 
 def as_one(arrays: Sequence[NDArray[Any] | None], dtype: type) -> NDArray[Any]:
     """Concatenate the arrays that are not None, flat."""
-    there = [np.ascontiguousarray(each).reshape(-1) for each in arrays if each is not None]
+    there = [np.ascontiguousarray(array).reshape(-1) for array in arrays if array is not None]
     return there[0] if len(there) == 1 else np.concatenate(there) if there else np.zeros(0, dtype)
 
 
@@ -179,7 +185,7 @@ class PooledCodec:
         """Return runs of rows of one dim: their dims, and where the rows of each begin, and where the last ones end."""
         if len(present) != 1 + len(self._sequences):
             raise InputError(f"found {len(present)} parts; expected a block and {len(self._sequences)} sequences")
-        dims, counts = (list(each) for each in zip(*self._pooled, strict=True)) if self._pooled else ([], [])
+        dims, counts = (list(numbers) for numbers in zip(*self._pooled, strict=True)) if self._pooled else ([], [])
         if not present[0]:
             dims, counts = [], []
         elif len(dims) == 1:

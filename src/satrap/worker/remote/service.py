@@ -32,12 +32,12 @@ from satrap.monitor.samples import Sample, memory_samples
 from satrap.rpc import Keys, Origin
 from satrap.rpc.release import RELEASE
 from satrap.worker.remote.batch_reader import BatchReader, HeldBatch, ReadStart
-from satrap.worker.remote.protocol import Bytes, Flags, Floats, PooledCodec, as_one, columns_as_bytes, split_one
+from satrap.worker.remote.protocol import Bytes, Flags, Floats, Ids, PooledCodec, as_one, columns_as_bytes, split_one
 from satrap.worker.remote.worker_spec import WorkerSpec
 from satrap.worker.server_group import ServerGroup
 from satrap.worker.sharded_rows import ShardedRows
 from satrap.worker.sharded_tables import ShardedTables
-from satrap.worker.worker import Worker
+from satrap.worker.worker import IdGradients, Worker
 
 _LOG = logging.getLogger("satrap.worker")
 _READ_SECONDS = 10.0  # after which a trainer that waits for a batch is answered that there is none yet
@@ -59,10 +59,10 @@ class _TrainerSession:
     open_lock: threading.Lock = field(default_factory=threading.Lock)
 
     def reader(self, stream: int) -> BatchReader:
-        found = self.readers.get(stream)
-        if found is None:
+        reader = self.readers.get(stream)
+        if reader is None:
             raise NotReadyError(f"stream {stream} is not open here: the worker was restarted, or the stream was closed")
-        return found
+        return reader
 
     def run(self, work: Callable[[], _R]) -> "Future[_R]":
         """Run in a thread of this session: some calls wait for other trainers, and must not block theirs."""
@@ -144,8 +144,8 @@ class WorkerService:
                 self._log_session(origin, spec)
                 self._sessions = ({} if outdated else self._sessions) | {origin.trainer: session}
                 self._attempt, self._spec = origin.attempt, spec
-        for each in outdated:
-            each.close(wait=False)
+        for old in outdated:
+            old.close(wait=False)
 
     def _log_session(self, origin: Origin, spec: WorkerSpec) -> None:
         """Log the trainer's session, and before it the job or the attempt if it is new."""
@@ -252,18 +252,22 @@ class WorkerService:
         lrs: dict[str, float],
         scale: float,
         coded: Bytes | None = None,
+        ids: Ids | None = None,
+        id_counts: list[int] | None = None,
+        id_gradients: Floats | None = None,
     ) -> "Future[list[int]]":
         def work(session: _TrainerSession, reader: BatchReader) -> list[int]:
             batches = [_require_batch(reader, number) for number in numbers]
             last = batches[-1]
             with ExitStack() as stack:
-                for each in batches:
-                    stack.enter_context(each.lock)
-                if all(each.inputs is None for each in batches):
+                for batch in batches:
+                    stack.enter_context(batch.lock)
+                if all(batch.inputs is None for batch in batches):
                     return last.answer  # a retry: the first answer was lost
                 if last.inputs is not None:
                     last.gradients = _split_gradients(session, last.inputs, present, gradients, coded)
-                _update(session, batches, origin.step, lrs, scale)
+                of_ids = _id_gradients(session.worker, ids, id_counts, id_gradients)
+                _update(session, batches, origin.step, lrs, scale, of_ids)
             self._latest_step = max(self._latest_step, origin.step)
             return last.answer
 
@@ -364,22 +368,47 @@ def _require_batch(reader: BatchReader, number: int) -> HeldBatch:
     return held
 
 
-def _update(session: _TrainerSession, batches: list[HeldBatch], step: int, lrs: dict[str, float], scale: float) -> None:
+def _id_gradients(
+    worker: Worker, ids: Ids | None, counts: list[int] | None, gradients: Floats | None
+) -> IdGradients | None:
+    """Return the gradients of ids that the trainer's modules have looked up, by table."""
+    if ids is None or counts is None or gradients is None:
+        return None
+    tables = worker.features.tables
+    sizes = [count * table.dim for count, table in zip(counts, tables, strict=False)]
+    if len(counts) != len(tables) or min(counts) < 0 or sum(counts) != len(ids) or sum(sizes) != len(gradients):
+        raise InputError(
+            f"{len(ids)} ids, {counts} of each table, with {len(gradients)} numbers; expected ids of {len(tables)} "
+            f"tables and {sum(sizes)} numbers"
+        )
+    of_table = dict(zip((table.name for table in tables), np.split(ids, np.cumsum(counts)[:-1]), strict=True))
+    shapes = [(count, table.dim) for count, table in zip(counts, tables, strict=True)]
+    return IdGradients(worker.id_ticket(of_table), dict(zip(of_table, split_one(gradients, shapes), strict=True)))
+
+
+def _update(
+    session: _TrainerSession,
+    batches: list[HeldBatch],
+    step: int,
+    lrs: dict[str, float],
+    scale: float,
+    of_ids: IdGradients | None,
+) -> None:
     worker = session.worker
-    for each in batches:
-        if each.inputs is None or each.gradients is None:
+    for batch in batches:
+        if batch.inputs is None or batch.gradients is None:
             raise NotReadyError(
                 "this process lacks the gradients of a batch of this step: send those of all batches again"
             )
-        if each.ticket is None:  # an earlier process looked the batch up
-            each.ticket = session.rows.reissue(worker.request(each.inputs))
-    tickets = [each.ticket for each in batches]
-    blocks, sequences = zip(*(each.gradients for each in batches), strict=True)
-    worker.update(tickets, blocks, sequences, step=step, lrs=lrs, scale=scale)
+        if batch.ticket is None:  # an earlier process looked the batch up
+            batch.ticket = session.rows.reissue(worker.request(batch.inputs))
+    tickets = [batch.ticket for batch in batches]
+    blocks, sequences = zip(*(batch.gradients for batch in batches), strict=True)
+    worker.update(tickets, blocks, sequences, of_ids=of_ids, step=step, lrs=lrs, scale=scale)
     answer = tickets[0].num_skipped
-    for each in batches:
-        each.inputs = each.ticket = each.gradients = None
-        each.answer = answer
+    for batch in batches:
+        batch.inputs = batch.ticket = batch.gradients = None
+        batch.answer = answer
 
 
 def _split_gradients(
@@ -397,5 +426,5 @@ def _split_gradients(
     sent = {name: shape for (name, shape), is_sent in zip(shapes.items(), present, strict=False) if is_sent}
     if len(present) != len(shapes) or sum(map(math.prod, sent.values())) != len(flat):
         raise InputError(f"gradients of {len(flat)} numbers in {len(present)} parts; expected {len(shapes)} parts")
-    found = dict(zip(sent, split_one(flat, list(sent.values())), strict=True))
-    return found.pop("", None), found
+    split = dict(zip(sent, split_one(flat, list(sent.values())), strict=True))
+    return split.pop("", None), split

@@ -37,19 +37,19 @@ class WorkerSpec(Serializable):
 
     def differences(self, other: "WorkerSpec") -> list[str]:
         """Return the differences from `other`, except those of the tables: "feature 'history', pooling: ..."."""
-        found = [
+        differences = [
             f"{name}: {mine!r} here, {its!r} there"
             for name in ("servers", "wire", "barrier_size")
             if (mine := getattr(self, name)) != (its := getattr(other, name))
         ]
         if self.features.names != other.features.names:
-            return [*found, f"features: {list(self.features.names)} here, {list(other.features.names)} there"]
+            return [*differences, f"features: {list(self.features.names)} here, {list(other.features.names)} there"]
         for name in self.features:
-            mine, its = (flat(each.features[name].to_dict()) for each in (self, other))
+            mine, its = (flat(spec.features[name].to_dict()) for spec in (self, other))
             mine["table"], its["table"] = mine["table.name"], its["table.name"]
-            found += [
+            differences += [
                 f"feature {name!r}, {key}: {mine[key]!r} here, {its[key]!r} there"
                 for key in mine
                 if not key.startswith("table.") and mine[key] != its[key]
             ]
-        return found
+        return differences

@@ -1,0 +1,146 @@
+"""The lookups that modules make inside forward, of one step: their leaves, and the gradients that come to them.
+
+`ModuleLookups` has those of the steps between two streams, a batch of a stream those of its step. A lookup that no
+backward pass reaches leaves nothing to do. A backward pass that comes after the end raises an error, since its gradient
+would be lost.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from satrap.device.device_stream import to_device
+from satrap.errors import StreamError
+from satrap.worker.rows import Ids
+from satrap.worker.worker import IdGradients, Worker
+
+
+class StepLookups:
+    """The lookups of one step."""
+
+    def __init__(self, step: int, on_reach: Callable[[], None] = lambda: None) -> None:
+        """on_reach: called whenever a backward pass has reached another lookup; must not refer to a batch."""
+        self.step = step
+        self.leaves: list[Tensor] = []
+        """The leaves that have a gradient."""
+        self.num_lookups = 0
+        self._on_reach = on_reach
+        self._reached: dict[int, Lookup] = {}  # by number
+        self._ended_because = ""
+
+    @property
+    def has_gradient(self) -> bool:
+        """Whether a backward pass has reached any lookup."""
+        return bool(self._reached)
+
+    def add(self, table: str, ids: Ids, rows: Tensor, chunk: int = -1) -> Tensor:
+        """Return the rows that were looked up as a leaf of autograd. chunk: see `Lookup`."""
+        leaf = rows.requires_grad_()
+        self.num_lookups += 1
+        leaf.register_post_accumulate_grad_hook(Lookup(self, self.num_lookups, table, ids, chunk))
+        return leaf
+
+    def reach(self, lookup: "Lookup", leaf: Tensor) -> None:
+        """Note that a backward pass has reached the lookup."""
+        if self._ended_because:
+            leaf.grad = None
+            raise StreamError(
+                f"step {self.step}: a loss reached a lookup of table {lookup.table!r} after {self._ended_because}, so "
+                "its gradient would be lost: call backward() of all losses before the step, or forward again after it"
+            )
+        if lookup.number not in self._reached:
+            lookup.leaf = leaf
+            self._reached[lookup.number] = lookup
+            self.leaves.append(leaf)
+            self._on_reach()
+
+    def reached(self) -> list["Lookup"]:
+        """Return the lookups that have a gradient, in their order."""
+        return [lookup for _, lookup in sorted(self._reached.items())]
+
+    def forget(self) -> None:
+        """Clear the gradients."""
+        for lookup in self._reached.values():
+            assert lookup.leaf is not None
+            lookup.leaf.grad = None
+            lookup.leaf = None
+        self._reached.clear()
+        self.leaves.clear()
+
+    def end(self, why: str) -> None:
+        """Clear the gradients, and refuse others: they would come after `why`."""
+        self._ended_because = why
+        self.forget()
+
+
+class Lookup:
+    """One lookup: the hook of its leaf. Must not refer to the leaf before it has a gradient, so that it is collected
+    with the user's last reference."""
+
+    __slots__ = ("__weakref__", "_step", "chunk", "ids", "leaf", "number", "table")
+
+    def __init__(self, step: StepLookups, number: int, table: str, ids: Ids, chunk: int) -> None:
+        """chunk: the number of the table's chunk that has exactly these ids, if they were looked up ahead; else -1."""
+        self._step, self.number, self.table, self.ids, self.chunk = step, number, table, ids, chunk
+        self.leaf: Tensor | None = None
+
+    def __call__(self, leaf: Tensor) -> None:
+        self._step.reach(self, leaf)
+
+
+def gradients_of(lookups: Sequence[Lookup], weight: float) -> list[tuple[Tensor, float]]:
+    """Return the gradients of lookups with a factor, as `joined` takes them."""
+    gradients = [None if lookup.leaf is None else lookup.leaf.grad for lookup in lookups]
+    return [(gradient, weight) for gradient in gradients if gradient is not None]
+
+
+def read_rows(worker: Worker, table: str, ids: Ids, step: int, oldest_open: int, device: torch.device) -> Tensor:
+    """Return the rows of the ids for training in this step, [ids, dim], as a tensor on the model's device."""
+    with worker.on_device():
+        rows = worker.look_up_ids(table, ids, step, oldest_open)
+    return rows.to(device) if isinstance(rows, Tensor) else to_device(rows, device)
+
+
+@dataclass(slots=True, eq=False)
+class TakenGradients:
+    """The gradients of lookups that one update applies, by table, in the order of the lookups."""
+
+    ticket: Any
+    """The ticket of all their ids."""
+    parts: dict[str, list[tuple[Tensor, float]]]
+    """Each with the factor that it is still to be multiplied by."""
+
+    @classmethod
+    def of(cls, worker: Worker, lookups: Sequence[tuple[Lookup, float]]) -> "TakenGradients | None":
+        """Take the gradients as they are now, times a factor for each lookup; None if there is none."""
+        if not lookups:
+            return None
+        ids: dict[str, list[Ids]] = {}
+        parts: dict[str, list[tuple[Tensor, float]]] = {}
+        for lookup, weight in lookups:
+            assert lookup.leaf is not None and lookup.leaf.grad is not None
+            ids.setdefault(lookup.table, []).append(lookup.ids)
+            parts.setdefault(lookup.table, []).append((lookup.leaf.grad, weight))
+        return cls(worker.id_ticket({name: np.concatenate(given) for name, given in ids.items()}), parts)
+
+    def for_update(self, worker: Worker) -> IdGradients:
+        """Return the gradients where the rows are: in CPU memory, or on their device."""
+        return IdGradients(self.ticket, {name: joined(worker, parts) for name, parts in self.parts.items()})
+
+
+def joined(worker: Worker, parts: Sequence[tuple[Tensor, float]]) -> Any:
+    """Return gradients times their factors as one array, or as one tensor if the rows are on a device."""
+    given = [scaled(gradient, weight) for gradient, weight in parts]
+    whole = given[0] if len(given) == 1 else torch.cat(given)
+    if worker.device is not None:
+        return whole.to(worker.device).contiguous()
+    return whole.cpu().contiguous().numpy()
+
+
+def scaled(gradient: Tensor, weight: float) -> Tensor:
+    """Return a gradient times a weight, as float32."""
+    return (gradient.detach() if weight == 1.0 else gradient.detach() * weight).float()

@@ -65,7 +65,7 @@ def road() -> str:
         text(548, 92, "rows", ROWS, text_anchor="middle"),
         arrow("M640 182 C640 250 440 250 420 186", ROWS),
         text(530, 258, "gradients of rows: asynchronous,", ROWS, text_anchor="middle"),
-        text(530, 278, "at most `staleness` steps late", ROWS, text_anchor="middle"),
+        text(530, 278, "at most k steps late: the staleness", ROWS, text_anchor="middle"),
         arrow("M700 182 C715 222 745 222 752 186", DENSE),
         text(700, 258, "dense network:", DENSE),
         text(700, 278, "synchronous", DENSE),

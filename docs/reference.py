@@ -143,7 +143,9 @@ INTERNAL = {
     "HybridOptimizer": "hold",
     "LabelColumn": "expected find_invalid other_value text_values",
     "Position": "after",
-    "ProcessGroup": "all count forward_waits run_first broadcast_int gather exchange require_same_gradients wrap broadcast_",
+    "ProcessGroup": (
+        "all count forward_waits run_first broadcast_int gather exchange require_same_gradients wrap broadcast_"
+    ),
     "Progress": "clock",
     "Serializable": "to_dict from_dict",
     "ShardedTables": "is_whole keeps_cuts map_version require_permitted restore take_cut",

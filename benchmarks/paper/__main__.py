@@ -41,7 +41,7 @@ def main(arguments: Sequence[str]) -> int:
     options.html.write_text(html(record, pages))
     say(f"page: {options.html}")
     if options.docs:
-        (ROOT / "docs" / "paper.md").write_text(markdown(record, pages))
+        (ROOT / "docs" / "internals" / "paper.md").write_text(markdown(record, pages))
         for name, text in files(pages).items():
             (ROOT / "docs" / "figures" / name).write_text(text)
     return 0
@@ -53,7 +53,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     today = ROOT / "benchmarks" / "results" / f"paper-{now()[:10]}.jsonl"
     parser.add_argument("--out", type=Path, default=today, help="the record; a cell that it has is not run again")
     parser.add_argument("--html", type=Path, default=ROOT / "build" / "paper.html", help="the page to write")
-    parser.add_argument("--docs", action="store_true", help="also write docs/paper.md and its plots")
+    parser.add_argument("--docs", action="store_true", help="also write docs/internals/paper.md and its plots")
     parser.add_argument("--full", action="store_true", help="more seeds and samples, longer campaigns: hours")
     parser.add_argument("--only", nargs="+", choices=EXPERIMENTS, default=EXPERIMENTS, metavar="NAME",
                         help=f"experiments to run: {', '.join(EXPERIMENTS)}")  # fmt: skip

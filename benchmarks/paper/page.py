@@ -121,7 +121,7 @@ def _shown(part: str | Claim) -> Markup:
     return element("data", part.text, value=json.dumps(part.value), title=f"{part.kind}: {source}", data_source=source)
 
 
-def markdown(record: Record, sections: Sequence[Section], folder: str = "figures") -> str:
+def markdown(record: Record, sections: Sequence[Section], folder: str = "../figures") -> str:
     """Return the page of the documentation. folder: where its plots are."""
     parts = [
         "# Persia's experiments, repeated",

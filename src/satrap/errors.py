@@ -92,8 +92,8 @@ class StreamError(SatrapError, RuntimeError):
 
 
 class RpcError(SatrapError, RuntimeError):
-    """A call to another process failed: a message cannot be read, or an exception was raised there that is none of
-    these."""
+    """A call to another process failed: a message cannot be read, or that process raised an exception that is not a
+    SatrapError."""
 
 
 class DeadlineError(RpcError):

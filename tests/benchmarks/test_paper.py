@@ -255,7 +255,7 @@ def test_every_claim_is_in_the_record(record: Record) -> None:
 def test_the_documentation_shows_the_record(record: Record) -> None:
     found = sections(record)
     again = "run python -m benchmarks.paper --docs --out with the newest record"
-    assert (ROOT / "docs" / "paper.md").read_text() == markdown(record, found), again
+    assert (ROOT / "docs" / "internals" / "paper.md").read_text() == markdown(record, found), again
     plots = {path.name: path.read_text() for path in (ROOT / "docs" / "figures").glob("paper-*.svg")}
     assert plots == files(found), again
 

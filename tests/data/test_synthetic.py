@@ -4,6 +4,7 @@ import gzip
 import math
 import sys
 import tracemalloc
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -252,6 +253,15 @@ def test_parquet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         assert [-1 if count is None else count for count in table[name].to_pylist()] == block["counts"][:, at].tolist()
     for at, name in enumerate(clicks.id_names):
         assert table[name].to_pylist() == block["ids"][:, at].tolist()
+
+
+def test_several_writers_of_one_file_do_not_disturb_each_other(tmp_path: Path) -> None:
+    """The trainers of a run may all write the file that they read."""
+    clicks, path = Clicks(num_samples=2_000, num_dense=1, num_ids=2, cardinalities=100), tmp_path / "a.parquet"
+    with ThreadPoolExecutor(4) as pool:
+        for done in [pool.submit(clicks.write_parquet, path) for _ in range(40)]:
+            done.result(timeout=60)
+    assert pa.parquet.read_table(path).num_rows == 2_000 and list(tmp_path.iterdir()) == [path]
 
 
 @pytest.mark.parametrize("write", [Clicks.write_criteo, Clicks.write_parquet])

@@ -103,6 +103,9 @@ BAGS: dict[str, tuple[Tensor, Tensor | None, dict[str, Any]]] = {
     "padding": (torch.tensor([[0, 2, 0], [0, 0, 0], [1, 2, 3]]), None, {"padding_idx": 0}),
     "no padding": (torch.tensor([[1, 2, 3]]), None, {"padding_idx": -12}),
     "only padding": (torch.tensor([[0, 0]]), None, {"padding_idx": 0}),
+    "single ids": (torch.tensor([1, 0, 2]), torch.arange(3), {"padding_idx": 0}),
+    "single ids, last offset": (torch.tensor([1, 1, 2]), torch.arange(4), {"include_last_offset": True}),
+    "one column": (torch.tensor([[1], [0], [1]]), None, {"padding_idx": 0}),
     "no id": (torch.zeros(0, dtype=torch.int64), torch.tensor([0, 0]), {}),
 }
 

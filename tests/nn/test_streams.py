@@ -17,8 +17,23 @@ from torch import Tensor
 from cluster import running_servers
 from module_jobs import embeddings_of, item, start_rows
 from remote_worker_parts import working
-from satrap import SGD, Adagrad, Deployment, Embeddings, NonFiniteError, Normal, Parquet, StreamError, Table, Zeros
+from satrap import (
+    SGD,
+    Adagrad,
+    Deployment,
+    Embeddings,
+    InputError,
+    NonFiniteError,
+    Normal,
+    Parquet,
+    StreamError,
+    Table,
+    Zeros,
+)
+from satrap.config.features import Features
 from satrap.nn import Embedding, EmbeddingBag
+from satrap.worker.local_rows import local_worker
+from satrap.worker.remote.service import _id_gradients
 from satrap.worker.server_group import ServerGroup
 
 NUM_IDS, DIM, SIZE, STEPS = 12, 4, 6, 10
@@ -247,3 +262,13 @@ def test_an_overflow_drops_what_modules_looked_up() -> None:
             optimizer.zero_grad()
         assert torch.equal(start_rows(embeddings, "item", 2)[1], before[1] - 1)
         assert embeddings.counters().lost == {"batches/overflow": 1}
+
+
+def test_gradients_for_a_worker_process_are_checked() -> None:
+    worker = local_worker(Features({"item": item()}))
+    ids, gradients = np.arange(2, dtype=np.uint64), np.ones(8, np.float32)
+    found = _id_gradients(worker, ids, [2], gradients)
+    assert found is not None and found.by_table["item"].shape == (2, 4)
+    for counts, given in (([1], gradients), ([2, 0], gradients), ([2], gradients[:4]), ([-1], gradients)):
+        with pytest.raises(InputError, match=r"2 ids, \[.*expected ids of 1 tables"):
+            _id_gradients(worker, ids, counts, given)

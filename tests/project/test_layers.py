@@ -34,7 +34,7 @@ ARROWS: dict[str, str] = {
     "device": "config rpc sharding table data worker",
     "train": "config rpc monitor sharding table data server worker worker.remote device",
     "models": "config train",
-    "nn": "config train",
+    "nn": "config monitor train",
     "checkpoint": "config monitor storage table.snapshot data train",
     "serving": "config rpc storage table table.snapshot data worker train checkpoint",
     "launch": "config rpc monitor sharding server server.migration",

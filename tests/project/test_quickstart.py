@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -31,6 +33,21 @@ def test_the_adult_example_reaches_its_auc_with_the_packages_of_the_demo_alone(t
     assert reported.startswith(f"report: {tmp_path / 'report.html'} (")
     page = (tmp_path / "report.html").read_text()
     assert "Training ended." in page and "Validation: test AUC" in page and f"<td>{auc:.4f}" in page
+
+
+@pytest.mark.cluster
+def test_the_command_of_the_readme_runs_the_script_of_the_readme(tmp_path: Path) -> None:
+    page = (ROOT / "README.md").read_text()
+    (code,) = re.findall(r"^```python\n(.*?)^```$", page, re.DOTALL | re.MULTILINE)
+    (command,) = re.findall(r"^satrap (run train.py [^#\n]*)", page, re.MULTILINE)
+    (tmp_path / "train.py").write_text(code)
+    program = Path(sys.executable).with_name("satrap")
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [program, *command.split()], cwd=tmp_path, capture_output=True, text=True, timeout=300, env=environment
+    )
+    assert done.returncode == 0, done.stderr
+    assert "AUC 0.8" in done.stdout + done.stderr
 
 
 def python(code: str) -> str:

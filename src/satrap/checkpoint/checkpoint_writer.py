@@ -124,7 +124,7 @@ class CheckpointWriter:
 
 
 def _saved_table(name: str, folder: Folder, rows: int, *, is_full: bool) -> SavedTable:
-    """Return what the folder holds of a table; raise SnapshotError if a full save lacks some rows."""
+    """Return the record of a table that was saved in `folder`; raise SnapshotError if a full save lacks rows."""
     saved = SavedTable.from_folder(folder, rows)
     num_saved = sum(part.rows for part in saved.parts)
     if is_full and num_saved != rows:

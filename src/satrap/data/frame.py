@@ -98,7 +98,7 @@ class _DatasetRows:
 
 
 def column_length(value: Any) -> int:
-    """Return the number of samples of a column: one less than offsets, if it is (values, offsets)."""
+    """Return the number of samples of a column: an array, or (values, offsets) with one offset more than samples."""
     return len(value[1]) - 1 if isinstance(value, tuple) else len(value)
 
 

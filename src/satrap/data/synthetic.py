@@ -17,6 +17,7 @@ Scale and offset of the logit come from a fixed draw, so that `strength` and `ba
 import math
 import numbers
 import os
+import secrets
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -377,9 +378,12 @@ def _record_batch(arrow: Any, schema: Any, block: Block, ids: list[Any]) -> Any:
 
 @contextmanager
 def _atomic_write(path: str | os.PathLike[str]) -> Iterator[Path]:
-    """Yield a temporary path to write to. The complete file gets its final name; after an error it is removed."""
+    """Yield a temporary path to write to. The complete file gets its final name; after an error it is removed.
+
+    Its name is random, so several trainers may write the same file at the same time.
+    """
     whole = local_path(path, "path")
-    part = Path(f"{whole}.part")
+    part = Path(f"{whole}.{secrets.token_hex(4)}.part")
     try:
         yield part
         os.replace(part, whole)

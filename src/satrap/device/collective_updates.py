@@ -126,7 +126,7 @@ class CollectiveUpdates:
             self._pass(self._order.skip(step))
 
     def pass_through(self, step: int) -> None:
-        """Join all steps up to this one that were not joined."""
+        """Join all steps up to this one that this trainer has not joined yet."""
         with self._lock:
             self._pass(self._order.pass_through(step))
 

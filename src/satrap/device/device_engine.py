@@ -149,8 +149,10 @@ class DeviceEngine:
             self.moves.note_use()
 
     def owe(self, record: Callable[[], Owed]) -> None:
-        """Record a change in the core, and do the work on the device that `record` returns. If the work fails, as it
-        does where memory runs out, the next call does it before anything else: no row is used without it."""
+        """Record a change in the core, and do the work on the device that `record` returns.
+
+        If the work fails, for example because memory runs out, the next call does it first, so that no row is used
+        without it."""
         with Uninterrupted():
             self._owed.append(record())
         while self._owed:

@@ -29,7 +29,7 @@ _MOST_PLACES = 2**31 - 1  # counted in int32
 
 @dataclass(frozen=True, slots=True)
 class LookupTime:
-    """When a lookup is."""
+    """The step of a lookup, the oldest step that is still open then, and whether it is in the first epoch."""
 
     step: int
     oldest_open: int
@@ -165,8 +165,9 @@ class OwnTables:
     def __init__(
         self, features: Features, device: torch.device, device_memory: DeviceMemory, rank: int, world_size: int
     ) -> None:
-        """device_memory: that of `Embeddings`, of each trainer. Raise ConfigError for a table that so many trainers
-        cannot divide."""
+        """Raise ConfigError for a table that cannot be divided over `world_size` trainers.
+
+        device_memory: the argument of `Embeddings`; each trainer uses this much on its device."""
         self._features, self._device, self._device_memory = features, device, device_memory
         self.trainer = Trainer(rank, world_size)
         self.stream = new_stream(device)
@@ -205,6 +206,6 @@ class OwnTables:
         return self._engine
 
     def rows(self) -> OwnedRows:
-        """Return the rows of these tables."""
+        """Return the rows of the present tables."""
         assert self._rows is not None, "the handshake creates tables before there is a lookup"
         return self._rows

@@ -193,7 +193,7 @@ class RowMemory:
         self.exchange(frames, slots_of(places), np.full(len(places), IN, np.int32))
 
     def send_home(self, staged: "RowMemory", places: NDArray[np.int32]) -> None:
-        """Replace rows at home by those of `staged`."""
+        """Copy the rows of `staged`, in order, to these places at home."""
         lines = np.arange(len(places), dtype=np.int32)
         staged.exchange(lines, slots_of(places), np.full(len(places), OUT, np.int32))
 

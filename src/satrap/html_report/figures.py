@@ -30,7 +30,9 @@ def charts_of(runs: Sequence[RunRecords]) -> list[Chart]:
 
 
 def _together(names: Sequence[str], same: Sequence[tuple[int, Chart]]) -> Chart:
-    """Return charts with one title as one. same: with the place of its run in `names`."""
+    """Join the charts of several runs with one title into one chart.
+
+    names: the runs. same: pairs of a run's index in `names` and its chart."""
     chart = same[0][1]
     notes = [f"{names[place]}: {each.note}" for place, each in same if each.note]
     note = chart.note if len({each.note for _, each in same}) == 1 else " ".join(notes)
@@ -90,7 +92,7 @@ def _memory(run: RunRecords) -> LineChart:
     chart.series = [each for each in chart.series if each.points or each.superseded]
     if (count := len(by_rank(run)) + len(measured)) > MAX_SERIES:
         chart.series.sort(key=lambda each: -max((y for _, y in each.points if y is not None), default=0.0))
-        chart.note = f"{count} processes recorded; these are {MAX_SERIES} that use most."
+        chart.note = f"{count} processes recorded; these are {MAX_SERIES}, the largest first."
         chart.series = chart.series[:MAX_SERIES]
     return chart
 

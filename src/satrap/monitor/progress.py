@@ -201,8 +201,8 @@ class Progress:
         """Show how far a save is, from any thread."""
         note = None if figures is None else f"{kind}: {format_progress(**figures)}"
         for sink in self._sinks:
-            if isinstance(sink, Screen):
-                sink.note(note)
+            if (show := getattr(sink, "note", None)) is not None:
+                show(note)
         if self._record is not None:
             self._record.note(note)
 

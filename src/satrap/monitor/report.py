@@ -106,6 +106,7 @@ class Report:
     stages: Mapping[str, float] = field(default_factory=dict)
     """Seconds per step of each stage, mean over the interval. "dense" is the time between calls of the stream."""
     learning_rates: Mapping[str, float] = field(default_factory=dict)
+    """Learning rate of the dense parameters and of the tables."""
     gradient_norm: float | None = None
     """The norm of the dense gradients, in one step of the interval."""
     device_bytes: int | None = None

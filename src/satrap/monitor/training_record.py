@@ -166,7 +166,9 @@ class TrainingRecord:
 
 
 def open_record(folder: str | os.PathLike[str] | None, rank: int) -> RecordFile | None:
-    """Open the record of this trainer. folder: None: that of the run under `satrap run`; else there is none."""
+    """Open the record of this trainer in `folder`.
+
+    With None the record belongs to the run under `satrap run`; elsewhere there is none, and None is returned."""
     if folder is None:
         pipe = record_pipe()
         return None if pipe is None else RecordFile(os.dup(pipe), "the record of this trainer")

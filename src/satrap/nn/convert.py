@@ -1,7 +1,8 @@
 """Replaces the nn.Embedding and nn.EmbeddingBag of a model by modules over Satrap's tables.
 
+A nn.Linear whose weight is that of an embedding, such as the tied output layer of a language model, is replaced too.
 Everything is checked before anything is changed. What the new module would not do is refused: max_norm,
-scale_grad_by_freq, a frozen weight, hooks, a subclass, a weight that another kind of module also uses.
+scale_grad_by_freq, hooks, a subclass, a weight that another kind of module or a penalty also uses.
 """
 
 from collections import defaultdict
@@ -18,10 +19,12 @@ from satrap.config.tables import Normal, Table
 from satrap.config.validation import check_flag, check_integer, kind_of, suggest
 from satrap.errors import ConfigError
 from satrap.nn.embedding import Embedding, EmbeddingBag
+from satrap.nn.tied_linear import TiedLinear
 from satrap.train.embeddings import Embeddings
 
 _KINDS = (torch.nn.Embedding, torch.nn.EmbeddingBag)
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_PENALTY = "empty it, and give the table's optimizer weight_decay, which decays the rows of each batch"
 _HINT = "leave the module out, or change the model"
 
 
@@ -54,6 +57,7 @@ def convert(
             f"tables is {kind_of(tables)}; expected a dict from a module's name to a satrap.Table, or an optimizer, "
             "such as satrap.Adagrad(lr=0.1)"
         )
+    _require_no_regularizer(model)
     for choice in chosen:
         choice.require_possible(model, has_weights=weights)
     embeddings = Embeddings({choice.table.name: choice.table for choice in chosen}, **options)
@@ -64,10 +68,18 @@ def convert(
     except BaseException:
         embeddings.close()
         raise
+    tied = _tied_layers(model, chosen)
     for choice in chosen:
-        parent, _, name = choice.path.rpartition(".")
-        setattr(model.get_submodule(parent), name, new[id(choice.module)])
+        choice.module.weight.in_satrap_table = choice.table.name  # `Embeddings.optimizer` refuses it
+        _replace(model, choice.path, new[id(choice.module)])
+    for path, (linear, module) in tied.items():
+        _replace(model, path, TiedLinear(new[id(module)], linear))
     return embeddings
+
+
+def _replace(model: torch.nn.Module, path: str, module: torch.nn.Module) -> None:
+    parent, _, name = path.rpartition(".")
+    setattr(model.get_submodule(parent), name, module)
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,14 +99,22 @@ class _Chosen:
             f"is a {type(module).__name__}, a class of the model's code": type(module) not in _KINDS,
             f"has max_norm={module.max_norm}": module.max_norm is not None,
             "has scale_grad_by_freq=True": module.scale_grad_by_freq,
-            "has a frozen weight (requires_grad is False)": not weight.requires_grad,
             f"has a weight of {weight.dtype}, and rows are float32": weight.dtype != torch.float32,
             "has hooks": any(getattr(module, name) for name in _HOOKS) or bool(weight._backward_hooks),
         }
         if reasons := [reason for reason, is_so in refused.items() if is_so]:
             raise ConfigError(f"{where} {reasons[0]}, which a table does not do: {_HINT}")
-        if users := [name for name, owner in _owners(model, weight) if not isinstance(owner, _KINDS)]:
-            raise ConfigError(f"{where} shares its weight with {users[0]!r}, which is no embedding: {_HINT}")
+        if not weight.requires_grad and not has_weights:
+            raise ConfigError(
+                f"{where} has a frozen weight, and weights is False, so frozen rows would have other values: pass "
+                "weights=True"
+            )
+        if holders := list(_holders(model, weight)):
+            raise ConfigError(
+                f"{where}: attribute {holders[0]!r} of the model has its weight too, such as for an L2 penalty, and "
+                f"would no longer see what trains: {_PENALTY}"
+            )
+        self._require_possible_users(model, where)
         tied = {other.padding_idx for _, other in _owners(model, weight) if isinstance(other, _KINDS)}
         if len(tied) > 1:
             raise ConfigError(
@@ -117,13 +137,38 @@ class _Chosen:
                 "or pass weights=False"
             )
 
+    def _require_possible_users(self, model: torch.nn.Module, where: str) -> None:
+        """Raise ConfigError if a module that shares the weight could not share the table."""
+        for name, owner in _owners(model, self.module.weight):
+            if isinstance(owner, _KINDS):
+                continue
+            if type(owner) is not torch.nn.Linear or name.endswith(".bias"):
+                raise ConfigError(
+                    f"{where} shares its weight with {name!r}, which is neither an embedding nor an nn.Linear: {_HINT}"
+                )
+            if any(getattr(owner, hooks) for hooks in _HOOKS):
+                raise ConfigError(f"{where} shares its weight with {name!r}, whose module has hooks: {_HINT}")
+            if self.module.padding_idx is not None:
+                raise ConfigError(
+                    f"{where} has padding_idx {self.module.padding_idx} and shares its weight with {name!r}, which "
+                    f"trains that row, and a row of padding is not trained: {_HINT}"
+                )
+            if self.table.num_rows != owner.out_features:
+                raise ConfigError(
+                    f"{where} shares its weight with {name!r}, which needs all {owner.out_features} rows in each step, "
+                    f"and table {self.table.name!r} has num_rows {self.table.num_rows}; expected {owner.out_features}"
+                )
+
     def replacement(self, embeddings: Embeddings) -> torch.nn.Module:
         """Return the new module."""
         module, padding = self.module, self.module.padding_idx
+        new: Embedding | EmbeddingBag
         if isinstance(module, torch.nn.Embedding):
-            return Embedding(embeddings, self.table, padding_idx=padding).train(module.training)
-        bags: dict[str, Any] = {"mode": module.mode, "include_last_offset": module.include_last_offset}
-        return EmbeddingBag(embeddings, self.table, padding_idx=padding, **bags).train(module.training)
+            new = Embedding(embeddings, self.table, padding_idx=padding)
+        else:
+            bags: dict[str, Any] = {"mode": module.mode, "include_last_offset": module.include_last_offset}
+            new = EmbeddingBag(embeddings, self.table, padding_idx=padding, **bags)
+        return new.train(module.training).requires_grad_(module.weight.requires_grad)
 
 
 def _modules(model: torch.nn.Module) -> Iterator[tuple[str, Any]]:
@@ -140,6 +185,40 @@ def _owners(model: torch.nn.Module, weight: Tensor) -> list[tuple[str, torch.nn.
         for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False)
         if parameter is weight
     ]
+
+
+def _require_no_regularizer(model: torch.nn.Module) -> None:
+    """Raise ConfigError if FuxiCTR's model adds a penalty over the Parameters of embeddings to its loss."""
+    for path, module in model.named_modules():
+        if value := vars(module).get("_embedding_regularizer"):
+            name = f"{path}._embedding_regularizer".removeprefix(".")
+            raise ConfigError(
+                f"convert: {name} is {value!r}, a penalty over Parameters, and rows of a table are none: {_PENALTY}"
+            )
+
+
+def _holders(model: torch.nn.Module, weight: Tensor) -> Iterator[str]:
+    """Yield the attributes of modules that have the weight, besides Parameters."""
+
+    def has(value: Any) -> bool:
+        if isinstance(value, Mapping):
+            return any(map(has, value.values()))
+        return value is weight or (isinstance(value, list | tuple | set) and any(map(has, value)))
+
+    for path, module in model.named_modules():
+        for name, value in vars(module).items():
+            if name not in ("_parameters", "_modules", "_buffers") and has(value):
+                yield f"{path}.{name}".removeprefix(".")
+
+
+def _tied_layers(model: torch.nn.Module, chosen: list[_Chosen]) -> dict[str, tuple[torch.nn.Linear, torch.nn.Module]]:
+    """Return by name each nn.Linear that shares its weight with a module, and that module."""
+    modules = {id(choice.module.weight): choice.module for choice in chosen}
+    return {
+        path: (layer, modules[id(layer.weight)])
+        for path, layer in model.named_modules(remove_duplicate=False)
+        if type(layer) is torch.nn.Linear and id(layer.weight) in modules
+    }
 
 
 def _named(model: torch.nn.Module, tables: Mapping[str, Table]) -> list[_Chosen]:

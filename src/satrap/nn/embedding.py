@@ -2,7 +2,8 @@
 
 In train() with gradients a lookup belongs to the open step, which `step()` of the optimizer that
 `embeddings.optimizer(...)` returned ends. In eval(), or under no_grad, a lookup reads and changes nothing. The modules
-own no Parameter: the rows are no part of a state_dict, which only has the step that they must be at.
+own no Parameter: the rows are no part of a state_dict, which only has the step that they must be at. `weight` is a
+lookup of all ids, for models that read the weight of nn.Embedding.
 
 EmbeddingBag looks up one row for each id, and torch pools them: so modes, weights, their gradients and errors are
 torch's, at the cost of the memory of the rows before they are pooled.
@@ -19,12 +20,14 @@ from torch.nn.functional import embedding_bag
 from satrap.config.tables import Table
 from satrap.config.validation import check_choice, check_integer, kind_of, suggest
 from satrap.errors import ConfigError, InputError, StreamError
+from satrap.monitor.memory import memory
 from satrap.train.embeddings import Embeddings, session_of
 
 _NO_WEIGHT = (
-    "this module has no weight: its rows are in table {!r} of the embeddings. Call the module with ids, or use "
-    "embeddings.tables[{!r}].lookup(ids, train=False), or .write(ids, values)"
+    "weight is all rows of table {!r}, and {}. Call the module with the ids that the loss needs, such as targets and "
+    "the negatives of satrap.negatives; for evaluation satrap.full_softmax and satrap.topk read the rows in parts"
 )
+_COPIES_OF_WEIGHT = 4  # rows, gradients, gradients of the update, and what the model computes of them
 
 
 class _TableModule(torch.nn.Module):
@@ -54,6 +57,7 @@ class _TableModule(torch.nn.Module):
         self._session.note_padding(self.table.name, self.padding_idx)
         self._is_frozen = False
         self._expected_step: int | None = None
+        self.register_buffer("_moved", torch.empty(0), persistent=False)  # is on the device of the model
 
     def _resolve_padding(self, padding_idx: int | None) -> int | None:
         if padding_idx is None:
@@ -64,9 +68,22 @@ class _TableModule(torch.nn.Module):
         return found if found >= 0 or count is None else count + found
 
     def __getattr__(self, name: str) -> Any:
-        if name == "weight":
-            raise AttributeError(_NO_WEIGHT.format(self.table.name, self.table.name))
-        return super().__getattr__(name)
+        # No property: AttributeError of a property ends here, without its message.
+        return self._all_rows() if name == "weight" else super().__getattr__(name)
+
+    def _all_rows(self) -> Tensor:
+        """Look up all ids, [num_embeddings, dim]. A copy: writing to it changes no row."""
+        count = self.num_embeddings
+        if count is None:
+            raise AttributeError(
+                _NO_WEIGHT.format(self.table.name, "the table has no num_rows, so any number is an id")
+            )
+        needed, (used, allowed) = _COPIES_OF_WEIGHT * 4 * count * self.embedding_dim, memory()["machine"]
+        if needed > allowed - used:
+            why = f"a step with {count} rows takes {needed} bytes, of which {allowed - used} are free"
+            raise AttributeError(_NO_WEIGHT.format(self.table.name, why))
+        rows: Tensor = self._rows(torch.arange(count, device=self._moved.device))
+        return rows
 
     def requires_grad_(self, requires_grad: bool = True) -> Self:
         """Freeze the module, or train it again: the lookups of a frozen one read and change nothing, as in eval()."""
@@ -174,6 +191,9 @@ class EmbeddingBag(_TableModule):
     def forward(self, input: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None) -> Tensor:
         """Return the pooled rows of each bag, [bags, embedding_dim], as nn.EmbeddingBag does."""
         self._require_ids(input)
+        if self._has_single_ids(input, offsets, per_sample_weights):
+            single: Tensor = self._rows(input)  # zeros for padding, as the sum, mean and maximum of no row are
+            return single
         with torch.no_grad():  # lets torch refuse bad arguments before a lookup inserts rows
             self._pool(input.new_zeros(input.shape), torch.zeros(1, 1), offsets, per_sample_weights, None)
         rows: Tensor = self._rows(input)
@@ -189,6 +209,15 @@ class EmbeddingBag(_TableModule):
         if not len(rows):  # torch takes no weight without lines
             rows = torch.cat([rows, rows.new_zeros(1, self.embedding_dim)])
         return self._pool(lines.view(input.shape), rows, offsets, per_sample_weights, padding)
+
+    def _has_single_ids(self, input: Tensor, offsets: Tensor | None, weights: Tensor | None) -> bool:
+        """Return whether each bag has exactly one id, so that nothing is pooled."""
+        if weights is not None or offsets is None:
+            return weights is None and input.dim() == 2 and input.shape[1] == 1
+        end = len(input) + self.include_last_offset if input.dim() == 1 else -1
+        if offsets.dim() != 1 or len(offsets) != end or offsets.dtype not in (torch.int64, torch.int32):
+            return False
+        return torch.equal(offsets, torch.arange(end, dtype=offsets.dtype, device=offsets.device))
 
     def _pool(
         self, lines: Tensor, rows: Tensor, offsets: Tensor | None, weights: Tensor | None, padding: int | None

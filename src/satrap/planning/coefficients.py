@@ -15,7 +15,7 @@ from satrap.config.validation import Serializable, check_name, check_number, set
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cost(Serializable):
-    """Seconds of one core for a part of a step: a constant, and more for each id and for each byte that moves."""
+    """The seconds of one core that a part of a step takes: a constant, and a cost for each id and each byte moved."""
 
     step: float
     """Seconds of a step however small."""

@@ -193,7 +193,9 @@ class ServerCalls(Protocol):
         and pairs of a trainer and its oldest open step."""
 
     def expect_buckets(self, origin: Origin, migration: int, buckets: Numbers, state: dict[str, Any]) -> None:
-        """Expect these buckets from a server in that `state`, and discard what is here of them."""
+        """Prepare to receive these buckets from another server, and discard rows of them that this server has.
+
+        state: the sending server's attempt, latest step and table versions, which this server adopts."""
 
     def import_rows(
         self,

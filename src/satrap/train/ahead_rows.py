@@ -64,7 +64,7 @@ class AheadRows:
     def __init__(self, inputs: NamedInputs, values: Mapping[str, Tensor]) -> None:
         """values: of each table, the rows of its chunks."""
         self._chunks = inputs.chunks
-        self._values = {name: rows.detach() for name, rows in values.items()}
+        self._values = values
         self._sorted: dict[str, tuple[Ids, Any]] = {}
 
     def find(self, table: str, ids: Ids) -> tuple[Tensor, int] | None:

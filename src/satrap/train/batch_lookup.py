@@ -95,11 +95,13 @@ class BatchLookup:
             else:
                 rows = self._worker.lookup(batch.inputs, step=None, oldest_open=None, train=False)
         batch.ticket = rows.ticket
-        batch.sequences = {name: self._sequence(rows, name, batch.inputs) for name in rows.sequences}
+        if isinstance(batch.inputs, NamedInputs):
+            values = {name: self._to_device(of_table) for name, of_table in rows.sequences.items()}
+            batch.ahead = AheadRows(batch.inputs, values)
+        else:
+            batch.sequences = {name: self._sequence(rows, name, batch.inputs) for name in rows.sequences}
         block = self._to_device(rows.block)
         of_rows = self._worker.device_stream
-        if isinstance(batch.inputs, NamedInputs):
-            batch.ahead = AheadRows(batch.inputs, {name: found.values for name, found in batch.sequences.items()})
         batch.ready += [self._batch_copies.mark(), *([] if of_rows is None else [of_rows.mark()])]
         batch.embeddings = block  # last: marks the batch as looked up
 

@@ -39,7 +39,7 @@ class DenseStrategy:
         """Raise ConfigError if a job with these features cannot train in this way."""
 
     def connect(self, servers: "ServerGroup") -> None:
-        """Use `servers`, whose job has `tables` as its last ones."""
+        """Use `servers`; the last tables of their job are `self.tables`, which hold the dense parameters."""
 
     # -- for the optimizer ---------------------------------------------------------------------------------------------
 

@@ -59,10 +59,11 @@ class JointBatches(Iterator[Inputs]):
         weigh: Callable[[float], None],
         unawaited: Collection[Call] = (),
     ) -> None:
-        """exchange: all trainers call it together.
-        rank: of this trainer.
+        """exchange: shares numbers with the other trainers; all of them call it together.
+        rank: the rank of this trainer.
         weigh: sets the weight of the batch whose backward pass comes next.
-        unawaited: calls in which no trainer waits for another; NEXT: if the shapes of the batches are known before.
+        unawaited: the calls in which no trainer waits for another. NEXT is one only if the shapes of the batches are
+            known before they are requested.
         """
         self.weigh = weigh
         self._unawaited = unawaited

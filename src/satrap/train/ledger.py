@@ -143,7 +143,7 @@ Action = DropTicket | SkipStep
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Update(Generic[Record]):
-    """The table update of one optimizer step; it has the number of its last batch's step."""
+    """The update of the tables by one optimizer step, which may sum the gradients of several batches."""
 
     batches: Sequence[Record]
     apply: Callable[[], None]

@@ -68,10 +68,10 @@ class Listed(Protocol):
 
 
 class Draws:
-    """Draws of ids, with replacement. A function of (seed, number of the draw)."""
+    """Draws ids with replacement. Each draw is a function of the seed and its number."""
 
     def __init__(self, ids: _Ids, weights: NDArray[np.float64] | None = None) -> None:
-        """weights: in proportion to the probabilities; None: all are equal."""
+        """weights: the probability of each id, up to a common factor; None: all ids are equally probable."""
         if not len(ids):
             raise InputError("there are no ids to draw from: train or write rows first, or count some ids")
         self._ids, self._ends = ids, None if weights is None else np.cumsum(weights)

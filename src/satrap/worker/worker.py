@@ -207,6 +207,8 @@ class Worker:
         if block is None:
             block = self.rows.empty(*shape)
         memory = self._blocks.check_block(block, shape)
+        if self._of_tables:
+            return self._look_up_by_table(request, memory)
         lengths = self._lengths(request)
         offsets = request.values.jagged if lengths is None else self._offsets(lengths)
         shapes = [sequence.shape(batch_size, offsets) for sequence in self._sequences]
@@ -224,6 +226,15 @@ class Worker:
             truncated=truncated,
             ticket=ticket,
         )
+
+    def _look_up_by_table(self, request: BagRequest, block: Block) -> LookupResult:
+        """Look up ids by table. Their result has no offsets: there is one sample."""
+        assert request.offsets is not None
+        counts = np.diff(request.offsets).tolist()
+        tables = self.features.tables
+        rows = {table.name: self.rows.empty(n, table.dim) for n, table in zip(counts, tables, strict=True)}
+        ticket = self.rows.lookup(request, block, list(rows.values()))
+        return LookupResult(block=block, sequences=rows, masks={}, offsets={}, truncated=[0] * len(rows), ticket=ticket)
 
     def jagged_offsets(self, inputs: Inputs) -> Mapping[str, NDArray[np.int64]]:
         """Return `LookupResult.offsets` of a batch of arrays before its lookup."""

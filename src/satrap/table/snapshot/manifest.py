@@ -51,12 +51,12 @@ def object_name(snapshot_id: str) -> str:
 
 
 def is_of_other(name: str, ids: Iterable[str]) -> bool:
-    """Return whether only a save of another snapshot than these can have left an object of this name."""
+    """Return whether an object of this name was left by the save of a snapshot that is not among `ids`."""
     return is_ours(name) and not any(part_id in name for part_id in ids)
 
 
 class Since(NamedTuple):
-    """The snapshot that changes start at."""
+    """The snapshot on which saved changes build: its version and id."""
 
     version: int
     id: str | None

@@ -19,7 +19,7 @@ export CTEST_PARALLEL_LEVEL = $(JOBS)
 # Where it is set, as in many images, every process compiles again what it imports: for torch two seconds.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup test core-test python-test fast-test check bench demo docs wheel gpu gpu-wheels format stub reference clean
+.PHONY: setup test core-test python-test fast-test public-models check bench demo docs wheel gpu gpu-wheels format stub reference clean
 .DEFAULT_GOAL := setup
 
 # Compiling and installing packages beside each other: neither keeps two cores busy all the time.
@@ -73,6 +73,13 @@ python-test: setup $(older_triton)
 	$(bin)/python -m pytest -m alone $(drawn)
 	$(bin)/python -m pytest -m "not alone" -n $$(($(JOBS) + 1)) --dist loadfile --no-loadscope-reorder $(drawn)
 	$(if $(older_triton),PYTHONPATH="$(CURDIR)/$(older_triton)" $(bin)/python -m pytest tests/device/test_triton.py --draw $(SEED:%=--seed %))
+
+# Published models, which tests/public_models converts: without their dependencies, so that torch stays as it is.
+public-models: setup
+	$(bin)/python tests/requirements.py public-models | grep == >.venv/.public-models.txt
+	rm -rf build/public-models
+	$(pip) install --no-compile --no-deps --target build/public-models -r .venv/.public-models.txt
+	$(bin)/python -m pytest tests/public_models
 
 # The tests that need no other process, in a few minutes.
 fast-test: setup

@@ -62,6 +62,7 @@ SLOWEST = (
     "test_sharded_training.py",
     "test_examples.py",
     "test_object_store_kills.py",
+    "test_trainer_server.py",
     "test_trainers.py",
     "test_remote_worker_trainers.py",
     "test_save_beside.py",
@@ -76,7 +77,7 @@ SLOWEST = (
 CLUSTERS = ("benchmarks", "deploy", "faults", "launch")
 """Folders of tests that start processes. Their tests and those of the slowest files are marked `cluster`."""
 PROCESSES = {"trainers", "module_trainers", "Trainers", "subprocess", "killed_at_random"}
-PROCESSES |= {"ServerProcess", "server_process", "server_processes", "observe_script", "kill_amid", "python"}
+PROCESSES |= {"ServerProcess", "server_process", "server_processes", "observe_script", "kill_amid", "python", "hosts"}
 """Fixtures, modules and functions that start processes. Tests that name one are marked, too."""
 
 

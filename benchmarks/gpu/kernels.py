@@ -22,7 +22,7 @@ from satrap.config.optimizers import Optimizer
 from satrap.config.tables import Feature, Pooling, Table
 from satrap.data.inputs import Inputs
 from satrap.device import reference
-from satrap.device.device_rows import device_worker
+from satrap.device.device_worker import device_worker
 from satrap.device.home_memory import DTYPES, IN, OUT, HomeMemory, RowLayout
 from satrap.device.runs import PooledFeatures, RowUpdate, Runs
 from satrap.device.torch_device import kernels_of

@@ -146,7 +146,7 @@ void bind_lookup(nb::class_<Split>& split) {
              "num_servers"_a, "with_indexes"_a = false, "bags"_a.none() = nb::none(), WithoutGil())
         .def(
             "bags",
-            [](const Split& s, const std::vector<NamedFeature>& named) {
+            [](Split& s, const std::vector<NamedFeature>& named) {
                 return s.other_bags(checked_features(s.dims(), named));
             },
             "features"_a,

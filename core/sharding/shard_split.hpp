@@ -60,7 +60,8 @@ class Split {
 
     const Bags& bags() const { return *bags_; }
     // Other features of the same tables: an update may have tickets of lookups by both.
-    std::shared_ptr<Bags> other_bags(std::vector<BagFeature> features) const {
+    std::shared_ptr<Bags> other_bags(std::vector<BagFeature> features) {
+        fork_guard_.require_same_process();
         return std::make_shared<Bags>(std::move(features), map_.num_tables(), identity_);
     }
     const std::vector<std::uint32_t>& dims() const { return dims_; }

@@ -28,7 +28,7 @@ from satrap.config.optimizers import SGD, Adagrad, Adam
 from satrap.config.tables import Normal, Table, Zeros
 from satrap.data.inputs import Inputs
 from satrap.device import reference
-from satrap.device.device_rows import device_worker
+from satrap.device.device_worker import device_worker
 from satrap.device.row_memory import RowMemory
 from satrap.device.runs import Runs
 from satrap.errors import CapacityError

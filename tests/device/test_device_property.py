@@ -21,7 +21,7 @@ from satrap.config.features import Features
 from satrap.config.tables import Table
 from satrap.data.inputs import Inputs
 from satrap.device import device_ids
-from satrap.device.device_rows import device_worker
+from satrap.device.device_worker import device_worker
 from satrap.device.home_memory import RowLayout
 from satrap.errors import CapacityError
 from satrap.table.engine import native_config

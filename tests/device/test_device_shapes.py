@@ -18,7 +18,7 @@ from satrap.config.features import Features
 from satrap.config.optimizers import SGD, Adagrad, Adam, RowWiseAdagrad
 from satrap.config.tables import Constant, Table
 from satrap.data.inputs import Inputs
-from satrap.device.device_rows import device_worker
+from satrap.device.device_worker import device_worker
 from satrap.device.torch_device import require_possible
 from satrap.errors import ConfigError, InputError
 

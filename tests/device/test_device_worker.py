@@ -20,7 +20,7 @@ from satrap.config.features import Features
 from satrap.config.optimizers import Adagrad, Adam
 from satrap.config.tables import Constant, Feature, MinCount, Normal, Probability, Table, Uniform
 from satrap.data.inputs import Inputs
-from satrap.device.device_rows import device_worker
+from satrap.device.device_worker import device_worker
 from satrap.device.home_memory import RowLayout
 from satrap.device.row_memory import RowMemory
 from satrap.errors import CapacityError, InputError, NonFiniteError, SatrapError, TicketError

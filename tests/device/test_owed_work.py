@@ -17,7 +17,7 @@ from satrap.config.features import Features
 from satrap.data.inputs import Inputs
 from satrap.device import home_memory, reference
 from satrap.device.device_engine import DeviceEngine
-from satrap.device.device_rows import device_worker
+from satrap.device.device_worker import device_worker
 from satrap.device.home_memory import HomeMemory
 from satrap.device.row_memory import RowMemory
 from satrap.errors import CapacityError

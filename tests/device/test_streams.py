@@ -17,8 +17,8 @@ from satrap import SGD, Adagrad, Embeddings, Inputs, Normal, Table
 from satrap.config.features import Features
 from satrap.data.inputs import Position
 from satrap.device import device_ids, home_memory
-from satrap.device.device_rows import device_worker
 from satrap.device.device_stream import DeviceStream, new_stream
+from satrap.device.device_worker import device_worker
 from satrap.train.batch_lookup import BatchLookup
 from stream_recorder import Recorder, recorded
 
@@ -33,9 +33,9 @@ def recorder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Recorder]:
         yield found
 
 
-def features(on_nonfinite: Any = "raise") -> dict[str, Any]:
-    user = Table("user", dim=DIM, optimizer=Adagrad(lr=0.1), initial=Normal(std=1.0), on_nonfinite=on_nonfinite)
-    item = Table("item", dim=DIM, optimizer=SGD(lr=0.1), on_nonfinite=on_nonfinite)
+def features(num_rows: int | None = None) -> dict[str, Any]:
+    user = Table("user", dim=DIM, optimizer=Adagrad(lr=0.1), initial=Normal(std=1.0), num_rows=num_rows)
+    item = Table("item", dim=DIM, optimizer=SGD(lr=0.1), num_rows=num_rows)
     return {"user": user, "item": item.bag("mean"), "history": item.sequence(3)}
 
 
@@ -88,13 +88,14 @@ def train(
     accumulate: int = 1,
     weight: float = 1.0,
     device: torch.device = CPU,
+    num_rows: int | None = None,
     **how: Any,
 ) -> tuple[list[bytes], Embeddings]:
     """Train, evaluate and read. loop: the stream on which the loop runs."""
     torch.manual_seed(0)
     with nullcontext() if loop is None else loop.running():
         embeddings = Embeddings(
-            features(), device=device, staleness=staleness, num_threads=1, deterministic=staleness > 0, **how
+            features(num_rows), device=device, staleness=staleness, num_threads=1, deterministic=staleness > 0, **how
         )
         model = Net().to(device)
         optimizer = embeddings.optimizer(torch.optim.SGD(model.parameters(), lr=0.05))
@@ -127,6 +128,8 @@ LOOPS: dict[str, dict[str, Any]] = {
     "stale": {"overlap": True, "staleness": 1},
     "stale inline": {"staleness": 1},
     "accumulates": {"overlap": True, "accumulate": 2},
+    "direct": {"overlap": True, "staleness": 1, "num_rows": NUM_IDS},
+    "direct, accumulates": {"overlap": True, "accumulate": 2, "num_rows": NUM_IDS},
     "weighs": {"overlap": True, "staleness": 1, "weight": 0.5},
     "two tiers": {"overlap": True, "staleness": 1, "device_memory": 2000},
     "at home": {"overlap": True, "device_memory": {"user": "none", "item": "none"}},
@@ -151,9 +154,10 @@ def test_everything_is_ordered(
     assert found == expected
 
 
+@pytest.mark.parametrize("num_rows", [None, NUM_IDS])
 @pytest.mark.parametrize("overlap", [False, True])
 def test_ids_that_the_loop_computes(
-    overlap: bool, recorder: Recorder, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
+    overlap: bool, num_rows: int | None, recorder: Recorder, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Ids, dense numbers and labels come from the stream of the thread that reads them."""
     monkeypatch.setitem(device_ids.SORTS_IDS, "cpu", True)
@@ -166,7 +170,7 @@ def test_ids_that_the_loop_computes(
     torch.manual_seed(0)
     loop = new_stream(CPU)
     with recorder.recording(), loop.running():
-        embeddings = Embeddings(features(), device="cpu", num_threads=1)
+        embeddings = Embeddings(features(num_rows), device="cpu", num_threads=1)
         model = Net()
         optimizer = embeddings.optimizer(torch.optim.SGD(model.parameters(), lr=0.05))
         for batch in embeddings.stream(computed(), overlap=overlap):
@@ -198,20 +202,22 @@ def test_a_weighted_gradient_is_made_where_it_is_used(recorder: Recorder, rng: n
     assert embeddings.worker.device_stream is not None
 
 
+@pytest.mark.parametrize("num_rows", [None, 1000])
 @pytest.mark.parametrize("scaled", [False, True])
 @pytest.mark.parametrize("overlap", [False, True])
-def test_waits_and_passes_of_a_step(overlap: bool, scaled: bool, recorder: Recorder, rng: np.random.Generator) -> None:
+def test_waits_and_passes_of_a_step(
+    overlap: bool, scaled: bool, num_rows: int | None, recorder: Recorder, rng: np.random.Generator
+) -> None:
     """A step waits once for the device, whether or not a GradScaler has a say in it; its lookup never does. The
     gradients are read once to check them, and once by the update; a GradScaler reads them once more."""
-    plain = Table("t", dim=DIM, optimizer=SGD(lr=0.1))
+    plain = Table("t", dim=DIM, optimizer=SGD(lr=0.1), num_rows=num_rows)
     with recorder.recording(), new_stream(CPU).running():
         embeddings = Embeddings({"t": plain}, device="cpu", num_threads=1)
         layer = torch.nn.Linear(DIM, 1)
         optimizer = embeddings.optimizer(torch.optim.SGD(layer.parameters(), lr=0.05))
         scaler = torch.amp.GradScaler("cpu", init_scale=2.0, enabled=scaled)
         data = [
-            Inputs(names=("t",), values=rng.integers(0, 10**6, SIZE, dtype=np.uint64), batch_size=SIZE)
-            for _ in range(6)
+            Inputs(names=("t",), values=rng.integers(0, 1000, SIZE, dtype=np.uint64), batch_size=SIZE) for _ in range(6)
         ]
         passes: list[Counter[str]] = []
         before = 0

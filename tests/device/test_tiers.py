@@ -21,7 +21,8 @@ from satrap import Adagrad, Checkpoint, Embeddings, MinCount, RowWiseAdagrad, Ta
 from satrap.config.features import Features
 from satrap.data.inputs import Inputs, Position
 from satrap.device import home_memory, reference
-from satrap.device.device_rows import DeviceRows, device_worker
+from satrap.device.device_rows import DeviceRows
+from satrap.device.device_worker import device_worker
 from satrap.device.home_memory import HomeMemory
 from satrap.errors import CapacityError, ConfigError
 from satrap.worker.local_rows import local_worker

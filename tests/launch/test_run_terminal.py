@@ -41,13 +41,17 @@ def write_job(folder: Path) -> Path:
 
 @contextmanager
 def run_on(
-    screen: PtyScreen, folder: Path, trainers: int = 1, environment: dict[str, str] | None = None
+    screen: PtyScreen,
+    folder: Path,
+    trainers: int = 1,
+    environment: dict[str, str] | None = None,
+    script: Path | None = None,
 ) -> Iterator[subprocess.Popen[bytes]]:
     (folder / "memory").mkdir(exist_ok=True)
-    script = str(write_job(folder))
+    job = str(write_job(folder) if script is None else script)
     places = ["--folder", str(folder / "run"), "--memory", str(folder / "memory")]
     run = subprocess.Popen(
-        [str(SATRAP), "run", script, *places, "--trainers", str(trainers), "--", str(folder), str(trainers * STEPS)],
+        [str(SATRAP), "run", job, *places, "--trainers", str(trainers), "--", str(folder), str(trainers * STEPS)],
         stdout=screen.stream,
         stderr=screen.stream,
         stdin=subprocess.DEVNULL,
@@ -112,6 +116,15 @@ def test_a_terminal_that_cannot_erase_gets_lines(tmp_path: Path) -> None:
         assert run.wait(DEADLINE_SECONDS) == 0
         rows = screen.wait_for(lambda rows: any(row.startswith("step 120 of 120 | 960 samples") for row in rows))
     assert b"\x1b" not in screen.received and not any("█" in row for row in rows)
+
+
+def test_a_script_without_progress_leaves_no_line(tmp_path: Path) -> None:
+    (script := tmp_path / "plain.py").write_text("print('hello')\n")
+    with pty_screen(100) as screen, run_on(screen, tmp_path, script=script) as run:
+        assert run.wait(DEADLINE_SECONDS) == 0
+        rows = screen.wait_for(lambda rows: "hello" in rows and rows[-1] == "")
+    assert "\r\x1b[Kservers and workers are starting" in screen.received.decode()
+    assert not [row for row in rows if row.startswith(("servers and", "the run is stopping"))]
 
 
 def test_output_without_a_line_break_is_not_drawn_over() -> None:

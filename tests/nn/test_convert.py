@@ -121,6 +121,14 @@ def hooked_head(model: Any) -> None:
     model.head.register_forward_hook(lambda *_: None)
 
 
+def penalised(model: Any) -> None:
+    model.penalties = [([model.head.weight, model.item.weight], 1e-5)]
+
+
+def regularised(model: Any) -> None:
+    model.head._embedding_regularizer = 1e-5
+
+
 def doubled(model: Any) -> None:
     model.item.double()
 
@@ -141,7 +149,7 @@ def nothing(_: Any) -> None:
 REFUSED: list[tuple[Callable[[Any], None], Any, dict[str, Any], str]] = [
     (renormed, Adagrad(), {}, r"module 'item' has max_norm=1\.0, which a table does not do: leave the module out"),
     (scaled, {"item": Table("t", 4)}, {}, "module 'tied' has scale_grad_by_freq=True"),
-    (frozen, Adagrad(), {}, "module 'item' has a frozen weight"),
+    (frozen, Adagrad(), {}, "module 'item' has a frozen weight, and weights is False"),
     (hooked, Adagrad(), {}, "module 'item' has hooks"),
     (hooked_weight, Adagrad(), {}, "module 'item' has hooks"),
     (subclassed, Adagrad(), {}, "module 'item' is a Own, a class of the model's code"),
@@ -149,6 +157,8 @@ REFUSED: list[tuple[Callable[[Any], None], Any, dict[str, Any], str]] = [
     (tied_to_small, {"small": Table("t", 4)}, {}, r"needs all 3 rows in each step, .* has num_rows None; expected 3"),
     (tied_to_a_norm, Adagrad(), {}, r"'norm\.weight', which is neither an embedding nor an nn\.Linear"),
     (hooked_head, Adagrad(), {}, r"shares its weight with 'head\.weight', whose module has hooks"),
+    (penalised, Adagrad(), {}, r"'item': attribute 'penalties' of the model has its weight too, .* weight_decay"),
+    (regularised, Adagrad(), {}, r"convert: head\._embedding_regularizer is 1e-05, a penalty .* weight_decay"),
     (doubled, Adagrad(), {}, r"module 'item' has a weight of torch\.float64, and rows are float32"),
     (padded_differently, Adagrad(), {}, r"modules of another padding_idx; found \[0, None\], expected the same"),
     (nonzero_padding, Adagrad(), {"weights": True}, "module 'item' has padding_idx 0, whose weight is not 0"),
@@ -190,3 +200,28 @@ def test_a_failed_write_changes_nothing() -> None:
     with pytest.raises(InputError, match="table 't'"):
         satrap.convert(model, {"item": Table("i", 4), "small": Table("t", 4)}, weights=True)
     assert not names(model)
+
+
+def test_a_frozen_weight_stays_frozen() -> None:
+    model: Any = Model()
+    model.small.weight.requires_grad_(False)
+    expected, ids = model.small.weight.clone(), torch.arange(3)
+    with satrap.convert(model, {"small": Table("t", 4, num_rows=3), "item": Table("i", 4)}, weights=True) as embeddings:
+        optimizer = embeddings.optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+        loss = (model.small(ids) * model.item(ids + 1)).sum()
+        loss.backward()
+        optimizer.step()
+        assert embeddings.step == 1
+        assert torch.equal(model.small(ids), expected) and torch.equal(model.small.weight, expected)
+
+
+def test_an_optimizer_of_before_is_refused() -> None:
+    model = Model()
+    before = torch.optim.Adam(model.parameters(), amsgrad=True)
+    with (
+        satrap.convert(model, {"small": Table("t", 4)}) as embeddings,
+        pytest.raises(
+            ConfigError, match=r"the weight that satrap\.convert replaced by table 't'.*after satrap\.convert"
+        ),
+    ):
+        embeddings.optimizer(before)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -285,12 +286,13 @@ def test_dense_parameters_on_servers_need_an_optimizer() -> None:
             embeddings.optimizer()
 
 
-@pytest.mark.parametrize("memory", [None, 4096])
-def test_rows_on_a_device_are_those_in_memory(memory: int | None) -> None:
+@pytest.mark.parametrize(("memory", "num_rows"), [(None, None), (4096, None), (None, NUM_IDS)])
+def test_rows_on_a_device_are_those_in_memory(memory: int | None, num_rows: int | None) -> None:
     found = []
     on_device: dict[str, Any] = {"device": "cpu", "device_memory": memory}
+    declared = [replace(table, num_rows=num_rows) for table in tables()]
     for options in ({}, on_device):
-        with embeddings_of(*tables(), **options) as embeddings:
+        with embeddings_of(*declared, **options) as embeddings:
             torch.manual_seed(0)
             model = Scores.over(embeddings)
             optimizer = embeddings.optimizer(torch.optim.SGD(model.parameters(), lr=0.1))

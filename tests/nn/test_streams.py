@@ -44,10 +44,10 @@ PLACES = ("here", "servers", "workers", "device")
 def placed(where: str) -> Iterator[dict[str, Any]]:
     """Yield options of `Embeddings`."""
     with (
-        running_servers(0 if where in ("here", "device") else 2) as services,
+        running_servers(0 if where in ("here", "device", "direct") else 2) as services,
         working(int(where == "workers")) as workers,
     ):
-        if where == "device":
+        if where in ("device", "direct"):
             yield {"device": "cpu"}
         elif services:
             addresses = [each.address for each in services]
@@ -165,11 +165,12 @@ def test_a_step_is_one_call_of_each_server(monkeypatch: pytest.MonkeyPatch) -> N
     assert [call for call in calls if call[0] == "lookup"] == [("lookup", 1, 2)] * 2
 
 
-@pytest.mark.parametrize("where", ["here", "servers", "device"])
+@pytest.mark.parametrize("where", ["here", "servers", "device", "direct"])
 @pytest.mark.parametrize(("staleness", "overlap"), [(0, True), (2, False), (2, True)])
 def test_each_gradient_is_applied_once_with_staleness(where: str, staleness: int, overlap: bool) -> None:
     """Rows become minus the sum of their gradients, in any order of the updates."""
-    table = Table("item", 4, optimizer=SGD(lr=1.0), initial=Zeros())
+    num_rows = NUM_IDS if where == "direct" else None  # on a device
+    table = Table("item", 4, optimizer=SGD(lr=1.0), initial=Zeros(), num_rows=num_rows)
     with placed(where) as options, Embeddings({"item": table}, staleness=staleness, **options) as embeddings:
         module, optimizer = Embedding(embeddings, "item"), embeddings.optimizer()
         expected = np.zeros(NUM_IDS)

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from bag_oracle import UNIVERSE
 from satrap.config.features import Features
 from satrap.data.inputs import Inputs
-from satrap.device.device_rows import device_worker
+from satrap.device.device_worker import device_worker
 from satrap.worker.local_rows import local_worker
 from satrap.worker.worker import LookupResult
 

@@ -21,7 +21,7 @@ from faults import killed_at_random
 from one_row import OPTIMIZERS
 from rpc_parts import FrameProxy
 from satrap import SGD, Adagrad, MinCount, Normal, Reader, Store, Table
-from satrap.device.device_rows import device_worker
+from satrap.device.device_worker import device_worker
 from satrap.errors import CapacityError, InputError, MovedError, SatrapError
 from satrap.worker.local_rows import local_worker
 

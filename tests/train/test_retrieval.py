@@ -13,7 +13,7 @@ from torch.nn.functional import cross_entropy
 import satrap
 from cluster import one_table, running_servers, sharded_worker
 from satrap import Feature, Frame, Store, Table, negatives
-from satrap.device.device_rows import device_worker
+from satrap.device.device_worker import device_worker
 from satrap.errors import InputError
 from satrap.worker.local_rows import local_worker
 

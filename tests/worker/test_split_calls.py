@@ -140,7 +140,8 @@ def test_an_update_may_have_tickets_of_other_features_of_the_tables() -> None:
     split, other = make_split(FEATURES), make_split(FEATURES)
     bags = split.bags(native_features(id_features(FEATURES), FEATURES.tables))
     given: tuple[Any, ...] = np.array([1, 1, 9], np.uint64), np.array([0, 2, 3]), None, 1
-    first, second = split.lookup(**GOOD), split.lookup(*given, **WHERE, bags=bags)
+    with_bags: dict[str, Any] = {**WHERE, "bags": bags}
+    first, second = split.lookup(**GOOD), split.lookup(*given, **with_bags)
     ones = [np.ones((2, FEATURES.tables[0].dim), np.float32), np.ones((1, FEATURES.tables[1].dim), np.float32)]
     sums = split.sums([first, second], [(None, [PATH]), (None, ones)], 1.0, **WHERE)
     summed = {
@@ -153,7 +154,7 @@ def test_an_update_may_have_tickets_of_other_features_of_the_tables() -> None:
     total = sum(float(sums.gradients(server).sum()) for server in range(3))
     assert total == 2 * FEATURES.tables[0].dim + sum(each.sum() for each in ones)  # two ids of the path are kept
     with pytest.raises(InputError, match="these bags describe the tables of another split"):
-        other.lookup(*given, **WHERE, bags=bags)
+        other.lookup(*given, **with_bags)
 
 
 def test_tickets_are_used_once_and_by_their_owner() -> None:
@@ -349,6 +350,7 @@ def test_every_call_is_refused_in_a_fork() -> None:
     calls: dict[str, Callable[[], object]] = {
         "empty": lambda: split.empty(1, 1),
         "lookup": lambda: split.lookup(**GOOD),
+        "bags": lambda: split.bags(native_features(FEATURES, FEATURES.tables)),
         "fill": lambda: split.fill(ticket, rows_for(ticket), *floats_for()),
         "sums": lambda: split.sums([ticket], [(BLOCK, [PATH])], 1.0, **WHERE),
         "reshard_sums": lambda: split.reshard_sums(sums, **WHERE),
@@ -361,7 +363,7 @@ def test_every_call_is_refused_in_a_fork() -> None:
         "lines": lambda: split.lines(ticket, groups),
         "runs": lambda: split.runs([ticket], [(True, [True])], **WHERE, groups=groups),
     }
-    of_no_rows = {"num_threads", "simd", "num_buckets", "total_dim", "truncated", "made", "bags"}
+    of_no_rows = {"num_threads", "simd", "num_buckets", "total_dim", "truncated", "made"}
     assert {name for name in dir(split) if not name.startswith("_")} - of_no_rows == set(calls)
 
     def body() -> None:

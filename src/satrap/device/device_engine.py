@@ -98,6 +98,8 @@ class DeviceEngine:
         pools = {number: pool for pool, memory in enumerate(self.memories) for number in memory.tables}
         configs = [native_config(table, pools[number]) for number, table in enumerate(tables)]
         self.core = _core.Engine(configs, seed, thread_count(num_threads))
+        self.directory: Any = self.core
+        """What knows which ids have rows, and in which frames: has calls of the core's engine."""
         for pool, memory in enumerate(self.memories):
             if memory.home is not None and memory.most is not None:
                 self.core.set_device_frames(pool, memory.most)
@@ -239,7 +241,7 @@ class DeviceEngine:
         values, state = self._empty_rows(table, len(ids))
         values, state = values[:, : layout.dim], state[:, : layout.state_dim]
         with self.in_order():
-            places = self.core.read_frames(table, ids)
+            places = self.directory.read_frames(table, ids)
             present = places != -1
             values[present], state[present] = self.memory(table).read(places[present])
         return present, (values, state)
@@ -280,7 +282,7 @@ class DeviceEngine:
         present: NDArray[np.bool_],
     ) -> None:
         with self.in_order():
-            places = self.core.read_frames(table, ids)
+            places = self.directory.read_frames(table, ids)
             present[:] = places != -1
             part = self.memory(table).read(places[present])
         if present.any():
@@ -323,7 +325,7 @@ class DeviceEngine:
 
     def export_rows(self, table: int, first: int, last: int, since: int) -> dict[str, NDArray[Any]]:
         with self.in_order():
-            columns = self.core.export_rows(table, first, last, since)
+            columns: dict[str, NDArray[Any]] = self.directory.export_rows(table, first, last, since)
             part = self.memory(table).read(columns.pop("frame"))
         self._add_rows(table, columns, part)
         return columns
@@ -332,7 +334,7 @@ class DeviceEngine:
         """Return the rows as they are now. Rows on the device and at home are changed in place, so training waits for a
         save instead of copying rows as they were at the cut."""
         with self.in_order():
-            columns: dict[str, Any] = self.core.export_cut(table, first, last, since)
+            columns: dict[str, Any] = self.directory.export_cut(table, first, last, since)
             part = self.memory(table).read(columns.pop("frame"))
         self._add_rows(table, columns, part)
         return columns
@@ -349,7 +351,7 @@ class DeviceEngine:
         counts[table] = len(ids)
         with self.in_order(counts):
             part = self._columns[table].take(values, state)
-            self.owe(lambda: partial(self._write, table, self.core.import_frames(table, ids, steps), part))
+            self.owe(lambda: partial(self._write, table, self.directory.import_frames(table, ids, steps), part))
 
     def _write(self, table: int, places: NDArray[np.int32], part: Part) -> None:
         self.memory(table).write(places, *part)
@@ -358,7 +360,7 @@ class DeviceEngine:
         """Return the counts of a table; its bytes include its rows on the device and at home. Of several trainers, each
         counts what it owns. If some are at home, on_device and at_home count them, and moved_in and moved_out those
         that were moved to the device and back."""
-        counts: dict[str, int] = self.core.stats(table)
+        counts: dict[str, int] = self.directory.stats(table)
         copies = self._trainer.world_size if kind_of(self.tables[table]) == "replicated" else 1
         counts["bytes"] += counts["rows"] * self._columns[table].whole_bytes(self.tables[table].dtype) * copies
         if "on_device" in counts:

@@ -58,6 +58,7 @@ class IdLayout:
         self.has_padding = tensor(feature.padding_id is not None for feature in each)
         self.padding = tensor(signed(feature.padding_id or 0) for feature in each)
         self.dims = tensor(features.dims)
+        self.any_padding = any(feature.padding_id is not None for feature in each)
         self.any_weighted = any(feature.weighted for feature in each)
         self.any_scaled = self.any_weighted or any(feature.pooling in ("mean", "sqrtn") for feature in each)
         self.columns = features.columns
@@ -65,6 +66,10 @@ class IdLayout:
         self.sequences = [number for number, feature in enumerate(each) if feature.pooling == "none"]
         self.sorts = not any(feature.jagged or feature.aligned_with is not None for feature in each)
         self.sequence_floats = [(feature.max_length or 0) * feature.table.dim for feature in each]
+
+    def sequence_floats_of(self, samples: int) -> list[int]:
+        """Return how many floats the rows of each sequence have in a batch."""
+        return [samples * self.sequence_floats[number] for number in self.sequences]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -115,69 +120,20 @@ class GroupedIds:
         )
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class DeviceIds:
-    """The ids of one batch, on a device, without padding and without what sequences cut off. Implements
-    `satrap.worker.rows.PlacedIds`."""
+class IdEntries:
+    """The ids of one batch, on a device. Implements `satrap.worker.rows.PlacedIds`."""
 
     values: Tensor
-    """int64, as bit patterns: feature after feature, and sample after sample."""
     offsets: Tensor | None
-    """int64 [bags + 1]; None: each bag has one id."""
     weights: Tensor | None
-    """float32, of each id."""
     batch_size: int
-    largest_weight: float
-    """The largest magnitude of a weight; at least 1."""
-    num_cut: list[int]
-    """For each sequence, the number of ids beyond its max_length."""
-    grouped: GroupedIds
 
     def __len__(self) -> int:
         return len(self.values)
 
-    @classmethod
-    def of(
-        cls, layout: IdLayout, values: Tensor, offsets: Tensor | None, weights: Tensor | None, batch_size: int
-    ) -> Self | None:
-        """Return the ids of a batch; None if there are none, or if the core has to refuse them."""
-        n, num_bags = len(values), len(layout.tables) * batch_size
-        if n == 0 or num_bags == 0 or (n if offsets is None else len(offsets) - 1) != num_bags:
-            return None
-        if (weights is None) == layout.any_weighted or (weights is not None and len(weights) != n):
-            return None
-        bounds = torch.arange(num_bags + 1, device=values.device) if offsets is None else offsets
-        feature = bags_of(bounds, n) // batch_size
-        is_kept = ~(layout.has_padding[feature] & (values == layout.padding[feature]))
-        kept = torch.cat([bounds.new_zeros(1), is_kept.cumsum(0)])  # how many come before each id
-        before = kept[bounds.clamp(0, n)]
-        lengths = before[1:] - before[:-1]
-        most = layout.max_length.repeat_interleave(batch_size, output_size=num_bags)
-        beyond = (lengths - most).clamp(min=0).view(-1, batch_size).sum(1)
-        largest = torch.ones(1, dtype=torch.float64, device=values.device)
-        if layout.any_weighted and weights is not None:
-            largest = torch.where(layout.is_weighted[feature], weights.abs(), 1.0).max().double()[None]
-        is_valid = (bounds[:1] == 0) & (bounds[-1:] == n) & (bounds[1:] >= bounds[:-1]).all()
-        valid, drops, largest_weight, *cut = torch.cat(
-            [is_valid.double(), (~is_kept).any().double()[None], largest, beyond.double()]
-        ).tolist()  # waits for the device
-        if not valid or not math.isfinite(largest_weight):
-            return None
-        if drops or any(cut):
-            first = torch.where(
-                layout.keeps_last.repeat_interleave(batch_size, output_size=num_bags), lengths - most, 0
-            )
-            bag = bags_of(bounds, n)
-            at = kept[:-1] - before[bag] - first.clamp(min=0)[bag]  # its place among those that stay
-            stays = (is_kept & (at >= 0) & (at < most[bag])).nonzero()[:, 0]
-            if len(stays) == 0:
-                return None
-            values, weights = values[stays], None if weights is None else weights[stays]
-            offsets = torch.cat([bounds.new_zeros(1), torch.minimum(lengths, most).cumsum(0)])
-            feature = feature[stays]
-        grouped = GroupedIds.of(values, layout.tables[feature], layout.num_tables)
-        num_cut = [int(cut[number]) for number in layout.sequences]
-        return cls(values, offsets, weights, batch_size, max(1.0, largest_weight), num_cut, grouped)
+    def cut_counts(self) -> list[int]:
+        """Return for each sequence the number of ids beyond its max_length."""
+        raise NotImplementedError
 
     def bounds(self, num_bags: int) -> Tensor:
         """Return where each bag begins, and where the last ends."""
@@ -193,12 +149,112 @@ class DeviceIds:
             name: torch.arange(feature.max_length, device=lengths.device) < lengths[number]
             for number, (name, feature) in enumerate(features.items())
             if feature.max_length is not None
-        }, self.num_cut
+        }, self.cut_counts()
 
     def on_cpu(self) -> tuple[NDArray[np.uint64], NDArray[np.int64] | None, NDArray[np.float32] | None]:
         """Copy the ids, offsets and weights to the CPU."""
         offsets, weights = (None if tensor is None else tensor.cpu().numpy() for tensor in (self.offsets, self.weights))
         return self.values.cpu().numpy().view(np.uint64), offsets, weights
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class KeptIds:
+    """Which ids of a batch are looked up: not padding, nor what sequences cut off."""
+
+    is_kept: Tensor
+    """bool [ids]: which ids are not padding."""
+    num_before: Tensor
+    """int64 [ids + 1]: how many of them come before each id."""
+    before: Tensor
+    """int64 [bags + 1]: how many of them come before each bag."""
+    most: Tensor
+    """int64 [bags]: how many ids are looked up, at most."""
+    keeps_last: Tensor
+    """bool [bags]: whether the last ones are."""
+
+    @classmethod
+    def of(cls, layout: "IdLayout", values: Tensor, bounds: Tensor, feature: Tensor, batch_size: int) -> Self:
+        """bounds: where each bag begins, and where the last ends; they may be wrong. feature: that of each id."""
+        is_kept = ~(layout.has_padding[feature] & (values == layout.padding[feature]))
+        num_before = torch.cat([bounds.new_zeros(1), is_kept.cumsum(0)])
+        most, keeps_last = (
+            of_feature.repeat_interleave(batch_size, output_size=len(bounds) - 1)
+            for of_feature in (layout.max_length, layout.keeps_last)
+        )
+        return cls(is_kept, num_before, num_before[bounds.clamp(0, len(values))], most, keeps_last)
+
+    @property
+    def lengths(self) -> Tensor:
+        """How many ids of each bag are not padding."""
+        return self.before[1:] - self.before[:-1]
+
+    def beyond(self, layout: "IdLayout") -> Tensor:
+        """Return for each feature how many ids are beyond its max_length."""
+        num_features = len(layout.tables)
+        return (self.lengths - self.most).clamp(min=0).view(num_features, len(self.most) // num_features).sum(1)
+
+    def stays(self, bag: Tensor) -> Tensor:
+        """Return whether each id is looked up. bag: that of each id."""
+        first = torch.where(self.keeps_last, self.lengths - self.most, 0).clamp(min=0)
+        at = self.num_before[:-1] - self.before[bag] - first[bag]  # its place among those that are not padding
+        return self.is_kept & (at >= 0) & (at < self.most[bag])
+
+    def offsets(self) -> Tensor:
+        """Return where each bag begins among the ids that are looked up, and where the last ends."""
+        return torch.cat([self.before.new_zeros(1), torch.minimum(self.lengths, self.most).cumsum(0)])
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DeviceIds(IdEntries):
+    """The ids of one batch, on a device, without padding and without what sequences cut off."""
+
+    values: Tensor
+    """int64, as bit patterns: feature after feature, and sample after sample."""
+    offsets: Tensor | None
+    """int64 [bags + 1]; None: each bag has one id."""
+    weights: Tensor | None
+    """float32, of each id."""
+    batch_size: int
+    largest_weight: float
+    """The largest magnitude of a weight; at least 1."""
+    num_cut: list[int]
+    """For each sequence, the number of ids beyond its max_length."""
+    grouped: GroupedIds
+
+    def cut_counts(self) -> list[int]:
+        return self.num_cut
+
+    @classmethod
+    def of(
+        cls, layout: IdLayout, values: Tensor, offsets: Tensor | None, weights: Tensor | None, batch_size: int
+    ) -> Self | None:
+        """Return the ids of a batch; None if there are none, or if the core has to refuse them."""
+        n, num_bags = len(values), len(layout.tables) * batch_size
+        if n == 0 or num_bags == 0 or (n if offsets is None else len(offsets) - 1) != num_bags:
+            return None
+        if (weights is None) == layout.any_weighted or (weights is not None and len(weights) != n):
+            return None
+        bounds = torch.arange(num_bags + 1, device=values.device) if offsets is None else offsets
+        feature = bags_of(bounds, n) // batch_size
+        kept = KeptIds.of(layout, values, bounds, feature, batch_size)
+        largest = torch.ones(1, dtype=torch.float64, device=values.device)
+        if layout.any_weighted and weights is not None:
+            largest = torch.where(layout.is_weighted[feature], weights.abs(), 1.0).max().double()[None]
+        is_valid = (bounds[:1] == 0) & (bounds[-1:] == n) & (bounds[1:] >= bounds[:-1]).all()
+        valid, drops, largest_weight, *cut = torch.cat(
+            [is_valid.double(), (~kept.is_kept).any().double()[None], largest, kept.beyond(layout).double()]
+        ).tolist()  # waits for the device
+        if not valid or not math.isfinite(largest_weight):
+            return None
+        if drops or any(cut):
+            stays = kept.stays(bags_of(bounds, n)).nonzero()[:, 0]
+            if len(stays) == 0:
+                return None
+            values, weights = values[stays], None if weights is None else weights[stays]
+            offsets, feature = kept.offsets(), feature[stays]
+        grouped = GroupedIds.of(values, layout.tables[feature], layout.num_tables)
+        num_cut = [int(cut[number]) for number in layout.sequences]
+        return cls(values, offsets, weights, batch_size, max(1.0, largest_weight), num_cut, grouped)
 
 
 def bags_of(bounds: Tensor, n: int) -> Tensor:
@@ -218,7 +274,7 @@ def lie_on(ids: object, device: torch.device) -> bool:
 def ids_of(inputs: Inputs, layout: IdLayout, device: torch.device) -> DeviceIds | Inputs:
     """Return the ids of a batch, sorted on the device. If they are not there, return the batch itself, or a copy of it
     on the CPU."""
-    parts = values, offsets, weights = inputs.values, inputs.offsets, inputs.weights
+    values, offsets, weights = inputs.values, inputs.offsets, inputs.weights
     if not lie_on(values, device):
         return inputs
     if (
@@ -230,8 +286,13 @@ def ids_of(inputs: Inputs, layout: IdLayout, device: torch.device) -> DeviceIds 
         on_device = DeviceIds.of(layout, _bits(values), _bits(offsets), _bits(weights), inputs.batch_size)
         if on_device is not None:
             return on_device
-    on_cpu = dict(zip(("values", "offsets", "weights"), map(_on_cpu, parts), strict=True))
-    return replace(inputs, **on_cpu)
+    return copied_to_cpu(inputs)
+
+
+def copied_to_cpu(inputs: Inputs) -> Inputs:
+    """Return a batch whose ids, offsets and weights are in this process. Waits for the device, if it has them."""
+    parts = {name: _on_cpu(getattr(inputs, name)) for name in ("values", "offsets", "weights")}
+    return replace(inputs, **parts)
 
 
 class DeviceReader(InputReader):

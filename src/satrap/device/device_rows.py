@@ -21,11 +21,10 @@ from satrap.config.features import Features
 from satrap.config.optimizers import Optimizer
 from satrap.config.tables import Always
 from satrap.data.inputs import Inputs
-from satrap.device.device_blocks import Magnitude, TensorBlocks
+from satrap.device.device_blocks import Magnitude
 from satrap.device.device_engine import DeviceEngine, Owed
-from satrap.device.device_ids import DeviceIds, DeviceReader, IdLayout, ids_of
-from satrap.device.device_memory import DeviceMemory
-from satrap.device.device_stream import new_stream, to_device, to_host
+from satrap.device.device_ids import DeviceIds, IdEntries, IdLayout, ids_of
+from satrap.device.device_stream import to_device, to_host
 from satrap.device.row_memory import RowMemory
 from satrap.device.runs import (
     DeviceTicket,
@@ -37,10 +36,8 @@ from satrap.device.runs import (
     require_sizes,
     sequence_bags,
 )
-from satrap.device.torch_device import kernels_of, require_possible, resolve_device
+from satrap.device.torch_device import kernels_of
 from satrap.errors import TicketError
-from satrap.table.engine import Slot
-from satrap.table.table_group import TableGroup
 from satrap.worker.rows import (
     BagRequest,
     Ids,
@@ -51,10 +48,9 @@ from satrap.worker.rows import (
     id_request,
     native_features,
 )
-from satrap.worker.worker import Worker, require_features
 
 LARGEST = float(np.finfo(np.float32).max)
-_Group = tuple[range, RowUpdate]
+UpdatedTables = tuple[range, RowUpdate]
 """Tables that one kernel updates, and how."""
 
 
@@ -104,7 +100,7 @@ class DeviceRows(Rows):
         ticket: _core.Ticket | DeviceTicket | None = resolved["ticket"]
         return ticket
 
-    def place_ids(self, inputs: Inputs) -> Inputs | DeviceIds:
+    def place_ids(self, inputs: Inputs) -> Inputs | IdEntries:
         return ids_of(inputs, self.id_layout, self.device)
 
     def resolve(self, request: BagRequest) -> BagRequest:
@@ -115,7 +111,7 @@ class DeviceRows(Rows):
 
     def owns_ticket(self, ticket: object) -> bool:
         if isinstance(ticket, DeviceTicket):
-            return ticket.bags is self._bags
+            return ticket.bags in (self._bags, self._id_bags)
         return isinstance(ticket, _core.Ticket) and (self._bags.made(ticket) or self._id_bags.made(ticket))
 
     def update(self, request: UpdateRequest) -> None:
@@ -127,7 +123,7 @@ class DeviceRows(Rows):
         require_sizes(request.tickets, request.gradients)
         with self._engine.in_order():
             flat = self._flat(request.gradients)
-            sorted_there = _claim(request.tickets)
+            sorted_there = claim(request.tickets)
             sorted_runs = self._sorted(request, given, scale) if len(sorted_there) == len(request.tickets) else None
             if sorted_runs is None:
                 request = replace(request, tickets=[self._as_core(ticket) for ticket in request.tickets])
@@ -149,7 +145,7 @@ class DeviceRows(Rows):
 
     def drop(self, ticket: _core.Ticket | DeviceTicket) -> None:
         if isinstance(ticket, DeviceTicket):
-            _claim([ticket])[0].used = True
+            claim([ticket])[0].used = True
         else:
             self._engine.core.drop(ticket)
 
@@ -279,7 +275,8 @@ class DeviceRows(Rows):
         """Return the ticket that the core would have made of the same ids in CPU memory."""
         if not isinstance(ticket, DeviceTicket):
             return ticket
-        return self._engine.core.bag_ticket(self._bags, *ticket.ids.on_cpu(), ticket.batch_size)
+        values, offsets, weights = ticket.ids.on_cpu()
+        return self._engine.core.bag_ticket(ticket.bags, values, offsets, weights, ticket.batch_size)
 
     def _check(self, request: UpdateRequest, scale: float) -> bool:
         """Raise NonFiniteError if a table refuses a gradient; return whether gradients may have to be skipped."""
@@ -300,7 +297,7 @@ class DeviceRows(Rows):
         parts = [part.reshape(-1) for block, sequences in gradients for part in (block, *sequences) if part is not None]
         return parts[0] if len(parts) == 1 else torch.cat(parts or [self.empty(0, 0).view(-1)])
 
-    def _fused_tables(self, lrs: dict[int, float], scale: float, step: int, *, skips: bool) -> Iterator[_Group]:
+    def _fused_tables(self, lrs: dict[int, float], scale: float, step: int, *, skips: bool) -> Iterator[UpdatedTables]:
         """Yield tables that one kernel updates: neighbours with one memory, optimizer and rate."""
 
         def same(number: int) -> tuple[int, Optimizer, float, bool]:
@@ -316,7 +313,7 @@ class DeviceRows(Rows):
     def _steps(
         self,
         resolved: dict[str, Any],
-        groups: list[_Group],
+        groups: list[UpdatedTables],
         flats: Sequence[Tensor],
         gradients: SortedGradients | None = None,
     ) -> Sequence[Owed]:
@@ -332,14 +329,14 @@ class DeviceRows(Rows):
                 work.append(partial(self._step_at_home, part, places[at_home], group, flat))
         return work
 
-    def _step(self, runs: Runs, group: _Group, flat: Tensor) -> Sequence[Owed]:
+    def _step(self, runs: Runs, group: UpdatedTables, flat: Tensor) -> Sequence[Owed]:
         """Sum the gradients of some tables' rows, and apply their optimizer."""
         tables, how = group
         memory = self._engine.memory(tables.start)
         summed = self._kernels.update(memory.values, memory.state, runs.of_tables(tables), flat, how)
         return [] if summed is None else [partial(self._settle, runs, tables, summed, how.step)]
 
-    def _step_at_home(self, runs: Runs, places: NDArray[np.int32], group: _Group, flat: Tensor) -> None:
+    def _step_at_home(self, runs: Runs, places: NDArray[np.int32], group: UpdatedTables, flat: Tensor) -> None:
         """Do a step of rows that are at home, by copies on the device."""
         tables, how = group
         memory = self._engine.memory(tables.start)
@@ -371,44 +368,10 @@ def largest_of(request: UpdateRequest) -> float:
     return float(Magnitude((part, 1.0) for part in parts))
 
 
-def _claim(tickets: Sequence[Any]) -> list[DeviceTicket]:
+def claim(tickets: Sequence[Any]) -> list[DeviceTicket]:
     """Return the tickets of ids that were sorted on the device; raise TicketError if one was used. The core claims the
     others."""
     claimed = [ticket for ticket in tickets if isinstance(ticket, DeviceTicket)]
     if any(ticket.used for ticket in claimed) or len(set(map(id, claimed))) != len(claimed):
         raise TicketError("this ticket was used already; a batch is updated once: look it up again for another step")
     return claimed
-
-
-def device_worker(
-    features: Features,
-    device: torch.device | str,
-    *,
-    seed: int = 0,
-    num_threads: int | None = None,
-    device_memory: DeviceMemory = None,
-) -> Worker:
-    """Return a worker that owns the tables of its features, empty ones, on a device. seed and num_threads are those of
-    `Store`, device_memory is that of `Embeddings`."""
-    require_features(features)
-    resolved = resolve_device(device)
-    require_possible(features.tables, resolved)
-    create = partial(
-        DeviceEngine,
-        features.tables,
-        resolved,
-        seed=seed,
-        num_threads=num_threads,
-        device_memory=device_memory,
-        stream=new_stream(resolved),
-    )
-    engine = create()
-    rows = DeviceRows(features, engine)
-
-    def renew() -> list[Slot]:  # must not refer to the worker or the tables: they would keep each other alive
-        engine = create()
-        rows.use(engine)
-        return engine.slots(seed)
-
-    tables = TableGroup.in_engine(engine.slots(seed), renew)
-    return Worker(features, rows, tables, blocks=TensorBlocks(resolved), reader=DeviceReader(features, resolved))

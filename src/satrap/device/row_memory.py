@@ -85,9 +85,9 @@ class RowMemory:
     def __post_init__(self) -> None:
         self.values, self.state = self._empty(0)
 
-    def reserve(self, frames: int, names: Sequence[str]) -> None:
+    def reserve(self, frames: int, names: Sequence[str], advice: str = "") -> None:
         """Make room for so many frames: at once for all that the tables can have, if that is bounded. Raise
-        CapacityError if the device has no memory for them. names: of the tables, for the error."""
+        CapacityError if the device has no memory for them. names: of the tables, for the error. advice: its end."""
         if self.most is not None:
             frames = min(frames, self.most)
         if frames <= len(self.values):
@@ -103,12 +103,12 @@ class RowMemory:
             except RuntimeError as found:  # torch.OutOfMemoryError is one, and so is what the CPU's allocator raises
                 error = found
         else:
-            raise self._no_memory(size, names) from error
+            raise self._no_memory(size, names, advice) from error
         for old, new in zip((self.values, self.state), larger, strict=True):
             new[: len(old)] = old
         self.values, self.state = larger
 
-    def _no_memory(self, frames: int, names: Sequence[str]) -> CapacityError:
+    def _no_memory(self, frames: int, names: Sequence[str], advice: str) -> CapacityError:
         free = ""
         if self.device.type == "cuda":
             free = f" and has {torch.cuda.mem_get_info(self.device)[0]:,} bytes free"
@@ -116,10 +116,11 @@ class RowMemory:
         bound = ""
         if self.most is not None:
             bound = ", all that their capacity permits" if self.home is None else ", their device_memory"
+        smaller = f"{'smaller ' if bound else ''}{'capacity' if self.home is None else 'device_memory'}"
+        advice = advice or f"Give the tables a {smaller}, or use a smaller dtype or dim"
         return CapacityError(
             f"tables {', '.join(map(repr, names))}: {self.device} has no memory for {frames} rows{bound}: expected "
-            f"{frames * self.layout.row_bytes:,} bytes{held}{free}. Give the tables a {'smaller ' if bound else ''}"
-            f"{'capacity' if self.home is None else 'device_memory'}, or use a smaller dtype or dim"
+            f"{frames * self.layout.row_bytes:,} bytes{held}{free}. {advice}"
         )
 
     @torch.inference_mode(False)  # a tensor of inference could never be updated

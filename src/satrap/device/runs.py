@@ -17,7 +17,7 @@ from torch import Tensor
 
 from satrap.config.features import Feature, Features
 from satrap.config.optimizers import Optimizer
-from satrap.device.device_ids import DeviceIds, GroupedIds, IdLayout, bags_of
+from satrap.device.device_ids import GroupedIds, IdEntries, IdLayout, bags_of
 from satrap.device.device_stream import to_device
 from satrap.device.exact import sqrt
 from satrap.errors import InputError
@@ -167,19 +167,22 @@ Given = tuple[bool, list[bool]]
 class DeviceTicket:
     """Implements `satrap.worker.rows.Ticket`."""
 
-    ids: DeviceIds
+    ids: Any
+    """`DeviceIds` or `DirectIds`."""
     bags: Any
     """The core's description of the features, which the lookup used."""
     used: bool = False
 
     @property
     def batch_size(self) -> int:
-        return self.ids.batch_size
+        size: int = self.ids.batch_size
+        return size
 
     @property
     def bound(self) -> float:
         """A factor: no sum of an id's gradients is larger than the largest gradient times the scale times this."""
-        return len(self.ids) * self.ids.largest_weight
+        largest: float = self.ids.largest_weight
+        return len(self.ids) * largest
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -197,27 +200,17 @@ class SortedGradients:
     @classmethod
     def of(cls, layout: IdLayout, tickets: Sequence[DeviceTicket], given: Sequence[Given]) -> Self | None:
         """Sort the gradients of some batches; return None if there are none."""
-        parts, end = [], 0
-        for ticket, gradient in zip(tickets, given, strict=True):
-            begins, end = _part_begins(layout, ticket.batch_size, gradient, end)
-            parts.append(_entries(layout, ticket.ids, begins))
-        if end > MOST_PLACES:
-            raise InputError(
-                f"the gradients of one step hold {end} floats; at most 2^31-1 fit on a device: make smaller batches"
-            )
-        feature, places, factors = (
-            torch.cat(column) if len(parts) > 1 else column[0] for column in zip(*parts, strict=True)
-        )
-        is_whole = len(tickets) == 1 and all((given[0][0] or not layout.total_dim, *given[0][1]))
+        feature, places, factors = gradient_entries(layout, tickets, given)
+        is_whole = is_whole_batch(layout, given)
         grouped = tickets[0].ids.grouped
         if not is_whole:
             has = (places >= 0).nonzero()[:, 0]
             if len(has) == 0:
                 return None
             values = torch.cat([ticket.ids.values for ticket in tickets])[has]
-            places, factors = places[has], factors[has]
+            places, factors = places[has], None if factors is None else factors[has]
             grouped = GroupedIds.of(values, layout.tables[feature[has]], layout.num_tables)
-        factors = factors[grouped.order] if layout.any_scaled else None
+        factors = None if factors is None else factors[grouped.order]
         return cls(grouped, places[grouped.order].int(), factors, layout.alignment)
 
     def runs(self, resolved: dict[str, Any], device: torch.device) -> Runs:
@@ -227,6 +220,33 @@ class SortedGradients:
         runs = Runs.to_device({**resolved, "places": resolved["begin"], "factors": None}, device)
         begin, end = self.grouped.begin[at], self.grouped.end[at]
         return replace(runs, begin=begin, end=end, places=self.places, factors=self.factors, alignment=self.alignment)
+
+
+def is_whole_batch(layout: IdLayout, given: Sequence[Given]) -> bool:
+    """Return whether the gradients are those of all ids of one batch."""
+    return len(given) == 1 and all((given[0][0] or not layout.total_dim, *given[0][1]))
+
+
+def num_floats(layout: IdLayout, samples: int, given: Given, begin: int) -> int:
+    """Return where the gradients of a batch end among all floats."""
+    return _part_begins(layout, samples, given, begin)[1]
+
+
+def gradient_entries(
+    layout: IdLayout, tickets: Sequence["DeviceTicket"], given: Sequence[Given], end: int = 0
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Return the feature of each id of some batches, the place of its gradient, or a negative number, and its factors;
+    None: they are 1. end: of the gradients of earlier batches."""
+    parts = []
+    for ticket, gradient in zip(tickets, given, strict=True):
+        begins, end = _part_begins(layout, ticket.batch_size, gradient, end)
+        parts.append(_entries(layout, ticket.ids, begins))
+    if end > MOST_PLACES:
+        raise InputError(
+            f"the gradients of one step hold {end} floats; at most 2^31-1 fit on a device: make smaller batches"
+        )
+    features, places, factors = zip(*parts, strict=True)
+    return torch.cat(features), torch.cat(places), torch.cat(factors) if layout.any_scaled else None
 
 
 def _part_begins(layout: IdLayout, samples: int, given: Given, begin: int) -> tuple[list[int], int]:
@@ -243,17 +263,20 @@ def _part_begins(layout: IdLayout, samples: int, given: Given, begin: int) -> tu
     return begins, end
 
 
-def _entries(layout: IdLayout, ids: DeviceIds, begins: list[int]) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the feature of each id, the place of its gradient, or a negative number, and its factors."""
-    samples, device = ids.batch_size, ids.values.device
+def _entries(layout: IdLayout, ids: IdEntries, begins: list[int]) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Return the feature of each id, the place of its gradient, or a negative number, and its factors; None: they are
+    1."""
+    samples, n, device = ids.batch_size, len(ids), ids.values.device
     bounds = ids.bounds(len(begins) * samples)
-    bag = bags_of(bounds, len(ids))
+    bag = torch.arange(n, device=device) if ids.offsets is None else bags_of(bounds, n)
     feature, sample = bag // samples, bag % samples
     begin = to_device(np.array(begins, np.int64), device)[feature]
     floats = to_device(np.array([start or layout.total_dim for start in layout.sequence_floats], np.int64), device)
     step = torch.where(layout.pooling == 0, layout.dims, 0)
-    in_bag = torch.arange(len(ids), device=device) - bounds[bag]
+    in_bag = torch.arange(n, device=device) - bounds[bag]
     places = torch.where(begin < 0, -1, begin + sample * floats[feature] + in_bag * step[feature])
+    if not layout.any_scaled:
+        return feature, places, None
     lengths = (bounds[1:] - bounds[:-1])[bag].clamp(min=1).double()
     pooling = layout.pooling[feature]
     divisor = torch.where(pooling == 2, lengths, torch.where(pooling == 3, sqrt(lengths), 1.0)).float()

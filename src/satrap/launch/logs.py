@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
-from typing import Self
+from typing import Self, TextIO
 
 from satrap.event_log import event, formatter, is_routine, set_role
 from satrap.launch.child_processes import (
@@ -51,7 +51,7 @@ class RunLogs:
         self._stderr = Terminal(sys.stderr)
         self._has_line = log_format == "text" and draws_in_place(sys.stderr)
         # Two streams to one terminal are written in one order, so that the line stays below both.
-        is_one = self._has_line and draws_in_place(sys.stdout) and os.ttyname(1) == os.ttyname(2)
+        is_one = self._has_line and draws_in_place(sys.stdout) and _device(sys.stdout) == _device(sys.stderr)
         self._stdout = self._stderr if is_one else Terminal(sys.stdout)
         self._progress, self._show_at, self._restarts = RunProgress(time.monotonic()), 0.0, 0
         self._handlers: list[logging.Handler] = [_TerminalHandler(self._stderr), _RunLog(folder / "run.log")]
@@ -117,8 +117,8 @@ class RunLogs:
         notes[:0] = [phase] if phase is not None else []
         if report is not None:
             self._stderr.show(run_bar(report, columns, self._stderr.marks, [*notes, *self._progress.notes]))
-        else:
-            self._stderr.show(fit([*notes, "no step yet"], columns))
+        else:  # the script has not begun, or has no Progress
+            self._stderr.show(fit(notes, columns) if notes else "")
 
     def handle(self, reports: Iterable[Report]) -> list[Event]:
         """Log reports and return the supervisor's events. Among processes that exited together, those killed by a
@@ -249,6 +249,11 @@ class _TerminalHandler(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         line = f"satrap run: {record.getMessage()}" if self.formatter is None else self.format(record)
         self._terminal.write(f"{line}\n".encode(errors="replace"))
+
+
+def _device(stream: TextIO) -> int:
+    """Return which terminal a stream is. It may have no name here, as that of a container."""
+    return os.fstat(stream.fileno()).st_rdev
 
 
 def _is_shown(process: Process) -> bool:

@@ -2,7 +2,7 @@
 
 A nn.Linear whose weight is that of an embedding, such as the tied output layer of a language model, is replaced too.
 Everything is checked before anything is changed. What the new module would not do is refused: max_norm,
-scale_grad_by_freq, a frozen weight, hooks, a subclass, a weight that another kind of module also uses.
+scale_grad_by_freq, hooks, a subclass, a weight that another kind of module or a penalty also uses.
 """
 
 from collections import defaultdict
@@ -24,6 +24,7 @@ from satrap.train.embeddings import Embeddings
 
 _KINDS = (torch.nn.Embedding, torch.nn.EmbeddingBag)
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_PENALTY = "empty it, and give the table's optimizer weight_decay, which decays the rows of each batch"
 _HINT = "leave the module out, or change the model"
 
 
@@ -56,6 +57,7 @@ def convert(
             f"tables is {kind_of(tables)}; expected a dict from a module's name to a satrap.Table, or an optimizer, "
             "such as satrap.Adagrad(lr=0.1)"
         )
+    _require_no_regularizer(model)
     for choice in chosen:
         choice.require_possible(model, has_weights=weights)
     embeddings = Embeddings({choice.table.name: choice.table for choice in chosen}, **options)
@@ -68,6 +70,7 @@ def convert(
         raise
     tied = _tied_layers(model, chosen)
     for choice in chosen:
+        choice.module.weight.in_satrap_table = choice.table.name  # `Embeddings.optimizer` refuses it
         _replace(model, choice.path, new[id(choice.module)])
     for path, (linear, module) in tied.items():
         _replace(model, path, TiedLinear(new[id(module)], linear))
@@ -96,12 +99,21 @@ class _Chosen:
             f"is a {type(module).__name__}, a class of the model's code": type(module) not in _KINDS,
             f"has max_norm={module.max_norm}": module.max_norm is not None,
             "has scale_grad_by_freq=True": module.scale_grad_by_freq,
-            "has a frozen weight (requires_grad is False)": not weight.requires_grad,
             f"has a weight of {weight.dtype}, and rows are float32": weight.dtype != torch.float32,
             "has hooks": any(getattr(module, name) for name in _HOOKS) or bool(weight._backward_hooks),
         }
         if reasons := [reason for reason, is_so in refused.items() if is_so]:
             raise ConfigError(f"{where} {reasons[0]}, which a table does not do: {_HINT}")
+        if not weight.requires_grad and not has_weights:
+            raise ConfigError(
+                f"{where} has a frozen weight, and weights is False, so frozen rows would have other values: pass "
+                "weights=True"
+            )
+        if holders := list(_holders(model, weight)):
+            raise ConfigError(
+                f"{where}: attribute {holders[0]!r} of the model has its weight too, such as for an L2 penalty, and "
+                f"would no longer see what trains: {_PENALTY}"
+            )
         self._require_possible_users(model, where)
         tied = {other.padding_idx for _, other in _owners(model, weight) if isinstance(other, _KINDS)}
         if len(tied) > 1:
@@ -150,10 +162,13 @@ class _Chosen:
     def replacement(self, embeddings: Embeddings) -> torch.nn.Module:
         """Return the new module."""
         module, padding = self.module, self.module.padding_idx
+        new: Embedding | EmbeddingBag
         if isinstance(module, torch.nn.Embedding):
-            return Embedding(embeddings, self.table, padding_idx=padding).train(module.training)
-        bags: dict[str, Any] = {"mode": module.mode, "include_last_offset": module.include_last_offset}
-        return EmbeddingBag(embeddings, self.table, padding_idx=padding, **bags).train(module.training)
+            new = Embedding(embeddings, self.table, padding_idx=padding)
+        else:
+            bags: dict[str, Any] = {"mode": module.mode, "include_last_offset": module.include_last_offset}
+            new = EmbeddingBag(embeddings, self.table, padding_idx=padding, **bags)
+        return new.train(module.training).requires_grad_(module.weight.requires_grad)
 
 
 def _modules(model: torch.nn.Module) -> Iterator[tuple[str, Any]]:
@@ -170,6 +185,30 @@ def _owners(model: torch.nn.Module, weight: Tensor) -> list[tuple[str, torch.nn.
         for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False)
         if parameter is weight
     ]
+
+
+def _require_no_regularizer(model: torch.nn.Module) -> None:
+    """Raise ConfigError if FuxiCTR's model adds a penalty over the Parameters of embeddings to its loss."""
+    for path, module in model.named_modules():
+        if value := vars(module).get("_embedding_regularizer"):
+            name = f"{path}._embedding_regularizer".removeprefix(".")
+            raise ConfigError(
+                f"convert: {name} is {value!r}, a penalty over Parameters, and rows of a table are none: {_PENALTY}"
+            )
+
+
+def _holders(model: torch.nn.Module, weight: Tensor) -> Iterator[str]:
+    """Yield the attributes of modules that have the weight, besides Parameters."""
+
+    def has(value: Any) -> bool:
+        if isinstance(value, Mapping):
+            return any(map(has, value.values()))
+        return value is weight or (isinstance(value, list | tuple | set) and any(map(has, value)))
+
+    for path, module in model.named_modules():
+        for name, value in vars(module).items():
+            if name not in ("_parameters", "_modules", "_buffers") and has(value):
+                yield f"{path}.{name}".removeprefix(".")
 
 
 def _tied_layers(model: torch.nn.Module, chosen: list[_Chosen]) -> dict[str, tuple[torch.nn.Linear, torch.nn.Module]]:

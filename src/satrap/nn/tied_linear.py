@@ -15,14 +15,15 @@ class TiedLinear(torch.nn.Module):
         super().__init__()
         self._embedding = (embedding,)  # in a tuple, so that the model has it under one name
         self.in_features, self.out_features = layer.in_features, layer.out_features
-        self.register_parameter("bias", layer.bias)
+        self.bias: torch.nn.Parameter | None = layer.bias
         self.train(layer.training)
 
     @property
     def weight(self) -> Tensor:
         """All rows of the table: each use is a lookup."""
-        rows: Tensor = self._embedding[0].weight
-        return rows
+        weight = self._embedding[0].weight
+        assert isinstance(weight, Tensor)
+        return weight
 
     def forward(self, input: Tensor) -> Tensor:
         """Return the products of the input with all rows, plus the bias."""

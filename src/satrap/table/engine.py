@@ -83,6 +83,16 @@ class RowAccess(Protocol):
         """Raise AssertionError if an invariant does not hold."""
 
 
+class Directory(Protocol):
+    """What knows which ids of an engine's tables have rows. Its methods are those of `_core.Engine`."""
+
+    def num_rows(self, table: int) -> int:
+        """Return how many rows a table has."""
+
+    def export_rows(self, table: int, bucket_begin: int, bucket_end: int, since: int) -> dict[str, NDArray[Any]]:
+        """Return the rows of some buckets as columns: their ids, with or without what else is known of them."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Slot:
     """The place of one table in an engine."""
@@ -91,6 +101,8 @@ class Slot:
     """The engine that knows the rows, those of other tables too."""
     rows: RowAccess
     """The engine if it holds the rows; it is only the directory of rows on a device."""
+    directory: Directory
+    """The engine, unless its tables have `num_rows` and their rows are on a device, which then knows them itself."""
     index: int
     """The table's number in the engine."""
     num_tables: int
@@ -241,12 +253,19 @@ def resolved_initial(table: Table) -> Constant | Normal | Uniform:
             return given
 
 
-def slots_of(engine: _core.Engine, tables: Sequence[Table], seed: int, rows: RowAccess | None = None) -> list[Slot]:
+def slots_of(
+    engine: _core.Engine,
+    tables: Sequence[Table],
+    seed: int,
+    rows: RowAccess | None = None,
+    directory: Directory | None = None,
+) -> list[Slot]:
     """Return the tables of a new engine that has these configurations.
 
-    rows: where the rows are; None: in the engine itself.
+    rows: where the rows are; None: in the engine itself. directory: what knows them; None: the engine.
     """
-    common: dict[str, Any] = {"engine": engine, "rows": rows or engine, "seed": seed, "transfers": Transfers()}
+    common: dict[str, Any] = {"engine": engine, "seed": seed, "transfers": Transfers()}
+    common |= {"rows": rows or engine, "directory": directory or engine}
     return [Slot(index=i, num_tables=len(tables), table=table, **common) for i, table in enumerate(tables)]
 
 

@@ -232,7 +232,7 @@ class Store:
 
     def __len__(self) -> int:
         """Return the number of rows in the table."""
-        return self._engine.num_rows(self._slot.index)
+        return self._slot.directory.num_rows(self._slot.index)
 
     def __reduce__(self) -> Never:
         raise TypeError(
@@ -256,7 +256,7 @@ class Store:
 
     def bucket_ids(self, bucket: int) -> NDArray[np.uint64]:
         """Return the ids of the rows of one bucket."""
-        exported: NDArray[np.uint64] = self._engine.export_rows(self._slot.index, bucket, bucket + 1, 0)["id"]
+        exported: NDArray[np.uint64] = self._slot.directory.export_rows(self._slot.index, bucket, bucket + 1, 0)["id"]
         return exported
 
     def stats(self) -> dict[str, int]:

@@ -151,6 +151,7 @@ class Embeddings(torch.nn.Module):
             dense = torch.optim.SGD([torch.empty(0, requires_grad=True)])  # torch refuses an empty list
         if not isinstance(dense, torch.optim.Optimizer):
             raise ConfigError(f"dense is a {type(dense).__name__}; expected a torch.optim.Optimizer")
+        _require_no_converted(dense)
         strategy = self._strategy(dense, self.trainers, lr_scale)
         if strategy.tables:
             self._session.open(strategy)
@@ -335,6 +336,16 @@ def session_of(embeddings: Embeddings) -> TrainingSession:
 
 def _feature_settings(feature: Feature) -> dict[str, Any]:
     return feature.to_dict() | {"table": feature.table.name}
+
+
+def _require_no_converted(dense: torch.optim.Optimizer) -> None:
+    """Raise ConfigError if the optimizer has a weight whose rows are in a table, since it would train nothing."""
+    for parameter in (parameter for group in dense.param_groups for parameter in group["params"]):
+        if (table := getattr(parameter, "in_satrap_table", None)) is not None:
+            raise ConfigError(
+                f"the dense optimizer has the weight that satrap.convert replaced by table {table!r}, whose optimizer "
+                "is that of the table: create the dense optimizer after satrap.convert"
+            )
 
 
 def _refuse(unknown: Mapping[str, Any]) -> None:

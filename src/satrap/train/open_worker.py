@@ -115,7 +115,7 @@ def _open_on_device(
     device: torch.device,
     device_memory: "DeviceMemory",
 ) -> Worker:
-    from satrap.device.device_rows import device_worker
+    from satrap.device.device_worker import device_worker
 
     for place, what in ((rows.servers, "servers"), (rows.shared, "a shared-memory file")):
         if place is not None:

@@ -134,7 +134,7 @@ def take_cuts(
             expire_before=cut["expire_before"],
             latest_step=latest_step,
             lr=cut["lr"],
-            rows=cut["rows"],
+            rows=cut["rows"] if slot.keeps_cuts else slot.directory.num_rows(slot.index),
         )
         for i, (slot, cut) in enumerate(zip(slots, figures, strict=True))
     ]

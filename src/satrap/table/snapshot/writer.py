@@ -72,7 +72,7 @@ def save_table(
     """
     changes = "" if since is None else f", changes since version {since.version},"
     # The size of changes is not known.
-    total = slot.engine.num_rows(slot.index) * row_bytes(slot.table) if since is None else None
+    total = slot.directory.num_rows(slot.index) * row_bytes(slot.table) if since is None else None
     what = f"save of table {slot.table.name!r}{changes} into {path}"
     with Transfer(_LOG, "save", what, total=total, among=slot.transfers, table=slot.table.name):
         threads = slot.engine.num_threads

@@ -1,0 +1,203 @@
+"""What the core keeps of each row besides its numbers, for tables with `num_rows` whose rows are on a device: which ids
+have a row, when each was last used, and the counters. It is on the device, so a step needs no work of the host for an
+id, and none of its calls in a step waits.
+
+Every id has its frame from the start, with the initial values of its row. A row that no lookup has used is not saved,
+and `absent` decides what it reads as. Methods that have the name of one of the core's engine do the same. The caller
+excludes other calls, and runs on the stream of the rows.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from satrap import _core
+from satrap.config.tables import Table
+from satrap.device.device_stream import to_device, to_host
+from satrap.device.direct_ids import RowNumbers, RowRuns
+from satrap.errors import InputError
+
+_COUNTERS = ("lookups", "hits", "inserted", "updated", "skipped")
+_BYTES = 8  # of a row, for its stamp and version
+_LARGEST_SIGNED = 2**31 - 1
+
+
+class DirectHeads:
+    """The stamp and version of each row; both are 0 if no lookup has used it."""
+
+    def __init__(self, tables: Sequence[Table], core: _core.Engine, numbers: RowNumbers, device: torch.device) -> None:
+        """core: knows the steps and versions; it has no rows."""
+        self._tables, self._core, self._numbers, self._device = tables, core, numbers, device
+        self._has_zeros = torch.tensor([table.absent == "zeros" for table in tables], device=device)
+        self._reads_zeros = any(table.absent == "zeros" for table in tables)
+        self._versions: tuple[list[int], Tensor] = ([], self._has_zeros)
+        self._begin(0)
+
+    def _begin(self, rows: int) -> None:
+        self._stamps, self._changed = (  # the last place takes what is of no row
+            torch.zeros(rows + 1, dtype=torch.int32, device=self._device) for _ in range(2)
+        )
+        self._counters = torch.zeros((len(_COUNTERS), len(self._tables)), dtype=torch.int64, device=self._device)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether there is memory for the rows."""
+        return len(self._stamps) > 1
+
+    def open(self) -> None:
+        """Allocate the memory, for rows that no lookup has used."""
+        self._begin(self._numbers.total)
+
+    # -- in a step -----------------------------------------------------------------------------------------------------
+
+    def note_lookup(self, runs: RowRuns, step: int) -> None:
+        """Stamp, mark and count the rows of a training lookup."""
+        num_unique, num_new = runs.bounds.diff(), _by_table(runs, self._changed[runs.rows] == 0)
+        counts = torch.stack([num_unique, num_unique - num_new, num_new])
+        self._touch(runs.rows, runs.rows, step)
+        self._counters[:3] += counts
+
+    def note_update(self, runs: RowRuns, tables: range, step: int, num_summed: Tensor | None) -> None:
+        """Stamp, mark and count the updated rows of some tables. num_summed: how many gradients of each run were not
+        skipped; None: all."""
+        begin, end = self._numbers.offsets[tables.start], self._numbers.offsets[tables.stop]
+        is_updated = (runs.rows >= begin) & (runs.rows < end)
+        if num_summed is not None:
+            left_out = torch.where(is_updated, runs.end - runs.begin - num_summed, 0)
+            self._counters[4] += _by_table(runs, left_out)
+            is_updated &= num_summed > 0
+        self._touch(torch.where(is_updated, runs.rows, self._numbers.total), runs.rows, step)
+        self._counters[3] += _by_table(runs, is_updated)
+
+    def frames(self, frames: Tensor, rows: Tensor) -> Tensor:
+        """Return the frames that a lookup without training reads: -1 where `absent` says zeros. frames, rows: int32, of
+        each id."""
+        if not self._reads_zeros:
+            return frames
+        at = torch.where(rows >= 0, rows.long(), self._numbers.total)
+        reads_zeros = (rows >= 0) & self._has_zeros[self.tables_of(at)] & (self._changed[at] == 0)
+        return torch.where(reads_zeros, -1, frames)
+
+    def _touch(self, at: Tensor, rows: Tensor, step: int) -> None:
+        """Stamp and mark rows. at: their numbers, or that of no row."""
+        stamps = self._stamps[at]
+        if self._core.latest_step <= _LARGEST_SIGNED:
+            self._stamps[at] = stamps.clamp(min=step)
+        else:
+            self._stamps[at] = _as_bits(_as_numbers(stamps).clamp(min=step))
+        versions, on_device = self._current_versions()
+        self._changed[at] = on_device[0] if len(set(versions)) == 1 else on_device[self.tables_of(rows)]
+
+    def tables_of(self, rows: Tensor) -> Tensor:
+        """Return the table of each row; that of no row is any."""
+        last = len(self._tables) - 1
+        return torch.bucketize(rows, self._numbers.bounds[1:], right=True).clamp(max=last)
+
+    def _current_versions(self) -> tuple[list[int], Tensor]:
+        """Return the version of each table, here and as int32 bits on the device."""
+        versions = [self._core.version(number) for number in range(len(self._tables))]
+        if versions != self._versions[0]:
+            self._versions = versions, to_device(np.array(versions, np.uint32).view(np.int32), self._device)
+        return self._versions
+
+    # -- as the core's engine ------------------------------------------------------------------------------------------
+
+    def num_rows(self, table: int) -> int:
+        """Return how many rows lookups have used. Waits for the device."""
+        return int(torch.count_nonzero(self._of_table(self._changed, table)))
+
+    def read_frames(self, table: int, ids: NDArray[np.uint64]) -> NDArray[np.int32]:
+        """Return the frame of each id's row; -1: no lookup has used it."""
+        self.require(table, ids)
+        if not self.is_open:
+            return np.full(len(ids), -1, np.int32)
+        changed = self._of_table(self._changed, table)[to_device(ids.astype(np.int64), self._device)]
+        return np.where(to_host(changed).numpy() != 0, self._frames(table, ids), np.int32(-1))
+
+    def export_rows(self, table: int, first: int, last: int, since: int) -> dict[str, NDArray[Any]]:
+        """Return id, step and frame of the rows in some buckets that changed at this version or later, in the order of
+        their hashes."""
+        num_buckets = self._tables[table].resolved_num_buckets
+        stamps, changed = (self._of_table(of_rows, table) for of_rows in (self._stamps, self._changed))
+        low = _reversed(np.arange(first, last, dtype=np.uint64)) >> np.uint64(65 - num_buckets.bit_length())
+        ids, steps = [np.empty(0, np.uint64)], [np.empty(0, np.uint32)]
+        for begin in low.astype(np.int64).tolist() if self.is_open else []:
+            of_bucket = changed[begin::num_buckets]
+            place = (_as_numbers(of_bucket) >= max(1, since)).nonzero()[:, 0] * num_buckets + begin
+            found = to_host(torch.stack([place, _as_numbers(stamps[place])])).numpy()
+            order = np.argsort(_reversed(found[0].astype(np.uint64)))
+            ids.append(found[0][order].astype(np.uint64))
+            steps.append(found[1][order].astype(np.uint32))
+        joined = np.concatenate(ids)
+        return {"id": joined, "step": np.concatenate(steps), "frame": self._frames(table, joined)}
+
+    def export_cut(self, table: int, first: int, last: int, since: int) -> dict[str, Any]:
+        """Return the same with what the core adds for a cut: no row was removed."""
+        columns: dict[str, Any] = self._core.export_cut(table, first, last, since)
+        return columns | self.export_rows(table, first, last, since)
+
+    def import_frames(self, table: int, ids: NDArray[np.uint64], steps: NDArray[np.uint32]) -> NDArray[np.int32]:
+        """Insert or replace rows of a snapshot; return their frames."""
+        self.require(table, ids)
+        at = to_device(ids.astype(np.int64), self._device)
+        self._of_table(self._stamps, table)[at] = to_device(steps.view(np.int32).copy(), self._device)
+        self._of_table(self._changed, table)[at] = self._current_versions()[1][table]
+        return self._frames(table, ids)
+
+    def stats(self, table: int) -> dict[str, int]:
+        """Return the counts of a table, with the bytes of all its rows' heads."""
+        counts: dict[str, int] = self._core.stats(table)
+        counts |= dict(zip(_COUNTERS, self._counters[:, table].tolist(), strict=True))
+        counts["rows"] = self.num_rows(table)
+        counts["bytes"] += _BYTES * len(self._of_table(self._stamps, table))
+        return counts
+
+    def check(self, table: int) -> None:
+        """Raise AssertionError if an invariant does not hold."""
+        stamps, changed = (_as_numbers(self._of_table(each, table)) for each in (self._stamps, self._changed))
+        assert bool(((stamps == 0) == (changed == 0)).all()), "a row has a stamp or a version alone"
+        assert bool((stamps <= self._core.latest_step).all()), "a row is stamped after the latest step"
+        assert bool((changed <= self._core.version(table)).all()), "a row changed at a version that has not started"
+
+    def _of_table(self, of_rows: Tensor, table: int) -> Tensor:
+        return of_rows[self._numbers.offsets[table] : self._numbers.offsets[table + 1]] if self.is_open else of_rows[:0]
+
+    def _frames(self, table: int, ids: NDArray[np.uint64]) -> NDArray[np.int32]:
+        return (ids.astype(np.int64) + self._numbers.first_frames[table]).astype(np.int32)
+
+    def require(self, table: int, ids: NDArray[np.uint64]) -> None:
+        """Raise InputError unless the table can have rows of these ids."""
+        num_rows = self._numbers.offsets[table + 1] - self._numbers.offsets[table]
+        if (outside := ids[ids >= num_rows]).size:
+            raise InputError(
+                f"table {self._tables[table].name!r}: id {outside[0]} is not below num_rows={num_rows}; expected ids "
+                f"from 0 to {num_rows - 1}: raise num_rows, or leave it out if ids may be any 64-bit numbers"
+            )
+
+
+def _by_table(runs: RowRuns, amounts: Tensor) -> Tensor:
+    """Return for each table the sum over its runs."""
+    sums = torch.cat([runs.bounds.new_zeros(1), amounts.cumsum(0)])[runs.bounds]
+    return sums[1:] - sums[:-1]
+
+
+def _as_numbers(bits: Tensor) -> Tensor:
+    """Return unsigned numbers, which are stored as int32, as int64."""
+    return bits.long() & 0xFFFFFFFF
+
+
+def _as_bits(numbers: Tensor) -> Tensor:
+    return torch.where(numbers > _LARGEST_SIGNED, numbers - (1 << 32), numbers).int()
+
+
+def _reversed(numbers: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """Return numbers with their 64 bits in reverse order: the hash of an id of a direct table."""
+    by_byte = np.ascontiguousarray(_REVERSED[numbers.view(np.uint8).reshape(-1, 8)[:, ::-1]])
+    return by_byte.view(np.uint64).reshape(-1)
+
+
+_REVERSED = np.packbits(np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1)[:, ::-1], axis=1)[:, 0]

@@ -1,0 +1,203 @@
+"""The ids of a batch of tables with `num_rows`, on the device: the row of each id, and the runs of its update.
+
+Nothing here waits for the device, and the host does no work for an id: ids are copied as they are, and a row is
+computed from its id. What the core would refuse (an id that is out of range, offsets that fall, a weight that is not
+finite) is found on the device too: then no id of the batch has a row, and a number says so. The update reads the number
+where it waits for the gradients, and lets the core raise its error.
+
+All rows of all tables are numbered, table after table. Ids are sorted by the number of their row.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any, Self
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from satrap.config.tables import Table
+from satrap.data.inputs import Inputs
+from satrap.device.device_ids import IdEntries, IdLayout, KeptIds, bags_of
+from satrap.device.device_stream import Mark, current_stream, to_device
+
+MOST_ROWS = 2**31 - 2
+"""Rows of all tables: they are numbered in int32."""
+_IDS = (torch.int32, torch.int64, torch.uint64)
+
+
+class RowNumbers:
+    """The numbers of the rows of some tables."""
+
+    def __init__(self, tables: Sequence[Table], memories: Sequence[Sequence[int]], device: torch.device) -> None:
+        """memories: for each memory, the tables whose rows it has."""
+        sizes = [table.num_rows or 0 for table in tables]
+        self.offsets = [0, *accumulate(sizes)]
+        """Where the rows of each table begin, and where the last end."""
+        self.total = self.offsets[-1]
+        self.first_frames = [0] * len(tables)
+        """The frame of each table's first row."""
+        for numbers in memories:
+            for number, first in zip(numbers, accumulate([0, *(sizes[i] for i in numbers)]), strict=False):
+                self.first_frames[number] = first
+        self.bounds = torch.tensor(self.offsets, device=device)
+        """`offsets` on the device, int64 [tables + 1]."""
+        self.first = torch.tensor(self.first_frames, device=device)
+        """`first_frames` on the device, int64 [tables]."""
+        self.sizes = torch.tensor(sizes, device=device)
+        """The number of rows of each table, int64 [tables]."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RowRuns:
+    """Entries row by row. There are as many runs as entries, since only the device knows how many are not empty."""
+
+    rows: Tensor
+    """int64 [entries]: the number of each run's row, rising; behind the last run the number of all rows."""
+    begin: Tensor
+    """int32 [entries]: where each run begins in `order`."""
+    end: Tensor
+    """int32 [entries]."""
+    order: Tensor
+    """int64 [entries]: the entries, row by row, those of a row in order of appearance; first those without a row."""
+    bounds: Tensor
+    """int64 [tables + 1]: where the runs of each table begin, and where the last end."""
+
+    @classmethod
+    def of(cls, rows: Tensor, numbers: RowNumbers) -> Self:
+        """Sort entries. rows: int32, the number of each entry's row; -1: it has none."""
+        n = len(rows)
+        found, order = torch.sort(rows, stable=True)
+        is_first = found >= 0
+        is_first[1:] &= found[1:] != found[:-1]
+        run = torch.where(is_first, is_first.cumsum(0) - 1, n + 1)  # the last place takes what begins no run
+        starts = torch.full((n + 2,), n, device=rows.device)
+        starts.scatter_(0, run, torch.arange(n, device=rows.device))
+        by_run = torch.cat([found.long(), numbers.bounds[-1:]])[starts[:n]]
+        bounds = torch.searchsorted(by_run, numbers.bounds)
+        return cls(by_run, starts[:n].int(), starts[1 : n + 1].int(), order, bounds)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DirectIds(IdEntries):
+    """The ids of one batch, on a device. Padding and what sequences cut off is behind the last bag, without a row."""
+
+    values: Tensor
+    """int64, as bit patterns: feature after feature, and sample after sample."""
+    offsets: Tensor | None
+    """int64 [bags + 1]; None: each bag has one id."""
+    weights: Tensor | None
+    """float32, of each id."""
+    batch_size: int
+    rows: Tensor
+    """int32 [ids]: the number of each id's row; -1: it has none."""
+    frames: Tensor
+    """int32 [ids]: the frame of each id's row; -1: it has none."""
+    cut: Tensor
+    """int64 [sequences]: the number of ids beyond the max_length of each."""
+    verdict: tuple[Tensor, Mark]
+    """float64 [2], valid at the mark: whether the core refuses the batch, and the largest magnitude of a weight, at
+    least 1."""
+    given: Inputs
+    """The batch as it was given."""
+
+    @classmethod
+    def of(cls, layout: IdLayout, numbers: RowNumbers, inputs: Inputs, device: torch.device) -> Self | None:
+        """Place the ids of a batch. Return None if a part has another dtype or size than expected."""
+        parts = values, offsets, weights = [
+            _on_device(part, device) for part in (inputs.values, inputs.offsets, inputs.weights)
+        ]
+        num_bags = len(layout.tables) * inputs.batch_size
+        dtypes = (_IDS, (torch.int64,), (torch.float32,))
+        if any(not _is_list(part, of) for part, of in zip(parts, dtypes, strict=True)) or values is None:
+            return None
+        has_size = (len(values) if offsets is None else len(offsets) - 1) == num_bags
+        if not has_size or (weights is None) == layout.any_weighted:
+            return None
+        if weights is not None and len(weights) != len(values):
+            return None
+        return cls._placed(layout, numbers, inputs, values, offsets, weights)
+
+    @classmethod
+    def _placed(
+        cls,
+        layout: IdLayout,
+        numbers: RowNumbers,
+        inputs: Inputs,
+        values: Tensor,
+        offsets: Tensor | None,
+        weights: Tensor | None,
+    ) -> Self:
+        n, batch_size, device = len(values), inputs.batch_size, values.device
+        values = values.view(torch.int64) if values.dtype == torch.uint64 else values
+        values = values.to(torch.int64, copy=True)  # the caller may use the memory of its ids again
+        at = torch.arange(n, device=device)
+        bounds = torch.arange(n + 1, device=device) if offsets is None else offsets
+        bag = at if offsets is None else bags_of(bounds, n)
+        feature, is_id = bag // max(1, batch_size), None
+        cut = torch.zeros(len(layout.sequences), dtype=torch.int64)
+        is_refused = torch.zeros((), dtype=torch.bool, device=device)
+        if offsets is not None:
+            is_refused = (bounds[0] != 0) | (bounds[-1] != n) | (bounds[1:] < bounds[:-1]).any()
+        if layout.any_padding or (offsets is not None and layout.sequences):
+            kept = KeptIds.of(layout, values, bounds, feature, batch_size)
+            cut, stays, offsets = kept.beyond(layout)[layout.sequences], kept.stays(bag), kept.offsets()
+            place, is_id = torch.where(stays, stays.cumsum(0) - 1, n), at < offsets[-1]
+            values, feature = (_moved(part, place) for part in (values, feature))
+            weights = None if weights is None else _moved(weights, place)
+        table = layout.tables[feature]
+        is_outside = (values < 0) | (values >= numbers.sizes[table])
+        is_refused = is_refused | (is_outside if is_id is None else is_outside & is_id).any()
+        largest = torch.ones((), dtype=torch.float64, device=device)
+        if layout.any_weighted and weights is not None:
+            counted = torch.where(layout.is_weighted[feature], weights.abs(), 1.0)
+            largest = torch.cat([counted, counted.new_ones(1)]).max().double()
+            is_refused = is_refused | ~largest.isfinite()
+            weights = torch.where(is_refused, 0.0, weights)
+        has_row = ~(is_outside | is_refused) if is_id is None else is_id & ~(is_outside | is_refused)
+        rows, frames = (
+            torch.where(has_row, begin[table] + values, -1).int() for begin in (numbers.bounds, numbers.first)
+        )
+        offsets = None if offsets is None else torch.where(is_refused, 0, offsets)
+        verdict = current_stream(device).download(torch.stack([is_refused.double(), largest]))
+        return cls(values, offsets, weights, batch_size, rows, frames, cut, verdict, inputs)
+
+    @property
+    def is_refused(self) -> bool:
+        """Whether the core refuses the batch. Waits for the device, unless it has placed the ids."""
+        self.verdict[1].synchronize()
+        return bool(self.verdict[0][0])
+
+    @property
+    def largest_weight(self) -> float:
+        """The largest magnitude of a weight, at least 1. Waits as `is_refused`."""
+        self.verdict[1].synchronize()
+        return float(self.verdict[0][1])
+
+    def on_cpu(self) -> tuple[NDArray[np.uint64], NDArray[np.int64] | None, NDArray[np.float32] | None]:
+        values, offsets, weights = super(DirectIds, self).on_cpu()
+        end = len(values) if offsets is None else int(offsets[-1])
+        return values[:end], offsets, None if weights is None else weights[:end]
+
+    def cut_counts(self) -> list[int]:
+        return self.cut.tolist() if len(self.cut) else []  # waits for the device, if it counts them
+
+
+def _moved(entries: Tensor, place: Tensor) -> Tensor:
+    """Return the entries at their places, zeros elsewhere. place: the number of entries for one that is left out."""
+    return entries.new_zeros(len(entries) + 1).scatter_(0, place, entries)[:-1]
+
+
+def _on_device(part: Any, device: torch.device) -> Tensor | None:
+    """Return a part of a batch on the device. The calling thread does not wait for a copy."""
+    if isinstance(part, np.ndarray) and part.dtype.kind in "iuf":
+        part = np.require(part, requirements=("C", "A", "W"))
+        is_wide = part.dtype.kind in "iu" and part.itemsize == 8
+        part = to_device(part.view(np.int64) if is_wide else part, device)  # torch refuses NumPy's ulonglong
+    return part.detach().contiguous() if isinstance(part, Tensor) and part.device == device else part
+
+
+def _is_list(part: object, dtypes: Sequence[torch.dtype]) -> bool:
+    return part is None or (isinstance(part, Tensor) and part.ndim == 1 and part.dtype in dtypes)

@@ -1,0 +1,370 @@
+"""Rows on a device of tables with `num_rows`: the frame of an id is computed from the id, so no directory is asked, and
+a step does no work of the host for an id.
+
+`DirectEngine` has the rows and their heads, and keeps an engine of the core that has no rows: it numbers steps and
+versions, and raises the errors about batches. `DirectRows` looks up and updates. What a step does on the device depends
+on nothing that the host would have to wait for, but the one number that the update waits for anyway: whether the
+gradients are finite. All rows have their initial values from the start.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from copy import copy
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Never
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from satrap.config.features import Features
+from satrap.config.tables import Table
+from satrap.data.inputs import Inputs
+from satrap.device.device_engine import DeviceEngine, Owed
+from satrap.device.device_ids import IdEntries, IdLayout, copied_to_cpu
+from satrap.device.device_memory import DeviceMemory
+from satrap.device.device_rows import LARGEST, DeviceRows, UpdatedTables, claim, largest_of
+from satrap.device.device_stream import to_device
+from satrap.device.direct_heads import DirectHeads
+from satrap.device.direct_ids import MOST_ROWS, DirectIds, RowNumbers, RowRuns
+from satrap.device.exact import mix_keys, signed
+from satrap.device.runs import DeviceTicket, Given, PooledFeatures, Runs, gradient_entries, is_whole_batch, num_floats
+from satrap.device.torch_device import initialise_of
+from satrap.errors import InputError
+from satrap.table.engine import Slot, slots_of
+from satrap.worker.rows import BagRequest, Ids, UpdateRequest, id_request
+
+_NUMBERS_AT_ONCE = 1 << 22  # of values that one call initialises, which bounds its memory
+_NO_IDS = np.empty(0, np.uint64)
+_ADVICE = (
+    "A table with num_rows has all of its rows on the device: give device_memory, or leave num_rows out if few of the "
+    "ids are used, or use a smaller dtype or dim"
+)
+
+
+def are_direct(features: Features, device_memory: DeviceMemory) -> bool:
+    """Return whether `DirectRows` can have the rows: all tables have `num_rows`, all rows are on the device, and no
+    sequence is jagged, so that the sizes of a batch's rows are known here."""
+    sizes = [table.num_rows for table in features.tables]
+    is_padded = not any(feature.jagged or feature.aligned_with is not None for feature in features.values())
+    fits = None not in sizes and sum(size or 0 for size in sizes) <= MOST_ROWS
+    return is_padded and fits and device_memory is None
+
+
+class DirectEngine(DeviceEngine):
+    """The rows of some tables with `num_rows`."""
+
+    def __init__(self, tables: Sequence[Table], device: torch.device, **options: Any) -> None:
+        super().__init__(tables, device, **options)
+        with self.stream.joined():
+            self.numbers = RowNumbers(tables, [memory.tables for memory in self.memories], device)
+            self.directory = self.heads = DirectHeads(tables, self.core, self.numbers, device)
+            self.row_keys = torch.tensor([initial.key for initial in self._initial], device=device)
+            """From which the random draws of rows are made, by table."""
+
+    def slots(self, seed: int) -> list[Slot]:
+        return slots_of(self.core, self.tables, seed, self, _HeadsOfEngine(self))
+
+    def _reserve(self, counts: NDArray[np.int64]) -> None:
+        """Allocate the memory of all rows, and write their initial values, once."""
+        if self.heads.is_open:
+            return
+        for memory in self.memories:
+            names = [self.tables[number].name for number in memory.tables]
+            memory.reserve(sum(self.tables[number].num_rows or 0 for number in memory.tables), names, _ADVICE)
+        self.owe(self._open)
+
+    def _open(self) -> Owed:
+        self.heads.open()
+        return lambda: [
+            partial(self.restart, table, *part) for table in range(len(self.tables)) for part in self._parts(table)
+        ]
+
+    def _parts(self, table: int) -> Iterator[tuple[int, int]]:
+        """Yield ranges of a table's rows."""
+        size, num_rows = max(1, _NUMBERS_AT_ONCE // self.tables[table].dim), self.tables[table].num_rows or 0
+        yield from ((begin, min(begin + size, num_rows)) for begin in range(0, num_rows, size))
+
+    def restart(self, table: int, begin: int, end: int) -> None:
+        """Write the initial values and states of some rows."""
+        memory, first = self.memory(table), self.numbers.first_frames[table]
+        ids = torch.arange(begin, end, device=self.device)
+        initialise_of(self.device)(
+            memory.values, memory.state, (ids + first).int(), ids, self._initial[table], memory.layout
+        )
+
+    def place_rows(self) -> None:
+        """Do what a call that ended early owes: there are no rows to place."""
+        self.owe(lambda: lambda: None)
+
+    def stats(self, table: int) -> dict[str, int]:
+        """Return the counts of a table; its bytes include all rows, those that no lookup has used too."""
+        with self.exclusive():
+            counts = super().stats(table)
+            if self.heads.is_open:
+                num_unused = (self.tables[table].num_rows or 0) - counts["rows"]
+                counts["bytes"] += num_unused * self.memory(table).layout.row_bytes
+        return counts
+
+    def check(self, table: int) -> None:
+        self.core.check(table)
+        with self.exclusive():
+            self.heads.check(table)
+
+
+class _HeadsOfEngine:
+    """The heads for calls between steps. Implements `satrap.table.engine.Directory`."""
+
+    def __init__(self, engine: DirectEngine) -> None:
+        self._engine = engine
+
+    def num_rows(self, table: int) -> int:
+        with self._engine.exclusive():
+            return self._engine.heads.num_rows(table)
+
+    def export_rows(self, table: int, first: int, last: int, since: int) -> dict[str, NDArray[Any]]:
+        with self._engine.exclusive():
+            return self._engine.heads.export_rows(table, first, last, since)
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class DirectTicket(DeviceTicket):
+    """A lookup, and what its update needs, which depends on ids alone."""
+
+    layout: IdLayout
+    """That of the ids."""
+    runs: RowRuns
+    places: Tensor
+    """int32 [ids], in the order of the runs: where each gradient of the whole batch begins."""
+    factors: Tensor | None
+    """float32 [ids, 2], in the same order: weight and divisor; None: all are 1."""
+
+
+class DirectRows(DeviceRows):
+    """Implements `satrap.worker.rows.Rows` for tables with `num_rows` on a device."""
+
+    _engine: DirectEngine
+
+    def use(self, engine: DeviceEngine) -> None:
+        super().use(engine)
+        with engine.stream.joined():
+            self._id_layout = IdLayout(self._id_features, self.device)
+            self._cut = torch.zeros(len(self.id_layout.sequences), dtype=torch.int64, device=self.device)
+        self._no_offsets = np.zeros(len(self._tables) + 1, np.int64)
+        self._last_flat: tuple[Tensor, Tensor | None] | None = None
+
+    @property
+    def truncated(self) -> list[int]:
+        with self._engine.exclusive():
+            counts: list[int] = self._cut.tolist()
+        return counts
+
+    def place_ids(self, inputs: Inputs) -> Inputs | IdEntries:
+        ids = DirectIds.of(self.id_layout, self._engine.numbers, inputs, self.device)
+        return copied_to_cpu(inputs) if ids is None else ids
+
+    def lookup(self, request: BagRequest, block: Tensor, sequences: list[Tensor]) -> Any:
+        ids, ticket = request.values, super().lookup(request, block, sequences)
+        if not request.train and isinstance(ids, DirectIds) and ids.is_refused:
+            self._refuse(ids, self._bags)
+        return ticket
+
+    def look_up(self, table: str, ids: Ids, step: int, oldest_open: int) -> Tensor:
+        number, features = self._alone[table]
+        memory, block = self._engine.memory(number), self.empty(len(ids), features.total_dim)
+        pooled = [
+            PooledFeatures.of(features, [0] if each is memory else [], self.device) for each in self._engine.memories
+        ]
+        self._engine.heads.require(number, ids)
+        with self._engine.exclusive(self._no_offsets[1:]):
+            resolved = self._take_step(step, oldest_open, train=True, first_epoch=True)
+            given = to_device(ids.astype(np.int64), self.device)
+            runs = RowRuns.of((given + self._engine.numbers.offsets[number]).int(), self._engine.numbers)
+            frames = (given + self._engine.numbers.first_frames[number]).int()
+            self._engine.owe(lambda: partial(self._engine.heads.note_lookup, runs, step))
+            found = {**resolved, "frames": frames, "offsets": None, "weights": None}
+            self._gather(features, pooled, len(ids), found, block, [])
+            self._engine.moves.note_use()
+        return block
+
+    def id_ticket(self, ids: Mapping[str, Ids]) -> Any:
+        values, offsets, *_ = id_request(self._id_features, ids, None, None).native
+        layout, sizes = copy(self._id_layout), np.diff(offsets).tolist() if offsets is not None else []
+        layout.sequence_floats = [size * table.dim for size, table in zip(sizes, self._tables, strict=True)]
+        inputs = Inputs(names=self._id_features.names, values=values, offsets=offsets, batch_size=1)
+        with self._engine.exclusive(self._no_offsets[1:]):
+            placed = DirectIds.of(layout, self._engine.numbers, inputs, self.device)
+            assert placed is not None
+            return self._ticket(placed, layout, self._id_bags)
+
+    def update(self, request: UpdateRequest) -> None:
+        given: list[Given] = [
+            (block is not None, [sequence is not None for sequence in sequences])
+            for block, sequences in request.gradients
+        ]
+        scale = float(np.float32(request.scale))
+        _require_sizes(request)
+        with self._engine.in_order():
+            flat, tickets = self._flat(request.gradients), claim(request.tickets)
+            largest = largest_of(request)  # the one wait; what is read next was computed before
+            for ticket in tickets:
+                if ticket.ids.is_refused:
+                    self._refuse(ticket.ids, ticket.bags)
+            skips = False
+            if not largest * abs(scale) * sum(ticket.bound for ticket in tickets) < LARGEST:
+                on_cpu = [self._as_core(ticket) for ticket in tickets]
+                skips = self._check(replace(request, tickets=on_cpu), scale)
+            runs, places, factors = self._gradients(tickets, given)
+            groups = list(self._fused_tables(dict(request.lrs), scale, request.step, skips=skips))
+
+            def record() -> Owed:
+                self._engine.core.update_id_frames(
+                    _NO_IDS, self._no_offsets, np.empty(0, np.int32), request.step, False
+                )
+                for ticket in tickets:
+                    ticket.used = True
+                keys = self._keys(runs)
+                return lambda: [
+                    partial(self._step_direct, runs, places, factors, keys, group, flat) for group in groups
+                ]
+
+            self._engine.owe(record)
+
+    # -- lookup --------------------------------------------------------------------------------------------------------
+
+    def _counts(self, request: BagRequest) -> NDArray[np.int64]:
+        """Return no counts of rows: all are there. That there are some makes the engine allocate them."""
+        return self._no_offsets[1:]
+
+    def _take_step(self, step: int, oldest_open: int, *, train: bool, first_epoch: bool) -> dict[str, Any]:
+        """Let the core begin a lookup; return what it returns for one of no ids."""
+        none = np.empty(0, np.int32)
+        return self._engine.core.lookup_id_frames(
+            _NO_IDS, self._no_offsets, step, oldest_open, train, none, first_epoch
+        )
+
+    def _find_frames(self, request: BagRequest, bags: Any = None) -> dict[str, Any]:
+        """Return what a lookup needs. Of one that trains, sort the ids, and stamp their rows."""
+        ids = request.values if isinstance(request.values, DirectIds) else self._place_arrays(request)
+        step, oldest = request.step or 0, request.oldest_open or 0
+        resolved = self._take_step(step, oldest, train=request.train, first_epoch=request.first_epoch)
+        if len(ids.cut) and ids.offsets is not None:
+            self._cut = self._cut + ids.cut
+        found = {**resolved, "offsets": ids.offsets, "weights": ids.weights, "moved": None, "ticket": None}
+        if not request.train:
+            return found | {"frames": self._engine.heads.frames(ids.frames, ids.rows)}
+        ticket, at = self._ticket(ids, self.id_layout, self._bags), step or self._engine.core.latest_step
+        self._engine.owe(lambda: partial(self._engine.heads.note_lookup, ticket.runs, at))
+        return found | {"frames": ids.frames, "ticket": ticket}
+
+    def _ticket(self, ids: DirectIds, layout: IdLayout, bags: Any) -> DirectTicket:
+        """Return a ticket, with what the update of the whole batch needs."""
+        runs = RowRuns.of(ids.rows, self._engine.numbers)
+        ticket = DirectTicket(ids, bags, layout=layout, runs=runs, places=runs.order, factors=None)
+        places, factors = self._whole_batch(ticket)
+        ticket.places, ticket.factors = places[runs.order].int(), None if factors is None else factors[runs.order]
+        return ticket
+
+    def _whole_batch(self, ticket: DirectTicket) -> tuple[Tensor, Tensor | None]:
+        """Return the place of each gradient of a whole batch, and its factors. If each bag has one id, they depend on
+        the batch size alone."""
+        is_flat = ticket.ids.offsets is None and ticket.ids.weights is None
+        if is_flat and self._last_flat is not None and len(self._last_flat[0]) == len(ticket.ids):
+            return self._last_flat
+        whole: Given = (True, [True] * len(ticket.layout.sequences))
+        _, places, factors = gradient_entries(ticket.layout, [ticket], [whole])
+        self._last_flat = (places, factors) if is_flat else self._last_flat
+        return places, factors
+
+    def _place_arrays(self, request: BagRequest) -> DirectIds:
+        """Place ids of which a part was unusual, once the core has accepted them."""
+        offsets, weights = request.offsets, request.weights
+        self._engine.core.bag_ticket(self._bags, request.values, offsets, weights, request.batch_size)
+        inputs = Inputs(
+            names=self._features.names,
+            values=request.values,
+            offsets=offsets,
+            weights=weights,
+            batch_size=request.batch_size,
+        )
+        ids = DirectIds.of(self.id_layout, self._engine.numbers, inputs, self.device)
+        assert ids is not None, "the core accepted what the device does not"
+        return ids
+
+    def _refuse(self, ids: DirectIds, bags: Any) -> Never:
+        """Raise the core's error about a batch."""
+        given = copied_to_cpu(ids.given)
+        parts: Any = (given.values, given.offsets, given.weights)
+        values, offsets, weights = (None if part is None else np.asarray(part) for part in parts)
+        assert values is not None
+        values = values if values.dtype == np.uint64 else values.astype(np.int64).view(np.uint64)
+        refused: Any = values, offsets, weights, ids.batch_size
+        self._engine.core.bag_ticket(bags, *refused)
+        raise InputError(
+            "the ids changed after their lookup: another batch was written to their array; pass each its own array"
+        )
+
+    # -- update --------------------------------------------------------------------------------------------------------
+
+    def _gradients(self, tickets: Sequence[Any], given: Sequence[Given]) -> tuple[RowRuns, Tensor, Tensor | None]:
+        """Return the runs of an update, and the places and factors of its gradients in their order."""
+        if is_whole_batch(tickets[0].layout, given):
+            return tickets[0].runs, tickets[0].places, tickets[0].factors
+        parts: list[Any] = []
+        end = 0
+        for ticket, has in zip(tickets, given, strict=True):
+            _, *part = gradient_entries(ticket.layout, [ticket], [has], end)
+            parts.append(part)
+            end = num_floats(ticket.layout, ticket.batch_size, has, end)
+        places = torch.cat([part[0] for part in parts])
+        factors = None
+        if any(part[1] is not None for part in parts):
+            ones = (places.new_ones((len(part[0]), 2), dtype=torch.float32) for part in parts)
+            factors = torch.cat([one if part[1] is None else part[1] for part, one in zip(parts, ones, strict=True)])
+        rows = torch.where(places >= 0, torch.cat([ticket.ids.rows for ticket in tickets]), -1)
+        runs = RowRuns.of(rows, self._engine.numbers)
+        return runs, places[runs.order].int(), None if factors is None else factors[runs.order]
+
+    def _keys(self, runs: RowRuns) -> Tensor | None:
+        """Return the keys of the random draws of each row; None: no table has 16-bit values."""
+        if all(table.dtype == "float32" for table in self._tables):
+            return None
+        table = self._engine.heads.tables_of(runs.rows)
+        ids = runs.rows - self._engine.numbers.bounds[table]
+        return mix_keys(self._engine.row_keys[table] ^ mix_keys(ids ^ signed(0x9E3779B97F4A7C15)))
+
+    def _step_direct(
+        self,
+        runs: RowRuns,
+        places: Tensor,
+        factors: Tensor | None,
+        keys: Tensor | None,
+        group: UpdatedTables,
+        flat: Tensor,
+    ) -> Sequence[Owed]:
+        """Sum the gradients of some tables' rows, and apply their optimizer."""
+        (tables, how), numbers = group, self._engine.numbers
+        begin, end = numbers.offsets[tables.start], numbers.offsets[tables.stop]
+        is_here = (runs.rows >= begin) & (runs.rows < end)
+        of_tables = Runs(
+            frames=torch.where(is_here, runs.rows + (numbers.first_frames[tables.start] - begin), -1).int(),
+            begin=runs.begin,
+            end=runs.end if end - begin == numbers.total else torch.where(is_here, runs.end, runs.begin),
+            places=places,
+            factors=factors,
+            keys=keys,
+            tables=(0, len(runs.rows)),
+            alignment=self.id_layout.alignment,
+        )
+        memory = self._engine.memory(tables.start)
+        summed = self._kernels.update(memory.values, memory.state, of_tables, flat, how)
+        return [partial(self._engine.heads.note_update, runs, tables, how.step, summed)]
+
+
+def _require_sizes(request: UpdateRequest) -> None:
+    """Raise InputError if gradients of sequences have other sizes than the rows of their lookup."""
+    for ticket, (_, sequences) in zip(request.tickets, request.gradients, strict=True):
+        for gradient, size in zip(sequences, ticket.layout.sequence_floats_of(ticket.batch_size), strict=True):
+            if gradient is not None and gradient.numel() != size:
+                raise InputError(f"a sequence's gradients are {gradient.numel()} floats; expected {size}")

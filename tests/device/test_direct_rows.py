@@ -1,0 +1,450 @@
+"""Tables with `num_rows` whose rows are on a device: the bits, counters, files and errors of rows in the core, without
+a wait for the device and without work of the host for an id."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from bag_oracle import draw_bags
+from cluster import step_both
+from device_workers import ArrayWorker, as_tensors, contents, pair
+from one_row import OPTIMIZERS
+from satrap import Embeddings, Table
+from satrap.config.features import Features
+from satrap.config.optimizers import SGD, Adagrad
+from satrap.config.tables import Normal
+from satrap.data.inputs import Inputs
+from satrap.device.direct_ids import DirectIds
+from satrap.device.direct_rows import DirectRows
+from satrap.device.row_memory import RowMemory
+from satrap.errors import CapacityError, InputError, NonFiniteError, TicketError
+
+NUM_ROWS = 60
+IDS = np.arange(NUM_ROWS, dtype=np.uint64)
+
+
+def many(table: Table) -> Features:
+    """Features of every kind over a table, and over others that share its memory or do not."""
+    user, shared = replace(table, name="user", dim=table.dim + 3), replace(table, name="shared", num_rows=45)
+    return Features(
+        {
+            "item": table,
+            "mean": table.bag("mean", weighted=True, padding_id=3),
+            "path": table.sequence(3),
+            "user": user.bag("sqrtn"),
+            "padded": user.sequence(2, keep="first", padding_id=4),
+            "last": user.sequence(2, padding_id=2**63),
+            "shared": shared.bag("sum", padding_id=1),
+        }
+    )
+
+
+def below(inputs: Inputs, num_rows: int) -> Inputs:
+    """Return the batch with ids that the tables can have."""
+    return replace(inputs, values=inputs.values % np.uint64(num_rows))
+
+
+class Direct:
+    """A worker whose batches are brought into range."""
+
+    def __init__(self, worker: Any, num_rows: int, *, tensors: bool = False) -> None:
+        self.worker, self._num_rows, self._tensors = worker, num_rows, tensors
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.worker, name)
+
+    def lookup(self, inputs: Inputs, **options: Any) -> Any:
+        given = below(inputs, self._num_rows)
+        found = self.worker.lookup(as_tensors(given) if self._tensors else given, **options)
+        return replace(found, masks={name: np.asarray(mask) for name, mask in found.masks.items()})
+
+
+def three(declared: Features, num_rows: int = 45) -> list[Any]:
+    """Workers with rows in the core, and on a device with ids in CPU memory and on the device."""
+    workers = [
+        Direct(each, num_rows, tensors=number == 2)
+        for number, each in enumerate([*pair(declared), ArrayWorker(declared, "cpu", seed=3, num_threads=2)])
+    ]
+    assert all(isinstance(each.rows, DirectRows) for each in workers[1:])
+    return workers
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=lambda each: type(each).__name__)
+def test_bits_and_counters(optimizer: Any, dtype: Any, rng: np.random.Generator) -> None:
+    table = Table(
+        "item",
+        dim=int(rng.integers(1, 20)),
+        optimizer=optimizer,
+        dtype=dtype,
+        initial=Normal(std=0.5),
+        num_rows=NUM_ROWS,
+        num_buckets=4,
+        absent="zeros" if dtype == "float16" else "initial",
+    )
+    workers = three(many(table))
+    for step in range(1, 7):
+        num_batches = 1 + step % 2
+        size = int(rng.choice([1, 7, 40] if num_batches == 1 else [7, 40]))
+        bags = [draw_bags(rng, workers[0].features, size) for _ in range(num_batches)]
+        seen = [worker.lookup(bags[0].inputs(), train=False).block.tobytes() for worker in workers]
+        assert len(set(seen)) == 1
+        step_both(workers, rng, bags, step)
+    found = [contents(worker, IDS[:45]) for worker in workers]
+    assert found[0] == found[1] == found[2]
+
+
+def test_one_id_in_each_bag_without_offsets(rng: np.random.Generator) -> None:
+    """Without padding and sequences nothing of a batch is moved."""
+    item = Table("item", dim=4, optimizer=Adagrad(lr=0.1), num_rows=NUM_ROWS)
+    tables = [item, replace(item, name="b", num_rows=7), replace(item, name="c", dim=5), replace(item, name="d")]
+    workers = three(Features({table.name: table for table in tables}), num_rows=7)
+    for step in range(1, 5):
+        values = rng.integers(0, 2**63, len(tables) * 50).astype(np.uint64)
+        batch = Inputs(names=workers[0].features.names, values=values, batch_size=50)
+        looked = [worker.lookup(batch, step=step) for worker in workers]
+        block = rng.normal(size=looked[0].block.shape).astype(np.float32)
+        for worker, each in zip(workers, looked, strict=True):
+            np.testing.assert_array_equal(each.block, looked[0].block)
+            worker.update([each.ticket], [block], step=step, lrs={"b": 0.3})
+    found = [contents(worker, IDS[:7]) for worker in workers]
+    assert found[0] == found[1] == found[2]
+
+
+def test_parts_without_a_gradient_dropped_and_open_batches(rng: np.random.Generator) -> None:
+    item = Table("item", dim=3, optimizer=Adagrad(lr=0.1), num_rows=NUM_ROWS)
+    declared = Features({"item": item, "path": item.sequence(2), "bag": item.bag("mean")})
+    workers = three(declared)
+    waiting: list[tuple[int, list[Any]]] = []
+    for step in range(1, 25):
+        bags, size = draw_bags(rng, declared, 3), int(rng.integers(0, 3))
+        oldest = waiting[0][0] if waiting else step
+        looked = [worker.lookup(bags.inputs(), step=step, oldest_open=oldest) for worker in workers]
+        assert all(each.block.tobytes() == looked[0].block.tobytes() for each in looked)
+        waiting.append((step, looked))
+        while len(waiting) > size:
+            at, tickets = waiting.pop(0)
+            block = None if at % 7 == 0 else rng.normal(size=(3, 6)).astype(np.float32)
+            paths = [] if at % 3 == 0 else [{"path": rng.normal(size=(3, 2, 3)).astype(np.float32)}]
+            for worker, each in zip(workers, tickets, strict=True):
+                if at % 5 == 0:
+                    worker.drop(each.ticket)
+                else:
+                    worker.update([each.ticket], [block], paths or None, step=at, lrs={"item": 0.2}, scale=0.5)
+    found = [contents(worker, IDS[:45]) for worker in workers]
+    assert found[0] == found[1] == found[2]
+
+
+@pytest.mark.parametrize("how", ["raise", "skip"])
+def test_gradients_that_are_not_finite(how: Any, rng: np.random.Generator) -> None:
+    item = Table("item", dim=3, optimizer=Adagrad(lr=0.1), on_nonfinite=how, num_rows=NUM_ROWS)
+    declared = Features({"item": item, "bag": item.bag("mean", padding_id=2), "path": item.sequence(2)})
+    workers = three(declared)
+    for step in range(1, 8):
+        bags, messages = draw_bags(rng, declared, 6), []
+        block = rng.normal(size=(6, 6)).astype(np.float32)
+        block[rng.integers(6), rng.integers(6)] = [np.nan, np.inf, 3e38][step % 3]
+        for worker in workers:
+            ticket = worker.lookup(bags.inputs(), step=step).ticket
+            try:
+                worker.update([ticket], [block], step=step, scale=2.0)
+            except NonFiniteError as error:
+                messages.append(str(error))
+                assert not ticket.used
+                worker.update([ticket], [np.zeros_like(block)], step=step)
+        assert len(messages) in (0, 3) and len(set(messages)) <= 1
+    found = [contents(worker, IDS[:45]) for worker in workers]
+    assert found[0] == found[1] == found[2]
+
+
+WRONG: dict[str, dict[str, Any]] = {
+    "an id that is too large": {"values": np.array([0, 1, 2, NUM_ROWS], np.uint64)},
+    "a negative id": {"values": np.array([0, -1, 2, 3])},
+    "a negative id of 32 bits": {"values": np.array([0, -1, 2, 3], np.int32)},
+    "offsets that fall": {"offsets": np.array([0, 3, 2, 3, 4])},
+    "offsets that begin late": {"offsets": np.array([1, 2, 2, 3, 4])},
+    "offsets that end early": {"offsets": np.array([0, 2, 2, 3, 3])},
+    "a weight that is not finite": {"weights": np.array([1, 1, np.nan, 1], np.float32)},
+    "ids of another dtype": {"values": np.zeros(4, np.int16)},
+    "ids of two dimensions": {"values": np.zeros((2, 2), np.uint64)},
+    "too few ids": {"values": np.zeros(3, np.uint64), "offsets": None},
+    "offsets of another size": {"offsets": np.array([0, 2, 4])},
+    "no weights": {"weights": None},
+    "too few weights": {"weights": np.ones(3, np.float32)},
+}
+FOUND_THERE = list(WRONG)[:7]
+
+
+@pytest.mark.parametrize("tensors", [False, True])
+@pytest.mark.parametrize("wrong", WRONG)
+def test_what_the_core_refuses_changes_nothing_and_has_its_message(wrong: str, tensors: bool) -> None:
+    """What only the device knows is refused by the update, where it waits for the gradients; without training, by the
+    lookup."""
+    item = Table("item", dim=2, optimizer=SGD(lr=0.1), num_rows=NUM_ROWS)
+    declared = Features({"item": item, "bag": item.bag("sum", weighted=True)})
+    inputs = Inputs(
+        names=declared.names,
+        values=np.arange(4, dtype=np.uint64),
+        offsets=np.array([0, 1, 2, 3, 4]),
+        weights=np.ones(4, np.float32),
+        batch_size=2,
+    )
+    in_core, on_device = pair(declared)
+    bad = replace(inputs, **WRONG[wrong])
+    given = as_tensors(bad) if tensors else bad
+    values: Any = bad.values.astype(np.int64) if bad.values.itemsize == 4 else bad.values
+    with pytest.raises(InputError) as expected:
+        in_core.lookup(replace(bad, values=values), step=1)
+    with pytest.raises(InputError) as found:
+        if wrong in FOUND_THERE:
+            ticket = on_device.lookup(given, step=1).ticket
+            assert len(on_device.tables["item"]) == 0
+            on_device.update([ticket], [np.ones((2, 4), np.float32)], step=1)
+        else:
+            on_device.lookup(given, step=1)
+    advice = ".to(torch.int64)", ".astype(numpy.uint64)"
+    assert str(found.value).replace(*advice) == str(expected.value)
+    assert len(on_device.tables["item"]) == 0
+    if wrong in FOUND_THERE:
+        with pytest.raises(InputError) as found:
+            on_device.lookup(given, train=False)
+        assert str(found.value) == str(expected.value)
+    good = [worker.lookup(inputs, step=2) for worker in (in_core, on_device)]
+    assert good[0].block.tobytes() == good[1].block.tobytes()
+    assert on_device.tables["item"].stats()["inserted"] == 4
+
+
+def test_ids_of_32_bits_and_empty_batches(rng: np.random.Generator) -> None:
+    item = Table("item", dim=4, optimizer=Adagrad(lr=0.1), num_rows=NUM_ROWS)
+    declared = Features({"item": item.bag("sum"), "other": item.bag("mean", padding_id=5), "path": item.sequence(2)})
+    workers = pair(declared)
+    for step, size in enumerate((4, 0, 3, 0, 2), 1):
+        lengths = rng.integers(0, 4, 3 * size) if step != 3 else np.zeros(9, np.int64)
+        values = rng.integers(0, 9, int(lengths.sum()))
+        inputs = Inputs(
+            names=declared.names,
+            values=values.astype(np.uint64),
+            offsets=np.append(0, lengths.cumsum()),
+            batch_size=size,
+        )
+        block = rng.normal(size=(size, 8)).astype(np.float32)
+        paths = [{"path": rng.normal(size=(size, 2, 4)).astype(np.float32)}]
+        for worker, dtype in zip(workers, (np.uint64, np.int32), strict=True):
+            ticket = worker.lookup(replace(inputs, values=values.astype(dtype)), step=step).ticket
+            worker.update([ticket], [block], paths, step=step)
+    assert contents(workers[0], IDS) == contents(workers[1], IDS)
+
+
+def test_a_ticket_is_used_once() -> None:
+    item = Table("item", dim=2, num_rows=NUM_ROWS)
+    worker, other = (ArrayWorker(Features({"item": item}), "cpu") for _ in range(2))
+    ticket: Any = worker.lookup(Inputs(names=("item",), values=np.array([1, 1], np.uint64), batch_size=2)).ticket
+    zeros = np.zeros((2, 2), np.float32)
+    with pytest.raises(TicketError, match="another store"):
+        other.update([ticket], [zeros])
+    worker.update([ticket], [zeros])
+    calls: list[Any] = [lambda: worker.update([ticket], [zeros]), lambda: worker.drop(ticket)]
+    for call in calls:
+        with pytest.raises(TicketError, match="used already"):
+            call()
+
+
+def test_the_memory_of_a_batch_may_be_used_again(rng: np.random.Generator) -> None:
+    item = Table("item", dim=3, optimizer=Adagrad(lr=0.1), num_rows=NUM_ROWS)
+    workers = pair(Features({"item": item}))
+    memory = np.zeros(20, np.uint64)
+    for step in range(1, 4):
+        memory[:] = rng.integers(0, NUM_ROWS, 20)
+        looked = [worker.lookup(Inputs(names=("item",), values=memory, batch_size=20), step=step) for worker in workers]
+        memory[:] = 2**63
+        block = rng.normal(size=(20, 3)).astype(np.float32)
+        for worker, each in zip(workers, looked, strict=True):
+            worker.update([each.ticket], [block], step=step)
+    assert contents(workers[0], IDS) == contents(workers[1], IDS)
+
+
+@pytest.mark.parametrize("others", [(0, 1), (1, 0), (1, 1)], ids=["to the device", "to the core", "on the device"])
+def test_files_are_those_of_the_core(others: tuple[int, int], rng: np.random.Generator, tmp_path: Path) -> None:
+    """Saved in full and as changes, opened in the core or on a device, which then train alike."""
+    item = Table("item", dim=3, optimizer=Adagrad(lr=0.1), num_rows=NUM_ROWS, num_buckets=4)
+    declared = Features({"item": item, "user": replace(item, name="user", dtype="bfloat16", num_rows=45)})
+    first, second = pair(declared), pair(declared)
+    source, target = first[others[0]], second[others[1]]
+    folders: dict[str, list[Path]] = {name: [] for name in source.tables}
+
+    def train(workers: list[Any], steps: range) -> None:
+        for step in steps:
+            values = rng.integers(0, 20 + step, 2 * 9).astype(np.uint64)
+            block = rng.normal(size=(9, 6)).astype(np.float32)
+            for worker in workers:
+                looked = worker.lookup(Inputs(names=declared.names, values=values, batch_size=9), step=step)
+                worker.update([looked.ticket], [block], step=step)
+
+    train(first, range(1, 6))
+    versions = {}
+    for name in source.tables:
+        saved = [worker.tables[name].save(tmp_path / f"{name}-full-{at}") for at, worker in enumerate(first)]
+        assert saved[0] == saved[1]
+        versions[name] = saved[0]
+        folders[name].append(tmp_path / f"{name}-full-{others[0]}")
+        assert [part.tobytes() for part in (first[0].tables[name].ids(), first[0].tables[name].bucket_ids(1))] == [
+            part.tobytes() for part in (first[1].tables[name].ids(), first[1].tables[name].bucket_ids(1))
+        ]
+    train(first, range(6, 8))
+    for name, version in versions.items():
+        source.tables[name].save_changes(tmp_path / f"{name}-changes", since=version)
+        folders[name].append(tmp_path / f"{name}-changes")
+    target.tables.restore(folders)
+    train([*first, target], range(8, 11))
+    for name, store in target.tables.items():
+        store.check()
+        ids = IDS[: 45 if name == "user" else NUM_ROWS]
+        assert [part.tobytes() for part in store.read(ids)] == [
+            part.tobytes() for part in first[0].tables[name].read(ids)
+        ]
+    assert contents(first[0], IDS[:45]) == contents(first[1], IDS[:45])
+
+
+def test_a_job_of_such_tables_ends_with_the_same_bits(rng: np.random.Generator, tmp_path: Path) -> None:
+    """With a thread that looks batches up ahead, through a checkpoint."""
+    found = []
+    data = [rng.integers(0, NUM_ROWS, 2 * 16).astype(np.uint64) for _ in range(12)]
+    for device in (None, "cpu"):
+        item = Table("item", dim=4, optimizer=Adagrad(lr=0.1), num_rows=NUM_ROWS)
+        declared: dict[str, Any] = {"item": item, "user": replace(item, name="user")}
+        embeddings = Embeddings(declared, device=device, staleness=1, num_threads=1, deterministic=True)
+        model = torch.nn.Linear(8, 1)
+        with torch.no_grad():
+            model.weight.fill_(0.5)
+            model.bias.fill_(0.0)
+        optimizer = embeddings.optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+        batches = [Inputs(names=("item", "user"), values=values, batch_size=16) for values in data]
+        with embeddings.stream(batches, overlap=True) as stream:
+            for batch in stream:
+                model(batch.embeddings).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        rows = [[part.tobytes() for part in store.read(IDS)] for store in embeddings.tables.values()]
+        found.append((rows, model.weight.detach().numpy().tobytes()))
+        assert isinstance(embeddings.worker.rows, DirectRows) == (device is not None)
+    assert found[0] == found[1]
+
+
+def test_a_step_waits_for_the_largest_gradient_alone(rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No tensor of the ids is read by the host: each of these calls would wait for a device."""
+    item = Table("item", dim=4, optimizer=Adagrad(lr=0.1), num_rows=NUM_ROWS)
+    declared = Features({"item": item, "bag": item.bag("mean", padding_id=3)})
+    worker = pair(declared)[1].worker
+    waits: list[str] = []
+    for name in ("item", "tolist", "cpu", "__bool__", "__int__", "__float__", "nonzero", "unique"):
+        original = getattr(torch.Tensor, name)
+
+        def note(self: Any, *args: Any, _original: Any = original, _name: str = name, **options: Any) -> Any:
+            waits.append(_name)
+            return _original(self, *args, **options)
+
+        monkeypatch.setattr(torch.Tensor, name, note)
+    monkeypatch.setattr(worker.rows, "_kernels", Stubs)
+    for step in range(1, 4):
+        lengths = rng.integers(0, 3, 2 * 30)
+        values = rng.integers(0, NUM_ROWS, int(lengths.sum())).astype(np.uint64)
+        inputs = Inputs(names=declared.names, values=values, offsets=np.append(0, lengths.cumsum()), batch_size=30)
+        waits.clear()
+        looked = worker.lookup(inputs, step=step)
+        assert not waits
+        worker.update([looked.ticket], [torch.ones(30, 8)], step=step)
+        assert sorted(waits) == ["__bool__", "__float__", "__float__"], "the verdict, its weight, and the magnitude"
+
+
+class Stubs:
+    """Kernels that do nothing, instead of the reference's, which wait."""
+
+    @staticmethod
+    def pool(*args: Any) -> None:
+        """Pool nothing."""
+
+    @staticmethod
+    def update(*args: Any) -> None:
+        """Update nothing."""
+
+
+def test_a_table_without_num_rows_or_with_device_memory_has_a_directory() -> None:
+    item = Table("item", dim=4, num_rows=NUM_ROWS)
+    mixed = Features({"item": item, "user": Table("user", dim=4)})
+    for worker in (ArrayWorker(mixed, "cpu"), ArrayWorker(Features({"item": item}), "cpu", device_memory="1MiB")):
+        assert not isinstance(worker.rows, DirectRows)
+        values = np.arange(2 * len(worker.features), dtype=np.uint64)
+        assert worker.lookup(Inputs(names=worker.features.names, values=values, batch_size=2)).ticket is not None
+
+
+def test_ids_in_a_list_are_placed_once_the_core_has_accepted_them() -> None:
+    item = Table("item", dim=2, num_rows=NUM_ROWS)
+    worker = ArrayWorker(Features({"item": item}), "cpu")
+    for given in ([3, 1], np.array([3, 1], np.ulonglong)):
+        values: Any = given
+        ticket: Any = worker.lookup(Inputs(names=("item",), values=values, batch_size=2)).ticket
+        assert isinstance(ticket.ids, DirectIds) and ticket.ids.rows.tolist() == [3, 1]
+
+
+def test_steps_of_32_bits(rng: np.random.Generator) -> None:
+    """Stamps are unsigned; a late step does not lower them."""
+    item = Table("item", dim=2, optimizer=Adagrad(lr=0.1), num_rows=NUM_ROWS, num_buckets=4)
+    workers = pair(Features({"item": item}))
+    for step in (5, 2**31 - 2, 2**31 - 1, 2**31, 2**31 + 9, 2**31 - 5, 2**32 - 2, 3):
+        inputs = Inputs(names=("item",), values=rng.integers(0, NUM_ROWS, 9).astype(np.uint64), batch_size=9)
+        for worker in workers:
+            worker.update([worker.lookup(inputs, step=step).ticket], [np.ones((9, 2), np.float32)], step=step)
+    exported = [worker.tables["item"]._slot.rows.export_rows(0, 0, 4, 0) for worker in workers]
+    for name in ("id", "step", "values", "state"):
+        assert exported[0][name].tobytes() == exported[1][name].tobytes()
+    assert contents(workers[0], IDS) == contents(workers[1], IDS)
+
+
+class _Calls(TorchDispatchMode):
+    """Counts the operations of torch, as many as a device would be given."""
+
+    count = 0
+
+    def __torch_dispatch__(self, call: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += 1
+        return call(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("is_flat", [True, False])
+def test_the_host_does_the_same_for_any_number_of_ids(is_flat: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Where each bag has one id, the places of a batch's gradients are kept for the next batch of its size.
+    tables = [Table(f"t{number}", dim=4, optimizer=SGD(lr=0.1), num_rows=NUM_ROWS) for number in range(26)]
+    declared = Features({table.name: table if is_flat else table.bag("sum") for table in tables})
+    worker = pair(declared)[1].worker
+    monkeypatch.setattr(worker.rows, "_kernels", Stubs)
+    counts = []
+    for step, size in enumerate((3, 3, 700, 700), 1):
+        values = (np.arange(26 * size) % NUM_ROWS).astype(np.uint64)
+        offsets = None if is_flat else np.arange(26 * size + 1)
+        inputs = Inputs(names=declared.names, values=values, offsets=offsets, batch_size=size)
+        calls: Any = _Calls()  # type: ignore[no-untyped-call]
+        with calls:
+            looked = worker.lookup(inputs, step=step)
+            worker.update([looked.ticket], [torch.ones(size, 26 * 4)], step=step)
+        counts.append(calls.count)
+    assert counts[1] == counts[3] <= (135 if is_flat else 185), f"{counts} operations of torch in the steps"
+
+
+def test_a_device_without_memory_for_all_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next call tries again."""
+    worker = ArrayWorker(Features({"item": Table("item", dim=4, num_rows=NUM_ROWS)}), "cpu")
+    inputs = Inputs(names=("item",), values=IDS[:5], batch_size=5)
+    with monkeypatch.context() as short, pytest.raises(CapacityError) as raised:
+        short.setattr(RowMemory, "_empty", lambda *_: (_ for _ in ()).throw(RuntimeError("no memory")))
+        worker.lookup(inputs)
+    assert "'item': cpu has no memory for 60 rows: expected 1,920 bytes. A table with num_rows" in str(raised.value)
+    assert len(worker.tables["item"]) == 0
+    assert worker.lookup(inputs).block.any()
+    assert worker.tables["item"].stats()["bytes"] > NUM_ROWS * (4 * 4 * 2 + 8)

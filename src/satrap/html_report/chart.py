@@ -101,26 +101,26 @@ def _legend(items: Sequence[tuple[Sequence[Markup], str]]) -> Markup:
 
 def _curves(chart: LineChart) -> tuple[Markup, Markup, Markup]:
     """Return the legend, the curves and the table of a chart."""
-    every = [x for each in chart.series for x, _ in (*each.points, *each.superseded)]
+    every = [x for curve in chart.series for x, _ in (*curve.points, *curve.superseded)]
     window = _WINDOW * (max(every) - min(every))
-    is_averaged = chart.is_averaged and max(len(each.points) for each in chart.series) >= _MIN_AVERAGED
-    parts_of = [(each.look or f"c{index} d{index}", each) for index, each in enumerate(chart.series)]
-    num_curves = sum(1 + bool(each.superseded) for each in chart.series)
+    is_averaged = chart.is_averaged and max(len(curve.points) for curve in chart.series) >= _MIN_AVERAGED
+    parts_of = [(curve.look or f"c{index} d{index}", curve) for index, curve in enumerate(chart.series)]
+    num_curves = sum(1 + bool(curve.superseded) for curve in chart.series)
     limit = max(30, MAX_POINTS // num_curves - _NUM_PLACES * is_averaged)
-    drawn = [(thin(each.points, limit), thin(each.superseded, limit)) for each in chart.series]
+    drawn = [(thin(curve.points, limit), thin(curve.superseded, limit)) for curve in chart.series]
     values = [y for parts in drawn for part in parts for _, y in part if y is not None]
     across = axis(every, _LEFT, _RIGHT, is_snug=True, is_whole=chart.x == "step", num_ticks=6)
     up = axis(values, _BOTTOM, _TOP, from_zero=chart.from_zero)
     parts = _frame(up, chart.x, chart.y)
     for tick, text in zip(across.ticks, tick_texts(across.ticks), strict=True):
         parts.append(element("text", text, x=across.at(tick), y=_BOTTOM + 18, class_="middle"))
-    marks = {each: [x for x in xs if across.low <= x <= across.high][:100] for each, xs in chart.marks.items()}
-    kinds = [each for each, places in marks.items() if places]
-    for kind, at in ((each, across.at(x)) for each in kinds for x in marks[each]):
+    marks = {kind: [x for x in xs if across.low <= x <= across.high][:100] for kind, xs in chart.marks.items()}
+    kinds = [kind for kind, places in marks.items() if places]
+    for kind, at in ((kind, across.at(x)) for kind in kinds for x in marks[kind]):
         parts.append(element("line", class_=f"mark {kind}", x1=at, x2=at, y1=_TOP, y2=_BOTTOM))
-    for (look, each), (points, superseded) in zip(parts_of, drawn, strict=True):
-        strong = averaged(each.points, window) if is_averaged else points
-        weak = averaged(each.superseded, window) if is_averaged else superseded
+    for (look, curve), (points, superseded) in zip(parts_of, drawn, strict=True):
+        strong = averaged(curve.points, window) if is_averaged else points
+        weak = averaged(curve.superseded, window) if is_averaged else superseded
         if is_averaged or len(points) <= _MAX_DOTS:
             dots = "".join(f"M{across.at(x):g} {up.at(y):g}h0" for x, y in points if y is not None)
             parts.append(element("path", d=dots, class_=f"dots {look}{' faint' * is_averaged}"))
@@ -128,8 +128,8 @@ def _curves(chart: LineChart) -> tuple[Markup, Markup, Markup]:
         parts.append(_curve(strong, across, up, f"curve {look}"))
     parts.append(element("line", class_="cursor", x1=0, x2=0, y1=_TOP, y2=_BOTTOM))
     series = [
-        {"name": each.name, "x": [x for x, _ in points], "y": [y and float(f"{y:.9g}") for _, y in points]}
-        for each, (points, _) in zip(chart.series, drawn, strict=True)
+        {"name": curve.name, "x": [x for x, _ in points], "y": [y and float(f"{y:.9g}") for _, y in points]}
+        for curve, (points, _) in zip(chart.series, drawn, strict=True)
     ]
     ends = {"low": across.low, "high": across.high, "begin": _LEFT, "end": _RIGHT}
     data = json_script({"x": chart.x, **ends, "series": series})
@@ -215,10 +215,10 @@ def _curve(points: Sequence[Point], across: "Axis", up: "Axis", style: str) -> M
 
 def _figures(chart: LineChart) -> Markup:
     """Return the table of some points: a column for each series, or if their places differ, a row for each point."""
-    places = [[x for x, _ in each.points] for each in chart.series]
-    picked = [evenly(each.points, _TABLE_ROWS) for each in chart.series]
-    names = [each.name for each in chart.series] if len(chart.series) > 1 else [chart.y]
-    if all(each == places[0] for each in places):
+    places = [[x for x, _ in curve.points] for curve in chart.series]
+    picked = [evenly(curve.points, _TABLE_ROWS) for curve in chart.series]
+    names = [curve.name for curve in chart.series] if len(chart.series) > 1 else [chart.y]
+    if all(xs == places[0] for xs in places):
         columns = [(number(row[0][0]), *(number(y) for _, y in row)) for row in zip(*picked, strict=True)]
         return table((chart.x, *names), columns)
     rows = [(name, number(x), number(y)) for name, some in zip(names, picked, strict=True) for x, y in some]
@@ -234,7 +234,7 @@ def thin(points: Sequence[Point], limit: int) -> list[Point]:
     num_runs = (limit - 2) // 3
     kept = {0, len(points) - 1}
     for run in range(num_runs):
-        begin, end = (len(points) * each // num_runs for each in (run, run + 1))
+        begin, end = (len(points) * number // num_runs for number in (run, run + 1))
         values = [(value, index) for index in range(begin, end) if (value := points[index][1]) is not None]
         if values:
             kept |= {min(values)[1], max(values)[1]}
@@ -266,7 +266,7 @@ def evenly(points: Sequence[Point], limit: int) -> list[Point]:
     """Return at most `limit` of the points, evenly spaced in their order, with the first and the last; for tables."""
     if len(points) <= limit:
         return list(points)
-    return [points[round(each * (len(points) - 1) / (limit - 1))] for each in range(limit)]
+    return [points[round(number * (len(points) - 1) / (limit - 1))] for number in range(limit)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -311,7 +311,7 @@ def axis(
     step = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= least * (1 - 1e-9))
     step = max(step, float(is_whole))
     first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
-    ticks = tuple(each * step for each in range(first, last + 1))
+    ticks = tuple(number * step for number in range(first, last + 1))
     if is_snug:
         return Axis(low, high, begin, end, tuple(tick for tick in ticks if low <= tick <= high))
     return Axis(min(low, ticks[0]), max(high, ticks[-1]), begin, end, ticks)

@@ -34,23 +34,23 @@ def _together(names: Sequence[str], same: Sequence[tuple[int, Chart]]) -> Chart:
 
     names: the runs. same: pairs of a run's index in `names` and its chart."""
     chart = same[0][1]
-    notes = [f"{names[place]}: {each.note}" for place, each in same if each.note]
-    note = chart.note if len({each.note for _, each in same}) == 1 else " ".join(notes)
+    notes = [f"{names[place]}: {other.note}" for place, other in same if other.note]
+    note = chart.note if len({other.note for _, other in same}) == 1 else " ".join(notes)
     if isinstance(chart, BarChart):
-        groups = {names[place]: each.groups[""] for place, each in same if isinstance(each, BarChart)}
+        groups = {names[place]: other.groups[""] for place, other in same if isinstance(other, BarChart)}
         return replace(chart, groups=groups, note=note)
     assert isinstance(chart, LineChart)
     series = [
         replace(one, name=f"{names[place]}, {one.name}".removesuffix(", "), look=f"c{place} d{index}")
-        for place, each in same
-        if isinstance(each, LineChart)
-        for index, one in enumerate(each.series[: MAX_SERIES // 2])
+        for place, other in same
+        if isinstance(other, LineChart)
+        for index, one in enumerate(other.series[: MAX_SERIES // 2])
     ]
     return replace(chart, series=series, marks={}, note=note)
 
 
 def _charts(run: RunRecords) -> list[Chart]:
-    windows = [int(window) for each in run.intervals if (window := each.numbers.get("window"))]
+    windows = [int(window) for interval in run.intervals if (window := interval.numbers.get("window"))]
     loss, auc = _curves(run, "loss", "Loss"), _curves(run, "auc", "AUC in training")
     loss.y, auc.y = "loss, mean of an interval", f"AUC of the last {max(windows, default=0):,} samples"
     loss.absent = "No loss was given to Progress.step(loss=...)."
@@ -82,16 +82,16 @@ def _memory(run: RunRecords) -> LineChart:
     chart.is_averaged, chart.from_zero, chart.y, chart.note = False, True, "bytes", ""
     chart.absent = "No memory of a process was recorded."
     measured: dict[str, list[tuple[float, float]]] = {}
-    for event in (each for each in run.events if each["kind"] == "memory"):
+    for event in (event for event in run.events if event["kind"] == "memory"):
         for name, size in event["bytes"].items():
             measured.setdefault(name, []).append((event["at"], size))
-    for each in chart.series if measured else ():
-        each.name = each.name or f"trainer {loops[0].rank}"
+    for curve in chart.series if measured else ():
+        curve.name = curve.name or f"trainer {loops[0].rank}"
     for name, sizes in measured.items():
         chart.series.append(series_of(name, loops, lambda loop, sizes=sizes: _by_step(loop, sizes)))  # type: ignore[misc]
-    chart.series = [each for each in chart.series if each.points or each.superseded]
+    chart.series = [curve for curve in chart.series if curve.points or curve.superseded]
     if (count := len(by_rank(run)) + len(measured)) > MAX_SERIES:
-        chart.series.sort(key=lambda each: -max((y for _, y in each.points if y is not None), default=0.0))
+        chart.series.sort(key=lambda curve: -max((y for _, y in curve.points if y is not None), default=0.0))
         chart.note = f"{count} processes recorded; these are {MAX_SERIES}, the largest first."
         chart.series = chart.series[:MAX_SERIES]
     return chart
@@ -99,14 +99,16 @@ def _memory(run: RunRecords) -> LineChart:
 
 def _by_step(loop: Loop, values: Sequence[tuple[float, float]]) -> list[Point]:
     """Return values with the Unix times of their measurement by the step of a loop, as far as they fall into it."""
-    times = [each.at for each in loop.intervals]
+    times = [interval.at for interval in loop.intervals]
     places = [(bisect_left(times, at), value) for at, value in values if at >= (loop.began_at or 0.0)]
     return [(float(loop.intervals[place].step), value) for place, value in places if place < len(times)]
 
 
 def _learning_rates(run: RunRecords) -> LineChart:
     loops = next(iter(by_rank(run).values()), [])
-    names = list(dict.fromkeys(name for loop in loops for each in loop.intervals for name in each.learning_rates))
+    names = list(
+        dict.fromkeys(name for loop in loops for interval in loop.intervals for name in interval.learning_rates)
+    )
     series = [series_of(name, loops, _held("intervals", "learning_rates", name)) for name in names[:MAX_SERIES]]
     absent = "No learning rate was recorded: it is that of the optimizer of Progress(embeddings)."
     chart = LineChart(title="Learning rate", y="learning rate", series=series, from_zero=True, absent=absent)
@@ -119,7 +121,7 @@ def _learning_rates(run: RunRecords) -> LineChart:
 def _logged(run: RunRecords) -> list[LineChart]:
     """Return a chart of each number that the script of trainer 0 logged."""
     loops = next(iter(by_rank(run).values()), [])
-    names = list(dict.fromkeys(name for loop in loops for each in loop.intervals for name in each.logged))
+    names = list(dict.fromkeys(name for loop in loops for interval in loop.intervals for name in interval.logged))
     charts: list[LineChart] = []
     for name in names[:_MAX_LOGGED]:
         series = [series_of("", loops, _held("intervals", "logged", name))]
@@ -165,14 +167,14 @@ def series_of(name: str, loops: Sequence[Loop], points_of: Callable[[Loop], Iter
 def _held(items: str, numbers: str, key: str) -> Callable[[Loop], list[tuple[float, Any]]]:
     """Return what finds a number, with its step, in those items of a loop that have it."""
     return lambda loop: [
-        (float(each.step), found[key]) for each in getattr(loop, items) if key in (found := getattr(each, numbers))
+        (float(item.step), found[key]) for item in getattr(loop, items) if key in (found := getattr(item, numbers))
     ]
 
 
 def _marks(loops: Sequence[Loop]) -> dict[str, list[float]]:
     """Return the first step of each launch but the first, and of each epoch that began in the loops of a trainer."""
     pairs = [(one, two) for one, two in pairwise(loops) if two.intervals and one.launch != two.launch]
-    epochs = sorted({float(step) for loop in loops for each in loop.intervals for step in each.epochs})
+    epochs = sorted({float(step) for loop in loops for interval in loop.intervals for step in interval.epochs})
     return {"launch": [float(two.intervals[0].first_step) for _, two in pairs], "epoch": epochs}
 
 
@@ -185,7 +187,7 @@ def _curves(run: RunRecords, key: str, title: str) -> LineChart:
         chart.note = f"{len(ranks)} trainers recorded; these are the first {MAX_SERIES}."
     points_of, chosen = _held("intervals", "numbers", key), list(ranks.items())[:MAX_SERIES]
     every = [series_of(f"trainer {rank}" if len(ranks) > 1 else "", loops, points_of) for rank, loops in chosen]
-    chart.series = [each for each in every if each.points or each.superseded]
+    chart.series = [curve for curve in every if curve.points or curve.superseded]
     return chart
 
 
@@ -194,10 +196,10 @@ def rates(loops: Sequence[Loop], loop: Loop) -> list[Point]:
 
     The intervals of other trainers end at other steps: each counts with the one that holds this step, or its last."""
     ranks: dict[int, list[tuple[int, float]]] = {}
-    for each in loops:
-        if each.launch_number == loop.launch_number:
-            held = [(interval.step, interval.rate) for interval in each.intervals if interval.steps]
-            ranks.setdefault(each.rank, []).extend(held)
+    for other in loops:
+        if other.launch_number == loop.launch_number:
+            held = [(interval.step, interval.rate) for interval in other.intervals if interval.steps]
+            ranks.setdefault(other.rank, []).extend(held)
     spans = [sorted(held) for held in ranks.values() if held]
     steps = [interval.step for interval in loop.intervals if interval.steps]
     places = [(step, [min(bisect_left(held, (step,)), len(held) - 1) for held in spans]) for step in steps]
@@ -216,17 +218,19 @@ def _throughput(run: RunRecords) -> LineChart:
 
 
 def _validation(run: RunRecords) -> list[LineChart]:
-    loops = next((loops for loops in by_rank(run).values() if any(each.evaluations for each in loops)), [])
-    evaluations = [each for loop in loops for each in loop.evaluations]
-    names = list(dict.fromkeys(name for each in evaluations for name in each.metrics))
-    best = [each for each in evaluations if each.is_best][-1:]
+    loops = next((loops for loops in by_rank(run).values() if any(loop.evaluations for loop in loops)), [])
+    evaluations = [evaluation for loop in loops for evaluation in loop.evaluations]
+    names = list(dict.fromkeys(name for evaluation in evaluations for name in evaluation.metrics))
+    best = [evaluation for evaluation in evaluations if evaluation.is_best][-1:]
     charts = []
     for name in names[:MAX_SERIES]:
         series = [series_of("", loops, _held("evaluations", "metrics", name))]
         chart = LineChart(title=f"Validation: {name}", y=name, series=series)
         chart.marks, chart.absent = _marks(loops), f"No finite {name} was recorded."
-        for each in best:
-            chart.note = f"The best evaluation is that of step {each.step:,}: {number(each.metrics.get(name))}."
+        for evaluation in best:
+            chart.note = (
+                f"The best evaluation is that of step {evaluation.step:,}: {number(evaluation.metrics.get(name))}."
+            )
         charts.append(chart)
     if len(names) > MAX_SERIES:
         charts[-1].note += f" {len(names)} metrics were recorded; these are the first {MAX_SERIES}."
@@ -267,7 +271,11 @@ def _stages(run: RunRecords) -> BarChart:
     for loop in run.loops:
         steps.update(loop.stage_steps)
         seconds.update(loop.stage_seconds)
-    whole = 1e3 * sum(each.trained for each in run.intervals) / (sum(each.steps for each in run.intervals) or 1)
+    whole = (
+        1e3
+        * sum(interval.trained for interval in run.intervals)
+        / (sum(interval.steps for interval in run.intervals) or 1)
+    )
     return BarChart(
         title="Time of each stage",
         category="stage",
@@ -282,14 +290,18 @@ def _stages(run: RunRecords) -> BarChart:
 
 def last_maps(run: RunRecords, key: str) -> dict[str, float]:
     """Return the last recorded rows or bytes of each table."""
-    maps = [each.tables[key] for loop in _loops_with(run, key) for each in loop.intervals if key in each.tables]
+    maps = [
+        interval.tables[key] for loop in _loops_with(run, key) for interval in loop.intervals if key in interval.tables
+    ]
     return maps[-1] if maps else {}
 
 
 def _loops_with(run: RunRecords, key: str) -> list[Loop]:
     """Return the loops of the first trainer that recorded this. Each trainer sees whole tables."""
     ranks = by_rank(run).values()
-    return next((loops for loops in ranks if any(key in each.tables for loop in loops for each in loop.intervals)), [])
+    return next(
+        (loops for loops in ranks if any(key in interval.tables for loop in loops for interval in loop.intervals)), []
+    )
 
 
 def _tables(run: RunRecords, key: str, title: str, what: str) -> LineChart:

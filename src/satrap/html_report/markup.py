@@ -53,7 +53,7 @@ def json_script(value: Any) -> Markup:
 def table(header: Iterable[object], rows: Iterable[Iterable[object]], style: str | None = "numbers") -> Markup:
     """Return a table that scrolls in a box if it is wide. style: its class; "numbers" aligns all columns but the first
     to the right."""
-    head = element("tr", *(element("th", each, scope="col") for each in header))
-    body = [element("tr", *(element("td", each) for each in row)) for row in rows]
+    head = element("tr", *(element("th", cell, scope="col") for cell in header))
+    body = [element("tr", *(element("td", cell) for cell in row)) for row in rows]
     inside = element("table", element("thead", head), element("tbody", *body), class_=style)
     return element("div", inside, class_="scroll", tabindex="0")

@@ -29,13 +29,13 @@ def page(run: RunRecords, now: float, other: RunRecords | None = None) -> str:
         "main",
         element("h1", title),
         element("p", f"This page was made by satrap report at {summary.time_text(now)} UTC.", class_="soft"),
-        *(_state(each, now, names=other is not None) for each in runs),
+        *(_state(run, now, names=other is not None) for run in runs),
         element("h2", "Training"),
         element("div", *(draw(chart) for chart in charts if chart not in small), class_="charts"),
         element("h2", "Numbers of the script") if small else "",
         element("div", *map(draw, small), class_="charts small"),
         _listing(summary.differences(run, other)) if other is not None else "",
-        *(_details(each, f" of {each.name}" if other is not None else "") for each in runs),
+        *(_details(run, f" of {run.name}" if other is not None else "") for run in runs),
         _footer(),
     )
     head = element(

@@ -127,7 +127,7 @@ class RunRecords:
     @property
     def intervals(self) -> list[Interval]:
         """All intervals, by rank, then by time."""
-        return [each for loop in self.loops for each in loop.intervals]
+        return [interval for loop in self.loops for interval in loop.intervals]
 
 
 def read_run(folder: Path, is_live: bool | None = None) -> RunRecords:
@@ -139,7 +139,7 @@ def read_run(folder: Path, is_live: bool | None = None) -> RunRecords:
             "that a script gives to satrap.Progress(record=...)"
         )
     run = RunRecords(name=folder.resolve().name, is_live=is_live)
-    for path in sorted(records.glob("*.jsonl"), key=lambda each: (len(each.name), each.name)):
+    for path in sorted(records.glob("*.jsonl"), key=lambda path: (len(path.name), path.name)):
         match = _TRAINER.fullmatch(path.stem)
         if match is None and path.stem != "run":
             continue
@@ -149,7 +149,7 @@ def read_run(folder: Path, is_live: bool | None = None) -> RunRecords:
             if match is None:
                 run.events, refused = _events(lines)
             else:
-                has_tables = any(each.tables for each in run.intervals)
+                has_tables = any(interval.tables for interval in run.intervals)
                 loops, refused = loops_of(int(match[1]), lines, keeps_tables=not has_tables)
                 run.loops += loops
         except OSError as error:
@@ -163,9 +163,9 @@ def read_run(folder: Path, is_live: bool | None = None) -> RunRecords:
 
 def _events(lines: Iterable[dict[str, Any]]) -> tuple[list[dict[str, Any]], int]:
     """Return the events of a run, and the number of records that lack something."""
-    known = [each for each in lines if each["kind"] in _EVENTS]
-    whole = [each for each in known if _is_number(each.get("at")) and _has_counts(each, "launch", "servers", "status")]
-    whole = [each for each in whole if each["kind"] != "memory" or _is_map(each.get("bytes"))]
+    known = [line for line in lines if line["kind"] in _EVENTS]
+    whole = [line for line in known if _is_number(line.get("at")) and _has_counts(line, "launch", "servers", "status")]
+    whole = [line for line in whole if line["kind"] != "memory" or _is_map(line.get("bytes"))]
     return whole, len(known) - len(whole)
 
 
@@ -219,7 +219,7 @@ def _interval(line: dict[str, Any]) -> Interval | None:
     is_whole = (
         all(_is_count(line.get(name)) for name in ("step", "steps", "samples"))
         and all(_is_number(line.get(name)) for name in ("seconds", "trained", "rate"))
-        and all(each is None or _is_number(each) for each in numbers.values())
+        and all(figure is None or _is_number(figure) for figure in numbers.values())
         and all(map(_is_map, maps))
         and (isinstance(epochs, list) and all(map(_is_count, epochs)))
         and all(key.isdecimal() and len(key) < 10 for key in line.get("staleness", {}))
@@ -234,7 +234,7 @@ def _evaluation(line: dict[str, Any]) -> Evaluation | None:
     metrics, step, is_best = line.get("metrics"), line.get("step"), line.get("is_best")
     if not isinstance(metrics, dict) or not _is_count(step) or not isinstance(is_best, bool | None):
         return None
-    if not all(each is None or _is_number(each) for each in metrics.values()):
+    if not all(figure is None or _is_number(figure) for figure in metrics.values()):
         return None
     return Evaluation(step=int(line["step"]), metrics=metrics, is_best=is_best)
 

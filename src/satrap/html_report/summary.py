@@ -42,30 +42,30 @@ class Listing:
 def title_of(run: RunRecords) -> str:
     """Return the title of the page."""
     scripts = [loop.start.get("script") for loop in run.loops]
-    scripts += [settings.get("script") for each in run.events if isinstance(settings := each.get("settings"), dict)]
+    scripts += [settings.get("script") for event in run.events if isinstance(settings := event.get("settings"), dict)]
     names = [str(script).rpartition("/")[2] for script in scripts if script]
     return f"{names[-1]} in {run.name}" if names and names[-1] else f"Run {run.name}"
 
 
 def state_of(run: RunRecords, now: float) -> tuple[str, str]:
     """Return the kind of the run's state, which chooses its colour, and the sentence. now: Unix time."""
-    last = max((each.at for loop in run.loops for each in loop.intervals), default=None)
+    last = max((interval.at for loop in run.loops for interval in loop.intervals), default=None)
     age = "" if last is None else f" The last record was {duration(max(0.0, now - last))} old."
     if run.is_live:
         return "live", f"The run was in progress.{age}"
-    runs = [index for index, each in enumerate(run.events) if each["kind"] == "run"]
+    runs = [index for index, event in enumerate(run.events) if event["kind"] == "run"]
     if run.events:
-        ends = [each for each in run.events[runs[-1] if runs else 0 :] if each["kind"] == "exit"]
+        ends = [event for event in run.events[runs[-1] if runs else 0 :] if event["kind"] == "exit"]
         if not ends:
             return "failed", f"No end was recorded: satrap run was killed.{age}"
         status = ends[-1].get("status")
         if status == 0:
             return "done", "The run ended with exit status 0."
         return "failed", "satrap run ended with an error." if status is None else f"The run ended with status {status}."
-    loops = [each for each in run.loops if each.launch == max(other.launch for other in run.loops)]
-    if all(each.end is None for each in loops):
+    loops = [loop for loop in run.loops if loop.launch == max(other.launch for other in run.loops)]
+    if all(loop.end is None for loop in loops):
         return "failed" if loops else "", f"No end was recorded: training was killed, or still ran.{age}"
-    errors = [str(each.end["error"]) for each in loops if each.end is not None and each.end.get("error")]
+    errors = [str(loop.end["error"]) for loop in loops if loop.end is not None and loop.end.get("error")]
     return ("failed", f"Training ended with {errors[-1]}") if errors else ("done", "Training ended.")
 
 
@@ -76,33 +76,39 @@ def tiles(run: RunRecords) -> list[Tile]:
     ranks = by_rank(run)
     first_loops = next(iter(ranks.values()))
     samples = sum(loop.intervals[-1].samples for loop in run.loops if loop.intervals)
-    trained = sum(each.trained for each in run.intervals) / len(ranks)
+    trained = sum(interval.trained for interval in run.intervals) / len(ranks)
     begin = min(at for loop in run.loops if loop.intervals and (at := loop.began_at) is not None)
     numbers = [
         Tile("Last step", f"{last_step(first_loops[-1]):,}"),
         Tile("Samples trained on", short(samples), f"{samples:,}"),
-        Tile("Time", duration(max(each.at for each in run.intervals) - begin), "from the first record to the last"),
+        Tile(
+            "Time",
+            duration(max(interval.at for interval in run.intervals) - begin),
+            "from the first record to the last",
+        ),
     ]
     if trained > 0:
         numbers.append(Tile("Samples per second", short(samples / trained), "mean, without evaluations"))
     for key, name in (("loss", "Loss"), ("auc", "AUC in training"), ("ne", "Normalised entropy")):
-        given = [each.numbers[key] for loop in first_loops for each in loop.intervals if key in each.numbers]
+        given = [
+            interval.numbers[key] for loop in first_loops for interval in loop.intervals if key in interval.numbers
+        ]
         more = "last interval of trainer 0" if key == "loss" else "last window"
         numbers += [Tile(name, number(value), more) for value in given[-1:]]
-    every = [each for loop in run.loops for each in loop.evaluations]
-    best = [each for each in every if each.is_best]
-    for each in (best or every)[-1:]:
-        name, value = next(iter(each.metrics.items()), ("", None))
+    every = [evaluation for loop in run.loops for evaluation in loop.evaluations]
+    best = [evaluation for evaluation in every if evaluation.is_best]
+    for evaluation in (best or every)[-1:]:
+        name, value = next(iter(evaluation.metrics.items()), ("", None))
         which = "best" if best else "last"
-        numbers.append(Tile(f"Validation {name}", number(value), f"{which}, step {each.step:,}"))
+        numbers.append(Tile(f"Validation {name}", number(value), f"{which}, step {evaluation.step:,}"))
     rows, memory = last_maps(run, "rows"), last_maps(run, "bytes")
     if rows:
         numbers.append(Tile("Rows", short(sum(rows.values())), f"in {len(rows)} tables"))
     if memory:
         numbers.append(Tile("Memory of tables", format_bytes(sum(memory.values()))))
     if run.events:
-        numbers.append(Tile("Faults", str(sum(each["kind"] == "fault" for each in run.events))))
-    launches = {each.get("launch") for each in run.events if each["kind"] == "launch"}
+        numbers.append(Tile("Faults", str(sum(event["kind"] == "fault" for event in run.events))))
+    launches = {event.get("launch") for event in run.events if event["kind"] == "launch"}
     begun = {loop.launch_number for loops in ranks.values() for loop in loops}
     return [*numbers, Tile("Launches", str(len(launches or begun)))]
 
@@ -110,7 +116,7 @@ def tiles(run: RunRecords) -> list[Tile]:
 def last_step(loop: Loop) -> int:
     """Return the last step of which the loop recorded anything."""
     end = loop.end.get("step") if loop.end is not None else None
-    steps = [each.step for each in loop.intervals[-1:]] + [each.step for each in loop.evaluations[-1:]]
+    steps = [record.step for record in loop.intervals[-1:]] + [record.step for record in loop.evaluations[-1:]]
     return max([*steps, end if isinstance(end, int) else 0])
 
 
@@ -128,12 +134,12 @@ def warnings(run: RunRecords) -> list[str]:
         ("loss", "The loss was not finite in"),
         ("auc", "The AUC was not defined, or scores were not finite, in"),
     ):
-        steps = [each.step for each in run.intervals if each.numbers.get(key, 0.0) is None]
+        steps = [interval.step for interval in run.intervals if interval.numbers.get(key, 0.0) is None]
         if steps:
             notes.append(f"{what} {_count(len(steps), 'interval')}, first at step {min(steps):,}.")
     loops = next(iter(by_rank(run).values()), [])
     superseded = zip(loops, cuts(loops), strict=True)
-    if again := sum(each.steps for loop, cut in superseded for each in loop.intervals if each.step >= cut):
+    if again := sum(interval.steps for loop, cut in superseded for interval in loop.intervals if interval.step >= cut):
         notes.append(
             f"Later launches trained about {again:,} steps again. The charts show the earlier attempts paler; totals "
             "include them."
@@ -156,9 +162,9 @@ def duration(seconds: float) -> str:
 
 def events(run: RunRecords) -> Listing:
     """Return the launches, faults and ends of the run, in the order of time."""
-    entries = [(each["at"], text) for each in run.events if (text := _event_text(each))]
+    entries = [(event["at"], text) for event in run.events if (text := _event_text(event))]
     resumed: set[tuple[int, int]] = set()
-    for loop in sorted(run.loops, key=lambda each: each.began_at or 0.0):
+    for loop in sorted(run.loops, key=lambda loop: loop.began_at or 0.0):
         if loop.began_at is None:
             continue
         if loop.launch not in resumed and loop.intervals:
@@ -168,11 +174,11 @@ def events(run: RunRecords) -> Listing:
         if loop.end is not None and (loop.end.get("error") or (not run.events and loop.rank == 0)):
             cause = f" with {error}" if (error := loop.end.get("error")) else ""
             entries.append((loop.end["at"], f"Trainer {loop.rank} ended after step {last_step(loop):,}{cause}."))
-    entries.sort(key=lambda each: each[0])
+    entries.sort(key=lambda entry: entry[0])
     listing = Listing("Faults and launches", ("time (UTC)", "after", "event"), style="events")
     if not entries:
         listing.note = "No launch was recorded."
-    elif not any(each["kind"] == "fault" for each in run.events):
+    elif not any(event["kind"] == "fault" for event in run.events):
         listing.note = "No fault was recorded." if run.events else "Faults are recorded by satrap run only."
     if len(entries) > _MAX_EVENTS:
         listing.note += f" These are the last {_MAX_EVENTS} of {len(entries):,} events."
@@ -209,7 +215,7 @@ def listings(run: RunRecords) -> list[Listing]:
     settings = {} if latest is None else latest.settings | {"satrap": begun.get("version")}
     script, tables, features = (settings.pop(name, None) for name in ("script", "tables", "features"))
     settings.pop("rank", None)
-    started = [each.get("settings") for each in run.events if each["kind"] == "run"]
+    started = [event.get("settings") for event in run.events if event["kind"] == "run"]
     code = {name: begun[name] for name in ("command", "commit") if begun.get(name)}
     entries = [_pairs("Code", code, "")] if code else []
     entries += [_pairs("Settings of the script", script, "The script gave none: Progress(settings=...).")]
@@ -225,12 +231,12 @@ def listings(run: RunRecords) -> list[Listing]:
 
 
 def _in_order(run: RunRecords) -> list[Loop]:
-    return sorted(run.loops, key=lambda each: (each.launch, -each.rank))
+    return sorted(run.loops, key=lambda loop: (loop.launch, -loop.rank))
 
 
 def differences(one: RunRecords, other: RunRecords) -> Listing:
     """Return the settings that differ between two runs, of their latest launches."""
-    loops = [loop for run in (one, other) for loop in [each for each in _in_order(run) if each.rank == 0][-1:]]
+    loops = [loop for run in (one, other) for loop in [loop for loop in _in_order(run) if loop.rank == 0][-1:]]
     listing = Listing("Settings that differ", ("setting", one.name, other.name), _changes(loops))
     listing.note = "" if listing.rows else "None of those that both recorded."
     return listing
@@ -248,7 +254,7 @@ def _changes(loops: list[Loop]) -> list[tuple[object, ...]]:
     changes: list[tuple[object, ...]] = []
     known: dict[str, object] = {}
     for loop in (loop for loop in loops if loop.rank == 0):
-        now = _flat("", {name: each for name, each in loop.settings.items() if name != "rank"})
+        now = _flat("", {name: setting for name, setting in loop.settings.items() if name != "rank"})
         pairs = [(name, _shown(known[name]), _shown(now[name])) for name in now if name in known]
         changes += [(name, before, after) for name, before, after in pairs if before != after]
         known |= now
@@ -258,18 +264,18 @@ def _changes(loops: list[Loop]) -> list[tuple[object, ...]]:
 def _flat(where: str, value: object) -> dict[str, object]:
     """Return the leaves of settings by their path."""
     if isinstance(value, Mapping):
-        pairs = [(f"{where}.{key}" if where else str(key), each) for key, each in value.items()]
-    elif isinstance(value, list) and all(isinstance(each, Mapping) and "name" in each for each in value) and value:
-        pairs = [(f"{where} {each['name']}", {k: v for k, v in each.items() if k != "name"}) for each in value]
+        pairs = [(f"{where}.{key}" if where else str(key), item) for key, item in value.items()]
+    elif isinstance(value, list) and all(isinstance(item, Mapping) and "name" in item for item in value) and value:
+        pairs = [(f"{where} {item['name']}", {k: v for k, v in item.items() if k != "name"}) for item in value]
     else:
         return {where: value}
-    return {name: leaf for path, each in pairs for name, leaf in _flat(path, each).items()}
+    return {name: leaf for path, item in pairs for name, leaf in _flat(path, item).items()}
 
 
 def _table_listing(run: RunRecords, tables: object) -> Listing:
     rows, memory = last_maps(run, "rows"), last_maps(run, "bytes")
-    given = [each for each in (tables if isinstance(tables, list) else []) if isinstance(each, Mapping)]
-    declared = {str(each["name"]): each for each in given if "name" in each}
+    given = [table for table in (tables if isinstance(tables, list) else []) if isinstance(table, Mapping)]
+    declared = {str(table["name"]): table for table in given if "name" in table}
     names = sorted(declared.keys() | rows.keys(), key=lambda name: (-rows.get(name, 0.0), name))
     header = ("table", "rows", "memory", "bytes per row", "dim", "optimizer", "other settings")
     listing = Listing("Tables", header, style="tables")
@@ -303,7 +309,7 @@ def _lost_listing(run: RunRecords) -> Listing:
 def _shown(value: object) -> str:
     if isinstance(value, Mapping):
         kind = value.get("type", "")
-        rest = ", ".join(f"{key}={_shown(each)}" for key, each in value.items() if key != "type" and each is not None)
+        rest = ", ".join(f"{key}={_shown(item)}" for key, item in value.items() if key != "type" and item is not None)
         text = f"{kind}({rest})" if kind and rest else str(kind) or rest
     elif isinstance(value, list):
         text = ", ".join(map(_shown, value))

@@ -116,7 +116,7 @@ def _curves(chart: LineChart) -> tuple[Markup, Markup, Markup]:
         parts.append(element("text", text, x=across.at(tick), y=_BOTTOM + 18, class_="middle"))
     marks = {kind: [x for x in xs if across.low <= x <= across.high][:100] for kind, xs in chart.marks.items()}
     kinds = [kind for kind, places in marks.items() if places]
-    for kind, at in ((kind, across.at(x)) for kind in kinds for x in marks[kind]):
+    for kind, at in ((name, across.at(x)) for name in kinds for x in marks[name]):
         parts.append(element("line", class_=f"mark {kind}", x1=at, x2=at, y1=_TOP, y2=_BOTTOM))
     for (look, curve), (points, superseded) in zip(parts_of, drawn, strict=True):
         strong = averaged(curve.points, window) if is_averaged else points

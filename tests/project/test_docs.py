@@ -32,6 +32,7 @@ import pytest
 import torch
 
 from satrap.cli import main as command_line
+from satrap.data.synthetic import Clicks
 from satrap.rpc import Keys, Service
 from satrap.rpc.keys import create_keys
 from satrap.server.protocol import ServerCalls
@@ -76,12 +77,19 @@ def with_output(page: Path, language: str) -> list[tuple[str, str]]:
 
 
 def is_output(printed: str, written: str) -> bool:
-    """Whether a page's `text` block is what was printed, where `...` stands for one or more characters of a line."""
-    return re.fullmatch(re.escape(written).replace(re.escape("..."), ".+?"), printed) is not None
+    """Whether a page's `text` block is what was printed, where `...` stands for one or more characters of a line, and
+    alone in a line for one or more lines."""
+    anything = re.escape("...")
+    lines = [
+        r"(?s:.+\n)" if line == anything else f"{line.replace(anything, '.+?')}\n"
+        for line in re.escape(written).splitlines()
+    ]
+    return re.fullmatch("".join(lines), printed) is not None
 
 
 def test_output_is_compared_but_for_what_varies() -> None:
     assert is_output("AUC 0.81\n1.5 s\n", "AUC 0.81\n... s\n")
+    assert is_output("a\nb\nc\nd 1\n", "a\n...\nd ...\n") and not is_output("a\nd 1\n", "a\n...\nd ...\n")
     for other in ("AUC 0.82\n1.5 s\n", "AUC 0.81\n s\n", "AUC 0.81\n1.5\n2 s\n", "AUC 0.81\n1.5 s\nmore\n"):
         assert not is_output(other, "AUC 0.81\n... s\n")
 
@@ -271,6 +279,39 @@ def commands(page: Path) -> list[str]:
     """The command lines of a page, comments left out and continued lines joined."""
     lines = "".join(blocks(page, "sh")).replace("\\\n", " ").splitlines()
     return [line.partition("  #")[0].strip() for line in lines if not line.startswith("#")]
+
+
+def clicks_in_a_file() -> None:
+    Clicks(num_samples=60_000, num_dense=1, num_ids=2, cardinalities=2000).write_parquet("all.parquet")
+    table = pq.read_table("all.parquet").rename_columns(["click", "price", "device", "item"])
+    pq.write_table(table.append_column("session_id", [[f"s{n}" for n in range(len(table))]]), "clicks.parquet")
+
+
+def the_examples() -> None:
+    Path("examples").symlink_to(ROOT / "examples")
+
+
+PREPARED = {"docs/training.md": clicks_in_a_file, "docs/planning.md": the_examples}
+"""What the commands read whose output a page shows. That of `satrap status` is an example: it needs a live run."""
+SHOWN = [
+    (relative(page), code, output)
+    for page in pages()
+    for code, output in with_output(page, "sh")
+    if output and code.strip() != "satrap status"
+]
+
+
+@pytest.mark.parametrize(("page", "code", "output"), SHOWN, ids=[code.split("\n")[0] for _, code, _ in SHOWN])
+def test_the_output_of_a_command_is_what_it_prints(
+    page: str, code: str, output: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    PREPARED[page]()
+    program, *arguments = shlex.split(code)
+    command = [str(Path(sys.executable).with_name(program)), *arguments]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
+    assert done.returncode == 0 and is_output(done.stdout, output), f"{done.stdout}\n{done.stderr}"
 
 
 EACH_COMMAND = sorted({line for page in [*pages(), ROOT / "CONTRIBUTING.md"] for line in commands(page)})

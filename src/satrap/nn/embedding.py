@@ -57,7 +57,12 @@ class _TableModule(torch.nn.Module):
         self._session.note_padding(self.table.name, self.padding_idx)
         self._is_frozen = False
         self._expected_step: int | None = None
-        self.register_buffer("_moved", torch.empty(0), persistent=False)  # is on the device of the model
+        self._moved = torch.empty(0)  # on the device of the model; no buffer, which DDP would send in each forward pass
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        self._moved = fn(self._moved)
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        return self
 
     def _resolve_padding(self, padding_idx: int | None) -> int | None:
         if padding_idx is None:

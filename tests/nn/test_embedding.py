@@ -248,11 +248,12 @@ def test_what_a_module_is_not_is_an_error() -> None:
     with embeddings_of(item(num_rows=NUM_IDS), Table("open", 2)) as embeddings:
         module = Embedding(embeddings, "item", padding_idx=-1)
         assert (module.num_embeddings, module.embedding_dim, module.padding_idx) == (NUM_IDS, DIM, NUM_IDS - 1)
-        assert Embedding(embeddings, "open").num_embeddings is None
-        assert not list(module.parameters()) and not hasattr(module, "weight")
+        unbounded = Embedding(embeddings, "open")
+        assert unbounded.num_embeddings is None
+        assert not list(module.parameters()) and not list(module.buffers())
         assert repr(module) == "Embedding('item', 4, padding_idx=11)"
-        with pytest.raises(AttributeError, match="no weight: its rows are in table 'item'"):
-            _ = module.weight
+        with pytest.raises(AttributeError, match="weight is all rows of table 'open', and the table has no num_rows"):
+            _ = unbounded.weight
         with pytest.raises(AttributeError, match="no attribute 'weights'"):
             _ = module.weights
         with pytest.raises(TypeError, match="table 'item' can be neither copied nor pickled"):

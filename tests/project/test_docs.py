@@ -79,10 +79,9 @@ def with_output(page: Path, language: str) -> list[tuple[str, str]]:
 def is_output(printed: str, written: str) -> bool:
     """Whether a page's `text` block is what was printed, where `...` stands for one or more characters of a line, and
     alone in a line for one or more lines."""
-    anything = re.escape("...")
     lines = [
-        r"(?s:.+\n)" if line == anything else f"{line.replace(anything, '.+?')}\n"
-        for line in re.escape(written).splitlines()
+        r"(?s:.+\n)" if line == "..." else re.escape(line).replace(re.escape("..."), ".+?") + r"\n"
+        for line in written.splitlines()
     ]
     return re.fullmatch("".join(lines), printed) is not None
 
@@ -307,7 +306,7 @@ def test_the_output_of_a_command_is_what_it_prints(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     PREPARED[page]()
-    program, *arguments = shlex.split(code)
+    program, *arguments = shlex.split(code.replace("\\\n", " "))
     command = [str(Path(sys.executable).with_name(program)), *arguments]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)

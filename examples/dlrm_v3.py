@@ -27,8 +27,8 @@ from satrap.models.hstu import Layer
 CATEGORIES, LIKED, CANDIDATES = 128, 4, 32
 SAMPLES_PER_ITEM, LENGTH = 50, 100  # so there are ITEMS * 50 / 100 / WINDOWS users
 PRESENT = 0.7  # probability that a user makes a request in a window
-LARGEST_ALPHA = 500  # of the draw of categories: the larger, the less a user repeats them
-STARS, SHARES = [5.0, 4.0, 3.0, 2.0, 1.0], [0.2, 0.25, 0.25, 0.2, 0.1]  # of the items
+LARGEST_ALPHA = 500  # a user's categories are drawn with up to this alpha: the larger, the fewer are repeated
+STARS, SHARES = [5.0, 4.0, 3.0, 2.0, 1.0], [0.2, 0.25, 0.25, 0.2, 0.1]  # ratings, and the share of items that have each
 GOOD = 3.5
 ACTIONS = 5
 
@@ -276,8 +276,9 @@ def main() -> None:
             recipe.evaluated = window + 1
             validation.step()
             if is_first:
-                found = validation.metrics
-                print(f"window {window + 1}: NE {found['normalised_entropy']:.4f} AUC {found['auc']:.4f}", flush=True)
+                metrics = validation.metrics
+                ne, auc = metrics["normalised_entropy"], metrics["auc"]
+                print(f"window {window + 1}: NE {ne:.4f} AUC {auc:.4f}", flush=True)
         if run is not None:
             run.save(every_steps=1 if batch.step == ends[window] else args.save_every)
 

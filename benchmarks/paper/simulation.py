@@ -188,7 +188,7 @@ def calibrate(done: Done) -> dict[str, Coefficients]:
     if pair is None or None in points.values():
         raise CannotRunError("the measured points are missing: run the experiment `network` first")
     dense = pair["crossed"]["between_trainers"] / 2  # a ring of two: each sends all of the gradients, in two halves
-    found = {}
+    by_mode = {}
     for mode, point in points.items():
         assert point is not None
         ids = 0.12 * point["crossed"]["to_servers"]
@@ -197,14 +197,14 @@ def calibrate(done: Done) -> dict[str, Coefficients]:
             rows=point["crossed"]["from_servers"], gradients=point["crossed"]["to_servers"] - ids, dense=dense,
             rate=LINK.bytes_per_second, delay=LINK.delay_ms / 1e3, phase=0.0,
         )  # fmt: skip
-        found[mode] = costs
-    hosts = {mode: max(0.0, _excess(found[mode], points[mode], mode)) for mode in MODES[1:]}
+        by_mode[mode] = costs
+    hosts = {mode: max(0.0, _excess(by_mode[mode], points[mode], mode)) for mode in MODES[1:]}
     hosts["sync"] = hosts["hybrid 4"]
-    found = {mode: replace(costs, host=hosts[mode]) for mode, costs in found.items()}
-    latency = max(0.0, _excess(found["sync"], points["sync"], "sync")) / 2
-    found = {mode: replace(costs, latency=latency) for mode, costs in found.items()}
-    phase = max(0.0, float(pair["step_ms"]) / 1e3 - Simulation(found["hybrid 4"], 2, 1, "hybrid 4").run()) / 2
-    return {mode: replace(costs, phase=phase) for mode, costs in found.items()}
+    by_mode = {mode: replace(costs, host=hosts[mode]) for mode, costs in by_mode.items()}
+    latency = max(0.0, _excess(by_mode["sync"], points["sync"], "sync")) / 2
+    by_mode = {mode: replace(costs, latency=latency) for mode, costs in by_mode.items()}
+    phase = max(0.0, float(pair["step_ms"]) / 1e3 - Simulation(by_mode["hybrid 4"], 2, 1, "hybrid 4").run()) / 2
+    return {mode: replace(costs, phase=phase) for mode, costs in by_mode.items()}
 
 
 def _excess(costs: Coefficients, point: Any, mode: str) -> float:

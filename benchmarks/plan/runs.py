@@ -92,11 +92,11 @@ def predict(
     )
     pool = Pool(machine=here, num_machines=1, servers=servers, trainers=trainers)
     workload = workload_of(job, path.stat().st_size / SAMPLES, clicks)
-    found = Estimate(workload=workload, layout=Layout(pools=(pool,)), costs=costs, limits=FREE)
-    held = {each.table.name: each.row_bytes for each in workload.tables}
+    estimate = Estimate(workload=workload, layout=Layout(pools=(pool,)), costs=costs, limits=FREE)
+    held = {load.table.name: load.row_bytes for load in workload.tables}
     return {
-        "cpu_seconds": sum(found.core_seconds(pool).values()) / script.BATCH,
-        "samples_per_s": found.samples_per_second,
+        "cpu_seconds": sum(estimate.core_seconds(pool).values()) / script.BATCH,
+        "samples_per_s": estimate.samples_per_second,
         "row_bytes": sum(count * held[name] for name, count in rows.items()) / sum(rows.values()),
     }
 

@@ -63,9 +63,9 @@ class Features(Serializable, Mapping[str, Feature]):
     def aligned(self, name: str) -> tuple[str, ...]:
         """Return the names of a sequence and of those that are aligned with it."""
         names = {name}
-        while more := {each for each in self if self[each].aligned_with in names} - names:
+        while more := {name for name in self if self[name].aligned_with in names} - names:
             names |= more
-        return tuple(each for each in self if each in names)
+        return tuple(name for name in self if name in names)
 
     def expanded(self, items: str) -> "Features":
         """Return the features of a model that takes `Batch.expand(items)`: the jagged sequence, and those aligned with

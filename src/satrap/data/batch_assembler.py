@@ -199,7 +199,7 @@ class _EpochReader:
         """Return how many of the pending samples make the next batch; None if it needs others."""
         size, limit = self.assembler.batch_size, self.assembler.limit
         if size is not None and limit is not None:
-            return limit.num_fitting((each.window.num_ids[each.order[:size]] for each in pending), size)
+            return limit.num_fitting((part.window.num_ids[part.order[:size]] for part in pending), size)
         num_pending = sum(map(len, pending))
         return size or num_pending if num_pending >= (size or 1) else None
 

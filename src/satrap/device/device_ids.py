@@ -11,6 +11,7 @@ say what is wrong.
 """
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -120,7 +121,7 @@ class GroupedIds:
         )
 
 
-class IdEntries:
+class IdEntries(ABC):
     """The ids of one batch, on a device. Implements `satrap.worker.rows.PlacedIds`."""
 
     values: Tensor
@@ -131,9 +132,9 @@ class IdEntries:
     def __len__(self) -> int:
         return len(self.values)
 
+    @abstractmethod
     def cut_counts(self) -> list[int]:
         """Return for each sequence the number of ids beyond its max_length."""
-        raise NotImplementedError
 
     def bounds(self, num_bags: int) -> Tensor:
         """Return where each bag begins, and where the last ends."""

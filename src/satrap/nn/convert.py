@@ -6,7 +6,7 @@ scale_grad_by_freq, hooks, a subclass, a weight that another kind of module or a
 """
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, get_args
 
@@ -19,7 +19,6 @@ from satrap.config.tables import Normal, Table
 from satrap.config.validation import check_flag, check_integer, kind_of, suggest
 from satrap.errors import ConfigError
 from satrap.nn.embedding import Embedding, EmbeddingBag
-from satrap.nn.tied_linear import TiedLinear
 from satrap.train.embeddings import Embeddings
 
 _KINDS = (torch.nn.Embedding, torch.nn.EmbeddingBag)
@@ -295,3 +294,32 @@ def _write(embeddings: Embeddings, chosen: list[_Chosen]) -> None:
                 np.arange(len(values)), [] if choice.module.padding_idx is None else choice.module.padding_idx
             )
             embeddings.tables[choice.table.name].write(ids, values[ids])
+
+
+class TiedLinear(torch.nn.Module):
+    """An nn.Linear whose weight is all rows of a table. It owns its bias alone."""
+
+    def __init__(self, embedding: torch.nn.Module, layer: torch.nn.Linear) -> None:
+        """embedding: the module over the table, with `num_rows`. layer: what this replaces."""
+        super().__init__()
+        self._embedding = (embedding,)  # in a tuple, so that the model has it under one name
+        self.in_features, self.out_features = layer.in_features, layer.out_features
+        self.bias: torch.nn.Parameter | None = layer.bias
+        self.train(layer.training)
+
+    @property
+    def weight(self) -> Tensor:
+        """All rows of the table: each use is a lookup."""
+        weight = self._embedding[0].weight
+        assert isinstance(weight, Tensor)
+        return weight
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Return the products of the input with all rows, plus the bias."""
+        return torch.nn.functional.linear(input, self.weight, self.bias)
+
+    __call__: Callable[..., Tensor]
+
+    def extra_repr(self) -> str:
+        """Return what print(model) shows."""
+        return f"{self.in_features}, {self.out_features}, bias={self.bias is not None}, tied to {self._embedding[0]}"

@@ -36,7 +36,11 @@ SATRAP_MODES = {"satrap": "sync", "satrap_stale": "stale", "satrap_plain": "plai
 TORCHREC = ("torchrec", "fbgemm")
 """The two ways to call it."""
 PEERS = (*TORCHREC, "torch")
-RATIOS: dict[str, Ratio] = {"ratio": ("satrap", TORCHREC), "ratio_plain": ("satrap_plain", TORCHREC)}
+RATIOS: dict[str, Ratio] = {
+    "ratio": ("satrap", TORCHREC),
+    "ratio_plain": ("satrap_plain", TORCHREC),
+    "ratio_direct": ("satrap_direct", TORCHREC),
+}
 TURN = 5
 FEWER_STEPS = 4  # divides the steps of a heavy model
 FEWER_WARMUP = 2
@@ -75,6 +79,7 @@ def plan_train(group: Sequence[Case], number: int, batches: Path) -> list[Run]:
     whole, *fewer = satrap_forms(cores)
     without_stale = {label: mode for label, mode in SATRAP_MODES.items() if mode != "stale"}
     planned = [("satrap", SATRAP_MODES, whole), *(("satrap", without_stale, form) for form in fewer)]
+    planned += [("satrap_direct", {"satrap_direct": "sync"}, form) for form in (whole, *fewer)]
     for peer in PEERS:
         # The other forms of TorchRec's own module are those of the kernel that it calls.
         own = [all_cores(cores, huge_pages=huge) for huge in (False, True)]
@@ -145,6 +150,7 @@ def record_train(case: Case, rounds: Rounds) -> dict[str, Any]:
         record["cost_ms"][label]["intervals"] = intervals
     others = {
         "cost_ratio": rounds.against("satrap", PEERS, rounds.values("cost_ms"), min),
+        "cost_ratio_direct": rounds.against("satrap_direct", PEERS, rounds.values("cost_ms"), min),
         # The step times are medians, taken in turn in one process, so an outlier of either moves neither.
         "stale_ratio": rounds.against("satrap", ("satrap_stale",), rounds.values("step_ms")),
     }
@@ -171,7 +177,7 @@ SUITE = Suite(
         "train": Kind(plan=plan_train, record=record_train, shares_table=True),
         "read": Kind(plan=plan_read, record=record_read, shares_table=True),
     },
-    contenders=("satrap", *PEERS),
+    contenders=("satrap", "satrap_direct", *PEERS),
     table=("train",),
 )
 main = SUITE.main

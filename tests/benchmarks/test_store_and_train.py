@@ -78,10 +78,11 @@ def test_cases_of_a_table_share_processes_and_a_peer_has_every_form(tmp_path: Pa
     (group,) = group_cases(trained, lambda case: SUITE.kinds[case.kind].shares_table)
     runs = planned(group, tmp_path)
     several = [f"{peer}{form}" for peer in ("fbgemm", "torch") for form in ("", "/huge", "/2p", "/2p/huge")]
-    assert list(runs) == ["satrap", "satrap/1t", "torchrec", "torchrec/huge", *several]
+    ours = [f"{name}{form}" for name in ("satrap", "satrap_direct") for form in ("", "/1t")]
+    assert list(runs) == [*ours, "torchrec", "torchrec/huge", *several]
     models = {label: [(m["top"], m["precision"]) for m in run.job["models"]] for label, run in runs.items()}
     light = [("light", "fp32"), ("light", "bf16")]
-    assert models["satrap"] == models["fbgemm/huge"] == [*light, ("heavy", "fp32")]
+    assert models["satrap"] == models["satrap_direct"] == models["fbgemm/huge"] == [*light, ("heavy", "fp32")]
     assert models["satrap/1t"] == models["fbgemm/2p"] == light  # heavy models are for all cores of one process
     labels = [form["labels"]["torch"] for run in runs.values() for form in run.job["forms"] if run.contender == "torch"]
     assert labels == ["torch", "torch/1t", "torch/huge", "torch/1t/huge", "torch/2p", "torch/2p/huge"]

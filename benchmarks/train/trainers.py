@@ -1,9 +1,9 @@
 """The contenders of the training benchmark with their models: Satrap's tables in a user's loop, and the peers' tables
 under the peers' model.
 
-The modes of Satrap are "sync" and "stale" (staleness 0 and 4) with satrap.models.DLRM, and "plain": "sync" with the
-peers' model. A trainer's `steps` yields the loss of a whole step for each batch, `dense_steps` that of a step with
-fixed embeddings, whose gradient is computed.
+The modes of Satrap are "sync" and "stale" (staleness 0 and 4) with satrap.models.DLRM, "plain": "sync" with the
+peers' model, and "modules": "sync" with 26 modules that look up in the model. A trainer's `steps` yields the loss of a
+whole step for each batch, `dense_steps` that of a step with fixed embeddings, whose gradient is computed.
 """
 
 from collections.abc import Iterator, Sequence
@@ -13,10 +13,10 @@ import numpy as np
 import torch
 
 from benchmarks.contenders.torch_table import exchange
-from benchmarks.train.model import DenseStep, fixed_steps, plain_model, satrap_model
+from benchmarks.train.model import DenseStep, WithModules, fixed_steps, plain_model, satrap_model
 from benchmarks.workload import Batches, Floats, RowNumbers, total_rows
 
-STALENESS = {"sync": 0, "stale": 4, "plain": 0}
+STALENESS = {"sync": 0, "stale": 4, "plain": 0, "modules": 0}
 
 
 class SatrapTrain:
@@ -63,9 +63,13 @@ class SatrapTrainer:
             DenseStep(plain_model(self.dim, top) if is_plain else satrap_model(self.embeddings, top), precision)
             for _ in range(2)
         )
+        self.modules = WithModules(self.embeddings, self.step) if mode == "modules" else None
 
     def steps(self, batches: Sequence[Any]) -> Iterator[Any]:
         self.embeddings.staleness = self.staleness
+        if self.modules is not None:
+            yield from self.modules.train(batches)
+            return
         yield from self.step.train(self.embeddings.optimizer(self.step.optimizer), self.embeddings.stream(batches))
 
     def dense_steps(self, batches: Sequence[Any]) -> Iterator[Any]:

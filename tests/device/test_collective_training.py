@@ -39,6 +39,17 @@ def test_random_steps_have_the_bits_of_rows_in_memory(
     assert all(each == found[0] and min(each["rows"].values()) > 0 for each in found)
 
 
+@pytest.mark.draw(2)
+@pytest.mark.parametrize(("world_size", "shard"), [(2, "rows"), (3, "rows"), (4, "rows"), (3, "table"), (2, "columns")])
+def test_random_steps_of_numbered_rows_have_the_bits_of_rows_in_memory(
+    trainers: Trainers, world_size: int, shard: str, device: str, tmp_path: Path, seed: int
+) -> None:
+    """A table has more buckets than a trainer has, than ids, or one."""
+    how: dict[str, Any] = {"steps": 12, "shard": shard, "num_rows": 47, "device": device}
+    found = trainers.run([], world_size, tmp_path, compare=seed, **how)
+    assert all(each == found[0] and min(each["rows"].values()) > 0 for each in found)
+
+
 def test_a_lone_trainer_has_the_bits_of_rows_in_memory(device: str, tmp_path: Path, seed: int) -> None:
     """With the exchanges of several: on a GPU it sends rows to itself by NCCL."""
     with Trainers(1, CHILD) as alone:

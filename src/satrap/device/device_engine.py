@@ -93,7 +93,7 @@ class DeviceEngine:
         self.stream = new_stream(device) if stream is None else stream
         self._columns = [trainer.columns(table, native_config(table).state_dim) for table in tables]
         layouts = [columns.layout(table.dtype) for columns, table in zip(self._columns, tables, strict=True)]
-        capacities = capacities_of(tables, trainer.rank, trainer.world_size)
+        capacities = capacities_of(tables, trainer)
         self.memories = memories_of(tables, layouts, device, device_memory, capacities)
         pools = {number: pool for pool, memory in enumerate(self.memories) for number in memory.tables}
         configs = [native_config(table, pools[number]) for number, table in enumerate(tables)]

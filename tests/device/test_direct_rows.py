@@ -16,7 +16,7 @@ from bag_oracle import draw_bags
 from cluster import step_both
 from device_workers import ArrayWorker, as_tensors, contents, pair
 from one_row import OPTIMIZERS
-from satrap import Embeddings, Table
+from satrap import Checkpoint, Embeddings, Table
 from satrap.config.features import Features
 from satrap.config.optimizers import SGD, Adagrad
 from satrap.config.tables import Normal
@@ -312,29 +312,42 @@ def test_files_are_those_of_the_core(others: tuple[int, int], rng: np.random.Gen
     assert contents(first[0], IDS[:45]) == contents(first[1], IDS[:45])
 
 
+def train_part(device: str | None, folder: Path, data: list[Any], saves_at: tuple[int, ...]) -> tuple[Any, bytes]:
+    """Resume from the folder, train with a thread that looks batches up ahead, and save after some batches. Return the
+    rows and the dense parameters."""
+    item = Table("item", dim=4, optimizer=Adagrad(lr=0.1), num_rows=NUM_ROWS)
+    declared: dict[str, Any] = {"item": item, "user": replace(item, name="user")}
+    embeddings = Embeddings(declared, device=device, staleness=1, num_threads=1, deterministic=True)
+    model = torch.nn.Linear(8, 1)
+    with torch.no_grad():
+        model.weight.fill_(0.5)
+        model.bias.fill_(0.0)
+    optimizer = embeddings.optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    run = Checkpoint(folder, model, optimizer, embeddings)
+    run.resume()
+    batches = [Inputs(names=("item", "user"), values=values, batch_size=16) for values in data]
+    with embeddings.stream(batches, overlap=True) as stream:
+        for number, batch in enumerate(stream, 1):
+            model(batch.embeddings).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if number in saves_at:
+                run.save()
+    assert isinstance(embeddings.worker.rows, DirectRows) == (device is not None)
+    rows = [[part.tobytes() for part in store.read(IDS)] for store in embeddings.tables.values()]
+    return rows, model.weight.detach().numpy().tobytes()
+
+
 def test_a_job_of_such_tables_ends_with_the_same_bits(rng: np.random.Generator, tmp_path: Path) -> None:
-    """With a thread that looks batches up ahead, through a checkpoint."""
-    found = []
+    """Through checkpoints, of all rows and of changes, that the core or a device saves and either resumes."""
     data = [rng.integers(0, NUM_ROWS, 2 * 16).astype(np.uint64) for _ in range(12)]
-    for device in (None, "cpu"):
-        item = Table("item", dim=4, optimizer=Adagrad(lr=0.1), num_rows=NUM_ROWS)
-        declared: dict[str, Any] = {"item": item, "user": replace(item, name="user")}
-        embeddings = Embeddings(declared, device=device, staleness=1, num_threads=1, deterministic=True)
-        model = torch.nn.Linear(8, 1)
-        with torch.no_grad():
-            model.weight.fill_(0.5)
-            model.bias.fill_(0.0)
-        optimizer = embeddings.optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
-        batches = [Inputs(names=("item", "user"), values=values, batch_size=16) for values in data]
-        with embeddings.stream(batches, overlap=True) as stream:
-            for batch in stream:
-                model(batch.embeddings).square().mean().backward()
-                optimizer.step()
-                optimizer.zero_grad()
-        rows = [[part.tobytes() for part in store.read(IDS)] for store in embeddings.tables.values()]
-        found.append((rows, model.weight.detach().numpy().tobytes()))
-        assert isinstance(embeddings.worker.rows, DirectRows) == (device is not None)
-    assert found[0] == found[1]
+    found = []
+    for before in (None, "cpu"):
+        for after in (None, "cpu"):
+            folder = tmp_path / f"{before} {after}"
+            train_part(before, folder, data[:7], saves_at=(2, 4, 7))
+            found.append(train_part(after, folder, data[7:], saves_at=(5,)))
+    assert all(each == found[0] for each in found)
 
 
 def test_a_step_waits_for_the_largest_gradient_alone(rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,7 @@ and `absent` decides what it reads as. Methods that have the name of one of the 
 excludes other calls, and runs on the stream of the rows.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -124,9 +124,7 @@ class DirectHeads:
         their hashes."""
         num_buckets = self._tables[table].resolved_num_buckets
         ids, steps, frames = [np.empty(0, np.uint64)], [np.empty(0, np.uint32)], [np.empty(0, np.int32)]
-        remainders = remainders_of(np.arange(first, last, dtype=np.uint64), num_buckets)
-        for remainder in remainders.tolist() if self.is_open else []:
-            rows = self._numbers.of_bucket(table, remainder, num_buckets)
+        for remainder, rows in self._buckets(table, first, last):
             place = (_as_numbers(self._changed[rows]) >= max(1, since)).nonzero()[:, 0]
             found = to_host(torch.stack([place, _as_numbers(self._stamps[rows][place])])).numpy()
             of_bucket = found[0] * num_buckets + remainder
@@ -138,9 +136,19 @@ class DirectHeads:
         return {"id": np.concatenate(ids), "step": np.concatenate(steps), "frame": np.concatenate(frames)}
 
     def export_cut(self, table: int, first: int, last: int, since: int) -> dict[str, Any]:
-        """Return the same with what the core adds for a cut: no row was removed."""
+        """Return the same with what the core adds for a cut: how many rows lookups have used, and that none was
+        removed."""
         columns: dict[str, Any] = self._core.export_cut(table, first, last, since)
-        return columns | self.export_rows(table, first, last, since)
+        used = [torch.count_nonzero(self._changed[rows]) for _, rows in self._buckets(table, first, last)]
+        alive = int(torch.stack(used).sum()) if used else 0
+        return columns | self.export_rows(table, first, last, since) | {"alive": alive}
+
+    def _buckets(self, table: int, first: int, last: int) -> Iterator[tuple[int, slice]]:
+        """Yield for each of some buckets the remainder of its ids by the number of buckets, and its rows."""
+        num_buckets = self._tables[table].resolved_num_buckets
+        for remainder in remainders_of(np.arange(first, last, dtype=np.uint64), num_buckets).tolist():
+            if self.is_open:
+                yield remainder, self._numbers.of_bucket(table, remainder, num_buckets)
 
     def import_frames(self, table: int, ids: NDArray[np.uint64], steps: NDArray[np.uint32]) -> NDArray[np.int32]:
         """Insert or replace rows of a snapshot; return their frames."""

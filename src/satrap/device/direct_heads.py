@@ -73,14 +73,14 @@ class DirectHeads:
         self._touch(torch.where(is_updated, runs.rows, self._numbers.total), runs.rows, step)
         self._counters[3] += _by_table(runs, is_updated)
 
-    def frames(self, frames: Tensor, rows: Tensor) -> Tensor:
-        """Return the frames that a lookup without training reads: -1 where `absent` says zeros. frames, rows: int32, of
+    def places(self, places: Tensor, rows: Tensor) -> Tensor:
+        """Return the places that a lookup without training reads: -1 where `absent` says zeros. places, rows: int32, of
         each id."""
         if not self._reads_zeros:
-            return frames
+            return places
         at = torch.where(rows >= 0, rows.long(), self._numbers.total)
         reads_zeros = (rows >= 0) & self._has_zeros[self.tables_of(at)] & (self._changed[at] == 0)
-        return torch.where(reads_zeros, -1, frames)
+        return torch.where(reads_zeros, -1, places)
 
     def _touch(self, at: Tensor, rows: Tensor, step: int) -> None:
         """Stamp and mark rows. at: their numbers, or that of no row."""
@@ -117,7 +117,7 @@ class DirectHeads:
             return np.full(len(ids), -1, np.int32)
         rows = self._rows(table, ids)
         is_used = (rows >= 0) & (self._changed[rows] != 0)
-        return to_host(torch.where(is_used, self._numbers.frames_of(table, rows), -1)).numpy()
+        return to_host(torch.where(is_used, self._numbers.places_of(table, rows), -1)).numpy()
 
     def export_rows(self, table: int, first: int, last: int, since: int) -> dict[str, NDArray[Any]]:
         """Return id, step and frame of the rows in some buckets that changed at this version or later, in the order of
@@ -126,13 +126,13 @@ class DirectHeads:
         ids, steps, frames = [np.empty(0, np.uint64)], [np.empty(0, np.uint32)], [np.empty(0, np.int32)]
         for remainder, rows in self._buckets(table, first, last):
             place = (_as_numbers(self._changed[rows]) >= max(1, since)).nonzero()[:, 0]
-            found = to_host(torch.stack([place, _as_numbers(self._stamps[rows][place])])).numpy()
+            frame = self._numbers.places_of(table, place * rows.step + rows.start)
+            found = to_host(torch.stack([place, _as_numbers(self._stamps[rows][place]), frame])).numpy()
             of_bucket = found[0] * num_buckets + remainder
             order = np.argsort(reversed_bits(of_bucket.astype(np.uint64)))
             ids.append(of_bucket[order].astype(np.uint64))
             steps.append(found[1][order].astype(np.uint32))
-            at = found[0][order] * rows.step + rows.start
-            frames.append((at + self._numbers.shift(table)).astype(np.int32))
+            frames.append(found[2][order].astype(np.int32))
         return {"id": np.concatenate(ids), "step": np.concatenate(steps), "frame": np.concatenate(frames)}
 
     def export_cut(self, table: int, first: int, last: int, since: int) -> dict[str, Any]:
@@ -154,8 +154,8 @@ class DirectHeads:
         """Insert or replace rows of a snapshot; return their frames."""
         self.require(table, ids)
         rows = self._rows(table, ids)
-        frames = to_host(torch.where(rows < 0, -1, self._numbers.frames_of(table, rows))).numpy()
-        assert (frames >= 0).all(), "a row of a bucket that is not here"
+        frames = to_host(torch.where(rows < 0, -1, self._numbers.places_of(table, rows))).numpy()
+        assert (frames != -1).all(), "a row of a bucket that is not here"
         self._stamps[rows] = to_device(steps.view(np.int32).copy(), self._device)
         self._changed[rows] = self._current_versions()[1][table]
         return frames
@@ -166,6 +166,9 @@ class DirectHeads:
         counts |= dict(zip(_COUNTERS, self._counters[:, table].tolist(), strict=True))
         counts["rows"] = self.num_rows(table)
         counts["bytes"] += _BYTES * len(self._of_table(self._stamps, table))
+        if "on_device" in counts:
+            in_frames = self._of_table(self._changed, table)[: self._numbers.in_frames[table]]
+            counts["on_device"] = int(torch.count_nonzero(in_frames))
         return counts
 
     def check(self, table: int) -> None:

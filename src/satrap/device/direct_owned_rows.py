@@ -21,9 +21,9 @@ from satrap.device.table_shards import kind_of
 
 
 def are_owned_direct(tables: Sequence[Table], device_memory: DeviceMemory) -> bool:
-    """Return whether `DirectOwnedRows` can have the rows: `DirectEngine` can, and each row has one owner. Trainers that
-    have the same rows count those that they own, which the core does."""
-    return are_numbered(tables, device_memory) and all(kind_of(table) == "rows" for table in tables)
+    """Return whether `DirectOwnedRows` can have the rows: `DirectEngine` can, all are on the devices, and each has one
+    owner. Trainers that have the same rows count those that they own, which the core does."""
+    return device_memory is None and are_numbered(tables) and all(kind_of(table) == "rows" for table in tables)
 
 
 class DirectOwnedRows(OwnedRows):
@@ -43,7 +43,7 @@ class DirectOwnedRows(OwnedRows):
                 out = lines[self._groups.numbers[memory.tables[0]]]
                 for table in memory.tables:
                     of_table = slice(*joined.offsets[[table, table + 1]].tolist())
-                    frames = self._engine.numbers.frames_of(table, rows[of_table])
+                    frames = self._engine.numbers.places_of(table, rows[of_table])
                     out[to_device(joined.lines[of_table], self.device)] = memory.values[frames]
             self._engine.moves.note_use()
             return lines

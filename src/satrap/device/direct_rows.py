@@ -7,7 +7,7 @@ on nothing that the host would have to wait for, but the one number that the upd
 gradients are finite. All rows have their initial values from the start.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 from functools import partial
@@ -21,14 +21,16 @@ from torch import Tensor
 from satrap.config.features import Features
 from satrap.config.tables import Table
 from satrap.data.inputs import Inputs
+from satrap.device.cold_rows import ColdRows, places_read
 from satrap.device.device_engine import DeviceEngine, Owed
 from satrap.device.device_ids import IdEntries, IdLayout, copied_to_cpu
-from satrap.device.device_memory import DeviceMemory
+from satrap.device.device_memory import DeviceMemory, shares_of
 from satrap.device.device_rows import LARGEST, DeviceRows, UpdatedTables, claim, largest_of
 from satrap.device.device_stream import to_device
 from satrap.device.direct_heads import DirectHeads
 from satrap.device.direct_ids import MOST_ROWS, DirectIds, RowNumbers, RowRuns
 from satrap.device.exact import mix_keys, signed
+from satrap.device.row_memory import RowMemory
 from satrap.device.runs import DeviceTicket, Given, PooledFeatures, Runs, gradient_entries, is_whole_batch, num_floats
 from satrap.device.table_shards import owned_buckets
 from satrap.device.torch_device import initialise_of
@@ -39,22 +41,26 @@ from satrap.worker.rows import BagRequest, Ids, UpdateRequest, id_request
 _NUMBERS_AT_ONCE = 1 << 22  # of values that one call initialises, which bounds its memory
 _NO_IDS = np.empty(0, np.uint64)
 _ADVICE = (
-    "A table with num_rows has all of its rows on the device: give device_memory, or leave num_rows out if few of the "
-    "ids are used, or use a smaller dtype or dim"
+    "A table with num_rows has memory for all of its rows: give (less) device_memory, or leave num_rows out if few of "
+    "the ids are used, or use a smaller dtype or dim"
+)
+_HOME_ADVICE = (
+    "A table with num_rows has memory for all of its rows: give more device_memory, or leave num_rows out if few of "
+    "the ids are used, or use a smaller dtype or dim"
 )
 
 
-def are_numbered(tables: Sequence[Table], device_memory: DeviceMemory) -> bool:
-    """Return whether `DirectEngine` can have the rows: all tables have `num_rows`, and all rows are on the device."""
+def are_numbered(tables: Sequence[Table]) -> bool:
+    """Return whether `DirectEngine` can have the rows: all tables have `num_rows`."""
     sizes = [table.num_rows for table in tables]
-    return None not in sizes and sum(size or 0 for size in sizes) <= MOST_ROWS and device_memory is None
+    return None not in sizes and sum(size or 0 for size in sizes) <= MOST_ROWS
 
 
-def are_direct(features: Features, device_memory: DeviceMemory) -> bool:
+def are_direct(features: Features) -> bool:
     """Return whether `DirectRows` can have the rows: `DirectEngine` can, and no sequence is jagged, so that the sizes
     of a batch's rows are known here."""
     is_padded = not any(feature.jagged or feature.aligned_with is not None for feature in features.values())
-    return is_padded and are_numbered(features.tables, device_memory)
+    return is_padded and are_numbered(features.tables)
 
 
 class DirectEngine(DeviceEngine):
@@ -64,7 +70,13 @@ class DirectEngine(DeviceEngine):
         super().__init__(tables, device, **options)
         with self.stream.joined():
             buckets = owned_buckets(tables, self._trainer) if self._trainer.world_size > 1 else None
-            self.numbers = RowNumbers(tables, [memory.tables for memory in self.memories], device, buckets)
+            self.numbers = RowNumbers(
+                tables,
+                [memory.tables for memory in self.memories],
+                device,
+                buckets=buckets,
+                most_in_frames=self._most_in_frames(options.get("device_memory")),
+            )
             self.directory = self.heads = DirectHeads(tables, self.core, self.numbers, device)
             self.row_keys = torch.tensor([initial.key for initial in self._initial], device=device)
             """From which the random draws of rows are made, by table."""
@@ -75,14 +87,34 @@ class DirectEngine(DeviceEngine):
     def slots(self, seed: int) -> list[Slot]:
         return slots_of(self.core, self.tables, seed, self, _HeadsOfEngine(self))
 
-    def _reserve(self, counts: NDArray[np.int64]) -> None:
+    def _most_rows(self) -> list[int | None]:
+        if self._trainer.world_size > 1:  # each has a part of the rows, all of them on its device
+            return [None] * len(self.tables)
+        return [table.num_rows for table in self.tables]
+
+    def _most_in_frames(self, device_memory: DeviceMemory) -> list[int | None]:
+        """Return how many rows of each table have frames; None: all."""
+        row_bytes = [self.memory(number).layout.row_bytes for number in range(len(self.tables))]
+        shares = shares_of(self.tables, row_bytes, device_memory, self._most_rows())
+        sizes = [share.size for share in shares]
+        return [None if size is None else size // of_row for size, of_row in zip(sizes, row_bytes, strict=True)]
+
+    def _keep_reserve(self) -> None:
+        """Allocate nothing: all rows have memory."""
+
+    def _reserve(self, counts: NDArray[np.int64]) -> Callable[[], None] | None:
         """Allocate the memory of all rows, and write their initial values, once."""
         if self.heads.is_open:
-            return
+            return None
         for memory in self.memories:
             names = [self.tables[number].name for number in memory.tables]
-            memory.reserve(sum(map(self.numbers.num_here, memory.tables)), names, _ADVICE)
+            if memory.home is not None:
+                slots = sum(map(self.numbers.num_at_home, memory.tables))
+                if num_missing := memory.home.grow(slots):
+                    return partial(memory.home.allocate, num_missing, names, _HOME_ADVICE)
+            memory.reserve(sum(self.numbers.in_frames[number] for number in memory.tables), names, _ADVICE)
         self.owe(self._open)
+        return None
 
     def _open(self) -> Owed:
         self.heads.open()
@@ -91,16 +123,25 @@ class DirectEngine(DeviceEngine):
         ]
 
     def _parts(self, table: int) -> Iterator[tuple[int, int]]:
-        """Yield ranges of a table's rows."""
+        """Yield ranges of a table's rows, that are all in frames or all at home."""
         size = max(1, _NUMBERS_AT_ONCE // self.tables[table].dim)
         first, last = self.numbers.offsets[table : table + 2]
-        yield from ((begin, min(begin + size, last)) for begin in range(first, last, size))
+        middle = first + self.numbers.in_frames[table]
+        for start, stop in ((first, middle), (middle, last)):
+            yield from ((begin, min(begin + size, stop)) for begin in range(start, stop, size))
 
     def restart(self, table: int, begin: int, end: int) -> None:
         """Write the initial values and states of some rows. begin, end: of their numbers."""
         memory, rows = self.memory(table), torch.arange(begin, end, device=self.device)
-        frames, ids = self.numbers.frames_of(table, rows), self.numbers.ids_of(rows)
-        initialise_of(self.device)(memory.values, memory.state, frames, ids, self._initial[table], memory.layout)
+        ids, initialise = self.numbers.ids_of(rows), initialise_of(self.device)
+        if begin < self.numbers.offsets[table] + self.numbers.in_frames[table]:
+            frames = self.numbers.places_of(table, rows)
+            initialise(memory.values, memory.state, frames, ids, self._initial[table], memory.layout)
+            return
+        cold = ColdRows.of(memory, [table], rows, self.numbers)
+        copies = memory.staging(end - begin)
+        initialise(copies.values, copies.state, cold.lines, ids, self._initial[table], memory.layout)
+        cold.write(copies)
 
     def begin_lookup(self, step: int, oldest_open: int, *, train: bool, first_epoch: bool) -> dict[str, Any]:
         """Let the core begin a lookup; return what it returns for one of no ids."""
@@ -132,16 +173,32 @@ class DirectEngine(DeviceEngine):
 
     def step(self, kernels: Any, rows: RowRuns, runs: Runs, group: UpdatedTables, flat: Tensor) -> Sequence[Owed]:
         """Sum the gradients of some tables' rows, and apply their optimizer. runs: what `runs` returned for `rows`."""
-        (tables, how), numbers = group, self.numbers
+        (tables, how), numbers, memory = group, self.numbers, self.memory(group[0].start)
         begin, end = numbers.offsets[tables.start], numbers.offsets[tables.stop]
-        is_here = (rows.rows >= begin) & (rows.rows < end)
-        of_tables = replace(
-            runs,
-            frames=torch.where(is_here, rows.rows + numbers.shift(tables.start), -1).int(),
-            end=runs.end if end - begin == numbers.total else torch.where(is_here, runs.end, runs.begin),
-        )
-        memory = self.memory(tables.start)
-        summed = kernels.update(memory.values, memory.state, of_tables, flat, how)
+        has_all = end - begin == numbers.total and memory.home is None
+        is_here, frames = (rows.rows >= begin) & (rows.rows < end), rows.rows + numbers.shift(tables.start)
+        if memory.home is not None:
+            frames = numbers.places_of(self.heads.tables_of(rows.rows), rows.rows)
+            is_here = is_here & (frames >= 0)
+        frames, ends = torch.where(is_here, frames, -1).int(), torch.where(is_here, runs.end, runs.begin)
+        in_frames = replace(runs, frames=frames, end=runs.end if has_all else ends)
+        summed = kernels.update(memory.values, memory.state, in_frames, flat, how)
+        if memory.home is None:
+            return [partial(self.heads.note_update, rows, tables, how.step, summed)]
+        return [partial(self._step_at_home, kernels, rows, runs, group, flat, summed)]
+
+    def _step_at_home(
+        self, kernels: Any, rows: RowRuns, runs: Runs, group: UpdatedTables, flat: Tensor, in_frames: Tensor | None
+    ) -> Sequence[Owed]:
+        """Do the same with the rows at home, by copies on the device. in_frames: how many gradients of each run were
+        summed for rows in frames, if some may be skipped."""
+        tables, how = group
+        cold = ColdRows.of(self.memory(tables.start), tables, rows.rows, self.numbers)
+        copies = cold.read(with_state=True)
+        runs = replace(runs, frames=cold.lines, end=torch.where(cold.lines >= 0, runs.end, runs.begin))
+        summed = kernels.update(copies.values, copies.state, runs, flat, how)
+        cold.write(copies)
+        summed = None if summed is None or in_frames is None else summed + in_frames
         return [partial(self.heads.note_update, rows, tables, how.step, summed)]
 
     def place_rows(self) -> None:
@@ -230,9 +287,9 @@ class DirectRows(DeviceRows):
             resolved = self._engine.begin_lookup(step, oldest_open, train=True, first_epoch=True)
             rows = self._engine.numbers.rows_of(number, to_device(ids.astype(np.int64), self.device))
             runs = RowRuns.of(rows.int(), self._engine.numbers)
-            frames = self._engine.numbers.frames_of(number, rows)
+            places = self._engine.numbers.places_of(number, rows)
             self._engine.owe(lambda: partial(self._engine.heads.note_lookup, runs, step))
-            found = {**resolved, "frames": frames, "offsets": None, "weights": None}
+            found = {**resolved, **self._read_places(places, runs), "offsets": None, "weights": None}
             self._gather(features, pooled, len(ids), found, block, [])
             self._engine.moves.note_use()
         return block
@@ -290,10 +347,30 @@ class DirectRows(DeviceRows):
             self._cut = self._cut + ids.cut
         found = {**resolved, "offsets": ids.offsets, "weights": ids.weights, "moved": None, "ticket": None}
         if not request.train:
-            return found | {"frames": self._engine.heads.frames(ids.frames, ids.rows)}
+            places = self._engine.heads.places(ids.places, ids.rows)
+            return found | self._read_places(places, ids.rows)
         ticket, at = self._ticket(ids, self.id_layout, self._bags), step or self._engine.core.latest_step
         self._engine.owe(lambda: partial(self._engine.heads.note_lookup, ticket.runs, at))
-        return found | {"frames": ids.frames, "ticket": ticket}
+        return found | self._read_places(ids.places, ticket.runs) | {"ticket": ticket}
+
+    def _read_places(self, places: Tensor, rows: RowRuns | Tensor) -> dict[str, Any]:
+        """Return what `_gather` takes for the places of ids. rows: the number of each one's row, or their runs."""
+        engine = self._engine
+        if not engine.numbers.has_home:
+            return {"frames": places}
+        runs = rows if isinstance(rows, RowRuns) else RowRuns.of(rows, engine.numbers)
+        cold = {
+            pool: ColdRows.of(memory, memory.tables, runs.rows, engine.numbers)
+            for pool, memory in enumerate(engine.memories)
+            if memory.home is not None
+        }
+        return {"frames": places_read(places, runs, list(cold.values())), "cold": cold}
+
+    def _absent(self, resolved: dict[str, Any], memory: RowMemory) -> Tensor:
+        if memory.home is None:
+            return super()._absent(resolved, memory)
+        cold: ColdRows = resolved["cold"][self._engine.memories.index(memory)]
+        return cold.read(with_state=False).values.float()
 
     def _ticket(self, ids: DirectIds, layout: IdLayout, bags: Any) -> DirectTicket:
         """Return a ticket, with what the update of the whole batch needs."""

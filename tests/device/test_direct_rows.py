@@ -319,12 +319,12 @@ def test_files_are_those_of_the_core(others: tuple[int, int], rng: np.random.Gen
     assert contents(first[0], IDS[:45]) == contents(first[1], IDS[:45])
 
 
-def train_part(device: str | None, folder: Path, data: list[Any], saves_at: tuple[int, ...]) -> tuple[Any, bytes]:
+def train_part(how: dict[str, Any], folder: Path, data: list[Any], saves_at: tuple[int, ...]) -> tuple[Any, bytes]:
     """Resume from the folder, train with a thread that looks batches up ahead, and save after some batches. Return the
     rows and the dense parameters."""
     item = Table("item", dim=4, optimizer=Adagrad(lr=0.1), num_rows=NUM_ROWS)
     declared: dict[str, Any] = {"item": item, "user": replace(item, name="user")}
-    embeddings = Embeddings(declared, device=device, staleness=1, num_threads=1, deterministic=True)
+    embeddings = Embeddings(declared, **how, staleness=1, num_threads=1, deterministic=True)
     model = torch.nn.Linear(8, 1)
     with torch.no_grad():
         model.weight.fill_(0.5)
@@ -340,7 +340,7 @@ def train_part(device: str | None, folder: Path, data: list[Any], saves_at: tupl
             optimizer.zero_grad()
             if number in saves_at:
                 run.save()
-    assert isinstance(embeddings.worker.rows, DirectRows) == (device is not None)
+    assert isinstance(embeddings.worker.rows, DirectRows) == bool(how)
     rows = [[part.tobytes() for part in store.read(IDS)] for store in embeddings.tables.values()]
     return rows, model.weight.detach().numpy().tobytes()
 
@@ -349,9 +349,10 @@ def test_a_job_of_such_tables_ends_with_the_same_bits(rng: np.random.Generator, 
     """Through checkpoints, of all rows and of changes, that the core or a device saves and either resumes."""
     data = [rng.integers(0, NUM_ROWS, 2 * 16).astype(np.uint64) for _ in range(12)]
     found = []
-    for before in (None, "cpu"):
-        for after in (None, "cpu"):
-            folder = tmp_path / f"{before} {after}"
+    places: list[dict[str, Any]] = [{}, {"device": "cpu"}, {"device": "cpu", "device_memory": {"item": 400}}]
+    for before in places:
+        for after in places:
+            folder = tmp_path / f"{len(found)}"
             train_part(before, folder, data[:7], saves_at=(2, 4, 7))
             found.append(train_part(after, folder, data[7:], saves_at=(5,)))
     assert all(each == found[0] for each in found)

@@ -41,16 +41,7 @@ class JSON(FileSource):
         return super().signature() | {"block_bytes": self.block_bytes}
 
     def _blocks(self, columns: Columns, position: Position | None = None) -> Sequence[Block]:
-        layout = TextLayout(
-            delimiter=",",
-            quote=None,
-            encoding="utf-8",
-            newlines_in_values=False,
-            skip_lines=0,
-            header=False,
-            block_bytes=self.block_bytes,
-            max_line_bytes=self.max_line_bytes,
-        )
+        layout = TextLayout(block_bytes=self.block_bytes, max_line_bytes=self.max_line_bytes)
         texts = [TextFile(file, layout, None) for file in find_files(self.path, self.filesystem)]
         schema = _schema_of(texts, columns)
         return [block for text in texts for block in self._blocks_of(text, schema, columns)]

@@ -149,7 +149,7 @@ class ServerCalls(Protocol):
 
     def restore(self, origin: Origin, folders: list[list[str]], checksums: list[list[int]]) -> bool:
         """Start the origin's attempt with new tables: empty ones, or for each table this server's buckets from a full
-        snapshot and the changes after it, saved by any number of servers. Returns what `Tables.restore` does."""
+        snapshot and the changes after it, saved by any number of servers. Returns what `TableGroup.restore` does."""
 
     def set_lr(self, origin: Origin, table: int, lr: float) -> None:
         """Set the learning rate that is saved with a table."""

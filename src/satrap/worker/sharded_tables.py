@@ -1,4 +1,4 @@
-"""The tables of a job on servers, with the interface of `Store` and `Tables` as far as no row must move for it.
+"""The tables of a job on servers, with the interface of `Store` and `TableGroup` as far as no row must move for it.
 
 The servers save: each writes a snapshot of its buckets into a subfolder "k-of-n" of the table's folder. To restore,
 each server reads what its buckets need of all parts. So all machines must share the folder, or it is a URL.
@@ -99,8 +99,8 @@ class ShardedTable:
 
         def call(topology: Topology) -> NDArray[np.uint64]:
             calls = {int(topology.owners[before + bucket]): (self._number, bucket)}
-            (found,) = self._servers.call_servers("bucket_ids", 0, calls, topology=topology).values()
-            return found  # type: ignore[no-any-return]
+            (ids,) = self._servers.call_servers("bucket_ids", 0, calls, topology=topology).values()
+            return ids  # type: ignore[no-any-return]
 
         return self._servers.follow(call)
 
@@ -206,7 +206,7 @@ class ShardedTables(Mapping[str, ShardedTable]):
 
     @property
     def map_version(self) -> int:
-        """The version of the bucket map, as in `Tables.layout`."""
+        """The version of the bucket map, as `TableGroup.map_version` is for rows of one process."""
         return self._servers.topology.shard_map.version
 
     keeps_cuts = True
@@ -221,7 +221,7 @@ class ShardedTables(Mapping[str, ShardedTable]):
         self._servers.call_all("require_permitted", absolute(folder))
 
     def restore(self, folders: Mapping[str, Sequence[str | os.PathLike[str]]]) -> bool:
-        """Restore as `Tables.restore` does. The tables may have been used; their rows are discarded."""
+        """Restore as `TableGroup.restore` does. The tables may have been used; their rows are discarded."""
         if folders.keys() != self._tables.keys():
             raise InputError(f"folders are of {sorted(folders)}; expected one list for each of {sorted(self._tables)}")
         chains = [[absolute(folder) for folder in folders[name]] for name in self._tables]

@@ -261,7 +261,8 @@ class RunDirectory:
 
     def checksum_of(self, name: str) -> int | None:
         """Return the checksum of a checkpoint's checkpoint.json, or None if there is no such checkpoint."""
-        data = self._read(name)
+        with self._read_errors():
+            data = self._read(name)
         return None if data is None else checksum(data)
 
     @staticmethod
@@ -325,9 +326,11 @@ class RunDirectory:
     # -- reading ------------------------------------------------------------------------------------------------------
 
     def _scan(self, last: str | None) -> Catalog:
-        """Scan the folder. A list may lag, so names known from elsewhere are looked up, too."""
+        """Scan the folder. A list may lag, so names known from elsewhere are looked up, too: the last one that this
+        process has written, and the earlier ones that were complete at the last scan."""
         listed, owner = set(self.folder.names()), self._owner()
-        used = {*self._announced, *(name for name in (last, owner and owner.announced) if name)}
+        names = (last, owner and owner.announced, self._this_owner.announced)
+        used = {*(self._announced & self._known_parents.keys()), *(name for name in names if name)}
         versions = sorted(version for name in listed | used if (version := Version.parse(name)) is not None)
         parents: dict[str, str | None] = {}
         torn = []

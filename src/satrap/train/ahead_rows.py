@@ -65,15 +65,17 @@ class AheadRows:
         """values: of each table, the rows of its chunks."""
         self._chunks = inputs.chunks
         self._values = values
+        self._next = dict.fromkeys(self._chunks, 0)  # the chunk after the last one found: models ask in order
         self._sorted: dict[str, tuple[Ids, Any]] = {}
 
     def find(self, table: str, ids: Ids) -> tuple[Tensor, int] | None:
         """Return the rows of one of the table's chunks, and its number; None if the ids are no chunk."""
-        begin = 0
-        for number, chunk in enumerate(self._chunks[table]):
-            if len(chunk) == len(ids) and np.array_equal(chunk, ids):
+        chunks, first = self._chunks[table], self._next[table]
+        for number in (*range(first, len(chunks)), *range(first)):
+            if len(chunks[number]) == len(ids) and np.array_equal(chunks[number], ids):
+                self._next[table] = number + 1
+                begin = sum(map(len, chunks[:number]))
                 return self._values[table][begin : begin + len(ids)], number
-            begin += len(chunk)
         return None
 
     def lines(self, table: str, ids: Ids) -> Any:

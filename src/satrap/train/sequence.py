@@ -94,6 +94,20 @@ class JaggedSequence:
         """`values`, by the name that a padded sequence has for its rows without padding."""
         return self.values
 
+    def pooled(self, counts: Tensor, mode: str = "sum") -> Tensor:
+        """Return the sums, or for "mean" the means, of consecutive rows, [groups, dim], for items with several ids.
+
+        counts: the number of rows of each group, [groups]; a group without rows is 0.
+        """
+        if mode not in ("sum", "mean"):
+            raise InputError(f"pooled: mode is {mode!r}; expected 'sum' or 'mean'")
+        if counts.dim() != 1 or bool((counts < 0).any()) or int(counts.sum()) != len(self.values):
+            raise InputError(
+                f"pooled: counts have the shape {list(counts.shape)} and the sum {counts.sum().item():g}; expected one "
+                f"number of rows, at least 0, for each group: the sequence has {len(self.values)} rows"
+            )
+        return torch.segment_reduce(self.values, mode, lengths=counts.long(), initial=0, unsafe=True)
+
     def nested(self) -> Tensor:
         """Return the rows as a nested tensor in torch's jagged layout, [batch, any length, dim], without a copy."""
         return torch.nested.nested_tensor_from_jagged(

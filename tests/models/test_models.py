@@ -171,7 +171,7 @@ def test_columns_of_zeros_change_nothing(
     width = num_dense // 3 * 4 + (15 if num_dense else 10)
     found, widths = [], []
     model.top[0].register_forward_pre_hook(lambda _, given: widths.append(given[0].shape[1]))
-    in_torch = Interaction.in_torch
+    in_torch: Callable[..., torch.Tensor] = Interaction.in_torch
     for padded in (False, True):
         model.zero_grad()
         block.requires_grad_().grad = None

@@ -43,10 +43,10 @@ def add_train(commands: Commands) -> None:
         help="train a model on a file, without code",
         usage="satrap train FILES [options]",
         description="Train a model that predicts a column of two values. The use of every column is inferred from its "
-        "values and shown as a table; a script is written by it and run: it trains a DCN, and a logistic regression "
-        "to compare it with, until they get worse on samples for validation, and prints the AUC and log loss of both "
-        "on other samples that were held out. The folder of the run gets the script, train.py, which you can edit "
-        "and run, checkpoints, and a report.",
+        "values and shown as a table; a script is written and run: it trains a DCN, and a logistic regression to "
+        "compare, until they get worse on samples for validation, and prints the AUC and log loss of both on held-out "
+        "samples. The folder of the run gets the script, train.py, which you can edit and run, checkpoints, and a "
+        "report.",
         epilog="Example: satrap train clicks.parquet --label click --ignore session_id",
     )
     train.add_argument(
@@ -79,7 +79,7 @@ def add_train(commands: Commands) -> None:
     )
     for option, what in (
         ("--dim", "dim of the embeddings (default: 4 to 16, by the number of ids)"),
-        ("--epochs", "most passes over the data (default: 20; down to 3 for more than 100,000 rows)"),
+        ("--epochs", "most passes over the data (default: 3 to 20, by the number of rows)"),
         ("--batch-size", "samples of a batch (default: 64 to 512, by the number of rows)"),
     ):
         train.add_argument(option, type=int, metavar="N", help=what)

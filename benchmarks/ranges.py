@@ -43,17 +43,23 @@ TRAIN = {
     for precision in ("fp32", "bf16")
 }
 """The cases of each table by the name of their line."""
+FIGURES = {
+    "ratio": "",
+    "ratio_1t": " one thread",
+    "ratio_direct": " num_rows",
+    "ratio_direct_1t": " num_rows one thread",
+}
+"""The figures of a record, and what follows the case in the name under which `ratios` returns each."""
 
 
 def ratios(records: Iterable[Mapping[str, Any]]) -> dict[tuple[str, str], Ratio]:
-    """Return the ratio of each case and processor from its newest record with all peers; with one thread under "CASE
-    one thread"."""
+    """Return the ratios of each case and processor from its newest record with all peers, by the names in FIGURES."""
     newest: dict[tuple[str, str], Ratio] = {}
     for record in sorted(records, key=lambda record: record["date"]):
         case, figures = record["case"], record["figures"]
         if not (figures.get("ratio") or {}).get("all_peers_present", True):
             continue
-        by_case = {case: figures.get("ratio"), f"{case} one thread": figures.get("ratio_1t")}
+        by_case = {f"{case}{suffix}": figures.get(name) for name, suffix in FIGURES.items()}
         if case.endswith("/1t"):  # in older records, one thread is a case
             by_case = {f"{case.removesuffix('1t')}2t one thread": figures.get("ratio")}
         for start, name in PROCESSORS.items():
@@ -79,6 +85,19 @@ def table(cases: Mapping[str, str], head: str, measured: Mapping[tuple[str, str]
     return [f"| {' | '.join(line)} |" for line in lines]
 
 
+def table_of_direct(measured: Mapping[tuple[str, str], Ratio]) -> list[str]:
+    """Return the lines of a table: the cases that were measured with `num_rows`, beside hashed tables."""
+    suffixes = ("num_rows", "", "num_rows one thread", "one thread")
+    heads = ("with `num_rows`", "hashed", "one thread, with `num_rows`", "one thread, hashed")
+    lines = [["case", "processor", *heads], ["---", "---", *["---:"] * len(heads)]]
+    for label, case in (STORE | TRAIN).items():
+        for name in PROCESSORS.values():
+            if (f"{case} num_rows", name) in measured:
+                ratios = [measured.get((f"{case} {suffix}".strip(), name)) for suffix in suffixes]
+                lines.append([label, name, *("" if ratio is None else _spread(ratio) for ratio in ratios)])
+    return [f"| {' | '.join(line)} |" for line in lines]
+
+
 def _spread(ratio: Ratio) -> str:
     median, low, high = ratio
     return f"{median:.2f}" if low == high else f"{median:.2f} ({low:.2f}-{high:.2f})"
@@ -101,11 +120,12 @@ def medians(case: str) -> list[float]:
 
 
 def tables() -> list[list[str]]:
-    """Return the table of the store and that of training steps."""
+    """Return the table of the store, that of training steps, and that of tables with `num_rows`."""
     measured = _measured()
     return [
         table(STORE, "table, optimizer", measured),
         table(TRAIN, "top network, dim, precision of the dense network", measured),
+        table_of_direct(measured),
     ]
 
 

@@ -122,6 +122,11 @@ def hashed_ids(row_numbers: RowNumbers) -> Ids:
     return x
 
 
+def dense_ids(row_numbers: RowNumbers) -> Ids:
+    """Return the row numbers as ids, for tables with `num_rows`."""
+    return row_numbers.astype(np.uint64)
+
+
 def gradients(dim: int) -> Floats:
     """Return one gradient for every id of a batch, about 1e-4; every step of every contender uses the same array."""
     return np.random.default_rng(11).uniform(0.5e-4, 1.5e-4, (BATCH_IDS, dim)).astype(np.float32)

@@ -28,15 +28,20 @@ from benchmarks.workload import DIMS, TOPS, samples_file, table_bytes
 # Ratio of Satrap's samples/s to those of the better way to call TorchRec.
 END_TO_END = {("light", 16): 1.7, ("light", 64): 2.1, ("heavy", 16): 1.15, ("heavy", 64): 1.15}
 COST, STALE = Target(figure="cost_ratio", at_most=0.25), Target(figure="stale_ratio", at_least=0.97)
+MODULES = Target(figure="modules_ratio", at_least=0.95)
 READ = (Target(figure="mb_per_s", at_least=150.0), Target(figure="added_share", at_most=0.10))
 BASE = Case(kind="train", optimizer="adagrad", num_threads=2, num_warmup=5, num_steps=20)
 QUICK = replace(BASE, rows=MILLION, dim=16, num_warmup=2, num_steps=4)
 # The mode of each of Satrap's contenders, by label.
-SATRAP_MODES = {"satrap": "sync", "satrap_stale": "stale", "satrap_plain": "plain"}
+SATRAP_MODES = {"satrap": "sync", "satrap_stale": "stale", "satrap_plain": "plain", "satrap_modules": "modules"}
 TORCHREC = ("torchrec", "fbgemm")
 """The two ways to call it."""
 PEERS = (*TORCHREC, "torch")
-RATIOS: dict[str, Ratio] = {"ratio": ("satrap", TORCHREC), "ratio_plain": ("satrap_plain", TORCHREC)}
+RATIOS: dict[str, Ratio] = {
+    "ratio": ("satrap", TORCHREC),
+    "ratio_plain": ("satrap_plain", TORCHREC),
+    "ratio_direct": ("satrap_direct", TORCHREC),
+}
 TURN = 5
 FEWER_STEPS = 4  # divides the steps of a heavy model
 FEWER_WARMUP = 2
@@ -51,7 +56,8 @@ def full_cases() -> list[Case]:
     cases = []
     for dim, top, precision in product(DIMS, TOPS, ("fp32", "bf16")):
         end_to_end = Target(figure="ratio", at_least=END_TO_END[top, dim])
-        targets = (end_to_end, COST, STALE) if precision == "fp32" else (COST, STALE)
+        ways = (COST, STALE, MODULES) if top == "light" else (COST, STALE)
+        targets = (end_to_end, *ways) if precision == "fp32" else ways
         cases.append(replace(BASE, rows=20 * MILLION, dim=dim, top=top, precision=precision, targets=targets))
     read = replace(BASE, kind="read", rows=250_000, dim=16, top="heavy", targets=READ)
     return [*cases, *(replace(read, precision=precision) for precision in ("fp32", "bf16"))]
@@ -75,6 +81,7 @@ def plan_train(group: Sequence[Case], number: int, batches: Path) -> list[Run]:
     whole, *fewer = satrap_forms(cores)
     without_stale = {label: mode for label, mode in SATRAP_MODES.items() if mode != "stale"}
     planned = [("satrap", SATRAP_MODES, whole), *(("satrap", without_stale, form) for form in fewer)]
+    planned += [("satrap_direct", {"satrap_direct": "sync"}, form) for form in (whole, *fewer)]
     for peer in PEERS:
         # The other forms of TorchRec's own module are those of the kernel that it calls.
         own = [all_cores(cores, huge_pages=huge) for huge in (False, True)]
@@ -145,8 +152,10 @@ def record_train(case: Case, rounds: Rounds) -> dict[str, Any]:
         record["cost_ms"][label]["intervals"] = intervals
     others = {
         "cost_ratio": rounds.against("satrap", PEERS, rounds.values("cost_ms"), min),
+        "cost_ratio_direct": rounds.against("satrap_direct", PEERS, rounds.values("cost_ms"), min),
         # The step times are medians, taken in turn in one process, so an outlier of either moves neither.
         "stale_ratio": rounds.against("satrap", ("satrap_stale",), rounds.values("step_ms")),
+        "modules_ratio": rounds.against("satrap", ("satrap_modules",), rounds.values("step_ms")),
     }
     figures = rounds.ratios(RATIOS, "samples_per_s")
     record["figures"] = figures | {name: figure for name, figure in others.items() if figure is not None}
@@ -171,7 +180,7 @@ SUITE = Suite(
         "train": Kind(plan=plan_train, record=record_train, shares_table=True),
         "read": Kind(plan=plan_read, record=record_read, shares_table=True),
     },
-    contenders=("satrap", *PEERS),
+    contenders=("satrap", "satrap_direct", *PEERS),
     table=("train",),
 )
 main = SUITE.main

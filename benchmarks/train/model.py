@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -72,6 +73,29 @@ class DenseStep:
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
+            yield loss.detach()
+
+
+class WithModules:
+    """Satrap's model with 26 modules that look up in forward, in the loop that a user of `prefetch` writes."""
+
+    def __init__(self, embeddings: Any, step: DenseStep) -> None:
+        import satrap
+
+        self.embeddings, self.step = embeddings, step
+        self.columns = [satrap.nn.Embedding(embeddings, "ids") for _ in range(NUM_FEATURES)]
+        self.optimizer = embeddings.optimizer(step.optimizer)
+
+    def train(self, batches: Sequence[Any]) -> Iterator[Tensor]:
+        """Yield the loss of each step."""
+        arrays = [(b.values.view(np.int64).reshape(NUM_FEATURES, -1), b.dense, b.label) for b in batches]
+        tensors = [[torch.from_numpy(array) for array in batch] for batch in arrays]
+        for ids, dense, labels in self.embeddings.prefetch(tensors, ids=lambda batch: {"ids": list(batch[0])}):
+            block = torch.cat([column(ids[i]) for i, column in enumerate(self.columns)], 1)
+            loss = self.step.loss(dense, block, labels)
+            self.optimizer.zero_grad()
+            loss.backward()
+            self.optimizer.step()
             yield loss.detach()
 
 

@@ -25,6 +25,7 @@ from benchmarks.workload import SAMPLES, RowNumbers, load_batches
 
 CONTENDERS = {
     "satrap": "train.trainers:SatrapTrain",
+    "satrap_direct": "train.trainers:SatrapDirectTrain",
     "torch": "contenders.torch_table:TorchTable",
     "fbgemm": "contenders.fbgemm_table:FbgemmTable",
     "torchrec": "contenders.fbgemm_table:TorchrecTable",

@@ -1,9 +1,9 @@
 """The contenders of the training benchmark with their models: Satrap's tables in a user's loop, and the peers' tables
 under the peers' model.
 
-The modes of Satrap are "sync" and "stale" (staleness 0 and 4) with satrap.models.DLRM, and "plain": "sync" with the
-peers' model. A trainer's `steps` yields the loss of a whole step for each batch, `dense_steps` that of a step with
-fixed embeddings, whose gradient is computed.
+The modes of Satrap are "sync" and "stale" (staleness 0 and 4) with satrap.models.DLRM, "plain": "sync" with the
+peers' model, and "modules": "sync" with 26 modules that look up in the model. A trainer's `steps` yields the loss of a
+whole step for each batch, `dense_steps` that of a step with fixed embeddings, whose gradient is computed.
 """
 
 from collections.abc import Iterator, Sequence
@@ -13,14 +13,16 @@ import numpy as np
 import torch
 
 from benchmarks.contenders.torch_table import exchange
-from benchmarks.train.model import DenseStep, fixed_steps, plain_model, satrap_model
-from benchmarks.workload import Batches, Floats, RowNumbers, hashed_ids, total_rows
+from benchmarks.train.model import DenseStep, WithModules, fixed_steps, plain_model, satrap_model
+from benchmarks.workload import Batches, Floats, RowNumbers, total_rows
 
-STALENESS = {"sync": 0, "stale": 4, "plain": 0}
+STALENESS = {"sync": 0, "stale": 4, "plain": 0, "modules": 0}
 
 
 class SatrapTrain:
-    """One table with all rows for 26 features."""
+    """One table with all rows for 26 features, hashed or with `num_rows`."""
+
+    is_direct = False
 
     def __init__(self, *, rows: int, dim: int, optimizer: str, num_threads: int) -> None:
         import satrap
@@ -28,18 +30,27 @@ class SatrapTrain:
 
         torch.set_num_threads(num_threads)
         self.dim = dim
-        table = satrap_table.one_table(rows, dim, satrap_table.optimizer_of(optimizer))
+        form = satrap_table.SatrapDirectTable if self.is_direct else satrap_table.SatrapTable
+        self.ids_of = form.ids_of
+        table = satrap_table.one_table(rows, dim, satrap_table.optimizer_of(optimizer), form.size_of)
         self.embeddings = satrap.Embeddings(table, seed=1)
         self.store: Any = self.embeddings.tables["ids"]
-        satrap_table.fill(self.store, total_rows(rows))
+        satrap_table.fill(self.store, total_rows(rows), self.ids_of)
 
     def prepare_samples(self, batches: Batches) -> list[Any]:
         from benchmarks.contenders.satrap_table import inputs_of
 
-        return [inputs_of(*batch) for batch in zip(batches.rows, batches.dense, batches.labels, strict=True)]
+        samples = zip(batches.rows, batches.dense, batches.labels, strict=True)
+        return [inputs_of(*sample, self.ids_of) for sample in samples]
 
     def probe(self, rows: RowNumbers) -> Floats:
-        return np.array(self.store.lookup(hashed_ids(rows), train=False))
+        return np.array(self.store.lookup(self.ids_of(rows), train=False))
+
+
+class SatrapDirectTrain(SatrapTrain):
+    """The same with `num_rows`."""
+
+    is_direct = True
 
 
 class SatrapTrainer:
@@ -52,9 +63,13 @@ class SatrapTrainer:
             DenseStep(plain_model(self.dim, top) if is_plain else satrap_model(self.embeddings, top), precision)
             for _ in range(2)
         )
+        self.modules = WithModules(self.embeddings, self.step) if mode == "modules" else None
 
     def steps(self, batches: Sequence[Any]) -> Iterator[Any]:
         self.embeddings.staleness = self.staleness
+        if self.modules is not None:
+            yield from self.modules.train(batches)
+            return
         yield from self.step.train(self.embeddings.optimizer(self.step.optimizer), self.embeddings.stream(batches))
 
     def dense_steps(self, batches: Sequence[Any]) -> Iterator[Any]:

@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from benchmarks.ranges import medians, ratios, table, tables
+from benchmarks.ranges import STORE, medians, ratios, table, table_of_direct, tables
 
 ROOT = Path(__file__).parents[2]
 
@@ -57,3 +57,12 @@ def test_the_newest_record_of_each_processor_counts_and_the_worst_is_first() -> 
     assert line == "| a | 1.0 to 3.0 |  | 1.00 | 3.00 | 0.5 to 2.0 |"
     _, _, line = table({"b": "b/2t"}, "head", measured)
     assert line == "| b |  |  |  |  |  |"
+
+
+def test_tables_with_num_rows_stand_beside_hashed_ones() -> None:
+    name, case = next(iter(STORE.items()))
+    both = record(case, "AMD EPYC (family 26, model 2, stepping 1)", "2026-02", 3.0, one_thread=2.0)
+    both["figures"]["ratio_direct"] = {"median": 4.0, "low": 3.5, "high": 4.5}
+    hashed = record(case, "Intel(R) Xeon(R) Processor", "2026-02", 3.0)
+    _, _, *lines = table_of_direct(ratios([both, hashed]))
+    assert lines == [f"| {name} | EPYC, Zen 5 | 4.00 (3.50-4.50) | 3.00 |  | 2.00 |"]

@@ -55,7 +55,8 @@ def run(streams: Mapping[str, dict[str, Any]], change: float = 0.02) -> dict[str
 
 
 def one_round(**changes: Any) -> Results:
-    satrap = {"satrap": stream(90, 40, 5), "satrap_stale": stream(80, 50, 6), "satrap_plain": stream(70, 60, 7)}
+    steps = {"": (90, 40, 5), "_stale": (80, 50, 6), "_plain": (70, 60, 7), "_modules": (90, 40, 5)}
+    satrap = {f"satrap{mode}": stream(*given) for mode, given in steps.items()}
     peers = {"torchrec": stream(30, 100, 60), "fbgemm": stream(45, 90, 50), "torch": stream(40, 95, 40)}
     return {"satrap": [run(satrap)], **{label: [run({label: each})] for label, each in peers.items()}, **changes}
 
@@ -78,10 +79,11 @@ def test_cases_of_a_table_share_processes_and_a_peer_has_every_form(tmp_path: Pa
     (group,) = group_cases(trained, lambda case: SUITE.kinds[case.kind].shares_table)
     runs = planned(group, tmp_path)
     several = [f"{peer}{form}" for peer in ("fbgemm", "torch") for form in ("", "/huge", "/2p", "/2p/huge")]
-    assert list(runs) == ["satrap", "satrap/1t", "torchrec", "torchrec/huge", *several]
+    ours = [f"{name}{form}" for name in ("satrap", "satrap_direct") for form in ("", "/1t")]
+    assert list(runs) == [*ours, "torchrec", "torchrec/huge", *several]
     models = {label: [(m["top"], m["precision"]) for m in run.job["models"]] for label, run in runs.items()}
     light = [("light", "fp32"), ("light", "bf16")]
-    assert models["satrap"] == models["fbgemm/huge"] == [*light, ("heavy", "fp32")]
+    assert models["satrap"] == models["satrap_direct"] == models["fbgemm/huge"] == [*light, ("heavy", "fp32")]
     assert models["satrap/1t"] == models["fbgemm/2p"] == light  # heavy models are for all cores of one process
     labels = [form["labels"]["torch"] for run in runs.values() for form in run.job["forms"] if run.contender == "torch"]
     assert labels == ["torch", "torch/1t", "torch/huge", "torch/1t/huge", "torch/2p", "torch/2p/huge"]
@@ -97,7 +99,7 @@ def test_each_mode_has_its_batches_and_peers_get_those_of_the_first(tmp_path: Pa
         return {label: mode["file"] for run in runs.values() for label, mode in run.job["modes"].items()}
 
     first, second = files(0), files(1)
-    assert len(set(first.values())) == 3
+    assert len(set(first.values())) == 4
     assert {first[label] for label in ("satrap", "torchrec", "fbgemm", "torch")} == {first["satrap"]}
     assert not set(first.values()) & set(second.values())
 
@@ -122,12 +124,13 @@ def test_the_recorded_command_has_no_local_path_and_zero_rounds_are_refused(
 def test_ratios_are_taken_against_the_best_peer_of_the_round() -> None:
     record = record_of(LIGHT, one_round())
     figures = {name: figure["median"] for name, figure in record["figures"].items()}
-    # 90 / 45; 70 / 45; 5 / 40; 40 / 50
-    assert figures == {"ratio": 2.0, "ratio_plain": 1.556, "cost_ratio": 0.125, "stale_ratio": 0.8}
+    # 90 / 45; 70 / 45; 5 / 40; 40 / 50; 40 / 40
+    ratios = {"ratio": 2.0, "ratio_plain": 1.556}
+    assert figures == {**ratios, "cost_ratio": 0.125, "stale_ratio": 0.8, "modules_ratio": 1.0}
     assert record["figures"]["ratio"]["against"] == ["fbgemm"]
     assert record["figures"]["cost_ratio"]["against"] == ["torch"]
     assert record["cost_ms"]["satrap"]["intervals"] == [[4.0, 6.0]]
-    assert [target["met"] for target in record["targets"]] == [True, True, False]
+    assert [target["met"] for target in record["targets"]] == [True, True, False, True]
     (complaint,) = complaints(record)
     assert "stale_ratio is 0.8, expected at least 0.97" in complaint
 
@@ -148,19 +151,21 @@ def test_the_best_form_of_a_peer_counts_and_one_thread_is_compared_with_one() ->
     assert lines[0].startswith("today, Some CPU")
     (row,) = [line for line in lines if line.startswith("| train/")]
     assert "| 0.1 2p |" in row and "| 1.50 (1.50-1.50) |" in row and "| 1.25 (1.25-1.25) |" in row
-    assert [line.split(":")[0] for line in lines if "expected" in line] == ["missed", "met", "missed"]
+    assert [line.split(":")[0] for line in lines if "expected" in line] == ["missed", "met", "missed", "met"]
 
 
 def test_what_is_missing_or_free_makes_no_ratio_and_a_disturbed_round_no_median() -> None:
     results = one_round()
     del results["torch"]
     targets = {target["figure"]: target["met"] for target in record_of(LIGHT, results)["targets"]}
-    assert targets == {"ratio": True, "cost_ratio": None, "stale_ratio": False}
+    assert targets == {"ratio": True, "cost_ratio": None, "stale_ratio": False, "modules_ratio": True}
     free = record_of(LIGHT, one_round(torch=[run({"torch": stream(40, 95, -1)}, change=0.2)]))
     assert free["figures"]["cost_ratio"]["median"] is None and free["figures"]["cost_ratio"]["against"] == ["torch"]
     assert any("changed their rows differently" in line for line in complaints(free))
     two = {label: [*rounds, *rounds] for label, rounds in one_round().items()}
-    two["satrap"][1] = run({label: stream(1, 1, 1, LOUD) for label in ("satrap", "satrap_stale", "satrap_plain")})
+    two["satrap"][1] = run(
+        {label: stream(1, 1, 1, LOUD) for label in ("satrap", "satrap_stale", "satrap_plain", "satrap_modules")}
+    )
     record = record_of(LIGHT, two)
     assert record["clean_rounds"] == [True, False] and record["noise"] == {"other_cpu": 0.5, "steal": 0.0}
     assert record["figures"]["ratio"]["median"] == 2.0 and record["figures"]["ratio"]["rounds"] == [2.0, 0.022]

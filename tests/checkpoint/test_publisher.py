@@ -88,6 +88,40 @@ def test_a_run_over_a_randomly_failing_store_ends_with_the_same_bits(
     assert names <= set(published(store)), "interrupted uploads are removed"
 
 
+def test_each_operation_of_a_save_may_fail(store: Hostile, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Operation n of a save fails, for each n: `save` raises a documented error, or leaves a removal to the next save,
+    which works. Saves that succeed need no more operations than the first ones, whatever came before."""
+    job = Job(URL, 3, keep=2, full_every=3)
+    job.train()
+    operations: list[tuple[str, str]] = []
+
+    def fail_at(operation: str, path: str) -> type[BaseException] | None:
+        if operations[-1:] != [(operation, path)]:  # an object is written and read in several operations
+            operations.append((operation, path))
+        return RuntimeError if len(operations) == fails_at else None
+
+    monkeypatch.setattr(logging.getLogger("satrap.checkpoint"), "disabled", True)
+    store.fail_at, failures = fail_at, 0
+    for fails_at in range(1, 200):
+        operations.clear()
+        try:
+            job.run.save()
+        except (CheckpointError, SnapshotError) as error:
+            assert "bucket/run" in str(error)
+            failures += 1
+        if len(operations) < fails_at:
+            break
+        store.fail_at = lambda operation, path: None
+        job.run.save()
+        store.fail_at = fail_at
+    assert failures > 20
+    assert fails_at < 100
+    store.fail_at = lambda operation, path: None
+    again = Job(URL, 3)
+    assert again.run.resume()
+    same(again.state(), job.state())
+
+
 @pytest.mark.parametrize("path", ["memory://{}/run[1]", "memory://{}/a*b?c/run", "hostile://{}/run[1-3]*", "{}/run[1]"])
 def test_a_path_is_not_a_pattern(path: str, tmp_path: Path, store: Hostile) -> None:
     run = path.format(tmp_path if path.startswith("{") else tmp_path.name)

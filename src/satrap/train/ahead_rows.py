@@ -65,15 +65,17 @@ class AheadRows:
         """values: of each table, the rows of its chunks."""
         self._chunks = inputs.chunks
         self._values = values
+        self._next = dict.fromkeys(self._chunks, 0)  # the chunk after the last one found: models ask in order
         self._sorted: dict[str, tuple[Ids, Any]] = {}
 
     def find(self, table: str, ids: Ids) -> tuple[Tensor, int] | None:
         """Return the rows of one of the table's chunks, and its number; None if the ids are no chunk."""
-        begin = 0
-        for number, chunk in enumerate(self._chunks[table]):
-            if len(chunk) == len(ids) and np.array_equal(chunk, ids):
+        chunks, first = self._chunks[table], self._next[table]
+        for number in (*range(first, len(chunks)), *range(first)):
+            if len(chunks[number]) == len(ids) and np.array_equal(chunks[number], ids):
+                self._next[table] = number + 1
+                begin = sum(map(len, chunks[:number]))
                 return self._values[table][begin : begin + len(ids)], number
-            begin += len(chunk)
         return None
 
     def lines(self, table: str, ids: Ids) -> Any:
@@ -111,9 +113,9 @@ def rows_of(
     were looked up ahead. read: looks up the others."""
     if ahead is None:
         return read(ids), -1, 0
-    found = ahead.find(table, ids)
-    if found is not None:
-        return found[0].to(device), found[1], len(ids)
+    chunk = ahead.find(table, ids)
+    if chunk is not None:
+        return chunk[0].to(device), chunk[1], len(ids)
     lines = ahead.lines(table, ids)
     is_missing = lines < 0
     if is_missing.all():

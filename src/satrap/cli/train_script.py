@@ -223,7 +223,7 @@ import torch
 _SHOWN = ("batch_size", "validate_steps")
 _SETTINGS = """RUN = {run}  # folder of checkpoints and of the report
 BATCH_SIZE = {batch_size}
-VALIDATE_STEPS = {validate_steps}  # a pass over the data
+VALIDATE_STEPS = {validate_steps}  # about one pass over the data
 """
 
 _SOURCE = '''def source({parameters}):
@@ -358,7 +358,7 @@ _FIT = '''def fit(name, net, embeddings, lr, folder):
 '''
 
 _MAIN = '''def main():
-    """Train a DCN and a logistic regression; validation says which is better."""
+    """Train a DCN and a logistic regression, and say which is better."""
     torch.manual_seed({seed})
     embeddings = embeddings_of(IDS, lr=0.05)
     dcn = satrap.models.DCN({num_dense}, embeddings, deep=(128, 64))
@@ -369,7 +369,7 @@ _MAIN = '''def main():
     embeddings = embeddings_of(dict.fromkeys(IDS, 1), lr=0.1)
     net = Net(Logistic(), 0.0)
     losses[name] = fit(name, net, embeddings, lr=0.02, folder=f"{{RUN}}/logistic")
-    print(f"better on the samples for validation: {{min(losses, key=losses.get)}}")
+    print(f"better in validation: {{min(losses, key=losses.get)}}")
 
 
 if __name__ == "__main__":

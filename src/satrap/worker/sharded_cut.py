@@ -38,7 +38,11 @@ class ShardedCut:
         known = call("versions", arguments=dict.fromkeys(everywhere, ()))
         versions = [1 + max(of_table) for of_table in zip(*known.values(), strict=True)]  # those that joined are behind
         arguments = (self._number, versions, self._since, self._memory)
-        answers = call("take_cut", arguments=dict.fromkeys(everywhere, arguments))
+        try:
+            answers = call("take_cut", arguments=dict.fromkeys(everywhere, arguments))
+        except MovedError:
+            self.release()  # other servers may have taken the cut, and a migration would wait until they give it up
+            raise
         self._versions = versions
         self.changes_known: bool = self._since is not None and all(answers.values())
         """Whether the changes since the versions that the cut was given can be written."""

@@ -72,6 +72,7 @@ def test_the_plan_of_a_script(tmp_path: Path, capsys: Capture) -> None:
     assert content["tables"]["user"]["rows"] == 1 << 20 and content["tables"]["item"]["rows"] == 10**6
     assert content["command"] == f"python {SCRIPT} {tmp_path / 'end'}"
     assert "the 3 observed steps" in content["assumptions"][0]
+    assert content["meets"] and content["bounds"][0]["samples_per_second"] == content["samples_per_second"]
 
 
 @pytest.mark.parametrize(

@@ -140,7 +140,7 @@ def _open_among_devices(
     part of a step."""
     from satrap.device.collective_rows import collective_worker
     from satrap.device.column_service import ColumnCalls, OtherColumns, ServedColumns
-    from satrap.device.owned_rows import OwnTables
+    from satrap.device.own_tables import OwnTables
     from satrap.device.torch_device import require_possible
     from satrap.train.trainer_server import TrainerServer
 

@@ -350,7 +350,7 @@ def train_part(how: dict[str, Any], folder: Path, data: list[Any], saves_at: tup
 def test_a_job_of_such_tables_ends_with_the_same_bits(rng: np.random.Generator, tmp_path: Path) -> None:
     """Through checkpoints, of all rows and of changes, that the core or a device saves and either resumes."""
     data = [rng.integers(0, NUM_ROWS, 2 * 16).astype(np.uint64) for _ in range(12)]
-    found = []
+    found: list[tuple[Any, bytes]] = []
     places: list[dict[str, Any]] = [{}, {"device": "cpu"}, {"device": "cpu", "device_memory": {"item": 400}}]
     for before in places:
         for after in places:

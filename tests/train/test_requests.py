@@ -9,7 +9,7 @@ import torch
 from torch.nn.functional import binary_cross_entropy_with_logits
 
 import satrap
-from satrap.errors import ConfigError, InputError
+from satrap.errors import ConfigError, InputError, SourceError
 
 NUM_IDS = 15
 USER, ITEM, KIND = (
@@ -172,3 +172,59 @@ def test_sequences_that_are_aligned_in_a_chain_are_expanded_together() -> None:
     )
     assert features.aligned("a") == ("a", "b", "c")
     assert list(features.expanded("a").pooled.values()) == [4, 4, 6, 2]
+
+
+@pytest.mark.parametrize("mode", ["sum", "mean"])
+def test_items_with_several_ids_each_equal_bags_of_plain_torch(mode: str) -> None:
+    """The tags of all items of a request are one sequence, and each item says how many of them are its own."""
+    random = np.random.default_rng(5)
+    batches: list[dict[str, Any]] = []
+    for _ in range(4):
+        counts = random.integers(0, 4, 6)
+        num_tags = random.integers(0, 4, counts.sum())
+        item_offsets, tag_offsets = np.append(0, np.cumsum(counts)), np.append(0, np.cumsum(num_tags))
+        items, tags = random.integers(0, NUM_IDS, counts.sum()), random.integers(0, NUM_IDS, num_tags.sum())
+        batches.append(
+            {
+                "item": (items, item_offsets),
+                "num_tags": (num_tags, item_offsets),
+                "tags": (tags, tag_offsets[item_offsets]),
+                "by_item": tag_offsets,
+            }
+        )
+    features: dict[str, Any] = {"item": ITEM.sequence(), "tags": KIND.sequence()}
+    data = [{name: batch[name] for name in ("item", "num_tags", "tags")} for batch in batches]
+    source = satrap.IterableSource(data, ids={"item": satrap.IdColumn(numbers="num_tags")})
+    with satrap.Embeddings(features, seed=1) as embeddings:
+        fill(embeddings)
+        bags = torch.nn.EmbeddingBag.from_pretrained(rows(embeddings)["kind"], freeze=False, mode=mode)
+        bag_step, weights = torch.optim.Adagrad(bags.parameters(), lr=0.1), torch.tensor([1.0, -2.0])
+        optimizer = embeddings.optimizer()
+        for item, batch in zip(batches, embeddings.stream(source), strict=True):
+            pooled = batch["tags"].pooled(batch["item"].numbers["num_tags"], mode)
+            expected = bags(torch.from_numpy(item["tags"][0]), torch.from_numpy(item["by_item"][:-1]))
+            torch.testing.assert_close(pooled, expected)
+            for block, step in ((pooled, optimizer), (expected, bag_step)):
+                (block @ weights).square().sum().backward()
+                step.step()
+                step.zero_grad()
+        torch.testing.assert_close(rows(embeddings)["kind"], bags.weight.detach())
+
+
+def test_counts_of_other_rows_are_refused() -> None:
+    with satrap.Embeddings({"tags": KIND.sequence()}) as embeddings:
+        embeddings.eval()
+        tags = embeddings({"tags": (np.arange(5), np.array([0, 2, 5]))})["tags"]
+        assert tags.pooled(torch.tensor([0, 5, 0])).shape == (3, 2)
+        for counts in (torch.tensor([2, 2]), torch.tensor([6, -1]), torch.tensor([[2], [3]])):
+            with pytest.raises(InputError, match=r"expected one number of rows.* the sequence has 5 rows"):
+                tags.pooled(counts)
+        with pytest.raises(InputError, match="mode is 'max'; expected 'sum' or 'mean'"):
+            tags.pooled(torch.tensor([2, 3]), "max")
+
+
+def test_lists_of_lists_of_ids_are_refused() -> None:
+    with satrap.Embeddings({"tags": KIND.sequence()}) as embeddings:
+        embeddings.optimizer()
+        with pytest.raises(SourceError, match=r"give the ids of all items one after another, and .* as numbers"):
+            next(embeddings.stream(satrap.IterableSource([{"tags": [[[1, 2], [3]], [[4]]]}])))

@@ -38,7 +38,7 @@ def as_ids(where: str, ids: object) -> NDArray[np.uint64]:
         )
     if array.ndim != 1:
         raise InputError(f"{where}: ids have the shape {array.shape}; expected one dimension, e.g. ids.reshape(-1)")
-    return np.require(array, requirements=("C", "A")).view(np.uint64)
+    return _contiguous(array).view(np.uint64)
 
 
 def as_offsets(where: str, offsets: object, size: int, meaning: str) -> NDArray[np.int64]:
@@ -49,7 +49,7 @@ def as_offsets(where: str, offsets: object, size: int, meaning: str) -> NDArray[
         raise InputError(
             f"{where}: offsets are {array.dtype} of shape {array.shape}; expected int64 of shape ({size},): {meaning}"
         )
-    return np.require(array, requirements=("C", "A"))
+    return _contiguous(array)
 
 
 def as_weights(where: str, weights: object) -> NDArray[np.float32]:
@@ -59,7 +59,7 @@ def as_weights(where: str, weights: object) -> NDArray[np.float32]:
         raise InputError(
             f"{where}: weights are {array.dtype} of shape {array.shape}; expected float32 of one dimension"
         )
-    return np.require(array, requirements=("C", "A"))
+    return _contiguous(array)
 
 
 def as_gradients(where: str, gradients: object, shape: tuple[int, ...] | None) -> NDArray[np.float32]:
@@ -77,7 +77,7 @@ def as_gradients(where: str, gradients: object, shape: tuple[int, ...] | None) -
         raise InputError(f"{where}: gradients have the shape {array.shape}; expected one dimension, as lookup returned")
     if shape is not None and array.shape != shape:
         raise InputError(f"{where}: gradients have the shape {array.shape}; expected {shape}, as lookup returned")
-    return np.require(array, requirements=("C", "A"))
+    return _contiguous(array)
 
 
 def as_values(where: str, name: str, values: object, shape: tuple[int, ...]) -> NDArray[np.float32]:
@@ -91,7 +91,7 @@ def as_values(where: str, name: str, values: object, shape: tuple[int, ...]) -> 
     if not (finite := np.isfinite(array)).all():
         line = int(np.argwhere(~finite)[0][0])
         raise InputError(f"{where}: {name}[{line}] holds {array[line][~finite[line]][0]}; expected finite numbers")
-    return np.require(array, requirements=("C", "A"))
+    return _contiguous(array)
 
 
 def as_out(where: str, out: object, shape: tuple[int, ...], name: str = "out") -> NDArray[np.float32]:
@@ -103,8 +103,7 @@ def as_out(where: str, out: object, shape: tuple[int, ...], name: str = "out") -
     if not (array.flags.c_contiguous and array.flags.aligned and array.flags.writeable):
         raise InputError(f"{where}: {name} is not contiguous, not aligned or read-only; expected {expected}")
     # NumPy converts memory that it had to copy to another address each time, and writing into a copy would be lost.
-    again = array if array is out else _as_array(where, name, out, expected)
-    if array.ctypes.data != again.ctypes.data:
+    if array is not out and array.ctypes.data != _as_array(where, name, out, expected).ctypes.data:
         raise InputError(f"{where}: {name} is {kind_of(out)} that NumPy can only copy; expected {expected}")
     return array
 
@@ -136,7 +135,7 @@ def as_lr(where: str, lr: object, optimizer: Optimizer) -> float:
 
 
 def _as_real(where: str, name: str, value: object, expected: str) -> Any:
-    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+    if type(value) is not float and (isinstance(value, bool) or not isinstance(value, numbers.Real)):
         raise InputError(f"{where}: {name} is {value!r} ({type(value).__name__}); expected {expected}")
     return value
 
@@ -163,6 +162,12 @@ def _as_array(where: str, name: str, value: object, expected: str) -> NDArray[An
     if name == "ids" and (isinstance(value, str) or _holds_strings(value)):
         make = f": make ids of strings with {_HASH_STRINGS}"
     raise InputError(f"{where}: {name} is {kind_of(value)}; expected {expected}{make}")
+
+
+def _contiguous(array: NDArray[Any]) -> NDArray[Any]:
+    """Return the array as the core reads it, copied only if it must be."""
+    flags = array.flags
+    return array if flags.c_contiguous and flags.aligned else np.require(array, requirements=("C", "A"))
 
 
 def _is_tensor(value: object) -> bool:

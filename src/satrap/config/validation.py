@@ -114,7 +114,7 @@ def check_number(where: str, name: str, value: object, low: float) -> float:
 def check_integer(
     where: str, name: str, value: object, low: int, high: int, error: type[SatrapError] = ConfigError
 ) -> int:
-    if isinstance(value, bool) or not isinstance(value, numbers.Integral):
+    if type(value) is not int and (isinstance(value, bool) or not isinstance(value, numbers.Integral)):
         raise error(f"{where}: {name} is {describe(value)}; expected an integer from {low} to {high}")
     number = int(value)
     if not low <= number <= high:

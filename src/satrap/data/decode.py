@@ -140,6 +140,8 @@ class _Decoder:
             array, valid, wrong = self._integers(array)
         elif not (types.is_integer(kind) or types.is_boolean(kind)):
             hint = "; convert them, or declare kind='integer' if they are whole" if types.is_floating(kind) else ""
+            if types.is_nested(kind):
+                hint = "; give the ids of all items one after another, and how many each has as numbers beside them"
             self._refuse_type(column.name, kind, f"integers or strings for ids{hint}")
         if column.kind == "string":
             return hash_strings(array.cast(arrow.string())), valid, wrong

@@ -15,7 +15,7 @@ from torch import Tensor
 from satrap.config.tables import Feature
 from satrap.data.inputs import Inputs
 from satrap.data.item_numbers import numbers_of, padded_numbers
-from satrap.device.device_stream import Mark, current_stream, new_stream, to_device
+from satrap.device.device_stream import Mark, current_stream, new_stream
 from satrap.errors import CapacityError
 from satrap.train.ahead_rows import AheadRows, NamedInputs
 from satrap.train.batch import InFlightBatch, gradient_array, gradient_of
@@ -168,14 +168,7 @@ class BatchLookup:
     def _jagged(
         self, values: NDArray[np.float32], offsets: NDArray[np.int64], numbers: dict[str, Tensor]
     ) -> JaggedSequence:
-        lengths = np.diff(offsets)
-        return JaggedSequence(
-            self._to_device(values),
-            self._to_device(offsets),
-            shortest=int(lengths.min()) if len(lengths) else 0,
-            longest=int(lengths.max(initial=0)),
-            numbers=numbers,
-        )
+        return JaggedSequence(self._to_device(values), self._to_device(offsets), offsets, numbers)
 
     def join(self, batch: InFlightBatch, step: JointStep) -> None:
         """Add the batch to a step that several trainers take together."""
@@ -189,7 +182,7 @@ class BatchLookup:
         if isinstance(array, Tensor):  # it is there
             return array
         with self._batch_copies.running():
-            return to_device(array, self._device)
+            return self._batch_copies.upload(array)
 
     def wait_for_copies(self, batch: InFlightBatch) -> None:
         """Let the calling thread's stream wait for the batch, and keep its memory until that stream has used it."""

@@ -259,24 +259,21 @@ class PrefetchPipeline(Generic[Record]):
         if close is not None:
             close()
 
-    @contextmanager
-    def _locked(self, *, is_timed: bool = False) -> Iterator[Uninterrupted]:
+    def _locked(self, *, is_timed: bool = False) -> "_UserCall":
         """Hold the lock and defer interrupts for a call of the user, so that an interrupt cannot leave the lock
         held. is_timed: add the time to `seconds_inside`."""
-        start = time.perf_counter()
         if os.getpid() != self._process:
             raise ForkError(
                 f"this stream was started in process {self._process}, and its fork {os.getpid()} has none of its "
                 "threads: start a stream in the fork, or start workers with 'spawn'"
             )
-        with Uninterrupted() as held, self._changed:
-            if self._paused == threading.get_ident():  # `pause` exits, or an interrupt cut its exit short
-                self._paused = None
-                self._changed.notify_all()
-            try:
-                yield held
-            finally:
-                self.seconds_inside += is_timed * (time.perf_counter() - start)
+        return _UserCall(self, is_timed)
+
+    def _enter(self) -> None:
+        """Begin a call of the user, with the lock held."""
+        if self._paused == threading.get_ident():  # `pause` exits, or an interrupt cut its exit short
+            self._paused = None
+            self._changed.notify_all()
 
     def _wait(self, held: Uninterrupted) -> None:
         """Wait for a change, but only briefly; raise a deferred interrupt."""
@@ -411,3 +408,25 @@ class PrefetchPipeline(Generic[Record]):
             at = ledger.step_read_next, ledger.oldest_open
         if self._is_resolving:
             self._tables.resolve(batch, *at)
+
+
+class _UserCall:
+    """Holds a pipeline's lock and defers interrupts. A class and not a generator, since each step makes several."""
+
+    __slots__ = ("_held", "_is_timed", "_pipeline", "_start")
+
+    def __init__(self, pipeline: PrefetchPipeline[Any], is_timed: bool) -> None:
+        self._pipeline, self._is_timed = pipeline, is_timed
+        self._start, self._held = time.perf_counter(), Uninterrupted()
+
+    def __enter__(self) -> Uninterrupted:
+        self._held.__enter__()
+        self._pipeline._changed.acquire()
+        self._pipeline._enter()
+        return self._held
+
+    def __exit__(self, *_: object) -> None:
+        if self._is_timed:
+            self._pipeline.seconds_inside += time.perf_counter() - self._start
+        self._pipeline._changed.release()
+        self._held.__exit__()

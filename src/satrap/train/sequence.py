@@ -7,7 +7,9 @@ gradients flow.
 
 from collections.abc import Mapping
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from satrap.errors import InputError
@@ -50,20 +52,13 @@ class JaggedSequence:
     `values` is [rows, dim], a leaf of autograd; `offsets`, int64, has one element more than the batch has samples.
     """
 
-    __slots__ = ("longest", "numbers", "offsets", "shortest", "values")
+    __slots__ = ("_bounds", "numbers", "offsets", "values")
 
     def __init__(
-        self,
-        values: Tensor,
-        offsets: Tensor,
-        *,
-        shortest: int,
-        longest: int,
-        numbers: Mapping[str, Tensor] | None = None,
+        self, values: Tensor, offsets: Tensor, bounds: NDArray[np.int64], numbers: Mapping[str, Tensor] | None = None
     ) -> None:
-        self.values, self.offsets = values, offsets
-        self.shortest, self.longest = shortest, longest
-        """Lengths of the shortest and the longest sample, which need no wait for a device."""
+        """bounds: the offsets in CPU memory."""
+        self.values, self.offsets, self._bounds = values, offsets, bounds
         self.numbers: Mapping[str, Tensor] = numbers or {}
         """The numbers beside the ids by column, float64 [rows]."""
 
@@ -71,6 +66,16 @@ class JaggedSequence:
     def tensors(self) -> list[Tensor]:
         """All tensors of the sequence."""
         return [self.values, self.offsets, *self.numbers.values()]
+
+    @property
+    def shortest(self) -> int:
+        """The length of the shortest sample, without a wait for a device."""
+        return int(np.diff(self._bounds).min()) if len(self._bounds) > 1 else 0
+
+    @property
+    def longest(self) -> int:
+        """The length of the longest sample, without a wait for a device."""
+        return int(np.diff(self._bounds).max(initial=0))
 
     @property
     def lengths(self) -> Tensor:
@@ -89,6 +94,20 @@ class JaggedSequence:
         """`values`, by the name that a padded sequence has for its rows without padding."""
         return self.values
 
+    def pooled(self, counts: Tensor, mode: str = "sum") -> Tensor:
+        """Return the sums, or for "mean" the means, of consecutive rows, [groups, dim], for items with several ids.
+
+        counts: the number of rows of each group, [groups]; a group without rows is 0.
+        """
+        if mode not in ("sum", "mean"):
+            raise InputError(f"pooled: mode is {mode!r}; expected 'sum' or 'mean'")
+        if counts.dim() != 1 or bool((counts < 0).any()) or int(counts.sum()) != len(self.values):
+            raise InputError(
+                f"pooled: counts have the shape {list(counts.shape)} and the sum {counts.sum().item():g}; expected one "
+                f"number of rows, at least 0, for each group: the sequence has {len(self.values)} rows"
+            )
+        return torch.segment_reduce(self.values, mode, lengths=counts.long(), initial=0, unsafe=True)
+
     def nested(self) -> Tensor:
         """Return the rows as a nested tensor in torch's jagged layout, [batch, any length, dim], without a copy."""
         return torch.nested.nested_tensor_from_jagged(
@@ -105,7 +124,7 @@ class JaggedSequence:
             )
         mask = torch.arange(length, device=self.offsets.device) < self.lengths[:, None]
         return Sequence(
-            _spread(self.values, mask), mask, {name: _spread(each, mask) for name, each in self.numbers.items()}
+            _spread(self.values, mask), mask, {name: _spread(values, mask) for name, values in self.numbers.items()}
         )
 
 

@@ -431,8 +431,9 @@ class Stream(Iterator[Batch]):
 
     def _drop(self, batches: list[InFlightBatch], cause: str, why: str | None = None) -> None:
         """Drop batches. why: the reason, for the error of a later backward pass."""
-        with Uninterrupted():
-            self._settle(batches, cause, why)
+        if batches:
+            with Uninterrupted():
+                self._settle(batches, cause, why)
         self._release_tickets()
 
     def _settle(self, batches: list[InFlightBatch], cause: str, why: str | None) -> None:

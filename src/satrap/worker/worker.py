@@ -62,11 +62,11 @@ class ArrayBlocks:
     """The torch device of blocks and gradients; None: they are arrays."""
 
     def check_block(self, block: Any, shape: tuple[int, ...]) -> Block:
-        """Return memory to write pooled rows into, of this shape; InputError if it is not that."""
+        """Return a block of this shape into which pooled rows are written; InputError if the block is none."""
         return array_args.as_out(_WHERE, block, shape, "block")
 
     def check_gradient(self, where: str, gradient: Any, shape: tuple[int, ...]) -> Block:
-        """Return a gradient of this shape; InputError if it is not that."""
+        """Return a gradient of this shape; InputError if it has another one."""
         return array_args.as_gradients(where, gradient, shape)
 
     def measure(self, gradients: Sequence[tuple[Any, float]]) -> Any:
@@ -204,9 +204,9 @@ class Worker:
     def _look_up(self, request: BagRequest, block: Block | None) -> LookupResult:
         batch_size = request.batch_size
         shape = (batch_size, self.features.total_dim)
+        memory = self.rows.empty(*shape) if block is None else self._blocks.check_block(block, shape)
         if block is None:
-            block = self.rows.empty(*shape)
-        memory = self._blocks.check_block(block, shape)
+            block = memory
         if self._of_tables:
             return self._look_up_by_table(request, memory)
         lengths = self._lengths(request)
@@ -337,8 +337,8 @@ class Worker:
         return Worker(features, self.rows, self.tables, blocks=self._blocks, of_tables=True)
 
     def measure(self, gradients: Sequence[tuple[Any, float]]) -> Any:
-        """Return the largest magnitude of tensors times their factors, for `update`; None if it needs none. Call this
-        where the tensors are computed, without a wait for them."""
+        """Return the largest magnitude of the tensors, each times its factor, for `update` to use; None if `update`
+        does not use it. Call this where the tensors are computed: it does not wait for them."""
         return self._blocks.measure(gradients)
 
     def drop(self, ticket: Ticket) -> None:
@@ -427,13 +427,13 @@ class _Sequence:
     def __init__(self, name: str, index: int, feature: Feature) -> None:
         self.name, self.is_jagged = name, feature.jagged
         self._index = index
-        self._max_length = 2**31 if feature.max_length is None else feature.max_length  # more than a batch may hold
+        self._max_length = feature.max_length
         self._dim, self._padding_id = feature.table.dim, feature.padding_id
 
     def shape(self, batch_size: int, offsets: Mapping[str, Any]) -> tuple[int, ...]:
         """Return the shape of the rows. offsets: of jagged sequences; the last one is the number of rows."""
         if not self.is_jagged:
-            return batch_size, self._max_length, self._dim
+            return batch_size, self._max_length or 0, self._dim
         bounds = offsets[self.name]
         return int(bounds[-1]) if len(bounds) else 0, self._dim
 
@@ -442,22 +442,30 @@ class _Sequence:
         first, end = self._index * request.batch_size, (self._index + 1) * request.batch_size + 1
         if request.offsets is None:
             bounds = np.arange(first, end)
-        else:  # The rows refuse offsets that fall or leave the ids; until then they must do no harm.
-            bounds = np.maximum.accumulate(np.clip(request.offsets[first:end], 0, len(request.values)))
+        else:
+            bounds = request.offsets[first:end]
+            if bounds[0] < 0 or bounds[-1] > len(request.values) or (bounds[1:] < bounds[:-1]).any():
+                # The rows refuse offsets that fall or leave the ids; until then they must do no harm.
+                bounds = np.maximum.accumulate(np.clip(bounds, 0, len(request.values)))
         if self._padding_id is not None:
             ids = request.values[bounds[0] : bounds[-1]] != self._padding_id
             bounds = np.append(0, np.cumsum(ids))[bounds - bounds[0]]
-        return np.diff(bounds)
+        lengths: NDArray[np.int64] = bounds[1:] - bounds[:-1]
+        return lengths
 
     def offsets(self, lengths: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return where the rows of each sample begin, and where the last ones end."""
-        return np.append(0, np.cumsum(np.minimum(lengths, self._max_length)))
+        bounds = np.zeros(len(lengths) + 1, np.int64)
+        kept = lengths if self._max_length is None else np.minimum(lengths, self._max_length)
+        kept.cumsum(out=bounds[1:])
+        return bounds
 
     def mask(self, lengths: NDArray[np.int64]) -> NDArray[np.bool_]:
-        return np.arange(self._max_length) < lengths[:, None]
+        return np.arange(self._max_length or 0) < lengths[:, None]
 
     def count_truncated(self, lengths: NDArray[np.int64]) -> int:
-        return int(np.maximum(lengths - self._max_length, 0).sum())
+        """Return how many ids are beyond the sequence's length."""
+        return 0 if self._max_length is None else int(np.maximum(lengths - self._max_length, 0).sum())
 
 
 def _name_differences(found: object, expected: tuple[str, ...]) -> str:

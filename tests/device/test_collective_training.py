@@ -52,7 +52,7 @@ def test_random_steps_have_the_bits_of_rows_in_memory(
 def test_random_steps_of_numbered_rows_have_the_bits_of_rows_in_memory(
     trainers: Trainers, world_size: int, shard: str, more: Any, device: str, tmp_path: Path, seed: int
 ) -> None:
-    """Of tables with one bucket, with fewer than ids and with more; by columns or partly at home with a directory."""
+    """A table has one bucket, fewer than ids, or more. By columns, or partly at home, there is a directory."""
     how: dict[str, Any] = {"steps": 12, "shard": shard, "num_rows": 47, "device": device} | more
     found = trainers.run([], world_size, tmp_path, compare=seed, **how)
     assert all(each == found[0] and min(each["rows"].values()) > 0 for each in found)

@@ -127,13 +127,6 @@ def test_reserved_names_are_refused(name: str, tmp_path: Path) -> None:
         Checkpoint(tmp_path, job.model, job.optimizer, job.embeddings, extra_state={name: job.scheduler})
 
 
-def test_arguments_of_earlier_releases_are_named(tmp_path: Path) -> None:
-    job = Job(str(tmp_path), 1)
-    for name, hint in (("further", r": write extra_state=\.\.\."), ("keeps", "")):
-        with pytest.raises(TypeError, match=rf"Checkpoint got an unexpected keyword argument '{name}'{hint}$"):
-            Checkpoint(tmp_path, job.model, job.optimizer, job.embeddings, **{name: None})  # type: ignore[arg-type]
-
-
 def test_a_random_state_that_cannot_be_loaded_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     Job(str(tmp_path), 2).train()
     job = Job(str(tmp_path), 2)

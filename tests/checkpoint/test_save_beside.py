@@ -20,7 +20,7 @@ from cluster import ANYWHERE, running_servers
 from disk import small_disk
 from rpc_parts import wait_until
 from satrap import Deployment
-from satrap.checkpoint.background_save import BackgroundSave
+from satrap.checkpoint.checkpoint_writer import BackgroundSave
 from satrap.errors import CheckpointError, SnapshotError
 from satrap.rpc import Service
 from satrap.server.protocol import ServerCalls

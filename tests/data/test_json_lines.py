@@ -40,6 +40,14 @@ def test_types_of_the_first_block_hold_everywhere(tmp_path: Path) -> None:
     assert batch.values[2:].tolist() == [2**64 - 1, 7] and len(np.unique(batch.values)) == 4
 
 
+def test_ids_beyond_int64_may_come_after_smaller_ones(tmp_path: Path) -> None:
+    first, second = '{"one": 1, "list": [2, -3], "other": -4}', '{"one": 1, "list": [9223372036854775808], "other": -5}'
+    (tmp_path / "a.jsonl").write_text(f"{first}\n{second.replace('1', str(2**64 - 1), 1)}\n")
+    data = JSON(tmp_path / "a.jsonl", block_bytes=len(first), batch_size=2)
+    batch = next(iter(data.batches(["one", "list", "other"])))
+    assert batch.values.tolist() == [1, 2**64 - 1, 2, 2**64 - 3, 2**63, 2**64 - 4, 2**64 - 5]
+
+
 @pytest.mark.parametrize(
     ("text", "options", "message"),
     [

@@ -63,8 +63,8 @@ def test_one_trainer_resumes_with_another_batch_size(consumed: int, size: int, o
 
 
 def test_signatures_keep_the_class_name_of_saved_positions() -> None:
-    assert IterableSource([]).signature() == {"type": "Iterable", "shuffle": False}
+    assert IterableSource([]).signature() == {"type": "IterableSource", "shuffle": False}
     data = IterableSource(lambda _: [], samples=True, offsets=True, batch_size=3)
-    assert data.signature() == {"type": "Iterable", "shuffle": False, "offsets": True, "batch_size": 3}
+    assert data.signature() == {"type": "IterableSource", "shuffle": False, "offsets": True, "batch_size": 3}
     shuffled = IterableSource([], samples=True, shuffle=True, batch_size=3).signature()
-    assert shuffled == {"type": "Iterable", "shuffle": True, "shuffle_blocks": 16, "seed": 0}
+    assert shuffled == {"type": "IterableSource", "shuffle": True, "shuffle_blocks": 16, "seed": 0}

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from deploy_jobs import plain
 from satrap.deploy.job_file import DeployJob, Image, Role, Storage
 from satrap.deploy.pods import (
     credentials,
@@ -25,7 +26,6 @@ from satrap.deploy.pods import (
     shared_memory,
     volumes,
 )
-from satrap.deploy.yaml_text import plain
 from satrap.monitor.endpoint import address_of_processes, split_http_address
 
 UNITS = {"": 1, "Ki": 1 << 10, "Mi": 1 << 20, "Gi": 1 << 30}

@@ -10,7 +10,8 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from satrap.deploy.yaml_text import Command, Note, Octal, document, plain
+from deploy_jobs import plain
+from satrap.deploy.yaml_text import Command, Note, Octal, document
 
 TEXT = st.one_of(
     st.text(max_size=20),

@@ -13,7 +13,7 @@ from satrap.config.optimizers import SGD, Adagrad, Adam, Ftrl, RowWiseAdagrad
 from satrap.config.tables import Table
 from satrap.device.collective_updates import StepOrder
 from satrap.device.segments import JoinedIds, TableGroups, send_to_all
-from satrap.device.table_shards import Columns, capacities_of
+from satrap.device.table_shards import ALONE, Columns, Trainer, capacities_of
 from satrap.errors import ConfigError, StreamError
 from satrap.table.engine import native_config
 
@@ -148,6 +148,6 @@ def test_a_trainer_has_memory_for_what_it_can_own() -> None:
         Table("unbounded", dim=1, num_buckets=1),
         Table("grows", dim=1, capacity=10, num_buckets=4, on_full="grow"),
     ]
-    assert capacities_of(tables, 0, 1) == [10, 10, 10, None, None]
-    found = [capacities_of(tables, rank, 2) for rank in range(2)]
+    assert capacities_of(tables, ALONE) == [10, 10, 10, None, None]
+    found = [capacities_of(tables, Trainer(rank, 2)) for rank in range(2)]
     assert found == [[6, 10, 10, None, None], [6, 0, 10, 0, None]]

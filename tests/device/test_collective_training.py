@@ -39,6 +39,17 @@ def test_random_steps_have_the_bits_of_rows_in_memory(
     assert all(each == found[0] and min(each["rows"].values()) > 0 for each in found)
 
 
+@pytest.mark.draw(2)
+@pytest.mark.parametrize(("world_size", "shard"), [(2, "rows"), (3, "rows"), (4, "rows"), (3, "table"), (2, "columns")])
+def test_random_steps_of_numbered_rows_have_the_bits_of_rows_in_memory(
+    trainers: Trainers, world_size: int, shard: str, device: str, tmp_path: Path, seed: int
+) -> None:
+    """A table has more buckets than a trainer has, than ids, or one."""
+    how: dict[str, Any] = {"steps": 12, "shard": shard, "num_rows": 47, "device": device}
+    found = trainers.run([], world_size, tmp_path, compare=seed, **how)
+    assert all(each == found[0] and min(each["rows"].values()) > 0 for each in found)
+
+
 def test_a_lone_trainer_has_the_bits_of_rows_in_memory(device: str, tmp_path: Path, seed: int) -> None:
     """With the exchanges of several: on a GPU it sends rows to itself by NCCL."""
     with Trainers(1, CHILD) as alone:
@@ -190,10 +201,12 @@ def test_an_earlier_stream_does_nothing_to_the_next(trainers: Trainers, tmp_path
     assert all(same(*each) for each in zip(found, in_memory, strict=True))
 
 
+@pytest.mark.parametrize("num_users", [None, 41])
 def test_a_checkpoint_resumes_on_other_numbers_of_trainers_in_memory_and_on_servers(
-    trainers: Trainers, device: str, tmp_path: Path
+    trainers: Trainers, device: str, tmp_path: Path, num_users: int | None
 ) -> None:
-    how: dict[str, Any] = {"batches": 12, "dense": device}
+    """Also if all tables have `num_rows`, and the trainers keep no directory."""
+    how: dict[str, Any] = {"batches": 12, "dense": device, "num_users": num_users}
     whole = trainers.run([], 2, tmp_path, **how, device=device)
     first = trainers.run([], 2, tmp_path, **how, device=device, checkpoint=str(tmp_path / "run"), until=5)
     assert not any(each["resumed"] for each in first)
@@ -231,12 +244,13 @@ def test_a_checkpoint_of_tables_that_all_trainers_have_resumes_elsewhere(
     assert same(found[2, True], whole[0]) and same(found[3, True], found[3, False])
 
 
-def test_saves_and_evaluations_in_the_loop(trainers: Trainers, tmp_path: Path) -> None:
+@pytest.mark.parametrize("num_users", [None, 41])
+def test_saves_and_evaluations_in_the_loop(trainers: Trainers, tmp_path: Path, num_users: int | None) -> None:
     """With threads and staleness: a pause comes while other trainers look up ahead."""
-    how: dict[str, Any] = {"batches": 24, "staleness": 2, "overlap": True, "patience": 5, "device": "cpu"}
-    found = trainers.run([], 3, tmp_path, **how, checkpoint=str(tmp_path / "run"))
+    how: dict[str, Any] = {"batches": 24, "patience": 5, "device": "cpu", "num_users": num_users}
+    found = trainers.run([], 3, tmp_path, **how, staleness=2, overlap=True, checkpoint=str(tmp_path / "run"))
     assert all(same(each, found[0]) for each in found)
-    again = trainers.run([], 2, tmp_path, batches=24, patience=5, checkpoint=str(tmp_path / "run"), device="cpu")
+    again = trainers.run([], 2, tmp_path, **how, checkpoint=str(tmp_path / "run"))
     assert all(each["resumed"] for each in again)
 
 

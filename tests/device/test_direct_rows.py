@@ -16,11 +16,12 @@ from bag_oracle import draw_bags
 from cluster import step_both
 from device_workers import ArrayWorker, as_tensors, contents, pair
 from one_row import OPTIMIZERS
-from satrap import Embeddings, Table
+from satrap import Checkpoint, Embeddings, Table
 from satrap.config.features import Features
 from satrap.config.optimizers import SGD, Adagrad
 from satrap.config.tables import Normal
 from satrap.data.inputs import Inputs
+from satrap.device import home_memory
 from satrap.device.direct_ids import DirectIds
 from satrap.device.direct_rows import DirectRows
 from satrap.device.row_memory import RowMemory
@@ -66,12 +67,18 @@ class Direct:
         return replace(found, masks={name: np.asarray(mask) for name, mask in found.masks.items()})
 
 
-def three(declared: Features, num_rows: int = 45) -> list[Any]:
-    """Workers with rows in the core, and on a device with ids in CPU memory and on the device."""
-    workers = [
-        Direct(each, num_rows, tensors=number == 2)
-        for number, each in enumerate([*pair(declared), ArrayWorker(declared, "cpu", seed=3, num_threads=2)])
-    ]
+@pytest.fixture(autouse=True)
+def small_segments(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(home_memory, "SEGMENT_BYTES", 512)
+
+
+def every_worker(declared: Features, num_rows: int = 45) -> list[Any]:
+    """Workers with rows in the core, and on a device: with ids in CPU memory and on the device, and with some rows at
+    home, those of one table, or all."""
+    some, first = {table.name: 25 * 4 * table.dim for table in declared.tables}, declared.tables[0]
+    memories = (None, some, {first.name: "none"}, {table.name: "none" for table in declared.tables})
+    on_device = [ArrayWorker(declared, "cpu", seed=3, num_threads=2, device_memory=each) for each in memories]
+    workers = [Direct(each, num_rows, tensors=at in (2, 4)) for at, each in enumerate([*pair(declared), *on_device])]
     assert all(isinstance(each.rows, DirectRows) for each in workers[1:])
     return workers
 
@@ -89,7 +96,7 @@ def test_bits_and_counters(optimizer: Any, dtype: Any, rng: np.random.Generator)
         num_buckets=4,
         absent="zeros" if dtype == "float16" else "initial",
     )
-    workers = three(many(table))
+    workers = every_worker(many(table))
     for step in range(1, 7):
         num_batches = 1 + step % 2
         size = int(rng.choice([1, 7, 40] if num_batches == 1 else [7, 40]))
@@ -98,14 +105,14 @@ def test_bits_and_counters(optimizer: Any, dtype: Any, rng: np.random.Generator)
         assert len(set(seen)) == 1
         step_both(workers, rng, bags, step)
     found = [contents(worker, IDS[:45]) for worker in workers]
-    assert found[0] == found[1] == found[2]
+    assert all(each == found[0] for each in found)
 
 
 def test_one_id_in_each_bag_without_offsets(rng: np.random.Generator) -> None:
     """Without padding and sequences nothing of a batch is moved."""
     item = Table("item", dim=4, optimizer=Adagrad(lr=0.1), num_rows=NUM_ROWS)
     tables = [item, replace(item, name="b", num_rows=7), replace(item, name="c", dim=5), replace(item, name="d")]
-    workers = three(Features({table.name: table for table in tables}), num_rows=7)
+    workers = every_worker(Features({table.name: table for table in tables}), num_rows=7)
     for step in range(1, 5):
         values = rng.integers(0, 2**63, len(tables) * 50).astype(np.uint64)
         batch = Inputs(names=workers[0].features.names, values=values, batch_size=50)
@@ -115,13 +122,13 @@ def test_one_id_in_each_bag_without_offsets(rng: np.random.Generator) -> None:
             np.testing.assert_array_equal(each.block, looked[0].block)
             worker.update([each.ticket], [block], step=step, lrs={"b": 0.3})
     found = [contents(worker, IDS[:7]) for worker in workers]
-    assert found[0] == found[1] == found[2]
+    assert all(each == found[0] for each in found)
 
 
 def test_parts_without_a_gradient_dropped_and_open_batches(rng: np.random.Generator) -> None:
     item = Table("item", dim=3, optimizer=Adagrad(lr=0.1), num_rows=NUM_ROWS)
     declared = Features({"item": item, "path": item.sequence(2), "bag": item.bag("mean")})
-    workers = three(declared)
+    workers = every_worker(declared)
     waiting: list[tuple[int, list[Any]]] = []
     for step in range(1, 25):
         bags, size = draw_bags(rng, declared, 3), int(rng.integers(0, 3))
@@ -139,14 +146,14 @@ def test_parts_without_a_gradient_dropped_and_open_batches(rng: np.random.Genera
                 else:
                     worker.update([each.ticket], [block], paths or None, step=at, lrs={"item": 0.2}, scale=0.5)
     found = [contents(worker, IDS[:45]) for worker in workers]
-    assert found[0] == found[1] == found[2]
+    assert all(each == found[0] for each in found)
 
 
 @pytest.mark.parametrize("how", ["raise", "skip"])
 def test_gradients_that_are_not_finite(how: Any, rng: np.random.Generator) -> None:
     item = Table("item", dim=3, optimizer=Adagrad(lr=0.1), on_nonfinite=how, num_rows=NUM_ROWS)
     declared = Features({"item": item, "bag": item.bag("mean", padding_id=2), "path": item.sequence(2)})
-    workers = three(declared)
+    workers = every_worker(declared)
     for step in range(1, 8):
         bags, messages = draw_bags(rng, declared, 6), []
         block = rng.normal(size=(6, 6)).astype(np.float32)
@@ -159,9 +166,9 @@ def test_gradients_that_are_not_finite(how: Any, rng: np.random.Generator) -> No
                 messages.append(str(error))
                 assert not ticket.used
                 worker.update([ticket], [np.zeros_like(block)], step=step)
-        assert len(messages) in (0, 3) and len(set(messages)) <= 1
+        assert len(messages) in (0, len(workers)) and len(set(messages)) <= 1
     found = [contents(worker, IDS[:45]) for worker in workers]
-    assert found[0] == found[1] == found[2]
+    assert all(each == found[0] for each in found)
 
 
 WRONG: dict[str, dict[str, Any]] = {
@@ -312,29 +319,43 @@ def test_files_are_those_of_the_core(others: tuple[int, int], rng: np.random.Gen
     assert contents(first[0], IDS[:45]) == contents(first[1], IDS[:45])
 
 
+def train_part(how: dict[str, Any], folder: Path, data: list[Any], saves_at: tuple[int, ...]) -> tuple[Any, bytes]:
+    """Resume from the folder, train with a thread that looks batches up ahead, and save after some batches. Return the
+    rows and the dense parameters."""
+    item = Table("item", dim=4, optimizer=Adagrad(lr=0.1), num_rows=NUM_ROWS)
+    declared: dict[str, Any] = {"item": item, "user": replace(item, name="user")}
+    embeddings = Embeddings(declared, **how, staleness=1, num_threads=1, deterministic=True)
+    model = torch.nn.Linear(8, 1)
+    with torch.no_grad():
+        model.weight.fill_(0.5)
+        model.bias.fill_(0.0)
+    optimizer = embeddings.optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    run = Checkpoint(folder, model, optimizer, embeddings)
+    run.resume()
+    batches = [Inputs(names=("item", "user"), values=values, batch_size=16) for values in data]
+    with embeddings.stream(batches, overlap=True) as stream:
+        for number, batch in enumerate(stream, 1):
+            model(batch.embeddings).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if number in saves_at:
+                run.save()
+    assert isinstance(embeddings.worker.rows, DirectRows) == bool(how)
+    rows = [[part.tobytes() for part in store.read(IDS)] for store in embeddings.tables.values()]
+    return rows, model.weight.detach().numpy().tobytes()
+
+
 def test_a_job_of_such_tables_ends_with_the_same_bits(rng: np.random.Generator, tmp_path: Path) -> None:
-    """With a thread that looks batches up ahead, through a checkpoint."""
-    found = []
+    """Through checkpoints, of all rows and of changes, that the core or a device saves and either resumes."""
     data = [rng.integers(0, NUM_ROWS, 2 * 16).astype(np.uint64) for _ in range(12)]
-    for device in (None, "cpu"):
-        item = Table("item", dim=4, optimizer=Adagrad(lr=0.1), num_rows=NUM_ROWS)
-        declared: dict[str, Any] = {"item": item, "user": replace(item, name="user")}
-        embeddings = Embeddings(declared, device=device, staleness=1, num_threads=1, deterministic=True)
-        model = torch.nn.Linear(8, 1)
-        with torch.no_grad():
-            model.weight.fill_(0.5)
-            model.bias.fill_(0.0)
-        optimizer = embeddings.optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
-        batches = [Inputs(names=("item", "user"), values=values, batch_size=16) for values in data]
-        with embeddings.stream(batches, overlap=True) as stream:
-            for batch in stream:
-                model(batch.embeddings).square().mean().backward()
-                optimizer.step()
-                optimizer.zero_grad()
-        rows = [[part.tobytes() for part in store.read(IDS)] for store in embeddings.tables.values()]
-        found.append((rows, model.weight.detach().numpy().tobytes()))
-        assert isinstance(embeddings.worker.rows, DirectRows) == (device is not None)
-    assert found[0] == found[1]
+    found: list[Any] = []
+    places: list[dict[str, Any]] = [{}, {"device": "cpu"}, {"device": "cpu", "device_memory": {"item": 400}}]
+    for before in places:
+        for after in places:
+            folder = tmp_path / f"{len(found)}"
+            train_part(before, folder, data[:7], saves_at=(2, 4, 7))
+            found.append(train_part(after, folder, data[7:], saves_at=(5,)))
+    assert all(each == found[0] for each in found)
 
 
 def test_a_step_waits_for_the_largest_gradient_alone(rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -375,13 +396,12 @@ class Stubs:
         """Update nothing."""
 
 
-def test_a_table_without_num_rows_or_with_device_memory_has_a_directory() -> None:
-    item = Table("item", dim=4, num_rows=NUM_ROWS)
-    mixed = Features({"item": item, "user": Table("user", dim=4)})
-    for worker in (ArrayWorker(mixed, "cpu"), ArrayWorker(Features({"item": item}), "cpu", device_memory="1MiB")):
-        assert not isinstance(worker.rows, DirectRows)
-        values = np.arange(2 * len(worker.features), dtype=np.uint64)
-        assert worker.lookup(Inputs(names=worker.features.names, values=values, batch_size=2)).ticket is not None
+def test_a_table_without_num_rows_has_a_directory() -> None:
+    tables = [Table("item", dim=4, num_rows=NUM_ROWS), Table("user", dim=4)]
+    worker = ArrayWorker(Features({table.name: table for table in tables}), "cpu")
+    assert not isinstance(worker.rows, DirectRows)
+    values = np.arange(4, dtype=np.uint64)
+    assert worker.lookup(Inputs(names=worker.features.names, values=values, batch_size=2)).ticket is not None
 
 
 def test_ids_in_a_list_are_placed_once_the_core_has_accepted_them() -> None:

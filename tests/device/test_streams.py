@@ -130,6 +130,7 @@ LOOPS: dict[str, dict[str, Any]] = {
     "accumulates": {"overlap": True, "accumulate": 2},
     "direct": {"overlap": True, "staleness": 1, "num_rows": NUM_IDS},
     "direct, accumulates": {"overlap": True, "accumulate": 2, "num_rows": NUM_IDS},
+    "direct, at home": {"overlap": True, "num_rows": NUM_IDS, "device_memory": {"user": "none", "item": 300}},
     "weighs": {"overlap": True, "staleness": 1, "weight": 0.5},
     "two tiers": {"overlap": True, "staleness": 1, "device_memory": 2000},
     "at home": {"overlap": True, "device_memory": {"user": "none", "item": "none"}},

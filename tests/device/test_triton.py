@@ -219,11 +219,11 @@ def test_a_batch_of_a_model(kernels: Any, rng: np.random.Generator) -> None:
 def test_exchange(
     kernels: Any, dim: int, dtype: Any, state_dim: int, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Any bits, in three segments of home, in every direction; what is not named stays."""
+    """Any bits, in three segments of home, in every direction or none; what is not named stays. Then without states."""
     layout = RowLayout(dtype, dim, state_dim)
     monkeypatch.setattr(home_memory, "SEGMENT_BYTES", 10 * layout.row_bytes + 16)
     slots, frames = (rng.permutation(30)[:20].astype(np.int32) for _ in range(2))
-    directions = rng.integers(1, 4, 20).astype(np.int32)
+    directions = rng.integers(0, 4, 20).astype(np.int32)
     kind = (np.uint32, np.float32) if dtype == "float32" else (np.uint16, np.int16)
     start = (
         tensor(rng.integers(0, 2**16, (30, dim), dtype=kind[0]).view(kind[1])).view(layout.torch_dtype),
@@ -250,6 +250,10 @@ def test_exchange(
                     expected_home[part][slot] = as_integers(start[part])[frame]
         assert all(map(torch.equal, rows, expected)) and all(map(torch.equal, at_home(home), expected_home))
         ends.append([*rows, *at_home(home)])
+        into = [on(device, tensor(array)) for array in (frames, slots, np.ones(20, np.int32))]
+        each.exchange(values, state[:, :0], home, *into)
+        assert torch.equal(as_integers(values.cpu())[frames], expected_home[0][slots])
+        assert torch.equal(as_integers(state.cpu()), rows[1])
     assert all(map(torch.equal, *ends))
 
 

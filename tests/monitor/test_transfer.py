@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from logged import Records
 from satrap import transfer
 from satrap.byte_sizes import format_bytes
-from satrap.checkpoint.background_save import BackgroundSave
+from satrap.checkpoint.checkpoint_writer import BackgroundSave
 from satrap.monitor.progress import Progress
 from satrap.monitor.sinks import Screen
 from satrap.transfer import Transfer, Transfers, advance, current_transfer, format_seconds, in_context

@@ -167,14 +167,16 @@ class LateVersionServer(Server):
 
     def __init__(self) -> None:
         super().__init__(num_threads=2, checkpoints=["/"])
-        self.times, self._save, self.save = 0, self.save, self.save_late
+        self.times, self._take_cut, self.take_cut = 0, self.take_cut, self.take_late
 
-    def save_late(self, origin: Origin, table: int, folder: str, since: int | None, version: int) -> int:
+    def take_late(
+        self, origin: Origin, cut: int, tables: list[int], versions: list[int], since: list[int] | None, memory: int
+    ) -> bool:
         with self._fence.admit(origin) as served:
             if self.times < 2:
-                served.engine.reach_table(table, version, 0)
+                served.engine.reach_table(tables[0], versions[0], 0)
                 self.times += 1
-        return self._save(origin, table, folder, since, version)
+        return self._take_cut(origin, cut, tables, versions, since, memory)
 
 
 def test_a_server_that_learns_a_version_midway_is_saved_with_the_others(tmp_path: Path) -> None:

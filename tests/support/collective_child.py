@@ -35,7 +35,9 @@ from satrap import (
 )
 from satrap import evaluate as evaluate_model
 from satrap.config.features import Feature, Features
+from satrap.config.tables import Always
 from satrap.data.inputs import Inputs
+from satrap.device.direct_owned_rows import DirectOwnedRows
 from satrap.device.exchange import Exchange, LaunchOrder
 from satrap.errors import ConfigError, StreamError
 from satrap.interrupts import SLICE_SECONDS
@@ -45,19 +47,34 @@ NUM_IDS = 40
 SHARDED = {"replicated": ("item", "user", "rare", "last"), "columns": ("item", "tiny", "rare", "last")}
 
 
-def ids_of(num: int) -> np.ndarray[Any, np.dtype[np.uint64]]:
-    return np.array([*range(num), 2**63, 2**64 - 1], np.uint64)
+def ids_of(num: int, *, numbered: bool = False) -> np.ndarray[Any, np.dtype[np.uint64]]:
+    return np.array([*range(num), *([] if numbered else [2**63, 2**64 - 1])], np.uint64)
 
 
-def features(shard: str = "rows") -> dict[str, Any]:
-    """Return tables of three layouts, with every kind of pooling, of 16 bits too. shard: of some of the tables."""
+def features(shard: str = "rows", num_rows: int | None = None) -> dict[str, Any]:
+    """Return tables of three layouts, with every kind of pooling, of 16 bits too. shard: of some of the tables.
+    num_rows: of all tables."""
 
     def of(name: str) -> Any:
         return shard if name in SHARDED.get(shard, ("user", "last")) else "rows"
 
-    item = Table("item", dim=5, optimizer=Adagrad(lr=0.1), initial=Normal(std=0.5), num_buckets=16, shard=of("item"))
+    item = Table(
+        "item",
+        dim=5,
+        optimizer=Adagrad(lr=0.1),
+        initial=Normal(std=0.5),
+        num_buckets=16,
+        shard=of("item"),
+        num_rows=num_rows,
+    )
     user = Table(
-        "user", dim=8, optimizer=RowWiseAdagrad(lr=0.1), initial=Normal(std=0.5), dtype="bfloat16", shard=of("user")
+        "user",
+        dim=8,
+        optimizer=RowWiseAdagrad(lr=0.1),
+        initial=Normal(std=0.5),
+        dtype="bfloat16",
+        shard=of("user"),
+        num_rows=num_rows,
     )
     tiny = Table(
         "tiny",
@@ -67,15 +84,17 @@ def features(shard: str = "rows") -> dict[str, Any]:
         num_buckets=1,
         dtype="float16",
         shard=of("tiny"),
+        num_rows=num_rows,
     )
     rare = Table(
         "rare",
         dim=5,
         optimizer=Adam(lr=0.1),
-        admission=MinCount(2),
+        admission=MinCount(2) if num_rows is None else Always(),
         absent="initial",
-        expire_after=4,
+        expire_after=4 if num_rows is None else None,
         shard=of("rare"),
+        num_rows=num_rows,
     )
     last = Table(
         "last",
@@ -84,6 +103,7 @@ def features(shard: str = "rows") -> dict[str, Any]:
         initial=Normal(std=0.5),
         on_nonfinite="skip",
         shard=of("last"),
+        num_rows=num_rows,
     )
     return {
         "bag": Feature(item, "mean"),
@@ -99,13 +119,13 @@ def features(shard: str = "rows") -> dict[str, Any]:
     }
 
 
-def inputs(rng: np.random.Generator, batch_size: int, num_ids: int) -> Inputs:
+def inputs(rng: np.random.Generator, batch_size: int, ids: np.ndarray[Any, np.dtype[np.uint64]]) -> Inputs:
     names = Features(features()).names
     lengths = rng.integers(0, 5, len(names) * batch_size)
     offsets = np.concatenate([[0], lengths.cumsum()]).astype(np.int64)
     return Inputs(
         names=names,
-        values=rng.choice(ids_of(num_ids), offsets[-1]),
+        values=rng.choice(ids, offsets[-1]),
         offsets=offsets,
         weights=rng.normal(size=offsets[-1]).astype(np.float32),
         batch_size=batch_size,
@@ -114,17 +134,20 @@ def inputs(rng: np.random.Generator, batch_size: int, num_ids: int) -> Inputs:
 
 def compare(job: dict[str, Any]) -> dict[str, Any]:
     """Take random steps on both workers. Return how many rows there are at the end, and how many left the devices."""
-    num_ids, largest = job.get("ids", NUM_IDS), job.get("batch_size", 11)
+    num_rows, largest = job.get("num_rows"), job.get("batch_size", 11)
+    ids = ids_of(job.get("ids", NUM_IDS), numbered=num_rows is not None)
     if dist.get_world_size() == 1:  # has no need of collectives, but may use them: NCCL needs a GPU for each trainer
         open_worker._open_on_device = open_worker._open_among_devices
     rng, common = np.random.default_rng([job["compare"], dist.get_rank()]), np.random.default_rng(job["compare"])
     shards, place = ("rows", job["shard"]), job.get("device", "cpu")
     both = [
-        Embeddings(features(shard), seed=3, num_threads=1, device=device, device_memory=memory)
+        Embeddings(features(shard, num_rows), seed=3, num_threads=1, device=device, device_memory=memory)
         for shard, device, memory in zip(shards, (None, place), (None, job.get("device_memory")), strict=True)
     ]
     workers: list[Any] = [each.worker for each in both]
     stream = workers[1].open_stream(1)
+    is_direct = isinstance(workers[1].rows._updates._owned(), DirectOwnedRows)
+    assert is_direct == (num_rows is not None and job["shard"] in ("rows", "table") and "device_memory" not in job)
     for step in range(1, job["steps"] + 1):
         micro_batches, most = int(common.integers(1, 3)), int(common.integers(1, largest + 1))
         looked: list[list[Any]] = [[], []]
@@ -133,7 +156,7 @@ def compare(job: dict[str, Any]) -> dict[str, Any]:
             if rng.random() < 0.2 and not looks_up:
                 workers[1].pad(step, step)
                 continue
-            batch = inputs(rng, int(rng.integers(1, most + 1)), num_ids)
+            batch = inputs(rng, int(rng.integers(1, most + 1)), ids)
             for worker, of_worker in zip(workers, looked, strict=True):
                 of_worker.append(worker.lookup(batch, step=step))
             require_same([looked[0][-1], looked[1][-1]])
@@ -148,12 +171,12 @@ def compare(job: dict[str, Any]) -> dict[str, Any]:
         if step % 3 == 0:
             workers[1].pause()
             dist.barrier()
-            evaluate(workers, inputs(rng, 3, num_ids))
+            evaluate(workers, inputs(rng, 3, ids))
             dist.barrier()
     stream.end_lookups()
     stream.end_updates()
     dist.barrier()
-    found = [contents(worker, ids_of(num_ids)) for worker in workers]
+    found = [contents(worker, ids) for worker in workers]
     for name, expected in found[0].items():
         assert found[1][name] == expected, name
     rows = {name: len(table) for name, table in workers[1].tables.items()}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import yaml
@@ -9,6 +10,7 @@ from hypothesis import strategies as st
 
 from satrap.deploy.job_file import DeployJob, Image, Role, Storage
 from satrap.deploy.render import manifests
+from satrap.deploy.yaml_text import Command, Note
 
 NAME = st.from_regex(r"[a-z]([-a-z0-9]{0,38}[a-z0-9])?", fullmatch=True)
 ARGUMENT = st.one_of(
@@ -105,3 +107,18 @@ def host(job: DeployJob, role: str, number: int) -> str:
     if job.queue is not None:  # see enableDNSHostnames of JobSet
         return f"{job.name}-{role}-0-{number}.{job.name}"
     return f"{job.name}-{role}-{number}.{job.name}-{role}"
+
+
+def plain(value: Any) -> Any:
+    """Return the value without notes, as a reader of the YAML gets it."""
+    match value:
+        case Note():
+            return plain(value.value)
+        case Command():
+            return str(value)
+        case Mapping():
+            return {key: plain(element) for key, element in value.items()}
+        case list() | tuple():
+            return [plain(element) for element in value]
+        case _:
+            return value

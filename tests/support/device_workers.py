@@ -17,6 +17,9 @@ from satrap.device.device_worker import device_worker
 from satrap.worker.local_rows import local_worker
 from satrap.worker.worker import LookupResult
 
+TIERS = ("on_device", "at_home", "moved_in", "moved_out")
+"""Counters of where rows are."""
+
 
 class ArrayWorker:
     """A worker on a device that takes and returns arrays, as the other workers do."""
@@ -70,7 +73,9 @@ def contents(worker: Any, ids: NDArray[np.uint64] = UNIVERSE) -> Any:
     found = []
     for store in worker.tables.values():
         store.check()
-        counts = {name: count for name, count in store.stats().items() if name != "bytes"}
+        stats = store.stats()
+        assert stats.get("on_device", 0) + stats.get("at_home", 0) == (stats["rows"] if "on_device" in stats else 0)
+        counts = {name: count for name, count in stats.items() if name not in ("bytes", *TIERS)}
         found.append((counts, [part.tobytes() for part in store.read(ids)]))
     return found, worker.truncated, worker.tables.latest_step
 

@@ -15,10 +15,10 @@ from satrap.train.optimizer import HybridOptimizer
 BATCH, NUM_IDS, DIM = 8, 30, 4
 
 
-def tables(lr: float = 0.1, shards: tuple[Any, Any] = ("rows", "rows")) -> dict[str, Any]:
-    """Return a table of any ids, and one with `num_rows`. shards: how several trainers divide the table of
-    users, and that of items."""
-    user = Table("user", dim=DIM, optimizer=SGD(lr=lr), shard=shards[0])
+def tables(lr: float = 0.1, shards: tuple[Any, Any] = ("rows", "rows"), num_users: int | None = None) -> dict[str, Any]:
+    """Return a table of any ids, or with this `num_rows`, and one with `num_rows`. shards: how several trainers divide
+    the table of users, and that of items."""
+    user = Table("user", dim=DIM, optimizer=SGD(lr=lr), shard=shards[0], num_rows=num_users)
     item = Table("item", dim=DIM, optimizer=SGD(lr=lr), shard=shards[1], num_rows=2 * NUM_IDS)
     return {"user": user, "item": item, "history": item.bag("mean")}
 

@@ -41,7 +41,8 @@ class Saved:
 
     def __init__(self, folder: Path, table: Table, owners: Owners, rows: int, changed: int) -> None:
         self.table, self.folders = table, [folder / "full", folder / "changes"]
-        self.store = Store(table, num_threads=2)
+        self.group = TableGroup([table], num_threads=2)
+        self.store = self.group[table.name]
         self._look_up(np.arange(rows, dtype=np.uint64), step=1)
         versions = self._save(owners, {})
         self._look_up(np.arange(rows - changed, rows + changed, dtype=np.uint64), step=4)
@@ -53,13 +54,15 @@ class Saved:
 
     def _save(self, owners: Owners, since: dict[int, int]) -> dict[int, int]:
         folder, num = self.folders[bool(since)], int(owners.max()) + 1
-        engine, found = self.store._engine, {}
+        engine, name, versions = self.store._engine, self.table.name, {}
         for server in range(num):
             engine.set_owners(owners, server)
             part = folder / part_name(server, num)
-            found[server] = self.store.save_part(part, owners == server, since=since.get(server))
+            cut = self.group.take_cut({name: since[server]} if since else None, owned=[owners == server])
+            cut.write({name: part}, is_full=not since)
+            versions[server] = cut.versions[name]
         engine.set_owners(np.zeros_like(owners), 0)
-        return found
+        return versions
 
     @property
     def files(self) -> list[Path]:

@@ -18,6 +18,7 @@ from satrap.config.job import Job
 from satrap.errors import (
     AttemptError,
     CapacityError,
+    ChangesError,
     ConfigError,
     InputError,
     NonFiniteError,
@@ -231,16 +232,17 @@ def test_an_interrupted_update_resumes(monkeypatch: pytest.MonkeyPatch) -> None:
         assert contents(worker) == contents(local)
 
 
-def test_a_duplicate_save_is_one(tmp_path: Path) -> None:
+def test_each_save_of_a_table_has_a_version(tmp_path: Path) -> None:
     with running_servers(2) as services, sharded_worker(one_table(), [each.address for each in services]) as worker:
         worker.lookup(batch(range(20)), step=1)
         table = worker.tables["t"]
         first = table.save(tmp_path / "a")
-        asked = {1: (0, str(tmp_path / "a"), None, first)}
-        again = worker.servers.call_servers("save", 0, asked, topology=worker.servers.topology)
-        assert again == {1: first}
+        assert table.version == first
         assert table.save_changes(tmp_path / "b", since=first) == first + 1
         assert table.save(tmp_path / "a") == first + 2, "a second save by the user is another one"
+        with pytest.raises(ChangesError, match=r"do not know all changes since version 9: .*, or save the whole table"):
+            table.save_changes(tmp_path / "c", since=9)
+        assert table.version == first + 3
 
 
 def test_a_replaced_process_cannot_write() -> None:

@@ -26,13 +26,12 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Never
+from typing import Any
 
 import numpy as np
 import torch
 
-from satrap.checkpoint.background_save import BackgroundSave
-from satrap.checkpoint.checkpoint_writer import CheckpointWriter, Draft
+from satrap.checkpoint.checkpoint_writer import BackgroundSave, CheckpointWriter, Draft
 from satrap.checkpoint.run_directory import (
     STATE,
     CheckpointManifest,
@@ -74,7 +73,6 @@ class Checkpoint:
         full_every: int = 1,
         extra_state: Mapping[str, Any] | None = None,
         save_memory: int = OLD_ROWS_BYTES,
-        **unknown: Never,
     ) -> None:
         """keep: number of checkpoints to keep, not counting parents that they need.
 
@@ -85,7 +83,6 @@ class Checkpoint:
         save_memory: most bytes of memory, here or on each server, that a save with wait=False may take for rows that
             change before they are written; beyond it, training waits for the save.
         """
-        _refuse(unknown)
         if not isinstance(optimizer, HybridOptimizer):
             raise CheckpointError(
                 f"optimizer is {kind_of(optimizer)}; expected the one that embeddings.optimizer(...) returned"
@@ -451,13 +448,6 @@ class _SaveFigures:
         yield Sample("satrap_last_checkpoint_seconds", self.seconds)
         yield Sample("satrap_last_checkpoint_pause_seconds", self.pause_seconds)
         yield Sample("satrap_last_checkpoint_timestamp_seconds", self.at)
-
-
-def _refuse(unknown: Mapping[str, Any]) -> None:
-    """Raise TypeError if there are arguments that `Checkpoint` does not have."""
-    for name in unknown:
-        hint = ": write extra_state=..." if name == "further" else ""
-        raise TypeError(f"Checkpoint got an unexpected keyword argument {name!r}{hint}")
 
 
 def _require_count(name: str, value: object) -> None:

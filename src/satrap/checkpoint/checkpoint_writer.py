@@ -1,10 +1,11 @@
 """Writes checkpoints: a draft is what one will hold, the state of a step that training no longer changes; the writer
-makes a folder of it, by any thread, and decides whether tables are written in full or as changes to the checkpoint
-before.
+makes a folder of it, in any thread, such as that of a `BackgroundSave`, and decides whether tables are written in full
+or as changes to the checkpoint before.
 """
 
 import logging
-from collections.abc import Mapping
+import threading
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +17,7 @@ from satrap.storage.folder import Folder
 from satrap.table.snapshot.cut import TablesCut, TablesToCut
 from satrap.table.snapshot.saved_table import SavedTable
 from satrap.table.snapshot.writer import row_bytes
-from satrap.transfer import Transfer
+from satrap.transfer import Transfer, in_context
 
 _LOG = logging.getLogger("satrap.checkpoint")
 
@@ -36,6 +37,33 @@ class Draft:
     parent: tuple[str, dict[str, int]] | None
     """The checkpoint that it may continue, and its tables' versions."""
     cut: TablesCut
+
+
+class BackgroundSave:
+    """Work that runs in a thread; its error is raised by `wait`. The thread keeps the process alive until it ends."""
+
+    def __init__(self, work: Callable[[], None]) -> None:
+        self._work = in_context(work)
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name="satrap-save", daemon=False)
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            self._work()
+        except BaseException as error:
+            self._error = error
+
+    @property
+    def is_done(self) -> bool:
+        """Whether the save has ended, with or without an error."""
+        return not self._thread.is_alive()
+
+    def wait(self) -> None:
+        """Wait until the work has ended; raise its error."""
+        self._thread.join()
+        if self._error is not None:
+            raise self._error
 
 
 class CheckpointWriter:

@@ -28,8 +28,6 @@ class Publisher(Protocol):
     Every error is an OSError whose filename is the path or URL of the object."""
 
     folder: Folder
-    is_atomic: bool
-    """Whether an object or a published checkpoint is never visible in part."""
 
     def begin(self, name: str) -> Folder:
         """Return a folder in which a checkpoint of this name is written."""
@@ -45,7 +43,7 @@ class Publisher(Protocol):
         """Remove a folder, its object `first` before all others. Missing objects are ignored."""
 
     def remove_hidden(self, is_left: Callable[[str], bool]) -> None:
-        """Remove the folders of `begin` that killed processes have left, if their names are such."""
+        """Remove what killed processes have left of `begin`: the folders for whose name `is_left` returns True."""
 
     @contextmanager
     def locked(self, seconds: float) -> Iterator[None]:
@@ -60,8 +58,6 @@ def open_publisher(path: str | os.PathLike[str]) -> Publisher:
 
 class _Disk:
     """A folder that is local or mounted."""
-
-    is_atomic = True
 
     def __init__(self, folder: LocalFolder) -> None:
         self.folder: Folder = folder
@@ -110,8 +106,6 @@ class _Disk:
 
 class _Objects:
     """A folder under a URL, without rename or lock."""
-
-    is_atomic = False
 
     def __init__(self, folder: Folder) -> None:
         self.folder = folder

@@ -236,15 +236,15 @@ class RunDirectory:
                 self._require_mine(catalog, last)
                 self._warn_of_skipped(catalog)
                 publisher.remove_hidden(_is_hidden)  # left by saves that were killed
-                name = catalog.next(step, "" if publisher.is_atomic else self._this_owner.writer[:8]).name
+                name = catalog.next(step, "" if self.folder.is_local else self._this_owner.writer[:8]).name
                 self._claim(name)
                 folder = publisher.begin(name)
                 try:
                     yield folder
                 except BaseException as error:
-                    if publisher.is_atomic or isinstance(error, Exception):  # a killed process cannot clean up
+                    if self.folder.is_local or isinstance(error, Exception):  # a killed process cannot clean up
                         publisher.discard(folder)
-                    if not publisher.is_atomic and isinstance(error, SatrapError):
+                    if not self.folder.is_local and isinstance(error, SatrapError):
                         self._require_owned()  # else another process has removed what was missing
                     raise
         except OSError as error:
@@ -288,8 +288,10 @@ class RunDirectory:
 
     @contextmanager
     def chain_of(self, name: str | None = None) -> Iterator[list[CheckpointManifest]]:
-        """Yield a checkpoint and its parents, oldest first; the newest one, or nothing if there is none. This process
-        may then save, also if there are newer ones."""
+        """Yield a checkpoint and its parents, oldest first; an empty list if the folder has none. From then on this
+        process may save, even if there are newer checkpoints.
+
+        name: of the checkpoint; None: the newest one."""
         chain: list[CheckpointManifest] = []
         with self._read_errors():
             catalog = self._scan(None)
@@ -337,7 +339,7 @@ class RunDirectory:
                 parents[name] = self._known_parents[name]
                 continue
             data = self._read(name)
-            if data is not None and (self._publisher.is_atomic or _is_json(data)):
+            if data is not None and (self.folder.is_local or _is_json(data)):  # a URL may show an object in part
                 parents[name], is_best = _parent_and_best(data)
                 self._known_best |= {name} if is_best else set()
             elif name in listed:

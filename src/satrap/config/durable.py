@@ -31,7 +31,7 @@ def write_file(path: Path, data: bytes, mode: int = 0o666) -> None:
 
 
 def replace_file(path: Path, data: bytes) -> None:
-    """Replace a file, or creates it. It is never seen in part, and it is on disk when this returns."""
+    """Replace or create a file. It is never seen in part, and it is on disk when this returns."""
     temporary = path.with_name(f".{secrets.token_hex(4)}.{path.name}.tmp")
     try:
         write_file(temporary, data)
@@ -54,7 +54,7 @@ def opened(path: Path) -> Iterator[int]:
 def try_lock(file: int, *, shared: bool = False, required: bool = True) -> bool:
     """Lock an open file or folder until it is closed; return False if another process holds the lock.
 
-    required: raises OSError on file systems without locks. False: returns True there.
+    required: whether to raise OSError on a file system without locks; False: return True there.
     """
     try:
         fcntl.flock(file, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)

@@ -172,17 +172,17 @@ class _RowParser:
         return f"{file.file.name}, line {line}: {why}"
 
     def _why(self, fault: str, column: int, field: bytes, counts: Sequence[int]) -> str:
-        found, expected = counts
+        count, expected = counts
         name = self._names[column]
         line = field.partition(b"\n")[0].decode(errors="backslashreplace").rstrip("\r")
         text = repr(self._partition.get(name, line))
         text = text if len(text) <= 60 else text[:60] + "..."
         match fault:
             case "few_columns" | "many_columns":
-                return f"it has {found} columns; expected {expected}"
+                return f"it has {count} columns; expected {expected}"
             case "weights":
                 feature, ids = self._columns.features[column], self._columns.ids[column]
-                return f"column {ids.weights!r} has {found} weights for {expected} ids of feature {feature!r}"
+                return f"column {ids.weights!r} has {count} weights for {expected} ids of feature {feature!r}"
             case "label":
                 return f"the label, column {name!r}, is missing; add it, or declare LabelColumn(missing='drop')"
             case "label_text":

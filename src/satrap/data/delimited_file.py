@@ -32,12 +32,12 @@ _NEWLINE = ord("\n")
 class TextLayout:
     """The format of a text file, apart from the meaning of its columns."""
 
-    delimiter: str
-    quote: str | None
-    encoding: str
-    newlines_in_values: bool
-    skip_lines: int
-    header: bool
+    delimiter: str = ","
+    quote: str | None = None
+    encoding: str = "utf-8"
+    newlines_in_values: bool = False
+    skip_lines: int = 0
+    header: bool = False
     block_bytes: int
     max_line_bytes: int
 

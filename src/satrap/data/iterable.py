@@ -107,7 +107,7 @@ class IterableSource(Source):
         return replace(super()._columns(features.names), declared=features)
 
     def signature(self) -> dict[str, Any]:
-        result = super().signature() | {"type": "Iterable"}  # the name of the class when positions were first saved
+        result = super().signature()
         if self.offsets:
             result["offsets"] = True
         if self.samples and not self.shuffle:  # it decides which samples are read together

@@ -4,7 +4,8 @@ A file is split into ranges of bytes at its newlines, as a CSV is. JSON has no d
 of the first file hold for all files, so that a value has the same id everywhere.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import KW_ONLY, dataclass
 from functools import partial
 from typing import Any
@@ -41,24 +42,17 @@ class JSON(FileSource):
         return super().signature() | {"block_bytes": self.block_bytes}
 
     def _blocks(self, columns: Columns, position: Position | None = None) -> Sequence[Block]:
-        layout = TextLayout(
-            delimiter=",",
-            quote=None,
-            encoding="utf-8",
-            newlines_in_values=False,
-            skip_lines=0,
-            header=False,
-            block_bytes=self.block_bytes,
-            max_line_bytes=self.max_line_bytes,
-        )
+        layout = TextLayout(block_bytes=self.block_bytes, max_line_bytes=self.max_line_bytes)
         texts = [TextFile(file, layout, None) for file in find_files(self.path, self.filesystem)]
         schema = _schema_of(texts, columns)
         return [block for text in texts for block in self._blocks_of(text, schema, columns)]
 
     def _blocks_of(self, text: TextFile, schema: Any, columns: Columns) -> list[Block]:
+        ids = {name for column in columns.ids for name in (column.name, *column.crossed)} - set(columns.extra)
+
         def read(*byte_range: int) -> Iterator[TableRows]:
             for chunk in [text.chunk(*byte_range)] if byte_range else text.chunks():
-                if (table := _parse(text.file, chunk, schema)) is not None:
+                if (table := _parse(text.file, chunk, schema, ids)) is not None:
                     where = f"{text.file.name}, from {f'byte {byte_range[0]}' if byte_range else 'its start'}"
                     decoder = TableDecoder.for_schema(table.schema, columns, where, self.max_bad_rows)
                     yield TableRows(decoder, table, 0)
@@ -68,23 +62,29 @@ class JSON(FileSource):
         return [Block(read=partial(read, *byte_range)) for byte_range in text.ranges()]
 
 
-def _parse(file: File, chunk: TextChunk, schema: Any) -> Any:
-    """Return the rows of some lines as a table; None if there are none. schema: None: inferred."""
+def _parse(file: File, chunk: TextChunk, schema: Any, ids: Collection[str] = ()) -> Any:
+    """Return the rows of some lines as a table; None if there are none.
+
+    schema: None: inferred. ids: columns whose integers may be beyond int64, even if the first block's are not.
+    """
     arrow = pyarrow_for("reading JSON")
     from pyarrow import json
 
     if not bytes(chunk.text).strip():
         return None
-    others = "infer" if schema is None else "ignore"
-    options = json.ParseOptions(explicit_schema=schema, unexpected_field_behavior=others)
     whole = json.ReadOptions(use_threads=False, block_size=len(chunk.text) + 1)
 
-    def parse(text: Any) -> Any:
+    def parse(text: Any, types: Any = schema) -> Any:
+        others = "infer" if types is None else "ignore"
+        options = json.ParseOptions(explicit_schema=types, unexpected_field_behavior=others)
         return json.read_json(arrow.BufferReader(arrow.py_buffer(text)), whole, options)
 
     try:
         return parse(chunk.text)
     except arrow.ArrowException as error:
+        if ids:
+            with suppress(arrow.ArrowException):
+                return parse(chunk.text, _with_unsigned(arrow, schema, parse(chunk.text, None).schema, ids))
         for number, line in enumerate(bytes(chunk.text).splitlines()):
             try:
                 if line.strip():
@@ -122,6 +122,19 @@ def _schema_of(texts: Sequence[TextFile], columns: Columns) -> Any:
                 fields.append((name, kind))
             return arrow.schema(fields)
     return None
+
+
+def _with_unsigned(arrow: Any, schema: Any, seen: Any, names: Collection[str]) -> Any:
+    """Return the schema with uint64 for the named columns that hold integers beyond int64.
+
+    seen: the inferred types, where such a column is of floats."""
+    unsigned = {arrow.int64(): arrow.uint64(), arrow.list_(arrow.int64()): arrow.list_(arrow.uint64())}
+    wide = {
+        name
+        for name in names
+        if name in seen.names and _resolved(arrow, seen.field(name).type, False, None) in unsigned.values()
+    }
+    return arrow.schema([(f.name, unsigned.get(f.type, f.type) if f.name in wide else f.type) for f in schema])
 
 
 def _resolved(arrow: Any, kind: Any, is_number: bool, declared: str | None) -> Any:

@@ -18,6 +18,7 @@ from satrap.config.optional_deps import pyarrow_for
 from satrap.config.validation import check_number, describe
 from satrap.data.block import Block, Chunk, RawChunk
 from satrap.data.hashing import hash_integers
+from satrap.data.shuffle_order import mixed
 from satrap.errors import ConfigError, SourceError
 
 Bound = tuple[str, Any]
@@ -113,10 +114,7 @@ def check_bound(where: str, name: str, bound: Any) -> Bound | None:
 
 def _fractions(n: int, begin: int, *key: int) -> NDArray[np.float64]:
     """Return a number from 0 to below 1 for each of n rows from `begin` on, which only the row and the key decide."""
-    mixed = np.zeros(1, np.uint64)
-    for number in key:
-        mixed = hash_integers(mixed ^ np.uint64(number % 2**64)) + np.uint64(1)
-    hashes = hash_integers(hash_integers(np.arange(begin, begin + n, dtype=np.uint64)) ^ mixed)
+    hashes = hash_integers(hash_integers(np.arange(begin, begin + n, dtype=np.uint64)) ^ mixed(key))
     fractions: NDArray[np.float64] = (hashes >> np.uint64(11)).astype(np.float64) * 2.0**-53
     return fractions
 

@@ -67,7 +67,7 @@ def _job_set(job: DeployJob) -> dict[str, Any]:
 
 
 def _replaced_job(job: DeployJob, role: str) -> dict[str, Any]:
-    """Return the specification of a Job of servers or workers, which are started again whatever they end with."""
+    """Return the specification of a Job of servers or workers, which restart whatever their exit status was."""
     template = _called_template(job, role)
     text = "A container that ends is started again in its pod, which keeps its rows; so often that it never fails."
     count = getattr(job, role).pods

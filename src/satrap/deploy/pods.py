@@ -31,7 +31,7 @@ def quantity(num_bytes: int) -> str:
 
 
 def literal(text: str) -> str:
-    """Return an argument of a command, in which Kubernetes reads $$ as $ and replaces $(NAME)."""
+    """Escape an argument of a command: Kubernetes reads $$ as $ there, and replaces $(NAME)."""
     return text.replace("$", "$$")
 
 

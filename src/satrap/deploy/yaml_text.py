@@ -42,21 +42,6 @@ class Octal(int):
     """A file mode, written in octal."""
 
 
-def plain(value: Any) -> Any:
-    """Return the value without notes, as a reader of the YAML gets it."""
-    match value:
-        case Note():
-            return plain(value.value)
-        case Command():
-            return str(value)
-        case Mapping():
-            return {key: plain(element) for key, element in value.items()}
-        case list() | tuple():
-            return [plain(element) for element in value]
-        case _:
-            return value
-
-
 def document(value: Mapping[str, Any]) -> str:
     """Return a YAML document."""
     return "\n".join(_mapping(value, 0)) + "\n"

@@ -28,7 +28,8 @@ from satrap.device.device_blocks import TensorBlocks
 from satrap.device.device_rows import LARGEST, largest_of
 from satrap.device.device_stream import DeviceStream, to_device, to_host
 from satrap.device.exchange import Exchange, LaunchOrder, RoundThread
-from satrap.device.owned_rows import LookupTime, OwnedRows, OwnTables
+from satrap.device.own_tables import OwnTables
+from satrap.device.owned_rows import LookupTime, OwnedRows
 from satrap.device.runs import PooledFeatures, RowUpdate, Runs, require_sizes, sequence_bags
 from satrap.device.segments import TableGroups, send_to_all
 from satrap.device.torch_device import kernels_of

@@ -93,8 +93,7 @@ class DeviceEngine:
         self.stream = new_stream(device) if stream is None else stream
         self._columns = [trainer.columns(table, native_config(table).state_dim) for table in tables]
         layouts = [columns.layout(table.dtype) for columns, table in zip(self._columns, tables, strict=True)]
-        capacities = capacities_of(tables, trainer.rank, trainer.world_size)
-        self.memories = memories_of(tables, layouts, device, device_memory, capacities)
+        self.memories = memories_of(tables, layouts, device, device_memory, self._most_rows())
         pools = {number: pool for pool, memory in enumerate(self.memories) for number in memory.tables}
         configs = [native_config(table, pools[number]) for number, table in enumerate(tables)]
         self.core = _core.Engine(configs, seed, thread_count(num_threads))
@@ -135,9 +134,8 @@ class DeviceEngine:
                     yield
                     break
             missing()
-        for memory in self.memories:
-            if memory.home is not None and counts is not None:
-                memory.home.keep_reserve()
+        if counts is not None:
+            self._keep_reserve()
 
     @contextmanager
     def in_order(self, counts: NDArray[np.int64] | None = None) -> Iterator[None]:
@@ -168,6 +166,16 @@ class DeviceEngine:
         return self.memories[self._pools[table]]
 
     # -- what the kernels need -----------------------------------------------------------------------------------------
+
+    def _most_rows(self) -> list[int | None]:
+        """Return how many rows of each table there can be here; None: there is no bound."""
+        return capacities_of(self.tables, self._trainer)
+
+    def _keep_reserve(self) -> None:
+        """Allocate memory at home that a later call may need."""
+        for memory in self.memories:
+            if memory.home is not None:
+                memory.home.keep_reserve()
 
     def _reserve(self, counts: NDArray[np.int64]) -> Callable[[], None] | None:
         """Make room for the rows that a call may insert. Return what allocates memory at home that is missing for that,

@@ -31,7 +31,7 @@ def device_worker(
     require_features(features)
     resolved = resolve_device(device)
     require_possible(features.tables, resolved)
-    direct = are_direct(features, device_memory)
+    direct = are_direct(features)
     create = partial(
         DirectEngine if direct else DeviceEngine,
         features.tables,

@@ -7,7 +7,7 @@ and `absent` decides what it reads as. Methods that have the name of one of the 
 excludes other calls, and runs on the stream of the rows.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,7 +18,7 @@ from torch import Tensor
 from satrap import _core
 from satrap.config.tables import Table
 from satrap.device.device_stream import to_device, to_host
-from satrap.device.direct_ids import RowNumbers, RowRuns
+from satrap.device.direct_ids import RowNumbers, RowRuns, remainders_of, reversed_bits
 from satrap.errors import InputError
 
 _COUNTERS = ("lookups", "hits", "inserted", "updated", "skipped")
@@ -73,14 +73,14 @@ class DirectHeads:
         self._touch(torch.where(is_updated, runs.rows, self._numbers.total), runs.rows, step)
         self._counters[3] += _by_table(runs, is_updated)
 
-    def frames(self, frames: Tensor, rows: Tensor) -> Tensor:
-        """Return the frames that a lookup without training reads: -1 where `absent` says zeros. frames, rows: int32, of
+    def places(self, places: Tensor, rows: Tensor) -> Tensor:
+        """Return the places that a lookup without training reads: -1 where `absent` says zeros. places, rows: int32, of
         each id."""
         if not self._reads_zeros:
-            return frames
+            return places
         at = torch.where(rows >= 0, rows.long(), self._numbers.total)
         reads_zeros = (rows >= 0) & self._has_zeros[self.tables_of(at)] & (self._changed[at] == 0)
-        return torch.where(reads_zeros, -1, frames)
+        return torch.where(reads_zeros, -1, places)
 
     def _touch(self, at: Tensor, rows: Tensor, step: int) -> None:
         """Stamp and mark rows. at: their numbers, or that of no row."""
@@ -115,38 +115,50 @@ class DirectHeads:
         self.require(table, ids)
         if not self.is_open:
             return np.full(len(ids), -1, np.int32)
-        changed = self._of_table(self._changed, table)[to_device(ids.astype(np.int64), self._device)]
-        return np.where(to_host(changed).numpy() != 0, self._frames(table, ids), np.int32(-1))
+        rows = self._rows(table, ids)
+        is_used = (rows >= 0) & (self._changed[rows] != 0)
+        return to_host(torch.where(is_used, self._numbers.places_of(table, rows), -1)).numpy()
 
     def export_rows(self, table: int, first: int, last: int, since: int) -> dict[str, NDArray[Any]]:
         """Return id, step and frame of the rows in some buckets that changed at this version or later, in the order of
         their hashes."""
         num_buckets = self._tables[table].resolved_num_buckets
-        stamps, changed = (self._of_table(of_rows, table) for of_rows in (self._stamps, self._changed))
-        low = _reversed(np.arange(first, last, dtype=np.uint64)) >> np.uint64(65 - num_buckets.bit_length())
-        ids, steps = [np.empty(0, np.uint64)], [np.empty(0, np.uint32)]
-        for begin in low.astype(np.int64).tolist() if self.is_open else []:
-            of_bucket = changed[begin::num_buckets]
-            place = (_as_numbers(of_bucket) >= max(1, since)).nonzero()[:, 0] * num_buckets + begin
-            found = to_host(torch.stack([place, _as_numbers(stamps[place])])).numpy()
-            order = np.argsort(_reversed(found[0].astype(np.uint64)))
-            ids.append(found[0][order].astype(np.uint64))
+        ids, steps, frames = [np.empty(0, np.uint64)], [np.empty(0, np.uint32)], [np.empty(0, np.int32)]
+        for remainder, rows in self._buckets(table, first, last):
+            place = (_as_numbers(self._changed[rows]) >= max(1, since)).nonzero()[:, 0]
+            frame = self._numbers.places_of(table, place * rows.step + rows.start)
+            found = to_host(torch.stack([place, _as_numbers(self._stamps[rows][place]), frame])).numpy()
+            of_bucket = found[0] * num_buckets + remainder
+            order = np.argsort(reversed_bits(of_bucket.astype(np.uint64)))
+            ids.append(of_bucket[order].astype(np.uint64))
             steps.append(found[1][order].astype(np.uint32))
-        joined = np.concatenate(ids)
-        return {"id": joined, "step": np.concatenate(steps), "frame": self._frames(table, joined)}
+            frames.append(found[2][order].astype(np.int32))
+        return {"id": np.concatenate(ids), "step": np.concatenate(steps), "frame": np.concatenate(frames)}
 
     def export_cut(self, table: int, first: int, last: int, since: int) -> dict[str, Any]:
-        """Return the same with what the core adds for a cut: no row was removed."""
+        """Return the same with what the core adds for a cut: how many rows lookups have used, and that none was
+        removed."""
         columns: dict[str, Any] = self._core.export_cut(table, first, last, since)
-        return columns | self.export_rows(table, first, last, since)
+        used = [torch.count_nonzero(self._changed[rows]) for _, rows in self._buckets(table, first, last)]
+        alive = int(torch.stack(used).sum()) if used else 0
+        return columns | self.export_rows(table, first, last, since) | {"alive": alive}
+
+    def _buckets(self, table: int, first: int, last: int) -> Iterator[tuple[int, slice]]:
+        """Yield for each of some buckets the remainder of its ids by the number of buckets, and its rows."""
+        num_buckets = self._tables[table].resolved_num_buckets
+        for remainder in remainders_of(np.arange(first, last, dtype=np.uint64), num_buckets).tolist():
+            if self.is_open:
+                yield remainder, self._numbers.of_bucket(table, remainder, num_buckets)
 
     def import_frames(self, table: int, ids: NDArray[np.uint64], steps: NDArray[np.uint32]) -> NDArray[np.int32]:
         """Insert or replace rows of a snapshot; return their frames."""
         self.require(table, ids)
-        at = to_device(ids.astype(np.int64), self._device)
-        self._of_table(self._stamps, table)[at] = to_device(steps.view(np.int32).copy(), self._device)
-        self._of_table(self._changed, table)[at] = self._current_versions()[1][table]
-        return self._frames(table, ids)
+        rows = self._rows(table, ids)
+        frames = to_host(torch.where(rows < 0, -1, self._numbers.places_of(table, rows))).numpy()
+        assert (frames != -1).all(), "a row of a bucket that is not here"
+        self._stamps[rows] = to_device(steps.view(np.int32).copy(), self._device)
+        self._changed[rows] = self._current_versions()[1][table]
+        return frames
 
     def stats(self, table: int) -> dict[str, int]:
         """Return the counts of a table, with the bytes of all its rows' heads."""
@@ -154,6 +166,9 @@ class DirectHeads:
         counts |= dict(zip(_COUNTERS, self._counters[:, table].tolist(), strict=True))
         counts["rows"] = self.num_rows(table)
         counts["bytes"] += _BYTES * len(self._of_table(self._stamps, table))
+        if "on_device" in counts:
+            in_frames = self._of_table(self._changed, table)[: self._numbers.in_frames[table]]
+            counts["on_device"] = int(torch.count_nonzero(in_frames))
         return counts
 
     def check(self, table: int) -> None:
@@ -166,12 +181,12 @@ class DirectHeads:
     def _of_table(self, of_rows: Tensor, table: int) -> Tensor:
         return of_rows[self._numbers.offsets[table] : self._numbers.offsets[table + 1]] if self.is_open else of_rows[:0]
 
-    def _frames(self, table: int, ids: NDArray[np.uint64]) -> NDArray[np.int32]:
-        return (ids.astype(np.int64) + self._numbers.first_frames[table]).astype(np.int32)
+    def _rows(self, table: int, ids: NDArray[np.uint64]) -> Tensor:
+        return self._numbers.rows_of(table, to_device(ids.astype(np.int64), self._device))
 
     def require(self, table: int, ids: NDArray[np.uint64]) -> None:
         """Raise InputError unless the table can have rows of these ids."""
-        num_rows = self._numbers.offsets[table + 1] - self._numbers.offsets[table]
+        num_rows = self._tables[table].num_rows or 0
         if (outside := ids[ids >= num_rows]).size:
             raise InputError(
                 f"table {self._tables[table].name!r}: id {outside[0]} is not below num_rows={num_rows}; expected ids "
@@ -192,12 +207,3 @@ def _as_numbers(bits: Tensor) -> Tensor:
 
 def _as_bits(numbers: Tensor) -> Tensor:
     return torch.where(numbers > _LARGEST_SIGNED, numbers - (1 << 32), numbers).int()
-
-
-def _reversed(numbers: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """Return numbers with their 64 bits in reverse order: the hash of an id of a direct table."""
-    by_byte = np.ascontiguousarray(_REVERSED[numbers.view(np.uint8).reshape(-1, 8)[:, ::-1]])
-    return by_byte.view(np.uint64).reshape(-1)
-
-
-_REVERSED = np.packbits(np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1)[:, ::-1], axis=1)[:, 0]

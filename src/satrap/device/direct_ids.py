@@ -26,28 +26,134 @@ from satrap.device.device_stream import Mark, current_stream, to_device
 MOST_ROWS = 2**31 - 2
 """Rows of all tables: they are numbered in int32."""
 _IDS = (torch.int32, torch.int64, torch.uint64)
+_NOT_HERE = -(2**62)
+_AT_HOME = 2**31  # below a slot, in a place
 
 
 class RowNumbers:
-    """The numbers of the rows of some tables."""
+    """The numbers of the rows that are here of some tables.
 
-    def __init__(self, tables: Sequence[Table], memories: Sequence[Sequence[int]], device: torch.device) -> None:
-        """memories: for each memory, the tables whose rows it has."""
-        sizes = [table.num_rows or 0 for table in tables]
-        self.offsets = [0, *accumulate(sizes)]
+    If all rows of a table are here, they are in the order of their ids. If some buckets are, they are bucket after
+    bucket: a bucket has the ids with one remainder by the number of buckets, so the first ids of a table, often the
+    hottest, are spread over all buckets, and over their owners."""
+
+    def __init__(
+        self,
+        tables: Sequence[Table],
+        memories: Sequence[Sequence[int]],
+        device: torch.device,
+        *,
+        buckets: Sequence[NDArray[np.uint64]] | None = None,
+        most_in_frames: Sequence[int | None] | None = None,
+    ) -> None:
+        """memories: for each memory, the tables whose rows it has.
+        buckets: for each table, those that are here; None: all rows of all tables are.
+        most_in_frames: for each table, how many rows have frames, those of its first ids; the others are at home. None:
+            all have."""
+        self._num_ids = [table.num_rows or 0 for table in tables]
+        self._divisors = [1 if buckets is None else table.resolved_num_buckets for table in tables]
+        self._first_remainders = [0, *accumulate(self._divisors)]
+        self._begins = [_NOT_HERE] * self._first_remainders[-1]  # where the rows of each table and remainder begin
+        self.offsets = [0]
         """Where the rows of each table begin, and where the last end."""
+        parts = []  # where the rows of a remainder begin, the divisor and the remainder
+        for number, divisor in enumerate(self._divisors):
+            end = self.offsets[-1]
+            for remainder in [0] if buckets is None else remainders_of(buckets[number], divisor).tolist():
+                self._begins[self._first_remainders[number] + remainder] = end
+                parts.append((end, divisor, remainder))
+                end += self._num_with(number, remainder, divisor)
+            self.offsets.append(end)
         self.total = self.offsets[-1]
-        self.first_frames = [0] * len(tables)
-        """The frame of each table's first row."""
+        limits = [None] * len(tables) if most_in_frames is None else most_in_frames
+        self.in_frames = [
+            self.num_here(number) if most is None else min(most, self.num_here(number))
+            for number, most in enumerate(limits)
+        ]
+        """How many rows of each table have frames."""
+        self.first_frames, self._first_slots = [0] * len(tables), [0] * len(tables)
         for numbers in memories:
-            for number, first in zip(numbers, accumulate([0, *(sizes[i] for i in numbers)]), strict=False):
-                self.first_frames[number] = first
+            frame = slot = 0
+            for number in numbers:
+                self.first_frames[number], self._first_slots[number] = frame, slot
+                frame += self.in_frames[number]
+                slot += self.num_at_home(number)
         self.bounds = torch.tensor(self.offsets, device=device)
         """`offsets` on the device, int64 [tables + 1]."""
-        self.first = torch.tensor(self.first_frames, device=device)
-        """`first_frames` on the device, int64 [tables]."""
-        self.sizes = torch.tensor(sizes, device=device)
-        """The number of rows of each table, int64 [tables]."""
+        self._places = torch.tensor(
+            [self.offsets[:-1], self.in_frames, self.first_frames, self._first_slots], device=device
+        )
+        self.has_home = any(map(self.num_at_home, range(len(tables))))
+        """Whether some rows have no frame."""
+        self.sizes = torch.tensor(self._num_ids, device=device)
+        """The number of ids of each table, int64 [tables]."""
+        self._by_table = torch.tensor([self._divisors, self._first_remainders[:-1]], device=device)
+        self._by_remainder = torch.tensor(self._begins, device=device)
+        self._parts = torch.tensor(parts or [(0, 1, 0)], device=device).T.contiguous()
+
+    def num_here(self, table: int) -> int:
+        """Return how many rows of a table are here."""
+        return self.offsets[table + 1] - self.offsets[table]
+
+    def rows_of(self, tables: int | Tensor, ids: Tensor) -> Tensor:
+        """Return the number of each id's row, int64; -1: it is not here. tables: that of all ids, or of each."""
+        divisor, first = self._by_table[:, tables].unbind()
+        return (self._by_remainder[first + ids % divisor] + ids // divisor).clamp(min=-1)
+
+    def ids_of(self, rows: Tensor) -> Tensor:
+        """Return the id of each row, int64; that of no row is any."""
+        begins = self._parts[0]
+        begin, divisor, remainder = self._parts[:, torch.bucketize(rows, begins[1:], right=True)].unbind()
+        return (rows - begin) * divisor + remainder
+
+    def num_at_home(self, table: int) -> int:
+        """Return how many rows of a table are at home."""
+        return self.num_here(table) - self.in_frames[table]
+
+    def places_of(self, tables: int | Tensor, rows: Tensor) -> Tensor:
+        """Return the place of each row, int32: a frame, or a negative number for a slot at home. tables: that of all
+        rows, or of each."""
+        begin, in_frames, first_frame, first_slot = self._places[:, tables].unbind()
+        number = rows - begin
+        if not self.has_home:
+            return (number + first_frame).int()
+        at_home = number - in_frames + first_slot - _AT_HOME
+        return torch.where(number < in_frames, number + first_frame, at_home).int()
+
+    def slot_of(self, table: int, rows: Tensor) -> Tensor:
+        """Return the slot of each of a table's rows at home, int64."""
+        return rows + (self._first_slots[table] - self.in_frames[table] - self.offsets[table])
+
+    def shift(self, table: int) -> int:
+        """Return what to add to the number of a table's row for its frame."""
+        return self.first_frames[table] - self.offsets[table]
+
+    def of_bucket(self, table: int, remainder: int, num_buckets: int) -> slice:
+        """Return the rows of the bucket whose ids have this remainder, in the order of their ids; none, if they are not
+        here."""
+        begin, end = self.offsets[table : table + 2]
+        if self._divisors[table] != num_buckets:
+            return slice(min(begin + remainder, end), end, num_buckets)
+        begin = self._begins[self._first_remainders[table] + remainder]
+        return slice(max(begin, 0), max(begin + self._num_with(table, remainder, num_buckets), 0), 1)
+
+    def _num_with(self, table: int, remainder: int, divisor: int) -> int:
+        """Return how many of a table's ids have this remainder."""
+        return max(0, -((remainder - self._num_ids[table]) // divisor))
+
+
+def remainders_of(buckets: NDArray[np.uint64], num_buckets: int) -> NDArray[np.int64]:
+    """Return for each bucket the remainder of its ids by the number of buckets: the bits of the bucket in reverse."""
+    return (reversed_bits(buckets) >> np.uint64(65 - num_buckets.bit_length())).astype(np.int64)
+
+
+def reversed_bits(numbers: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """Return numbers with their 64 bits in reverse order: the hash of an id of a direct table."""
+    by_byte = np.ascontiguousarray(_REVERSED[numbers.view(np.uint8).reshape(-1, 8)[:, ::-1]])
+    return by_byte.view(np.uint64).reshape(-1)
+
+
+_REVERSED = np.packbits(np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1)[:, ::-1], axis=1)[:, 0]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -79,6 +185,13 @@ class RowRuns:
         bounds = torch.searchsorted(by_run, numbers.bounds)
         return cls(by_run, starts[:n].int(), starts[1 : n + 1].int(), order, bounds)
 
+    def of_entries(self) -> Tensor:
+        """Return the run of each entry, int64; that of an entry without a row is any."""
+        n = len(self.order)
+        is_first = self.order.new_zeros(n + 1).scatter_(0, self.begin.long(), 1)  # the last place takes empty runs
+        runs = (is_first[:n].cumsum(0) - 1).clamp(min=0)
+        return torch.empty_like(runs).scatter_(0, self.order, runs)
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DirectIds(IdEntries):
@@ -93,8 +206,8 @@ class DirectIds(IdEntries):
     batch_size: int
     rows: Tensor
     """int32 [ids]: the number of each id's row; -1: it has none."""
-    frames: Tensor
-    """int32 [ids]: the frame of each id's row; -1: it has none."""
+    places: Tensor
+    """int32 [ids]: the place of each id's row; -1: it has none."""
     cut: Tensor
     """int64 [sequences]: the number of ids beyond the max_length of each."""
     verdict: tuple[Tensor, Mark]
@@ -157,12 +270,11 @@ class DirectIds(IdEntries):
             is_refused = is_refused | ~largest.isfinite()
             weights = torch.where(is_refused, 0.0, weights)
         has_row = ~(is_outside | is_refused) if is_id is None else is_id & ~(is_outside | is_refused)
-        rows, frames = (
-            torch.where(has_row, begin[table] + values, -1).int() for begin in (numbers.bounds, numbers.first)
-        )
+        rows = torch.where(has_row, numbers.bounds[table] + values, -1).int()
+        places = torch.where(has_row, numbers.places_of(table, rows), -1)
         offsets = None if offsets is None else torch.where(is_refused, 0, offsets)
         verdict = current_stream(device).download(torch.stack([is_refused.double(), largest]))
-        return cls(values, offsets, weights, batch_size, rows, frames, cut, verdict, inputs)
+        return cls(values, offsets, weights, batch_size, rows, places, cut, verdict, inputs)
 
     @property
     def is_refused(self) -> bool:

@@ -7,7 +7,7 @@ on nothing that the host would have to wait for, but the one number that the upd
 gradients are finite. All rows have their initial values from the start.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 from functools import partial
@@ -21,15 +21,18 @@ from torch import Tensor
 from satrap.config.features import Features
 from satrap.config.tables import Table
 from satrap.data.inputs import Inputs
+from satrap.device.cold_rows import ColdRows, places_read
 from satrap.device.device_engine import DeviceEngine, Owed
 from satrap.device.device_ids import IdEntries, IdLayout, copied_to_cpu
-from satrap.device.device_memory import DeviceMemory
+from satrap.device.device_memory import DeviceMemory, shares_of
 from satrap.device.device_rows import LARGEST, DeviceRows, UpdatedTables, claim, largest_of
 from satrap.device.device_stream import to_device
 from satrap.device.direct_heads import DirectHeads
 from satrap.device.direct_ids import MOST_ROWS, DirectIds, RowNumbers, RowRuns
 from satrap.device.exact import mix_keys, signed
+from satrap.device.row_memory import RowMemory
 from satrap.device.runs import DeviceTicket, Given, PooledFeatures, Runs, gradient_entries, is_whole_batch, num_floats
+from satrap.device.table_shards import owned_buckets
 from satrap.device.torch_device import initialise_of
 from satrap.errors import InputError
 from satrap.table.engine import Slot, slots_of
@@ -38,18 +41,26 @@ from satrap.worker.rows import BagRequest, Ids, UpdateRequest, id_request
 _NUMBERS_AT_ONCE = 1 << 22  # of values that one call initialises, which bounds its memory
 _NO_IDS = np.empty(0, np.uint64)
 _ADVICE = (
-    "A table with num_rows has all of its rows on the device: give device_memory, or leave num_rows out if few of the "
-    "ids are used, or use a smaller dtype or dim"
+    "A table with num_rows has memory for all of its rows: give (less) device_memory, or leave num_rows out if few of "
+    "the ids are used, or use a smaller dtype or dim"
+)
+_HOME_ADVICE = (
+    "A table with num_rows has memory for all of its rows: give more device_memory, or leave num_rows out if few of "
+    "the ids are used, or use a smaller dtype or dim"
 )
 
 
-def are_direct(features: Features, device_memory: DeviceMemory) -> bool:
-    """Return whether `DirectRows` can have the rows: all tables have `num_rows`, all rows are on the device, and no
-    sequence is jagged, so that the sizes of a batch's rows are known here."""
-    sizes = [table.num_rows for table in features.tables]
+def are_numbered(tables: Sequence[Table]) -> bool:
+    """Return whether `DirectEngine` can have the rows: all tables have `num_rows`."""
+    sizes = [table.num_rows for table in tables]
+    return None not in sizes and sum(size or 0 for size in sizes) <= MOST_ROWS
+
+
+def are_direct(features: Features) -> bool:
+    """Return whether `DirectRows` can have the rows: `DirectEngine` can, and no sequence is jagged, so that the sizes
+    of a batch's rows are known here."""
     is_padded = not any(feature.jagged or feature.aligned_with is not None for feature in features.values())
-    fits = None not in sizes and sum(size or 0 for size in sizes) <= MOST_ROWS
-    return is_padded and fits and device_memory is None
+    return is_padded and are_numbered(features.tables)
 
 
 class DirectEngine(DeviceEngine):
@@ -58,22 +69,52 @@ class DirectEngine(DeviceEngine):
     def __init__(self, tables: Sequence[Table], device: torch.device, **options: Any) -> None:
         super().__init__(tables, device, **options)
         with self.stream.joined():
-            self.numbers = RowNumbers(tables, [memory.tables for memory in self.memories], device)
+            buckets = owned_buckets(tables, self._trainer) if self._trainer.world_size > 1 else None
+            self.numbers = RowNumbers(
+                tables,
+                [memory.tables for memory in self.memories],
+                device,
+                buckets=buckets,
+                most_in_frames=self._most_in_frames(options.get("device_memory")),
+            )
             self.directory = self.heads = DirectHeads(tables, self.core, self.numbers, device)
             self.row_keys = torch.tensor([initial.key for initial in self._initial], device=device)
             """From which the random draws of rows are made, by table."""
+        self.no_counts = np.zeros(len(tables), np.int64)
+        """How many rows of each table a call may insert: all are there. That a call has counts makes the engine
+        allocate the rows."""
 
     def slots(self, seed: int) -> list[Slot]:
         return slots_of(self.core, self.tables, seed, self, _HeadsOfEngine(self))
 
-    def _reserve(self, counts: NDArray[np.int64]) -> None:
+    def _most_rows(self) -> list[int | None]:
+        if self._trainer.world_size > 1:  # each has a part of the rows, all of them on its device
+            return [None] * len(self.tables)
+        return [table.num_rows for table in self.tables]
+
+    def _most_in_frames(self, device_memory: DeviceMemory) -> list[int | None]:
+        """Return how many rows of each table have frames; None: all."""
+        row_bytes = [self.memory(number).layout.row_bytes for number in range(len(self.tables))]
+        shares = shares_of(self.tables, row_bytes, device_memory, self._most_rows())
+        sizes = [share.size for share in shares]
+        return [None if size is None else size // of_row for size, of_row in zip(sizes, row_bytes, strict=True)]
+
+    def _keep_reserve(self) -> None:
+        """Allocate nothing: all rows have memory."""
+
+    def _reserve(self, counts: NDArray[np.int64]) -> Callable[[], None] | None:
         """Allocate the memory of all rows, and write their initial values, once."""
         if self.heads.is_open:
-            return
+            return None
         for memory in self.memories:
             names = [self.tables[number].name for number in memory.tables]
-            memory.reserve(sum(self.tables[number].num_rows or 0 for number in memory.tables), names, _ADVICE)
+            if memory.home is not None:
+                slots = sum(map(self.numbers.num_at_home, memory.tables))
+                if num_missing := memory.home.grow(slots):
+                    return partial(memory.home.allocate, num_missing, names, _HOME_ADVICE)
+            memory.reserve(sum(self.numbers.in_frames[number] for number in memory.tables), names, _ADVICE)
         self.owe(self._open)
+        return None
 
     def _open(self) -> Owed:
         self.heads.open()
@@ -82,17 +123,83 @@ class DirectEngine(DeviceEngine):
         ]
 
     def _parts(self, table: int) -> Iterator[tuple[int, int]]:
-        """Yield ranges of a table's rows."""
-        size, num_rows = max(1, _NUMBERS_AT_ONCE // self.tables[table].dim), self.tables[table].num_rows or 0
-        yield from ((begin, min(begin + size, num_rows)) for begin in range(0, num_rows, size))
+        """Yield ranges of a table's rows, that are all in frames or all at home."""
+        size = max(1, _NUMBERS_AT_ONCE // self.tables[table].dim)
+        first, last = self.numbers.offsets[table : table + 2]
+        middle = first + self.numbers.in_frames[table]
+        for start, stop in ((first, middle), (middle, last)):
+            yield from ((begin, min(begin + size, stop)) for begin in range(start, stop, size))
 
     def restart(self, table: int, begin: int, end: int) -> None:
-        """Write the initial values and states of some rows."""
-        memory, first = self.memory(table), self.numbers.first_frames[table]
-        ids = torch.arange(begin, end, device=self.device)
-        initialise_of(self.device)(
-            memory.values, memory.state, (ids + first).int(), ids, self._initial[table], memory.layout
+        """Write the initial values and states of some rows. begin, end: of their numbers."""
+        memory, rows = self.memory(table), torch.arange(begin, end, device=self.device)
+        ids, initialise = self.numbers.ids_of(rows), initialise_of(self.device)
+        if begin < self.numbers.offsets[table] + self.numbers.in_frames[table]:
+            frames = self.numbers.places_of(table, rows)
+            initialise(memory.values, memory.state, frames, ids, self._initial[table], memory.layout)
+            return
+        cold = ColdRows.of(memory, [table], rows, self.numbers)
+        copies = memory.staging(end - begin)
+        initialise(copies.values, copies.state, cold.lines, ids, self._initial[table], memory.layout)
+        cold.write(copies)
+
+    def begin_lookup(self, step: int, oldest_open: int, *, train: bool, first_epoch: bool) -> dict[str, Any]:
+        """Let the core begin a lookup; return what it returns for one of no ids."""
+        offsets, none = np.zeros(len(self.tables) + 1, np.int64), np.empty(0, np.int32)
+        return self.core.lookup_id_frames(_NO_IDS, offsets, step, oldest_open, train, none, first_epoch)
+
+    def begin_update(self, step: int) -> None:
+        """Let the core begin an update."""
+        offsets = np.zeros(len(self.tables) + 1, np.int64)
+        self.core.update_id_frames(_NO_IDS, offsets, np.empty(0, np.int32), step, False)
+
+    def runs(self, rows: RowRuns, places: Tensor, factors: Tensor | None, alignment: int) -> Runs:
+        """Return what the kernel of an update takes, but with the number of each run's row as its frame. places,
+        factors: in the order of the runs. alignment: of the places."""
+        keys = None
+        if any(table.dtype != "float32" for table in self.tables):
+            row_keys = self.row_keys[self.heads.tables_of(rows.rows)]
+            keys = mix_keys(row_keys ^ mix_keys(self.numbers.ids_of(rows.rows) ^ signed(0x9E3779B97F4A7C15)))
+        return Runs(
+            frames=rows.rows,
+            begin=rows.begin,
+            end=rows.end,
+            places=places,
+            factors=factors,
+            keys=keys,
+            tables=(0, len(rows.rows)),
+            alignment=alignment,
         )
+
+    def step(self, kernels: Any, rows: RowRuns, runs: Runs, group: UpdatedTables, flat: Tensor) -> Sequence[Owed]:
+        """Sum the gradients of some tables' rows, and apply their optimizer. runs: what `runs` returned for `rows`."""
+        (tables, how), numbers, memory = group, self.numbers, self.memory(group[0].start)
+        begin, end = numbers.offsets[tables.start], numbers.offsets[tables.stop]
+        has_all = end - begin == numbers.total and memory.home is None
+        is_here, frames = (rows.rows >= begin) & (rows.rows < end), rows.rows + numbers.shift(tables.start)
+        if memory.home is not None:
+            frames = numbers.places_of(self.heads.tables_of(rows.rows), rows.rows)
+            is_here = is_here & (frames >= 0)
+        frames, ends = torch.where(is_here, frames, -1).int(), torch.where(is_here, runs.end, runs.begin)
+        in_frames = replace(runs, frames=frames, end=runs.end if has_all else ends)
+        summed = kernels.update(memory.values, memory.state, in_frames, flat, how)
+        if memory.home is None:
+            return [partial(self.heads.note_update, rows, tables, how.step, summed)]
+        return [partial(self._step_at_home, kernels, rows, runs, group, flat, summed)]
+
+    def _step_at_home(
+        self, kernels: Any, rows: RowRuns, runs: Runs, group: UpdatedTables, flat: Tensor, in_frames: Tensor | None
+    ) -> Sequence[Owed]:
+        """Do the same with the rows at home, by copies on the device. in_frames: how many gradients of each run were
+        summed for rows in frames, if some may be skipped."""
+        tables, how = group
+        cold = ColdRows.of(self.memory(tables.start), tables, rows.rows, self.numbers)
+        copies = cold.read(with_state=True)
+        runs = replace(runs, frames=cold.lines, end=torch.where(cold.lines >= 0, runs.end, runs.begin))
+        summed = kernels.update(copies.values, copies.state, runs, flat, how)
+        cold.write(copies)
+        summed = None if summed is None or in_frames is None else summed + in_frames
+        return [partial(self.heads.note_update, rows, tables, how.step, summed)]
 
     def place_rows(self) -> None:
         """Do what a call that ended early owes: there are no rows to place."""
@@ -103,7 +210,7 @@ class DirectEngine(DeviceEngine):
         with self.exclusive():
             counts = super().stats(table)
             if self.heads.is_open:
-                num_unused = (self.tables[table].num_rows or 0) - counts["rows"]
+                num_unused = self.numbers.num_here(table) - counts["rows"]
                 counts["bytes"] += num_unused * self.memory(table).layout.row_bytes
         return counts
 
@@ -151,7 +258,6 @@ class DirectRows(DeviceRows):
         with engine.stream.joined():
             self._id_layout = IdLayout(self._id_features, self.device)
             self._cut = torch.zeros(len(self.id_layout.sequences), dtype=torch.int64, device=self.device)
-        self._no_offsets = np.zeros(len(self._tables) + 1, np.int64)
         self._last_flat: tuple[Tensor, Tensor | None] | None = None
 
     @property
@@ -177,13 +283,13 @@ class DirectRows(DeviceRows):
             PooledFeatures.of(features, [0] if each is memory else [], self.device) for each in self._engine.memories
         ]
         self._engine.heads.require(number, ids)
-        with self._engine.exclusive(self._no_offsets[1:]):
-            resolved = self._take_step(step, oldest_open, train=True, first_epoch=True)
-            given = to_device(ids.astype(np.int64), self.device)
-            runs = RowRuns.of((given + self._engine.numbers.offsets[number]).int(), self._engine.numbers)
-            frames = (given + self._engine.numbers.first_frames[number]).int()
+        with self._engine.exclusive(self._engine.no_counts):
+            resolved = self._engine.begin_lookup(step, oldest_open, train=True, first_epoch=True)
+            rows = self._engine.numbers.rows_of(number, to_device(ids.astype(np.int64), self.device))
+            runs = RowRuns.of(rows.int(), self._engine.numbers)
+            places = self._engine.numbers.places_of(number, rows)
             self._engine.owe(lambda: partial(self._engine.heads.note_lookup, runs, step))
-            found = {**resolved, "frames": frames, "offsets": None, "weights": None}
+            found = {**resolved, **self._read_places(places, runs), "offsets": None, "weights": None}
             self._gather(features, pooled, len(ids), found, block, [])
             self._engine.moves.note_use()
         return block
@@ -193,7 +299,7 @@ class DirectRows(DeviceRows):
         layout, sizes = copy(self._id_layout), np.diff(offsets).tolist() if offsets is not None else []
         layout.sequence_floats = [size * table.dim for size, table in zip(sizes, self._tables, strict=True)]
         inputs = Inputs(names=self._id_features.names, values=values, offsets=offsets, batch_size=1)
-        with self._engine.exclusive(self._no_offsets[1:]):
+        with self._engine.exclusive(self._engine.no_counts):
             placed = DirectIds.of(layout, self._engine.numbers, inputs, self.device)
             assert placed is not None
             return self._ticket(placed, layout, self._id_bags)
@@ -215,48 +321,56 @@ class DirectRows(DeviceRows):
             if not largest * abs(scale) * sum(ticket.bound for ticket in tickets) < LARGEST:
                 on_cpu = [self._as_core(ticket) for ticket in tickets]
                 skips = self._check(replace(request, tickets=on_cpu), scale)
-            runs, places, factors = self._gradients(tickets, given)
+            rows, places, factors = self._gradients(tickets, given)
             groups = list(self._fused_tables(dict(request.lrs), scale, request.step, skips=skips))
 
             def record() -> Owed:
-                self._engine.core.update_id_frames(
-                    _NO_IDS, self._no_offsets, np.empty(0, np.int32), request.step, False
-                )
+                self._engine.begin_update(request.step)
                 for ticket in tickets:
                     ticket.used = True
-                keys = self._keys(runs)
-                return lambda: [
-                    partial(self._step_direct, runs, places, factors, keys, group, flat) for group in groups
-                ]
+                runs = self._engine.runs(rows, places, factors, self.id_layout.alignment)
+                return lambda: [partial(self._engine.step, self._kernels, rows, runs, group, flat) for group in groups]
 
             self._engine.owe(record)
 
     # -- lookup --------------------------------------------------------------------------------------------------------
 
     def _counts(self, request: BagRequest) -> NDArray[np.int64]:
-        """Return no counts of rows: all are there. That there are some makes the engine allocate them."""
-        return self._no_offsets[1:]
-
-    def _take_step(self, step: int, oldest_open: int, *, train: bool, first_epoch: bool) -> dict[str, Any]:
-        """Let the core begin a lookup; return what it returns for one of no ids."""
-        none = np.empty(0, np.int32)
-        return self._engine.core.lookup_id_frames(
-            _NO_IDS, self._no_offsets, step, oldest_open, train, none, first_epoch
-        )
+        return self._engine.no_counts
 
     def _find_frames(self, request: BagRequest, bags: Any = None) -> dict[str, Any]:
         """Return what a lookup needs. Of one that trains, sort the ids, and stamp their rows."""
         ids = request.values if isinstance(request.values, DirectIds) else self._place_arrays(request)
         step, oldest = request.step or 0, request.oldest_open or 0
-        resolved = self._take_step(step, oldest, train=request.train, first_epoch=request.first_epoch)
+        resolved = self._engine.begin_lookup(step, oldest, train=request.train, first_epoch=request.first_epoch)
         if len(ids.cut) and ids.offsets is not None:
             self._cut = self._cut + ids.cut
         found = {**resolved, "offsets": ids.offsets, "weights": ids.weights, "moved": None, "ticket": None}
         if not request.train:
-            return found | {"frames": self._engine.heads.frames(ids.frames, ids.rows)}
+            places = self._engine.heads.places(ids.places, ids.rows)
+            return found | self._read_places(places, ids.rows)
         ticket, at = self._ticket(ids, self.id_layout, self._bags), step or self._engine.core.latest_step
         self._engine.owe(lambda: partial(self._engine.heads.note_lookup, ticket.runs, at))
-        return found | {"frames": ids.frames, "ticket": ticket}
+        return found | self._read_places(ids.places, ticket.runs) | {"ticket": ticket}
+
+    def _read_places(self, places: Tensor, rows: RowRuns | Tensor) -> dict[str, Any]:
+        """Return what `_gather` takes for the places of ids. rows: the number of each one's row, or their runs."""
+        engine = self._engine
+        if not engine.numbers.has_home:
+            return {"frames": places}
+        runs = rows if isinstance(rows, RowRuns) else RowRuns.of(rows, engine.numbers)
+        cold = {
+            pool: ColdRows.of(memory, memory.tables, runs.rows, engine.numbers)
+            for pool, memory in enumerate(engine.memories)
+            if memory.home is not None
+        }
+        return {"frames": places_read(places, runs, list(cold.values())), "cold": cold}
+
+    def _absent(self, resolved: dict[str, Any], memory: RowMemory) -> Tensor:
+        if memory.home is None:
+            return super()._absent(resolved, memory)
+        cold: ColdRows = resolved["cold"][self._engine.memories.index(memory)]
+        return cold.read(with_state=False).values.float()
 
     def _ticket(self, ids: DirectIds, layout: IdLayout, bags: Any) -> DirectTicket:
         """Return a ticket, with what the update of the whole batch needs."""
@@ -325,41 +439,6 @@ class DirectRows(DeviceRows):
         rows = torch.where(places >= 0, torch.cat([ticket.ids.rows for ticket in tickets]), -1)
         runs = RowRuns.of(rows, self._engine.numbers)
         return runs, places[runs.order].int(), None if factors is None else factors[runs.order]
-
-    def _keys(self, runs: RowRuns) -> Tensor | None:
-        """Return the keys of the random draws of each row; None: no table has 16-bit values."""
-        if all(table.dtype == "float32" for table in self._tables):
-            return None
-        table = self._engine.heads.tables_of(runs.rows)
-        ids = runs.rows - self._engine.numbers.bounds[table]
-        return mix_keys(self._engine.row_keys[table] ^ mix_keys(ids ^ signed(0x9E3779B97F4A7C15)))
-
-    def _step_direct(
-        self,
-        runs: RowRuns,
-        places: Tensor,
-        factors: Tensor | None,
-        keys: Tensor | None,
-        group: UpdatedTables,
-        flat: Tensor,
-    ) -> Sequence[Owed]:
-        """Sum the gradients of some tables' rows, and apply their optimizer."""
-        (tables, how), numbers = group, self._engine.numbers
-        begin, end = numbers.offsets[tables.start], numbers.offsets[tables.stop]
-        is_here = (runs.rows >= begin) & (runs.rows < end)
-        of_tables = Runs(
-            frames=torch.where(is_here, runs.rows + (numbers.first_frames[tables.start] - begin), -1).int(),
-            begin=runs.begin,
-            end=runs.end if end - begin == numbers.total else torch.where(is_here, runs.end, runs.begin),
-            places=places,
-            factors=factors,
-            keys=keys,
-            tables=(0, len(runs.rows)),
-            alignment=self.id_layout.alignment,
-        )
-        memory = self._engine.memory(tables.start)
-        summed = self._kernels.update(memory.values, memory.state, of_tables, flat, how)
-        return [partial(self._engine.heads.note_update, runs, tables, how.step, summed)]
 
 
 def _require_sizes(request: UpdateRequest) -> None:

@@ -97,20 +97,26 @@ class HomeMemory:
             self.addresses = to_device(np.array([segment.data_ptr() for segment in self.segments]), self.device)
         return 0
 
-    def allocate(self, num_segments: int, names: Sequence[str]) -> None:
-        """Put so many segments in reserve; raise CapacityError if this process has no memory. names: of the tables."""
+    def allocate(
+        self,
+        num_segments: int,
+        names: Sequence[str],
+        advice: str = "Give the tables a capacity, or use a smaller dtype or dim",
+    ) -> None:
+        """Put so many segments in reserve; raise CapacityError if this process has no memory. names: of the tables.
+        advice: the end of the error."""
         size = self._segment_bytes
         for number in range(num_segments):
             try:
                 self.spare.append(self._allocate(size))
             except RuntimeError as error:  # also of pinned memory
                 pinned = "pinned " if self.device.type == "cuda" else ""
-                held = len(self.segments) + len(self.spare)
-                slots = (held + num_segments - number) * self.rows
+                held, missing = len(self.segments) + len(self.spare), num_segments - number
+                slots = (held + missing) * self.rows
                 raise CapacityError(
                     f"tables {', '.join(map(repr, names))}: this process has no {pinned}memory for {slots} rows at "
-                    f"home: expected {size:,} bytes beside the {held * size:,} that it holds. Give the tables "
-                    "a capacity, or use a smaller dtype or dim"
+                    f"home: expected {missing * size:,} bytes beside the {held * size:,} that it holds. "
+                    f"{advice}"
                 ) from error
 
     def reserve(self, slots: int, names: Sequence[str]) -> None:

@@ -1,6 +1,4 @@
-"""The rows that a trainer owns of tables that several trainers share: it looks up and updates them for all of them.
-
-The trainer's server has the tables, `OwnTables`, for calls that are no part of a step."""
+"""The rows that a trainer owns of tables that several trainers share: it looks up and updates them for all of them."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,16 +11,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from satrap.config.features import Features
-from satrap.config.job import Job
 from satrap.device.device_blocks import Magnitude
 from satrap.device.device_engine import DeviceEngine, Owed
-from satrap.device.device_memory import DeviceMemory
-from satrap.device.device_rows import LARGEST, DeviceRows
-from satrap.device.device_stream import new_stream, to_device, to_host
+from satrap.device.device_rows import LARGEST, DeviceRows, UpdatedTables
+from satrap.device.device_stream import to_device, to_host
 from satrap.device.segments import JoinedIds, TableGroups
-from satrap.device.table_shards import Trainer
 from satrap.errors import InputError, NonFiniteError
-from satrap.table.engine import Slot, native_config
 
 _MOST_PLACES = 2**31 - 1  # counted in int32
 
@@ -74,14 +68,9 @@ class OwnedRows(DeviceRows):
         counts: NDArray[np.int64],
     ) -> list[Tensor]:
         """Copy the rows of the frames to the lines of their groups."""
-        per_group = self._groups.counts(counts)
-        layouts = [self._engine.memory(tables[0]).layout for tables in self._groups.tables]
-        lines = [
-            torch.empty((sum(num_lines), layout.dim), dtype=layout.torch_dtype, device=self.device)
-            for num_lines, layout in zip(per_group, layouts, strict=True)
-        ]
+        lines = self._empty_lines(counts)
         for memory in self._engine.memories:
-            at = np.concatenate([np.arange(*joined.offsets[[t, t + 1]]) for t in memory.tables])
+            at = joined.of_tables(memory.tables)
             at = at[joined.lines[at] >= 0]
             if not len(at):
                 continue
@@ -94,6 +83,14 @@ class OwnedRows(DeviceRows):
                 rows = absent[to_device(-1 - chosen[without], self.device)]
                 out[to[to_device(without, self.device)]] = rows.to(out.dtype)
         return lines
+
+    def _empty_lines(self, counts: NDArray[np.int64]) -> list[Tensor]:
+        """Return memory for the lines of each group. counts: ids that have a line, [trainers, tables]."""
+        layouts = [self._engine.memory(tables[0]).layout for tables in self._groups.tables]
+        return [
+            torch.empty((sum(num_lines), layout.dim), dtype=layout.torch_dtype, device=self.device)
+            for num_lines, layout in zip(self._groups.counts(counts), layouts, strict=True)
+        ]
 
     def apply(
         self,
@@ -120,14 +117,21 @@ class OwnedRows(DeviceRows):
             skips = not bound < LARGEST and self._check_sums(joined, sums, len(counts))  # it may be a NaN
             groups = list(self._fused_tables(dict(enumerate(lrs)), 1.0, step, skips=skips))
             flats = [sums[self._groups.numbers[tables.start]].reshape(-1) for tables, _ in groups]
+            self._engine.owe(lambda: self._record(joined, places.astype(np.int32), step, skips, groups, flats))
 
-            def record() -> Owed:
-                resolved = self._engine.core.update_id_frames(
-                    joined.ids, joined.offsets, places.astype(np.int32), step, skips
-                )
-                return partial(self._steps, resolved, groups, flats)
-
-            self._engine.owe(record)
+    def _record(
+        self,
+        joined: JoinedIds,
+        places: NDArray[np.int32],
+        step: int,
+        skips: bool,
+        groups: list[UpdatedTables],
+        flats: list[Tensor],
+    ) -> Owed:
+        """Record an update in the core; return its work on the device. places: of the gradient of each id. flats: the
+        gradients of each group of tables."""
+        resolved = self._engine.core.update_id_frames(joined.ids, joined.offsets, places, step, skips)
+        return partial(self._steps, resolved, groups, flats)
 
     def _check_sums(self, joined: JoinedIds, sums: Sequence[Tensor], num_trainers: int) -> bool:
         """Raise NonFiniteError if a table refuses a gradient; return whether gradients may have to be skipped."""
@@ -157,55 +161,3 @@ class OwnedRows(DeviceRows):
                 "sum that is not finite, and with shard='columns' no trainer has the whole row to leave it out: clip "
                 "the gradients, or use another shard"
             )
-
-
-class OwnTables:
-    """The tables that this trainer's server has: empty ones at first, and others after each restore."""
-
-    def __init__(
-        self, features: Features, device: torch.device, device_memory: DeviceMemory, rank: int, world_size: int
-    ) -> None:
-        """Raise ConfigError for a table that cannot be divided over `world_size` trainers.
-
-        device_memory: the argument of `Embeddings`; each trainer uses this much on its device."""
-        self._features, self._device, self._device_memory = features, device, device_memory
-        self.trainer = Trainer(rank, world_size)
-        self.stream = new_stream(device)
-        """Where rows are read and changed."""
-        for table in features.tables:
-            self.trainer.columns(table, native_config(table).state_dim)
-        self.num_threads: int | None = None
-        """Threads of one call on the tables that are created next; None: all cores."""
-        self._groups = TableGroups.of(features.tables)
-        self._rows: OwnedRows | None = None
-        self._engine: DeviceEngine | None = None
-
-    def open(self, job: Job) -> list[Slot]:
-        """Create empty tables for the server. The previous tables must be unused, since a device may not hold both."""
-        self._rows = self._engine = None
-        engine = DeviceEngine(
-            job.tables,
-            self._device,
-            seed=job.seed,
-            num_threads=self.num_threads,
-            device_memory=self._device_memory,
-            trainer=self.trainer,
-            stream=self.stream,
-        )
-        self._engine, self._rows = engine, OwnedRows(self._features, engine, self._groups, self.trainer.rank)
-        return engine.slots(job.seed)
-
-    @property
-    def has_columns(self) -> bool:
-        """Whether a table is divided by columns, which trainers then read from each other."""
-        return bool(self._groups.of_kinds("columns"))
-
-    def engine(self) -> DeviceEngine:
-        """Return the engine of these tables."""
-        assert self._engine is not None, "the handshake creates tables before there is a call"
-        return self._engine
-
-    def rows(self) -> OwnedRows:
-        """Return the rows of the present tables."""
-        assert self._rows is not None, "the handshake creates tables before there is a lookup"
-        return self._rows

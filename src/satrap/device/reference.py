@@ -94,11 +94,11 @@ def copy_sequence(
 def exchange(
     values: Tensor, state: Tensor, home: HomeMemory, frames: Tensor, slots: Tensor, directions: Tensor
 ) -> None:
-    """Copy rows with their states between frames and slots at home, each in its directions. No frame and no slot occurs
-    twice."""
+    """Copy rows between frames and slots at home, each in its directions; with their states, unless `state` has no
+    columns. No frame and no slot that is copied occurs twice."""
     for here, lines, home_values, home_state in home.parts(slots):
         at, is_in, is_out = frames[here], (directions[here] & IN) != 0, (directions[here] & OUT) != 0
-        for device_rows, home_rows in ((values, home_values), (state, home_state)):
+        for device_rows, home_rows in ((values, home_values), (state, home_state[:, : state.shape[1]])):
             leaving = device_rows[at[is_out]]
             device_rows[at[is_in]] = home_rows[lines[is_in]]
             home_rows[lines[is_out]] = leaving

@@ -114,7 +114,7 @@ class RowMemory:
             free = f" and has {torch.cuda.mem_get_info(self.device)[0]:,} bytes free"
         held = f" beside the {len(self.values)} that it holds now, which are copied" if len(self.values) else ""
         bound = ""
-        if self.most is not None:
+        if self.most is not None and not advice:
             bound = ", all that their capacity permits" if self.home is None else ", their device_memory"
         smaller = f"{'smaller ' if bound else ''}{'capacity' if self.home is None else 'device_memory'}"
         advice = advice or f"Give the tables a {smaller}, or use a smaller dtype or dim"

@@ -85,6 +85,10 @@ class JoinedIds:
         origin[np.repeat((lines != counts).T.ravel(), lengths)] = -1
         return cls(ids, offsets, origin)
 
+    def of_tables(self, tables: Sequence[int]) -> NDArray[np.int64]:
+        """Return which of the ids are those of some tables."""
+        return np.concatenate([np.arange(*self.offsets[[table, table + 1]]) for table in tables])
+
     def tables(self) -> NDArray[np.intp]:
         """Return the table of each id."""
         return np.repeat(np.arange(len(self.offsets) - 1), np.diff(self.offsets))

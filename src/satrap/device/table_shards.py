@@ -108,11 +108,17 @@ class Trainer:
 ALONE = Trainer(0, 1)
 
 
-def capacities_of(tables: Sequence[Table], rank: int, world_size: int) -> list[int | None]:
-    """Return how many rows of each table trainer `rank` can have; None: there is no bound."""
+def owned_buckets(tables: Sequence[Table], trainer: Trainer) -> list[NDArray[np.uint64]]:
+    """Return the buckets of each table that a trainer owns."""
     whole = [number for number, table in enumerate(tables) if table.shard == "table"]
-    owners = BucketMap.even([table.resolved_num_buckets for table in tables], world_size, whole).owners
-    return [_capacity_of(table, of_table.count(rank)) for table, of_table in zip(tables, owners, strict=True)]
+    owners = BucketMap.even([table.resolved_num_buckets for table in tables], trainer.world_size, whole).owners
+    return [np.flatnonzero(np.array(of_table) == trainer.rank).astype(np.uint64) for of_table in owners]
+
+
+def capacities_of(tables: Sequence[Table], trainer: Trainer) -> list[int | None]:
+    """Return how many rows of each table a trainer can have; None: there is no bound."""
+    owned = owned_buckets(tables, trainer)
+    return [_capacity_of(table, len(buckets)) for table, buckets in zip(tables, owned, strict=True)]
 
 
 def _capacity_of(table: Table, owned: int) -> int | None:

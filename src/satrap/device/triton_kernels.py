@@ -348,13 +348,13 @@ def _on_its_device(launch: _Launch) -> _Launch:
 def exchange(
     values: Tensor, state: Tensor, home: HomeMemory, frames: Tensor, slots: Tensor, directions: Tensor
 ) -> None:
-    """Copy rows with their states between frames and slots at home; see the reference."""
+    """Copy rows, with their states, between frames and slots at home; see the reference."""
     if len(frames):
         layout, tile = home.layout, _tile(min(512, home.layout.dim))
         _exchange_kernel[(triton.cdiv(len(frames), tile["ROWS"]),)](
             values.view(torch.int32) if values.dtype == torch.float32 else values.view(torch.int16),
             state.view(torch.int32), home.addresses, frames, slots, directions, len(frames),
-            SEGMENT_ROWS=home.rows, STATE_AT=home.state_at, DIM=layout.dim, STATE_DIM=layout.state_dim,
+            SEGMENT_ROWS=home.rows, STATE_AT=home.state_at, DIM=layout.dim, STATE_DIM=state.shape[1],
             HALF=values.dtype != torch.float32, **tile, **_OPTIONS,
         )  # fmt: skip
 

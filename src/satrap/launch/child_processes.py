@@ -253,9 +253,10 @@ class ChildProcesses:
 
 
 def die_with_parent(parent: int) -> None:
-    """Has the kernel kill this process when the thread that started it exits; `parent` is that thread's process.
+    """Ask the kernel to kill this process when the thread that started it exits, and unblock SIGINT and SIGTERM, which
+    the parent may have blocked.
 
-    Unblocks SIGINT and SIGTERM, which the parent may have blocked.
+    parent: the process of that thread; ConfigError if it has exited already.
     """
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:

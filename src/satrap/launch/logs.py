@@ -252,7 +252,7 @@ class _TerminalHandler(logging.Handler):
 
 
 def _device(stream: TextIO) -> int:
-    """Return which terminal a stream is. It may have no name here, as that of a container."""
+    """Return the device number of a stream's terminal, which may have no name here, as in a container."""
     return os.fstat(stream.fileno()).st_rdev
 
 

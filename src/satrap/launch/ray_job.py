@@ -20,7 +20,7 @@ def script_path(script: Path, directory: Path | None) -> Path:
     """Return the path of the script for a process that starts in a copy of its folder: relative to the copy, or
     absolute for a script outside the job's working directory.
 
-    folder: the job's working directory; None: the script's own folder is copied."""
+    directory: the job's working directory; None: the script's own folder is copied."""
     if directory is None:
         return Path(script.name)
     absolute = script.absolute()

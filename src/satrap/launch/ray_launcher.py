@@ -297,7 +297,7 @@ class RayLauncher:
         return group
 
     def _draining_servers(self, now: float) -> list[Process]:
-        """Return the servers of which it is new that their nodes will stop: Ray places nothing there any more."""
+        """Return the servers whose nodes have begun to drain since the last call: Ray places nothing there any more."""
         if now < self._drain_check_at:
             return []
         self._drain_check_at = now + _DRAIN_CHECK_SECONDS

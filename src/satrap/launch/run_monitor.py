@@ -60,9 +60,9 @@ class RunMonitor:
         """folder: the run's folder. places, metrics: where each process runs, and the URL of its metrics, as
         `satrap.launch.logs.RunLogs` learns them. client_key: content of the key file with which to call the run's
         servers, which only this user may read while the run lives; None: they have no keys.
-        settings: the run's, for its record. show: called with what the run does instead of training, and how often
-        the trainers together, or another process, were started again. memory: bytes of processes, which are
-        taken out and recorded."""
+        settings: the run's, for its record. show: called with what the run does instead of training, and the number of
+        restarts, for which all trainers count as one process. memory: bytes of processes, which are taken out and
+        recorded."""
         self._path, self._places, self._metrics = folder / STATUS, places, metrics
         self._key_path = folder / CLIENT_KEY
         self._key_path.unlink(missing_ok=True)  # a run that was killed leaves its key
@@ -93,7 +93,7 @@ class RunMonitor:
         supervisor: Supervisor,
         migration: tuple[int, int] | None,
     ) -> None:
-        """Record what has happened. migration: how many buckets of the one in progress were moved, and of how many."""
+        """Record what has happened. migration: buckets that the one in progress has moved, and moves."""
         for event in events:
             self._on_event(event)
         for command in commands:

@@ -75,9 +75,7 @@ class RunProgress:
             self._launch = record.get("launch")
             self._running.clear()
             self._counts.clear()
-        elif record["kind"] == SHOWN and all(
-            isinstance(record.get(name), int) for name in ("first", "step", "samples")
-        ):
+        elif record["kind"] == SHOWN and all(isinstance(record.get(name), int) for name in _COUNTS):
             self._begin(rank, record)
             trainer = self._trainers[rank]
             trainer.step, trainer.samples = record["step"], record["samples"]

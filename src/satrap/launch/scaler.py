@@ -60,7 +60,7 @@ class Scaler:
 
     @property
     def progress(self) -> tuple[int, int] | None:
-        """How many buckets of the migration in progress were moved, and of how many; None if there is none."""
+        """How many buckets the migration in progress has moved, and how many it moves; None if there is none."""
         migration = self._migration
         return None if migration is None else migration.progress
 

@@ -263,7 +263,7 @@ class Supervisor:
         return [LogMessage(f"{failure}; restarting it"), self._start_process(role, number, now, address)]
 
     def _exceeds_restarts(self, role: Role, number: int, started_at: float, now: float) -> bool:
-        """Count an exit. Returns whether there were more consecutive early ones than restarts are allowed."""
+        """Count an exit. Return whether more consecutive exits were early than restarts are allowed."""
         key = role, number
         self._early_exits[key] = self._early_exits[key] + 1 if now - started_at < self._config.settled_seconds else 0
         return self._early_exits[key] > self._config.restarts
@@ -379,7 +379,7 @@ class Supervisor:
         ]
 
     def _on_placement_failed(self, event: PlacementFailed, now: float) -> list[Command]:
-        """Cancel the scaling if the process is a server that should join; otherwise ends the run."""
+        """Cancel the scaling if the process is a server that should join; otherwise end the run."""
         if event.process.role is not Role.SERVER or event.process.number in self._servers:
             return self._fail(event.reason, 1)
         return self._cancel_scaling(event.process, event.reason, now)

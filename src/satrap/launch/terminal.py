@@ -61,8 +61,8 @@ class Terminal:
             self._changed.notify_all()
 
     def columns(self) -> int:
-        """Return how wide a line may be; 0: none can be shown, since this is no terminal, or one in whose background
-        the process runs."""
+        """Return how wide a line may be; 0 if none can be shown: the stream is no terminal, or this process runs in its
+        background."""
         try:
             columns = os.get_terminal_size(self._file).columns or 80
         except (OSError, AttributeError):

@@ -160,11 +160,11 @@ class _Collector:
 
 
 def _cumulative(value: Distribution) -> list[tuple[str, int]]:
-    found, so_far = [], 0
+    bins, so_far = [], 0
     for bound, count in zip((*map(float, value.bounds), float("inf")), value.counts, strict=True):
         so_far += count
-        found.append(("+Inf" if bound == float("inf") else str(bound), so_far))
-    return found
+        bins.append(("+Inf" if bound == float("inf") else str(bound), so_far))
+    return bins
 
 
 def _registry_of(collector: _Collector) -> tuple[Any, Callable[[Any], bytes]]:

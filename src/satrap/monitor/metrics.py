@@ -62,8 +62,8 @@ def normalised_entropy(labels: ArrayLike, logits: ArrayLike) -> float:
 
 
 class Window:
-    """The last `num_samples` samples, and their exact metrics. Allocates 9 bytes per sample in advance. Warns of
-    nothing: a window that begins to fill may well have one label only."""
+    """The last `num_samples` samples, and their exact metrics. Allocates 9 bytes per sample in advance. Never
+    warns, since a window that has just begun to fill may well have one label only."""
 
     def __init__(self, num_samples: int) -> None:
         size = _count("Window", "num_samples", num_samples)

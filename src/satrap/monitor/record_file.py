@@ -141,7 +141,7 @@ def _plain(value: Any, depth: int) -> Any:
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if depth < _MAX_DEPTH and isinstance(value, Mapping):
-        return {str(key): _plain(each, depth + 1) for key, each in value.items()}
+        return {str(key): _plain(element, depth + 1) for key, element in value.items()}
     if depth < _MAX_DEPTH and isinstance(value, list | tuple | set | frozenset):
-        return [_plain(each, depth + 1) for each in value]
+        return [_plain(element, depth + 1) for element in value]
     return str(value)

@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from satrap.errors import ConfigError
+from satrap.planning.workload import BACKWARD
 
 _SECONDS = 600.0
-_BACKWARD = 3.0
 
 
 def observe_script(script: Path, arguments: Sequence[str], num_steps: int) -> dict[str, Any]:
@@ -70,7 +70,7 @@ def model_of(steps: Any) -> dict[str, Any]:
     return {
         "training": {
             "batch_size": round(samples / steps.batches),
-            "dense_flops": steps.flops / _BACKWARD / samples,
+            "dense_flops": steps.flops / BACKWARD / samples,
             "dense_parameters": steps.dense_parameters,
             "dense_features": steps.dense_features,
             "staleness": steps.staleness,

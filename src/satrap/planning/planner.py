@@ -175,10 +175,10 @@ class _Search:
         None if that would not help. How many trainers a machine has is the shape's."""
         tight = candidate.bounds[0]
         pool = candidate.layout.pool_of(tight.role)
-        each = pool.each(tight.role) + 1
-        if not tight.by_process or tight.role == "trainer" or each > min(_MAX_PROCESSES, pool.machine.pod_cores):
+        more = pool.each(tight.role) + 1
+        if not tight.by_process or tight.role == "trainer" or more > min(_MAX_PROCESSES, pool.machine.pod_cores):
             return None
-        return _with(candidate.layout, pool, **{f"{tight.role}s": each})
+        return _with(candidate.layout, pool, **{f"{tight.role}s": more})
 
     def _shrink(self, candidate: Estimate, rate: float) -> Estimate:
         """Remove machines and processes as long as the layout reaches the rate."""

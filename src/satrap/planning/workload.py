@@ -27,7 +27,7 @@ _BUCKETS_PER_SERVER = 64
 _BUCKET_BYTES = 1 << 30
 _EXACT_RANKS = 2000  # further ranks are summed in bins, so 10^12 rows cost as little as 10^6
 _BIN_GROWTH = 1.02
-_BACKWARD = 3.0  # a backward pass takes two products where the forward pass takes one
+BACKWARD = 3.0  # times the forward pass: a backward pass takes two products where the forward pass takes one
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,7 +38,7 @@ class TableLoad:
     rows: int
     """Rows at the end of training; at most the table's capacity."""
     row_bytes: int
-    """Bytes of memory that a row takes, found by `satrap.planning.row_bytes`."""
+    """Bytes of memory that a row takes, as `satrap.planning.input_files` measures them."""
     saved_row_bytes: int
     """Bytes that a row takes in a checkpoint."""
     vectors_per_sample: float = 1.0
@@ -131,7 +131,7 @@ class Workload:
     @property
     def step_flops(self) -> float:
         """Floating-point operations of a trainer's step."""
-        return _BACKWARD * self.training.dense_flops * self.training.batch_size
+        return BACKWARD * self.training.dense_flops * self.training.batch_size
 
     @property
     def bytes(self) -> int:

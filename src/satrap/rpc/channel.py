@@ -107,7 +107,7 @@ class Channel:
             raise InputError(f"{method}: result() was called in another thread than start(); call both in one thread")
 
     def try_send(self, pending: "PendingCall", now: float) -> None:
-        """Send the request if there is a connection with room for it; otherwise leaves it due."""
+        """Send the request if there is a connection with room for it; otherwise leave it due."""
         message, socket = pending.message, self.socket
         pending.set_deadline(now)
         last = len(message) - 1
@@ -152,7 +152,7 @@ class Channel:
                     return
 
     def _poll_once(self, pending: "PendingCall", until: float) -> bool:
-        """Send the request if it is due, and receives at most one message. Returns False when the time is over."""
+        """Send the request if it is due, and receive at most one message. Return False when the time is over."""
         self.require_open()
         now = time.monotonic()
         blocked = self.send_if_due(pending, now)

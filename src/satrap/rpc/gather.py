@@ -134,7 +134,7 @@ class Gathers(threading.local):
 
     @contextmanager
     def waiting_for(self, calls: Iterable[PendingCall]) -> Iterator[Gather]:
-        """Yield this thread's `Gather` with these calls, or another one if it is in use or was interrupted."""
+        """Yield a `Gather` of these calls: this thread's, or a new one if that is in use or was interrupted."""
         gather, self._idle = self._idle or Gather(), None
         for call in calls:
             gather.add(call)

@@ -14,12 +14,11 @@ RELEASE = version("satrap")
 def require_same_release(release: object, peer: str) -> None:
     """Raise ConfigError unless the peer has this process's release.
 
-    release: what its answer has as "release"; None if it has none: it is an older one.
+    release: what its answer has as "release".
     peer: its role and address.
     """
     if release != RELEASE:
-        theirs = "an older release" if release is None else f"satrap {release}"
         raise ConfigError(
-            f"{peer} runs {theirs}, and this process satrap {RELEASE}; install the same release everywhere and start "
-            "both again"
+            f"{peer} runs satrap {release}, and this process satrap {RELEASE}; install the same release everywhere and "
+            "start both again"
         )

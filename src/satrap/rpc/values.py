@@ -60,8 +60,8 @@ class PlainType:
     name: str
     fits: Callable[[object], bool]
     scalars: int | None = None
-    """Which scalars fit: a sum of the numbers of `_SCALARS`. None: other values than scalars and lists of them fit, or
-    any list."""
+    """Which scalars fit: the sum of their numbers in `_SCALARS`. None: the core's codec does not know the type, because
+    mappings, lists of lists or lists of anything fit."""
     items: int = -1
     """Which scalars fit in a list, as such a sum; -1: no list fits."""
 
@@ -199,8 +199,8 @@ def encode(
         elif value is None and kind.optional:
             plain.append(None)
         elif not isinstance(value, np.ndarray) or value.dtype != kind.dtype or value.ndim != 1:
-            found = f"{value.dtype} of shape {value.shape}" if isinstance(value, np.ndarray) else describe(value)
-            raise error(f"{name(i)} is {found}; expected {kind} in one dimension")
+            given = f"{value.dtype} of shape {value.shape}" if isinstance(value, np.ndarray) else describe(value)
+            raise error(f"{name(i)} is {given}; expected {kind} in one dimension")
         else:
             plain.append(value.size)
             frames.append(np.ascontiguousarray(value).view(np.uint8).data)
@@ -224,8 +224,8 @@ def decode(expected: Sequence[ValueType], frames: Sequence[Buffer], name: Callab
     """Return the values that were encoded in the frames; RpcError if they do not fit."""
     values = parse_json(frames[0]) if frames else None
     if type(values) is not list or len(values) != len(expected):
-        found = f"{len(values)} values" if type(values) is list else "no list of values"
-        raise RpcError(f"found {found}; expected {len(expected)}")
+        received = f"{len(values)} values" if type(values) is list else "no list of values"
+        raise RpcError(f"found {received}; expected {len(expected)}")
     at = 1
     for i, kind in enumerate(expected):
         value = values[i]

@@ -110,20 +110,16 @@ class ServerCalls(Protocol):
     def version(self, origin: Origin, table: int) -> int:
         """Return the version of a table on this server, as `Store.version` does."""
 
-    def save(self, origin: Origin, table: int, folder: str, since: int | None, version: int) -> int:
-        """Write this server's part of a table into a subfolder of `folder`, which is a URL or which all machines share,
-        and return the version, which is `version`: a call with the same arguments is a duplicate, with another version
-        another save.
-
-        since: write only the changes since that version."""
-
     def versions(self, origin: Origin) -> list[int]:
         """Return the version of each table, as `version` does of one."""
 
-    def take_cut(self, origin: Origin, cut: int, versions: list[int], since: list[int] | None, memory: int) -> bool:
-        """Take the cut of all tables, each at its version, to be written by `write_cut` or released. Calls that come
-        later change nothing of what will be written. MovedError while buckets migrate here; no bucket will until the
-        cut is written. A cut that is not written within a minute is given up.
+    def take_cut(
+        self, origin: Origin, cut: int, tables: list[int], versions: list[int], since: list[int] | None, memory: int
+    ) -> bool:
+        """Take the cut of these tables, each at its version, to be written by `write_cut` or released. Calls that come
+        later change nothing of what will be written. Waits while another cut is being written. MovedError while buckets
+        migrate here; no bucket will until the cut is written. ChangesError if the server has a version already. A cut
+        that is not written within a minute is given up.
 
         cut: a random number that identifies it: a call with the same number is a duplicate.
         since: for each table the version at which changes would start. Returns whether they are all known.
@@ -132,7 +128,7 @@ class ServerCalls(Protocol):
     def write_cut(
         self, origin: Origin, cut: int, folders: list[str], is_full: bool, is_beside: bool
     ) -> tuple[list[int], list[str]]:
-        """Write this server's part of each table at the cut into a subfolder of its folder, which all machines share or
+        """Write this server's part of each table of the cut into a subfolder of its folder, which all machines share or
         which is a URL, in full or the changes; return how many rows each had here, and the ids of the snapshots. A
         duplicate waits for the same result. ChangesError if the server no longer has the cut.
 
@@ -145,9 +141,6 @@ class ServerCalls(Protocol):
         """Raise ConfigError unless the server may write checkpoints below the folder; and if it is a URL, SnapshotError
         within seconds unless the server can write, read, list and delete objects there."""
 
-    def snapshot_id(self, origin: Origin, table: int, version: int) -> str | None:
-        """Return the id of the snapshot of that version which `save` wrote; None if this process did not."""
-
     def verify(self, origin: Origin, folders: list[list[str]], checksums: list[list[int]]) -> None:
         """Raise unless `restore` could fill this server's buckets from these folders. Reads what they need of them,
         and keeps it open for `restore`; changes nothing.
@@ -156,7 +149,7 @@ class ServerCalls(Protocol):
 
     def restore(self, origin: Origin, folders: list[list[str]], checksums: list[list[int]]) -> bool:
         """Start the origin's attempt with new tables: empty ones, or for each table this server's buckets from a full
-        snapshot and the changes after it, saved by any number of servers. Returns what `Tables.restore` does."""
+        snapshot and the changes after it, saved by any number of servers. Returns what `TableGroup.restore` does."""
 
     def set_lr(self, origin: Origin, table: int, lr: float) -> None:
         """Set the learning rate that is saved with a table."""

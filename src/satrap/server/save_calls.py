@@ -1,4 +1,4 @@
-"""The calls of a server that save its tables: one table as it is, or all tables as they are at a cut.
+"""The calls of a server that save some or all of its tables as they are at a cut.
 
 A trainer takes the cut of all servers while no trainer trains, which takes no time that depends on rows, and lets them
 write it while training continues. Until it is written no bucket migrates: a migration gets a NotReadyError and retries.
@@ -8,9 +8,9 @@ next attempt.
 
 import os
 import time
+from concurrent.futures import wait
 
 import numpy as np
-from numpy.typing import NDArray
 
 from satrap.config.location import is_url
 from satrap.config.path_allowlist import PathAllowlist
@@ -38,41 +38,37 @@ class SaveCalls:
             state = self._state_for_cut(origin)
             return [store.version for store in state.tables.values()]
 
-    def save(self, origin: Origin, table: int, folder: str, since: int | None, version: int) -> int:
-        with self._fence.admit(origin) as state:
-            store = state.store(table)
-            if state.last_saves.get(table) == (folder, since, version):
-                return version  # a duplicate
-            part = self._part(state, folder)
-            state.verified = None
-            state.engine.reach_table(table, check_integer("save", "version", version, 2, _LAST_VERSION) - 1, 0)
-            saved_version = store.save_part(part, _owned(state)[table], since=since)
-            state.last_saves[table] = folder, since, version
-            state.save_folders[table] = folder
-            return saved_version
-
-    def take_cut(self, origin: Origin, cut: int, versions: list[int], since: list[int] | None, memory: int) -> bool:
+    def take_cut(
+        self, origin: Origin, cut: int, tables: list[int], versions: list[int], since: list[int] | None, memory: int
+    ) -> bool:
+        if (other := self._fence.require_state().cut) is not None and other.number != cut:
+            wait([other.written])
         with self._fence.exclusive():
             state = self._state_for_cut(origin)
             if state.cut is not None and state.cut.number == cut:
                 return state.cut.tables.changes_known  # a duplicate
-            if not len(versions) == len(state.tables) == len(versions if since is None else since):
+            if not len(versions) == len(tables) == len(versions if since is None else since):
                 raise InputError(f"take_cut: found {len(versions)} versions; expected one of each table")
+            stores = {(store := state.store(table)).table.name: store for table in tables}
             state.participant.thaw_if_abandoned(time.monotonic())
             if state.participant.outgoing_migration:
                 raise MovedError("take_cut: buckets of this server are migrating: retry the call")
-            state.drop_cut()
+            if state.cut is not None and state.cut.is_pending:
+                raise MovedError("take_cut: another save has just begun: retry the call")
             state.verified = None
-            for table, version in enumerate(versions):
-                at_least = check_integer("take_cut", "version", version, 2, _LAST_VERSION) - 1
-                state.engine.reach_table(table, at_least, 0)
-            tables = state.tables.take_cut(
-                None if since is None else dict(zip(state.tables, since, strict=True)),
-                owned=_owned(state),
+            for table, version, store in zip(tables, versions, stores.values(), strict=True):
+                if store.version >= check_integer("take_cut", "version", version, 2, _LAST_VERSION):
+                    raise ChangesError("take_cut: a table has this version already: take the cut of a later one")
+                state.engine.reach_table(table, version - 1, 0)
+            owners = state.shard_map.bucket_map.owners
+            group_cut = state.tables.take_cut(
+                None if since is None else dict(zip(stores, since, strict=True)),
+                names=list(stores),
+                owned=[np.array(owners[table]) == state.number for table in tables],
                 memory=memory,
             )
-            state.cut = HeldCut(cut, tables)
-            return tables.changes_known
+            state.cut = HeldCut(cut, group_cut)
+            return group_cut.changes_known
 
     def write_cut(
         self, origin: Origin, cut: int, folders: list[str], is_full: bool, is_beside: bool
@@ -82,17 +78,13 @@ class SaveCalls:
             held = self._require_cut(state, cut)
         if held.begin():  # not as an admitted call: the calls of a migration, or of another attempt, would wait for it
             try:
-                paths = dict(zip(state.tables, parts, strict=True))
-                rows = held.tables.write(paths, is_full=is_full, is_beside=is_beside)
-                state.save_folders = dict(enumerate(folders))
+                names = list(held.tables.versions)
+                rows = held.tables.write(dict(zip(names, parts, strict=True)), is_full=is_full, is_beside=is_beside)
+                state.save_folders = state.save_folders | dict(zip(names, folders, strict=True))
                 held.written.set_result((list(rows.values()), list(held.tables.snapshot_ids.values())))
             except BaseException as error:
                 held.written.set_exception(error)
         return held.written.result()
-
-    def snapshot_id(self, origin: Origin, table: int, version: int) -> str | None:
-        with self._fence.admit(origin) as state:
-            return state.store(table).snapshot_id(version)
 
     def release_cut(self, origin: Origin, cut: int) -> None:
         with self._fence.admit(origin) as state:
@@ -138,8 +130,3 @@ def require_permitted(permitted: PathAllowlist, folder: str) -> None:
     if not is_url(folder) and folder != os.path.abspath(folder):
         raise InputError(f"the folder is {folder!r}; expected an absolute path without '..'")
     permitted.require(folder)
-
-
-def _owned(state: ServerState) -> list[NDArray[np.bool_]]:
-    """Return for each table and each of its buckets whether this server owns it."""
-    return [np.array(table) == state.number for table in state.shard_map.bucket_map.owners]

@@ -74,9 +74,8 @@ class Server:
         self.leaves = False
         """Whether this server was asked to stop, and moves its buckets to other servers first."""
         saves = SaveCalls(self._fence, self._permitted)
-        self.save, self.versions, self.snapshot_id = saves.save, saves.versions, saves.snapshot_id
+        self.versions, self.require_permitted = saves.versions, saves.require_permitted
         self.take_cut, self.write_cut, self.release_cut = saves.take_cut, saves.write_cut, saves.release_cut
-        self.require_permitted = saves.require_permitted
         rows = RowCalls(self._fence)
         self.write, self.bucket_ids = rows.write, rows.bucket_ids
         moves = MigrationCalls(self._fence, self._log, shared)

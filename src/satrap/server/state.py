@@ -132,10 +132,8 @@ class ServerState:
     missed: Counter[int] = field(default_factory=Counter)
     """Number of updates by how many of other trainers were applied after their lookup: what their rows had missed."""
     barrier: StepBarrier = field(default_factory=StepBarrier)
-    save_folders: dict[int, str] = field(default_factory=dict)
+    save_folders: dict[str, str] = field(default_factory=dict)
     """For each table, the folder of the last save that was completed, for the status."""
-    last_saves: dict[int, tuple[str, int | None, int]] = field(default_factory=dict)
-    """For each table, the folder, the `since` and the version of the last save."""
     verified: VerifiedCheckpoint | None = None
     """The checkpoint that the last call of `verify` opened, until a restore takes it or anything else happens to the
     tables: it keeps files open that a later save may remove."""
@@ -185,7 +183,6 @@ class ServerState:
         self._set_owners()
         if changed:
             self.tickets.clear()
-            self.last_saves.clear()
             for store in self.tables.values():
                 store.forget_saves()
 

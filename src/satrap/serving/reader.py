@@ -3,8 +3,8 @@ row.
 
 A `Reader` opens the servers of a live run, beside its trainers; the newest checkpoint in a run's folder; or the
 snapshot of a table. Features, batches and streams are those of `Embeddings`. From servers each call reads the current
-rows, also after the run restarts. From a folder the rows are copied into this process with their optimizer state: that
-takes as much memory as in training.
+rows, even after the run has restarted. From a folder the rows are copied into this process with their optimizer state:
+that takes as much memory as in training.
 """
 
 import os

@@ -1,4 +1,4 @@
-"""Splits ids by the server that owns them, for calls outside the road of a batch; the core's `Split` is for batches.
+"""Splits ids by the server that owns them, for calls that read or write single rows; batches use the core's `Split`.
 
 Pure. Ids of all tables are one array, table after table, with the start of each table in `offsets`, as in calls.
 """

@@ -29,8 +29,7 @@ _SHARED_FORMAT_VERSION = 1
 
 
 class RowAccess(Protocol):
-    """What reads and writes the rows of an engine's tables. Its methods are those of `_core.Engine`, which is one for
-    the rows that it holds."""
+    """Reads and writes the rows of an engine's tables. `_core.Engine` implements this for the rows that it holds."""
 
     def lookup(
         self,

@@ -292,13 +292,6 @@ class Store:
         with self._one_at_a_time():
             return self._snapshots.add(save_table(self._slot, folder))
 
-    def save_part(self, path: _PathLike, owned: NDArray[np.bool_], *, since: int | None) -> int:
-        """Save the table of a server that owns some of its buckets: whole, or what changed since a version."""
-        folder = folder_path(self._where, path)
-        with self._one_at_a_time():
-            start = None if since is None else self._snapshots.find(self._where, since)
-            return self._snapshots.add(save_table(self._slot, folder, start, owned))
-
     def save_changes(self, path: _PathLike, *, since: int) -> int:
         """Write what changed since the snapshot of version `since` into the folder `path`; return the new version.
 
@@ -363,10 +356,6 @@ class Store:
             for level in levels:
                 if len(level) == 1:  # one of several parts is not the whole table
                     self._snapshots.add(level[0].manifest)
-
-    def snapshot_id(self, version: int) -> str | None:
-        """Return the id of the snapshot of that version, if this store has saved or loaded it."""
-        return self._snapshots.id_of(version)
 
     def forget_saves(self) -> None:
         """Require the next save to be a full one, because the changes since an earlier one are no longer all known

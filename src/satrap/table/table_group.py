@@ -115,17 +115,20 @@ class TableGroup(Mapping[str, Store]):
         self,
         since: Mapping[str, int] | None = None,
         *,
+        names: Sequence[str] | None = None,
         owned: Sequence[NDArray[np.bool_]] | None = None,
         memory: int = OLD_ROWS_BYTES,
     ) -> GroupCut:
-        """Take the cut of all tables at once, to be written or released. No other call may run meanwhile; those that
+        """Take the cut of these tables at once, to be written or released. No other call may run meanwhile; those that
         come later change nothing of what will be saved. Waits for a save of one of the tables that is running.
 
         since: for each table the version at which changes would start; see `GroupCut.changes_known`.
+        names: of the tables; None: all.
         owned: for each table and each of its buckets, whether it is saved; None: all.
         memory: most bytes of old rows; beyond it calls that change rows wait for the save.
         """
-        return GroupCut(self._where, self._stores, list(self._slots.values()), since, owned, memory)
+        stores = {name: self._stores[name] for name in names or self._stores}
+        return GroupCut(self._where, stores, [self._slots[name] for name in stores], since, owned, memory)
 
     def restore(self, folders: Mapping[str, Sequence[_PathLike]]) -> bool:
         """Fill these tables, which must be new or of an `Embeddings`, bit for bit as they were saved; return whether

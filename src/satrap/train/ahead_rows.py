@@ -113,9 +113,9 @@ def rows_of(
     were looked up ahead. read: looks up the others."""
     if ahead is None:
         return read(ids), -1, 0
-    found = ahead.find(table, ids)
-    if found is not None:
-        return found[0].to(device), found[1], len(ids)
+    chunk = ahead.find(table, ids)
+    if chunk is not None:
+        return chunk[0].to(device), chunk[1], len(ids)
     lines = ahead.lines(table, ids)
     is_missing = lines < 0
     if is_missing.all():

@@ -192,7 +192,7 @@ class Batch:
         if not in_flight.has_rows:
             shape = (PADDING_ROWS, *(() if feature.padded_length is None else (feature.padded_length,)))
             return torch.zeros(shape, dtype=torch.int64, device=device)
-        ids, offsets = (_in_memory(each) for each in inputs.bags(name))
+        ids, offsets = map(_in_memory, inputs.bags(name))
         is_kept, offsets = kept_ids(feature, ids.view(np.uint64), offsets)
         ids = ids[is_kept].view(np.int64)
         if feature.padded_length is not None:

@@ -101,8 +101,8 @@ class JointCall:
 def require_same(calls: Sequence[JointCall]) -> None:
     """Raise StreamError unless all trainers make the same call. calls: in the order of the ranks."""
     made: dict[tuple[int, Call], list[int]] = {}
-    for rank, each in enumerate(calls):
-        made.setdefault((each.number, each.call), []).append(rank)
+    for rank, call in enumerate(calls):
+        made.setdefault((call.number, call.call), []).append(rank)
     if len(made) == 1:
         return
     (_, ranks), *others = sorted(made.items())
@@ -138,7 +138,7 @@ class JointStep:
         """Build the step from each trainer's batch, given as `describe` returns it."""
         total = sum(shape[0] for shape in batches)
         weight = len(batches) * batches[rank][0] / total if total else 0.0
-        largest = max(batches, key=lambda each: each[0])  # it has samples if any batch has
+        largest = max(batches, key=lambda shape: shape[0])  # it has samples if any batch has
         return cls(total, weight, all(shape[3] for shape in batches), largest[1], largest[2])
 
     def padding(self) -> tuple[NDArray[np.float32], NDArray[np.float32] | None]:

@@ -138,7 +138,7 @@ class ModuleLookups:
                 self._open.forget()
 
     def counters(self) -> Counters:
-        """Return the counters of these lookups so far: a batch is what has the gradients of a step."""
+        """Return the counters of these lookups so far. All gradients that one step takes count as one batch."""
         lost = {f"batches/{cause}": count for cause, count in self._dropped.items()}
         return Counters(lost=lost, module_ids={"on the spot": self._num_ids} if self._num_ids else {})
 

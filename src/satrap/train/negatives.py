@@ -57,7 +57,7 @@ class Counts:
         self._ids, self._counts = state["ids"].numpy().view(np.uint64).copy(), state["counts"].numpy().copy()
 
     def by_frequency(self, power: float = 0.75) -> "Draws":
-        """Return draws in which an id's probability is in proportion to its count so far to this power."""
+        """Return draws of ids whose probability is proportional to their count so far, raised to this power."""
         return Draws(self._ids, self._counts.astype(np.float64) ** power)
 
 

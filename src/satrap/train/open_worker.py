@@ -39,9 +39,10 @@ def open_worker(
 ) -> Worker:
     """Open the worker of a trainer. All trainers call this, and the first one starts an attempt at the servers.
 
-    rows: with what the run gives.
-    device: of the rows; None: the memory of this process, or servers. device_memory: for them.
-    dense: the tables of dense parameters on the servers; then trainers do not wait for each other.
+    rows: the user's deployment, completed by the servers, workers and keys of the run.
+    device: the device that holds the rows; None: the memory of this process, or servers.
+    device_memory: how much of the device's memory the rows may take.
+    dense: the tables of dense parameters on the servers; with them, trainers do not wait for each other.
     """
     job = Job(tables=(*features.tables, *dense), seed=seed)
     describe_process("trainer", job=job.fingerprint)
@@ -139,7 +140,7 @@ def _open_among_devices(
     part of a step."""
     from satrap.device.collective_rows import collective_worker
     from satrap.device.column_service import ColumnCalls, OtherColumns, ServedColumns
-    from satrap.device.owned_rows import OwnTables
+    from satrap.device.own_tables import OwnTables
     from satrap.device.torch_device import require_possible
     from satrap.train.trainer_server import TrainerServer
 

@@ -123,7 +123,7 @@ class ProcessGroup:
         own[: len(data)] = torch.from_numpy(np.frombuffer(data, np.uint8).copy())
         gathered = [torch.empty_like(own) for _ in range(self.world_size)]
         dist.all_gather(gathered, own, group=group)
-        return [each[: int(size.item())].numpy().tobytes() for each, size in zip(gathered, sizes, strict=True)]
+        return [padded[: int(size.item())].numpy().tobytes() for padded, size in zip(gathered, sizes, strict=True)]
 
     def wrap(
         self, model: nn.Module, compress: Compress | None, launches: "Callable[[], LaunchOrder] | None" = None
@@ -145,7 +145,7 @@ class ProcessGroup:
         if launches is not None:
             return _wrap_in_order(model, average, launches)
         self._wrapped.append(model)
-        self.forward_waits = any(True for each in self._wrapped for _ in each.buffers())
+        self.forward_waits = any(True for wrapped in self._wrapped for _ in wrapped.buffers())
         parallel = DistributedDataParallel(model)
         if compress is not None:
             parallel.register_comm_hook(None, average)
@@ -225,11 +225,11 @@ def missing_trainer(addresses: Sequence[str], error: Exception) -> Exception:
 
 
 def note_missing_trainer(addresses: Sequence[str], error: BaseException) -> None:
-    """Name the trainers that have ended in an error that torch.distributed raised, if they are its cause."""
+    """Add a note to an error of torch.distributed that names the trainers that have ended, if they are its cause."""
     if isinstance(error, RuntimeError) and ("peer" in str(error) or isinstance(error, DistError)):
-        found = missing_trainer(addresses, error)
-        if found is not error:
-            error.add_note(str(found))
+        cause = missing_trainer(addresses, error)
+        if cause is not error:
+            error.add_note(str(cause))
 
 
 def ended_trainers(addresses: Sequence[str]) -> list[int]:

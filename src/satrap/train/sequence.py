@@ -124,7 +124,7 @@ class JaggedSequence:
             )
         mask = torch.arange(length, device=self.offsets.device) < self.lengths[:, None]
         return Sequence(
-            _spread(self.values, mask), mask, {name: _spread(each, mask) for name, each in self.numbers.items()}
+            _spread(self.values, mask), mask, {name: _spread(values, mask) for name, values in self.numbers.items()}
         )
 
 

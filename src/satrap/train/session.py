@@ -137,11 +137,11 @@ class TrainingSession:
 
     def require_rows(self, state: Any) -> None:
         """Raise StreamError if `state`, from `rows_state`, identifies other rows than the current ones."""
-        expected, found = state.tolist(), self.rows_state().tolist()
-        if expected != found:
+        expected, current = state.tolist(), self.rows_state().tolist()
+        if expected != current:
             raise StreamError(
-                f"load_state_dict was given the state of {_shown(expected)}, but the tables are at {_shown(found)}: a "
-                "state_dict has no rows, and neither has what Accelerate's save_state or Lightning's checkpoints "
+                f"load_state_dict was given the state of {_shown(expected)}, but the tables are at {_shown(current)}: "
+                "a state_dict has no rows, and neither has what Accelerate's save_state or Lightning's checkpoints "
                 "write; save and resume both with satrap.Checkpoint"
             )
 

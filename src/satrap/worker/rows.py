@@ -40,7 +40,7 @@ class RowStream:
     """
 
     def end_lookups(self) -> None:
-        """Note that the stream needs no further lookup; those that come return zeros."""
+        """Note that the stream needs no further lookup; later ones return zeros."""
 
     def end_updates(self) -> None:
         """Note that the stream has no further update, and wait until the rows have all of them."""
@@ -172,8 +172,8 @@ class Rows(Protocol):
         """Give up a ticket without an update."""
 
     def look_up(self, table: str, ids: Ids, step: int, oldest_open: int) -> Block:
-        """Return the rows of the ids in one table, [ids, dim], for training in this step: ids that have none are
-        admitted and inserted. Leaves nothing behind: the update brings the ids, with a ticket of `id_ticket`."""
+        """Return the rows of the ids in one table, [ids, dim], for training in this step; ids without a row are
+        admitted and inserted. No ticket is kept: the update brings the ids, with a ticket of `id_ticket`."""
         raise ConfigError(_NO_MODULES)
 
     def id_ticket(self, ids: Mapping[str, Ids]) -> Ticket:
@@ -202,7 +202,7 @@ class Rows(Protocol):
         return
 
     def close(self) -> None:
-        """End what serves the lookups and updates. Rows in this process are freed with their last reference."""
+        """Stop what serves lookups and updates. Rows in this process are freed with their last reference."""
         return
 
 

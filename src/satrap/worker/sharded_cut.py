@@ -1,6 +1,7 @@
-"""The tables of a job on servers at a cut: what `satrap.table.group_cut.GroupCut` is for tables of one engine.
+"""Tables of a job on servers at a cut: what `satrap.table.group_cut.GroupCut` is for tables of one engine.
 
-All servers take the cut while no trainer trains, and write it at the same time, each its buckets of all tables.
+All servers take the cut and write it at the same time, each its buckets. For a checkpoint it is the cut of all tables,
+taken while no trainer trains; a table that is saved alone has a cut for itself.
 """
 
 import os
@@ -21,31 +22,42 @@ from satrap.worker.server_group import ServerGroup, Topology
 class ShardedCut:
     """Tables on servers as they were at one moment, until they are written or released."""
 
-    def __init__(self, servers: ServerGroup, since: Mapping[str, int] | None, memory: int) -> None:
-        """memory: most bytes of old rows on each server."""
-        self._servers = servers
-        self._names = [table.name for table in servers.job.tables]
+    def __init__(
+        self, servers: ServerGroup, tables: Sequence[int], since: Mapping[str, int] | None, memory: int
+    ) -> None:
+        """tables: their numbers in the job. memory: most bytes of old rows on each server."""
+        self._servers, self._tables = servers, list(tables)
+        self._names = [servers.job.tables[table].name for table in tables]
         self._since = None if since is None else [since[name] for name in self._names]
         self._memory = memory
         servers.begin_attempt()
-        servers.follow(self._take)
+        while not servers.follow(self._take):
+            pass
 
-    def _take(self, topology: Topology) -> None:
-        """Take the cut of all servers under one bucket map."""
+    def _take(self, topology: Topology) -> bool:
+        """Take the cut of all servers under one bucket map. Return False if one of them has learned of a later version
+        of a table since it named its own."""
         self._number, self._topology = 1 + secrets.randbits(62), topology
         call = partial(self._servers.call_servers, step=0, topology=topology)
         everywhere = range(len(topology))
         known = call("versions", arguments=dict.fromkeys(everywhere, ()))
-        versions = [1 + max(of_table) for of_table in zip(*known.values(), strict=True)]  # those that joined are behind
-        arguments = (self._number, versions, self._since, self._memory)
-        answers = call("take_cut", arguments=dict.fromkeys(everywhere, arguments))
-        self._versions = versions
+        newest = [max(of_table) for of_table in zip(*known.values(), strict=True)]  # servers that joined are behind
+        self._versions = [1 + newest[table] for table in self._tables]
+        arguments = (self._number, self._tables, self._versions, self._since, self._memory)
+        try:
+            answers = call("take_cut", arguments=dict.fromkeys(everywhere, arguments), patient=True)
+        except (MovedError, ChangesError) as error:
+            self.release()  # on the servers that have taken it
+            if isinstance(error, ChangesError):
+                return False
+            raise
         self.changes_known: bool = self._since is not None and all(answers.values())
         """Whether the changes since the versions that the cut was given can be written."""
+        return True
 
     @property
     def versions(self) -> dict[str, int]:
-        """The version of each table that the cut is."""
+        """Each table's version in this cut."""
         return dict(zip(self._names, self._versions, strict=True))
 
     @property
@@ -71,7 +83,7 @@ class ShardedCut:
             for part in parts_in(folder) if folder.is_local else ():
                 if not part.name.endswith(f"-of-{len(ids[t])}"):  # of an earlier try, under another map
                     part.delete_all()
-            count_parts(name, folder, ids[t])
+            _count_parts(name, folder, ids[t])
         return {name: sum(of_table) for name, of_table in zip(self._names, rows, strict=True)}
 
     def release(self) -> None:
@@ -81,7 +93,7 @@ class ShardedCut:
             self._servers.call_servers("release_cut", 0, arguments, topology=self._topology)
 
 
-def count_parts(table: str, folder: Folder, ids: Sequence[str]) -> None:
+def _count_parts(table: str, folder: Folder, ids: Sequence[str]) -> None:
     """Count the bytes of the parts that the servers wrote of a table, and under a URL record which these are. Raise
     SnapshotError unless this process sees them. ids: of the snapshots, by server."""
     if not folder.is_local:

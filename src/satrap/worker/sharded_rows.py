@@ -223,7 +223,8 @@ class ShardedRows(Rows):
 
     def look_up(self, table: str, ids: Ids, step: int, oldest_open: int) -> Floats:
         rows = [
-            self.empty(len(ids) if name == table else 0, each.table.dim) for name, each in self._id_features.items()
+            self.empty(len(ids) if name == table else 0, feature.table.dim)
+            for name, feature in self._id_features.items()
         ]
         request = id_request(self._id_features, {table: ids}, step, oldest_open)
         self._look_up(request, self.empty(1, 0), rows, number=0)

@@ -1,4 +1,4 @@
-"""The tables of a job on servers, with the interface of `Store` and `Tables` as far as no row must move for it.
+"""The tables of a job on servers, with the interface of `Store` and `TableGroup` as far as no row must move for it.
 
 The servers save: each writes a snapshot of its buckets into a subfolder "k-of-n" of the table's folder. To restore,
 each server reads what its buckets need of all parts. So all machines must share the folder, or it is a URL.
@@ -8,7 +8,6 @@ import logging
 import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
 from typing import Any, Literal
 
 import numpy as np
@@ -16,19 +15,18 @@ from numpy.typing import ArrayLike, NDArray
 
 from satrap.config import array_args
 from satrap.config.tables import Table
-from satrap.errors import InputError, MovedError
+from satrap.errors import ChangesError, InputError
 from satrap.sharding.owner_split import OwnedIds
-from satrap.storage.folder import Folder
 from satrap.storage.open_folder import absolute, open_folder
 from satrap.table.engine import native_config
 from satrap.table.snapshot.cut import OLD_ROWS_BYTES
-from satrap.table.snapshot.directory import folder_bytes, part_name
+from satrap.table.snapshot.directory import folder_bytes
 from satrap.table.snapshot.saved_table import checksum_of
 from satrap.table.store import StoredRows, parts_of
 from satrap.table.written_rows import WrittenRows, as_rows
 from satrap.transfer import Transfer, advance
 from satrap.worker.server_group import ServerGroup, Topology
-from satrap.worker.sharded_cut import ShardedCut, count_parts
+from satrap.worker.sharded_cut import ShardedCut
 
 _LOG = logging.getLogger("satrap.worker")
 _WRITE_BYTES = 16 << 20  # of the values in one message
@@ -101,8 +99,8 @@ class ShardedTable:
 
         def call(topology: Topology) -> NDArray[np.uint64]:
             calls = {int(topology.owners[before + bucket]): (self._number, bucket)}
-            (found,) = self._servers.call_servers("bucket_ids", 0, calls, topology=topology).values()
-            return found  # type: ignore[no-any-return]
+            (ids,) = self._servers.call_servers("bucket_ids", 0, calls, topology=topology).values()
+            return ids  # type: ignore[no-any-return]
 
         return self._servers.follow(call)
 
@@ -168,36 +166,23 @@ class ShardedTable:
         return self._save(path, since)
 
     def _save(self, path: str | os.PathLike[str], since: int | None) -> int:
-        folder = open_folder(absolute(path))
+        name = self.table.name
         self._servers.begin_attempt()
         self._servers.require_reachable()  # all servers, before one of them writes
-        # Repeated if a server answered with the version of an earlier save, or was restarted after it had saved, or
-        # buckets moved and some were not saved.
-        saved: list[tuple[int, str | None]] = []
-        while not saved or len({version for version, _ in saved}) > 1 or None in (known for _, known in saved):
-            saved = self._servers.follow(partial(self._save_parts, folder, since))
-        versions, ids = zip(*saved, strict=True)
-        count_parts(self.table.name, folder, ids)
-        return int(versions[0])
-
-    def _save_parts(self, folder: Folder, since: int | None, topology: Topology) -> list[tuple[int, str | None]]:
-        """Let each server save its part; return their versions, and under a URL the ids of the snapshots."""
-        servers = range(len(topology))
-        call = partial(self._servers.call_servers, step=0, topology=topology)
-        try:
-            versions = call("version", arguments=dict.fromkeys(servers, (self._number,)))
-            version = 1 + max(versions.values())  # servers that joined later have lower versions
-            calls = dict.fromkeys(servers, (self._number, os.fspath(folder), since, version))
-            answers = call("save", arguments=calls, patient=True)
-            ids: dict[int, str | None] = dict.fromkeys(servers, "")
-            if not folder.is_local:
-                ids = call("snapshot_id", arguments={s: (self._number, answers[s]) for s in servers})
-        except MovedError:
-            if folder.is_local and len(self._servers.topology) != len(topology):
-                for server in servers:
-                    (folder / part_name(server, len(topology))).delete_all()
-            raise
-        return [(answers[server], ids[server]) for server in servers]
+        while True:
+            cut = ShardedCut(self._servers, [self._number], None if since is None else {name: since}, OLD_ROWS_BYTES)
+            if since is not None and not cut.changes_known:
+                cut.release()
+                raise ChangesError(
+                    f"table {name!r}: the servers do not know all changes since version {since}: give the version of a "
+                    "save after the last change of the servers, or save the whole table"
+                )
+            try:
+                cut.write({name: path}, is_full=since is None, is_beside=False)
+                return cut.versions[name]
+            except ChangesError:  # a server was restarted, or buckets have migrated
+                if since is not None:
+                    raise
 
 
 class ShardedTables(Mapping[str, ShardedTable]):
@@ -221,7 +206,7 @@ class ShardedTables(Mapping[str, ShardedTable]):
 
     @property
     def map_version(self) -> int:
-        """The version of the bucket map, as in `Tables.layout`."""
+        """The version of the bucket map, as `TableGroup.map_version` is for rows of one process."""
         return self._servers.topology.shard_map.version
 
     keeps_cuts = True
@@ -229,14 +214,14 @@ class ShardedTables(Mapping[str, ShardedTable]):
 
     def take_cut(self, since: Mapping[str, int] | None = None, *, memory: int = OLD_ROWS_BYTES) -> ShardedCut:
         """Take the cut of all tables on all servers, as `TableGroup.take_cut` does. No trainer may train meanwhile."""
-        return ShardedCut(self._servers, since, memory)
+        return ShardedCut(self._servers, range(len(self._tables)), since, memory)
 
     def require_permitted(self, folder: str | os.PathLike[str]) -> None:
         """Raise ConfigError unless all servers may write checkpoints below the folder."""
         self._servers.call_all("require_permitted", absolute(folder))
 
     def restore(self, folders: Mapping[str, Sequence[str | os.PathLike[str]]]) -> bool:
-        """Restore as `Tables.restore` does. The tables may have been used; their rows are discarded."""
+        """Restore as `TableGroup.restore` does. The tables may have been used; their rows are discarded."""
         if folders.keys() != self._tables.keys():
             raise InputError(f"folders are of {sorted(folders)}; expected one list for each of {sorted(self._tables)}")
         chains = [[absolute(folder) for folder in folders[name]] for name in self._tables]

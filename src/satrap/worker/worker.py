@@ -62,11 +62,11 @@ class ArrayBlocks:
     """The torch device of blocks and gradients; None: they are arrays."""
 
     def check_block(self, block: Any, shape: tuple[int, ...]) -> Block:
-        """Return memory to write pooled rows into, of this shape; InputError if it is not that."""
+        """Return a block of this shape into which pooled rows are written; InputError if the block is none."""
         return array_args.as_out(_WHERE, block, shape, "block")
 
     def check_gradient(self, where: str, gradient: Any, shape: tuple[int, ...]) -> Block:
-        """Return a gradient of this shape; InputError if it is not that."""
+        """Return a gradient of this shape; InputError if it has another one."""
         return array_args.as_gradients(where, gradient, shape)
 
     def measure(self, gradients: Sequence[tuple[Any, float]]) -> Any:
@@ -337,8 +337,8 @@ class Worker:
         return Worker(features, self.rows, self.tables, blocks=self._blocks, of_tables=True)
 
     def measure(self, gradients: Sequence[tuple[Any, float]]) -> Any:
-        """Return the largest magnitude of tensors times their factors, for `update`; None if it needs none. Call this
-        where the tensors are computed, without a wait for them."""
+        """Return the largest magnitude of the tensors, each times its factor, for `update` to use; None if `update`
+        does not use it. Call this where the tensors are computed: it does not wait for them."""
         return self._blocks.measure(gradients)
 
     def drop(self, ticket: Ticket) -> None:

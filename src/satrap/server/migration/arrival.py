@@ -1,8 +1,8 @@
 """Takes a share of the buckets for a server that starts without a job while the other servers train.
 
 So a server that left (`departure`) returns by itself, as in a rolling restart of pods. It asks one of the others each
-second. If they have a job without this server, it migrates an equal share of their buckets to itself. It asks no longer
-once a trainer has given it a job, or if the job already counts on it: then its rows are lost, and the trainers resume.
+second. If they have a job without this server, it migrates an equal share of their buckets to itself. It stops asking
+once a trainer has given it a job, or if the job already lists it: then its rows are lost, and the trainers resume.
 
 `next_action` decides; `Arrival` asks and migrates.
 """
@@ -57,12 +57,12 @@ class Arrival:
         self._thread = threading.Thread(target=self._run, name="satrap-arrival", daemon=True)
 
     def start(self) -> None:
-        """Start to ask, in a thread."""
+        """Start polling the other servers, in a thread."""
         if self._others:
             self._thread.start()
 
     def close(self) -> None:
-        """Ask no longer. A migration in progress ends with the process: it may be interrupted at any point."""
+        """Stop polling. A migration in progress ends with the process: it may be interrupted at any point."""
         self._is_closed.set()
 
     def join(self, timeout: float) -> None:

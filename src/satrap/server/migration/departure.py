@@ -60,8 +60,8 @@ class Departure:
         self._thread: threading.Thread | None = None
 
     def start(self, on_end: Callable[[], None]) -> None:
-        """Start to move this server's buckets in a thread, which calls `on_end` at its end. A process that exits
-        before interrupts it; a migration may be interrupted at any point."""
+        """Start to move this server's buckets in a thread, which calls `on_end` at its end. A process that exits first
+        interrupts the migration, which is safe at any point."""
         self._server.leaves = True
         self._thread = threading.Thread(target=self._run, args=(on_end,), name="satrap-departure", daemon=True)
         self._thread.start()

@@ -336,17 +336,17 @@ def _verified(text: bytes, where: str) -> dict[str, Any]:
     except ValueError as error:  # invalid JSON or UTF-8, or endlessly nested lists
         raise SnapshotError(f"{where} is no JSON ({error}): torn, or not a Satrap manifest") from error
     if not isinstance(content, dict) or content.get("format") != FORMAT:
-        found = content.get("format") if isinstance(content, dict) else type(content).__name__
-        raise SnapshotError(f"{where} is no manifest of a Satrap table: its format is {found!r}; expected {FORMAT!r}")
+        name = content.get("format") if isinstance(content, dict) else type(content).__name__
+        raise SnapshotError(f"{where} is no manifest of a Satrap table: its format is {name!r}; expected {FORMAT!r}")
     if content.get("format_version") != FORMAT_VERSION:
         raise SnapshotError(
             f"{where} is of format_version {content.get('format_version')!r}; this Satrap reads {FORMAT_VERSION}"
         )
     written = content.get("crc32c")
     try:
-        found = json_checksum(content)
+        computed = json_checksum(content)
     except ValueError as error:  # NaN or infinity, which Python reads and JSON does not have
         raise SnapshotError(f"{where} is damaged: {error}") from error
-    if written != found:
-        raise SnapshotError(f"{where} is damaged: it gives its crc32c as {written!r}, but it is {found}")
+    if written != computed:
+        raise SnapshotError(f"{where} is damaged: it gives its crc32c as {written!r}, but it is {computed}")
     return content

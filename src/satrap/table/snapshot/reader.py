@@ -93,11 +93,12 @@ class Snapshot:
         held: HeldBytes | None = None,
         opened: Table | None = None,
     ) -> Self:
-        """Verify every byte of the files that the buckets need. If a save replaces the snapshot meanwhile, removing
-        its files, reads the new one.
+        """Verify every byte of the files that the buckets need. If a save replaces the snapshot meanwhile and removes
+        its files, read the new one.
 
-        manifest: the folder's, if it was read already. held: None: of a table without rows.
-        opened: the table to fill; None: it is configured as it was saved."""
+        manifest: the folder's manifest, if the caller has read it already.
+        held: limits the bytes that stay in memory; None: as for a table without rows.
+        opened: the table to fill; None: one that is configured as it was saved."""
         is_fixed = manifest is not None and not path.is_local  # under a URL it has a name that is never used again
         held = HeldBytes(is_new=True) if held is None else held
         for _ in range(_MOST_READS):

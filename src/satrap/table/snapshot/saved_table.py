@@ -117,8 +117,8 @@ def find_parts(folder: Folder) -> list[FoundPart]:
 def read_parts(folder: Folder, manifests: Sequence[tuple[Folder, str]]) -> list[FoundPart]:
     """Read the manifests of a table's parts: objects of these names in these folders, the table's own or within it."""
 
-    def read(each: tuple[Folder, str]) -> FoundPart:
-        path, name = each
+    def read(place: tuple[Folder, str]) -> FoundPart:
+        path, name = place
         manifest, number = read_manifest_with_checksum(path, name)
         return FoundPart(path, manifest, SavedPart.of("" if path == folder else path.name, manifest, number))
 

@@ -145,11 +145,11 @@ class VerifiedFile:
         with read_errors(self._folder, self.file):
             self._opened.load(at, self.file.bytes)
         self._count(self.file.bytes - at)
-        if (found := crc32c(self._memory[at:], before)) != self.file.crc32c:
+        if (computed := crc32c(self._memory[at:], before)) != self.file.crc32c:
             for piece in self._pieces:  # to name the first record batch that is damaged, if one is
                 self._load(piece)
             raise SnapshotError(
-                f"{self.path} is damaged in its footer (bytes {at} to {self.file.bytes}): its crc32c is {found}; "
+                f"{self.path} is damaged in its footer (bytes {at} to {self.file.bytes}): its crc32c is {computed}; "
                 f"expected {self.file.crc32c}"
             )
 
@@ -176,17 +176,17 @@ class VerifiedFile:
         known = self.file.batches
         for i in range(piece.first, piece.last + 1):
             begin, before = (0, 0) if i == 0 else (known[i - 1].end, known[i - 1].crc32c)
-            found = crc32c(self._memory[begin : known[i].end], before)
-            if found != known[i].crc32c:
+            computed = crc32c(self._memory[begin : known[i].end], before)
+            if computed != known[i].crc32c:
                 raise SnapshotError(
                     f"{self.path} is damaged in record batch {i} (bytes {begin} to {known[i].end}): its crc32c is "
-                    f"{found}; expected {known[i].crc32c}"
+                    f"{computed}; expected {known[i].crc32c}"
                 )
 
     def _verify_batches(self, held: HeldBytes) -> None:
-        found, expected = self._reader.num_record_batches, len(self.file.batches)
-        if found != expected:
-            raise SnapshotError(f"{self.path} has {found} record batches; expected {expected}")
+        num_batches, expected = self._reader.num_record_batches, len(self.file.batches)
+        if num_batches != expected:
+            raise SnapshotError(f"{self.path} has {num_batches} record batches; expected {expected}")
         for n, piece in enumerate(self._pieces):
             num_bytes = self._load(piece)
             self._count(num_bytes)

@@ -63,20 +63,15 @@ class SavedCut(NamedTuple):
     """Rows that the table had at the cut: more than the files hold, if they are changes."""
 
 
-def save_table(
-    slot: Slot, path: Folder, since: Since | None = None, owned: NDArray[np.bool_] | None = None
-) -> Manifest:
-    """Write the table as it is now, or what changed since a snapshot, into the folder.
-
-    owned: for each bucket whether this engine owns it; None: all. The engine knows it too, and exports no other.
-    """
+def save_table(slot: Slot, path: Folder, since: Since | None = None) -> Manifest:
+    """Write the table as it is now, or what changed since a snapshot, into the folder."""
     changes = "" if since is None else f", changes since version {since.version},"
     # The size of changes is not known.
     total = slot.directory.num_rows(slot.index) * row_bytes(slot.table) if since is None else None
     what = f"save of table {slot.table.name!r}{changes} into {path}"
     with Transfer(_LOG, "save", what, total=total, among=slot.transfers, table=slot.table.name):
         threads = slot.engine.num_threads
-        return _save(slot, path, since, _cut_now(slot, owned), threads, is_part=owned is not None).manifest
+        return _save(slot, path, since, _cut_now(slot), threads, is_part=False).manifest
 
 
 def write_cut(cut: TableCut, path: Folder, since: Since | None, num_threads: int) -> SavedCut:
@@ -85,8 +80,8 @@ def write_cut(cut: TableCut, path: Folder, since: Since | None, num_threads: int
 
 
 @contextmanager
-def _cut_now(slot: Slot, owned: NDArray[np.bool_] | None) -> Iterator[TableCut]:
-    cut = take_cuts([slot], None if owned is None else [owned])[0]
+def _cut_now(slot: Slot) -> Iterator[TableCut]:
+    (cut,) = take_cuts([slot])
     try:
         yield cut
     finally:

@@ -224,10 +224,10 @@ class RemoteBatches(Iterator[RemoteInputs]):
 
     def __len__(self) -> int:
         connection = self.connection
-        found = connection.call_with_retry(connection.call.length, self.servers.origin(0), self.stream)
-        if "batches" not in found:
-            raise TypeError(found["why"])
-        return int(found["batches"])
+        length = connection.call_with_retry(connection.call.length, self.servers.origin(0), self.stream)
+        if "batches" not in length:
+            raise TypeError(length["why"])
+        return int(length["batches"])
 
     def __next__(self) -> RemoteInputs:
         if self._ended:
@@ -252,7 +252,7 @@ class RemoteBatches(Iterator[RemoteInputs]):
             extra=columns_from_bytes(extra),
             batches=self,
             number=number,
-            jagged={name: np.append(0, np.cumsum(each)) for name, each in description["jagged"].items()},
+            jagged={name: np.append(0, np.cumsum(lengths)) for name, lengths in description["jagged"].items()},
         )
         with Uninterrupted(), self._lock:
             self.skipped_rows = skipped_rows
@@ -267,8 +267,8 @@ class RemoteBatches(Iterator[RemoteInputs]):
             self._open.discard(number)
             self._tickets.discard(number)
             oldest = min(self._open, default=self._last + 1)
-            for each in [each for each in self._read if each < oldest - 2]:
-                del self._read[each]
+            for settled in [number for number in self._read if number < oldest - 2]:
+                del self._read[settled]
 
     def lookup(
         self, number: int, step: int, oldest_open: int, train: bool
@@ -293,8 +293,8 @@ class RemoteBatches(Iterator[RemoteInputs]):
         rates = {table.name: lr for table, lr in zip(tables, servers.lrs, strict=False)}
         rates |= {tables[table].name: lr for table, lr in request.lrs}
         parts = [[block, *sequences] for block, sequences in request.gradients]
-        flat = [as_one(each, np.float32) for each in parts]
-        present = [[part is not None for part in each] for each in parts]
+        flat = [as_one(of_batch, np.float32) for of_batch in parts]
+        present = [[part is not None for part in of_batch] for of_batch in parts]
         numbers = [ticket.number for ticket in tickets]
         encode = self.connection.codec.encode
         sent = [
@@ -336,7 +336,7 @@ class RemoteIds:
     """Implements `satrap.worker.rows.PlacedIds` for a batch that the worker's process read."""
 
     inputs: RemoteInputs
-    found: tuple[Flags, list[int]] | None = None
+    masked: tuple[Flags, list[int]] | None = None
     """The masks of padded sequences, flat, and for each sequence the number of ids beyond its max_length, after the
     lookup."""
 
@@ -345,9 +345,9 @@ class RemoteIds:
         return self.inputs.jagged
 
     def masks(self, features: Features) -> tuple[dict[str, Any], list[int]]:
-        assert self.found is not None
-        flat, truncated = self.found
-        lengths = {name: each.padded_length for name, each in features.items() if each.padded_length is not None}
+        assert self.masked is not None
+        flat, truncated = self.masked
+        lengths = {name: length for name, feature in features.items() if (length := feature.padded_length) is not None}
         each_mask = split_one(flat, [(self.inputs.batch_size, length) for length in lengths.values()])
         return {name: mask.copy() for name, mask in zip(lengths, each_mask, strict=True)}, truncated
 
@@ -377,13 +377,13 @@ class RemoteRows(ShardedRows):
         rows, flat, coded, masks, truncated = batches.lookup(number, step, request.oldest_open or step, request.train)
         with self._lock:
             self._num_truncated = [sum(counts) for counts in zip(self._num_truncated, truncated, strict=True)]
-        ids.found = masks, truncated
+        ids.masked = masks, truncated
         if coded is None:
             assert rows is not None and flat is not None
-            received = [rows.reshape(block.shape), *split_one(flat, [each.shape for each in sequences])]
+            received = [rows.reshape(block.shape), *split_one(flat, [rows.shape for rows in sequences])]
         else:
             flat = self.connection.codec.decode(None, coded, n, [True] * (1 + len(sequences)), ids.jagged)
-            received = split_one(flat, [each.shape for each in (block, *sequences)])
+            received = split_one(flat, [part.shape for part in (block, *sequences)])
         for mine, theirs in zip([block, *sequences], received, strict=True):  # the received arrays are read-only
             np.copyto(mine, theirs)
         return RemoteTicket(batches, number, n, ids.jagged) if request.train else None

@@ -1,0 +1,62 @@
+"""The rows at home that one lookup or update of tables with `num_rows` uses: copies of them on the device.
+
+Which rows are at home never changes, so nothing is moved: a kernel reads these rows in the memory at home, and writes
+them there after an update. How many they are only the device knows, so there is room for as many as there can be."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from satrap.device.direct_ids import RowNumbers, RowRuns
+from satrap.device.home_memory import IN, OUT
+from satrap.device.row_memory import RowMemory
+from satrap.device.torch_device import kernels_of
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ColdRows:
+    """The rows at home of one memory among some runs."""
+
+    memory: RowMemory
+    lines: Tensor
+    """int32 [runs]: the number of each one's copy; -1: its row is in a frame, or of another memory."""
+    slots: Tensor
+    """int32 [runs]: its slot at home; 0 without a line."""
+
+    @classmethod
+    def of(cls, memory: RowMemory, tables: Sequence[int], rows: Tensor, numbers: RowNumbers) -> "ColdRows":
+        """rows: the number of each run's row. tables: those of the memory among which to look."""
+        lines, slots = torch.full_like(rows, -1), torch.zeros_like(rows)
+        is_cold = torch.zeros_like(rows, dtype=torch.bool)
+        for table in tables:
+            begin, end = numbers.offsets[table] + numbers.in_frames[table], numbers.offsets[table + 1]
+            of_table = (rows >= begin) & (rows < end)
+            slots = torch.where(of_table, numbers.slot_of(table, rows), slots)
+            is_cold |= of_table
+        lines = torch.where(is_cold, is_cold.cumsum(0) - 1, lines)
+        return cls(memory, lines.int(), slots.int())
+
+    def read(self, *, with_state: bool) -> RowMemory:
+        """Copy the rows to the device; without their states, which then are any."""
+        assert self.memory.home is not None
+        copies = self.memory.staging(min(len(self.lines), len(self.memory.home)))
+        self._exchange(copies.values, copies.state if with_state else copies.state[:, :0], IN)
+        return copies
+
+    def write(self, copies: RowMemory) -> None:
+        """Copy the rows back home."""
+        self._exchange(copies.values, copies.state, OUT)
+
+    def _exchange(self, values: Tensor, state: Tensor, direction: int) -> None:
+        directions = torch.where(self.lines >= 0, direction, 0).int()
+        kernels: Any = kernels_of(self.memory.device)
+        kernels.exchange(values, state, self.memory.home, self.lines.clamp(min=0), self.slots, directions)
+
+
+def places_read(places: Tensor, runs: RowRuns, cold: Sequence[ColdRows]) -> Tensor:
+    """Return what kernels of a lookup take for the places of ids: -2 - n reads line n of the copies, and so on."""
+    lines = torch.stack([rows.lines for rows in cold]).amax(0)  # a run is of one memory
+    return torch.where(places < -1, -2 - lines[runs.of_entries()], places)

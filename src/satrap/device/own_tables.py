@@ -1,0 +1,70 @@
+"""The tables that a trainer's server has, for calls that are no part of a step, and the rows that the trainer owns of
+them, for the steps of all trainers."""
+
+import torch
+
+from satrap.config.features import Features
+from satrap.config.job import Job
+from satrap.device.device_engine import DeviceEngine
+from satrap.device.device_memory import DeviceMemory
+from satrap.device.device_stream import new_stream
+from satrap.device.direct_owned_rows import DirectOwnedRows, are_owned_direct
+from satrap.device.direct_rows import DirectEngine
+from satrap.device.owned_rows import OwnedRows
+from satrap.device.segments import TableGroups
+from satrap.device.table_shards import Trainer
+from satrap.table.engine import Slot, native_config
+
+
+class OwnTables:
+    """The tables that this trainer's server has: empty ones at first, and others after each restore."""
+
+    def __init__(
+        self, features: Features, device: torch.device, device_memory: DeviceMemory, rank: int, world_size: int
+    ) -> None:
+        """Raise ConfigError for a table that cannot be divided over `world_size` trainers.
+
+        device_memory: the argument of `Embeddings`; each trainer uses this much on its device."""
+        self._features, self._device, self._device_memory = features, device, device_memory
+        self.trainer = Trainer(rank, world_size)
+        self.stream = new_stream(device)
+        """Where rows are read and changed."""
+        for table in features.tables:
+            self.trainer.columns(table, native_config(table).state_dim)
+        self.num_threads: int | None = None
+        """Threads of one call on the tables that are created next; None: all cores."""
+        self._groups = TableGroups.of(features.tables)
+        self._rows: OwnedRows | None = None
+        self._engine: DeviceEngine | None = None
+
+    def open(self, job: Job) -> list[Slot]:
+        """Create empty tables for the server. The previous tables must be unused, since a device may not hold both."""
+        self._rows = self._engine = None
+        direct = are_owned_direct(job.tables, self._device_memory)
+        engine = (DirectEngine if direct else DeviceEngine)(
+            job.tables,
+            self._device,
+            seed=job.seed,
+            num_threads=self.num_threads,
+            device_memory=self._device_memory,
+            trainer=self.trainer,
+            stream=self.stream,
+        )
+        kind = DirectOwnedRows if direct else OwnedRows
+        self._engine, self._rows = engine, kind(self._features, engine, self._groups, self.trainer.rank)
+        return engine.slots(job.seed)
+
+    @property
+    def has_columns(self) -> bool:
+        """Whether a table is divided by columns, which trainers then read from each other."""
+        return bool(self._groups.of_kinds("columns"))
+
+    def engine(self) -> DeviceEngine:
+        """Return the engine of these tables."""
+        assert self._engine is not None, "the handshake creates tables before there is a call"
+        return self._engine
+
+    def rows(self) -> OwnedRows:
+        """Return the rows of the present tables."""
+        assert self._rows is not None, "the handshake creates tables before there is a lookup"
+        return self._rows

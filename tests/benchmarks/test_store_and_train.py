@@ -279,7 +279,7 @@ def test_the_recipe_trains_both_contenders_on_the_same_windows(tmp_path: Path) -
     small = replace(case, rows=40_000, dim=8, num_warmup=1, num_steps=3)
     turns = [list(SUITE.kinds["recipe"].plan([small], number, tmp_path)) for number in range(2)]
     assert [[run.label for run in turn] for turn in turns] == [["satrap", "torch"], ["torch", "satrap"]]
-    results = {run.label: [recipe.measure(run.job | {"num_threads": 1})] for run in turns[0]}
+    results: Results = {run.label: [recipe.measure(run.job | {"num_threads": 1})] for run in turns[0]}
     rounds = Rounds(small, results)
     losses = rounds.losses()
     for ours, theirs in zip(losses["satrap"][0], losses["torch"][0], strict=True):

@@ -36,7 +36,7 @@ RUNGS = (6.25, 12.5, 25.0, 50.0, 100.0)
 DIM, BATCH_IDS = 128, 26 * 1024
 ROW_BYTES = 2 * DIM + 4 + 40
 """Values, state, and about what the index and eviction take."""
-SHARES = (0.02, 0.05, 0.1, 0.25, 0.5, 1.0)
+SHARES = (0.05, 0.1, 0.25, 0.5, 1.0)
 """Shares of the training part's ids that a table may hold."""
 
 
@@ -141,7 +141,7 @@ def auc_at(share: float, full: bool, done: Done) -> Figures:
     split = data.split()
     num_ids = len(np.unique(split.train.ids))
     try:
-        setting = replace(tuned(done, "synthetic", "hybrid 4"), capacity=round(share * num_ids))
+        setting = replace(tuned(done, "synthetic", "sync"), capacity=round(share * num_ids))
     except KeyError:
         raise CannotRunError("the learning rates are missing: run the experiment `convergence` first") from None
     aucs = [train(setting, split, seed)["auc"] for seed in range(5 if full else 3)]

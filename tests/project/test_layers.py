@@ -72,6 +72,7 @@ OUTSIDE: dict[str, str | None] = {
     "ray": "launch.ray_launcher",
     "triton": "device.triton_initial device.triton_kernels device.triton_optimizers",
     "prometheus_client": "monitor.endpoint",
+    "torchrec": "nn.collections",
 }
 # The standard library only: what decides, apart from what does.
 PURE = [

@@ -150,7 +150,7 @@ INTERNAL = {
     "Serializable": "to_dict from_dict",
     "ShardedTables": "is_whole keeps_cuts map_version require_permitted restore take_cut",
     "Source": "origin",
-    "Store": "fill forget_saves in_engine save_part",
+    "Store": "fill forget_saves in_engine",
     "Stream": "drop evaluation is_over joint pause release update",
     "Table": "with_buckets",
     "TableGroup": "fill in_engine is_whole keeps_cuts map_version require_permitted restore take_cut verify",

@@ -67,7 +67,6 @@ SLOWEST = (
     "test_remote_worker_trainers.py",
     "test_save_beside.py",
     "test_object_stores.py",
-    "test_cluster_network.py",
     "test_checkpoint.py",
     "test_docs.py",
     "test_train.py",

@@ -6,19 +6,18 @@ A case's name is kind/rows x dim/threads of the server. The kinds:
     rows    lookup and update on one server, against the same on rows in the worker and Paddle's parameter server
     train   whole steps of the light DLRM over one server, against Paddle's parameter server
     bytes   what a lookup and an update put on the wire, against a row and a gradient for every id of a batch
-    network whole steps of two trainers over emulated networks, by staleness, against a predicted bound
     restart a server that is killed with its rows in shared memory, until it answers again
 
-All use batches of 26 features x 4096 ids, drawn by Zipf(1.05), of which `network` uses quarters.
+All use batches of 26 features x 4096 ids, drawn by Zipf(1.05).
 """
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from types import ModuleType
 
-from benchmarks.cluster import echo, machines, network, restart, rows, train, wire
+from benchmarks.cluster import echo, restart, rows, train, wire
 from benchmarks.harness.case import MILLION, Case, Target
 from benchmarks.harness.rounds import Run
 from benchmarks.harness.suite import Kind, Suite
@@ -29,13 +28,10 @@ BASE = Case(kind="", rows=20 * MILLION, num_threads=2, num_warmup=5, num_steps=4
 
 def full_cases() -> list[Case]:
     """Return every case that the pages quote."""
-    predicted = {f"of_predicted/{shape.name}": 0.85 for shape in network.SHAPES}
-    slow = {"ratio/1gbit-0.2ms": 2.6, "of_async/1gbit-0.2ms": 0.95}
     least = {
         "echo": {"ratio": 0.7, "ratio_free": 0.7},
         "rows": {"ratio_local": 0.55, "ratio_paddle": 7.12},
         "train": {"ratio": 3.0, "ratio_stale": 3.0},
-        "network": predicted,
     }
     most = {"bytes": {"share": 0.55, "share_float16": 0.30}, "restart": {"away_s": 2.0}}
     every = [
@@ -43,14 +39,12 @@ def full_cases() -> list[Case]:
         replace(BASE, kind="rows", num_steps=200),
         replace(BASE, kind="train"),
         replace(BASE, kind="bytes", num_warmup=1, num_steps=10),
-        replace(BASE, kind="network", num_warmup=2, num_steps=16),
         replace(BASE, kind="restart", rows=10 * MILLION, num_steps=3),
     ]
     cases = []
     for case in every:
         for dim in DIMS:
-            at_least = least.get(case.kind, {}) | (slow if (case.kind, dim) == ("network", 64) else {})
-            targets = [Target(figure=figure, at_least=limit) for figure, limit in at_least.items()]
+            targets = [Target(figure=figure, at_least=limit) for figure, limit in least.get(case.kind, {}).items()]
             targets += [Target(figure=figure, at_most=limit) for figure, limit in most.get(case.kind, {}).items()]
             cases.append(replace(case, dim=dim, targets=tuple(targets)))
     return cases
@@ -62,7 +56,7 @@ def quick_cases() -> list[Case]:
     return [replace(case, rows=26_000, num_warmup=1, num_steps=4, targets=()) for case in small]
 
 
-def kind(module: ModuleType, *, with_paddle: bool = False, unable: Callable[[], str | None] = lambda: None) -> Kind:
+def kind(module: ModuleType, *, with_paddle: bool = False) -> Kind:
     """Return the kind that a module's `measure` and `record` define."""
     runs = [("worker", "satrap", module.__name__)]
     if with_paddle:
@@ -76,7 +70,7 @@ def kind(module: ModuleType, *, with_paddle: bool = False, unable: Callable[[], 
             for label, contender, name in runs
         ]
 
-    return Kind(plan=plan, record=module.record, required="worker", unable=unable)
+    return Kind(plan=plan, record=module.record, required="worker")
 
 
 SUITE = Suite(
@@ -89,7 +83,6 @@ SUITE = Suite(
         "rows": kind(rows, with_paddle=True),
         "train": kind(train, with_paddle=True),
         "bytes": kind(wire),
-        "network": kind(network, unable=machines.unable),
         "restart": kind(restart),
     },
     contenders=("satrap", "paddle"),

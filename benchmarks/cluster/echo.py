@@ -50,9 +50,9 @@ class SameRows:
         return self._rows[: len(ids) * self._dim]
 
 
-def serve_raw(rows: Floats, dim: int, host: str = "127.0.0.1") -> None:
+def serve_raw(rows: Floats, dim: int) -> None:
     """Print the port, then serve one connection of plain sockets until it ends."""
-    with socket.create_server((host, 0)) as listener:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
         print(listener.getsockname()[1], flush=True)
         connection, _ = listener.accept()
     memory, source = memoryview(bytearray(8 * (rows.size // dim))), rows.view(np.uint8).data
@@ -68,8 +68,8 @@ def serve_raw(rows: Floats, dim: int, host: str = "127.0.0.1") -> None:
 class RawClient:
     """The client of `serve_raw`."""
 
-    def __init__(self, port: int, dim: int, max_ids: int, host: str = "127.0.0.1") -> None:
-        self._socket = socket.create_connection((host, port))
+    def __init__(self, port: int, dim: int, max_ids: int) -> None:
+        self._socket = socket.create_connection(("127.0.0.1", port))
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._memory = np.empty(max_ids * dim, np.float32)
         self._dim = dim

@@ -18,6 +18,7 @@ from benchmarks.paper import (
     convergence,
     devices,
     network,
+    peers,
     reuse,
     samples,
     simulation,
@@ -28,7 +29,7 @@ from benchmarks.paper.page import Record, files, html, markdown
 from benchmarks.paper.sections import sections
 
 EXPERIMENTS = (
-    "theory", "convergence", "network", "simulation", "reuse", "capacity", "campaign", "baselines", "devices"
+    "theory", "convergence", "network", "simulation", "peers", "reuse", "capacity", "campaign", "baselines", "devices"
 )  # fmt: skip
 
 
@@ -80,6 +81,7 @@ def cells_of(options: argparse.Namespace) -> list[Cell]:
         "convergence": lambda: convergence.cells(options.paths, full=options.full),
         "network": lambda: network.cells(full=options.full),
         "simulation": simulation.cells,
+        "peers": lambda: peers.cells(full=options.full),
         "reuse": lambda: reuse.cells(options.paths, full=options.full),
         "capacity": lambda: capacity.cells(options.memory, full=options.full),
         "campaign": lambda: campaign.cells(full=options.full),

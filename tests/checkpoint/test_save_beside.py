@@ -23,6 +23,7 @@ from satrap import Deployment
 from satrap.checkpoint.checkpoint_writer import BackgroundSave
 from satrap.errors import CheckpointError, SnapshotError
 from satrap.rpc import Service
+from satrap.server import state
 from satrap.server.protocol import ServerCalls
 from satrap.server.server import Server
 from satrap.storage.folder import Writer
@@ -112,8 +113,11 @@ def test_a_run_killed_while_it_saves_beside_training_ends_with_the_same_bits(tmp
 
 
 @pytest.mark.parametrize("is_replaced_at_once", [False, True])
-def test_servers_let_go_of_the_cut_of_a_killed_trainer(tmp_path: Path, is_replaced_at_once: bool) -> None:
+def test_servers_let_go_of_the_cut_of_a_killed_trainer(
+    tmp_path: Path, is_replaced_at_once: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The trainer is killed while the servers write. Then nothing calls them, or its successor does."""
+    monkeypatch.setattr(state, "CUT_SECONDS", 5.0)  # for a cut that the trainer took and did not yet have written
     with ExitStack() as stack:
         servers = [Server(num_threads=2, checkpoints=["/"]) for _ in range(2)]
         addresses = [stack.enter_context(Service(each, ServerCalls, ANYWHERE)).address for each in servers]

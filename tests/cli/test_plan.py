@@ -59,7 +59,8 @@ def test_prices_have_a_date_and_can_be_replaced(capsys: Capture) -> None:
 
 
 def test_a_rate_out_of_reach_has_its_own_status(capsys: Capture) -> None:
-    assert main(["plan", MODEL, "--machines", MACHINES, "--samples-per-second", "1e12", "--json"]) == 3
+    options = ["--samples-per-second", "1e12", "--set", "machines.*.available=2", "--json"]
+    assert main(["plan", MODEL, "--machines", MACHINES, *options]) == 3
     content = json.loads(capsys.readouterr().out)
     assert content["meets"] is False and content["requested_samples_per_second"] == 1e12
 
@@ -71,6 +72,7 @@ def test_the_plan_of_a_script(tmp_path: Path, capsys: Capture) -> None:
     assert content["tables"]["user"]["rows"] == 1 << 20 and content["tables"]["item"]["rows"] == 10**6
     assert content["command"] == f"python {SCRIPT} {tmp_path / 'end'}"
     assert "the 3 observed steps" in content["assumptions"][0]
+    assert content["meets"] and content["bounds"][0]["samples_per_second"] == content["samples_per_second"]
 
 
 @pytest.mark.parametrize(

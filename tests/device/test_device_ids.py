@@ -12,7 +12,16 @@ import torch
 
 from bag_oracle import UNIVERSE, draw_bags
 from cluster import step_both
-from device_workers import ArrayWorker, SortingWorker, as_tensors, assert_equal
+from device_workers import (
+    ArrayWorker,
+    SortingWorker,
+    as_tensors,
+    assert_equal,
+    every_kind,
+    give_gradients_that_are_not_finite,
+    take_random_steps,
+    three_features,
+)
 from loop import NUM_IDS, batches, bits, job, loss_of, train
 from one_row import OPTIMIZERS
 from satrap import Embeddings, IterableSource, Table
@@ -22,7 +31,7 @@ from satrap.config.tables import MinCount, Normal, Probability
 from satrap.data.inputs import Inputs
 from satrap.device import device_ids, reference
 from satrap.device.device_ids import DeviceIds, GroupedIds
-from satrap.errors import CapacityError, InputError, NonFiniteError, TicketError
+from satrap.errors import InputError, TicketError
 from satrap.worker.local_rows import local_worker
 
 
@@ -50,22 +59,6 @@ def three(declared: Features, **options: Any) -> list[Any]:
     ]
 
 
-def many(table: Table) -> Features:
-    """Features of every kind over a table, and over others that share its memory or do not."""
-    user, shared = replace(table, name="user", dim=table.dim + 3), replace(table, name="shared")
-    return Features(
-        {
-            "item": table,
-            "mean": table.bag("mean", weighted=True, padding_id=3),
-            "path": table.sequence(3),
-            "user": user.bag("sqrtn"),
-            "padded": user.sequence(2, keep="first", padding_id=4),
-            "last": user.sequence(2, padding_id=2**63),
-            "shared": shared.bag("sum", padding_id=1),
-        }
-    )
-
-
 @pytest.mark.usefixtures("stays")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=lambda each: type(each).__name__)
@@ -78,7 +71,7 @@ def test_bits_and_counters(optimizer: Any, dtype: Any, rng: np.random.Generator)
         initial=Normal(std=0.5),
         num_buckets=4,
     )
-    workers = three(many(table))
+    workers = three(every_kind(table))
     for step in range(1, 7):
         num_batches = 1 + step % 2
         size = int(rng.choice([1, 7, 40] if num_batches == 1 else [7, 40]))  # a batch without ids joins in the core
@@ -116,39 +109,11 @@ LIVES: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("memory", [None, 10, 0])
 @pytest.mark.parametrize("life", LIVES)
 def test_rows_live_as_in_the_core(life: str, memory: int | None, rng: np.random.Generator) -> None:
-    """Open steps, evaluation, dropped batches, parts without a gradient; all rows on the device, some, and none."""
+    """All rows on the device, some, and none."""
     item = Table("item", dim=3, optimizer=Adagrad(lr=0.1), **LIVES[life])
-    declared = Features({"item": item, "path": item.sequence(2), "bag": item.bag("mean")})
     device_memory = {None: None, 0: {"item": "none"}}.get(memory, {"item": 10 * 24})
-    workers = three(declared, device_memory=device_memory)[0 if memory is None else 1 :]
-    waiting: list[tuple[int, list[Any]]] = []
-    for step in range(1, 30):
-        bags, size = draw_bags(rng, declared, 1), int(rng.integers(0, 3))
-        evaluated = [worker.lookup(bags.inputs(), train=False) for worker in workers]
-        assert all(each.block.tobytes() == evaluated[0].block.tobytes() for each in evaluated)
-        oldest = waiting[0][0] if waiting else step
-        try:
-            looked = [workers[0].lookup(bags.inputs(), step=step, oldest_open=oldest)]
-        except CapacityError as error:
-            for worker in workers[1:]:
-                with pytest.raises(CapacityError) as raised:
-                    worker.lookup(bags.inputs(), step=step, oldest_open=oldest)
-                assert memory is None or str(raised.value) == str(error)
-            assert_equal(workers)
-            continue
-        looked += [worker.lookup(bags.inputs(), step=step, oldest_open=oldest) for worker in workers[1:]]
-        assert all(each.block.tobytes() == looked[0].block.tobytes() for each in looked)
-        waiting.append((step, looked))
-        while len(waiting) > size:
-            at, tickets = waiting.pop(0)
-            block = None if at % 7 == 0 else rng.normal(size=(1, 6)).astype(np.float32)
-            paths = [] if at % 3 == 0 else [{"path": rng.normal(size=(1, 2, 3)).astype(np.float32)}]
-            for worker, each in zip(workers, tickets, strict=True):
-                if at % 5 == 0:
-                    worker.drop(each.ticket)
-                else:
-                    worker.update([each.ticket], [block], paths or None, step=at, lrs={"item": 0.2}, scale=0.5)
-        assert_equal(workers)
+    workers = three(three_features(item), device_memory=device_memory)[0 if memory is None else 1 :]
+    take_random_steps(workers, item, rng, batch_size=1, same_errors=memory is not None)
 
 
 def test_long_runs_of_one_id(rng: np.random.Generator) -> None:
@@ -206,23 +171,8 @@ def test_batches_on_both_sides_are_one_step(rng: np.random.Generator) -> None:
 @pytest.mark.parametrize("how", ["raise", "skip"])
 def test_gradients_that_are_not_finite(how: Any, rng: np.random.Generator) -> None:
     item = Table("item", dim=3, optimizer=Adagrad(lr=0.1), on_nonfinite=how)
-    declared = Features({"item": item, "bag": item.bag("mean"), "path": item.sequence(2)})
-    workers = three(declared)
-    for step in range(1, 8):
-        bags = draw_bags(rng, declared, 6)
-        block = rng.normal(size=(6, 6)).astype(np.float32)
-        block[rng.integers(6), rng.integers(6)] = [np.nan, np.inf, 3e38][step % 3]
-        messages = []
-        for worker in workers:
-            ticket = worker.lookup(bags.inputs(), step=step).ticket
-            try:
-                worker.update([ticket], [block], step=step, scale=2.0)
-            except NonFiniteError as error:
-                messages.append(str(error))
-                assert not ticket.used
-                worker.update([ticket], [np.zeros_like(block)], step=step)
-        assert len(messages) in (0, 3) and len(set(messages)) <= 1
-        assert_equal(workers)
+    declared = three_features(item)
+    give_gradients_that_are_not_finite(three(declared), declared, rng)
 
 
 def test_a_ticket_is_used_once() -> None:

@@ -14,7 +14,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from bag_oracle import draw_bags
 from cluster import step_both
-from device_workers import ArrayWorker, as_tensors, contents, pair
+from device_workers import (
+    ArrayWorker,
+    as_tensors,
+    contents,
+    every_kind,
+    give_gradients_that_are_not_finite,
+    pair,
+    take_random_steps,
+    three_features,
+)
 from one_row import OPTIMIZERS
 from satrap import Checkpoint, Embeddings, Table
 from satrap.config.features import Features
@@ -24,27 +33,10 @@ from satrap.data.inputs import Inputs
 from satrap.device import home_memory
 from satrap.device.direct_ids import DirectIds
 from satrap.device.direct_rows import DirectRows
-from satrap.device.row_memory import RowMemory
-from satrap.errors import CapacityError, InputError, NonFiniteError, TicketError
+from satrap.errors import InputError, TicketError
 
 NUM_ROWS = 60
 IDS = np.arange(NUM_ROWS, dtype=np.uint64)
-
-
-def many(table: Table) -> Features:
-    """Features of every kind over a table, and over others that share its memory or do not."""
-    user, shared = replace(table, name="user", dim=table.dim + 3), replace(table, name="shared", num_rows=45)
-    return Features(
-        {
-            "item": table,
-            "mean": table.bag("mean", weighted=True, padding_id=3),
-            "path": table.sequence(3),
-            "user": user.bag("sqrtn"),
-            "padded": user.sequence(2, keep="first", padding_id=4),
-            "last": user.sequence(2, padding_id=2**63),
-            "shared": shared.bag("sum", padding_id=1),
-        }
-    )
 
 
 def below(inputs: Inputs, num_rows: int) -> Inputs:
@@ -55,16 +47,17 @@ def below(inputs: Inputs, num_rows: int) -> Inputs:
 class Direct:
     """A worker whose batches are brought into range."""
 
-    def __init__(self, worker: Any, num_rows: int, *, tensors: bool = False) -> None:
-        self.worker, self._num_rows, self._tensors = worker, num_rows, tensors
+    def __init__(self, worker: Any, num_rows: int, device: str | None) -> None:
+        """device: where the ids are, in tensors; None: they are in an array."""
+        self.worker, self._num_rows, self._device = worker, num_rows, device
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.worker, name)
 
     def lookup(self, inputs: Inputs, **options: Any) -> Any:
         given = below(inputs, self._num_rows)
-        found = self.worker.lookup(as_tensors(given) if self._tensors else given, **options)
-        return replace(found, masks={name: np.asarray(mask) for name, mask in found.masks.items()})
+        found = self.worker.lookup(given if self._device is None else as_tensors(given, self._device), **options)
+        return replace(found, masks={name: torch.as_tensor(mask).cpu().numpy() for name, mask in found.masks.items()})
 
 
 @pytest.fixture(autouse=True)
@@ -72,20 +65,23 @@ def small_segments(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(home_memory, "SEGMENT_BYTES", 512)
 
 
-def every_worker(declared: Features, num_rows: int = 45) -> list[Any]:
+def every_worker(declared: Features, device: str, num_rows: int = 45) -> list[Any]:
     """Workers with rows in the core, and on a device: with ids in CPU memory and on the device, and with some rows at
     home, those of one table, or all."""
     some, first = {table.name: 25 * 4 * table.dim for table in declared.tables}, declared.tables[0]
     memories = (None, some, {first.name: "none"}, {table.name: "none" for table in declared.tables})
-    on_device = [ArrayWorker(declared, "cpu", seed=3, num_threads=2, device_memory=each) for each in memories]
-    workers = [Direct(each, num_rows, tensors=at in (2, 4)) for at, each in enumerate([*pair(declared), *on_device])]
+    on_device = [ArrayWorker(declared, device, seed=3, num_threads=2, device_memory=each) for each in memories]
+    workers = [
+        Direct(each, num_rows, device if at in (2, 4) else None)
+        for at, each in enumerate([*pair(declared, device=device), *on_device])
+    ]
     assert all(isinstance(each.rows, DirectRows) for each in workers[1:])
     return workers
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=lambda each: type(each).__name__)
-def test_bits_and_counters(optimizer: Any, dtype: Any, rng: np.random.Generator) -> None:
+def test_bits_and_counters(optimizer: Any, dtype: Any, device: str, rng: np.random.Generator) -> None:
     table = Table(
         "item",
         dim=int(rng.integers(1, 20)),
@@ -96,7 +92,7 @@ def test_bits_and_counters(optimizer: Any, dtype: Any, rng: np.random.Generator)
         num_buckets=4,
         absent="zeros" if dtype == "float16" else "initial",
     )
-    workers = every_worker(many(table))
+    workers = every_worker(every_kind(table), device)
     for step in range(1, 7):
         num_batches = 1 + step % 2
         size = int(rng.choice([1, 7, 40] if num_batches == 1 else [7, 40]))
@@ -108,11 +104,11 @@ def test_bits_and_counters(optimizer: Any, dtype: Any, rng: np.random.Generator)
     assert all(each == found[0] for each in found)
 
 
-def test_one_id_in_each_bag_without_offsets(rng: np.random.Generator) -> None:
+def test_one_id_in_each_bag_without_offsets(device: str, rng: np.random.Generator) -> None:
     """Without padding and sequences nothing of a batch is moved."""
     item = Table("item", dim=4, optimizer=Adagrad(lr=0.1), num_rows=NUM_ROWS)
     tables = [item, replace(item, name="b", num_rows=7), replace(item, name="c", dim=5), replace(item, name="d")]
-    workers = every_worker(Features({table.name: table for table in tables}), num_rows=7)
+    workers = every_worker(Features({table.name: table for table in tables}), device, num_rows=7)
     for step in range(1, 5):
         values = rng.integers(0, 2**63, len(tables) * 50).astype(np.uint64)
         batch = Inputs(names=workers[0].features.names, values=values, batch_size=50)
@@ -125,50 +121,16 @@ def test_one_id_in_each_bag_without_offsets(rng: np.random.Generator) -> None:
     assert all(each == found[0] for each in found)
 
 
-def test_parts_without_a_gradient_dropped_and_open_batches(rng: np.random.Generator) -> None:
+def test_random_steps(device: str, rng: np.random.Generator) -> None:
     item = Table("item", dim=3, optimizer=Adagrad(lr=0.1), num_rows=NUM_ROWS)
-    declared = Features({"item": item, "path": item.sequence(2), "bag": item.bag("mean")})
-    workers = every_worker(declared)
-    waiting: list[tuple[int, list[Any]]] = []
-    for step in range(1, 25):
-        bags, size = draw_bags(rng, declared, 3), int(rng.integers(0, 3))
-        oldest = waiting[0][0] if waiting else step
-        looked = [worker.lookup(bags.inputs(), step=step, oldest_open=oldest) for worker in workers]
-        assert all(each.block.tobytes() == looked[0].block.tobytes() for each in looked)
-        waiting.append((step, looked))
-        while len(waiting) > size:
-            at, tickets = waiting.pop(0)
-            block = None if at % 7 == 0 else rng.normal(size=(3, 6)).astype(np.float32)
-            paths = [] if at % 3 == 0 else [{"path": rng.normal(size=(3, 2, 3)).astype(np.float32)}]
-            for worker, each in zip(workers, tickets, strict=True):
-                if at % 5 == 0:
-                    worker.drop(each.ticket)
-                else:
-                    worker.update([each.ticket], [block], paths or None, step=at, lrs={"item": 0.2}, scale=0.5)
-    found = [contents(worker, IDS[:45]) for worker in workers]
-    assert all(each == found[0] for each in found)
+    take_random_steps(every_worker(three_features(item), device), item, rng, batch_size=3, ids=IDS[:45])
 
 
 @pytest.mark.parametrize("how", ["raise", "skip"])
-def test_gradients_that_are_not_finite(how: Any, rng: np.random.Generator) -> None:
+def test_gradients_that_are_not_finite(how: Any, device: str, rng: np.random.Generator) -> None:
     item = Table("item", dim=3, optimizer=Adagrad(lr=0.1), on_nonfinite=how, num_rows=NUM_ROWS)
-    declared = Features({"item": item, "bag": item.bag("mean", padding_id=2), "path": item.sequence(2)})
-    workers = every_worker(declared)
-    for step in range(1, 8):
-        bags, messages = draw_bags(rng, declared, 6), []
-        block = rng.normal(size=(6, 6)).astype(np.float32)
-        block[rng.integers(6), rng.integers(6)] = [np.nan, np.inf, 3e38][step % 3]
-        for worker in workers:
-            ticket = worker.lookup(bags.inputs(), step=step).ticket
-            try:
-                worker.update([ticket], [block], step=step, scale=2.0)
-            except NonFiniteError as error:
-                messages.append(str(error))
-                assert not ticket.used
-                worker.update([ticket], [np.zeros_like(block)], step=step)
-        assert len(messages) in (0, len(workers)) and len(set(messages)) <= 1
-    found = [contents(worker, IDS[:45]) for worker in workers]
-    assert all(each == found[0] for each in found)
+    declared = three_features(item, padding_id=2)
+    give_gradients_that_are_not_finite(every_worker(declared, device), declared, rng, IDS[:45])
 
 
 WRONG: dict[str, dict[str, Any]] = {
@@ -191,7 +153,7 @@ FOUND_THERE = list(WRONG)[:7]
 
 @pytest.mark.parametrize("tensors", [False, True])
 @pytest.mark.parametrize("wrong", WRONG)
-def test_what_the_core_refuses_changes_nothing_and_has_its_message(wrong: str, tensors: bool) -> None:
+def test_what_the_core_refuses_changes_nothing_and_has_its_message(wrong: str, tensors: bool, device: str) -> None:
     """What only the device knows is refused by the update, where it waits for the gradients; without training, by the
     lookup."""
     item = Table("item", dim=2, optimizer=SGD(lr=0.1), num_rows=NUM_ROWS)
@@ -203,9 +165,9 @@ def test_what_the_core_refuses_changes_nothing_and_has_its_message(wrong: str, t
         weights=np.ones(4, np.float32),
         batch_size=2,
     )
-    in_core, on_device = pair(declared)
+    in_core, on_device = pair(declared, device=device)
     bad = replace(inputs, **WRONG[wrong])
-    given = as_tensors(bad) if tensors else bad
+    given = as_tensors(bad, device) if tensors else bad
     values: Any = bad.values.astype(np.int64) if bad.values.itemsize == 4 else bad.values
     with pytest.raises(InputError) as expected:
         in_core.lookup(replace(bad, values=values), step=1)
@@ -228,10 +190,10 @@ def test_what_the_core_refuses_changes_nothing_and_has_its_message(wrong: str, t
     assert on_device.tables["item"].stats()["inserted"] == 4
 
 
-def test_ids_of_32_bits_and_empty_batches(rng: np.random.Generator) -> None:
+def test_ids_of_32_bits_and_empty_batches(device: str, rng: np.random.Generator) -> None:
     item = Table("item", dim=4, optimizer=Adagrad(lr=0.1), num_rows=NUM_ROWS)
     declared = Features({"item": item.bag("sum"), "other": item.bag("mean", padding_id=5), "path": item.sequence(2)})
-    workers = pair(declared)
+    workers = pair(declared, device=device)
     for step, size in enumerate((4, 0, 3, 0, 2), 1):
         lengths = rng.integers(0, 4, 3 * size) if step != 3 else np.zeros(9, np.int64)
         values = rng.integers(0, 9, int(lengths.sum()))
@@ -263,9 +225,9 @@ def test_a_ticket_is_used_once() -> None:
             call()
 
 
-def test_the_memory_of_a_batch_may_be_used_again(rng: np.random.Generator) -> None:
+def test_the_memory_of_a_batch_may_be_used_again(device: str, rng: np.random.Generator) -> None:
     item = Table("item", dim=3, optimizer=Adagrad(lr=0.1), num_rows=NUM_ROWS)
-    workers = pair(Features({"item": item}))
+    workers = pair(Features({"item": item}), device=device)
     memory = np.zeros(20, np.uint64)
     for step in range(1, 4):
         memory[:] = rng.integers(0, NUM_ROWS, 20)
@@ -278,11 +240,13 @@ def test_the_memory_of_a_batch_may_be_used_again(rng: np.random.Generator) -> No
 
 
 @pytest.mark.parametrize("others", [(0, 1), (1, 0), (1, 1)], ids=["to the device", "to the core", "on the device"])
-def test_files_are_those_of_the_core(others: tuple[int, int], rng: np.random.Generator, tmp_path: Path) -> None:
+def test_files_are_those_of_the_core(
+    others: tuple[int, int], device: str, rng: np.random.Generator, tmp_path: Path
+) -> None:
     """Saved in full and as changes, opened in the core or on a device, which then train alike."""
     item = Table("item", dim=3, optimizer=Adagrad(lr=0.1), num_rows=NUM_ROWS, num_buckets=4)
     declared = Features({"item": item, "user": replace(item, name="user", dtype="bfloat16", num_rows=45)})
-    first, second = pair(declared), pair(declared)
+    first, second = pair(declared, device=device), pair(declared, device=device)
     source, target = first[others[0]], second[others[1]]
     folders: dict[str, list[Path]] = {name: [] for name in source.tables}
 
@@ -348,7 +312,7 @@ def train_part(how: dict[str, Any], folder: Path, data: list[Any], saves_at: tup
 def test_a_job_of_such_tables_ends_with_the_same_bits(rng: np.random.Generator, tmp_path: Path) -> None:
     """Through checkpoints, of all rows and of changes, that the core or a device saves and either resumes."""
     data = [rng.integers(0, NUM_ROWS, 2 * 16).astype(np.uint64) for _ in range(12)]
-    found: list[Any] = []
+    found: list[tuple[Any, bytes]] = []
     places: list[dict[str, Any]] = [{}, {"device": "cpu"}, {"device": "cpu", "device_memory": {"item": 400}}]
     for before in places:
         for after in places:
@@ -413,10 +377,10 @@ def test_ids_in_a_list_are_placed_once_the_core_has_accepted_them() -> None:
         assert isinstance(ticket.ids, DirectIds) and ticket.ids.rows.tolist() == [3, 1]
 
 
-def test_steps_of_32_bits(rng: np.random.Generator) -> None:
+def test_steps_of_32_bits(device: str, rng: np.random.Generator) -> None:
     """Stamps are unsigned; a late step does not lower them."""
     item = Table("item", dim=2, optimizer=Adagrad(lr=0.1), num_rows=NUM_ROWS, num_buckets=4)
-    workers = pair(Features({"item": item}))
+    workers = pair(Features({"item": item}), device=device)
     for step in (5, 2**31 - 2, 2**31 - 1, 2**31, 2**31 + 9, 2**31 - 5, 2**32 - 2, 3):
         inputs = Inputs(names=("item",), values=rng.integers(0, NUM_ROWS, 9).astype(np.uint64), batch_size=9)
         for worker in workers:
@@ -455,16 +419,3 @@ def test_the_host_does_the_same_for_any_number_of_ids(is_flat: bool, monkeypatch
             worker.update([looked.ticket], [torch.ones(size, 26 * 4)], step=step)
         counts.append(calls.count)
     assert counts[1] == counts[3] <= (135 if is_flat else 185), f"{counts} operations of torch in the steps"
-
-
-def test_a_device_without_memory_for_all_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The next call tries again."""
-    worker = ArrayWorker(Features({"item": Table("item", dim=4, num_rows=NUM_ROWS)}), "cpu")
-    inputs = Inputs(names=("item",), values=IDS[:5], batch_size=5)
-    with monkeypatch.context() as short, pytest.raises(CapacityError) as raised:
-        short.setattr(RowMemory, "_empty", lambda *_: (_ for _ in ()).throw(RuntimeError("no memory")))
-        worker.lookup(inputs)
-    assert "'item': cpu has no memory for 60 rows: expected 1,920 bytes. A table with num_rows" in str(raised.value)
-    assert len(worker.tables["item"]) == 0
-    assert worker.lookup(inputs).block.any()
-    assert worker.tables["item"].stats()["bytes"] > NUM_ROWS * (4 * 4 * 2 + 8)

@@ -18,6 +18,7 @@ from satrap.data.synthetic import Clicks
 from satrap.errors import ConfigError, InputError
 from satrap.models import DCN, DLRM, FFNN
 from satrap.models.interaction import Interaction, dot_products, pair_indices
+from satrap.models.parts import PaddedLinear
 from satrap.monitor.metrics import Evaluation
 
 
@@ -154,6 +155,56 @@ def test_both_forms_of_the_interaction_agree(
     assert made[0][0].shape == (batch, has_first * dim + num * (num - 1) // 2)
     for ours, torchs in zip(*made, strict=True):
         torch.testing.assert_close(ours, torchs)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("num_dense", [0, 3])
+def test_columns_of_zeros_change_nothing(
+    num_dense: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch, rng: np.random.Generator
+) -> None:
+    """A GPU gets them, and so does the CPU here, where they have the same bits: sums of small integers are exact."""
+    model = DLRM(num_dense, shape(*[4] * 5), bottom=(8,), top=(6, 1)).to(dtype)
+    for parameter in model.parameters():
+        parameter.data.copy_(torch.from_numpy(rng.integers(-1, 2, tuple(parameter.shape))))
+    dense = torch.from_numpy(rng.integers(-1, 2, (7, num_dense))).to(dtype) if num_dense else None
+    block = torch.from_numpy(rng.integers(-1, 2, (7, 20))).to(dtype)
+    width = num_dense // 3 * 4 + (15 if num_dense else 10)
+    found, widths = [], []
+    model.top[0].register_forward_pre_hook(lambda _, given: widths.append(given[0].shape[1]))
+    in_torch: Callable[..., torch.Tensor] = Interaction.in_torch
+    for padded in (False, True):
+        model.zero_grad()
+        block.requires_grad_().grad = None
+        monkeypatch.setattr(
+            Interaction, "forward", lambda *given, padded=padded: in_torch(*given[:3], given[3] if padded else 0)
+        )
+        logits = model(dense, block)
+        logits.sum().backward()
+        found.append([logits, block.grad, *(parameter.grad for parameter in model.parameters())])
+    assert widths == [width, -(-width // 8) * 8]
+    assert all(torch.equal(*both) for both in zip(*found, strict=True))
+    assert model.top[0].state_dict()["weight"].shape == (6, width)
+
+
+def test_a_gpu_multiplies_a_multiple_of_eight_columns() -> None:
+    """The meta device has no numbers, and takes the operators that a GPU takes; a layer that replaced the first, and
+    an exported program, take no columns of zeros."""
+    widths: list[int] = []
+
+    def note(_: torch.nn.Module, given: tuple[torch.Tensor]) -> None:
+        widths.append(given[0].shape[1])
+
+    for device, expected in (("cpu", 479), ("meta", 480)):
+        with torch.device(device):
+            model = DLRM(13, shape(*[128] * 26))
+            assert isinstance(model.top[0], PaddedLinear) and model.top[0].weight.shape == (256, 479)
+            model.top[0].register_forward_pre_hook(note)
+            assert model(torch.empty(2, 13), torch.zeros(2, 26 * 128)).shape == (2,)
+            assert widths.pop() == expected
+            model.top[0] = torch.nn.Linear(479, 256)
+            model.top[0].register_forward_pre_hook(note)
+            model(torch.empty(2, 13), torch.zeros(2, 26 * 128))
+            assert widths.pop() == 479
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])

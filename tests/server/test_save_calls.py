@@ -19,7 +19,7 @@ from satrap import Checkpoint
 from satrap.config.features import Features
 from satrap.config.optimizers import Adagrad
 from satrap.config.tables import MinCount, Normal, Table
-from satrap.errors import AttemptError, ChangesError, DeadlineError, SatrapError, SnapshotError
+from satrap.errors import AttemptError, ChangesError, DeadlineError, MovedError, SatrapError, SnapshotError
 from satrap.rpc import Service
 from satrap.server import state
 from satrap.server.migration.coordinator import Migration
@@ -30,6 +30,7 @@ from satrap.server.state import ServerState
 from satrap.storage.folder import Folder
 from satrap.table.group_cut import GroupCut
 from satrap.worker.local_rows import local_worker
+from satrap.worker.server_group import ServerGroup
 from tour import Tour
 
 UNIVERSE = np.arange(2000, dtype=np.uint64)
@@ -119,6 +120,30 @@ def test_a_migration_waits_for_the_cut(tmp_path: Path) -> None:
         cut = worker.tables.take_cut()
         cut.release()
         assert Migration(addresses, addresses[:2], deadline=60.0).run().buckets > 0
+
+
+def test_a_cut_that_one_server_refuses_keeps_no_migration_waiting(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One server answers that its buckets have moved when the other has taken the cut, so the cut is taken again."""
+    call, refused = ServerGroup.call_servers, list[str]()
+
+    def refuse_once(group: ServerGroup, method: str, *arguments: Any, **options: Any) -> dict[int, Any]:
+        if method == "versions" and refused == ["take_cut"]:
+            refused.append(method)
+            Migration(addresses[:2], addresses, deadline=10.0).run()
+        answers = call(group, method, *arguments, **options)
+        if method == "take_cut" and not refused:
+            refused.append(method)
+            raise MovedError("take_cut: refused by the test")
+        return answers
+
+    with two_servers() as (services, worker):
+        addresses = [each.address for each in services]
+        monkeypatch.setattr(ServerGroup, "call_servers", refuse_once)
+        cut = worker.tables.take_cut()
+        assert refused == ["take_cut", "versions"]
+        assert cut.write({"t": tmp_path / "t"}, is_full=True) == {"t": 40}
 
 
 def test_a_cut_that_nothing_writes_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

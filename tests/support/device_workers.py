@@ -7,13 +7,16 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from numpy.typing import NDArray
 
-from bag_oracle import UNIVERSE
+from bag_oracle import UNIVERSE, draw_bags
+from satrap import Table
 from satrap.config.features import Features
 from satrap.data.inputs import Inputs
 from satrap.device.device_worker import device_worker
+from satrap.errors import CapacityError, NonFiniteError
 from satrap.worker.local_rows import local_worker
 from satrap.worker.worker import LookupResult
 
@@ -45,10 +48,10 @@ class ArrayWorker:
         self.worker.update(tickets, blocks, sequence_gradients, **options)
 
 
-def as_tensors(inputs: Inputs) -> Inputs:
-    """Return the batch with tensors in place of arrays, on the CPU."""
+def as_tensors(inputs: Inputs, device: str = "cpu") -> Inputs:
+    """Return the batch with tensors in place of arrays."""
     parts: Any = {
-        name: None if (array := getattr(inputs, name)) is None else torch.from_numpy(array)
+        name: None if (array := getattr(inputs, name)) is None else torch.from_numpy(array).to(device)
         for name in ("values", "offsets", "weights", "dense", "label")
     }
     return replace(inputs, **parts)
@@ -80,7 +83,93 @@ def contents(worker: Any, ids: NDArray[np.uint64] = UNIVERSE) -> Any:
     return found, worker.truncated, worker.tables.latest_step
 
 
-def assert_equal(workers: Sequence[Any]) -> None:
-    expected, *others = [contents(worker) for worker in workers]
+def assert_equal(workers: Sequence[Any], ids: NDArray[np.uint64] = UNIVERSE) -> None:
+    expected, *others = [contents(worker, ids) for worker in workers]
     for found in others:
         assert found == expected
+
+
+def every_kind(table: Table) -> Features:
+    """Return features of every kind over a table, and over others that share its memory or do not."""
+    user = replace(table, name="user", dim=table.dim + 3)
+    shared = replace(table, name="shared", num_rows=None if table.num_rows is None else table.num_rows * 3 // 4)
+    return Features(
+        {
+            "item": table,
+            "mean": table.bag("mean", weighted=True, padding_id=3),
+            "path": table.sequence(3),
+            "user": user.bag("sqrtn"),
+            "padded": user.sequence(2, keep="first", padding_id=4),
+            "last": user.sequence(2, padding_id=2**63),
+            "shared": shared.bag("sum", padding_id=1),
+        }
+    )
+
+
+def take_random_steps(
+    workers: Sequence[Any],
+    table: Table,
+    rng: np.random.Generator,
+    *,
+    batch_size: int,
+    ids: NDArray[np.uint64] = UNIVERSE,
+    same_errors: bool = True,
+) -> None:
+    """Compare workers after each step: open steps, evaluation, dropped batches, parts without a gradient, lookups that
+    the table has no place for. table: of dim 3, with the features of `three_features`.
+
+    same_errors: the first worker has the message of the others when a table is full."""
+    waiting: list[tuple[int, list[Any]]] = []
+    for step in range(1, 30):
+        bags, late = draw_bags(rng, three_features(table), batch_size), int(rng.integers(0, 3))
+        evaluated = [worker.lookup(bags.inputs(), train=False) for worker in workers]
+        assert all(each.block.tobytes() == evaluated[0].block.tobytes() for each in evaluated)
+        oldest = waiting[0][0] if waiting else step
+        try:
+            looked = [workers[0].lookup(bags.inputs(), step=step, oldest_open=oldest)]
+        except CapacityError as error:
+            for worker in workers[1:]:
+                with pytest.raises(CapacityError) as raised:
+                    worker.lookup(bags.inputs(), step=step, oldest_open=oldest)
+                assert not same_errors or str(raised.value) == str(error)
+            assert_equal(workers, ids)
+            continue
+        looked += [worker.lookup(bags.inputs(), step=step, oldest_open=oldest) for worker in workers[1:]]
+        assert all(each.block.tobytes() == looked[0].block.tobytes() for each in looked)
+        waiting.append((step, looked))
+        while len(waiting) > late:
+            at, tickets = waiting.pop(0)
+            block = None if at % 7 == 0 else rng.normal(size=(batch_size, 6)).astype(np.float32)
+            path = rng.normal(size=(batch_size, 2, 3)).astype(np.float32)
+            for worker, each in zip(workers, tickets, strict=True):
+                if at % 5 == 0:
+                    worker.drop(each.ticket)
+                else:
+                    paths = None if at % 3 == 0 else [{"path": path}]
+                    worker.update([each.ticket], [block], paths, step=at, lrs={"item": 0.2}, scale=0.5)
+        assert_equal(workers, ids)
+
+
+def three_features(table: Table, padding_id: int | None = None) -> Features:
+    return Features({"item": table, "path": table.sequence(2), "bag": table.bag("mean", padding_id=padding_id)})
+
+
+def give_gradients_that_are_not_finite(
+    workers: Sequence[Any], features: Features, rng: np.random.Generator, ids: NDArray[np.uint64] = UNIVERSE
+) -> None:
+    """Compare workers after updates with a NaN, an infinity, and a number that the scale makes infinite. features:
+    `three_features`. An update that is refused is made again, with zeros."""
+    for step in range(1, 8):
+        bags, messages = draw_bags(rng, features, 6), []
+        block = rng.normal(size=(6, 6)).astype(np.float32)
+        block[rng.integers(6), rng.integers(6)] = [np.nan, np.inf, 3e38][step % 3]
+        for worker in workers:
+            ticket = worker.lookup(bags.inputs(), step=step).ticket
+            try:
+                worker.update([ticket], [block], step=step, scale=2.0)
+            except NonFiniteError as error:
+                messages.append(str(error))
+                assert not ticket.used
+                worker.update([ticket], [np.zeros_like(block)], step=step)
+        assert len(messages) in (0, len(workers)) and len(set(messages)) <= 1
+        assert_equal(workers, ids)

@@ -55,6 +55,8 @@ def test_a_loaded_table_is_the_saved_one_from_then_on(
     loaded = Store.load(tmp_path / "a", num_threads=1, simd="portable")
     assert_same(contents(loaded), contents(store))
     assert loaded.version == store.version == version
+    assert loaded.snapshot_id(version) == store.snapshot_id(version) == manifest(tmp_path / "a")["id"]
+    assert store.snapshot_id(version + 1) is None
     assert len(columns(tmp_path / "a", "rows")["id"]) == len(store) == len(loaded) > 0
     for each in (store, loaded):  # stamps and sightings decide what follows: evictions, admissions
         train(each, np.random.default_rng(seed + 1), steps=12)

@@ -18,6 +18,7 @@ import satrap
 from device import test_collective_training as of_trainers
 from device import test_device_training as of_loops
 from device import test_device_worker as of_workers
+from device import test_direct_rows as of_direct
 from device import test_owed_work as of_owed_work
 from device import test_streams as of_streams
 from device import test_tiers as of_tiers
@@ -67,12 +68,22 @@ test_skipped_gradients_are_counted_once = of_owed_work.test_skipped_gradients_ar
 test_memory_at_home_is_allocated_ahead = of_owed_work.test_memory_at_home_is_allocated_ahead_and_without_the_lock
 test_no_memory_for_the_reserve = of_owed_work.test_no_memory_for_the_reserve_is_no_error_until_it_is_needed
 
+test_direct_bits = of_direct.test_bits_and_counters
+test_direct_ids_without_offsets = of_direct.test_one_id_in_each_bag_without_offsets
+test_direct_steps = of_direct.test_random_steps
+test_direct_gradients_that_are_not_finite = of_direct.test_gradients_that_are_not_finite
+test_direct_ids_that_are_refused = of_direct.test_what_the_core_refuses_changes_nothing_and_has_its_message
+test_direct_ids_of_32_bits = of_direct.test_ids_of_32_bits_and_empty_batches
+test_direct_ids_in_memory_that_is_used_again = of_direct.test_the_memory_of_a_batch_may_be_used_again
+test_direct_rows_at_steps_of_32_bits = of_direct.test_steps_of_32_bits
+
 test_a_lone_trainer = of_trainers.test_a_lone_trainer_has_the_bits_of_rows_in_memory
 
 if find_spec("pyarrow") is not None:
     test_snapshots_are_those_of_the_core = of_workers.test_snapshots_are_those_of_the_core
     test_a_run_resumes_wherever_its_rows_were = of_loops.test_a_run_resumes_wherever_its_rows_were
     test_checkpoints_of_a_loop_that_finds_rows_ahead = of_loops.test_checkpoints_of_a_loop_that_finds_rows_ahead
+    test_direct_files_are_those_of_the_core = of_direct.test_files_are_those_of_the_core
     test_a_checkpoint_resumes_with_other_tiers = of_tiers.test_a_checkpoint_resumes_with_other_tiers
 
 if torch.cuda.device_count() > 1:

@@ -9,7 +9,8 @@ import argparse
 import shlex
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -26,12 +27,13 @@ from satrap.errors import ConfigError, InputError
 
 _SAMPLED_ROWS = 200_000
 _HELD_OUT = 0.1
-_MOST_EPOCHS = 10
-_ROWS_TRAINED = 100_000
-"""The default number of epochs reads about so many rows, at most ten times the data."""
+_LEAST_EPOCHS, _MOST_EPOCHS = 3, 20
+_ROWS_TRAINED = 2_000_000
+"""Training reads at most about so many rows by default, but between three and twenty times the data."""
 _BATCHES = ((20_000, 64), (100_000, 256))
 """Numbers of rows below which a batch has these samples by default."""
 _LARGEST_BATCH = 512
+_BATCH_ROWS = 8192  # of a batch that is read to count rows
 
 
 def add_train(commands: Commands) -> None:
@@ -41,9 +43,10 @@ def add_train(commands: Commands) -> None:
         help="train a model on a file, without code",
         usage="satrap train FILES [options]",
         description="Train a model that predicts a column of two values. The use of every column is inferred from its "
-        "values and shown as a table; a script is written by it and run: it trains a DCN, and a logistic regression "
-        "to compare it with, and prints the AUC and log loss of both on samples that were held out. The folder of the "
-        "run gets the script, train.py, which you can edit and run, a checkpoint, and a report.",
+        "values and shown as a table; a script is written and run: it trains a DCN, and a logistic regression to "
+        "compare, until they get worse on samples for validation, and prints the AUC and log loss of both on held-out "
+        "samples. The folder of the run gets the script, train.py, which you can edit and run, checkpoints, and a "
+        "report.",
         epilog="Example: satrap train clicks.parquet --label click --ignore session_id",
     )
     train.add_argument(
@@ -76,7 +79,7 @@ def add_train(commands: Commands) -> None:
     )
     for option, what in (
         ("--dim", "dim of the embeddings (default: 4 to 16, by the number of ids)"),
-        ("--epochs", "passes over the data (default: 1; up to 10 for less than 100,000 rows)"),
+        ("--epochs", "most passes over the data (default: 3 to 20, by the number of rows)"),
         ("--batch-size", "samples of a batch (default: 64 to 512, by the number of rows)"),
     ):
         train.add_argument(option, type=int, metavar="N", help=what)
@@ -152,23 +155,35 @@ def _infer(source: FileSource, path: Any, options: argparse.Namespace) -> tuple[
     )
     plan = plan_columns([profile_column(name, rows[name], is_typed=is_typed) for name in names], overrides)
     _refuse_leaks(plan, rows, is_typed)
-    num_rows = len(rows[names[0]])
-    epochs = min(_MOST_EPOCHS, max(1, round(_ROWS_TRAINED / num_rows)))
+    num_sampled = len(rows[names[0]])
+    num_rows = num_sampled if num_sampled < _SAMPLED_ROWS else _count_rows(source, names[0])
+    epochs = min(_MOST_EPOCHS, max(_LEAST_EPOCHS, round(_ROWS_TRAINED / num_rows)))
     batch_size = next((size for limit, size in _BATCHES if num_rows < limit), _LARGEST_BATCH)
     if options.test is not None:
         _check_test(source, [column.profile.name for column in plan.columns if column.use != "ignored"], options.test)
+    batch_size = options.batch_size or batch_size
     settings = ScriptSettings(
         path=path,
         kind=type(source).__name__,
         delimiter=source.delimiter if isinstance(source, CSV) else None,
         parts=_parts(rows, path, is_typed, options),
         epochs=options.epochs or epochs,
-        batch_size=options.batch_size or batch_size,
+        validate_steps=max(1, round(num_rows * (1 - 2 * _HELD_OUT) / batch_size)),
+        batch_size=batch_size,
         staleness=options.staleness,
         seed=options.seed,
         out=str(options.out),
     )
-    return plan, settings, num_rows
+    return plan, settings, num_sampled
+
+
+def _count_rows(source: FileSource, column: str) -> int:
+    """Return the number of rows; a file that does not say it is read once."""
+    try:
+        return len(source.replace(batch_size=1).batches(()))
+    except TypeError:
+        with closing(source.replace(batch_size=_BATCH_ROWS, extra=(column,)).batches(())) as batches:
+            return sum(batch.batch_size for batch in batches)
 
 
 def _check_test(source: FileSource, used: Sequence[str], test: str) -> None:
@@ -182,20 +197,26 @@ def _check_test(source: FileSource, used: Sequence[str], test: str) -> None:
 
 def _parts(
     rows: dict[str, Any], path: Any, is_typed: bool, options: argparse.Namespace
-) -> tuple[tuple[str, Any], tuple[str, Any]]:
-    """Return the options of the source that select the samples for training and for the test."""
+) -> tuple[Mapping[str, Any], Mapping[str, Any], Mapping[str, Any]]:
+    """Return the options of the source that select the samples for training, for validation and for the test."""
+    begins = (round(1 - 2 * _HELD_OUT, 2), 1 - _HELD_OUT)
+    earlier, later = {"share": (0.0, begins[1])}, {"share": (begins[1], 1.0)}
     if options.test is not None:
-        return ("path", path), ("path", options.test)
+        return {"path": path} | earlier, {"path": path} | later, {"path": options.test}
     if options.test_after is None:
-        return ("share", (0.0, 1 - _HELD_OUT)), ("share", (1 - _HELD_OUT, 1.0))
+        return {"share": (0.0, begins[0])}, {"share": begins}, later
     column = options.test_after
-    first, last = (value_at(rows[column], at, is_typed=is_typed) for at in (0.0, 1 - _HELD_OUT))
-    if first == last:
+    least, first, last = (value_at(rows[column], at, is_typed=is_typed) for at in (0.0, *begins))
+    if least == last:
         raise InputError(
-            f"--test-after: nine tenths of column {column!r} hold {first!r}, so no rows come before; expected a column "
+            f"--test-after: nine tenths of column {column!r} hold {least!r}, so no rows come before; expected a column "
             "that rises with time"
         )
-    return ("before", (column, last)), ("since", (column, last))
+    bound = (column, last)
+    if first in (least, last):  # too few values to divide what comes before the test by them
+        return earlier | {"before": bound}, later | {"before": bound}, {"since": bound}
+    middle = (column, first)
+    return {"before": middle}, {"since": middle, "before": bound}, {"since": bound}
 
 
 def _refuse_leaks(plan: ColumnPlan, rows: dict[str, Any], is_typed: bool) -> None:

@@ -4,7 +4,7 @@ Pure: a plan in, text out. The script has the columns and all settings; it impor
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,10 +25,13 @@ class ScriptSettings:
     """The class of the source."""
     delimiter: str | None
     """The delimiter of text; None: the source is typed."""
-    parts: tuple[tuple[str, Any], tuple[str, Any]]
-    """The option of the source that selects the samples for training, and that for the test: a name and a value each;
-    `path` if a second file holds the test."""
+    parts: tuple[Mapping[str, Any], Mapping[str, Any], Mapping[str, Any]]
+    """The options of the source that select the samples for training, for validation and for the test; with `path` if
+    another file holds the test."""
     epochs: int
+    """The most passes over the samples for training."""
+    validate_steps: int
+    """Steps from one validation to the next."""
     batch_size: int
     staleness: int
     seed: int
@@ -39,13 +42,13 @@ def write_script(plan: ColumnPlan, settings: ScriptSettings) -> str:
     """Return the text of the script."""
     parts = [
         _HEAD.format(data=_short_name(settings.path), label=re.sub(r"[\\\\\"`]", "_", plan.label.column)),
-        f"RUN = {_text(settings.out)}  # folder of checkpoints and of the report\n",
+        _SETTINGS.format(run=_text(settings.out), **{name: getattr(settings, name) for name in _SHOWN}),
         _constants(plan),
         _source(plan, settings),
         _models(plan),
         _embeddings(plan, settings),
-        _FIT,
-        _main(plan, settings),
+        _fit(settings),
+        _MAIN.format(seed=settings.seed, num_dense=_num_dense(plan)),
     ]
     return "".join(parts)
 
@@ -83,7 +86,7 @@ def _deviation(profile: ColumnProfile) -> float:
 
 def _source(plan: ColumnPlan, settings: ScriptSettings) -> str:
     """Return the function that declares the data."""
-    has_paths = settings.parts[0][0] == "path"
+    has_paths = "path" in settings.parts[0]
     arguments = ["path" if has_paths else _value(settings.path)]
     if plan.numbers:
         arguments.append("dense=dense")
@@ -105,7 +108,7 @@ def _source(plan: ColumnPlan, settings: ScriptSettings) -> str:
             arguments.append("strip=True")
         if settings.delimiter != ",":
             arguments.append(f"delimiter={_text(settings.delimiter)}")
-    arguments += [f"batch_size={settings.batch_size}", f"seed={settings.seed}", "**options"]
+    arguments += ["batch_size=BATCH_SIZE", f"seed={settings.seed}", "**options"]
     dense = ""
     if plan.numbers:
         log = ", log1p=name in LOGS" if any(_is_log(number) for number in plan.numbers) else ""
@@ -154,16 +157,13 @@ def _embeddings(plan: ColumnPlan, settings: ScriptSettings) -> str:
     return _EMBEDDINGS.format(table=table, staleness=settings.staleness, seed=settings.seed)
 
 
-def _main(plan: ColumnPlan, settings: ScriptSettings) -> str:
+def _fit(settings: ScriptSettings) -> str:
     """Return the function that trains and tests."""
-    train, test = (f"{name}={_value(value)}" for name, value in settings.parts)
-    options = ["shuffle=True", f"epochs={settings.epochs}"]
-    return _MAIN.format(
-        train=_wrapped("    train = source(", [train, *options], ")", 4),
-        test=_wrapped("    test = source(", [test], ")", 4),
-        seed=settings.seed,
-        num_dense=_num_dense(plan),
-    )
+    options = [[f"{name}={_value(value)}" for name, value in part.items()] for part in settings.parts]
+    options[0] += ["shuffle=True", f"epochs={settings.epochs}"]
+    sources = zip(("train", "validate", "test"), options, strict=True)
+    lines = {name: _wrapped(f"    {name} = source(", arguments, ")", 4) for name, arguments in sources}
+    return _FIT.format(**lines)
 
 
 # -- text --------------------------------------------------------------------------------------------------------------
@@ -211,14 +211,20 @@ def _short_name(path: str | Sequence[str]) -> str:
 _HEAD = '''"""Predicts `{label}` from {data}.
 
 Written by `satrap train`, to be edited. Run it in the folder in which that
-command was called. It resumes the newest checkpoint: to start again, remove
-the folder of the checkpoint, or change RUN.
+command was called. It resumes its best checkpoint: to start again, remove
+the folder RUN, or name another.
 """
 
 import satrap
 import torch
 
 '''
+
+_SHOWN = ("batch_size", "validate_steps")
+_SETTINGS = """RUN = {run}  # folder of checkpoints and of the report
+BATCH_SIZE = {batch_size}
+VALIDATE_STEPS = {validate_steps}  # about one pass over the data
+"""
 
 _SOURCE = '''def source({parameters}):
     """Declare the data: where it is and what its columns mean."""
@@ -290,26 +296,38 @@ class Logistic(torch.nn.Module):
 _EMBEDDINGS = '''def embeddings_of(dims, lr):
     """Return the features of ids, each with its table."""
     features = {{}}
+    # Large accumulators keep the first steps small, so rare ids learn slowly.
+    optimizer = satrap.Adagrad(
+        lr=lr, initial_accumulator_value=40 / BATCH_SIZE**2
+    )
     for name, dim in dims.items():
-        table = satrap.Table(name, dim=dim, optimizer=satrap.Adagrad(lr=lr))
+        table = satrap.Table(name, dim=dim, optimizer=optimizer)
         features[name] = {table}
     return satrap.Embeddings(features, staleness={staleness}, seed={seed})
 
 
 '''
 
-_FIT = '''def fit(name, net, embeddings, train, test, lr, folder=None):
-    """Train a net, and print its metrics on the held-out samples.
+_FIT = '''def fit(name, net, embeddings, lr, folder):
+    """Train until validation gets worse, and return to the best.
 
-    folder: for the checkpoint and the record of the run; None: neither.
+    Prints the metrics on test samples, which have no influence on training.
+    Returns the log loss of the best validation.
     """
-    optimizer = embeddings.optimizer(torch.optim.Adam(net.parameters(), lr=lr))
-    run = None
-    if folder is not None:
-        run = satrap.Checkpoint(
-            f"{folder}/checkpoint", net, optimizer, embeddings, train
-        )
-        run.resume()
+{train}{validate}{test}    optimizer = embeddings.optimizer(torch.optim.Adam(net.parameters(), lr=lr))
+    validation = satrap.Validation(
+        net, embeddings, validate, metric="log_loss", patience=2
+    )
+    run = satrap.Checkpoint(
+        f"{{folder}}/checkpoint",
+        net,
+        optimizer,
+        embeddings,
+        train,
+        keep=1,
+        extra_state={{"validation": validation}},
+    )
+    run.resume()
     with satrap.Progress(embeddings, record=folder) as progress:
         for batch in embeddings.stream(train):
             logits = net(batch.dense, batch.embeddings)
@@ -320,30 +338,38 @@ _FIT = '''def fit(name, net, embeddings, train, test, lr, folder=None):
             loss.backward()
             optimizer.step()
             progress.step(batch, loss=loss, scores=logits)
-        if run is not None:
-            run.save()
-        embeddings.eval()
-        net.eval()
-        found = satrap.evaluate(net, embeddings.stream(test))
-        progress.report_evaluation(embeddings.step, found.values())
-    metrics = f"AUC {found.auc():.4f}, log loss {found.log_loss():.4f}"
+            validation.step(
+                every_steps=VALIDATE_STEPS, progress=progress, checkpoint=run
+            )
+            if validation.is_over:
+                break
+        else:
+            validation.step(progress=progress, checkpoint=run)
+    run.resume()  # only the best is saved
+    embeddings.eval()
+    net.eval()
+    result = satrap.evaluate(net, embeddings.stream(test))
+    metrics = f"AUC {{result.auc():.4f}}, log loss {{result.log_loss():.4f}}"
     rows = sum(map(len, embeddings.tables.values()))
-    print(f"{name}: {metrics}; {embeddings.step} steps, {rows} rows")
+    print(f"{{name}}: {{metrics}}; {{embeddings.step}} steps, {{rows}} rows")
+    return validation.best
 
 
 '''
 
 _MAIN = '''def main():
-    """Train a DCN, and a logistic regression to compare it with."""
-{train}{test}
+    """Train a DCN and a logistic regression, and say which is better."""
     torch.manual_seed({seed})
-    embeddings = embeddings_of(IDS, lr=0.1)
+    embeddings = embeddings_of(IDS, lr=0.05)
     dcn = satrap.models.DCN({num_dense}, embeddings, deep=(128, 64))
-    fit("DCN", Net(dcn, 0.1), embeddings, train, test, lr=1e-3, folder=RUN)
+    losses = {{}}
+    losses["DCN"] = fit("DCN", Net(dcn, 0.2), embeddings, lr=1e-3, folder=RUN)
 
+    name = "logistic regression"
     embeddings = embeddings_of(dict.fromkeys(IDS, 1), lr=0.1)
     net = Net(Logistic(), 0.0)
-    fit("logistic regression", net, embeddings, train, test, lr=1e-2)
+    losses[name] = fit(name, net, embeddings, lr=0.02, folder=f"{{RUN}}/logistic")
+    print(f"better in validation: {{min(losses, key=losses.get)}}")
 
 
 if __name__ == "__main__":

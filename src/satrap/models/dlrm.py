@@ -54,13 +54,15 @@ class DLRM(nn.Module):
         """The dot products; None if there is one vector."""
         # A single vector has no pairs: it is the input of the top itself, which would otherwise have none.
         vector_dim = self.dim if self.num_dense or num_vectors == 1 else 0
-        self.top: nn.Sequential = stack([vector_dim + num_vectors * (num_vectors - 1) // 2, *top], last_relu=False)
+        width = vector_dim + num_vectors * (num_vectors - 1) // 2
+        self.top: nn.Sequential = stack([width, *top], last_relu=False, pads_first=True)
         """The layers up to the logit."""
 
     def forward(self, dense: torch.Tensor | None, embeddings: torch.Tensor) -> torch.Tensor:
         """Return logits [batch] for dense [batch, num_dense], None if that is 0, and embeddings [batch, total_dim]."""
         check_inputs("DLRM", dense, embeddings, self.num_dense, self.total_dim)
         first = None if self.bottom is None else self.bottom(dense)
-        crossed = embeddings if self.interaction is None else self.interaction(first, embeddings)
+        padding = getattr(self.top[0], "padding", 0)  # a layer that replaced the first may take no more columns
+        crossed = embeddings if self.interaction is None else self.interaction(first, embeddings, padding)
         logits: torch.Tensor = self.top(crossed)
         return logits.squeeze(1).float()

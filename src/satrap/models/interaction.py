@@ -35,24 +35,29 @@ class Interaction(torch.nn.Module):
         self.register_buffer("pairs", pairs, persistent=False)
         self.register_buffer("mirror", mirror, persistent=False)
 
-    def forward(self, first: torch.Tensor | None, block: torch.Tensor) -> torch.Tensor:
-        """Return [batch, (dim) + pairs], with the pairs row by row of the triangle: (1, 0), (2, 0), (2, 1), ..."""
+    def forward(self, first: torch.Tensor | None, block: torch.Tensor, padding: int = 0) -> torch.Tensor:
+        """Return [batch, (dim) + pairs], with the pairs row by row of the triangle: (1, 0), (2, 0), (2, 1), ...
+
+        padding: the number of columns of zeros behind them on a GPU; there are none on the CPU and in a traced or
+        exported program."""
         if _is_plain_tensor(block) and (
             first is None or first.dtype == torch.float32 or torch.is_autocast_enabled("cpu")
         ):
             head = None if first is None else first.float()  # autocast's linear layers return 16 bits
             fused: torch.Tensor = _FusedInteraction.apply(head, block, self)  # type: ignore[no-untyped-call]
             return fused
-        return self.in_torch(first, block)
+        is_plain = block.device.type == "cpu" or is_traced() or torch.compiler.is_exporting()
+        return self.in_torch(first, block, 0 if is_plain else padding)
 
-    def in_torch(self, first: torch.Tensor | None, block: torch.Tensor) -> torch.Tensor:
-        """Do the same as `forward` with torch's operators alone."""
-        vectors = block.unflatten(1, (-1, self.dim))
-        if first is None:
-            return dot_products(vectors, self.pairs, self.mirror)
-        # Use the dtype of `first`: under autocast the copy that cat makes is half as large.
-        vectors = torch.cat([first.unsqueeze(1), vectors.to(first.dtype)], 1)
-        return torch.cat([first, dot_products(vectors, self.pairs, self.mirror)], 1)
+    def in_torch(self, first: torch.Tensor | None, block: torch.Tensor, padding: int = 0) -> torch.Tensor:
+        """Do the same as `forward` with torch's operators alone, with columns of zeros on every device."""
+        vectors, head = block.unflatten(1, (-1, self.dim)), []
+        if first is not None:
+            # Use the dtype of `first`: under autocast the copy that cat makes is half as large.
+            vectors, head = torch.cat([first.unsqueeze(1), vectors.to(first.dtype)], 1), [first]
+        dots = dot_products(vectors, self.pairs, self.mirror)
+        zeros = [dots.new_zeros(dots.shape[0], padding)] if padding else []
+        return torch.cat([*head, dots, *zeros], 1) if head or zeros else dots
 
 
 def dot_products(vectors: torch.Tensor, pairs: torch.Tensor, mirror: torch.Tensor) -> torch.Tensor:

@@ -121,10 +121,27 @@ def widths(where: str, name: str, value: Sequence[int]) -> list[int]:
     return [count(where, f"{name}[{index}]", width, 1) for index, width in enumerate(value)]
 
 
-def stack(sizes: Sequence[int], *, last_relu: bool) -> nn.Sequential:
+def stack(sizes: Sequence[int], *, last_relu: bool, pads_first: bool = False) -> nn.Sequential:
     """Return linear layers from sizes[0] to sizes[-1] with a ReLU between each two, and after the last if
-    `last_relu`."""
+    `last_relu`. pads_first: the first is a `PaddedLinear`."""
     layers: list[nn.Module] = []
     for before, after in pairwise(sizes):
-        layers += [nn.Linear(before, after), nn.ReLU()]
+        kind = PaddedLinear if pads_first and not layers else nn.Linear
+        layers += [kind(before, after), nn.ReLU()]
     return nn.Sequential(*(layers if last_relu else layers[:-1]))
+
+
+class PaddedLinear(nn.Linear):
+    """A linear layer that multiplies a multiple of 8 columns, which a GPU's tensor cores need for their full rate. The
+    weight has columns of zeros while it is multiplied, so parameters and state dict are those of `nn.Linear`."""
+
+    @property
+    def padding(self) -> int:
+        """The number of columns that an input may have beyond `in_features`. They must be finite."""
+        return -self.in_features % 8
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """Take `in_features` columns, or `padding` more."""
+        is_padded = not is_traced() and input.shape[-1] > self.in_features
+        weight = nn.functional.pad(self.weight, (0, self.padding)) if is_padded else self.weight
+        return nn.functional.linear(input, weight, self.bias)

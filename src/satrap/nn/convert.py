@@ -1,6 +1,7 @@
 """Replaces the nn.Embedding and nn.EmbeddingBag of a model by modules over Satrap's tables.
 
-A nn.Linear whose weight is that of an embedding, such as the tied output layer of a language model, is replaced too.
+An nn.Linear whose weight is that of an embedding, such as the tied output layer of a language model, is replaced too,
+and so are TorchRec's collections.
 Everything is checked before anything is changed. What the new module would not do is refused: max_norm,
 scale_grad_by_freq, hooks, a subclass, a weight that another kind of module or a penalty also uses.
 """
@@ -15,9 +16,10 @@ import torch
 from torch import Tensor
 
 from satrap.config.optimizers import Optimizer
-from satrap.config.tables import Normal, Table
+from satrap.config.tables import Normal, Table, Uniform
 from satrap.config.validation import check_flag, check_integer, kind_of, suggest
 from satrap.errors import ConfigError
+from satrap.nn.collections import initial_of, replace_collections
 from satrap.nn.embedding import Embedding, EmbeddingBag
 from satrap.train.embeddings import Embeddings
 
@@ -40,7 +42,8 @@ def convert(
 
     tables: the table of each module by the module's name, such as "encoder.item"; or an optimizer: then every
         nn.Embedding and nn.EmbeddingBag with at least `min_rows` rows gets a table, with the module's name, its number
-        of rows as num_rows, and initial values as its weight has: normal, of the same mean and deviation.
+        of rows as num_rows, and initial values as its weight has: normal, of the same mean and deviation. On device
+        meta, TorchRec's collections have those of their configs.
     min_rows: smallest number of rows of a module that gets a table, if `tables` is an optimizer.
     weights: write the modules' weights into the tables. On servers they must hold no rows of an earlier run.
     options: those of `Embeddings`.
@@ -73,6 +76,7 @@ def convert(
         _replace(model, choice.path, new[id(choice.module)])
     for path, (linear, module) in tied.items():
         _replace(model, path, TiedLinear(new[id(module)], linear))
+    replace_collections(model, {id(module) for module in new.values()})
     return embeddings
 
 
@@ -103,6 +107,8 @@ class _Chosen:
         }
         if reasons := [reason for reason, is_so in refused.items() if is_so]:
             raise ConfigError(f"{where} {reasons[0]}, which a table does not do: {_HINT}")
+        if weight.is_meta and has_weights:
+            raise ConfigError(f"{where} has its weight on device meta, without values to write: pass weights=False")
         if not weight.requires_grad and not has_weights:
             raise ConfigError(
                 f"{where} has a frozen weight, and weights is False, so frozen rows would have other values: pass "
@@ -269,7 +275,14 @@ def _large(model: torch.nn.Module, optimizer: Optimizer, min_rows: int) -> list[
             continue
         weight = module.weight.detach()
         if id(module.weight) not in tables:
-            initial = Normal(mean=float(weight.mean()), std=float(weight.std(correction=0)))
+            initial: Normal | Uniform | None = None
+            if not weight.is_meta:
+                initial = Normal(mean=float(weight.mean()), std=float(weight.std(correction=0)))
+            elif (initial := initial_of(model, path)) is None:
+                raise ConfigError(
+                    f"convert: module {path!r} has its weight on device meta, so its initial values are unknown: name "
+                    "the module with a satrap.Table that has initial=, or create it on the CPU"
+                )
             tables[id(module.weight)] = Table(
                 path or "model",
                 module.embedding_dim,

@@ -117,6 +117,12 @@ class _TableModule(torch.nn.Module):
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # a compiled model has a graph break here
     def _rows(self, ids: Tensor) -> Tensor:
         """Return the row of each id, [ids, dim]; zeros where the id stands for none."""
+        if torch.compiler.is_exporting():
+            raise ConfigError(
+                f"torch.export cannot include the rows of table {self.table.name!r}, which are outside the model: put "
+                "torch.nn.Embedding.from_pretrained(module.weight.detach()) in place of the module before the export, "
+                "or export the part of the model that takes rows as an input"
+            )
         self._require_ids(ids)
         self._require_expected_step()
         flat = ids.detach().reshape(-1).to("cpu", torch.int64)

@@ -186,6 +186,12 @@ class Estimate:
         return demand_of(self.workload, self.layout, self.costs)
 
     @cached_property
+    def rows_bytes(self) -> float:
+        """Memory of rows on the server that owns the most buckets; 0 without servers."""
+        servers = self.layout.count("server")
+        return self.workload.server_bytes(servers) if servers else 0.0
+
+    @cached_property
     def memory(self) -> dict[str, float]:
         """Bytes of each process, by role."""
         costs, training, layout, demand = self.costs, self.workload.training, self.layout, self.demand
@@ -198,7 +204,7 @@ class Estimate:
         trainer += client if layout.client_role == "trainer" else 0.0
         if not servers:
             return {"trainer": trainer + self.workload.bytes}
-        server = costs.server_bytes + self.workload.server_bytes(servers) + trainers * in_flight * message / servers
+        server = costs.server_bytes + self.rows_bytes + trainers * in_flight * message / servers
         memory = {"trainer": trainer, "server": server}
         if workers:
             memory["worker"] = costs.server_bytes + client * -(-trainers // workers)
@@ -207,10 +213,8 @@ class Estimate:
     @cached_property
     def requests(self) -> dict[str, Request]:
         """What each process gets, by role."""
-        servers = self.layout.count("server")
-        rows_bytes = self.workload.server_bytes(servers) if servers else 0.0
         seconds = {role: work for pool in self.layout.pools for role, work in self.core_seconds(pool).items()}
-        return requests_of(self.layout, self.memory, rows_bytes, seconds, self.limits)
+        return requests_of(self.layout, self.memory, self.rows_bytes, seconds, self.limits)
 
     @property
     def files(self) -> dict[str, int]:

@@ -145,10 +145,8 @@ class Workload:
 
     def server_bytes(self, num_servers: int) -> float:
         """Return the memory of rows on the server that owns the most buckets."""
-        return sum(
-            -(-table.num_buckets(num_servers) // num_servers) * table.bytes / table.num_buckets(num_servers)
-            for table in self.tables
-        )
+        buckets = [(table, table.num_buckets(num_servers)) for table in self.tables]
+        return sum(-(-num // num_servers) * table.bytes / num for table, num in buckets)
 
     def largest_bucket(self, num_servers: int) -> tuple[TableLoad, float]:
         """Return the table with the largest buckets and the bytes of one of them."""

@@ -357,6 +357,10 @@ class Store:
                 if len(level) == 1:  # one of several parts is not the whole table
                     self._snapshots.add(level[0].manifest)
 
+    def snapshot_id(self, version: int) -> str | None:
+        """Return the id of the snapshot of that version, if this store has saved or loaded it."""
+        return self._snapshots.id_of(version)
+
     def forget_saves(self) -> None:
         """Require the next save to be a full one, because the changes since an earlier one are no longer all known
         here."""

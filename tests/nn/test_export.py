@@ -1,0 +1,44 @@
+"""torch.export refuses a lookup in a table, and exports a model whose modules were replaced by copies of their rows."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import satrap
+from satrap import Adagrad, ConfigError
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.item, self.head = nn.Embedding(20, 4, padding_idx=0), nn.Linear(4, 1)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        logits: Tensor = self.head(self.item(ids).mean(1))
+        return logits
+
+
+@pytest.mark.parametrize("is_training", [True, False])
+def test_a_lookup_is_refused_and_inserts_nothing(is_training: bool) -> None:
+    model = Model().train(is_training)
+    with satrap.convert(model, Adagrad(lr=0.1)) as embeddings:
+        embeddings.optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+        with pytest.raises(ConfigError, match=r"torch.export cannot include the rows of table 'item'.*from_pretrained"):
+            torch.export.export(model, (torch.tensor([[1, 2]]),), strict=False)
+        assert len(embeddings.tables["item"]) == 0
+
+
+def test_a_model_with_copies_of_its_rows_is_exported() -> None:
+    model = Model()
+    with satrap.convert(model, Adagrad(lr=0.1)) as embeddings:
+        optimizer = embeddings.optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+        model(torch.tensor([[0, 2], [3, 3]])).sum().backward()
+        optimizer.step()
+        model.eval()
+        ids = torch.tensor([[0, 2], [3, 7]])
+        expected = model(ids)
+        model.item = nn.Embedding.from_pretrained(model.item.weight.detach())
+    exported = torch.export.export(model, (ids,)).module()
+    assert torch.equal(exported(ids), expected)

@@ -213,8 +213,7 @@ class BatchLedger(Generic[Record]):
                 actions.append(DropTicket(batch))
             if cause and before in _WITH_ROWS:
                 steps.add(batch.step)
-        left_out = filter(self._is_left_out, sorted(steps - self._stepped)) if steps else ()
-        return [*actions, *map(SkipStep, left_out)]
+        return actions + [SkipStep(step) for step in sorted(steps - self._stepped) if self._is_left_out(step)]
 
     def submit(self, update: Update[Record]) -> None:
         """Record that the loop has stepped the batches of this update."""

@@ -71,6 +71,17 @@ def _all_to_all(tensor: Tensor) -> Tensor:
     return received
 
 
+def rowwise_step(weight: Tensor, sums: Tensor) -> None:
+    """Step a table with a sparse gradient by row-wise Adagrad."""
+    assert weight.grad is not None
+    with torch.no_grad():
+        summed = weight.grad.coalesce()
+        touched, gradient = summed.indices()[0], summed.values()
+        sums.index_add_(0, touched, gradient.square().mean(dim=1))
+        scale = sums[touched].sqrt_().add_(EPS).reciprocal_().mul_(-LR)
+        weight.index_add_(0, touched, gradient.mul_(scale[:, None]))
+
+
 class TorchTable:
     """One nn.Embedding(sparse=True) with all rows, with torch's sparse Adagrad or a row-wise one of a few lines."""
 
@@ -91,14 +102,7 @@ class TorchTable:
             self.optimizer_step = self._rowwise_step
 
     def _rowwise_step(self) -> None:
-        weight = self.embedding.weight
-        assert weight.grad is not None
-        with torch.no_grad():
-            summed = weight.grad.coalesce()
-            touched, gradient = summed.indices()[0], summed.values()
-            self.sums.index_add_(0, touched, gradient.square().mean(dim=1))
-            scale = self.sums[touched].sqrt_().add_(EPS).reciprocal_().mul_(-LR)
-            weight.index_add_(0, touched, gradient.mul_(scale[:, None]))
+        rowwise_step(self.embedding.weight, self.sums)
 
     def prepare(self, rows: RowNumbers) -> list[Any]:
         return list(torch.from_numpy(self.share.own_rows(rows, self.rows)))

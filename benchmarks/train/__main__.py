@@ -4,6 +4,7 @@ A case's name is kind/rows x dim/top layers/precision/optimizer/threads. The kin
 
     train   whole steps of a DLRM, each followed by a step of the same model with fixed embeddings, against all peers
     read    Criteo's TSV from a file: how fast it is read, and what reading adds to a step (Satrap only)
+    recipe  DLRM-v3's streaming recipe, examples/dlrm_v3.py, with jagged histories: beside plain torch
 
 The cases of a group share one table, so each contender has one process, which trains the group's models one after
 another. A heavy step is nine tenths dense products in any form, so heavy models are measured on all cores of one
@@ -19,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.harness.case import MILLION, Case, Target
-from benchmarks.harness.forms import Form, all_cores, peer_forms, satrap_forms
+from benchmarks.harness.forms import HUGE_PAGES, Form, all_cores, peer_forms, satrap_forms
 from benchmarks.harness.record import Ratio, Rounds, each
 from benchmarks.harness.rounds import Run
 from benchmarks.harness.suite import Kind, Suite
@@ -60,14 +61,16 @@ def full_cases() -> list[Case]:
         targets = (end_to_end, *ways) if precision == "fp32" else ways
         cases.append(replace(BASE, rows=20 * MILLION, dim=dim, top=top, precision=precision, targets=targets))
     read = replace(BASE, kind="read", rows=250_000, dim=16, top="heavy", targets=READ)
-    return [*cases, *(replace(read, precision=precision) for precision in ("fp32", "bf16"))]
+    recipe = Case(kind="recipe", rows=MILLION, dim=64, num_threads=2, num_warmup=5, num_steps=40)
+    return [*cases, *(replace(read, precision=precision) for precision in ("fp32", "bf16")), recipe]
 
 
 def quick_cases() -> list[Case]:
     """Return a small table with both models, which shows in a minute or two that all of it runs."""
     models = [("light", "fp32"), ("light", "bf16"), ("heavy", "fp32")]
     read = replace(QUICK, kind="read", rows=40_000, top="light", precision="fp32")
-    return [*(replace(QUICK, top=top, precision=precision) for top, precision in models), read]
+    recipe = Case(kind="recipe", rows=MILLION // 5, dim=16, num_threads=2, num_warmup=1, num_steps=4)
+    return [*(replace(QUICK, top=top, precision=precision) for top, precision in models), read, recipe]
 
 
 def has_every_form(case: Case) -> bool:
@@ -144,6 +147,26 @@ def plan_read(group: Sequence[Case], number: int, batches: Path) -> list[Run]:
     ]
 
 
+def plan_recipe(group: Sequence[Case], number: int, batches: Path) -> list[Run]:
+    """Return the runs of Satrap and of plain torch, which take turns to be the first. Both need Satrap's packages."""
+    case = group[0]
+    job = {"module": "benchmarks.train.recipe", "rows": case.rows, "dim": case.dim, "num_threads": case.num_threads}
+    job |= {"num_warmup": case.num_warmup, "num_steps": case.num_steps}
+    size = 3 * table_bytes(case.rows, case.dim, "rowwise") + FRAMEWORK_BYTES
+    names = ("satrap", "torch") if number % 2 == 0 else ("torch", "satrap")
+    form = all_cores(case.num_threads)
+    return [
+        Run(
+            label=name,
+            contender="satrap",
+            job=job | {"contender": name},
+            needed_bytes=size,
+            environment=form.environment if name == "satrap" else form.environment | HUGE_PAGES,
+        )
+        for name in names
+    ]
+
+
 def record_train(case: Case, rounds: Rounds) -> dict[str, Any]:
     """Return rates and costs of every contender, their ratios, losses, and what each changed."""
     names = ("samples_per_s", "step_ms", "dense_ms", "cost_ms")
@@ -167,6 +190,12 @@ def record_train(case: Case, rounds: Rounds) -> dict[str, Any]:
     return record | {"loss": rounds.losses(), **rounds.work(SAME_WORK), "versions": versions}
 
 
+def record_recipe(case: Case, rounds: Rounds) -> dict[str, Any]:
+    figures = rounds.ratios({"ratio": ("satrap", ("torch",))}, "samples_per_s")
+    record: dict[str, Any] = {name: rounds.spreads(name) for name in ("samples_per_s", "step_ms")}
+    return record | {"figures": figures, "loss": rounds.losses()}
+
+
 def record_read(case: Case, rounds: Rounds) -> dict[str, Any]:
     return {"figures": rounds.figures_of("satrap")}
 
@@ -179,6 +208,7 @@ SUITE = Suite(
     kinds={
         "train": Kind(plan=plan_train, record=record_train, shares_table=True),
         "read": Kind(plan=plan_read, record=record_read, shares_table=True),
+        "recipe": Kind(plan=plan_recipe, record=record_recipe),
     },
     contenders=("satrap", "satrap_direct", *PEERS),
     table=("train",),

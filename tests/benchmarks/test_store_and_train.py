@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 from benchmarks.harness.case import Case, group_cases, select_cases
 from benchmarks.harness.ranks import use_threads
-from benchmarks.harness.record import complaints, make_record
+from benchmarks.harness.record import Rounds, complaints, make_record
 from benchmarks.harness.rounds import Results, Run
 from benchmarks.store.__main__ import SUITE as STORE
 from benchmarks.summary import summary
-from benchmarks.train import pairs, reading
+from benchmarks.train import pairs, reading, recipe
 from benchmarks.train.__main__ import SUITE
 from benchmarks.workload import NUM_FEATURES, SAMPLES
 
@@ -272,3 +272,18 @@ def test_the_text_has_criteos_columns(tmp_path: Path) -> None:
     assert 0.15 < counts.count("") / len(counts) < 0.25
     assert 0.03 < texts.count("") / len(texts) < 0.07
     assert all(int(field, 16) < 2**32 for field in texts if field)
+
+
+def test_the_recipe_trains_both_contenders_on_the_same_windows(tmp_path: Path) -> None:
+    (case,) = select_cases(SUITE.quick_cases, ["recipe"])
+    small = replace(case, rows=40_000, dim=8, num_warmup=1, num_steps=3)
+    turns = [list(SUITE.kinds["recipe"].plan([small], number, tmp_path)) for number in range(2)]
+    assert [[run.label for run in turn] for turn in turns] == [["satrap", "torch"], ["torch", "satrap"]]
+    results: Results = {run.label: [recipe.measure(run.job | {"num_threads": 1})] for run in turns[0]}
+    rounds = Rounds(small, results)
+    losses = rounds.losses()
+    for ours, theirs in zip(losses["satrap"][0], losses["torch"][0], strict=True):
+        assert ours == pytest.approx(theirs, abs=0.01), "rows begin within 0.01 in both"
+    (ratio,) = SUITE.kinds["recipe"].record(small, rounds)["figures"].values()
+    rates = rounds.values("samples_per_s")
+    assert ratio["median"] == pytest.approx(rates["satrap"][0] / rates["torch"][0], rel=1e-2)

@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 import satrap
 from satrap.cli.main import main
 from satrap.data.hashing import hash_strings
-from satrap.errors import InputError, SatrapError
+from satrap.errors import CheckpointError, InputError, SatrapError
 
 N = 9000  # more than a part of a Parquet file
 
@@ -66,6 +66,36 @@ def test_every_form_holds_the_same(tmp_path: Path, vectors: tuple[Any, Any]) -> 
     weights = torch.nn.Embedding(20, 6).weight
     embeddings.tables["item"].write(list(range(20)), weights.detach())
     assert torch.equal(torch.from_numpy(embeddings.tables["item"].read(list(range(20))).values), weights)
+
+
+@pytest.mark.parametrize("form", ["npy", "safetensors"])
+def test_a_run_starts_from_imported_rows_once(tmp_path: Path, vectors: tuple[Any, Any], form: str) -> None:
+    """A run that resumes keeps what it has trained; one without a checkpoint writes the rows again."""
+    _, values = vectors
+    pretrained, file = str(tmp_path / "pretrained"), tmp_path / f"rows.{form}"
+    np.save(file, values) if form == "npy" else save_file({"rows": torch.from_numpy(values)}, file)
+    assert main(["import", str(file), pretrained, "--table", "item"]) == 0
+    expected = values.copy()
+    for launch in range(3):
+        with satrap.Embeddings({"item": satrap.Table("item", dim=6, optimizer=satrap.SGD(lr=0.5))}) as embeddings:
+            model = torch.nn.Linear(6, 1)
+            optimizer = embeddings.optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+            with pytest.raises(CheckpointError, match="pretrained is the snapshot of a table"):
+                satrap.Checkpoint(pretrained, model, optimizer, embeddings).resume()
+            run = satrap.Checkpoint(tmp_path / "run", model, optimizer, embeddings)
+            assert run.resume() == (launch > 1), "the first launch saved nothing"
+            table = embeddings.tables["item"]
+            if embeddings.step == 0:
+                with satrap.Reader(pretrained) as reader:
+                    for ids, rows in reader.tables["item"].rows():
+                        table.write(ids, rows.values)
+            np.testing.assert_array_equal(table.read(np.arange(N)).values, expected)
+            for batch in embeddings.stream([{"item": np.array([3, 5])}]):
+                batch["item"].sum().backward()
+                optimizer.step()
+            if launch:
+                expected[[3, 5]] -= 0.5
+                run.save()
 
 
 def broken(tmp_path: Path) -> dict[str, tuple[str, dict[str, Any]]]:

@@ -40,12 +40,20 @@ def test_random_steps_have_the_bits_of_rows_in_memory(
 
 
 @pytest.mark.draw(2)
-@pytest.mark.parametrize(("world_size", "shard"), [(2, "rows"), (3, "rows"), (4, "rows"), (3, "table"), (2, "columns")])
+@pytest.mark.parametrize(
+    ("world_size", "shard", "more"),
+    [
+        *((world_size, "rows", {}) for world_size in (2, 3, 4)),
+        (2, "rows", {"device_memory": {"item": 1600, "last": "none"}, "batch_size": 2}),
+        (3, "table", {}),
+        (2, "columns", {}),
+    ],
+)
 def test_random_steps_of_numbered_rows_have_the_bits_of_rows_in_memory(
-    trainers: Trainers, world_size: int, shard: str, device: str, tmp_path: Path, seed: int
+    trainers: Trainers, world_size: int, shard: str, more: Any, device: str, tmp_path: Path, seed: int
 ) -> None:
-    """A table has more buckets than a trainer has, than ids, or one."""
-    how: dict[str, Any] = {"steps": 12, "shard": shard, "num_rows": 47, "device": device}
+    """A table has one bucket, fewer than ids, or more. By columns, or partly at home, there is a directory."""
+    how: dict[str, Any] = {"steps": 12, "shard": shard, "num_rows": 47, "device": device} | more
     found = trainers.run([], world_size, tmp_path, compare=seed, **how)
     assert all(each == found[0] and min(each["rows"].values()) > 0 for each in found)
 

@@ -33,8 +33,7 @@ from satrap.data.inputs import Inputs
 from satrap.device import home_memory
 from satrap.device.direct_ids import DirectIds
 from satrap.device.direct_rows import DirectRows
-from satrap.device.row_memory import RowMemory
-from satrap.errors import CapacityError, InputError, TicketError
+from satrap.errors import InputError, TicketError
 
 NUM_ROWS = 60
 IDS = np.arange(NUM_ROWS, dtype=np.uint64)
@@ -313,7 +312,7 @@ def train_part(how: dict[str, Any], folder: Path, data: list[Any], saves_at: tup
 def test_a_job_of_such_tables_ends_with_the_same_bits(rng: np.random.Generator, tmp_path: Path) -> None:
     """Through checkpoints, of all rows and of changes, that the core or a device saves and either resumes."""
     data = [rng.integers(0, NUM_ROWS, 2 * 16).astype(np.uint64) for _ in range(12)]
-    found: list[Any] = []
+    found: list[tuple[Any, bytes]] = []
     places: list[dict[str, Any]] = [{}, {"device": "cpu"}, {"device": "cpu", "device_memory": {"item": 400}}]
     for before in places:
         for after in places:
@@ -420,16 +419,3 @@ def test_the_host_does_the_same_for_any_number_of_ids(is_flat: bool, monkeypatch
             worker.update([looked.ticket], [torch.ones(size, 26 * 4)], step=step)
         counts.append(calls.count)
     assert counts[1] == counts[3] <= (135 if is_flat else 185), f"{counts} operations of torch in the steps"
-
-
-def test_a_device_without_memory_for_all_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The next call tries again."""
-    worker = ArrayWorker(Features({"item": Table("item", dim=4, num_rows=NUM_ROWS)}), "cpu")
-    inputs = Inputs(names=("item",), values=IDS[:5], batch_size=5)
-    with monkeypatch.context() as short, pytest.raises(CapacityError) as raised:
-        short.setattr(RowMemory, "_empty", lambda *_: (_ for _ in ()).throw(RuntimeError("no memory")))
-        worker.lookup(inputs)
-    assert "'item': cpu has no memory for 60 rows: expected 1,920 bytes. A table with num_rows" in str(raised.value)
-    assert len(worker.tables["item"]) == 0
-    assert worker.lookup(inputs).block.any()
-    assert worker.tables["item"].stats()["bytes"] > NUM_ROWS * (4 * 4 * 2 + 8)

@@ -31,7 +31,7 @@ ARROWS: dict[str, str] = {
     "server.migration": "config rpc monitor sharding table server",
     "worker": "config rpc sharding storage table table.snapshot data server",
     "worker.remote": "config rpc monitor data worker",
-    "device": "config rpc sharding table data worker",
+    "device": "config rpc monitor sharding table data worker",
     "train": "config rpc monitor sharding table data server worker worker.remote device",
     "models": "config train",
     "nn": "config monitor train",

@@ -10,6 +10,7 @@ import json
 import sys
 import threading
 import time
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -58,23 +59,9 @@ def features(shard: str = "rows", num_rows: int | None = None) -> dict[str, Any]
     def of(name: str) -> Any:
         return shard if name in SHARDED.get(shard, ("user", "last")) else "rows"
 
-    item = Table(
-        "item",
-        dim=5,
-        optimizer=Adagrad(lr=0.1),
-        initial=Normal(std=0.5),
-        num_buckets=16,
-        shard=of("item"),
-        num_rows=num_rows,
-    )
+    item = Table("item", dim=5, optimizer=Adagrad(lr=0.1), initial=Normal(std=0.5), num_buckets=16, shard=of("item"))
     user = Table(
-        "user",
-        dim=8,
-        optimizer=RowWiseAdagrad(lr=0.1),
-        initial=Normal(std=0.5),
-        dtype="bfloat16",
-        shard=of("user"),
-        num_rows=num_rows,
+        "user", dim=8, optimizer=RowWiseAdagrad(lr=0.1), initial=Normal(std=0.5), dtype="bfloat16", shard=of("user")
     )
     tiny = Table(
         "tiny",
@@ -84,17 +71,15 @@ def features(shard: str = "rows", num_rows: int | None = None) -> dict[str, Any]
         num_buckets=1,
         dtype="float16",
         shard=of("tiny"),
-        num_rows=num_rows,
     )
     rare = Table(
         "rare",
         dim=5,
         optimizer=Adam(lr=0.1),
-        admission=MinCount(2) if num_rows is None else Always(),
+        admission=MinCount(2),
         absent="initial",
-        expire_after=4 if num_rows is None else None,
+        expire_after=4,
         shard=of("rare"),
-        num_rows=num_rows,
     )
     last = Table(
         "last",
@@ -103,8 +88,10 @@ def features(shard: str = "rows", num_rows: int | None = None) -> dict[str, Any]
         initial=Normal(std=0.5),
         on_nonfinite="skip",
         shard=of("last"),
-        num_rows=num_rows,
     )
+    if num_rows is not None:
+        numbered: dict[str, Any] = {"num_rows": num_rows, "admission": Always(), "expire_after": None}
+        item, user, tiny, rare, last = (replace(table, **numbered) for table in (item, user, tiny, rare, last))
     return {
         "bag": Feature(item, "mean"),
         "item": Feature(item),

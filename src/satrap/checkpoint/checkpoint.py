@@ -47,6 +47,7 @@ from satrap.event_log import event
 from satrap.monitor.samples import Sample, register
 from satrap.run_context import current_context
 from satrap.table.snapshot.cut import OLD_ROWS_BYTES
+from satrap.table.snapshot.directory import holds_snapshot
 from satrap.train.embeddings import Embeddings, session_of
 from satrap.train.optimizer import HybridOptimizer
 from satrap.train.process_group import unwrap
@@ -280,6 +281,12 @@ class Checkpoint:
                     raise CheckpointError(
                         f"some trainers find a checkpoint and others none; this one finds {latest}: use a folder that "
                         "all machines share"
+                    )
+                if holds_snapshot(self._directory.folder):
+                    raise CheckpointError(
+                        f"{self._directory.folder} is the snapshot of a table, and no folder of checkpoints: name "
+                        "another folder, and start from its rows with `for ids, rows in satrap.Reader(SNAPSHOT)"
+                        ".tables[NAME].rows(): embeddings.tables[NAME].write(ids, rows.values)`"
                     )
                 return False
             newest, error = chain[-1], None

@@ -19,7 +19,8 @@ from satrap import _core
 from satrap.config.tables import Table
 from satrap.device.device_stream import to_device, to_host
 from satrap.device.direct_ids import RowNumbers, RowRuns, remainders_of, reversed_bits
-from satrap.errors import InputError
+from satrap.device.row_memory import what_is_free
+from satrap.errors import CapacityError, InputError
 
 _COUNTERS = ("lookups", "hits", "inserted", "updated", "skipped")
 _BYTES = 8  # of a row, for its stamp and version
@@ -35,12 +36,15 @@ class DirectHeads:
         self._has_zeros = torch.tensor([table.absent == "zeros" for table in tables], device=device)
         self._reads_zeros = any(table.absent == "zeros" for table in tables)
         self._versions: tuple[list[int], Tensor] = ([], self._has_zeros)
-        self._begin(0)
+        self.open(self._empty(0))
 
-    def _begin(self, rows: int) -> None:
-        self._stamps, self._changed = (  # the last place takes what is of no row
-            torch.zeros(rows + 1, dtype=torch.int32, device=self._device) for _ in range(2)
-        )
+    def _empty(self, rows: int) -> tuple[Tensor, Tensor]:
+        stamps, changed = (torch.zeros(rows + 1, dtype=torch.int32, device=self._device) for _ in range(2))
+        return stamps, changed  # the last place takes what is of no row
+
+    def open(self, memory: tuple[Tensor, Tensor]) -> None:
+        """Use the memory that `allocate` returned, for rows that no lookup has used."""
+        self._stamps, self._changed = memory
         self._counters = torch.zeros((len(_COUNTERS), len(self._tables)), dtype=torch.int64, device=self._device)
 
     @property
@@ -48,9 +52,17 @@ class DirectHeads:
         """Whether there is memory for the rows."""
         return len(self._stamps) > 1
 
-    def open(self) -> None:
-        """Allocate the memory, for rows that no lookup has used."""
-        self._begin(self._numbers.total)
+    def allocate(self, advice: str) -> tuple[Tensor, Tensor]:
+        """Return memory for all rows; raise CapacityError if the device has none. advice: the end of the error."""
+        rows = self._numbers.total
+        try:
+            return self._empty(rows)
+        except RuntimeError as error:
+            raise CapacityError(
+                f"tables {', '.join(repr(table.name) for table in self._tables)}: {self._device} has no memory for the "
+                f"stamps and versions of {rows} rows: expected {_BYTES * rows:,} bytes{what_is_free(self._device)}. "
+                f"{advice}"
+            ) from error
 
     # -- in a step -----------------------------------------------------------------------------------------------------
 

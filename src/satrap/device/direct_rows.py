@@ -113,11 +113,12 @@ class DirectEngine(DeviceEngine):
                 if num_missing := memory.home.grow(slots):
                     return partial(memory.home.allocate, num_missing, names, _HOME_ADVICE)
             memory.reserve(sum(self.numbers.in_frames[number] for number in memory.tables), names, _ADVICE)
-        self.owe(self._open)
+        heads = self.heads.allocate(_ADVICE)
+        self.owe(lambda: self._open(heads))
         return None
 
-    def _open(self) -> Owed:
-        self.heads.open()
+    def _open(self, heads: tuple[Tensor, Tensor]) -> Owed:
+        self.heads.open(heads)
         return lambda: [
             partial(self.restart, table, *part) for table in range(len(self.tables)) for part in self._parts(table)
         ]

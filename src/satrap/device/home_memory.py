@@ -11,6 +11,7 @@ from torch import Tensor
 
 from satrap.device.device_stream import to_device
 from satrap.errors import CapacityError
+from satrap.monitor.memory import memory
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
@@ -103,21 +104,25 @@ class HomeMemory:
         names: Sequence[str],
         advice: str = "Give the tables a capacity, or use a smaller dtype or dim",
     ) -> None:
-        """Put so many segments in reserve; raise CapacityError if this process has no memory. names: of the tables.
-        advice: the end of the error."""
-        size = self._segment_bytes
+        """Put so many segments in reserve; raise CapacityError if this process has no memory, before the machine ends
+        it. names: of the tables. advice: the end of the error."""
+        size, (used, allowed) = self._segment_bytes, memory()["machine"]
+        if num_segments * size > allowed - used:
+            raise self._no_memory(num_segments, names, f", of {max(0, allowed - used):,} free ones. {advice}")
         for number in range(num_segments):
             try:
                 self.spare.append(self._allocate(size))
             except RuntimeError as error:  # also of pinned memory
-                pinned = "pinned " if self.device.type == "cuda" else ""
-                held, missing = len(self.segments) + len(self.spare), num_segments - number
-                slots = (held + missing) * self.rows
-                raise CapacityError(
-                    f"tables {', '.join(map(repr, names))}: this process has no {pinned}memory for {slots} rows at "
-                    f"home: expected {missing * size:,} bytes beside the {held * size:,} that it holds. "
-                    f"{advice}"
-                ) from error
+                raise self._no_memory(num_segments - number, names, f". {advice}") from error
+
+    def _no_memory(self, num_segments: int, names: Sequence[str], end: str) -> CapacityError:
+        pinned = "pinned " if self.device.type == "cuda" else ""
+        held, size = len(self.segments) + len(self.spare), self._segment_bytes
+        return CapacityError(
+            f"tables {', '.join(map(repr, names))}: this process has no {pinned}memory for "
+            f"{(held + num_segments) * self.rows} rows at home: expected {num_segments * size:,} bytes beside the "
+            f"{held * size:,} that it holds{end}"
+        )
 
     def reserve(self, slots: int, names: Sequence[str]) -> None:
         """Make room for so many slots, with as many more segments as that takes. names: as in `allocate`."""

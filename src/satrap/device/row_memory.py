@@ -109,9 +109,6 @@ class RowMemory:
         self.values, self.state = larger
 
     def _no_memory(self, frames: int, names: Sequence[str], advice: str) -> CapacityError:
-        free = ""
-        if self.device.type == "cuda":
-            free = f" and has {torch.cuda.mem_get_info(self.device)[0]:,} bytes free"
         held = f" beside the {len(self.values)} that it holds now, which are copied" if len(self.values) else ""
         bound = ""
         if self.most is not None and not advice:
@@ -120,7 +117,7 @@ class RowMemory:
         advice = advice or f"Give the tables a {smaller}, or use a smaller dtype or dim"
         return CapacityError(
             f"tables {', '.join(map(repr, names))}: {self.device} has no memory for {frames} rows{bound}: expected "
-            f"{frames * self.layout.row_bytes:,} bytes{held}{free}. {advice}"
+            f"{frames * self.layout.row_bytes:,} bytes{held}{what_is_free(self.device)}. {advice}"
         )
 
     @torch.inference_mode(False)  # a tensor of inference could never be updated
@@ -203,6 +200,11 @@ class RowMemory:
 
     def _on_device(self, values: NDArray[Any]) -> Tensor:
         return to_device(_bits_of(values), self.device).view(self.values.dtype)
+
+
+def what_is_free(device: torch.device) -> str:
+    """Return what an error about a device's memory says of it."""
+    return f" and has {torch.cuda.mem_get_info(device)[0]:,} bytes free" if device.type == "cuda" else ""
 
 
 def _bits_of(values: NDArray[Any]) -> NDArray[Any]:

@@ -213,8 +213,6 @@ class BatchLedger(Generic[Record]):
                 actions.append(DropTicket(batch))
             if cause and before in _WITH_ROWS:
                 steps.add(batch.step)
-        if not steps:
-            return actions
         return actions + [SkipStep(step) for step in sorted(steps - self._stepped) if self._is_left_out(step)]
 
     def submit(self, update: Update[Record]) -> None:

@@ -120,8 +120,8 @@ class _TableModule(torch.nn.Module):
         if torch.compiler.is_exporting():
             raise ConfigError(
                 f"torch.export cannot include the rows of table {self.table.name!r}, which are outside the model: put "
-                "torch.nn.Embedding.from_pretrained(module.weight.detach()) in place of the module before the export, "
-                "or export the part of the model that takes rows as an input"
+                f"torch.nn.{type(self).__name__}.from_pretrained(module.weight.detach()) in place of the module before "
+                "the export, or export the part of the model that takes rows as an input"
             )
         self._require_ids(ids)
         self._require_expected_step()

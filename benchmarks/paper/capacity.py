@@ -7,6 +7,9 @@ runs in a process that has nothing else.
 
     equal    every id is in the table: the same hit rate on all rungs, by construction; uniform, and Zipf's
     unequal  a tenth of the ids are new, so rows are evicted and others created
+
+Beside it, one table of dim 16 that grows to 1M ... 100M rows: ids of all its rows, and of a few that the cache holds,
+which differ by cache misses alone; and the rate at which the table grew.
 """
 
 import json
@@ -14,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -29,6 +32,7 @@ from benchmarks.harness.machine import ROOT
 from benchmarks.paper.cell import CannotRunError, Cell, Done, Figures
 from benchmarks.paper.convergence import Data, tuned
 from benchmarks.paper.training import train
+from benchmarks.workload import hashed_ids
 from satrap.table.store import Store
 
 RUNGS = (6.25, 12.5, 25.0, 50.0, 100.0)
@@ -36,36 +40,39 @@ RUNGS = (6.25, 12.5, 25.0, 50.0, 100.0)
 DIM, BATCH_IDS = 128, 26 * 1024
 ROW_BYTES = 2 * DIM + 4 + 40
 """Values, state, and about what the index and eviction take."""
+SIZES, SIZE_DIM, HOT_ROWS, SIZE_ROW_BYTES = (1, 4, 16, 100), 16, 50_000, 110
+"""Millions of rows of the tables of dim 16, how many rows are few, and about the bytes of a row."""
 SHARES = (0.05, 0.1, 0.25, 0.5, 1.0)
 """Shares of the training part's ids that a table may hold."""
 
 
 def cells(memory_gib: float, *, full: bool) -> list[Cell]:
-    """Return the rungs, the AUC by capacity, and the planner's machines."""
-    rungs = [
-        Cell(
-            f"capacity/rung/{rung:g}T", 6 + 5 * memory_gib / 2**at, "measured",
-            partial(in_process, rung, memory_gib / 2 ** (len(RUNGS) - 1 - at), 60 if full else 20),
-        )
-        for at, rung in enumerate(RUNGS)
-    ]  # fmt: skip
+    """Return the rungs, the tables by size, the AUC by capacity, and the planner's machines."""
+    rungs, steps = [], 60 if full else 20
+    for at, rung in enumerate(RUNGS):
+        gib = memory_gib / 2 ** (len(RUNGS) - 1 - at)
+        run = partial(in_process, gib, ("rung", rung, gib, steps))
+        rungs.append(Cell(f"capacity/rung/{rung:g}T", 6 + 5 * memory_gib / 2**at, "measured", run))
+    for size in SIZES:
+        run = partial(in_process, size * 1e6 * SIZE_ROW_BYTES / 2**30, ("size", size, 10 * steps))
+        rungs.append(Cell(f"capacity/size/{size}M", 2 + size / 3, "measured", run))
     rungs += [Cell(f"capacity/auc/{share:g}", 8, "measured", partial(auc_at, share, full)) for share in SHARES]
     return [*rungs, Cell("capacity/plan", 3, "computed", plan)]
 
 
-def in_process(rung: float, gib: float, steps: int, done: Done) -> Figures:
-    """Measure a rung in a new process."""
+def in_process(gib: float, arguments: Sequence[str | float], done: Done) -> Figures:
+    """Measure a rung or a size, whose rows take so much memory, in a new process with these arguments."""
     if gib * 2**30 * 1.3 > available_bytes():
         raise CannotRunError(
             f"{gib:g} GiB of rows need {1.3 * gib:.1f} GiB of memory; {available_bytes() / 2**30:.1f} GiB are free"
         )
-    command = [sys.executable, "-m", "benchmarks.paper.capacity", str(rung), str(gib), str(steps)]
+    command = [sys.executable, "-m", "benchmarks.paper.capacity", *map(str, arguments)]
     output = subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.PIPE, text=True).stdout
     figures: Figures = json.loads(output)
     return figures
 
 
-def measure(rung: float, gib: float, num_steps: int) -> Figures:
+def measure_rung(rung: float, gib: float, num_steps: float) -> Figures:
     """Fill a table and time steps on it."""
     random, num_rows = np.random.default_rng(0), int(gib * 2**30 / ROW_BYTES)
     id_range = int(rung * 1e12 / DIM)
@@ -85,7 +92,6 @@ def measure(rung: float, gib: float, num_steps: int) -> Figures:
     for begin in range(0, num_rows, BATCH_IDS):
         store.lookup(ids_of(np.arange(begin, min(begin + BATCH_IDS, num_rows))))
     filled = time.perf_counter() - start
-    gradients = np.full((BATCH_IDS, DIM), 1e-4, np.float32)
 
     def zipf() -> NDArray[Any]:
         return (num_rows ** random.random(BATCH_IDS)).astype(np.int64) - 1
@@ -97,11 +103,11 @@ def measure(rung: float, gib: float, num_steps: int) -> Figures:
 
     counters = read_cpu()
     rates = {
-        "uniform": _rows_per_s(store, gradients, num_steps, lambda: ids_of(random.integers(0, num_rows, BATCH_IDS))),
-        "zipf": _rows_per_s(store, gradients, num_steps, lambda: ids_of(zipf())),
+        "uniform": _rows_per_s(store, num_steps, lambda: ids_of(random.integers(0, num_rows, BATCH_IDS))),
+        "zipf": _rows_per_s(store, num_steps, lambda: ids_of(zipf())),
     }
     held = len(store)
-    rates["unequal"] = _rows_per_s(store, gradients, num_steps, with_new)
+    rates["unequal"] = _rows_per_s(store, num_steps, with_new)
     resident = resident_bytes() - before
     with tempfile.TemporaryDirectory() as folder:
         start = time.perf_counter()
@@ -122,12 +128,27 @@ def measure(rung: float, gib: float, num_steps: int) -> Figures:
     }  # fmt: skip
 
 
-def _rows_per_s(
-    store: Store, gradients: NDArray[np.float32], num_steps: int, draw: Callable[[], NDArray[np.uint64]]
-) -> float:
+def measure_size(millions: float, num_steps: float) -> Figures:
+    """Let a table grow to so many rows, and time steps on all of them and on a few."""
+    random, num_rows = np.random.default_rng(0), int(millions * 1e6)
+    store = Store(satrap.Table("ids", dim=SIZE_DIM, optimizer=satrap.RowWiseAdagrad(lr=0.05)), seed=1)
+    counters, start = read_cpu(), time.perf_counter()
+    for begin in range(0, num_rows, BATCH_IDS):
+        store.lookup(hashed_ids(np.arange(begin, min(begin + BATCH_IDS, num_rows))))
+    grown = time.perf_counter() - start
+    few = random.integers(0, num_rows, HOT_ROWS)
+    rates = {
+        "all": _rows_per_s(store, num_steps, lambda: hashed_ids(random.integers(0, num_rows, BATCH_IDS))),
+        "few": _rows_per_s(store, num_steps, lambda: hashed_ids(random.choice(few, BATCH_IDS))),
+    }
+    figures = {"rows": len(store), "rows_per_s": rates, "grown_rows_per_s": num_rows / grown}
+    return figures | {"noise": noise_between(counters, read_cpu())}
+
+
+def _rows_per_s(store: Store, num_steps: float, draw: Callable[[], NDArray[np.uint64]]) -> float:
     """Return the rows that are looked up and updated in a second, by the median step."""
-    seconds = []
-    for ids in [draw() for _ in range(num_steps)]:
+    seconds, gradients = [], np.full((BATCH_IDS, store.table.dim), 1e-4, np.float32)
+    for ids in [draw() for _ in range(int(num_steps))]:
         start = time.perf_counter()
         _, ticket = store.lookup_for_update(ids)
         store.update(ticket, gradients)
@@ -159,4 +180,6 @@ def plan(done: Done) -> Figures:
 
 
 if __name__ == "__main__":
-    print(json.dumps(measure(float(sys.argv[1]), float(sys.argv[2]), int(sys.argv[3]))))
+    kind, *given = sys.argv[1:]
+    measures: dict[str, Callable[..., Figures]] = {"rung": measure_rung, "size": measure_size}
+    print(json.dumps(measures[kind](*map(float, given))))

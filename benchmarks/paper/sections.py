@@ -284,6 +284,7 @@ def _capacity(record: Record) -> Iterator[Section]:
                 x_ticks=[100 * share for share in capacity.SHARES],
             )
         )  # fmt: skip
+    plots += _sizes(record)
     rows = [
         [
             f"{rung:g} T", f"{f['ids'] / 1e9:,.0f} G", f"{f['rows']:,}", f"{f['resident_bytes'] / 2**30:.2f}",
@@ -293,21 +294,55 @@ def _capacity(record: Record) -> Iterator[Section]:
         for rung, f in held.items()
     ]  # fmt: skip
     header = ["rung", "ids", "rows", "GiB", "of free memory", *(f"{name}, rows/s" for name in kinds.values())]
-    last, plan = f"capacity/rung/{max(held):g}T", "capacity/plan"
+    yield Section(
+        title="Capacity", kind="measured; the machines are computed", paragraphs=[record.text(_capacity_text(record, held, kinds))],
+        plots=plots, header=[*header, "save, s", "load, s"], rows=rows,
+    )  # fmt: skip
+
+
+def _capacity_text(record: Record, rungs: dict[float, Any], kinds: dict[str, str]) -> str:
+    first, end = (rungs[at(rungs)]["rows_per_s"] for at in (min, max))
+    shares = ", ".join(f"{end[kind] / first[kind]:.2f} ({name})" for kind, name in kinds.items())
+    last, plan = f"capacity/rung/{max(rungs):g}T", "capacity/plan"
     text = (
         "Each rung draws from its whole range of ids and fills twice the memory of the one before, in a process "
         f"without anything else; the last one fills <{last}#share_of_memory|.0%> of the free memory with "
-        f"<{last}#rows|,> rows. Every rung was saved and loaded again, with the same rows."
+        f"<{last}#rows|,> rows. Every rung was saved and loaded again, with the same rows. As shares of the first "
+        f"rung's rates, the last one has {shares}."
     )
+    sizes = [record.figures(f"capacity/size/{size}M") for size in (capacity.SIZES[0], capacity.SIZES[-1])]
+    if sizes[0] and sizes[1]:
+        every, few = (sizes[1]["rows_per_s"][kind] / sizes[0]["rows_per_s"][kind] for kind in ("all", "few"))
+        text += (
+            f" A table of {capacity.SIZES[-1]} million rows of 16 is {every:.2f} times as fast as one of "
+            f"{capacity.SIZES[0]} million, and {few:.2f} times where the ids are those of few rows: what is lost is "
+            "lost to caches and page tables, not to the index."
+        )
     if record.figures(plan):
         text += (
             " For the paper's largest run, 100 trillion parameters at 1.92 million samples/s, the planner computes "
             f"<{plan}#price_per_hour|,.0f> dollars an hour, <{plan}#price_per_billion_samples|,.0f> for a billion "
             "samples, at prices of 2023."
         )
-    yield Section(
-        title="Capacity", kind="measured; the machines are computed", paragraphs=[record.text(text)], plots=plots,
-        header=[*header, "save, s", "load, s"], rows=rows,
+    return text
+
+
+def _sizes(record: Record) -> Iterator[Plot]:
+    """Yield the chart of one table by its size."""
+    sizes = {size: record.figures(f"capacity/size/{size}M") for size in capacity.SIZES}
+    by_size = {size: figures for size, figures in sizes.items() if figures}
+    if len(by_size) < 2:
+        return
+    kinds = {"all": "ids of all its rows", "few": f"ids of {capacity.HOT_ROWS:,} rows"}
+    lines = [
+        Line(name=name, points=[(size, f["rows_per_s"][kind] / 1e6) for size, f in by_size.items()], colour=at)
+        for at, (kind, name) in enumerate(kinds.items())
+    ]
+    grown = [(size, f["grown_rows_per_s"] / 1e6) for size, f in by_size.items()]
+    lines.append(Line(name="new rows, while it grows", points=grown, colour=2))
+    yield Chart(
+        title="One table of dim 16, by its size", x="rows, millions", y="million rows/s", lines=lines, log_x=True,
+        low=0.0, x_ticks=capacity.SIZES, slug="sizes",
     )  # fmt: skip
 
 

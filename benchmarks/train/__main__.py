@@ -178,7 +178,7 @@ def record_train(case: Case, rounds: Rounds) -> dict[str, Any]:
         "cost_ratio_direct": rounds.against("satrap_direct", PEERS, rounds.values("cost_ms"), min),
         # The step times are medians, taken in turn in one process, so an outlier of either moves neither.
         "stale_ratio": rounds.against("satrap", ("satrap_stale",), rounds.values("step_ms")),
-        "modules_ratio": rounds.against("satrap", ("satrap_modules",), rounds.values("step_ms")),
+        "modules_ratio": rounds.against("satrap", ("satrap_modules",), rounds.values("step_ms"), min),
     }
     figures = rounds.ratios(RATIOS, "samples_per_s")
     record["figures"] = figures | {name: figure for name, figure in others.items() if figure is not None}

@@ -294,9 +294,10 @@ def _capacity(record: Record) -> Iterator[Section]:
         for rung, f in held.items()
     ]  # fmt: skip
     header = ["rung", "ids", "rows", "GiB", "of free memory", *(f"{name}, rows/s" for name in kinds.values())]
+    text = record.text(_capacity_text(record, held, kinds))
     yield Section(
-        title="Capacity", kind="measured; the machines are computed", paragraphs=[record.text(_capacity_text(record, held, kinds))],
-        plots=plots, header=[*header, "save, s", "load, s"], rows=rows,
+        title="Capacity", kind="measured; the machines are computed", paragraphs=[text], plots=plots,
+        header=[*header, "save, s", "load, s"], rows=rows,
     )  # fmt: skip
 
 

@@ -18,7 +18,10 @@ from benchmarks.harness.peers import PADDLE, TORCHREC, Environment, peers_python
 from benchmarks.paper.cell import CannotRunError, Cell, Done, Figures
 
 CASES = {
-    "train": {"in process, fp32": "train/20Mx16/light/fp32/adagrad/2t", "bf16": "train/20Mx16/light/bf16/adagrad/2t"},
+    "train": {
+        "in process, fp32": "train/20Mx16/light/fp32/adagrad/2t",
+        "in process, bf16": "train/20Mx16/light/bf16/adagrad/2t",
+    },
     "cluster": {"over one server, fp32": "train/20Mx16/2t"},
 }
 """The cases of each suite, by the names in the plot."""

@@ -280,7 +280,7 @@ def _capacity(record: Record) -> Iterator[Section]:
         plots.append(
             Chart(
                 title="AUC by capacity (synthetic clicks)", x="capacity, % of the ids", y="AUC on the test part",
-                lines=[Line(name="hybrid 4", points=points, band=band)], log_x=True, slug="capacity",
+                lines=[Line(name="synchronous", points=points, band=band)], log_x=True, slug="capacity",
                 x_ticks=[100 * share for share in capacity.SHARES],
             )
         )  # fmt: skip

@@ -352,6 +352,7 @@ def _sizes(record: Record) -> Iterator[Plot]:
 
 def _reuse(record: Record) -> Iterator[Section]:
     rows = []
+    gaps: dict[str, list[tuple[float, float]]] = {"all ids": [], "cold ids": []}
     for name, features in record.below("reuse/").items():
         values = list(features.values())
         means = [fmean(each["shares"][at] for each in values) for at in range(3)]
@@ -360,6 +361,10 @@ def _reuse(record: Record) -> Iterator[Section]:
         row = [name, f"{max(each['alpha'] for each in values):.2f}", *(f"{mean:.0%}" for mean in means)]
         row += [f"{fmean(cold):.0%}" if cold else "-", f"{gap['difference']['mean']:+.4f}" if gap else "-"]
         rows.append(row)
+        if gap:
+            gaps["all ids"].append((100 * means[1], gap["difference"]["mean"]))
+        if gap and cold:
+            gaps["cold ids"].append((100 * fmean(cold), gap["difference"]["mean"]))
     text = (
         "The share of a batch's distinct ids that the last 1, 4 and 16 batches of 256 contained, in the mean of the "
         "features: these lookups miss an update at that staleness. Alpha is the share of samples that the most "
@@ -367,8 +372,14 @@ def _reuse(record: Record) -> Iterator[Section]:
         "prints the same for each feature of your files."
     )
     header = ("data", "largest alpha", "last 1", "last 4", "last 16", "cold, last 4", "AUC of hybrid 4 - synchronous")
+    lines = [Line(name=kind, points=sorted(gaps[kind]), colour=at) for at, kind in enumerate(gaps)]
+    chart = Chart(
+        title="What staleness 4 costs, by reuse", x="distinct ids that the last 4 batches contained, %",
+        y="AUC of hybrid 4 minus synchronous", lines=lines, slug="reuse",
+    )  # fmt: skip
     if rows:
-        yield Section(title="Reuse of ids", kind="measured", paragraphs=[[text]], header=header, rows=rows)
+        plots = [chart] if min(map(len, gaps.values())) > 1 else []
+        yield Section(title="Reuse of ids", kind="measured", paragraphs=[[text]], plots=plots, header=header, rows=rows)
 
 
 def _campaign(record: Record) -> Iterator[Section]:

@@ -25,10 +25,10 @@ def shaped(gbit: float | None, delay_ms: float) -> Network[str]:
 
 def arrivals(net: Network[str]) -> dict[str, float]:
     """Return when each waiting packet arrives, in the order in which they leave."""
-    found = {}
+    left_at = {}
     while (due := net.due()) is not None:
-        found.update({packet: at for at, _, packet in net.leave(due)})
-    return found
+        left_at.update({packet: at for at, _, packet in net.leave(due)})
+    return left_at
 
 
 def test_a_packet_takes_its_size_over_the_rate_and_the_delay() -> None:

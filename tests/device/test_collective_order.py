@@ -149,5 +149,5 @@ def test_a_trainer_has_memory_for_what_it_can_own() -> None:
         Table("grows", dim=1, capacity=10, num_buckets=4, on_full="grow"),
     ]
     assert capacities_of(tables, ALONE) == [10, 10, 10, None, None]
-    found = [capacities_of(tables, Trainer(rank, 2)) for rank in range(2)]
-    assert found == [[6, 10, 10, None, None], [6, 0, 10, 0, None]]
+    capacities = [capacities_of(tables, Trainer(rank, 2)) for rank in range(2)]
+    assert capacities == [[6, 10, 10, None, None], [6, 0, 10, 0, None]]

@@ -54,8 +54,8 @@ def test_random_steps_of_numbered_rows_have_the_bits_of_rows_in_memory(
 ) -> None:
     """A table has one bucket, fewer than ids, or more. By columns, or partly at home, there is a directory."""
     how: dict[str, Any] = {"steps": 12, "shard": shard, "num_rows": 47, "device": device} | more
-    found = trainers.run([], world_size, tmp_path, compare=seed, **how)
-    assert all(each == found[0] and min(each["rows"].values()) > 0 for each in found)
+    outcomes = trainers.run([], world_size, tmp_path, compare=seed, **how)
+    assert all(each == outcomes[0] and min(each["rows"].values()) > 0 for each in outcomes)
 
 
 def test_a_lone_trainer_has_the_bits_of_rows_in_memory(device: str, tmp_path: Path, seed: int) -> None:
@@ -256,8 +256,8 @@ def test_a_checkpoint_of_tables_that_all_trainers_have_resumes_elsewhere(
 def test_saves_and_evaluations_in_the_loop(trainers: Trainers, tmp_path: Path, num_users: int | None) -> None:
     """With threads and staleness: a pause comes while other trainers look up ahead."""
     how: dict[str, Any] = {"batches": 24, "patience": 5, "device": "cpu", "num_users": num_users}
-    found = trainers.run([], 3, tmp_path, **how, staleness=2, overlap=True, checkpoint=str(tmp_path / "run"))
-    assert all(same(each, found[0]) for each in found)
+    outcomes = trainers.run([], 3, tmp_path, **how, staleness=2, overlap=True, checkpoint=str(tmp_path / "run"))
+    assert all(same(each, outcomes[0]) for each in outcomes)
     again = trainers.run([], 2, tmp_path, **how, checkpoint=str(tmp_path / "run"))
     assert all(each["resumed"] for each in again)
 

@@ -312,14 +312,14 @@ def train_part(how: dict[str, Any], folder: Path, data: list[Any], saves_at: tup
 def test_a_job_of_such_tables_ends_with_the_same_bits(rng: np.random.Generator, tmp_path: Path) -> None:
     """Through checkpoints, of all rows and of changes, that the core or a device saves and either resumes."""
     data = [rng.integers(0, NUM_ROWS, 2 * 16).astype(np.uint64) for _ in range(12)]
-    found: list[tuple[Any, bytes]] = []
+    ends: list[tuple[Any, bytes]] = []
     places: list[dict[str, Any]] = [{}, {"device": "cpu"}, {"device": "cpu", "device_memory": {"item": 400}}]
     for before in places:
         for after in places:
-            folder = tmp_path / f"{len(found)}"
+            folder = tmp_path / f"{len(ends)}"
             train_part(before, folder, data[:7], saves_at=(2, 4, 7))
-            found.append(train_part(after, folder, data[7:], saves_at=(5,)))
-    assert all(each == found[0] for each in found)
+            ends.append(train_part(after, folder, data[7:], saves_at=(5,)))
+    assert all(each == ends[0] for each in ends)
 
 
 def test_a_step_waits_for_the_largest_gradient_alone(rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -33,7 +33,8 @@ _ROWS_TRAINED = 2_000_000
 _BATCHES = ((20_000, 64), (100_000, 256))
 """Numbers of rows below which a batch has these samples by default."""
 _LARGEST_BATCH = 512
-_BATCH_ROWS = 8192  # of a batch that is read to count rows
+_ROWS_AT_ONCE = 8192
+"""Rows in a batch when a file is read only to count its rows."""
 
 
 def add_train(commands: Commands) -> None:
@@ -182,7 +183,7 @@ def _count_rows(source: FileSource, column: str) -> int:
     try:
         return len(source.replace(batch_size=1).batches(()))
     except TypeError:
-        with closing(source.replace(batch_size=_BATCH_ROWS, extra=(column,)).batches(())) as batches:
+        with closing(source.replace(batch_size=_ROWS_AT_ONCE, extra=(column,)).batches(())) as batches:
             return sum(batch.batch_size for batch in batches)
 
 

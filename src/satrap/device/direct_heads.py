@@ -139,12 +139,12 @@ class DirectHeads:
         for remainder, rows in self._buckets(table, first, last):
             place = (_as_numbers(self._changed[rows]) >= max(1, since)).nonzero()[:, 0]
             frame = self._numbers.places_of(table, place * rows.step + rows.start)
-            found = to_host(torch.stack([place, _as_numbers(self._stamps[rows][place]), frame])).numpy()
-            of_bucket = found[0] * num_buckets + remainder
+            changed = to_host(torch.stack([place, _as_numbers(self._stamps[rows][place]), frame])).numpy()
+            of_bucket = changed[0] * num_buckets + remainder
             order = np.argsort(reversed_bits(of_bucket.astype(np.uint64)))
             ids.append(of_bucket[order].astype(np.uint64))
-            steps.append(found[1][order].astype(np.uint32))
-            frames.append(found[2][order].astype(np.int32))
+            steps.append(changed[1][order].astype(np.uint32))
+            frames.append(changed[2][order].astype(np.int32))
         return {"id": np.concatenate(ids), "step": np.concatenate(steps), "frame": np.concatenate(frames)}
 
     def export_cut(self, table: int, first: int, last: int, since: int) -> dict[str, Any]:

@@ -290,8 +290,8 @@ class DirectRows(DeviceRows):
             runs = RowRuns.of(rows.int(), self._engine.numbers)
             places = self._engine.numbers.places_of(number, rows)
             self._engine.owe(lambda: partial(self._engine.heads.note_lookup, runs, step))
-            found = {**resolved, **self._read_places(places, runs), "offsets": None, "weights": None}
-            self._gather(features, pooled, len(ids), found, block, [])
+            resolved = {**resolved, **self._read_places(places, runs), "offsets": None, "weights": None}
+            self._gather(features, pooled, len(ids), resolved, block, [])
             self._engine.moves.note_use()
         return block
 
@@ -346,13 +346,13 @@ class DirectRows(DeviceRows):
         resolved = self._engine.begin_lookup(step, oldest, train=request.train, first_epoch=request.first_epoch)
         if len(ids.cut) and ids.offsets is not None:
             self._cut = self._cut + ids.cut
-        found = {**resolved, "offsets": ids.offsets, "weights": ids.weights, "moved": None, "ticket": None}
+        needed = {**resolved, "offsets": ids.offsets, "weights": ids.weights, "moved": None, "ticket": None}
         if not request.train:
             places = self._engine.heads.places(ids.places, ids.rows)
-            return found | self._read_places(places, ids.rows)
+            return needed | self._read_places(places, ids.rows)
         ticket, at = self._ticket(ids, self.id_layout, self._bags), step or self._engine.core.latest_step
         self._engine.owe(lambda: partial(self._engine.heads.note_lookup, ticket.runs, at))
-        return found | self._read_places(ids.places, ticket.runs) | {"ticket": ticket}
+        return needed | self._read_places(ids.places, ticket.runs) | {"ticket": ticket}
 
     def _read_places(self, places: Tensor, rows: RowRuns | Tensor) -> dict[str, Any]:
         """Return what `_gather` takes for the places of ids. rows: the number of each one's row, or their runs."""

@@ -120,13 +120,13 @@ class SequenceCollection(_Collection):
         """Return the rows of each feature as a JaggedTensor."""
         from torchrec.sparse.jagged_tensor import JaggedTensor
 
-        found: dict[str, Any] = {}
+        by_feature: dict[str, Any] = {}
         for table, names, given, ids in self._joined(features):
             parts = self.embeddings[table](ids).split([len(part.values()) for part in given])
             for name, part, rows in zip(names, given, parts, strict=True):
                 indices = part.values() if self._need_indices else None
-                found[name] = JaggedTensor(rows, lengths=part.lengths(), weights=indices)
-        return found
+                by_feature[name] = JaggedTensor(rows, lengths=part.lengths(), weights=indices)
+        return by_feature
 
     __call__: Callable[..., dict[str, Any]]
 

@@ -291,7 +291,7 @@ class TrainingSession:
         training = self._training
         if training is None or (isinstance(training, Stream) and training.is_over):
             training = self._begin_module_lookups()
-        return training.look_up(table, ids.copy(), device)  # the caller may reuse the memory before the step ends
+        return training.look_up(table, ids, device)
 
     def _begin_module_lookups(self) -> ModuleLookups:
         """Start the lookups of modules where no stream is open. All trainers call this."""

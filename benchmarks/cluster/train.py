@@ -89,7 +89,9 @@ def measure(job: Mapping[str, Any]) -> dict[str, Any]:
         finally:
             worker.servers.close()
     return {
-        "streams": {f"{job['kind']}:{label}": mode.summarize(job["num_steps"]) | noise for label, mode in modes.items()},
+        "streams": {
+            f"{job['kind']}:{label}": mode.summarize(job["num_steps"]) | noise for label, mode in modes.items()
+        },
         "peak_resident_bytes": peak,
     }
 

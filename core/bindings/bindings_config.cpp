@@ -133,7 +133,7 @@ TableConfig read_table(const nb::typed<nb::dict, std::string, nb::any>& table,
     fields.choose("absent", config.absent, {{"initial", Absent::initial}, {"zeros", Absent::zeros}});
     fields.choose("on_nonfinite", config.on_nonfinite, {{"raise", OnNonfinite::raise}, {"skip", OnNonfinite::skip}});
     fields.read("num_buckets", config.num_buckets);
-    fields.ignore("shard"); // of several servers
+    fields.ignore("shard"); // for several servers
     fields.require_all_read();
     require_valid(where, config);
     return config;

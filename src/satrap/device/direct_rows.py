@@ -38,7 +38,7 @@ from satrap.errors import InputError
 from satrap.table.engine import Slot, slots_of
 from satrap.worker.rows import BagRequest, Ids, UpdateRequest, id_request
 
-_NUMBERS_AT_ONCE = 1 << 22  # of values that one call initialises, which bounds its memory
+_NUMBERS_AT_ONCE = 1 << 22  # that one call initialises, which bounds its memory
 _NO_IDS = np.empty(0, np.uint64)
 _ADVICE = (
     "A table with num_rows has memory for all of its rows: give (less) device_memory, or leave num_rows out if few of "

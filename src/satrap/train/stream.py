@@ -98,10 +98,10 @@ class Stream(Iterator[Batch]):
         self._inputs, self._train, self._worker = inputs, train, worker
         self._ledger, self._on_hold, self._dense = ledger, on_hold, dense or DenseStrategy()
         self.joint = inputs if isinstance(inputs, JointBatches) else None  # if several trainers step together
-        self._length: int | None = None  # of len(), if it was called
+        self._length: int | None = None  # what len() returned, if it was called
         self._end_step: int | None = None  # 0: it is not known
         self._joined: InFlightBatch | None = None  # the last batch whose joint step is known
-        self._dropped_tickets: deque[Ticket] = deque()  # of dropped batches, to be dropped at the worker
+        self._dropped_tickets: deque[Ticket] = deque()  # to be dropped at the worker
         self._num_ids: Counter[str] = Counter()  # that modules looked up
         self._is_finished = False
         self._ended_because: str | None = None  # why no other batch will come

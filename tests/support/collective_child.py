@@ -61,7 +61,13 @@ def features(shard: str = "rows", num_rows: int | None = None) -> dict[str, Any]
 
     item = Table("item", dim=5, optimizer=Adagrad(lr=0.1), initial=Normal(std=0.5), num_buckets=16, shard=of("item"))
     user = Table(
-        "user", dim=8, optimizer=RowWiseAdagrad(lr=0.1), initial=Normal(std=0.5), dtype="bfloat16", shard=of("user")
+        "user",
+        dim=8,
+        optimizer=RowWiseAdagrad(lr=0.1),
+        initial=Normal(std=0.5),
+        dtype="bfloat16",
+        frozen=range(5, 12),
+        shard=of("user"),
     )
     tiny = Table(
         "tiny",

@@ -144,7 +144,9 @@ def test_the_best_of_a_run_that_has_none(tmp_path: Path) -> None:
     same(job.state(), before)
     train(job, 2)
     job.run.save()
-    with pytest.raises(CheckpointError, match=r"has no checkpoint that was saved as the best; it has \['000001-step-2'\]"):
+    with pytest.raises(
+        CheckpointError, match=r"has no checkpoint that was saved as the best; it has \['000001-step-2'\]"
+    ):
         job.run.resume("best")
     assert job.embeddings.step == 2
 

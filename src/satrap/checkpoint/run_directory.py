@@ -375,7 +375,7 @@ class RunDirectory:
         if name not in catalog.parents:
             found = "no checkpoint that was saved as the best" if name == _BEST else f"no checkpoint {name!r}"
             raise CheckpointError(
-                f"{self.folder} has {found}; it has {sorted(catalog.parents)}: name one of these, or none for the newest"
+                f"{self.folder} has {found}; it has {sorted(catalog.parents)}: name one of these, or none: the newest"
             )
         return name
 

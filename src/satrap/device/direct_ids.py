@@ -99,7 +99,8 @@ class RowNumbers(Numbers):
         self.has_home = any(map(self.num_at_home, range(len(tables))))
         """Whether some rows have no frame."""
         self.sizes = torch.tensor([table.num_rows or 0 for table in tables], device=device)
-        self._by_table = torch.tensor([divisors, first_remainders[:-1]], device=device)
+        self.by_table = torch.tensor([divisors, first_remainders[:-1]], device=device)
+        """The number of buckets of each table, and where its part of `by_remainder` begins."""
         self._on_device = torch.from_numpy(self.by_remainder).to(device)
         lengths = [max(1, len(here)) for here in self._remainders]
         self._ids_by_table = torch.tensor([lengths, [0, *accumulate(map(len, self._remainders))][:-1]], device=device)
@@ -112,7 +113,7 @@ class RowNumbers(Numbers):
     def rows_of(self, tables: int | Tensor, ids: Tensor) -> Tensor:
         if self._has_all:
             return self.bounds[tables] + ids
-        return rows_by_remainder(self._by_table, self._on_device, tables, ids)
+        return rows_by_remainder(self.by_table, self._on_device, tables, ids)
 
     def tables_of(self, rows: Tensor) -> Tensor:
         """Return the table of each row; that of no row is any."""
@@ -125,7 +126,7 @@ class RowNumbers(Numbers):
         if self._has_all:
             return numbers
         length, first = self._ids_by_table[:, tables].unbind()
-        return numbers // length * self._by_table[0, tables] + self._all_remainders[first + numbers % length]
+        return numbers // length * self.by_table[0, tables] + self._all_remainders[first + numbers % length]
 
     def num_at_home(self, table: int) -> int:
         """Return how many rows of a table are at home."""

@@ -32,7 +32,7 @@ from satrap.device.direct_heads import DirectHeads
 from satrap.device.direct_ids import MOST_ROWS, DirectIds, RowNumbers, RowRuns, num_with, remainders_of
 from satrap.device.exact import mix_keys, signed
 from satrap.device.row_memory import RowMemory
-from satrap.device.runs import Given, PooledFeatures, Runs
+from satrap.device.runs import PooledFeatures, Runs, given_parts
 from satrap.device.table_shards import owned_buckets
 from satrap.device.torch_device import initialise_of
 from satrap.table.engine import Slot, slots_of
@@ -263,7 +263,7 @@ class DirectRows(DeviceRows):
             counts: list[int] = self._cut.tolist()
         return counts
 
-    def place_ids(self, inputs: Inputs) -> Inputs | IdEntries:
+    def place_ids(self, inputs: Inputs, *, train: bool) -> Inputs | IdEntries:
         return self._batches.place(inputs)
 
     def lookup(self, request: BagRequest, block: Tensor, sequences: list[Tensor]) -> Any:
@@ -301,10 +301,7 @@ class DirectRows(DeviceRows):
             return self._batches.ticket(placed, self._id_bags, layout)
 
     def update(self, request: UpdateRequest) -> None:
-        given: list[Given] = [
-            (block is not None, [sequence is not None for sequence in sequences])
-            for block, sequences in request.gradients
-        ]
+        given = given_parts(request)
         scale = float(np.float32(request.scale))
         require_direct_sizes(request.tickets, request)
         with self._engine.in_order():

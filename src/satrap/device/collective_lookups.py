@@ -53,8 +53,8 @@ class CollectiveLookups:
         staleness: int,
         stream: DeviceStream,
     ) -> None:
-        """owned: returns the rows that this trainer owns, `OwnedRows` or `DirectOwnedRows`. staleness: how many earlier updates a lookup may miss.
-        stream: of the rows."""
+        """owned: returns the rows that this trainer owns, `OwnedRows` or `DirectOwnedRows`. staleness: how many earlier
+        updates a lookup may miss. stream: of the rows."""
         self._exchange, self._groups, self._owned, self._thread = exchange, groups, owned, thread
         self._rows_between = RowExchange(exchange, groups)
         self._updates, self._staleness, self._stream = updates, staleness, stream

@@ -178,7 +178,8 @@ class DirectCollectiveRows(CollectiveRows):
 
     def _checked_part(self, request: UpdateRequest, rates: Sequence[float]) -> UpdatePart:
         splits = [
-            self._split_arrays(*ticket.batch.ticket.ids.on_cpu(), ticket.batch_size) for ticket in request.tickets
+            self._split_arrays(*ticket.batch.ticket.ids.on_cpu(), batch_size=ticket.batch_size)
+            for ticket in request.tickets
         ]
         ids, counts, unsorted, bound = self._checked_sums(request, splits)
         tables = np.concatenate([np.repeat(np.arange(len(of_owner)), of_owner) for of_owner in counts])

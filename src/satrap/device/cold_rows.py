@@ -37,6 +37,8 @@ class ColdRows:
     @classmethod
     def of_all(cls, memories: Sequence[RowMemory], rows: Tensor, numbers: RowNumbers) -> "dict[int, ColdRows]":
         """Return those of each memory that has rows at home. rows: the number of each run's row."""
+        if not numbers.has_home:
+            return {}
         tables = numbers.tables_of(rows)
         places, pools = numbers.places_of(tables, rows), torch.where(rows < numbers.total, numbers.pools[tables], -1)
         return {

@@ -177,10 +177,7 @@ class DirectCollectiveRows(CollectiveRows):
         return UpdatePart(rows.rows[: counts.sum()].int(), counts, sums, rates, bound, lookup)
 
     def _checked_part(self, request: UpdateRequest, rates: Sequence[float]) -> UpdatePart:
-        splits = [
-            self._split_arrays(*ticket.batch.ticket.ids.on_cpu(), batch_size=ticket.batch_size)
-            for ticket in request.tickets
-        ]
+        splits = [self._split_again(ticket.batch) for ticket in request.tickets]
         ids, counts, unsorted, bound = self._checked_sums(request, splits)
         tables = np.concatenate([np.repeat(np.arange(len(of_owner)), of_owner) for of_owner in counts])
         ids_there = to_device(np.concatenate(ids).view(np.int64), self.device)
@@ -192,3 +189,7 @@ class DirectCollectiveRows(CollectiveRows):
         in_order = rows.sort().values
         bounds = to_host(torch.searchsorted(in_order, self._numbers.bounds)).numpy()
         return UpdatePart(in_order.int(), np.diff(bounds).reshape(len(counts), -1), sums, rates, bound)
+
+    def _split_again(self, batch: SharedBatch) -> Any:
+        values, offsets, weights = batch.ticket.ids.on_cpu()
+        return self._split_arrays(values, offsets, weights, batch.batch_size)

@@ -98,6 +98,7 @@ class RowNumbers(Numbers):
         """The memory of each table, int64 [tables]."""
         self.has_home = any(map(self.num_at_home, range(len(tables))))
         """Whether some rows have no frame."""
+        self._are_frames = not self.has_home and self.first_frames == self.offsets[:-1]
         self.sizes = torch.tensor([table.num_rows or 0 for table in tables], device=device)
         self.by_table = torch.tensor([divisors, first_remainders[:-1]], device=device)
         """The number of buckets of each table, and where its part of `by_remainder` begins."""
@@ -135,12 +136,18 @@ class RowNumbers(Numbers):
     def places_of(self, tables: int | Tensor, rows: Tensor) -> Tensor:
         """Return the place of each row, int32: a frame, or a negative number for a slot at home. tables: that of all
         rows, or of each."""
+        if self._are_frames:
+            return rows.int()
         begin, in_frames, first_frame, first_slot = self._places[:, tables].unbind()
         number = rows - begin
         if not self.has_home:
             return (number + first_frame).int()
         at_home = number - in_frames + first_slot - _AT_HOME
         return torch.where(number < in_frames, number + first_frame, at_home).int()
+
+    def places(self, rows: Tensor) -> Tensor:
+        """Return the place of each row, as `places_of`."""
+        return rows.int() if self._are_frames else self.places_of(self.tables_of(rows), rows)
 
     def shift(self, table: int) -> int:
         """Return what to add to the number of a table's row for its frame."""

@@ -66,19 +66,16 @@ class DirectOwnedRows(DeviceRows):
 
     def _lines(self, rows: Tensor, runs: RowRuns, counts: NDArray[np.int64]) -> list[Tensor]:
         numbers, memories = self._engine.numbers, self._engine.memories
-        tables = numbers.tables_of(rows)
-        places, cold, run = numbers.places_of(tables, rows), dict[int, ColdRows](), runs.begin
-        if numbers.has_home:
-            cold, run = ColdRows.of_all(memories, runs.rows, numbers), runs.of_entries()
-        copies = {pool: of_memory.read(with_state=False).values for pool, of_memory in cold.items()}
-        pools, lines = numbers.pools[tables], []
+        places, cold = numbers.places(rows), ColdRows.of_all(memories, runs.rows, numbers)
+        copies, lines = {pool: of_memory.read(with_state=False).values for pool, of_memory in cold.items()}, []
         for group, of_tables in enumerate(self._groups.tables):
             at = of_group(places, group, counts)
             its_pools = sorted({memories.index(self._engine.memory(table)) for table in of_tables})
             if len(its_pools) == 1 and its_pools[0] not in cold:
                 lines.append(memories[its_pools[0]].values[at])
                 continue
-            pool_of, run_of = (of_group(entries, group, counts) for entries in (pools, run))
+            pool_of = of_group(numbers.pools[numbers.tables_of(rows)], group, counts)
+            run_of = of_group(runs.of_entries(), group, counts)
             out = memories[its_pools[0]].values.new_zeros((len(at), self._groups.layouts[group][1]))
             for pool in its_pools:
                 line = torch.where(pool_of == pool, at, -1)

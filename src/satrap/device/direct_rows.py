@@ -190,7 +190,7 @@ class DirectEngine(DeviceEngine):
         is_here = (rows.rows >= begin) & (rows.rows < end)
         places = rows.rows + numbers.shift(tables.start)
         if memory.home is not None:
-            places = numbers.places_of(numbers.tables_of(rows.rows), rows.rows)
+            places = numbers.places(rows.rows)
         has_frame = is_here if memory.home is None else is_here & (places >= 0)
         ends = runs.end if has_all else torch.where(has_frame, runs.end, runs.begin)
         in_frames = replace(runs, frames=torch.where(has_frame, places, -1).int(), end=ends)

@@ -84,7 +84,7 @@ def start(embeddings: Embeddings) -> dict[str, Any]:
 
 
 def plain_rows(values: dict[str, Any], data: Parquet) -> dict[str, Any]:
-    """Return the rows after training by plain torch, where each row that trains is a Parameter with its own optimizer."""
+    """Return the rows after training by plain torch, where each row that trains has its own optimizer."""
     rows = {
         "item": [Parameter(torch.from_numpy(row), id_ not in FROZEN) for id_, row in enumerate(values["item"])],
         "text": [Parameter(torch.from_numpy(row), False) for row in values["text"]],

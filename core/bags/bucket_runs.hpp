@@ -21,7 +21,7 @@ inline constexpr std::uint32_t kNoRow = 0xffffffffU; // kNoFrame of a table
 // kNoRow. A place counts floats through the given gradients of all tickets.
 struct FrameRuns {
     std::vector<std::uint32_t> first_run_of_table;     // [tables + 1]
-    std::vector<std::uint32_t> first_run, first_entry; // of each bucket
+    std::vector<std::uint32_t> first_run, first_entry; // for each bucket
     std::vector<std::uint32_t> frames, begin, end;     // [runs]
     std::vector<std::uint64_t> keys;                   // [runs] row_key of the id; empty unless values have 16 bits
     std::vector<std::uint32_t> places;                 // [entries]
@@ -46,7 +46,7 @@ class GivenPlaces {
   private:
     struct Part {
         std::uint64_t last;  // the place after it
-        std::uint64_t begin; // of its gradient, less its first place: the sum wraps around
+        std::uint64_t begin; // where its gradient begins, less its first place: the sum wraps around
         bool given;
     };
 

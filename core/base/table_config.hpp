@@ -84,7 +84,7 @@ struct TableConfig {
         }
         return 0;
     }
-    std::size_t element_bytes() const { return dtype == Dtype::float32 ? 4 : 2; } // of one value
+    std::size_t element_bytes() const { return dtype == Dtype::float32 ? 4 : 2; } // one value's
     // Bytes of the values part, padded to 4 so that the state is aligned.
     std::size_t value_bytes() const { return (dim * element_bytes() + 3) & ~static_cast<std::size_t>(3); }
     std::size_t row_bytes() const { return value_bytes() + 4 * static_cast<std::size_t>(state_dim()); }

@@ -140,7 +140,7 @@ TableConfig read_table(const nb::typed<nb::dict, std::string, nb::any>& table,
     else if (std::get<0>(frozen))
         config.frozen = {0, ~std::uint64_t{0}};
     fields.read("num_buckets", config.num_buckets);
-    fields.ignore("shard"); // of several servers
+    fields.ignore("shard"); // for several servers
     fields.require_all_read();
     require_valid(where, config);
     return config;

@@ -165,7 +165,7 @@ class FlatSource final : public GradientSource {
     const Engine& engine_;
     const Ticket& ticket_;
     const float* gradients_;
-    std::vector<std::size_t> begin_; // of each table's gradients
+    std::vector<std::size_t> begin_; // where each table's gradients begin
 };
 
 } // namespace

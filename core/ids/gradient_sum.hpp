@@ -15,7 +15,7 @@ namespace satrap {
 
 // An entry whose gradient cannot be applied.
 struct NonFinite {
-    std::uint32_t entry; // of the visit
+    std::uint32_t entry; // in the visit
     std::uint64_t id;
     float value;
     bool of_sum; // each gradient of the id is finite, their sum is not

@@ -152,10 +152,13 @@ def test_lookups_without_a_backward_pass_are_freed() -> None:
         module = Embedding(embeddings, "item")
         embeddings.optimizer()
         rows = module(torch.tensor([1]))
-        leaf: Any = rows._base
+        node: Any = rows.grad_fn
+        while not hasattr(node, "variable"):
+            node = node.next_functions[0][0]
+        leaf = node.variable
         hook = weakref.ref(next(iter(leaf._post_accumulate_grad_hooks.values())))
         assert hook() is not None
-        del rows, leaf
+        del rows, node, leaf
         gc.collect()
         assert hook() is None
 

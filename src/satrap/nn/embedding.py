@@ -154,11 +154,10 @@ class _TableModule(torch.nn.Module):
 
     def _require_expected_step(self) -> None:
         """Raise StreamError unless the rows are at the step that a loaded state_dict expects."""
-        expected, step = self._expected_step, self._session.step
-        if expected is not None and expected != step:
+        if self._expected_step is not None and self._expected_step != (step := self._session.step):
             raise StreamError(
-                f"load_state_dict was given a state of step {expected}, but table {self.table.name!r} is at step "
-                f"{step}: a state_dict has no rows of tables; save and resume both with satrap.Checkpoint"
+                f"load_state_dict was given a state of step {self._expected_step}, but table {self.table.name!r} is at "
+                f"step {step}: a state_dict has no rows of tables; save and resume both with satrap.Checkpoint"
             )
         self._expected_step = None
 

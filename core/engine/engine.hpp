@@ -146,9 +146,10 @@ class Engine {
     // Does all of an update but the optimizer. `filter`: gradients may have to be skipped; then rows of tables that
     // skip are neither stamped nor counted before settle_frames.
     // ordered: each id of the one ticket has a gradient, and `order_frames` was called: only frames and ids are found.
-    FrameRuns update_frames(Tickets tickets, std::span<const GivenParts> given, std::uint32_t step,
-                            bool filter = false, bool ordered = false);
-    // Orders the gradients of a ticket whose ids will all have one, ahead of the update: all of its runs but the frames.
+    FrameRuns update_frames(Tickets tickets, std::span<const GivenParts> given, std::uint32_t step, bool filter = false,
+                            bool ordered = false);
+    // Orders the gradients of a ticket whose ids will all have one, ahead of the update: all of its runs but the
+    // frames.
     FrameRuns order_frames(Ticket& ticket);
     // Called with the ids that had a gradient to apply, after some were skipped.
     void settle_frames(std::size_t t, std::span<const std::uint64_t> ids, std::uint64_t skipped, std::uint32_t step);

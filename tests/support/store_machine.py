@@ -73,7 +73,7 @@ def tables(draw: st.DrawFn) -> Table:
         expire_after=draw(st.one_of(st.none(), st.integers(1, 6))),
         absent=draw(st.sampled_from(["initial", "zeros"])),
         on_nonfinite=draw(st.sampled_from(["raise", "skip"])),
-        frozen=draw(st.sampled_from(frozen)),
+        frozen=draw(frozen),
         num_buckets=draw(st.sampled_from(buckets)),
     )
 

@@ -47,6 +47,7 @@ def test_random_steps_have_the_bits_of_rows_in_memory(
         (2, "rows", {"device_memory": {"item": 1600, "last": "none"}, "batch_size": 2}),
         (3, "table", {}),
         (2, "columns", {}),
+        (2, "rows", {"output_dtype": "float16"}),
     ],
 )
 def test_random_steps_of_numbered_rows_have_the_bits_of_rows_in_memory(
@@ -55,6 +56,17 @@ def test_random_steps_of_numbered_rows_have_the_bits_of_rows_in_memory(
     """A table has one bucket, fewer than ids, or more. By columns, or partly at home, there is a directory."""
     how: dict[str, Any] = {"steps": 12, "shard": shard, "num_rows": 47, "device": device} | more
     outcomes = trainers.run([], world_size, tmp_path, compare=seed, **how)
+    assert all(each == outcomes[0] and min(each["rows"].values()) > 0 for each in outcomes)
+
+
+@pytest.mark.draw(1)
+@pytest.mark.parametrize("shard", ["rows", "table", "replicated", "columns"])
+def test_rows_and_gradients_in_16_bits_have_the_bits_of_rounded_ones(
+    trainers: Trainers, shard: str, device: str, tmp_path: Path, seed: int
+) -> None:
+    """Rounded by torch, with the rows in memory."""
+    how: dict[str, Any] = {"steps": 12, "shard": shard, "device": device, "output_dtype": "bfloat16"}
+    outcomes = trainers.run([], 2, tmp_path, compare=seed, **how)
     assert all(each == outcomes[0] and min(each["rows"].values()) > 0 for each in outcomes)
 
 

@@ -25,9 +25,10 @@ from satrap.config.optimizers import SGD
 from satrap.device.collective_lookups import CollectiveLookups, CollectiveStream, LookupPart
 from satrap.device.collective_updates import CollectiveUpdates, UpdatePart
 from satrap.device.device_blocks import TensorBlocks
-from satrap.device.device_rows import LARGEST, largest_of
-from satrap.device.device_stream import DeviceStream, to_device, to_host
+from satrap.device.device_rows import LARGEST, largest_of, on_cpu
+from satrap.device.device_stream import DeviceStream, to_device
 from satrap.device.exchange import Exchange, LaunchOrder, RoundThread
+from satrap.device.home_memory import DTYPES
 from satrap.device.own_tables import OwnTables
 from satrap.device.owned_rows import LookupTime, OwnedRows
 from satrap.device.runs import PooledFeatures, RowUpdate, Runs, require_sizes, sequence_bags
@@ -35,7 +36,7 @@ from satrap.device.segments import TableGroups, send_to_all
 from satrap.device.torch_device import kernels_of
 from satrap.errors import StreamError, TicketError
 from satrap.interrupts import Uninterrupted
-from satrap.worker.rows import BagRequest, Rows, TicketGradients, UpdateRequest
+from satrap.worker.rows import BagRequest, Rows, UpdateRequest
 from satrap.worker.server_group import ServerGroup
 from satrap.worker.sharded_rows import ShardedRows, require_tables
 from satrap.worker.sharded_tables import ShardedTables
@@ -159,7 +160,7 @@ class CollectiveRows(Rows):
         return self._reader.truncated
 
     def empty(self, lines: int, floats: int) -> Tensor:
-        return torch.empty((lines, floats), dtype=torch.float32, device=self.device)
+        return torch.empty((lines, floats), dtype=DTYPES[self.output_dtype], device=self.device)
 
     def lookup(self, request: BagRequest, block: Tensor, sequences: list[Tensor]) -> CollectiveTicket | None:
         if not request.train:
@@ -305,15 +306,8 @@ class CollectiveRows(Rows):
 
     def _checked_part(self, request: UpdateRequest, rates: Sequence[float]) -> UpdatePart:
         """Return the same, summed on the CPU: raise NonFiniteError if a table refuses a gradient, or leave it out."""
-        on_cpu: list[TicketGradients] = [
-            (
-                None if block is None else to_host(block).numpy(),
-                [None if sequence is None else to_host(sequence).numpy() for sequence in sequences],
-            )
-            for block, sequences in request.gradients
-        ]
-        splits = [ticket.split for ticket in request.tickets]
-        summed = self._split.sums(splits, on_cpu, request.scale, self._owners, len(self.servers.topology))
+        splits, given = [ticket.split for ticket in request.tickets], on_cpu(request.gradients)
+        summed = self._split.sums(splits, given, request.scale, self._owners, len(self.servers.topology))
         self.servers.add_skipped(summed.skipped)
         ids, counts = _sent(summed)
         by_group: list[list[NDArray[np.float32]]] = [[] for _ in self._groups.tables]

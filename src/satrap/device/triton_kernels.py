@@ -27,7 +27,7 @@ from satrap.device.home_memory import HomeMemory
 from satrap.device.runs import PooledFeatures, RowUpdate, Runs
 
 _LONG = 32  # gradients of a run that a tile adds; longer runs are summed before, by programs of their own
-_CHUNK = 32  # columns of a long run that a program sums: a warp reads 128 bytes at a time
+_CHUNK = 128  # bytes of a long run's columns that a program sums: a warp reads them at a time
 
 
 @triton.jit
@@ -436,11 +436,11 @@ def _long_sums(runs: Runs, gradients: Tensor, dim: int, scale: float, flags: dic
         _find_long_runs[(triton.cdiv(num_runs, 1024),)](
             runs.begin, runs.end, long_runs, num_runs, LONG=_LONG, BLOCK=1024, **_OPTIONS
         )
-        block = triton.next_power_of_2(dim)
-        block = block if flags["SKIP"] else min(block, _CHUNK)  # a gradient that is not finite is left out whole
+        block, chunk = triton.next_power_of_2(dim), _CHUNK // gradients.element_size()
+        block = block if flags["SKIP"] else min(block, chunk)  # a gradient that is not finite is left out whole
         _sum_long_runs[(slots, triton.cdiv(dim, block))](
             gradients, runs.places, runs.factors, runs.begin, runs.end, long_runs, sums, counts, _rounded(scale), dim,
-            UNROLL=max(1, 1024 // max(32, block)), BLOCK=block, num_warps=triton.cdiv(block, 512), **flags, **_OPTIONS,
+            UNROLL=max(1, 1024 // max(chunk, block)), BLOCK=block, num_warps=triton.cdiv(block, 512), **flags, **_OPTIONS,
         )  # fmt: skip
     return sums, counts
 

@@ -440,7 +440,8 @@ def _long_sums(runs: Runs, gradients: Tensor, dim: int, scale: float, flags: dic
         block = block if flags["SKIP"] else min(block, chunk)  # a gradient that is not finite is left out whole
         _sum_long_runs[(slots, triton.cdiv(dim, block))](
             gradients, runs.places, runs.factors, runs.begin, runs.end, long_runs, sums, counts, _rounded(scale), dim,
-            UNROLL=max(1, 1024 // max(chunk, block)), BLOCK=block, num_warps=triton.cdiv(block, 512), **flags, **_OPTIONS,
+            UNROLL=max(1, 1024 // max(chunk, block)), BLOCK=block, num_warps=triton.cdiv(block, 512), **flags,
+            **_OPTIONS,
         )  # fmt: skip
     return sums, counts
 

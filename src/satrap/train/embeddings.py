@@ -76,9 +76,8 @@ class Embeddings(torch.nn.Module):
         device_memory: bytes of the device's memory for rows, such as "100GiB"; the rows that were not used for longest
             are at home, in this process's memory. Or by table: bytes, "all" or "none"; a table without an entry is
             "all". None: all rows are on the device, as they must be with several trainers.
-        output_dtype: dtype of the rows in batches, and of their gradients. In 16 bits, for a model under autocast, a
-            device writes and reads half the bytes: rows are pooled and gradients summed in float32, and rounded to
-            nearest once. Modules look up in float32.
+        output_dtype: dtype of the rows in batches and of their gradients, which are pooled and summed in float32; 16
+            bits suit a model under autocast.
         deployment: where the rows are; None: in this process, sharded over several trainers, or under `satrap run` on
             the run's servers.
         """

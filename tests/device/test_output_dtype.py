@@ -140,6 +140,28 @@ def test_training_equals_a_loop_that_rounds(staleness: int) -> None:
 
 
 @pytest.mark.parametrize("device", [None, "cpu"])
+def test_a_grad_scaler_checks_gradients_in_16_bits(device: str | None) -> None:
+    """An overflow changes nothing. With float16 the update takes the scaler's word that the others are finite."""
+    ends = []
+    for output_dtype in ("float32", "float16"):
+        torch.manual_seed(0)
+        model, where = Net(), None if output_dtype == "float32" else device
+        embeddings = Embeddings(tables(), num_threads=1, device=where, output_dtype=output_dtype)  # type: ignore[arg-type]
+        optimizer = embeddings.optimizer(torch.optim.SGD(model.parameters(), lr=0.05))
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+        for number, batch in enumerate(embeddings.stream(batches(6), device="cpu")):
+            optimizer.zero_grad()
+            logits = model(batch.dense, batch.embeddings.half().float())
+            loss = torch.nn.functional.binary_cross_entropy_with_logits(logits, batch.label)
+            scaler.scale(loss * (float("inf") if number == 2 else 1.0)).backward()
+            scaler.step(optimizer)
+            scaler.update()
+        ends.append((bits(embeddings, model), embeddings.counters().lost))
+        embeddings.close()
+    assert ends[0] == ends[1] and ends[0][1] == {"batches/overflow": 1}
+
+
+@pytest.mark.parametrize("device", [None, "cpu"])
 def test_sequences_modules_and_single_batches(device: str | None) -> None:
     """Sequences of both kinds have the dtype, and their gradients. Modules look up in float32."""
     import satrap

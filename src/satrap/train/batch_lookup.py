@@ -204,8 +204,9 @@ class BatchLookup:
             leaf.requires_grad_()
         self._dense.hand_over(batch.step)
 
-    def measure(self, batches: list[InFlightBatch]) -> None:
-        """Start to compute the largest gradient of the batches, for their update."""
+    def measure(self, batches: list[InFlightBatch], *, are_checked: bool = False) -> None:
+        """Start to compute the largest gradient of the batches, for their update. are_checked: whether a GradScaler has
+        looked for gradients that are not finite, so that an update has none: in float16 this is enough."""
         leaves = [
             (leaf.grad, batch.weight)
             for batch in batches
@@ -213,7 +214,10 @@ class BatchLookup:
             for leaf in (*batch.leaves, *batch.lookups.leaves)
         ]
         given = [(gradient, weight) for gradient, weight in leaves if gradient is not None]
-        self._measured = batches, self._worker.measure(given)
+        if are_checked and given and all(gradient.dtype == torch.float16 for gradient, _ in given):
+            self._measured = batches, torch.finfo(torch.float16).max * max(abs(weight) for _, weight in given)
+        else:
+            self._measured = batches, self._worker.measure(given)
 
     def update_with(self, batches: list[InFlightBatch], lrs: dict[str, float], scale: float) -> Callable[[], None]:
         """Return a function that applies the gradients of the batches; any thread may call it."""

@@ -388,10 +388,10 @@ class TrainingSession:
                 "embeddings.train() before embeddings.stream(...)"
             )
 
-    def measure(self) -> None:
-        """Start to compute the largest gradient of the next update."""
+    def measure(self, *, are_checked: bool) -> None:
+        """Start to compute the largest gradient of the next update. are_checked: that of `BatchLookup.measure`."""
         if self._training is not None:
-            self._training._measure()
+            self._training._measure(are_checked=are_checked)
 
     def waiting_batches(self) -> list[InFlightBatch]:
         """Return the batches that a backward pass has reached and no step has taken."""

@@ -127,11 +127,12 @@ def test_it_equals_one_trainer_on_the_joined_batch(
     require_same_as_alone(found, 6 * world_size)
 
 
-@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize(("overlap", "output_dtype"), [(False, "float32"), (True, "float32"), (True, "bfloat16")])
 def test_uneven_batches_drops_and_accumulation_equal_rows_in_memory(
-    trainers: Trainers, overlap: bool, device: str, tmp_path: Path
+    trainers: Trainers, overlap: bool, output_dtype: str, device: str, tmp_path: Path
 ) -> None:
     how: dict[str, Any] = {"batches": 9, "dropped": [[None, 2]], "accumulate": 2, "overlap": overlap, "dense": device}
+    how["output_dtype"] = output_dtype
     in_memory = trainers.run([], 2, tmp_path, **how)
     found = trainers.run([], 2, tmp_path, **how, device=device)
     assert same(found[0], in_memory[0]) and same(found[1], in_memory[1])

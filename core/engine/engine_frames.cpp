@@ -46,7 +46,7 @@ FrameRuns Engine::take_runs(Claim& claim, Tickets tickets, const GivenOf& given_
     reach_step(step);
     scheduler_.for_each_occupied(map(), lease, tickets, [&](std::size_t t, std::uint32_t b, Scratch& scratch) {
         const std::uint32_t n = join_ids(tickets, b, scratch);
-        BucketRuns entries(tickets, places[t], b, n, scratch);
+        BucketRuns entries(tickets, places[t], tables_[t].config().frozen, b, n, scratch);
         std::uint8_t* started = scratch.started.reserve(n);
         const std::uint32_t run = runs.first_run[b], entry = runs.first_entry[b];
         for (std::uint32_t i = 0; i < n; ++i) {

@@ -134,7 +134,7 @@ class Device {
 
     std::unique_ptr<Engine> engine;
     std::shared_ptr<const Bags> bags;
-    std::vector<std::vector<float>> memory, home; // of each pool, by frame and by slot
+    std::vector<std::vector<float>> memory, home; // for each pool, by frame and by slot
     std::size_t moves = 0;
 
   private:
@@ -158,7 +158,7 @@ class Device {
     }
 
     std::vector<BagFeature> features_;
-    std::vector<std::uint32_t> pools_; // of each table
+    std::vector<std::uint32_t> pools_; // for each table
 };
 
 inline std::vector<TableConfig> draw_tables(Random& random) {

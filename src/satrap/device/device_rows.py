@@ -34,6 +34,7 @@ from satrap.device.runs import (
     RowUpdate,
     Runs,
     SortedGradients,
+    given_parts,
     require_sizes,
     sequence_bags,
 )
@@ -101,7 +102,7 @@ class DeviceRows(Rows):
         ticket: _core.Ticket | DeviceTicket | None = resolved["ticket"]
         return ticket
 
-    def place_ids(self, inputs: Inputs) -> Inputs | IdEntries:
+    def place_ids(self, inputs: Inputs, *, train: bool) -> Inputs | IdEntries:
         return ids_of(inputs, self.id_layout, self.device)
 
     def resolve(self, request: BagRequest) -> BagRequest:
@@ -116,10 +117,7 @@ class DeviceRows(Rows):
         return isinstance(ticket, _core.Ticket) and (self._bags.made(ticket) or self._id_bags.made(ticket))
 
     def update(self, request: UpdateRequest) -> None:
-        given: list[Given] = [
-            (block is not None, [sequence is not None for sequence in sequences])
-            for block, sequences in request.gradients
-        ]
+        given = given_parts(request)
         scale = float(np.float32(request.scale))
         require_sizes(request.tickets, request.gradients)
         with self._engine.in_order():

@@ -21,7 +21,7 @@ from satrap.device.device_ids import GroupedIds, IdEntries, IdLayout, alignment_
 from satrap.device.device_stream import to_device
 from satrap.device.exact import sqrt
 from satrap.errors import InputError
-from satrap.worker.rows import TicketGradients
+from satrap.worker.rows import TicketGradients, UpdateRequest
 
 POOLINGS = ("sum", "mean", "sqrtn")
 
@@ -218,6 +218,13 @@ class SortedGradients:
         runs = Runs.to_device({**resolved, "places": resolved["begin"], "factors": None}, device)
         begin, end = self.grouped.begin[at], self.grouped.end[at]
         return replace(runs, begin=begin, end=end, places=self.places, factors=self.factors, alignment=self.alignment)
+
+
+def given_parts(request: UpdateRequest) -> list[Given]:
+    """Return what has a gradient in an update."""
+    return [
+        (block is not None, [sequence is not None for sequence in sequences]) for block, sequences in request.gradients
+    ]
 
 
 def is_whole_batch(layout: IdLayout, given: Sequence[Given]) -> bool:

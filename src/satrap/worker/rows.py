@@ -154,8 +154,8 @@ class Rows(Protocol):
     def empty(self, lines: int, floats: int) -> Block:
         """Return aligned memory, which is reused once the array is collected."""
 
-    def place_ids(self, inputs: Inputs) -> "Inputs | PlacedIds":
-        """Return the ids of a batch: in arrays, or where else these rows look them up."""
+    def place_ids(self, inputs: Inputs, *, train: bool) -> "Inputs | PlacedIds":
+        """Return the ids of a batch: in arrays, or where else these rows look them up, to train or not."""
         return inputs
 
     def resolve(self, request: BagRequest) -> BagRequest:

@@ -121,8 +121,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[Any]) -> No
 
 
 def starts_processes(functions: Iterable[Any]) -> bool:
-    """Return whether one of these functions, or of those and the classes in tests/ and benchmarks/ that they use, names a way to start
-    processes."""
+    """Return whether one of these functions, or of those and the classes in tests/ and benchmarks/ that they use, names
+    a way to start processes."""
     used = [inspect.unwrap(function) for function in functions]
     for function in used:
         codes = [function.__code__]

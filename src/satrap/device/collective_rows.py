@@ -7,7 +7,7 @@ Each trainer owns some buckets of every table, and all exchange ids, rows and gr
 trainer also serves its rows by the calls of a server, which evaluation, reading and checkpoints use.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
@@ -35,7 +35,7 @@ from satrap.device.segments import TableGroups, send_to_all
 from satrap.device.torch_device import kernels_of
 from satrap.errors import StreamError, TicketError
 from satrap.interrupts import Uninterrupted
-from satrap.worker.rows import BagRequest, Rows, TicketGradients, UpdateRequest
+from satrap.worker.rows import BagRequest, Ids, Rows, TicketGradients, UpdateRequest, id_features, id_request
 from satrap.worker.server_group import ServerGroup
 from satrap.worker.sharded_rows import ShardedRows, require_tables
 from satrap.worker.sharded_tables import ShardedTables
@@ -91,6 +91,7 @@ class CollectiveRows(Rows):
         self._rank, self._to_all = servers.trainer, self._groups.of_kinds("replicated", "columns")
         self._owners = self._owners_of(servers)
         self._pooled = [PooledFeatures.of(features, tables, device) for tables in self._groups.tables]
+        self._id_features = id_features(features)
         self._absent = [torch.empty((0, dim), device=device) for _, dim in self._groups.layouts]
         self.launches = LaunchOrder(device)
         """The order of all collectives between devices."""
@@ -180,9 +181,12 @@ class CollectiveRows(Rows):
                 self._unfinished = None
             raise
         with self.device_stream.joined():
-            self._pool(ticket, rows, request.batch_size, block, sequences)
+            self._pool(ticket, rows, request, block, sequences)
         self._unfinished = None
         return ticket
+
+    def id_ticket(self, ids: Mapping[str, Ids]) -> CollectiveTicket:
+        return self._ticket(id_request(self._id_features, ids, None, None))
 
     def pad(self, step: int, oldest_open: int) -> None:
         nothing = np.zeros((len(self.servers.topology), len(self._tables)), np.int64)
@@ -232,19 +236,17 @@ class CollectiveRows(Rows):
             to.copy_(torch.from_numpy(rows))
 
     def _start(self, request: BagRequest, step: int) -> "tuple[CollectiveTicket, Future[list[Tensor]] | None]":
-        split = self._split.lookup(
-            request.values,
-            request.offsets,
-            request.weights,
-            request.batch_size,
-            self._owners,
-            len(self.servers.topology),
-            True,
-        )
-        weight = 1.0 if request.weights is None or not len(request.weights) else np.abs(request.weights).max()
-        ticket = CollectiveTicket(split, len(request.values) * max(1.0, float(weight)), self)
+        ticket = self._ticket(request)
         at = LookupTime(step, request.oldest_open or step, request.first_epoch)
-        return ticket, self._submit(LookupPart(at, *send_to_all(self._to_all, self._rank, *_sent(split))))
+        return ticket, self._submit(LookupPart(at, *send_to_all(self._to_all, self._rank, *_sent(ticket.split))))
+
+    def _ticket(self, request: BagRequest) -> CollectiveTicket:
+        """Split the ids of a batch by their owners."""
+        bags = self._reader.id_bags if request.of_tables else None
+        given = request.values, request.offsets, request.weights, request.batch_size
+        split = self._split.lookup(*given, self._owners, len(self.servers.topology), True, bags)
+        weight = 1.0 if request.weights is None or not len(request.weights) else np.abs(request.weights).max()
+        return CollectiveTicket(split, len(request.values) * max(1.0, float(weight)), self)
 
     def _submit(self, part: LookupPart) -> "Future[list[Tensor]] | None":
         """Start a round of the lookups; return None if they have ended."""
@@ -255,21 +257,23 @@ class CollectiveRows(Rows):
             return self._lookups.submit(part)
 
     def _pool(
-        self, ticket: CollectiveTicket, rows: list[Tensor], batch_size: int, block: Tensor, sequences: list[Tensor]
+        self, ticket: CollectiveTicket, rows: list[Tensor], request: BagRequest, block: Tensor, sequences: list[Tensor]
     ) -> None:
         """Pool and copy the rows of all features."""
+        features, batch_size = self._id_features if request.of_tables else self._features, request.batch_size
         places = self._split.lines(ticket.split, self._groups.numbers)
         lines, offsets, weights = (
             None if places[name] is None else to_device(places[name], self.device)
             for name in ("lines", "offsets", "weights")
         )
         for values, absent, pooled in zip(rows, self._absent, self._pooled, strict=True):
-            self._kernels.pool(values, absent, lines, offsets, weights, pooled, batch_size, block)
+            if not request.of_tables:
+                self._kernels.pool(values, absent, lines, offsets, weights, pooled, batch_size, block)
         left = iter(sequences)
-        for number, feature in enumerate(self._features.values()):
-            if feature.pooling == "none":
-                group = self._groups.numbers[self._features.table_index[number]]
-                bags = sequence_bags(feature, number, offsets, batch_size, next(left))
+        for number, feature in enumerate(features.values()):
+            if feature.pooling == "none" and (sequence := next(left)).numel():
+                group = self._groups.numbers[features.table_index[number]]
+                bags = sequence_bags(feature, number, offsets, batch_size, sequence)
                 self._kernels.copy_sequence(rows[group], self._absent[group], lines, *bags)
 
     # -- update --------------------------------------------------------------------------------------------------------

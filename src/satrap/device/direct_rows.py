@@ -31,12 +31,12 @@ from satrap.device.direct_heads import DirectHeads
 from satrap.device.direct_ids import MOST_ROWS, DirectIds, RowNumbers, RowRuns
 from satrap.device.exact import mix_keys, signed
 from satrap.device.row_memory import RowMemory
-from satrap.device.runs import DeviceTicket, Given, PooledFeatures, Runs, gradient_entries, is_whole_batch, num_floats
+from satrap.device.runs import DeviceTicket, Given, Runs, gradient_entries, is_whole_batch, num_floats
 from satrap.device.table_shards import owned_buckets
 from satrap.device.torch_device import initialise_of
 from satrap.errors import InputError
 from satrap.table.engine import Slot, slots_of
-from satrap.worker.rows import BagRequest, Ids, UpdateRequest, id_request
+from satrap.worker.rows import BagRequest, Ids, UpdateRequest, empty_by_table, id_request
 
 _NUMBERS_AT_ONCE = 1 << 22  # of values that one call initialises, which bounds its memory
 _NO_IDS = np.empty(0, np.uint64)
@@ -277,33 +277,29 @@ class DirectRows(DeviceRows):
             self._refuse(ids, self._bags)
         return ticket
 
-    def look_up(self, table: str, ids: Ids, step: int, oldest_open: int) -> Tensor:
-        number, features = self._alone[table]
-        memory, block = self._engine.memory(number), self.empty(len(ids), features.total_dim)
-        pooled = [
-            PooledFeatures.of(features, [0] if each is memory else [], self.device) for each in self._engine.memories
-        ]
-        self._engine.heads.require(number, ids)
+    def look_up(self, ids: Mapping[str, Ids], step: int, oldest_open: int) -> dict[str, Tensor]:
+        in_order = [(number, ids[table.name]) for number, table in enumerate(self._tables) if table.name in ids]
+        for number, of_table in in_order:
+            self._engine.heads.require(number, of_table)
+        found, numbers = empty_by_table(self, ids, self._id_features), self._engine.numbers
+        request = id_request(self._id_features, ids, step, oldest_open)
         with self._engine.exclusive(self._engine.no_counts):
             resolved = self._engine.begin_lookup(step, oldest_open, train=True, first_epoch=True)
-            rows = self._engine.numbers.rows_of(number, to_device(ids.astype(np.int64), self.device))
-            runs = RowRuns.of(rows.int(), self._engine.numbers)
-            places = self._engine.numbers.places_of(number, rows)
+            rows, places = [], []
+            for number, of_table in in_order:
+                rows.append(numbers.rows_of(number, to_device(of_table.astype(np.int64), self.device)))
+                places.append(numbers.places_of(number, rows[-1]))
+            runs = RowRuns.of(torch.cat(rows).int(), numbers)
             self._engine.owe(lambda: partial(self._engine.heads.note_lookup, runs, step))
-            resolved = {**resolved, **self._read_places(places, runs), "offsets": None, "weights": None}
-            self._gather(features, pooled, len(ids), resolved, block, [])
+            resolved |= self._read_places(torch.cat(places), runs) | {"offsets": request.offsets, "weights": None}
+            self._gather(request, resolved, self.empty(1, 0), list(found.values()))
             self._engine.moves.note_use()
-        return block
+        return {name: found[name] for name in ids}
 
-    def id_ticket(self, ids: Mapping[str, Ids]) -> Any:
-        values, offsets, *_ = id_request(self._id_features, ids, None, None).native
-        layout, sizes = copy(self._id_layout), np.diff(offsets).tolist() if offsets is not None else []
-        layout.sequence_floats = [size * table.dim for size, table in zip(sizes, self._tables, strict=True)]
-        inputs = Inputs(names=self._id_features.names, values=values, offsets=offsets, batch_size=1)
+    def id_ticket(self, ids: Mapping[str, Ids]) -> DirectTicket:
+        request = id_request(self._id_features, ids, None, None)
         with self._engine.exclusive(self._engine.no_counts):
-            placed = DirectIds.of(layout, self._engine.numbers, inputs, self.device)
-            assert placed is not None
-            return self._ticket(placed, layout, self._id_bags)
+            return self._ticket(self._place_arrays(request), *self._laid_out(request))
 
     def update(self, request: UpdateRequest) -> None:
         given: list[Given] = [
@@ -339,18 +335,18 @@ class DirectRows(DeviceRows):
     def _counts(self, request: BagRequest) -> NDArray[np.int64]:
         return self._engine.no_counts
 
-    def _find_frames(self, request: BagRequest, bags: Any = None) -> dict[str, Any]:
+    def _find_frames(self, request: BagRequest) -> dict[str, Any]:
         """Return what a lookup needs. Of one that trains, sort the ids, and stamp their rows."""
         ids = request.values if isinstance(request.values, DirectIds) else self._place_arrays(request)
         step, oldest = request.step or 0, request.oldest_open or 0
         resolved = self._engine.begin_lookup(step, oldest, train=request.train, first_epoch=request.first_epoch)
-        if len(ids.cut) and ids.offsets is not None:
+        if len(ids.cut) and ids.offsets is not None and not request.of_tables:  # these cut nothing
             self._cut = self._cut + ids.cut
         needed = {**resolved, "offsets": ids.offsets, "weights": ids.weights, "moved": None, "ticket": None}
         if not request.train:
             places = self._engine.heads.places(ids.places, ids.rows)
             return needed | self._read_places(places, ids.rows)
-        ticket, at = self._ticket(ids, self.id_layout, self._bags), step or self._engine.core.latest_step
+        ticket, at = self._ticket(ids, *self._laid_out(request)), step or self._engine.core.latest_step
         self._engine.owe(lambda: partial(self._engine.heads.note_lookup, ticket.runs, at))
         return needed | self._read_places(ids.places, ticket.runs) | {"ticket": ticket}
 
@@ -392,18 +388,31 @@ class DirectRows(DeviceRows):
         self._last_flat = (places, factors) if is_flat else self._last_flat
         return places, factors
 
+    def _laid_out(self, request: BagRequest) -> tuple[IdLayout, Any]:
+        """Return what is declared about the ids of a lookup, and its features in the form of the core."""
+        _, bags = self._asked(request)
+        if not request.of_tables:
+            return self.id_layout, bags
+        assert request.offsets is not None
+        layout = copy(self._id_layout)
+        sizes = np.diff(request.offsets).tolist()
+        layout.sequence_floats = [size * table.dim for size, table in zip(sizes, self._tables, strict=True)]
+        return layout, bags
+
     def _place_arrays(self, request: BagRequest) -> DirectIds:
-        """Place ids of which a part was unusual, once the core has accepted them."""
+        """Place ids by table; and those of which a part was unusual, once the core has accepted them."""
+        (features, _), (layout, bags) = self._asked(request), self._laid_out(request)
         offsets, weights = request.offsets, request.weights
-        self._engine.core.bag_ticket(self._bags, request.values, offsets, weights, request.batch_size)
+        if not request.of_tables:
+            self._engine.core.bag_ticket(bags, request.values, offsets, weights, request.batch_size)
         inputs = Inputs(
-            names=self._features.names,
+            names=features.names,
             values=request.values,
             offsets=offsets,
             weights=weights,
             batch_size=request.batch_size,
         )
-        ids = DirectIds.of(self.id_layout, self._engine.numbers, inputs, self.device)
+        ids = DirectIds.of(layout, self._engine.numbers, inputs, self.device)
         assert ids is not None, "the core accepted what the device does not"
         return ids
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from satrap.config.array_args import as_ids
 from satrap.config.validation import kind_of, suggest
-from satrap.data.inputs import Inputs
+from satrap.data.inputs import Inputs, Position
 from satrap.errors import InputError
 from satrap.train.step_lookups import Lookup
 from satrap.worker.rows import Ids
@@ -31,7 +31,9 @@ class NamedInputs(Inputs):
     """The ids of each table, one array after another."""
 
     @classmethod
-    def of(cls, item: Any, ids: object, tables: Mapping[str, int | None]) -> "NamedInputs":
+    def of(
+        cls, item: Any, ids: object, tables: Mapping[str, int | None], position: Position | None = None
+    ) -> "NamedInputs":
         """Return the batch for ids by table: for each a tensor or an array of any shape, or a list of them. tables: the
         id of each that stands for none and is left out."""
         if not isinstance(ids, Mapping):
@@ -43,7 +45,8 @@ class NamedInputs(Inputs):
         flat = [chunk for of_table in chunks.values() for chunk in of_table]
         values = np.concatenate(flat) if flat else np.zeros(0, np.uint64)
         offsets = np.cumsum([0, *(sum(map(len, of_table)) for of_table in chunks.values())], dtype=np.int64)
-        return cls(names=tuple(tables), values=values, offsets=offsets, batch_size=1, item=item, chunks=chunks)
+        of_ids: dict[str, Any] = {"values": values, "offsets": offsets, "chunks": chunks}
+        return cls(names=tuple(tables), batch_size=1, item=item, position=position, **of_ids)
 
 
 def _chunks(table: str, given: Any, padding: int | None) -> list[Ids]:
@@ -107,20 +110,27 @@ class AheadRows:
 
 
 def rows_of(
-    ahead: AheadRows | None, table: str, ids: Ids, device: torch.device, read: Callable[[Ids], Tensor]
-) -> tuple[Tensor, int, int]:
-    """Return the rows of ids on the model's device, the number of the chunk that they are or -1, and how many of them
-    were looked up ahead. read: looks up the others."""
+    ahead: AheadRows | None,
+    ids: Mapping[str, Ids],
+    device: torch.device,
+    read: Callable[[Mapping[str, Ids]], Mapping[str, Tensor]],
+) -> tuple[dict[str, tuple[Tensor, int]], int]:
+    """Return for each table the rows of its ids on the model's device, and the number of the chunk that they are, or
+    -1; and how many ids were not looked up ahead. read: looks those up."""
     if ahead is None:
-        return read(ids), -1, 0
-    chunk = ahead.find(table, ids)
-    if chunk is not None:
-        return chunk[0].to(device), chunk[1], len(ids)
-    lines = ahead.lines(table, ids)
-    is_missing = lines < 0
-    if is_missing.all():
-        return read(ids), -1, 0
-    rows = ahead.rows(table, np.maximum(lines, 0)).to(device)
-    if is_missing.any():
-        rows[torch.from_numpy(is_missing).to(device)] = read(ids[is_missing])
-    return rows, -1, len(ids) - int(is_missing.sum())
+        return {table: (rows, -1) for table, rows in read(ids).items()}, sum(map(len, ids.values()))
+    found = {table: chunk for table, of_table in ids.items() if (chunk := ahead.find(table, of_table)) is not None}
+    lines = {table: ahead.lines(table, of_table) for table, of_table in ids.items() if table not in found}
+    missing = {table: ids[table][of_table < 0] for table, of_table in lines.items() if (of_table < 0).any()}
+    now = read(missing) if missing else {}
+    for table, of_table in lines.items():
+        is_missing = of_table < 0
+        if len(of_table) and is_missing.all():
+            found[table] = now[table], -1
+            continue
+        rows = ahead.rows(table, np.maximum(of_table, 0)).to(device)
+        if table in now:
+            rows[torch.from_numpy(is_missing).to(device)] = now[table]
+        found[table] = rows, -1
+    rows_found = {table: (rows.to(device), chunk) for table, (rows, chunk) in found.items()}
+    return rows_found, sum(map(len, missing.values()))

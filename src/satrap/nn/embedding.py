@@ -270,7 +270,9 @@ class EmbeddingBag(_TableModule):
             with torch.no_grad():
                 self._pool(input.new_zeros(input.shape), torch.zeros(1, 1), offsets, weights, None)
 
-    def finish(self, rows: Tensor, input: Tensor, offsets: Tensor | None, weights: Tensor | None) -> Tensor:
+    def finish(
+        self, rows: Tensor, input: Tensor, offsets: Tensor | None = None, weights: Tensor | None = None
+    ) -> Tensor:
         """Return what forward does. rows: those of the ids."""
         if self._has_single_ids(input, offsets, weights):
             return rows  # zeros for padding, as the sum, mean and maximum of no row are

@@ -101,7 +101,8 @@ class TrainingSession:
 
     def join_attempt(self) -> None:
         """Join the attempt that trainer 0 has started at the servers; a lone trainer starts it now. All trainers call
-        this."""
+        this. Ends the stream that is open first: a trainer that left its loop alone must not wait for the others."""
+        self._leave_stream()
         if (servers := self.worker.servers) is not None:
             servers.begin_attempt()
             servers.attempt = self.trainers.broadcast_int(servers.attempt)

@@ -9,11 +9,12 @@ EmbeddingBag looks up one row for each id, and torch pools them: so modes, weigh
 torch's, at the cost of the memory of the rows before they are pooled.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, Never, Self
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import embedding_bag
 
@@ -22,6 +23,7 @@ from satrap.config.validation import check_choice, check_integer, kind_of, sugge
 from satrap.errors import ConfigError, InputError, StreamError
 from satrap.monitor.memory import memory
 from satrap.train.embeddings import Embeddings, session_of
+from satrap.train.session import TrainingSession
 
 _NO_WEIGHT = (
     "weight is all rows of table {!r}, and {}. Call the module with the ids that the loss needs, such as targets and "
@@ -119,9 +121,13 @@ class _TableModule(torch.nn.Module):
         padding = "" if self.padding_idx is None else f", padding_idx={self.padding_idx}"
         return f"{self.table.name!r}, {self.embedding_dim}{padding}{', frozen' * self._is_frozen}"
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]  # a compiled model has a graph break here
     def _rows(self, ids: Tensor) -> Tensor:
         """Return the row of each id, [ids, dim]; zeros where the id stands for none."""
+        rows: Tensor = rows_together([self], [ids])[0]
+        return rows
+
+    def require_lookup(self, ids: Tensor) -> None:
+        """Raise an error if the ids cannot be looked up."""
         if torch.compiler.is_exporting():
             raise ConfigError(
                 f"torch.export cannot include the rows of table {self.table.name!r}, which are outside the model: put "
@@ -130,25 +136,20 @@ class _TableModule(torch.nn.Module):
             )
         self._require_ids(ids)
         self._require_expected_step()
-        flat = ids.detach().reshape(-1).to("cpu", torch.int64)
-        if self.padding_idx is None:
-            return self._look_up(flat, ids.device)
-        positions = (flat != self.padding_idx).nonzero().reshape(-1)
-        if len(positions) == len(flat):
-            return self._look_up(flat, ids.device)
-        rows = self._look_up(flat[positions], ids.device)
-        return rows.new_zeros(len(flat), self.embedding_dim).index_copy(0, positions.to(ids.device), rows)
 
     def _require_ids(self, ids: Any) -> None:
         if not isinstance(ids, Tensor) or ids.dtype not in (torch.int64, torch.int32):
             found = str(ids.dtype) if isinstance(ids, Tensor) else kind_of(ids)
             raise InputError(f"table {self.table.name!r}: ids are {found}; expected a tensor of int64 or int32")
 
-    def _look_up(self, flat: Tensor, device: torch.device) -> Tensor:
-        ids = flat.numpy().view(np.uint64)
-        if self.training and torch.is_grad_enabled() and not self._is_frozen:
-            rows = self._session.look_up(self.table.name, ids, device)
-            return rows.detach() if self.table.frozen is True else rows
+    def trains_at(self, device: torch.device) -> tuple[TrainingSession, torch.device] | None:
+        """Return what modules have in common whose lookups for training are one; None: this one reads and changes
+        nothing."""
+        is_training = self.training and torch.is_grad_enabled() and not self._is_frozen
+        return (self._session, device) if is_training else None
+
+    def read(self, ids: NDArray[np.uint64], device: torch.device) -> Tensor:
+        """Return the rows of ids as they are."""
         self._session.require_whole_rows()
         return torch.from_numpy(self._session.worker.tables[self.table.name].lookup(ids, train=False)).to(device)
 
@@ -160,6 +161,56 @@ class _TableModule(torch.nn.Module):
                 f"step {step}: a state_dict has no rows of tables; save and resume both with satrap.Checkpoint"
             )
         self._expected_step = None
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # a compiled model has a graph break here
+def rows_together(modules: Sequence[_TableModule], given: Sequence[Tensor]) -> list[Tensor]:
+    """Return the row of each id of each module, [ids, dim], zeros where the id stands for none. Modules of one
+    `Embeddings` that train are looked up in one call."""
+    for module, ids in zip(modules, given, strict=True):
+        module.require_lookup(ids)
+    flat = [ids.detach().reshape(-1).to("cpu", torch.int64) for ids in given]
+    positions = [_without(ids, module.padding_idx) for module, ids in zip(modules, flat, strict=True)]
+    kept = [ids if at is None else ids[at] for ids, at in zip(flat, positions, strict=True)]
+    rows = _look_up([ids.numpy().view(np.uint64) for ids in kept], modules, [ids.device for ids in given])
+    return [
+        part if at is None else part.new_zeros(len(ids), part.shape[1]).index_copy(0, at.to(part.device), part)
+        for part, ids, at in zip(rows, flat, positions, strict=True)
+    ]
+
+
+def _without(ids: Tensor, padding: int | None) -> Tensor | None:
+    """Return where the ids are that are not padding; None: everywhere."""
+    if padding is None:
+        return None
+    positions = (ids != padding).nonzero().reshape(-1)
+    return None if len(positions) == len(ids) else positions
+
+
+def _look_up(
+    ids: Sequence[NDArray[np.uint64]], modules: Sequence[_TableModule], devices: Sequence[torch.device]
+) -> list[Tensor]:
+    """Return the rows of the ids of each module, on its device."""
+    rows: dict[int, Tensor] = {}
+    together: dict[tuple[TrainingSession, torch.device], list[int]] = {}
+    for number, (module, device) in enumerate(zip(modules, devices, strict=True)):
+        if (at := module.trains_at(device)) is None:
+            rows[number] = module.read(ids[number], device)
+        else:
+            together.setdefault(at, []).append(number)
+    for (session, device), numbers in together.items():
+        by_table: dict[str, list[int]] = {}
+        for number in numbers:
+            by_table.setdefault(modules[number].table.name, []).append(number)
+        joined = {
+            table: ids[same[0]] if len(same) == 1 else np.concatenate([ids[number] for number in same])
+            for table, same in by_table.items()
+        }
+        found = session.look_up(joined, device)
+        for table, same in by_table.items():
+            parts = found[table].split([len(ids[number]) for number in same]) if len(same) > 1 else [found[table]]
+            rows |= zip(same, parts, strict=True)
+    return [rows[n].detach() if module.table.frozen is True else rows[n] for n, module in enumerate(modules)]
 
 
 class Embedding(_TableModule):
@@ -175,7 +226,14 @@ class Embedding(_TableModule):
 
     def forward(self, input: Tensor) -> Tensor:
         """Return the row of each id, [*input.shape, embedding_dim]."""
-        rows: Tensor = self._rows(input)
+        return self.finish(self._rows(input), input)
+
+    def require_possible(self, input: Tensor) -> None:
+        """Raise InputError if this is no tensor of ids."""
+        self._require_ids(input)
+
+    def finish(self, rows: Tensor, input: Tensor) -> Tensor:
+        """Return what forward does. rows: those of the ids."""
         return rows.view(*input.shape, self.embedding_dim)
 
     __call__: Callable[..., Tensor]
@@ -206,13 +264,22 @@ class EmbeddingBag(_TableModule):
 
     def forward(self, input: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None) -> Tensor:
         """Return the pooled rows of each bag, [bags, embedding_dim], as nn.EmbeddingBag does."""
+        self.require_possible(input, offsets, per_sample_weights)
+        return self.finish(self._rows(input), input, offsets, per_sample_weights)
+
+    def require_possible(self, input: Tensor, offsets: Tensor | None = None, weights: Tensor | None = None) -> None:
+        """Let torch refuse bad arguments before a lookup inserts rows."""
         self._require_ids(input)
-        if self._has_single_ids(input, offsets, per_sample_weights):
-            single: Tensor = self._rows(input)  # zeros for padding, as the sum, mean and maximum of no row are
-            return single
-        with torch.no_grad():  # lets torch refuse bad arguments before a lookup inserts rows
-            self._pool(input.new_zeros(input.shape), torch.zeros(1, 1), offsets, per_sample_weights, None)
-        rows: Tensor = self._rows(input)
+        if not self._has_single_ids(input, offsets, weights):
+            with torch.no_grad():
+                self._pool(input.new_zeros(input.shape), torch.zeros(1, 1), offsets, weights, None)
+
+    def finish(
+        self, rows: Tensor, input: Tensor, offsets: Tensor | None = None, weights: Tensor | None = None
+    ) -> Tensor:
+        """Return what forward does. rows: those of the ids."""
+        if self._has_single_ids(input, offsets, weights):
+            return rows  # zeros for padding, as the sum, mean and maximum of no row are
         lines = torch.arange(len(rows), device=input.device)
         padding = None
         if self.padding_idx is not None and len(rows):
@@ -224,7 +291,7 @@ class EmbeddingBag(_TableModule):
                 lines = torch.where(is_padding, padding, lines)
         if not len(rows):  # torch takes no weight without lines
             rows = torch.cat([rows, rows.new_zeros(1, self.embedding_dim)])
-        return self._pool(lines.view(input.shape), rows, offsets, per_sample_weights, padding)
+        return self._pool(lines.view(input.shape), rows, offsets, weights, padding)
 
     def _has_single_ids(self, input: Tensor, offsets: Tensor | None, weights: Tensor | None) -> bool:
         """Return whether each bag has exactly one id, so that nothing is pooled."""
@@ -249,3 +316,18 @@ class EmbeddingBag(_TableModule):
         )
 
     __call__: Callable[..., Tensor]
+
+
+def call_together(modules: Sequence[torch.nn.Module], arguments: Sequence[tuple[Any, ...]]) -> list[Tensor]:
+    """Call each module with its arguments; return what they return. Those over tables look their rows up in one call,
+    but for modules that have hooks."""
+    ours: dict[int, Any] = {
+        number: module
+        for number, module in enumerate(modules)
+        if isinstance(module, Embedding | EmbeddingBag) and not (module._forward_hooks or module._forward_pre_hooks)
+    }
+    for number, module in ours.items():
+        module.require_possible(*arguments[number])
+    rows = rows_together(list(ours.values()), [arguments[number][0] for number in ours])
+    found = {number: ours[number].finish(part, *arguments[number]) for number, part in zip(ours, rows, strict=True)}
+    return [found[n] if n in found else modules[n](*given) for n, given in enumerate(arguments)]

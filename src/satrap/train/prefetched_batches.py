@@ -105,6 +105,10 @@ class LoaderPass(Iterator[Inputs]):
         nothing: dict[str, Any] = {"names": tuple(self._tables), "values": np.empty(0, np.uint64), "batch_size": 0}
         return RepeatedItem(item=self._last[0], **nothing) if self._last else NoBatch(**nothing)
 
+    def close(self) -> None:
+        """Release the loader's iterator, which may have processes."""
+        self._items = iter(())
+
     def end(self) -> Position | None:
         """Return the position after the whole pass."""
         loader: Any = self.loader

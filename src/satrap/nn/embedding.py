@@ -126,7 +126,7 @@ class _TableModule(torch.nn.Module):
         rows: Tensor = rows_together([self], [ids])[0]
         return rows
 
-    def require_lookup(self, ids: Tensor) -> None:
+    def _require_lookup(self, ids: Tensor) -> None:
         """Raise an error if the ids cannot be looked up."""
         if torch.compiler.is_exporting():
             raise ConfigError(
@@ -142,13 +142,13 @@ class _TableModule(torch.nn.Module):
             found = str(ids.dtype) if isinstance(ids, Tensor) else kind_of(ids)
             raise InputError(f"table {self.table.name!r}: ids are {found}; expected a tensor of int64 or int32")
 
-    def trains_at(self, device: torch.device) -> tuple[TrainingSession, torch.device] | None:
+    def _trains_at(self, device: torch.device) -> tuple[TrainingSession, torch.device] | None:
         """Return what modules have in common whose lookups for training are one; None: this one reads and changes
         nothing."""
         is_training = self.training and torch.is_grad_enabled() and not self._is_frozen
         return (self._session, device) if is_training else None
 
-    def read(self, ids: NDArray[np.uint64], device: torch.device) -> Tensor:
+    def _read(self, ids: NDArray[np.uint64], device: torch.device) -> Tensor:
         """Return the rows of ids as they are."""
         self._session.require_whole_rows()
         return torch.from_numpy(self._session.worker.tables[self.table.name].lookup(ids, train=False)).to(device)
@@ -168,7 +168,7 @@ def rows_together(modules: Sequence[_TableModule], given: Sequence[Tensor]) -> l
     """Return the row of each id of each module, [ids, dim], zeros where the id stands for none. Modules of one
     `Embeddings` that train are looked up in one call."""
     for module, ids in zip(modules, given, strict=True):
-        module.require_lookup(ids)
+        module._require_lookup(ids)
     flat = [ids.detach().reshape(-1).to("cpu", torch.int64) for ids in given]
     positions = [_without(ids, module.padding_idx) for module, ids in zip(modules, flat, strict=True)]
     kept = [ids if at is None else ids[at] for ids, at in zip(flat, positions, strict=True)]
@@ -194,8 +194,8 @@ def _look_up(
     rows: dict[int, Tensor] = {}
     together: dict[tuple[TrainingSession, torch.device], list[int]] = {}
     for number, (module, device) in enumerate(zip(modules, devices, strict=True)):
-        if (at := module.trains_at(device)) is None:
-            rows[number] = module.read(ids[number], device)
+        if (at := module._trains_at(device)) is None:
+            rows[number] = module._read(ids[number], device)
         else:
             together.setdefault(at, []).append(number)
     for (session, device), numbers in together.items():
@@ -226,13 +226,13 @@ class Embedding(_TableModule):
 
     def forward(self, input: Tensor) -> Tensor:
         """Return the row of each id, [*input.shape, embedding_dim]."""
-        return self.finish(self._rows(input), input)
+        return self._finish(self._rows(input), input)
 
-    def require_possible(self, input: Tensor) -> None:
+    def _require_arguments(self, input: Tensor) -> None:
         """Raise InputError if this is no tensor of ids."""
         self._require_ids(input)
 
-    def finish(self, rows: Tensor, input: Tensor) -> Tensor:
+    def _finish(self, rows: Tensor, input: Tensor) -> Tensor:
         """Return what forward does. rows: those of the ids."""
         return rows.view(*input.shape, self.embedding_dim)
 
@@ -264,17 +264,17 @@ class EmbeddingBag(_TableModule):
 
     def forward(self, input: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None) -> Tensor:
         """Return the pooled rows of each bag, [bags, embedding_dim], as nn.EmbeddingBag does."""
-        self.require_possible(input, offsets, per_sample_weights)
-        return self.finish(self._rows(input), input, offsets, per_sample_weights)
+        self._require_arguments(input, offsets, per_sample_weights)
+        return self._finish(self._rows(input), input, offsets, per_sample_weights)
 
-    def require_possible(self, input: Tensor, offsets: Tensor | None = None, weights: Tensor | None = None) -> None:
+    def _require_arguments(self, input: Tensor, offsets: Tensor | None = None, weights: Tensor | None = None) -> None:
         """Let torch refuse bad arguments before a lookup inserts rows."""
         self._require_ids(input)
         if not self._has_single_ids(input, offsets, weights):
             with torch.no_grad():
                 self._pool(input.new_zeros(input.shape), torch.zeros(1, 1), offsets, weights, None)
 
-    def finish(
+    def _finish(
         self, rows: Tensor, input: Tensor, offsets: Tensor | None = None, weights: Tensor | None = None
     ) -> Tensor:
         """Return what forward does. rows: those of the ids."""
@@ -327,7 +327,7 @@ def call_together(modules: Sequence[torch.nn.Module], arguments: Sequence[tuple[
         if isinstance(module, Embedding | EmbeddingBag) and not (module._forward_hooks or module._forward_pre_hooks)
     }
     for number, module in ours.items():
-        module.require_possible(*arguments[number])
+        module._require_arguments(*arguments[number])
     rows = rows_together(list(ours.values()), [arguments[number][0] for number in ours])
-    found = {number: ours[number].finish(part, *arguments[number]) for number, part in zip(ours, rows, strict=True)}
+    found = {number: ours[number]._finish(part, *arguments[number]) for number, part in zip(ours, rows, strict=True)}
     return [found[n] if n in found else modules[n](*given) for n, given in enumerate(arguments)]

@@ -105,6 +105,10 @@ class LoaderPass(Iterator[Inputs]):
         nothing: dict[str, Any] = {"names": tuple(self._tables), "values": np.empty(0, np.uint64), "batch_size": 0}
         return RepeatedItem(item=self._last[0], **nothing) if self._last else NoBatch(**nothing)
 
+    def close(self) -> None:
+        """Release the loader's iterator, which may have processes."""
+        self._items = iter(())
+
     def end(self) -> Position | None:
         """Return the position after the whole pass."""
         loader: Any = self.loader
@@ -125,7 +129,9 @@ class PrefetchedBatches:
         start: Callable[[LoaderPass], Stream],
     ) -> None:
         """tables: returns their names with the ids that stand for none. start: starts a stream of such batches."""
-        self.loader, self._ids, self._tables, self._start = loader, ids, tables, start
+        self.loader = loader
+        """What yields the batches."""
+        self._ids, self._tables, self._start = ids, tables, start
 
     def __len__(self) -> int:
         """Return the number of batches, if the loader knows it."""
@@ -141,6 +147,6 @@ class PrefetchedBatches:
                     yield cast(NamedInputs | RepeatedItem, batch.inputs).item
             except GeneratorExit:
                 stack.pop_all()
-                stream.leave()
+                stream._leave()
                 return
-            stream.end_at(items.end())
+            stream._end_at(items.end())

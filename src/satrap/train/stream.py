@@ -156,13 +156,14 @@ class Stream(Iterator[Batch]):
     def counters(self) -> Counters:
         """Return the counters of this stream so far."""
         dropped = self.dropped + Counter(unstepped=len(self._ledger.unstepped()))
+        skipped_rows: SkippedRows = getattr(self._inputs, "skipped_rows", SkippedRows())
         return Counters(
             staleness=self.staleness_seen,
             stages=dict(self._pipeline.seconds),
             inside=self._pipeline.seconds_inside,
             module_ids=dict(+self._num_ids),
             lost={f"batches/{cause}": count for cause, count in dropped.items()}
-            | {f"rows/{cause}": count for cause, count in asdict(self._skipped_rows()).items() if count},
+            | {f"rows/{cause}": count for cause, count in asdict(skipped_rows).items() if count},
         )
 
     def __iter__(self) -> Self:
@@ -275,8 +276,10 @@ class Stream(Iterator[Batch]):
             yield
 
     def close(self, why: str = "this stream was closed") -> None:
-        """End the stream: submitted updates are applied, batches still held are dropped. why: the error message for a
-        later request of a batch."""
+        """End the stream: submitted updates are applied, batches still held are dropped.
+
+        why: the error message for a later request of a batch.
+        """
         try:
             if self.joint is not None and self.joint.may_be_awaited:
                 self._worker.settle()  # as above
@@ -284,13 +287,13 @@ class Stream(Iterator[Batch]):
         finally:
             self._close(why)
 
-    def leave(self) -> None:
+    def _leave(self) -> None:
         """Close the stream, whose loop is left. Trainers that step together do so in their next common call."""
         self._is_left = True
         if self.joint is None:
             self.close()
 
-    def end_at(self, position: Position | None) -> None:
+    def _end_at(self, position: Position | None) -> None:
         """Set the position of the source, whose batches have ended."""
         self._ledger.position = position
 
@@ -416,7 +419,7 @@ class Stream(Iterator[Batch]):
         """End the iteration; batches that were returned may still be stepped."""
         ledger = self._ledger
         ledger.has_ended = True
-        skipped_rows = self._skipped_rows()
+        skipped_rows = getattr(self._inputs, "skipped_rows", SkippedRows())
         if self._train and skipped_rows.total > skipped_rows.short:  # short batches are left out by request
             _LOG.warning("%s samples of the source were not trained on: %s", f"{skipped_rows.total:,}", skipped_rows)
         self._pipeline.drain()
@@ -425,10 +428,6 @@ class Stream(Iterator[Batch]):
         if unstepped and len(unstepped) == len(ledger.in_loop):  # no later batch completes the step
             _LOG.warning(_UNSTEPPED, len(unstepped), ledger.accumulate)
         self._close_if_done()
-
-    def _skipped_rows(self) -> SkippedRows:
-        """Return what the source has left out so far, if it counts that."""
-        return getattr(self._inputs, "skipped_rows", SkippedRows())
 
     def _close_if_done(self) -> None:
         if self._ledger.has_ended and not self._ledger.in_loop:

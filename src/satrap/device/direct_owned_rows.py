@@ -106,7 +106,7 @@ class DirectOwnedRows(DeviceRows):
                 "that fit on a device: make smaller batches"
             )
         with self._engine.in_order():
-            lines = lines_of(runs.order, counts)
+            runs, lines = self._engine.trained(runs), lines_of(runs.order, counts)
             skips = not bound < LARGEST and self._check_sums(rows[runs.order], lines, sums, len(counts))
             groups = list(self._fused_tables(dict(enumerate(lrs)), 1.0, step, skips=skips))
             flats = [sums[self._groups.numbers[tables.start]].reshape(-1) for tables, _ in groups]

@@ -148,8 +148,8 @@ class BucketRuns {
 };
 
 // Reserves the runs of each bucket: one for each id of each ticket, those that tickets share too. with_keys: values
-// have 16 bits.
-inline FrameRuns reserve_runs(const BucketNumbering& map, Tickets tickets, bool with_keys) {
+// have 16 bits. ordered: only their frames.
+inline FrameRuns reserve_runs(const BucketNumbering& map, Tickets tickets, bool with_keys, bool ordered = false) {
     FrameRuns runs;
     bool scaled = false;
     std::uint32_t num_runs = 0, num_entries = 0;
@@ -167,6 +167,7 @@ inline FrameRuns reserve_runs(const BucketNumbering& map, Tickets tickets, bool 
     }
     runs.first_run_of_table.push_back(num_runs);
     runs.frames.assign(num_runs, kNoRow);
+    if (ordered) return runs;
     runs.begin.assign(num_runs, 0);
     runs.end.assign(num_runs, 0);
     runs.places.resize(num_entries);

@@ -103,7 +103,7 @@ def plain_rows(values: dict[str, Any], data: Parquet) -> dict[str, Any]:
         loss_of(item, torch.stack(path), text, torch.stack(words)).backward()
         for stepper in steppers:
             stepper.step()
-    return {name: torch.stack(of_table).detach().numpy() for name, of_table in rows.items()}
+    return {name: torch.stack([*of_table]).detach().numpy() for name, of_table in rows.items()}
 
 
 @pytest.mark.parametrize("num_rows", [None, NUM_IDS])

@@ -132,8 +132,7 @@ class BucketRuns {
             const Batch& batch = *tickets_[k]->batch;
             for (std::uint32_t e = batch.begin[b_]; e < batch.begin[b_ + 1]; ++e) {
                 const std::uint32_t place = batch.positions[e], number = numbers[batch.local[e]];
-                if (given_[k].has(place) && !frozen_.has(ids_[number]))
-                    visit(number, batch, e, given_[k].at(place));
+                if (given_[k].has(place) && !frozen_.has(ids_[number])) visit(number, batch, e, given_[k].at(place));
             }
             numbers += batch.num_unique[b_];
         }
@@ -149,8 +148,8 @@ class BucketRuns {
 };
 
 // Reserves the runs of each bucket: one for each id of each ticket, those that tickets share too. with_keys: values
-// have 16 bits.
-inline FrameRuns reserve_runs(const BucketNumbering& map, Tickets tickets, bool with_keys) {
+// have 16 bits. ordered: only their frames.
+inline FrameRuns reserve_runs(const BucketNumbering& map, Tickets tickets, bool with_keys, bool ordered = false) {
     FrameRuns runs;
     bool scaled = false;
     std::uint32_t num_runs = 0, num_entries = 0;
@@ -168,6 +167,7 @@ inline FrameRuns reserve_runs(const BucketNumbering& map, Tickets tickets, bool 
     }
     runs.first_run_of_table.push_back(num_runs);
     runs.frames.assign(num_runs, kNoRow);
+    if (ordered) return runs;
     runs.begin.assign(num_runs, 0);
     runs.end.assign(num_runs, 0);
     runs.places.resize(num_entries);

@@ -100,7 +100,8 @@ def plain(batch: Any) -> Tensor:
 
 def rounded(batch: Any) -> Tensor:
     """Return the rows as a loop rounds them whose embeddings return float32."""
-    return batch.embeddings.to(torch.bfloat16)
+    rows: Tensor = batch.embeddings
+    return rows.to(torch.bfloat16)
 
 
 def train(embeddings: Embeddings, rows_of: Callable[[Any], Tensor], **options: Any) -> list[Any]:
@@ -131,7 +132,8 @@ def test_training_equals_a_loop_that_rounds(staleness: int) -> None:
     how: dict[str, Any] = {"staleness": staleness, "deterministic": True, "num_threads": 1}
     expected = train(Embeddings(tables(), **how), rounded)
     sixteen = how | {"output_dtype": "bfloat16"}
-    for more in ({}, {"device": "cpu"}):
+    forms: list[dict[str, Any]] = [{}, {"device": "cpu"}]
+    for more in forms:
         assert train(Embeddings(tables(), **sixteen, **more), plain) == expected
         assert train(Embeddings(tables(num_users=60), **sixteen, **more), plain) == expected
     with running_servers(2) as services:
@@ -146,7 +148,7 @@ def test_a_grad_scaler_checks_gradients_in_16_bits(device: str | None) -> None:
     for output_dtype in ("float32", "float16"):
         torch.manual_seed(0)
         model, where = Net(), None if output_dtype == "float32" else device
-        embeddings = Embeddings(tables(), num_threads=1, device=where, output_dtype=output_dtype)  # type: ignore[arg-type]
+        embeddings = Embeddings(tables(), num_threads=1, device=where, output_dtype=output_dtype)
         optimizer = embeddings.optimizer(torch.optim.SGD(model.parameters(), lr=0.05))
         scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
         for number, batch in enumerate(embeddings.stream(batches(6), device="cpu")):

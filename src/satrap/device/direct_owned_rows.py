@@ -108,6 +108,7 @@ class DirectOwnedRows(DeviceRows):
         with self._engine.in_order():
             lines = lines_of(runs.order, counts)
             skips = not bound < LARGEST and self._check_sums(rows[runs.order], lines, sums, len(counts))
+            runs = self._engine.trained(runs)
             groups = list(self._fused_tables(dict(enumerate(lrs)), 1.0, step, skips=skips))
             flats = [sums[self._groups.numbers[tables.start]].reshape(-1) for tables, _ in groups]
             dims = [self._engine.memory(tables.start).layout.dim for tables, _ in groups]

@@ -179,7 +179,7 @@ class DirectEngine(DeviceEngine):
         """Return the runs of an update without those of frozen rows."""
         if self._frozen is None:
             return runs
-        ids, (first, stop) = self.numbers.ids_of(runs.rows), self._frozen[:, self.heads.tables_of(runs.rows)]
+        ids, (first, stop) = self.numbers.ids_of(runs.rows), self._frozen[:, self.numbers.tables_of(runs.rows)]
         return replace(runs, rows=torch.where((ids >= first) & (ids < stop), self.numbers.total, runs.rows))
 
     def step(self, kernels: Any, rows: RowRuns, runs: Runs, group: UpdatedTables, flat: Tensor) -> Sequence[Owed]:

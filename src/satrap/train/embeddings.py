@@ -253,7 +253,7 @@ class Embeddings(torch.nn.Module):
 
     def __dir__(self) -> list[str]:
         """Return the names of Satrap, without the many of `nn.Module`."""
-        return sorted({*vars(type(self)), *vars(self)} - {*vars(torch.nn.Module())})
+        return sorted({*vars(type(self)), *vars(self), "eval"} - {*vars(torch.nn.Module())})
 
     def get_extra_state(self) -> Tensor:
         """Return the step and the version of each table for state_dict."""

@@ -135,15 +135,9 @@ def compare(job: dict[str, Any]) -> dict[str, Any]:
         open_worker._open_on_device = open_worker._open_among_devices
     rng, common = np.random.default_rng([job["compare"], dist.get_rank()]), np.random.default_rng(job["compare"])
     shards, place = ("rows", job["shard"]), job.get("device", "cpu")
+    how: dict[str, Any] = {"seed": 3, "num_threads": 1, "output_dtype": job.get("output_dtype", "float32")}
     both = [
-        Embeddings(
-            features(shard, num_rows, jagged=jagged),
-            seed=3,
-            num_threads=1,
-            device=device,
-            device_memory=memory,
-            output_dtype=job.get("output_dtype", "float32"),
-        )
+        Embeddings(features(shard, num_rows, jagged=jagged), device=device, device_memory=memory, **how)
         for shard, device, memory in zip(shards, (None, place), (None, job.get("device_memory")), strict=True)
     ]
     workers: list[Any] = [each.worker for each in both]

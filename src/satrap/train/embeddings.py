@@ -87,16 +87,12 @@ class Embeddings(torch.nn.Module):
         self.staleness, self.deterministic = staleness, deterministic
         self.trainers = ProcessGroup()
         check_choice("Embeddings", "dense", dense, tuple(_STRATEGIES))
-        check_choice("Embeddings", "output_dtype", output_dtype, tuple(DTYPES))
-        self.output_dtype = output_dtype
-        self.dense, self._strategy = dense, _STRATEGIES[dense]
+        self.dense, self.output_dtype, self._strategy = dense, output_dtype, _STRATEGIES[dense]
         if not isinstance(deployment, Deployment | None):
             raise ConfigError(f"deployment is {kind_of(deployment)}; expected a satrap.Deployment, or None")
         self.device = None if device is None else resolve_device(device)
-        if device_memory is not None and device is None:
-            raise ConfigError(f"device_memory is {device_memory!r} without a device; expected device= beside it")
         rows = (deployment or Deployment()).in_context()
-        self._require_possible(dense, rows.servers is not None)
+        self._require_possible(dense, device_memory, has_servers=rows.servers is not None)
         if num_threads is None and staleness > 0 and spare_cores() > 0:
             num_threads = spare_cores()
         open_rows = partial(open_worker, self.features, rows, self.trainers, seed, staleness, num_threads)
@@ -111,8 +107,11 @@ class Embeddings(torch.nn.Module):
         if self._strategy.is_joint:
             self._session.open(DenseStrategy())
 
-    def _require_possible(self, dense: str, has_servers: bool) -> None:
+    def _require_possible(self, dense: str, device_memory: Any, *, has_servers: bool) -> None:
         """Raise ConfigError if an option is invalid or conflicts with another."""
+        check_choice("Embeddings", "output_dtype", self.output_dtype, tuple(DTYPES))
+        if device_memory is not None and self.device is None:
+            raise ConfigError(f"device_memory is {device_memory!r} without a device; expected device= beside it")
         staleness: Any = self.staleness
         if isinstance(staleness, bool) or not isinstance(staleness, int) or staleness < 0:
             raise ConfigError(f"staleness is {staleness!r}; expected an integer, 0 (synchronous) or more")

@@ -46,7 +46,7 @@ settings.register_profile(
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
 )
 settings.register_profile("thorough", settings.get_profile("laptop"), max_examples=500, stateful_step_count=40)
-settings.register_profile(  # of tests/mutate.py: a failure need not be simplified
+settings.register_profile(  # for tests/mutate.py: a failure need not be simplified
     "mutation", settings.get_profile("laptop"), phases=[Phase.explicit, Phase.generate], derandomize=True
 )
 settings.load_profile("laptop")

@@ -56,7 +56,7 @@ struct TableStats {
 
 // A lookup of rows on a device: the ids that were looked up, without what was cut, and those without a frame.
 struct FrameLookup {
-    std::unique_ptr<Ticket> ticket; // of a training lookup
+    std::unique_ptr<Ticket> ticket; // for a training lookup
     std::size_t num_ids = 0;
     std::vector<std::int64_t> offsets; // empty: each bag holds one id
     std::vector<float> weights;        // empty: nothing is weighted

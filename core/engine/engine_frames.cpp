@@ -55,7 +55,7 @@ FrameRuns Engine::runs_for(Tickets tickets, bool ordered) const {
 // Orders the gradients of a bucket by unique id. Its n joined ids are in the scratch.
 void Engine::order_bucket(Tickets tickets, std::span<const EntryPlaces> given, std::size_t t, std::uint32_t b,
                           std::uint32_t n, FrameRuns& runs, Scratch& scratch) const {
-    BucketRuns entries(tickets, given, b, n, scratch);
+    BucketRuns entries(tickets, given, tables_[t].config().frozen, b, n, scratch);
     const std::uint32_t run = runs.first_run[b], entry = runs.first_entry[b];
     for (std::uint32_t i = 0; i < n; ++i) {
         runs.begin[run + i] = entry + entries.begin(i);
@@ -83,7 +83,8 @@ FrameRuns Engine::take_runs(Claim& claim, Tickets tickets, const GivenOf& given_
         std::uint8_t* started = scratch.started.reserve(n);
         const std::uint32_t run = runs.first_run[b];
         if (ordered) {
-            std::fill_n(started, n, std::uint8_t{1});
+            const FrozenIds& frozen = tables_[t].config().frozen;
+            for (std::uint32_t i = 0; i < n; ++i) started[i] = !frozen.has(scratch.joined_ids[i]);
         } else {
             order_bucket(tickets, places[t], t, b, n, runs, scratch);
             for (std::uint32_t i = 0; i < n; ++i) started[i] = runs.begin[run + i] != runs.end[run + i];

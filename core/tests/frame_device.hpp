@@ -68,7 +68,7 @@ class Device {
         Ticket* const tickets[] = {&ticket};
         const GivenParts given[] = {{false, std::vector<bool>(pools_.size(), true)}};
         const bool filter = std::any_of(flat.begin(), flat.end(), [](float g) { return !std::isfinite(g); });
-        const bool ordered = step % 2 == 0; // every id has a gradient, so the order may be found before
+        const bool ordered = step % 2 == 0; // the order may be found before: every id has a gradient
         FrameRuns runs = ordered ? engine->order_frames(ticket) : FrameRuns{};
         FrameRuns found = engine->update_frames(tickets, given, step, filter, ordered);
         if (ordered) {
@@ -143,7 +143,7 @@ class Device {
 
     std::unique_ptr<Engine> engine;
     std::shared_ptr<const Bags> bags;
-    std::vector<std::vector<float>> memory, home; // of each pool, by frame and by slot
+    std::vector<std::vector<float>> memory, home; // for each pool, by frame and by slot
     std::size_t moves = 0;
 
   private:
@@ -167,7 +167,7 @@ class Device {
     }
 
     std::vector<BagFeature> features_;
-    std::vector<std::uint32_t> pools_; // of each table
+    std::vector<std::uint32_t> pools_; // for each table
 };
 
 inline std::vector<TableConfig> draw_tables(Random& random) {

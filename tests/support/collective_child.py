@@ -61,7 +61,13 @@ def features(shard: str = "rows", num_rows: int | None = None, *, jagged: bool =
 
     item = Table("item", dim=5, optimizer=Adagrad(lr=0.1), initial=Normal(std=0.5), num_buckets=16, shard=of("item"))
     user = Table(
-        "user", dim=8, optimizer=RowWiseAdagrad(lr=0.1), initial=Normal(std=0.5), dtype="bfloat16", shard=of("user")
+        "user",
+        dim=8,
+        optimizer=RowWiseAdagrad(lr=0.1),
+        initial=Normal(std=0.5),
+        dtype="bfloat16",
+        frozen=range(5, 12),
+        shard=of("user"),
     )
     tiny = Table(
         "tiny",
@@ -170,11 +176,14 @@ def compare(job: dict[str, Any]) -> dict[str, Any]:
     for name, expected in found[0].items():
         assert found[1][name] == expected, name
     rows = {name: len(table) for name, table in workers[1].tables.items()}
-    moved = {name: table.stats().get("moved_out", 0) for name, table in workers[1].tables.items()}
+    moved, at_home = (
+        {name: table.stats().get(count, 0) for name, table in workers[1].tables.items()}
+        for count in ("moved_out", "at_home")
+    )
     dist.barrier()
     for each in both:
         each.close()
-    return {"rows": rows, "moved_out": moved}
+    return {"rows": rows, "moved_out": moved, "at_home": at_home}
 
 
 def refusal(options: dict[str, Any]) -> dict[str, Any]:

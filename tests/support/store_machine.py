@@ -70,6 +70,7 @@ def tables(draw: st.DrawFn) -> Table:
         expire_after=draw(st.one_of(st.none(), st.integers(1, 6))),
         absent=draw(st.sampled_from(["initial", "zeros"])),
         on_nonfinite=draw(st.sampled_from(["raise", "skip"])),
+        frozen=draw(st.sampled_from([False, False, False, True, range(4), range(7, 2**64 - 1)])),
         num_buckets=draw(st.sampled_from(buckets)),
     )
 

@@ -306,11 +306,13 @@ class DeviceReader(InputReader):
     def inputs_of(self, ids: Any) -> Inputs:
         if not isinstance(ids, Mapping):
             return super().inputs_of(ids)
-        pairs = {name: given if isinstance(given, tuple) else (given, None) for name, given in ids.items()}
-        if not pairs or not all(len(pair) == 2 and lie_on(pair[0], self._device) for pair in pairs.values()):
+        parts = {name: given if isinstance(given, tuple) else (given, None) for name, given in ids.items()}
+        if not parts or not all(given and lie_on(given[0], self._device) for given in parts.values()):
             return super().inputs_of(ids)
-        joined = _joined(self._features, pairs, self._device)
-        on_cpu = {name: tuple(map(_on_cpu, pair)) for name, pair in pairs.items()} if joined is None else {}
+        joined = (
+            _joined(self._features, parts, self._device) if all(len(given) == 2 for given in parts.values()) else None
+        )
+        on_cpu = {name: tuple(map(_on_cpu, given)) for name, given in parts.items()} if joined is None else {}
         return joined or super().inputs_of(on_cpu)
 
     def batches(self, source: Any, position: Position | None = None, **share: int) -> Iterator[Inputs]:

@@ -23,7 +23,7 @@ from satrap.device.row_memory import what_is_free
 from satrap.errors import CapacityError, InputError
 
 _COUNTERS = ("lookups", "hits", "inserted", "updated", "skipped")
-_BYTES = 8  # of a row, for its stamp and version
+_BYTES = 8  # a row, for its stamp and version
 _LARGEST_SIGNED = 2**31 - 1
 
 

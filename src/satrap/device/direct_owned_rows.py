@@ -111,14 +111,15 @@ class DirectOwnedRows(DeviceRows):
             groups = list(self._fused_tables(dict(enumerate(lrs)), 1.0, step, skips=skips))
             flats = [sums[self._groups.numbers[tables.start]].reshape(-1) for tables, _ in groups]
             dims = [self._engine.memory(tables.start).layout.dim for tables, _ in groups]
+            trained = self._engine.trained(runs)
 
             def record() -> Owed:
                 self._engine.begin_update(step)
                 of_dim = {
-                    dim: self._engine.runs(runs, (lines * dim).int(), None, 1 if dim % 4 else 4) for dim in set(dims)
+                    dim: self._engine.runs(trained, (lines * dim).int(), None, 1 if dim % 4 else 4) for dim in set(dims)
                 }
                 return lambda: [
-                    partial(self._engine.step, self._kernels, runs, of_dim[dim], group, flat)
+                    partial(self._engine.step, self._kernels, trained, of_dim[dim], group, flat)
                     for group, flat, dim in zip(groups, flats, dims, strict=True)
                 ]
 

@@ -38,7 +38,7 @@ from satrap.device.torch_device import initialise_of
 from satrap.table.engine import Slot, slots_of
 from satrap.worker.rows import BagRequest, Ids, UpdateRequest, id_request
 
-_NUMBERS_AT_ONCE = 1 << 22  # of values that one call initialises, which bounds its memory
+_NUMBERS_AT_ONCE = 1 << 22  # that one call initialises, which bounds its memory
 _NO_IDS = np.empty(0, np.uint64)
 _ADVICE = (
     "A table with num_rows has memory for all of its rows: give (less) device_memory, or leave num_rows out if few of "
@@ -76,6 +76,8 @@ class DirectEngine(DeviceEngine):
             self.directory = self.heads = DirectHeads(tables, self.core, self.numbers, device)
             self.row_keys = torch.tensor([initial.key for initial in self._initial], device=device)
             """From which the random draws of rows are made, by table."""
+            ends = [(ids.start, min(ids.stop, 2**63 - 1)) for ids in (table.frozen_ids for table in tables)]
+            self._frozen = torch.tensor(ends, device=device).T if any(start < stop for start, stop in ends) else None
         self.no_counts = np.zeros(len(tables), np.int64)
         """How many rows of each table a call may insert: all are there. That a call has counts makes the engine
         allocate the rows."""
@@ -172,6 +174,13 @@ class DirectEngine(DeviceEngine):
             tables=(0, len(rows.rows)),
             alignment=alignment,
         )
+
+    def trained(self, runs: RowRuns) -> RowRuns:
+        """Return the runs of an update without those of frozen rows."""
+        if self._frozen is None:
+            return runs
+        ids, (first, stop) = self.numbers.ids_of(runs.rows), self._frozen[:, self.numbers.tables_of(runs.rows)]
+        return replace(runs, rows=torch.where((ids >= first) & (ids < stop), self.numbers.total, runs.rows))
 
     def step(self, kernels: Any, rows: RowRuns, runs: Runs, group: UpdatedTables, flat: Tensor) -> Sequence[Owed]:
         """Sum the gradients of some tables' rows, and apply their optimizer. runs: what `runs` returned for `rows`."""
@@ -315,6 +324,7 @@ class DirectRows(DeviceRows):
                 on_cpu = [self._as_core(ticket) for ticket in tickets]
                 skips = self._check(replace(request, tickets=on_cpu), scale)
             rows, places, factors = self._batches.gradients(tickets, given)
+            rows = self._engine.trained(rows)
             groups = list(self._fused_tables(dict(request.lrs), scale, request.step, skips=skips))
 
             def record() -> Owed:

@@ -22,7 +22,7 @@ from satrap.train.batch import InFlightBatch, gradient_array, gradient_of
 from satrap.train.dense_strategy import DenseStrategy
 from satrap.train.joint_calls import PADDING_ROWS, JointStep
 from satrap.train.sequence import JaggedSequence, Sequence
-from satrap.train.step_lookups import Lookup, TakenGradients, gradients_of, joined
+from satrap.train.step_lookups import Lookup, TakenGradients, joined
 from satrap.train.torch_threads import torch_threads
 from satrap.worker.worker import LookupResult, Worker
 
@@ -217,12 +217,12 @@ class BatchLookup:
         ready = current_stream(self._device).mark()
         step = batches[-1].step
         batches = [batch for batch in batches if batch.has_rows]
-        whole: list[dict[str, list[tuple[Tensor, float]]]] = []
+        whole: list[dict[str, tuple[Tensor, float]]] = []
         by_id: list[tuple[Lookup, float]] = []
         for batch in batches:
             reached = batch.lookups.reached()
             tables = {} if batch.ahead is None else batch.ahead.whole_tables(reached)
-            whole.append({name: gradients_of(lookups, batch.weight) for name, lookups in tables.items()})
+            whole.append({name: (lookup.gradient(), batch.weight) for name, lookup in tables.items()})
             by_id += [(lookup, batch.weight) for lookup in reached if lookup.table not in tables]
         taken = TakenGradients.of(self._worker, by_id)
 
@@ -236,7 +236,7 @@ class BatchLookup:
             with self._gradients.running():
                 blocks, sequences = self._take_gradients(batches, ready)
                 for of_batch, tables in zip(sequences, whole, strict=True):
-                    of_batch |= {name: joined(self._worker, parts) for name, parts in tables.items()}
+                    of_batch |= {name: joined(self._worker, [part]) for name, part in tables.items()}
                 update_dense(step)
                 with self._threads():
                     self._worker.update(

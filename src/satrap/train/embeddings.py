@@ -315,7 +315,7 @@ class Embeddings(torch.nn.Module):
         any stream.
 
         inputs: `Inputs`, or by feature an array with one id per sample, or (ids, offsets), where sample s has
-            ids[offsets[s] : offsets[s + 1]].
+            ids[offsets[s] : offsets[s + 1]], or (ids, offsets, weights).
         """
         self._session.require_whole_rows()
         look_up = BatchLookup(self.worker, self.worker.device or torch.device("cpu"), train=False, overlap=False)

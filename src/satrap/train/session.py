@@ -72,7 +72,7 @@ class TrainingSession:
         self._tracked: dict[int, _TrackedSource] = {}  # by id(): a list can be a source, and is not hashable
         self._training: Stream | ModuleLookups | None = None
         self._training_data: Any = None
-        self._paddings: dict[str, set[int | None]] = {}  # of modules, by table
+        self._paddings: dict[str, set[int | None]] = {}  # what modules skip, by table
         self._evaluations: weakref.WeakSet[Stream] = weakref.WeakSet()
         self._before_close: list[Callable[[], None]] = []
         self._awaited: list[Callable[[], None]] = []
@@ -291,7 +291,7 @@ class TrainingSession:
         training = self._training
         if training is None or (isinstance(training, Stream) and training.is_over):
             training = self._begin_module_lookups()
-        return training.look_up(table, ids.copy(), device)  # the caller may reuse the memory before the step ends
+        return training.look_up(table, ids, device)
 
     def _begin_module_lookups(self) -> ModuleLookups:
         """Start the lookups of modules where no stream is open. All trainers call this."""

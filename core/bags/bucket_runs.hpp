@@ -132,8 +132,7 @@ class BucketRuns {
             const Batch& batch = *tickets_[k]->batch;
             for (std::uint32_t e = batch.begin[b_]; e < batch.begin[b_ + 1]; ++e) {
                 const std::uint32_t place = batch.positions[e], number = numbers[batch.local[e]];
-                if (given_[k].has(place) && !frozen_.has(ids_[number]))
-                    visit(number, batch, e, given_[k].at(place));
+                if (given_[k].has(place) && !frozen_.has(ids_[number])) visit(number, batch, e, given_[k].at(place));
             }
             numbers += batch.num_unique[b_];
         }

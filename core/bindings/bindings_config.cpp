@@ -151,7 +151,8 @@ TableConfig read_table(const nb::typed<nb::dict, std::string, nb::any>& table,
 void bind_config(nb::module_& m) {
     nb::class_<TableConfig>(m, "TableConfig", "A table's configuration in the core.")
         .def(nb::new_(&read_table), "table"_a, "frame_pool"_a = nb::none(),
-             "table: what satrap.Table.to_dict() returns, with its num_buckets, and a range of frozen ids as the first and "
+             "table: what satrap.Table.to_dict() returns, with its num_buckets, and a range of frozen ids as the first "
+             "and "
              "the last one. frame_pool: of rows on a device.")
         .def_prop_ro("state_dim", &TableConfig::state_dim, "Number of floats of optimizer state in a row.");
 }

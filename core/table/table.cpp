@@ -9,9 +9,9 @@ namespace satrap {
 
 Table::Table(TableConfig config, std::uint32_t number, std::uint64_t seed, const Kernels& kernels, Arena& arena,
              RowPlaces* places)
-    : config_(std::move(config)), summation_(config_, kernels),
-      key_(table_key(seed, config_.name)), number_(number), kernels_(&kernels), arena_(&arena),
-      ledger_(&arena.ledger(number)), buckets_(std::make_unique<Bucket[]>(config_.num_buckets)) {
+    : config_(std::move(config)), summation_(config_, kernels), key_(table_key(seed, config_.name)), number_(number),
+      kernels_(&kernels), arena_(&arena), ledger_(&arena.ledger(number)),
+      buckets_(std::make_unique<Bucket[]>(config_.num_buckets)) {
     SATRAP_ASSERT(std::has_single_bit(config_.num_buckets) && config_.dim != 0);
     SATRAP_ASSERT((places != nullptr) == config_.frame_pool.has_value());
     const FloatMode mode;

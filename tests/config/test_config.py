@@ -169,9 +169,9 @@ def test_a_table_name_is_short_printable_text(name: Any) -> None:
         (lambda: Probability(0.0), r"p is 0.0; expected a number in \(0, 1\]"),
         (lambda: Probability(1.0000001), r"p is 1.0000001; expected a number in \(0, 1\]"),
         (
-            lambda: Table("t", dim=4, frozen=[3]),
+            lambda: Table("t", dim=4, frozen=[3]),  # type: ignore[arg-type]
             r"table 't': frozen is \[3\] \(list\); expected True, False, or a range",
-        ),  # type: ignore[arg-type]
+        ),
         (lambda: Table("t", dim=4, frozen=range(0, 9, 2)), r"frozen is range\(0, 9, 2\) .*step 1 from 0 to 2\*\*64"),
         (lambda: Table("t", dim=4, frozen=range(-1, 9)), r"frozen is range\(-1, 9\)"),
         (lambda: Table("t", dim=4, frozen=range(9, 3)), r"frozen is range\(9, 3\)"),

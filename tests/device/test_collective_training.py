@@ -48,6 +48,7 @@ def test_random_steps_have_the_bits_of_rows_in_memory(
         (3, "table", {"jagged": False}),
         (2, "columns", {}),
         (2, "rows", {}),
+        (2, "rows", {"jagged": False, "output_dtype": "float16"}),
     ],
 )
 def test_random_steps_of_numbered_rows_have_the_bits_of_rows_in_memory(
@@ -58,6 +59,17 @@ def test_random_steps_of_numbered_rows_have_the_bits_of_rows_in_memory(
     outcomes = trainers.run([], world_size, tmp_path, compare=seed, **how)
     assert all(each == outcomes[0] and min(each["rows"].values()) > 0 for each in outcomes)
     assert all(outcomes[0]["at_home"][name] > 0 for name in how.get("device_memory", {}))
+
+
+@pytest.mark.draw(1)
+@pytest.mark.parametrize("shard", ["rows", "table", "replicated", "columns"])
+def test_rows_and_gradients_in_16_bits_have_the_bits_of_rounded_ones(
+    trainers: Trainers, shard: str, device: str, tmp_path: Path, seed: int
+) -> None:
+    """Rounded by torch, with the rows in memory."""
+    how: dict[str, Any] = {"steps": 12, "shard": shard, "device": device, "output_dtype": "bfloat16"}
+    outcomes = trainers.run([], 2, tmp_path, compare=seed, **how)
+    assert all(each == outcomes[0] and min(each["rows"].values()) > 0 for each in outcomes)
 
 
 def test_a_lone_trainer_has_the_bits_of_rows_in_memory(device: str, tmp_path: Path, seed: int) -> None:
@@ -117,12 +129,27 @@ def test_it_equals_one_trainer_on_the_joined_batch(
     require_same_as_alone(found, 6 * world_size)
 
 
-@pytest.mark.parametrize(("overlap", "num_users", "accumulate"), [(False, None, 2), (True, 41, 2), (True, 41, 1)])
+@pytest.mark.parametrize(
+    ("overlap", "num_users", "accumulate", "output_dtype"),
+    [
+        (False, None, 2, "float32"),
+        (True, 41, 2, "float32"),
+        (True, 41, 1, "float32"),
+        (True, None, 2, "bfloat16"),
+        (True, 41, 2, "bfloat16"),
+    ],
+)
 def test_uneven_batches_drops_and_accumulation_equal_rows_in_memory(
-    trainers: Trainers, overlap: bool, num_users: int | None, accumulate: int, device: str, tmp_path: Path
+    trainers: Trainers,
+    overlap: bool,
+    num_users: int | None,
+    accumulate: int,
+    output_dtype: str,
+    device: str,
+    tmp_path: Path,
 ) -> None:
     how: dict[str, Any] = {"batches": 9, "dropped": [[None, 2]], "accumulate": accumulate, "overlap": overlap}
-    how |= {"dense": device, "num_users": num_users}
+    how |= {"dense": device, "num_users": num_users, "output_dtype": output_dtype}
     in_memory = trainers.run([], 2, tmp_path, **how)
     found = trainers.run([], 2, tmp_path, **how, device=device)
     assert same(found[0], in_memory[0]) and same(found[1], in_memory[1])

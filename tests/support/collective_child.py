@@ -136,7 +136,14 @@ def compare(job: dict[str, Any]) -> dict[str, Any]:
     rng, common = np.random.default_rng([job["compare"], dist.get_rank()]), np.random.default_rng(job["compare"])
     shards, place = ("rows", job["shard"]), job.get("device", "cpu")
     both = [
-        Embeddings(features(shard, num_rows, jagged=jagged), seed=3, num_threads=1, device=device, device_memory=memory)
+        Embeddings(
+            features(shard, num_rows, jagged=jagged),
+            seed=3,
+            num_threads=1,
+            device=device,
+            device_memory=memory,
+            output_dtype=job.get("output_dtype", "float32"),
+        )
         for shard, device, memory in zip(shards, (None, place), (None, job.get("device_memory")), strict=True)
     ]
     workers: list[Any] = [each.worker for each in both]
@@ -357,9 +364,11 @@ def train_in_order(job: dict[str, Any], rank: int) -> dict[str, Any]:
 
 def require_same(looked: list[Any]) -> None:
     host, device = looked
-    np.testing.assert_array_equal(device.block.cpu().numpy(), host.block)
-    for name, rows in host.sequences.items():
-        np.testing.assert_array_equal(device.sequences[name].cpu().numpy(), rows)
+    for rows, expected in (
+        (device.block, host.block),
+        *((device.sequences[name], host.sequences[name]) for name in host.sequences),
+    ):
+        assert torch.equal(rows.cpu(), torch.from_numpy(expected).to(rows.dtype))
     for masks, expected in ((device.masks, host.masks), (device.offsets, host.offsets)):
         assert masks.keys() == expected.keys()
         for name, mask in expected.items():
@@ -387,11 +396,15 @@ def update(
     if rng.random() < 0.3:
         del sequences[0]["path"]
     how: dict[str, Any] = {"step": step, "scale": 0.5, "lrs": {"item": 0.1 / step}}
-    workers[0].update([each.ticket for each in looked[0]], blocks, sequences, **how)
-    place = workers[1].device
-    tensors = [None if block is None else torch.from_numpy(block).to(place) for block in blocks]
-    of_sequences = [{name: torch.from_numpy(rows).to(place) for name, rows in each.items()} for each in sequences]
-    workers[1].update([each.ticket for each in looked[1]], tensors, of_sequences, **how)
+    place, dtype = workers[1].device, looked[1][0].block.dtype
+    tensors = [None if block is None else torch.from_numpy(block).to(dtype) for block in blocks]
+    of_sequences = [{name: torch.from_numpy(rows).to(dtype) for name, rows in each.items()} for each in sequences]
+    rounded = [None if block is None else block.float().numpy() for block in tensors]
+    of_rounded = [{name: rows.float().numpy() for name, rows in each.items()} for each in of_sequences]
+    workers[0].update([each.ticket for each in looked[0]], rounded, of_rounded, **how)
+    there = [None if block is None else block.to(place) for block in tensors]
+    of_there = [{name: rows.to(place) for name, rows in each.items()} for each in of_sequences]
+    workers[1].update([each.ticket for each in looked[1]], there, of_there, **how)
 
 
 def contents(worker: Any, ids: Any) -> dict[str, Any]:

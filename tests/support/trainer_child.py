@@ -114,6 +114,7 @@ def embeddings_of(job: dict[str, Any]) -> Embeddings:
     features = counting_tables(shards) if job.get("counted") else tables(shards=shards, **how)
     how = {name: job.get(name) for name in ("device", "device_memory")}
     how["deterministic"] = job.get("deterministic", False)
+    how["output_dtype"] = job.get("output_dtype", "float32")
     return Embeddings(features, num_threads=1, staleness=job["staleness"], deployment=where, **how)
 
 

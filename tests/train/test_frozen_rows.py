@@ -84,7 +84,7 @@ def start(embeddings: Embeddings) -> dict[str, Any]:
 
 
 def plain_rows(values: dict[str, Any], data: Parquet) -> dict[str, Any]:
-    """Return the rows after training by plain torch, where each row that trains is a Parameter with its own optimizer."""
+    """Return the rows after training by plain torch, where each row that trains has its own optimizer."""
     rows = {
         "item": [Parameter(torch.from_numpy(row), id_ not in FROZEN) for id_, row in enumerate(values["item"])],
         "text": [Parameter(torch.from_numpy(row), False) for row in values["text"]],
@@ -103,7 +103,7 @@ def plain_rows(values: dict[str, Any], data: Parquet) -> dict[str, Any]:
         loss_of(item, torch.stack(path), text, torch.stack(words)).backward()
         for stepper in steppers:
             stepper.step()
-    return {name: torch.stack(of_table).detach().numpy() for name, of_table in rows.items()}
+    return {name: torch.stack([*of_table]).detach().numpy() for name, of_table in rows.items()}
 
 
 @pytest.mark.parametrize("num_rows", [None, NUM_IDS])

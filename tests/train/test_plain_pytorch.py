@@ -148,7 +148,7 @@ def test_weight_decay_is_an_l2_penalty_on_the_rows_of_the_batch(optimizer: Any) 
             for stepper in steppers:
                 stepper.step()
         found = store.read(np.arange(NUM_IDS, dtype=np.uint64)).values
-        np.testing.assert_allclose(found, torch.stack(rows).detach().numpy(), rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(found, torch.stack([*rows]).detach().numpy(), rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize(

@@ -24,16 +24,17 @@ from satrap.config.optimizers import SGD
 from satrap.config.tables import Table
 from satrap.device.collective_lookups import CollectiveLookups, CollectiveStream, LookupPart, Sent
 from satrap.device.collective_updates import CollectiveUpdates, UpdatePart
-from satrap.device.device_rows import LARGEST, largest_of
-from satrap.device.device_stream import DeviceStream, to_device, to_host
+from satrap.device.device_rows import LARGEST, largest_of, on_cpu
+from satrap.device.device_stream import DeviceStream, to_device
 from satrap.device.exchange import Exchange, LaunchOrder, RoundThread
+from satrap.device.home_memory import DTYPES
 from satrap.device.owned_rows import LookupTime
 from satrap.device.runs import PooledFeatures, RowUpdate, Runs, given_parts, require_sizes, sequence_bags
 from satrap.device.segments import TableGroups, send_to_all
 from satrap.device.torch_device import kernels_of
 from satrap.errors import InputError, StreamError, TicketError
 from satrap.interrupts import Uninterrupted
-from satrap.worker.rows import BagRequest, Rows, TicketGradients, UpdateRequest
+from satrap.worker.rows import BagRequest, Rows, UpdateRequest
 from satrap.worker.server_group import ServerGroup
 from satrap.worker.sharded_rows import ShardedRows
 
@@ -177,7 +178,7 @@ class CollectiveRows(Rows):
         return self._reader.truncated
 
     def empty(self, lines: int, floats: int) -> Tensor:
-        return torch.empty((lines, floats), dtype=torch.float32, device=self.device)
+        return torch.empty((lines, floats), dtype=DTYPES[self.output_dtype], device=self.device)
 
     def lookup(self, request: BagRequest, block: Tensor, sequences: list[Tensor]) -> CollectiveTicket | None:
         if not request.train:
@@ -350,14 +351,8 @@ class CollectiveRows(Rows):
     ) -> tuple[list[NDArray[np.uint64]], NDArray[np.int64], list[Tensor], float]:
         """Return the ids for each owner, how many there are of each table, for each group the sums owner by owner, and
         a bound of their numbers."""
-        on_cpu: list[TicketGradients] = [
-            (
-                None if block is None else to_host(block).numpy(),
-                [None if sequence is None else to_host(sequence).numpy() for sequence in sequences],
-            )
-            for block, sequences in request.gradients
-        ]
-        summed = self._split.sums(splits, on_cpu, request.scale, self._owners, len(self.servers.topology))
+        given, num_owners = on_cpu(request.gradients), len(self.servers.topology)
+        summed = self._split.sums(splits, given, request.scale, self._owners, num_owners)
         self.servers.add_skipped(summed.skipped)
         ids, counts = _sent(summed)
         by_group: list[list[NDArray[np.float32]]] = [[] for _ in self._groups.tables]

@@ -25,6 +25,7 @@ from satrap.device.device_blocks import Magnitude
 from satrap.device.device_engine import DeviceEngine, Owed
 from satrap.device.device_ids import DeviceIds, IdEntries, IdLayout, ids_of
 from satrap.device.device_stream import to_device, to_host
+from satrap.device.home_memory import DTYPES
 from satrap.device.row_memory import RowMemory
 from satrap.device.runs import (
     DeviceTicket,
@@ -116,7 +117,7 @@ class DeviceRows(Rows):
         return [sum(counts) for counts in zip(self._bags.truncated, self._num_cut, strict=True)]
 
     def empty(self, lines: int, floats: int) -> Tensor:
-        return torch.empty((lines, floats), dtype=torch.float32, device=self.device)
+        return torch.empty((lines, floats), dtype=DTYPES[self.output_dtype], device=self.device)
 
     def lookup(self, request: BagRequest, block: Tensor, sequences: list[Tensor]) -> AnyTicket | None:
         with self._engine.exclusive(None if request.resolved else self._counts(request)):
@@ -187,7 +188,8 @@ class DeviceRows(Rows):
         bags = self._bags_alone.get(table)
         if bags is None:
             bags = self._bags_alone[table] = _core.Bags(self._engine.core, native_features(features, self._tables))
-        memory, block = self._engine.memory(number), self.empty(len(ids), features.total_dim)
+        memory = self._engine.memory(number)
+        block = torch.empty((len(ids), features.total_dim), dtype=torch.float32, device=self.device)
         counts = np.zeros(len(self._tables), np.int64)
         counts[number] = len(ids)
         pooled = [
@@ -322,17 +324,10 @@ class DeviceRows(Rows):
         bound = abs(scale) * self._engine.core.sum_bound(request.tickets)
         if largest_of(request) * bound < LARGEST:  # not true of a NaN
             return False
-        on_cpu = [
-            (
-                None if block is None else to_host(block).numpy(),
-                [None if g is None else to_host(g).numpy() for g in sequences],
-            )
-            for block, sequences in request.gradients
-        ]
-        return self._engine.core.check_gradients(request.tickets, on_cpu, scale)
+        return self._engine.core.check_gradients(request.tickets, on_cpu(request.gradients), scale)
 
     def _flat(self, gradients: list[TicketGradients]) -> Tensor:
-        """Return all gradients as one tensor in the order of their places."""
+        """Return all gradients as one tensor in the order of their places: float32, if some are."""
         parts = [part.reshape(-1) for block, sequences in gradients for part in (block, *sequences) if part is not None]
         return parts[0] if len(parts) == 1 else torch.cat(parts or [self.empty(0, 0).view(-1)])
 
@@ -401,6 +396,17 @@ class DeviceRows(Rows):
             ids = part.ids[rows][num_summed[rows] > 0]
             work.append(partial(self._engine.core.settle_frames, number, ids, int(left_out[rows].sum()), step))
         return work
+
+
+def on_cpu(gradients: Sequence[TicketGradients]) -> list[TicketGradients]:
+    """Return gradients as arrays of float32. Waits for the device."""
+    return [
+        (
+            None if block is None else to_host(block).float().numpy(),
+            [None if sequence is None else to_host(sequence).float().numpy() for sequence in sequences],
+        )
+        for block, sequences in gradients
+    ]
 
 
 def largest_of(request: UpdateRequest) -> float:

@@ -283,7 +283,8 @@ class DirectRows(DeviceRows):
 
     def look_up(self, table: str, ids: Ids, step: int, oldest_open: int) -> Tensor:
         number, features = self._alone[table]
-        memory, block = self._engine.memory(number), self.empty(len(ids), features.total_dim)
+        memory = self._engine.memory(number)
+        block = torch.empty((len(ids), features.total_dim), dtype=torch.float32, device=self.device)
         pooled = [
             PooledFeatures.of(features, [0] if each is memory else [], self.device) for each in self._engine.memories
         ]
@@ -321,8 +322,8 @@ class DirectRows(DeviceRows):
                     raise refusal(ticket.ids, self._check_arrays(ticket.bags))
             skips = False
             if not largest * abs(scale) * sum(ticket.bound for ticket in tickets) < LARGEST:
-                on_cpu = [self._as_core(ticket) for ticket in tickets]
-                skips = self._check(replace(request, tickets=on_cpu), scale)
+                as_core = [self._as_core(ticket) for ticket in tickets]
+                skips = self._check(replace(request, tickets=as_core), scale)
             rows, places, factors = self._batches.gradients(tickets, given)
             rows = self._engine.trained(rows)
             groups = list(self._fused_tables(dict(request.lrs), scale, request.step, skips=skips))

@@ -77,7 +77,7 @@ class _TableModule(torch.nn.Module):
         return self._all_rows() if name == "weight" else super().__getattr__(name)
 
     def _all_rows(self) -> Tensor:
-        """Look up all ids, [num_embeddings, dim]. A copy: writing to it changes no row."""
+        """Look up all ids, [num_embeddings, dim]. A copy: what is written to it does not reach the table."""
         count = self.num_embeddings
         if count is None:
             raise AttributeError(

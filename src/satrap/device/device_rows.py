@@ -66,7 +66,7 @@ class OrderedTicket:
 
     native: _core.Ticket
     runs: Runs
-    """Those of the whole batch, without their frames."""
+    """The runs of the whole batch, without their frames."""
 
     @property
     def used(self) -> bool:

@@ -106,7 +106,7 @@ def test_the_command_and_its_script_give_the_same_bits(tmp_path: Path) -> None:
 def test_the_first_number_of_each_embedding_is_a_weight_of_its_id(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As in the regression, so that the DCN finds the effects of ids as early; by these its first pass was behind."""
+    """The regression has such weights; without them the DCN finds the effects of ids later, and overfits first."""
     monkeypatch.chdir(tmp_path)
     write(tmp_path, "parquet", clicks())
     assert main(["train", "clicks.parquet", "--ids", "day", "--script", "train.py"]) == 0

@@ -121,8 +121,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[Any]) -> No
 
 
 def starts_processes(functions: Iterable[Any]) -> bool:
-    """Return whether one of these functions, or of those and the classes in tests/ and benchmarks/ that they use, names a way to start
-    processes."""
+    """Return whether one of these functions, or what they use in tests/ and benchmarks/, names a way to start one."""
     used = [inspect.unwrap(function) for function in functions]
     for function in used:
         codes = [function.__code__]

@@ -183,7 +183,7 @@ def test_pool(
 
 
 def test_a_batch_of_a_model(kernels: Any, rng: np.random.Generator) -> None:
-    """26 features over as many tables, some of a few rows, so that one row has hundreds or thousands of gradients: pooled,
+    """26 features over as many tables, some of a few rows, so that one row has hundreds of gradients or more: pooled,
     and updated with the gradients of the block. 65,536 samples on a device; the interpreter, which takes milliseconds
     for a program, has 384."""
     samples, features, dim = (65_536 if DEVICE == "cuda" else 384), 26, 16

@@ -47,7 +47,7 @@ settings.register_profile(
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
 )
 settings.register_profile("thorough", settings.get_profile("laptop"), max_examples=500, stateful_step_count=40)
-settings.register_profile(  # of tests/mutate.py: a failure need not be simplified
+settings.register_profile(  # for tests/mutate.py: a failure need not be simplified
     "mutation", settings.get_profile("laptop"), phases=[Phase.explicit, Phase.generate], derandomize=True
 )
 settings.load_profile("laptop")
@@ -121,7 +121,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[Any]) -> No
 
 
 def starts_processes(functions: Iterable[Any]) -> bool:
-    """Return whether one of these functions, or what they use in tests/ and benchmarks/, names a way to start one."""
+    """Return whether one of these functions, or of those and the classes in tests/ and benchmarks/ that they use, names
+    a way to start processes."""
     used = [inspect.unwrap(function) for function in functions]
     for function in used:
         codes = [function.__code__]

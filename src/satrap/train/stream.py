@@ -39,7 +39,6 @@ from satrap.data.skipped_rows import SkippedRows
 from satrap.errors import NotReadyError, StreamError
 from satrap.interrupts import Uninterrupted
 from satrap.monitor.report import Counters
-from satrap.train.ahead_rows import rows_of
 from satrap.train.batch import Batch, InFlightBatch, batch_in_use
 from satrap.train.batch_lookup import BatchLookup
 from satrap.train.dense_strategy import DenseStrategy
@@ -99,10 +98,10 @@ class Stream(Iterator[Batch]):
         self._inputs, self._train, self._worker = inputs, train, worker
         self._ledger, self._on_hold, self._dense = ledger, on_hold, dense or DenseStrategy()
         self.joint = inputs if isinstance(inputs, JointBatches) else None  # if several trainers step together
-        self._length: int | None = None  # of len(), if it was called
+        self._length: int | None = None  # what len() returned, if it was called
         self._end_step: int | None = None  # 0: it is not known
         self._joined: InFlightBatch | None = None  # the last batch whose joint step is known
-        self._dropped_tickets: deque[Ticket] = deque()  # of dropped batches, to be dropped at the worker
+        self._dropped_tickets: deque[Ticket] = deque()  # to be dropped at the worker
         self._num_ids: Counter[str] = Counter()  # that modules looked up
         self._is_finished = False
         self._ended_because: str | None = None  # why no other batch will come
@@ -163,7 +162,7 @@ class Stream(Iterator[Batch]):
             staleness=self.staleness_seen,
             stages=dict(self._pipeline.seconds),
             inside=self._pipeline.seconds_inside,
-            module_ids=dict(self._num_ids),
+            module_ids=dict(+self._num_ids),
             lost={f"batches/{cause}": count for cause, count in dropped.items()}
             | {f"rows/{cause}": count for cause, count in asdict(self._skipped_rows()).items() if count},
         )
@@ -226,9 +225,9 @@ class Stream(Iterator[Batch]):
             self._close_if_done()
         return True
 
-    def _measure(self) -> None:
-        """Start to compute the largest gradient of the next update."""
-        self._look_up.measure(self._ledger.waiting())
+    def _measure(self, *, are_checked: bool) -> None:
+        """Start to compute the largest gradient of the next update. are_checked: that of `BatchLookup.measure`."""
+        self._look_up.measure(self._ledger.waiting(), are_checked=are_checked)
 
     def completes_step(self, batch: InFlightBatch) -> bool:
         """Return whether the batch is the last one of its step. A step with few batches reads ahead to find out."""
@@ -352,9 +351,15 @@ class Stream(Iterator[Batch]):
         if not batch.lookups.num_lookups:
             own, calls = weakref.ref(self), batch.calls
             batch.lookups = StepLookups(batch.step, lambda: None if (me := own()) is None else me._reach(calls))
-        rows, chunk, num_ahead = rows_of(batch.ahead, table, ids, device, partial(self._read, batch, table, device))
-        self._num_ids += Counter({"ahead": num_ahead, "on the spot": len(ids) - num_ahead})
-        return batch.lookups.add(table, ids, rows, chunk)
+        ahead, read = batch.ahead, partial(self._read, batch, table, device)
+        taken = None if ahead is None else ahead.take(table, ids, batch.lookups)
+        if taken is not None:
+            self._num_ids["ahead"] += len(ids)
+            return taken.to(device)
+        rows, num_ahead = (read(ids), 0) if ahead is None else ahead.find(table, ids, device, read)
+        self._num_ids["ahead"] += num_ahead
+        self._num_ids["on the spot"] += len(ids) - num_ahead
+        return batch.lookups.add(table, ids, rows)
 
     def _read(self, batch: InFlightBatch, table: str, device: torch.device, ids: Ids) -> Tensor:
         """Look up rows for a module on the spot; those of a padding batch are not trained."""

@@ -29,7 +29,7 @@ from satrap.worker.server_group import ServerGroup, Topology
 from satrap.worker.sharded_cut import ShardedCut
 
 _LOG = logging.getLogger("satrap.worker")
-_WRITE_BYTES = 16 << 20  # of the values in one message
+_WRITE_BYTES = 16 << 20  # values in one message
 
 
 class ShardedTable:

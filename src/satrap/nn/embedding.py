@@ -9,7 +9,7 @@ EmbeddingBag looks up one row for each id, and torch pools them: so modes, weigh
 torch's, at the cost of the memory of the rows before they are pooled.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Literal, Never, Self
 
 import numpy as np
@@ -26,6 +26,10 @@ from satrap.train.embeddings import Embeddings, session_of
 _NO_WEIGHT = (
     "weight is all rows of table {!r}, and {}. Call the module with the ids that the loss needs, such as targets and "
     "the negatives of satrap.negatives; for evaluation satrap.full_softmax and satrap.topk read the rows in parts"
+)
+_IN_EVAL = (
+    "optimizer.step() found no gradient of rows, since a module over table {!r} was in eval(), which reads rows only: "
+    "call model.train() before forward, or requires_grad_(False) of the module to train the other parameters alone"
 )
 _COPIES_OF_WEIGHT = 4  # rows, gradients, gradients of the update, and what the model computes of them
 
@@ -57,7 +61,8 @@ class _TableModule(torch.nn.Module):
         self._session.note_padding(self.table.name, self.padding_idx)
         self._is_frozen = False
         self._expected_step: int | None = None
-        self._moved = torch.empty(0)  # on the device of the model; no buffer, which DDP would send in each forward pass
+        self._moved = torch.empty(0, dtype=torch.float32)
+        """Has the device and the dtype of the model. No buffer, which DDP would send in each forward pass."""
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         self._moved = fn(self._moved)
@@ -109,6 +114,16 @@ class _TableModule(torch.nn.Module):
         """Record, for load_state_dict, which step the rows must be at when they are looked up."""
         self._expected_step = int(state[0])
 
+    def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *arguments: Any) -> None:
+        if f"{prefix}weight" in state_dict:
+            error_messages: list[str] = arguments[-1]
+            error_messages.append(
+                f"the state has {prefix}weight, of a model with torch's embeddings, and the rows are in table "
+                f"{self.table.name!r}: load the state before satrap.convert(..., weights=True), or write the rows with "
+                f"embeddings.tables[{self.table.name!r}].write(ids, rows)"
+            )
+        super()._load_from_state_dict(state_dict, prefix, *arguments)
+
     def extra_repr(self) -> str:
         """Return what print(model) shows."""
         padding = "" if self.padding_idx is None else f", padding_idx={self.padding_idx}"
@@ -117,22 +132,35 @@ class _TableModule(torch.nn.Module):
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # a compiled model has a graph break here
     def _rows(self, ids: Tensor) -> Tensor:
         """Return the row of each id, [ids, dim]; zeros where the id stands for none."""
-        if torch.compiler.is_exporting():
+        is_traced: bool = torch.jit.is_tracing()  # type: ignore[attr-defined, no-untyped-call]
+        if is_traced or torch.compiler.is_exporting():
             raise ConfigError(
-                f"torch.export cannot include the rows of table {self.table.name!r}, which are outside the model: put "
+                f"an export cannot include the rows of table {self.table.name!r}, which are outside the model: put "
                 f"torch.nn.{type(self).__name__}.from_pretrained(module.weight.detach()) in place of the module before "
                 "the export, or export the part of the model that takes rows as an input"
             )
         self._require_ids(ids)
         self._require_expected_step()
-        flat = ids.detach().reshape(-1).to("cpu", torch.int64)
+        flat, dtype = self._flat(ids), self._moved.dtype
         if self.padding_idx is None:
-            return self._look_up(flat, ids.device)
+            return self._look_up(flat, ids.device).to(dtype)
         positions = (flat != self.padding_idx).nonzero().reshape(-1)
         if len(positions) == len(flat):
-            return self._look_up(flat, ids.device)
-        rows = self._look_up(flat[positions], ids.device)
+            return self._look_up(flat, ids.device).to(dtype)
+        rows = self._look_up(flat[positions], ids.device).to(dtype)
         return rows.new_zeros(len(flat), self.embedding_dim).index_copy(0, positions.to(ids.device), rows)
+
+    def _flat(self, ids: Tensor) -> Tensor:
+        """Return the ids in CPU memory, one after another."""
+        flat = ids.detach().reshape(-1).to("cpu", torch.int64)
+        try:
+            flat.numpy()
+        except RuntimeError as error:
+            raise ConfigError(
+                f"table {self.table.name!r}: the ids have no values that can be read, as inside torch.func.grad and "
+                "vmap: call the module before, and give the function its rows"
+            ) from error
+        return flat
 
     def _require_ids(self, ids: Any) -> None:
         if not isinstance(ids, Tensor) or ids.dtype not in (torch.int64, torch.int32):
@@ -144,6 +172,10 @@ class _TableModule(torch.nn.Module):
         if self.training and torch.is_grad_enabled() and not self._is_frozen:
             return self._session.look_up(self.table.name, ids, device)
         self._session.require_whole_rows()
+        if not self._is_frozen:
+            self._session.apply_submitted()
+            if torch.is_grad_enabled():
+                self._session.why_untrained = _IN_EVAL.format(self.table.name)
         return torch.from_numpy(self._session.worker.tables[self.table.name].lookup(ids, train=False)).to(device)
 
     def _require_expected_step(self) -> None:
@@ -204,9 +236,10 @@ class EmbeddingBag(_TableModule):
         if self._has_single_ids(input, offsets, per_sample_weights):
             single: Tensor = self._rows(input)  # zeros for padding, as the sum, mean and maximum of no row are
             return single
+        rows = torch.zeros(1, 1, dtype=self._moved.dtype, device=input.device)
         with torch.no_grad():  # lets torch refuse bad arguments before a lookup inserts rows
-            self._pool(input.new_zeros(input.shape), torch.zeros(1, 1), offsets, per_sample_weights, None)
-        rows: Tensor = self._rows(input)
+            self._pool(input.new_zeros(input.shape), rows, offsets, per_sample_weights, None)
+        rows = self._rows(input)
         lines = torch.arange(len(rows), device=input.device)
         padding = None
         if self.padding_idx is not None and len(rows):

@@ -36,8 +36,9 @@ class PrefetchedBatches:
     def __iter__(self) -> Iterator[Any]:
         with self._start(self._read()) as stream:
             for batch in stream:
-                _ = batch.embeddings  # its use: dense parameters from servers must be there before the model runs
+                _ = batch.dense  # dense parameters from servers must be there before the model runs
                 yield cast(NamedInputs, batch.inputs).item
+                del batch  # so that the stream may drop it, if the loop did not use it
 
     def _read(self) -> Iterator[Inputs]:
         tables = self._tables()

@@ -63,6 +63,8 @@ class TrainingSession:
         """Whether the embeddings are in train(), and not in eval()."""
         self.expected_rows: Any = None
         """The rows that a loaded state_dict expects, as `rows_state` returns them; None if they were found."""
+        self.why_untrained = ""
+        """The error of a step that finds no gradient of rows, since modules only read; "" if they did not."""
         self._open_worker, self.staleness, self._deterministic = open_worker, staleness, deterministic
         self._worker: Worker | None = None
         self._step = 0
@@ -211,10 +213,7 @@ class TrainingSession:
                 "stream the source itself (epochs=N with shuffle=True reads it in another order each time, path= "
                 "takes a list), or create the Checkpoint without a source and start each stream where you want it"
             )
-        self._leave_stream()
-        self._has_evaluated_nothing = False
-        self._require_own_rows()
-        self.dense.begin()
+        self._begin_training()
         tracked = self._tracked.get(id(data))
         position = tracked.position if tracked is not None and tracked.resume else None
         several = self.trainers.world_size > 1
@@ -227,6 +226,14 @@ class TrainingSession:
             if tracked is not None:
                 tracked.resume = False
         return stream
+
+    def _begin_training(self, *, joins: bool = False) -> None:
+        self._leave_stream()
+        if joins:
+            self.join_attempt()
+        self._has_evaluated_nothing = False
+        self._require_own_rows()
+        self.dense.begin()
 
     def note_padding(self, table: str, padding: int | None) -> None:
         """Note the id that stands for none in a module over the table."""
@@ -241,10 +248,7 @@ class TrainingSession:
         """Start a training stream of ids by table, for modules. All trainers call this."""
         if self.on_hold is None:
             raise StreamError("no optimizer: call embeddings.optimizer(...) before you iterate over prefetch(...)")
-        self._leave_stream()
-        self._has_evaluated_nothing = False
-        self._require_own_rows()
-        self.dense.begin()
+        self._begin_training()
         return self._start_stream(inputs, self.worker.by_table(), None, torch.device("cpu"), accumulate, overlap)
 
     def _start_stream(
@@ -288,7 +292,7 @@ class TrainingSession:
     def look_up(self, table: str, ids: Ids, device: torch.device) -> Tensor:
         """Return the rows of ids that a module looks up for training, as a leaf on the device."""
         self.require_expected_rows()
-        training = self._training
+        training, self.why_untrained = self._training, ""
         if training is None or (isinstance(training, Stream) and training.is_over):
             training = self._begin_module_lookups()
         return training.look_up(table, ids, device)
@@ -297,11 +301,7 @@ class TrainingSession:
         """Start the lookups of modules where no stream is open. All trainers call this."""
         if self.on_hold is None:
             raise StreamError("no optimizer: call embeddings.optimizer(...) before a module looks up rows for training")
-        self._leave_stream()
-        if self.dense.joins_attempt:
-            self.join_attempt()
-        self._require_own_rows()
-        self.dense.begin()
+        self._begin_training(joins=self.dense.joins_attempt)
         several = self.trainers.world_size > 1
         lookups = ModuleLookups(self.worker, self._step, self.on_hold, dense=self.dense, has_peers=several)
         with Uninterrupted():
@@ -379,6 +379,8 @@ class TrainingSession:
         self.require_expected_rows()
         scale /= self.trainers.world_size  # the loss is a mean over what all of them have
         taken = self._training is not None and self._training.update(dict(lrs), scale)
+        if not taken and self.why_untrained:
+            raise StreamError(self.why_untrained)
         if not taken and not self.is_training:
             raise StreamError(
                 "optimizer.step() found no batch of a training stream, and the embeddings are in eval(): call "
@@ -399,6 +401,11 @@ class TrainingSession:
         if self._training is not None:
             self.join_step()
             self._training.drop(cause)
+
+    def apply_submitted(self) -> None:
+        """Wait until every submitted update is applied, except those that wait for the loop."""
+        if self._training is not None:
+            self._training.apply_submitted()
 
     def drain(self) -> None:
         """Wait until every submitted update is applied, then fetch the latest dense parameters."""

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from module_jobs import (
+    DIM,
     PLACES,
     embeddings_of,
     item,
@@ -18,10 +19,12 @@ from module_jobs import (
 )
 from satrap import (
     SGD,
+    ConfigError,
     IterableSource,
     MinCount,
     NonFiniteError,
     StreamError,
+    Table,
 )
 from satrap.nn import Embedding, EmbeddingBag
 from satrap.worker.worker import Worker
@@ -257,3 +260,29 @@ def test_a_step_of_rows_that_were_only_read_is_an_error() -> None:
         (module(torch.tensor([1])) * dense).sum().backward()
         optimizer.step()
         assert embeddings.step == 1
+
+
+@pytest.mark.parametrize("where", PLACES)
+def test_frozen_rows_of_a_table_have_no_gradient(where: str) -> None:
+    some, whole = item(optimizer=SGD(lr=1.0), frozen=range(2, 4)), Table("user", DIM, frozen=True)
+    with embeddings_of(some, whole, where=where) as embeddings:
+        items, users, optimizer = Embedding(embeddings, "item"), Embedding(embeddings, "user"), embeddings.optimizer()
+        before = {name: start_rows(embeddings, name, 6) for name in embeddings.tables}
+        ids = torch.arange(6)
+        for seen in embeddings.prefetch([ids, ids], ids=lambda seen: {"item": seen, "user": seen}):
+            rows = users(seen)
+            assert torch.equal(rows, before["user"]) and not rows.requires_grad
+            (items(seen).sum() + rows.sum()).backward()
+            optimizer.step()
+        rows = users(ids)
+        (items(ids).sum() + rows.sum()).backward()
+        optimizer.step()
+        assert embeddings.step == 3 and not rows.requires_grad
+        assert embeddings.counters().module_ids == {"on the spot": 12, "ahead": 24}
+        steps = torch.tensor([3.0, 3, 0, 0, 3, 3])[:, None]
+        assert torch.equal(start_rows(embeddings, "item", 6), before["item"] - steps)
+        assert torch.equal(start_rows(embeddings, "user", 6), before["user"])
+        with pytest.raises(
+            ConfigError, match=r"table 'user' is frozen, and requires_grad is True: leave frozen=True out"
+        ):
+            users.requires_grad_()

@@ -105,6 +105,7 @@ PURE = [
     "html_report.chart",
     "html_report.figures",
     "html_report.markup",
+    "html_report.run_records",
     "html_report.summary",
     "planning.coefficients",
     "planning.estimate",

@@ -82,7 +82,7 @@ class _TableModule(torch.nn.Module):
         return self._all_rows() if name == "weight" else super().__getattr__(name)
 
     def _all_rows(self) -> Tensor:
-        """Look up all ids, [num_embeddings, dim]. A copy: writing to it changes no row."""
+        """Look up all ids, [num_embeddings, dim]. A copy: what is written to it does not reach the table."""
         count = self.num_embeddings
         if count is None:
             raise AttributeError(
@@ -96,7 +96,12 @@ class _TableModule(torch.nn.Module):
         return rows
 
     def requires_grad_(self, requires_grad: bool = True) -> Self:
-        """Freeze the module, or train it again: the lookups of a frozen one read and change nothing, as in eval()."""
+        """Freeze the module, or train it again: the lookups of a frozen one read and change nothing, as in eval().
+        ConfigError if the table is frozen, whose rows no module trains."""
+        if requires_grad and self.table.frozen is True:
+            raise ConfigError(
+                f"table {self.table.name!r} is frozen, and requires_grad is True: leave frozen=True out of the table"
+            )
         self._is_frozen = not requires_grad
         return self
 
@@ -170,11 +175,12 @@ class _TableModule(torch.nn.Module):
     def _look_up(self, flat: Tensor, device: torch.device) -> Tensor:
         ids = flat.numpy().view(np.uint64)
         if self.training and torch.is_grad_enabled() and not self._is_frozen:
-            return self._session.look_up(self.table.name, ids, device)
+            rows = self._session.look_up(self.table.name, ids, device)
+            return rows.detach() if self.table.frozen is True else rows
         self._session.require_whole_rows()
         if not self._is_frozen:
             self._session.apply_submitted()
-            if torch.is_grad_enabled():
+            if torch.is_grad_enabled() and self.table.frozen is not True:
                 self._session.why_untrained = _IN_EVAL.format(self.table.name)
         return torch.from_numpy(self._session.worker.tables[self.table.name].lookup(ids, train=False)).to(device)
 

@@ -51,6 +51,7 @@ class TrainingSession:
         *,
         staleness: int,
         deterministic: bool,
+        output_dtype: str,
     ) -> None:
         """open_worker: opens the worker of a job that also has these tables, of dense parameters."""
         self.features, self.trainers = features, trainers
@@ -63,9 +64,9 @@ class TrainingSession:
         """Whether the embeddings are in train(), and not in eval()."""
         self.expected_rows: Any = None
         """The rows that a loaded state_dict expects, as `rows_state` returns them; None if they were found."""
-        self.why_untrained = ""
-        """The error of a step that finds no gradient of rows, since modules only read; "" if they did not."""
+        self.why_untrained = ""  # the error of a step that finds no gradient of rows, since modules only read
         self._open_worker, self.staleness, self._deterministic = open_worker, staleness, deterministic
+        self._output_dtype = output_dtype
         self._worker: Worker | None = None
         self._step = 0
         own = weakref.ref(self)
@@ -88,6 +89,7 @@ class TrainingSession:
         if self._worker is not None:
             raise ConfigError("dense='async': optimizer(...) was already called; use the optimizer that it returned")
         self._worker = self._open_worker(dense.tables)
+        self._worker.rows.output_dtype = self._output_dtype
         if self._worker.servers is not None:
             dense.connect(self._worker.servers)
 
@@ -387,10 +389,10 @@ class TrainingSession:
                 "embeddings.train() before embeddings.stream(...)"
             )
 
-    def measure(self) -> None:
-        """Start to compute the largest gradient of the next update."""
+    def measure(self, *, are_checked: bool) -> None:
+        """Start to compute the largest gradient of the next update. are_checked: that of `BatchLookup.measure`."""
         if self._training is not None:
-            self._training._measure()
+            self._training._measure(are_checked=are_checked)
 
     def waiting_batches(self) -> list[InFlightBatch]:
         """Return the batches that a backward pass has reached and no step has taken."""

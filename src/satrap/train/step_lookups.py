@@ -183,9 +183,9 @@ def joined(worker: Worker, parts: Sequence[tuple[Tensor, float]]) -> Any:
     whole = given[0] if len(given) == 1 else torch.cat(given)
     if worker.device is not None:
         return whole.to(worker.device).contiguous()
-    return whole.cpu().contiguous().numpy()
+    return whole.cpu().float().contiguous().numpy()
 
 
 def scaled(gradient: Tensor, weight: float) -> Tensor:
-    """Return a gradient times a weight, as float32."""
-    return (gradient.detach() if weight == 1.0 else gradient.detach() * weight).float()
+    """Return a gradient times a weight; a product is float32."""
+    return gradient.detach() if weight == 1.0 else gradient.detach().float() * weight

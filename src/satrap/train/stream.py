@@ -224,9 +224,9 @@ class Stream(Iterator[Batch]):
             self._close_if_done()
         return True
 
-    def _measure(self) -> None:
-        """Start to compute the largest gradient of the next update."""
-        self._look_up.measure(self._ledger.waiting())
+    def _measure(self, *, are_checked: bool) -> None:
+        """Start to compute the largest gradient of the next update. are_checked: that of `BatchLookup.measure`."""
+        self._look_up.measure(self._ledger.waiting(), are_checked=are_checked)
 
     def completes_step(self, batch: InFlightBatch) -> bool:
         """Return whether the batch is the last one of its step. A step with few batches reads ahead to find out."""

@@ -25,7 +25,7 @@ _NO_MODULES = (
 _NO_IDS = np.zeros(0, np.uint64)
 Floats = NDArray[np.float32]
 Block = Any
-"""float32 [lines, floats]: a numpy array, or a tensor if the rows are on a device."""
+"""[lines, floats]: a float32 numpy array, or a tensor of `Rows.output_dtype` if the rows are on a device."""
 Ids = NDArray[np.uint64]
 TableGradients = Mapping[str, tuple[Ids, Floats]]
 """For each table that has any: ids, which may repeat, and float32 [ids, dim]."""
@@ -139,6 +139,9 @@ class Rows(Protocol):
     """The order in which the devices of several trainers are given collectives; None: they have no rows."""
     resolves: bool = False
     """Whether `resolve` does a part of a lookup."""
+    output_dtype: str = "float32"
+    """The dtype of the rows in batches, and of their gradients. Arrays are float32, and are cast where they become
+    tensors."""
 
     @property
     def latest_step(self) -> int:
@@ -151,8 +154,8 @@ class Rows(Protocol):
     def empty(self, lines: int, floats: int) -> Block:
         """Return aligned memory, which is reused once the array is collected."""
 
-    def place_ids(self, inputs: Inputs) -> "Inputs | PlacedIds":
-        """Return the ids of a batch: in arrays, or where else these rows look them up."""
+    def place_ids(self, inputs: Inputs, *, train: bool) -> "Inputs | PlacedIds":
+        """Return the ids of a batch: in arrays, or where else these rows look them up, to train or not."""
         return inputs
 
     def resolve(self, request: BagRequest) -> BagRequest:

@@ -368,7 +368,7 @@ class Worker:
         if inputs.names != self.features.names:
             raise InputError(f"{_WHERE}: {_name_differences(inputs.names, self.features.names)}")
         batch_size = array_args.as_step(_WHERE, "batch_size", inputs.batch_size, low=0, high=2**30 - 1)
-        placed = self.rows.place_ids(inputs)
+        placed = self.rows.place_ids(inputs, train=train)
         values, offsets, weights = self._arrays(placed) if isinstance(placed, Inputs) else (placed, None, None)
         check_flag(_WHERE, "train", train, InputError)
         latest = self.rows.latest_step

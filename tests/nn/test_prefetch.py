@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
-from module_jobs import NUM_IDS, PLACES, Scores, batch, embeddings_of, item, loss_of, start_rows, tables
-from satrap import SGD, ConfigError, InputError, Normal, StreamError, Table, Zeros
+from module_jobs import NUM_IDS, PLACES, Scores, batch, deployed, embeddings_of, item, loss_of, start_rows, tables
+from satrap import SGD, ConfigError, Embeddings, InputError, Normal, StreamError, Table, Zeros
 from satrap.nn import Embedding, EmbeddingBag
 
 EVERYWHERE = (*PLACES, "device", "direct")
@@ -138,6 +138,38 @@ def test_every_pass_is_over_the_loader_and_a_break_drops_the_rest() -> None:
         module(torch.tensor([9])).sum().backward()
         optimizer.step()
         assert embeddings.step >= 7 and embeddings.tables["item"].stats()["updated"] == 7
+
+
+@pytest.mark.parametrize("where", PLACES)
+def test_an_evaluation_between_steps_has_every_update(where: str) -> None:
+    """The update of the last step is in progress in a thread when the evaluation starts."""
+    table = Table("item", 2, optimizer=SGD(lr=1.0), initial=Zeros())
+    with deployed(where) as place, Embeddings({"item": table}, staleness=1, deployment=place) as embeddings:
+        module, optimizer, ids = Embedding(embeddings, "item"), embeddings.optimizer(), torch.arange(4)
+        for number, _ in enumerate(embeddings.prefetch([ids] * 20, lambda ids: {"item": ids}, overlap=True), 1):
+            module.train()(ids).sum().backward()
+            optimizer.step()
+            assert module.eval()(ids)[:, 0].tolist() == [-number] * 4
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_loop_may_skip_batches(overlap: bool) -> None:
+    """One before its lookup, one after backward(), whose gradients the next zero_grad() clears."""
+    with embeddings_of(item(optimizer=SGD(lr=1.0), initial=Zeros())) as embeddings:
+        module, optimizer = Embedding(embeddings, "item"), embeddings.optimizer()
+        loader = [torch.tensor([number]) for number in range(6)]
+        for number, ids in enumerate(embeddings.prefetch(loader, lambda ids: {"item": ids}, overlap=overlap)):
+            optimizer.zero_grad()
+            if number == 1:
+                continue
+            module(ids).sum().backward()
+            if number == 3:
+                continue
+            optimizer.step()
+        embeddings.drain()
+        assert start_rows(embeddings, "item", 6)[:, 0].tolist() == [-1, 0, -1, 0, -1, -1]
+        assert embeddings.counters().lost == {"batches/unused": 1, "batches/zero_grad": 1}
+        assert embeddings.counters().module_ids == {"ahead": 5}
 
 
 def test_padding_is_not_looked_up() -> None:

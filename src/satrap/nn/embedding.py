@@ -9,7 +9,7 @@ EmbeddingBag looks up one row for each id, and torch pools them: so modes, weigh
 torch's, at the cost of the memory of the rows before they are pooled.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, Never, Self
 
 import numpy as np
@@ -28,6 +28,10 @@ from satrap.train.session import TrainingSession
 _NO_WEIGHT = (
     "weight is all rows of table {!r}, and {}. Call the module with the ids that the loss needs, such as targets and "
     "the negatives of satrap.negatives; for evaluation satrap.full_softmax and satrap.topk read the rows in parts"
+)
+_IN_EVAL = (
+    "optimizer.step() found no gradient of rows, since a module over table {!r} was in eval(), which reads rows only: "
+    "call model.train() before forward, or requires_grad_(False) of the module to train the other parameters alone"
 )
 _COPIES_OF_WEIGHT = 4  # rows, gradients, gradients of the update, and what the model computes of them
 
@@ -59,7 +63,8 @@ class _TableModule(torch.nn.Module):
         self._session.note_padding(self.table.name, self.padding_idx)
         self._is_frozen = False
         self._expected_step: int | None = None
-        self._moved = torch.empty(0)  # on the device of the model; no buffer, which DDP would send in each forward pass
+        self._moved = torch.empty(0, dtype=torch.float32)
+        """Has the device and the dtype of the model. No buffer, which DDP would send in each forward pass."""
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         self._moved = fn(self._moved)
@@ -116,6 +121,16 @@ class _TableModule(torch.nn.Module):
         """Record, for load_state_dict, which step the rows must be at when they are looked up."""
         self._expected_step = int(state[0])
 
+    def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *arguments: Any) -> None:
+        if f"{prefix}weight" in state_dict:
+            error_messages: list[str] = arguments[-1]
+            error_messages.append(
+                f"the state has {prefix}weight, of a model with torch's embeddings, and the rows are in table "
+                f"{self.table.name!r}: load the state before satrap.convert(..., weights=True), or write the rows with "
+                f"embeddings.tables[{self.table.name!r}].write(ids, rows)"
+            )
+        super()._load_from_state_dict(state_dict, prefix, *arguments)
+
     def extra_repr(self) -> str:
         """Return what print(model) shows."""
         padding = "" if self.padding_idx is None else f", padding_idx={self.padding_idx}"
@@ -128,14 +143,27 @@ class _TableModule(torch.nn.Module):
 
     def _require_lookup(self, ids: Tensor) -> None:
         """Raise an error if the ids cannot be looked up."""
-        if torch.compiler.is_exporting():
+        is_traced: bool = torch.jit.is_tracing()  # type: ignore[attr-defined, no-untyped-call]
+        if is_traced or torch.compiler.is_exporting():
             raise ConfigError(
-                f"torch.export cannot include the rows of table {self.table.name!r}, which are outside the model: put "
+                f"an export cannot include the rows of table {self.table.name!r}, which are outside the model: put "
                 f"torch.nn.{type(self).__name__}.from_pretrained(module.weight.detach()) in place of the module before "
                 "the export, or export the part of the model that takes rows as an input"
             )
         self._require_ids(ids)
         self._require_expected_step()
+
+    def _flat(self, ids: Tensor) -> Tensor:
+        """Return the ids in CPU memory, one after another."""
+        flat = ids.detach().reshape(-1).to("cpu", torch.int64)
+        try:
+            flat.numpy()
+        except RuntimeError as error:
+            raise ConfigError(
+                f"table {self.table.name!r}: the ids have no values that can be read, as inside torch.func.grad and "
+                "vmap: call the module before, and give the function its rows"
+            ) from error
+        return flat
 
     def _require_ids(self, ids: Any) -> None:
         if not isinstance(ids, Tensor) or ids.dtype not in (torch.int64, torch.int32):
@@ -151,6 +179,10 @@ class _TableModule(torch.nn.Module):
     def _read(self, ids: NDArray[np.uint64], device: torch.device) -> Tensor:
         """Return the rows of ids as they are."""
         self._session.require_whole_rows()
+        if not self._is_frozen:
+            self._session.apply_submitted()
+            if torch.is_grad_enabled() and self.table.frozen is not True:
+                self._session.why_untrained = _IN_EVAL.format(self.table.name)
         return torch.from_numpy(self._session.worker.tables[self.table.name].lookup(ids, train=False)).to(device)
 
     def _require_expected_step(self) -> None:
@@ -169,7 +201,7 @@ def rows_together(modules: Sequence[_TableModule], given: Sequence[Tensor]) -> l
     `Embeddings` that train are looked up in one call."""
     for module, ids in zip(modules, given, strict=True):
         module._require_lookup(ids)
-    flat = [ids.detach().reshape(-1).to("cpu", torch.int64) for ids in given]
+    flat = [module._flat(ids) for module, ids in zip(modules, given, strict=True)]
     positions = [_without(ids, module.padding_idx) for module, ids in zip(modules, flat, strict=True)]
     kept = [ids if at is None else ids[at] for ids, at in zip(flat, positions, strict=True)]
     rows = _look_up([ids.numpy().view(np.uint64) for ids in kept], modules, [ids.device for ids in given])
@@ -210,7 +242,10 @@ def _look_up(
         for table, same in by_table.items():
             parts = found[table].split([len(ids[number]) for number in same]) if len(same) > 1 else [found[table]]
             rows |= zip(same, parts, strict=True)
-    return [rows[n].detach() if module.table.frozen is True else rows[n] for n, module in enumerate(modules)]
+    return [
+        (rows[n].detach() if module.table.frozen is True else rows[n]).to(module._moved.dtype)
+        for n, module in enumerate(modules)
+    ]
 
 
 class Embedding(_TableModule):
@@ -272,7 +307,8 @@ class EmbeddingBag(_TableModule):
         self._require_ids(input)
         if not self._has_single_ids(input, offsets, weights):
             with torch.no_grad():
-                self._pool(input.new_zeros(input.shape), torch.zeros(1, 1), offsets, weights, None)
+                row = torch.zeros(1, 1, dtype=self._moved.dtype, device=input.device)
+                self._pool(input.new_zeros(input.shape), row, offsets, weights, None)
 
     def _finish(
         self, rows: Tensor, input: Tensor, offsets: Tensor | None = None, weights: Tensor | None = None

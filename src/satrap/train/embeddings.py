@@ -167,7 +167,7 @@ class Embeddings(torch.nn.Module):
 
     def parallel(self, model: torch.nn.Module, *, compress: Compress | None = None) -> torch.nn.Module:
         """Wrap the model in torch's DistributedDataParallel, which averages the gradients of several trainers. With one
-        trainer or dense="async", return the model itself. Call this before creating the optimizer.
+        trainer, dense="async" or no Parameter, return the model itself. Call this before creating the optimizer.
 
         compress: dtype in which DDP sends the gradients: "float16", on GPUs also "bfloat16"; None: unchanged.
         """

@@ -156,9 +156,11 @@ class ModuleLookups:
     def _waiting_batches(self) -> list[InFlightBatch]:
         return []
 
-    def drain(self) -> None:
+    def apply_submitted(self) -> None:
         """Apply the update of the last step, if an interrupt came between."""
         self._settle()
+
+    drain = apply_submitted
 
     @contextmanager
     def pause(self) -> Iterator[None]:

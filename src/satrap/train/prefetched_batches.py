@@ -143,8 +143,9 @@ class PrefetchedBatches:
             stream = stack.enter_context(self._start(items))
             try:
                 for batch in stream:
-                    _ = batch.embeddings  # its use: dense parameters from servers must be there before the model runs
+                    _ = batch.dense  # dense parameters from servers must be there before the model runs
                     yield cast(NamedInputs | RepeatedItem, batch.inputs).item
+                    del batch  # so that the stream may drop it, if the loop did not use it
             except GeneratorExit:
                 stack.pop_all()
                 stream._leave()

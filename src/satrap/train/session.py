@@ -65,6 +65,7 @@ class TrainingSession:
         """Whether the embeddings are in train(), and not in eval()."""
         self.expected_rows: Any = None
         """The rows that a loaded state_dict expects, as `rows_state` returns them; None if they were found."""
+        self.why_untrained = ""  # the error of a step that finds no gradient of rows, since modules only read
         self._open_worker, self.staleness, self._deterministic = open_worker, staleness, deterministic
         self._output_dtype = output_dtype
         self._worker: Worker | None = None
@@ -226,6 +227,14 @@ class TrainingSession:
 
         return self._start_stream(data, read, self.worker, device, accumulate, overlap)
 
+    def _begin_training(self, *, joins: bool = False) -> None:
+        self._leave_stream()
+        if joins:
+            self.join_attempt()
+        self._has_evaluated_nothing = False
+        self._require_own_rows()
+        self.dense.begin()
+
     def note_padding(self, table: str, padding: int | None) -> None:
         """Note the id that stands for none in a module over the table."""
         self._paddings.setdefault(table, set()).add(padding)
@@ -260,10 +269,7 @@ class TrainingSession:
     ) -> Stream:
         """read: returns the batches of the data, and the position at which they begin."""
         assert self.on_hold is not None
-        self._leave_stream()
-        self._has_evaluated_nothing = False
-        self._require_own_rows()
-        self.dense.begin()
+        self._begin_training()
         ledger: BatchLedger[InFlightBatch] = BatchLedger(
             self.staleness, accumulate=accumulate, deterministic=self._deterministic, last_step=self.step
         )
@@ -290,7 +296,7 @@ class TrainingSession:
     def look_up(self, ids: Mapping[str, Ids], device: torch.device) -> dict[str, Tensor]:
         """Return the rows of ids by table that modules look up for training, as leaves on the device."""
         self.require_expected_rows()
-        training = self._training
+        training, self.why_untrained = self._training, ""
         if training is None or (isinstance(training, Stream) and training.is_over):
             training = self._begin_module_lookups()
         return training.look_up(ids, device)
@@ -299,11 +305,7 @@ class TrainingSession:
         """Start the lookups of modules where no stream is open. All trainers call this."""
         if self.on_hold is None:
             raise StreamError("no optimizer: call embeddings.optimizer(...) before a module looks up rows for training")
-        self._leave_stream()
-        if self.dense.joins_attempt:
-            self.join_attempt()
-        self._require_own_rows()
-        self.dense.begin()
+        self._begin_training(joins=self.dense.joins_attempt)
         several = self.trainers.world_size > 1
         lookups = ModuleLookups(self.worker, self._step, self.on_hold, dense=self.dense, has_peers=several)
         with Uninterrupted():
@@ -381,6 +383,8 @@ class TrainingSession:
         self.require_expected_rows()
         scale /= self.trainers.world_size  # the loss is a mean over what all of them have
         taken = self._training is not None and self._training.update(dict(lrs), scale)
+        if not taken and self.why_untrained:
+            raise StreamError(self.why_untrained)
         if not taken and not self.is_training:
             raise StreamError(
                 "optimizer.step() found no batch of a training stream, and the embeddings are in eval(): call "
@@ -401,6 +405,11 @@ class TrainingSession:
         if self._training is not None:
             self.join_step()
             self._training.drop(cause)
+
+    def apply_submitted(self) -> None:
+        """Wait until every submitted update is applied, except those that wait for the loop."""
+        if self._training is not None:
+            self._training.apply_submitted()
 
     def drain(self) -> None:
         """Wait until every submitted update is applied, then fetch the latest dense parameters."""

@@ -72,8 +72,7 @@ _REASONS = {  # by the cause of a drop
 class Stream(Iterator[Batch]):
     """An iterator over batches with their rows looked up; created by `Embeddings.stream`.
 
-    A batch beyond the staleness is looked up when its rows are first used. A batch that is never stepped is dropped and
-    counted by cause; using its rows later raises an error.
+    A batch that is never stepped is dropped and counted by cause; using its rows later raises an error.
     """
 
     def __init__(
@@ -256,6 +255,10 @@ class Stream(Iterator[Batch]):
         """Drop the held batches that have gradients."""
         self._drop(self._ledger.waiting(), cause)
         self._close_if_done()
+
+    def apply_submitted(self) -> None:
+        """Wait until every submitted update is applied, except those that wait for the loop."""
+        self._pipeline.drain()
 
     def drain(self) -> None:
         """Wait until every submitted update is applied."""

@@ -1,4 +1,4 @@
-"""Makes links that leave docs/ work on the site: a hook of MkDocs, see mkdocs.yml.
+"""Makes links that leave docs/ work on the site, and shows the version there: a hook of MkDocs, see mkdocs.yml.
 
 The pages link to files of the repository by their paths: `../examples/adult.py`. Each file that a page links to becomes
 part of the site, below `repository/`.
@@ -15,6 +15,13 @@ ROOT = Path(__file__).parent.parent
 PAGES = ("CONTRIBUTING.md", "CHANGELOG.md", "benchmarks/README.md")
 """Files outside docs/ that are pages; other files are only copied."""
 LINK = re.compile(r"(?<=\]\()(?!\w+:|#)([^)\s#]+)(#[^)\s]*)?(?=\))")
+
+
+def on_config(config: Any) -> Any:
+    """Shows the version at the foot of each page."""
+    found = re.search(r'^__version__ = "(.+)"$', (ROOT / "src/satrap/__init__.py").read_text(), re.MULTILINE)
+    config["copyright"] = f"Satrap {found[1]}" if found else ""
+    return config
 
 
 def on_files(files: Files, config: Any) -> Files:

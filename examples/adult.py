@@ -17,7 +17,7 @@ import satrap
 FOLDER = Path(__file__).parent / "data" / "adult"
 CATEGORIES = ("workclass", "education", "marital_status", "occupation", "relationship", "race", "sex", "native_country")
 NUMBERS = ("age", "education_num", "hours_per_week", "capital_gain", "capital_loss")
-BATCH_SIZE = 256  # of all trainers together
+BATCH_SIZE = 256  # for all trainers together
 COLUMNS = """age workclass fnlwgt education education_num marital_status occupation relationship race sex capital_gain
     capital_loss hours_per_week native_country income"""
 

@@ -25,7 +25,7 @@ import torch
 
 import satrap
 
-LINE_BYTES = 240  # of Criteo's own files
+LINE_BYTES = 240  # as in Criteo's own files
 GZ_LINE_BYTES = 100
 
 

@@ -19,7 +19,7 @@ import torch
 import satrap
 
 WEATHER = ("temp", "dewp", "humid", "wind_speed", "precip", "pressure", "visib")
-HOURS_BEFORE = (0, 3, 6)  # of the weather: planes that were delayed then are late now
+HOURS_BEFORE = (0, 3, 6)  # when the weather counts: planes that were delayed then are late now
 NUMBERS = [f"{name}_{hours}" for hours in HOURS_BEFORE for name in WEATHER]
 NUMBERS += ["scheduled", "duration", "distance", "year_built", "seats", "leg", "busy"]
 # No feature holds the week: that would leak, since the held-out days are in weeks that are trained on.

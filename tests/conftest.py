@@ -8,6 +8,7 @@ test may leave a thread, a child process or a warning behind, the log's included
 from __future__ import annotations
 
 import gc
+import inspect
 import logging
 import os
 import random
@@ -15,7 +16,7 @@ import signal
 import threading
 import time
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +47,7 @@ settings.register_profile(
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
 )
 settings.register_profile("thorough", settings.get_profile("laptop"), max_examples=500, stateful_step_count=40)
-settings.register_profile(  # of tests/mutate.py: a failure need not be simplified
+settings.register_profile(  # for tests/mutate.py: a failure need not be simplified
     "mutation", settings.get_profile("laptop"), phases=[Phase.explicit, Phase.generate], derandomize=True
 )
 settings.load_profile("laptop")
@@ -74,10 +75,10 @@ SLOWEST = (
 )
 """Files of tests that take tens of seconds, the longest first."""
 CLUSTERS = ("benchmarks", "deploy", "faults", "launch")
-"""Folders of tests that start processes. Their tests and those of the slowest files are marked `cluster`."""
-PROCESSES = {"trainers", "module_trainers", "Trainers", "subprocess", "killed_at_random"}
-PROCESSES |= {"ServerProcess", "server_process", "server_processes", "observe_script", "kill_amid", "python", "hosts"}
-"""Fixtures, modules and functions that start processes. Tests that name one are marked, too."""
+"""Folders of tests that start processes. Their tests and those of the slowest files are marked `cluster`, and so is
+each test that names one of PROCESSES, in its function, a fixture, or what these call in tests/ and benchmarks/."""
+PROCESSES = {"subprocess", "multiprocessing", "observe_script"}
+_OURS = tuple(str(Path(__file__).parents[1] / folder) for folder in ("tests", "benchmarks"))
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -112,10 +113,30 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[Any]) -> No
         config.hook.pytest_deselected(items=[item for item in items if item in left_out])
         items[:] = [item for item in items if item not in left_out]
     for item in items:
-        names = {*item.fixturenames, *item.function.__code__.co_names}
-        if item.path.parent.name in CLUSTERS or item.path.name in SLOWEST or names & PROCESSES:
+        fixtures = [definition[-1].func for definition in item._fixtureinfo.name2fixturedefs.values()]
+        is_slow = item.path.parent.name in CLUSTERS or item.path.name in SLOWEST
+        if is_slow or starts_processes([item.function, *fixtures]):
             item.add_marker("cluster")
     items.sort(key=lambda item: SLOWEST.index(item.path.name) if item.path.name in SLOWEST else len(SLOWEST))
+
+
+def starts_processes(functions: Iterable[Any]) -> bool:
+    """Return whether one of these functions, or of those and the classes in tests/ and benchmarks/ that they use, names
+    a way to start processes."""
+    used = [inspect.unwrap(function) for function in functions]
+    for function in used:
+        codes = [function.__code__]
+        for code in codes:
+            codes += [constant for constant in code.co_consts if inspect.iscode(constant)]
+        names = {name for code in codes for name in code.co_names}
+        if names & PROCESSES:
+            return True
+        for value in (function.__globals__.get(name) for name in names):
+            methods = vars(value).values() if inspect.isclass(value) else [value]
+            called = [inspect.unwrap(method) for method in methods if inspect.isfunction(method)]
+            called = [one for one in called if inspect.isfunction(one) and one not in used]
+            used += [one for one in called if one.__code__.co_filename.startswith(_OURS)]
+    return False
 
 
 def _not_drawn(items: list[pytest.Item], seed: int) -> set[pytest.Item]:

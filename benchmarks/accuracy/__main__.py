@@ -60,7 +60,7 @@ def quick_cases() -> list[Case]:
 def plan(group: Sequence[Case], number: int, batches: Path) -> list[Run]:
     """Return a run of each staleness with one seed. A run computes in one thread, so its result is always the same."""
     (case,) = group
-    num_ids = 3_000_000 if case.targets else 10_000  # of synthetic clicks; a quick case has no target
+    num_ids = 3_000_000 if case.targets else 10_000  # in synthetic clicks; a quick case has no target
     job = {"module": "benchmarks.accuracy.training", "kind": case.kind, "num_ids": num_ids, "seed": number}
     return [
         Run(

@@ -5,6 +5,7 @@ A case's name is kind/rows x dim/threads of the server. The kinds:
     echo    ids out and rows back through satrap.rpc, against a loop over plain TCP sockets
     rows    lookup and update on one server, against the same on rows in the worker and Paddle's parameter server
     train   whole steps of the light DLRM over one server, against Paddle's parameter server
+    modules whole steps over two servers with modules that look up inside the model, against those with a stream
     bytes   what a lookup and an update put on the wire, against a row and a gradient for every id of a batch
     restart a server that is killed with its rows in shared memory, until it answers again
 
@@ -32,12 +33,14 @@ def full_cases() -> list[Case]:
         "echo": {"ratio": 0.7, "ratio_free": 0.7},
         "rows": {"ratio_local": 0.55, "ratio_paddle": 7.12},
         "train": {"ratio": 3.0, "ratio_stale": 3.0},
+        "modules": {"ratio_stream": 0.9},
     }
     most = {"bytes": {"share": 0.55, "share_float16": 0.30}, "restart": {"away_s": 2.0}}
     every = [
         replace(BASE, kind="echo", num_warmup=50, num_steps=400),
         replace(BASE, kind="rows", num_steps=200),
         replace(BASE, kind="train"),
+        replace(BASE, kind="modules"),
         replace(BASE, kind="bytes", num_warmup=1, num_steps=10),
         replace(BASE, kind="restart", rows=10 * MILLION, num_steps=3),
     ]
@@ -82,6 +85,7 @@ SUITE = Suite(
         "echo": kind(echo),
         "rows": kind(rows, with_paddle=True),
         "train": kind(train, with_paddle=True),
+        "modules": kind(train),
         "bytes": kind(wire),
         "restart": kind(restart),
     },

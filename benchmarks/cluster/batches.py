@@ -11,8 +11,8 @@ from benchmarks.workload import Batches, RowNumbers, ids_file, load_batches, sam
 GRADIENT = 1e-3
 """Each number of a gradient of the kinds that train no model."""
 TOP = "light"
-STALENESS = {"satrap": 0, "satrap_stale": 4}
-"""The modes of the kind `train`."""
+MODES = {"train": ("satrap", "satrap_stale"), "modules": ("satrap", "satrap_modules")}
+"""The modes of the kinds that train a model."""
 
 
 def ids_of(job: Mapping[str, Any]) -> RowNumbers:
@@ -25,5 +25,6 @@ def ids_of(job: Mapping[str, Any]) -> RowNumbers:
 def samples_of(job: Mapping[str, Any], label: str) -> Batches:
     """Return the batches of one mode in a round; Paddle gets those of the first."""
     count = job["num_warmup"] + job["num_steps"]
-    part = len(STALENESS) * job["part"] + list(STALENESS).index(label)
+    modes = MODES[job["kind"]]
+    part = len(modes) * job["part"] + modes.index(label)
     return load_batches(samples_file(Path(job["batches"]), job["rows"], count, part))

@@ -15,7 +15,7 @@ Packet = TypeVar("Packet")
 
 LIMIT = 8 << 20
 """Bytes that may wait in the switch for one cable."""
-_HEADERS = 52  # of IPv4 and of TCP with timestamps, in every packet on the wire
+_HEADERS = 52  # IPv4 and TCP with timestamps, in every packet on the wire
 _FRAME = 38  # Ethernet's header, check sum, preamble and gap
 
 

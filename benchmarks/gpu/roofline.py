@@ -24,8 +24,6 @@ CLASS = "H200"
 WANTED = {"9.1 M samples/s": 9.1e6, "12 M samples/s": 12e6}
 FLOAT, PLACE, ID = 4, 4, 8
 ACTIVATION_PASSES = 6
-CHECK_PASSES = 3
-"""Passes over the gradients to find the largest: they are read, and their magnitudes are written and read."""
 PRODUCTS = 3
 """Products of each layer: forward, and the gradients of its input and of its weights."""
 CORES = 16
@@ -56,22 +54,24 @@ def sample_of(
     *,
     is_half: bool,
     value_bytes: int = FLOAT,
+    output_bytes: int = FLOAT,
     moved: float = 0.0,
     num_rows: int = NUM_FEATURES,
 ) -> Sample:
     """Return what a sample takes. unique: its ids that no other sample of the batch has named before, on average.
 
-    is_half: the dense network computes in 16 bits. value_bytes: of a number of a row. moved: rows from home.
+    is_half: the dense network computes in 16 bits. value_bytes: of a number of a row. output_bytes: of one that is
+    looked up, and of its gradient. moved: rows from home.
     """
-    row, line = dim * value_bytes, dim * FLOAT
+    row, line = dim * value_bytes, dim * output_bytes
     lookup = num_rows * (row + line + PLACE)
-    check = CHECK_PASSES * num_rows * line
+    check = num_rows * line
     update = num_rows * (line + PLACE) + unique * (2 * row + 3 * PLACE)
     runs = num_rows * PLACE + unique * (3 * PLACE + (ID if value_bytes < FLOAT else 0))
     moves = moved * 2 * row
     macs, widths = _dense(dim, num_rows)
     number = 2 if is_half else FLOAT
-    casts = 2 * num_rows * dim * (FLOAT + number) if is_half else 0
+    casts = 2 * num_rows * dim * (output_bytes + number) if is_half else 0
     return Sample(
         rows_bytes=lookup + check + update + moves,
         dense_bytes=ACTIVATION_PASSES * number * widths + casts,
@@ -118,18 +118,23 @@ def of_cores(records: Iterable[Mapping[str, Any]]) -> dict[str, tuple[float, flo
 
 def table(sheet: DataSheet, cores: Mapping[str, tuple[float, float]]) -> list[str]:
     """Return the table of the design note. cores: what one core does, by distribution."""
-    samples = {ids: sample_of(128, unique_per_sample(ids), is_half=True) for ids in cores}
+    uniques = {ids: unique_per_sample(ids) for ids in cores}
+    samples = {ids: sample_of(128, unique, is_half=True) for ids, unique in uniques.items()}
+    sixteen = {ids: sample_of(128, unique, is_half=True, output_bytes=2) for ids, unique in uniques.items()}
     hosts = {ids: of_host(*rates) for ids, rates in cores.items()}
     limit = {"memory": sheet.memory_bytes_per_s, "bus": sheet.bus_bytes_per_s, "flops": sheet.flops}
     found = {ids: limits(sample, limit) for ids, sample in samples.items()}
+    in_16_bits = [limits(sample, limit) for sample in sixteen.values()]
     rows = {
-        "distinct ids of a sample in its batch": [f"{unique_per_sample(ids):.1f}" for ids in cores],
+        "distinct ids of a sample in its batch": [f"{unique:.1f}" for unique in uniques.values()],
         "bytes in the device's memory: rows": [f"{each.rows_bytes:,.0f}" for each in samples.values()],
         "bytes in the device's memory: dense network": [f"{each.dense_bytes:,.0f}" for each in samples.values()],
+        "both, with rows and gradients in 16 bits": [f"{each.memory_bytes:,.0f}" for each in sixteen.values()],
         "bytes over the bus": [f"{each.bus_bytes:,.0f}" for each in samples.values()],
         "MFLOP": [f"{each.flops / 1e6:.1f}" for each in samples.values()],
         "ids/s of a core: resolve, update (M)": [f"{a / 1e6:.0f}, {b / 1e6:.0f}" for a, b in cores.values()],
         "**limit** of the memory, M samples/s": [f"{each['memory'] / 1e6:.1f}" for each in found.values()],
+        "of the memory, with rows and gradients in 16 bits": [f"{each['memory'] / 1e6:.1f}" for each in in_16_bits],
         "of the bus": [f"{each['bus'] / 1e6:.0f}" for each in found.values()],
         "of the products": [f"{each['flops'] / 1e6:.0f}" for each in found.values()],
         f"of the host, {CORES} cores": [f"{CORES * each / 1e6:.1f}" for each in hosts.values()],

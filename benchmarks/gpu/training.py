@@ -57,6 +57,11 @@ class Setting:
     """The part of the rows that is on the device; the others are at home."""
 
     @property
+    def output_dtype(self) -> Any:
+        """The dtype of the rows that the model gets: that of autocast, if it is bfloat16."""
+        return "bfloat16" if (self.contender, self.precision) == ("satrap", "amp-bf16") else "float32"
+
+    @property
     def name(self) -> str:
         """The name of the item."""
         compiled = "compiled" if self.compiled else "eager"
@@ -135,6 +140,7 @@ class SatrapTables:
             device=device(),
             device_memory=memory,
             staleness=setting.staleness,
+            output_dtype=setting.output_dtype,
             seed=1,
         )
         # A stream is trained by an optimizer, even one whose batches are all dropped.
@@ -228,7 +234,7 @@ class Training:
 
     def tables_of(self, setting: Setting, fill_seconds: float = FILL_SECONDS) -> Any:
         """Return the tables of a setting. The device has those of one setting of each contender at a time."""
-        key = (setting.rows, setting.staleness, setting.share, self.rows)
+        key = (setting.rows, setting.staleness, setting.output_dtype, setting.share, self.rows)
         held, tables = self._held.get(setting.contender, (None, None))
         if key != held:
             del tables
@@ -296,6 +302,7 @@ class Training:
             len(np.unique(numbers)) / self.samples,
             is_half=setting.precision != "fp32",
             value_bytes=DTYPES[setting.rows].itemsize,
+            output_bytes=DTYPES[setting.output_dtype].itemsize,
         )
         sheet = sheet_of(torch.cuda.get_device_name()) if device().type == "cuda" else None
         rates: dict[str, float | None] = {"flops": sheet.flops if sheet else None}

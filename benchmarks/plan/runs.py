@@ -20,7 +20,7 @@ from satrap.planning.input_files import memory_row_bytes, read_coefficients, sav
 from satrap.planning.machines import Layout, Limits, MachineType, Pool
 from satrap.planning.workload import TableLoad, Training, Workload
 
-SAMPLES = 1 << 16  # of the file, which is read again and again
+SAMPLES = 1 << 16  # in the file, which is read again and again
 FREE = Limits(memory=1.0, cores=1.0, network=1.0, round_trip_ms=0.0)
 TIMEOUT_SECONDS = 1500
 PROCESSES = {"local": (0, 1), "servers": (2, 1), "trainers": (2, 2)}

@@ -47,7 +47,7 @@ TURN = 5
 FEWER_STEPS = 4  # divides the steps of a heavy model
 FEWER_WARMUP = 2
 FRAMEWORK_BYTES = 3 << 30  # activations, batches, what a source reads ahead, and the framework itself
-LINE_BYTES = 260  # of Criteo's text, at most
+LINE_BYTES = 260  # a line of Criteo's text, at most
 # Frameworks draw other first weights and rows, and a step of Adagrad depends on the gradients before it.
 SAME_WORK = 0.2
 

@@ -36,7 +36,7 @@ class BagPlan {
     struct Feature {
         Route route;
         bool uniform;             // every bag holds exactly one id
-        std::size_t first_id;     // of the ids after cutting
+        std::size_t first_id;     // among the ids after cutting
         std::uint64_t rows;       // the place of its first row, if it is pooled (a loose one) or a sequence
         std::int64_t least, most; // lengths of its bags; -1: offsets fall
         std::uint64_t num_cut;    // ids beyond max_length, without padding

@@ -21,7 +21,7 @@ inline constexpr std::uint32_t kNoRow = 0xffffffffU; // kNoFrame of a table
 // kNoRow. A place counts floats through the given gradients of all tickets.
 struct FrameRuns {
     std::vector<std::uint32_t> first_run_of_table;     // [tables + 1]
-    std::vector<std::uint32_t> first_run, first_entry; // of each bucket
+    std::vector<std::uint32_t> first_run, first_entry; // for each bucket
     std::vector<std::uint32_t> frames, begin, end;     // [runs]
     std::vector<std::uint64_t> keys;                   // [runs] row_key of the id; empty unless values have 16 bits
     std::vector<std::uint32_t> places;                 // [entries]
@@ -46,7 +46,7 @@ class GivenPlaces {
   private:
     struct Part {
         std::uint64_t last;  // the place after it
-        std::uint64_t begin; // of its gradient, less its first place: the sum wraps around
+        std::uint64_t begin; // where its gradient begins, less its first place: the sum wraps around
         bool given;
     };
 
@@ -97,13 +97,15 @@ class EntryPlaces {
     const std::int32_t* flat_ = nullptr;
 };
 
-// The entries of one bucket over all tickets that have a gradient, ordered by unique id: a stable counting sort.
+// The entries of one bucket over all tickets that have a gradient, ordered by unique id: a stable counting sort. Those
+// of frozen ids are left out.
 class BucketRuns {
   public:
     // The joined ids of the bucket are in the scratch.
-    BucketRuns(Tickets tickets, std::span<const EntryPlaces> given, std::uint32_t b, std::uint32_t num_unique,
-               Scratch& scratch)
-        : tickets_(tickets), given_(given), b_(b), numbers_(scratch.joined_numbers.data()) {
+    BucketRuns(Tickets tickets, std::span<const EntryPlaces> given, const FrozenIds& frozen, std::uint32_t b,
+               std::uint32_t num_unique, Scratch& scratch)
+        : tickets_(tickets), given_(given), frozen_(frozen), b_(b), ids_(scratch.joined_ids.data()),
+          numbers_(scratch.joined_numbers.data()) {
         SATRAP_ASSERT(given.size() == tickets.size());
         begin_ = scratch.run_begin.reserve(num_unique + 1);
         std::memset(begin_, 0, (num_unique + 1) * sizeof(std::uint32_t));
@@ -128,23 +130,26 @@ class BucketRuns {
         const std::uint32_t* numbers = numbers_;
         for (std::size_t k = 0; k < tickets_.size(); ++k) {
             const Batch& batch = *tickets_[k]->batch;
-            for (std::uint32_t e = batch.begin[b_]; e < batch.begin[b_ + 1]; ++e)
-                if (const std::uint32_t place = batch.positions[e]; given_[k].has(place))
-                    visit(numbers[batch.local[e]], batch, e, given_[k].at(place));
+            for (std::uint32_t e = batch.begin[b_]; e < batch.begin[b_ + 1]; ++e) {
+                const std::uint32_t place = batch.positions[e], number = numbers[batch.local[e]];
+                if (given_[k].has(place) && !frozen_.has(ids_[number])) visit(number, batch, e, given_[k].at(place));
+            }
             numbers += batch.num_unique[b_];
         }
     }
 
     Tickets tickets_;
     std::span<const EntryPlaces> given_;
+    FrozenIds frozen_;
     std::uint32_t b_;
+    const std::uint64_t* ids_;
     const std::uint32_t* numbers_;
     std::uint32_t* begin_;
 };
 
 // Reserves the runs of each bucket: one for each id of each ticket, those that tickets share too. with_keys: values
-// have 16 bits.
-inline FrameRuns reserve_runs(const BucketNumbering& map, Tickets tickets, bool with_keys) {
+// have 16 bits. ordered: only their frames.
+inline FrameRuns reserve_runs(const BucketNumbering& map, Tickets tickets, bool with_keys, bool ordered = false) {
     FrameRuns runs;
     bool scaled = false;
     std::uint32_t num_runs = 0, num_entries = 0;
@@ -162,6 +167,7 @@ inline FrameRuns reserve_runs(const BucketNumbering& map, Tickets tickets, bool 
     }
     runs.first_run_of_table.push_back(num_runs);
     runs.frames.assign(num_runs, kNoRow);
+    if (ordered) return runs;
     runs.begin.assign(num_runs, 0);
     runs.end.assign(num_runs, 0);
     runs.places.resize(num_entries);

@@ -10,7 +10,7 @@ namespace satrap {
 // One bucket's part of an update.
 struct BucketGradients {
     BucketVisit visit;
-    Gradients gradients; // of the visit's entries
+    Gradients gradients; // for the visit's entries
 };
 
 // Returns its gradients bucket by bucket, to many threads.

@@ -35,6 +35,14 @@ struct OptimizerConfig {
     double l2 = 0.0;
 };
 
+// Ids whose rows no update changes: first .. last; none if first > last.
+struct FrozenIds {
+    std::uint64_t first = 1, last = 0;
+
+    bool any() const { return first <= last; }
+    bool has(std::uint64_t id) const { return first <= id && id <= last; }
+};
+
 struct TableConfig {
     std::string name;
     std::uint32_t dim = 0;
@@ -54,6 +62,7 @@ struct TableConfig {
     std::uint32_t expire_after = 0; // steps; 0: never
     Absent absent = Absent::initial;
     OnNonfinite on_nonfinite = OnNonfinite::raise;
+    FrozenIds frozen;
     std::uint32_t num_buckets = 1;           // a power of two
     std::optional<std::uint32_t> frame_pool; // the pool of its rows' frames on a device; none: rows are in this memory
 
@@ -75,7 +84,7 @@ struct TableConfig {
         }
         return 0;
     }
-    std::size_t element_bytes() const { return dtype == Dtype::float32 ? 4 : 2; } // of one value
+    std::size_t element_bytes() const { return dtype == Dtype::float32 ? 4 : 2; } // one value's
     // Bytes of the values part, padded to 4 so that the state is aligned.
     std::size_t value_bytes() const { return (dim * element_bytes() + 3) & ~static_cast<std::size_t>(3); }
     std::size_t row_bytes() const { return value_bytes() + 4 * static_cast<std::size_t>(state_dim()); }

@@ -2,6 +2,7 @@
 // the names that Python uses. A field that the core does not know is refused.
 #include <nanobind/stl/array.h>
 #include <nanobind/stl/optional.h>
+#include <nanobind/stl/variant.h>
 
 #include "bindings/bindings.hpp"
 
@@ -132,8 +133,14 @@ TableConfig read_table(const nb::typed<nb::dict, std::string, nb::any>& table,
     fields.read("expire_after", config.expire_after);
     fields.choose("absent", config.absent, {{"initial", Absent::initial}, {"zeros", Absent::zeros}});
     fields.choose("on_nonfinite", config.on_nonfinite, {{"raise", OnNonfinite::raise}, {"skip", OnNonfinite::skip}});
+    std::variant<bool, std::array<std::uint64_t, 2>> frozen = false;
+    fields.read("frozen", frozen);
+    if (const auto* ends = std::get_if<1>(&frozen); ends != nullptr)
+        config.frozen = {(*ends)[0], (*ends)[1]};
+    else if (std::get<0>(frozen))
+        config.frozen = {0, ~std::uint64_t{0}};
     fields.read("num_buckets", config.num_buckets);
-    fields.ignore("shard"); // of several servers
+    fields.ignore("shard"); // for several servers
     fields.require_all_read();
     require_valid(where, config);
     return config;
@@ -144,7 +151,9 @@ TableConfig read_table(const nb::typed<nb::dict, std::string, nb::any>& table,
 void bind_config(nb::module_& m) {
     nb::class_<TableConfig>(m, "TableConfig", "A table's configuration in the core.")
         .def(nb::new_(&read_table), "table"_a, "frame_pool"_a = nb::none(),
-             "table: what satrap.Table.to_dict() returns, with its num_buckets. frame_pool: of rows on a device.")
+             "table: what satrap.Table.to_dict() returns, with its num_buckets, and a range of frozen ids as the first "
+             "and "
+             "the last one. frame_pool: of rows on a device.")
         .def_prop_ro("state_dim", &TableConfig::state_dim, "Number of floats of optimizer state in a row.");
 }
 

@@ -98,12 +98,18 @@ nb::dict take_moves(Engine& engine) {
 }
 
 nb::dict update_frames(Engine& engine, const std::vector<Ticket*>& tickets, const std::vector<GivenFlags>& given,
-                       std::uint64_t step, bool filter) {
+                       std::uint64_t step, bool filter, bool ordered) {
     require_step("step", step);
     const std::vector<GivenParts> parts =
         checked_parts(tickets, given, [](const Ticket& ticket) { return ticket.bags.get(); });
-    return dict_of(
-        without_gil([&] { return engine.update_frames(tickets, parts, static_cast<std::uint32_t>(step), filter); }));
+    if (ordered && tickets.size() != 1) refuse("ordered runs are those of one ticket");
+    return dict_of(without_gil(
+        [&] { return engine.update_frames(tickets, parts, static_cast<std::uint32_t>(step), filter, ordered); }));
+}
+
+nb::dict order_frames(Engine& engine, Ticket& ticket) {
+    if (ticket.bags == nullptr) refuse("the ticket is not one of a batch");
+    return dict_of(without_gil([&] { return engine.order_frames(ticket); }));
 }
 
 void settle_frames(Engine& engine, std::size_t t, const Ids& ids, std::uint64_t skipped, std::uint64_t step) {
@@ -214,11 +220,13 @@ void bind_frames(nb::class_<Engine>& engine) {
                      "dict[str, typing.Any]"))
         .def("take_inserted", &take_inserted, nb::sig("def take_inserted(self) -> dict[str, NDArray[typing.Any]]"),
              "Returns the rows whose frames have no values yet.")
-        .def("update_frames", &update_frames, "tickets"_a, "given"_a, "step"_a, "filter"_a,
+        .def("update_frames", &update_frames, "tickets"_a, "given"_a, "step"_a, "filter"_a, "ordered"_a = false,
              nb::sig("def update_frames(self, tickets: collections.abc.Sequence[Ticket], given: "
-                     "collections.abc.Sequence[tuple[bool, collections.abc.Sequence[bool]]], step: int, filter: bool) "
-                     "-> dict[str, "
-                     "typing.Any]"))
+                     "collections.abc.Sequence[tuple[bool, collections.abc.Sequence[bool]]], step: int, filter: bool, "
+                     "ordered: bool = False) -> dict[str, typing.Any]"))
+        .def("order_frames", &order_frames, "ticket"_a,
+             nb::sig("def order_frames(self, ticket: Ticket) -> dict[str, typing.Any]"),
+             "Returns the runs of an update of a whole batch, ahead of it: all but the frames.")
         .def(
             "sum_bound",
             [](const Engine& e, const std::vector<Ticket*>& tickets) {

@@ -34,7 +34,7 @@ enum Scalar : unsigned { kNone = 1, kBool = 2, kInt = 4, kFloat = 8, kStr = 16 }
 // The type of a value: an array if it has a dtype; otherwise scalars of some types, or a list of them.
 struct Type {
     nb::object dtype; // null: no array
-    char format = 0;  // of the array's elements, as the buffer protocol spells it
+    char format = 0;  // how the buffer protocol spells the type of the array's elements
     std::size_t item_bytes = 0;
     bool optional = false;
     unsigned scalars = 0; // which ones may stand here

@@ -403,12 +403,12 @@ class DelimitedParser {
     }
 
     const TextFormat& format_;
-    std::size_t num_fields_; // of a row of the text
-    char first_ = 0;         // of the delimiter's characters
+    std::size_t num_fields_; // in a row of the text
+    char first_ = 0;         // the first of the delimiter's characters
     std::uint64_t delimiters_ = 0;
     bool missing_empty_ = false;
     std::size_t longest_missing_ = 0;
-    const char* begin_ = nullptr; // of the text
+    const char* begin_ = nullptr; // where the text begins
     const char* end_ = nullptr;
     bool check_utf8_ = false;
     std::unique_ptr<TextColumns> columns_;

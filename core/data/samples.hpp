@@ -36,7 +36,7 @@ struct Samples {
     std::size_t num_dense = 0;
     const float* label = nullptr;
     std::size_t num_labels = 0;
-    std::vector<std::shared_ptr<const void>> owners; // of the memory that the pointers above point into
+    std::vector<std::shared_ptr<const void>> owners; // they own the memory that the pointers above point into
 
     bool same_shape(const Samples& other) const {
         return ids.size() == other.ids.size() && num_dense == other.num_dense && num_labels == other.num_labels;
@@ -183,7 +183,7 @@ class Gather {
     };
 
     void place(std::span<const std::int64_t> order) {
-        std::vector<std::uint64_t> starts; // of each part, in the common numbering
+        std::vector<std::uint64_t> starts; // for each part, in the common numbering
         std::uint64_t start = 0;
         for (const BlockRange& part : parts_) {
             starts.push_back(start);
@@ -265,8 +265,8 @@ class Gather {
     std::span<const BlockRange> parts_;
     std::vector<SampleRef> samples_;
     std::size_t num_features_;
-    std::vector<bool> single_;        // of each feature: every sample holds one id
-    std::vector<std::size_t> starts_; // of each feature: where its values begin
+    std::vector<bool> single_;        // for each feature: every sample holds one id
+    std::vector<std::size_t> starts_; // for each feature: where its values begin
     std::size_t num_values_ = 0;
     bool one_each_ = true;
     bool weighted_ = false;

@@ -38,12 +38,12 @@ struct FieldUse {
 };
 
 struct TextFormat {
-    std::string delimiter = ","; // of 1 to 8 bytes
+    std::string delimiter = ","; // 1 to 8 bytes
     int quote = -1;              // -1: quotes are ordinary characters
     bool strip = false;          // blanks around a field are not part of it
     bool quoted_newlines = false;
     std::vector<std::string> missing{""};       // texts that mean that a field is missing
-    std::vector<std::vector<FieldUse>> columns; // of the file in order, then of the constants
+    std::vector<std::vector<FieldUse>> columns; // those of the file in order, then the constants
     std::vector<std::string> constants;         // fields that each row has after those of the file
     std::size_t num_dense = 0;
     std::size_t num_labels = 0;

@@ -76,7 +76,7 @@ class DeviceDirectory {
     std::mutex inserted_mutex_; // guards the next two
     std::vector<InsertedRow> inserted_;
     std::vector<Move> moves_;
-    std::mutex absent_mutex_; // of the lists that find() fills
+    std::mutex absent_mutex_; // guards the lists that find() fills
     Mutex places_mutex_;
     // Under places_mutex_: of lookups at steps that may be open, the step and how many rows of each pool it has.
     std::vector<std::pair<std::uint32_t, std::vector<std::uint64_t>>> open_lookups_;

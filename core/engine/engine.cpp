@@ -165,7 +165,7 @@ class FlatSource final : public GradientSource {
     const Engine& engine_;
     const Ticket& ticket_;
     const float* gradients_;
-    std::vector<std::size_t> begin_; // of each table's gradients
+    std::vector<std::size_t> begin_; // where each table's gradients begin
 };
 
 } // namespace
@@ -230,6 +230,7 @@ void Engine::reserve_update(BucketScheduler::ScratchLease& lease, Tickets ticket
     for (std::size_t t = 0; t < tables_.size(); ++t) {
         const std::size_t of_table = tables_[t].config().dim;
         dim = std::max(dim, of_table);
+        filter = tables_[t].summation().leaves_out(filter);
         for (std::uint32_t b = map().first[t]; b < map().first[t + 1]; ++b) {
             std::size_t here = 0, ids = 0;
             for (const Ticket* ticket : tickets) {

@@ -56,7 +56,7 @@ struct TableStats {
 
 // A lookup of rows on a device: the ids that were looked up, without what was cut, and those without a frame.
 struct FrameLookup {
-    std::unique_ptr<Ticket> ticket; // of a training lookup
+    std::unique_ptr<Ticket> ticket; // for a training lookup
     std::size_t num_ids = 0;
     std::vector<std::int64_t> offsets; // empty: each bag holds one id
     std::vector<float> weights;        // empty: nothing is weighted
@@ -145,8 +145,12 @@ class Engine {
                               std::int32_t* frames, bool want_ticket);
     // Does all of an update but the optimizer. `filter`: gradients may have to be skipped; then rows of tables that
     // skip are neither stamped nor counted before settle_frames.
-    FrameRuns update_frames(Tickets tickets, std::span<const GivenParts> given, std::uint32_t step,
-                            bool filter = false);
+    // ordered: each id of the one ticket has a gradient, and `order_frames` was called: only frames and ids are found.
+    FrameRuns update_frames(Tickets tickets, std::span<const GivenParts> given, std::uint32_t step, bool filter = false,
+                            bool ordered = false);
+    // Orders the gradients of a ticket whose ids will all have one, ahead of the update: all of its runs but the
+    // frames.
+    FrameRuns order_frames(Ticket& ticket);
     // Called with the ids that had a gradient to apply, after some were skipped.
     void settle_frames(std::size_t t, std::span<const std::uint64_t> ids, std::uint64_t skipped, std::uint32_t step);
     // A sum of these tickets' gradients is at most this many times the largest gradient times the scale.
@@ -228,7 +232,11 @@ class Engine {
     void wait_for_cut_room();
     // Returns where each ticket's gradients of table t begin.
     using GivenOf = std::function<std::vector<EntryPlaces>(std::size_t t)>;
-    FrameRuns take_runs(Claim& claim, Tickets tickets, const GivenOf& given_of, std::uint32_t step, bool filter);
+    FrameRuns take_runs(Claim& claim, Tickets tickets, const GivenOf& given_of, std::uint32_t step, bool filter,
+                        bool ordered);
+    FrameRuns runs_for(Tickets tickets, bool ordered) const;
+    void order_bucket(Tickets tickets, std::span<const EntryPlaces> given, std::size_t t, std::uint32_t b,
+                      std::uint32_t n, FrameRuns& runs, Scratch& scratch) const;
     void reserve_update(BucketScheduler::ScratchLease& lease, Tickets tickets, bool filter) const;
     std::size_t undo_bytes(Tickets tickets) const;
     void adopt(SharedArena& arena);

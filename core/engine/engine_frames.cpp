@@ -22,19 +22,53 @@ FrameLookup Engine::lookup_frames(const std::shared_ptr<const Bags>& bags, const
     return found;
 }
 
-FrameRuns Engine::update_frames(Tickets tickets, std::span<const GivenParts> given, std::uint32_t step, bool filter) {
+FrameRuns Engine::order_frames(Ticket& ticket) {
+    require_rows_on_device();
+    Ticket* const tickets[] = {&ticket};
+    const Claim claim(tickets, identity_); // for the duration of the call
+    const GivenParts all[] = {{true, std::vector<bool>(ticket.sequences.size() - 1, true)}};
+    const std::vector<GivenPlaces> places = given_places(tickets, all);
+    const std::vector<EntryPlaces> entries(places.begin(), places.end());
+    FrameRuns runs = runs_for(tickets, false);
+    BucketScheduler::ScratchLease lease(scheduler_, size_of(tickets));
+    scheduler_.for_each_occupied(map(), lease, tickets, [&](std::size_t t, std::uint32_t b, Scratch& scratch) {
+        order_bucket(tickets, entries, t, b, join_ids(tickets, b, scratch), runs, scratch);
+    });
+    return runs;
+}
+
+FrameRuns Engine::update_frames(Tickets tickets, std::span<const GivenParts> given, std::uint32_t step, bool filter,
+                                bool ordered) {
     require_rows_on_device();
     Claim claim(tickets, identity_);
     const std::vector<GivenPlaces> places = given_places(tickets, given);
     const std::vector<EntryPlaces> entries(places.begin(), places.end());
-    return take_runs(claim, tickets, [&](std::size_t) { return entries; }, step, filter);
+    return take_runs(claim, tickets, [&](std::size_t) { return entries; }, step, filter, ordered);
 }
 
-// Stamps the rows, finds their frames and orders their gradients.
-FrameRuns Engine::take_runs(Claim& claim, Tickets tickets, const GivenOf& given_of, std::uint32_t step, bool filter) {
+FrameRuns Engine::runs_for(Tickets tickets, bool ordered) const {
     bool rounded = false;
     for (std::size_t t = 0; t < tables_.size(); ++t) rounded |= tables_[t].config().dtype != Dtype::float32;
-    FrameRuns runs = reserve_runs(map(), tickets, rounded);
+    return reserve_runs(map(), tickets, rounded, ordered);
+}
+
+// Orders the gradients of a bucket by unique id. Its n joined ids are in the scratch.
+void Engine::order_bucket(Tickets tickets, std::span<const EntryPlaces> given, std::size_t t, std::uint32_t b,
+                          std::uint32_t n, FrameRuns& runs, Scratch& scratch) const {
+    BucketRuns entries(tickets, given, tables_[t].config().frozen, b, n, scratch);
+    const std::uint32_t run = runs.first_run[b], entry = runs.first_entry[b];
+    for (std::uint32_t i = 0; i < n; ++i) {
+        runs.begin[run + i] = entry + entries.begin(i);
+        runs.end[run + i] = entry + entries.begin(i + 1);
+        if (!runs.keys.empty()) runs.keys[run + i] = tables_[t].row_key_of(scratch.joined_ids[i]);
+    }
+    entries.write(t, runs.places.data() + entry, runs.factors.empty() ? nullptr : runs.factors.data() + entry);
+}
+
+// Stamps the rows, finds their frames and orders their gradients, unless they are ordered.
+FrameRuns Engine::take_runs(Claim& claim, Tickets tickets, const GivenOf& given_of, std::uint32_t step, bool filter,
+                            bool ordered) {
+    FrameRuns runs = runs_for(tickets, ordered);
     if (filter) runs.ids.resize(runs.frames.size());
     bool hinted = true;
     for (const Ticket* ticket : tickets) hinted &= ticket->batch->hinted;
@@ -46,14 +80,14 @@ FrameRuns Engine::take_runs(Claim& claim, Tickets tickets, const GivenOf& given_
     reach_step(step);
     scheduler_.for_each_occupied(map(), lease, tickets, [&](std::size_t t, std::uint32_t b, Scratch& scratch) {
         const std::uint32_t n = join_ids(tickets, b, scratch);
-        BucketRuns entries(tickets, places[t], b, n, scratch);
         std::uint8_t* started = scratch.started.reserve(n);
-        const std::uint32_t run = runs.first_run[b], entry = runs.first_entry[b];
-        for (std::uint32_t i = 0; i < n; ++i) {
-            started[i] = entries.started(i);
-            runs.begin[run + i] = entry + entries.begin(i);
-            runs.end[run + i] = entry + entries.begin(i + 1);
-            if (!runs.keys.empty()) runs.keys[run + i] = tables_[t].row_key_of(scratch.joined_ids[i]);
+        const std::uint32_t run = runs.first_run[b];
+        if (ordered) {
+            const FrozenIds& frozen = tables_[t].config().frozen;
+            for (std::uint32_t i = 0; i < n; ++i) started[i] = !frozen.has(scratch.joined_ids[i]);
+        } else {
+            order_bucket(tickets, places[t], t, b, n, runs, scratch);
+            for (std::uint32_t i = 0; i < n; ++i) started[i] = runs.begin[run + i] != runs.end[run + i];
         }
         const BucketVisit visit{.bucket = b - map().first[t],
                                 .unique = scratch.joined_ids.data(),
@@ -64,7 +98,6 @@ FrameRuns Engine::take_runs(Claim& claim, Tickets tickets, const GivenOf& given_
         const bool settled = !filter || tables_[t].config().on_nonfinite != OnNonfinite::skip;
         tables_[t].update_places(visit, started, step, hinted, settled, runs.frames.data() + run, scratch);
         if (filter) std::copy_n(scratch.joined_ids.data(), n, runs.ids.data() + run);
-        entries.write(t, runs.places.data() + entry, runs.factors.empty() ? nullptr : runs.factors.data() + entry);
     });
     for (Ticket* ticket : tickets) batches_.give(std::move(ticket->batch));
     return runs;
@@ -91,7 +124,7 @@ FrameRuns Engine::update_id_frames(const std::uint64_t* ids, std::span<const std
     Claim claim(tickets, identity_);
     ownership_.require([&](std::uint32_t b) { return occupied(tickets, b); }, true);
     const auto given_of = [&](std::size_t t) { return std::vector{EntryPlaces(places + offsets[t])}; };
-    return take_runs(claim, tickets, given_of, step, filter);
+    return take_runs(claim, tickets, given_of, step, filter, false);
 }
 
 void Engine::settle_frames(std::size_t t, std::span<const std::uint64_t> ids, std::uint64_t skipped,

@@ -51,7 +51,7 @@ class Tables {
 
   private:
     std::vector<std::unique_ptr<Table>> tables_;
-    std::vector<const GradientSum*> summations_; // of the tables
+    std::vector<const GradientSum*> summations_; // one for each table
     BucketNumbering map_;
 };
 

@@ -83,8 +83,8 @@ struct BagEntries {
     std::vector<std::uint8_t> loose;  // [tables]: has rows to be pooled, so that to[] differs from positions[]
     std::vector<std::uint8_t> scaled; // [tables]: has factors other than 1
     float largest_weight = 1.0f;      // bound of the weights' magnitudes
-    Buffer<Factor> factors;           // of scaled tables
-    Buffer<std::uint32_t> to;         // of loose tables: the place of the row; positions[] has that of its gradient
+    Buffer<Factor> factors;           // for scaled tables
+    Buffer<std::uint32_t> to;         // for loose tables: the place of the row; positions[] has that of its gradient
 };
 
 // The memory behind the places of one table's entries. T is float or const float.

@@ -14,7 +14,7 @@ class UndoSlot;
 
 // See Batch for the arrays.
 struct BucketVisit {
-    std::uint32_t bucket; // of the table
+    std::uint32_t bucket; // in the table
     const std::uint64_t* unique;
     std::uint32_t num_unique;
     const std::uint32_t* local;
@@ -50,10 +50,10 @@ struct Scratch {
     Buffer<std::uint32_t> kept_local;
     Buffer<const float*> kept_from;
     Buffer<Factor> kept_factors;
-    Buffer<std::uint64_t> joined_ids; // of several tickets
+    Buffer<std::uint64_t> joined_ids; // from several tickets
     Buffer<std::uint32_t> joined_numbers, joined_hints, joined_local;
     Buffer<Factor> joined_factors;
-    Buffer<std::uint32_t> frames; // of the unique ids
+    Buffer<std::uint32_t> frames; // for the unique ids
     Buffer<std::uint32_t> run_begin;
     UndoSlot* undo = nullptr; // the thread's slot during an update
 

@@ -21,40 +21,46 @@ GradientSum::Entries GradientSum::begin(const BucketVisit& visit, const Gradient
                                         Scratch& scratch) const {
     SATRAP_ASSERT(visit.count == 0 || (gradients.from != nullptr && gradients.scale > 0.0f));
     std::memset(scratch.started.reserve(visit.num_unique), 0, visit.num_unique);
-    if (!filter) return {visit.local, gradients, visit.count};
+    const bool any_frozen = frozen_.any() && std::any_of(visit.unique, visit.unique + visit.num_unique,
+                                                         [&](std::uint64_t id) { return frozen_.has(id); });
+    if (!filter && !any_frozen) return {visit.local, gradients, visit.count, 0};
     std::uint32_t* local = scratch.kept_local.reserve(visit.count);
     const float** from = scratch.kept_from.reserve(visit.count);
     Factor* factors = gradients.factors == nullptr ? nullptr : scratch.kept_factors.reserve(visit.count);
     float* room = scratch.values.reserve(dim_);
-    std::size_t kept = 0;
+    std::size_t kept = 0, skipped = 0;
     for (std::uint32_t e = 0; e < visit.count; ++e) {
-        if (!finite(applied(gradients, e, room), dim_)) continue;
+        if (any_frozen && frozen_.has(visit.unique[visit.local[e]])) continue;
+        if (filter && !finite(applied(gradients, e, room), dim_)) {
+            ++skipped;
+            continue;
+        }
         local[kept] = visit.local[e];
         if (factors != nullptr) factors[kept] = gradients.factors[e];
         from[kept++] = gradients.from[e];
     }
-    return {local, {from, factors, gradients.scale}, kept};
+    return {local, {from, factors, gradients.scale}, kept, skipped};
 }
 
 std::size_t GradientSum::add(const BucketVisit& visit, const Entries& entries, bool filter, float* sums,
                              Scratch& scratch) const {
-    SATRAP_ASSERT(filter ? entries.count <= visit.count : entries.count == visit.count);
+    SATRAP_ASSERT(leaves_out(filter) ? entries.count + entries.skipped <= visit.count : entries.count == visit.count);
     SATRAP_ASSERT(std::all_of(entries.local, entries.local + entries.count,
                               [&](std::uint32_t i) { return i < visit.num_unique; }));
     kernels_->sum(entries.gradients, entries.local, entries.count, dim_, sums, scratch.started.data());
-    return filter ? drop_overflowed(visit, entries, sums, scratch) : entries.count;
+    return filter ? entries.skipped + drop_overflowed(visit, entries, sums, scratch) : 0;
 }
 
-// Drops ids whose gradients are finite but not their sum. Returns how many entries are left.
+// Drops ids whose gradients are finite but not their sum. Returns how many entries they have.
 std::size_t GradientSum::drop_overflowed(const BucketVisit& visit, const Entries& entries, const float* sums,
                                          Scratch& scratch) const {
-    std::size_t left = entries.count;
+    std::size_t dropped = 0;
     for (std::uint32_t i = 0; i < visit.num_unique; ++i) {
         if (!scratch.started[i] || finite(sums + static_cast<std::size_t>(i) * dim_, dim_)) continue;
         scratch.started[i] = 0;
-        for (std::size_t e = 0; e < entries.count; ++e) left -= entries.local[e] == i;
+        for (std::size_t e = 0; e < entries.count; ++e) dropped += entries.local[e] == i;
     }
-    return left;
+    return dropped;
 }
 
 std::vector<NonFinite> GradientSum::find_nonfinite(const BucketVisit& visit, const Gradients& gradients,
@@ -70,6 +76,7 @@ std::vector<NonFinite> GradientSum::find_nonfinite(const BucketVisit& visit, con
     float* sums = scratch.sums.reserve(static_cast<std::size_t>(visit.num_unique) * dim_);
     add(visit, begin(visit, gradients, false, scratch), false, sums, scratch);
     for (std::uint32_t e = 0; e < visit.count; ++e) {
+        if (!scratch.started[visit.local[e]]) continue; // frozen
         const float* row = applied(gradients, e, room);
         const float* sum = sums + static_cast<std::size_t>(visit.local[e]) * dim_;
         if (!finite(row, dim_))

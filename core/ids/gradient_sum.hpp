@@ -1,5 +1,6 @@
 // Sums the gradients of a bucket's entries by id in order of appearance: the first step of an update of the bucket.
-// Each table has one; it knows the table's dim and what to do with gradients that are not finite, and no rows.
+// Each table has one; it knows the table's dim, which ids are frozen and what to do with gradients that are not finite,
+// and no rows. Gradients of frozen ids are left out first: no sum, no count and no error has them.
 //
 // `filter`: some gradient or sum of the call may be not finite. Such a gradient is left out; so is a sum that
 // overflows, with all its gradients.
@@ -14,7 +15,7 @@ namespace satrap {
 
 // An entry whose gradient cannot be applied.
 struct NonFinite {
-    std::uint32_t entry; // of the visit
+    std::uint32_t entry; // in the visit
     std::uint64_t id;
     float value;
     bool of_sum; // each gradient of the id is finite, their sum is not
@@ -22,20 +23,25 @@ struct NonFinite {
 
 class GradientSum {
   public:
-    GradientSum(std::string table, std::uint32_t dim, OnNonfinite on_nonfinite, const Kernels& kernels)
-        : table_(std::move(table)), dim_(dim), on_nonfinite_(on_nonfinite), kernels_(&kernels) {}
+    GradientSum(const TableConfig& table, const Kernels& kernels)
+        : table_(table.name), dim_(table.dim), on_nonfinite_(table.on_nonfinite), frozen_(table.frozen),
+          kernels_(&kernels) {}
 
     bool refuses_nonfinite() const { return on_nonfinite_ == OnNonfinite::raise; }
+    const FrozenIds& frozen() const { return frozen_; }
+    // Whether begin() copies entries.
+    bool leaves_out(bool filter) const { return filter || frozen_.any(); }
 
     // The entries of a visit that are to be summed.
     struct Entries {
         const std::uint32_t* local;
         Gradients gradients;
         std::size_t count;
+        std::size_t skipped; // entries of ids that train which are not finite
     };
     // The returned arrays live in the scratch, or are those of `gradients`.
     Entries begin(const BucketVisit& visit, const Gradients& gradients, bool filter, Scratch& scratch) const;
-    // Writes sums[local] of each id; scratch.started tells which ids got one. Returns how many entries were summed.
+    // Writes sums[local] of each id; scratch.started tells which ids got one. Returns how many entries were skipped.
     std::size_t add(const BucketVisit& visit, const Entries& entries, bool filter, float* sums, Scratch& scratch) const;
 
     std::vector<NonFinite> find_nonfinite(const BucketVisit& visit, const Gradients& gradients, Scratch& scratch) const;
@@ -51,6 +57,7 @@ class GradientSum {
     std::string table_; // its name, for messages
     std::uint32_t dim_;
     OnNonfinite on_nonfinite_;
+    FrozenIds frozen_;
     const Kernels* kernels_;
 };
 

@@ -26,7 +26,7 @@ struct BucketNumbering {
     std::vector<std::uint32_t> first{0};
     std::vector<std::uint8_t> bits;
     std::vector<std::uint64_t> num_rows;
-    std::vector<std::string> names; // of the tables
+    std::vector<std::string> names; // one for each table
     void add_table(unsigned num_bits, std::uint64_t rows = 0, std::string name = {}) {
         SATRAP_ASSERT(num_bits <= 16 && total() < ~0U - (1U << num_bits));
         bits.push_back(static_cast<std::uint8_t>(num_bits));
@@ -72,8 +72,8 @@ struct Batch {
     Buffer<std::uint32_t> positions;
     Buffer<std::uint32_t> local;
     Buffer<std::uint32_t> hints;   // slots found by the lookup, for the update
-    Buffer<std::uint32_t> indexes; // of each entry's id in the call, for rows on a device
-    BagEntries bags;               // of a batch of bags
+    Buffer<std::uint32_t> indexes; // each entry's id in the call, for rows on a device
+    BagEntries bags;               // for a batch of bags
     bool hinted = false;
     std::vector<std::uint32_t> counts; // [threads][buckets], scratch of group()
 
@@ -238,7 +238,7 @@ void Batch::group(const std::uint64_t* ids, const BucketNumbering& map, ThreadPo
     hints.reserve(n);
     hinted = false;
 
-    std::uint32_t ranges = n < kAlone ? 1 : pool.num_threads(); // of ids; one thread may do several
+    std::uint32_t ranges = n < kAlone ? 1 : pool.num_threads(); // one thread may do several
     counts.assign(static_cast<std::size_t>(ranges) * buckets, 0);
     auto run = [&](auto&& pass) {
         if (ranges == 1) return pass(0);

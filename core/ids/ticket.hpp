@@ -20,10 +20,10 @@ struct Ticket {
     std::unique_ptr<Batch> batch;     // touched only by the one call that set `used`
     std::uint64_t maker;              // the identity of the engine or split that issued it
     std::size_t size;                 // ids
-    std::size_t num_floats;           // of its rows, and so of its gradients; of bags: of the block
+    std::size_t num_floats;           // in its rows, and so in its gradients; for bags: in the block
     std::shared_ptr<const Bags> bags; // nullptr: of a flat lookup
-    std::size_t batch_size;           // of bags
-    SequencePlaces sequences;         // of bags
+    std::size_t batch_size;           // for bags
+    SequencePlaces sequences;         // for bags
     std::size_t table;                // the table of all ids; the number of tables if there are several
     std::atomic<bool> used{false};
 };

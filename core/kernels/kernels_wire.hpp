@@ -21,7 +21,7 @@ inline std::uint16_t wire_half(float value, float scale, std::int32_t most) {
     const std::uint32_t bits = as_bits(value), given = bits & 0x7fffffffU;
     const std::uint32_t scaled = as_bits(as_float(given) * scale); // exact, or far below what rounds to 0
     const std::uint32_t normal = (scaled + 0xfffU + ((scaled >> 13) & 1U) - (112U << 23)) >> 13;
-    const std::uint32_t subnormal = as_bits(as_float(scaled) + 0.5f) - 0x3f000000U; // of fp16: multiples of 2^-24
+    const std::uint32_t subnormal = as_bits(as_float(scaled) + 0.5f) - 0x3f000000U; // in fp16: multiples of 2^-24
     const auto nearest = static_cast<std::int32_t>(scaled < 0x38800000U ? subnormal : normal);
     const std::int32_t finite = nearest < most ? nearest : most;
     const std::uint32_t quiet = static_cast<std::int32_t>(given) > 0x7f800000 ? 0x7e00U : 0x7c00U;

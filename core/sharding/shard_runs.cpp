@@ -61,7 +61,7 @@ SumRuns Split::runs(std::span<SplitTicket* const> given_tickets, std::span<const
     BucketScheduler::ScratchLease lease(scheduler_, size_of(tickets));
     scheduler_.for_each_occupied(map_, lease, tickets, [&](std::size_t t, std::uint32_t b, Scratch& scratch) {
         const std::uint32_t n = join_ids(tickets, b, scratch);
-        BucketRuns entries(tickets, entry_places, b, n, scratch);
+        BucketRuns entries(tickets, entry_places, summations_[t]->frozen(), b, n, scratch);
         const std::uint32_t run = runs.first_run[b], entry = runs.first_entry[b];
         for (std::uint32_t i = 0; i < n; ++i) {
             runs.begin[run + i] = entry + entries.begin(i);

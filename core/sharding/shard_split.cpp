@@ -14,7 +14,7 @@ Split::Split(const std::vector<TableConfig>& tables, std::vector<BagFeature> fea
     own_summations_.reserve(tables.size()); // so that pointers to them stay valid
     for (const TableConfig& table : tables) {
         map_.add_table(table.bucket_bits(), table.num_rows, table.name);
-        own_summations_.emplace_back(table.name, table.dim, table.on_nonfinite, *kernels_);
+        own_summations_.emplace_back(table, *kernels_);
         summations_.push_back(&own_summations_.back());
     }
 }
@@ -116,7 +116,9 @@ Sums Split::sums(std::span<SplitTicket* const> given, std::span<const BagGradien
     for (const Ticket* ticket : tickets)
         for (std::uint32_t b = 0; b < map_.total(); ++b) most[b] += ticket->batch->num_unique[b];
     Sums sums;
-    sums.same_ids = same_layout && source.whole() && !filter; // then every id has a sum
+    const bool any_left_out =
+        std::any_of(summations_.begin(), summations_.end(), [&](auto* each) { return each->leaves_out(filter); });
+    sums.same_ids = same_layout && source.whole() && !any_left_out; // then every id has a sum
     sums.layout = same_layout ? given[0]->layout : make_layout(std::move(owners), num_servers, most);
     sums.ids = sums.same_ids ? given[0]->ids : take_block(sums.layout->first_id.back() * sizeof(std::uint64_t));
     sums.gradients = take_block(sums.layout->first_float.back() * sizeof(float));
@@ -145,7 +147,7 @@ void Split::sum_up(const BagSource& source, Tickets tickets, bool filter, Sums& 
         const auto [visit, gradients] = source.part(t, b, scratch);
         float* out = sums.gradients->as<float>() + sums.layout->float_begin[b];
         const GradientSum::Entries entries = summation.begin(visit, gradients, filter, scratch);
-        skipped[b] = visit.count - summation.add(visit, entries, filter, out, scratch);
+        skipped[b] = summation.add(visit, entries, filter, out, scratch);
         SATRAP_ASSERT(visit.num_unique <= sums.layout->counts[b]);
         counts[b] = visit.num_unique;
         if (sums.same_ids) return;

@@ -39,7 +39,7 @@ struct Sums {
 // A batch for a device, which gets the servers' rows in groups of tables: of each group server by server, and within a
 // server as ShardLayout has them.
 struct SplitLines {
-    std::vector<std::int32_t> lines;   // of each id, without what was cut: its row among those of its group
+    std::vector<std::int32_t> lines;   // for each id, without what was cut: its row among those of its group
     std::vector<std::int64_t> offsets; // empty: each bag holds one id
     std::vector<float> weights;        // empty: nothing is weighted
 };
@@ -113,9 +113,9 @@ class Split {
     std::shared_ptr<BlockPool> blocks_ = std::make_shared<BlockPool>();
     const Kernels* kernels_;
     BucketNumbering map_;
-    std::vector<std::uint32_t> dims_; // of the tables
+    std::vector<std::uint32_t> dims_; // one for each table
     std::vector<GradientSum> own_summations_;
-    std::vector<const GradientSum*> summations_; // of the tables
+    std::vector<const GradientSum*> summations_; // one for each table
     std::shared_ptr<const Bags> bags_;
     static constexpr std::size_t kMostSpare = 16; // number of calls whose memory is kept
     Recycler<Batch> batches_{kMostSpare};

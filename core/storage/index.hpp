@@ -128,7 +128,7 @@ class Index {
     }
 
   private:
-    static constexpr unsigned kFirstBit = 40; // of those that name a page
+    static constexpr unsigned kFirstBit = 40; // the first that names a page
     static constexpr unsigned kMostBits = 24;
 
     struct State {
@@ -141,7 +141,7 @@ class Index {
         std::uint32_t slot;
     };
 
-    static inline Group empty_group{}; // of every index without entries; never written
+    static inline Group empty_group{}; // for every index without entries; never written
 
     bool has_one_page() const { return limit_ != 0 && limit_ <= kMostInOnePage; }
     const IndexPage& page_at(std::uint32_t number) const {

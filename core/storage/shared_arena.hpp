@@ -341,7 +341,7 @@ class SharedArena final : public Arena {
     std::mutex mutex_;
     std::vector<Mapping> mappings_;
     std::uint64_t notes_[2] = {}; // chunks of notes, one in use and one to be written next
-    std::byte* first_ = nullptr;  // of mappings_, which other threads may read only under the lock
+    std::byte* first_ = nullptr;  // in mappings_, which other threads may read only under the lock
 };
 
 } // namespace satrap

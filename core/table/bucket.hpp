@@ -55,7 +55,7 @@ struct Bucket {
     Rows rows;
     Rows sightings;
     Counters counters;
-    RowPlaces* places = nullptr; // of rows on a device, whose payload is the word for their place
+    RowPlaces* places = nullptr; // for rows on a device, whose payload is the word for their place
     std::uint64_t in_frames = 0, moved_in = 0, moved_out = 0; // rows now; rows since the start
     std::vector<Removed> removed;
     std::uint32_t log_start = 2; // the oldest version whose removals are all in the log; 2 is the first ever saved

@@ -31,13 +31,13 @@ class FrameOrder {
         std::uint32_t table;
         std::uint64_t id;
         std::uint32_t frame;
-        std::uint32_t slot; // of the row in its bucket
+        std::uint32_t slot; // where the row is in its bucket
         bool operator<(const Use& other) const {
             return std::tie(stamp, table, id) < std::tie(other.stamp, other.table, other.id);
         }
     };
 
-    static constexpr std::size_t kBytes = 20; // of a frame
+    static constexpr std::size_t kBytes = 20; // for a frame
 
     explicit FrameOrder(std::uint32_t frames)
         : chunk_frames_(std::clamp(frames, 1U, kMostChunkFrames)),

@@ -147,7 +147,7 @@ class OldRows {
     const std::vector<OldRow>& rows() const { return rows_; }
 
   private:
-    static constexpr std::size_t kMostLines = 512; // of a chunk, unless more are reserved at once
+    static constexpr std::size_t kMostLines = 512; // in a chunk, unless more are reserved at once
 
     CutMemory& memory_;
     std::uint32_t slots_;

@@ -421,7 +421,7 @@ class Rows {
     std::uint32_t used_ = 0;
     std::vector<std::byte*> chunks_;
     std::vector<Victim> victims_;
-    CutMemory* cut_memory_ = nullptr; // of a cut that has not ended
+    CutMemory* cut_memory_ = nullptr; // for a cut that has not ended
     Index index_;
     Arena* arena_ = nullptr;
     ChunkTag tag_{};
@@ -431,7 +431,7 @@ class Rows {
     std::size_t size_ = 0;
     std::uint32_t capacity_ = 0;
     std::uint32_t free_ = kNoSlot;
-    std::unique_ptr<OldRows> old_; // of the cut, created at the first change since
+    std::unique_ptr<OldRows> old_; // for the cut, created at the first change since
 };
 
 inline void Rows::check(std::uint64_t share) const {

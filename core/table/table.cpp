@@ -9,9 +9,9 @@ namespace satrap {
 
 Table::Table(TableConfig config, std::uint32_t number, std::uint64_t seed, const Kernels& kernels, Arena& arena,
              RowPlaces* places)
-    : config_(std::move(config)), summation_(config_.name, config_.dim, config_.on_nonfinite, kernels),
-      key_(table_key(seed, config_.name)), number_(number), kernels_(&kernels), arena_(&arena),
-      ledger_(&arena.ledger(number)), buckets_(std::make_unique<Bucket[]>(config_.num_buckets)) {
+    : config_(std::move(config)), summation_(config_, kernels), key_(table_key(seed, config_.name)), number_(number),
+      kernels_(&kernels), arena_(&arena), ledger_(&arena.ledger(number)),
+      buckets_(std::make_unique<Bucket[]>(config_.num_buckets)) {
     SATRAP_ASSERT(std::has_single_bit(config_.num_buckets) && config_.dim != 0);
     SATRAP_ASSERT((places != nullptr) == config_.frame_pool.has_value());
     const FloatMode mode;
@@ -264,7 +264,7 @@ void Table::update(const BucketVisit& visit, const Gradients& gradients, const S
     }
     locate(bucket, visit, hinted, scratch);
     std::uint32_t* slots = scratch.slots.data();
-    bucket.counters.skipped += visit.count - summation_.add(visit, entries, filter, sums, scratch);
+    bucket.counters.skipped += summation_.add(visit, entries, filter, sums, scratch);
     const std::uint32_t line = expire_before();
     std::size_t ready = 0;
     for (std::uint32_t i = 0; i < n; ++i) {

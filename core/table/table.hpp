@@ -24,7 +24,7 @@ struct LookupStep {
     bool train;
     std::uint32_t step;
     std::uint32_t oldest_open;
-    bool first_epoch = true; // of the batch's source
+    bool first_epoch = true; // whether the batch's source is in it
 };
 
 // A row without values on the device yet.

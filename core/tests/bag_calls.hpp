@@ -153,7 +153,7 @@ inline Floats pooled(const Bags& described, const BagCall& call, const std::vect
 // One gradient for each id, table by table, of all calls: what the twin's update takes.
 struct TakenApart {
     IdsOfTables ids;
-    std::vector<std::vector<float>> gradients; // of each table
+    std::vector<std::vector<float>> gradients; // for each table
     std::vector<float> flat() const {
         std::vector<float> all;
         for (const auto& each : gradients) all.insert(all.end(), each.begin(), each.end());

@@ -34,6 +34,7 @@ inline TableConfig draw_table(Random& random, std::size_t number) {
     if (random.chance(0.4)) config.capacity = 3000;
     config.absent = random.chance(0.5) ? Absent::zeros : Absent::initial;
     config.on_nonfinite = OnNonfinite::skip;
+    if (random.chance(0.2)) config.frozen = {0, random.chance(0.5) ? ~std::uint64_t{0} : std::uint64_t{1} << 63};
     return config;
 }
 

@@ -122,7 +122,7 @@ inline void train(Engine& engine, Random& random, unsigned calls, std::uint32_t 
 struct Line {
     std::uint64_t id;
     std::uint32_t step;
-    std::vector<std::byte> values; // of a sighting: its count
+    std::vector<std::byte> values; // for a sighting: its count
     std::vector<float> state;
     bool operator==(const Line&) const = default;
     float value(std::size_t i = 0) const {

@@ -68,7 +68,16 @@ class Device {
         Ticket* const tickets[] = {&ticket};
         const GivenParts given[] = {{false, std::vector<bool>(pools_.size(), true)}};
         const bool filter = std::any_of(flat.begin(), flat.end(), [](float g) { return !std::isfinite(g); });
-        const FrameRuns runs = engine->update_frames(tickets, given, step, filter);
+        const bool ordered = step % 2 == 0; // every id has a gradient, so the order may be found before
+        FrameRuns runs = ordered ? engine->order_frames(ticket) : FrameRuns{};
+        FrameRuns found = engine->update_frames(tickets, given, step, filter, ordered);
+        if (ordered) {
+            CHECK(runs.first_run_of_table == found.first_run_of_table);
+            runs.frames = std::move(found.frames);
+            runs.ids = std::move(found.ids);
+        } else {
+            runs = std::move(found);
+        }
         for (std::size_t t = 0; t < pools_.size(); ++t) {
             Ids summed;
             std::uint64_t skipped = 0;
@@ -134,7 +143,7 @@ class Device {
 
     std::unique_ptr<Engine> engine;
     std::shared_ptr<const Bags> bags;
-    std::vector<std::vector<float>> memory, home; // of each pool, by frame and by slot
+    std::vector<std::vector<float>> memory, home; // for each pool, by frame and by slot
     std::size_t moves = 0;
 
   private:
@@ -158,7 +167,7 @@ class Device {
     }
 
     std::vector<BagFeature> features_;
-    std::vector<std::uint32_t> pools_; // of each table
+    std::vector<std::uint32_t> pools_; // for each table
 };
 
 inline std::vector<TableConfig> draw_tables(Random& random) {

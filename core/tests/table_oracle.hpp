@@ -67,6 +67,7 @@ class Oracle {
     void update(const Ids& ids, const std::vector<float>& gradients, std::uint32_t step) {
         for (std::uint32_t b = 0; b < config_.num_buckets; ++b)
             for (std::uint64_t id : unique_of(ids, b)) {
+                if (config_.frozen.has(id)) continue;
                 float sum = 0;
                 bool any = false;
                 for (std::size_t i = 0; i < ids.size(); ++i) {
@@ -172,6 +173,12 @@ class Oracle {
 
 inline constexpr float kInitial = 0.25f;
 
+// No ids, all ids, or some of those that `draw_ids` draws.
+inline void draw_frozen(Random& random, TableConfig& config) {
+    const std::uint64_t last = random.chance(0.3) ? ~std::uint64_t{0} : std::uint64_t{1} << 63;
+    if (random.chance(0.3)) config.frozen = {random.below(20), last};
+}
+
 inline TableConfig draw_config(Random& random) {
     using satrap::Absent, satrap::AdmissionKind, satrap::OnFull, satrap::OnNonfinite;
     TableConfig config = counting_table("table " + std::to_string(random.below(5)), 1, 1U << random.below(4));
@@ -188,6 +195,7 @@ inline TableConfig draw_config(Random& random) {
     if (random.chance(0.4)) config.expire_after = random.between(1, 30);
     config.absent = random.chance(0.5) ? Absent::zeros : Absent::initial;
     config.on_nonfinite = random.chance(0.5) ? OnNonfinite::skip : OnNonfinite::raise;
+    draw_frozen(random, config);
     return config;
 }
 

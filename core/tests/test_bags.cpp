@@ -152,7 +152,7 @@ CASE(nonfinite_gradients_are_named, 1) {
     };
     refused("table 'item': the gradient of id 2 in sample 1 of feature 'a'",
             [](Floats& bad) { bad.block[5] = std::nanf(""); });
-    refused("the gradient of id 5 in sample 1 of feature 'b'", // of two ids in the bag the smaller
+    refused("the gradient of id 5 in sample 1 of feature 'b'", // the smaller of two ids in the bag
             [](Floats& bad) { bad.block[6] = -std::numeric_limits<float>::infinity(); });
     refused("the gradient of id 4 in sample 1 of feature 'c'",
             [](Floats& bad) { bad.sequences[0][2 * (3 + 1)] = std::nanf(""); });

@@ -10,7 +10,7 @@ using testing::Random;
 
 namespace {
 
-constexpr std::uint64_t kNumRows = std::uint64_t{1} << 33; // of direct tables
+constexpr std::uint64_t kNumRows = std::uint64_t{1} << 33; // in direct tables
 
 BucketNumbering draw_map(Random& random) {
     BucketNumbering map;

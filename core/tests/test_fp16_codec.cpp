@@ -36,7 +36,7 @@ Coded by_the_text(const std::vector<float>& row) {
         auto half = static_cast<std::uint16_t>(std::isnan(value) ? 0x7e00 | payload : 0x7c00);
         if (std::isfinite(value)) {
             const double scaled = std::ldexp(std::fabs(double{value}), -coded.exponent);
-            const int last = scaled < 0x1p-14 ? -24 : std::ilogb(scaled) - 10; // of its last bit
+            const int last = scaled < 0x1p-14 ? -24 : std::ilogb(scaled) - 10; // where its last bit is
             const double rounded = std::ldexp(std::nearbyint(std::ldexp(scaled, -last)), last);
             const double kept = std::ldexp(rounded, coded.exponent) < 0x1p128 ? rounded : 0x1p15 - 0x1p4;
             const int top = kept < 0x1p-14 ? -14 : std::ilogb(kept);

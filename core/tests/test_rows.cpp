@@ -32,7 +32,7 @@ class TestArena final : public Arena {
     void release_index(std::byte* block, std::size_t bytes) override { memory_.release_index(block, bytes); }
 
     std::vector<std::pair<std::byte*, std::size_t>> chunks;
-    std::vector<std::uint32_t> sequences; // of the chunks
+    std::vector<std::uint32_t> sequences; // one for each chunk
     bool is_direct = false;
     std::uint32_t allocations_left = ~0U;
 
@@ -313,7 +313,7 @@ CASE(a_bucket_ends_before_its_slot_numbers, 1) {
     TestArena arena;
     Rows rows;
     rows.init(&arena, {ChunkKind::rows, 0, 0, 0}, 8, 0);
-    std::vector<std::byte> memory(Rows::kChunkRows * 24); // of all chunks: no row is looked at
+    std::vector<std::byte> memory(Rows::kChunkRows * 24); // for all chunks: no row is looked at
     std::uint32_t sequence = 0;
     while (kNoSlot - rows.capacity() >= Rows::kChunkRows) rows.adopt_chunk(sequence++, memory.data(), memory.size());
     CHECK_EQ(rows.capacity(), kNoSlot - (Rows::kChunkRows - 1));

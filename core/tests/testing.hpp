@@ -131,7 +131,7 @@ struct Case {
     void (*body)(Random&);
 };
 
-inline std::vector<Case> cases; // of this program, in the order of their definition
+inline std::vector<Case> cases; // in the order of their definition
 
 struct Registration {
     explicit Registration(const Case& one) { cases.push_back(one); }
@@ -153,7 +153,7 @@ inline void report_hang(int) {
 }
 
 inline int run(int argc, char** argv) {
-    constexpr unsigned kMostSeconds = 240; // of one round, on a machine many times slower than ours
+    constexpr unsigned kMostSeconds = 240; // for one round, on a machine many times slower than ours
     const std::uint64_t given = argc > 1 ? std::strtoull(argv[1], nullptr, 10) : 0;
     bool found = false;
     std::signal(SIGALRM, report_hang);

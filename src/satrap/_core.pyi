@@ -246,7 +246,12 @@ class Engine:
     def take_inserted(self) -> dict[str, NDArray[Any]]:
         """Returns the rows whose frames have no values yet."""
 
-    def update_frames(self, tickets: Sequence[Ticket], given: Sequence[tuple[bool, Sequence[bool]]], step: int, filter: bool) -> dict[str, Any]: ...
+    def update_frames(self, tickets: Sequence[Ticket], given: Sequence[tuple[bool, Sequence[bool]]], step: int, filter: bool, ordered: bool = False) -> dict[str, Any]: ...
+
+    def order_frames(self, ticket: Ticket) -> dict[str, Any]:
+        """
+        Returns the runs of an update of a whole batch, ahead of it: all but the frames.
+        """
 
     def sum_bound(self, tickets: Sequence[Ticket]) -> float:
         """Returns how many times the largest gradient a sum can be at most."""

@@ -175,9 +175,9 @@ def test_paddle_gets_the_same_rows_sample_by_sample_and_its_processes_know_each_
 
 def test_the_kinds_run(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     arguments = ["--quick", "--contenders", "satrap", "--check", "--steps", "2", "--case"]
-    assert main([*arguments, "echo", "rows", "train", "bytes", "restart", "--tmpfs", str(tmp_path)]) == 0
+    assert main([*arguments, "echo", "rows", "train", "modules", "bytes", "restart", "--tmpfs", str(tmp_path)]) == 0
     records = {record["kind"]: record for record in map(json.loads, capsys.readouterr().out.splitlines())}
-    assert list(records) == ["echo", "rows", "train", "bytes", "restart"]
+    assert list(records) == ["echo", "rows", "train", "modules", "bytes", "restart"]
     assert all(figure["median"] > 0 for figure in records["echo"]["figures"].values())
     rows = records["rows"]
     (local,), (remote,) = (rows["rows_per_s"][name]["rounds"] for name in ("local", "remote"))

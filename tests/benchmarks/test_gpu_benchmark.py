@@ -355,13 +355,16 @@ def test_the_summary_compares_contenders_and_names_failures(tmp_path: Path) -> N
 
 
 def test_the_roofline_counts_a_sample() -> None:
-    """By hand: 26 rows of 512 bytes are read and written as a block, their gradients are read four times and magnitudes
-    written once, and each distinct row is read and written."""
+    """By hand: 26 rows of 512 bytes are read and written as a block, their gradients are read to check them and to sum
+    them, and each distinct row is read and written. In 16 bits the block and the gradients are half as large, and so is
+    what autocast reads and writes of them."""
     sample = roofline.sample_of(128, 26, is_half=False)
-    assert sample.rows_bytes == 26 * (512 + 512 + 4) + 26 * 3 * 512 + 26 * (512 + 4) + 26 * (1024 + 12)
+    assert sample.rows_bytes == 26 * (512 + 512 + 4) + 26 * 512 + 26 * (512 + 4) + 26 * (1024 + 12)
     assert sample.bus_bytes == 26 * 4 + 14 * 4 + 26 * 4 + 26 * 12
     layers = 13 * 512 + 512 * 256 + 256 * 128 + 479 * 1024 + 1024 * 1024 + 1024 * 512 + 512 * 256 + 256
     assert sample.flops == 6 * (layers + 27 * 27 * 128)
+    wide, narrow = (roofline.sample_of(128, 26, is_half=True, output_bytes=size) for size in (4, 2))
+    assert wide.memory_bytes - narrow.memory_bytes == (3 + 2) * 26 * 256 and wide.rows_bytes == sample.rows_bytes
     fewer = roofline.sample_of(128, 10, is_half=True)
     assert fewer.rows_bytes == sample.rows_bytes - 16 * (1024 + 12) and fewer.dense_bytes < sample.dense_bytes
     assert roofline.limits(sample, {"memory": 4.8e12, "bus": None, "host": 26e6})["host"] == 1e6

@@ -123,7 +123,7 @@ def test_a_named_version_is_resumed_and_training_continues_from_it(tmp_path: Pat
     job.run.save()
     with pytest.raises(CheckpointError, match=r"has no checkpoint 'none'; it has \['000001-step-3', '000002-step-6'\]"):
         job.run.resume("none")
-    assert job.run.resume(best)
+    assert job.run.resume("best")
     same(job.state(), at_best)
     job.run.save()
     again = Job(str(tmp_path / "run"), 8, keep=9)
@@ -135,6 +135,20 @@ def test_a_named_version_is_resumed_and_training_continues_from_it(tmp_path: Pat
         "000003-step-3",
         "000004-step-3",
     ]
+
+
+def test_the_best_of_a_run_that_has_none(tmp_path: Path) -> None:
+    job = Job(str(tmp_path / "run"), 8)
+    before = job.state()
+    assert not job.run.resume("best"), "a run that begins has nothing to resume, as without a name"
+    same(job.state(), before)
+    train(job, 2)
+    job.run.save()
+    with pytest.raises(
+        CheckpointError, match=r"has no checkpoint that was saved as the best; it has \['000001-step-2'\]"
+    ):
+        job.run.resume("best")
+    assert job.embeddings.step == 2
 
 
 def test_streams_end_and_shared_rows_are_replaced(tmp_path: Path) -> None:

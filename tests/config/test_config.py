@@ -168,6 +168,14 @@ def test_a_table_name_is_short_printable_text(name: Any) -> None:
         (lambda: Uniform(low=0.2, high=0.1), "low 0.2 is above high 0.1"),
         (lambda: Probability(0.0), r"p is 0.0; expected a number in \(0, 1\]"),
         (lambda: Probability(1.0000001), r"p is 1.0000001; expected a number in \(0, 1\]"),
+        (
+            lambda: Table("t", dim=4, frozen=[3]),  # type: ignore[arg-type]
+            r"table 't': frozen is \[3\] \(list\); expected True, False, or a range",
+        ),
+        (lambda: Table("t", dim=4, frozen=range(0, 9, 2)), r"frozen is range\(0, 9, 2\) .*step 1 from 0 to 2\*\*64"),
+        (lambda: Table("t", dim=4, frozen=range(-1, 9)), r"frozen is range\(-1, 9\)"),
+        (lambda: Table("t", dim=4, frozen=range(9, 3)), r"frozen is range\(9, 3\)"),
+        (lambda: Table("t", dim=4, frozen=range(2**64 + 1)), "such as range"),
         (lambda: Table("t", dim=4, num_buckets=3), "table 't': num_buckets is 3; expected a power of two: 2 or 4"),
         (lambda: Table("t", dim=4, num_buckets=131072), "num_buckets is 131072; expected an integer from 1 to 65536"),
         (lambda: Table("t", dim=4, num_buckets=8, capacity=7), "num_buckets is 8 and capacity 7"),
@@ -384,6 +392,8 @@ made_tables = st.builds(
     expire_after=st.none() | st.integers(1, 2**32 - 2),
     absent=st.sampled_from(["initial", "zeros"]),
     on_nonfinite=st.sampled_from(["raise", "skip"]),
+    frozen=st.booleans()
+    | st.lists(st.integers(0, 2**64), min_size=2, max_size=2).map(lambda pair: range(*sorted(pair))),
     shard=st.sampled_from(["rows", "table"]),
     num_buckets=st.none() | st.integers(0, 16).map(lambda bits: 1 << bits),
 )

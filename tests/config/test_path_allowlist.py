@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from satrap.errors import ConfigError, InputError, SatrapError
 from satrap.launch.process_command import Script
 from satrap.rpc import Client, Origin
 from satrap.server.protocol import ServerCalls
+from satrap.server.state import CUT_SECONDS
 
 
 @pytest.mark.parametrize(
@@ -220,9 +222,11 @@ def test_a_server_saves_and_restores_below_what_was_named(tmp_path: Path) -> Non
         assert ticket is not None
         worker.drop(ticket)
         table.save(tmp_path / "runs" / "1")
+        began = time.monotonic()
         for path in (tmp_path / "1", tmp_path / "runs" / ".." / "1", tmp_path / "runs" / "out" / "1"):
             with pytest.raises(ConfigError, match=r"0-of-1' is refused: .*with --checkpoints"):
                 table.save(path)
+        assert time.monotonic() - began < CUT_SECONDS, "no save waits until a refused one is given up"
         assert sorted(each.name for each in tmp_path.iterdir()) == ["runs"]
         for folder in ("/etc", f"{tmp_path}/runs/out"):
             with pytest.raises(ConfigError, match=r"is refused: .*with --checkpoints"):

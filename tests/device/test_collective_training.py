@@ -43,18 +43,31 @@ def test_random_steps_have_the_bits_of_rows_in_memory(
 @pytest.mark.parametrize(
     ("world_size", "shard", "more"),
     [
-        *((world_size, "rows", {}) for world_size in (2, 3, 4)),
-        (2, "rows", {"device_memory": {"item": 1600, "last": "none"}, "batch_size": 2}),
-        (3, "table", {}),
+        *((world_size, "rows", {"jagged": False}) for world_size in (2, 3, 4)),
+        (2, "rows", {"jagged": False, "device_memory": {"item": 300, "last": "none"}}),
+        (3, "table", {"jagged": False}),
         (2, "columns", {}),
+        (2, "rows", {}),
+        (2, "rows", {"jagged": False, "output_dtype": "float16"}),
     ],
 )
 def test_random_steps_of_numbered_rows_have_the_bits_of_rows_in_memory(
     trainers: Trainers, world_size: int, shard: str, more: Any, device: str, tmp_path: Path, seed: int
 ) -> None:
-    """A table has one bucket, fewer than ids, or more. By columns, or partly at home, there is a directory."""
+    """A table has one bucket, fewer than ids, or more. By columns, or with a jagged sequence, there is a directory."""
     how: dict[str, Any] = {"steps": 12, "shard": shard, "num_rows": 47, "device": device} | more
     outcomes = trainers.run([], world_size, tmp_path, compare=seed, **how)
+    assert all(each == outcomes[0] and min(each["rows"].values()) > 0 for each in outcomes)
+
+
+@pytest.mark.draw(1)
+@pytest.mark.parametrize("shard", ["rows", "table", "replicated", "columns"])
+def test_rows_and_gradients_in_16_bits_have_the_bits_of_rounded_ones(
+    trainers: Trainers, shard: str, device: str, tmp_path: Path, seed: int
+) -> None:
+    """Rounded by torch, with the rows in memory."""
+    how: dict[str, Any] = {"steps": 12, "shard": shard, "device": device, "output_dtype": "bfloat16"}
+    outcomes = trainers.run([], 2, tmp_path, compare=seed, **how)
     assert all(each == outcomes[0] and min(each["rows"].values()) > 0 for each in outcomes)
 
 
@@ -115,11 +128,12 @@ def test_it_equals_one_trainer_on_the_joined_batch(
     require_same_as_alone(found, 6 * world_size)
 
 
-@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize(("overlap", "output_dtype"), [(False, "float32"), (True, "float32"), (True, "bfloat16")])
 def test_uneven_batches_drops_and_accumulation_equal_rows_in_memory(
-    trainers: Trainers, overlap: bool, device: str, tmp_path: Path
+    trainers: Trainers, overlap: bool, output_dtype: str, device: str, tmp_path: Path
 ) -> None:
     how: dict[str, Any] = {"batches": 9, "dropped": [[None, 2]], "accumulate": 2, "overlap": overlap, "dense": device}
+    how["output_dtype"] = output_dtype
     in_memory = trainers.run([], 2, tmp_path, **how)
     found = trainers.run([], 2, tmp_path, **how, device=device)
     assert same(found[0], in_memory[0]) and same(found[1], in_memory[1])

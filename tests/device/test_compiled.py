@@ -84,12 +84,23 @@ def launches(dim: int) -> list[Launch]:
         Launch("update", "float32", dim, options=options)
         for options in (("factors",), ("scaled",), ("skip",), ("factors", "scaled"))
     ]
+    updates += [
+        Launch("update", dtype, dim, optimizer, ("bfloat16",))
+        for optimizer in OPTIMIZERS
+        for dtype in ("float32", "bfloat16")
+    ]
+    updates += [Launch("update", "float32", dim, options=(*ALL_OPTIONS, block)) for block in ("float16", "bfloat16")]
+    blocks = (*((dtype, ()) for dtype in DTYPES), ("float32", ("bfloat16",)), ("float16", ("float16",)))
     pools = [
-        Launch("pool", dtype, dim, options=options)
-        for dtype in DTYPES
+        Launch("pool", dtype, dim, options=(*options, *block))
+        for dtype, block in blocks
         for options in ((), ("bags",), ("weighted",), ("bags", "weighted"))
     ]
-    sequences = [Launch("sequence", dtype, dim, options=options) for dtype in DTYPES for options in ((), ("bags",))]
+    sequences = [
+        Launch("sequence", dtype, dim, options=(*options, *block))
+        for dtype, block in blocks
+        for options in ((), ("bags",))
+    ]
     exchanges = [
         Launch("exchange", dtype, dim, optimizer)
         for dtype in ("float32", "bfloat16")  # float16 is the same kernel
@@ -138,6 +149,8 @@ def arithmetic(kernel: Kernel) -> Iterator[str]:
             yield f"approximates or flushes: {name}"
         if re.match(r"(add|sub|mul|mad)\.f(32|64)", name):
             yield f"leaves the rounding to ptxas, which may contract: {name}"
+        if re.match(r"cvt\..*\b(b?f16|b?f16x2)\.f32$", name) and not name.startswith("cvt.rn."):
+            yield f"does not round to the nearest: {name}"
     expected = again = 0
     if kernel.name == "_update_kernel":
         expected = FUSED.get(kernel.launch.optimizer, 2) * kernel.numbers
@@ -157,12 +170,12 @@ def memory(kernel: Kernel) -> Iterator[str]:
         yield f"spills: {kernel.stack} bytes of stack, {kernel.local} of local memory, {in_local_memory}"
     if kernel.launch.dim % 8 or kernel.name in ("_find_long_runs", "_sum_long_runs"):
         return
-    values = 4 if kernel.launch.dtype == "float32" else 2
+    values, block = (4 if dtype == "float32" else 2 for dtype in (kernel.launch.dtype, kernel.launch.block))
     tiles = TILES.get(kernel.launch.optimizer, 0)
     loads, stores = {
-        "update": (values + 4 * tiles + 8, values + 4 * tiles),  # with a gradient, and the sum of a long run
-        "pool": (values + 4, 4),  # with initial values of absent rows
-        "sequence": (values + 4, 4),
+        "update": (values + 4 * tiles + block + 4, values + 4 * tiles),  # with a gradient, and the sum of a long run
+        "pool": (values + 4, block),  # with initial values of absent rows
+        "sequence": (values + 4, block),
         "initialise": (0, values + 4 * tiles),
         "exchange": (2 * values + 8 * min(tiles, 1), 2 * values + 8 * min(tiles, 1)),
     }[kernel.launch.launcher]

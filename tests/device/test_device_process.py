@@ -262,7 +262,7 @@ def test_an_update_that_runs_out_of_memory_is_done_later(
         def fail(*given: Any, calls: list[int] = calls, **how: Any) -> Any:
             calls.append(1)
             if where == "update" and len(calls) == 1:
-                return works(*given, **how)  # of the first group of tables
+                return works(*given, **how)  # the first group of tables
             raise error("no memory, or Ctrl-C")
 
         monkeypatch.setattr(owner, name, fail)

@@ -66,6 +66,7 @@ LIVES: dict[str, dict[str, Any]] = {
     "zeros": {"admission": Probability(0.4), "absent": "zeros"},
     "uniform": {"initial": Uniform(-2.0, 3.0)},
     "constant": {"initial": Constant(0.25)},
+    "frozen": {"frozen": range(3, 2**63)},
 }
 
 

@@ -11,10 +11,19 @@ import numpy as np
 import pytest
 import torch
 
+from bag_oracle import draw_bags
+from cluster import step_both
+from device_workers import ArrayWorker, assert_equal, every_kind, give_gradients_that_are_not_finite, three_features
 from loop import Net, loss_of, tables
 from loop import batches as draw_batches
 from satrap import Adagrad, Checkpoint, Embeddings, MinCount, Table
+from satrap.config.features import Features
+from satrap.config.tables import Normal
 from satrap.data.inputs import Inputs
+from satrap.device.device_rows import OrderedTicket
+from satrap.errors import TicketError
+from satrap.worker.local_rows import local_worker
+from satrap.worker.worker import LookupResult
 
 NUM_IDS = 40
 
@@ -156,3 +165,76 @@ def test_batches_found_ahead_are_dropped_with_the_stream(rng: np.random.Generato
     next(stream)
     stream.close()
     assert all(batch.request is None for batch in stream._ledger.to_look_up)
+
+
+class AheadWorker(ArrayWorker):
+    """A worker that finds the rows of each batch ahead of its lookup."""
+
+    def lookup(self, inputs: Inputs, **how: Any) -> LookupResult:
+        if not how.get("train", True):
+            return super().lookup(inputs, **how)
+        at = {"step": how["step"], "oldest_open": how.get("oldest_open", how["step"])}
+        looked_up = super().lookup
+        self.worker.lookup, plain = self._resolved(at), self.worker.lookup  # type: ignore[method-assign]
+        try:
+            return looked_up(inputs)
+        finally:
+            self.worker.lookup = plain  # type: ignore[method-assign]
+
+    def _resolved(self, at: dict[str, int]) -> Any:
+        def look_up(inputs: Inputs) -> LookupResult:
+            request = self.worker.resolve(inputs, **at)
+            assert request is not None
+            return self.worker.lookup_resolved(request)
+
+        return look_up
+
+
+def ahead_and_not(declared: Features, device: str, **options: Any) -> list[Any]:
+    alone = local_worker(declared, seed=3, num_threads=2)
+    return [alone, *(kind(declared, device, seed=3, num_threads=2, **options) for kind in (ArrayWorker, AheadWorker))]
+
+
+@pytest.mark.parametrize("memory", [None, {"item": 4000, "user": "none"}], ids=["on the device", "two tiers"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_gradients_that_were_ordered_ahead_have_the_same_bits(
+    dtype: Any, memory: Any, device: str, rng: np.random.Generator
+) -> None:
+    """Those of a batch that is accumulated with another are ordered in the update, and so are those after it until an
+    update has one batch again."""
+    item = Table("item", dim=5, optimizer=Adagrad(lr=0.1), dtype=dtype, initial=Normal(std=0.5), num_buckets=4)
+    workers = ahead_and_not(every_kind(item), device, device_memory=memory)
+    were_ordered = []
+    drop = workers[2].worker.update
+
+    def note(tickets: Any, *given: Any, **how: Any) -> None:
+        were_ordered.append([isinstance(ticket, OrderedTicket) for ticket in tickets])
+        drop(tickets, *given, **how)
+
+    workers[2].worker.update = note
+    for step, num_batches in enumerate((1, 1, 2, 1, 1), 1):
+        step_both(workers, rng, [draw_bags(rng, workers[0].features, 7) for _ in range(num_batches)], step)
+    assert were_ordered == [[True], [True], [True, True], [False], [True]]
+    assert_equal(workers)
+
+
+@pytest.mark.parametrize("how", ["raise", "skip"])
+def test_gradients_that_are_not_finite(how: Any, device: str, rng: np.random.Generator) -> None:
+    item = Table("item", dim=3, optimizer=Adagrad(lr=0.1), on_nonfinite=how)
+    declared = three_features(item, padding_id=2)
+    give_gradients_that_are_not_finite(ahead_and_not(declared, device), declared, rng)
+
+
+def test_a_ticket_with_an_order_is_used_once(device: str) -> None:
+    workers = [AheadWorker(Features({"item": Table("item", dim=2)}), device) for _ in range(2)]
+    inputs = Inputs(names=("item",), values=np.array([1, 1], np.uint64), batch_size=2)
+    tickets: list[Any] = [workers[0].lookup(inputs, step=step).ticket for step in (1, 2)]
+    zeros = np.zeros((2, 2), np.float32)
+    with pytest.raises(TicketError, match="another store"):
+        workers[1].update(tickets[:1], [zeros])
+    workers[0].update(tickets[:1], [zeros], step=1)
+    workers[0].drop(tickets[1])
+    assert all(isinstance(ticket, OrderedTicket) and ticket.used for ticket in tickets)
+    for ticket in tickets:
+        with pytest.raises(TicketError, match="used already"):
+            workers[0].update([ticket], [zeros], step=2)

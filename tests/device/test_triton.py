@@ -19,6 +19,7 @@ from satrap.config.features import Features
 from satrap.config.optimizers import SGD, Adagrad, Adam, AdamW, Ftrl
 from satrap.config.tables import MinCount, Normal, Table
 from satrap.device import home_memory, reference
+from satrap.device.device_ids import alignment_of
 from satrap.device.home_memory import HomeMemory, RowLayout
 from satrap.device.runs import PooledFeatures, RowUpdate, Runs
 from satrap.worker.local_rows import local_worker
@@ -32,9 +33,11 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 @pytest.fixture(scope="module")
 def kernels() -> Iterator[Any]:
-    """Compiled where there is a CUDA device, else interpreted with an exact fma (Triton's rounds twice). Where a loop's
-    bound is the result of a reduction, Triton 3.6.0 fails with NumPy 2.4, which takes no array of one number for an
-    index; 3.7 does what is done here for it."""
+    """Compiled where there is a CUDA device, else interpreted with an exact fma (Triton's rounds twice) and torch's
+    bfloat16 (Triton's is cut off). Where a loop's bound is the result of a reduction, Triton 3.6.0 fails with NumPy
+    2.4, which takes no array of one number for an index; 3.7 does what is done here for it. Triton looks for what it
+    must replace in its language at each call of a function by a kernel, which takes half the time; here it does so
+    once."""
     pytest.importorskip("triton")
     from satrap.device import triton_kernels
 
@@ -46,7 +49,25 @@ def kernels() -> Iterator[Any]:
     def fused(_: Any, x: Any, y: Any, z: Any) -> Any:
         return interpreter.TensorHandle(fma(*np.broadcast_arrays(x.data, y.data, z.data)), z.dtype.scalar)
 
-    prepare_tensors = interpreter._patch_lang_tensor
+    prepare_tensors, prepare_language = interpreter._patch_lang_tensor, interpreter._patch_lang
+    language = interpreter.tl
+
+    def prepare_once(function: Any) -> Any:
+        used = [value for value in function.__globals__.values() if value is language or value is language.core]
+        is_done = not any(language.core.is_builtin(module.load) for module in used)
+        return interpreter._LangPatchScope() if is_done else prepare_language(function)
+
+    def cast(builder: Any, value: Any, to: Any) -> Any:
+        if {value.dtype.scalar.name, to.scalar.name} != {"fp32", "bf16"}:
+            return cast_others(builder, value, to)
+        numbers = torch.from_numpy(np.ascontiguousarray(value.data))
+        if to.scalar.name == "bf16":
+            bits = numbers.bfloat16().view(torch.int16).numpy().view(np.uint16)
+        else:
+            bits = numbers.view(torch.bfloat16).float().numpy()
+        return interpreter.TensorHandle(bits, to.scalar)
+
+    cast_others = interpreter.InterpreterBuilder.cast_impl
 
     def prepare(tensor: Any, scope: Any) -> None:
         prepare_tensors(tensor, scope)
@@ -54,7 +75,9 @@ def kernels() -> Iterator[Any]:
 
     with pytest.MonkeyPatch.context() as patched, np.errstate(all="ignore"):
         patched.setattr(interpreter.InterpreterBuilder, "create_fma", fused)
+        patched.setattr(interpreter.InterpreterBuilder, "cast_impl", cast)
         patched.setattr(interpreter, "_patch_lang_tensor", prepare)
+        patched.setattr(interpreter, "_patch_lang", prepare_once)
         yield triton_kernels
 
 
@@ -85,6 +108,11 @@ def draw_numbers(rng: np.random.Generator, shape: Any) -> Tensor:
     return tensor(numbers.astype(np.float32))
 
 
+def draw_dtype(rng: np.random.Generator) -> torch.dtype:
+    """Draw the dtype of a block, or of gradients."""
+    return DTYPES[int(rng.integers(len(DTYPES)))]
+
+
 def draw_rows(rng: np.random.Generator, optimizer: Any, dim: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     values = draw_numbers(rng, (FRAMES, dim)).to(dtype)
     state = tensor(np.abs(rng.standard_normal((FRAMES, state_dim(optimizer, dim)))).astype(np.float32))
@@ -101,7 +129,7 @@ def draw_runs(rng: np.random.Generator, gradients: int, dim: int, *, factors: bo
     ends = np.cumsum(lengths)
     frames = rng.permutation(FRAMES)[:RUNS].astype(np.int32)
     frames[3] = -1
-    alignment = 1 if dim % 4 else 4
+    alignment = alignment_of(dim)
     places = rng.integers(0, (gradients - dim) // alignment, ends[-1]) * alignment
     return Runs(
         frames=tensor(frames),
@@ -129,6 +157,7 @@ def test_update(
         gradients = draw_numbers(rng, 400)
         if skip_nonfinite:
             gradients[::97], gradients[5::71] = float("nan"), 3e38
+        gradients = gradients.to(draw_dtype(rng))
         runs = draw_runs(rng, 400, dim, factors=dim != 16)
         found = []
         for each, device in ((reference, "cpu"), (kernels, DEVICE)):
@@ -159,15 +188,15 @@ def test_pool(
 ) -> None:
     """Every pooling; features with weights beside others without, or none with weights; rows that are absent, with
     initial values and without; columns that begin at multiples of four, or do not."""
-    samples, first = 21, 4 if dim % 4 == 0 else 2
+    samples, first = 21, int(rng.choice([4, 8])) if dim % 4 == 0 else 2
     rows = draw_lookup(rng, dim, dtype, 3 * samples, uniform=uniform)
     weights = draw_numbers(rng, len(rows[2])) if weighted else None
     lines = ([0, 2, 1], [first, first + 2 * dim, first + dim], [0, 1, 2], [0, int(weighted), 0])
     numbers, columns, poolings, has_weights = (torch.tensor(each, dtype=torch.int32) for each in lines)
-    features = PooledFeatures(numbers, columns, poolings, has_weights, alignment=1 if dim % 4 else 4)
-    blocks = []
+    features = PooledFeatures(numbers, columns, poolings, has_weights, alignment=alignment_of(dim, first))
+    blocks, block_dtype = [], draw_dtype(rng)
     for each, device in ((reference, "cpu"), (kernels, DEVICE)):
-        block = torch.full((samples, first + 3 * dim), 7.0, device=device)
+        block = torch.full((samples, first + 3 * dim), 7.0, device=device, dtype=block_dtype)
         given = [on(device, x) for x in (*rows, weights, features)]
         each.pool(*given, samples, block)
         blocks.append(bits(block))
@@ -175,10 +204,10 @@ def test_pool(
 
 
 def test_a_batch_of_a_model(kernels: Any, rng: np.random.Generator) -> None:
-    """26 features over as many tables, some of a few rows, so that one row has thousands of gradients: pooled,
-    and updated with the gradients of the block. 65,536 samples on a device; the interpreter, which takes milliseconds
-    for a program, has 1,024."""
-    samples, features, dim = (65_536 if DEVICE == "cuda" else 1_024), 26, 16
+    """26 features over as many tables, some of a few rows, so that one row has hundreds or thousands of gradients:
+    pooled, and updated with the gradients of the block. 65,536 samples on a device; the interpreter, which takes
+    milliseconds for a program, has 384."""
+    samples, features, dim = (65_536 if DEVICE == "cuda" else 384), 26, 16
     sizes = np.array([3, 10, 100, *[2_000] * (features - 3)])
     begins = np.cumsum(sizes) - sizes
     ids = (begins[:, None] + rng.integers(0, sizes[:, None], (features, samples))).ravel()
@@ -272,9 +301,9 @@ def at_home(home: HomeMemory) -> list[Tensor]:
 def test_copy_sequence(kernels: Any, dim: int, dtype: torch.dtype, uniform: bool, rng: np.random.Generator) -> None:
     samples, length = 7, 5
     rows = draw_lookup(rng, dim, dtype, 3 * samples, uniform=uniform)
-    outs = []
+    outs, out_dtype = [], draw_dtype(rng)
     for each, device in ((reference, "cpu"), (kernels, DEVICE)):
-        out = torch.full((samples, length, dim), 7.0, device=device)
+        out = torch.full((samples, length, dim), 7.0, device=device, dtype=out_dtype)
         each.copy_sequence(*(on(device, x) for x in rows), 1, out)
         outs.append(bits(out))
     assert outs[0] == outs[1]

@@ -152,10 +152,10 @@ def check_numbers(browser: Browser, intervals: list[dict[str, Any]]) -> None:
     for line in intervals:
         for steps, batches in line["staleness"].items():
             counts[steps] = counts.get(steps, 0) + batches
-    assert {name: count for name, count, _ in tables(browser, "Staleness") if count != "0"} == {
+    assert {name: count for name, count, *_ in tables(browser, "Staleness") if count != "0"} == {
         steps: number(count) for steps, count in counts.items()
     }
-    stages = {name: float(value.replace(",", "")) for name, value, _ in tables(browser, "Time of each stage")}
+    stages = {name: float(value.replace(",", "")) for name, value, *_ in tables(browser, "Time of each stage")}
     for name, shown_value in stages.items():
         steps = sum(line["steps"] for line in intervals)
         mean = 1e3 * sum(line["stages"][name] * line["steps"] for line in intervals) / steps

@@ -14,8 +14,6 @@ from hypothesis import given
 from satrap.html_report.chart import (
     BarChart,
     LineChart,
-    Point,
-    Series,
     averaged,
     axis,
     draw,
@@ -24,9 +22,9 @@ from satrap.html_report.chart import (
     thin,
     tick_texts,
 )
-from satrap.html_report.figures import bins, cuts, rates, series_of
+from satrap.html_report.figures import bins
 from satrap.html_report.markup import element, escape, json_script
-from satrap.html_report.run_records import Interval, Loop
+from satrap.html_report.run_records import Interval, Loop, Point, Series, cuts, rates, series_of
 
 numbers = st.floats(-1e12, 1e12)
 points = st.lists(st.tuples(numbers, st.none() | numbers), max_size=200)
@@ -181,10 +179,8 @@ def test_data_blocks_hold_any_text(text: str) -> None:
 
 @given(hostile, hostile)
 def test_charts_hold_any_text(name: str, title: str) -> None:
-    line = LineChart(
-        title=title, x=name, y=name, note=name, series=[Series(name=name, points=[(1, 2.0), (2, 3.0)])] * 2
-    )
-    bars = BarChart(title=title, category=name, value=name, extra=name, groups={"": [(name, 1.0, name)]})
+    line = LineChart(title=title, y=name, note=name, series=[Series(name=name, points=[(1, 2.0), (2, 3.0)])] * 2)
+    bars = BarChart(title=title, header=(name, name, name), groups={"": [(name, 1.0, name)]}, absent="", note=name)
     charts: list[LineChart | BarChart] = [line, bars]
     for chart in charts:
         found, expected = Reader(draw(chart)), Reader(draw(_renamed(chart)))
@@ -194,8 +190,10 @@ def test_charts_hold_any_text(name: str, title: str) -> None:
 def _renamed(chart: LineChart | BarChart) -> LineChart | BarChart:
     if isinstance(chart, LineChart):
         series = [Series(name="n", points=each.points) for each in chart.series]
-        return LineChart(title="t", x="n", y="n", note="n" if chart.note else "", series=series)
-    return BarChart(title="t", category="n", value="n", extra="n", groups={"": [("n", 1.0, "n")]})
+        return LineChart(title="t", y="n", note="n" if chart.note else "", series=series)
+    return BarChart(
+        title="t", header=("n", "n", "n"), groups={"": [("n", 1.0, "n")]}, absent="", note="n" if chart.note else ""
+    )
 
 
 def test_controls_and_surrogates_are_replaced() -> None:
@@ -213,17 +211,7 @@ def loop(rank: int, launch: int, first: int, lengths: list[int]) -> Loop:
     for steps in lengths:
         done += steps
         found.intervals.append(
-            Interval(
-                at=float(done),
-                seconds=float(done),
-                trained=float(steps),
-                step=first + done - 1,
-                steps=steps,
-                samples=10 * done,
-                rate=10.0,
-                numbers={"loss": float(launch)},
-                tables={},
-            )
+            Interval(float(done), float(done), float(steps), first + done - 1, steps, 10 * done, 10.0)
         )
     return found
 
@@ -234,15 +222,16 @@ lengths = st.lists(st.integers(1, 9), min_size=1, max_size=8)
 @given(st.lists(st.tuples(st.integers(1, 40), lengths), min_size=1, max_size=4))
 def test_each_step_counts_once(drawn: list[tuple[int, list[int]]]) -> None:
     loops = [loop(0, launch, first, steps) for launch, (first, steps) in enumerate(drawn, 1)]
-    curve = series_of("loss", loops, lambda each: [(float(one.step), one.numbers["loss"]) for one in each.intervals])
+    of_loops = [[(float(one.step), float(each.launch[0])) for one in each.intervals] for each in loops]
+    curve = series_of("loss", loops, of_loops)
     kept, superseded = curve.points, curve.superseded
     steps = [step for step, value in kept if value is not None]
     assert steps == sorted(set(steps)), "no step is drawn twice"
     assert Counter(p for p in (*kept, *superseded) if p[1] is not None) == Counter(
-        (float(one.step), one.numbers["loss"]) for each in loops for one in each.intervals
+        point for each in of_loops for point in each
     )
-    last = [(float(one.step), one.numbers["loss"]) for one in loops[-1].intervals]
-    assert [p for p in kept if p in last] == last and cuts(loops)[-1] == math.inf, "the last launch counts"
+    assert [p for p in kept if p in of_loops[-1]] == of_loops[-1], "the last launch counts"
+    assert cuts(loops)[-1] == math.inf
 
 
 @given(lengths, lengths, st.integers(1, 4))

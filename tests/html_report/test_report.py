@@ -19,7 +19,8 @@ from satrap.errors import ConfigError
 from satrap.html_report.chart import LineChart
 from satrap.html_report.figures import charts_of
 from satrap.html_report.page import page
-from satrap.html_report.run_records import RunRecords, read_run
+from satrap.html_report.record_reader import read_run
+from satrap.html_report.run_records import RunRecords
 from satrap.html_report.summary import events, listings, state_of, tiles, warnings
 from satrap.monitor import record_file
 from satrap.monitor.record_file import RecordFile, encode
@@ -394,7 +395,12 @@ def test_a_long_run_of_many_trainers_and_tables_stays_small(tmp_path: Path) -> N
     run = read_run(tmp_path)
     text = page(run, AT)
     assert len(text.encode()) < 250_000
-    assert "9 trainers recorded; these are the first 6." in text and "9 other tables" in text
+    assert "9 trainers recorded; these are the first 6." in text
+    assert "11 processes recorded; these are the largest 6." in text
+    rows = {curve.name: curve.last for curve in run.curves["rows"]}
+    (chart,) = [each for each in charts_of([run]) if each.title == "Rows of each table" and isinstance(each, LineChart)]
+    assert [curve.last for curve in chart.series[:5]] == sorted(rows.values())[:-6:-1], "the largest tables"
+    assert chart.series[5].name == "9 other tables" and chart.series[5].last == sum(sorted(rows.values())[:9])
     assert "A chart shows at most 1,000 points" in text
     values = tile_values(run)
     assert (values["Faults"], values["Launches"], values["Last step"]) == ("2", "3", "88,000")

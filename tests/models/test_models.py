@@ -292,14 +292,15 @@ def test_the_same_seed_gives_the_same_model(kind: type[Any], num_dense: int) -> 
 
 @each_kind
 @pytest.mark.parametrize("num_dense", [0, 3])
-def test_autocast(kind: type[Any], num_dense: int) -> None:
-    """Logits and the block's gradient stay float32, and are close to those without autocast."""
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_autocast(kind: type[Any], num_dense: int, dtype: torch.dtype) -> None:
+    """Logits stay float32, the block's gradient has its dtype, and both are close to those without autocast."""
     model = small(kind, num_dense, shape(*[4] * 3))
     dense, block = inputs(64, num_dense, 12)
     labels = (torch.arange(64) % 2).float()
     found: list[tuple[torch.Tensor, torch.Tensor]] = []
     for enabled in (False, True):
-        block.grad = None
+        block = block.detach().to(dtype if enabled else torch.float32).requires_grad_()
         with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
             logits = model(dense, block)
             loss = binary_cross_entropy_with_logits(logits, labels)
@@ -308,8 +309,8 @@ def test_autocast(kind: type[Any], num_dense: int) -> None:
         assert logits.shape == (64,)
         assert block.grad is not None
         found.append((logits.detach(), block.grad.clone()))
+    assert found[1][1].dtype == dtype
     for plain, narrow in zip(*found, strict=True):
-        assert narrow.dtype == torch.float32
         assert (narrow - plain).norm() < 0.1 * plain.norm()
 
 

@@ -215,6 +215,15 @@ def test_a_frozen_weight_stays_frozen() -> None:
         assert torch.equal(model.small(ids), expected) and torch.equal(model.small.weight, expected)
 
 
+def test_a_table_may_be_frozen_where_the_weight_is_not() -> None:
+    model: Any = Model()
+    expected, ids = model.small.weight.detach().clone(), torch.arange(3)
+    with satrap.convert(model, {"small": Table("t", 4, num_rows=3, frozen=True)}, weights=True) as embeddings:
+        embeddings.optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+        assert torch.equal(model.small(ids), expected) and not model.small(ids).requires_grad
+        assert len(embeddings.tables["t"]) == 3
+
+
 def test_an_optimizer_of_before_is_refused() -> None:
     model = Model()
     before = torch.optim.Adam(model.parameters(), amsgrad=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
@@ -51,18 +51,58 @@ def weighted(model: Model, ids: Tensor) -> Tensor:
     return rows
 
 
+def changed_in_place(model: Model, ids: Tensor) -> Tensor:
+    """Return a product of the same rows, of which one and a part of another are changed in place."""
+    first, second, third = (model.one(ids[:6].reshape(3, 2)) for _ in range(3))
+    first *= 1.5
+    second[1:] += first[1:]
+    rows: Tensor = first * second * third
+    return rows
+
+
+def beside_changed(model: Model, ids: Tensor) -> Tensor:
+    """Return a product of rows, where other rows are changed in place before its backward pass reads these."""
+    rows: Tensor = model.one(ids[:3])
+    product = rows * rows
+    changed: Tensor = model.one(ids[3:6]).relu_() + model.bag(ids[:3].reshape(3, 1)).mul_(0.5)
+    return product + changed
+
+
 USES: list[Callable[[Model, Tensor], Tensor]] = [
     lambda model, ids: model.one(ids[:6].reshape(3, 2)),
     lambda model, ids: model.one(ids[0]),
     lambda model, ids: model.one(ids.reshape(4, 6).t()[::2, 1:]),
     lambda model, ids: model.one(ids[:0].reshape(0, 3)),
     lambda model, ids: model.one(ids[:3]).detach(),
-    *(twice, without_gradient, ragged, weighted),
+    *(twice, without_gradient, ragged, weighted, changed_in_place, beside_changed),
 ]
 
 
+def some_ids(ids: Tensor, rng: np.random.Generator) -> list[Tensor]:
+    """Return parts of the ids, among them some that uses ask for."""
+    parts = [ids[:3], ids[3:6], ids[:6], ids[:6], ids[:7], ids[:12], ids.reshape(4, 6).t()[::2, 1:], ids[:0]]
+    return [part for part in parts if rng.random() < 0.6]
+
+
+Program = list[tuple[Callable[[Model, Tensor], Tensor], Tensor]]
+
+
+def losses_of(model: Model, optimizer: torch.optim.Optimizer, programs: Iterable[Program]) -> list[float]:
+    """Take a step of each program."""
+    losses = []
+    for program in programs:
+        parts = [model.linear(use(model, ids)) for use, ids in program]
+        loss = torch.stack([torch.tanh(part).square().sum() for part in parts]).sum()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.parametrize("prefetched", [False, True])
 @pytest.mark.parametrize("run", range(12))
-def test_a_random_program(run: int, rng: np.random.Generator) -> None:
+def test_a_random_program(run: int, prefetched: bool, rng: np.random.Generator) -> None:
     num_rows, dim = int(rng.integers(2, 20)), int(rng.integers(1, 6))
     padding = [None, 0, -1, num_rows - 1][int(rng.integers(4))]
     torch.manual_seed(run)
@@ -76,19 +116,23 @@ def test_a_random_program(run: int, rng: np.random.Generator) -> None:
         converted, satrap.Adagrad(lr=LR, eps=1e-10) if adaptive else satrap.SGD(lr=LR), weights=True
     )
     make: Any = torch.optim.Adagrad if adaptive else torch.optim.SGD
-    optimizers = [make(plain.parameters(), lr=LR), embeddings.optimizer(make(converted.parameters(), lr=LR))]
+    programs: list[Program] = []
     for _ in range(6):
         kind = torch.int32 if rng.random() < 0.3 else torch.int64
-        program = [(USES[i], torch.tensor(rng.integers(0, num_rows, 24)).to(kind)) for i in rng.integers(0, 9, 3)]
-        losses = []
-        for model, optimizer in zip((plain, converted), optimizers, strict=True):
-            parts = [model.linear(use(model, ids)) for use, ids in program]
-            loss = torch.stack([torch.tanh(part).square().sum() for part in parts]).sum()
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            losses.append(loss.item())
-        assert losses[1] == pytest.approx(losses[0], rel=1e-5, abs=1e-6)
+        programs.append(
+            [(USES[i], torch.tensor(rng.integers(0, num_rows, 24)).to(kind)) for i in rng.integers(0, len(USES), 3)]
+        )
+    loader: Iterable[Program] = programs
+    if prefetched:
+        loader = embeddings.prefetch(
+            programs,
+            lambda program: {
+                name: [part for _, ids in program for part in some_ids(ids, rng)] for name in ("one", "bag")
+            },
+        )
+    expected = losses_of(plain, make(plain.parameters(), lr=LR), programs)
+    found = losses_of(converted, embeddings.optimizer(make(converted.parameters(), lr=LR)), loader)
+    assert found == pytest.approx(expected, rel=1e-5, abs=1e-6)
     for name, module in (("one", plain.one), ("bag", plain.bag)):
         trained = np.delete(np.arange(num_rows), [] if padding is None else padding % num_rows).astype(np.uint64)
         rows = embeddings.tables[name].lookup(trained, train=False)

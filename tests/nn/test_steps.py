@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from module_jobs import (
+    DIM,
     PLACES,
     embeddings_of,
     item,
@@ -18,10 +19,12 @@ from module_jobs import (
 )
 from satrap import (
     SGD,
+    ConfigError,
     IterableSource,
     MinCount,
     NonFiniteError,
     StreamError,
+    Table,
 )
 from satrap.nn import Embedding, EmbeddingBag
 from satrap.worker.worker import Worker
@@ -149,10 +152,13 @@ def test_lookups_without_a_backward_pass_are_freed() -> None:
         module = Embedding(embeddings, "item")
         embeddings.optimizer()
         rows = module(torch.tensor([1]))
-        leaf: Any = rows._base
+        node: Any = rows.grad_fn
+        while not hasattr(node, "variable"):
+            node = node.next_functions[0][0]
+        leaf = node.variable
         hook = weakref.ref(next(iter(leaf._post_accumulate_grad_hooks.values())))
         assert hook() is not None
-        del rows, leaf
+        del rows, node, leaf
         gc.collect()
         assert hook() is None
 
@@ -232,3 +238,29 @@ def test_a_frozen_module_reads_and_trains_nothing() -> None:
         optimizer.step()
         assert embeddings.tables["item"].ids().tolist() == [1]
         assert module.requires_grad_()(torch.tensor([1])).requires_grad
+
+
+@pytest.mark.parametrize("where", PLACES)
+def test_frozen_rows_of_a_table_have_no_gradient(where: str) -> None:
+    some, whole = item(optimizer=SGD(lr=1.0), frozen=range(2, 4)), Table("user", DIM, frozen=True)
+    with embeddings_of(some, whole, where=where) as embeddings:
+        items, users, optimizer = Embedding(embeddings, "item"), Embedding(embeddings, "user"), embeddings.optimizer()
+        before = {name: start_rows(embeddings, name, 6) for name in embeddings.tables}
+        ids = torch.arange(6)
+        for seen in embeddings.prefetch([ids, ids], ids=lambda seen: {"item": seen, "user": seen}):
+            rows = users(seen)
+            assert torch.equal(rows, before["user"]) and not rows.requires_grad
+            (items(seen).sum() + rows.sum()).backward()
+            optimizer.step()
+        rows = users(ids)
+        (items(ids).sum() + rows.sum()).backward()
+        optimizer.step()
+        assert embeddings.step == 3 and not rows.requires_grad
+        assert embeddings.counters().module_ids == {"on the spot": 12, "ahead": 24}
+        steps = torch.tensor([3.0, 3, 0, 0, 3, 3])[:, None]
+        assert torch.equal(start_rows(embeddings, "item", 6), before["item"] - steps)
+        assert torch.equal(start_rows(embeddings, "user", 6), before["user"])
+        with pytest.raises(
+            ConfigError, match=r"table 'user' is frozen, and requires_grad is True: leave frozen=True out"
+        ):
+            users.requires_grad_()

@@ -31,7 +31,7 @@ def this_process(folder: Path) -> list[float]:
     return [cost.seconds(1000, 1e5), *calibration._checkpoint_seconds(folder), calibration._read_seconds(folder)]
 
 
-@pytest.mark.cluster  # of three measurements, two start processes
+@pytest.mark.cluster  # two of three measurements start processes
 @pytest.mark.draw(1)
 @pytest.mark.parametrize("measure", [servers, reduces, this_process])
 def test_a_measurement(measure: Callable[[Path], list[float]], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -105,6 +105,7 @@ PURE = [
     "html_report.chart",
     "html_report.figures",
     "html_report.markup",
+    "html_report.run_records",
     "html_report.summary",
     "planning.coefficients",
     "planning.estimate",
@@ -288,7 +289,7 @@ def cpp_functions(text: str) -> Iterator[tuple[int, int]]:
     no space before it is an initialiser.
     """
     text = NOT_CODE.sub(lambda match: re.sub(r"[^\n]", " ", match[0]), text)
-    opened: list[int | None] = []  # of each open brace: where its function began, None if it opened none
+    opened: list[int | None] = []  # for each open brace: where its function began, None if it opened none
     start = initialisers = 0
     for at, char in enumerate(text):
         if char == "{" and (initialisers or not text[at - 1].isspace()):

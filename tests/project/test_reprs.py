@@ -33,7 +33,7 @@ def test_objects_of_a_run_show_their_state(tmp_path: Path) -> None:
     inputs = satrap.Inputs(names=("item",), values=np.arange(6, dtype=np.uint64), batch_size=6, label=np.zeros(6, "f4"))
     assert repr(inputs) == "Inputs(6 samples, 6 ids of ['item'], label [6])"
     embeddings = satrap.Embeddings({"item": item})
-    assert {"stream", "optimizer", "tables", "features", "staleness", "step"} <= set(dir(embeddings))
+    assert {"stream", "optimizer", "tables", "features", "staleness", "step", "train", "eval"} <= set(dir(embeddings))
     assert not {"register_buffer", "named_modules", "xpu"} & set(dir(embeddings))
     model = torch.nn.Linear(4, 1)
     optimizer = embeddings.optimizer(torch.optim.SGD(model.parameters(), lr=0.1))

@@ -30,7 +30,7 @@ PERMITTED = {"so_far"}
 COMMENT_OR_STRING = re.compile(r"""//[^\n]*|/\*.*?\*/|"(?:\\.|[^"\\\n])*"|'(?:\\.|[^'\\\n])'""", re.DOTALL)
 PART = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+")
 THIRD_PERSON = {"Returns", "Yields", "Raises", "Reads", "Writes", "Logs", "Starts", "Runs", "Creates", "Stops", "Sets"}
-FRAGMENT = re.compile(r"""(?:["'#]|//)\s*(?:Of|As|Those)\b.*""")
+FRAGMENT = re.compile(r"""(?:["'#]|//)\s*(?:Of|As|Those)\b.*|(?<=\S)[ ]+(?:#|//)[ ]of .*""")
 FRAMING = re.compile(r"""^\s*(?://|#|\||-)?|["'`*]""", re.MULTILINE)
 
 
@@ -114,4 +114,5 @@ def test_fragments_are_found_and_sentences_are_not() -> None:
         "# As in `Store`.",
     ]
     assert FRAGMENT.findall("// Those of a bucket.\nraise Error(f'As is')") == ["// Those of a bucket.", "'As is')"]
+    assert FRAGMENT.findall("count = 1  # of rows\nlong n; // of rows\n") == ["  # of rows", " // of rows"]
     assert not FRAGMENT.findall('"""Return those of a bucket. As each is locked, """  # Offsets')

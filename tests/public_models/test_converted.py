@@ -91,7 +91,7 @@ def test_recomputed_activations_change_nothing(public: PublicModel) -> None:
         require_same(public, losses, train([of_torch], lambda step: public.loss(plain, batch(step)), STEPS))
 
 
-@pytest.mark.filterwarnings("ignore::UserWarning")  # of torch.compile, which reads .grad of what is no leaf
+@pytest.mark.filterwarnings("ignore::UserWarning")  # torch.compile reads .grad of what is no leaf
 def test_a_compiled_model_has_the_same_losses(public: PublicModel) -> None:
     with pair(public) as (plain, of_torch, own, optimizer):
         compiled = torch.compile(own, backend="aot_eager")

@@ -177,7 +177,7 @@ def test_a_restore_in_progress_is_shown_and_delays_no_status(tmp_path: Path, mon
         done = number(numbers, "satrap_snapshot_done_bytes", work="restore")
         assert 0 < done <= number(numbers, "satrap_snapshot_expected_bytes", work="restore")
         assert number(numbers, "satrap_snapshot_left_seconds", work="restore") >= 0
-        assert number(numbers, "satrap_snapshots_total", work="verify") == 0  # of the tables before
+        assert number(numbers, "satrap_snapshots_total", work="verify") == 0  # the tables before were verified
         assert status["not_ready"] == "a restore is running" and number(numbers, "satrap_ready") == 0
         assert number(scrape(url), "satrap_snapshots_total", work="restore") == 1
         assert client.call.status(Origin())["tables"]["t"]["rows"] == 50

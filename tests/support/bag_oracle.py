@@ -24,7 +24,7 @@ from satrap.data.inputs import Inputs
 from satrap.worker.worker import LookupResult
 
 UNIVERSE = np.array([*range(12), 2**63, 2**64 - 1], np.uint64)
-Rows = dict[str, dict[int, F32]]  # of each table: the values of each id
+Rows = dict[str, dict[int, F32]]  # for each table: the values of each id
 
 
 @dataclass

@@ -52,16 +52,22 @@ def ids_of(num: int, *, numbered: bool = False) -> np.ndarray[Any, np.dtype[np.u
     return np.array([*range(num), *([] if numbered else [2**63, 2**64 - 1])], np.uint64)
 
 
-def features(shard: str = "rows", num_rows: int | None = None) -> dict[str, Any]:
+def features(shard: str = "rows", num_rows: int | None = None, *, jagged: bool = True) -> dict[str, Any]:
     """Return tables of three layouts, with every kind of pooling, of 16 bits too. shard: of some of the tables.
-    num_rows: of all tables."""
+    num_rows: of all tables. jagged: whether there are jagged sequences."""
 
     def of(name: str) -> Any:
         return shard if name in SHARDED.get(shard, ("user", "last")) else "rows"
 
     item = Table("item", dim=5, optimizer=Adagrad(lr=0.1), initial=Normal(std=0.5), num_buckets=16, shard=of("item"))
     user = Table(
-        "user", dim=8, optimizer=RowWiseAdagrad(lr=0.1), initial=Normal(std=0.5), dtype="bfloat16", shard=of("user")
+        "user",
+        dim=8,
+        optimizer=RowWiseAdagrad(lr=0.1),
+        initial=Normal(std=0.5),
+        dtype="bfloat16",
+        frozen=range(5, 12),
+        shard=of("user"),
     )
     tiny = Table(
         "tiny",
@@ -92,7 +98,7 @@ def features(shard: str = "rows", num_rows: int | None = None) -> dict[str, Any]
     if num_rows is not None:
         numbered: dict[str, Any] = {"num_rows": num_rows, "admission": Always(), "expire_after": None}
         item, user, tiny, rare, last = (replace(table, **numbered) for table in (item, user, tiny, rare, last))
-    return {
+    declared = {
         "bag": Feature(item, "mean"),
         "item": Feature(item),
         "user": Feature(user, "sum", weighted=True),
@@ -104,10 +110,12 @@ def features(shard: str = "rows", num_rows: int | None = None) -> dict[str, Any]
         "jagged": item.sequence(padding_id=4),
         "jagged last": rare.sequence(2, jagged=True),
     }
+    return {name: feature for name, feature in declared.items() if jagged or not name.startswith("jagged")}
 
 
-def inputs(rng: np.random.Generator, batch_size: int, ids: np.ndarray[Any, np.dtype[np.uint64]]) -> Inputs:
-    names = Features(features()).names
+def inputs(
+    rng: np.random.Generator, batch_size: int, ids: np.ndarray[Any, np.dtype[np.uint64]], names: tuple[str, ...]
+) -> Inputs:
     lengths = rng.integers(0, 5, len(names) * batch_size)
     offsets = np.concatenate([[0], lengths.cumsum()]).astype(np.int64)
     return Inputs(
@@ -121,20 +129,28 @@ def inputs(rng: np.random.Generator, batch_size: int, ids: np.ndarray[Any, np.dt
 
 def compare(job: dict[str, Any]) -> dict[str, Any]:
     """Take random steps on both workers. Return how many rows there are at the end, and how many left the devices."""
-    num_rows, largest = job.get("num_rows"), job.get("batch_size", 11)
+    num_rows, largest, jagged = job.get("num_rows"), job.get("batch_size", 11), job.get("jagged", True)
     ids = ids_of(job.get("ids", NUM_IDS), numbered=num_rows is not None)
     if dist.get_world_size() == 1:  # has no need of collectives, but may use them: NCCL needs a GPU for each trainer
         open_worker._open_on_device = open_worker._open_among_devices
     rng, common = np.random.default_rng([job["compare"], dist.get_rank()]), np.random.default_rng(job["compare"])
     shards, place = ("rows", job["shard"]), job.get("device", "cpu")
     both = [
-        Embeddings(features(shard, num_rows), seed=3, num_threads=1, device=device, device_memory=memory)
+        Embeddings(
+            features(shard, num_rows, jagged=jagged),
+            seed=3,
+            num_threads=1,
+            device=device,
+            device_memory=memory,
+            output_dtype=job.get("output_dtype", "float32"),
+        )
         for shard, device, memory in zip(shards, (None, place), (None, job.get("device_memory")), strict=True)
     ]
     workers: list[Any] = [each.worker for each in both]
     stream = workers[1].open_stream(1)
     is_direct = isinstance(workers[1].rows._updates._owned(), DirectOwnedRows)
-    assert is_direct == (num_rows is not None and job["shard"] in ("rows", "table") and "device_memory" not in job)
+    assert is_direct == (num_rows is not None and job["shard"] in ("rows", "table") and not jagged)
+    names = both[0].features.names
     for step in range(1, job["steps"] + 1):
         micro_batches, most = int(common.integers(1, 3)), int(common.integers(1, largest + 1))
         looked: list[list[Any]] = [[], []]
@@ -143,12 +159,12 @@ def compare(job: dict[str, Any]) -> dict[str, Any]:
             if rng.random() < 0.2 and not looks_up:
                 workers[1].pad(step, step)
                 continue
-            batch = inputs(rng, int(rng.integers(1, most + 1)), ids)
+            batch = inputs(rng, int(rng.integers(1, most + 1)), ids, names)
             for worker, of_worker in zip(workers, looked, strict=True):
                 of_worker.append(worker.lookup(batch, step=step))
             require_same([looked[0][-1], looked[1][-1]])
         if looked[0] and rng.random() < 0.8:
-            update(workers, looked, rng, step)
+            update(workers, looked, rng, step, both[0].features)
         else:
             for worker, of_worker in zip(workers, looked, strict=True):
                 for each in of_worker:
@@ -158,7 +174,7 @@ def compare(job: dict[str, Any]) -> dict[str, Any]:
         if step % 3 == 0:
             workers[1].pause()
             dist.barrier()
-            evaluate(workers, inputs(rng, 3, ids))
+            evaluate(workers, inputs(rng, 3, ids, names))
             dist.barrier()
     stream.end_lookups()
     stream.end_updates()
@@ -345,9 +361,11 @@ def train_in_order(job: dict[str, Any], rank: int) -> dict[str, Any]:
 
 def require_same(looked: list[Any]) -> None:
     host, device = looked
-    np.testing.assert_array_equal(device.block.cpu().numpy(), host.block)
-    for name, rows in host.sequences.items():
-        np.testing.assert_array_equal(device.sequences[name].cpu().numpy(), rows)
+    for rows, expected in (
+        (device.block, host.block),
+        *((device.sequences[name], host.sequences[name]) for name in host.sequences),
+    ):
+        assert torch.equal(rows.cpu(), torch.from_numpy(expected).to(rows.dtype))
     for masks, expected in ((device.masks, host.masks), (device.offsets, host.offsets)):
         assert masks.keys() == expected.keys()
         for name, mask in expected.items():
@@ -358,9 +376,10 @@ def evaluate(workers: list[Any], batch: Inputs) -> None:
     require_same([worker.lookup(batch, train=False) for worker in workers])
 
 
-def update(workers: list[Any], looked: list[list[Any]], rng: np.random.Generator, step: int) -> None:
+def update(
+    workers: list[Any], looked: list[list[Any]], rng: np.random.Generator, step: int, of_features: Features
+) -> None:
     """Make the same update on both workers; now and then without a gradient, or with one that is not finite."""
-    of_features = Features(features())
     at = of_features.columns[of_features.names.index("last")]
     blocks: list[Any] = [rng.normal(size=each.block.shape).astype(np.float32) for each in looked[0]]
     sequences = [
@@ -374,11 +393,15 @@ def update(workers: list[Any], looked: list[list[Any]], rng: np.random.Generator
     if rng.random() < 0.3:
         del sequences[0]["path"]
     how: dict[str, Any] = {"step": step, "scale": 0.5, "lrs": {"item": 0.1 / step}}
-    workers[0].update([each.ticket for each in looked[0]], blocks, sequences, **how)
-    place = workers[1].device
-    tensors = [None if block is None else torch.from_numpy(block).to(place) for block in blocks]
-    of_sequences = [{name: torch.from_numpy(rows).to(place) for name, rows in each.items()} for each in sequences]
-    workers[1].update([each.ticket for each in looked[1]], tensors, of_sequences, **how)
+    place, dtype = workers[1].device, looked[1][0].block.dtype
+    tensors = [None if block is None else torch.from_numpy(block).to(dtype) for block in blocks]
+    of_sequences = [{name: torch.from_numpy(rows).to(dtype) for name, rows in each.items()} for each in sequences]
+    rounded = [None if block is None else block.float().numpy() for block in tensors]
+    of_rounded = [{name: rows.float().numpy() for name, rows in each.items()} for each in of_sequences]
+    workers[0].update([each.ticket for each in looked[0]], rounded, of_rounded, **how)
+    there = [None if block is None else block.to(place) for block in tensors]
+    of_there = [{name: rows.to(place) for name, rows in each.items()} for each in of_sequences]
+    workers[1].update([each.ticket for each in looked[1]], there, of_there, **how)
 
 
 def contents(worker: Any, ids: Any) -> dict[str, Any]:

@@ -42,8 +42,13 @@ class Launch:
 
     @property
     def alignment(self) -> int:
-        """Floats at whose multiples rows, columns and gradients begin."""
-        return 1 if self.dim % 4 else 4
+        """Numbers at whose multiples rows, columns and gradients begin."""
+        return 1 if self.dim % 4 else 4 if self.dim % 8 else 8
+
+    @property
+    def block(self) -> str:
+        """The dtype of what is looked up, or of gradients: an option, or float32."""
+        return next((option for option in self.options if option in ("float16", "bfloat16")), "float32")
 
     def __str__(self) -> str:
         optimizer = [self.optimizer] if self.launcher in ("update", "exchange") else []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -27,25 +28,55 @@ TIERS = ("on_device", "at_home", "moved_in", "moved_out")
 class ArrayWorker:
     """A worker on a device that takes and returns arrays, as the other workers do."""
 
-    def __init__(self, declared: Features, device: str, **options: Any) -> None:
+    def __init__(self, declared: Features, device: str, *, output_dtype: str = "float32", **options: Any) -> None:
         self.worker = device_worker(declared, device, **options)
+        self.worker.rows.output_dtype = output_dtype
+        self._dtype = getattr(torch, output_dtype)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.worker, name)
 
     def lookup(self, *args: Any, **options: Any) -> LookupResult:
         found: LookupResult = self.worker.lookup(*args, **options)
-        sequences = {name: rows.cpu().numpy() for name, rows in found.sequences.items()}
-        return replace(found, block=found.block.cpu().numpy(), sequences=sequences)
+        assert {rows.dtype for rows in (found.block, *found.sequences.values())} == {self._dtype}
+        sequences = {name: rows.float().cpu().numpy() for name, rows in found.sequences.items()}
+        return replace(found, block=found.block.float().cpu().numpy(), sequences=sequences)
 
     def update(self, tickets: Any, block_gradients: Any, sequence_gradients: Any = None, **options: Any) -> None:
-        device = self.worker.device
-        blocks = [None if block is None else torch.from_numpy(block).to(device) for block in block_gradients]
+        to = partial(torch.Tensor.to, device=self.worker.device, dtype=self._dtype)
+        blocks = [None if block is None else to(torch.from_numpy(block)) for block in block_gradients]
         if sequence_gradients is not None:
             sequence_gradients = [
-                {name: torch.from_numpy(rows).to(device) for name, rows in each.items()} for each in sequence_gradients
+                {name: to(torch.from_numpy(rows)) for name, rows in each.items()} for each in sequence_gradients
             ]
         self.worker.update(tickets, blocks, sequence_gradients, **options)
+
+
+class RoundingWorker:
+    """A worker whose rows, and the gradients that it gets, torch rounds to another dtype: the oracle of
+    `output_dtype`."""
+
+    def __init__(self, worker: Any, output_dtype: str) -> None:
+        self.worker, self._dtype = worker, getattr(torch, output_dtype)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.worker, name)
+
+    def lookup(self, *args: Any, **options: Any) -> LookupResult:
+        found: LookupResult = self.worker.lookup(*args, **options)
+        sequences = {name: self._rounded(rows) for name, rows in found.sequences.items()}
+        return replace(found, block=self._rounded(found.block), sequences=sequences)
+
+    def update(self, tickets: Any, block_gradients: Any, sequence_gradients: Any = None, **options: Any) -> None:
+        blocks = [None if block is None else self._rounded(block) for block in block_gradients]
+        if sequence_gradients is not None:
+            sequence_gradients = [
+                {name: self._rounded(rows) for name, rows in each.items()} for each in sequence_gradients
+            ]
+        self.worker.update(tickets, blocks, sequence_gradients, **options)
+
+    def _rounded(self, rows: NDArray[np.float32]) -> NDArray[np.float32]:
+        return torch.from_numpy(rows).to(self._dtype).float().numpy()
 
 
 def as_tensors(inputs: Inputs, device: str = "cpu") -> Inputs:

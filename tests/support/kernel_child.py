@@ -58,32 +58,32 @@ def int32(*shape: int) -> torch.Tensor:
 
 
 def launch_pool(launch: Launch, samples: int = _SAMPLES) -> None:
-    """Pool 26 features of one memory; options: "bags", "weighted"."""
+    """Pool 26 features of one memory; options: "bags", "weighted", and the dtype of the block."""
     dim, ids = launch.dim, samples * _FEATURES
     at = torch.arange(_FEATURES, dtype=torch.int32)
     features = PooledFeatures(at, at * dim, int32(_FEATURES), int32(_FEATURES), launch.alignment)
     offsets = torch.arange(ids + 1) if "bags" in launch.options else None
     weights = torch.ones(ids) if "weighted" in launch.options else None
     rows = (values_of(launch), torch.empty(0, dim), int32(ids), offsets, weights)
-    kernels.pool(*rows, features, samples, torch.empty(samples, _FEATURES * dim))
+    kernels.pool(*rows, features, samples, torch.empty(samples, _FEATURES * dim, dtype=block_dtype(launch)))
 
 
 def launch_sequence(launch: Launch, samples: int = _SAMPLES, feature: int = 3) -> None:
-    """Copy the sequences of one feature; option: "bags"."""
+    """Copy the sequences of one feature; options: "bags", and the dtype of the copies."""
     ids = samples * _FEATURES
     offsets = torch.arange(ids + 1) if "bags" in launch.options else None
     rows = (values_of(launch), torch.empty(0, launch.dim), int32(ids), offsets)
-    kernels.copy_sequence(*rows, feature, torch.empty(samples, 10, launch.dim))
+    kernels.copy_sequence(*rows, feature, torch.empty(samples, 10, launch.dim, dtype=block_dtype(launch)))
 
 
 def launch_update(launch: Launch, runs: Runs | None = None, lr: float = 0.1, step: int = 7) -> None:
-    """Update rows; options: "factors", "scaled", "skip"."""
+    """Update rows; options: "factors", "scaled", "skip", and the dtype of the gradients."""
     optimizer = OPTIMIZERS[launch.optimizer]
     kernels.update(
         values_of(launch),
         torch.zeros(_FRAMES, state_dim(optimizer, launch.dim)),
         runs or runs_of(launch, _FRAMES),
-        torch.zeros(_SAMPLES * _FEATURES * launch.dim),
+        torch.zeros(_SAMPLES * _FEATURES * launch.dim, dtype=block_dtype(launch)),
         RowUpdate(
             optimizer=optimizer,
             lr=lr,
@@ -127,6 +127,10 @@ LAUNCHERS: dict[str, Callable[[Launch], None]] = {
     "initialise": launch_initialise,
 }
 """What a launch may name. A new kernel has a line here and its launches in tests/device/test_compiled.py."""
+
+
+def block_dtype(launch: Launch) -> torch.dtype:
+    return getattr(torch, launch.block)  # type: ignore[no-any-return]
 
 
 def values_of(launch: Launch) -> torch.Tensor:

@@ -15,11 +15,16 @@ from satrap.train.optimizer import HybridOptimizer
 BATCH, NUM_IDS, DIM = 8, 30, 4
 
 
-def tables(lr: float = 0.1, shards: tuple[Any, Any] = ("rows", "rows"), num_users: int | None = None) -> dict[str, Any]:
+def tables(
+    lr: float = 0.1,
+    shards: tuple[Any, Any] = ("rows", "rows"),
+    num_users: int | None = None,
+    frozen: tuple[Any, Any] = (False, False),
+) -> dict[str, Any]:
     """Return a table of any ids, or with this `num_rows`, and one with `num_rows`. shards: how several trainers divide
-    the table of users, and that of items."""
-    user = Table("user", dim=DIM, optimizer=SGD(lr=lr), shard=shards[0], num_rows=num_users)
-    item = Table("item", dim=DIM, optimizer=SGD(lr=lr), shard=shards[1], num_rows=2 * NUM_IDS)
+    the table of users, and that of items. frozen: which rows of these are."""
+    user = Table("user", dim=DIM, optimizer=SGD(lr=lr), shard=shards[0], num_rows=num_users, frozen=frozen[0])
+    item = Table("item", dim=DIM, optimizer=SGD(lr=lr), shard=shards[1], num_rows=2 * NUM_IDS, frozen=frozen[1])
     return {"user": user, "item": item, "history": item.bag("mean")}
 
 
@@ -92,10 +97,12 @@ def deployed(options: dict[str, Any]) -> dict[str, Any]:
     return others | ({"deployment": Deployment(**where)} if where else {})
 
 
-def job(staleness: int = 0, dense: str = "cpu", **options: Any) -> tuple[Embeddings, Net, HybridOptimizer]:
-    """dense: the device of the model."""
+def job(
+    staleness: int = 0, dense: str = "cpu", frozen: Any = (False, False), **options: Any
+) -> tuple[Embeddings, Net, HybridOptimizer]:
+    """dense: the device of the model. frozen: see `tables`."""
     torch.manual_seed(0)
-    embeddings = Embeddings(tables(), staleness=staleness, num_threads=1, **deployed(options))
+    embeddings = Embeddings(tables(frozen=frozen), staleness=staleness, num_threads=1, **deployed(options))
     model = Net().to(dense)
     return embeddings, model, embeddings.optimizer(torch.optim.SGD(model.parameters(), lr=0.05))
 

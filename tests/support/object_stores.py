@@ -61,7 +61,7 @@ class ObjectStore:
     def held(self, pattern: str) -> Iterator[tuple[Callable[[], None], Callable[[], None]]]:
         """Hold writes of keys that match. Yields two functions: one waits until a write is held, one lets it go, and
         those that follow."""
-        name = f"held-{secrets.token_hex(4)}"  # of this call: a request of an earlier one may still create its file
+        name = f"held-{secrets.token_hex(4)}"  # for this call: a request of an earlier one may still create its file
         hold, held, new = (self._folder / each for each in ("hold", name, "new"))
         new.write_text(f"{name}\n{pattern}\n")
         new.rename(hold)

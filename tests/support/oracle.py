@@ -177,15 +177,16 @@ class Oracle:
 
     def update(self, ids: Sequence[int], gradients: F32, *, step: int | None = None) -> dict[int, F32]:
         """Returns the gradient of each row's step: summed in order of appearance, in float32."""
-        finite = [bool(np.isfinite(gradient).all()) for gradient in gradients]
+        trains = [id_ not in self.table.frozen_ids for id_ in ids]
+        finite = [not of or bool(np.isfinite(gradient).all()) for of, gradient in zip(trains, gradients, strict=True)]
         if not all(finite) and self.table.on_nonfinite == "raise":
             raise NonFinite(finite.index(False))
         self.counters["skipped"] += finite.count(False)
         step = max(1, self.latest_step) if step is None else step
         self.latest_step = max(self.latest_step, step)
         summed: dict[int, F32] = {}
-        for id_, gradient, good in zip(ids, gradients, finite, strict=True):
-            if good:
+        for id_, gradient, good, of in zip(ids, gradients, finite, trains, strict=True):
+            if good and of:
                 summed[id_] = summed[id_] + gradient if id_ in summed else gradient.copy()
         applied = {id_: gradient for id_, gradient in summed.items() if id_ in self.rows}
         for id_ in applied:

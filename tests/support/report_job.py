@@ -14,7 +14,7 @@ from lean_torch import skip_compiler
 from loop import Net, batches, loss_of, tables
 from satrap import Checkpoint, Embeddings, Progress
 
-STEP_SECONDS = 1 / 256  # of a clock that makes an interval of every four steps
+STEP_SECONDS = 1 / 256  # on a clock that makes an interval of every four steps
 SETTINGS = {"<script>alert(1)</script>": "</script><img src=x onerror=alert(2)>", "folder": Path("data")}
 
 

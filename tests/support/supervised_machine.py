@@ -38,7 +38,7 @@ class Machine:
         self.now, self.running, self.ready = 0.0, set[Process](), set[Process]()
         self.stopped, self.log, self.started = set[Process](), list[str](), list[Process]()
         self.exit_status: int | None = None
-        self.commands: list[Command] = []  # of the last event
+        self.commands: list[Command] = []  # that the last event led to
         self.launches: dict[int, int] = {}
         self.migrating: tuple[str, ...] | None = None
         self.last_address: dict[tuple[Role, int], str] = {}

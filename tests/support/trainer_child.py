@@ -110,9 +110,11 @@ def embeddings_of(job: dict[str, Any]) -> Embeddings:
         trainer_server._is_own_folder = lambda name: False
     where = Deployment(job["servers"], workers=job.get("workers"))
     shards = job.get("shards", ("rows", "rows"))
-    features = counting_tables(shards) if job.get("counted") else tables(shards=shards, num_users=job.get("num_users"))
-    how: dict[str, Any] = {name: job.get(name) for name in ("device", "device_memory")}
+    how: dict[str, Any] = {"num_users": job.get("num_users"), "frozen": job.get("frozen", (False, False))}
+    features = counting_tables(shards) if job.get("counted") else tables(shards=shards, **how)
+    how = {name: job.get(name) for name in ("device", "device_memory")}
     how["deterministic"] = job.get("deterministic", False)
+    how["output_dtype"] = job.get("output_dtype", "float32")
     return Embeddings(features, num_threads=1, staleness=job["staleness"], deployment=where, **how)
 
 

@@ -138,11 +138,11 @@ def require_result(found: dict[str, Any], embeddings: Embeddings, model: torch.n
         np.testing.assert_allclose(found["rows"][name], values, **near)
 
 
-def alone(found: list[dict[str, Any]], num: int, without: tuple[int, ...] = ()) -> tuple[Any, Any]:
+def alone(found: list[dict[str, Any]], num: int, without: tuple[int, ...] = (), **options: Any) -> tuple[Any, Any]:
     """Train one trainer with its own rows on the samples of all trainers at each step."""
     known = {json.dumps(each.values.tolist()): each for each in batches(num)}
     seen = zip(*(each["seen"] for each in found), strict=True)
-    embeddings, model, optimizer = job()
+    embeddings, model, optimizer = job(**options)
     for step, each in enumerate(seen, 1):
         whole = join([known[json.dumps(values)] for values in each if values])
         with embeddings.stream([whole]) as stream:
@@ -153,9 +153,9 @@ def alone(found: list[dict[str, Any]], num: int, without: tuple[int, ...] = ()) 
     return embeddings, model
 
 
-def require_same_as_alone(found: list[dict[str, Any]], num: int, without: tuple[int, ...] = ()) -> None:
+def require_same_as_alone(found: list[dict[str, Any]], num: int, without: tuple[int, ...] = (), **options: Any) -> None:
     """Check that one trainer on all samples of each step ends with the same parameters and rows."""
-    embeddings, model = alone(found, num, without)
+    embeddings, model = alone(found, num, without, **options)
     require_result(found[0], embeddings, model)
     assert all(each["dense"] == found[0]["dense"] and each["rows"] == found[0]["rows"] for each in found)
     assert found[0]["updated"] == {name: table.stats()["updated"] for name, table in embeddings.tables.items()}

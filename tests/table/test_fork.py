@@ -175,6 +175,7 @@ def frame_calls() -> dict[str, Callable[[], object]]:
         "lookup_frames": look_up,
         "take_inserted": engine.take_inserted,
         "update_frames": lambda: engine.update_frames(tickets, [(True, [])], 1, False),
+        "order_frames": lambda: engine.order_frames(tickets[0]),
         "settle_frames": lambda: engine.settle_frames(0, IDS, 0, 1),
         "sum_bound": lambda: engine.sum_bound(tickets),
         "check_gradients": lambda: engine.check_gradients(tickets, [(GRADIENTS.reshape(-1), [])], 1.0),

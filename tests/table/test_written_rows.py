@@ -104,7 +104,7 @@ def test_a_late_duplicate_of_a_write_does_not_undo_later_ones() -> None:
         table.write(ids, np.ones((9, 2), np.float32))
         late = group.origin(1), 0, ids, np.full(18, 7, np.float32), np.zeros(0, np.float32), False
         (client,) = group.topology.clients
-        client.call.write(*late)  # of the same number: done already
+        client.call.write(*late)  # with the same number: done already
         assert (table.read(ids).values == 1).all()
         table.write(ids, np.full((9, 2), 3, np.float32))
         table.write(ids, np.full((9, 2), 4, np.float32))

@@ -320,7 +320,9 @@ def test_a_client_is_collected_with_connections_of_several_threads(service: Serv
 
 
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
-def test_collection_in_a_fork_does_not_affect_the_parent(service: Service) -> None:
+def test_collection_in_a_fork_does_not_affect_the_parent(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A fork that waited for threads, which it does not have, would be killed."""
+    monkeypatch.setattr("satrap.train.prefetch_pipeline._CLOSE_SECONDS", 1e6)
     kept = [Client(Calls, service.address)]
     kept[0].call.nothing()
     embeddings, _, _ = job(staleness=2)
@@ -328,14 +330,12 @@ def test_collection_in_a_fork_does_not_affect_the_parent(service: Service) -> No
     next(stream[0])
 
     def body() -> None:
-        began = time.monotonic()
         for call in (lambda: next(stream[0]), stream[0].drain):
             with pytest.raises(ForkError, match="started in process"):
                 call()
         kept.clear()
         stream.clear()
         gc.collect()
-        assert time.monotonic() - began < 5.0
 
     in_fork(body)
     kept[0].call.nothing()

@@ -16,6 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import satrap
 from loop import BATCH, NUM_IDS, batches, bits, job, join, loss_of, rows, tables, train, train_step
 from satrap import ConfigError, Embeddings, InputError, Inputs, IterableSource, Position, StreamError
 from satrap.train.embeddings import session_of
@@ -304,6 +305,24 @@ HASH = r": make ids of strings with satrap\.data\.hashing\.hash_strings\(ids\)$"
 BAGS = r"expected an array with one id per sample, or for bags \(ids, offsets\): all ids in one array"
 
 
+@pytest.mark.parametrize("device", [None, "cpu"])
+@pytest.mark.parametrize("form", [np.asarray, torch.as_tensor])
+def test_weights_of_ids_by_feature(form: Any, device: str | None) -> None:
+    item = satrap.Table("item", 4)
+    embeddings = Embeddings({"bag": item.bag("sum", weighted=True), "item": item}, device=device)
+    bag = np.array([1, 2, 3]), np.array([0, 2, 3]), np.array([0.5, 0.25, 2], np.float32)
+    found = embeddings({"bag": tuple(map(form, bag)), "item": form(np.array([5, 5]))})
+    one, two, three = embeddings.tables["item"].lookup(np.array([1, 2, 3], np.uint64), train=False)
+    np.testing.assert_allclose(found["bag"].numpy(), [0.5 * one + 0.25 * two, 2 * three], rtol=1e-6)
+    for wrong, message in [
+        (bag[:2], r"'bag' is weighted and there are no weights; expected \(ids, offsets, weights\)"),
+        ((*bag[:2], bag[2][:2]), "feature 'bag': found 2 weights for 3 ids; expected one for each"),
+        ((*bag[:2], [1.0, 1.0, 1.0]), "feature 'bag': weights is a list; expected a float32 array"),
+    ]:
+        with pytest.raises(InputError, match=message):
+            embeddings({"bag": wrong, "item": np.array([5, 5])})
+
+
 @pytest.mark.parametrize(
     ("ids", "message"),
     [
@@ -322,7 +341,11 @@ BAGS = r"expected an array with one id per sample, or for bags \(ids, offsets\):
         ({"history": np.array([[1, 2], [3, 4]], np.uint64)}, rf"several ids for one sample in a ndarray; {BAGS}"),
         ({"history": torch.zeros(2, 3, dtype=torch.int64)}, rf"several ids for one sample in a Tensor; {BAGS}"),
         ({"history": pa.array([[1, 2], [3]])}, rf"several ids for one sample in a ListArray; {BAGS}"),
-        ({"user": (IDS, None, None)}, r"a batch has 3 values for 'user'; expected ids, or \(ids, offsets\)"),
+        (
+            {"user": (IDS,)},
+            r"a batch has 1 values for 'user'; expected ids, \(ids, offsets\) or \(ids, offsets, weights",
+        ),
+        ({"user": (IDS, None, IDS)}, "a batch has weights of feature 'user', which is not weighted: leave them out"),
         ({"user": (IDS, np.array([0, 1]))}, r"feature 'user': offsets must rise from 0 to the number of ids, 2; found"),
         ({"user": (IDS, np.array([0, 3, 2]))}, r"feature 'user': offsets must rise from 0 to the number of ids, 2"),
         ({"user": (IDS, np.zeros(0, np.int64))}, r"feature 'user': offsets are int64 of shape \(0,\); expected int64"),

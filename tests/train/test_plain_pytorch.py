@@ -6,6 +6,7 @@ float32 error of summing in another order. worker/test_bags.py compares the tabl
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -112,6 +113,42 @@ def loss_of(head: Tensor, vectors: Tensor, dense: Tensor, label: Tensor) -> Tens
     position."""
     scores = (torch.tanh(vectors) * head).sum(-1).reshape(len(dense), -1).sum(1)
     return torch.nn.functional.binary_cross_entropy_with_logits(scores + dense.sum(1), label)
+
+
+PENALTIES = (
+    SGD(lr=0.1, weight_decay=0.3),
+    SGD(lr=0.1, momentum=0.9, weight_decay=0.3),
+    Adagrad(lr=0.1, weight_decay=0.3),
+    RowWiseAdagrad(lr=0.1, weight_decay=0.3),
+    Adam(lr=0.02, weight_decay=0.3),
+)
+
+
+@pytest.mark.parametrize(
+    "optimizer", PENALTIES, ids=lambda each: type(each).__name__ + str(getattr(each, "momentum", ""))
+)
+def test_weight_decay_is_an_l2_penalty_on_the_rows_of_the_batch(optimizer: Any) -> None:
+    """Half of it times the square of each row of the batch, once however often the batch has the row."""
+    table = Table("item", dim=DIM, optimizer=optimizer, initial=Uniform(low=-0.5, high=0.5))
+    with Embeddings({"item": table.bag("sum")}, num_threads=1) as embeddings:
+        (store,) = embeddings.tables.values()
+        start = store.lookup(np.arange(NUM_IDS, dtype=np.uint64), train=False)
+        rows = [Parameter(torch.from_numpy(row.copy())) for row in start]
+        steppers = [plain_optimizer(row, replace(optimizer, weight_decay=0.0)) for row in rows]
+        data, combined = batches(("item",), bags=True, weighted=False), embeddings.optimizer()
+        for batch in embeddings.stream(data):
+            torch.tanh(batch["item"]).sum().backward()
+            combined.step()
+        for inputs in data:
+            bags = [pooled(rows, inputs, embeddings.features["item"], s) for s in range(inputs.batch_size)]
+            penalty = sum(rows[id_].square().sum() for id_ in set(inputs.values.tolist()))
+            for row in rows:
+                row.grad = None
+            (torch.tanh(torch.stack(bags)).sum() + 0.3 / 2 * penalty).backward()
+            for stepper in steppers:
+                stepper.step()
+        found = store.read(np.arange(NUM_IDS, dtype=np.uint64)).values
+        np.testing.assert_allclose(found, torch.stack([*rows]).detach().numpy(), rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize(

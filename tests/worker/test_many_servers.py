@@ -34,7 +34,7 @@ from satrap.worker.worker import Worker
 
 FEATURES = one_table(num_buckets=512)
 IDS = np.arange(1500, dtype=np.uint64)
-OTHER_FILES = 40  # of a process, besides its connections
+OTHER_FILES = 40  # that a process opens besides its connections
 
 
 HOST = """

@@ -58,6 +58,8 @@ some_tables = [
     Table("a", dim=3, optimizer=SGD(lr=0.5, momentum=0.9), initial=Normal(std=0.5), num_buckets=2),
     Table("b", dim=16, optimizer=Adam(), initial=Normal(std=0.5), num_buckets=4),
     Table("c", dim=9, optimizer=RowWiseAdagrad(), initial=Normal(std=0.5), num_buckets=1, dtype="float16"),
+    Table("d", dim=4, optimizer=Adam(), initial=Normal(std=0.5), num_buckets=2, frozen=range(2, 2**63)),
+    Table("e", dim=4, initial=Normal(std=0.5), num_buckets=2, frozen=True),
 ]
 some_features = st.one_of(
     st.builds(Feature, st.sampled_from(some_tables), poolings, weighted=st.booleans()),
@@ -125,7 +127,11 @@ def test_equals_one_worker(
         sums = cluster.update(tickets, [given_gradients(described, *each) for each in gradients], scale, step)
         assert all(ticket.used for ticket in tickets)
         if accumulate == 1 and missing == 0.0 and not nonfinite:
-            assert sums.same_ids
+            assert sums.same_ids or any(table.frozen for table in described.tables)
+        for server in range(num_servers):
+            ids, offsets = sums.ids(server).tolist(), sums.offsets(server)
+            for t, table in enumerate(described.tables):
+                assert not any(id_ in table.frozen_ids for id_ in ids[offsets[t] : offsets[t + 1]])
         assert_same_rows(cluster, worker, UNIVERSE)
     assert dict(zip(cut, cluster.split.truncated, strict=True)) == cut == worker.truncated
 

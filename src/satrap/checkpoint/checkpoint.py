@@ -267,7 +267,8 @@ class Checkpoint:
         """Restore everything from a checkpoint; return False if there is none yet. In the middle of a run, its streams
         end, and the run continues as a new process that resumes would. Several trainers all call this.
 
-        name: such as `best`; None: the newest. Later saves follow the newest one's number.
+        name: "best" for the one that was last saved as the best, or the name of its folder, such as "000004-step-3000";
+            None: the newest. Later saves follow the newest one's number.
 
         A checkpoint that is torn, or has another model, other tables, another seed or a source read in another order,
         is refused with the differences, and everything is left unchanged. If rows cannot be read after that, the tables

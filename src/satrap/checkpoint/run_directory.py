@@ -28,6 +28,7 @@ from satrap.storage.open_folder import require_usable
 from satrap.table.snapshot.saved_table import SavedTable
 
 MANIFEST, STATE, TABLES = "checkpoint.json", "state.safetensors", "tables"
+_BEST = "best"  # in place of a name: the version that was last saved as the best
 _LOG = logging.getLogger("satrap.checkpoint")
 _FORMAT, _FORMAT_VERSION = "satrap-checkpoint", 1
 _LOCK_SECONDS = 60.0
@@ -291,17 +292,16 @@ class RunDirectory:
         """Yield a checkpoint and its parents, oldest first; an empty list if the folder has none. From then on this
         process may save, even if there are newer checkpoints.
 
-        name: of the checkpoint; None: the newest one."""
+        name: of the checkpoint, or "best"; None: the newest one."""
         chain: list[CheckpointManifest] = []
         with self._read_errors():
             catalog = self._scan(None)
             owner = self._owner()
             self._has_claim, self._previous_writer = True, None if owner is None else owner.writer
             self._warn_of_skipped(catalog)
-            if name is not None and name not in catalog.parents:
-                raise CheckpointError(f"{self.folder} has no checkpoint {name!r}; it has {sorted(catalog.parents)}")
+            resolved = self._resolved(catalog, name)
             self._announced |= {catalog.newest} if name is not None and catalog.newest is not None else set()
-            name = name or catalog.newest
+            name = resolved
             while name is not None:
                 chain.insert(0, self._entry(name, chain[0] if chain else None))
                 name = chain[0].parent
@@ -364,6 +364,20 @@ class RunDirectory:
         if child is not None:
             child.require_parent(data)
         return entry
+
+    def _resolved(self, catalog: Catalog, name: str | None) -> str | None:
+        """Return the name of the checkpoint that `name` means, or None if the folder has none; raise CheckpointError if
+        it has others only."""
+        if name is None or (name == _BEST and catalog.newest is None):
+            return catalog.newest
+        if name == _BEST and catalog.best is not None:
+            return catalog.best
+        if name not in catalog.parents:
+            found = "no checkpoint that was saved as the best" if name == _BEST else f"no checkpoint {name!r}"
+            raise CheckpointError(
+                f"{self.folder} has {found}; it has {sorted(catalog.parents)}: name one of these, or none: the newest"
+            )
+        return name
 
     def _require_mine(self, catalog: Catalog, last: str | None) -> None:
         newest = catalog.newest

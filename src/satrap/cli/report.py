@@ -7,7 +7,8 @@ from satrap.byte_sizes import format_bytes
 from satrap.config.durable import replace_file
 from satrap.errors import ConfigError
 from satrap.html_report.page import page
-from satrap.html_report.run_records import RunRecords, read_run
+from satrap.html_report.record_reader import read_run
+from satrap.html_report.run_records import RunRecords
 from satrap.launch.run_state import is_live
 
 

@@ -32,7 +32,7 @@ from satrap.sharding.shard_map import check_addresses
 from satrap.worker.remote.protocol import WorkerCalls
 
 _ANSWER_SECONDS = 3.0
-_TABLE = re.compile(r"(.*)/([^/]+)/tables/\d+")  # of a checkpoint, while it is written
+_TABLE = re.compile(r"(.*)/([^/]+)/tables/\d+")  # a checkpoint, while it is written
 _CLEAR_LINE, _CLEAR_BELOW, _HOME, _CLEAR = "\x1b[K", "\x1b[J", "\x1b[H", "\x1b[2J"
 
 
@@ -191,7 +191,7 @@ def _last_checkpoint(answers: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]
     directory, written = match.groups()
     if is_url(directory):
         return save_shown | {"name": written, "folder": f"{directory}/{written}"}
-    name = written.rpartition(".")[2]  # of .<random>.<name>
+    name = written.rpartition(".")[2]  # from .<random>.<name>
     folder = Path(directory, name)
     published = (folder / "checkpoint.json").exists() if os.path.isdir(directory) else None
     return save_shown | {"name": name, "is_published": published, "folder": str(folder)}

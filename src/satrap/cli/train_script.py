@@ -237,29 +237,35 @@ _DENSE = """    dense = [
 """
 
 _MODELS = '''class Net(torch.nn.Module):
-    """Scales the numbers, drops some embeddings in training, calls a model."""
+    """Adds a weight of each id, the first number of its embedding, to a model.
 
-    def __init__(self, model, dropout):
+    Scales the numbers, and drops some embeddings in training.
+    """
+
+    def __init__(self, model, embeddings, dropout):
         super().__init__()
         self.model, self.dropout = model, torch.nn.Dropout(dropout)
+        first = torch.tensor(embeddings.features.columns)
+        self.register_buffer("first", first)
         mean, deviation = torch.tensor(list(NUMBERS.values())).T
         self.register_buffer("mean", mean)
         self.register_buffer("deviation", deviation)
 
     def forward(self, dense, embeddings):
         numbers = ((dense - self.mean) / self.deviation).clamp(-5, 5)
-{missing}        return self.model(numbers, self.dropout(embeddings))
+{missing}        logits = self.model(numbers, self.dropout(embeddings))
+        return logits + embeddings[:, self.first].sum(1)
 
 
 class Logistic(torch.nn.Module):
-    """Logistic regression: a weight for each number and each id."""
+    """Logistic regression: a weight for each number; Net adds those of ids."""
 
     def __init__(self):
         super().__init__()
         self.linear = torch.nn.Linear({num_dense}, 1)
 
-    def forward(self, dense, embeddings):
-        return self.linear(dense).squeeze(1) + embeddings.sum(1)
+    def forward(self, dense, _):
+        return self.linear(dense).squeeze(1)
 
 
 '''
@@ -270,25 +276,31 @@ _MISSING_INPUTS = """        # A missing number reads as the mean; a second inpu
 """
 
 _MODELS_WITHOUT_NUMBERS = '''class Net(torch.nn.Module):
-    """Drops some embeddings in training and calls a model."""
+    """Adds a weight of each id, the first number of its embedding, to a model.
 
-    def __init__(self, model, dropout):
+    Drops some embeddings in training.
+    """
+
+    def __init__(self, model, embeddings, dropout):
         super().__init__()
         self.model, self.dropout = model, torch.nn.Dropout(dropout)
+        first = torch.tensor(embeddings.features.columns)
+        self.register_buffer("first", first)
 
     def forward(self, dense, embeddings):
-        return self.model(dense, self.dropout(embeddings))
+        logits = self.model(dense, self.dropout(embeddings))
+        return logits + embeddings[:, self.first].sum(1)
 
 
 class Logistic(torch.nn.Module):
-    """Logistic regression: a weight for each id."""
+    """Logistic regression without numbers: Net adds the weights of ids."""
 
     def __init__(self):
         super().__init__()
         self.bias = torch.nn.Parameter(torch.zeros(1))
 
-    def forward(self, dense, embeddings):
-        return self.bias + embeddings.sum(1)
+    def forward(self, _, embeddings):
+        return self.bias.expand(len(embeddings))
 
 
 '''
@@ -344,7 +356,7 @@ _FIT = '''def fit(name, net, embeddings, lr, folder):
             if validation.is_over:
                 break
         else:
-            validation.step(progress=progress, checkpoint=run)
+            validation.step(every_steps=1, progress=progress, checkpoint=run)
     run.resume()  # only the best is saved
     embeddings.eval()
     net.eval()
@@ -360,14 +372,15 @@ _FIT = '''def fit(name, net, embeddings, lr, folder):
 _MAIN = '''def main():
     """Train a DCN and a logistic regression, and say which is better."""
     torch.manual_seed({seed})
-    embeddings = embeddings_of(IDS, lr=0.05)
+    embeddings = embeddings_of(IDS, lr=0.1)
     dcn = satrap.models.DCN({num_dense}, embeddings, deep=(128, 64))
     losses = {{}}
-    losses["DCN"] = fit("DCN", Net(dcn, 0.2), embeddings, lr=1e-3, folder=RUN)
+    net = Net(dcn, embeddings, 0.2)
+    losses["DCN"] = fit("DCN", net, embeddings, lr=1e-3, folder=RUN)
 
     name = "logistic regression"
     embeddings = embeddings_of(dict.fromkeys(IDS, 1), lr=0.1)
-    net = Net(Logistic(), 0.0)
+    net = Net(Logistic(), embeddings, 0.0)
     losses[name] = fit(name, net, embeddings, lr=0.02, folder=f"{{RUN}}/logistic")
     print(f"better in validation: {{min(losses, key=losses.get)}}")
 

@@ -166,6 +166,8 @@ class Table(Serializable):
     expire_after: steps after which a row that is neither looked up nor updated expires; None: never.
     absent: what an id without a row reads as.
     on_nonfinite: a NaN or infinite gradient: refuse the whole update, or leave out that position and count it.
+    frozen: rows that no update changes: True for all, or a range of ids, such as those of pretrained rows. They are
+        looked up, inserted and written as other rows. A saved table may be restored with other frozen rows.
     num_buckets: how many parts, each with its own lock, the table is divided into: a power of two up to 65536 and at
         most `capacity`. It decides which row is evicted, so it is saved; a table that never evicts may be restored with
         another number. None: see `resolved_num_buckets`; without a capacity a run on more than 32 servers has more, at
@@ -190,6 +192,7 @@ class Table(Serializable):
     expire_after: int | None = None
     absent: Literal["initial", "zeros"] = "initial"
     on_nonfinite: Literal["raise", "skip"] = "raise"
+    frozen: bool | range = False
     num_buckets: int | None = None
     shard: Literal["rows", "table", "columns", "replicated"] = "rows"
 
@@ -205,6 +208,7 @@ class Table(Serializable):
             if getattr(self, name) is not None:
                 set_field(self, name, check_integer(where, name, getattr(self, name), 1, largest))
         _check_num_rows(where, self)
+        set_field(self, "frozen", _checked_frozen(where, self.frozen))
         if self.on_full == "raise" and self.capacity is None:
             raise ConfigError(
                 f"{where}: on_full is 'raise' and there is no capacity to reach: set a capacity, or leave on_full out"
@@ -237,6 +241,11 @@ class Table(Serializable):
     def is_direct(self) -> bool:
         """Whether ids are 0 to num_rows - 1."""
         return self.num_rows is not None
+
+    @property
+    def frozen_ids(self) -> range:
+        """The ids whose rows no update changes."""
+        return self.frozen if isinstance(self.frozen, range) else range(2**64 * self.frozen)
 
     def bag(self, pooling: Pooling, *, weighted: bool = False, padding_id: int | None = None) -> "Feature":
         """Return a feature of this table that pools any number of ids in a sample into one row; see `Feature`."""
@@ -382,6 +391,20 @@ def _check_num_rows(where: str, table: Table) -> None:
                 f"{where}: num_rows is {table.num_rows} and {name} {getattr(table, name)!r}, which {reason}; with "
                 f"num_rows every id has a row: leave one of the two out"
             )
+
+
+def _checked_frozen(where: str, frozen: object) -> bool | range:
+    """Return the value, or the range of the two numbers that are its form in JSON."""
+    if isinstance(frozen, list | tuple) and list(map(type, frozen)) == [int, int]:
+        frozen = range(*frozen)
+    if isinstance(frozen, bool):
+        return frozen
+    if isinstance(frozen, range) and frozen.step == 1 and 0 <= frozen.start <= frozen.stop <= 2**64:
+        return frozen
+    raise ConfigError(
+        f"{where}: frozen is {describe(frozen)}; expected True, False, or a range of ids with step 1 from 0 to 2**64, "
+        "such as range(1000)"
+    )
 
 
 def _check_buckets(where: str, table: Table) -> None:

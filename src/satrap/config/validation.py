@@ -175,6 +175,8 @@ def _to_json(owner: object, name: str, value: Any) -> Any:
         return {str(key): _to_json(owner, name, element) for key, element in value.items()}
     if isinstance(value, list | tuple):
         return [_to_json(owner, name, element) for element in value]
+    if isinstance(value, range):
+        return [value.start, value.stop]
     if isinstance(value, _PLAIN):
         return value
     raise ConfigError(

@@ -11,7 +11,8 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from satrap.config.array_args import as_ids, as_offsets
+from satrap.config.array_args import as_ids, as_offsets, as_weights
+from satrap.config.tables import Feature
 from satrap.config.validation import Serializable, check_integer, kind_of, set_field, suggest
 from satrap.errors import InputError
 
@@ -105,9 +106,10 @@ class Inputs:
         return f"Inputs({', '.join(parts)})"
 
 
-def as_inputs(features: Iterable[str], ids: object) -> Inputs:
+def as_inputs(features: Mapping[str, Feature], ids: object) -> Inputs:
     """Return a batch of ids by feature: for each an array with one id per sample, or (ids, offsets), where sample s has
-    ids[offsets[s] : offsets[s + 1]]. `Inputs` are returned unchanged."""
+    ids[offsets[s] : offsets[s + 1]], or (ids, offsets, weights), with a weight for each id. `Inputs` are returned
+    unchanged."""
     if isinstance(ids, Inputs):
         return ids
     if not isinstance(ids, Mapping):
@@ -118,13 +120,16 @@ def as_inputs(features: Iterable[str], ids: object) -> Inputs:
             raise InputError(f"a batch has ids of {name!r}, which is no feature; {suggest(name, list(names))}")
     if missing := [name for name in names if name not in ids]:
         raise InputError(f"a batch has no ids of {missing}; expected ids of each feature: {list(names)}")
-    values, lengths = [], []
+    values, lengths, weights = [], [], []
     for name in names:
-        pair = ids[name] if isinstance(ids[name], tuple) else (ids[name], None)
-        if len(pair) != 2:
-            raise InputError(f"a batch has {len(pair)} values for {name!r}; expected ids, or (ids, offsets)")
-        values.append(_feature_ids(name, pair[0]))
-        lengths.append(_bag_lengths(f"feature {name!r}", pair[1], len(values[-1])))
+        given = ids[name] if isinstance(ids[name], tuple) else (ids[name], None)
+        if len(given) not in (2, 3):
+            raise InputError(
+                f"a batch has {len(given)} values for {name!r}; expected ids, (ids, offsets) or (ids, offsets, weights)"
+            )
+        values.append(_feature_ids(name, given[0]))
+        lengths.append(_bag_lengths(f"feature {name!r}", given[1], len(values[-1])))
+        weights.append(_id_weights(name, features[name], given[2:], len(values[-1])))
     batch_size = len(lengths[0])
     for name, length in zip(names, lengths, strict=True):
         if len(length) != batch_size:
@@ -132,7 +137,14 @@ def as_inputs(features: Iterable[str], ids: object) -> Inputs:
                 f"a batch has {batch_size} samples of {names[0]!r} and {len(length)} of {name!r}; expected one number"
             )
     offsets = np.concatenate([[0], np.cumsum(np.concatenate(lengths))]).astype(np.int64)
-    return Inputs(names=names, values=np.concatenate(values), offsets=offsets, batch_size=batch_size)
+    is_weighted = any(feature.weighted for feature in features.values())
+    return Inputs(
+        names=names,
+        values=np.concatenate(values),
+        offsets=offsets,
+        weights=np.concatenate(weights) if is_weighted else None,
+        batch_size=batch_size,
+    )
 
 
 def _feature_ids(name: str, ids: object) -> NDArray[np.uint64]:
@@ -154,6 +166,23 @@ def _is_nested(ids: object) -> bool:
         return bool(num_dims > 1)
     first = next(iter(ids), None)
     return isinstance(first, Sized) and not isinstance(first, str | bytes) and getattr(first, "ndim", 1) > 0
+
+
+def _id_weights(name: str, feature: Feature, given: tuple[object, ...], num_ids: int) -> NDArray[np.float32]:
+    """Return the weight of each id of a feature; ones, which have no meaning, if it has none."""
+    if not given:
+        if feature.weighted:
+            raise InputError(f"feature {name!r} is weighted and there are no weights; expected (ids, offsets, weights)")
+        return np.ones(num_ids, np.float32)
+    if not feature.weighted:
+        raise InputError(
+            f"a batch has weights of feature {name!r}, which is not weighted: leave them out, or declare the feature "
+            "with weighted=True"
+        )
+    weights = as_weights(f"feature {name!r}", given[0])
+    if len(weights) != num_ids:
+        raise InputError(f"feature {name!r}: found {len(weights)} weights for {num_ids} ids; expected one for each")
+    return weights
 
 
 def _bag_lengths(where: str, offsets: object, num_ids: int) -> NDArray[np.int64]:

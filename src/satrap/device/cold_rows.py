@@ -27,17 +27,25 @@ class ColdRows:
     """int32 [runs]: its slot at home; 0 without a line."""
 
     @classmethod
-    def of(cls, memory: RowMemory, tables: Sequence[int], rows: Tensor, numbers: RowNumbers) -> "ColdRows":
-        """rows: the number of each run's row. tables: those of the memory among which to look."""
-        lines, slots = torch.full_like(rows, -1), torch.zeros_like(rows)
-        is_cold = torch.zeros_like(rows, dtype=torch.bool)
-        for table in tables:
-            begin, end = numbers.offsets[table] + numbers.in_frames[table], numbers.offsets[table + 1]
-            of_table = (rows >= begin) & (rows < end)
-            slots = torch.where(of_table, numbers.slot_of(table, rows), slots)
-            is_cold |= of_table
-        lines = torch.where(is_cold, is_cold.cumsum(0) - 1, lines)
-        return cls(memory, lines.int(), slots.int())
+    def of(cls, memory: RowMemory, places: Tensor, are_among: Tensor) -> "ColdRows":
+        """places: of each run's row, int32. are_among: whether it is in this memory; there, a negative place is a slot
+        at home."""
+        is_cold = are_among & (places < 0)
+        lines = torch.where(is_cold, is_cold.cumsum(0) - 1, -1)
+        return cls(memory, lines.int(), torch.where(is_cold, places & 0x7FFFFFFF, 0))
+
+    @classmethod
+    def of_all(cls, memories: Sequence[RowMemory], rows: Tensor, numbers: RowNumbers) -> "dict[int, ColdRows]":
+        """Return those of each memory that has rows at home. rows: the number of each run's row."""
+        if not numbers.has_home:
+            return {}
+        tables = numbers.tables_of(rows)
+        places, pools = numbers.places_of(tables, rows), torch.where(rows < numbers.total, numbers.pools[tables], -1)
+        return {
+            pool: cls.of(memory, places, pools == pool)
+            for pool, memory in enumerate(memories)
+            if memory.home is not None
+        }
 
     def read(self, *, with_state: bool) -> RowMemory:
         """Copy the rows to the device; without their states, which then are any."""

@@ -1,13 +1,15 @@
 """The lookups of several trainers: each looks up its batch while it reads the rows here for the others.
 
 A round has a part of each trainer: a batch, nothing (padding), or idle. A trainer that is paused, or whose stream has
-ended, is idle until all are, so a lookup that another one has started is answered.
+ended, is idle until all are, so a lookup that another one has started is answered. A batch that is refused, such as one
+with an id that its table cannot have, is a part, too: then no trainer looks anything up, and all raise its error.
 """
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,11 +21,14 @@ from satrap.device.device_stream import DeviceStream
 from satrap.device.exchange import Exchange, RoundThread, RowExchange
 from satrap.device.owned_rows import LookupTime, OwnedRows
 from satrap.device.segments import TableGroups
+from satrap.errors import InputError
 from satrap.interrupts import Uninterrupted
 from satrap.worker.rows import RowStream
 
-_IDLE, _PART = range(2)  # what a trainer brings to a round
-_KIND, _STEP, _OLDEST_OPEN, _FIRST_EPOCH, _COUNTS = range(5)  # columns of a header
+IDLE, _PADDING, PART, _REFUSED = range(4)  # what a trainer brings to a round
+KIND, STEP, OLDEST_OPEN, _FIRST_EPOCH, COUNTS = range(5)  # columns of a header
+Sent = tuple[Any, NDArray[np.int64]]
+"""What a trainer sends: the ids of each owner, and how many of each table, [trainers, tables]."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -31,10 +36,8 @@ class LookupPart:
     """One trainer's ids of a batch."""
 
     at: LookupTime
-    ids: Sequence[NDArray[np.uint64]]
-    """The ids of each owner."""
-    counts: NDArray[np.int64]
-    """How many of each table, [trainers, tables]."""
+    sent: Callable[[], Sent] | None
+    """Called in the thread. Raises InputError if the batch is refused. None: there is no batch."""
 
 
 class CollectiveLookups:
@@ -44,20 +47,22 @@ class CollectiveLookups:
         self,
         exchange: Exchange,
         groups: TableGroups,
-        owned: Callable[[], OwnedRows],
+        owned: Callable[[], Any],
         thread: RoundThread,
         updates: CollectiveUpdates,
         staleness: int,
         stream: DeviceStream,
     ) -> None:
-        """owned: returns the rows that this trainer owns. staleness: how many earlier updates a lookup may miss.
-        stream: of the rows."""
+        """owned: returns the rows that this trainer owns, `OwnedRows` or `DirectOwnedRows`. staleness: how many earlier
+        updates a lookup may miss. stream: of the rows."""
         self._exchange, self._groups, self._owned, self._thread = exchange, groups, owned, thread
         self._rows_between = RowExchange(exchange, groups)
         self._updates, self._staleness, self._stream = updates, staleness, stream
+        self._num_counts = len(groups.numbers)
 
-    def submit(self, part: LookupPart) -> "Future[list[Tensor]]":
-        """Submit a lookup. Its result has the rows of each group of tables, owner by owner, in the order of the ids."""
+    def submit(self, part: LookupPart) -> "Future[Any]":
+        """Submit a lookup. Its result has the rows of each group of tables, owner by owner, in the order of the ids; or
+        it is the error of a batch that a trainer refuses."""
         return self._thread.submit(lambda: self._rows(part))
 
     def idle(self) -> None:
@@ -66,7 +71,7 @@ class CollectiveLookups:
 
     # -- in the thread -------------------------------------------------------------------------------------------------
 
-    def _rows(self, part: LookupPart) -> list[Tensor]:
+    def _rows(self, part: LookupPart) -> Any:
         rows = self._round(part)
         assert rows is not None
         return rows
@@ -75,20 +80,33 @@ class CollectiveLookups:
         while self._round(None) is not None:
             pass
 
-    def _round(self, part: LookupPart | None) -> list[Tensor] | None:
+    def _round(self, part: LookupPart | None) -> Any:
         """Exchange ids and rows; return None if all trainers are idle."""
-        own = np.zeros((self._exchange.world_size, _COUNTS + len(self._groups.numbers)), np.int64)
-        no_ids = [np.empty(0, np.uint64)] * len(own)
+        own = np.zeros((self._exchange.world_size, COUNTS + self._num_counts), np.int64)
+        ids, refused = None, ""
         if part is not None:
-            own[:, :_COUNTS] = _PART, part.at.step, part.at.oldest_open, part.at.first_epoch
-            own[:, _COUNTS:] = part.counts
+            own[:, :COUNTS] = _PADDING, part.at.step, part.at.oldest_open, part.at.first_epoch
+            if part.sent is not None:
+                try:
+                    ids, own[:, COUNTS:] = part.sent()
+                    own[:, KIND] = PART
+                except InputError as error:
+                    own[:, KIND], refused = _REFUSED, str(error)
         headers = self._exchange.headers(own)
-        if (headers[:, _KIND] == _IDLE).all():
+        kinds = headers[:, KIND]
+        if (kinds == IDLE).all():
             return None
-        sent, counts = own[:, _COUNTS:], headers[:, _COUNTS:]
-        last = int(headers[headers[:, _KIND] == _PART, _STEP].max())
+        if (kinds == _REFUSED).any():
+            rank = int(np.flatnonzero(kinds == _REFUSED)[0])
+            return InputError(f"trainer {rank}: {self._exchange.texts(refused)[rank]}")
+        last = int(headers[kinds != IDLE, STEP].max())
         self._updates.wait_applied(last - self._staleness - 1)  # before trainer 0 numbers the round
-        received, number = self._exchange.ids(no_ids if part is None else part.ids, counts.sum(1).tolist())
+        return self._exchange_rows(ids, own[:, COUNTS:], headers)
+
+    def _exchange_rows(self, ids: Any, sent: NDArray[np.int64], headers: NDArray[np.int64]) -> Any:
+        """Send ids, and return their rows. sent: how many, as in `Sent`. headers: of all trainers."""
+        counts, no_ids = headers[:, COUNTS:], [np.empty(0, np.uint64)] * len(headers)
+        received, number = self._exchange.ids(no_ids if ids is None else ids, counts.sum(1).tolist())
         with self._stream.running():
             rows = self._look_up(received, headers)
             of_groups = zip(rows, self._groups.counts(counts), self._groups.counts(sent), strict=True)
@@ -98,17 +116,17 @@ class CollectiveLookups:
     def _look_up(self, received: NDArray[np.uint64], headers: NDArray[np.int64]) -> list[Tensor]:
         """Read the rows here. Trainers that are at different steps, after a pause, are served one step after
         another."""
-        parts = headers[headers[:, _KIND] == _PART]
-        times = sorted({(int(step), bool(first)) for step, first in parts[:, [_STEP, _FIRST_EPOCH]]})
-        oldest_open = int(parts[:, _OLDEST_OPEN].min())
+        parts = headers[headers[:, KIND] != IDLE]
+        times = sorted({(int(step), bool(first)) for step, first in parts[:, [STEP, _FIRST_EPOCH]]})
+        oldest_open = int(parts[:, OLDEST_OPEN].min())
         if len(times) == 1:
-            return self._look_up_at(received, headers[:, _COUNTS:], *times[0], oldest_open)
-        bounds = np.append(0, headers[:, _COUNTS:].sum(1).cumsum())
+            return self._look_up_at(received, headers[:, COUNTS:], *times[0], oldest_open)
+        bounds = np.append(0, headers[:, COUNTS:].sum(1).cumsum())
         answers: list[list[Tensor]] = [[] for _ in headers]
         for step, first_epoch in times:
-            for rank in np.flatnonzero((headers[:, _STEP] == step) & (headers[:, _FIRST_EPOCH] == first_epoch)):
-                counts = np.zeros_like(headers[:, _COUNTS:])
-                counts[rank] = headers[rank, _COUNTS:]
+            for rank in np.flatnonzero((headers[:, STEP] == step) & (headers[:, _FIRST_EPOCH] == first_epoch)):
+                counts = np.zeros_like(headers[:, COUNTS:])
+                counts[rank] = headers[rank, COUNTS:]
                 ids = received[bounds[rank] : bounds[rank + 1]]
                 answers[rank] = self._look_up_at(ids, counts, step, first_epoch, oldest_open)
         present = [answer for answer in answers if answer]
@@ -117,7 +135,8 @@ class CollectiveLookups:
     def _look_up_at(
         self, ids: NDArray[np.uint64], counts: NDArray[np.int64], step: int, first_epoch: bool, oldest_open: int
     ) -> list[Tensor]:
-        return self._owned().look_up_received(ids, counts, LookupTime(step, min(step, oldest_open), first_epoch))
+        owned: OwnedRows = self._owned()
+        return owned.look_up_received(ids, counts, LookupTime(step, min(step, oldest_open), first_epoch))
 
 
 class CollectiveStream(RowStream):

@@ -19,38 +19,47 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from satrap import _core
-from satrap.collected import close_when_collected
 from satrap.config.features import Features
 from satrap.config.optimizers import SGD
-from satrap.device.collective_lookups import CollectiveLookups, CollectiveStream, LookupPart
+from satrap.config.tables import Table
+from satrap.device.collective_lookups import CollectiveLookups, CollectiveStream, LookupPart, Sent
 from satrap.device.collective_updates import CollectiveUpdates, UpdatePart
-from satrap.device.device_blocks import TensorBlocks
-from satrap.device.device_rows import LARGEST, largest_of
-from satrap.device.device_stream import DeviceStream, to_device, to_host
+from satrap.device.device_rows import LARGEST, largest_of, on_cpu
+from satrap.device.device_stream import DeviceStream, to_device
 from satrap.device.exchange import Exchange, LaunchOrder, RoundThread
-from satrap.device.own_tables import OwnTables
-from satrap.device.owned_rows import LookupTime, OwnedRows
-from satrap.device.runs import PooledFeatures, RowUpdate, Runs, require_sizes, sequence_bags
+from satrap.device.home_memory import DTYPES
+from satrap.device.owned_rows import LookupTime
+from satrap.device.runs import PooledFeatures, RowUpdate, Runs, given_parts, require_sizes, sequence_bags
 from satrap.device.segments import TableGroups, send_to_all
 from satrap.device.torch_device import kernels_of
-from satrap.errors import StreamError, TicketError
+from satrap.errors import InputError, StreamError, TicketError
 from satrap.interrupts import Uninterrupted
-from satrap.worker.rows import BagRequest, Ids, Rows, TicketGradients, UpdateRequest, id_features, id_request
+from satrap.worker.rows import BagRequest, Ids, Rows, UpdateRequest, id_features, id_request
 from satrap.worker.server_group import ServerGroup
-from satrap.worker.sharded_rows import ShardedRows, require_tables
-from satrap.worker.sharded_tables import ShardedTables
-from satrap.worker.worker import Worker
+from satrap.worker.sharded_rows import ShardedRows
 
 _CLOSE_SECONDS = 0.5
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SplitBatch:
+    """A batch whose ids are divided by owner in CPU memory."""
+
+    split: _core.SplitTicket
+    bound: float
+    """A sum of its gradients is at most this many times the largest gradient times the scale."""
+
+    @property
+    def batch_size(self) -> int:
+        return self.split.batch_size
 
 
 @dataclass(slots=True, eq=False)
 class CollectiveTicket:
     """Implements `satrap.worker.rows.Ticket`."""
 
-    split: _core.SplitTicket
-    bound: float
-    """A sum of its gradients is at most this many times the largest gradient times the scale."""
+    batch: Any
+    """`SplitBatch` or `SharedBatch`."""
     owner: "CollectiveRows"
     pending: "Future[None] | None" = None
     """The round of an update that was interrupted while it waited for other trainers."""
@@ -58,7 +67,8 @@ class CollectiveTicket:
 
     @property
     def batch_size(self) -> int:
-        return self.split.batch_size
+        size: int = self.batch.batch_size
+        return size
 
 
 class CollectiveRows(Rows):
@@ -69,7 +79,7 @@ class CollectiveRows(Rows):
         self,
         features: Features,
         servers: ServerGroup,
-        owned: Callable[[], OwnedRows],
+        owned: Callable[[], Any],
         stream: DeviceStream,
         *,
         num_threads: int | None,
@@ -78,20 +88,19 @@ class CollectiveRows(Rows):
     ) -> None:
         """All trainers call this together.
 
-        owned: returns the rows that this trainer owns, on the device of the stream.
+        owned: returns the rows that this trainer owns, as `OwnTables.rows` does, on the device of the stream.
         explain: returns the error to raise for one of an exchange."""
         self._reader = ShardedRows(features, servers, num_threads=num_threads)
         self.servers: ServerGroup = servers
         self.num_threads, self._split = self._reader.num_threads, self._reader.split
         self.device, self.device_stream = stream.device, stream
         device = stream.device
-        self._features, self._staleness = features, staleness
+        self._features, self._id_features, self._staleness = features, id_features(features), staleness
         self._tables = servers.job.tables
-        self._groups, self._kernels = TableGroups.of(self._tables), kernels_of(device)
+        self._groups, self._kernels = self._grouped(self._tables), kernels_of(device)
         self._rank, self._to_all = servers.trainer, self._groups.of_kinds("replicated", "columns")
         self._owners = self._owners_of(servers)
         self._pooled = [PooledFeatures.of(features, tables, device) for tables in self._groups.tables]
-        self._id_features = id_features(features)
         self._absent = [torch.empty((0, dim), device=device) for _, dim in self._groups.layouts]
         self.launches = LaunchOrder(device)
         """The order of all collectives between devices."""
@@ -99,12 +108,21 @@ class CollectiveRows(Rows):
         use_device = partial(torch.cuda.set_device, device) if device.type == "cuda" else lambda: None
         self._update_thread = RoundThread("satrap-exchange-updates", explain, prepare=use_device, failed=self._failed)
         self._lookup_thread = RoundThread("satrap-exchange-lookups", explain, prepare=use_device, failed=self._failed)
-        groups, of_updates = self._groups, self._update_thread
-        self._updates = CollectiveUpdates(updates, groups, owned, of_updates, stream)
-        self._lookups = CollectiveLookups(lookups, groups, owned, self._lookup_thread, self._updates, staleness, stream)
+        self._updates = self._updates_by(updates, owned)
+        self._lookups = self._lookups_by(lookups, owned)
         self._stream = CollectiveStream(self._lookups, self._updates)
         self._stream.has_ended_lookups = True  # there is no stream yet
-        self._unfinished: tuple[CollectiveTicket, Future[list[Tensor]]] | None = None
+        self._unfinished: tuple[CollectiveTicket | None, Future[Any]] | None = None
+
+    def _grouped(self, tables: Sequence[Table]) -> TableGroups:
+        return TableGroups.of(tables)
+
+    def _updates_by(self, exchange: Exchange, owned: Callable[[], Any]) -> CollectiveUpdates:
+        return CollectiveUpdates(exchange, self._groups, owned, self._update_thread, self.device_stream)
+
+    def _lookups_by(self, exchange: Exchange, owned: Callable[[], Any]) -> CollectiveLookups:
+        rounds = self._lookup_thread, self._updates, self._staleness, self.device_stream
+        return CollectiveLookups(exchange, self._groups, owned, *rounds)
 
     def _failed(self, error: Exception) -> None:
         """Let the rounds of the other thread fail that wait for one of a thread that has failed."""
@@ -159,8 +177,8 @@ class CollectiveRows(Rows):
     def truncated(self) -> list[int]:
         return self._reader.truncated
 
-    def empty(self, lines: int, floats: int) -> Tensor:
-        return torch.empty((lines, floats), dtype=torch.float32, device=self.device)
+    def empty(self, lines: int, floats: int, dtype: str | None = None) -> Tensor:
+        return torch.empty((lines, floats), dtype=DTYPES[dtype or self.output_dtype], device=self.device)
 
     def lookup(self, request: BagRequest, block: Tensor, sequences: list[Tensor]) -> CollectiveTicket | None:
         if not request.train:
@@ -175,32 +193,39 @@ class CollectiveRows(Rows):
                 sequence.zero_()
             return ticket
         try:
-            rows = self._lookup_thread.wait(future)
+            rows = self._rows_of(future)
         except Exception:
-            if future.done() and future.exception() is not None:
+            if future.done():
                 self._unfinished = None
             raise
+        assert ticket is not None, "a batch that is refused has no ticket"
         with self.device_stream.joined():
             self._pool(ticket, rows, request, block, sequences)
         self._unfinished = None
         return ticket
 
     def id_ticket(self, ids: Mapping[str, Ids]) -> CollectiveTicket:
-        return self._ticket(id_request(self._id_features, ids, None, None))
+        with self.device_stream.joined():
+            return self._ticket(id_request(self._id_features, ids, None, None))
+
+    def _rows_of(self, future: "Future[Any]") -> Any:
+        """Return the rows of a round; raise the error of a batch that a trainer refuses."""
+        rows = self._lookup_thread.wait(future)
+        if isinstance(rows, InputError):
+            raise rows
+        return rows
 
     def pad(self, step: int, oldest_open: int) -> None:
-        nothing = np.zeros((len(self.servers.topology), len(self._tables)), np.int64)
-        ids = [np.empty(0, np.uint64)] * len(nothing)
-        future = self._submit(LookupPart(LookupTime(step, oldest_open, True), ids, nothing))
+        future = self._submit(LookupPart(LookupTime(step, oldest_open, True), None))
         if future is not None:
-            self._lookup_thread.wait(future)
+            self._rows_of(future)
 
     def owns_ticket(self, ticket: object) -> bool:
         return getattr(ticket, "owner", None) is self
 
     def update(self, request: UpdateRequest) -> None:
         tickets: Sequence[CollectiveTicket] = request.tickets
-        require_sizes([ticket.split for ticket in tickets], request.gradients)
+        self._require_sizes(request)
         pending = tickets[0].pending
         if pending is None:
             rates = list(self.servers.lrs)
@@ -220,8 +245,7 @@ class CollectiveRows(Rows):
         if ticket.used:
             raise TicketError("drop of a batch: this ticket was used already; a batch is updated or dropped once")
         ticket.used = True
-        if not ticket.split.used:
-            self._split.drop(ticket.split)
+        self._drop(ticket)
 
     def skip(self, step: int) -> None:
         self._updates.skip(step)
@@ -235,20 +259,36 @@ class CollectiveRows(Rows):
         for to, rows in zip((block, *sequences), memory, strict=True):
             to.copy_(torch.from_numpy(rows))
 
-    def _start(self, request: BagRequest, step: int) -> "tuple[CollectiveTicket, Future[list[Tensor]] | None]":
-        ticket = self._ticket(request)
+    def _start(self, request: BagRequest, step: int) -> "tuple[CollectiveTicket | None, Future[Any] | None]":
         at = LookupTime(step, request.oldest_open or step, request.first_epoch)
-        return ticket, self._submit(LookupPart(at, *send_to_all(self._to_all, self._rank, *_sent(ticket.split))))
+        try:
+            ticket = self._ticket(request)
+        except InputError as error:
+            return None, self._submit(LookupPart(at, partial(_refuse, error)))
+        sent = send_to_all(self._to_all, self._rank, *_sent(ticket.batch.split))
+        return ticket, self._submit(LookupPart(at, lambda: sent))
 
     def _ticket(self, request: BagRequest) -> CollectiveTicket:
-        """Split the ids of a batch by their owners."""
         bags = self._reader.id_bags if request.of_tables else None
-        given = request.values, request.offsets, request.weights, request.batch_size
-        split = self._split.lookup(*given, self._owners, len(self.servers.topology), True, bags)
+        split = self._split_arrays(request.values, request.offsets, request.weights, request.batch_size, bags)
         weight = 1.0 if request.weights is None or not len(request.weights) else np.abs(request.weights).max()
-        return CollectiveTicket(split, len(request.values) * max(1.0, float(weight)), self)
+        return CollectiveTicket(SplitBatch(split, len(request.values) * max(1.0, float(weight))), self)
 
-    def _submit(self, part: LookupPart) -> "Future[list[Tensor]] | None":
+    def _split_arrays(
+        self, values: Any, offsets: Any, weights: Any, batch_size: int, bags: Any = None
+    ) -> _core.SplitTicket:
+        """Divide the ids of a batch by owner. bags: None: those of the features."""
+        owners, num_owners = self._owners, len(self.servers.topology)
+        return self._split.lookup(values, offsets, weights, batch_size, owners, num_owners, True, bags)
+
+    def _drop(self, ticket: CollectiveTicket) -> None:
+        if not ticket.batch.split.used:
+            self._split.drop(ticket.batch.split)
+
+    def _require_sizes(self, request: UpdateRequest) -> None:
+        require_sizes([ticket.batch.split for ticket in request.tickets], request.gradients)
+
+    def _submit(self, part: LookupPart) -> "Future[Any] | None":
         """Start a round of the lookups; return None if they have ended."""
         with self._stream.lock:
             if self._stream.has_ended_lookups:
@@ -257,15 +297,19 @@ class CollectiveRows(Rows):
             return self._lookups.submit(part)
 
     def _pool(
-        self, ticket: CollectiveTicket, rows: list[Tensor], request: BagRequest, block: Tensor, sequences: list[Tensor]
+        self, ticket: CollectiveTicket, rows: Any, request: BagRequest, block: Tensor, sequences: list[Tensor]
     ) -> None:
         """Pool and copy the rows of all features."""
+        places = self._split.lines(ticket.batch.split, self._groups.numbers)
+        at = (None if (array := places[name]) is None else to_device(array, self.device) for name in places)
+        self._pool_lines(rows, dict(zip(places, at, strict=True)), request, block, sequences)
+
+    def _pool_lines(
+        self, rows: list[Tensor], at: dict[str, Any], request: BagRequest, block: Tensor, sequences: list[Tensor]
+    ) -> None:
+        """Do so with the "lines" of all ids among the rows of their group, their "offsets" and "weights"."""
+        lines, offsets, weights = at["lines"], at["offsets"], at["weights"]
         features, batch_size = self._id_features if request.of_tables else self._features, request.batch_size
-        places = self._split.lines(ticket.split, self._groups.numbers)
-        lines, offsets, weights = (
-            None if places[name] is None else to_device(places[name], self.device)
-            for name in ("lines", "offsets", "weights")
-        )
         for values, absent, pooled in zip(rows, self._absent, self._pooled, strict=True):
             if not request.of_tables:
                 self._kernels.pool(values, absent, lines, offsets, weights, pooled, batch_size, block)
@@ -280,23 +324,25 @@ class CollectiveRows(Rows):
 
     def _part(self, request: UpdateRequest, rates: Sequence[float]) -> UpdatePart:
         """Return the sum of the gradients of each id."""
-        tickets: Sequence[CollectiveTicket] = request.tickets
         scale = float(np.float32(request.scale))
         parts = [gradient for block, rest in request.gradients for gradient in (block, *rest) if gradient is not None]
         flat = torch.cat([part.reshape(-1) for part in parts] or [self.empty(0, 0).view(-1)])
-        bound = largest_of(request) * scale * sum(ticket.bound for ticket in tickets)
+        bound = largest_of(request) * scale * sum(ticket.batch.bound for ticket in request.tickets)
         if not bound < LARGEST:  # not true of a NaN either
             return self._checked_part(request, rates)
-        splits, num_owners = [ticket.split for ticket in tickets], len(self.servers.topology)
-        given = [
-            (block is not None, [sequence is not None for sequence in sequences])
-            for block, sequences in request.gradients
-        ]
+        # On values of -0.0, a step of rate -1 adds the gradient, without rounding.
+        how = RowUpdate(optimizer=SGD(lr=1.0), lr=-1.0, scale=scale, step=1)
+        return self._summed_part(request, rates, flat, how, bound)
+
+    def _summed_part(
+        self, request: UpdateRequest, rates: Sequence[float], flat: Tensor, how: RowUpdate, bound: float
+    ) -> UpdatePart:
+        """Return the same, summed on the device. flat: all gradients. how: adds them. bound: of each sum."""
+        splits, num_owners = [ticket.batch.split for ticket in request.tickets], len(self.servers.topology)
+        given = given_parts(request)
         laid_out, places = self._split.runs(splits, given, self._owners, num_owners, self._groups.numbers)
         ids, counts = _sent(laid_out)
-        runs = Runs.to_device(places, self.device)
-        # On values of -0.0, a step of rate -1 adds the gradient, without rounding.
-        how, sums = RowUpdate(optimizer=SGD(lr=1.0), lr=-1.0, scale=scale, step=1), []
+        runs, sums = Runs.to_device(places, self.device), []
         for (_, dim), tables, sent in zip(
             self._groups.layouts, self._groups.tables, self._groups.counts(counts), strict=True
         ):
@@ -309,15 +355,16 @@ class CollectiveRows(Rows):
 
     def _checked_part(self, request: UpdateRequest, rates: Sequence[float]) -> UpdatePart:
         """Return the same, summed on the CPU: raise NonFiniteError if a table refuses a gradient, or leave it out."""
-        on_cpu: list[TicketGradients] = [
-            (
-                None if block is None else to_host(block).numpy(),
-                [None if sequence is None else to_host(sequence).numpy() for sequence in sequences],
-            )
-            for block, sequences in request.gradients
-        ]
-        splits = [ticket.split for ticket in request.tickets]
-        summed = self._split.sums(splits, on_cpu, request.scale, self._owners, len(self.servers.topology))
+        ids, counts, sums, bound = self._checked_sums(request, [ticket.batch.split for ticket in request.tickets])
+        return UpdatePart(*send_to_all(self._to_all, self._rank, ids, counts), sums, rates, bound)
+
+    def _checked_sums(
+        self, request: UpdateRequest, splits: Sequence[_core.SplitTicket]
+    ) -> tuple[list[NDArray[np.uint64]], NDArray[np.int64], list[Tensor], float]:
+        """Return the ids for each owner, how many there are of each table, for each group the sums owner by owner, and
+        a bound of their numbers."""
+        given, num_owners = on_cpu(request.gradients), len(self.servers.topology)
+        summed = self._split.sums(splits, given, request.scale, self._owners, num_owners)
         self.servers.add_skipped(summed.skipped)
         ids, counts = _sent(summed)
         by_group: list[list[NDArray[np.float32]]] = [[] for _ in self._groups.tables]
@@ -329,8 +376,11 @@ class CollectiveRows(Rows):
                 at += count * dim
         on_host = [np.concatenate(arrays) for arrays in by_group]
         bound = max((float(np.abs(array).max()) for array in on_host if array.size), default=0.0)
-        sums = [to_device(array, self.device) for array in on_host]
-        return UpdatePart(*send_to_all(self._to_all, self._rank, ids, counts), sums, rates, bound)
+        return ids, counts, [to_device(array, self.device) for array in on_host], bound
+
+
+def _refuse(error: InputError) -> Sent:
+    raise error
 
 
 def _sent(laid_out: Any) -> tuple[list[NDArray[np.uint64]], NDArray[np.int64]]:
@@ -338,26 +388,3 @@ def _sent(laid_out: Any) -> tuple[list[NDArray[np.uint64]], NDArray[np.int64]]:
     servers = range(laid_out.num_servers)
     counts = np.stack([np.diff(laid_out.offsets(server)) for server in servers])
     return [laid_out.ids(server) for server in servers], counts
-
-
-def collective_worker(
-    features: Features,
-    servers: ServerGroup,
-    own: OwnTables,
-    device: torch.device,
-    *,
-    num_threads: int | None,
-    staleness: int,
-    explain: Callable[[Exception], Exception],
-) -> Worker:
-    """Return a worker over tables on the devices of all trainers, which call this together.
-
-    servers: those of all trainers. own: the tables of this trainer's. explain: returns the error to raise for one of an
-    exchange between trainers."""
-    require_tables(features, servers)
-    rows = CollectiveRows(
-        features, servers, own.rows, own.stream, num_threads=num_threads, staleness=staleness, explain=explain
-    )
-    worker = Worker(features, rows, ShardedTables(servers), blocks=TensorBlocks(device))
-    close_when_collected(worker, rows.end_rounds)
-    return worker

@@ -8,8 +8,10 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -63,14 +65,14 @@ class StepOrder:
 
 
 _IDLE, _NOTHING, _PART = range(3)  # what a trainer brings to a round
-_KIND, _STEP, _BOUND, _COUNTS = range(4)  # columns of a header; rates follow the counts
+_KIND, _STEP, _BOUND, _LOOKUP, _COUNTS = range(5)  # columns of a header; rates follow the counts
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class UpdatePart:
     """One trainer's gradients of a step."""
 
-    ids: Sequence[NDArray[np.uint64]]
+    ids: Any
     """The ids of each owner."""
     counts: NDArray[np.int64]
     """How many of each table, [trainers, tables]."""
@@ -80,6 +82,8 @@ class UpdatePart:
     """The rate of each table."""
     bound: float
     """No number of the gradients is larger than this."""
+    lookup: int = -1
+    """The number of the round that looked up the same ids; -1: there is none."""
 
 
 class CollectiveUpdates:
@@ -89,21 +93,24 @@ class CollectiveUpdates:
         self,
         exchange: Exchange,
         groups: TableGroups,
-        owned: Callable[[], OwnedRows],
+        owned: Callable[[], Any],
         thread: RoundThread,
         stream: DeviceStream,
     ) -> None:
-        """owned: returns the rows that this trainer owns. stream: of the rows."""
+        """owned: returns the rows that this trainer owns, `OwnedRows` or `DirectOwnedRows`. stream: of the rows."""
         self._stream = stream
         self._exchange, self._groups, self._owned, self._thread = exchange, groups, owned, thread
         self._rows_between = RowExchange(exchange, groups)
-        num_tables = len(groups.numbers)
-        self._rates = slice(_COUNTS + num_tables, _COUNTS + 2 * num_tables)
-        self._counts = slice(_COUNTS, _COUNTS + num_tables)
+        self._counts = slice(_COUNTS, _COUNTS + self._num_counts(groups))
+        self._rates = slice(self._counts.stop, self._counts.stop + len(groups.numbers))
         self._order, self._lock = StepOrder(), threading.Lock()
         self._applied = 0
         self._has_applied = threading.Condition()
         self._last: Future[None] | None = None
+
+    def _num_counts(self, groups: TableGroups) -> int:
+        """Return into how many parts a trainer's ids are counted."""
+        return len(groups.numbers)
 
     def start(self, step: int) -> None:
         """Continue with this step, in another stream."""
@@ -176,7 +183,7 @@ class CollectiveUpdates:
         own[:, _KIND], own[:, _STEP] = kind, step
         if part is not None:
             own[:, _BOUND] = np.float64(part.bound).view(np.int64)
-            own[:, self._counts] = part.counts
+            own[:, _LOOKUP], own[:, self._counts] = part.lookup, part.counts
             own[:, self._rates] = np.array(part.lrs, np.float64).view(np.int64)
         headers = self._exchange.headers(own)
         kinds, steps = headers[:, _KIND], headers[:, _STEP]
@@ -198,13 +205,27 @@ class CollectiveUpdates:
         sent, counts = own[:, self._counts], headers[:, self._counts]
         no_ids = [np.empty(0, np.uint64)] * len(own)
         received, number = self._exchange.ids(no_ids if part is None else part.ids, counts.sum(1).tolist())
-        owned = self._owned()
-        first = int(np.flatnonzero(headers[:, _KIND] == _PART)[0])
-        lrs = headers[first, self._rates].view(np.float64).tolist()
-        bound = float(headers[:, _BOUND].copy().view(np.float64).sum())
+        owned: OwnedRows = self._owned()
         with self._stream.running():
-            sums = [owned.empty(0, dim) for _, dim in self._groups.layouts] if part is None else part.sums
+            sums = self._sums(part)
             of_groups = zip(sums, self._groups.counts(sent), self._groups.counts(counts), strict=True)
             with self._exchange.in_order(number):
                 gradients = [self._rows_between.gradients(group, *part) for group, part in enumerate(of_groups)]
-            owned.apply(received, counts, gradients, step, lrs, bound)
+            owned.apply(received, counts, gradients, step, *self._rates_and_bound(headers))
+
+    def _sums(self, part: UpdatePart | None) -> Sequence[Tensor]:
+        """Return the gradients that this trainer sends."""
+        if part is not None:
+            return part.sums
+        return [torch.empty((0, dim), device=self._stream.device) for _, dim in self._groups.layouts]
+
+    def _lookups_of(self, headers: NDArray[np.int64]) -> tuple[tuple[int, ...], list[int]]:
+        """Return which trainers have gradients, and the rounds that looked up the same ids, each once."""
+        ranks = np.flatnonzero(headers[:, _KIND] == _PART)
+        return tuple(ranks.tolist()), np.unique(headers[ranks, _LOOKUP]).tolist()
+
+    def _rates_and_bound(self, headers: NDArray[np.int64]) -> tuple[list[float], float]:
+        """Return the rate of each table, and the bound of all gradients together."""
+        first = int(np.flatnonzero(headers[:, _KIND] == _PART)[0])
+        rates = headers[first, self._rates].view(np.float64).tolist()
+        return rates, float(headers[:, _BOUND].copy().view(np.float64).sum())

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from satrap.device.device_stream import current_stream
+from satrap.device.home_memory import DTYPES
 from satrap.errors import InputError
 from satrap.worker.worker import ArrayBlocks
 
@@ -57,9 +58,9 @@ class TensorBlocks(ArrayBlocks):
 def _tensor_of(where: str, given: Any, shape: tuple[int, ...], device: torch.device) -> Tensor:
     if not isinstance(given, Tensor):
         raise InputError(f"{where} is a {type(given).__name__}; expected a tensor on {device}, where the rows are")
-    if tuple(given.shape) != shape or given.dtype != torch.float32 or given.device != device:
+    if tuple(given.shape) != shape or given.dtype not in DTYPES.values() or given.device != device:
         raise InputError(
-            f"{where} is {given.dtype} of shape {tuple(given.shape)} on {given.device}; expected float32 of shape "
-            f"{shape} on {device}, where the rows are"
+            f"{where} is {given.dtype} of shape {tuple(given.shape)} on {given.device}; expected float32 or 16 bits, "
+            f"of shape {shape} on {device}, where the rows are"
         )
     return given

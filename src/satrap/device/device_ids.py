@@ -36,6 +36,12 @@ SORTS_IDS = {"cuda": True, "cpu": False}
 turn it on."""
 
 
+def alignment_of(*places: int) -> int:
+    """Return 8, 4 or 1: all places are multiples of it, so kernels may move so many numbers at a time."""
+    divisor = math.gcd(8, *places)
+    return divisor if divisor >= 4 else 1
+
+
 def sorts_ids(device: torch.device) -> bool:
     """Return whether ids that lie on this device are sorted there."""
     return SORTS_IDS[device.type]
@@ -63,7 +69,7 @@ class IdLayout:
         self.any_weighted = any(feature.weighted for feature in each)
         self.any_scaled = self.any_weighted or any(feature.pooling in ("mean", "sqrtn") for feature in each)
         self.columns = features.columns
-        self.alignment = 1 if any(dim % 4 for dim in features.dims) else 4  # places of gradients are multiples of it
+        self.alignment = alignment_of(*features.dims)  # places of gradients are multiples of it
         self.sequences = [number for number, feature in enumerate(each) if feature.pooling == "none"]
         self.sorts = not any(feature.jagged or feature.aligned_with is not None for feature in each)
         self.sequence_floats = [(feature.max_length or 0) * feature.table.dim for feature in each]
@@ -306,11 +312,13 @@ class DeviceReader(InputReader):
     def inputs_of(self, ids: Any) -> Inputs:
         if not isinstance(ids, Mapping):
             return super().inputs_of(ids)
-        pairs = {name: given if isinstance(given, tuple) else (given, None) for name, given in ids.items()}
-        if not pairs or not all(len(pair) == 2 and lie_on(pair[0], self._device) for pair in pairs.values()):
+        parts = {name: given if isinstance(given, tuple) else (given, None) for name, given in ids.items()}
+        if not parts or not all(given and lie_on(given[0], self._device) for given in parts.values()):
             return super().inputs_of(ids)
-        joined = _joined(self._features, pairs, self._device)
-        on_cpu = {name: tuple(map(_on_cpu, pair)) for name, pair in pairs.items()} if joined is None else {}
+        joined = (
+            _joined(self._features, parts, self._device) if all(len(given) == 2 for given in parts.values()) else None
+        )
+        on_cpu = {name: tuple(map(_on_cpu, given)) for name, given in parts.items()} if joined is None else {}
         return joined or super().inputs_of(on_cpu)
 
     def batches(self, source: Any, position: Position | None = None, **share: int) -> Iterator[Inputs]:

@@ -6,10 +6,10 @@ puts into it comes after every earlier use.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import groupby
-from typing import Any
+from typing import Any, Union
 
 import numpy as np
 import torch
@@ -25,6 +25,7 @@ from satrap.device.device_blocks import Magnitude
 from satrap.device.device_engine import DeviceEngine, Owed
 from satrap.device.device_ids import DeviceIds, IdEntries, IdLayout, ids_of
 from satrap.device.device_stream import to_device, to_host
+from satrap.device.home_memory import DTYPES
 from satrap.device.row_memory import RowMemory
 from satrap.device.runs import (
     DeviceTicket,
@@ -33,6 +34,8 @@ from satrap.device.runs import (
     RowUpdate,
     Runs,
     SortedGradients,
+    given_parts,
+    is_whole_batch,
     require_sizes,
     sequence_bags,
 )
@@ -53,6 +56,30 @@ from satrap.worker.rows import (
 LARGEST = float(np.finfo(np.float32).max)
 UpdatedTables = tuple[range, RowUpdate]
 """Tables that one kernel updates, and how."""
+AnyTicket = Union["OrderedTicket", _core.Ticket, DeviceTicket]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class OrderedTicket:
+    """A ticket of the core, and the runs of its update, which depend on ids alone. Implements
+    `satrap.worker.rows.Ticket`."""
+
+    native: _core.Ticket
+    runs: Runs
+    """Those of the whole batch, without their frames."""
+
+    @property
+    def used(self) -> bool:
+        return self.native.used
+
+    @property
+    def batch_size(self) -> int:
+        return self.native.batch_size
+
+    @property
+    def sequence_floats(self) -> list[int]:
+        """How many floats the rows of each sequence have."""
+        return list(self.native.sequence_floats)
 
 
 class DeviceRows(Rows):
@@ -78,6 +105,7 @@ class DeviceRows(Rows):
         self._id_bags = _core.Bags(engine.core, native_features(self._id_features, self._tables))
         self._pooled = [PooledFeatures.of(self._features, memory.tables, self.device) for memory in engine.memories]
         self._num_cut = [0] * len(self.id_layout.sequences)  # counts ids that were cut on the device
+        self._updates_whole_batches = True  # as the last update did
 
     @property
     def latest_step(self) -> int:
@@ -87,43 +115,47 @@ class DeviceRows(Rows):
     def truncated(self) -> list[int]:
         return [sum(counts) for counts in zip(self._bags.truncated, self._num_cut, strict=True)]
 
-    def empty(self, lines: int, floats: int) -> Tensor:
-        return torch.empty((lines, floats), dtype=torch.float32, device=self.device)
+    def empty(self, lines: int, floats: int, dtype: str | None = None) -> Tensor:
+        return torch.empty((lines, floats), dtype=DTYPES[dtype or self.output_dtype], device=self.device)
 
-    def lookup(self, request: BagRequest, block: Tensor, sequences: list[Tensor]) -> _core.Ticket | DeviceTicket | None:
+    def lookup(self, request: BagRequest, block: Tensor, sequences: list[Tensor]) -> AnyTicket | None:
         with self._engine.exclusive(None if request.resolved else self._counts(request)):
             resolved: dict[str, Any] = request.resolved or self._find_frames(request)
             self._engine.moves.wait(resolved["moved"])
             self._gather(request, resolved, block, sequences)
             self._engine.moves.note_use()
-        ticket: _core.Ticket | DeviceTicket | None = resolved["ticket"]
+        ticket: AnyTicket | None = resolved["ticket"]
         return ticket
 
-    def place_ids(self, inputs: Inputs) -> Inputs | IdEntries:
+    def place_ids(self, inputs: Inputs, *, train: bool) -> Inputs | IdEntries:
         return ids_of(inputs, self.id_layout, self.device)
 
     def resolve(self, request: BagRequest) -> BagRequest:
-        """Find the frames of the ids' rows, and insert those that are new. A frame that this takes from an evicted row
-        was last used by calls that are on the device's queue already."""
+        """Find the frames of the ids' rows, insert those that are new, and order the gradients of the update. A frame
+        that this takes from an evicted row was last used by calls that are on the device's queue already."""
         with self._engine.exclusive(self._counts(request)):
-            return replace(request, resolved=self._find_frames(request))
+            resolved = self._find_frames(request)
+        if isinstance(ticket := resolved["ticket"], _core.Ticket) and self._updates_whole_batches:
+            with self.device_stream.joined():
+                runs = Runs.to_device(self._engine.core.order_frames(ticket), self.device)
+            resolved["ticket"] = OrderedTicket(ticket, runs)
+        return replace(request, resolved=resolved)
 
     def owns_ticket(self, ticket: object) -> bool:
         if isinstance(ticket, DeviceTicket):
             return ticket.bags in (self._bags, self._id_bags)
-        return isinstance(ticket, _core.Ticket) and (self._bags.made(ticket) or self._id_bags.made(ticket))
+        native = ticket.native if isinstance(ticket, OrderedTicket) else ticket
+        return isinstance(native, _core.Ticket) and (self._bags.made(native) or self._id_bags.made(native))
 
     def update(self, request: UpdateRequest) -> None:
-        given: list[Given] = [
-            (block is not None, [sequence is not None for sequence in sequences])
-            for block, sequences in request.gradients
-        ]
+        given = given_parts(request)
         scale = float(np.float32(request.scale))
         require_sizes(request.tickets, request.gradients)
         with self._engine.in_order():
             flat = self._flat(request.gradients)
             sorted_there = claim(request.tickets)
             sorted_runs = self._sorted(request, given, scale) if len(sorted_there) == len(request.tickets) else None
+            ordered = self._ordered(request.tickets, given)
             if sorted_runs is None:
                 request = replace(request, tickets=[self._as_core(ticket) for ticket in request.tickets])
             skips = sorted_runs is None and self._check(request, scale)
@@ -132,21 +164,21 @@ class DeviceRows(Rows):
             def record() -> Owed:
                 core = self._engine.core
                 if sorted_runs is None:
-                    runs = core.update_frames(request.tickets, given, request.step, skips)
+                    runs = core.update_frames(request.tickets, given, request.step, skips, ordered is not None)
                 else:
                     ids, numbers = sorted_runs.grouped.ids, np.arange(len(sorted_runs.grouped.ids), dtype=np.int32)
                     runs = core.update_id_frames(ids, sorted_runs.grouped.offsets, numbers, request.step, False)
                 for ticket in sorted_there:
                     ticket.used = True
-                return partial(self._steps, runs, groups, [flat] * len(groups), sorted_runs)
+                return partial(self._steps, runs, groups, [flat] * len(groups), sorted_runs, ordered)
 
             self._engine.owe(record)
 
-    def drop(self, ticket: _core.Ticket | DeviceTicket) -> None:
+    def drop(self, ticket: AnyTicket) -> None:
         if isinstance(ticket, DeviceTicket):
             claim([ticket])[0].used = True
         else:
-            self._engine.core.drop(ticket)
+            self._engine.core.drop(ticket.native if isinstance(ticket, OrderedTicket) else ticket)
 
     # -- lookup --------------------------------------------------------------------------------------------------------
 
@@ -260,8 +292,16 @@ class DeviceRows(Rows):
             return None
         return SortedGradients.of(self.id_layout, tickets, given)
 
-    def _as_core(self, ticket: _core.Ticket | DeviceTicket) -> _core.Ticket:
+    def _ordered(self, tickets: Sequence[AnyTicket], given: Sequence[Given]) -> Runs | None:
+        """Return the runs of an update that were ordered when its batch was resolved, without their frames."""
+        self._updates_whole_batches = is_whole_batch(self.id_layout, given)
+        ticket = tickets[0]
+        return ticket.runs if self._updates_whole_batches and isinstance(ticket, OrderedTicket) else None
+
+    def _as_core(self, ticket: AnyTicket) -> _core.Ticket:
         """Return the ticket that the core would have made of the same ids in CPU memory."""
+        if isinstance(ticket, OrderedTicket):
+            return ticket.native
         if not isinstance(ticket, DeviceTicket):
             return ticket
         values, offsets, weights = ticket.ids.on_cpu()
@@ -272,17 +312,10 @@ class DeviceRows(Rows):
         bound = abs(scale) * self._engine.core.sum_bound(request.tickets)
         if largest_of(request) * bound < LARGEST:  # not true of a NaN
             return False
-        on_cpu = [
-            (
-                None if block is None else to_host(block).numpy(),
-                [None if g is None else to_host(g).numpy() for g in sequences],
-            )
-            for block, sequences in request.gradients
-        ]
-        return self._engine.core.check_gradients(request.tickets, on_cpu, scale)
+        return self._engine.core.check_gradients(request.tickets, on_cpu(request.gradients), scale)
 
     def _flat(self, gradients: list[TicketGradients]) -> Tensor:
-        """Return all gradients as one tensor in the order of their places."""
+        """Return all gradients as one tensor in the order of their places: float32, if some are."""
         parts = [part.reshape(-1) for block, sequences in gradients for part in (block, *sequences) if part is not None]
         return parts[0] if len(parts) == 1 else torch.cat(parts or [self.empty(0, 0).view(-1)])
 
@@ -305,10 +338,17 @@ class DeviceRows(Rows):
         groups: list[UpdatedTables],
         flats: Sequence[Tensor],
         gradients: SortedGradients | None = None,
+        ordered: Runs | None = None,
     ) -> Sequence[Owed]:
         """Copy the runs of an update to the device; return the step of each group of tables. flats: the gradients of
-        each group. gradients: where they are, if they were sorted on the device."""
-        runs = Runs.to_device(resolved, self.device) if gradients is None else gradients.runs(resolved, self.device)
+        each group. gradients: where they are, if they were sorted on the device. ordered: the runs without their
+        frames, if they are there."""
+        if ordered is not None:
+            runs = replace(ordered, frames=to_device(resolved["frames"], self.device), ids=resolved["ids"])
+        elif gradients is not None:
+            runs = gradients.runs(resolved, self.device)
+        else:
+            runs = Runs.to_device(resolved, self.device)
         work: list[Owed] = []
         for group, flat in zip(groups, flats, strict=True):
             work.append(partial(self._step, runs, group, flat))
@@ -344,6 +384,17 @@ class DeviceRows(Rows):
             ids = part.ids[rows][num_summed[rows] > 0]
             work.append(partial(self._engine.core.settle_frames, number, ids, int(left_out[rows].sum()), step))
         return work
+
+
+def on_cpu(gradients: Sequence[TicketGradients]) -> list[TicketGradients]:
+    """Return gradients as arrays of float32. Waits for the device."""
+    return [
+        (
+            None if block is None else to_host(block).float().numpy(),
+            [None if sequence is None else to_host(sequence).float().numpy() for sequence in sequences],
+        )
+        for block, sequences in gradients
+    ]
 
 
 def largest_of(request: UpdateRequest) -> float:

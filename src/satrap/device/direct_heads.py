@@ -23,7 +23,7 @@ from satrap.device.row_memory import what_is_free
 from satrap.errors import CapacityError, InputError
 
 _COUNTERS = ("lookups", "hits", "inserted", "updated", "skipped")
-_BYTES = 8  # of a row, for its stamp and version
+_BYTES = 8  # a row, for its stamp and version
 _LARGEST_SIGNED = 2**31 - 1
 
 
@@ -91,7 +91,7 @@ class DirectHeads:
         if not self._reads_zeros:
             return places
         at = torch.where(rows >= 0, rows.long(), self._numbers.total)
-        reads_zeros = (rows >= 0) & self._has_zeros[self.tables_of(at)] & (self._changed[at] == 0)
+        reads_zeros = (rows >= 0) & self._has_zeros[self._numbers.tables_of(at)] & (self._changed[at] == 0)
         return torch.where(reads_zeros, -1, places)
 
     def _touch(self, at: Tensor, rows: Tensor, step: int) -> None:
@@ -102,12 +102,7 @@ class DirectHeads:
         else:
             self._stamps[at] = _as_bits(_as_numbers(stamps).clamp(min=step))
         versions, on_device = self._current_versions()
-        self._changed[at] = on_device[0] if len(set(versions)) == 1 else on_device[self.tables_of(rows)]
-
-    def tables_of(self, rows: Tensor) -> Tensor:
-        """Return the table of each row; that of no row is any."""
-        last = len(self._tables) - 1
-        return torch.bucketize(rows, self._numbers.bounds[1:], right=True).clamp(max=last)
+        self._changed[at] = on_device[0] if len(set(versions)) == 1 else on_device[self._numbers.tables_of(rows)]
 
     def _current_versions(self) -> tuple[list[int], Tensor]:
         """Return the version of each table, here and as int32 bits on the device."""
@@ -160,7 +155,7 @@ class DirectHeads:
         num_buckets = self._tables[table].resolved_num_buckets
         for remainder in remainders_of(np.arange(first, last, dtype=np.uint64), num_buckets).tolist():
             if self.is_open:
-                yield remainder, self._numbers.of_bucket(table, remainder, num_buckets)
+                yield remainder, self._numbers.of_bucket(table, remainder)
 
     def import_frames(self, table: int, ids: NDArray[np.uint64], steps: NDArray[np.uint32]) -> NDArray[np.int32]:
         """Insert or replace rows of a snapshot; return their frames."""

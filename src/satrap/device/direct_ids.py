@@ -11,7 +11,7 @@ All rows of all tables are numbered, table after table. Ids are sorted by the nu
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
 import numpy as np
 import torch
@@ -30,12 +30,23 @@ _NOT_HERE = -(2**62)
 _AT_HOME = 2**31  # below a slot, in a place
 
 
-class RowNumbers:
-    """The numbers of the rows that are here of some tables.
+class Numbers(Protocol):
+    """A numbering of the rows of some tables."""
 
-    If all rows of a table are here, they are in the order of their ids. If some buckets are, they are bucket after
-    bucket: a bucket has the ids with one remainder by the number of buckets, so the first ids of a table, often the
-    hottest, are spread over all buckets, and over their owners."""
+    bounds: Tensor
+    """Where the rows of each part begin, a table or some of one owner, and where the last end, int64."""
+    sizes: Tensor
+    """The number of ids of each table, int64 [tables]."""
+
+    def rows_of(self, tables: int | Tensor, ids: Tensor) -> Tensor:
+        """Return the number of each id's row, int64; -1: it is not here. tables: that of all ids, or of each."""
+
+
+class RowNumbers(Numbers):
+    """The numbers of the rows that are here of some tables, table after table and in the order of their ids.
+
+    Of some buckets, the ids that are here have some remainders by the number of buckets. So the first ids of a table,
+    often the hottest, are spread over all buckets, and over their owners; and they have the first numbers at each."""
 
     def __init__(
         self,
@@ -50,61 +61,73 @@ class RowNumbers:
         buckets: for each table, those that are here; None: all rows of all tables are.
         most_in_frames: for each table, how many rows have frames, those of its first ids; the others are at home. None:
             all have."""
-        self._num_ids = [table.num_rows or 0 for table in tables]
-        self._divisors = [1 if buckets is None else table.resolved_num_buckets for table in tables]
-        self._first_remainders = [0, *accumulate(self._divisors)]
-        self._begins = [_NOT_HERE] * self._first_remainders[-1]  # where the rows of each table and remainder begin
-        self.offsets = [0]
+        self._has_all = buckets is None
+        divisors = [table.resolved_num_buckets for table in tables]
+        self._remainders = [
+            np.arange(divisor) if buckets is None else np.sort(remainders_of(buckets[number], divisor))
+            for number, divisor in enumerate(divisors)
+        ]
+        counts = [num_with(table, here) for table, here in zip(tables, self._remainders, strict=True)]
+        self.offsets = [0, *accumulate(counts)]
         """Where the rows of each table begin, and where the last end."""
-        parts = []  # where the rows of a remainder begin, the divisor and the remainder
-        for number, divisor in enumerate(self._divisors):
-            end = self.offsets[-1]
-            for remainder in [0] if buckets is None else remainders_of(buckets[number], divisor).tolist():
-                self._begins[self._first_remainders[number] + remainder] = end
-                parts.append((end, divisor, remainder))
-                end += self._num_with(number, remainder, divisor)
-            self.offsets.append(end)
         self.total = self.offsets[-1]
+        first_remainders = [0, *accumulate(divisors)]
+        self.by_remainder = np.stack([np.full(first_remainders[-1], _NOT_HERE), np.zeros(first_remainders[-1], int)])
+        """For each table and remainder the number of its first row, far below 0 if there is none here, and how far its
+        rows are apart."""
+        for first, begin, here in zip(first_remainders, self.offsets, self._remainders, strict=False):
+            self.by_remainder[:, first + here] = begin + np.arange(len(here)), np.full(len(here), len(here))
         limits = [None] * len(tables) if most_in_frames is None else most_in_frames
         self.in_frames = [
-            self.num_here(number) if most is None else min(most, self.num_here(number))
-            for number, most in enumerate(limits)
+            count if most is None else min(most, count) for count, most in zip(counts, limits, strict=True)
         ]
         """How many rows of each table have frames."""
         self.first_frames, self._first_slots = [0] * len(tables), [0] * len(tables)
-        for numbers in memories:
+        pools = [0] * len(tables)
+        for pool, numbers in enumerate(memories):
             frame = slot = 0
             for number in numbers:
-                self.first_frames[number], self._first_slots[number] = frame, slot
+                self.first_frames[number], self._first_slots[number], pools[number] = frame, slot, pool
                 frame += self.in_frames[number]
                 slot += self.num_at_home(number)
         self.bounds = torch.tensor(self.offsets, device=device)
-        """`offsets` on the device, int64 [tables + 1]."""
         self._places = torch.tensor(
             [self.offsets[:-1], self.in_frames, self.first_frames, self._first_slots], device=device
         )
+        self.pools = torch.tensor(pools, device=device)
+        """The memory of each table, int64 [tables]."""
         self.has_home = any(map(self.num_at_home, range(len(tables))))
         """Whether some rows have no frame."""
-        self.sizes = torch.tensor(self._num_ids, device=device)
-        """The number of ids of each table, int64 [tables]."""
-        self._by_table = torch.tensor([self._divisors, self._first_remainders[:-1]], device=device)
-        self._by_remainder = torch.tensor(self._begins, device=device)
-        self._parts = torch.tensor(parts or [(0, 1, 0)], device=device).T.contiguous()
+        self._are_frames = not self.has_home and self.first_frames == self.offsets[:-1]
+        self.sizes = torch.tensor([table.num_rows or 0 for table in tables], device=device)
+        self.by_table = torch.tensor([divisors, first_remainders[:-1]], device=device)
+        """The number of buckets of each table, and where its part of `by_remainder` begins."""
+        self._on_device = torch.from_numpy(self.by_remainder).to(device)
+        lengths = [max(1, len(here)) for here in self._remainders]
+        self._ids_by_table = torch.tensor([lengths, [0, *accumulate(map(len, self._remainders))][:-1]], device=device)
+        self._all_remainders = torch.from_numpy(np.concatenate([*self._remainders, [0]])).to(device)
 
     def num_here(self, table: int) -> int:
         """Return how many rows of a table are here."""
         return self.offsets[table + 1] - self.offsets[table]
 
     def rows_of(self, tables: int | Tensor, ids: Tensor) -> Tensor:
-        """Return the number of each id's row, int64; -1: it is not here. tables: that of all ids, or of each."""
-        divisor, first = self._by_table[:, tables].unbind()
-        return (self._by_remainder[first + ids % divisor] + ids // divisor).clamp(min=-1)
+        if self._has_all:
+            return self.bounds[tables] + ids
+        return rows_by_remainder(self.by_table, self._on_device, tables, ids)
+
+    def tables_of(self, rows: Tensor) -> Tensor:
+        """Return the table of each row; that of no row is any."""
+        return torch.bucketize(rows, self.bounds[1:], right=True).clamp(max=len(self.sizes) - 1)
 
     def ids_of(self, rows: Tensor) -> Tensor:
         """Return the id of each row, int64; that of no row is any."""
-        begins = self._parts[0]
-        begin, divisor, remainder = self._parts[:, torch.bucketize(rows, begins[1:], right=True)].unbind()
-        return (rows - begin) * divisor + remainder
+        tables = self.tables_of(rows)
+        numbers = rows - self.bounds[tables]
+        if self._has_all:
+            return numbers
+        length, first = self._ids_by_table[:, tables].unbind()
+        return numbers // length * self.by_table[0, tables] + self._all_remainders[first + numbers % length]
 
     def num_at_home(self, table: int) -> int:
         """Return how many rows of a table are at home."""
@@ -113,6 +136,8 @@ class RowNumbers:
     def places_of(self, tables: int | Tensor, rows: Tensor) -> Tensor:
         """Return the place of each row, int32: a frame, or a negative number for a slot at home. tables: that of all
         rows, or of each."""
+        if self._are_frames:
+            return rows.int()
         begin, in_frames, first_frame, first_slot = self._places[:, tables].unbind()
         number = rows - begin
         if not self.has_home:
@@ -120,26 +145,35 @@ class RowNumbers:
         at_home = number - in_frames + first_slot - _AT_HOME
         return torch.where(number < in_frames, number + first_frame, at_home).int()
 
-    def slot_of(self, table: int, rows: Tensor) -> Tensor:
-        """Return the slot of each of a table's rows at home, int64."""
-        return rows + (self._first_slots[table] - self.in_frames[table] - self.offsets[table])
+    def places(self, rows: Tensor) -> Tensor:
+        """Return the place of each row, as `places_of`."""
+        return rows.int() if self._are_frames else self.places_of(self.tables_of(rows), rows)
 
     def shift(self, table: int) -> int:
         """Return what to add to the number of a table's row for its frame."""
         return self.first_frames[table] - self.offsets[table]
 
-    def of_bucket(self, table: int, remainder: int, num_buckets: int) -> slice:
+    def of_bucket(self, table: int, remainder: int) -> slice:
         """Return the rows of the bucket whose ids have this remainder, in the order of their ids; none, if they are not
         here."""
-        begin, end = self.offsets[table : table + 2]
-        if self._divisors[table] != num_buckets:
-            return slice(min(begin + remainder, end), end, num_buckets)
-        begin = self._begins[self._first_remainders[table] + remainder]
-        return slice(max(begin, 0), max(begin + self._num_with(table, remainder, num_buckets), 0), 1)
+        (begin, end), here = self.offsets[table : table + 2], self._remainders[table]
+        at = int(np.searchsorted(here, remainder))
+        is_here = at < len(here) and here[at] == remainder
+        return slice(min(begin + at, end), end, len(here)) if is_here else slice(begin, begin, 1)
 
-    def _num_with(self, table: int, remainder: int, divisor: int) -> int:
-        """Return how many of a table's ids have this remainder."""
-        return max(0, -((remainder - self._num_ids[table]) // divisor))
+
+def rows_by_remainder(by_table: Tensor, by_remainder: Tensor, tables: int | Tensor, ids: Tensor) -> Tensor:
+    """Return the number of each id's row, or -1. by_table: for each table its number of buckets, and where its
+    remainders begin. by_remainder: for each the number of its first row, and how far its rows are apart."""
+    divisor, first = by_table[:, tables].unbind()
+    begin, step = by_remainder[:, first + ids % divisor].unbind()
+    return (begin + ids // divisor * step).clamp(min=-1)
+
+
+def num_with(table: Table, remainders: NDArray[Any]) -> int:
+    """Return how many of a table's ids have one of these remainders by its number of buckets."""
+    each, left = divmod(table.num_rows or 0, table.resolved_num_buckets)
+    return each * len(remainders) + int((remainders < left).sum())
 
 
 def remainders_of(buckets: NDArray[np.uint64], num_buckets: int) -> NDArray[np.int64]:
@@ -169,10 +203,10 @@ class RowRuns:
     order: Tensor
     """int64 [entries]: the entries, row by row, those of a row in order of appearance; first those without a row."""
     bounds: Tensor
-    """int64 [tables + 1]: where the runs of each table begin, and where the last end."""
+    """int64: where the runs of each part of `Numbers.bounds` begin, and where the last end."""
 
     @classmethod
-    def of(cls, rows: Tensor, numbers: RowNumbers) -> Self:
+    def of(cls, rows: Tensor, numbers: Numbers) -> Self:
         """Sort entries. rows: int32, the number of each entry's row; -1: it has none."""
         n = len(rows)
         found, order = torch.sort(rows, stable=True)
@@ -206,8 +240,8 @@ class DirectIds(IdEntries):
     batch_size: int
     rows: Tensor
     """int32 [ids]: the number of each id's row; -1: it has none."""
-    places: Tensor
-    """int32 [ids]: the place of each id's row; -1: it has none."""
+    tables: Tensor
+    """int64 [ids]: the table of each id; of one without a row any."""
     cut: Tensor
     """int64 [sequences]: the number of ids beyond the max_length of each."""
     verdict: tuple[Tensor, Mark]
@@ -217,7 +251,7 @@ class DirectIds(IdEntries):
     """The batch as it was given."""
 
     @classmethod
-    def of(cls, layout: IdLayout, numbers: RowNumbers, inputs: Inputs, device: torch.device) -> Self | None:
+    def of(cls, layout: IdLayout, numbers: Numbers, inputs: Inputs, device: torch.device) -> Self | None:
         """Place the ids of a batch. Return None if a part has another dtype or size than expected."""
         parts = values, offsets, weights = [
             _on_device(part, device) for part in (inputs.values, inputs.offsets, inputs.weights)
@@ -237,7 +271,7 @@ class DirectIds(IdEntries):
     def _placed(
         cls,
         layout: IdLayout,
-        numbers: RowNumbers,
+        numbers: Numbers,
         inputs: Inputs,
         values: Tensor,
         offsets: Tensor | None,
@@ -270,11 +304,10 @@ class DirectIds(IdEntries):
             is_refused = is_refused | ~largest.isfinite()
             weights = torch.where(is_refused, 0.0, weights)
         has_row = ~(is_outside | is_refused) if is_id is None else is_id & ~(is_outside | is_refused)
-        rows = torch.where(has_row, numbers.bounds[table] + values, -1).int()
-        places = torch.where(has_row, numbers.places_of(table, rows), -1)
+        rows = torch.where(has_row, numbers.rows_of(table, values), -1).int()
         offsets = None if offsets is None else torch.where(is_refused, 0, offsets)
         verdict = current_stream(device).download(torch.stack([is_refused.double(), largest]))
-        return cls(values, offsets, weights, batch_size, rows, places, cut, verdict, inputs)
+        return cls(values, offsets, weights, batch_size, rows, table, cut, verdict, inputs)
 
     @property
     def is_refused(self) -> bool:

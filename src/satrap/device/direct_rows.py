@@ -8,10 +8,9 @@ gradients are finite. All rows have their initial values from the start.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from copy import copy
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
-from typing import Any, Never
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,22 +22,22 @@ from satrap.config.tables import Table
 from satrap.data.inputs import Inputs
 from satrap.device.cold_rows import ColdRows, places_read
 from satrap.device.device_engine import DeviceEngine, Owed
-from satrap.device.device_ids import IdEntries, IdLayout, copied_to_cpu
+from satrap.device.device_ids import IdEntries, IdLayout
 from satrap.device.device_memory import DeviceMemory, shares_of
 from satrap.device.device_rows import LARGEST, DeviceRows, UpdatedTables, claim, largest_of
 from satrap.device.device_stream import to_device
+from satrap.device.direct_batches import Check, DirectBatches, DirectTicket, refusal, require_direct_sizes
 from satrap.device.direct_heads import DirectHeads
-from satrap.device.direct_ids import MOST_ROWS, DirectIds, RowNumbers, RowRuns
+from satrap.device.direct_ids import MOST_ROWS, DirectIds, RowNumbers, RowRuns, num_with, remainders_of
 from satrap.device.exact import mix_keys, signed
 from satrap.device.row_memory import RowMemory
-from satrap.device.runs import DeviceTicket, Given, Runs, gradient_entries, is_whole_batch, num_floats
+from satrap.device.runs import Runs, given_parts
 from satrap.device.table_shards import owned_buckets
 from satrap.device.torch_device import initialise_of
-from satrap.errors import InputError
 from satrap.table.engine import Slot, slots_of
 from satrap.worker.rows import BagRequest, Ids, UpdateRequest, empty_by_table, id_request
 
-_NUMBERS_AT_ONCE = 1 << 22  # of values that one call initialises, which bounds its memory
+_NUMBERS_AT_ONCE = 1 << 22  # that one call initialises, which bounds its memory
 _NO_IDS = np.empty(0, np.uint64)
 _ADVICE = (
     "A table with num_rows has memory for all of its rows: give (less) device_memory, or leave num_rows out if few of "
@@ -70,16 +69,14 @@ class DirectEngine(DeviceEngine):
         super().__init__(tables, device, **options)
         with self.stream.joined():
             buckets = owned_buckets(tables, self._trainer) if self._trainer.world_size > 1 else None
-            self.numbers = RowNumbers(
-                tables,
-                [memory.tables for memory in self.memories],
-                device,
-                buckets=buckets,
-                most_in_frames=self._most_in_frames(options.get("device_memory")),
-            )
+            most = self._most_in_frames(options.get("device_memory"))
+            memories = [memory.tables for memory in self.memories]
+            self.numbers = RowNumbers(tables, memories, device, buckets=buckets, most_in_frames=most)
             self.directory = self.heads = DirectHeads(tables, self.core, self.numbers, device)
             self.row_keys = torch.tensor([initial.key for initial in self._initial], device=device)
             """From which the random draws of rows are made, by table."""
+            ends = [(ids.start, min(ids.stop, 2**63 - 1)) for ids in (table.frozen_ids for table in tables)]
+            self._frozen = torch.tensor(ends, device=device).T if any(start < stop for start, stop in ends) else None
         self.no_counts = np.zeros(len(tables), np.int64)
         """How many rows of each table a call may insert: all are there. That a call has counts makes the engine
         allocate the rows."""
@@ -88,9 +85,13 @@ class DirectEngine(DeviceEngine):
         return slots_of(self.core, self.tables, seed, self, _HeadsOfEngine(self))
 
     def _most_rows(self) -> list[int | None]:
-        if self._trainer.world_size > 1:  # each has a part of the rows, all of them on its device
-            return [None] * len(self.tables)
-        return [table.num_rows for table in self.tables]
+        if self._trainer.world_size == 1:
+            return [table.num_rows for table in self.tables]
+        buckets = owned_buckets(self.tables, self._trainer)
+        return [
+            num_with(table, remainders_of(of_table, table.resolved_num_buckets))
+            for table, of_table in zip(self.tables, buckets, strict=True)
+        ]
 
     def _most_in_frames(self, device_memory: DeviceMemory) -> list[int | None]:
         """Return how many rows of each table have frames; None: all."""
@@ -139,7 +140,8 @@ class DirectEngine(DeviceEngine):
             frames = self.numbers.places_of(table, rows)
             initialise(memory.values, memory.state, frames, ids, self._initial[table], memory.layout)
             return
-        cold = ColdRows.of(memory, [table], rows, self.numbers)
+        places = self.numbers.places_of(table, rows)
+        cold = ColdRows.of(memory, places, torch.ones_like(rows, dtype=torch.bool))
         copies = memory.staging(end - begin)
         initialise(copies.values, copies.state, cold.lines, ids, self._initial[table], memory.layout)
         cold.write(copies)
@@ -159,7 +161,7 @@ class DirectEngine(DeviceEngine):
         factors: in the order of the runs. alignment: of the places."""
         keys = None
         if any(table.dtype != "float32" for table in self.tables):
-            row_keys = self.row_keys[self.heads.tables_of(rows.rows)]
+            row_keys = self.row_keys[self.numbers.tables_of(rows.rows)]
             keys = mix_keys(row_keys ^ mix_keys(self.numbers.ids_of(rows.rows) ^ signed(0x9E3779B97F4A7C15)))
         return Runs(
             frames=rows.rows,
@@ -172,29 +174,44 @@ class DirectEngine(DeviceEngine):
             alignment=alignment,
         )
 
+    def trained(self, runs: RowRuns) -> RowRuns:
+        """Return the runs of an update without those of frozen rows."""
+        if self._frozen is None:
+            return runs
+        ids, (first, stop) = self.numbers.ids_of(runs.rows), self._frozen[:, self.numbers.tables_of(runs.rows)]
+        return replace(runs, rows=torch.where((ids >= first) & (ids < stop), self.numbers.total, runs.rows))
+
     def step(self, kernels: Any, rows: RowRuns, runs: Runs, group: UpdatedTables, flat: Tensor) -> Sequence[Owed]:
         """Sum the gradients of some tables' rows, and apply their optimizer. runs: what `runs` returned for `rows`."""
         (tables, how), numbers, memory = group, self.numbers, self.memory(group[0].start)
         begin, end = numbers.offsets[tables.start], numbers.offsets[tables.stop]
         has_all = end - begin == numbers.total and memory.home is None
-        is_here, frames = (rows.rows >= begin) & (rows.rows < end), rows.rows + numbers.shift(tables.start)
+        is_here = (rows.rows >= begin) & (rows.rows < end)
+        places = rows.rows + numbers.shift(tables.start)
         if memory.home is not None:
-            frames = numbers.places_of(self.heads.tables_of(rows.rows), rows.rows)
-            is_here = is_here & (frames >= 0)
-        frames, ends = torch.where(is_here, frames, -1).int(), torch.where(is_here, runs.end, runs.begin)
-        in_frames = replace(runs, frames=frames, end=runs.end if has_all else ends)
+            places = numbers.places(rows.rows)
+        has_frame = is_here if memory.home is None else is_here & (places >= 0)
+        ends = runs.end if has_all else torch.where(has_frame, runs.end, runs.begin)
+        in_frames = replace(runs, frames=torch.where(has_frame, places, -1).int(), end=ends)
+        cold = None if memory.home is None else ColdRows.of(memory, places, is_here)
         summed = kernels.update(memory.values, memory.state, in_frames, flat, how)
-        if memory.home is None:
+        if cold is None:
             return [partial(self.heads.note_update, rows, tables, how.step, summed)]
-        return [partial(self._step_at_home, kernels, rows, runs, group, flat, summed)]
+        return [partial(self._step_at_home, kernels, rows, runs, group, flat, cold, summed)]
 
     def _step_at_home(
-        self, kernels: Any, rows: RowRuns, runs: Runs, group: UpdatedTables, flat: Tensor, in_frames: Tensor | None
+        self,
+        kernels: Any,
+        rows: RowRuns,
+        runs: Runs,
+        group: UpdatedTables,
+        flat: Tensor,
+        cold: ColdRows,
+        in_frames: Tensor | None,
     ) -> Sequence[Owed]:
         """Do the same with the rows at home, by copies on the device. in_frames: how many gradients of each run were
         summed for rows in frames, if some may be skipped."""
         tables, how = group
-        cold = ColdRows.of(self.memory(tables.start), tables, rows.rows, self.numbers)
         copies = cold.read(with_state=True)
         runs = replace(runs, frames=cold.lines, end=torch.where(cold.lines >= 0, runs.end, runs.begin))
         summed = kernels.update(copies.values, copies.state, runs, flat, how)
@@ -236,19 +253,6 @@ class _HeadsOfEngine:
             return self._engine.heads.export_rows(table, first, last, since)
 
 
-@dataclass(slots=True, eq=False, kw_only=True)
-class DirectTicket(DeviceTicket):
-    """A lookup, and what its update needs, which depends on ids alone."""
-
-    layout: IdLayout
-    """That of the ids."""
-    runs: RowRuns
-    places: Tensor
-    """int32 [ids], in the order of the runs: where each gradient of the whole batch begins."""
-    factors: Tensor | None
-    """float32 [ids, 2], in the same order: weight and divisor; None: all are 1."""
-
-
 class DirectRows(DeviceRows):
     """Implements `satrap.worker.rows.Rows` for tables with `num_rows` on a device."""
 
@@ -257,9 +261,10 @@ class DirectRows(DeviceRows):
     def use(self, engine: DeviceEngine) -> None:
         super().use(engine)
         with engine.stream.joined():
-            self._id_layout = IdLayout(self._id_features, self.device)
+            of_ids = IdLayout(self._id_features, self.device)
             self._cut = torch.zeros(len(self.id_layout.sequences), dtype=torch.int64, device=self.device)
-        self._last_flat: tuple[Tensor, Tensor | None] | None = None
+        self._batches = DirectBatches(self._features, self.id_layout, self._engine.numbers, self.device)
+        self._id_batches = DirectBatches(self._id_features, of_ids, self._engine.numbers, self.device)
 
     @property
     def truncated(self) -> list[int]:
@@ -267,14 +272,13 @@ class DirectRows(DeviceRows):
             counts: list[int] = self._cut.tolist()
         return counts
 
-    def place_ids(self, inputs: Inputs) -> Inputs | IdEntries:
-        ids = DirectIds.of(self.id_layout, self._engine.numbers, inputs, self.device)
-        return copied_to_cpu(inputs) if ids is None else ids
+    def place_ids(self, inputs: Inputs, *, train: bool) -> Inputs | IdEntries:
+        return self._batches.place(inputs)
 
     def lookup(self, request: BagRequest, block: Tensor, sequences: list[Tensor]) -> Any:
         ids, ticket = request.values, super().lookup(request, block, sequences)
         if not request.train and isinstance(ids, DirectIds) and ids.is_refused:
-            self._refuse(ids, self._bags)
+            raise refusal(ids, self._check_arrays(self._bags))
         return ticket
 
     def look_up(self, ids: Mapping[str, Ids], step: int, oldest_open: int) -> dict[str, Tensor]:
@@ -299,26 +303,24 @@ class DirectRows(DeviceRows):
     def id_ticket(self, ids: Mapping[str, Ids]) -> DirectTicket:
         request = id_request(self._id_features, ids, None, None)
         with self._engine.exclusive(self._engine.no_counts):
-            return self._ticket(self._place_arrays(request), *self._laid_out(request))
+            return self._id_batches.ticket_by_table(request, self._id_bags)
 
     def update(self, request: UpdateRequest) -> None:
-        given: list[Given] = [
-            (block is not None, [sequence is not None for sequence in sequences])
-            for block, sequences in request.gradients
-        ]
+        given = given_parts(request)
         scale = float(np.float32(request.scale))
-        _require_sizes(request)
+        require_direct_sizes(request.tickets, request)
         with self._engine.in_order():
             flat, tickets = self._flat(request.gradients), claim(request.tickets)
             largest = largest_of(request)  # the one wait; what is read next was computed before
             for ticket in tickets:
                 if ticket.ids.is_refused:
-                    self._refuse(ticket.ids, ticket.bags)
+                    raise refusal(ticket.ids, self._check_arrays(ticket.bags))
             skips = False
             if not largest * abs(scale) * sum(ticket.bound for ticket in tickets) < LARGEST:
-                on_cpu = [self._as_core(ticket) for ticket in tickets]
-                skips = self._check(replace(request, tickets=on_cpu), scale)
-            rows, places, factors = self._gradients(tickets, given)
+                as_core = [self._as_core(ticket) for ticket in tickets]
+                skips = self._check(replace(request, tickets=as_core), scale)
+            rows, places, factors = self._batches.gradients(tickets, given)
+            rows = self._engine.trained(rows)
             groups = list(self._fused_tables(dict(request.lrs), scale, request.step, skips=skips))
 
             def record() -> Owed:
@@ -337,18 +339,23 @@ class DirectRows(DeviceRows):
 
     def _find_frames(self, request: BagRequest) -> dict[str, Any]:
         """Return what a lookup needs. Of one that trains, sort the ids, and stamp their rows."""
-        ids = request.values if isinstance(request.values, DirectIds) else self._place_arrays(request)
+        ids, ticket = request.values, None
+        if request.of_tables:
+            ticket = self._id_batches.ticket_by_table(request, self._id_bags)
+            ids = ticket.ids
+        elif not isinstance(ids, DirectIds):
+            ids = self._batches.place_arrays(request, self._check_arrays(self._bags))
         step, oldest = request.step or 0, request.oldest_open or 0
         resolved = self._engine.begin_lookup(step, oldest, train=request.train, first_epoch=request.first_epoch)
         if len(ids.cut) and ids.offsets is not None and not request.of_tables:  # these cut nothing
             self._cut = self._cut + ids.cut
         needed = {**resolved, "offsets": ids.offsets, "weights": ids.weights, "moved": None, "ticket": None}
+        places = torch.where(ids.rows >= 0, self._engine.numbers.places_of(ids.tables, ids.rows), -1)
         if not request.train:
-            places = self._engine.heads.places(ids.places, ids.rows)
-            return needed | self._read_places(places, ids.rows)
-        ticket, at = self._ticket(ids, *self._laid_out(request)), step or self._engine.core.latest_step
+            return needed | self._read_places(self._engine.heads.places(places, ids.rows), ids.rows)
+        ticket, at = ticket or self._batches.ticket(ids, self._bags), step or self._engine.core.latest_step
         self._engine.owe(lambda: partial(self._engine.heads.note_lookup, ticket.runs, at))
-        return needed | self._read_places(ids.places, ticket.runs) | {"ticket": ticket}
+        return needed | self._read_places(places, ticket.runs) | {"ticket": ticket}
 
     def _read_places(self, places: Tensor, rows: RowRuns | Tensor) -> dict[str, Any]:
         """Return what `_gather` takes for the places of ids. rows: the number of each one's row, or their runs."""
@@ -356,11 +363,7 @@ class DirectRows(DeviceRows):
         if not engine.numbers.has_home:
             return {"frames": places}
         runs = rows if isinstance(rows, RowRuns) else RowRuns.of(rows, engine.numbers)
-        cold = {
-            pool: ColdRows.of(memory, memory.tables, runs.rows, engine.numbers)
-            for pool, memory in enumerate(engine.memories)
-            if memory.home is not None
-        }
+        cold = ColdRows.of_all(engine.memories, runs.rows, engine.numbers)
         return {"frames": places_read(places, runs, list(cold.values())), "cold": cold}
 
     def _absent(self, resolved: dict[str, Any], memory: RowMemory) -> Tensor:
@@ -369,91 +372,5 @@ class DirectRows(DeviceRows):
         cold: ColdRows = resolved["cold"][self._engine.memories.index(memory)]
         return cold.read(with_state=False).values.float()
 
-    def _ticket(self, ids: DirectIds, layout: IdLayout, bags: Any) -> DirectTicket:
-        """Return a ticket, with what the update of the whole batch needs."""
-        runs = RowRuns.of(ids.rows, self._engine.numbers)
-        ticket = DirectTicket(ids, bags, layout=layout, runs=runs, places=runs.order, factors=None)
-        places, factors = self._whole_batch(ticket)
-        ticket.places, ticket.factors = places[runs.order].int(), None if factors is None else factors[runs.order]
-        return ticket
-
-    def _whole_batch(self, ticket: DirectTicket) -> tuple[Tensor, Tensor | None]:
-        """Return the place of each gradient of a whole batch, and its factors. If each bag has one id, they depend on
-        the batch size alone."""
-        is_flat = ticket.ids.offsets is None and ticket.ids.weights is None
-        if is_flat and self._last_flat is not None and len(self._last_flat[0]) == len(ticket.ids):
-            return self._last_flat
-        whole: Given = (True, [True] * len(ticket.layout.sequences))
-        _, places, factors = gradient_entries(ticket.layout, [ticket], [whole])
-        self._last_flat = (places, factors) if is_flat else self._last_flat
-        return places, factors
-
-    def _laid_out(self, request: BagRequest) -> tuple[IdLayout, Any]:
-        """Return what is declared about the ids of a lookup, and its features in the form of the core."""
-        _, bags = self._asked(request)
-        if not request.of_tables:
-            return self.id_layout, bags
-        assert request.offsets is not None
-        layout = copy(self._id_layout)
-        sizes = np.diff(request.offsets).tolist()
-        layout.sequence_floats = [size * table.dim for size, table in zip(sizes, self._tables, strict=True)]
-        return layout, bags
-
-    def _place_arrays(self, request: BagRequest) -> DirectIds:
-        """Place ids by table; and those of which a part was unusual, once the core has accepted them."""
-        (features, _), (layout, bags) = self._asked(request), self._laid_out(request)
-        offsets, weights = request.offsets, request.weights
-        if not request.of_tables:
-            self._engine.core.bag_ticket(bags, request.values, offsets, weights, request.batch_size)
-        inputs = Inputs(
-            names=features.names,
-            values=request.values,
-            offsets=offsets,
-            weights=weights,
-            batch_size=request.batch_size,
-        )
-        ids = DirectIds.of(layout, self._engine.numbers, inputs, self.device)
-        assert ids is not None, "the core accepted what the device does not"
-        return ids
-
-    def _refuse(self, ids: DirectIds, bags: Any) -> Never:
-        """Raise the core's error about a batch."""
-        given = copied_to_cpu(ids.given)
-        parts: Any = (given.values, given.offsets, given.weights)
-        values, offsets, weights = (None if part is None else np.asarray(part) for part in parts)
-        assert values is not None
-        values = values if values.dtype == np.uint64 else values.astype(np.int64).view(np.uint64)
-        refused: Any = values, offsets, weights, ids.batch_size
-        self._engine.core.bag_ticket(bags, *refused)
-        raise InputError(
-            "the ids changed after their lookup: another batch was written to their array; pass each its own array"
-        )
-
-    # -- update --------------------------------------------------------------------------------------------------------
-
-    def _gradients(self, tickets: Sequence[Any], given: Sequence[Given]) -> tuple[RowRuns, Tensor, Tensor | None]:
-        """Return the runs of an update, and the places and factors of its gradients in their order."""
-        if is_whole_batch(tickets[0].layout, given):
-            return tickets[0].runs, tickets[0].places, tickets[0].factors
-        parts: list[Any] = []
-        end = 0
-        for ticket, has in zip(tickets, given, strict=True):
-            _, *part = gradient_entries(ticket.layout, [ticket], [has], end)
-            parts.append(part)
-            end = num_floats(ticket.layout, ticket.batch_size, has, end)
-        places = torch.cat([part[0] for part in parts])
-        factors = None
-        if any(part[1] is not None for part in parts):
-            ones = (places.new_ones((len(part[0]), 2), dtype=torch.float32) for part in parts)
-            factors = torch.cat([one if part[1] is None else part[1] for part, one in zip(parts, ones, strict=True)])
-        rows = torch.where(places >= 0, torch.cat([ticket.ids.rows for ticket in tickets]), -1)
-        runs = RowRuns.of(rows, self._engine.numbers)
-        return runs, places[runs.order].int(), None if factors is None else factors[runs.order]
-
-
-def _require_sizes(request: UpdateRequest) -> None:
-    """Raise InputError if gradients of sequences have other sizes than the rows of their lookup."""
-    for ticket, (_, sequences) in zip(request.tickets, request.gradients, strict=True):
-        for gradient, size in zip(sequences, ticket.layout.sequence_floats_of(ticket.batch_size), strict=True):
-            if gradient is not None and gradient.numel() != size:
-                raise InputError(f"a sequence's gradients are {gradient.numel()} floats; expected {size}")
+    def _check_arrays(self, bags: Any) -> Check:
+        return partial(self._engine.core.bag_ticket, bags)

@@ -99,6 +99,7 @@ class RoundThread:
             del work, future, each
 
 
+_TEXT_BYTES = 2048
 _SLICE = timedelta(seconds=SLICE_SECONDS)
 
 
@@ -185,6 +186,18 @@ class Exchange:
         numbers = received.numpy().view(np.uint64)
         heads = np.concatenate([[0], np.cumsum(sizes)[:-1]]).astype(np.int64)
         return np.delete(numbers, heads), int(numbers[0])
+
+    def number(self) -> int:
+        """Return the number of a round for `in_order`, which trainer 0 sends to the others."""
+        number = torch.tensor([self._launches.number() if self.rank == 0 else 0])
+        _wait_in_slices(dist.broadcast(number, 0, group=self._host, async_op=True), self._why_abandoned)
+        return int(number)
+
+    def texts(self, own: str) -> list[str]:
+        """Send a text to all trainers, of which they get the first part; return each trainer's."""
+        cut = own.encode()[:_TEXT_BYTES].ljust(_TEXT_BYTES, b"\0")
+        received = self.headers(np.tile(np.frombuffer(cut, np.int64), (self.world_size, 1)))
+        return [line.tobytes().rstrip(b"\0").decode(errors="ignore") for line in received]
 
     @contextmanager
     def in_order(self, number: int) -> Iterator[None]:

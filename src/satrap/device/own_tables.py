@@ -1,6 +1,8 @@
 """The tables that a trainer's server has, for calls that are no part of a step, and the rows that the trainer owns of
 them, for the steps of all trainers."""
 
+from typing import Any
+
 import torch
 
 from satrap.config.features import Features
@@ -34,14 +36,15 @@ class OwnTables:
         self.num_threads: int | None = None
         """Threads of one call on the tables that are created next; None: all cores."""
         self._groups = TableGroups.of(features.tables)
-        self._rows: OwnedRows | None = None
+        self._rows: OwnedRows | DirectOwnedRows | None = None
+        self.are_direct = are_owned_direct(features)
+        """Whether the place of each row is computed from its id."""
         self._engine: DeviceEngine | None = None
 
     def open(self, job: Job) -> list[Slot]:
         """Create empty tables for the server. The previous tables must be unused, since a device may not hold both."""
         self._rows = self._engine = None
-        direct = are_owned_direct(job.tables, self._device_memory)
-        engine = (DirectEngine if direct else DeviceEngine)(
+        engine = (DirectEngine if self.are_direct else DeviceEngine)(
             job.tables,
             self._device,
             seed=job.seed,
@@ -50,8 +53,11 @@ class OwnTables:
             trainer=self.trainer,
             stream=self.stream,
         )
-        kind = DirectOwnedRows if direct else OwnedRows
-        self._engine, self._rows = engine, kind(self._features, engine, self._groups, self.trainer.rank)
+        self._engine, rank = engine, self.trainer.rank
+        if isinstance(engine, DirectEngine):
+            self._rows = DirectOwnedRows(self._features, engine)
+        else:
+            self._rows = OwnedRows(self._features, engine, self._groups, rank)
         return engine.slots(job.seed)
 
     @property
@@ -64,7 +70,7 @@ class OwnTables:
         assert self._engine is not None, "the handshake creates tables before there is a call"
         return self._engine
 
-    def rows(self) -> OwnedRows:
+    def rows(self) -> Any:
         """Return the rows of the present tables."""
         assert self._rows is not None, "the handshake creates tables before there is a lookup"
         return self._rows

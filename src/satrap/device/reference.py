@@ -36,7 +36,8 @@ def pool(
     batch_size: int,
     block: Tensor,
 ) -> None:
-    """Pool the rows of all bags of some features, in order, into their columns of the block.
+    """Pool the rows of all bags of some features, in order, into their columns of the block. They are summed in
+    float32, and rounded to the dtype of the block.
 
     frames: of all ids. offsets: where the bag of each feature and sample begins in them; None: each has one id."""
     if offsets is None:
@@ -44,8 +45,9 @@ def pool(
     for number, column, pooling, weighted in features.lines():
         first = number * batch_size
         begin, end = offsets[first : first + batch_size], offsets[first + 1 : first + batch_size + 1]
-        out = block[:, column : column + values.shape[1]]
-        _pool_bags(values, absent, frames, begin, end, weights if weighted else None, pooling, out)
+        pooled = torch.zeros((batch_size, values.shape[1]), dtype=torch.float32, device=block.device)
+        _pool_bags(values, absent, frames, begin, end, weights if weighted else None, pooling, pooled)
+        block[:, column : column + values.shape[1]] = pooled
 
 
 def _pool_bags(
@@ -60,7 +62,6 @@ def _pool_bags(
 ) -> None:
     lengths = end - begin
     longest = int(lengths.max()) if len(lengths) else 0
-    out.zero_()
     for k in range(longest):
         bags = (lengths > k).nonzero()[:, 0]
         ids = begin[bags] + k
@@ -81,14 +82,14 @@ def copy_sequence(
 ) -> None:
     """Copy the rows of each bag of a feature into out[i], zeros after the last.
 
-    feature: its number. out: float32 [batch size, length, dim]."""
+    feature: its number. out: [batch size, length, dim], in which the rows are rounded to its dtype."""
     samples, length, _ = out.shape
     bag = torch.arange(feature * samples, (feature + 1) * samples, device=out.device)
     begin, end = (bag, bag + 1) if offsets is None else (offsets[bag], offsets[bag + 1])
     ids = begin[:, None] + torch.arange(length, device=out.device)
     is_id = ids < end[:, None]
     out.zero_()
-    out[is_id] = read_rows(values, absent, frames[ids[is_id]])
+    out[is_id] = read_rows(values, absent, frames[ids[is_id]]).to(out.dtype)
 
 
 def exchange(
@@ -107,7 +108,8 @@ def exchange(
 def update(values: Tensor, state: Tensor, runs: Runs, gradients: Tensor, how: RowUpdate) -> Tensor | None:
     """Sum the gradients of each run in order, and apply the optimizer to its row, once.
 
-    gradients: flat; runs.places are positions in it. If some may be skipped, return how many of each run were summed.
+    gradients: flat, of any dtype; runs.places are positions in it. If some may be skipped, return how many of each run
+    were summed.
     """
     sums, summed = _sum_runs(runs, gradients, values.shape[1], how.scale, skip_nonfinite=how.skip_nonfinite)
     stepped = (runs.frames >= 0) & (summed > 0)
@@ -126,7 +128,7 @@ def _sum_runs(runs: Runs, gradients: Tensor, dim: int, scale: float, *, skip_non
     for k in range(int(lengths.max()) if len(lengths) else 0):
         active = (lengths > k).nonzero()[:, 0]
         entries = runs.begin[active] + k
-        rows = lines[runs.places[entries]]
+        rows = lines[runs.places[entries]].float()
         if runs.factors is not None or scale != 1.0:
             rows = rows * _tensor(scale, rows)
         if runs.factors is not None:

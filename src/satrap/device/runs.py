@@ -17,11 +17,11 @@ from torch import Tensor
 
 from satrap.config.features import Feature, Features
 from satrap.config.optimizers import Optimizer
-from satrap.device.device_ids import GroupedIds, IdEntries, IdLayout, bags_of
+from satrap.device.device_ids import GroupedIds, IdEntries, IdLayout, alignment_of, bags_of
 from satrap.device.device_stream import to_device
 from satrap.device.exact import sqrt
 from satrap.errors import InputError
-from satrap.worker.rows import TicketGradients
+from satrap.worker.rows import TicketGradients, UpdateRequest
 
 POOLINGS = ("sum", "mean", "sqrtn")
 
@@ -47,17 +47,15 @@ class Runs:
     ids: NDArray[np.uint64] | None = None
     """[runs], in this process: the id of each run, if gradients may have to be skipped."""
     alignment: int = 1
-    """4 if every place is a multiple of 4, so that kernels may load four floats at a time; else 1."""
+    """Every place is a multiple of it: see `alignment_of`."""
 
     @classmethod
     def to_device(cls, arrays: dict[str, Any], device: torch.device) -> Self:
         """Copy what the core returned to the device."""
         names = ("frames", "begin", "end", "places", "factors", "keys")
         tensors: Any = {name: None if arrays[name] is None else to_device(arrays[name], device) for name in names}
-        is_aligned = not np.bitwise_or.reduce(arrays["places"]) & 3
-        return cls(
-            tables=tuple(arrays["tables"].tolist()), ids=arrays["ids"], alignment=4 if is_aligned else 1, **tensors
-        )
+        alignment = alignment_of(int(np.bitwise_or.reduce(arrays["places"])))
+        return cls(tables=tuple(arrays["tables"].tolist()), ids=arrays["ids"], alignment=alignment, **tensors)
 
     def of_tables(self, tables: range) -> Self:
         """Return the runs of some tables."""
@@ -112,7 +110,7 @@ class PooledFeatures:
     weighted: Tensor
     """Whether ids have weights."""
     alignment: int = 1
-    """4 if every column is a multiple of 4, so that kernels may store four floats at a time; else 1."""
+    """Every column is a multiple of it: see `alignment_of`."""
 
     @classmethod
     def of(cls, features: Features, tables: Sequence[int], device: torch.device) -> Self:
@@ -122,7 +120,7 @@ class PooledFeatures:
             for number, feature in enumerate(features.values())
             if feature.pooling != "none" and features.table_index[number] in tables
         ]
-        alignment = 1 if any(column % 4 for _, column, *_ in lines) else 4
+        alignment = alignment_of(*(column for _, column, *_ in lines))
         numbers, columns, poolings, weighted = (
             torch.tensor(lines, dtype=torch.int32).view(-1, 4).T.contiguous().to(device)
         )
@@ -220,6 +218,13 @@ class SortedGradients:
         runs = Runs.to_device({**resolved, "places": resolved["begin"], "factors": None}, device)
         begin, end = self.grouped.begin[at], self.grouped.end[at]
         return replace(runs, begin=begin, end=end, places=self.places, factors=self.factors, alignment=self.alignment)
+
+
+def given_parts(request: UpdateRequest) -> list[Given]:
+    """Return what has a gradient in an update."""
+    return [
+        (block is not None, [sequence is not None for sequence in sequences]) for block, sequences in request.gradients
+    ]
 
 
 def is_whole_batch(layout: IdLayout, given: Sequence[Given]) -> bool:

@@ -8,6 +8,7 @@ exchange carries of the group.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
 import numpy as np
 from numpy.typing import NDArray
@@ -35,11 +36,24 @@ class TableGroups:
         groups: dict[tuple[Kind, str, int], list[int]] = {}
         for number, table in enumerate(tables):
             groups.setdefault((kind_of(table), table.dtype, table.dim), []).append(number)
-        numbers = np.empty(len(tables), np.uint32)
-        for group, tables_of_group in enumerate(groups.values()):
-            numbers[tables_of_group] = group
-        kinds, layouts = tuple(kind for kind, *_ in groups), tuple((dtype, dim) for _, dtype, dim in groups)
-        return cls(numbers, tuple(map(tuple, groups.values())), kinds, layouts)
+        return cls._of(list(groups.items()))
+
+    @classmethod
+    def of_neighbours(cls, tables: Sequence[Table]) -> "TableGroups":
+        """Group neighbours alone, so that the rows of a group are adjacent where rows are numbered table by table."""
+
+        def layout(number: int) -> tuple[Kind, str, int]:
+            return kind_of(tables[number]), tables[number].dtype, tables[number].dim
+
+        return cls._of([(key, list(numbers)) for key, numbers in groupby(range(len(tables)), layout)])
+
+    @classmethod
+    def _of(cls, groups: list[tuple[tuple[Kind, str, int], list[int]]]) -> "TableGroups":
+        tables = tuple(tuple(of_group) for _, of_group in groups)
+        numbers = np.empty(sum(map(len, tables)), np.uint32)
+        for group, of_group in enumerate(tables):
+            numbers[list(of_group)] = group
+        return cls(numbers, tables, tuple(key[0] for key, _ in groups), tuple(key[1:] for key, _ in groups))
 
     def of_kinds(self, *kinds: Kind) -> list[int]:
         """Return the tables, in order, that are divided in one of these ways."""

@@ -21,12 +21,13 @@ from torch import Tensor
 
 from satrap.config.optimizers import SGD, Adagrad, Adam, AdamW, Ftrl, Optimizer, RowWiseAdagrad
 from satrap.device import triton_optimizers as optimizers
+from satrap.device.device_ids import alignment_of
 from satrap.device.exact import signed
 from satrap.device.home_memory import HomeMemory
 from satrap.device.runs import PooledFeatures, RowUpdate, Runs
 
 _LONG = 32  # gradients of a run that a tile adds; longer runs are summed before, by programs of their own
-_CHUNK = 32  # columns of a long run that a program sums: a warp reads 128 bytes at a time
+_CHUNK = 128  # bytes of a long run's columns that a program sums: a warp reads them at a time
 
 
 @triton.jit
@@ -106,7 +107,7 @@ def _pool_kernel(
             total = tl.where((length > 1)[:, None], tl.div_rn(total, divisor[:, None] + tl.zeros_like(total)), total)
     start = tl.load(columns + which) // ALIGNMENT
     place = out + (sample.to(tl.int64) * line + start)[:, None] * ALIGNMENT + column[None, :]
-    tl.store(place, total, mask=in_batch[:, None] & (column < dim)[None, :])
+    tl.store(place, total.to(out.dtype.element_ty), mask=in_batch[:, None] & (column < dim)[None, :])
 
 
 @triton.jit(
@@ -130,7 +131,7 @@ def _sequence_kernel(
     frame = tl.load(frames + begin + at, mask=is_row & (begin + at < end), other=-1)
     row = _read_rows(values, absent, frame, column, dim, DTYPE)
     place = out + number.to(tl.int64)[:, None] * dim + column[None, :]
-    tl.store(place, row, mask=is_row[:, None] & (column < dim)[None, :])
+    tl.store(place, row.to(out.dtype.element_ty), mask=is_row[:, None] & (column < dim)[None, :])
 
 
 @triton.jit
@@ -138,10 +139,11 @@ def _read_gradients(
     gradients, places, factors, entry, there, column, inside, scale, FACTORS: tl.constexpr, SCALED: tl.constexpr,
     ALIGNMENT: tl.constexpr,
 ):  # fmt: skip
-    """Load one gradient of each run, times its factors; -0.0 if there is none."""
+    """Load one gradient of each run as float32, times its factors; -0.0 if there is none."""
     place = tl.multiple_of(tl.load(places + entry, mask=there, other=0), ALIGNMENT).to(tl.int64)
     zeros = _minus_zeros(place.shape[0], column.shape[0])
-    row = tl.load(gradients + place[:, None] + column[None, :], mask=there[:, None] & inside, other=zeros)
+    none = zeros.to(gradients.dtype.element_ty)
+    row = tl.load(gradients + place[:, None] + column[None, :], mask=there[:, None] & inside, other=none).to(tl.float32)
     if SCALED:
         row = row * scale
     if FACTORS:
@@ -374,7 +376,7 @@ def pool(
     if batch_size == 0 or len(features.numbers) == 0:
         return
     dim, line = values.shape[1], block.stride(0)
-    tile, alignment = _tile(dim), 1 if line % 4 else features.alignment
+    tile, alignment = _tile(dim), _alignment(block, features.alignment, line)
     _pool_kernel[(triton.cdiv(batch_size, tile["ROWS"]), len(features.numbers))](
         _as_bits(values), absent, frames, offsets, weights, features.numbers, features.columns, features.poolings,
         features.weighted, block, line // alignment, batch_size, dim, DTYPE=_DTYPES[values.dtype], ALIGNMENT=alignment,
@@ -391,7 +393,7 @@ def copy_sequence(
     feature: int,
     out: Tensor,
 ) -> None:
-    """Copy the rows of a feature's sequences into out, float32 [samples, length, dim]; see the reference."""
+    """Copy the rows of a feature's sequences into out, [samples, length, dim]; see the reference."""
     samples, length, dim = out.shape
     if out.numel():
         tile = _tile(dim)
@@ -417,7 +419,7 @@ def update(values: Tensor, state: Tensor, runs: Runs, gradients: Tensor, how: Ro
         _rounded(scale), how.lr, *getattr(optimizer, "betas", (0.0, 0.0)), *map(_rounded, constants),
         signed(0x9E3779B97F4A7C15 * (how.step + 1)), how.first,
         KIND=kind, NESTEROV=getattr(optimizer, "nesterov", False), DTYPE=_DTYPES[values.dtype],
-        ALIGNMENT=runs.alignment, LONG=_LONG, dim=dim, **flags, **tile, **_OPTIONS,
+        ALIGNMENT=_alignment(gradients, runs.alignment), LONG=_LONG, dim=dim, **flags, **tile, **_OPTIONS,
     )  # fmt: skip
     return summed
 
@@ -434,11 +436,12 @@ def _long_sums(runs: Runs, gradients: Tensor, dim: int, scale: float, flags: dic
         _find_long_runs[(triton.cdiv(num_runs, 1024),)](
             runs.begin, runs.end, long_runs, num_runs, LONG=_LONG, BLOCK=1024, **_OPTIONS
         )
-        block = triton.next_power_of_2(dim)
-        block = block if flags["SKIP"] else min(block, _CHUNK)  # a gradient that is not finite is left out whole
+        block, chunk = triton.next_power_of_2(dim), _CHUNK // gradients.element_size()
+        block = block if flags["SKIP"] else min(block, chunk)  # a gradient that is not finite is left out whole
         _sum_long_runs[(slots, triton.cdiv(dim, block))](
             gradients, runs.places, runs.factors, runs.begin, runs.end, long_runs, sums, counts, _rounded(scale), dim,
-            UNROLL=max(1, 1024 // max(32, block)), BLOCK=block, num_warps=triton.cdiv(block, 512), **flags, **_OPTIONS,
+            UNROLL=max(1, 1024 // max(chunk, block)), BLOCK=block, num_warps=triton.cdiv(block, 512), **flags,
+            **_OPTIONS,
         )  # fmt: skip
     return sums, counts
 
@@ -453,6 +456,12 @@ def _tile(dim: int, *, skip: bool = False) -> dict[str, int]:
     block = max(16, triton.next_power_of_2(dim))
     numbers = 128 if skip else 256 if dim % 4 else 512
     return {"ROWS": max(1, numbers // block), "BLOCK": block, "num_warps": max(1, block // 512)}
+
+
+def _alignment(numbers: Tensor, *multiples: int) -> int:
+    """Return at the multiples of what number of elements rows begin, as far as it matters: rows are moved by 16 bytes.
+    multiples: where rows begin among the elements."""
+    return min(alignment_of(*multiples), 16 // numbers.element_size())
 
 
 def _rounded(number: float) -> float:

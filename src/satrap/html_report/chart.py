@@ -1,4 +1,4 @@
-"""Charts as SVG with the table of their figures. Pure: values in, markup out; the page's style has the colours.
+"""Charts as SVG or rows of bars, with their figures. Pure: values in, markup out; the page's style has the colours.
 
 A chart is 560 wide and is scaled to its column. The colours of series are those of the classes c0 to c5, their dashes
 those of d0 to d5; the data for the tooltip is a JSON block behind the SVG.
@@ -7,210 +7,178 @@ those of d0 to d5; the data for the tooltip is a JSON block behind the SVG.
 import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import groupby
 
 from satrap.html_report.markup import Markup, element, json_script, table
+from satrap.html_report.run_records import Point, Series
 from satrap.monitor.report import short
 
 MAX_SERIES = 6
 MAX_POINTS = 1000
 """Points of all curves of a chart."""
 _WIDTH, _LEFT, _RIGHT, _TOP, _BOTTOM, _HEIGHT = 560, 62, 546, 36, 242, 284
-_TABLE_ROWS, _MAX_DOTS, _MAX_BAR_TEXTS = 12, 40, 8
+_TABLE_ROWS, _MAX_DOTS, _MAX_MARKS = 12, 40, 100
 _MIN_AVERAGED = 20
 """Points of a curve that is drawn as its moving average."""
 _WINDOW, _NUM_PLACES = 0.05, 160
 """Width of the average, as a share of the axis, and the number of places at which it is computed."""
 _MARKS = {"launch": "start of a launch", "epoch": "start of an epoch"}
-Point = tuple[float, float | None]
-"""A place on the axis, and the value there; None: the curve is interrupted."""
 
 
 @dataclass(slots=True, kw_only=True)
-class Series:
-    """One curve."""
-
-    name: str
-    points: list[Point]
-    superseded: list[Point] = field(default_factory=list)
-    """The part that a later launch trained again."""
-    look: str = ""
-    """Classes of its colour and dashes; empty: those of its place in the chart."""
-
-
-@dataclass(slots=True, kw_only=True)
-class Chart:
-    """What all charts have."""
+class LineChart:
+    """Curves over the steps."""
 
     title: str
+    y: str
+    """What the vertical axis shows; the horizontal one shows steps."""
+    series: list[Series] = field(default_factory=list)
     absent: str = ""
     """The sentence that stands for a chart without values."""
     note: str = ""
-    is_small: bool = False
-
-
-@dataclass(slots=True, kw_only=True)
-class LineChart(Chart):
-    """Curves over one axis."""
-
-    x: str = "step"
-    """What the horizontal axis shows."""
-    y: str
-    series: list[Series]
     from_zero: bool = False
     is_averaged: bool = False
     """Whether curves of many points are drawn as moving averages, over faint points."""
+    is_small: bool = False
     marks: Mapping[str, Sequence[float]] = field(default_factory=dict)
     """Places on the horizontal axis, by their kind in `_MARKS`."""
 
 
 @dataclass(slots=True, kw_only=True)
-class BarChart(Chart):
-    """One bar for each of some categories."""
+class BarChart:
+    """A row with a bar for each of some categories."""
 
-    category: str
-    value: str
-    """What a bar's height is, with its unit."""
-    extra: str
-    """The header of a further column of the table."""
+    title: str
+    header: tuple[str, str, str]
+    """What a category, a bar's length and the further column are."""
     groups: dict[str, list[tuple[str, float, str]]]
     """By the name of each run: name, value, and the text in the further column of each bar."""
+    absent: str
+    note: str
+    is_small: bool = False
 
 
-def draw(chart: Chart) -> Markup:
-    """Return a chart with its title, legend, note and table; without values, its title and a sentence."""
+def draw(chart: LineChart | BarChart) -> Markup:
+    """Return a chart with its title, legend, note and figures; without values, its title and a sentence."""
+    parts = _bars(chart) if isinstance(chart, BarChart) else _curves(chart)
     title = element("h3", chart.title)
-    if isinstance(chart, LineChart) and any(y is not None for s in chart.series for _, y in (*s.points, *s.superseded)):
-        legend, svg, figures = _curves(chart)
-    elif isinstance(chart, BarChart) and any(chart.groups.values()):
-        legend, svg, figures = _bars(chart)
-    else:
+    if not parts:
         return element("section", title, element("p", chart.absent, class_="note"), class_="chart")
+    samples, plot, figures = parts
+    legend = element("ul", *samples, class_="legend") if samples else ""
     note = element("p", chart.note, class_="note") if chart.note else ""
-    details = element("details", element("summary", "Figures"), figures)
-    return element("section", title, legend, svg, note, details, class_="chart")
+    return element("section", title, legend, plot, note, figures, class_="chart")
 
 
-def _legend(items: Sequence[tuple[Sequence[Markup], str]]) -> Markup:
-    """Return a legend of samples, each with its text."""
-    size = {"width": 26, "height": 10, "viewBox": "0 0 26 10", "aria_hidden": "true"}
-    entries = [element("li", element("svg", *shapes, **size), element("span", text)) for shapes, text in items]
-    return element("ul", *entries, class_="legend") if entries else Markup()
-
-
-def _curves(chart: LineChart) -> tuple[Markup, Markup, Markup]:
-    """Return the legend, the curves and the table of a chart."""
-    every = [x for curve in chart.series for x, _ in (*curve.points, *curve.superseded)]
-    window = _WINDOW * (max(every) - min(every))
+def _curves(chart: LineChart) -> tuple[list[Markup], Markup, Markup] | None:
+    """Return the entries of the legend, the plot and the figures; None if there is no value."""
+    every = [point for curve in chart.series for point in (*curve.points, *curve.superseded)]
+    if all(y is None for _, y in every):
+        return None
+    xs = [x for x, _ in every]
     is_averaged = chart.is_averaged and max(len(curve.points) for curve in chart.series) >= _MIN_AVERAGED
-    parts_of = [(curve.look or f"c{index} d{index}", curve) for index, curve in enumerate(chart.series)]
+    window = _WINDOW * (max(xs) - min(xs)) if is_averaged else None
     num_curves = sum(1 + bool(curve.superseded) for curve in chart.series)
     limit = max(30, MAX_POINTS // num_curves - _NUM_PLACES * is_averaged)
-    drawn = [(thin(curve.points, limit), thin(curve.superseded, limit)) for curve in chart.series]
-    values = [y for parts in drawn for part in parts for _, y in part if y is not None]
-    across = axis(every, _LEFT, _RIGHT, is_snug=True, is_whole=chart.x == "step", num_ticks=6)
-    up = axis(values, _BOTTOM, _TOP, from_zero=chart.from_zero)
-    parts = _frame(up, chart.x, chart.y)
-    for tick, text in zip(across.ticks, tick_texts(across.ticks), strict=True):
-        parts.append(element("text", text, x=across.at(tick), y=_BOTTOM + 18, class_="middle"))
-    marks = {kind: [x for x in xs if across.low <= x <= across.high][:100] for kind, xs in chart.marks.items()}
-    kinds = [kind for kind, places in marks.items() if places]
-    for kind, at in ((name, across.at(x)) for name in kinds for x in marks[name]):
-        parts.append(element("line", class_=f"mark {kind}", x1=at, x2=at, y1=_TOP, y2=_BOTTOM))
-    for (look, curve), (points, superseded) in zip(parts_of, drawn, strict=True):
-        strong = averaged(curve.points, window) if is_averaged else points
-        weak = averaged(curve.superseded, window) if is_averaged else superseded
-        if is_averaged or len(points) <= _MAX_DOTS:
-            dots = "".join(f"M{across.at(x):g} {up.at(y):g}h0" for x, y in points if y is not None)
-            parts.append(element("path", d=dots, class_=f"dots {look}{' faint' * is_averaged}"))
-        parts.append(_curve(weak, across, up, f"curve old {look}"))
-        parts.append(_curve(strong, across, up, f"curve {look}"))
-    parts.append(element("line", class_="cursor", x1=0, x2=0, y1=_TOP, y2=_BOTTOM))
+    shown = [replace(curve, points=thin(curve.points, limit), look=curve.look or f"c{index} d{index}",
+             superseded=thin(curve.superseded, limit)) for index, curve in enumerate(chart.series)]  # fmt: skip
+    ys = [y for curve in shown for _, y in (*curve.points, *curve.superseded) if y is not None]
+    across = axis(xs, _LEFT, _RIGHT, is_snug=True, is_whole=True, num_ticks=6)
+    up = axis(ys, _BOTTOM, _TOP, from_zero=chart.from_zero)
+    marks = {kind: [x for x in chart.marks.get(kind, ()) if across.low <= x <= across.high] for kind in _MARKS}
+    paths = [
+        (f"M{across.at(x):g} {_TOP}V{_BOTTOM}", f"mark {kind}") for kind in _MARKS for x in marks[kind][:_MAX_MARKS]
+    ]
+    for whole, curve in zip(chart.series, shown, strict=True):
+        if is_averaged or len(curve.points) <= _MAX_DOTS:
+            dots = "".join(f"M{across.at(x):g} {up.at(y):g}h0" for x, y in curve.points if y is not None)
+            paths.append((dots, f"dots {curve.look}{' faint' * is_averaged}"))
+        old = averaged(whole.superseded, window) if window is not None else curve.superseded
+        line = averaged(whole.points, window) if window is not None else curve.points
+        paths += [(_line(old, across, up), f"curve old {curve.look}"), (_line(line, across, up), f"curve {curve.look}")]
+    parts = [*_frame(chart, across, up), *(element("path", d=path, class_=style) for path, style in paths if path)]
+    return _legend(chart, shown, window, marks), _plot(chart, parts, across, shown), _figures(chart)
+
+
+def _plot(chart: LineChart, parts: Sequence[Markup], across: "Axis", shown: Sequence[Series]) -> Markup:
+    """Return the drawing with the data of its tooltip."""
+    cursor = element("line", class_="cursor", x1=0, x2=0, y1=_TOP, y2=_BOTTOM)
+    label = f"{chart.title}: {chart.y} by step"
+    svg = element("svg", *parts, cursor, viewBox=f"0 0 {_WIDTH} {_HEIGHT}", role="img", aria_label=label)
     series = [
-        {"name": curve.name, "x": [x for x, _ in points], "y": [y and float(f"{y:.9g}") for _, y in points]}
-        for curve, (points, _) in zip(chart.series, drawn, strict=True)
+        {"name": curve.name, "x": [x for x, _ in curve.points], "y": [y and float(f"{y:.9g}") for _, y in curve.points]}
+        for curve in shown
     ]
     ends = {"low": across.low, "high": across.high, "begin": _LEFT, "end": _RIGHT}
-    data = json_script({"x": chart.x, **ends, "series": series})
-    svg = _plot(parts, f"{chart.title}: {chart.y} by {chart.x}", data)
-    return _curve_legend(chart, parts_of, kinds, f"{window:.3g}" if is_averaged else ""), svg, _figures(chart)
+    return element("div", svg, json_script({"x": "step", **ends, "series": series}), class_="plot")
 
 
-def _curve_legend(chart: LineChart, looks: Sequence[tuple[str, Series]], kinds: Sequence[str], width: str) -> Markup:
-    """Return what the curves, the marks and, if a width of the moving average is given, the points are."""
-    items = [([element("path", d="M0 5H26", class_=f"curve {look}")], s.name) for look, s in looks if len(looks) > 1]
-    if width:
-        dots = element("path", d="M3 8h0M10 3h0M16 7h0M23 2h0", class_=f"dots {looks[0][0]} faint")
-        curve = element("path", d="M0 5H26", class_=f"curve {looks[0][0]}")
-        items.append(([dots, curve], f"interval; mean over {width} steps"))
-    if any(s.superseded for s in chart.series):
-        items.append(([element("path", d="M0 5H26", class_=f"curve old {looks[0][0]}")], "trained again later"))
-    marks = [([element("path", d="M13 0V10", class_=f"mark {kind}")], _MARKS[kind]) for kind in kinds]
-    return _legend([*items, *marks])
+def _legend(
+    chart: LineChart, shown: Sequence[Series], window: float | None, marks: Mapping[str, Sequence[float]]
+) -> list[Markup]:
+    """Return an entry for each curve, if there are several, for the moving average, the superseded parts and marks."""
+    line = "M0 5H26"
+    samples = [_sample(curve.name, (line, f"curve {curve.look}")) for curve in shown if len(shown) > 1]
+    if window is not None:
+        dots = ("M3 8h0M10 3h0M16 7h0M23 2h0", f"dots {shown[0].look} faint")
+        samples.append(_sample(f"interval; mean over {window:.3g} steps", dots, (line, f"curve {shown[0].look}")))
+    if any(curve.superseded for curve in chart.series):
+        samples.append(_sample("trained again later", (line, f"curve old {shown[0].look}")))
+    return samples + [_sample(_MARKS[kind], ("M13 0V10", f"mark {kind}")) for kind, places in marks.items() if places]
 
 
-def _bars(chart: BarChart) -> tuple[Markup, Markup, Markup]:
-    """Return the legend, the bars and the table of a chart."""
-    groups = {name: {bar[0]: bar[1:] for bar in bars} for name, bars in chart.groups.items()}
-    names = list(dict.fromkeys(name for bars in groups.values() for name in bars))
-    up = axis((value for bars in groups.values() for value, _ in bars.values()), _BOTTOM, _TOP, from_zero=True)
-    parts = _frame(up, chart.category, chart.value)
-    room = (_RIGHT - _LEFT) / len(names)
-    width = min(56.0, 0.8 * room / len(groups))
-    every = -(-len(names) * 30 // (_RIGHT - _LEFT))  # labels of 30 fit beside one another
-    for index, name in enumerate(names):
-        middle = _LEFT + (index + 0.5) * room
-        for place, bars in enumerate(groups.values()):
-            if name not in bars:
-                continue
-            value, left = bars[name][0], middle + (place - len(groups) / 2) * width
-            top = up.at(value)
-            size = {"x": round(left, 1), "width": round(width, 1), "height": round(_BOTTOM - top, 1)}
-            tip = element("title", f"{name}: {number(value)}")
-            parts.append(element("g", tip, element("rect", class_=f"bar c{place}", y=top, **size)))
-            if len(names) * len(groups) <= _MAX_BAR_TEXTS:
-                parts.append(element("text", number(value), x=round(left + width / 2, 1), y=top - 4, class_="middle"))
-        if index % every == 0:
-            parts.append(element("text", name, x=round(middle, 1), y=_BOTTOM + 18, class_="middle"))
-    header = [f"{text}, {run}" if run else text for run in groups for text in (chart.value, chart.extra)]
-    cells = {name: [bars.get(name) for bars in groups.values()] for name in names}
-    rows = [
-        (name, *(text for bar in row for text in ((number(bar[0]), bar[1]) if bar else ("", ""))))
-        for name, row in cells.items()
-    ]
-    swatches = [
-        ([element("rect", class_=f"bar c{i}", width=26, height=10)], run) for i, run in enumerate(groups) if run
-    ]
-    svg = _plot(parts, f"{chart.title}: {chart.value} by {chart.category}")
-    return _legend(swatches), svg, table((chart.category, *header), rows)
+def _sample(text: str, *paths: tuple[str, str]) -> Markup:
+    """Return an entry of a legend. paths: what is drawn before the text, and its classes."""
+    shapes = [element("path", d=path, class_=style) for path, style in paths]
+    sample = element("svg", *shapes, width=26, height=10, viewBox="0 0 26 10", aria_hidden="true")
+    return element("li", sample, element("span", text))
 
 
-def _frame(up: "Axis", x: str, y: str) -> list[Markup]:
-    """Return the lines of the vertical axis's ticks, the base, and the titles of both axes."""
+def _bars(chart: BarChart) -> tuple[list[Markup], Markup, Markup] | None:
+    """Return the entries of the legend and the rows of bars, which are their own figures; None if there is no bar."""
+    groups = [{name: (value, text) for name, value, text in bars} for bars in chart.groups.values()]
+    largest = max((value for bars in groups for value, _ in bars.values()), default=None)
+    if largest is None:
+        return None
+    category, value, extra = chart.header
+    rows = []
+    for name in dict.fromkeys(name for bars in groups for name in bars):
+        found = [bars.get(name) for bars in groups]
+        paths = [
+            f"M0 {9 * place + 5}H{100 * bar[0] / (largest or 1):.4g}" if bar else "" for place, bar in enumerate(found)
+        ]
+        shapes = [element("path", d=path, class_=f"bar c{place}") for place, path in enumerate(paths) if path]
+        size = {"viewBox": f"0 0 100 {9 * len(groups)}", "preserveAspectRatio": "none", "aria_hidden": "true"}
+        texts = [text for bar in found for text in ((number(bar[0]), bar[1]) if bar else ("", ""))]
+        rows.append((name, *texts, element("svg", *shapes, **size)))
+    samples = [_sample(run, ("M0 5H26", f"bar c{place}")) for place, run in enumerate(chart.groups) if run]
+    titles = [f"{text}, {run}" if run else text for run in chart.groups for text in (value, extra)]
+    return samples, table((category, *titles, ""), rows, "bars numbers"), Markup()
+
+
+def _frame(chart: LineChart, across: "Axis", up: "Axis") -> list[Markup]:
+    """Return the lines and texts of the ticks, the base, and the titles of both axes."""
     parts = []
     for tick, text in zip(up.ticks, tick_texts(up.ticks), strict=True):
-        at = up.at(tick)
-        parts.append(element("line", class_="grid", x1=_LEFT, x2=_RIGHT, y1=at, y2=at))
-        parts.append(element("text", text, x=_LEFT - 7, y=at + 4, class_="end"))
-    parts.append(element("line", class_="base", x1=_LEFT, x2=_RIGHT, y1=_BOTTOM, y2=_BOTTOM))
-    parts.append(element("text", y, x=4, y=15, class_="title"))
-    parts.append(element("text", x, x=(_LEFT + _RIGHT) / 2, y=_BOTTOM + 38, class_="middle title"))
+        parts.append(element("path", d=f"M{_LEFT} {up.at(tick):g}H{_RIGHT}", class_="grid"))
+        parts.append(element("text", text, x=_LEFT - 7, y=up.at(tick) + 4, class_="end"))
+    for tick, text in zip(across.ticks, tick_texts(across.ticks), strict=True):
+        parts.append(element("text", text, x=across.at(tick), y=_BOTTOM + 18, class_="middle"))
+    parts.append(element("path", d=f"M{_LEFT} {_BOTTOM}H{_RIGHT}", class_="base"))
+    parts.append(element("text", chart.y, x=4, y=15, class_="title"))
+    parts.append(element("text", "step", x=(_LEFT + _RIGHT) / 2, y=_BOTTOM + 38, class_="middle title"))
     return parts
 
 
-def _plot(parts: Sequence[Markup], label: str, data: Markup | str = "") -> Markup:
-    svg = element("svg", *parts, viewBox=f"0 0 {_WIDTH} {_HEIGHT}", role="img", aria_label=label)
-    return element("div", svg, data, class_="plot")
-
-
-def _curve(points: Sequence[Point], across: "Axis", up: "Axis", style: str) -> Markup:
+def _line(points: Sequence[Point], across: "Axis", up: "Axis") -> str:
+    """Return the path of a curve; empty if it has less than two points."""
     steps, is_down = [], False
     for x, y in points:
         if y is not None:
             steps.append(f"{'L' if is_down else 'M'}{across.at(x):g} {up.at(y):g}")
         is_down = y is not None
-    return element("path", d="".join(steps), class_=style) if len(steps) > 1 else Markup()
+    return "".join(steps) if len(steps) > 1 else ""
 
 
 def _figures(chart: LineChart) -> Markup:
@@ -220,9 +188,11 @@ def _figures(chart: LineChart) -> Markup:
     names = [curve.name for curve in chart.series] if len(chart.series) > 1 else [chart.y]
     if all(xs == places[0] for xs in places):
         columns = [(number(row[0][0]), *(number(y) for _, y in row)) for row in zip(*picked, strict=True)]
-        return table((chart.x, *names), columns)
-    rows = [(name, number(x), number(y)) for name, some in zip(names, picked, strict=True) for x, y in some]
-    return table(("", chart.x, chart.y), rows)
+        figures = table(("step", *names), columns)
+    else:
+        rows = [(name, number(x), number(y)) for name, some in zip(names, picked, strict=True) for x, y in some]
+        figures = table(("", "step", chart.y), rows)
+    return element("details", element("summary", "Figures"), figures)
 
 
 def thin(points: Sequence[Point], limit: int) -> list[Point]:

@@ -1,31 +1,22 @@
-"""Reads what a run recorded: the training loops of each trainer, and the events of the run.
+"""What a run recorded, and its curves over the steps: of each number of the trainers, of the samples per second of all
+trainers together, and of the memory of servers and workers. Pure: satrap.html_report.record_reader reads the files.
 
-    records/trainer-N.jsonl, records/run.jsonl ──read_run──> RunRecords ──> satrap.html_report.figures, .summary
-
-Other modules of this package do no I/O. A line that is damaged, or lacks what its kind must have, is left out and
-counted. A kind that this release does not know is ignored.
+A launch that resumes a checkpoint trains some steps again: what an earlier launch recorded of them is superseded.
 """
 
-import re
-import sys
+from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any
+from functools import cached_property
+from typing import Any, NamedTuple
 
-from satrap.errors import ConfigError
-from satrap.monitor.record_file import FOLDER, Records, scan_records
-
-_TRAINER = re.compile(r"trainer-(\d{1,9})")
-_NUMBERS = ("loss", "auc", "ne", "window", "memory", "gradient_norm", "device_bytes")
-_MAPS, _TABLES = ("staleness", "stages", "lost", "logged", "learning_rates"), ("rows", "bytes")
-_EVENTS = ("run", "launch", "servers", "restart", "fault", "memory", "exit")
+Point = tuple[float, float | None]
+"""A step, and a value; None: it is not finite, or a curve is interrupted here."""
 
 
-@dataclass(slots=True, kw_only=True)
-class Interval:
-    """The numbers of some steps."""
+class Interval(NamedTuple):
+    """The measures of some steps."""
 
     at: float
     """Unix time of its end."""
@@ -40,30 +31,11 @@ class Interval:
     """Number of samples since the loop started."""
     rate: float
     """Samples per second."""
-    numbers: dict[str, float | None]
-    """The numbers of `_NUMBERS` that were given; None: not finite."""
-    logged: dict[str, float] = field(default_factory=dict)
-    """The script's own numbers."""
-    learning_rates: dict[str, float] = field(default_factory=dict)
-    """The rates at its end; they are recorded when they change."""
-    epochs: list[int] = field(default_factory=list)
-    """The first steps of epochs that began."""
-    tables: dict[str, dict[str, float]] = field(default_factory=dict)
-    """rows and bytes of each table at its end. They are read of one trainer only, since each sees whole tables."""
 
     @property
     def first_step(self) -> int:
         """The first step."""
         return self.step - self.steps + 1
-
-
-@dataclass(slots=True, kw_only=True)
-class Evaluation:
-    """The metrics of an evaluation."""
-
-    step: int
-    metrics: dict[str, float | None]
-    is_best: bool | None
 
 
 @dataclass(slots=True, kw_only=True)
@@ -74,7 +46,12 @@ class Loop:
     start: dict[str, Any] = field(default_factory=dict)
     """The record of its start; empty if that is damaged."""
     intervals: list[Interval] = field(default_factory=list)
-    evaluations: list[Evaluation] = field(default_factory=list)
+    columns: dict[tuple[str, str], list[Point]] = field(default_factory=dict)
+    """The values by step of each number, by its key, such as "loss", "rows" or "metrics", and the name of the table or
+    metric; "" for a number without such a name. Rows and bytes are read of one trainer only."""
+    epochs: list[int] = field(default_factory=list)
+    """The first steps of epochs that began."""
+    evaluations: list[dict[str, Any]] = field(default_factory=list)
     end: dict[str, Any] | None = None
     """The record of its end, if there is one."""
     staleness: Counter[int] = field(default_factory=Counter)
@@ -108,6 +85,23 @@ class Loop:
 
 
 @dataclass(slots=True, kw_only=True)
+class Series:
+    """One curve."""
+
+    name: str
+    points: list[Point] = field(default_factory=list)
+    superseded: list[Point] = field(default_factory=list)
+    """The part that a later launch trained again."""
+    look: str = ""
+    """Classes of its colour and dashes; empty: those of its place in the chart."""
+
+    @property
+    def last(self) -> float:
+        """The last value; 0 if there is none."""
+        return next((y for _, y in reversed(self.points) if y is not None), 0.0)
+
+
+@dataclass(kw_only=True)
 class RunRecords:
     """What a run recorded."""
 
@@ -129,128 +123,88 @@ class RunRecords:
         """All intervals, by rank, then by time."""
         return [interval for loop in self.loops for interval in loop.intervals]
 
+    @property
+    def by_rank(self) -> dict[int, list[Loop]]:
+        """The loops that have steps or evaluations, by trainer and in the order of time."""
+        ranks: dict[int, list[Loop]] = {}
+        for loop in self.loops:
+            if loop.intervals or loop.evaluations:
+                ranks.setdefault(loop.rank, []).append(loop)
+        return ranks
 
-def read_run(folder: Path, is_live: bool | None = None) -> RunRecords:
-    """Read the records of a run; ConfigError if the folder is not that of a run."""
-    records = folder / FOLDER
-    if not records.is_dir() and not (folder / "run.json").is_file():
-        raise ConfigError(
-            f"there is no record of a run in {str(folder)!r}; expected the --folder of satrap run, or the folder "
-            "that a script gives to satrap.Progress(record=...)"
-        )
-    run = RunRecords(name=folder.resolve().name, is_live=is_live)
-    for path in sorted(records.glob("*.jsonl"), key=lambda path: (len(path.name), path.name)):
-        match = _TRAINER.fullmatch(path.stem)
-        if match is None and path.stem != "run":
-            continue
-        counts = Records()
-        lines = scan_records(path, counts)
-        try:
-            if match is None:
-                run.events, refused = _events(lines)
-            else:
-                has_tables = any(interval.tables for interval in run.intervals)
-                loops, refused = loops_of(int(match[1]), lines, keeps_tables=not has_tables)
-                run.loops += loops
-        except OSError as error:
-            run.unreadable.append(f"{FOLDER}/{path.name} cannot be read ({error.strerror}).")
-            continue
-        run.missing += counts.missing
-        if counts.damaged + refused:
-            run.damaged[f"{FOLDER}/{path.name}"] = counts.damaged + refused
-    return run
+    @property
+    def first_loops(self) -> list[Loop]:
+        """The loops of the first trainer."""
+        return next(iter(self.by_rank.values()), [])
 
-
-def _events(lines: Iterable[dict[str, Any]]) -> tuple[list[dict[str, Any]], int]:
-    """Return the events of a run, and the number of records that lack something."""
-    known = [line for line in lines if line["kind"] in _EVENTS]
-    whole = [line for line in known if _is_number(line.get("at")) and _has_counts(line, "launch", "servers", "status")]
-    whole = [line for line in whole if line["kind"] != "memory" or _is_map(line.get("bytes"))]
-    return whole, len(known) - len(whole)
-
-
-def loops_of(rank: int, lines: Iterable[dict[str, Any]], *, keeps_tables: bool = True) -> tuple[list[Loop], int]:
-    """Return the loops of one trainer, and the number of records that lack something."""
-    loops: dict[str, Loop] = {}
-    refused = 0
-    for line in lines:
-        if line["kind"] not in ("start", "interval", "evaluation", "end"):
-            continue
-        is_whole = isinstance(line.get("id"), str) and _is_number(line.get("at"))
-        if not is_whole or (line["kind"] in ("start", "end") and not _has_counts(line, "launch", "step")):
-            refused += 1
-            continue
-        loop = loops.setdefault(line["id"], Loop(rank=rank))
-        if line["kind"] == "start":
-            loop.start = line
-        elif line["kind"] == "end":
-            loop.end = line
-        elif line["kind"] == "interval" and (interval := _interval(line)) is not None:
-            _add(loop, interval, line, keeps_tables)
-        elif line["kind"] == "evaluation" and (evaluation := _evaluation(line)) is not None:
-            loop.evaluations.append(evaluation)
-        else:
-            refused += 1
-    processes: dict[str, int] = {}
-    for loop in loops.values():
-        process = processes.setdefault(str(loop.start.get("process")), len(processes))
-        loop.launch = (loop.start.get("launch") or 0, process)
-    return list(loops.values()), refused
+    @cached_property
+    def curves(self) -> dict[str, list[Series]]:
+        """The curves of each number by its key. A number like "loss" has a curve for each trainer; one like "rows" has
+        one for each name that the first trainer with any recorded, since each trainer sees whole tables. The key "rate"
+        has the samples per second."""
+        curves: dict[str, list[Series]] = {}
+        ranks = self.by_rank
+        for rank, loops in ranks.items():
+            complete = set(curves)
+            for key, name in dict.fromkeys(column for loop in loops for column in loop.columns):
+                if not name or key not in complete:
+                    label = name or (f"trainer {rank}" if len(ranks) > 1 else "")
+                    points = [loop.columns.get((key, name), []) for loop in loops]
+                    curves.setdefault(key, []).append(series_of(label, loops, points))
+        first = self.first_loops
+        curves["rate"] = [series_of("", first, [rates(self.loops, loop) for loop in first])]
+        sizes = [(event["at"], event["bytes"]) for event in self.events if event["kind"] == "memory"]
+        memory = curves.setdefault("memory", [])
+        for curve in memory if sizes else ():
+            curve.name = curve.name or f"trainer {first[0].rank}"
+        for name in dict.fromkeys(name for _, measured in sizes for name in measured):
+            values = [(at, measured[name]) for at, measured in sizes if name in measured]
+            memory.append(series_of(name, first, [_by_step(loop, values) for loop in first]))
+        return {key: [one for one in found if one.points or one.superseded] for key, found in curves.items()}
 
 
-def _add(loop: Loop, interval: Interval, line: dict[str, Any], keeps_tables: bool) -> None:
-    before = loop.intervals[-1].learning_rates if loop.intervals else {}
-    interval.learning_rates = line.get("learning_rates", before)
-    loop.intervals.append(interval)
-    if keeps_tables:
-        interval.tables = {
-            key: {sys.intern(name): value for name, value in line[key].items()} for key in _TABLES if line.get(key)
-        }
-    loop.staleness.update({int(steps): int(batches) for steps, batches in line.get("staleness", {}).items()})
-    for stage, mean in line.get("stages", {}).items():
-        loop.stage_steps[stage] += interval.steps
-        loop.stage_seconds[stage] += mean * interval.steps
-    loop.lost = line.get("lost", loop.lost)
+def cuts(loops: Sequence[Loop]) -> list[float]:
+    """Return for each loop of a trainer the step from which later loops trained again; infinite if none did."""
+    steps, cut = [], float("inf")
+    for loop in reversed(loops):
+        steps.append(cut)
+        if loop.intervals:
+            cut = min(cut, loop.intervals[0].first_step)
+    return steps[::-1]
 
 
-def _interval(line: dict[str, Any]) -> Interval | None:
-    numbers: dict[str, float | None] = {name: line[name] for name in _NUMBERS if name in line}
-    maps, epochs = [line[name] for name in (*_MAPS, *_TABLES) if name in line], line.get("epochs", [])
-    is_whole = (
-        all(_is_count(line.get(name)) for name in ("step", "steps", "samples"))
-        and all(_is_number(line.get(name)) for name in ("seconds", "trained", "rate"))
-        and all(figure is None or _is_number(figure) for figure in numbers.values())
-        and all(map(_is_map, maps))
-        and (isinstance(epochs, list) and all(map(_is_count, epochs)))
-        and all(key.isdecimal() and len(key) < 10 for key in line.get("staleness", {}))
-    )
-    kept = {name: line.get(name) for name in ("at", "seconds", "trained", "step", "steps", "samples", "rate")}
-    if not is_whole:
-        return None
-    return Interval(**kept, numbers=numbers, logged=line.get("logged", {}), epochs=epochs)  # type: ignore[arg-type]
+def series_of(name: str, loops: Sequence[Loop], points: Sequence[Sequence[Point]]) -> Series:
+    """Return a curve of the points of each loop that count, and those that were superseded. Both are interrupted
+    between loops."""
+    series = Series(name=name)
+    for of_loop, cut in zip(points, cuts(loops), strict=True):
+        counted, again = [p for p in of_loop if p[0] < cut], [p for p in of_loop if p[0] >= cut]
+        for target, part in ((series.points, counted), (series.superseded, again)):
+            if part and target:
+                target.append((part[0][0], None))
+            target += part
+    return series
 
 
-def _evaluation(line: dict[str, Any]) -> Evaluation | None:
-    metrics, step, is_best = line.get("metrics"), line.get("step"), line.get("is_best")
-    if not isinstance(metrics, dict) or not _is_count(step) or not isinstance(is_best, bool | None):
-        return None
-    if not all(figure is None or _is_number(figure) for figure in metrics.values()):
-        return None
-    return Evaluation(step=int(line["step"]), metrics=metrics, is_best=is_best)
+def rates(loops: Sequence[Loop], loop: Loop) -> list[Point]:
+    """Return the samples per second of all trainers together at the steps of a loop, of all `loops` of its launch.
+
+    The intervals of other trainers end at other steps: each counts with the one that holds this step, or its last."""
+    ranks: dict[int, list[tuple[int, float]]] = {}
+    for other in loops:
+        if other.launch_number == loop.launch_number:
+            held = [(interval.step, interval.rate) for interval in other.intervals if interval.steps]
+            ranks.setdefault(other.rank, []).extend(held)
+    spans = [sorted(held) for held in ranks.values() if held]
+    steps = [interval.step for interval in loop.intervals if interval.steps]
+    return [
+        (float(step), sum(held[min(bisect_left(held, (step,)), len(held) - 1)][1] for held in spans)) for step in steps
+    ]
 
 
-def _is_map(value: object) -> bool:
-    return isinstance(value, dict) and all(map(_is_number, value.values()))
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e300
-
-
-def _is_count(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and abs(value) < 2**63
-
-
-def _has_counts(line: dict[str, Any], *names: str) -> bool:
-    """Return whether what the record has under these names are integers, or null."""
-    return all(line.get(name) is None or _is_count(line[name]) for name in names)
+def _by_step(loop: Loop, values: Sequence[tuple[float, float]]) -> list[Point]:
+    """Return values with the Unix times of their measurement by the step of a loop, as far as they fall into it: each
+    counts for the interval in which it was measured."""
+    times = [interval.at for interval in loop.intervals]
+    places = [(bisect_left(times, at), value) for at, value in values if at >= (loop.began_at or 0.0)]
+    return [(float(loop.intervals[place].step), value) for place, value in places if place < len(times)]

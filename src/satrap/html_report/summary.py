@@ -9,8 +9,7 @@ from typing import Any
 
 from satrap.byte_sizes import format_bytes
 from satrap.html_report.chart import number
-from satrap.html_report.figures import by_rank, cuts, last_maps
-from satrap.html_report.run_records import Loop, RunRecords
+from satrap.html_report.run_records import Loop, RunRecords, cuts
 from satrap.monitor.report import short
 
 _MAX_EVENTS = 200
@@ -73,50 +72,47 @@ def tiles(run: RunRecords) -> list[Tile]:
     """Return the main numbers of the run, as far as they were recorded."""
     if not run.intervals:
         return []
-    ranks = by_rank(run)
-    first_loops = next(iter(ranks.values()))
+    curves, num_trainers = run.curves, len(run.by_rank)
     samples = sum(loop.intervals[-1].samples for loop in run.loops if loop.intervals)
-    trained = sum(interval.trained for interval in run.intervals) / len(ranks)
+    trained = sum(interval.trained for interval in run.intervals) / num_trainers
     begin = min(at for loop in run.loops if loop.intervals and (at := loop.began_at) is not None)
-    numbers = [
-        Tile("Last step", f"{last_step(first_loops[-1]):,}"),
+    elapsed = duration(max(interval.at for interval in run.intervals) - begin)
+    entries = [
+        Tile("Last step", f"{last_step(run.first_loops[-1]):,}"),
         Tile("Samples trained on", short(samples), f"{samples:,}"),
-        Tile(
-            "Time",
-            duration(max(interval.at for interval in run.intervals) - begin),
-            "from the first record to the last",
-        ),
+        Tile("Time", elapsed, "from the first record to the last"),
     ]
     if trained > 0:
-        numbers.append(Tile("Samples per second", short(samples / trained), "mean, without evaluations"))
-    for key, name in (("loss", "Loss"), ("auc", "AUC in training"), ("ne", "Normalised entropy")):
-        given = [
-            interval.numbers[key] for loop in first_loops for interval in loop.intervals if key in interval.numbers
-        ]
-        more = "last interval of trainer 0" if key == "loss" else "last window"
-        numbers += [Tile(name, number(value), more) for value in given[-1:]]
+        entries.append(Tile("Samples per second", short(samples / trained), "mean, without evaluations"))
+    for key, name, more in (
+        ("loss", "Loss", "last interval of trainer 0"),
+        ("auc", "AUC in training", "last window"),
+        ("ne", "Normalised entropy", "last window"),
+    ):
+        for curve in curves.get(key, ())[:1]:
+            entries += [Tile(name, number(value), more) for _, value in curve.points[-1:]]
     every = [evaluation for loop in run.loops for evaluation in loop.evaluations]
-    best = [evaluation for evaluation in every if evaluation.is_best]
+    best = [evaluation for evaluation in every if evaluation.get("is_best")]
     for evaluation in (best or every)[-1:]:
-        name, value = next(iter(evaluation.metrics.items()), ("", None))
+        name, value = next(iter(evaluation["metrics"].items()), ("", None))
         which = "best" if best else "last"
-        numbers.append(Tile(f"Validation {name}", number(value), f"{which}, step {evaluation.step:,}"))
-    rows, memory = last_maps(run, "rows"), last_maps(run, "bytes")
+        entries.append(Tile(f"Validation {name}", number(value), f"{which}, step {evaluation['step']:,}"))
+    rows, memory = (sum(curve.last for curve in curves.get(key, ())) for key in ("rows", "bytes"))
     if rows:
-        numbers.append(Tile("Rows", short(sum(rows.values())), f"in {len(rows)} tables"))
+        entries.append(Tile("Rows", short(rows), f"in {len(curves['rows'])} tables"))
     if memory:
-        numbers.append(Tile("Memory of tables", format_bytes(sum(memory.values()))))
+        entries.append(Tile("Memory of tables", format_bytes(memory)))
     if run.events:
-        numbers.append(Tile("Faults", str(sum(event["kind"] == "fault" for event in run.events))))
+        entries.append(Tile("Faults", str(sum(event["kind"] == "fault" for event in run.events))))
     launches = {event.get("launch") for event in run.events if event["kind"] == "launch"}
-    begun = {loop.launch_number for loops in ranks.values() for loop in loops}
-    return [*numbers, Tile("Launches", str(len(launches or begun)))]
+    begun = {loop.launch_number for loop in run.loops if loop.intervals or loop.evaluations}
+    return [*entries, Tile("Launches", str(len(launches or begun)))]
 
 
 def last_step(loop: Loop) -> int:
     """Return the last step of which the loop recorded anything."""
     end = loop.end.get("step") if loop.end is not None else None
-    steps = [record.step for record in loop.intervals[-1:]] + [record.step for record in loop.evaluations[-1:]]
+    steps = [record.step for record in loop.intervals[-1:]] + [int(record["step"]) for record in loop.evaluations[-1:]]
     return max([*steps, end if isinstance(end, int) else 0])
 
 
@@ -134,11 +130,10 @@ def warnings(run: RunRecords) -> list[str]:
         ("loss", "The loss was not finite in"),
         ("auc", "The AUC was not defined, or scores were not finite, in"),
     ):
-        steps = [interval.step for interval in run.intervals if interval.numbers.get(key, 0.0) is None]
+        steps = [step for loop in run.loops for step, value in loop.columns.get((key, ""), ()) if value is None]
         if steps:
-            notes.append(f"{what} {_count(len(steps), 'interval')}, first at step {min(steps):,}.")
-    loops = next(iter(by_rank(run).values()), [])
-    superseded = zip(loops, cuts(loops), strict=True)
+            notes.append(f"{what} {_count(len(steps), 'interval')}, first at step {min(steps):,.0f}.")
+    superseded = zip(run.first_loops, cuts(run.first_loops), strict=True)
     if again := sum(interval.steps for loop, cut in superseded for interval in loop.intervals if interval.step >= cut):
         notes.append(
             f"Later launches trained about {again:,} steps again. The charts show the earlier attempts paler; totals "
@@ -273,7 +268,7 @@ def _flat(where: str, value: object) -> dict[str, object]:
 
 
 def _table_listing(run: RunRecords, tables: object) -> Listing:
-    rows, memory = last_maps(run, "rows"), last_maps(run, "bytes")
+    rows, memory = ({curve.name: curve.last for curve in run.curves.get(key, ())} for key in ("rows", "bytes"))
     given = [table for table in (tables if isinstance(tables, list) else []) if isinstance(table, Mapping)]
     declared = {str(table["name"]): table for table in given if "name" in table}
     names = sorted(declared.keys() | rows.keys(), key=lambda name: (-rows.get(name, 0.0), name))

@@ -34,7 +34,7 @@ class Terminal:
         self._queued_bytes = self._dropped_bytes = self._no_space_bytes = 0
         self._is_closing = False
         self._line = self._drawn_line = b""
-        self._is_at_start = True  # of a line
+        self._is_at_start = True  # whether a line begins
         self.marks = marks_of(stream)
         """Characters of a full and of an empty part of a bar."""
         self._encoding = getattr(stream, "encoding", None) or "utf-8"

@@ -40,11 +40,10 @@ class Interaction(torch.nn.Module):
 
         padding: the number of columns of zeros behind them on a GPU; there are none on the CPU and in a traced or
         exported program."""
-        if _is_plain_tensor(block) and (
-            first is None or first.dtype == torch.float32 or torch.is_autocast_enabled("cpu")
-        ):
-            head = None if first is None else first.float()  # autocast's linear layers return 16 bits
-            fused: torch.Tensor = _FusedInteraction.apply(head, block, self)  # type: ignore[no-untyped-call]
+        is_float32 = block.dtype == torch.float32 and (first is None or first.dtype == torch.float32)
+        if _is_plain_tensor(block) and (is_float32 or torch.is_autocast_enabled("cpu")):
+            head = None if first is None else first.float()  # autocast's linear layers return 16 bits, as rows may have
+            fused: torch.Tensor = _FusedInteraction.apply(head, block.float(), self)  # type: ignore[no-untyped-call]
             return fused
         is_plain = block.device.type == "cpu" or is_traced() or torch.compiler.is_exporting()
         return self.in_torch(first, block, 0 if is_plain else padding)
@@ -116,7 +115,7 @@ def _is_plain_tensor(block: torch.Tensor) -> bool:
         not traced
         and type(block) in (torch.Tensor, torch.nn.Parameter)
         and block.device.type == "cpu"
-        and block.dtype == torch.float32
+        and block.dtype != torch.float64
     )
 
 

@@ -17,7 +17,7 @@ from satrap.monitor.samples import Distribution, Sample
 
 _ADDRESS = re.compile(r"(?:(?:\[(?P<v6>[^\[\]]+)\]|(?P<host>[^:/\[\]]+)):)?(?P<port>\d{1,5})(-(?P<last>\d{1,5}))?")
 _ALL_ADDRESSES = ("*", "0.0.0.0", "::")
-_NUM_PORTS = 256  # of a run's processes on one machine
+_NUM_PORTS = 256  # for a run's processes on one machine
 
 
 def split_http_address(text: str) -> tuple[str, range]:

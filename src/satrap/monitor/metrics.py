@@ -31,7 +31,7 @@ _BINARY: dict[str, Mode | None] = {
 }
 _REAL: dict[str, Mode | None] = {"mse": "min", "mae": "min"}
 _LISTS: dict[str, Mode | None] = {"gauc": "max", "mrr": "max"}
-_TOP: tuple[str, ...] = ("ndcg", "recall", "hit_rate")  # of the first k of each list, e.g. "ndcg@10"
+_TOP: tuple[str, ...] = ("ndcg", "recall", "hit_rate")  # computed over the first k of each list, e.g. "ndcg@10"
 _Labels = NDArray[np.bool_]
 _Scores = NDArray[np.float64]
 

@@ -70,7 +70,7 @@ class TrainingRecord:
         self._spent = 0.0  # seconds in summaries
         self._left_out = 0.0  # seconds of the current interval without training
         self._step: int | None = None  # the last one
-        self._epoch: int | None = None  # of that step
+        self._epoch: int | None = None  # at that step
         self._epochs: list[int] = []  # first steps of the epochs that began in this interval
         self._id = secrets.token_hex(4)
         context = current_context()

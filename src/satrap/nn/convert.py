@@ -173,7 +173,8 @@ class _Chosen:
         else:
             bags: dict[str, Any] = {"mode": module.mode, "include_last_offset": module.include_last_offset}
             new = EmbeddingBag(embeddings, self.table, padding_idx=padding, **bags)
-        return new.train(module.training).requires_grad_(module.weight.requires_grad)
+        new.train(module.training)
+        return new if module.weight.requires_grad else new.requires_grad_(False)
 
 
 def _modules(model: torch.nn.Module) -> Iterator[tuple[str, Any]]:

@@ -79,7 +79,7 @@ class _TableModule(torch.nn.Module):
         return self._all_rows() if name == "weight" else super().__getattr__(name)
 
     def _all_rows(self) -> Tensor:
-        """Look up all ids, [num_embeddings, dim]. A copy: writing to it changes no row."""
+        """Look up all ids, [num_embeddings, dim]. A copy: what is written to it does not reach the table."""
         count = self.num_embeddings
         if count is None:
             raise AttributeError(
@@ -93,7 +93,12 @@ class _TableModule(torch.nn.Module):
         return rows
 
     def requires_grad_(self, requires_grad: bool = True) -> Self:
-        """Freeze the module, or train it again: the lookups of a frozen one read and change nothing, as in eval()."""
+        """Freeze the module, or train it again: the lookups of a frozen one read and change nothing, as in eval().
+        ConfigError if the table is frozen, whose rows no module trains."""
+        if requires_grad and self.table.frozen is True:
+            raise ConfigError(
+                f"table {self.table.name!r} is frozen, and requires_grad is True: leave frozen=True out of the table"
+            )
         self._is_frozen = not requires_grad
         return self
 
@@ -150,11 +155,10 @@ class _TableModule(torch.nn.Module):
 
     def _require_expected_step(self) -> None:
         """Raise StreamError unless the rows are at the step that a loaded state_dict expects."""
-        expected, step = self._expected_step, self._session.step
-        if expected is not None and expected != step:
+        if self._expected_step is not None and self._expected_step != (step := self._session.step):
             raise StreamError(
-                f"load_state_dict was given a state of step {expected}, but table {self.table.name!r} is at step "
-                f"{step}: a state_dict has no rows of tables; save and resume both with satrap.Checkpoint"
+                f"load_state_dict was given a state of step {self._expected_step}, but table {self.table.name!r} is at "
+                f"step {step}: a state_dict has no rows of tables; save and resume both with satrap.Checkpoint"
             )
         self._expected_step = None
 
@@ -204,7 +208,8 @@ def _look_up(
         }
         found = session.look_up(joined, device)
         for table, same in by_table.items():
-            parts = found[table].split([len(ids[number]) for number in same]) if len(same) > 1 else [found[table]]
+            of_table = found[table].detach() if modules[same[0]].table.frozen is True else found[table]
+            parts = of_table.split([len(ids[number]) for number in same]) if len(same) > 1 else [of_table]
             rows |= zip(same, parts, strict=True)
     return [rows[number] for number in range(len(ids))]
 

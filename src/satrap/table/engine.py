@@ -237,7 +237,10 @@ def update(
 def native_config(table: Table, frame_pool: int | None = None) -> _core.TableConfig:
     """Return the table's configuration in the core. frame_pool: that of its rows, if they are on a device."""
     resolved = replace(table, initial=resolved_initial(table), num_buckets=table.resolved_num_buckets)
-    return _core.TableConfig(resolved.to_dict(), frame_pool)
+    frozen: Any = table.frozen
+    if isinstance(frozen, range):
+        frozen = [frozen.start, frozen.stop - 1] if frozen else False
+    return _core.TableConfig(resolved.to_dict() | {"frozen": frozen}, frame_pool)
 
 
 def resolved_initial(table: Table) -> Constant | Normal | Uniform:

@@ -5,8 +5,10 @@ one call. A module then finds its rows here, by id. A table's gradients need no 
 what was named: then the update takes the ticket of that lookup.
 """
 
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -17,7 +19,7 @@ from satrap.config.array_args import as_ids
 from satrap.config.validation import kind_of, suggest
 from satrap.data.inputs import Inputs, Position
 from satrap.errors import InputError
-from satrap.train.step_lookups import Lookup
+from satrap.train.step_lookups import Lookup, StepLookups
 from satrap.worker.rows import Ids
 
 
@@ -41,10 +43,12 @@ class NamedInputs(Inputs):
         for name in ids:
             if name not in tables:
                 raise InputError(f"prefetch: ids named {name!r}, which is no table; {suggest(str(name), list(tables))}")
-        chunks = {name: _chunks(name, ids.get(name, ()), padding) for name, padding in tables.items()}
-        flat = [chunk for of_table in chunks.values() for chunk in of_table]
-        values = np.concatenate(flat) if flat else np.zeros(0, np.uint64)
-        offsets = np.cumsum([0, *(sum(map(len, of_table)) for of_table in chunks.values())], dtype=np.int64)
+        given = {name: _chunks(name, ids.get(name, ()), padding) for name, padding in tables.items()}
+        flat = [chunk for of_table in given.values() for chunk in of_table]
+        values = np.concatenate([*flat, np.zeros(0, np.uint64)])
+        parts = iter(np.split(values, np.cumsum([len(chunk) for chunk in flat])))  # the loader may reuse its memory
+        chunks = {name: [next(parts) for _ in of_table] for name, of_table in given.items()}
+        offsets = np.cumsum([0, *(sum(map(len, of_table)) for of_table in given.values())], dtype=np.int64)
         of_ids: dict[str, Any] = {"values": values, "offsets": offsets, "chunks": chunks}
         return cls(names=tuple(tables), batch_size=1, item=item, position=position, **of_ids)
 
@@ -61,6 +65,14 @@ def _chunks(table: str, given: Any, padding: int | None) -> list[Ids]:
     return flat
 
 
+Read = Callable[[Mapping[str, Ids]], Mapping[str, Tensor]]
+"""Looks up ids by table."""
+
+
+def _read_of(read: Read, table: str, ids: Ids) -> Tensor:
+    return read({table: ids})[table]
+
+
 class AheadRows:
     """The rows that were looked up ahead for one batch."""
 
@@ -68,20 +80,45 @@ class AheadRows:
         """values: of each table, the rows of its chunks."""
         self._chunks = inputs.chunks
         self._values = values
+        self._left: dict[str, list[Tensor | None]] = {}
+        """The rows of each chunk of the tables that modules have asked for, until a module takes them."""
+        self._taken: dict[str, list[Tensor]] = {name: [] for name in self._chunks}
+        """The same memory and version counters as those taken, without what autograd records of them."""
         self._next = dict.fromkeys(self._chunks, 0)  # the chunk after the last one found: models ask in order
         self._sorted: dict[str, tuple[Ids, Any]] = {}
 
-    def find(self, table: str, ids: Ids) -> tuple[Tensor, int] | None:
-        """Return the rows of one of the table's chunks, and its number; None if the ids are no chunk."""
+    def look_up(
+        self, ids: Mapping[str, Ids], lookups: StepLookups, device: torch.device, read: Read
+    ) -> tuple[dict[str, Tensor], Counter[str]]:
+        """Return the rows of ids by table for modules on a device, and how many ids were looked up ahead, and how many
+        are "on the spot" now. read: looks up the others."""
+        rows, counts = {}, Counter[str]()
+        for table, of_table in ids.items():
+            taken, num_ahead = self.take(table, of_table, lookups), len(of_table)
+            if taken is not None:
+                rows[table] = taken.to(device)
+            else:
+                found, num_ahead = self.find(table, of_table, device, partial(_read_of, read, table))
+                rows[table] = lookups.add(table, of_table, found)
+            counts += Counter({"ahead": num_ahead, "on the spot": len(of_table) - num_ahead})
+        return rows, counts
+
+    def take(self, table: str, ids: Ids, lookups: StepLookups) -> Tensor | None:
+        """Return the rows of the table's chunk that is these ids, once; None if there is none left."""
         chunks, first = self._chunks[table], self._next[table]
         for number in (*range(first, len(chunks)), *range(first)):
             if len(chunks[number]) == len(ids) and np.array_equal(chunks[number], ids):
-                self._next[table] = number + 1
-                begin = sum(map(len, chunks[:number]))
-                return self._values[table][begin : begin + len(ids)], number
+                if table not in self._left:
+                    self._left[table] = [*lookups.add_chunks(table, chunks, self._values[table])]
+                rows: Tensor | None = self._left[table][number]
+                if rows is not None:
+                    self._left[table][number] = None
+                    self._taken[table].append(rows.detach())
+                    self._next[table] = number + 1
+                    return rows
         return None
 
-    def lines(self, table: str, ids: Ids) -> Any:
+    def _lines(self, table: str, ids: Ids) -> Any:
         """Return for each id its line among the table's rows; -1 if it was not looked up."""
         if table not in self._sorted:
             flat = np.concatenate(self._chunks[table] or [np.zeros(0, np.uint64)])
@@ -92,45 +129,28 @@ class AheadRows:
         at = np.minimum(np.searchsorted(known, ids), len(known) - 1)
         return np.where(known[at] == ids, first[at], -1)
 
-    def rows(self, table: str, lines: Any) -> Tensor:
-        """Return these lines of the table's rows."""
-        return self._values[table][torch.from_numpy(lines).to(self._values[table].device)]
+    def find(self, table: str, ids: Ids, device: torch.device, read: Callable[[Ids], Tensor]) -> tuple[Tensor, int]:
+        """Return a copy of the rows of ids on the model's device, and how many of them were looked up ahead. read:
+        looks up the others."""
+        if any(rows._version for rows in self._taken[table]):  # a model has changed them in place
+            return read(ids), 0
+        lines = self._lines(table, ids)
+        is_missing = lines < 0
+        if len(ids) and is_missing.all():
+            return read(ids), 0
+        values = self._values[table].detach()
+        rows = values[torch.from_numpy(np.maximum(lines, 0)).to(values.device)].to(device)
+        if is_missing.any():
+            rows[torch.from_numpy(is_missing).to(device)] = read(ids[is_missing])
+        return rows, len(ids) - int(is_missing.sum())
 
-    def whole_tables(self, lookups: list[Lookup]) -> dict[str, list[Lookup]]:
-        """Return the lookups of each table of which every chunk was asked for once and no lookup was of a part."""
+    def whole_tables(self, lookups: list[Lookup]) -> dict[str, Lookup]:
+        """Return the lookup of each table of which every chunk has a gradient and nothing else has."""
         by_table: dict[str, list[Lookup]] = {}
         for lookup in lookups:
             by_table.setdefault(lookup.table, []).append(lookup)
-        ordered = {name: sorted(given, key=lambda lookup: lookup.chunk) for name, given in by_table.items()}
         return {
-            name: given
-            for name, given in ordered.items()
-            if [lookup.chunk for lookup in given] == list(range(len(self._chunks[name])))
+            name: given[0]
+            for name, given in by_table.items()
+            if len(given) == 1 and given[0].chunks is self._chunks[name] and given[0].is_whole
         }
-
-
-def rows_of(
-    ahead: AheadRows | None,
-    ids: Mapping[str, Ids],
-    device: torch.device,
-    read: Callable[[Mapping[str, Ids]], Mapping[str, Tensor]],
-) -> tuple[dict[str, tuple[Tensor, int]], int]:
-    """Return for each table the rows of its ids on the model's device, and the number of the chunk that they are, or
-    -1; and how many ids were not looked up ahead. read: looks those up."""
-    if ahead is None:
-        return {table: (rows, -1) for table, rows in read(ids).items()}, sum(map(len, ids.values()))
-    found = {table: chunk for table, of_table in ids.items() if (chunk := ahead.find(table, of_table)) is not None}
-    lines = {table: ahead.lines(table, of_table) for table, of_table in ids.items() if table not in found}
-    missing = {table: ids[table][of_table < 0] for table, of_table in lines.items() if (of_table < 0).any()}
-    now = read(missing) if missing else {}
-    for table, of_table in lines.items():
-        is_missing = of_table < 0
-        if len(of_table) and is_missing.all():
-            found[table] = now[table], -1
-            continue
-        rows = ahead.rows(table, np.maximum(of_table, 0)).to(device)
-        if table in now:
-            rows[torch.from_numpy(is_missing).to(device)] = now[table]
-        found[table] = rows, -1
-    rows_found = {table: (rows.to(device), chunk) for table, (rows, chunk) in found.items()}
-    return rows_found, sum(map(len, missing.values()))

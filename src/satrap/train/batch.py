@@ -245,8 +245,8 @@ class Batch:
 
     @property
     def embeddings(self) -> Tensor:
-        """Pooled rows, float32 [batch, sum of dims], with the features in the order of `Embeddings.features`. A batch
-        that was returned before its lookup is looked up at the first use."""
+        """Pooled rows, [batch, sum of dims], with the features in the order of `Embeddings.features`, as float32 or the
+        `output_dtype` of the embeddings. A batch that was returned before its lookup is looked up at the first use."""
         return self._looked_up().embeddings
 
     @property
@@ -304,5 +304,5 @@ def gradient_array(leaf: Tensor, weight: float = 1.0) -> NDArray[np.float32] | N
     gradient = gradient_of(leaf, weight)
     if gradient is None:
         return None
-    array: NDArray[np.float32] = gradient.cpu().contiguous().numpy()
+    array: NDArray[np.float32] = gradient.cpu().float().contiguous().numpy()
     return array

@@ -16,13 +16,14 @@ from satrap.config.tables import Feature
 from satrap.data.inputs import Inputs
 from satrap.data.item_numbers import numbers_of, padded_numbers
 from satrap.device.device_stream import Mark, current_stream, new_stream
+from satrap.device.home_memory import DTYPES
 from satrap.errors import CapacityError
 from satrap.train.ahead_rows import AheadRows, NamedInputs
 from satrap.train.batch import InFlightBatch, gradient_array, gradient_of
 from satrap.train.dense_strategy import DenseStrategy
 from satrap.train.joint_calls import PADDING_ROWS, JointStep
 from satrap.train.sequence import JaggedSequence, Sequence
-from satrap.train.step_lookups import Lookup, TakenGradients, gradients_of, joined
+from satrap.train.step_lookups import Lookup, TakenGradients, joined
 from satrap.train.torch_threads import torch_threads
 from satrap.worker.worker import LookupResult, Worker
 
@@ -45,6 +46,7 @@ class BatchLookup:
     ) -> None:
         """dense: that of the optimizer of a training stream."""
         self._worker, self._device, self._train, self._dense = worker, device, train, dense or DenseStrategy()
+        self._dtype = DTYPES[worker.rows.output_dtype]
         same_threads = not overlap and worker.num_threads == torch.get_num_threads()
         self._threads: Callable[[], AbstractContextManager[None]] = torch_threads if same_threads else nullcontext
         self.resolves_ahead = train
@@ -100,7 +102,7 @@ class BatchLookup:
             batch.ahead = AheadRows(batch.inputs, values)
         else:
             batch.sequences = {name: self._sequence(rows, name, batch.inputs) for name in rows.sequences}
-        block = self._to_device(rows.block)
+        block = self._rows_to_device(rows.block)
         of_rows = self._worker.device_stream
         batch.ready += [self._batch_copies.mark(), *([] if of_rows is None else [of_rows.mark()])]
         batch.embeddings = block  # last: marks the batch as looked up
@@ -139,7 +141,7 @@ class BatchLookup:
         batch.sequences = {
             name: self._padding(name, feature) for name, feature in features.items() if feature.pooling == "none"
         }
-        block = self._to_device(np.zeros((PADDING_ROWS, features.total_dim), np.float32))
+        block = self._rows_to_device(np.zeros((PADDING_ROWS, features.total_dim), np.float32))
         batch.ready.append(self._batch_copies.mark())
         batch.embeddings = block
 
@@ -150,7 +152,7 @@ class BatchLookup:
             return self._jagged(rows, np.arange(PADDING_ROWS + 1), self._no_numbers(name, PADDING_ROWS))
         shape = (PADDING_ROWS, feature.padded_length or 0, feature.table.dim)
         mask, values = np.zeros(shape[:2], np.bool_), np.zeros(shape, np.float32)
-        return Sequence(self._to_device(values), self._to_device(mask), self._no_numbers(name, *shape[:2]))
+        return Sequence(self._rows_to_device(values), self._to_device(mask), self._no_numbers(name, *shape[:2]))
 
     def _no_numbers(self, name: str, *shape: int) -> dict[str, Tensor]:
         return {column: self._to_device(np.zeros(shape)) for column in self._numbers.get(name, ())}
@@ -163,12 +165,12 @@ class BatchLookup:
             return self._jagged(values, rows.offsets[name], flat)
         mask = rows.masks[name]
         padded = {column: self._to_device(padded_numbers(lists, mask.shape[1])) for column, lists in numbers.items()}
-        return Sequence(self._to_device(values), self._to_device(mask), padded)
+        return Sequence(self._rows_to_device(values), self._to_device(mask), padded)
 
     def _jagged(
         self, values: NDArray[np.float32], offsets: NDArray[np.int64], numbers: dict[str, Tensor]
     ) -> JaggedSequence:
-        return JaggedSequence(self._to_device(values), self._to_device(offsets), offsets, numbers)
+        return JaggedSequence(self._rows_to_device(values), self._to_device(offsets), offsets, numbers)
 
     def join(self, batch: InFlightBatch, step: JointStep) -> None:
         """Add the batch to a step that several trainers take together."""
@@ -184,6 +186,12 @@ class BatchLookup:
         with self._batch_copies.running():
             return self._batch_copies.upload(array)
 
+    def _rows_to_device(self, rows: Any) -> Tensor:
+        """Return rows there in the dtype of the embeddings' output: those of a device have it, arrays are cast."""
+        there = self._to_device(rows)
+        with self._batch_copies.running():
+            return there.to(self._dtype)
+
     def wait_for_copies(self, batch: InFlightBatch) -> None:
         """Let the calling thread's stream wait for the batch, and keep its memory until that stream has used it."""
         current = current_stream(self._device)
@@ -196,8 +204,9 @@ class BatchLookup:
             leaf.requires_grad_()
         self._dense.hand_over(batch.step)
 
-    def measure(self, batches: list[InFlightBatch]) -> None:
-        """Start to compute the largest gradient of the batches, for their update."""
+    def measure(self, batches: list[InFlightBatch], *, are_checked: bool = False) -> None:
+        """Start to compute the largest gradient of the batches, for their update. are_checked: whether a GradScaler has
+        looked for gradients that are not finite, so that an update has none: in float16 this is enough."""
         leaves = [
             (leaf.grad, batch.weight)
             for batch in batches
@@ -205,7 +214,10 @@ class BatchLookup:
             for leaf in (*batch.leaves, *batch.lookups.leaves)
         ]
         given = [(gradient, weight) for gradient, weight in leaves if gradient is not None]
-        self._measured = batches, self._worker.measure(given)
+        if are_checked and given and all(gradient.dtype == torch.float16 for gradient, _ in given):
+            self._measured = batches, torch.finfo(torch.float16).max * max(abs(weight) for _, weight in given)
+        else:
+            self._measured = batches, self._worker.measure(given)
 
     def update_with(self, batches: list[InFlightBatch], lrs: dict[str, float], scale: float) -> Callable[[], None]:
         """Return a function that applies the gradients of the batches; any thread may call it."""
@@ -217,12 +229,12 @@ class BatchLookup:
         ready = current_stream(self._device).mark()
         step = batches[-1].step
         batches = [batch for batch in batches if batch.has_rows]
-        whole: list[dict[str, list[tuple[Tensor, float]]]] = []
+        whole: list[dict[str, tuple[Tensor, float]]] = []
         by_id: list[tuple[Lookup, float]] = []
         for batch in batches:
             reached = batch.lookups.reached()
             tables = {} if batch.ahead is None else batch.ahead.whole_tables(reached)
-            whole.append({name: gradients_of(lookups, batch.weight) for name, lookups in tables.items()})
+            whole.append({name: (lookup.gradient(), batch.weight) for name, lookup in tables.items()})
             by_id += [(lookup, batch.weight) for lookup in reached if lookup.table not in tables]
         taken = TakenGradients.of(self._worker, by_id)
 
@@ -236,7 +248,7 @@ class BatchLookup:
             with self._gradients.running():
                 blocks, sequences = self._take_gradients(batches, ready)
                 for of_batch, tables in zip(sequences, whole, strict=True):
-                    of_batch |= {name: joined(self._worker, parts) for name, parts in tables.items()}
+                    of_batch |= {name: joined(self._worker, [part]) for name, part in tables.items()}
                 update_dense(step)
                 with self._threads():
                     self._worker.update(

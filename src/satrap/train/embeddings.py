@@ -19,6 +19,7 @@ from satrap.config.features import Feature, Features
 from satrap.config.tables import Table
 from satrap.config.validation import check_choice, check_integer, kind_of
 from satrap.data.inputs import Inputs
+from satrap.device.home_memory import DTYPES
 from satrap.device.torch_device import resolve_device
 from satrap.errors import ConfigError
 from satrap.monitor.report import Counters
@@ -58,6 +59,7 @@ class Embeddings(torch.nn.Module):
         dense: Literal["sync", "async"] = "sync",
         device: torch.device | str | None = None,
         device_memory: int | str | Mapping[str, int | str] | None = None,
+        output_dtype: Literal["float32", "float16", "bfloat16"] = "float32",
         deployment: Deployment | None = None,
         **unknown: Never,
     ) -> None:
@@ -74,6 +76,8 @@ class Embeddings(torch.nn.Module):
         device_memory: bytes of the device's memory for rows, such as "100GiB"; the rows that were not used for longest
             are at home, in this process's memory. Or by table: bytes, "all" or "none"; a table without an entry is
             "all". None: all rows are on the device, as they must be with several trainers.
+        output_dtype: dtype of the rows in batches and of their gradients, which are pooled and summed in float32; 16
+            bits suit a model under autocast.
         deployment: where the rows are; None: in this process, sharded over several trainers, or under `satrap run` on
             the run's servers.
         """
@@ -83,6 +87,8 @@ class Embeddings(torch.nn.Module):
         self.staleness, self.deterministic = staleness, deterministic
         self.trainers = ProcessGroup()
         check_choice("Embeddings", "dense", dense, tuple(_STRATEGIES))
+        check_choice("Embeddings", "output_dtype", output_dtype, tuple(DTYPES))
+        self.output_dtype = output_dtype
         self.dense, self._strategy = dense, _STRATEGIES[dense]
         if not isinstance(deployment, Deployment | None):
             raise ConfigError(f"deployment is {kind_of(deployment)}; expected a satrap.Deployment, or None")
@@ -100,6 +106,7 @@ class Embeddings(torch.nn.Module):
             partial(open_rows, self.device, device_memory),
             staleness=staleness,
             deterministic=deterministic,
+            output_dtype=output_dtype,
         )
         if self._strategy.is_joint:
             self._session.open(DenseStrategy())
@@ -246,7 +253,7 @@ class Embeddings(torch.nn.Module):
 
     def __dir__(self) -> list[str]:
         """Return the names of Satrap, without the many of `nn.Module`."""
-        return sorted({*vars(type(self)), *vars(self)} - {*vars(torch.nn.Module())})
+        return sorted({*vars(type(self)), *vars(self), "eval"} - {*vars(torch.nn.Module())})
 
     def get_extra_state(self) -> Tensor:
         """Return the step and the version of each table for state_dict."""
@@ -283,6 +290,7 @@ class Embeddings(torch.nn.Module):
             "deterministic": self.deterministic,
             "dense": self.dense,
             "device": None if self.device is None else str(self.device),
+            "output_dtype": self.output_dtype,
             "servers": 0 if deployed is None else len(deployed.addresses),
             "torch": torch.__version__,
             "torch_threads": torch.get_num_threads(),
@@ -315,7 +323,7 @@ class Embeddings(torch.nn.Module):
         any stream.
 
         inputs: `Inputs`, or by feature an array with one id per sample, or (ids, offsets), where sample s has
-            ids[offsets[s] : offsets[s + 1]].
+            ids[offsets[s] : offsets[s + 1]], or (ids, offsets, weights).
         """
         self._session.require_whole_rows()
         look_up = BatchLookup(self.worker, self.worker.device or torch.device("cpu"), train=False, overlap=False)

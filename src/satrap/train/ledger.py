@@ -201,7 +201,7 @@ class BatchLedger(Generic[Record]):
     def handle(self, event: Event, *batches: Record, cause: str = "") -> list[Action]:
         """Record an event of these batches; return what must be done about it. cause: why they have no update."""
         actions: list[Action] = []
-        steps: set[int] = set()  # of batches that were looked up and dropped
+        steps: set[int] = set()  # whose batches were looked up and dropped
         for batch in batches:
             before, after = batch.state, _NEXT[event].get(batch.state)
             if after is None:

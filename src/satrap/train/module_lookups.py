@@ -150,7 +150,7 @@ class ModuleLookups:
 
     # -- what only a stream has to do ----------------------------------------------------------------------------------
 
-    def _measure(self) -> None:
+    def _measure(self, *, are_checked: bool) -> None:
         """Do nothing: the update computes the largest gradient."""
 
     def _waiting_batches(self) -> list[InFlightBatch]:

@@ -98,7 +98,7 @@ class HybridOptimizer(torch.optim.Optimizer):
         given = [number.reshape(()).float() for number in (overflows, scale) if number is not None]
         if not given:
             return False, 1.0
-        self._session.measure()
+        self._session.measure(are_checked=scale is not None)  # it is None if scaler.unscale_ checked them earlier
         numbers = iter(to_host(torch.stack(given)).tolist())
         overflowed = False
         if overflows is not None:

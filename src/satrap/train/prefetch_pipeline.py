@@ -243,7 +243,7 @@ class PrefetchPipeline(Generic[Record]):
         with self._locked() as held:
             self._is_closed = True
             self._changed.notify_all()
-            while self._num_alive and time.monotonic() < deadline:
+            while self._threads and self._num_alive and time.monotonic() < deadline:
                 self._wait(held)
         with Uninterrupted():
             threads, self._threads = self._threads, []

@@ -52,6 +52,7 @@ class TrainingSession:
         *,
         staleness: int,
         deterministic: bool,
+        output_dtype: str,
     ) -> None:
         """open_worker: opens the worker of a job that also has these tables, of dense parameters."""
         self.features, self.trainers = features, trainers
@@ -65,6 +66,7 @@ class TrainingSession:
         self.expected_rows: Any = None
         """The rows that a loaded state_dict expects, as `rows_state` returns them; None if they were found."""
         self._open_worker, self.staleness, self._deterministic = open_worker, staleness, deterministic
+        self._output_dtype = output_dtype
         self._worker: Worker | None = None
         self._step = 0
         own = weakref.ref(self)
@@ -73,7 +75,7 @@ class TrainingSession:
         self._tracked: dict[int, _TrackedSource] = {}  # by id(): a list can be a source, and is not hashable
         self._training: Stream | ModuleLookups | None = None
         self._training_data: Any = None
-        self._paddings: dict[str, set[int | None]] = {}  # of modules, by table
+        self._paddings: dict[str, set[int | None]] = {}  # what modules skip, by table
         self._evaluations: weakref.WeakSet[Stream] = weakref.WeakSet()
         self._before_close: list[Callable[[], None]] = []
         self._awaited: list[Callable[[], None]] = []
@@ -87,6 +89,7 @@ class TrainingSession:
         if self._worker is not None:
             raise ConfigError("dense='async': optimizer(...) was already called; use the optimizer that it returned")
         self._worker = self._open_worker(dense.tables)
+        self._worker.rows.output_dtype = self._output_dtype
         if self._worker.servers is not None:
             dense.connect(self._worker.servers)
 
@@ -290,8 +293,7 @@ class TrainingSession:
         training = self._training
         if training is None or (isinstance(training, Stream) and training.is_over):
             training = self._begin_module_lookups()
-        # The caller may use the memory of its ids again before the step ends.
-        return training.look_up({table: of_table.copy() for table, of_table in ids.items()}, device)
+        return training.look_up(ids, device)
 
     def _begin_module_lookups(self) -> ModuleLookups:
         """Start the lookups of modules where no stream is open. All trainers call this."""
@@ -385,10 +387,10 @@ class TrainingSession:
                 "embeddings.train() before embeddings.stream(...)"
             )
 
-    def measure(self) -> None:
-        """Start to compute the largest gradient of the next update."""
+    def measure(self, *, are_checked: bool) -> None:
+        """Start to compute the largest gradient of the next update. are_checked: that of `BatchLookup.measure`."""
         if self._training is not None:
-            self._training._measure()
+            self._training._measure(are_checked=are_checked)
 
     def waiting_batches(self) -> list[InFlightBatch]:
         """Return the batches that a backward pass has reached and no step has taken."""

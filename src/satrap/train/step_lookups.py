@@ -37,12 +37,18 @@ class StepLookups:
         """Whether a backward pass has reached any lookup."""
         return bool(self._reached)
 
-    def add(self, table: str, ids: Ids, rows: Tensor, chunk: int = -1) -> Tensor:
-        """Return the rows that were looked up as a leaf of autograd. chunk: see `Lookup`."""
-        leaf = rows.requires_grad_()
+    def add(self, table: str, ids: Ids, rows: Tensor) -> Tensor:
+        """Return the rows that were looked up for the ids, for a model. The caller may reuse the memory of the ids."""
+        return self.add_chunks(table, [ids.copy()], rows)[0]
+
+    def add_chunks(self, table: str, chunks: list[Ids], rows: Tensor) -> tuple[Tensor, ...]:
+        """Return the rows of each of several arrays of ids, which were looked up together, for a model."""
         self.num_lookups += 1
-        leaf.register_post_accumulate_grad_hook(Lookup(self, self.num_lookups, table, ids, chunk))
-        return leaf
+        lookup = Lookup(self, self.num_lookups, table, chunks)
+        leaf = rows.requires_grad_()
+        leaf.register_post_accumulate_grad_hook(lookup)
+        of_chunks: tuple[Tensor, ...] = _Recorded.apply(leaf, lookup)  # type: ignore[no-untyped-call]
+        return of_chunks
 
     def reach(self, lookup: "Lookup", leaf: Tensor) -> None:
         """Note that a backward pass has reached the lookup."""
@@ -65,9 +71,7 @@ class StepLookups:
     def forget(self) -> None:
         """Clear the gradients."""
         for lookup in self._reached.values():
-            assert lookup.leaf is not None
-            lookup.leaf.grad = None
-            lookup.leaf = None
+            lookup.forget()
         self._reached.clear()
         self.leaves.clear()
 
@@ -81,21 +85,62 @@ class Lookup:
     """One lookup: the hook of its leaf. Must not refer to the leaf before it has a gradient, so that it is collected
     with the user's last reference."""
 
-    __slots__ = ("__weakref__", "_step", "chunk", "ids", "leaf", "number", "table")
+    __slots__ = ("__weakref__", "_step", "chunks", "leaf", "number", "reached_chunks", "table")
 
-    def __init__(self, step: StepLookups, number: int, table: str, ids: Ids, chunk: int) -> None:
-        """chunk: the number of the table's chunk that has exactly these ids, if they were looked up ahead; else -1."""
-        self._step, self.number, self.table, self.ids, self.chunk = step, number, table, ids, chunk
+    def __init__(self, step: StepLookups, number: int, table: str, chunks: list[Ids]) -> None:
+        """chunks: arrays of ids, whose rows follow one another in the leaf."""
+        self._step, self.number, self.table, self.chunks = step, number, table, chunks
         self.leaf: Tensor | None = None
+        self.reached_chunks: set[int] = set()
+        """The numbers of the chunks that a backward pass has reached: only they have a gradient."""
 
     def __call__(self, leaf: Tensor) -> None:
         self._step.reach(self, leaf)
 
+    def forget(self) -> None:
+        """Clear the gradient."""
+        assert self.leaf is not None
+        self.leaf.grad = None
+        self.leaf = None
+        self.reached_chunks.clear()
 
-def gradients_of(lookups: Sequence[Lookup], weight: float) -> list[tuple[Tensor, float]]:
-    """Return the gradients of lookups with a factor, as `joined` takes them."""
-    gradients = [None if lookup.leaf is None else lookup.leaf.grad for lookup in lookups]
-    return [(gradient, weight) for gradient in gradients if gradient is not None]
+    @property
+    def is_whole(self) -> bool:
+        """Whether all chunks have a gradient."""
+        return len(self.reached_chunks) == len(self.chunks)
+
+    def gradient(self) -> Tensor:
+        """Return the gradient of all chunks, with zeros for those that have none."""
+        assert self.leaf is not None and self.leaf.grad is not None
+        return self.leaf.grad
+
+    def gradients(self) -> list[tuple[Ids, Tensor]]:
+        """Return the ids and the gradient of each chunk that has one."""
+        parts = zip(self.chunks, self.gradient().split([len(ids) for ids in self.chunks]), strict=True)
+        return [part for number, part in enumerate(parts) if number in self.reached_chunks]
+
+
+class _Recorded(torch.autograd.Function):
+    """The rows of a lookup as a model uses them. They are neither a leaf nor views of one, and each chunk has a version
+    counter: so a model may change them in place, as it may change what nn.Embedding returns."""
+
+    @staticmethod
+    def forward(ctx: Any, leaf: Tensor, lookup: Lookup) -> tuple[Tensor, ...]:
+        ctx.lookup = lookup
+        ctx.set_materialize_grads(False)
+        return tuple(part.data for part in leaf.data.split([len(ids) for ids in lookup.chunks]))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor, None]:
+        lookup: Lookup = ctx.lookup
+        given = {number: gradient for number, gradient in enumerate(gradients) if gradient is not None}
+        lookup.reached_chunks |= given.keys()
+        some = next(iter(given.values()))
+        if len(gradients) == 1:
+            return some, None
+        for number in range(len(gradients)) if len(given) < len(gradients) else ():
+            given.setdefault(number, some.new_zeros(len(lookup.chunks[number]), some.shape[1]))
+        return torch.cat([given[number] for number in range(len(gradients))]), None
 
 
 def read_rows(
@@ -126,9 +171,9 @@ class TakenGradients:
         ids: dict[str, list[Ids]] = {}
         parts: dict[str, list[tuple[Tensor, float]]] = {}
         for lookup, weight in lookups:
-            assert lookup.leaf is not None and lookup.leaf.grad is not None
-            ids.setdefault(lookup.table, []).append(lookup.ids)
-            parts.setdefault(lookup.table, []).append((lookup.leaf.grad, weight))
+            for of_chunk, gradient in lookup.gradients():
+                ids.setdefault(lookup.table, []).append(of_chunk)
+                parts.setdefault(lookup.table, []).append((gradient, weight))
         return cls(worker.id_ticket({name: np.concatenate(given) for name, given in ids.items()}), parts)
 
     def for_update(self, worker: Worker) -> IdGradients:
@@ -142,9 +187,9 @@ def joined(worker: Worker, parts: Sequence[tuple[Tensor, float]]) -> Any:
     whole = given[0] if len(given) == 1 else torch.cat(given)
     if worker.device is not None:
         return whole.to(worker.device).contiguous()
-    return whole.cpu().contiguous().numpy()
+    return whole.cpu().float().contiguous().numpy()
 
 
 def scaled(gradient: Tensor, weight: float) -> Tensor:
-    """Return a gradient times a weight, as float32."""
-    return (gradient.detach() if weight == 1.0 else gradient.detach() * weight).float()
+    """Return a gradient times a weight; a product is float32."""
+    return gradient.detach() if weight == 1.0 else gradient.detach().float() * weight

@@ -38,7 +38,6 @@ from satrap.data.skipped_rows import SkippedRows
 from satrap.errors import NotReadyError, StreamError
 from satrap.interrupts import Uninterrupted
 from satrap.monitor.report import Counters
-from satrap.train.ahead_rows import rows_of
 from satrap.train.batch import Batch, InFlightBatch, batch_in_use
 from satrap.train.batch_lookup import BatchLookup
 from satrap.train.dense_strategy import DenseStrategy
@@ -71,11 +70,9 @@ _REASONS = {  # by the cause of a drop
 
 
 class Stream(Iterator[Batch]):
-    """An iterator over batches with their rows looked up; created by `Embeddings.stream`.
-
-    A batch beyond the staleness is looked up when its rows are first used. A batch that is never stepped is dropped and
-    counted by cause; using its rows later raises an error.
-    """
+    """An iterator over batches with their rows looked up; created by `Embeddings.stream`. A batch beyond the staleness
+    is looked up when its rows are first used. A batch that is never stepped is dropped and counted by cause; using its
+    rows later raises an error."""
 
     def __init__(
         self,
@@ -97,10 +94,10 @@ class Stream(Iterator[Batch]):
         self._inputs, self._train, self._worker = inputs, train, worker
         self._ledger, self._on_hold, self._dense = ledger, on_hold, dense or DenseStrategy()
         self.joint = inputs if isinstance(inputs, JointBatches) else None  # if several trainers step together
-        self._length: int | None = None  # of len(), if it was called
+        self._length: int | None = None  # what len() returned, if it was called
         self._end_step: int | None = None  # 0: it is not known
         self._joined: InFlightBatch | None = None  # the last batch whose joint step is known
-        self._dropped_tickets: deque[Ticket] = deque()  # of dropped batches, to be dropped at the worker
+        self._dropped_tickets: deque[Ticket] = deque()  # to be dropped at the worker
         self._num_ids: Counter[str] = Counter()  # that modules looked up
         self._is_finished = self._is_left = False
         self._ended_because: str | None = None  # why no other batch will come
@@ -225,9 +222,9 @@ class Stream(Iterator[Batch]):
             self._close_if_done()
         return True
 
-    def _measure(self) -> None:
-        """Start to compute the largest gradient of the next update."""
-        self._look_up.measure(self._ledger.waiting())
+    def _measure(self, *, are_checked: bool) -> None:
+        """Start to compute the largest gradient of the next update. are_checked: that of `BatchLookup.measure`."""
+        self._look_up.measure(self._ledger.waiting(), are_checked=are_checked)
 
     def completes_step(self, batch: InFlightBatch) -> bool:
         """Return whether the batch is the last one of its step. A step with few batches reads ahead to find out."""
@@ -361,10 +358,14 @@ class Stream(Iterator[Batch]):
         if not batch.lookups.num_lookups:
             own, calls = weakref.ref(self), batch.calls
             batch.lookups = StepLookups(batch.step, lambda: None if (me := own()) is None else me._reach(calls))
-        rows, num_now = rows_of(batch.ahead, ids, device, partial(self._read, batch, device))
+        if batch.ahead is not None:
+            found, counts = batch.ahead.look_up(ids, batch.lookups, device, partial(self._read, batch, device))
+            self._num_ids += counts
+            return found
         if batch.has_rows:
-            self._num_ids += Counter({"ahead": sum(map(len, ids.values())) - num_now, "on the spot": num_now})
-        return {table: batch.lookups.add(table, of_table, *rows[table]) for table, of_table in ids.items()}
+            self._num_ids["on the spot"] += sum(map(len, ids.values()))
+        rows = self._read(batch, device, ids)
+        return {table: batch.lookups.add(table, of_table, rows[table]) for table, of_table in ids.items()}
 
     def _read(self, batch: InFlightBatch, device: torch.device, ids: Mapping[str, Ids]) -> dict[str, Tensor]:
         """Look up rows for modules on the spot; those of a padding batch are not trained."""

@@ -95,7 +95,7 @@ class Validation:
         self._model, self._embeddings, self._data = unwrap(model), embeddings, data
         self._metric, self._mode, self._patience = metric, mode or known_mode, patience
         self._options: dict[str, Any] = {"score": score, "label": label, "group": group, "metrics": own}
-        self._step = 0  # of the last evaluation
+        self._step = 0  # at the last evaluation
 
     @property
     def is_over(self) -> bool:

@@ -50,7 +50,7 @@ class LocalRows(Rows):
     def truncated(self) -> list[int]:
         return self._bags.truncated
 
-    def empty(self, lines: int, floats: int) -> Floats:
+    def empty(self, lines: int, floats: int, dtype: str | None = None) -> Floats:
         return np.asarray(self._engine.empty(lines, floats))
 
     def lookup(self, request: BagRequest, block: Floats, sequences: list[Floats]) -> _core.Ticket | None:

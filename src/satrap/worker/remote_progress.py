@@ -10,7 +10,7 @@ from satrap.server.protocol import ServerCalls
 from satrap.transfer import current_transfer
 
 _QUERY_SECONDS = 2.0
-_DEADLINE_SECONDS = 5.0  # of a query; the next one follows then
+_DEADLINE_SECONDS = 5.0  # for a query; the next one follows then
 
 
 class RemoteProgress:

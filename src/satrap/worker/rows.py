@@ -25,7 +25,7 @@ _NO_MODULES = (
 _NO_IDS = np.zeros(0, np.uint64)
 Floats = NDArray[np.float32]
 Block = Any
-"""float32 [lines, floats]: a numpy array, or a tensor if the rows are on a device."""
+"""[lines, floats]: a float32 numpy array, or a tensor of `Rows.output_dtype` if the rows are on a device."""
 Ids = NDArray[np.uint64]
 TableGradients = Mapping[str, tuple[Ids, Floats]]
 """For each table that has any: ids, which may repeat, and float32 [ids, dim]."""
@@ -139,6 +139,9 @@ class Rows(Protocol):
     """The order in which the devices of several trainers are given collectives; None: they have no rows."""
     resolves: bool = False
     """Whether `resolve` does a part of a lookup."""
+    output_dtype: str = "float32"
+    """The dtype of the rows in batches, and of their gradients. Arrays are float32, and are cast where they become
+    tensors."""
 
     @property
     def latest_step(self) -> int:
@@ -148,11 +151,11 @@ class Rows(Protocol):
     def truncated(self) -> list[int]:
         """For each sequence, the number of ids beyond its max_length so far."""
 
-    def empty(self, lines: int, floats: int) -> Block:
-        """Return aligned memory, which is reused once the array is collected."""
+    def empty(self, lines: int, floats: int, dtype: str | None = None) -> Block:
+        """Return aligned memory, which is reused once the array is collected. dtype: None: `output_dtype`."""
 
-    def place_ids(self, inputs: Inputs) -> "Inputs | PlacedIds":
-        """Return the ids of a batch: in arrays, or where else these rows look them up."""
+    def place_ids(self, inputs: Inputs, *, train: bool) -> "Inputs | PlacedIds":
+        """Return the ids of a batch: in arrays, or where else these rows look them up, to train or not."""
         return inputs
 
     def resolve(self, request: BagRequest) -> BagRequest:
@@ -219,8 +222,9 @@ def id_request(features: Features, ids: Mapping[str, Ids], step: int | None, old
 
 
 def empty_by_table(rows: Rows, ids: Mapping[str, Ids], features: Features) -> dict[str, Block]:
-    """Return memory for the rows of ids by table, of each table. features: those of `id_features`."""
-    return {name: rows.empty(len(ids.get(name, ())), feature.table.dim) for name, feature in features.items()}
+    """Return memory for the rows of ids by table, float32, of each table. features: those of `id_features`."""
+    dims = {name: feature.table.dim for name, feature in features.items()}
+    return {name: rows.empty(len(ids.get(name, ())), dim, "float32") for name, dim in dims.items()}
 
 
 def native_features(

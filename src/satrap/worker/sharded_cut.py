@@ -81,7 +81,7 @@ class ShardedCut:
         for t, name in enumerate(self._names):
             folder = open_folder(paths[t])
             for part in parts_in(folder) if folder.is_local else ():
-                if not part.name.endswith(f"-of-{len(ids[t])}"):  # of an earlier try, under another map
+                if not part.name.endswith(f"-of-{len(ids[t])}"):  # an earlier try wrote it, under another map
                     part.delete_all()
             _count_parts(name, folder, ids[t])
         return {name: sum(of_table) for name, of_table in zip(self._names, rows, strict=True)}

@@ -84,7 +84,7 @@ class ShardedRows(Rows):
         self._skipped_steps: list[int] = []  # steps for which the other trainers wait for this one's empty part
         # Starts at random: lookups of a killed predecessor may still be in flight under its numbers.
         self._numbers = itertools.count(1 + secrets.randbits(62))
-        self._latest_step = servers.latest_step  # of this process, and of the servers before it
+        self._latest_step = servers.latest_step  # that this process or the servers have assigned
         self._lock = threading.Lock()
 
     @property
@@ -95,7 +95,7 @@ class ShardedRows(Rows):
     def truncated(self) -> list[int]:
         return self.split.truncated
 
-    def empty(self, lines: int, floats: int) -> Floats:
+    def empty(self, lines: int, floats: int, dtype: str | None = None) -> Floats:
         return np.asarray(self.split.empty(lines, floats))
 
     def lookup(self, request: BagRequest, block: Floats, sequences: list[Floats]) -> Ticket | None:

@@ -15,7 +15,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from satrap.config import array_args
 from satrap.config.tables import Table
-from satrap.errors import ChangesError, InputError
+from satrap.errors import ChangesError, InputError, SatrapError
 from satrap.sharding.owner_split import OwnedIds
 from satrap.storage.open_folder import absolute, open_folder
 from satrap.table.engine import native_config
@@ -29,7 +29,7 @@ from satrap.worker.server_group import ServerGroup, Topology
 from satrap.worker.sharded_cut import ShardedCut
 
 _LOG = logging.getLogger("satrap.worker")
-_WRITE_BYTES = 16 << 20  # of the values in one message
+_WRITE_BYTES = 16 << 20  # values in one message
 
 
 class ShardedTable:
@@ -180,9 +180,10 @@ class ShardedTable:
             try:
                 cut.write({name: path}, is_full=since is None, is_beside=False)
                 return cut.versions[name]
-            except ChangesError:  # a server was restarted, or buckets have migrated
-                if since is not None:
-                    raise
+            except SatrapError as error:
+                cut.release()  # so that the next save does not wait for it
+                if since is not None or not isinstance(error, ChangesError):
+                    raise  # else a server was restarted, or buckets have migrated
 
 
 class ShardedTables(Mapping[str, ShardedTable]):

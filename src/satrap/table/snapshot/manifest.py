@@ -173,7 +173,7 @@ class Manifest:
         if (config, seed) == (self.config, self.seed):
             return []
         here, saved = flat(config) | {"seed": seed}, flat(_with_defaults(self.config)) | {"seed": self.seed}
-        of_no_row = {"shard", "num_rows"} if _may_evict(saved) else {"shard", "num_rows", "num_buckets"}
+        of_no_row = {"shard", "num_rows", "frozen"} | (set() if _may_evict(saved) else {"num_buckets"})
         return [
             f"{name} is {here.get(name)!r} in the table and {saved.get(name)!r} in the snapshot"
             for name in sorted((here.keys() | saved.keys()) - of_no_row)

@@ -365,7 +365,7 @@ class RemoteRows(ShardedRows):
     def truncated(self) -> list[int]:
         return [sum(counts) for counts in zip(super().truncated, self._num_truncated, strict=True)]
 
-    def place_ids(self, inputs: Inputs) -> Inputs | RemoteIds:
+    def place_ids(self, inputs: Inputs, *, train: bool) -> Inputs | RemoteIds:
         return RemoteIds(inputs) if isinstance(inputs, RemoteInputs) else inputs
 
     def lookup(self, request: BagRequest, block: Floats, sequences: list[Floats]) -> Ticket | None:

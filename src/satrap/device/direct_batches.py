@@ -1,0 +1,138 @@
+"""Batches of tables with `num_rows`: their ids on the device, sorted for their update, and the gradients of an update.
+
+What an update needs depends on ids alone, so it is made when they are resolved, in the thread that reads ahead: the
+update of one whole batch uses it as it is. The numbers of the rows are those of this process, or of all trainers.
+"""
+
+from collections.abc import Callable, Sequence
+from copy import copy
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from satrap.config.features import Features
+from satrap.data.inputs import Inputs
+from satrap.device.device_ids import IdEntries, IdLayout, copied_to_cpu
+from satrap.device.direct_ids import DirectIds, Numbers, RowRuns
+from satrap.device.runs import DeviceTicket, Given, gradient_entries, is_whole_batch, num_floats
+from satrap.errors import InputError
+from satrap.worker.rows import BagRequest, UpdateRequest
+
+Check = Callable[[Any, Any, Any, int], object]
+"""Lets the core raise its error about the ids, offsets and weights of a batch, and the number of samples."""
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class DirectTicket(DeviceTicket):
+    """A lookup, and what its update needs, which depends on ids alone."""
+
+    layout: IdLayout
+    """That of the ids."""
+    runs: RowRuns
+    places: Tensor
+    """int32 [ids], in the order of the runs: where each gradient of the whole batch begins."""
+    factors: Tensor | None
+    """float32 [ids, 2], in the same order: weight and divisor; None: all are 1."""
+
+
+class DirectBatches:
+    """Places the ids of batches, and sorts them."""
+
+    def __init__(self, features: Features, layout: IdLayout, numbers: Numbers, device: torch.device) -> None:
+        """layout: of the features. numbers: of the rows."""
+        self._features, self._layout, self._numbers, self._device = features, layout, numbers, device
+        self._last_flat: tuple[Tensor, Tensor | None] | None = None
+
+    def place(self, inputs: Inputs) -> Inputs | IdEntries:
+        """Return the ids of a batch on the device; if a part is unusual, the batch in CPU memory, to be checked."""
+        ids = DirectIds.of(self._layout, self._numbers, inputs, self._device)
+        return copied_to_cpu(inputs) if ids is None else ids
+
+    def place_arrays(self, request: BagRequest, check: Check) -> DirectIds:
+        """Place ids of which a part was unusual, once the core has accepted them."""
+        check(request.values, request.offsets, request.weights, request.batch_size)
+        inputs = Inputs(
+            names=self._features.names,
+            values=request.values,
+            offsets=request.offsets,
+            weights=request.weights,
+            batch_size=request.batch_size,
+        )
+        ids = DirectIds.of(self._layout, self._numbers, inputs, self._device)
+        assert ids is not None, "the core accepted what the device does not"
+        return ids
+
+    def ticket(self, ids: DirectIds, bags: Any, layout: IdLayout | None = None) -> DirectTicket:
+        """Return a ticket, with what the update of the whole batch needs. layout: of the ids; None: of the features."""
+        runs = RowRuns.of(ids.rows, self._numbers)
+        ticket = DirectTicket(ids, bags, layout=layout or self._layout, runs=runs, places=runs.order, factors=None)
+        places, factors = self._whole_batch(ticket)
+        ticket.places, ticket.factors = places[runs.order].int(), None if factors is None else factors[runs.order]
+        return ticket
+
+    def ticket_by_table(self, request: BagRequest, bags: Any) -> DirectTicket:
+        """Return a ticket for ids by table. The features are `id_features`."""
+        assert request.of_tables and request.offsets is not None
+        inputs = Inputs(names=self._features.names, values=request.values, offsets=request.offsets, batch_size=1)
+        ids, layout = DirectIds.of(self._layout, self._numbers, inputs, self._device), copy(self._layout)
+        assert ids is not None
+        sizes = np.diff(request.offsets).tolist()
+        layout.sequence_floats = [size * table.dim for size, table in zip(sizes, self._features.tables, strict=True)]
+        return self.ticket(ids, bags, layout)
+
+    def _whole_batch(self, ticket: DirectTicket) -> tuple[Tensor, Tensor | None]:
+        """Return the place of each gradient of a whole batch, and its factors. If each bag has one id, they depend on
+        the batch size alone."""
+        is_flat = ticket.ids.offsets is None and ticket.ids.weights is None
+        if is_flat and self._last_flat is not None and len(self._last_flat[0]) == len(ticket.ids):
+            return self._last_flat
+        whole: Given = (True, [True] * len(ticket.layout.sequences))
+        _, places, factors = gradient_entries(ticket.layout, [ticket], [whole])
+        self._last_flat = (places, factors) if is_flat else self._last_flat
+        return places, factors
+
+    def gradients(self, tickets: Sequence[Any], given: Sequence[Given]) -> tuple[RowRuns, Tensor, Tensor | None]:
+        """Return the runs of an update, and the places and factors of its gradients in their order."""
+        if is_whole_batch(tickets[0].layout, given):
+            return tickets[0].runs, tickets[0].places, tickets[0].factors
+        parts: list[Any] = []
+        end = 0
+        for ticket, has in zip(tickets, given, strict=True):
+            _, *part = gradient_entries(ticket.layout, [ticket], [has], end)
+            parts.append(part)
+            end = num_floats(ticket.layout, ticket.batch_size, has, end)
+        places = torch.cat([part[0] for part in parts])
+        factors = None
+        if any(part[1] is not None for part in parts):
+            ones = (places.new_ones((len(part[0]), 2), dtype=torch.float32) for part in parts)
+            factors = torch.cat([one if part[1] is None else part[1] for part, one in zip(parts, ones, strict=True)])
+        rows = torch.where(places >= 0, torch.cat([ticket.ids.rows for ticket in tickets]), -1)
+        runs = RowRuns.of(rows, self._numbers)
+        return runs, places[runs.order].int(), None if factors is None else factors[runs.order]
+
+
+def refusal(ids: DirectIds, check: Check) -> InputError:
+    """Return the core's error about a batch that it refuses."""
+    given = copied_to_cpu(ids.given)
+    parts: Any = (given.values, given.offsets, given.weights)
+    values, offsets, weights = (None if part is None else np.asarray(part) for part in parts)
+    assert values is not None
+    values = values if values.dtype == np.uint64 else values.astype(np.int64).view(np.uint64)
+    try:
+        check(values, offsets, weights, ids.batch_size)
+    except InputError as error:
+        return error
+    return InputError(
+        "the ids changed after their lookup: another batch was written to their array; pass each its own array"
+    )
+
+
+def require_direct_sizes(tickets: Sequence[DirectTicket], request: UpdateRequest) -> None:
+    """Raise InputError if gradients of sequences have other sizes than the rows of their lookup."""
+    for ticket, (_, sequences) in zip(tickets, request.gradients, strict=True):
+        for gradient, size in zip(sequences, ticket.layout.sequence_floats_of(ticket.batch_size), strict=True):
+            if gradient is not None and gradient.numel() != size:
+                raise InputError(f"a sequence's gradients are {gradient.numel()} floats; expected {size}")

@@ -1,0 +1,203 @@
+"""Rows on the devices of several trainers, of tables with `num_rows`: the CPU does no work for an id.
+
+    resolve  ids -> numbers of rows, sorted: unique, by owner; places of their gradients
+    lookup   how many for each owner, by gloo; then numbers ──> DirectOwnedRows ──> rows -> pool, copy_sequence
+    update   gradients -> the sum of each row ──> DirectOwnedRows, which adds those of all trainers
+
+A lookup waits for the device once, in the thread of the lookups: for the number of rows that it asks of each owner, and
+whether the batch is refused. If it is, all trainers raise its error in place of the lookup.
+"""
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from satrap.config.tables import Table
+from satrap.data.inputs import Inputs
+from satrap.device.collective_lookups import CollectiveLookups, LookupPart, Sent
+from satrap.device.collective_rows import CollectiveRows, CollectiveTicket
+from satrap.device.collective_updates import CollectiveUpdates, UpdatePart
+from satrap.device.device_ids import IdLayout
+from satrap.device.device_stream import Mark, current_stream, to_device, to_host
+from satrap.device.direct_batches import DirectBatches, DirectTicket, refusal, require_direct_sizes
+from satrap.device.direct_ids import DirectIds
+from satrap.device.direct_rounds import AskedRounds, DirectLookups, DirectUpdates
+from satrap.device.exchange import Exchange
+from satrap.device.group_exchange import lines_of, of_group
+from satrap.device.owned_rows import LookupTime
+from satrap.device.owner_numbers import OwnerNumbers
+from satrap.device.runs import RowUpdate, Runs, given_parts, is_whole_batch
+from satrap.device.segments import TableGroups
+from satrap.worker.rows import BagRequest, PlacedIds, UpdateRequest
+
+
+@dataclass(slots=True, eq=False)
+class SharedBatch:
+    """A batch whose rows are sorted by owner, on the device."""
+
+    ticket: DirectTicket
+    downloaded: tuple[Tensor, Mark]
+    """int64, valid at the mark: where the runs of each group at each owner begin, and where the last end."""
+    lookup: int = -1
+    """The number of its round; -1: it was not looked up."""
+
+    @property
+    def batch_size(self) -> int:
+        return self.ticket.batch_size
+
+    @property
+    def bound(self) -> float:
+        """See `DeviceTicket`."""
+        return self.ticket.bound
+
+
+class DirectCollectiveRows(CollectiveRows):
+    """Implements `satrap.worker.rows.Rows` for tables with `num_rows` on the devices of all trainers."""
+
+    resolves = True
+
+    def _grouped(self, tables: Sequence[Table]) -> TableGroups:
+        groups, world_size = TableGroups.of_neighbours(tables), len(self.servers.topology)
+        with self.device_stream.joined():
+            self._numbers = OwnerNumbers(tables, groups, world_size, self.device)
+            self._layout = IdLayout(self._features, self.device)
+            self._cut = torch.zeros(len(self._layout.sequences), dtype=torch.int64, device=self.device)
+        self._batches = DirectBatches(self._features, self._layout, self._numbers, self.device)
+        of_ids = IdLayout(self._id_features, self.device)
+        self._id_batches = DirectBatches(self._id_features, of_ids, self._numbers, self.device)
+        self._asked = AskedRounds(self._numbers.begins[self.servers.trainer])
+        return groups
+
+    def _updates_by(self, exchange: Exchange, owned: Callable[[], Any]) -> CollectiveUpdates:
+        return DirectUpdates(exchange, self._groups, self._asked, owned, self._update_thread, self.device_stream)
+
+    def _lookups_by(self, exchange: Exchange, owned: Callable[[], Any]) -> CollectiveLookups:
+        rounds = self._lookup_thread, self._updates, self._staleness, self.device_stream
+        return DirectLookups(exchange, self._groups, self._asked, owned, *rounds)
+
+    @property
+    def truncated(self) -> list[int]:
+        with self.device_stream.joined():
+            counts: list[int] = self._cut.tolist()
+        return [sum(pair) for pair in zip(counts, super().truncated, strict=True)]
+
+    # -- lookup --------------------------------------------------------------------------------------------------------
+
+    def place_ids(self, inputs: Inputs, *, train: bool) -> Inputs | PlacedIds:
+        return self._batches.place(inputs) if train else super().place_ids(inputs, train=train)
+
+    def resolve(self, request: BagRequest) -> BagRequest:
+        """Sort the ids of a batch."""
+        with self.device_stream.joined():
+            return replace(request, resolved={"ticket": self._ticket(request)})
+
+    def _ticket(self, request: BagRequest) -> CollectiveTicket:
+        return CollectiveTicket(self._shared(request), self)
+
+    def _shared(self, request: BagRequest) -> SharedBatch:
+        ids = request.values
+        if request.of_tables:
+            ticket = self._id_batches.ticket_by_table(request, self._reader.id_bags)
+            return SharedBatch(ticket, current_stream(self.device).download(ticket.runs.bounds))
+        if not isinstance(ids, DirectIds):
+            ids = self._batches.place_arrays(request, self._check_arrays)  # which counts what is cut
+        elif len(ids.cut) and ids.offsets is not None:
+            self._cut = self._cut + ids.cut
+        ticket = self._batches.ticket(ids, None)
+        return SharedBatch(ticket, current_stream(self.device).download(ticket.runs.bounds))
+
+    def _start(self, request: BagRequest, step: int) -> "tuple[CollectiveTicket | None, Future[Any] | None]":
+        resolved: dict[str, Any] = request.resolved or self.resolve(request).resolved
+        ticket: CollectiveTicket = resolved["ticket"]
+        at = LookupTime(step, request.oldest_open or step, request.first_epoch)
+        return ticket, self._submit(LookupPart(at, partial(self._sent, ticket.batch)))
+
+    def _sent(self, batch: SharedBatch) -> Sent:
+        ids = batch.ticket.ids
+        if ids.is_refused:
+            raise refusal(ids, partial(self._check_arrays, bags=batch.ticket.bags))
+        counts = self._counts(batch.downloaded)
+        with self.device_stream.running():
+            return batch.ticket.runs.rows[: counts.sum()].int(), counts
+
+    def _counts(self, downloaded: tuple[Tensor, Mark]) -> NDArray[np.int64]:
+        """Return how many rows a batch has of each group at each owner, [trainers, groups]. Waits for the device,
+        unless it has sorted the ids."""
+        bounds, mark = downloaded
+        mark.synchronize()
+        return np.diff(bounds.numpy()).reshape(-1, len(self._groups.tables))
+
+    def _check_arrays(self, values: Any, offsets: Any, weights: Any, batch_size: int, bags: Any = None) -> None:
+        self._split.drop(self._split_arrays(values, offsets, weights, batch_size, bags))
+
+    def _pool(
+        self, ticket: CollectiveTicket, rows: Any, request: BagRequest, block: Tensor, sequences: list[Tensor]
+    ) -> None:
+        lines, ticket.batch.lookup = rows
+        batch: SharedBatch = ticket.batch
+        ids, runs = batch.ticket.ids, batch.ticket.runs
+        at = lines_of(runs.of_entries(), self._counts(batch.downloaded)).int()
+        places = {"lines": at, "offsets": ids.offsets, "weights": ids.weights}
+        self._pool_lines(lines, places, request, block, sequences)
+
+    def _drop(self, ticket: CollectiveTicket) -> None:
+        """Do nothing: no other process keeps anything of it."""
+
+    # -- update --------------------------------------------------------------------------------------------------------
+
+    def _require_sizes(self, request: UpdateRequest) -> None:
+        require_direct_sizes([ticket.batch.ticket for ticket in request.tickets], request)
+
+    def _summed_part(
+        self, request: UpdateRequest, rates: Sequence[float], flat: Tensor, how: RowUpdate, bound: float
+    ) -> UpdatePart:
+        batches: list[SharedBatch] = [ticket.batch for ticket in request.tickets]
+        given = given_parts(request)
+        rows, places, factors = self._batches.gradients([batch.ticket for batch in batches], given)
+        is_whole = is_whole_batch(batches[0].ticket.layout, given)
+        # What is sorted here is downloaded behind the gradients, for which this call has waited.
+        downloaded = batches[0].downloaded if is_whole else current_stream(self.device).download(rows.bounds)
+        counts, sums = self._counts(downloaded), []
+        for group, (_, dim) in enumerate(self._groups.layouts):
+            begin, end = (of_group(entries, group, counts) for entries in (rows.begin, rows.end))
+            lines = torch.arange(len(begin), dtype=torch.int32, device=self.device)
+            runs = Runs(
+                frames=lines,
+                begin=begin,
+                end=end,
+                places=places,
+                factors=factors,
+                keys=None,
+                tables=(0, len(lines)),
+                alignment=self._layout.alignment,
+            )
+            values = torch.full((len(lines), dim), -0.0, device=self.device)
+            self._kernels.update(values, values[:, :0], runs, flat, how)
+            sums.append(values)
+        lookup = batches[0].lookup if is_whole else -1
+        return UpdatePart(rows.rows[: counts.sum()].int(), counts, sums, rates, bound, lookup)
+
+    def _checked_part(self, request: UpdateRequest, rates: Sequence[float]) -> UpdatePart:
+        splits = [self._split_again(ticket.batch) for ticket in request.tickets]
+        ids, counts, unsorted, bound = self._checked_sums(request, splits)
+        tables = np.concatenate([np.repeat(np.arange(len(of_owner)), of_owner) for of_owner in counts])
+        ids_there = to_device(np.concatenate(ids).view(np.int64), self.device)
+        rows, groups = self._numbers.rows_of(to_device(tables, self.device), ids_there), self._groups.numbers[tables]
+        sums = [
+            of_rows[rows[to_device(np.flatnonzero(groups == group), self.device)].argsort()]
+            for group, of_rows in enumerate(unsorted)
+        ]
+        in_order = rows.sort().values
+        bounds = to_host(torch.searchsorted(in_order, self._numbers.bounds)).numpy()
+        return UpdatePart(in_order.int(), np.diff(bounds).reshape(len(counts), -1), sums, rates, bound)
+
+    def _split_again(self, batch: SharedBatch) -> Any:
+        values, offsets, weights = batch.ticket.ids.on_cpu()
+        return self._split_arrays(values, offsets, weights, batch.batch_size, batch.ticket.bags)

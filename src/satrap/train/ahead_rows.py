@@ -77,12 +77,8 @@ class AheadRows:
         self._next = dict.fromkeys(self._chunks, 0)  # the chunk after the last one found: models ask in order
         self._sorted: dict[str, tuple[Ids, Any]] = {}
 
-    def take(self, ids: Mapping[str, Ids], lookups: StepLookups) -> dict[str, Tensor]:
-        """Return the rows of each table of which one of the chunks is these ids, once for each chunk."""
-        taken = {table: self._take(table, of_table, lookups) for table, of_table in ids.items()}
-        return {table: rows for table, rows in taken.items() if rows is not None}
-
-    def _take(self, table: str, ids: Ids, lookups: StepLookups) -> Tensor | None:
+    def take(self, table: str, ids: Ids, lookups: StepLookups) -> Tensor | None:
+        """Return the rows of the table's chunk that is these ids, once; None if there is none left."""
         chunks, first = self._chunks[table], self._next[table]
         for number in (*range(first, len(chunks)), *range(first)):
             if len(chunks[number]) == len(ids) and np.array_equal(chunks[number], ids):
@@ -144,3 +140,20 @@ class AheadRows:
             for name, given in by_table.items()
             if len(given) == 1 and given[0].chunks is self._chunks[name] and given[0].is_whole
         }
+
+
+def rows_of(
+    ahead: AheadRows | None,
+    lookups: StepLookups,
+    ids: Mapping[str, Ids],
+    device: torch.device,
+    read: Callable[[Mapping[str, Ids]], Mapping[str, Tensor]],
+) -> tuple[dict[str, Tensor], int]:
+    """Return the rows of ids by table for a model, and how many ids were not looked up ahead. read: looks those up."""
+    taken = {table: None if ahead is None else ahead.take(table, ids[table], lookups) for table in ids}
+    others = {table: ids[table] for table, rows in taken.items() if rows is None}
+    found, num_now = (
+        (read(others), sum(map(len, others.values()))) if ahead is None else ahead.find(others, device, read)
+    )
+    rows = {table: lookups.add(table, of_table, found[table]) for table, of_table in others.items()}
+    return rows | {table: of_table.to(device) for table, of_table in taken.items() if of_table is not None}, num_now

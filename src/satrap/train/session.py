@@ -217,8 +217,9 @@ class TrainingSession:
                 "stream the source itself (epochs=N with shuffle=True reads it in another order each time, path= "
                 "takes a list), or create the Checkpoint without a source and start each stream where you want it"
             )
-        several = self.trainers.world_size > 1
-        share = {"rank": self.trainers.rank, "world_size": self.trainers.world_size} if several else {}
+        share = (
+            {"rank": self.trainers.rank, "world_size": self.trainers.world_size} if self.trainers.world_size > 1 else {}
+        )
 
         def read(tracked: _TrackedSource | None) -> tuple[Iterator[Inputs], Position | None]:
             position = tracked.position if tracked is not None and tracked.resume else None

@@ -38,6 +38,7 @@ from satrap.data.skipped_rows import SkippedRows
 from satrap.errors import NotReadyError, StreamError
 from satrap.interrupts import Uninterrupted
 from satrap.monitor.report import Counters
+from satrap.train.ahead_rows import rows_of
 from satrap.train.batch import Batch, InFlightBatch, batch_in_use
 from satrap.train.batch_lookup import BatchLookup
 from satrap.train.dense_strategy import DenseStrategy
@@ -363,17 +364,10 @@ class Stream(Iterator[Batch]):
         if not batch.lookups.num_lookups:
             own, calls = weakref.ref(self), batch.calls
             batch.lookups = StepLookups(batch.step, lambda: None if (me := own()) is None else me._reach(calls))
-        ahead, read = batch.ahead, partial(self._read, batch, device)
-        taken = {} if ahead is None else ahead.take(ids, batch.lookups)
-        others = {table: of_table for table, of_table in ids.items() if table not in taken}
-        if ahead is None or not others:
-            rows, num_now = (read(others), sum(map(len, others.values()))) if others else ({}, 0)
-        else:
-            rows, num_now = ahead.find(others, device, read)
+        rows, num_now = rows_of(batch.ahead, batch.lookups, ids, device, partial(self._read, batch, device))
         if batch.has_rows:
             self._num_ids += Counter({"ahead": sum(map(len, ids.values())) - num_now, "on the spot": num_now})
-        looked_up = {table: batch.lookups.add(table, of_table, rows[table]) for table, of_table in others.items()}
-        return looked_up | {table: of_table.to(device) for table, of_table in taken.items()}
+        return rows
 
     def _read(self, batch: InFlightBatch, device: torch.device, ids: Mapping[str, Ids]) -> dict[str, Tensor]:
         """Look up rows for modules on the spot; those of a padding batch are not trained."""

@@ -43,7 +43,7 @@ class TableConfig:
 
     def __init__(self, table: dict[str, Any], frame_pool: int | None = None) -> None:
         """
-        table: what satrap.Table.to_dict() returns, with its num_buckets. frame_pool: of rows on a device.
+        table: what satrap.Table.to_dict() returns, with its num_buckets, and a range of frozen ids as the first and the last one. frame_pool: of rows on a device.
         """
 
     @property

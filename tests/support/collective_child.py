@@ -177,11 +177,14 @@ def compare(job: dict[str, Any]) -> dict[str, Any]:
     for name, expected in found[0].items():
         assert found[1][name] == expected, name
     rows = {name: len(table) for name, table in workers[1].tables.items()}
-    moved = {name: table.stats().get("moved_out", 0) for name, table in workers[1].tables.items()}
+    moved, at_home = (
+        {name: table.stats().get(count, 0) for name, table in workers[1].tables.items()}
+        for count in ("moved_out", "at_home")
+    )
     dist.barrier()
     for each in both:
         each.close()
-    return {"rows": rows, "moved_out": moved}
+    return {"rows": rows, "moved_out": moved, "at_home": at_home}
 
 
 def refusal(options: dict[str, Any]) -> dict[str, Any]:

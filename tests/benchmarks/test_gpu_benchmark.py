@@ -301,7 +301,8 @@ def test_steps_are_trained_in_every_setting(job: Job) -> None:
         (name, ids) for name in ("satrap", "torch") for ids in ("zipf", "uniform")
     }
     losses = []
-    for item in (*part.names[:2], part.names[3], next(name for name in part.names if "float16" in name)):
+    others = (next(name for name in part.names if each in name) for each in ("float16", "satrap/float32/amp-bf16"))
+    for item in (*part.names[:2], part.names[3], *others):
         found = part.measure(item)
         json.dumps(found)
         assert found["samples_per_s"] > 0 and found["range"][0] <= found["samples_per_s"] <= found["range"][1]

@@ -67,9 +67,8 @@ class TrainingSession:
         """The rows that a loaded state_dict expects, as `rows_state` returns them; None if they were found."""
         self.why_untrained = ""  # the error of a step that finds no gradient of rows, since modules only read
         self._open_worker, self.staleness, self._deterministic = open_worker, staleness, deterministic
-        self._output_dtype = output_dtype
         self._worker: Worker | None = None
-        self._step = 0
+        self._output_dtype, self._step = output_dtype, 0
         own = weakref.ref(self)
         describe_process("trainer", number=trainers.rank, step=lambda: None if (me := own()) is None else me.step)
         self._past_counters = Counters()  # totals of ended training streams
@@ -78,8 +77,7 @@ class TrainingSession:
         self._training_data: Any = None
         self._paddings: dict[str, set[int | None]] = {}  # what modules skip, by table
         self._evaluations: weakref.WeakSet[Stream] = weakref.WeakSet()
-        self._before_close: list[Callable[[], None]] = []
-        self._awaited: list[Callable[[], None]] = []
+        self._before_close, self._awaited = list[Callable[[], None]](), list[Callable[[], None]]()
         self._has_evaluated_nothing = self._closed = False
         register(self)
 

@@ -267,16 +267,15 @@ class TrainingSession:
         overlap: bool,
     ) -> Stream:
         """read: returns the batches of the data, and the position at which they begin."""
-        assert self.on_hold is not None
         self._begin_training()
         ledger: BatchLedger[InFlightBatch] = BatchLedger(
             self.staleness, accumulate=accumulate, deterministic=self._deterministic, last_step=self.step
         )
         inputs, position = read(tracked := self._tracked.get(id(data)))
-        how: dict[str, Any] = {"device": device, "overlap": overlap, "position": position, "dense": self.dense}
+        how: dict[str, Any] = {"device": device, "overlap": overlap, "on_hold": self.on_hold, "dense": self.dense}
         with Uninterrupted():
             self._training_data = data
-            stream = self._training = Stream(inputs, worker, ledger, train=True, on_hold=self.on_hold, **how)
+            stream = self._training = Stream(inputs, worker, ledger, train=True, position=position, **how)
             if tracked is not None:
                 tracked.resume = False
         return stream

@@ -53,8 +53,8 @@ from satrap.worker.worker import Worker
 _LOG = logging.getLogger("satrap.train")
 _EVALUATION_AHEAD = 2  # batches looked up ahead of the dense network if the two overlap
 _NO_LOADER = (
-    "a torch DataLoader cannot read a stream: its batches are complete, and their gradients return to this "
-    "process; use embeddings.stream(satrap.IterableSource(loader)) and iterate over the stream itself"
+    "a torch DataLoader cannot read a stream, whose batches are complete and get their gradients in this process: "
+    "use embeddings.stream(satrap.IterableSource(loader)) and iterate over the stream itself"
 )
 _ENDED = (
     "this stream has ended, and a stream is one pass over its data: start another one with embeddings.stream(...), or "
@@ -64,10 +64,8 @@ _UNSTEPPED = (
     "the stream has ended, and optimizer.step() has not taken its last batches (%d, of %d in a step): they are not "
     "trained on unless you call it now. A loop that calls it after each batch whose completes_step is True leaves none"
 )
-_REASONS = {  # by the cause of a drop
-    "zero_grad": "zero_grad() cleared its gradients before optimizer.step()",
-    "overflow": "a GradScaler found an overflow and skipped its step",
-}
+_CLEARED = "zero_grad() cleared its gradients before optimizer.step()"
+_REASONS = {"zero_grad": _CLEARED, "overflow": "a GradScaler found an overflow and skipped its step"}
 
 
 class Stream(Iterator[Batch]):

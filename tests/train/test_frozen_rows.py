@@ -175,7 +175,9 @@ def test_a_frozen_table_adds_nothing_to_the_norm_of_the_gradients() -> None:
         (batch,) = embeddings.stream([{"item": [[1, 9]], "path": [[1]], "text": np.array([2]), "words": [[3, 4]]}])
         loss_of(batch["item"], batch["path"].values, batch["text"], batch["words"].values).backward()
         assert not batch["words"].values.grad.any() and batch["path"].values.grad.any()
-        item, text = batch.embeddings.grad.split(DIM, 1)
+        gradient = batch.embeddings.grad
+        assert gradient is not None
+        item, text = gradient.split(DIM, 1)
         assert item.all() and not text.any()
 
 

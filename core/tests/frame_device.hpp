@@ -68,7 +68,7 @@ class Device {
         Ticket* const tickets[] = {&ticket};
         const GivenParts given[] = {{false, std::vector<bool>(pools_.size(), true)}};
         const bool filter = std::any_of(flat.begin(), flat.end(), [](float g) { return !std::isfinite(g); });
-        const bool ordered = step % 2 == 0; // every id has a gradient, so the order may be found before
+        const bool ordered = step % 2 == 0; // the order may be found before: every id has a gradient
         FrameRuns runs = ordered ? engine->order_frames(ticket) : FrameRuns{};
         FrameRuns found = engine->update_frames(tickets, given, step, filter, ordered);
         if (ordered) {

@@ -58,6 +58,7 @@ def test_random_steps_of_numbered_rows_have_the_bits_of_rows_in_memory(
     how: dict[str, Any] = {"steps": 12, "shard": shard, "num_rows": 47, "device": device} | more
     outcomes = trainers.run([], world_size, tmp_path, compare=seed, **how)
     assert all(each == outcomes[0] and min(each["rows"].values()) > 0 for each in outcomes)
+    assert all(outcomes[0]["at_home"][name] > 0 for name in how.get("device_memory", {}))
 
 
 @pytest.mark.draw(1)
@@ -128,12 +129,27 @@ def test_it_equals_one_trainer_on_the_joined_batch(
     require_same_as_alone(found, 6 * world_size)
 
 
-@pytest.mark.parametrize(("overlap", "output_dtype"), [(False, "float32"), (True, "float32"), (True, "bfloat16")])
+@pytest.mark.parametrize(
+    ("overlap", "num_users", "accumulate", "output_dtype"),
+    [
+        (False, None, 2, "float32"),
+        (True, 41, 2, "float32"),
+        (True, 41, 1, "float32"),
+        (True, None, 2, "bfloat16"),
+        (True, 41, 2, "bfloat16"),
+    ],
+)
 def test_uneven_batches_drops_and_accumulation_equal_rows_in_memory(
-    trainers: Trainers, overlap: bool, output_dtype: str, device: str, tmp_path: Path
+    trainers: Trainers,
+    overlap: bool,
+    num_users: int | None,
+    accumulate: int,
+    output_dtype: str,
+    device: str,
+    tmp_path: Path,
 ) -> None:
-    how: dict[str, Any] = {"batches": 9, "dropped": [[None, 2]], "accumulate": 2, "overlap": overlap, "dense": device}
-    how["output_dtype"] = output_dtype
+    how: dict[str, Any] = {"batches": 9, "dropped": [[None, 2]], "accumulate": accumulate, "overlap": overlap}
+    how |= {"dense": device, "num_users": num_users, "output_dtype": output_dtype}
     in_memory = trainers.run([], 2, tmp_path, **how)
     found = trainers.run([], 2, tmp_path, **how, device=device)
     assert same(found[0], in_memory[0]) and same(found[1], in_memory[1])
@@ -167,10 +183,11 @@ def test_with_staleness_each_update_is_applied_once(
     assert all(each["rows"] == expected[0]["rows"] for each in found)
 
 
+@pytest.mark.parametrize("num_users", [None, 41])
 def test_a_deterministic_run_with_staleness_repeats_and_equals_no_other_staleness(
-    trainers: Trainers, tmp_path: Path
+    trainers: Trainers, tmp_path: Path, num_users: int | None
 ) -> None:
-    how: dict[str, Any] = {"batches": 18, "device": "cpu", "deterministic": True}
+    how: dict[str, Any] = {"batches": 18, "device": "cpu", "deterministic": True, "num_users": num_users}
     found = [
         trainers.run([], 3, tmp_path, **how, staleness=staleness, overlap=overlap)[0]
         for staleness, overlap in ((2, True), (2, False), (1, True))

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from satrap.config.tables import Table
 from satrap.device.direct_ids import RowNumbers, RowRuns, num_with, remainders_of
+from satrap.device.direct_rounds import AskedRounds, AskedRows
 from satrap.device.group_exchange import lines_of, of_group
 from satrap.device.owner_numbers import OwnerNumbers
 from satrap.device.segments import TableGroups
@@ -91,8 +92,21 @@ def test_a_row_of_some_buckets_keeps_its_order_in_runs() -> None:
     runs = RowRuns.of(rows, numbers)
     counts = runs.bounds.diff()
     assert int(counts.sum()) == 4 and runs.rows[:4].unique().numel() == 4
-    assert [runs.order[b:e].tolist() for b, e in zip(runs.begin[:4], runs.end[:4], strict=True)] != []
-    assert sorted(runs.order.tolist()) == list(range(6))
+    entries = [runs.order[begin:end].tolist() for begin, end in zip(runs.begin[:4], runs.end[:4], strict=True)]
+    assert sorted(entries) == [[0, 2], [1, 5], [3], [4]]
+
+
+def test_an_update_uses_what_its_lookup_asked_for_if_the_same_trainers_join() -> None:
+    rounds, runs = (
+        AskedRounds(7),
+        RowRuns.of(torch.tensor([1, 0]).int(), RowNumbers([Table("t", dim=1, num_rows=2)], [], CPU)),
+    )
+    for number, step in ((3, 1), (4, 1), (5, 2)):
+        rounds.keep(number, AskedRows(torch.tensor([1, 0]), runs, step, (0, 2)))
+    assert rounds.of(4, (0, 2)) is not None
+    assert rounds.of(4, (0,)) is None and rounds.of(-1, (0, 2)) is None
+    rounds.forget(1)
+    assert rounds.of(4, (0, 2)) is None and rounds.of(5, (0, 2)) is not None
 
 
 @pytest.fixture(scope="module")

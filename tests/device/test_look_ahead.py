@@ -200,7 +200,7 @@ def ahead_and_not(declared: Features, device: str, **options: Any) -> list[Any]:
 def test_gradients_that_were_ordered_ahead_have_the_same_bits(
     dtype: Any, memory: Any, device: str, rng: np.random.Generator
 ) -> None:
-    """Those of a batch that is accumulated with another are ordered in the update, and so are those after it until an
+    """A batch that is accumulated with another is ordered in the update, and so are the batches after it until an
     update has one batch again."""
     item = Table("item", dim=5, optimizer=Adagrad(lr=0.1), dtype=dtype, initial=Normal(std=0.5), num_buckets=4)
     workers = ahead_and_not(every_kind(item), device, device_memory=memory)

@@ -7,18 +7,24 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 
 from satrap import SGD, Adagrad, Embeddings, Inputs, Normal, Table
 from satrap.config.features import Features
 from satrap.data.inputs import Position
 from satrap.device import device_ids, home_memory
+from satrap.device.collective_rows import CollectiveRows
 from satrap.device.device_stream import DeviceStream, new_stream
 from satrap.device.device_worker import device_worker
+from satrap.device.direct_collective_rows import DirectCollectiveRows
+from satrap.device.exchange import RoundThread
+from satrap.train import open_worker
 from satrap.train.batch_lookup import BatchLookup
 from stream_recorder import Recorder, recorded
 
@@ -137,6 +143,7 @@ LOOPS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.draw(8)
 @pytest.mark.parametrize("own", [False, True], ids=["default stream", "own stream"])
 @pytest.mark.parametrize("how", LOOPS)
 def test_everything_is_ordered(
@@ -150,6 +157,39 @@ def test_everything_is_ordered(
     assert {name for name, _ in recorder.kernels} >= {"pool", "copy_sequence", "update", "initialise"}
     used = {name for kernel, name in recorder.kernels if kernel in ("pool", "copy_sequence", "update")}
     assert used == {embeddings.worker.device_stream.name}, "rows are used on one stream"
+    monkeypatch.undo()
+    expected, _ = train(data, **LOOPS[how])
+    assert found == expected
+
+
+@pytest.fixture
+def lone_trainer(tmp_path: Path, recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A trainer that exchanges rows with itself, in recorded threads."""
+    run = RoundThread._run
+
+    def recorded(thread: RoundThread) -> None:
+        with recorder.recording():
+            run(thread)
+
+    monkeypatch.setattr(RoundThread, "_run", recorded)
+    monkeypatch.setattr(open_worker, "_open_on_device", open_worker._open_among_devices)
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/rendezvous", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("how", ["inline", "stale", "direct", "direct, accumulates", "direct, at home"])
+def test_exchanges_between_trainers_are_ordered(
+    how: str, lone_trainer: None, recorder: Recorder, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(home_memory, "SEGMENT_BYTES", 1024)
+    data = batches(rng, 8)
+    with recorder.recording():
+        found, embeddings = train(data, loop=new_stream(CPU), **LOOPS[how])
+    assert isinstance(embeddings.worker.rows, CollectiveRows)
+    assert isinstance(embeddings.worker.rows, DirectCollectiveRows) == ("direct" in how)
+    embeddings.close()
+    assert recorder.faults == []
     monkeypatch.undo()
     expected, _ = train(data, **LOOPS[how])
     assert found == expected

@@ -135,15 +135,9 @@ def compare(job: dict[str, Any]) -> dict[str, Any]:
         open_worker._open_on_device = open_worker._open_among_devices
     rng, common = np.random.default_rng([job["compare"], dist.get_rank()]), np.random.default_rng(job["compare"])
     shards, place = ("rows", job["shard"]), job.get("device", "cpu")
+    how: dict[str, Any] = {"seed": 3, "num_threads": 1, "output_dtype": job.get("output_dtype", "float32")}
     both = [
-        Embeddings(
-            features(shard, num_rows, jagged=jagged),
-            seed=3,
-            num_threads=1,
-            device=device,
-            device_memory=memory,
-            output_dtype=job.get("output_dtype", "float32"),
-        )
+        Embeddings(features(shard, num_rows, jagged=jagged), device=device, device_memory=memory, **how)
         for shard, device, memory in zip(shards, (None, place), (None, job.get("device_memory")), strict=True)
     ]
     workers: list[Any] = [each.worker for each in both]
@@ -183,11 +177,14 @@ def compare(job: dict[str, Any]) -> dict[str, Any]:
     for name, expected in found[0].items():
         assert found[1][name] == expected, name
     rows = {name: len(table) for name, table in workers[1].tables.items()}
-    moved = {name: table.stats().get("moved_out", 0) for name, table in workers[1].tables.items()}
+    moved, at_home = (
+        {name: table.stats().get(count, 0) for name, table in workers[1].tables.items()}
+        for count in ("moved_out", "at_home")
+    )
     dist.barrier()
     for each in both:
         each.close()
-    return {"rows": rows, "moved_out": moved}
+    return {"rows": rows, "moved_out": moved, "at_home": at_home}
 
 
 def refusal(options: dict[str, Any]) -> dict[str, Any]:

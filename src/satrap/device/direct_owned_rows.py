@@ -13,6 +13,7 @@ from satrap.config.features import Features
 from satrap.device.cold_rows import ColdRows
 from satrap.device.device_blocks import Magnitude
 from satrap.device.device_engine import Owed
+from satrap.device.device_ids import alignment_of
 from satrap.device.device_rows import LARGEST, DeviceRows
 from satrap.device.device_stream import to_host
 from satrap.device.direct_ids import RowRuns
@@ -108,7 +109,7 @@ class DirectOwnedRows(DeviceRows):
         with self._engine.in_order():
             lines = lines_of(runs.order, counts)
             skips = not bound < LARGEST and self._check_sums(rows[runs.order], lines, sums, len(counts))
-            runs = self._engine.trained(runs)
+            trained = self._engine.trained(runs)
             groups = list(self._fused_tables(dict(enumerate(lrs)), 1.0, step, skips=skips))
             flats = [sums[self._groups.numbers[tables.start]].reshape(-1) for tables, _ in groups]
             dims = [self._engine.memory(tables.start).layout.dim for tables, _ in groups]
@@ -116,10 +117,10 @@ class DirectOwnedRows(DeviceRows):
             def record() -> Owed:
                 self._engine.begin_update(step)
                 of_dim = {
-                    dim: self._engine.runs(runs, (lines * dim).int(), None, 1 if dim % 4 else 4) for dim in set(dims)
+                    dim: self._engine.runs(trained, (lines * dim).int(), None, alignment_of(dim)) for dim in set(dims)
                 }
                 return lambda: [
-                    partial(self._engine.step, self._kernels, runs, of_dim[dim], group, flat)
+                    partial(self._engine.step, self._kernels, trained, of_dim[dim], group, flat)
                     for group, flat, dim in zip(groups, flats, dims, strict=True)
                 ]
 

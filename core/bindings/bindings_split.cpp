@@ -62,7 +62,7 @@ nb::dict lines(Split& split, SplitTicket& ticket, const Words& groups) {
 nb::tuple runs(Split& split, const std::vector<SplitTicket*>& tickets, const std::vector<GivenFlags>& given,
                const Words& owners, std::uint32_t num_servers, const Words& groups) {
     const std::vector<GivenParts> parts =
-        checked_parts(tickets, given, [&](const SplitTicket&) { return &split.bags(); });
+        checked_parts(tickets, given, [](const SplitTicket& ticket) { return ticket.ticket.bags.get(); });
     const std::vector<std::uint32_t> of_tables = checked_groups(split, groups);
     std::vector<std::uint32_t> of_buckets = checked_owners(split, owners, num_servers);
     auto found = std::make_unique<SumRuns>(

@@ -14,6 +14,7 @@ import pyarrow.csv
 import pyarrow.feather
 import pyarrow.parquet as pq
 import pytest
+import torch
 
 import satrap
 from runs import DEADLINE_SECONDS, SATRAP
@@ -100,6 +101,22 @@ def test_the_command_and_its_script_give_the_same_bits(tmp_path: Path) -> None:
     assert rows_of(tmp_path / "mine") == rows_of(tmp_path / "run")
     resumed = run(tmp_path, sys.executable, "run/train.py")
     assert METRICS.findall(resumed) == metrics, "a script that runs again returns to the best"
+
+
+def test_the_first_number_of_each_embedding_is_a_weight_of_its_id(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The regression has such weights; without them the DCN finds the effects of ids later, and overfits first."""
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path, "parquet", clicks())
+    assert main(["train", "clicks.parquet", "--ids", "day", "--script", "train.py"]) == 0
+    names: dict[str, Any] = {"__name__": "script"}
+    exec(compile(Path("train.py").read_text(), "train.py", "exec"), names)
+    with names["embeddings_of"](names["IDS"], 0.1) as embeddings:
+        net = names["Net"](lambda numbers, _: numbers.new_zeros(len(numbers)), embeddings, 0.0)
+        parts = [torch.randn(3, dim) for dim in names["IDS"].values()]
+        logits = net(torch.zeros(3, len(names["NUMBERS"])), torch.cat(parts, 1))
+    torch.testing.assert_close(logits, sum(part[:, 0] for part in parts))
 
 
 def test_training_stops_when_validation_gets_worse(tmp_path: Path) -> None:

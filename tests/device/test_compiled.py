@@ -50,6 +50,7 @@ BUDGETS: dict[str, tuple[int, int]] = {
 gradients of a long run. Loops count once, as for bags and runs of one entry."""
 FOR_OLDER = 1.15  # times more with the Triton that torch 2.11 brings
 FOR_OPTIONS = 1200  # more for gradients with factors, a scale, and those that are not finite
+FOR_NARROW = 60  # more for gradients of 16 bits, which become float32
 FOR_ODD_DIM = 150  # more for a tile of 256 numbers that are read one by one, where rows begin anywhere
 
 FUSED = {"Nesterov": 3, "RowWiseAdagrad": 3, "Adam": 4, "AdamW": 4}  # multiply-adds of a number; other optimizers: 2
@@ -193,6 +194,8 @@ def cost(kernel: Kernel, factor: float) -> Iterator[str]:
     budget = BUDGETS[kind(kernel)][launch.dtype != "float32"]
     if {*launch.options} & {*ALL_OPTIONS}:
         budget += FOR_OPTIONS
+    if launch.block != "float32":
+        budget += FOR_NARROW
     if launch.dim % 4:
         budget += FOR_ODD_DIM
     budget = int(budget * factor)

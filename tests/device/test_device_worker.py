@@ -181,7 +181,11 @@ def test_what_is_refused_changes_nothing(rng: np.random.Generator) -> None:
     before = contents(worker)
     refused: list[tuple[Any, type[SatrapError], str]] = [
         (lambda: worker.update([ticket], [block.numpy()]), InputError, "is a ndarray; expected a tensor on cpu"),
-        (lambda: worker.update([ticket], [block[:2]]), InputError, r"of shape \(2, .*expected float32 or 16 bits, of shape"),
+        (
+            lambda: worker.update([ticket], [block[:2]]),
+            InputError,
+            r"of shape \(2, .*expected float32 or 16",
+        ),
         (lambda: worker.update([ticket], [block.double()]), InputError, "is torch.float64"),
         (lambda: worker.lookup(inputs, step=2, block=block[:2]), InputError, "block is torch.float32 of shape"),
         (lambda: worker.tables["item"].lookup(UNIVERSE), InputError, "only a stream of `Embeddings` trains them"),

@@ -143,6 +143,7 @@ LOOPS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.draw(8)
 @pytest.mark.parametrize("own", [False, True], ids=["default stream", "own stream"])
 @pytest.mark.parametrize("how", LOOPS)
 def test_everything_is_ordered(

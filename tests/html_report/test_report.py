@@ -267,6 +267,9 @@ def test_a_chart_for_each_number_of_the_script(tmp_path: Path) -> None:
     assert small[1].series[0].points == [(step, step) for step in range(1, 31)]
     text = shown(tmp_path)
     assert "<h2>Numbers of the script</h2>" in text and "interval; mean over 1.45 steps" in text
+    write(tmp_path, "trainer-0", interval(31, logged={f"number {index}": 1.0 for index in range(30)}))
+    small = [each for each in charts_of([read_run(tmp_path)]) if isinstance(each, LineChart) and each.is_small]
+    assert len(small) == 24 and "32 numbers of this kind were recorded; these are the first 24." in small[-1].note
 
 
 def test_epochs_and_launches_are_marked_and_the_legend_names_them(tmp_path: Path) -> None:
@@ -401,6 +404,7 @@ def test_a_long_run_of_many_trainers_and_tables_stays_small(tmp_path: Path) -> N
     (chart,) = [each for each in charts_of([run]) if each.title == "Rows of each table" and isinstance(each, LineChart)]
     assert [curve.last for curve in chart.series[:5]] == sorted(rows.values())[:-6:-1], "the largest tables"
     assert chart.series[5].name == "9 other tables" and chart.series[5].last == sum(sorted(rows.values())[:9])
+    assert [x for x, _ in chart.series[5].superseded] == [x for x, _ in chart.series[0].superseded] != []
     assert "A chart shows at most 1,000 points" in text
     values = tile_values(run)
     assert (values["Faults"], values["Launches"], values["Last step"]) == ("2", "3", "88,000")

@@ -3,13 +3,14 @@ refused before anything is changed."""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import satrap
 from module_jobs import PLACES, deployed
@@ -129,6 +130,14 @@ def regularised(model: Any) -> None:
     model.head._embedding_regularizer = 1e-5
 
 
+def listed(model: Any) -> None:
+    model.both = [model.small, model.item]
+
+
+def bound(model: Any) -> None:
+    model.look_up = {"item": model.item.forward}
+
+
 def doubled(model: Any) -> None:
     model.item.double()
 
@@ -159,6 +168,8 @@ REFUSED: list[tuple[Callable[[Any], None], Any, dict[str, Any], str]] = [
     (hooked_head, Adagrad(), {}, r"shares its weight with 'head\.weight', whose module has hooks"),
     (penalised, Adagrad(), {}, r"'item': attribute 'penalties' of the model has its weight too, .* weight_decay"),
     (regularised, Adagrad(), {}, r"convert: head\._embedding_regularizer is 1e-05, a penalty .* weight_decay"),
+    (listed, {"item": Table("t", 4)}, {}, "'item': attribute 'both' of the model has the module too, .*ModuleList"),
+    (bound, Adagrad(), {}, "'item': attribute 'look_up' of the model has the module too"),
     (doubled, Adagrad(), {}, r"module 'item' has a weight of torch\.float64, and rows are float32"),
     (padded_differently, Adagrad(), {}, r"modules of another padding_idx; found \[0, None\], expected the same"),
     (nonzero_padding, Adagrad(), {"weights": True}, "module 'item' has padding_idx 0, whose weight is not 0"),
@@ -213,6 +224,54 @@ def test_a_frozen_weight_stays_frozen() -> None:
         optimizer.step()
         assert embeddings.step == 1
         assert torch.equal(model.small(ids), expected) and torch.equal(model.small.weight, expected)
+
+
+def test_what_was_replaced_is_refused_elsewhere() -> None:
+    model, ids = Model(), torch.arange(3)
+    other = nn.Sequential(model.small)
+    with satrap.convert(model, Adagrad()) as embeddings:
+        with pytest.raises(ConfigError, match=r"was replaced by one over table 'small'.*in one nn\.ModuleList"):
+            other(ids)
+        with pytest.raises(ConfigError, match="'0' shares its weight with a module that convert has replaced"):
+            satrap.convert(other, Adagrad())
+        with pytest.raises(ConfigError, match="modules of the model were replaced before: create the model again"):
+            satrap.convert(model, Adagrad())
+        embeddings.optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+        assert model.small(ids).requires_grad
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_a_state_with_weights_is_refused(strict: bool) -> None:
+    state, model = Model().state_dict(), Model()
+    with (
+        satrap.convert(model, {"small": Table("t", 4)}),
+        pytest.raises(RuntimeError, match=r"the state has small\.weight, .* table 't': load the state before satrap"),
+    ):
+        model.load_state_dict(state, strict=strict)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_a_model_of_another_dtype_gets_its_rows_in_it(dtype: torch.dtype) -> None:
+    model: Any = nn.ModuleList([nn.Embedding(9, 4), nn.EmbeddingBag(9, 4, mode="sum", padding_idx=0), nn.Linear(4, 1)])
+    plain, ids = copy.deepcopy(model).to(dtype), torch.tensor([[1, 0, 2], [3, 3, 0]])
+    weights = torch.ones(2, 3, dtype=dtype)
+
+    def loss_of(parts: Any) -> Tensor:
+        loss: Tensor = parts[2](parts[0](ids).sum(1) + parts[1](ids, per_sample_weights=weights)).sum()
+        return loss
+
+    with satrap.convert(model, satrap.SGD(lr=0.5), weights=True) as embeddings:
+        model.to(dtype)
+        optimizer = embeddings.optimizer(torch.optim.SGD(model.parameters(), lr=0.5))
+        of_torch = torch.optim.SGD(plain.parameters(), lr=0.5)
+        for _ in range(2):
+            found, expected = loss_of(model), loss_of(plain)
+            torch.testing.assert_close(found, expected, rtol=1e-2 if dtype == torch.bfloat16 else 1e-6, atol=1e-6)
+            for loss, each in ((found, optimizer), (expected, of_torch)):
+                each.zero_grad()
+                loss.backward()
+                each.step()
+        assert embeddings.step == 2
 
 
 def test_a_table_may_be_frozen_where_the_weight_is_not() -> None:

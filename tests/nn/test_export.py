@@ -28,7 +28,7 @@ def test_a_lookup_is_refused_and_inserts_nothing(kind: str, is_training: bool) -
         model.item = nn.EmbeddingBag(20, 4)  # type: ignore[assignment]
     with satrap.convert(model, Adagrad(lr=0.1)) as embeddings:
         embeddings.optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
-        with pytest.raises(ConfigError, match=rf"torch.export cannot include .* 'item'.*nn.{kind}.from_pretrained"):
+        with pytest.raises(ConfigError, match=rf"an export cannot include .* 'item'.*nn.{kind}.from_pretrained"):
             torch.export.export(model, (torch.tensor([[1, 2]]),), strict=False)
         assert len(embeddings.tables["item"]) == 0
 
@@ -45,3 +45,15 @@ def test_a_model_with_copies_of_its_rows_is_exported() -> None:
         model.item = nn.Embedding.from_pretrained(model.item.weight.detach())
     exported = torch.export.export(model, (ids,)).module()
     assert torch.equal(exported(ids), expected)
+
+
+def test_traced_and_transformed_lookups_are_refused() -> None:
+    """A trace would have the rows as constants; inside torch.func.grad the ids have no values."""
+    model, ids = Model().eval(), torch.tensor([[1, 2]])
+    with satrap.convert(model, Adagrad(lr=0.1)):
+        with pytest.warns(DeprecationWarning), pytest.raises(ConfigError, match="an export cannot include"):
+            torch.jit.trace(model, (ids,))
+        with pytest.raises(
+            ConfigError, match=r"'item': the ids have no values .* torch\.func\.grad and vmap: call the"
+        ):
+            torch.func.grad(lambda bias: model(ids).sum() + bias)(torch.zeros(()))

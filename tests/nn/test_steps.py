@@ -240,6 +240,28 @@ def test_a_frozen_module_reads_and_trains_nothing() -> None:
         assert module.requires_grad_()(torch.tensor([1])).requires_grad
 
 
+def test_a_step_of_rows_that_were_only_read_is_an_error() -> None:
+    """A loop that forgets model.train() after an evaluation would train the dense half alone."""
+    with embeddings_of(item()) as embeddings:
+        module, dense = Embedding(embeddings, "item"), torch.nn.Parameter(torch.ones(4))
+        optimizer = embeddings.optimizer(torch.optim.SGD([dense], lr=1.0))
+        (module.eval()(torch.tensor([1])) * dense).sum().backward()
+        with pytest.raises(
+            StreamError, match=r"over table 'item' was in eval\(\).* call model\.train\(\) before forward"
+        ):
+            optimizer.step()
+        assert dense.tolist() == [1.0] * 4
+        (module.train()(torch.tensor([1])) * dense).sum().backward()
+        optimizer.step()
+        assert embeddings.step == 1
+        with torch.no_grad():
+            module.eval()(torch.tensor([1]))
+        module.requires_grad_(False)
+        (module(torch.tensor([1])) * dense).sum().backward()
+        optimizer.step()
+        assert embeddings.step == 1
+
+
 @pytest.mark.parametrize("where", PLACES)
 def test_frozen_rows_of_a_table_have_no_gradient(where: str) -> None:
     some, whole = item(optimizer=SGD(lr=1.0), frozen=range(2, 4)), Table("user", DIM, frozen=True)

@@ -28,16 +28,22 @@ def relative(path: Path) -> str:
 
 
 @cache
+def read(path: Path) -> tuple[ast.Module, list[tokenize.TokenInfo]]:
+    """The syntax tree and the tokens of a file."""
+    text = path.read_text()
+    return ast.parse(text), list(tokenize.generate_tokens(io.StringIO(text).readline))
+
+
+@cache
 def known() -> frozenset[str]:
     """Every name, attribute, argument, keyword and file of the package, and those in strings and in the core."""
     names = {part for path in SOURCES for part in path.relative_to(ROOT / "src").with_suffix("").parts}
     for path in [*SOURCES, ROOT / "src/satrap/_core.pyi"]:
-        tokens = tokenize.generate_tokens(io.StringIO(path.read_text()).readline)
-        names |= {token.string for token in tokens if token.type == tokenize.NAME}
+        names |= {token.string for token in read(path)[1] if token.type == tokenize.NAME}
     for path in CORE:
         names |= set(re.findall(r"[A-Za-z_]\w*", re.sub(r"//.*", "", path.read_text())))
     for path in SOURCES:
-        tree = ast.parse(path.read_text())
+        tree = read(path)[0]
         docstrings = {id(text) for node in ast.walk(tree) if (text := _docstring(node)) is not None}
         for node in ast.walk(tree):
             if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in docstrings:
@@ -50,7 +56,7 @@ def classes() -> dict[str, list[ast.ClassDef]]:
     """The classes of the package by name."""
     by_name: dict[str, list[ast.ClassDef]] = {}
     for path in [*SOURCES, ROOT / "src/satrap/_core.pyi"]:
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in ast.walk(read(path)[0]):
             if isinstance(node, ast.ClassDef):
                 by_name.setdefault(node.name, []).append(node)
     return by_name
@@ -83,10 +89,9 @@ def _docstring(node: ast.AST) -> ast.expr | None:
 
 def prose(path: Path) -> str:
     """The docstrings and comments of a file."""
-    text = path.read_text()
-    nodes = (_docstring(node) for node in ast.walk(ast.parse(text)))
+    tree, tokens = read(path)
+    nodes = (_docstring(node) for node in ast.walk(tree))
     docstrings = [node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)]
-    tokens = tokenize.generate_tokens(io.StringIO(text).readline)
     return "\n".join([*docstrings, *(token.string for token in tokens if token.type == tokenize.COMMENT)])
 
 

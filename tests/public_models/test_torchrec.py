@@ -115,15 +115,38 @@ def test_outputs_have_torchrecs_names_and_shapes() -> None:
         assert (sequences.ec.embedding_dim(), sequences.ec.need_indices()) == (DIM, True)
 
 
-def test_the_features_of_a_table_are_one_lookup() -> None:
-    model = Bags()
+@pytest.mark.parametrize("kind", [Bags, Sequences])
+def test_all_tables_of_a_collection_are_one_lookup(kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = kind()
     with satrap.convert(model, SGD(lr=1.0)) as embeddings:
         embeddings.optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
-        looked_up: list[str] = []
-        for name, bag in model.ebc.embedding_bags.items():
-            bag.register_forward_hook(lambda *_, name=name: looked_up.append(name))
-        model.loss(0)
-        assert looked_up == ["item", "user"]
+        looked_up: list[list[str]] = []
+        look_up = embeddings.worker.look_up_ids
+
+        def noted(ids: Any, *at: Any) -> Any:
+            looked_up.append(list(ids))
+            return look_up(ids, *at)
+
+        monkeypatch.setattr(embeddings.worker, "look_up_ids", noted)
+        model.loss(0).backward()
+        (names,) = looked_up
+        assert [name.rpartition(".")[2] for name in names] == ["item", "user"]
+
+
+def test_a_converted_collection_is_refused_where_a_copy_would_have_no_rows() -> None:
+    model = Bags()
+    state = {name: value.clone() for name, value in model.head.state_dict().items()}
+    with satrap.convert(model, SGD(lr=1.0)):
+        with pytest.raises(TypeError, match=r"a module over table '.*item' can be neither copied nor pickled"):
+            copy.deepcopy(model)
+        saved = model.state_dict()
+        assert {name for name in saved if "head" not in name} == {
+            f"ebc.embedding_bags.{name}._extra_state" for name in ("item", "user")
+        }
+        assert all(torch.equal(saved[f"head.{name}"], value) for name, value in state.items())
+        model.load_state_dict(saved)
+        with pytest.raises(ConfigError, match=r"torch.export cannot include .*nn.EmbeddingBag.from_pretrained"):
+            torch.export.export(model.ebc, (jagged(0),), strict=False)
 
 
 def test_torchrecs_dlrm_trains_on_rows_that_begin_as_its_configs_say() -> None:

@@ -127,35 +127,23 @@ def inputs(
     )
 
 
-def both_embeddings(job: dict[str, Any]) -> list[Embeddings]:
-    """Return embeddings with the rows in the trainers' memory, and on their devices."""
-    shards, place = ("rows", job["shard"]), job.get("device", "cpu")
-    num_rows, jagged = job.get("num_rows"), job.get("jagged", True)
-    return [
-        Embeddings(
-            features(shard, num_rows, jagged=jagged),
-            seed=3,
-            num_threads=1,
-            device=device,
-            device_memory=memory,
-            output_dtype=job.get("output_dtype", "float32"),
-        )
-        for shard, device, memory in zip(shards, (None, place), (None, job.get("device_memory")), strict=True)
-    ]
-
-
 def compare(job: dict[str, Any]) -> dict[str, Any]:
     """Take random steps on both workers. Return how many rows there are at the end, and how many left the devices."""
-    num_rows, largest = job.get("num_rows"), job.get("batch_size", 11)
+    num_rows, largest, jagged = job.get("num_rows"), job.get("batch_size", 11), job.get("jagged", True)
     ids = ids_of(job.get("ids", NUM_IDS), numbered=num_rows is not None)
     if dist.get_world_size() == 1:  # has no need of collectives, but may use them: NCCL needs a GPU for each trainer
         open_worker._open_on_device = open_worker._open_among_devices
     rng, common = np.random.default_rng([job["compare"], dist.get_rank()]), np.random.default_rng(job["compare"])
-    both = both_embeddings(job)
+    shards, place = ("rows", job["shard"]), job.get("device", "cpu")
+    how: dict[str, Any] = {"seed": 3, "num_threads": 1, "output_dtype": job.get("output_dtype", "float32")}
+    both = [
+        Embeddings(features(shard, num_rows, jagged=jagged), device=device, device_memory=memory, **how)
+        for shard, device, memory in zip(shards, (None, place), (None, job.get("device_memory")), strict=True)
+    ]
     workers: list[Any] = [each.worker for each in both]
     stream = workers[1].open_stream(1)
     is_direct = isinstance(workers[1].rows._updates._owned(), DirectOwnedRows)
-    assert is_direct == (num_rows is not None and job["shard"] in ("rows", "table") and not job.get("jagged", True))
+    assert is_direct == (num_rows is not None and job["shard"] in ("rows", "table") and not jagged)
     names = both[0].features.names
     for step in range(1, job["steps"] + 1):
         micro_batches, most = int(common.integers(1, 3)), int(common.integers(1, largest + 1))
@@ -188,13 +176,15 @@ def compare(job: dict[str, Any]) -> dict[str, Any]:
     found = [contents(worker, ids) for worker in workers]
     for name, expected in found[0].items():
         assert found[1][name] == expected, name
-    counts = {"rows": {name: len(table) for name, table in workers[1].tables.items()}}
-    for count in ("moved_out", "at_home"):
-        counts[count] = {name: table.stats().get(count, 0) for name, table in workers[1].tables.items()}
+    rows = {name: len(table) for name, table in workers[1].tables.items()}
+    moved, at_home = (
+        {name: table.stats().get(count, 0) for name, table in workers[1].tables.items()}
+        for count in ("moved_out", "at_home")
+    )
     dist.barrier()
     for each in both:
         each.close()
-    return counts
+    return {"rows": rows, "moved_out": moved, "at_home": at_home}
 
 
 def refusal(options: dict[str, Any]) -> dict[str, Any]:

@@ -69,7 +69,8 @@ def count(rank: int, how: dict[str, Any], deployment: Deployment | None) -> None
     """Train rows and a dense parameter that become minus the sum of their gradients, in any order of the updates."""
     table = Table("item", DIM, optimizer=SGD(lr=1.0), initial=Zeros())
     with Embeddings({"item": table}, dense=how["dense"], num_threads=1, deployment=deployment) as embeddings:
-        module, dense = Embedding(embeddings, "item"), torch.nn.Linear(2, 1, bias=False)
+        module = embeddings.parallel(Embedding(embeddings, "item"))  # has no Parameter, which DDP refuses
+        dense = torch.nn.Linear(2, 1, bias=False)
         torch.nn.init.constant_(dense.weight, 8.0)
         optimizer = embeddings.optimizer(torch.optim.SGD(dense.parameters(), lr=1.0))
         data = [{"item": np.array([step // 2], np.uint64)} for step in range(2 * STEPS)]  # divided in turn

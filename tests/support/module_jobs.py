@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -60,7 +61,8 @@ def loss_at(model: Any, step: int) -> Tensor:
 
 @contextmanager
 def deployed(where: str) -> Iterator[Deployment | None]:
-    """Yield where the rows are: in this process, or on two new servers."""
+    """Yield where the rows are: in this process (on the device "cpu" with "device" and "direct"), or on two new
+    servers."""
     with running_servers(2 if where == "servers" else 0) as services:
         yield Deployment([each.address for each in services]) if services else None
 
@@ -68,6 +70,10 @@ def deployed(where: str) -> Iterator[Deployment | None]:
 @contextmanager
 def embeddings_of(*tables: Table, where: str = "here", **options: Any) -> Iterator[Embeddings]:
     with deployed(where) as deployment:
+        if where in ("device", "direct"):
+            options = {"device": "cpu"} | options
+        if where == "direct":
+            tables = tuple(replace(table, num_rows=NUM_IDS) for table in tables)
         features = {table.name: table for table in tables}
         with Embeddings(features, num_threads=1, deployment=deployment, **options) as embeddings:
             yield embeddings

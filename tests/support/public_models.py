@@ -52,6 +52,27 @@ def _fields(model: Any, given: dict[str, Tensor]) -> Tensor:
     return binary_cross_entropy(model(torch.stack([given["user"], given["item"]], 1)), given["label"])
 
 
+def _dlrm() -> Any:
+    torchrec, dlrm = importlib.import_module("torchrec"), importlib.import_module("torchrec.models.dlrm")
+    features = {"user": (USERS, ["user"]), "item": (ITEMS, ["item", "history"])}
+    configs = [
+        torchrec.EmbeddingBagConfig(name=name, embedding_dim=DIM, num_embeddings=count, feature_names=names)
+        for name, (count, names) in features.items()
+    ]
+    collection = torchrec.EmbeddingBagCollection(configs)
+    return dlrm.DLRM(collection, dense_in_features=1, dense_arch_layer_sizes=[DIM], over_arch_layer_sizes=[8, 1])
+
+
+def _jagged(model: Any, given: dict[str, Tensor]) -> Tensor:
+    torchrec = importlib.import_module("torchrec")
+    history = given["history"]
+    lengths = torch.cat([torch.ones(2 * SIZE, dtype=torch.int64), (history != 0).sum(1)])
+    ids = torch.cat([given["user"], given["item"], history[history != 0]])
+    jagged = torchrec.KeyedJaggedTensor(["user", "item", "history"], ids, lengths=lengths)
+    logits = model(given["label"][:, None], jagged).squeeze(1)
+    return torch.nn.functional.binary_cross_entropy_with_logits(logits, given["label"])
+
+
 def _rechub(module: str, kind: str, **options: Any) -> Callable[[], Any]:
     return lambda: getattr(importlib.import_module(f"torch_rechub.models.{module}"), kind)(
         **{name: value() if callable(value) else value for name, value in options.items()}
@@ -263,6 +284,7 @@ MODELS = [
         _next_of_all,
     ),
     PublicModel("LightGCN", "torch_geometric", _lightgcn, _graph),
+    PublicModel("DLRM", "torchrec", _dlrm, _jagged),
     PublicModel(
         "T5, as in TIGER",
         "transformers",

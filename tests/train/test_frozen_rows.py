@@ -169,6 +169,18 @@ def test_a_nan_of_a_frozen_row_is_left_out() -> None:
         assert (found[0] == before[0]).all() and (found[1] != before[1]).all()
 
 
+def test_a_frozen_table_adds_nothing_to_the_norm_of_the_gradients() -> None:
+    with Embeddings(features(None)) as embeddings:
+        embeddings.optimizer()
+        (batch,) = embeddings.stream([{"item": [[1, 9]], "path": [[1]], "text": np.array([2]), "words": [[3, 4]]}])
+        loss_of(batch["item"], batch["path"].values, batch["text"], batch["words"].values).backward()
+        assert not batch["words"].values.grad.any() and batch["path"].values.grad.any()
+        gradient = batch.embeddings.grad
+        assert gradient is not None
+        item, text = gradient.split(DIM, 1)
+        assert item.all() and not text.any()
+
+
 def test_a_job_whose_rows_are_all_frozen_steps() -> None:
     """The dense parameters train, and step counts as for other tables."""
     with Embeddings({"text": Table("text", DIM, frozen=True).sequence(2)}) as embeddings:

@@ -182,6 +182,7 @@ class Loop:
         assert missing.sum() <= sum(lost.values()) <= missing.sum() + unseen, f"missing {missing}, lost {lost}"
 
 
+@pytest.mark.draw(6)
 @pytest.mark.faults
 @each_signal
 @pytest.mark.parametrize("overlap", [False, True], ids=["inline", "threads"])

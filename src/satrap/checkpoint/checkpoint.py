@@ -20,15 +20,13 @@ import copy
 import json
 import logging
 import os
-import random
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 
 from satrap.checkpoint.checkpoint_writer import BackgroundSave, CheckpointWriter, Draft
@@ -39,7 +37,8 @@ from satrap.checkpoint.run_directory import (
     require_rows,
     table_folders,
 )
-from satrap.checkpoint.state_dict_file import FrozenState, read_state, require_model, state_bytes, state_of
+from satrap.checkpoint.state_dict_file import FrozenState, read_state, require_model
+from satrap.checkpoint.trainer_state import divided, gathered_states, random_state, set_random_state
 from satrap.config.validation import kind_of
 from satrap.data.inputs import Position
 from satrap.errors import CheckpointError, SatrapError
@@ -50,6 +49,7 @@ from satrap.table.snapshot.cut import OLD_ROWS_BYTES
 from satrap.table.snapshot.directory import holds_snapshot
 from satrap.train.embeddings import Embeddings, session_of
 from satrap.train.optimizer import HybridOptimizer
+from satrap.train.prefetched_batches import LoaderState, PrefetchedBatches
 from satrap.train.process_group import unwrap
 from satrap.transfer import Transfer
 
@@ -76,7 +76,8 @@ class Checkpoint:
     ) -> None:
         """keep: number of checkpoints to keep, not counting parents that they need.
 
-        data: the source that the training stream reads; its position is saved and restored.
+        data: the source that the training stream reads, or the loader of `Embeddings.prefetch`; its position is saved
+            and restored.
         full_every: save the tables in full every so many saves, and in between as deltas to the last save, unless a
             table no longer tracks all changes since.
         extra_state: other objects with state_dict and load_state_dict, by name: schedulers, a GradScaler.
@@ -104,11 +105,11 @@ class Checkpoint:
                 "removed with the run: use an absolute path that all machines share"
             )
         self._objects = {"model": unwrap(model), "optimizer": optimizer, **(extra_state or {})}
-        self._session, self._data = session_of(embeddings), data
+        self._session, self._data = session_of(embeddings), data.loader if isinstance(data, PrefetchedBatches) else data
         if not folder.is_local:
             self._require_usable()
         self._writer = CheckpointWriter(self._directory, keep=keep, full_every=full_every, save_memory=save_memory)
-        self._session.track_position(data)
+        self._session.track_position(self._data)
         self._saved_step = -1
         self._running: BackgroundSave | None = None  # trainer 0 has it
         self._has_running = False  # whether trainer 0 may have one that not all trainers know to be complete
@@ -183,7 +184,7 @@ class Checkpoint:
         self._settle()
         paused_at = time.monotonic()
         with self._session.pause():
-            position = self._session.position_of(self._data)
+            position, loader = divided(self._session.position_of(self._data))
             request = [self._directory.name, self._session.step, every_steps, position and position.to_dict(), best]
             # Once this returns, all trainers are paused.
             gathered = trainers.gather(json.dumps([*request, wait]).encode(), patient=True)
@@ -201,12 +202,12 @@ class Checkpoint:
                     f"{list(intervals)} and wait {list(waits)}; expected the same values on all trainers"
                 )
             self._session.dense.refresh()
-            randoms = trainers.gather(state_bytes(_random_state()))
+            states = gathered_states(trainers, loader)
             is_waiting = False not in waits or not self._session.worker.tables.keeps_cuts
 
             def begin() -> None:
                 self._session.require_whole_rows()
-                state = self._state([state_of(generator) for generator in randoms])
+                state = self._state(states)
                 draft = self._writer.draft(
                     self._session.worker.tables,
                     step=max(steps),
@@ -303,7 +304,10 @@ class Checkpoint:
                 trainers.run_first(lambda: self._restore_tables(chain), CheckpointError)
             self._session.join_attempt()
             self._objects["optimizer"].zero_grad()  # a new process has no gradients either
-            self._session.resume_at(newest.step, self._data, self._position_for_this_trainer(newest))
+            position, loaders = self._position_for_this_trainer(newest), state.get("loaders", [])
+            if position is not None and loaders and loaders[trainers.rank] is not None:
+                position = replace(position, offset=LoaderState(loaders[trainers.rank]))
+            self._session.resume_at(newest.step, self._data, position)
             self._saved_step = self._figures.step = newest.step
             self._figures.at = time.time()
         if trainers.rank == 0:
@@ -364,10 +368,10 @@ class Checkpoint:
     def _restored(self, where: str, state: Mapping[str, Any]) -> Iterator[None]:
         """Load every object and the random state from the checkpoint; restore their previous state if one, or the body,
         fails."""
-        before = copy.deepcopy(self._state([_random_state()]))
+        before = copy.deepcopy(self._state([{"random": random_state(), "loader": None}]))
         try:
             for saved in state["random"][self._session.trainers.rank :][:1]:  # empty if fewer trainers saved it
-                _set_random_state(saved)
+                set_random_state(saved)
             for name, target in self._objects.items():
                 try:
                     target.load_state_dict(state["objects"][name])
@@ -377,7 +381,7 @@ class Checkpoint:
         except BaseException:
             for name, target in self._objects.items():
                 target.load_state_dict(before["objects"][name])
-            _set_random_state(before["random"][0])
+            set_random_state(before["random"][0])
             raise
 
     def _signature(self) -> Mapping[str, Any] | None:
@@ -412,11 +416,13 @@ class Checkpoint:
                 "declare the source as before, or leave it out of Checkpoint(...) to start from its beginning"
             )
 
-    def _state(self, randoms: list[dict[str, Any]]) -> dict[str, Any]:
-        """randoms: the random state of each trainer."""
+    def _state(self, trainers: list[Any]) -> dict[str, Any]:
+        """trainers: the random state of each, and the state of its loader, if that has one."""
         objects = {name: target.state_dict() for name, target in self._objects.items()}
         del objects["optimizer"]["rows"]  # the checkpoint has the rows, and restores them after the optimizer
-        return {"objects": objects, "random": randoms}
+        loaders = [each["loader"] for each in trainers]
+        of_loaders = {} if loaders.count(None) == len(loaders) else {"loaders": loaders}
+        return {"objects": objects, "random": [each["random"] for each in trainers], **of_loaders}
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
@@ -454,24 +460,3 @@ class _SaveFigures:
 def _require_count(name: str, value: object) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise CheckpointError(f"{name} is {value!r}; expected an integer, 1 or more")
-
-
-def _random_state() -> dict[str, Any]:
-    kind, keys, at, has_gauss, gauss = np.random.get_state(legacy=True)  # noqa: NPY002  the user's global generator
-    return {
-        "python": random.getstate(),
-        "numpy": (kind, torch.from_numpy(np.asarray(keys).astype(np.int64)), at, has_gauss, gauss),
-        "torch": torch.get_rng_state(),
-        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
-    }
-
-
-def _set_random_state(state: Mapping[str, Any]) -> None:
-    random.setstate(state["python"])
-    kind, keys, *rest = state["numpy"]
-    np.random.set_state((kind, keys.numpy().astype(np.uint32), *rest))  # noqa: NPY002
-    torch.set_rng_state(state["torch"])
-    if torch.cuda.is_available():
-        # There may be fewer devices now.
-        for device, saved in zip(range(torch.cuda.device_count()), state["cuda"], strict=False):
-            torch.cuda.set_rng_state(saved, device)

@@ -104,7 +104,7 @@ def train_model(options: argparse.Namespace) -> Iterator[str]:
     plan, settings, num_sampled = _infer(source, path, options)
     yield from plan.lines()
     if num_sampled == _SAMPLED_ROWS:
-        yield f"(by {num_sampled:,} rows; other columns: --label, --ids, --numbers, --ignore)"
+        yield f"(inferred from {num_sampled:,} rows; to correct a column: --label, --ids, --numbers, --ignore)"
     script = options.script or options.out / "train.py"
     script.parent.mkdir(parents=True, exist_ok=True)
     script.write_text(write_script(plan, settings))

@@ -7,7 +7,7 @@ Each trainer owns some buckets of every table, and all exchange ids, rows and gr
 trainer also serves its rows by the calls of a server, which evaluation, reading and checkpoints use.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
@@ -34,7 +34,7 @@ from satrap.device.segments import TableGroups, send_to_all
 from satrap.device.torch_device import kernels_of
 from satrap.errors import InputError, StreamError, TicketError
 from satrap.interrupts import Uninterrupted
-from satrap.worker.rows import BagRequest, Rows, UpdateRequest
+from satrap.worker.rows import BagRequest, Ids, Rows, UpdateRequest, id_features, id_request
 from satrap.worker.server_group import ServerGroup
 from satrap.worker.sharded_rows import ShardedRows
 
@@ -101,6 +101,7 @@ class CollectiveRows(Rows):
         self._rank, self._to_all = servers.trainer, self._groups.of_kinds("replicated", "columns")
         self._owners = self._owners_of(servers)
         self._pooled = [PooledFeatures.of(features, tables, device) for tables in self._groups.tables]
+        self._id_features = id_features(features)
         self._absent = [torch.empty((0, dim), device=device) for _, dim in self._groups.layouts]
         self.launches = LaunchOrder(device)
         """The order of all collectives between devices."""
@@ -180,6 +181,9 @@ class CollectiveRows(Rows):
     def empty(self, lines: int, floats: int) -> Tensor:
         return torch.empty((lines, floats), dtype=DTYPES[self.output_dtype], device=self.device)
 
+    def empty_of_ids(self, lines: int, floats: int) -> Tensor:
+        return torch.empty((lines, floats), dtype=torch.float32, device=self.device)
+
     def lookup(self, request: BagRequest, block: Tensor, sequences: list[Tensor]) -> CollectiveTicket | None:
         if not request.train:
             self._read(request, block, sequences)
@@ -200,7 +204,7 @@ class CollectiveRows(Rows):
             raise
         assert ticket is not None, "a batch that is refused has no ticket"
         with self.device_stream.joined():
-            self._pool(ticket, rows, request.batch_size, block, sequences)
+            self._pool(ticket, rows, request, block, sequences)
         self._unfinished = None
         return ticket
 
@@ -210,6 +214,9 @@ class CollectiveRows(Rows):
         if isinstance(rows, InputError):
             raise rows
         return rows
+
+    def id_ticket(self, ids: Mapping[str, Ids]) -> CollectiveTicket:
+        return self._ticket(id_request(self._id_features, ids, None, None))
 
     def pad(self, step: int, oldest_open: int) -> None:
         future = self._submit(LookupPart(LookupTime(step, oldest_open, True), None))
@@ -258,18 +265,29 @@ class CollectiveRows(Rows):
     def _start(self, request: BagRequest, step: int) -> "tuple[CollectiveTicket | None, Future[Any] | None]":
         at = LookupTime(step, request.oldest_open or step, request.first_epoch)
         try:
-            split = self._split_arrays(request.values, request.offsets, request.weights, request.batch_size)
+            ticket = self._ticket(request)
         except InputError as error:
             return None, self._submit(LookupPart(at, partial(_refuse, error)))
-        weight = 1.0 if request.weights is None or not len(request.weights) else np.abs(request.weights).max()
-        ticket = CollectiveTicket(SplitBatch(split, len(request.values) * max(1.0, float(weight))), self)
-        sent = send_to_all(self._to_all, self._rank, *_sent(split))
+        sent = send_to_all(self._to_all, self._rank, *_sent(ticket.batch.split))
         return ticket, self._submit(LookupPart(at, lambda: sent))
 
-    def _split_arrays(self, values: Any, offsets: Any, weights: Any, batch_size: int) -> _core.SplitTicket:
+    def _ticket(self, request: BagRequest) -> CollectiveTicket:
         """Divide the ids of a batch by owner."""
+        given = request.values, request.offsets, request.weights, request.batch_size
+        split = self._split_arrays(*given, self._bags_of(request))
+        weight = 1.0 if request.weights is None or not len(request.weights) else np.abs(request.weights).max()
+        return CollectiveTicket(SplitBatch(split, len(request.values) * max(1.0, float(weight))), self)
+
+    def _bags_of(self, request: BagRequest) -> Any:
+        """Return the core's form of the features of ids by table; None: those of batches."""
+        return self._reader.id_bags if request.of_tables else None
+
+    def _split_arrays(
+        self, values: Any, offsets: Any, weights: Any, batch_size: int, bags: Any = None
+    ) -> _core.SplitTicket:
+        """Do so for arrays. bags: see `_bags_of`."""
         owners, num_owners = self._owners, len(self.servers.topology)
-        return self._split.lookup(values, offsets, weights, batch_size, owners, num_owners, True)
+        return self._split.lookup(values, offsets, weights, batch_size, owners, num_owners, True, bags)
 
     def _drop(self, ticket: CollectiveTicket) -> None:
         if not ticket.batch.split.used:
@@ -287,25 +305,27 @@ class CollectiveRows(Rows):
             return self._lookups.submit(part)
 
     def _pool(
-        self, ticket: CollectiveTicket, rows: Any, batch_size: int, block: Tensor, sequences: list[Tensor]
+        self, ticket: CollectiveTicket, rows: Any, request: BagRequest, block: Tensor, sequences: list[Tensor]
     ) -> None:
         """Pool and copy the rows of all features."""
         places = self._split.lines(ticket.batch.split, self._groups.numbers)
         at = (None if (array := places[name]) is None else to_device(array, self.device) for name in places)
-        self._pool_lines(rows, dict(zip(places, at, strict=True)), batch_size, block, sequences)
+        self._pool_lines(rows, dict(zip(places, at, strict=True)), request, block, sequences)
 
     def _pool_lines(
-        self, rows: list[Tensor], at: dict[str, Any], batch_size: int, block: Tensor, sequences: list[Tensor]
+        self, rows: list[Tensor], at: dict[str, Any], request: BagRequest, block: Tensor, sequences: list[Tensor]
     ) -> None:
         """Do so with the "lines" of all ids among the rows of their group, their "offsets" and "weights"."""
+        features, batch_size = self._id_features if request.of_tables else self._features, request.batch_size
         lines, offsets, weights = at["lines"], at["offsets"], at["weights"]
         for values, absent, pooled in zip(rows, self._absent, self._pooled, strict=True):
-            self._kernels.pool(values, absent, lines, offsets, weights, pooled, batch_size, block)
+            if not request.of_tables:
+                self._kernels.pool(values, absent, lines, offsets, weights, pooled, batch_size, block)
         left = iter(sequences)
-        for number, feature in enumerate(self._features.values()):
-            if feature.pooling == "none":
-                group = self._groups.numbers[self._features.table_index[number]]
-                bags = sequence_bags(feature, number, offsets, batch_size, next(left))
+        for number, feature in enumerate(features.values()):
+            if feature.pooling == "none" and (sequence := next(left)).numel():
+                group = self._groups.numbers[features.table_index[number]]
+                bags = sequence_bags(feature, number, offsets, batch_size, sequence)
                 self._kernels.copy_sequence(rows[group], self._absent[group], lines, *bags)
 
     # -- update --------------------------------------------------------------------------------------------------------

@@ -47,6 +47,7 @@ from satrap.worker.rows import (
     Rows,
     TicketGradients,
     UpdateRequest,
+    empty_by_table,
     id_features,
     id_request,
     native_features,
@@ -90,7 +91,6 @@ class DeviceRows(Rows):
         self.device, self.device_stream = engine.device, engine.stream
         self._kernels = kernels_of(engine.device)
         self._features, self._tables, self._id_features = features, features.tables, id_features(features)
-        self._alone = {table.name: (number, Features({table.name: table})) for number, table in enumerate(self._tables)}
         self.id_layout = IdLayout(features, engine.device)
         # If not every id is admitted, or if rows expire, a row depends on the order of this and earlier updates.
         self.resolves = all(
@@ -103,7 +103,6 @@ class DeviceRows(Rows):
         self._engine = engine
         self._bags = _core.Bags(engine.core, native_features(self._features, self._tables))
         self._id_bags = _core.Bags(engine.core, native_features(self._id_features, self._tables))
-        self._bags_alone: dict[str, _core.Bags] = {}
         self._pooled = [PooledFeatures.of(self._features, memory.tables, self.device) for memory in engine.memories]
         self._num_cut = [0] * len(self.id_layout.sequences)  # counts ids that were cut on the device
         self._updates_whole_batches = True  # as the last update did
@@ -119,11 +118,14 @@ class DeviceRows(Rows):
     def empty(self, lines: int, floats: int) -> Tensor:
         return torch.empty((lines, floats), dtype=DTYPES[self.output_dtype], device=self.device)
 
+    def empty_of_ids(self, lines: int, floats: int) -> Tensor:
+        return torch.empty((lines, floats), dtype=torch.float32, device=self.device)
+
     def lookup(self, request: BagRequest, block: Tensor, sequences: list[Tensor]) -> AnyTicket | None:
         with self._engine.exclusive(None if request.resolved else self._counts(request)):
             resolved: dict[str, Any] = request.resolved or self._find_frames(request)
             self._engine.moves.wait(resolved["moved"])
-            self._gather(self._features, self._pooled, request.batch_size, resolved, block, sequences)
+            self._gather(request, resolved, block, sequences)
             self._engine.moves.note_use()
         ticket: AnyTicket | None = resolved["ticket"]
         return ticket
@@ -183,37 +185,29 @@ class DeviceRows(Rows):
 
     # -- lookup --------------------------------------------------------------------------------------------------------
 
-    def look_up(self, table: str, ids: Ids, step: int, oldest_open: int) -> Tensor:
-        number, features = self._alone[table]
-        bags = self._bags_alone.get(table)
-        if bags is None:
-            bags = self._bags_alone[table] = _core.Bags(self._engine.core, native_features(features, self._tables))
-        memory = self._engine.memory(number)
-        block = torch.empty((len(ids), features.total_dim), dtype=torch.float32, device=self.device)
-        counts = np.zeros(len(self._tables), np.int64)
-        counts[number] = len(ids)
-        pooled = [
-            PooledFeatures.of(features, [0] if each is memory else [], self.device) for each in self._engine.memories
-        ]
-        with self._engine.exclusive(counts):
-            resolved = self._find_frames(BagRequest(ids, None, None, len(ids), step, oldest_open, train=True), bags)
-            self._engine.moves.wait(resolved["moved"])
-            self._gather(features, pooled, len(ids), resolved, block, [])
-            self._engine.moves.note_use()
-        self._engine.core.drop(resolved["ticket"])
-        return block
+    def look_up(self, ids: Mapping[str, Ids], step: int, oldest_open: int) -> dict[str, Tensor]:
+        rows = empty_by_table(self, ids, self._id_features)
+        request = id_request(self._id_features, ids, step, oldest_open)
+        ticket = self.lookup(request, self.empty(1, 0), list(rows.values()))
+        assert ticket is not None  # the lookup trains
+        self.drop(ticket)
+        return {name: rows[name] for name in ids}
 
-    def id_ticket(self, ids: Mapping[str, Ids]) -> _core.Ticket:
+    def id_ticket(self, ids: Mapping[str, Ids]) -> _core.Ticket | DeviceTicket:
         values, offsets, *_ = id_request(self._id_features, ids, None, None).native
         return self._engine.core.bag_ticket(self._id_bags, values, offsets, None, 1)
 
-    def _find_frames(self, request: BagRequest, bags: _core.Bags | None = None) -> dict[str, Any]:
-        """Return what `lookup_frames` of the core returns, and the frames. bags: None: those of the features."""
+    def _asked(self, request: BagRequest) -> tuple[Features, _core.Bags]:
+        """Return the features of a lookup, and in the form of the core."""
+        return (self._id_features, self._id_bags) if request.of_tables else (self._features, self._bags)
+
+    def _find_frames(self, request: BagRequest) -> dict[str, Any]:
+        """Return what `lookup_frames` of the core returns, and the frames."""
         if isinstance(request.values, DeviceIds):
             return self._find_sorted(request, request.values)
-        frames = np.empty(len(request.values), np.int32)
+        frames, (_, bags) = np.empty(len(request.values), np.int32), self._asked(request)
         try:
-            resolved = self._engine.core.lookup_frames(bags or self._bags, *request.native, frames, request.first_epoch)
+            resolved = self._engine.core.lookup_frames(bags, *request.native, frames, request.first_epoch)
         finally:  # a lookup that fails has inserted rows too
             self._engine.place_rows()
         return {**resolved, "frames": frames[: resolved["num_ids"]], "moved": self._engine.moves.moved}
@@ -250,10 +244,11 @@ class DeviceRows(Rows):
             return None
         if isinstance(request.values, DeviceIds):
             return np.diff(request.values.grouped.offsets)
-        bounds = np.arange(len(self._features) + 1) * request.batch_size
+        features, _ = self._asked(request)
+        bounds = np.arange(len(features) + 1) * request.batch_size
         bounds = bounds if request.offsets is None else request.offsets[bounds]
         counts = np.zeros(len(self._tables), np.int64)
-        np.add.at(counts, list(self._features.table_index), np.diff(bounds))
+        np.add.at(counts, list(features.table_index), np.diff(bounds))
         return counts
 
     def _absent(self, resolved: dict[str, Any], memory: RowMemory) -> Tensor:
@@ -268,30 +263,26 @@ class DeviceRows(Rows):
         return rows.values.float()
 
     def _gather(
-        self,
-        features: Features,
-        pooled_of: Sequence[PooledFeatures],
-        batch_size: int,
-        resolved: dict[str, Any],
-        block: Tensor,
-        sequences: list[Tensor],
+        self, request: BagRequest, resolved: dict[str, Any], block: Tensor, sequences: Sequence[Tensor]
     ) -> None:
-        """Pool and copy the rows of all features. pooled_of: the pooled ones of each memory."""
+        """Pool and copy the rows of all features."""
+        features, _ = self._asked(request)
         at, offsets, weights = (
             to_device(array, self.device) if isinstance(array, np.ndarray) else array
             for array in (resolved["frames"], resolved["offsets"], resolved["weights"])
         )
         assert at is not None
         absent = [self._absent(resolved, memory) for memory in self._engine.memories]
-        for memory, rows, pooled in zip(self._engine.memories, absent, pooled_of, strict=True):
-            self._kernels.pool(memory.values, rows, at, offsets, weights, pooled, batch_size, block)
+        for memory, rows, pooled in zip(self._engine.memories, absent, self._pooled, strict=True):
+            if not request.of_tables:
+                self._kernels.pool(memory.values, rows, at, offsets, weights, pooled, request.batch_size, block)
         left = iter(sequences)
         for number, feature in enumerate(features.values()):
-            if feature.pooling != "none":
+            if feature.pooling != "none" or not (sequence := next(left)).numel():
                 continue
             memory = self._engine.memory(features.table_index[number])
             rows = absent[self._engine.memories.index(memory)]
-            bags = sequence_bags(feature, number, offsets, batch_size, next(left))
+            bags = sequence_bags(feature, number, offsets, request.batch_size, sequence)
             self._kernels.copy_sequence(memory.values, rows, at, *bags)
 
     # -- update --------------------------------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ update of one whole batch uses it as it is. The numbers of the rows are those of
 """
 
 from collections.abc import Callable, Sequence
+from copy import copy
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +19,7 @@ from satrap.device.device_ids import IdEntries, IdLayout, copied_to_cpu
 from satrap.device.direct_ids import DirectIds, Numbers, RowRuns
 from satrap.device.runs import DeviceTicket, Given, gradient_entries, is_whole_batch, num_floats
 from satrap.errors import InputError
-from satrap.worker.rows import BagRequest, UpdateRequest
+from satrap.worker.rows import BagRequest, UpdateRequest, id_features
 
 Check = Callable[[Any, Any, Any, int], object]
 """Lets the core raise its error about the ids, offsets and weights of a batch, and the number of samples."""
@@ -43,6 +44,8 @@ class DirectBatches:
     def __init__(self, features: Features, layout: IdLayout, numbers: Numbers, device: torch.device) -> None:
         """layout: of the features. numbers: of the rows."""
         self._features, self._layout, self._numbers, self._device = features, layout, numbers, device
+        self._id_features = id_features(features)
+        self._id_layout = IdLayout(self._id_features, device)
         self._last_flat: tuple[Tensor, Tensor | None] | None = None
 
     def place(self, inputs: Inputs) -> Inputs | IdEntries:
@@ -51,23 +54,34 @@ class DirectBatches:
         return copied_to_cpu(inputs) if ids is None else ids
 
     def place_arrays(self, request: BagRequest, check: Check) -> DirectIds:
-        """Place ids of which a part was unusual, once the core has accepted them."""
-        check(request.values, request.offsets, request.weights, request.batch_size)
+        """Place ids by table; and those of which a part was unusual, once the core has accepted them."""
+        if not request.of_tables:
+            check(request.values, request.offsets, request.weights, request.batch_size)
         inputs = Inputs(
-            names=self._features.names,
+            names=(self._id_features if request.of_tables else self._features).names,
             values=request.values,
             offsets=request.offsets,
             weights=request.weights,
             batch_size=request.batch_size,
         )
-        ids = DirectIds.of(self._layout, self._numbers, inputs, self._device)
+        ids = DirectIds.of(self.layout_of(request), self._numbers, inputs, self._device)
         assert ids is not None, "the core accepted what the device does not"
         return ids
 
-    def ticket(self, ids: DirectIds, bags: Any, layout: IdLayout | None = None) -> DirectTicket:
-        """Return a ticket, with what the update of the whole batch needs. layout: of the ids; None: of the features."""
+    def layout_of(self, request: BagRequest) -> IdLayout:
+        """Return what is declared about the ids of a lookup."""
+        if not request.of_tables:
+            return self._layout
+        assert request.offsets is not None
+        layout, sizes = copy(self._id_layout), np.diff(request.offsets).tolist()
+        dims = [feature.table.dim for feature in self._id_features.values()]
+        layout.sequence_floats = [size * dim for size, dim in zip(sizes, dims, strict=True)]
+        return layout
+
+    def ticket(self, ids: DirectIds, bags: Any, layout: IdLayout) -> DirectTicket:
+        """Return a ticket, with what the update of the whole batch needs. layout: that of the ids."""
         runs = RowRuns.of(ids.rows, self._numbers)
-        ticket = DirectTicket(ids, bags, layout=layout or self._layout, runs=runs, places=runs.order, factors=None)
+        ticket = DirectTicket(ids, bags, layout=layout, runs=runs, places=runs.order, factors=None)
         places, factors = self._whole_batch(ticket)
         ticket.places, ticket.factors = places[runs.order].int(), None if factors is None else factors[runs.order]
         return ticket

@@ -69,7 +69,7 @@ class DirectCollectiveRows(CollectiveRows):
             self._numbers = OwnerNumbers(tables, groups, world_size, self.device)
             self._id_layout = IdLayout(self._features, self.device)
             self._cut = torch.zeros(len(self._id_layout.sequences), dtype=torch.int64, device=self.device)
-        self._batches = DirectBatches(self._features, self._id_layout, self._numbers, self.device)
+            self._batches = DirectBatches(self._features, self._id_layout, self._numbers, self.device)
         self._asked = AskedRounds(self._numbers.begins[self.servers.trainer])
         return groups
 
@@ -99,10 +99,10 @@ class DirectCollectiveRows(CollectiveRows):
     def _shared(self, request: BagRequest) -> SharedBatch:
         ids = request.values
         if not isinstance(ids, DirectIds):
-            ids = self._batches.place_arrays(request, self._check_arrays)  # which counts what is cut
+            ids = self._batches.place_arrays(request, self._check_arrays)  # the check counts what is cut
         elif len(ids.cut) and ids.offsets is not None:
             self._cut = self._cut + ids.cut
-        ticket = self._batches.ticket(ids, None)
+        ticket = self._batches.ticket(ids, self._bags_of(request), self._batches.layout_of(request))
         return SharedBatch(ticket, current_stream(self.device).download(ticket.runs.bounds))
 
     def _start(self, request: BagRequest, step: int) -> "tuple[CollectiveTicket | None, Future[Any] | None]":
@@ -114,7 +114,7 @@ class DirectCollectiveRows(CollectiveRows):
     def _sent(self, batch: SharedBatch) -> Sent:
         ids = batch.ticket.ids
         if ids.is_refused:
-            raise refusal(ids, self._check_arrays)
+            raise refusal(ids, partial(self._check_arrays, bags=batch.ticket.bags))
         counts = self._counts(batch.downloaded)
         with self.device_stream.running():
             return batch.ticket.runs.rows[: counts.sum()].int(), counts
@@ -126,18 +126,22 @@ class DirectCollectiveRows(CollectiveRows):
         mark.synchronize()
         return np.diff(bounds.numpy()).reshape(-1, len(self._groups.tables))
 
-    def _check_arrays(self, values: Any, offsets: Any, weights: Any, batch_size: int) -> None:
-        self._split.drop(self._split_arrays(values, offsets, weights, batch_size))
+    def _check_arrays(self, values: Any, offsets: Any, weights: Any, batch_size: int, bags: Any = None) -> None:
+        self._split.drop(self._split_arrays(values, offsets, weights, batch_size, bags))
+
+    def _ticket(self, request: BagRequest) -> CollectiveTicket:
+        ticket: CollectiveTicket = self.resolve(request).resolved["ticket"]
+        return ticket
 
     def _pool(
-        self, ticket: CollectiveTicket, rows: Any, batch_size: int, block: Tensor, sequences: list[Tensor]
+        self, ticket: CollectiveTicket, rows: Any, request: BagRequest, block: Tensor, sequences: list[Tensor]
     ) -> None:
         lines, ticket.batch.lookup = rows
         batch: SharedBatch = ticket.batch
         ids, runs = batch.ticket.ids, batch.ticket.runs
         at = lines_of(runs.of_entries(), self._counts(batch.downloaded)).int()
         places = {"lines": at, "offsets": ids.offsets, "weights": ids.weights}
-        self._pool_lines(lines, places, batch_size, block, sequences)
+        self._pool_lines(lines, places, request, block, sequences)
 
     def _drop(self, ticket: CollectiveTicket) -> None:
         """Do nothing: no other process keeps anything of it."""
@@ -153,7 +157,7 @@ class DirectCollectiveRows(CollectiveRows):
         batches: list[SharedBatch] = [ticket.batch for ticket in request.tickets]
         given = given_parts(request)
         rows, places, factors = self._batches.gradients([batch.ticket for batch in batches], given)
-        is_whole = is_whole_batch(self._id_layout, given)
+        is_whole = is_whole_batch(batches[0].ticket.layout, given)
         # What is sorted here is downloaded behind the gradients, for which this call has waited.
         downloaded = batches[0].downloaded if is_whole else current_stream(self.device).download(rows.bounds)
         counts, sums = self._counts(downloaded), []
@@ -192,4 +196,4 @@ class DirectCollectiveRows(CollectiveRows):
 
     def _split_again(self, batch: SharedBatch) -> Any:
         values, offsets, weights = batch.ticket.ids.on_cpu()
-        return self._split_arrays(values, offsets, weights, batch.batch_size)
+        return self._split_arrays(values, offsets, weights, batch.batch_size, batch.ticket.bags)

@@ -8,7 +8,6 @@ gradients are finite. All rows have their initial values from the start.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from copy import copy
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -23,20 +22,20 @@ from satrap.config.tables import Table
 from satrap.data.inputs import Inputs
 from satrap.device.cold_rows import ColdRows, places_read
 from satrap.device.device_engine import DeviceEngine, Owed
-from satrap.device.device_ids import IdEntries, IdLayout
+from satrap.device.device_ids import IdEntries
 from satrap.device.device_memory import DeviceMemory, shares_of
 from satrap.device.device_rows import LARGEST, DeviceRows, UpdatedTables, claim, largest_of
 from satrap.device.device_stream import to_device
-from satrap.device.direct_batches import Check, DirectBatches, refusal, require_direct_sizes
+from satrap.device.direct_batches import Check, DirectBatches, DirectTicket, refusal, require_direct_sizes
 from satrap.device.direct_heads import DirectHeads
 from satrap.device.direct_ids import MOST_ROWS, DirectIds, RowNumbers, RowRuns, num_with, remainders_of
 from satrap.device.exact import mix_keys, signed
 from satrap.device.row_memory import RowMemory
-from satrap.device.runs import PooledFeatures, Runs, given_parts
+from satrap.device.runs import Runs, given_parts
 from satrap.device.table_shards import owned_buckets
 from satrap.device.torch_device import initialise_of
 from satrap.table.engine import Slot, slots_of
-from satrap.worker.rows import BagRequest, Ids, UpdateRequest, id_request
+from satrap.worker.rows import BagRequest, Ids, UpdateRequest, empty_by_table, id_request
 
 _NUMBERS_AT_ONCE = 1 << 22  # that one call initialises, which bounds its memory
 _NO_IDS = np.empty(0, np.uint64)
@@ -262,9 +261,8 @@ class DirectRows(DeviceRows):
     def use(self, engine: DeviceEngine) -> None:
         super().use(engine)
         with engine.stream.joined():
-            self._id_layout = IdLayout(self._id_features, self.device)
             self._cut = torch.zeros(len(self.id_layout.sequences), dtype=torch.int64, device=self.device)
-        self._batches = DirectBatches(self._features, self.id_layout, self._engine.numbers, self.device)
+            self._batches = DirectBatches(self._features, self.id_layout, self._engine.numbers, self.device)
 
     @property
     def truncated(self) -> list[int]:
@@ -281,34 +279,30 @@ class DirectRows(DeviceRows):
             raise refusal(ids, self._check_arrays(self._bags))
         return ticket
 
-    def look_up(self, table: str, ids: Ids, step: int, oldest_open: int) -> Tensor:
-        number, features = self._alone[table]
-        memory = self._engine.memory(number)
-        block = torch.empty((len(ids), features.total_dim), dtype=torch.float32, device=self.device)
-        pooled = [
-            PooledFeatures.of(features, [0] if each is memory else [], self.device) for each in self._engine.memories
-        ]
-        self._engine.heads.require(number, ids)
+    def look_up(self, ids: Mapping[str, Ids], step: int, oldest_open: int) -> dict[str, Tensor]:
+        in_order = [(number, ids[table.name]) for number, table in enumerate(self._tables) if table.name in ids]
+        for number, of_table in in_order:
+            self._engine.heads.require(number, of_table)
+        found, numbers = empty_by_table(self, ids, self._id_features), self._engine.numbers
+        request = id_request(self._id_features, ids, step, oldest_open)
         with self._engine.exclusive(self._engine.no_counts):
             resolved = self._engine.begin_lookup(step, oldest_open, train=True, first_epoch=True)
-            rows = self._engine.numbers.rows_of(number, to_device(ids.astype(np.int64), self.device))
-            runs = RowRuns.of(rows.int(), self._engine.numbers)
-            places = self._engine.numbers.places_of(number, rows)
+            rows, places = [], []
+            for number, of_table in in_order:
+                rows.append(numbers.rows_of(number, to_device(of_table.astype(np.int64), self.device)))
+                places.append(numbers.places_of(number, rows[-1]))
+            runs = RowRuns.of(torch.cat(rows).int(), numbers)
             self._engine.owe(lambda: partial(self._engine.heads.note_lookup, runs, step))
-            resolved = {**resolved, **self._read_places(places, runs), "offsets": None, "weights": None}
-            self._gather(features, pooled, len(ids), resolved, block, [])
+            resolved |= self._read_places(torch.cat(places), runs) | {"offsets": request.offsets, "weights": None}
+            self._gather(request, resolved, self.empty(1, 0), list(found.values()))
             self._engine.moves.note_use()
-        return block
+        return {name: found[name] for name in ids}
 
-    def id_ticket(self, ids: Mapping[str, Ids]) -> Any:
-        values, offsets, *_ = id_request(self._id_features, ids, None, None).native
-        layout, sizes = copy(self._id_layout), np.diff(offsets).tolist() if offsets is not None else []
-        layout.sequence_floats = [size * table.dim for size, table in zip(sizes, self._tables, strict=True)]
-        inputs = Inputs(names=self._id_features.names, values=values, offsets=offsets, batch_size=1)
+    def id_ticket(self, ids: Mapping[str, Ids]) -> DirectTicket:
+        request = id_request(self._id_features, ids, None, None)
         with self._engine.exclusive(self._engine.no_counts):
-            placed = DirectIds.of(layout, self._engine.numbers, inputs, self.device)
-            assert placed is not None
-            return self._batches.ticket(placed, self._id_bags, layout)
+            placed = self._batches.place_arrays(request, self._check_arrays(self._id_bags))
+            return self._batches.ticket(placed, self._id_bags, self._batches.layout_of(request))
 
     def update(self, request: UpdateRequest) -> None:
         given = given_parts(request)
@@ -342,20 +336,21 @@ class DirectRows(DeviceRows):
     def _counts(self, request: BagRequest) -> NDArray[np.int64]:
         return self._engine.no_counts
 
-    def _find_frames(self, request: BagRequest, bags: Any = None) -> dict[str, Any]:
+    def _find_frames(self, request: BagRequest) -> dict[str, Any]:
         """Return what a lookup needs. Of one that trains, sort the ids, and stamp their rows."""
-        ids = request.values
+        ids, (_, bags) = request.values, self._asked(request)
         if not isinstance(ids, DirectIds):
-            ids = self._batches.place_arrays(request, self._check_arrays(self._bags))
+            ids = self._batches.place_arrays(request, self._check_arrays(bags))
         step, oldest = request.step or 0, request.oldest_open or 0
         resolved = self._engine.begin_lookup(step, oldest, train=request.train, first_epoch=request.first_epoch)
-        if len(ids.cut) and ids.offsets is not None:
+        if len(ids.cut) and ids.offsets is not None and not request.of_tables:  # these cut nothing
             self._cut = self._cut + ids.cut
         needed = {**resolved, "offsets": ids.offsets, "weights": ids.weights, "moved": None, "ticket": None}
         places = torch.where(ids.rows >= 0, self._engine.numbers.places_of(ids.tables, ids.rows), -1)
         if not request.train:
             return needed | self._read_places(self._engine.heads.places(places, ids.rows), ids.rows)
-        ticket, at = self._batches.ticket(ids, self._bags), step or self._engine.core.latest_step
+        ticket = self._batches.ticket(ids, bags, self._batches.layout_of(request))
+        at = step or self._engine.core.latest_step
         self._engine.owe(lambda: partial(self._engine.heads.note_lookup, ticket.runs, at))
         return needed | self._read_places(places, ticket.runs) | {"ticket": ticket}
 

@@ -8,11 +8,12 @@ from itertools import pairwise
 from typing import Any
 
 from satrap.html_report.chart import MAX_SERIES, BarChart, LineChart, number
-from satrap.html_report.run_records import Loop, RunRecords, Series
+from satrap.html_report.run_records import Loop, Point, RunRecords, Series
 
 Bars = list[tuple[str, float, str]]
 _MAX_STALENESS, _MAX_CHARTS = 24, 24
 _WITHOUT = "No {} recorded: Progress was created without embeddings."
+_NO_METRIC = "No evaluation was recorded: satrap.Validation reports one, or Progress.report_evaluation."
 
 
 def charts_of(runs: Sequence[RunRecords]) -> list[LineChart | BarChart]:
@@ -28,7 +29,7 @@ def charts_of(runs: Sequence[RunRecords]) -> list[LineChart | BarChart]:
               note="The samples are those of training, with the scores that Progress.step was given."),
         lines("Samples per second", "rate", y="samples/s" + f", sum of {num_trainers} trainers" * (num_trainers > 1),
               is_averaged=True, from_zero=True, absent="No steps were recorded."),
-        *_validation(runs, lines, _names(runs, "metrics")),
+        *(_each(runs, "metrics", partial(_validation, runs)) or [lines("Validation", "metrics", absent=_NO_METRIC)]),
         _bars(runs, _staleness, title="Staleness", header=("earlier steps that a lookup missed", "batches", "share"),
               note="The steps are those of the same trainer.", absent=_WITHOUT.format("staleness was")),
         _bars(runs, _stages, title="Time of each stage",
@@ -45,7 +46,7 @@ def charts_of(runs: Sequence[RunRecords]) -> list[LineChart | BarChart]:
               absent="No learning rate was recorded: it is that of the optimizer of Progress(embeddings)."),
         lines("Gradient norm", "gradient_norm", y="norm of the dense gradients", is_averaged=True,
               absent=_WITHOUT.format("gradient norm was")),
-        *(lines(name, "logged", name, y="", is_averaged=True, is_small=True) for name in _names(runs, "logged")),
+        *_each(runs, "logged", lambda name: lines(name, "logged", name, y="", is_averaged=True, is_small=True)),
     ]  # fmt: skip
     return [chart for chart in charts if isinstance(chart, BarChart) or chart.series or chart.absent]
 
@@ -84,30 +85,35 @@ def _fitting(curves: list[Series], what: str, limit: int) -> tuple[list[Series],
         order = "largest" if what == "processes" else "first"
         return curves[:limit], f"{len(curves)} {what} recorded; these are the {order} {limit}."
     smaller = curves[limit - 1 :]
-    values = [dict(curve.points) for curve in smaller]
-    points = [(x, None if y is None else sum(at.get(x) or 0.0 for at in values)) for x, y in smaller[0].points]
-    together = Series(name=f"{len(smaller)} other tables", points=points)
+    points, superseded = (_sum([getattr(curve, part) for curve in smaller]) for part in ("points", "superseded"))
+    together = Series(name=f"{len(smaller)} other tables", points=points, superseded=superseded)
     return [*curves[: limit - 1], together], "The last value of every table is listed under Tables."
 
 
-def _names(runs: Sequence[RunRecords], key: str) -> list[str]:
-    """Return the names that have values of this key, at most `_MAX_CHARTS`."""
-    return list(dict.fromkeys(curve.name for run in runs for curve in run.curves.get(key, ())))[:_MAX_CHARTS]
+def _sum(curves: Sequence[Sequence[Point]]) -> list[Point]:
+    """Return the sum of curves at the steps of the first. Its interruptions remain."""
+    values = [dict(points) for points in curves]
+    return [(x, None if y is None else sum(at.get(x) or 0.0 for at in values)) for x, y in curves[0]]
 
 
-def _validation(runs: Sequence[RunRecords], lines: Callable[..., LineChart], names: Sequence[str]) -> list[LineChart]:
-    """Return a chart of each metric of evaluations, with a note on the best one."""
-    charts = [
-        lines(f"Validation: {name}", "metrics", name, y=name, absent=f"No finite {name} was recorded.")
-        for name in names
-    ]
+def _each(runs: Sequence[RunRecords], key: str, chart_of: Callable[[str], LineChart]) -> list[LineChart]:
+    """Return a chart of each name that has values of this key, at most `_MAX_CHARTS`."""
+    names = list(dict.fromkeys(curve.name for run in runs for curve in run.curves.get(key, ())))
+    charts = [chart_of(name) for name in names[:_MAX_CHARTS]]
+    if len(names) > len(charts):
+        charts[-1].note += f" {len(names)} numbers of this kind were recorded; these are the first {len(charts)}."
+    return charts
+
+
+def _validation(runs: Sequence[RunRecords], name: str) -> LineChart:
+    """Return the chart of a metric of evaluations, with a note on the best one."""
+    chart = _lines(runs, f"Validation: {name}", "metrics", name, y=name, absent=f"No finite {name} was recorded.")
     for run in runs:
+        which = f"The best evaluation of {run.name}" if len(runs) > 1 else "The best evaluation"
         best = [found for loop in run.loops for found in loop.evaluations if found.get("is_best")][-1:]
-        for chart, metrics, step in ((chart, found["metrics"], found["step"]) for chart in charts for found in best):
-            which = f"The best evaluation of {run.name}" if len(runs) > 1 else "The best evaluation"
-            chart.note += f" {which} is that of step {step:,}: {number(metrics.get(chart.y))}."
-    absent = "No evaluation was recorded: satrap.Validation reports one, or Progress.report_evaluation."
-    return charts or [LineChart(title="Validation", y="metric", absent=absent)]
+        for step, metrics in ((found["step"], found["metrics"]) for found in best):
+            chart.note += f" {which} is that of step {step:,}: {number(metrics.get(name))}."
+    return chart
 
 
 def _marks(loops: Sequence[Loop]) -> dict[str, list[float]]:

@@ -1,8 +1,8 @@
 """What `satrap.convert` puts in place of TorchRec's EmbeddingBagCollection and EmbeddingCollection.
 
-TorchRec's forward calls the module of a table once for each feature. These join the features of a table, so that all
-its rows are one lookup. They take a KeyedJaggedTensor and return what TorchRec's collections return. TorchRec is
-imported only in forward: a model with such a collection has imported it before.
+TorchRec's forward calls the module of a table once for each feature. These join the features of a table, and look the
+rows of all tables up in one call. They take a KeyedJaggedTensor and return what TorchRec's collections return.
+TorchRec is imported only in forward: a model with such a collection has imported it before.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -13,6 +13,7 @@ from torch import Tensor
 
 from satrap.config.tables import Uniform
 from satrap.errors import InputError
+from satrap.nn.embedding import call_together
 
 _MODULES = "torchrec.modules.embedding_modules"
 
@@ -31,8 +32,8 @@ class _Collection(torch.nn.Module):
         """The device that the replaced module was created on."""
         return self._device
 
-    def _joined(self, features: Any) -> Iterator[tuple[str, list[str], list[Any], Tensor]]:
-        """Yield each table's name, the names of its outputs, its features' jagged tensors, and their ids joined."""
+    def _joined(self, features: Any) -> Iterator[tuple[list[str], list[Any], Tensor]]:
+        """Yield for each table the names of its outputs, its features' jagged tensors, and their ids joined."""
         jagged: Mapping[str, Any] = features.to_dict()
         for config, names in zip(self._configs, self._names, strict=True):
             if missing := [name for name in config.feature_names if name not in jagged]:
@@ -41,7 +42,7 @@ class _Collection(torch.nn.Module):
                     f"expected a key for each of {config.feature_names}, found {list(jagged)}"
                 )
             given = [jagged[name] for name in config.feature_names]
-            yield config.name, names, given, _joined([part.values() for part in given])
+            yield names, given, _joined([part.values() for part in given])
 
 
 class BagCollection(_Collection):
@@ -74,14 +75,16 @@ class BagCollection(_Collection):
                 "batch size for all features: repeat the samples"
             )
         keys: list[str] = []
-        pooled: list[Tensor] = []
-        for table, names, given, ids in self._joined(features):
-            lengths = _joined([part.lengths() for part in given])
-            offsets = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
-            weights = _joined([part.weights() for part in given]) if self._is_weighted else None
-            rows = self.embedding_bags[table](ids, offsets, weights)
+        bags: list[tuple[Tensor, Tensor, Tensor | None]] = []
+        sizes: list[list[int]] = []  # the number of bags of each feature
+        for names, given, ids in self._joined(features):
             keys += names
-            pooled += rows.split([len(part.lengths()) for part in given])
+            lengths = _joined([part.lengths() for part in given])
+            weights = _joined([part.weights() for part in given]) if self._is_weighted else None
+            bags.append((ids, torch.nn.functional.pad(lengths.cumsum(0), (1, 0)), weights))
+            sizes.append([len(part.lengths()) for part in given])
+        rows = call_together([self.embedding_bags[config.name] for config in self._configs], bags)
+        pooled = [part for of_table, bags_of in zip(rows, sizes, strict=True) for part in of_table.split(bags_of)]
         return KeyedTensor(keys, [part.shape[1] for part in pooled], torch.cat(pooled, 1))
 
     __call__: Callable[..., Any]
@@ -121,8 +124,11 @@ class SequenceCollection(_Collection):
         from torchrec.sparse.jagged_tensor import JaggedTensor
 
         by_feature: dict[str, Any] = {}
-        for table, names, given, ids in self._joined(features):
-            parts = self.embeddings[table](ids).split([len(part.values()) for part in given])
+        joined = list(self._joined(features))
+        modules = [self.embeddings[config.name] for config in self._configs]
+        looked_up = call_together(modules, [(ids,) for *_, ids in joined])
+        for (names, given, _), of_table in zip(joined, looked_up, strict=True):
+            parts = of_table.split([len(part.values()) for part in given])
             for name, part, rows in zip(names, given, parts, strict=True):
                 indices = part.values() if self._need_indices else None
                 by_feature[name] = JaggedTensor(rows, lengths=part.lengths(), weights=indices)

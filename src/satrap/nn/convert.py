@@ -9,7 +9,9 @@ scale_grad_by_freq, hooks, a subclass, a weight that another kind of module or a
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, get_args
+from functools import partial
+from types import MethodType
+from typing import Any, Never, get_args
 
 import numpy as np
 import torch
@@ -50,6 +52,8 @@ def convert(
     """
     check_flag("convert", "weights", weights)
     check_integer("convert", "min_rows", min_rows, 1, 2**63 - 1)
+    if not any(_modules(model)) and any(isinstance(module, Embedding | EmbeddingBag) for module in model.modules()):
+        raise ConfigError("convert: the modules of the model were replaced before: create the model again")
     if isinstance(tables, Mapping):
         chosen = _named(model, tables)
     elif isinstance(tables, get_args(Optimizer)):
@@ -73,11 +77,20 @@ def convert(
     tied = _tied_layers(model, chosen)
     for choice in chosen:
         choice.module.weight.in_satrap_table = choice.table.name  # `Embeddings.optimizer` refuses it
+        choice.module.forward = partial(_refuse_call, choice.table.name)
         _replace(model, choice.path, new[id(choice.module)])
     for path, (linear, module) in tied.items():
         _replace(model, path, TiedLinear(new[id(module)], linear))
     replace_collections(model, {id(module) for module in new.values()})
     return embeddings
+
+
+def _refuse_call(table: str, *_: Any, **__: Any) -> Never:
+    """Stand in for forward of a module that was replaced: what still calls it would train nothing."""
+    raise ConfigError(
+        f"this module was replaced by one over table {table!r}, and does not train any more: get it from the model by "
+        "its name after satrap.convert; convert models that share a module together, in one nn.ModuleList"
+    )
 
 
 def _replace(model: torch.nn.Module, path: str, module: torch.nn.Module) -> None:
@@ -103,6 +116,7 @@ class _Chosen:
             f"has max_norm={module.max_norm}": module.max_norm is not None,
             "has scale_grad_by_freq=True": module.scale_grad_by_freq,
             f"has a weight of {weight.dtype}, and rows are float32": weight.dtype != torch.float32,
+            "shares its weight with a module that convert has replaced": hasattr(weight, "in_satrap_table"),
             "has hooks": any(getattr(module, name) for name in _HOOKS) or bool(weight._backward_hooks),
         }
         if reasons := [reason for reason, is_so in refused.items() if is_so]:
@@ -113,6 +127,11 @@ class _Chosen:
             raise ConfigError(
                 f"{where} has a frozen weight, and weights is False, so frozen rows would have other values: pass "
                 "weights=True"
+            )
+        if holders := list(_holders(model, module)):
+            raise ConfigError(
+                f"{where}: attribute {holders[0]!r} of the model has the module too, and would still have the old one: "
+                "make the attribute an nn.ModuleList or nn.ModuleDict, or leave it out"
             )
         if holders := list(_holders(model, weight)):
             raise ConfigError(
@@ -203,13 +222,15 @@ def _require_no_regularizer(model: torch.nn.Module) -> None:
             )
 
 
-def _holders(model: torch.nn.Module, weight: Tensor) -> Iterator[str]:
-    """Yield the attributes of modules that have the weight, besides Parameters."""
+def _holders(model: torch.nn.Module, used: Tensor | torch.nn.Module) -> Iterator[str]:
+    """Yield the attributes of modules that have a weight or a module, besides Parameters and submodules."""
 
     def has(value: Any) -> bool:
         if isinstance(value, Mapping):
             return any(map(has, value.values()))
-        return value is weight or (isinstance(value, list | tuple | set) and any(map(has, value)))
+        if value is used or (isinstance(value, MethodType) and value.__self__ is used):
+            return True
+        return isinstance(value, list | tuple | set) and any(map(has, value))
 
     for path, module in model.named_modules():
         for name, value in vars(module).items():

@@ -9,11 +9,12 @@ EmbeddingBag looks up one row for each id, and torch pools them: so modes, weigh
 torch's, at the cost of the memory of the rows before they are pooled.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, Never, Self
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import embedding_bag
 
@@ -22,10 +23,15 @@ from satrap.config.validation import check_choice, check_integer, kind_of, sugge
 from satrap.errors import ConfigError, InputError, StreamError
 from satrap.monitor.memory import memory
 from satrap.train.embeddings import Embeddings, session_of
+from satrap.train.session import TrainingSession
 
 _NO_WEIGHT = (
     "weight is all rows of table {!r}, and {}. Call the module with the ids that the loss needs, such as targets and "
     "the negatives of satrap.negatives; for evaluation satrap.full_softmax and satrap.topk read the rows in parts"
+)
+_IN_EVAL = (
+    "optimizer.step() found no gradient of rows, since a module over table {!r} was in eval(), which reads rows only: "
+    "call model.train() before forward, or requires_grad_(False) of the module to train the other parameters alone"
 )
 _COPIES_OF_WEIGHT = 4  # rows, gradients, gradients of the update, and what the model computes of them
 
@@ -57,7 +63,8 @@ class _TableModule(torch.nn.Module):
         self._session.note_padding(self.table.name, self.padding_idx)
         self._is_frozen = False
         self._expected_step: int | None = None
-        self._moved = torch.empty(0)  # on the device of the model; no buffer, which DDP would send in each forward pass
+        self._moved = torch.empty(0, dtype=torch.float32)
+        """Has the device and the dtype of the model. No buffer, which DDP would send in each forward pass."""
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         self._moved = fn(self._moved)
@@ -114,42 +121,68 @@ class _TableModule(torch.nn.Module):
         """Record, for load_state_dict, which step the rows must be at when they are looked up."""
         self._expected_step = int(state[0])
 
+    def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *arguments: Any) -> None:
+        if f"{prefix}weight" in state_dict:
+            error_messages: list[str] = arguments[-1]
+            error_messages.append(
+                f"the state has {prefix}weight, of a model with torch's embeddings, and the rows are in table "
+                f"{self.table.name!r}: load the state before satrap.convert(..., weights=True), or write the rows with "
+                f"embeddings.tables[{self.table.name!r}].write(ids, rows)"
+            )
+        super()._load_from_state_dict(state_dict, prefix, *arguments)
+
     def extra_repr(self) -> str:
         """Return what print(model) shows."""
         padding = "" if self.padding_idx is None else f", padding_idx={self.padding_idx}"
         return f"{self.table.name!r}, {self.embedding_dim}{padding}{', frozen' * self._is_frozen}"
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]  # a compiled model has a graph break here
     def _rows(self, ids: Tensor) -> Tensor:
         """Return the row of each id, [ids, dim]; zeros where the id stands for none."""
-        if torch.compiler.is_exporting():
+        rows: Tensor = rows_together([self], [ids])[0]
+        return rows
+
+    def _require_lookup(self, ids: Tensor) -> None:
+        """Raise an error if the ids cannot be looked up."""
+        is_traced: bool = torch.jit.is_tracing()  # type: ignore[attr-defined, no-untyped-call]
+        if is_traced or torch.compiler.is_exporting():
             raise ConfigError(
-                f"torch.export cannot include the rows of table {self.table.name!r}, which are outside the model: put "
+                f"an export cannot include the rows of table {self.table.name!r}, which are outside the model: put "
                 f"torch.nn.{type(self).__name__}.from_pretrained(module.weight.detach()) in place of the module before "
                 "the export, or export the part of the model that takes rows as an input"
             )
         self._require_ids(ids)
         self._require_expected_step()
+
+    def _flat(self, ids: Tensor) -> Tensor:
+        """Return the ids in CPU memory, one after another."""
         flat = ids.detach().reshape(-1).to("cpu", torch.int64)
-        if self.padding_idx is None:
-            return self._look_up(flat, ids.device)
-        positions = (flat != self.padding_idx).nonzero().reshape(-1)
-        if len(positions) == len(flat):
-            return self._look_up(flat, ids.device)
-        rows = self._look_up(flat[positions], ids.device)
-        return rows.new_zeros(len(flat), self.embedding_dim).index_copy(0, positions.to(ids.device), rows)
+        try:
+            flat.numpy()
+        except RuntimeError as error:
+            raise ConfigError(
+                f"table {self.table.name!r}: the ids have no values that can be read, as inside torch.func.grad and "
+                "vmap: call the module before, and give the function its rows"
+            ) from error
+        return flat
 
     def _require_ids(self, ids: Any) -> None:
         if not isinstance(ids, Tensor) or ids.dtype not in (torch.int64, torch.int32):
             found = str(ids.dtype) if isinstance(ids, Tensor) else kind_of(ids)
             raise InputError(f"table {self.table.name!r}: ids are {found}; expected a tensor of int64 or int32")
 
-    def _look_up(self, flat: Tensor, device: torch.device) -> Tensor:
-        ids = flat.numpy().view(np.uint64)
-        if self.training and torch.is_grad_enabled() and not self._is_frozen:
-            rows = self._session.look_up(self.table.name, ids, device)
-            return rows.detach() if self.table.frozen is True else rows
+    def _trains_at(self, device: torch.device) -> tuple[TrainingSession, torch.device] | None:
+        """Return what modules have in common whose lookups for training are one; None: this one reads and changes
+        nothing."""
+        is_training = self.training and torch.is_grad_enabled() and not self._is_frozen
+        return (self._session, device) if is_training else None
+
+    def _read(self, ids: NDArray[np.uint64], device: torch.device) -> Tensor:
+        """Return the rows of ids as they are."""
         self._session.require_whole_rows()
+        if not self._is_frozen:
+            self._session.apply_submitted()
+            if torch.is_grad_enabled() and self.table.frozen is not True:
+                self._session.why_untrained = _IN_EVAL.format(self.table.name)
         return torch.from_numpy(self._session.worker.tables[self.table.name].lookup(ids, train=False)).to(device)
 
     def _require_expected_step(self) -> None:
@@ -160,6 +193,59 @@ class _TableModule(torch.nn.Module):
                 f"step {step}: a state_dict has no rows of tables; save and resume both with satrap.Checkpoint"
             )
         self._expected_step = None
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # a compiled model has a graph break here
+def rows_together(modules: Sequence[_TableModule], given: Sequence[Tensor]) -> list[Tensor]:
+    """Return the row of each id of each module, [ids, dim], zeros where the id stands for none. Modules of one
+    `Embeddings` that train are looked up in one call."""
+    for module, ids in zip(modules, given, strict=True):
+        module._require_lookup(ids)
+    flat = [module._flat(ids) for module, ids in zip(modules, given, strict=True)]
+    positions = [_without(ids, module.padding_idx) for module, ids in zip(modules, flat, strict=True)]
+    kept = [ids if at is None else ids[at] for ids, at in zip(flat, positions, strict=True)]
+    rows = _look_up([ids.numpy().view(np.uint64) for ids in kept], modules, [ids.device for ids in given])
+    return [
+        part if at is None else part.new_zeros(len(ids), part.shape[1]).index_copy(0, at.to(part.device), part)
+        for part, ids, at in zip(rows, flat, positions, strict=True)
+    ]
+
+
+def _without(ids: Tensor, padding: int | None) -> Tensor | None:
+    """Return where the ids are that are not padding; None: everywhere."""
+    if padding is None:
+        return None
+    positions = (ids != padding).nonzero().reshape(-1)
+    return None if len(positions) == len(ids) else positions
+
+
+def _look_up(
+    ids: Sequence[NDArray[np.uint64]], modules: Sequence[_TableModule], devices: Sequence[torch.device]
+) -> list[Tensor]:
+    """Return the rows of the ids of each module, on its device."""
+    rows: dict[int, Tensor] = {}
+    together: dict[tuple[TrainingSession, torch.device], list[int]] = {}
+    for number, (module, device) in enumerate(zip(modules, devices, strict=True)):
+        if (at := module._trains_at(device)) is None:
+            rows[number] = module._read(ids[number], device)
+        else:
+            together.setdefault(at, []).append(number)
+    for (session, device), numbers in together.items():
+        by_table: dict[str, list[int]] = {}
+        for number in numbers:
+            by_table.setdefault(modules[number].table.name, []).append(number)
+        joined = {
+            table: ids[same[0]] if len(same) == 1 else np.concatenate([ids[number] for number in same])
+            for table, same in by_table.items()
+        }
+        found = session.look_up(joined, device)
+        for table, same in by_table.items():
+            parts = found[table].split([len(ids[number]) for number in same]) if len(same) > 1 else [found[table]]
+            rows |= zip(same, parts, strict=True)
+    return [
+        (rows[n].detach() if module.table.frozen is True else rows[n]).to(module._moved.dtype)
+        for n, module in enumerate(modules)
+    ]
 
 
 class Embedding(_TableModule):
@@ -175,7 +261,14 @@ class Embedding(_TableModule):
 
     def forward(self, input: Tensor) -> Tensor:
         """Return the row of each id, [*input.shape, embedding_dim]."""
-        rows: Tensor = self._rows(input)
+        return self._finish(self._rows(input), input)
+
+    def _require_arguments(self, input: Tensor) -> None:
+        """Raise InputError if this is no tensor of ids."""
+        self._require_ids(input)
+
+    def _finish(self, rows: Tensor, input: Tensor) -> Tensor:
+        """Return what forward does. rows: those of the ids."""
         return rows.view(*input.shape, self.embedding_dim)
 
     __call__: Callable[..., Tensor]
@@ -206,13 +299,23 @@ class EmbeddingBag(_TableModule):
 
     def forward(self, input: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None) -> Tensor:
         """Return the pooled rows of each bag, [bags, embedding_dim], as nn.EmbeddingBag does."""
+        self._require_arguments(input, offsets, per_sample_weights)
+        return self._finish(self._rows(input), input, offsets, per_sample_weights)
+
+    def _require_arguments(self, input: Tensor, offsets: Tensor | None = None, weights: Tensor | None = None) -> None:
+        """Let torch refuse bad arguments before a lookup inserts rows."""
         self._require_ids(input)
-        if self._has_single_ids(input, offsets, per_sample_weights):
-            single: Tensor = self._rows(input)  # zeros for padding, as the sum, mean and maximum of no row are
-            return single
-        with torch.no_grad():  # lets torch refuse bad arguments before a lookup inserts rows
-            self._pool(input.new_zeros(input.shape), torch.zeros(1, 1), offsets, per_sample_weights, None)
-        rows: Tensor = self._rows(input)
+        if not self._has_single_ids(input, offsets, weights):
+            with torch.no_grad():
+                row = torch.zeros(1, 1, dtype=self._moved.dtype, device=input.device)
+                self._pool(input.new_zeros(input.shape), row, offsets, weights, None)
+
+    def _finish(
+        self, rows: Tensor, input: Tensor, offsets: Tensor | None = None, weights: Tensor | None = None
+    ) -> Tensor:
+        """Return what forward does. rows: those of the ids."""
+        if self._has_single_ids(input, offsets, weights):
+            return rows  # zeros for padding, as the sum, mean and maximum of no row are
         lines = torch.arange(len(rows), device=input.device)
         padding = None
         if self.padding_idx is not None and len(rows):
@@ -224,7 +327,7 @@ class EmbeddingBag(_TableModule):
                 lines = torch.where(is_padding, padding, lines)
         if not len(rows):  # torch takes no weight without lines
             rows = torch.cat([rows, rows.new_zeros(1, self.embedding_dim)])
-        return self._pool(lines.view(input.shape), rows, offsets, per_sample_weights, padding)
+        return self._pool(lines.view(input.shape), rows, offsets, weights, padding)
 
     def _has_single_ids(self, input: Tensor, offsets: Tensor | None, weights: Tensor | None) -> bool:
         """Return whether each bag has exactly one id, so that nothing is pooled."""
@@ -249,3 +352,18 @@ class EmbeddingBag(_TableModule):
         )
 
     __call__: Callable[..., Tensor]
+
+
+def call_together(modules: Sequence[torch.nn.Module], arguments: Sequence[tuple[Any, ...]]) -> list[Tensor]:
+    """Call each module with its arguments; return what they return. Those over tables look their rows up in one call,
+    but for modules that have hooks."""
+    ours: dict[int, Any] = {
+        number: module
+        for number, module in enumerate(modules)
+        if isinstance(module, Embedding | EmbeddingBag) and not (module._forward_hooks or module._forward_pre_hooks)
+    }
+    for number, module in ours.items():
+        module._require_arguments(*arguments[number])
+    rows = rows_together(list(ours.values()), [arguments[number][0] for number in ours])
+    found = {number: ours[number]._finish(part, *arguments[number]) for number, part in zip(ours, rows, strict=True)}
+    return [found[n] if n in found else modules[n](*given) for n, given in enumerate(arguments)]

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from satrap.config.array_args import as_ids
 from satrap.config.validation import kind_of, suggest
-from satrap.data.inputs import Inputs
+from satrap.data.inputs import Inputs, Position
 from satrap.errors import InputError
 from satrap.train.step_lookups import Lookup, StepLookups
 from satrap.worker.rows import Ids
@@ -31,7 +31,9 @@ class NamedInputs(Inputs):
     """The ids of each table, one array after another."""
 
     @classmethod
-    def of(cls, item: Any, ids: object, tables: Mapping[str, int | None]) -> "NamedInputs":
+    def of(
+        cls, item: Any, ids: object, tables: Mapping[str, int | None], position: Position | None = None
+    ) -> "NamedInputs":
         """Return the batch for ids by table: for each a tensor or an array of any shape, or a list of them. tables: the
         id of each that stands for none and is left out."""
         if not isinstance(ids, Mapping):
@@ -45,7 +47,8 @@ class NamedInputs(Inputs):
         parts = iter(np.split(values, np.cumsum([len(chunk) for chunk in flat])))  # the loader may reuse its memory
         chunks = {name: [next(parts) for _ in of_table] for name, of_table in given.items()}
         offsets = np.cumsum([0, *(sum(map(len, of_table)) for of_table in given.values())], dtype=np.int64)
-        return cls(names=tuple(tables), values=values, offsets=offsets, batch_size=1, item=item, chunks=chunks)
+        of_ids: dict[str, Any] = {"values": values, "offsets": offsets, "chunks": chunks}
+        return cls(names=tuple(tables), batch_size=1, item=item, position=position, **of_ids)
 
 
 def _chunks(table: str, given: Any, padding: int | None) -> list[Ids]:
@@ -74,8 +77,12 @@ class AheadRows:
         self._next = dict.fromkeys(self._chunks, 0)  # the chunk after the last one found: models ask in order
         self._sorted: dict[str, tuple[Ids, Any]] = {}
 
-    def take(self, table: str, ids: Ids, lookups: StepLookups) -> Tensor | None:
-        """Return the rows of the table's chunk that is these ids, once; None if there is none left."""
+    def take(self, ids: Mapping[str, Ids], lookups: StepLookups) -> dict[str, Tensor]:
+        """Return the rows of each table of which one of the chunks is these ids, once for each chunk."""
+        taken = {table: self._take(table, of_table, lookups) for table, of_table in ids.items()}
+        return {table: rows for table, rows in taken.items() if rows is not None}
+
+    def _take(self, table: str, ids: Ids, lookups: StepLookups) -> Tensor | None:
         chunks, first = self._chunks[table], self._next[table]
         for number in (*range(first, len(chunks)), *range(first)):
             if len(chunks[number]) == len(ids) and np.array_equal(chunks[number], ids):
@@ -90,7 +97,10 @@ class AheadRows:
         return None
 
     def _lines(self, table: str, ids: Ids) -> Any:
-        """Return for each id its line among the table's rows; -1 if it was not looked up."""
+        """Return for each id its line among the table's rows; -1 if it was not looked up, or if a model may have
+        changed the row in place."""
+        if any(rows._version for rows in self._taken[table]):
+            return np.full(len(ids), -1)
         if table not in self._sorted:
             flat = np.concatenate(self._chunks[table] or [np.zeros(0, np.uint64)])
             self._sorted[table] = np.unique(flat, return_index=True)
@@ -100,20 +110,29 @@ class AheadRows:
         at = np.minimum(np.searchsorted(known, ids), len(known) - 1)
         return np.where(known[at] == ids, first[at], -1)
 
-    def find(self, table: str, ids: Ids, device: torch.device, read: Callable[[Ids], Tensor]) -> tuple[Tensor, int]:
-        """Return a copy of the rows of ids on the model's device, and how many of them were looked up ahead. read:
-        looks up the others."""
-        if any(rows._version for rows in self._taken[table]):  # a model has changed them in place
-            return read(ids), 0
-        lines = self._lines(table, ids)
-        is_missing = lines < 0
-        if is_missing.all():
-            return read(ids), 0
-        values = self._values[table].detach()
-        rows = values[torch.from_numpy(np.maximum(lines, 0)).to(values.device)].to(device)
-        if is_missing.any():
-            rows[torch.from_numpy(is_missing).to(device)] = read(ids[is_missing])
-        return rows, len(ids) - int(is_missing.sum())
+    def find(
+        self,
+        ids: Mapping[str, Ids],
+        device: torch.device,
+        read: Callable[[Mapping[str, Ids]], Mapping[str, Tensor]],
+    ) -> tuple[dict[str, Tensor], int]:
+        """Return copies of the rows of some tables' ids on the model's device, and how many ids were not looked up
+        ahead. read: looks those up."""
+        lines = {table: self._lines(table, of_table) for table, of_table in ids.items()}
+        missing = {table: ids[table][of_table < 0] for table, of_table in lines.items() if (of_table < 0).any()}
+        now = read(missing) if missing else {}
+        found = {}
+        for table, of_table in lines.items():
+            is_missing = of_table < 0
+            if len(of_table) and is_missing.all():
+                found[table] = now[table]
+                continue
+            values = self._values[table].detach()
+            rows = values[torch.from_numpy(np.maximum(of_table, 0)).to(values.device)].to(device)
+            if table in now:
+                rows[torch.from_numpy(is_missing).to(device)] = now[table]
+            found[table] = rows
+        return found, sum(map(len, missing.values()))
 
     def whole_tables(self, lookups: list[Lookup]) -> dict[str, Lookup]:
         """Return the lookup of each table of which every chunk has a gradient and nothing else has."""

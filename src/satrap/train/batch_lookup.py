@@ -5,6 +5,7 @@ The pipeline decides the order and the thread; methods that must run in the user
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from satrap.config.features import Features
 from satrap.config.tables import Feature
 from satrap.data.inputs import Inputs
 from satrap.data.item_numbers import numbers_of, padded_numbers
@@ -55,6 +57,8 @@ class BatchLookup:
         """Batches, and what `Worker.measure` returned for their gradients."""
         self._numbers: dict[str, tuple[str, ...]] = {}
         """The columns of numbers beside the ids of each sequence, as in the last batch."""
+        self._frozen = [name for name, feature in worker.features.items() if feature.table.frozen is True]
+        self._frozen_columns = torch.tensor(_columns_of(self._frozen, worker.features), device=device)
         self._batch_copies = new_stream(device)  # copies batches to the device
         self._gradients = worker.device_stream or new_stream(device)  # copies gradients, or uses them
 
@@ -202,6 +206,10 @@ class BatchLookup:
         """Make the leaves collect gradients, as the user starts to use the rows. Runs in the user's thread."""
         for leaf in batch.leaves:
             leaf.requires_grad_()
+        if len(self._frozen_columns):  # zeros, so that a norm of all gradients is that of what trains
+            batch.embeddings.register_hook(partial(torch.index_fill, dim=1, index=self._frozen_columns, value=0.0))
+        for name in batch.sequences.keys() & self._frozen:
+            batch.sequences[name].values.register_hook(torch.zeros_like)
         self._dense.hand_over(batch.step)
 
     def measure(self, batches: list[InFlightBatch], *, are_checked: bool = False) -> None:
@@ -279,3 +287,9 @@ class BatchLookup:
             {name: take(sequence.values, batch.weight) for name, sequence in batch.sequences.items()}
             for batch in batches
         ]
+
+
+def _columns_of(names: Iterable[str], features: Features) -> list[int]:
+    """Return the columns of a block that the pooled ones of these features have."""
+    begins = dict(zip(features.names, features.columns, strict=True))
+    return [begins[name] + i for name in names if name in features.pooled for i in range(features.pooled[name])]

@@ -19,7 +19,7 @@ from satrap.data.inputs import Inputs
 from satrap.errors import ConfigError, StreamError
 from satrap.interrupts import Uninterrupted
 from satrap.train.joint_batches import JointBatches
-from satrap.train.joint_calls import Call
+from satrap.train.joint_calls import Call, Padding
 from satrap.train.process_group import ProcessGroup
 
 if TYPE_CHECKING:
@@ -77,11 +77,15 @@ class DenseStrategy:
         """Set the parameters to their latest values."""
 
     def batches(
-        self, inputs: Iterator[Inputs], features: tuple[str, ...], unawaited: Collection[Call] = ()
+        self,
+        inputs: Iterator[Inputs],
+        features: tuple[str, ...],
+        unawaited: Collection[Call] = (),
+        padding: Callable[[], Padding] | None = None,
     ) -> Iterator[Inputs]:
         """Return the batches of a training stream, which joint steps extend by padding.
 
-        unawaited: calls of the loop in which no trainer waits for another.
+        unawaited: calls of the loop in which no trainer waits for another. padding: that of `JointBatches`.
         """
         return inputs
 
@@ -147,11 +151,16 @@ class SyncDense(DenseStrategy):
             self._optimizer.step()
 
     def batches(
-        self, inputs: Iterator[Inputs], features: tuple[str, ...], unawaited: Collection[Call] = ()
+        self,
+        inputs: Iterator[Inputs],
+        features: tuple[str, ...],
+        unawaited: Collection[Call] = (),
+        padding: Callable[[], Padding] | None = None,
     ) -> Iterator[Inputs]:
-        if self._trainers.world_size == 1:
+        trainers = self._trainers
+        if trainers.world_size == 1:
             return inputs
-        return JointBatches(inputs, features, self._trainers.exchange, self._trainers.rank, self.weigh, unawaited)
+        return JointBatches(inputs, features, trainers.exchange, trainers.rank, self.weigh, unawaited, padding)
 
     def weigh(self, weight: float) -> None:
         """Multiply the gradients of the following backward passes by `weight`, before DDP averages them."""

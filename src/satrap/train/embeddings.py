@@ -6,7 +6,7 @@ state_dict only records the step and the tables' versions, so that a stream refu
 one checkpoint and rows of another.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import nullcontext, suppress
 from dataclasses import fields, replace
 from functools import partial
@@ -32,7 +32,7 @@ from satrap.train.dense_strategy import DenseStrategy, SyncDense
 from satrap.train.deployment import Deployment
 from satrap.train.open_worker import open_worker
 from satrap.train.optimizer import HybridOptimizer
-from satrap.train.prefetched_batches import IdsOf, PrefetchedBatches
+from satrap.train.prefetched_batches import IdsOf, LoaderPass, PrefetchedBatches
 from satrap.train.process_group import Compress, ProcessGroup
 from satrap.train.session import TrainingSession
 from satrap.train.stream import Stream
@@ -87,16 +87,12 @@ class Embeddings(torch.nn.Module):
         self.staleness, self.deterministic = staleness, deterministic
         self.trainers = ProcessGroup()
         check_choice("Embeddings", "dense", dense, tuple(_STRATEGIES))
-        check_choice("Embeddings", "output_dtype", output_dtype, tuple(DTYPES))
-        self.output_dtype = output_dtype
-        self.dense, self._strategy = dense, _STRATEGIES[dense]
+        self.dense, self.output_dtype, self._strategy = dense, output_dtype, _STRATEGIES[dense]
         if not isinstance(deployment, Deployment | None):
             raise ConfigError(f"deployment is {kind_of(deployment)}; expected a satrap.Deployment, or None")
         self.device = None if device is None else resolve_device(device)
-        if device_memory is not None and device is None:
-            raise ConfigError(f"device_memory is {device_memory!r} without a device; expected device= beside it")
         rows = (deployment or Deployment()).in_context()
-        self._require_possible(dense, rows.servers is not None)
+        self._require_possible(dense, device_memory, has_servers=rows.servers is not None)
         if num_threads is None and staleness > 0 and spare_cores() > 0:
             num_threads = spare_cores()
         open_rows = partial(open_worker, self.features, rows, self.trainers, seed, staleness, num_threads)
@@ -111,8 +107,11 @@ class Embeddings(torch.nn.Module):
         if self._strategy.is_joint:
             self._session.open(DenseStrategy())
 
-    def _require_possible(self, dense: str, has_servers: bool) -> None:
+    def _require_possible(self, dense: str, device_memory: Any, *, has_servers: bool) -> None:
         """Raise ConfigError if an option is invalid or conflicts with another."""
+        check_choice("Embeddings", "output_dtype", self.output_dtype, tuple(DTYPES))
+        if device_memory is not None and self.device is None:
+            raise ConfigError(f"device_memory is {device_memory!r} without a device; expected device= beside it")
         staleness: Any = self.staleness
         if isinstance(staleness, bool) or not isinstance(staleness, int) or staleness < 0:
             raise ConfigError(f"staleness is {staleness!r}; expected an integer, 0 (synchronous) or more")
@@ -168,7 +167,7 @@ class Embeddings(torch.nn.Module):
 
     def parallel(self, model: torch.nn.Module, *, compress: Compress | None = None) -> torch.nn.Module:
         """Wrap the model in torch's DistributedDataParallel, which averages the gradients of several trainers. With one
-        trainer or dense="async", return the model itself. Call this before creating the optimizer.
+        trainer, dense="async" or no Parameter, return the model itself. Call this before creating the optimizer.
 
         compress: dtype in which DDP sends the gradients: "float16", on GPUs also "bfloat16"; None: unchanged.
         """
@@ -208,8 +207,7 @@ class Embeddings(torch.nn.Module):
         if self.worker.device is not None and resolve_device(target) != self.worker.device:
             raise ConfigError(f"device is {str(target)!r}; expected {str(self.worker.device)!r}, where the rows are")
         if overlap is None:
-            is_free = self.worker.servers is not None or spare_cores() > 0
-            overlap = target.type != "cpu" or (is_free and self.staleness > 0) or self.worker.can_read(data)
+            overlap = target.type != "cpu" or self._overlaps() or self.worker.can_read(data)
         return (
             session.train_on(data, target, accumulate, overlap) if train else session.evaluate_on(data, target, overlap)
         )
@@ -219,32 +217,33 @@ class Embeddings(torch.nn.Module):
     ) -> PrefetchedBatches:
         """Return the batches of any loader, with the rows of their ids looked up ahead for modules (`satrap.nn`): those
         of all tables in one call, and at staleness k while the k steps before are in progress. A loop steps once for
-        each batch, as for a stream. With several trainers, each has its own loader, of the same length.
+        each batch, as for a stream. Several trainers each have a loader, and end together: one whose loader ends
+        early repeats its last batch, without weight. `Checkpoint(..., loader)` saves the position of a loader that has
+        state_dict and load_state_dict.
 
         ids: returns for a batch of the loader a dict from a table's name to the ids that modules will look up: a tensor
             of any shape, or a list of them, best one for each call of a module. An id that is missing is looked up on
-            the spot: `counters().module_ids` counts both.
+            the spot: `counters().module_ids` counts both. On the devices of several trainers none may be missing.
         accumulate, overlap: those of `stream`.
         """
-        if self.device is not None:
-            raise ConfigError(
-                f"prefetch: the rows are on {str(self.device)!r}, where modules look up ids on the spot only: iterate "
-                "over the loader itself"
-            )
         if not callable(ids):
             raise ConfigError(f"prefetch: ids is {kind_of(ids)}; expected a function of a batch of the loader")
         accumulate = check_integer("prefetch", "accumulate", accumulate, 1, 2**31)
         session = self._session
 
-        def start(inputs: Iterator[Inputs]) -> Stream:
+        def start(items: LoaderPass) -> Stream:
             if session.dense.joins_attempt:
                 session.join_attempt()
             session.require_expected_rows()
-            is_free = self.worker.servers is not None or spare_cores() > 0
-            threads = is_free and self.staleness > 0 if overlap is None else overlap
-            return session.train_by_table(inputs, accumulate, threads)
+            return session.train_by_table(items, accumulate, self._overlaps() if overlap is None else overlap)
 
         return PrefetchedBatches(loader, ids, session.paddings, start)
+
+    def _overlaps(self) -> bool:
+        """Return whether table work gains from threads beside the dense network."""
+        worker = self.worker
+        is_on_device = worker.device is not None and worker.device.type != "cpu"
+        return is_on_device or (self.staleness > 0 and (worker.servers is not None or spare_cores() > 0))
 
     def train(self, mode: bool = True) -> Self:
         """Choose whether the streams that are created from now on train the tables. `eval()` is `train(False)`."""

@@ -12,6 +12,7 @@ shapes of the batches that they take next, as far as these were read.
 import weakref
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
@@ -22,6 +23,7 @@ from satrap.errors import StreamError
 from satrap.interrupts import Uninterrupted
 from satrap.train.batch import InFlightBatch
 from satrap.train.joint_calls import (
+    NO_BATCH,
     UNKNOWN,
     BatchCalls,
     BatchShape,
@@ -36,6 +38,12 @@ from satrap.train.joint_calls import (
 _NUM_REGROUPED = 2
 """The first batches, in whose forward passes and steps trainers wait for each other once: DDP regroups its gradients in
 the second, and the gradients of the first step are compared."""
+
+
+_NO_FIRST_BATCH = (
+    "prefetch: the loaders of trainers {} have no batch, and those of others have: a trainer whose loader ends before "
+    "another's repeats its last batch; expected at least one batch from each loader"
+)
 
 
 class Exchange(Protocol):
@@ -58,17 +66,20 @@ class JointBatches(Iterator[Inputs]):
         rank: int,
         weigh: Callable[[float], None],
         unawaited: Collection[Call] = (),
+        padding: Callable[[], Padding] | None = None,
     ) -> None:
         """exchange: shares numbers with the other trainers; all of them call it together.
         rank: the rank of this trainer.
         weigh: sets the weight of the batch whose backward pass comes next.
         unawaited: the calls in which no trainer waits for another. NEXT is one only if the shapes of the batches are
             known before they are requested.
+        padding: returns a batch of padding. None: one without anything.
         """
         self.weigh = weigh
         self._unawaited = unawaited
         self._batches, self._exchange, self._rank = batches, exchange, rank
-        self._padding = Padding(names=features, values=np.empty(0, np.uint64), batch_size=0)
+        nothing = partial(Padding, names=features, values=np.empty(0, np.uint64), batch_size=0)
+        self._padding: Callable[[], Padding] = nothing if padding is None else padding
         self._requested = self._returned = self._stepped = 0  # the numbers of the last batches
         self._last_step = 0  # that a returned batch had
         self._sent: deque[Callable[[], Sequence[Sequence[int]]]] = deque()  # calls that are not compared yet
@@ -84,7 +95,7 @@ class JointBatches(Iterator[Inputs]):
     def __next__(self) -> Inputs:
         if self.is_stopped:
             raise StopIteration
-        inputs = next(self._batches, self._padding)
+        inputs = next(self._batches, None) or self._padding()
         self._read.append(describe(inputs))
         return inputs
 
@@ -124,6 +135,9 @@ class JointBatches(Iterator[Inputs]):
         if not step.num_samples:
             self.is_stopped = True
             return None
+        if without := [rank for rank, shape in enumerate(shapes) if shape[1] == NO_BATCH]:
+            self._error, self._is_alone = _NO_FIRST_BATCH.format(without), True
+            raise StreamError(self._error)
         self._returned, self._last_step, self.is_last = number, batch.step, step.is_last
         self._requested = self._returned
         batch.calls = BatchCalls(self._returned, batch.step)

@@ -30,6 +30,8 @@ BatchShape = tuple[int, int, int, int]
 it is known to be the last one of its trainer that has samples."""
 UNKNOWN: BatchShape = (-1, 0, 0, 0)
 """In place of the shape of a batch that was not read yet."""
+NO_BATCH = -1
+"""In place of the columns of dense features: the trainer has no batch, and nothing to use for padding."""
 _NO_LABEL, _FLAT_LABEL = -1, 0
 
 
@@ -153,7 +155,7 @@ class JointStep:
 def describe(inputs: Inputs | None, *, is_last: bool = False) -> BatchShape:
     """Return the shape of a batch."""
     if inputs is None or isinstance(inputs, Padding):
-        return 0, 0, _NO_LABEL, int(is_last)
+        return 0, NO_BATCH if isinstance(inputs, NoBatch) else 0, _NO_LABEL, int(is_last)
     label = _NO_LABEL
     if inputs.label is not None:
         label = _FLAT_LABEL if inputs.label.ndim == 1 else inputs.label.shape[1]
@@ -162,3 +164,7 @@ def describe(inputs: Inputs | None, *, is_last: bool = False) -> BatchShape:
 
 class Padding(Inputs):
     """A batch without samples, for a trainer whose data has ended before another's."""
+
+
+class NoBatch(Padding):
+    """In place of padding that a trainer would need and does not have."""

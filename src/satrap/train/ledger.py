@@ -458,7 +458,7 @@ class BatchLedger(Generic[Record]):
             f"step {batch.step}: its batch cannot be used yet: {what} the batch of step {step} and optimizer.step() "
             f"was not called, and the staleness is {staleness}; call step() of the optimizer that "
             f"embeddings.optimizer() returned before using the next batch, or drop the earlier one by {drop}, or "
-            f"{remedy}, or stream(accumulate=N) to step once for N batches"
+            f"{remedy}, or pass accumulate=N to step once for N batches"
         )
 
     def require_whole_steps(self, batches: Sequence[Record], has_no_other: Callable[[], bool]) -> None:

@@ -9,7 +9,7 @@ gradients as torch does.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
@@ -54,16 +54,16 @@ class ModuleLookups:
         self._open = self._begin_step()
         self._refresh_dense()
 
-    def look_up(self, table: str, ids: Ids, device: torch.device) -> Tensor:
-        """Return the rows of the ids in the open step, [ids, dim], as a leaf on the device."""
+    def look_up(self, ids: Mapping[str, Ids], device: torch.device) -> dict[str, Tensor]:
+        """Return the rows of ids by table in the open step, [ids, dim], as leaves on the device."""
         self._settle()
         step = self._open.step
         if not self._open.num_lookups:
             self._refresh_dense()  # done before, unless the update of the step before was refused
             self._worker.pad(step, step)
-        rows = read_rows(self._worker, table, ids, step, step, device)
-        self._num_ids += len(ids)
-        return self._open.add(table, ids, rows)
+        rows = read_rows(self._worker, ids, step, step, device)
+        self._num_ids += sum(map(len, ids.values()))
+        return {table: self._open.add(table, ids[table], of_table) for table, of_table in rows.items()}
 
     def update(self, lrs: dict[str, float], scale: float) -> bool:
         """Apply the gradients of the step, and end it. Return False if there are none: then the step stays open, unless
@@ -156,9 +156,11 @@ class ModuleLookups:
     def _waiting_batches(self) -> list[InFlightBatch]:
         return []
 
-    def drain(self) -> None:
+    def apply_submitted(self) -> None:
         """Apply the update of the last step, if an interrupt came between."""
         self._settle()
+
+    drain = apply_submitted
 
     @contextmanager
     def pause(self) -> Iterator[None]:

@@ -128,7 +128,7 @@ class ProcessGroup:
     def wrap(
         self, model: nn.Module, compress: Compress | None, launches: "Callable[[], LaunchOrder] | None" = None
     ) -> nn.Module:
-        """Wrap the model so that several trainers average its gradients.
+        """Wrap the model so that several trainers average its gradients, if it has any.
 
         compress: the dtype in which they are sent.
         launches: returns the order in which the trainers' devices are given collectives; None: there are no others.
@@ -139,7 +139,7 @@ class ProcessGroup:
             raise ConfigError(
                 "compress is 'bfloat16', which torch's hook supports only on GPUs; on the CPU use 'float16'"
             )
-        if self.world_size == 1:
+        if self.world_size == 1 or not any(parameter.requires_grad for parameter in model.parameters()):
             return model
         average = default_hooks.allreduce_hook if compress is None else _HOOKS[compress]
         if launches is not None:

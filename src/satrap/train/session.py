@@ -31,12 +31,13 @@ from satrap.train.joint_batches import JointBatches
 from satrap.train.joint_calls import Call
 from satrap.train.ledger import BatchLedger
 from satrap.train.module_lookups import ModuleLookups
+from satrap.train.prefetched_batches import LoaderPass
 from satrap.train.process_group import ProcessGroup, note_missing_trainer
 from satrap.train.stream import Stream
 from satrap.worker.rows import Ids
 from satrap.worker.worker import Worker
 
-_LOG = logging.getLogger("satrap.train")
+_LOG, _CPU = logging.getLogger("satrap.train"), torch.device("cpu")
 _NO_ROWS = "the embeddings are evaluated, but no table has a row yet: resume a checkpoint, or train first"
 
 
@@ -64,6 +65,7 @@ class TrainingSession:
         """Whether the embeddings are in train(), and not in eval()."""
         self.expected_rows: Any = None
         """The rows that a loaded state_dict expects, as `rows_state` returns them; None if they were found."""
+        self.why_untrained = ""  # the error of a step that finds no gradient of rows, since modules only read
         self._open_worker, self.staleness, self._deterministic = open_worker, staleness, deterministic
         self._output_dtype = output_dtype
         self._worker: Worker | None = None
@@ -103,7 +105,8 @@ class TrainingSession:
 
     def join_attempt(self) -> None:
         """Join the attempt that trainer 0 has started at the servers; a lone trainer starts it now. All trainers call
-        this."""
+        this. Ends the stream that is open first: a trainer that left its loop alone must not wait for the others."""
+        self._leave_stream()
         if (servers := self.worker.servers) is not None:
             servers.begin_attempt()
             servers.attempt = self.trainers.broadcast_int(servers.attempt)
@@ -214,22 +217,23 @@ class TrainingSession:
                 "stream the source itself (epochs=N with shuffle=True reads it in another order each time, path= "
                 "takes a list), or create the Checkpoint without a source and start each stream where you want it"
             )
+        several = self.trainers.world_size > 1
+        share = {"rank": self.trainers.rank, "world_size": self.trainers.world_size} if several else {}
+
+        def read(tracked: _TrackedSource | None) -> tuple[Iterator[Inputs], Position | None]:
+            position = tracked.position if tracked is not None and tracked.resume else None
+            batches = self.worker.batches(data, position, **share)
+            return self.dense.batches(batches, self.features.names, self._unawaited(accumulate)), position
+
+        return self._start_stream(data, read, self.worker, device, accumulate, overlap)
+
+    def _begin_training(self, *, joins: bool = False) -> None:
         self._leave_stream()
+        if joins:
+            self.join_attempt()
         self._has_evaluated_nothing = False
         self._require_own_rows()
         self.dense.begin()
-        tracked = self._tracked.get(id(data))
-        position = tracked.position if tracked is not None and tracked.resume else None
-        several = self.trainers.world_size > 1
-        share = {"rank": self.trainers.rank, "world_size": self.trainers.world_size} if several else {}
-        batches = self.worker.batches(data, position, **share)
-        inputs = self.dense.batches(batches, self.features.names, self._unawaited(accumulate))
-        with Uninterrupted():
-            self._training_data = data
-            stream = self._start_stream(inputs, self.worker, position, device, accumulate, overlap)
-            if tracked is not None:
-                tracked.resume = False
-        return stream
 
     def note_padding(self, table: str, padding: int | None) -> None:
         """Note the id that stands for none in a module over the table."""
@@ -240,41 +244,42 @@ class TrainingSession:
         known = {table.name: self._paddings.get(table.name, {None}) for table in self.features.tables}
         return {name: next(iter(paddings)) if len(paddings) == 1 else None for name, paddings in known.items()}
 
-    def train_by_table(self, inputs: Iterator[Inputs], accumulate: int, overlap: bool) -> Stream:
+    def train_by_table(self, items: LoaderPass, accumulate: int, overlap: bool) -> Stream:
         """Start a training stream of ids by table, for modules. All trainers call this."""
         if self.on_hold is None:
             raise StreamError("no optimizer: call embeddings.optimizer(...) before you iterate over prefetch(...)")
-        self._leave_stream()
-        self._has_evaluated_nothing = False
-        self._require_own_rows()
-        self.dense.begin()
-        return self._start_stream(inputs, self.worker.by_table(), None, torch.device("cpu"), accumulate, overlap)
+        worker = self.worker.by_table()
+
+        def read(tracked: _TrackedSource | None) -> tuple[Iterator[Inputs], Position | None]:
+            position, is_resumed = (None, False) if tracked is None else (tracked.position, tracked.resume)
+            first = items.begin(position, is_resumed=is_resumed, is_tracked=tracked is not None)
+            names = worker.features.names
+            return self.dense.batches(items, names, self._unawaited(accumulate), items.padding), first
+
+        return self._start_stream(items.loader, read, worker, worker.device or _CPU, accumulate, overlap)
 
     def _start_stream(
         self,
-        inputs: Iterator[Inputs],
+        data: Any,
+        read: "Callable[[_TrackedSource | None], tuple[Iterator[Inputs], Position | None]]",
         worker: Worker,
-        position: Position | None,
         device: torch.device,
         accumulate: int,
         overlap: bool,
     ) -> Stream:
+        """read: returns the batches of the data, and the position at which they begin."""
         assert self.on_hold is not None
+        self._begin_training()
         ledger: BatchLedger[InFlightBatch] = BatchLedger(
             self.staleness, accumulate=accumulate, deterministic=self._deterministic, last_step=self.step
         )
+        inputs, position = read(tracked := self._tracked.get(id(data)))
+        how: dict[str, Any] = {"device": device, "overlap": overlap, "position": position, "dense": self.dense}
         with Uninterrupted():
-            stream = self._training = Stream(
-                inputs,
-                worker,
-                ledger,
-                train=True,
-                device=device,
-                overlap=overlap,
-                on_hold=self.on_hold,
-                position=position,
-                dense=self.dense,
-            )
+            self._training_data = data
+            stream = self._training = Stream(inputs, worker, ledger, train=True, on_hold=self.on_hold, **how)
+            if tracked is not None:
+                tracked.resume = False
         return stream
 
     def _unawaited(self, accumulate: int) -> set[Call]:
@@ -288,23 +293,19 @@ class TrainingSession:
         }
         return {call for call, is_free in calls.items() if is_free}
 
-    def look_up(self, table: str, ids: Ids, device: torch.device) -> Tensor:
-        """Return the rows of ids that a module looks up for training, as a leaf on the device."""
+    def look_up(self, ids: Mapping[str, Ids], device: torch.device) -> dict[str, Tensor]:
+        """Return the rows of ids by table that modules look up for training, as leaves on the device."""
         self.require_expected_rows()
-        training = self._training
+        training, self.why_untrained = self._training, ""
         if training is None or (isinstance(training, Stream) and training.is_over):
             training = self._begin_module_lookups()
-        return training.look_up(table, ids, device)
+        return training.look_up(ids, device)
 
     def _begin_module_lookups(self) -> ModuleLookups:
         """Start the lookups of modules where no stream is open. All trainers call this."""
         if self.on_hold is None:
             raise StreamError("no optimizer: call embeddings.optimizer(...) before a module looks up rows for training")
-        self._leave_stream()
-        if self.dense.joins_attempt:
-            self.join_attempt()
-        self._require_own_rows()
-        self.dense.begin()
+        self._begin_training(joins=self.dense.joins_attempt)
         several = self.trainers.world_size > 1
         lookups = ModuleLookups(self.worker, self._step, self.on_hold, dense=self.dense, has_peers=several)
         with Uninterrupted():
@@ -382,6 +383,8 @@ class TrainingSession:
         self.require_expected_rows()
         scale /= self.trainers.world_size  # the loss is a mean over what all of them have
         taken = self._training is not None and self._training.update(dict(lrs), scale)
+        if not taken and self.why_untrained:
+            raise StreamError(self.why_untrained)
         if not taken and not self.is_training:
             raise StreamError(
                 "optimizer.step() found no batch of a training stream, and the embeddings are in eval(): call "
@@ -402,6 +405,11 @@ class TrainingSession:
         if self._training is not None:
             self.join_step()
             self._training.drop(cause)
+
+    def apply_submitted(self) -> None:
+        """Wait until every submitted update is applied, except those that wait for the loop."""
+        if self._training is not None:
+            self._training.apply_submitted()
 
     def drain(self) -> None:
         """Wait until every submitted update is applied, then fetch the latest dense parameters."""

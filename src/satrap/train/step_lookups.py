@@ -5,7 +5,7 @@ backward pass reaches leaves nothing to do. A backward pass that comes after the
 would be lost.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -143,11 +143,15 @@ class _Recorded(torch.autograd.Function):
         return torch.cat([given[number] for number in range(len(gradients))]), None
 
 
-def read_rows(worker: Worker, table: str, ids: Ids, step: int, oldest_open: int, device: torch.device) -> Tensor:
-    """Return the rows of the ids for training in this step, [ids, dim], as a tensor on the model's device."""
+def read_rows(
+    worker: Worker, ids: Mapping[str, Ids], step: int, oldest_open: int, device: torch.device
+) -> dict[str, Tensor]:
+    """Return the rows of ids by table for training in this step, [ids, dim], as tensors on the model's device."""
     with worker.on_device():
-        rows = worker.look_up_ids(table, ids, step, oldest_open)
-    return rows.to(device) if isinstance(rows, Tensor) else to_device(rows, device)
+        found = worker.look_up_ids(ids, step, oldest_open)
+    return {
+        table: rows.to(device) if isinstance(rows, Tensor) else to_device(rows, device) for table, rows in found.items()
+    }
 
 
 @dataclass(slots=True, eq=False)

@@ -16,15 +16,14 @@ the gate and the user never used it or released it before a loss ("unused"), or 
 them, raises an error with the reason. So does using a batch while an earlier batch that the user still works on closes
 the gate.
 
-Where no core is spare (the dense network and the tables share the cores), table work runs inside next() and step(), on
-all threads; with a device, or with staleness and cores that torch leaves free, it runs concurrently with the dense
-network.
+Where no core is spare, table work runs inside next() and step(), on all threads; with a device, or with staleness and
+cores that torch leaves free, it runs concurrently with the dense network.
 """
 
 import logging
 import weakref
 from collections import Counter, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict
 from functools import partial
@@ -73,8 +72,7 @@ _REASONS = {  # by the cause of a drop
 class Stream(Iterator[Batch]):
     """An iterator over batches with their rows looked up; created by `Embeddings.stream`.
 
-    A batch beyond the staleness is looked up when its rows are first used. A batch that is never stepped is dropped and
-    counted by cause; using its rows later raises an error.
+    A batch that is never stepped is dropped and counted by cause; using its rows later raises an error.
     """
 
     def __init__(
@@ -92,8 +90,7 @@ class Stream(Iterator[Batch]):
     ) -> None:
         """inputs: those of a trainer that steps together with others are `JointBatches`.
         on_hold: called with the leaves of the held batches whenever they change.
-        dense: that of the optimizer, if there is one.
-        """
+        dense: that of the optimizer, if there is one."""
         ledger.position = position
         self._inputs, self._train, self._worker = inputs, train, worker
         self._ledger, self._on_hold, self._dense = ledger, on_hold, dense or DenseStrategy()
@@ -103,7 +100,7 @@ class Stream(Iterator[Batch]):
         self._joined: InFlightBatch | None = None  # the last batch whose joint step is known
         self._dropped_tickets: deque[Ticket] = deque()  # to be dropped at the worker
         self._num_ids: Counter[str] = Counter()  # that modules looked up
-        self._is_finished = False
+        self._is_finished = self._is_left = False
         self._ended_because: str | None = None  # why no other batch will come
         self._look_up = BatchLookup(worker, device, train=train, overlap=overlap, dense=self._dense)
         remote = train and worker.servers is not None  # an evaluation has no updates
@@ -147,8 +144,8 @@ class Stream(Iterator[Batch]):
 
     @property
     def is_over(self) -> bool:
-        """Whether the stream is closed, as it is once all batches are read and stepped."""
-        return self._ended_because is not None
+        """Whether the stream is closed, as it is once all batches are read and stepped, or its loop was left."""
+        return self._ended_because is not None or self._is_left
 
     @property
     def staleness_seen(self) -> dict[int, int]:
@@ -158,13 +155,14 @@ class Stream(Iterator[Batch]):
     def counters(self) -> Counters:
         """Return the counters of this stream so far."""
         dropped = self.dropped + Counter(unstepped=len(self._ledger.unstepped()))
+        skipped_rows: SkippedRows = getattr(self._inputs, "skipped_rows", SkippedRows())
         return Counters(
             staleness=self.staleness_seen,
             stages=dict(self._pipeline.seconds),
             inside=self._pipeline.seconds_inside,
             module_ids=dict(+self._num_ids),
             lost={f"batches/{cause}": count for cause, count in dropped.items()}
-            | {f"rows/{cause}": count for cause, count in asdict(self._skipped_rows()).items() if count},
+            | {f"rows/{cause}": count for cause, count in asdict(skipped_rows).items() if count},
         )
 
     def __iter__(self) -> Self:
@@ -258,6 +256,10 @@ class Stream(Iterator[Batch]):
         self._drop(self._ledger.waiting(), cause)
         self._close_if_done()
 
+    def apply_submitted(self) -> None:
+        """Wait until every submitted update is applied, except those that wait for the loop."""
+        self._pipeline.drain()
+
     def drain(self) -> None:
         """Wait until every submitted update is applied."""
         while not self._pipeline.drain():  # a skipped batch keeps later ones from being looked up in order
@@ -287,6 +289,16 @@ class Stream(Iterator[Batch]):
                 self.joint.leave()
         finally:
             self._close(why)
+
+    def _leave(self) -> None:
+        """Close the stream, whose loop is left. Trainers that step together do so in their next common call."""
+        self._is_left = True
+        if self.joint is None:
+            self.close()
+
+    def _end_at(self, position: Position | None) -> None:
+        """Set the position of the source, whose batches have ended."""
+        self._ledger.position = position
 
     def _close(self, why: str = "this stream was closed") -> None:
         if self._ended_because is None:
@@ -343,31 +355,34 @@ class Stream(Iterator[Batch]):
             self._pipeline.handle(Event.USED, batch)
             self._hold()
 
-    def look_up(self, table: str, ids: Ids, device: torch.device) -> Tensor:
-        """Return the rows of ids that a module looks up in the step of the batch in use, as a leaf on the device."""
+    def look_up(self, ids: Mapping[str, Ids], device: torch.device) -> dict[str, Tensor]:
+        """Return the rows of ids by table for modules, in the step of the batch in use, as leaves on the device."""
         batch = batch_in_use(self._ledger.in_loop)
         if not batch.is_used:
             self.use(batch)
         if not batch.lookups.num_lookups:
             own, calls = weakref.ref(self), batch.calls
             batch.lookups = StepLookups(batch.step, lambda: None if (me := own()) is None else me._reach(calls))
-        ahead, read = batch.ahead, partial(self._read, batch, table, device)
-        taken = None if ahead is None else ahead.take(table, ids, batch.lookups)
-        if taken is not None:
-            self._num_ids["ahead"] += len(ids)
-            return taken.to(device)
-        rows, num_ahead = (read(ids), 0) if ahead is None else ahead.find(table, ids, device, read)
-        self._num_ids["ahead"] += num_ahead
-        self._num_ids["on the spot"] += len(ids) - num_ahead
-        return batch.lookups.add(table, ids, rows)
+        ahead, read = batch.ahead, partial(self._read, batch, device)
+        taken = {} if ahead is None else ahead.take(ids, batch.lookups)
+        others = {table: of_table for table, of_table in ids.items() if table not in taken}
+        if ahead is None or not others:
+            rows, num_now = (read(others), sum(map(len, others.values()))) if others else ({}, 0)
+        else:
+            rows, num_now = ahead.find(others, device, read)
+        if batch.has_rows:
+            self._num_ids += Counter({"ahead": sum(map(len, ids.values())) - num_now, "on the spot": num_now})
+        looked_up = {table: batch.lookups.add(table, of_table, rows[table]) for table, of_table in others.items()}
+        return looked_up | {table: of_table.to(device) for table, of_table in taken.items()}
 
-    def _read(self, batch: InFlightBatch, table: str, device: torch.device, ids: Ids) -> Tensor:
-        """Look up rows for a module on the spot; those of a padding batch are not trained."""
+    def _read(self, batch: InFlightBatch, device: torch.device, ids: Mapping[str, Ids]) -> dict[str, Tensor]:
+        """Look up rows for modules on the spot; those of a padding batch are not trained."""
         if not batch.has_rows:
-            return torch.from_numpy(self._worker.tables[table].lookup(ids, train=False)).to(device)
+            read = {name: self._worker.tables[name].lookup(of_table, train=False) for name, of_table in ids.items()}
+            return {table: torch.from_numpy(rows).to(device) for table, rows in read.items()}
         if self._ledger.deterministic:
             self._pipeline.drain()  # so that the rows have the same updates in every run
-        return read_rows(self._worker, table, ids, batch.step, self._pipeline.oldest_open(), device)
+        return read_rows(self._worker, ids, batch.step, self._pipeline.oldest_open(), device)
 
     def _reach(self, calls: BatchCalls) -> None:
         """Note that a backward pass has reached what modules have looked up in a batch."""
@@ -407,7 +422,7 @@ class Stream(Iterator[Batch]):
         """End the iteration; batches that were returned may still be stepped."""
         ledger = self._ledger
         ledger.has_ended = True
-        skipped_rows = self._skipped_rows()
+        skipped_rows = getattr(self._inputs, "skipped_rows", SkippedRows())
         if self._train and skipped_rows.total > skipped_rows.short:  # short batches are left out by request
             _LOG.warning("%s samples of the source were not trained on: %s", f"{skipped_rows.total:,}", skipped_rows)
         self._pipeline.drain()
@@ -416,10 +431,6 @@ class Stream(Iterator[Batch]):
         if unstepped and len(unstepped) == len(ledger.in_loop):  # no later batch completes the step
             _LOG.warning(_UNSTEPPED, len(unstepped), ledger.accumulate)
         self._close_if_done()
-
-    def _skipped_rows(self) -> SkippedRows:
-        """Return what the source has left out so far, if it counts that."""
-        return getattr(self._inputs, "skipped_rows", SkippedRows())
 
     def _close_if_done(self) -> None:
         if self._ledger.has_ended and not self._ledger.in_loop:

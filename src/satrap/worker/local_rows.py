@@ -67,12 +67,19 @@ class LocalRows(Rows):
     def drop(self, ticket: _core.Ticket) -> None:
         self._engine.drop(ticket)
 
-    def look_up(self, table: str, ids: Ids, step: int, oldest_open: int) -> Floats:
-        number, dim = self._numbers[table]
+    def look_up(self, ids: Mapping[str, Ids], step: int, oldest_open: int) -> dict[str, Floats]:
+        in_order = sorted((*self._numbers[name], name) for name in ids)
         offsets = np.zeros(self._num_tables + 1, np.int64)
-        offsets[number + 1 :] = len(ids)
-        rows = self.empty(len(ids), dim)
-        self._engine.lookup(ids, offsets, step, oldest_open, True, rows, False)
+        for number, _, name in in_order:
+            offsets[number + 1 :] += len(ids[name])
+        values = [ids[name] for *_, name in in_order]
+        flat = self.empty(1, sum(len(ids[name]) * dim for _, dim, name in in_order)).reshape(-1)
+        of_all = values[0] if len(values) == 1 else np.concatenate(values)
+        self._engine.lookup(of_all, offsets, step, oldest_open, True, flat, False)
+        rows, end = {}, 0
+        for _, dim, name in in_order:
+            begin, end = end, end + len(ids[name]) * dim
+            rows[name] = flat[begin:end].reshape(-1, dim)
         return rows
 
     def id_ticket(self, ids: Mapping[str, Ids]) -> _core.Ticket:

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from satrap.worker.server_group import ServerGroup
 
 _NO_MODULES = (
-    "modules look up rows that are in this process's memory, on its device or on servers; found rows on the devices of "
-    "several trainers: leave device= out, or look up these rows with embeddings.stream(...)"
+    "modules look up {}, but the rows are on the devices of several trainers, which look up together: name all ids of "
+    "a batch to embeddings.prefetch(...), or look these rows up with embeddings.stream(...), or leave device= out"
 )
 _NO_IDS = np.zeros(0, np.uint64)
 Floats = NDArray[np.float32]
@@ -154,6 +154,10 @@ class Rows(Protocol):
     def empty(self, lines: int, floats: int) -> Block:
         """Return aligned memory, which is reused once the array is collected."""
 
+    def empty_of_ids(self, lines: int, floats: int) -> Block:
+        """Return memory for rows that modules look up: float32, whatever `output_dtype` is."""
+        return self.empty(lines, floats)
+
     def place_ids(self, inputs: Inputs, *, train: bool) -> "Inputs | PlacedIds":
         """Return the ids of a batch: in arrays, or where else these rows look them up, to train or not."""
         return inputs
@@ -174,15 +178,15 @@ class Rows(Protocol):
     def drop(self, ticket: Any) -> None:
         """Give up a ticket without an update."""
 
-    def look_up(self, table: str, ids: Ids, step: int, oldest_open: int) -> Block:
-        """Return the rows of the ids in one table, [ids, dim], for training in this step; ids without a row are
+    def look_up(self, ids: Mapping[str, Ids], step: int, oldest_open: int) -> dict[str, Block]:
+        """Return the rows of the ids of some tables, [ids, dim], for training in this step; ids without a row are
         admitted and inserted. No ticket is kept: the update brings the ids, with a ticket of `id_ticket`."""
-        raise ConfigError(_NO_MODULES)
+        found = ", ".join(f"{len(of_table)} ids of table {name!r}" for name, of_table in ids.items())
+        raise ConfigError(_NO_MODULES.format(found))
 
     def id_ticket(self, ids: Mapping[str, Ids]) -> Ticket:
         """Return a ticket for ids of tables that other calls have looked up. An update may have it beside the tickets
         of batches; its gradients are no block and a sequence for each table of the features."""
-        raise ConfigError(_NO_MODULES)
 
     def skip(self, step: int) -> None:
         """Note that this step has no update. The next `settle` or lookup tells processes that wait for it."""
@@ -219,6 +223,11 @@ def id_request(features: Features, ids: Mapping[str, Ids], step: int | None, old
     given = [ids.get(name, _NO_IDS) for name in features]
     offsets = np.cumsum([0, *map(len, given)], dtype=np.int64)
     return BagRequest(np.concatenate(given), offsets, None, 1, step, oldest_open, train=True, of_tables=True)
+
+
+def empty_by_table(rows: Rows, ids: Mapping[str, Ids], features: Features) -> dict[str, Block]:
+    """Return memory for the rows of ids by table, of each table. features: those of `id_features`."""
+    return {name: rows.empty_of_ids(len(ids.get(name, ())), feature.table.dim) for name, feature in features.items()}
 
 
 def native_features(

@@ -33,6 +33,7 @@ from satrap.worker.rows import (
     Rows,
     Ticket,
     UpdateRequest,
+    empty_by_table,
     id_features,
     id_request,
     native_features,
@@ -77,7 +78,7 @@ class ShardedRows(Rows):
         self.num_threads = thread_count(num_threads)
         self.split = _core.Split(tables, native_features(features, servers.job.tables), self.num_threads, "auto")
         self._id_features = id_features(features)
-        self._id_bags = self.split.bags(native_features(self._id_features, servers.job.tables))
+        self.id_bags = self.split.bags(native_features(self._id_features, servers.job.tables))
         self.servers: ServerGroup = servers
         self._rows_leave = any(table.expire_after or table.capacity for table in servers.job.tables)
         self._skipped_steps: list[int] = []  # steps for which the other trainers wait for this one's empty part
@@ -144,7 +145,7 @@ class ShardedRows(Rows):
             self.servers.call_all("lookup", *nothing, step=self.advance_step(step))
 
     def _split_ids(self, request: BagRequest, topology: Topology) -> _core.SplitTicket:
-        bags = self._id_bags if request.of_tables else None
+        bags = self.id_bags if request.of_tables else None
         given = request.values, request.offsets, request.weights, request.batch_size
         return self.split.lookup(*given, topology.owners, len(topology), bags=bags)
 
@@ -221,14 +222,11 @@ class ShardedRows(Rows):
             ticket.sums, ticket.used = None, True
         self._drop_at_servers([ticket])
 
-    def look_up(self, table: str, ids: Ids, step: int, oldest_open: int) -> Floats:
-        rows = [
-            self.empty(len(ids) if name == table else 0, feature.table.dim)
-            for name, feature in self._id_features.items()
-        ]
-        request = id_request(self._id_features, {table: ids}, step, oldest_open)
-        self._look_up(request, self.empty(1, 0), rows, number=0)
-        return rows[list(self._id_features).index(table)]
+    def look_up(self, ids: Mapping[str, Ids], step: int, oldest_open: int) -> dict[str, Floats]:
+        rows = empty_by_table(self, ids, self._id_features)
+        request = id_request(self._id_features, ids, step, oldest_open)
+        self._look_up(request, self.empty(1, 0), list(rows.values()), number=0)
+        return {name: rows[name] for name in ids}
 
     def id_ticket(self, ids: Mapping[str, Ids]) -> ShardedTicket:
         ticket = self.reissue(id_request(self._id_features, ids, None, None))

@@ -232,7 +232,7 @@ class Worker:
         assert request.offsets is not None
         counts = np.diff(request.offsets).tolist()
         tables = self.features.tables
-        rows = {table.name: self.rows.empty(n, table.dim) for n, table in zip(counts, tables, strict=True)}
+        rows = {table.name: self.rows.empty_of_ids(n, table.dim) for n, table in zip(counts, tables, strict=True)}
         ticket = self.rows.lookup(request, block, list(rows.values()))
         return LookupResult(block=block, sequences=rows, masks={}, offsets={}, truncated=[0] * len(rows), ticket=ticket)
 
@@ -368,7 +368,7 @@ class Worker:
         if inputs.names != self.features.names:
             raise InputError(f"{_WHERE}: {_name_differences(inputs.names, self.features.names)}")
         batch_size = array_args.as_step(_WHERE, "batch_size", inputs.batch_size, low=0, high=2**30 - 1)
-        placed = self.rows.place_ids(inputs, train=train)
+        placed = inputs if self._of_tables else self.rows.place_ids(inputs, train=train)
         values, offsets, weights = self._arrays(placed) if isinstance(placed, Inputs) else (placed, None, None)
         check_flag(_WHERE, "train", train, InputError)
         latest = self.rows.latest_step

@@ -1,0 +1,100 @@
+"""Modules that are called together, as those of a collection are, look their rows up in one call, and return and train
+what they do one by one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from module_jobs import NUM_IDS, PLACES, embeddings_of, item, start_rows, tables
+from satrap import InputError
+from satrap.nn import Embedding, EmbeddingBag
+from satrap.nn.embedding import call_together
+
+
+def modules_of(embeddings: Any) -> list[nn.Module]:
+    return [
+        EmbeddingBag(embeddings, "item", mode="sum", padding_idx=0),
+        Embedding(embeddings, "user"),
+        Embedding(embeddings, "item"),  # shares the table of the first
+        EmbeddingBag(embeddings, "user", mode="max"),
+        nn.Embedding(NUM_IDS, 4),
+    ]
+
+
+def arguments_of(step: int) -> list[tuple[Any, ...]]:
+    generator = torch.Generator().manual_seed(step)
+    ids = [torch.randint(0, NUM_IDS, (6,), generator=generator) for _ in range(5)]
+    weights = torch.rand(6, generator=generator)
+    bags = (ids[0], torch.tensor([0, 4]), weights), (ids[3].int(), torch.tensor([0, 1]))
+    return [bags[0], (ids[1].view(2, 3),), (ids[2],), bags[1], (ids[4],)]
+
+
+def noted_calls(embeddings: Any, monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
+    """Return a list that receives the tables of each lookup."""
+    calls: list[list[str]] = []
+    look_up = embeddings.worker.look_up_ids
+
+    def noted(ids: Any, *at: Any) -> Any:
+        calls.append(list(ids))
+        return look_up(ids, *at)
+
+    monkeypatch.setattr(embeddings.worker, "look_up_ids", noted)
+    return calls
+
+
+@pytest.mark.parametrize("where", [*PLACES, "device", "direct"])
+def test_modules_called_together_train_as_one_by_one(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    found: list[Any] = []
+    for together in (False, True):
+        with embeddings_of(*tables(), where=where) as embeddings:
+            torch.manual_seed(0)
+            modules = modules_of(embeddings)
+            optimizer = embeddings.optimizer(torch.optim.SGD(modules[-1].parameters(), lr=0.1))
+            calls, losses = noted_calls(embeddings, monkeypatch), []
+            for step in range(4):
+                given = arguments_of(step)
+                if together:
+                    outputs = call_together(modules, given)
+                else:
+                    outputs = [module(*arguments) for module, arguments in zip(modules, given, strict=True)]
+                loss = torch.stack([part.tanh().square().sum() for part in outputs]).sum()
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+                losses.append(loss.item())
+            assert calls == ([["item", "user"]] if together else [["item"], ["user"], ["item"], ["user"]]) * 4
+            found.append((losses, {name: start_rows(embeddings, name, NUM_IDS).tolist() for name in embeddings.tables}))
+    assert found[0] == found[1]
+
+
+def test_only_modules_that_train_and_have_no_hooks_are_looked_up_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    with embeddings_of(*tables()) as embeddings:
+        modules, given = modules_of(embeddings), arguments_of(0)
+        embeddings.optimizer()
+        calls, hooked = noted_calls(embeddings, monkeypatch), []
+        modules[0].requires_grad_(False)
+        modules[1].register_forward_hook(lambda *_: hooked.append("user"))
+        call_together(modules, given)
+        assert calls == [["item", "user"], ["user"]] and hooked == ["user"]
+        calls.clear()
+        with torch.no_grad():
+            call_together(modules, given)
+        assert not calls
+
+
+def test_bad_arguments_of_one_look_up_nothing() -> None:
+    with embeddings_of(*tables()) as embeddings:
+        modules, given = modules_of(embeddings), arguments_of(0)
+        embeddings.optimizer()
+        with pytest.raises(InputError, match=r"table .item.: ids are torch\.float32"):
+            call_together(modules, [*given[:2], (torch.rand(3),), *given[3:]])
+        assert not any(len(store) for store in embeddings.tables.values())
+
+
+def test_no_modules_are_no_lookup() -> None:
+    with embeddings_of(item()):
+        assert call_together([], []) == []

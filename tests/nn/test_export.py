@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -33,8 +35,11 @@ def test_a_lookup_is_refused_and_inserts_nothing(kind: str, is_training: bool) -
         assert len(embeddings.tables["item"]) == 0
 
 
-def test_a_model_with_copies_of_its_rows_is_exported() -> None:
-    model = Model()
+@pytest.mark.parametrize("kind", ["Embedding", "EmbeddingBag"])
+def test_a_model_with_copies_of_its_rows_is_exported(kind: str) -> None:
+    model: Any = Model()
+    if kind == "EmbeddingBag":
+        model.item, model.forward = nn.EmbeddingBag(20, 4), lambda ids: model.head(model.item(ids))
     with satrap.convert(model, Adagrad(lr=0.1)) as embeddings:
         optimizer = embeddings.optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
         model(torch.tensor([[0, 2], [3, 3]])).sum().backward()
@@ -42,18 +47,6 @@ def test_a_model_with_copies_of_its_rows_is_exported() -> None:
         model.eval()
         ids = torch.tensor([[0, 2], [3, 7]])
         expected = model(ids)
-        model.item = nn.Embedding.from_pretrained(model.item.weight.detach())
-    exported = torch.export.export(model, (ids,)).module()
+        model.item = getattr(nn, kind).from_pretrained(model.item.weight.detach())
+    exported: Any = torch.export.export(model, (ids,)).module()
     assert torch.equal(exported(ids), expected)
-
-
-def test_traced_and_transformed_lookups_are_refused() -> None:
-    """A trace would have the rows as constants; inside torch.func.grad the ids have no values."""
-    model, ids = Model().eval(), torch.tensor([[1, 2]])
-    with satrap.convert(model, Adagrad(lr=0.1)):
-        with pytest.warns(DeprecationWarning), pytest.raises(ConfigError, match="an export cannot include"):
-            torch.jit.trace(model, (ids,))
-        with pytest.raises(
-            ConfigError, match=r"'item': the ids have no values .* torch\.func\.grad and vmap: call the"
-        ):
-            torch.func.grad(lambda bias: model(ids).sum() + bias)(torch.zeros(()))

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import satrap
 from bag_oracle import UNIVERSE, draw_bags
 from cluster import running_servers, step_both
 from device_workers import (
@@ -198,3 +199,24 @@ def test_sequences_modules_and_single_batches(device: str | None) -> None:
 def test_other_dtypes_are_refused(output_dtype: Any) -> None:
     with pytest.raises(ConfigError, match=r"output_dtype is .*expected .*'bfloat16'"):
         Embeddings(tables(), output_dtype=output_dtype)
+
+
+@pytest.mark.parametrize("num_rows", [None, NUM_ROWS])
+def test_modules_look_up_in_float32(num_rows: int | None) -> None:
+    """Ahead and on the spot, with the same bits as rows of embeddings that return float32."""
+    losses: list[list[float]] = []
+    for output_dtype in ("float32", "bfloat16"):
+        how: dict[str, Any] = {"device": "cpu", "output_dtype": output_dtype}
+        embeddings = Embeddings({"item": Table("item", 4, num_rows=num_rows, initial=Normal(std=0.5))}, **how)
+        module, optimizer = satrap.nn.Embedding(embeddings, "item"), embeddings.optimizer()
+        losses.append([])
+        for ids in embeddings.prefetch(list(torch.arange(48).view(6, 8) % 10), lambda ids: {"item": ids[:5]}):
+            rows = [module(ids[:5]), module(ids[5:])]
+            assert [part.dtype for part in rows] == [torch.float32] * 2
+            loss = torch.cat(rows).square().sum()
+            loss.backward()
+            optimizer.step()
+            losses[-1].append(loss.item())
+        assert embeddings.counters().module_ids == {"ahead": 30, "on the spot": 18}
+        embeddings.close()
+    assert losses[0] == losses[1]

@@ -28,7 +28,7 @@ from satrap.worker.rows import RowStream
 IDLE, _PADDING, PART, _REFUSED = range(4)  # what a trainer brings to a round
 KIND, STEP, OLDEST_OPEN, _FIRST_EPOCH, COUNTS = range(5)  # columns of a header
 Sent = tuple[Any, NDArray[np.int64]]
-"""What a trainer sends: the ids of each owner, and how many of each table, [trainers, tables]."""
+"""What a trainer sends: ids and their counts, as `UpdatePart` has them."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

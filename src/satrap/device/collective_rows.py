@@ -29,7 +29,7 @@ from satrap.device.device_stream import DeviceStream, to_device
 from satrap.device.exchange import Exchange, LaunchOrder, RoundThread
 from satrap.device.home_memory import DTYPES
 from satrap.device.owned_rows import LookupTime
-from satrap.device.runs import PooledFeatures, RowUpdate, Runs, given_parts, require_sizes, sequence_bags
+from satrap.device.runs import PooledFeatures, RowUpdate, Runs, given_parts, require_sizes, sequence_bags, tensors_of
 from satrap.device.segments import TableGroups, send_to_all
 from satrap.device.torch_device import kernels_of
 from satrap.errors import InputError, StreamError, TicketError
@@ -333,8 +333,7 @@ class CollectiveRows(Rows):
     def _part(self, request: UpdateRequest, rates: Sequence[float]) -> UpdatePart:
         """Return the sum of the gradients of each id."""
         scale = float(np.float32(request.scale))
-        parts = [gradient for block, rest in request.gradients for gradient in (block, *rest) if gradient is not None]
-        flat = torch.cat([part.reshape(-1) for part in parts] or [self.empty(0, 0).view(-1)])
+        flat = torch.cat([part.reshape(-1) for part in tensors_of(request)] or [self.empty(0, 0).view(-1)])
         bound = largest_of(request) * scale * sum(ticket.batch.bound for ticket in request.tickets)
         if not bound < LARGEST:  # not true of a NaN either
             return self._checked_part(request, rates)

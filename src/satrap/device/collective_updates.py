@@ -73,9 +73,9 @@ class UpdatePart:
     """One trainer's gradients of a step."""
 
     ids: Any
-    """The ids of each owner."""
+    """The ids of each owner; of tables with `num_rows` the numbers of their rows, as one tensor."""
     counts: NDArray[np.int64]
-    """How many of each table, [trainers, tables]."""
+    """How many of each table, [trainers, tables]; with `num_rows` of each group, [trainers, groups]."""
     sums: Sequence[Tensor]
     """For each group of tables the gradients, owner by owner; once, if they go to all trainers."""
     lrs: Sequence[float]

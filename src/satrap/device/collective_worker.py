@@ -28,8 +28,8 @@ def collective_worker(
 ) -> Worker:
     """Return a worker over tables on the devices of all trainers, which call this together.
 
-    servers: those of all trainers. own: the tables of this trainer's. explain: returns the error to raise for one of an
-    exchange between trainers."""
+    servers: those of all trainers. own: the tables of this trainer's server.
+    explain: returns the error to raise for one of an exchange between trainers."""
     require_tables(features, servers)
     rows = (DirectCollectiveRows if own.are_direct else CollectiveRows)(
         features, servers, own.rows, own.stream, num_threads=num_threads, staleness=staleness, explain=explain

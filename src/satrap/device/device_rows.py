@@ -38,6 +38,7 @@ from satrap.device.runs import (
     is_whole_batch,
     require_sizes,
     sequence_bags,
+    tensors_of,
 )
 from satrap.device.torch_device import kernels_of
 from satrap.errors import TicketError
@@ -155,7 +156,7 @@ class DeviceRows(Rows):
         scale = float(np.float32(request.scale))
         require_sizes(request.tickets, request.gradients)
         with self._engine.in_order():
-            flat = self._flat(request.gradients)
+            flat = self._flat(request)
             sorted_there = claim(request.tickets)
             sorted_runs = self._sorted(request, given, scale) if len(sorted_there) == len(request.tickets) else None
             ordered = self._ordered(request.tickets, given)
@@ -317,9 +318,9 @@ class DeviceRows(Rows):
             return False
         return self._engine.core.check_gradients(request.tickets, on_cpu(request.gradients), scale)
 
-    def _flat(self, gradients: list[TicketGradients]) -> Tensor:
+    def _flat(self, request: UpdateRequest) -> Tensor:
         """Return all gradients as one tensor in the order of their places: float32, if some are."""
-        parts = [part.reshape(-1) for block, sequences in gradients for part in (block, *sequences) if part is not None]
+        parts = [part.reshape(-1) for part in tensors_of(request)]
         return parts[0] if len(parts) == 1 else torch.cat(parts or [self.empty(0, 0).view(-1)])
 
     def _fused_tables(self, lrs: dict[int, float], scale: float, step: int, *, skips: bool) -> Iterator[UpdatedTables]:
@@ -405,10 +406,7 @@ def largest_of(request: UpdateRequest) -> float:
     were measured where they were computed."""
     if request.magnitude is not None:
         return float(request.magnitude)
-    parts = [
-        sequence for block, sequences in request.gradients for sequence in (block, *sequences) if sequence is not None
-    ]
-    return float(Magnitude((part, 1.0) for part in parts))
+    return float(Magnitude((part, 1.0) for part in tensors_of(request)))
 
 
 def claim(tickets: Sequence[Any]) -> list[DeviceTicket]:

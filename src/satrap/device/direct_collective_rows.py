@@ -33,7 +33,7 @@ from satrap.device.exchange import Exchange
 from satrap.device.group_exchange import lines_of, of_group
 from satrap.device.owned_rows import LookupTime
 from satrap.device.owner_numbers import OwnerNumbers
-from satrap.device.runs import RowUpdate, Runs, given_parts, is_whole_batch
+from satrap.device.runs import RowUpdate, Runs, given_parts
 from satrap.device.segments import TableGroups
 from satrap.worker.rows import BagRequest, PlacedIds, UpdateRequest
 
@@ -92,9 +92,12 @@ class DirectCollectiveRows(CollectiveRows):
         return self._batches.place(inputs) if train else super().place_ids(inputs, train=train)
 
     def resolve(self, request: BagRequest) -> BagRequest:
+        return replace(request, resolved={"ticket": self._ticket(request)})
+
+    def _ticket(self, request: BagRequest) -> CollectiveTicket:
         """Sort the ids of a batch."""
         with self.device_stream.joined():
-            return replace(request, resolved={"ticket": CollectiveTicket(self._shared(request), self)})
+            return CollectiveTicket(self._shared(request), self)
 
     def _shared(self, request: BagRequest) -> SharedBatch:
         ids = request.values
@@ -106,8 +109,7 @@ class DirectCollectiveRows(CollectiveRows):
         return SharedBatch(ticket, current_stream(self.device).download(ticket.runs.bounds))
 
     def _start(self, request: BagRequest, step: int) -> "tuple[CollectiveTicket | None, Future[Any] | None]":
-        resolved: dict[str, Any] = request.resolved or self.resolve(request).resolved
-        ticket: CollectiveTicket = resolved["ticket"]
+        ticket: CollectiveTicket = request.resolved["ticket"] if request.resolved else self._ticket(request)
         at = LookupTime(step, request.oldest_open or step, request.first_epoch)
         return ticket, self._submit(LookupPart(at, partial(self._sent, ticket.batch)))
 
@@ -128,10 +130,6 @@ class DirectCollectiveRows(CollectiveRows):
 
     def _check_arrays(self, values: Any, offsets: Any, weights: Any, batch_size: int, bags: Any = None) -> None:
         self._split.drop(self._split_arrays(values, offsets, weights, batch_size, bags))
-
-    def _ticket(self, request: BagRequest) -> CollectiveTicket:
-        ticket: CollectiveTicket = self.resolve(request).resolved["ticket"]
-        return ticket
 
     def _pool(
         self, ticket: CollectiveTicket, rows: Any, request: BagRequest, block: Tensor, sequences: list[Tensor]
@@ -155,9 +153,9 @@ class DirectCollectiveRows(CollectiveRows):
         self, request: UpdateRequest, rates: Sequence[float], flat: Tensor, how: RowUpdate, bound: float
     ) -> UpdatePart:
         batches: list[SharedBatch] = [ticket.batch for ticket in request.tickets]
-        given = given_parts(request)
-        rows, places, factors = self._batches.gradients([batch.ticket for batch in batches], given)
-        is_whole = is_whole_batch(batches[0].ticket.layout, given)
+        tickets = [batch.ticket for batch in batches]
+        rows, places, factors = self._batches.gradients(tickets, given_parts(request))
+        is_whole = rows is batches[0].ticket.runs
         # What is sorted here is downloaded behind the gradients, for which this call has waited.
         downloaded = batches[0].downloaded if is_whole else current_stream(self.device).download(rows.bounds)
         counts, sums = self._counts(downloaded), []

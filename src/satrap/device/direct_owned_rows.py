@@ -79,11 +79,9 @@ class DirectOwnedRows(DeviceRows):
             run_of = of_group(runs.of_entries(), group, counts)
             out = memories[its_pools[0]].values.new_zeros((len(at), self._groups.layouts[group][1]))
             for pool in its_pools:
-                line = torch.where(pool_of == pool, at, -1)
-                out = _chosen(memories[pool].values, line, out)
+                out = _chosen(memories[pool].values, torch.where(pool_of == pool, at, -1), out)
                 if pool in cold:
-                    line = torch.where(line < 0, cold[pool].lines[run_of], -1)
-                    out = _chosen(copies[pool], torch.where(pool_of == pool, line, -1), out)
+                    out = _chosen(copies[pool], cold[pool].lines[run_of], out)
             lines.append(out)
         return lines
 

@@ -309,7 +309,7 @@ class DirectRows(DeviceRows):
         scale = float(np.float32(request.scale))
         require_direct_sizes(request.tickets, request)
         with self._engine.in_order():
-            flat, tickets = self._flat(request.gradients), claim(request.tickets)
+            flat, tickets = self._flat(request), claim(request.tickets)
             largest = largest_of(request)  # the one wait; what is read next was computed before
             for ticket in tickets:
                 if ticket.ids.is_refused:

@@ -53,11 +53,11 @@ class OwnTables:
             trainer=self.trainer,
             stream=self.stream,
         )
-        self._engine, rank = engine, self.trainer.rank
+        self._engine = engine
         if isinstance(engine, DirectEngine):
             self._rows = DirectOwnedRows(self._features, engine)
         else:
-            self._rows = OwnedRows(self._features, engine, self._groups, rank)
+            self._rows = OwnedRows(self._features, engine, self._groups, self.trainer.rank)
         return engine.slots(job.seed)
 
     @property

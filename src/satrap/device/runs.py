@@ -227,6 +227,11 @@ def given_parts(request: UpdateRequest) -> list[Given]:
     ]
 
 
+def tensors_of(request: UpdateRequest) -> list[Tensor]:
+    """Return the gradients of an update in the order of their places."""
+    return [part for block, sequences in request.gradients for part in (block, *sequences) if part is not None]
+
+
 def is_whole_batch(layout: IdLayout, given: Sequence[Given]) -> bool:
     """Return whether the gradients are those of all ids of one batch."""
     return len(given) == 1 and all((given[0][0] or not layout.total_dim, *given[0][1]))

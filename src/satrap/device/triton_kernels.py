@@ -458,10 +458,10 @@ def _tile(dim: int, *, skip: bool = False) -> dict[str, int]:
     return {"ROWS": max(1, numbers // block), "BLOCK": block, "num_warps": max(1, block // 512)}
 
 
-def _alignment(numbers: Tensor, *multiples: int) -> int:
-    """Return at the multiples of what number of elements rows begin, as far as it matters: rows are moved by 16 bytes.
-    multiples: where rows begin among the elements."""
-    return min(alignment_of(*multiples), 16 // numbers.element_size())
+def _alignment(numbers: Tensor, *strides: int) -> int:
+    """Return how many numbers kernels may move at a time, at most 16 bytes. strides: each row begins at a sum of
+    multiples of them."""
+    return min(alignment_of(*strides), 16 // numbers.element_size())
 
 
 def _rounded(number: float) -> float:

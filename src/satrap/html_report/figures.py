@@ -110,9 +110,10 @@ def _validation(runs: Sequence[RunRecords], name: str) -> LineChart:
     chart = _lines(runs, f"Validation: {name}", "metrics", name, y=name, absent=f"No finite {name} was recorded.")
     for run in runs:
         which = f"The best evaluation of {run.name}" if len(runs) > 1 else "The best evaluation"
-        best = [found for loop in run.loops for found in loop.evaluations if found.get("is_best")][-1:]
-        for step, metrics in ((found["step"], found["metrics"]) for found in best):
-            chart.note += f" {which} is that of step {step:,}: {number(metrics.get(name))}."
+        best = [evaluation for loop in run.loops for evaluation in loop.evaluations if evaluation.get("is_best")]
+        for evaluation in best[-1:]:
+            value = number(evaluation["metrics"].get(name))
+            chart.note += f" {which} is that of step {evaluation['step']:,}: {value}."
     return chart
 
 

@@ -73,7 +73,7 @@ class AheadRows:
         self._left: dict[str, list[Tensor | None]] = {}
         """The rows of each chunk of the tables that modules have asked for, until a module takes them."""
         self._taken: dict[str, list[Tensor]] = {name: [] for name in self._chunks}
-        """The same memory and version counters as those taken, without what autograd records of them."""
+        """The rows that modules have taken, detached: their version counters tell whether a model has changed them."""
         self._next = dict.fromkeys(self._chunks, 0)  # the chunk after the last one found: models ask in order
         self._sorted: dict[str, tuple[Ids, Any]] = {}
 

@@ -54,7 +54,7 @@ class BatchLookup:
         self.resolves_ahead = train
         """Whether the part of a lookup that needs no row's values may be done ahead, as far as is known."""
         self._measured: tuple[list[InFlightBatch], Any] | None = None
-        """Batches, and what `Worker.measure` returned for their gradients."""
+        """Batches, and what `Worker.measure` returned for their gradients, or a bound of it."""
         self._numbers: dict[str, tuple[str, ...]] = {}
         """The columns of numbers beside the ids of each sequence, as in the last batch."""
         self._frozen = [name for name, feature in worker.features.items() if feature.table.frozen is True]
@@ -191,7 +191,7 @@ class BatchLookup:
             return self._batch_copies.upload(array)
 
     def _rows_to_device(self, rows: Any) -> Tensor:
-        """Return rows there in the dtype of the embeddings' output: those of a device have it, arrays are cast."""
+        """Return rows on the device in the output dtype: tensors have it already, arrays are cast."""
         there = self._to_device(rows)
         with self._batch_copies.running():
             return there.to(self._dtype)
@@ -213,8 +213,10 @@ class BatchLookup:
         self._dense.hand_over(batch.step)
 
     def measure(self, batches: list[InFlightBatch], *, are_checked: bool = False) -> None:
-        """Start to compute the largest gradient of the batches, for their update. are_checked: whether a GradScaler has
-        looked for gradients that are not finite, so that an update has none: in float16 this is enough."""
+        """Start to compute the largest gradient of the batches, for their update.
+
+        are_checked: whether a GradScaler skips the update if a gradient is not finite. Then the largest number of
+            float16 bounds gradients in float16, and nothing is computed."""
         leaves = [
             (leaf.grad, batch.weight)
             for batch in batches

@@ -81,7 +81,7 @@ class JointBatches(Iterator[Inputs]):
         nothing = partial(Padding, names=features, values=np.empty(0, np.uint64), batch_size=0)
         self._padding: Callable[[], Padding] = nothing if padding is None else padding
         self._requested = self._returned = self._stepped = 0  # the numbers of the last batches
-        self._last_step = 0  # that a returned batch had
+        self._last_step = 0  # the step of the last batch returned
         self._sent: deque[Callable[[], Sequence[Sequence[int]]]] = deque()  # calls that are not compared yet
         self._read: deque[BatchShape] = deque()  # shapes of the batches that were read and not taken
         self._next_shapes: tuple[int, list[BatchShape]] = (0, [])  # a number, and the shape in each trainer

@@ -133,14 +133,15 @@ class _Recorded(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor, None]:
         lookup: Lookup = ctx.lookup
-        given = {number: gradient for number, gradient in enumerate(gradients) if gradient is not None}
-        lookup.reached_chunks |= given.keys()
-        some = next(iter(given.values()))
+        lookup.reached_chunks |= {number for number, gradient in enumerate(gradients) if gradient is not None}
+        first = next(gradient for gradient in gradients if gradient is not None)
         if len(gradients) == 1:
-            return some, None
-        for number in range(len(gradients)) if len(given) < len(gradients) else ():
-            given.setdefault(number, some.new_zeros(len(lookup.chunks[number]), some.shape[1]))
-        return torch.cat([given[number] for number in range(len(gradients))]), None
+            return first, None
+        parts = [
+            first.new_zeros(len(ids), first.shape[1]) if gradient is None else gradient
+            for ids, gradient in zip(lookup.chunks, gradients, strict=True)
+        ]
+        return torch.cat(parts), None
 
 
 def read_rows(

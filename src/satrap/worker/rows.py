@@ -27,8 +27,6 @@ Floats = NDArray[np.float32]
 Block = Any
 """[lines, floats]: a float32 numpy array, or a tensor of `Rows.output_dtype` if the rows are on a device."""
 Ids = NDArray[np.uint64]
-TableGradients = Mapping[str, tuple[Ids, Floats]]
-"""For each table that has any: ids, which may repeat, and float32 [ids, dim]."""
 TicketGradients = tuple[Block | None, list[Block | None]]
 """Gradients of one ticket's block and of each of its sequences; None leaves the ids unchanged."""
 

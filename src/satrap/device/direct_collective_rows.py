@@ -134,12 +134,12 @@ class DirectCollectiveRows(CollectiveRows):
     def _pool(
         self, ticket: CollectiveTicket, rows: Any, request: BagRequest, block: Tensor, sequences: list[Tensor]
     ) -> None:
-        lines, ticket.batch.lookup = rows
         batch: SharedBatch = ticket.batch
+        by_group, batch.lookup = rows
         ids, runs = batch.ticket.ids, batch.ticket.runs
-        at = lines_of(runs.of_entries(), self._counts(batch.downloaded)).int()
-        places = {"lines": at, "offsets": ids.offsets, "weights": ids.weights}
-        self._pool_lines(lines, places, request, block, sequences)
+        lines = lines_of(runs.of_entries(), self._counts(batch.downloaded)).int()
+        at = {"lines": lines, "offsets": ids.offsets, "weights": ids.weights}
+        self._pool_lines(by_group, at, request, block, sequences)
 
     def _drop(self, ticket: CollectiveTicket) -> None:
         """Do nothing: no other process keeps anything of it."""

@@ -136,10 +136,16 @@ class _TableModule(torch.nn.Module):
         padding = "" if self.padding_idx is None else f", padding_idx={self.padding_idx}"
         return f"{self.table.name!r}, {self.embedding_dim}{padding}{', frozen' * self._is_frozen}"
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # a compiled model has a graph break here
     def _rows(self, ids: Tensor) -> Tensor:
         """Return the row of each id, [ids, dim]; zeros where the id stands for none."""
-        rows: Tensor = rows_together([self], [ids])[0]
-        return rows
+        self._require_lookup(ids)
+        kept, positions = self._kept(ids)
+        if self._trains_at(ids.device) is None:
+            rows = self._read(kept, ids.device)
+        else:
+            rows = self._session.look_up({self.table.name: kept}, ids.device)[self.table.name]
+        return self._finished(rows, ids, positions)
 
     def _require_lookup(self, ids: Tensor) -> None:
         """Raise an error if the ids cannot be looked up."""
@@ -153,17 +159,26 @@ class _TableModule(torch.nn.Module):
         self._require_ids(ids)
         self._require_expected_step()
 
-    def _flat(self, ids: Tensor) -> Tensor:
-        """Return the ids in CPU memory, one after another."""
-        flat = ids.detach().reshape(-1).to("cpu", torch.int64)
+    def _kept(self, ids: Tensor) -> tuple[NDArray[np.uint64], Tensor | None]:
+        """Return the ids in CPU memory, without padding, and their positions; None: there is no padding."""
+        flat, positions = ids.detach().reshape(-1).to("cpu", torch.int64), None
+        if self.padding_idx is not None:
+            positions = (flat != self.padding_idx).nonzero().reshape(-1)
+            flat, positions = (flat, None) if len(positions) == len(flat) else (flat[positions], positions)
         try:
-            flat.numpy()
+            return flat.numpy().view(np.uint64), positions
         except RuntimeError as error:
             raise ConfigError(
                 f"table {self.table.name!r}: the ids have no values that can be read, as inside torch.func.grad and "
                 "vmap: call the module before, and give the function its rows"
             ) from error
-        return flat
+
+    def _finished(self, rows: Tensor, ids: Tensor, positions: Tensor | None) -> Tensor:
+        """Return the rows of `_kept` ids as the model gets them, with zeros for padding."""
+        rows = (rows.detach() if self.table.frozen is True else rows).to(self._moved.dtype)
+        if positions is None:
+            return rows
+        return rows.new_zeros(ids.numel(), self.embedding_dim).index_copy(0, positions.to(rows.device), rows)
 
     def _require_ids(self, ids: Any) -> None:
         if not isinstance(ids, Tensor) or ids.dtype not in (torch.int64, torch.int32):
@@ -201,22 +216,12 @@ def rows_together(modules: Sequence[_TableModule], given: Sequence[Tensor]) -> l
     `Embeddings` that train are looked up in one call."""
     for module, ids in zip(modules, given, strict=True):
         module._require_lookup(ids)
-    flat = [module._flat(ids) for module, ids in zip(modules, given, strict=True)]
-    positions = [_without(ids, module.padding_idx) for module, ids in zip(modules, flat, strict=True)]
-    kept = [ids if at is None else ids[at] for ids, at in zip(flat, positions, strict=True)]
-    rows = _look_up([ids.numpy().view(np.uint64) for ids in kept], modules, [ids.device for ids in given])
+    kept = [module._kept(ids) for module, ids in zip(modules, given, strict=True)]
+    rows = _look_up([ids for ids, _ in kept], modules, [ids.device for ids in given])
     return [
-        part if at is None else part.new_zeros(len(ids), part.shape[1]).index_copy(0, at.to(part.device), part)
-        for part, ids, at in zip(rows, flat, positions, strict=True)
+        module._finished(part, ids, positions)
+        for module, part, ids, (_, positions) in zip(modules, rows, given, kept, strict=True)
     ]
-
-
-def _without(ids: Tensor, padding: int | None) -> Tensor | None:
-    """Return where the ids are that are not padding; None: everywhere."""
-    if padding is None:
-        return None
-    positions = (ids != padding).nonzero().reshape(-1)
-    return None if len(positions) == len(ids) else positions
 
 
 def _look_up(
@@ -242,10 +247,7 @@ def _look_up(
         for table, same in by_table.items():
             parts = found[table].split([len(ids[number]) for number in same]) if len(same) > 1 else [found[table]]
             rows |= zip(same, parts, strict=True)
-    return [
-        (rows[n].detach() if module.table.frozen is True else rows[n]).to(module._moved.dtype)
-        for n, module in enumerate(modules)
-    ]
+    return [rows[number] for number in range(len(modules))]
 
 
 class Embedding(_TableModule):

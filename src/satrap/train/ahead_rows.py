@@ -150,10 +150,13 @@ def rows_of(
     read: Callable[[Mapping[str, Ids]], Mapping[str, Tensor]],
 ) -> tuple[dict[str, Tensor], int]:
     """Return the rows of ids by table for a model, and how many ids were not looked up ahead. read: looks those up."""
-    taken = {table: None if ahead is None else ahead.take(table, ids[table], lookups) for table in ids}
-    others = {table: ids[table] for table, rows in taken.items() if rows is None}
-    found, num_now = (
-        (read(others), sum(map(len, others.values()))) if ahead is None else ahead.find(others, device, read)
-    )
-    rows = {table: lookups.add(table, of_table, found[table]) for table, of_table in others.items()}
-    return rows | {table: of_table.to(device) for table, of_table in taken.items() if of_table is not None}, num_now
+    if ahead is None:
+        found = read(ids)
+        return {table: lookups.add(table, ids[table], found[table]) for table in ids}, sum(map(len, ids.values()))
+    given = {table: ahead.take(table, of_table, lookups) for table, of_table in ids.items()}
+    taken = {table: rows.to(device) for table, rows in given.items() if rows is not None}
+    if len(taken) == len(ids):
+        return taken, 0
+    others = {table: of_table for table, of_table in ids.items() if table not in taken}
+    copies, num_now = ahead.find(others, device, read)
+    return taken | {table: lookups.add(table, others[table], copies[table]) for table in others}, num_now

@@ -363,8 +363,8 @@ class Stream(Iterator[Batch]):
             own, calls = weakref.ref(self), batch.calls
             batch.lookups = StepLookups(batch.step, lambda: None if (me := own()) is None else me._reach(calls))
         rows, num_now = rows_of(batch.ahead, batch.lookups, ids, device, partial(self._read, batch, device))
-        if batch.has_rows:
-            self._num_ids += Counter({"ahead": sum(map(len, ids.values())) - num_now, "on the spot": num_now})
+        self._num_ids["ahead"] += batch.has_rows * (sum(map(len, ids.values())) - num_now)
+        self._num_ids["on the spot"] += batch.has_rows * num_now
         return rows
 
     def _read(self, batch: InFlightBatch, device: torch.device, ids: Mapping[str, Ids]) -> dict[str, Tensor]:

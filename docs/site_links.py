@@ -19,8 +19,8 @@ LINK = re.compile(r"(?<=\]\()(?!\w+:|#)([^)\s#]+)(#[^)\s]*)?(?=\))")
 
 def on_config(config: Any) -> Any:
     """Shows the version at the foot of each page."""
-    found = re.search(r'^__version__ = "(.+)"$', (ROOT / "src/satrap/__init__.py").read_text(), re.MULTILINE)
-    config["copyright"] = f"Satrap {found[1]}" if found else ""
+    version = re.search(r'^__version__ = "(.+)"$', (ROOT / "src/satrap/__init__.py").read_text(), re.MULTILINE)
+    config["copyright"] = f"Satrap {version[1]}" if version else ""
     return config
 
 

@@ -127,16 +127,18 @@ def table(sheet: DataSheet, cores: Mapping[str, tuple[float, float]]) -> list[st
     in_16_bits = [limits(sample, limit) for sample in sixteen.values()]
     rows = {
         "distinct ids of a sample in its batch": [f"{unique:.1f}" for unique in uniques.values()],
-        "bytes in the device's memory: rows": [f"{each.rows_bytes:,.0f}" for each in samples.values()],
-        "bytes in the device's memory: dense network": [f"{each.dense_bytes:,.0f}" for each in samples.values()],
-        "both, with rows and gradients in 16 bits": [f"{each.memory_bytes:,.0f}" for each in sixteen.values()],
-        "bytes over the bus": [f"{each.bus_bytes:,.0f}" for each in samples.values()],
-        "MFLOP": [f"{each.flops / 1e6:.1f}" for each in samples.values()],
+        "bytes in the device's memory: rows": [f"{sample.rows_bytes:,.0f}" for sample in samples.values()],
+        "bytes in the device's memory: dense network": [f"{sample.dense_bytes:,.0f}" for sample in samples.values()],
+        "both, with rows and gradients in 16 bits": [f"{sample.memory_bytes:,.0f}" for sample in sixteen.values()],
+        "bytes over the bus": [f"{sample.bus_bytes:,.0f}" for sample in samples.values()],
+        "MFLOP": [f"{sample.flops / 1e6:.1f}" for sample in samples.values()],
         "ids/s of a core: resolve, update (M)": [f"{a / 1e6:.0f}, {b / 1e6:.0f}" for a, b in cores.values()],
-        "**limit** of the memory, M samples/s": [f"{each['memory'] / 1e6:.1f}" for each in found.values()],
-        "of the memory, with rows and gradients in 16 bits": [f"{each['memory'] / 1e6:.1f}" for each in in_16_bits],
-        "of the bus": [f"{each['bus'] / 1e6:.0f}" for each in found.values()],
-        "of the products": [f"{each['flops'] / 1e6:.0f}" for each in found.values()],
+        "**limit** of the memory, M samples/s": [f"{permitted['memory'] / 1e6:.1f}" for permitted in found.values()],
+        "of the memory, with rows and gradients in 16 bits": [
+            f"{permitted['memory'] / 1e6:.1f}" for permitted in in_16_bits
+        ],
+        "of the bus": [f"{permitted['bus'] / 1e6:.0f}" for permitted in found.values()],
+        "of the products": [f"{permitted['flops'] / 1e6:.0f}" for permitted in found.values()],
         f"of the host, {CORES} cores": [f"{CORES * each / 1e6:.1f}" for each in hosts.values()],
         **{f"cores for {name}": [f"{rate / each:.1f}" for each in hosts.values()] for name, rate in WANTED.items()},
     }

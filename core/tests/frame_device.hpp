@@ -70,13 +70,13 @@ class Device {
         const bool filter = std::any_of(flat.begin(), flat.end(), [](float g) { return !std::isfinite(g); });
         const bool ordered = step % 2 == 0; // the order may be found before: every id has a gradient
         FrameRuns runs = ordered ? engine->order_frames(ticket) : FrameRuns{};
-        FrameRuns found = engine->update_frames(tickets, given, step, filter, ordered);
+        FrameRuns updated = engine->update_frames(tickets, given, step, filter, ordered);
         if (ordered) {
-            CHECK(runs.first_run_of_table == found.first_run_of_table);
-            runs.frames = std::move(found.frames);
-            runs.ids = std::move(found.ids);
+            CHECK(runs.first_run_of_table == updated.first_run_of_table);
+            runs.frames = std::move(updated.frames);
+            runs.ids = std::move(updated.ids);
         } else {
-            runs = std::move(found);
+            runs = std::move(updated);
         }
         for (std::size_t t = 0; t < pools_.size(); ++t) {
             Ids summed;

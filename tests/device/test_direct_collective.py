@@ -14,10 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from satrap.config.tables import Table
-from satrap.device.direct_ids import RowNumbers, RowRuns, num_with, remainders_of
+from satrap.device.direct_ids import OwnerNumbers, RowNumbers, RowRuns, num_with, remainders_of
 from satrap.device.direct_rounds import AskedRounds, AskedRows
 from satrap.device.group_exchange import lines_of, of_group
-from satrap.device.owner_numbers import OwnerNumbers
 from satrap.device.segments import TableGroups
 from satrap.device.table_shards import Trainer, owned_buckets
 from trainers import Trainers

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from module_jobs import NUM_IDS, PLACES, embeddings_of, item, start_rows, tables
+from module_jobs import NUM_IDS, PLACES, embeddings_of, item, noted_calls, start_rows, tables
 from satrap import InputError
 from satrap.nn import Embedding, EmbeddingBag
 from satrap.nn.embedding import call_together
@@ -31,19 +31,6 @@ def arguments_of(step: int) -> list[tuple[Any, ...]]:
     weights = torch.rand(6, generator=generator)
     bags = (ids[0], torch.tensor([0, 4]), weights), (ids[3].int(), torch.tensor([0, 1]))
     return [bags[0], (ids[1].view(2, 3),), (ids[2],), bags[1], (ids[4],)]
-
-
-def noted_calls(embeddings: Any, monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
-    """Return a list that receives the tables of each lookup."""
-    calls: list[list[str]] = []
-    look_up = embeddings.worker.look_up_ids
-
-    def noted(ids: Any, *at: Any) -> Any:
-        calls.append(list(ids))
-        return look_up(ids, *at)
-
-    monkeypatch.setattr(embeddings.worker, "look_up_ids", noted)
-    return calls
 
 
 @pytest.mark.parametrize("where", [*PLACES, "device", "direct"])

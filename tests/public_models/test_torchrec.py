@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import satrap
-from module_jobs import PLACES, deployed, start_rows, train
+from module_jobs import PLACES, deployed, noted_calls, start_rows, train
 from satrap import SGD, Adagrad, ConfigError, InputError, Normal, Table, Uniform
 
 torchrec: Any = pytest.importorskip("torchrec", reason="torchrec is not installed: make public-models")
@@ -120,14 +120,7 @@ def test_all_tables_of_a_collection_are_one_lookup(kind: Any, monkeypatch: pytes
     model = kind()
     with satrap.convert(model, SGD(lr=1.0)) as embeddings:
         embeddings.optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
-        looked_up: list[list[str]] = []
-        look_up = embeddings.worker.look_up_ids
-
-        def noted(ids: Any, *at: Any) -> Any:
-            looked_up.append(list(ids))
-            return look_up(ids, *at)
-
-        monkeypatch.setattr(embeddings.worker, "look_up_ids", noted)
+        looked_up = noted_calls(embeddings, monkeypatch)
         model.loss(0).backward()
         (names,) = looked_up
         assert [name.rpartition(".")[2] for name in names] == ["item", "user"]

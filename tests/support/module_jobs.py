@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from torch import Tensor
 
@@ -96,3 +97,16 @@ def train(optimizers: list[Any], loss_of: Callable[[int], Tensor], num_steps: in
             optimizer.step()
         losses.append(loss.item())
     return losses
+
+
+def noted_calls(embeddings: Any, monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
+    """Return a list that receives the tables of each lookup."""
+    calls: list[list[str]] = []
+    look_up = embeddings.worker.look_up_ids
+
+    def noted(ids: Any, *at: Any) -> Any:
+        calls.append(list(ids))
+        return look_up(ids, *at)
+
+    monkeypatch.setattr(embeddings.worker, "look_up_ids", noted)
+    return calls

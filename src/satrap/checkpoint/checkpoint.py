@@ -420,9 +420,9 @@ class Checkpoint:
         """trainers: the random state of each, and the state of its loader, if that has one."""
         objects = {name: target.state_dict() for name, target in self._objects.items()}
         del objects["optimizer"]["rows"]  # the checkpoint has the rows, and restores them after the optimizer
-        loaders = [each["loader"] for each in trainers]
+        loaders = [trainer["loader"] for trainer in trainers]
         of_loaders = {} if loaders.count(None) == len(loaders) else {"loaders": loaders}
-        return {"objects": objects, "random": [each["random"] for each in trainers], **of_loaders}
+        return {"objects": objects, "random": [trainer["random"] for trainer in trainers], **of_loaders}
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)

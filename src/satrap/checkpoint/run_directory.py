@@ -373,9 +373,9 @@ class RunDirectory:
         if name == _BEST and catalog.best is not None:
             return catalog.best
         if name not in catalog.parents:
-            found = "no checkpoint that was saved as the best" if name == _BEST else f"no checkpoint {name!r}"
+            missing = "no checkpoint that was saved as the best" if name == _BEST else f"no checkpoint {name!r}"
             raise CheckpointError(
-                f"{self.folder} has {found}; it has {sorted(catalog.parents)}: name one of these, or none: the newest"
+                f"{self.folder} has {missing}; it has {sorted(catalog.parents)}: name one of these, or none: the newest"
             )
         return name
 

@@ -19,23 +19,30 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from satrap.collected import close_when_collected
+from satrap.config.features import Features
 from satrap.config.tables import Table
 from satrap.data.inputs import Inputs
 from satrap.device.collective_lookups import CollectiveLookups, LookupPart, Sent
 from satrap.device.collective_rows import CollectiveRows, CollectiveTicket
 from satrap.device.collective_updates import CollectiveUpdates, UpdatePart
+from satrap.device.device_blocks import TensorBlocks
 from satrap.device.device_ids import IdLayout
 from satrap.device.device_stream import Mark, current_stream, to_device, to_host
 from satrap.device.direct_batches import DirectBatches, DirectTicket, refusal, require_direct_sizes
-from satrap.device.direct_ids import DirectIds
+from satrap.device.direct_ids import DirectIds, OwnerNumbers
 from satrap.device.direct_rounds import AskedRounds, DirectLookups, DirectUpdates
 from satrap.device.exchange import Exchange
 from satrap.device.group_exchange import lines_of, of_group
+from satrap.device.own_tables import OwnTables
 from satrap.device.owned_rows import LookupTime
-from satrap.device.owner_numbers import OwnerNumbers
 from satrap.device.runs import RowUpdate, Runs, given_parts
 from satrap.device.segments import TableGroups
 from satrap.worker.rows import BagRequest, PlacedIds, UpdateRequest
+from satrap.worker.server_group import ServerGroup
+from satrap.worker.sharded_rows import require_tables
+from satrap.worker.sharded_tables import ShardedTables
+from satrap.worker.worker import Worker
 
 
 @dataclass(slots=True, eq=False)
@@ -195,3 +202,26 @@ class DirectCollectiveRows(CollectiveRows):
     def _split_again(self, batch: SharedBatch) -> Any:
         values, offsets, weights = batch.ticket.ids.on_cpu()
         return self._split_arrays(values, offsets, weights, batch.batch_size, batch.ticket.bags)
+
+
+def collective_worker(
+    features: Features,
+    servers: ServerGroup,
+    own: OwnTables,
+    device: torch.device,
+    *,
+    num_threads: int | None,
+    staleness: int,
+    explain: Callable[[Exception], Exception],
+) -> Worker:
+    """Return a worker over tables on the devices of all trainers, which call this together.
+
+    servers: those of all trainers. own: the tables of this trainer's server.
+    explain: returns the error to raise for one of an exchange between trainers."""
+    require_tables(features, servers)
+    rows = (DirectCollectiveRows if own.are_direct else CollectiveRows)(
+        features, servers, own.rows, own.stream, num_threads=num_threads, staleness=staleness, explain=explain
+    )
+    worker = Worker(features, rows, ShardedTables(servers), blocks=TensorBlocks(device))
+    close_when_collected(worker, rows.end_rounds)
+    return worker

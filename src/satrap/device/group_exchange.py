@@ -39,9 +39,9 @@ class GroupExchange:
         ]
         to = torch.cat([part for of_trainer in zip(*parts, strict=True) for part in of_trainer])
         num_bytes = [(counts * sizes).sum(1).tolist() for counts in (own, received)]
-        found = self._exchange.rows(to[:, None], *num_bytes)[:, 0].split((received * sizes).ravel().tolist())
+        by_owner = self._exchange.rows(to[:, None], *num_bytes)[:, 0].split((received * sizes).ravel().tolist())
         return [
-            torch.cat(found[group :: len(sent)]).view(lines.dtype).view(-1, lines.shape[1])
+            torch.cat(by_owner[group :: len(sent)]).view(lines.dtype).view(-1, lines.shape[1])
             for group, lines in enumerate(sent)
         ]
 

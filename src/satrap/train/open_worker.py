@@ -138,8 +138,8 @@ def _open_among_devices(
 ) -> Worker:
     """Shard the rows over the trainers' devices. Each trainer also runs a server of its rows, for calls that are not
     part of a step."""
-    from satrap.device.collective_worker import collective_worker
     from satrap.device.column_service import ColumnCalls, OtherColumns, ServedColumns
+    from satrap.device.direct_collective_rows import collective_worker
     from satrap.device.own_tables import OwnTables
     from satrap.device.torch_device import require_possible
     from satrap.train.trainer_server import TrainerServer

@@ -236,6 +236,8 @@ def _phrases(report: Report) -> list[str]:
         metrics = " ".join(f"{name} {value:.4f}" for name, value in report.validation.items())
         phrases.append(f"validation {metrics}{' (best)' if report.is_best else ''}")
     phrases.append(f"{short(report.samples)} samples in {_clock(report.seconds)}{left}")
+    if report.validation:
+        return phrases  # the next line has the numbers of training
     phrases.append(f"{short(report.samples_per_second)}/s")
     if report.loss is not None:
         phrases.append(f"loss {report.loss:.4f}")

@@ -166,8 +166,8 @@ class Table(Serializable):
     expire_after: steps after which a row that is neither looked up nor updated expires; None: never.
     absent: what an id without a row reads as.
     on_nonfinite: a NaN or infinite gradient: refuse the whole update, or leave out that position and count it.
-    frozen: rows that no update changes: True for all, or a range of ids, such as those of pretrained rows. They are
-        looked up, inserted and written as other rows. A saved table may be restored with other frozen rows.
+    frozen: rows that no update changes: True for all, or a range of ids, such as pretrained ones. They are looked up,
+        inserted and written like other rows. A saved table may be restored with other frozen rows.
     num_buckets: how many parts, each with its own lock, the table is divided into: a power of two up to 65536 and at
         most `capacity`. It decides which row is evicted, so it is saved; a table that never evicts may be restored with
         another number. None: see `resolved_num_buckets`; without a capacity a run on more than 32 servers has more, at
@@ -296,8 +296,8 @@ class Feature(Config):
         with its weight, before anything is counted or cut.
     jagged: for "none" only: the rows of all samples follow each other without padding, [ids, dim], beside the offset
         where each sample begins.
-    aligned_with: for "none" only: another sequence of the model, with which this one has its samples' lengths in
-        common, such as the items of which these are the categories. A lookup checks that. Both have one form.
+    aligned_with: for "none" only: another sequence of the model whose samples have the same lengths, such as the items
+        where this one has their categories. Both need the same `max_length`, `keep` and `jagged`.
     """
 
     table: Table

@@ -50,3 +50,15 @@ def test_a_model_with_copies_of_its_rows_is_exported(kind: str) -> None:
         model.item = getattr(nn, kind).from_pretrained(model.item.weight.detach())
     exported: Any = torch.export.export(model, (ids,)).module()
     assert torch.equal(exported(ids), expected)
+
+
+def test_an_export_with_offsets_is_refused_before_the_ids_are_used() -> None:
+    """Offsets have no values in an export, so nothing may depend on them before."""
+    model: Any = nn.Module()
+    model.item = nn.EmbeddingBag(20, 4)
+    model.forward = lambda ids, offsets: model.item(ids, offsets)
+    with satrap.convert(model, Adagrad(lr=0.1)) as embeddings:
+        embeddings.optimizer()
+        with pytest.raises(ConfigError, match=r"an export cannot include .* 'item'.*nn.EmbeddingBag.from_pretrained"):
+            torch.export.export(model, (torch.tensor([1, 2]), torch.tensor([0, 1])), strict=False)
+        assert len(embeddings.tables["item"]) == 0

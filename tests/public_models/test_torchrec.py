@@ -145,7 +145,8 @@ def test_an_export_with_a_jagged_tensor_says_what_to_do(name: str, is_training: 
         collection = model.get_submodule("ec" if name == "sequences" else "ebc")
         embeddings.optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
         given = (jagged(0, weighted=name == "weighted"),)
-        with pytest.raises(ConfigError, match=r"an export cannot include the rows of table '.*item'.*from_pretrained"):
+        errors = torch._dynamo.exc.Unsupported if is_strict else ConfigError
+        with pytest.raises(errors, match=r"an export cannot include the rows of .*from_pretrained"):
             torch.export.export(collection, given, strict=is_strict)
         assert not any(len(table) for table in embeddings.tables.values())
 

@@ -109,7 +109,7 @@ def start(embeddings: Embeddings, ids: NDArray[np.uint64] = EVERY) -> dict[str, 
 
 def plain_rows(values: dict[str, Any], data: Parquet, ids: NDArray[np.uint64], frozen: Any) -> dict[str, Any]:
     """Return the rows after training by plain torch, where each row that trains has its own optimizer."""
-    rows = {
+    rows: dict[str, dict[int, Any]] = {
         name: {
             id_: Parameter(torch.from_numpy(row), name == "item" and id_ not in frozen)
             for id_, row in zip(ids.tolist(), values[name], strict=True)

@@ -32,6 +32,11 @@ _IN_EVAL = (
     "optimizer.step() found no gradient of rows, since a module over table {!r} was in eval(), which reads rows only: "
     "call model.train() before forward, or requires_grad_(False) of the module to train the other parameters alone"
 )
+_NO_EXPORT = (
+    "an export cannot include the rows of {}, which are outside the model: put "
+    "torch.nn.{}.from_pretrained(module.weight.detach()) in place of the module before the export, or export the part "
+    "of the model that takes rows as an input"
+)
 _COPIES_OF_WEIGHT = 4  # rows, gradients, gradients of the update, and what the model computes of them
 
 
@@ -154,11 +159,12 @@ class _TableModule(torch.nn.Module):
         """Raise ConfigError while torch exports the model: before anything is computed of ids, which have no values."""
         is_traced: bool = torch.jit.is_tracing()  # type: ignore[attr-defined, no-untyped-call]
         if is_traced or torch.compiler.is_exporting():
-            raise ConfigError(
-                f"an export cannot include the rows of table {self.table.name!r}, which are outside the model: put "
-                f"torch.nn.{type(self).__name__}.from_pretrained(module.weight.detach()) in place of the module before "
-                "the export, or export the part of the model that takes rows as an input"
-            )
+            self._refuse_export()
+
+    @torch.compiler.disable(reason=_NO_EXPORT.format("a table", "Embedding"))  # type: ignore[untyped-decorator]
+    def _refuse_export(self) -> Never:
+        # With strict=True torch does not call this, and quotes the reason.
+        raise ConfigError(_NO_EXPORT.format(f"table {self.table.name!r}", type(self).__name__))
 
     def _kept(self, ids: Tensor) -> tuple[NDArray[np.uint64], Tensor | None]:
         """Return the ids in CPU memory, without padding, and their positions; None: there is no padding."""
@@ -260,6 +266,7 @@ class Embedding(_TableModule):
 
     def forward(self, input: Tensor) -> Tensor:
         """Return the row of each id, [*input.shape, embedding_dim]."""
+        self._require_no_export()
         return self._finish(self._rows(input), input)
 
     def _require_arguments(self, input: Tensor) -> None:

@@ -94,8 +94,8 @@ def test_random_steps_on_two_tiers_have_the_bits_of_rows_in_memory(
 
 
 def test_an_update_of_whole_batches_does_nothing_for_an_id(trainers: Trainers, tmp_path: Path) -> None:
-    """Gradients are ordered when ids are resolved and looked up. If a trainer drops its batch, the ids of the others are
-    sent again; the lookup that comes before the next update is not ordered ahead."""
+    """Gradients are ordered when ids are resolved and looked up. If a trainer drops its batch, the ids of the others
+    are sent again, and the next lookup is not ordered ahead."""
     for_all = ["drop", "lr", "take_inserted", "version"]
     found = trainers.run([], 2, tmp_path, visits=5, drops=2)
     for each in found:

@@ -1,8 +1,8 @@
 """One of several trainers, for rows on their devices: a job of trainer_child.py, or, with "compare", random steps on
 two workers, with rows on the devices and in the trainers' memory, whose results must be the same bits; or, with
 "refused", options that several trainers cannot have; or, with "differs", a trainer that does not do as the others; or,
-with "unequal", evaluations; or, with "slowly", several streams; or, with "launches", what the devices are given; or, with
-"visits", what updates do with ids."""
+with "unequal", evaluations; or, with "slowly", several streams; or, with "launches", what the devices are given; or,
+with "visits", what updates do with ids."""
 
 from __future__ import annotations
 

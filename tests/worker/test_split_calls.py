@@ -72,7 +72,7 @@ def test_sums_of_a_whole_batch_are_ordered_ahead() -> None:
     """They consist of the gradients of the update's runs, and are in the lines of their ids."""
     split, groups = make_split(BIG_FEATURES), np.zeros(len(BIG_FEATURES.tables), np.uint32)
     inputs = big_inputs(np.random.default_rng(SEED))
-    owners = {"owners": draw_owners(np.random.default_rng(SEED), BIG_FEATURES, 3), "num_servers": 3}
+    owners: dict[str, Any] = {"owners": draw_owners(np.random.default_rng(SEED), BIG_FEATURES, 3), "num_servers": 3}
     given = inputs.values, inputs.offsets, inputs.weights, inputs.batch_size
     ticket = split.lookup(*given, **owners, with_indexes=True)
     ordered, lines = split.order(ticket, groups), split.lines(ticket, groups)["lines"]

@@ -69,9 +69,9 @@ class CollectiveLookups:
         return len(groups.numbers)
 
     def submit(self, part: LookupPart) -> "Future[Any]":
-        """Submit a lookup. Its result has the rows of each group of tables, owner by owner, in the order of the ids, and
-        the number of the round; or it is the error of a batch that a trainer refuses. Then, while the caller uses the
-        rows, the gradients that their update will bring are ordered."""
+        """Submit a lookup. Its result has the rows of each group of tables, owner by owner, in the order of the ids,
+        and the number of the round; or it is the error of a batch that a trainer refuses. Then, while the caller uses
+        the rows, the gradients that their update will bring are ordered."""
         future = self._thread.submit(lambda: self._rows(part))
         self._thread.submit(self._order)
         return future

@@ -35,11 +35,11 @@ from satrap.device.runs import (
     PooledFeatures,
     RowUpdate,
     Runs,
+    flat_gradients,
     given_parts,
     is_whole_batch,
     require_sizes,
     sequence_bags,
-    tensors_of,
 )
 from satrap.device.segments import TableGroups, send_to_all
 from satrap.device.torch_device import kernels_of
@@ -246,10 +246,10 @@ class CollectiveRows(Rows):
 
     def resolve(self, request: BagRequest) -> BagRequest:
         try:
-            resolved = {"ticket": self._ticket(request), "refused": None}
+            ticket, refused = self._ticket(request), None
         except InputError as error:  # of all trainers, in the lookup
-            resolved = {"ticket": None, "refused": error}
-        return replace(request, resolved=resolved)
+            ticket, refused = None, error
+        return replace(request, resolved={"ticket": ticket, "refused": refused})
 
     def id_ticket(self, ids: Mapping[str, Ids]) -> CollectiveTicket:
         return self._ticket(id_request(self._id_features, ids, None, None), for_lookup=False)
@@ -383,7 +383,7 @@ class CollectiveRows(Rows):
     def _part(self, request: UpdateRequest, rates: Sequence[float]) -> UpdatePart:
         """Return the sum of the gradients of each id."""
         scale = float(np.float32(request.scale))
-        flat = torch.cat([part.reshape(-1) for part in tensors_of(request)] or [self.empty(0, 0).view(-1)])
+        flat = flat_gradients(request, self.empty(0, 0))
         bound = largest_of(request) * scale * sum(ticket.batch.bound for ticket in request.tickets)
         if not bound < LARGEST:  # not true of a NaN either
             return self._checked_part(request, rates)

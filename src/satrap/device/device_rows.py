@@ -34,6 +34,7 @@ from satrap.device.runs import (
     RowUpdate,
     Runs,
     SortedGradients,
+    flat_gradients,
     given_parts,
     is_whole_batch,
     require_sizes,
@@ -156,7 +157,7 @@ class DeviceRows(Rows):
         scale = float(np.float32(request.scale))
         require_sizes(request.tickets, request.gradients)
         with self._engine.in_order():
-            flat = self._flat(request)
+            flat = flat_gradients(request, self.empty(0, 0))
             sorted_there = claim(request.tickets)
             sorted_runs = self._sorted(request, given, scale) if len(sorted_there) == len(request.tickets) else None
             ordered = self._ordered(request.tickets, given)
@@ -320,11 +321,6 @@ class DeviceRows(Rows):
         if largest_of(request) * bound < LARGEST:  # not true of a NaN
             return False
         return self._engine.core.check_gradients(request.tickets, on_cpu(request.gradients), scale)
-
-    def _flat(self, request: UpdateRequest) -> Tensor:
-        """Return all gradients as one tensor in the order of their places: float32, if some are."""
-        parts = [part.reshape(-1) for part in tensors_of(request)]
-        return parts[0] if len(parts) == 1 else torch.cat(parts or [self.empty(0, 0).view(-1)])
 
     def _fused_tables(self, lrs: dict[int, float], scale: float, step: int, *, skips: bool) -> Iterator[UpdatedTables]:
         """Yield tables that one kernel updates: neighbours with one memory, optimizer and rate."""

@@ -31,7 +31,7 @@ from satrap.device.direct_heads import DirectHeads
 from satrap.device.direct_ids import MOST_ROWS, DirectIds, RowNumbers, RowRuns, num_with, remainders_of
 from satrap.device.exact import mix_keys, signed
 from satrap.device.row_memory import RowMemory
-from satrap.device.runs import Runs, given_parts
+from satrap.device.runs import Runs, flat_gradients, given_parts
 from satrap.device.table_shards import owned_buckets
 from satrap.device.torch_device import initialise_of
 from satrap.table.engine import Slot, slots_of
@@ -304,7 +304,7 @@ class DirectRows(DeviceRows):
         scale = float(np.float32(request.scale))
         require_direct_sizes(request.tickets, request)
         with self._engine.in_order():
-            flat, tickets = self._flat(request), claim(request.tickets)
+            flat, tickets = flat_gradients(request, self.empty(0, 0)), claim(request.tickets)
             largest = largest_of(request)  # the one wait; what is read next was computed before
             for ticket in tickets:
                 if ticket.ids.is_refused:

@@ -154,7 +154,7 @@ class OwnedRows(DeviceRows):
     def _places(self, joined: JoinedIds) -> NDArray[np.int32]:
         """Return where the gradient of each id begins among the floats of its group."""
         dims = np.array([self._engine.memory(table).layout.dim for table in range(len(self._tables))])
-        places = joined.lines * dims[joined.tables()]
+        places: NDArray[np.int64] = joined.lines * dims[joined.tables()]
         if len(places) and int(places.max()) + int(dims.max()) > MOST_PLACES:
             raise InputError(
                 f"the gradients of one step for one trainer hold more than {MOST_PLACES} floats, the most that fit on "

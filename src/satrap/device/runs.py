@@ -246,6 +246,12 @@ def tensors_of(request: UpdateRequest) -> list[Tensor]:
     return [part for block, sequences in request.gradients for part in (block, *sequences) if part is not None]
 
 
+def flat_gradients(request: UpdateRequest, nothing: Tensor) -> Tensor:
+    """Return all gradients as one tensor in the order of their places: float32, if some are. nothing: without any."""
+    parts = [part.reshape(-1) for part in tensors_of(request)]
+    return parts[0] if len(parts) == 1 else torch.cat(parts or [nothing.view(-1)])
+
+
 def is_whole_batch(total_dim: int, given: Sequence[Given]) -> bool:
     """Return whether the gradients are those of all ids of one batch. total_dim: the columns of its block."""
     return len(given) == 1 and all((given[0][0] or not total_dim, *given[0][1]))

@@ -20,7 +20,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from satrap._core import Ticket
 from satrap.config import array_args
-from satrap.config.tables import Table
+from satrap.config.tables import Table, require_frozen_ids
 from satrap.errors import SharedMemoryError, TicketError
 from satrap.table.engine import Slot, attach_engine, look_up, open_engine, update
 from satrap.table.snapshot.directory import folder_path
@@ -194,6 +194,7 @@ class Store:
         step: the job's batch number; None: the latest, or 1 if there is none. Rows are stamped with it.
         lr: the learning rate of this update; None: the store's `lr`.
         """
+        require_frozen_ids(self.table)
         ticket = ids if isinstance(ids, Ticket) else self._prepare(ids)
         if not ticket.only_of(self._slot.index):
             raise TicketError(

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from satrap.config.features import Feature, Features
-from satrap.config.tables import Table
+from satrap.config.tables import Table, require_frozen_ids
 from satrap.config.validation import check_choice, check_integer, kind_of
 from satrap.data.inputs import Inputs
 from satrap.device.home_memory import DTYPES
@@ -84,6 +84,8 @@ class Embeddings(torch.nn.Module):
         super().__init__()
         _refuse(unknown)
         self.features = Features(features)
+        for table in self.features.tables:
+            require_frozen_ids(table)
         self.staleness, self.deterministic = staleness, deterministic
         self.trainers = ProcessGroup()
         check_choice("Embeddings", "dense", dense, tuple(_STRATEGIES))

@@ -143,7 +143,7 @@ def draw_runs(rng: np.random.Generator, gradients: int, dim: int, *, factors: bo
     )
 
 
-@pytest.mark.draw(12)
+@pytest.mark.draw(8)
 @pytest.mark.parametrize("skip_nonfinite", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=lambda each: type(each).__name__)

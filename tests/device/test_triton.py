@@ -242,6 +242,7 @@ def test_a_batch_of_a_model(kernels: Any, rng: np.random.Generator) -> None:
     assert all(map(torch.equal, *ends))
 
 
+@pytest.mark.draw(24)
 @pytest.mark.parametrize("state_dim", [0, 1, 33])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("dim", [1, 5, 16, 1100])

@@ -109,4 +109,5 @@ def noted_calls(embeddings: Any, monkeypatch: pytest.MonkeyPatch) -> list[list[s
         return look_up(ids, *at)
 
     monkeypatch.setattr(embeddings.worker, "look_up_ids", noted)
+    monkeypatch.setattr(embeddings.worker.rows, "look_up", noted)  # of the worker that prefetch creates
     return calls

@@ -10,6 +10,7 @@ gradients are finite. All rows have their initial values from the start.
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -31,7 +32,7 @@ from satrap.device.direct_heads import DirectHeads
 from satrap.device.direct_ids import MOST_ROWS, DirectIds, RowNumbers, RowRuns, num_with, remainders_of
 from satrap.device.exact import mix_keys, signed
 from satrap.device.row_memory import RowMemory
-from satrap.device.runs import Runs, given_parts
+from satrap.device.runs import Runs, flat_gradients, given_parts
 from satrap.device.table_shards import owned_buckets
 from satrap.device.torch_device import initialise_of
 from satrap.table.engine import Slot, slots_of
@@ -40,12 +41,8 @@ from satrap.worker.rows import BagRequest, Ids, UpdateRequest, empty_by_table, i
 _NUMBERS_AT_ONCE = 1 << 22  # that one call initialises, which bounds its memory
 _NO_IDS = np.empty(0, np.uint64)
 _ADVICE = (
-    "A table with num_rows has memory for all of its rows: give (less) device_memory, or leave num_rows out if few of "
-    "the ids are used, or use a smaller dtype or dim"
-)
-_HOME_ADVICE = (
-    "A table with num_rows has memory for all of its rows: give more device_memory, or leave num_rows out if few of "
-    "the ids are used, or use a smaller dtype or dim"
+    "A table with num_rows has memory for all of its rows: give {} device_memory, or leave num_rows out if few of the "
+    "ids are used, or use a smaller dtype or dim"
 )
 
 
@@ -62,6 +59,24 @@ def are_direct(features: Features) -> bool:
     return is_padded and are_numbered(features.tables)
 
 
+def _frozen_bounds(tables: Sequence[Table], first_ids: Sequence[int]) -> NDArray[np.int64]:
+    """Return where each run of frozen ids begins and ends: an id is frozen if an odd number of these is at most as
+    large.
+
+    first_ids: what is added to the ids of each table, so that those of all tables follow each other."""
+    bounds = []
+    for table, first in zip(tables, first_ids, strict=True):
+        frozen, size = table.frozen_ids, table.num_rows or 0
+        if isinstance(frozen, range):
+            begins, ends = np.array([min(frozen.start, size)]), np.array([min(frozen.stop, size)])
+        else:
+            ids = frozen.ids.astype(np.int64)
+            gaps = np.flatnonzero(np.diff(ids) != 1)
+            begins, ends = ids[np.append(0, gaps + 1)], ids[np.append(gaps, -1)] + 1
+        bounds.append(first + np.stack([begins, ends], 1).reshape(-1))
+    return np.concatenate(bounds)
+
+
 class DirectEngine(DeviceEngine):
     """The rows of some tables with `num_rows`."""
 
@@ -75,8 +90,10 @@ class DirectEngine(DeviceEngine):
             self.directory = self.heads = DirectHeads(tables, self.core, self.numbers, device)
             self.row_keys = torch.tensor([initial.key for initial in self._initial], device=device)
             """From which the random draws of rows are made, by table."""
-            ends = [(ids.start, min(ids.stop, 2**63 - 1)) for ids in (table.frozen_ids for table in tables)]
-            self._frozen = torch.tensor(ends, device=device).T if any(start < stop for start, stop in ends) else None
+            first_ids = [0, *accumulate(table.num_rows or 0 for table in tables[:-1])]
+            bounds = _frozen_bounds(tables, first_ids)
+            self._frozen = torch.from_numpy(bounds).to(device) if (bounds[1::2] > bounds[::2]).any() else None
+            self._first_ids = torch.tensor(first_ids, device=device)
         self.no_counts = np.zeros(len(tables), np.int64)
         """How many rows of each table a call may insert: all are there. That a call has counts makes the engine
         allocate the rows."""
@@ -107,14 +124,15 @@ class DirectEngine(DeviceEngine):
         """Allocate the memory of all rows, and write their initial values, once."""
         if self.heads.is_open:
             return None
+        advice = _ADVICE.format("(less)")
         for memory in self.memories:
             names = [self.tables[number].name for number in memory.tables]
             if memory.home is not None:
                 slots = sum(map(self.numbers.num_at_home, memory.tables))
                 if num_missing := memory.home.grow(slots):
-                    return partial(memory.home.allocate, num_missing, names, _HOME_ADVICE)
-            memory.reserve(sum(self.numbers.in_frames[number] for number in memory.tables), names, _ADVICE)
-        heads = self.heads.allocate(_ADVICE)
+                    return partial(memory.home.allocate, num_missing, names, _ADVICE.format("more"))
+            memory.reserve(sum(self.numbers.in_frames[number] for number in memory.tables), names, advice)
+        heads = self.heads.allocate(advice)
         self.owe(lambda: self._open(heads))
         return None
 
@@ -178,8 +196,9 @@ class DirectEngine(DeviceEngine):
         """Return the runs of an update without those of frozen rows."""
         if self._frozen is None:
             return runs
-        ids, (first, stop) = self.numbers.ids_of(runs.rows), self._frozen[:, self.numbers.tables_of(runs.rows)]
-        return replace(runs, rows=torch.where((ids >= first) & (ids < stop), self.numbers.total, runs.rows))
+        ids = self._first_ids[self.numbers.tables_of(runs.rows)] + self.numbers.ids_of(runs.rows)
+        is_frozen = torch.searchsorted(self._frozen, ids, right=True) % 2 == 1
+        return replace(runs, rows=torch.where(is_frozen, self.numbers.total, runs.rows))
 
     def step(self, kernels: Any, rows: RowRuns, runs: Runs, group: UpdatedTables, flat: Tensor) -> Sequence[Owed]:
         """Sum the gradients of some tables' rows, and apply their optimizer. runs: what `runs` returned for `rows`."""
@@ -261,14 +280,12 @@ class DirectRows(DeviceRows):
     def use(self, engine: DeviceEngine) -> None:
         super().use(engine)
         with engine.stream.joined():
-            self._cut = torch.zeros(len(self.id_layout.sequences), dtype=torch.int64, device=self.device)
             self._batches = DirectBatches(self._features, self.id_layout, self._engine.numbers, self.device)
 
     @property
     def truncated(self) -> list[int]:
         with self._engine.exclusive():
-            counts: list[int] = self._cut.tolist()
-        return counts
+            return self._batches.num_cut
 
     def place_ids(self, inputs: Inputs, *, train: bool) -> Inputs | IdEntries:
         return self._batches.place(inputs)
@@ -309,7 +326,7 @@ class DirectRows(DeviceRows):
         scale = float(np.float32(request.scale))
         require_direct_sizes(request.tickets, request)
         with self._engine.in_order():
-            flat, tickets = self._flat(request), claim(request.tickets)
+            flat, tickets = flat_gradients(request, self.empty(0, 0)), claim(request.tickets)
             largest = largest_of(request)  # the one wait; what is read next was computed before
             for ticket in tickets:
                 if ticket.ids.is_refused:
@@ -343,8 +360,8 @@ class DirectRows(DeviceRows):
             ids = self._batches.place_arrays(request, self._check_arrays(bags))
         step, oldest = request.step or 0, request.oldest_open or 0
         resolved = self._engine.begin_lookup(step, oldest, train=request.train, first_epoch=request.first_epoch)
-        if len(ids.cut) and ids.offsets is not None and not request.of_tables:  # these cut nothing
-            self._cut = self._cut + ids.cut
+        if not request.of_tables:  # these cut nothing
+            self._batches.count_cut(ids)
         needed = {**resolved, "offsets": ids.offsets, "weights": ids.weights, "moved": None, "ticket": None}
         places = torch.where(ids.rows >= 0, self._engine.numbers.places_of(ids.tables, ids.rows), -1)
         if not request.train:

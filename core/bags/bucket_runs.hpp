@@ -110,9 +110,10 @@ class BucketRuns {
     // The joined ids of the bucket are in the scratch.
     BucketRuns(Tickets tickets, std::span<const EntryPlaces> given, const FrozenIds& frozen, std::uint32_t b,
                std::uint32_t num_unique, Scratch& scratch)
-        : tickets_(tickets), given_(given), frozen_(frozen), b_(b), ids_(scratch.joined_ids.data()),
-          numbers_(scratch.joined_numbers.data()), num_unique_(num_unique) {
+        : tickets_(tickets), given_(given), b_(b), numbers_(scratch.joined_numbers.data()), num_unique_(num_unique) {
         SATRAP_ASSERT(given.size() == tickets.size());
+        std::uint8_t* marks = scratch.frozen.reserve(num_unique);
+        if (frozen.any() && frozen.mark(scratch.joined_ids.data(), num_unique, marks)) frozen_ = marks;
         begin_ = scratch.run_begin.reserve(num_unique + 1);
         std::memset(begin_, 0, (num_unique + 1) * sizeof(std::uint32_t));
         for_each([&](std::uint32_t number, const Batch&, std::uint32_t, std::uint32_t) { ++begin_[number + 1]; });
@@ -142,7 +143,8 @@ class BucketRuns {
             const Batch& batch = *tickets_[k]->batch;
             for (std::uint32_t e = batch.begin[b_]; e < batch.begin[b_ + 1]; ++e) {
                 const std::uint32_t place = batch.positions[e], number = numbers[batch.local[e]];
-                if (given_[k].has(place) && !frozen_.has(ids_[number])) visit(number, batch, e, given_[k].at(place));
+                if (given_[k].has(place) && (frozen_ == nullptr || frozen_[number] == 0))
+                    visit(number, batch, e, given_[k].at(place));
             }
             numbers += batch.num_unique[b_];
         }
@@ -150,9 +152,8 @@ class BucketRuns {
 
     Tickets tickets_;
     std::span<const EntryPlaces> given_;
-    FrozenIds frozen_;
+    const std::uint8_t* frozen_ = nullptr; // by unique id; null: none is
     std::uint32_t b_;
-    const std::uint64_t* ids_;
     const std::uint32_t* numbers_;
     std::uint32_t num_unique_;
     std::uint32_t* begin_;

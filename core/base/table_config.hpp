@@ -9,6 +9,8 @@
 #include <optional>
 #include <string>
 
+#include "base/frozen_ids.hpp"
+
 namespace satrap {
 
 enum class Dtype : std::uint8_t { float32, float16, bfloat16 };
@@ -33,14 +35,6 @@ struct OptimizerConfig {
     double beta = 1.0;                          // Ftrl
     double l1 = 0.0;
     double l2 = 0.0;
-};
-
-// Ids whose rows no update changes: first .. last; none if first > last.
-struct FrozenIds {
-    std::uint64_t first = 1, last = 0;
-
-    bool any() const { return first <= last; }
-    bool has(std::uint64_t id) const { return first <= id && id <= last; }
 };
 
 struct TableConfig {

@@ -112,8 +112,15 @@ void require_valid(const std::string& where, const TableConfig& config) {
                " rows for each of num_buckets=" + std::to_string(config.num_buckets));
 }
 
+FrozenIds frozen_set(const std::string& where, const Ids& ids) {
+    const std::span<const std::uint64_t> given(ids.data(), ids.size());
+    if (std::adjacent_find(given.begin(), given.end(), std::greater_equal<>()) != given.end())
+        refuse(where + "frozen_ids do not rise; expected each id once, in order");
+    return FrozenIds::of(given);
+}
+
 TableConfig read_table(const nb::typed<nb::dict, std::string, nb::any>& table,
-                       const std::optional<std::uint32_t>& frame_pool) {
+                       const std::optional<std::uint32_t>& frame_pool, const std::optional<Ids>& frozen_ids) {
     TableConfig config;
     config.frame_pool = frame_pool;
     Fields("table: ", table).read("name", config.name);
@@ -139,6 +146,7 @@ TableConfig read_table(const nb::typed<nb::dict, std::string, nb::any>& table,
         config.frozen = {(*ends)[0], (*ends)[1]};
     else if (std::get<0>(frozen))
         config.frozen = {0, ~std::uint64_t{0}};
+    if (frozen_ids) config.frozen = frozen_set(where, *frozen_ids);
     fields.read("num_buckets", config.num_buckets);
     fields.ignore("shard"); // for several servers
     fields.require_all_read();
@@ -150,10 +158,9 @@ TableConfig read_table(const nb::typed<nb::dict, std::string, nb::any>& table,
 
 void bind_config(nb::module_& m) {
     nb::class_<TableConfig>(m, "TableConfig", "A table's configuration in the core.")
-        .def(nb::new_(&read_table), "table"_a, "frame_pool"_a = nb::none(),
+        .def(nb::new_(&read_table), "table"_a, "frame_pool"_a = nb::none(), "frozen_ids"_a = nb::none(),
              "table: what satrap.Table.to_dict() returns, with its num_buckets, and a range of frozen ids as the first "
-             "and "
-             "the last one. frame_pool: of rows on a device.")
+             "and the last one. frame_pool: of rows on a device. frozen_ids: a set of frozen ids, which rise.")
         .def_prop_ro("state_dim", &TableConfig::state_dim, "Number of floats of optimizer state in a row.");
 }
 

@@ -134,8 +134,8 @@ FrameRuns Engine::take_runs(Claim& claim, Tickets tickets, const GivenOf& given_
         std::uint8_t* started = scratch.started.reserve(n);
         const std::uint32_t run = runs.first_run[b];
         if (ordered) {
-            const FrozenIds& frozen = tables_[t].config().frozen;
-            for (std::uint32_t i = 0; i < n; ++i) started[i] = !frozen.has(scratch.joined_ids[i]);
+            tables_[t].config().frozen.mark(scratch.joined_ids.data(), n, started);
+            for (std::uint32_t i = 0; i < n; ++i) started[i] ^= 1;
         } else {
             order_bucket(tickets, places[t], t, b, n, runs, scratch);
             for (std::uint32_t i = 0; i < n; ++i) started[i] = runs.begin[run + i] != runs.end[run + i];

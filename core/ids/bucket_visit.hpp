@@ -44,6 +44,7 @@ struct Scratch {
     Buffer<float> values;
     Buffer<float> sums;
     Buffer<std::uint8_t> started;
+    Buffer<std::uint8_t> frozen; // of the unique ids
     Buffer<RowStep> steps;
     Buffer<float*> to;         // where the rows of a bucket's entries go
     Buffer<const float*> from; // where their gradients are
@@ -66,6 +67,7 @@ struct Scratch {
         values.reserve(dim);
         this->sums.reserve(sums);
         started.reserve(unique);
+        frozen.reserve(unique);
         steps.reserve(unique);
         from.reserve(entries);
         if (filter) {

@@ -21,8 +21,8 @@ GradientSum::Entries GradientSum::begin(const BucketVisit& visit, const Gradient
                                         Scratch& scratch) const {
     SATRAP_ASSERT(visit.count == 0 || (gradients.from != nullptr && gradients.scale > 0.0f));
     std::memset(scratch.started.reserve(visit.num_unique), 0, visit.num_unique);
-    const bool any_frozen = frozen_.any() && std::any_of(visit.unique, visit.unique + visit.num_unique,
-                                                         [&](std::uint64_t id) { return frozen_.has(id); });
+    std::uint8_t* frozen = scratch.frozen.reserve(visit.num_unique);
+    const bool any_frozen = frozen_.any() && frozen_.mark(visit.unique, visit.num_unique, frozen);
     if (!filter && !any_frozen) return {visit.local, gradients, visit.count, 0};
     std::uint32_t* local = scratch.kept_local.reserve(visit.count);
     const float** from = scratch.kept_from.reserve(visit.count);
@@ -30,7 +30,7 @@ GradientSum::Entries GradientSum::begin(const BucketVisit& visit, const Gradient
     float* room = scratch.values.reserve(dim_);
     std::size_t kept = 0, skipped = 0;
     for (std::uint32_t e = 0; e < visit.count; ++e) {
-        if (any_frozen && frozen_.has(visit.unique[visit.local[e]])) continue;
+        if (any_frozen && frozen[visit.local[e]] != 0) continue;
         if (filter && !finite(applied(gradients, e, room), dim_)) {
             ++skipped;
             continue;

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <limits>
+#include <set>
 
 #include "bag_calls.hpp"
 
@@ -34,7 +35,13 @@ inline TableConfig draw_table(Random& random, std::size_t number) {
     if (random.chance(0.4)) config.capacity = 3000;
     config.absent = random.chance(0.5) ? Absent::zeros : Absent::initial;
     config.on_nonfinite = OnNonfinite::skip;
-    if (random.chance(0.2)) config.frozen = {0, random.chance(0.5) ? ~std::uint64_t{0} : std::uint64_t{1} << 63};
+    if (random.chance(0.2)) {
+        config.frozen = {0, random.chance(0.5) ? ~std::uint64_t{0} : std::uint64_t{1} << 63};
+    } else if (random.chance(0.2)) {
+        std::set<std::uint64_t> ids;
+        for (std::uint32_t n = random.between(1, 60); n > 0; --n) ids.insert(satrap::mix64(random.below(80)));
+        config.frozen = satrap::FrozenIds::of(std::vector<std::uint64_t>(ids.begin(), ids.end()));
+    }
     return config;
 }
 

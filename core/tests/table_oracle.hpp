@@ -7,6 +7,7 @@
 #include <cmath>
 #include <limits>
 #include <map>
+#include <set>
 #include <utility>
 #include <vector>
 
@@ -172,11 +173,19 @@ class Oracle {
 };
 
 inline constexpr float kInitial = 0.25f;
+inline constexpr std::uint64_t kApart = 0x9e3779b97f4a7c15ULL; // how far the ids of a hashed table are
 
 // No ids, all ids, or some of those that `draw_ids` draws.
 inline void draw_frozen(Random& random, TableConfig& config) {
     const std::uint64_t last = random.chance(0.3) ? ~std::uint64_t{0} : std::uint64_t{1} << 63;
-    if (random.chance(0.3)) config.frozen = {random.below(20), last};
+    if (random.chance(0.3)) {
+        config.frozen = {random.below(20), last};
+    } else if (random.chance(0.4)) {
+        std::set<std::uint64_t> ids; // of hashed tables and of direct ones
+        for (std::uint32_t n = random.between(1, 100); n > 0; --n)
+            for (const std::uint64_t apart : {std::uint64_t{1}, kApart}) ids.insert(random.below(300) * apart);
+        config.frozen = satrap::FrozenIds::of(Ids(ids.begin(), ids.end()));
+    }
 }
 
 inline TableConfig draw_config(Random& random) {
@@ -239,7 +248,7 @@ inline void check_same(Engine& engine, const Oracle& oracle) {
 }
 
 inline Ids draw_ids(Random& random, std::uint32_t kinds, std::uint32_t most, bool direct = false) {
-    const std::uint64_t apart = direct ? 1 : 0x9e3779b97f4a7c15ULL;
+    const std::uint64_t apart = direct ? 1 : kApart;
     Ids ids;
     for (std::uint32_t n = random.below(most); n > 0; --n) ids.push_back(random.below(kinds) * apart);
     return ids;

@@ -41,9 +41,9 @@ def hash_texts(offsets: Annotated[NDArray[numpy.int64], dict(shape=(None,), orde
 class TableConfig:
     """A table's configuration in the core."""
 
-    def __init__(self, table: dict[str, Any], frame_pool: int | None = None) -> None:
+    def __init__(self, table: dict[str, Any], frame_pool: int | None = None, frozen_ids: Annotated[NDArray[numpy.uint64], dict(shape=(None,), order='C', device='cpu', writable=False)] | None = None) -> None:
         """
-        table: what satrap.Table.to_dict() returns, with its num_buckets, and a range of frozen ids as the first and the last one. frame_pool: of rows on a device.
+        table: what satrap.Table.to_dict() returns, with its num_buckets, and a range of frozen ids as the first and the last one. frame_pool: of rows on a device. frozen_ids: a set of frozen ids, which rise.
         """
 
     @property

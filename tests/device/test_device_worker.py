@@ -67,6 +67,7 @@ LIVES: dict[str, dict[str, Any]] = {
     "uniform": {"initial": Uniform(-2.0, 3.0)},
     "constant": {"initial": Constant(0.25)},
     "frozen": {"frozen": range(3, 2**63)},
+    "frozen set": {"frozen": [0, 3, 4, 9, 2**64 - 1]},
 }
 
 

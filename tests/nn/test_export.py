@@ -50,3 +50,17 @@ def test_a_model_with_copies_of_its_rows_is_exported(kind: str) -> None:
         model.item = getattr(nn, kind).from_pretrained(model.item.weight.detach())
     exported: Any = torch.export.export(model, (ids,)).module()
     assert torch.equal(exported(ids), expected)
+
+
+@pytest.mark.parametrize("is_strict", [False, True])
+@pytest.mark.parametrize("kind", ["Embedding", "EmbeddingBag"])
+def test_a_lookup_is_refused_before_the_ids_are_used(kind: str, is_strict: bool) -> None:
+    """Offsets have no values in an export, so nothing may depend on them before."""
+    model: Any = nn.ModuleDict({"item": getattr(nn, kind)(20, 4)})
+    given = (torch.tensor([1, 2]), torch.tensor([0, 1]))[: 1 + (kind == "EmbeddingBag")]
+    with satrap.convert(model, Adagrad(lr=0.1)) as embeddings:
+        embeddings.optimizer()
+        errors = torch._dynamo.exc.Unsupported if is_strict else ConfigError
+        with pytest.raises(errors, match=r"an export cannot include the rows of .*from_pretrained"):
+            torch.export.export(model["item"], given, strict=is_strict)
+        assert len(embeddings.tables["item"]) == 0

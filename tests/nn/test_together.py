@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from module_jobs import NUM_IDS, PLACES, embeddings_of, item, noted_calls, start_rows, tables
+from module_jobs import NUM_IDS, PLACES, embeddings_of, item, noted, noted_calls, noted_reads, start_rows, tables
 from satrap import InputError
 from satrap.nn import Embedding, EmbeddingBag
 from satrap.nn.embedding import call_together
@@ -56,6 +56,25 @@ def test_modules_called_together_train_as_one_by_one(where: str, monkeypatch: py
             assert calls == ([["item", "user"]] if together else [["item"], ["user"], ["item"], ["user"]]) * 4
             found.append((losses, {name: start_rows(embeddings, name, NUM_IDS).tolist() for name in embeddings.tables}))
     assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("where", [*PLACES, "device", "direct"])
+def test_modules_called_together_in_eval_are_one_read(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One call of the tables, and one to each server; what two of them look up in one table, too."""
+    with embeddings_of(*tables(), where=where) as embeddings:
+        modules, given = modules_of(embeddings), arguments_of(0)
+        optimizer = embeddings.optimizer()
+        torch.cat([part.reshape(-1) for part in call_together(modules, given)]).sum().backward()
+        optimizer.step()
+        for module in modules:
+            module.eval()
+        alone = [module(*arguments) for module, arguments in zip(modules, arguments_of(1), strict=True)]
+        servers = embeddings.worker.servers
+        reads = noted_reads(embeddings, monkeypatch)
+        requests = [] if servers is None else noted(servers, "call_servers", monkeypatch)
+        together = call_together(modules, arguments_of(1))
+        assert reads == [["item", "user"]] and requests == ["lookup"] * (servers is not None)
+        assert all(torch.equal(one, other) for one, other in zip(together, alone, strict=True))
 
 
 def test_only_modules_that_train_and_have_no_hooks_are_looked_up_together(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import satrap
-from module_jobs import PLACES, deployed, noted_calls, start_rows, train
+from module_jobs import PLACES, deployed, noted_calls, noted_reads, start_rows, train
 from satrap import SGD, Adagrad, ConfigError, InputError, Normal, Table, Uniform
 
 torchrec: Any = pytest.importorskip("torchrec", reason="torchrec is not installed: make public-models")
@@ -124,6 +124,31 @@ def test_all_tables_of_a_collection_are_one_lookup(kind: Any, monkeypatch: pytes
         model.loss(0).backward()
         (names,) = looked_up
         assert [name.rpartition(".")[2] for name in names] == ["item", "user"]
+
+
+@pytest.mark.parametrize("kind", [Bags, Sequences])
+def test_all_tables_of_a_collection_are_one_read_in_eval(kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = kind()
+    with satrap.convert(model, SGD(lr=1.0)) as embeddings:
+        reads = noted_reads(embeddings, monkeypatch)
+        model.eval().loss(0)
+        (names,) = reads
+        assert [name.rpartition(".")[2] for name in names] == ["item", "user"]
+
+
+@pytest.mark.parametrize("is_strict", [False, True])
+@pytest.mark.parametrize("is_training", [False, True])
+@pytest.mark.parametrize("name", MODELS)
+def test_an_export_with_a_jagged_tensor_says_what_to_do(name: str, is_training: bool, is_strict: bool) -> None:
+    model = MODELS[name]().train(is_training)
+    with satrap.convert(model, SGD(lr=1.0)) as embeddings:
+        collection = model.get_submodule("ec" if name == "sequences" else "ebc")
+        embeddings.optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+        given = (jagged(0, weighted=name == "weighted"),)
+        errors = torch._dynamo.exc.Unsupported if is_strict else ConfigError
+        with pytest.raises(errors, match=r"an export cannot include the rows of .*from_pretrained"):
+            torch.export.export(collection, given, strict=is_strict)
+        assert not any(len(table) for table in embeddings.tables.values())
 
 
 def test_a_converted_collection_is_refused_where_a_copy_would_have_no_rows() -> None:

@@ -99,14 +99,24 @@ def train(optimizers: list[Any], loss_of: Callable[[int], Tensor], num_steps: in
     return losses
 
 
-def noted_calls(embeddings: Any, monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
-    """Return a list that receives the tables of each lookup."""
-    calls: list[list[str]] = []
-    look_up = embeddings.worker.look_up_ids
+def noted(owner: Any, method: str, monkeypatch: pytest.MonkeyPatch, note: Any = lambda argument: argument) -> list[Any]:
+    """Return a list that receives a note of the first argument of each call of a method."""
+    calls: list[Any] = []
+    call = getattr(owner, method)
 
-    def noted(ids: Any, *at: Any) -> Any:
-        calls.append(list(ids))
-        return look_up(ids, *at)
+    def noting(argument: Any, *others: Any, **options: Any) -> Any:
+        calls.append(note(argument))
+        return call(argument, *others, **options)
 
-    monkeypatch.setattr(embeddings.worker, "look_up_ids", noted)
+    monkeypatch.setattr(owner, method, noting)
     return calls
+
+
+def noted_calls(embeddings: Any, monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
+    """Return a list that receives the tables of each lookup for training."""
+    return noted(embeddings.worker, "look_up_ids", monkeypatch, list)
+
+
+def noted_reads(embeddings: Any, monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
+    """Return a list that receives the tables of each lookup of modules that does not train."""
+    return noted(embeddings.worker.tables, "lookup_by_table", monkeypatch, list)

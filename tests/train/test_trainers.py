@@ -40,7 +40,7 @@ def test_synchronous_trainers_equal_one_on_the_joined_batch(
 @pytest.mark.parametrize("device", [None, "cpu"])
 def test_frozen_rows(trainers: Trainers, device: str | None, tmp_path: Path) -> None:
     """All items and some users keep their rows, on servers or on the devices of the trainers."""
-    frozen = [[3, 11], True]
+    frozen = [[2, 3, 5, 7, 11, 13, 29], True]
     found = trainers.run_on_servers(0 if device else 2, 2, tmp_path, batches=8, frozen=frozen, device=device)
     require_same_as_alone(found, 8, frozen=frozen)
     assert found[0]["updated"]["user"] and not found[0]["updated"]["item"]

@@ -20,7 +20,7 @@ from satrap.checkpoint.publisher import open_publisher
 from satrap.checkpoint.run_owner import OWNER, RunOwner
 from satrap.config.durable import checksum, json_checksum, json_with_checksum, parse_json
 from satrap.config.regular_file import MAX_JSON_BYTES
-from satrap.config.tables import LAST_STEP
+from satrap.config.validation import LAST_STEP
 from satrap.data.inputs import Position
 from satrap.errors import CheckpointError, SatrapError
 from satrap.storage.folder import Folder

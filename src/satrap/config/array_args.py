@@ -14,8 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from satrap.config.optimizers import SMALLEST_FTRL_LR, Ftrl, Optimizer
-from satrap.config.tables import LAST_STEP
-from satrap.config.validation import LARGEST_FLOAT32, check_integer, kind_of
+from satrap.config.validation import LARGEST_FLOAT32, LAST_STEP, check_integer, kind_of
 from satrap.errors import InputError
 
 _HASH_STRINGS = "satrap.data.hashing.hash_strings(ids)"

@@ -8,11 +8,13 @@ object of them and refuses unknown keys, naming a near one.
 import math
 from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass, field, replace
-from typing import Any, Literal, get_args
+from typing import Any, Literal, Self, get_args
 
+from satrap.config.id_set import Frozen, IdSet, checked_frozen, frozen_from_json
 from satrap.config.optimizers import Adagrad, Optimizer, RowWiseAdagrad
 from satrap.config.validation import (
     LARGEST_FLOAT32,
+    LAST_STEP,
     Config,
     Serializable,
     check_choice,
@@ -23,12 +25,11 @@ from satrap.config.validation import (
     check_name,
     check_numbers,
     describe,
+    require_mapping,
     set_field,
 )
 from satrap.errors import ConfigError
 
-LAST_STEP = 2**32 - 2
-"""The largest batch number; steps are stored in 32 bits."""
 LAST_VERSION = 2**32 - 2
 """The largest version of a table."""
 _MOST_DEVIATIONS = 10  # no draw of Normal is further from the mean
@@ -166,8 +167,10 @@ class Table(Serializable):
     expire_after: steps after which a row that is neither looked up nor updated expires; None: never.
     absent: what an id without a row reads as.
     on_nonfinite: a NaN or infinite gradient: refuse the whole update, or leave out that position and count it.
-    frozen: rows that no update changes: True for all, or a range of ids, such as those of pretrained rows. They are
-        looked up, inserted and written as other rows. A saved table may be restored with other frozen rows.
+    frozen: rows that no update changes: True for all, or those of some ids, such as pretrained rows: a range, or any
+        ids in a list, a set, an array or a tensor (int64 as its bit pattern). They are looked up, inserted and written
+        like other rows. A saved table may be restored with other frozen rows. The form in JSON has the number of ids and
+        their checksum alone, unless they are a range.
     num_buckets: how many parts, each with its own lock, the table is divided into: a power of two up to 65536 and at
         most `capacity`. It decides which row is evicted, so it is saved; a table that never evicts may be restored with
         another number. None: see `resolved_num_buckets`; without a capacity a run on more than 32 servers has more, at
@@ -192,7 +195,7 @@ class Table(Serializable):
     expire_after: int | None = None
     absent: Literal["initial", "zeros"] = "initial"
     on_nonfinite: Literal["raise", "skip"] = "raise"
-    frozen: bool | range = False
+    frozen: Frozen = False
     num_buckets: int | None = None
     shard: Literal["rows", "table", "columns", "replicated"] = "rows"
 
@@ -208,7 +211,7 @@ class Table(Serializable):
             if getattr(self, name) is not None:
                 set_field(self, name, check_integer(where, name, getattr(self, name), 1, largest))
         _check_num_rows(where, self)
-        set_field(self, "frozen", _checked_frozen(where, self.frozen))
+        set_field(self, "frozen", checked_frozen(where, self.frozen, self.num_rows))
         if self.on_full == "raise" and self.capacity is None:
             raise ConfigError(
                 f"{where}: on_full is 'raise' and there is no capacity to reach: set a capacity, or leave on_full out"
@@ -243,9 +246,9 @@ class Table(Serializable):
         return self.num_rows is not None
 
     @property
-    def frozen_ids(self) -> range:
+    def frozen_ids(self) -> range | IdSet:
         """The ids whose rows no update changes."""
-        return self.frozen if isinstance(self.frozen, range) else range(2**64 * self.frozen)
+        return self.frozen if isinstance(self.frozen, range | IdSet) else range(2**64 * (self.frozen is True))
 
     def bag(self, pooling: Pooling, *, weighted: bool = False, padding_id: int | None = None) -> "Feature":
         """Return a feature of this table that pools any number of ids in a sample into one row; see `Feature`."""
@@ -275,6 +278,14 @@ class Table(Serializable):
         )
 
     @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Self:
+        """Return the table that `to_dict` wrote. Of any set of frozen ids it has the number and the checksum."""
+        given = dict(require_mapping("Table", data))
+        if "frozen" in given:
+            given["frozen"] = frozen_from_json(cls._where(given), given["frozen"])
+        return super(Table, cls).from_dict(given)
+
+    @classmethod
     def _where(cls, data: Mapping[str, Any]) -> str:
         name = data.get("name")
         return f"table {name!r}" if isinstance(name, str) else "Table"
@@ -296,8 +307,8 @@ class Feature(Config):
         with its weight, before anything is counted or cut.
     jagged: for "none" only: the rows of all samples follow each other without padding, [ids, dim], beside the offset
         where each sample begins.
-    aligned_with: for "none" only: another sequence of the model, with which this one has its samples' lengths in
-        common, such as the items of which these are the categories. A lookup checks that. Both have one form.
+    aligned_with: for "none" only: another sequence of the model whose samples have the same lengths, such as the items
+        where this one has their categories. Both need the same `max_length`, `keep` and `jagged`.
     """
 
     table: Table
@@ -393,18 +404,22 @@ def _check_num_rows(where: str, table: Table) -> None:
             )
 
 
-def _checked_frozen(where: str, frozen: object) -> bool | range:
-    """Return the value, or the range of the two numbers that are its form in JSON."""
-    if isinstance(frozen, list | tuple) and list(map(type, frozen)) == [int, int]:
-        frozen = range(*frozen)
-    if isinstance(frozen, bool):
-        return frozen
-    if isinstance(frozen, range) and frozen.step == 1 and 0 <= frozen.start <= frozen.stop <= 2**64:
-        return frozen
-    raise ConfigError(
-        f"{where}: frozen is {describe(frozen)}; expected True, False, or a range of ids with step 1 from 0 to 2**64, "
-        "such as range(1000)"
-    )
+def with_frozen_ids(table: Table, ids: Any) -> Table:
+    """Return a table that was read from JSON with its set of frozen ids, which came beside it."""
+    found = replace(table, frozen=ids)
+    if found != table:
+        raise ConfigError(f"table {table.name!r}: frozen is {table.frozen!r}; expected its ids, found {found.frozen!r}")
+    return found
+
+
+def require_frozen_ids(table: Table) -> None:
+    """Raise ConfigError if the frozen ids of a table that is to train are not known: it was read from JSON."""
+    frozen = table.frozen_ids
+    if isinstance(frozen, IdSet) and not frozen.has_ids:
+        raise ConfigError(
+            f"table {table.name!r}: frozen is {frozen!r}, of which the ids are not known; expected the ids, to train "
+            "the others: declare the table with frozen=... and restore its rows"
+        )
 
 
 def _check_buckets(where: str, table: Table) -> None:

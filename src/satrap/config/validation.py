@@ -21,8 +21,20 @@ from satrap.errors import ConfigError, SatrapError
 
 LARGEST_FLOAT32 = 3.4028234663852886e38
 """The core computes in float32, where a larger number would become infinite."""
+LAST_STEP = 2**32 - 2
+"""The largest batch number; steps are stored in 32 bits."""
 _MAX_NAME_BYTES = 255
 _PLAIN = (int, str, float, bool, NoneType)
+
+
+class InText:
+    """A value whose form in JSON is a text."""
+
+    __slots__ = ()
+
+    def to_json(self) -> str:
+        """Return the text."""
+        raise NotImplementedError
 
 
 class Serializable:
@@ -177,6 +189,8 @@ def _to_json(owner: object, name: str, value: Any) -> Any:
         return [_to_json(owner, name, element) for element in value]
     if isinstance(value, range):
         return [value.start, value.stop]
+    if isinstance(value, InText):
+        return value.to_json()
     if isinstance(value, _PLAIN):
         return value
     raise ConfigError(

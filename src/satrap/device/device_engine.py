@@ -25,7 +25,7 @@ from satrap.device.row_memory import RowMemory, memories_of
 from satrap.device.table_shards import ALONE, Part, Trainer, capacities_of, kind_of
 from satrap.errors import InputError, SnapshotError
 from satrap.interrupts import Uninterrupted
-from satrap.table.engine import Slot, native_config, slots_of
+from satrap.table.engine import Slot, native_config, slots_of, state_dim
 
 
 class MoveQueue:
@@ -91,7 +91,7 @@ class DeviceEngine:
         trainer: of several, which trainer this is. stream: where rows are read and changed; None: a new one."""
         self.tables, self.device, self._trainer = tables, device, trainer
         self.stream = new_stream(device) if stream is None else stream
-        self._columns = [trainer.columns(table, native_config(table).state_dim) for table in tables]
+        self._columns = [trainer.columns(table, state_dim(table)) for table in tables]
         layouts = [columns.layout(table.dtype) for columns, table in zip(self._columns, tables, strict=True)]
         self.memories = memories_of(tables, layouts, device, device_memory, self._most_rows())
         pools = {number: pool for pool, memory in enumerate(self.memories) for number in memory.tables}

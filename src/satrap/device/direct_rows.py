@@ -10,6 +10,7 @@ gradients are finite. All rows have their initial values from the start.
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -58,6 +59,24 @@ def are_direct(features: Features) -> bool:
     return is_padded and are_numbered(features.tables)
 
 
+def _frozen_bounds(tables: Sequence[Table], first_ids: Sequence[int]) -> NDArray[np.int64]:
+    """Return where each run of frozen ids begins and ends: an id is frozen if an odd number of these is at most as
+    large.
+
+    first_ids: what is added to the ids of each table, so that those of all tables follow each other."""
+    bounds = []
+    for table, first in zip(tables, first_ids, strict=True):
+        frozen, size = table.frozen_ids, table.num_rows or 0
+        if isinstance(frozen, range):
+            begins, ends = np.array([min(frozen.start, size)]), np.array([min(frozen.stop, size)])
+        else:
+            ids = frozen.ids.astype(np.int64)
+            gaps = np.flatnonzero(np.diff(ids) != 1)
+            begins, ends = ids[np.append(0, gaps + 1)], ids[np.append(gaps, -1)] + 1
+        bounds.append(first + np.stack([begins, ends], 1).reshape(-1))
+    return np.concatenate(bounds)
+
+
 class DirectEngine(DeviceEngine):
     """The rows of some tables with `num_rows`."""
 
@@ -71,8 +90,10 @@ class DirectEngine(DeviceEngine):
             self.directory = self.heads = DirectHeads(tables, self.core, self.numbers, device)
             self.row_keys = torch.tensor([initial.key for initial in self._initial], device=device)
             """From which the random draws of rows are made, by table."""
-            ends = [(ids.start, min(ids.stop, 2**63 - 1)) for ids in (table.frozen_ids for table in tables)]
-            self._frozen = torch.tensor(ends, device=device).T if any(start < stop for start, stop in ends) else None
+            first_ids = [0, *accumulate(table.num_rows or 0 for table in tables[:-1])]
+            bounds = _frozen_bounds(tables, first_ids)
+            self._frozen = torch.from_numpy(bounds).to(device) if (bounds[1::2] > bounds[::2]).any() else None
+            self._first_ids = torch.tensor(first_ids, device=device)
         self.no_counts = np.zeros(len(tables), np.int64)
         """How many rows of each table a call may insert: all are there. That a call has counts makes the engine
         allocate the rows."""
@@ -175,8 +196,9 @@ class DirectEngine(DeviceEngine):
         """Return the runs of an update without those of frozen rows."""
         if self._frozen is None:
             return runs
-        ids, (first, stop) = self.numbers.ids_of(runs.rows), self._frozen[:, self.numbers.tables_of(runs.rows)]
-        return replace(runs, rows=torch.where((ids >= first) & (ids < stop), self.numbers.total, runs.rows))
+        ids = self._first_ids[self.numbers.tables_of(runs.rows)] + self.numbers.ids_of(runs.rows)
+        is_frozen = torch.searchsorted(self._frozen, ids, right=True) % 2 == 1
+        return replace(runs, rows=torch.where(is_frozen, self.numbers.total, runs.rows))
 
     def step(self, kernels: Any, rows: RowRuns, runs: Runs, group: UpdatedTables, flat: Tensor) -> Sequence[Owed]:
         """Sum the gradients of some tables' rows, and apply their optimizer. runs: what `runs` returned for `rows`."""

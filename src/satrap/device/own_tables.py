@@ -15,7 +15,7 @@ from satrap.device.direct_rows import DirectEngine
 from satrap.device.owned_rows import OwnedRows
 from satrap.device.segments import TableGroups
 from satrap.device.table_shards import Trainer
-from satrap.table.engine import Slot, native_config
+from satrap.table.engine import Slot, state_dim
 
 
 class OwnTables:
@@ -32,7 +32,7 @@ class OwnTables:
         self.stream = new_stream(device)
         """Where rows are read and changed."""
         for table in features.tables:
-            self.trainer.columns(table, native_config(table).state_dim)
+            self.trainer.columns(table, state_dim(table))
         self.num_threads: int | None = None
         """Threads of one call on the tables that are created next; None: all cores."""
         self._groups = TableGroups.of(features.tables)

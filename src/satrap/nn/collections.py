@@ -13,7 +13,7 @@ from torch import Tensor
 
 from satrap.config.tables import Uniform
 from satrap.errors import InputError
-from satrap.nn.embedding import call_together
+from satrap.nn.embedding import call_together, require_no_export
 
 _MODULES = "torchrec.modules.embedding_modules"
 
@@ -67,6 +67,7 @@ class BagCollection(_Collection):
 
     def forward(self, features: Any) -> Any:
         """Return the pooled rows of each feature as a KeyedTensor."""
+        require_no_export(self.embedding_bags.values())
         from torchrec.sparse.jagged_tensor import KeyedTensor
 
         if features.inverse_indices_or_none() is not None:
@@ -121,6 +122,7 @@ class SequenceCollection(_Collection):
 
     def forward(self, features: Any) -> dict[str, Any]:
         """Return the rows of each feature as a JaggedTensor."""
+        require_no_export(self.embeddings.values())
         from torchrec.sparse.jagged_tensor import JaggedTensor
 
         by_feature: dict[str, Any] = {}

@@ -9,7 +9,7 @@ EmbeddingBag looks up one row for each id, and torch pools them: so modes, weigh
 torch's, at the cost of the memory of the rows before they are pooled.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal, Never, Self
 
 import numpy as np
@@ -23,7 +23,6 @@ from satrap.config.validation import check_choice, check_integer, kind_of, sugge
 from satrap.errors import ConfigError, InputError, StreamError
 from satrap.monitor.memory import memory
 from satrap.train.embeddings import Embeddings, session_of
-from satrap.train.session import TrainingSession
 
 _NO_WEIGHT = (
     "weight is all rows of table {!r}, and {}. Call the module with the ids that the loss needs, such as targets and "
@@ -32,6 +31,11 @@ _NO_WEIGHT = (
 _IN_EVAL = (
     "optimizer.step() found no gradient of rows, since a module over table {!r} was in eval(), which reads rows only: "
     "call model.train() before forward, or requires_grad_(False) of the module to train the other parameters alone"
+)
+_NO_EXPORT = (
+    "an export cannot include the rows of {}, which are outside the model: put "
+    "torch.nn.{}.from_pretrained(module.weight.detach()) in place of the module before the export, or export the part "
+    "of the model that takes rows as an input"
 )
 _COPIES_OF_WEIGHT = 4  # rows, gradients, gradients of the update, and what the model computes of them
 
@@ -141,23 +145,26 @@ class _TableModule(torch.nn.Module):
         """Return the row of each id, [ids, dim]; zeros where the id stands for none."""
         self._require_lookup(ids)
         kept, positions = self._kept(ids)
-        if self._trains_at(ids.device) is None:
-            rows = self._read(kept, ids.device)
-        else:
-            rows = self._session.look_up({self.table.name: kept}, ids.device)[self.table.name]
+        look_up = self._session.look_up if self._trains() else self._reader()
+        rows = look_up({self.table.name: kept}, ids.device)[self.table.name]
         return self._finished(rows, ids, positions)
 
     def _require_lookup(self, ids: Tensor) -> None:
         """Raise an error if the ids cannot be looked up."""
-        is_traced: bool = torch.jit.is_tracing()  # type: ignore[attr-defined, no-untyped-call]
-        if is_traced or torch.compiler.is_exporting():
-            raise ConfigError(
-                f"an export cannot include the rows of table {self.table.name!r}, which are outside the model: put "
-                f"torch.nn.{type(self).__name__}.from_pretrained(module.weight.detach()) in place of the module before "
-                "the export, or export the part of the model that takes rows as an input"
-            )
+        self._require_no_export()
         self._require_ids(ids)
         self._require_expected_step()
+
+    def _require_no_export(self) -> None:
+        """Raise ConfigError while torch exports the model: before anything is computed of ids, which have no values."""
+        is_traced: bool = torch.jit.is_tracing()  # type: ignore[attr-defined, no-untyped-call]
+        if is_traced or torch.compiler.is_exporting():
+            self._refuse_export()
+
+    @torch.compiler.disable(reason=_NO_EXPORT.format("a table", "Embedding"))  # type: ignore[untyped-decorator]
+    def _refuse_export(self) -> Never:
+        # With strict=True torch does not call this, and quotes the reason.
+        raise ConfigError(_NO_EXPORT.format(f"table {self.table.name!r}", type(self).__name__))
 
     def _kept(self, ids: Tensor) -> tuple[NDArray[np.uint64], Tensor | None]:
         """Return the ids in CPU memory, without padding, and their positions; None: there is no padding."""
@@ -185,20 +192,17 @@ class _TableModule(torch.nn.Module):
             found = str(ids.dtype) if isinstance(ids, Tensor) else kind_of(ids)
             raise InputError(f"table {self.table.name!r}: ids are {found}; expected a tensor of int64 or int32")
 
-    def _trains_at(self, device: torch.device) -> tuple[TrainingSession, torch.device] | None:
-        """Return what modules have in common whose lookups for training are one; None: this one reads and changes
-        nothing."""
-        is_training = self.training and torch.is_grad_enabled() and not self._is_frozen
-        return (self._session, device) if is_training else None
+    def _trains(self) -> bool:
+        """Return whether lookups are for training; others read and change nothing."""
+        return self.training and torch.is_grad_enabled() and not self._is_frozen
 
-    def _read(self, ids: NDArray[np.uint64], device: torch.device) -> Tensor:
-        """Return the rows of ids as they are."""
-        self._session.require_whole_rows()
+    def _reader(self) -> Callable[[Mapping[str, NDArray[np.uint64]], torch.device], dict[str, Tensor]]:
+        """Prepare for a lookup without training; return what reads rows as they are."""
         if not self._is_frozen:
             self._session.apply_submitted()
             if torch.is_grad_enabled() and self.table.frozen is not True:
                 self._session.why_untrained = _IN_EVAL.format(self.table.name)
-        return torch.from_numpy(self._session.worker.tables[self.table.name].lookup(ids, train=False)).to(device)
+        return self._session.read
 
     def _require_expected_step(self) -> None:
         """Raise StreamError unless the rows are at the step that a loaded state_dict expects."""
@@ -213,7 +217,7 @@ class _TableModule(torch.nn.Module):
 @torch.compiler.disable  # type: ignore[untyped-decorator]  # a compiled model has a graph break here
 def rows_together(modules: Sequence[_TableModule], given: Sequence[Tensor]) -> list[Tensor]:
     """Return the row of each id of each module, [ids, dim], zeros where the id stands for none. Modules of one
-    `Embeddings` that train are looked up in one call."""
+    `Embeddings` are looked up in one call; those that train and those that read, in one call each."""
     for module, ids in zip(modules, given, strict=True):
         module._require_lookup(ids)
     kept = [module._kept(ids) for module, ids in zip(modules, given, strict=True)]
@@ -229,13 +233,12 @@ def _look_up(
 ) -> list[Tensor]:
     """Return the rows of the ids of each module, on its device."""
     rows: dict[int, Tensor] = {}
-    together: dict[tuple[TrainingSession, torch.device], list[int]] = {}
+    together: dict[tuple[bool, Any, torch.device], list[int]] = {}
     for number, (module, device) in enumerate(zip(modules, devices, strict=True)):
-        if (at := module._trains_at(device)) is None:
-            rows[number] = module._read(ids[number], device)
-        else:
-            together.setdefault(at, []).append(number)
-    for (session, device), numbers in together.items():
+        trains = module._trains()
+        look_up = module._session.look_up if trains else module._reader()
+        together.setdefault((trains, look_up, device), []).append(number)
+    for (_, look_up, device), numbers in sorted(together.items(), key=lambda item: item[0][0]):  # reads first
         by_table: dict[str, list[int]] = {}
         for number in numbers:
             by_table.setdefault(modules[number].table.name, []).append(number)
@@ -243,7 +246,7 @@ def _look_up(
             table: ids[same[0]] if len(same) == 1 else np.concatenate([ids[number] for number in same])
             for table, same in by_table.items()
         }
-        found = session.look_up(joined, device)
+        found = look_up(joined, device)
         for table, same in by_table.items():
             parts = found[table].split([len(ids[number]) for number in same]) if len(same) > 1 else [found[table]]
             rows |= zip(same, parts, strict=True)
@@ -263,10 +266,12 @@ class Embedding(_TableModule):
 
     def forward(self, input: Tensor) -> Tensor:
         """Return the row of each id, [*input.shape, embedding_dim]."""
+        self._require_no_export()
         return self._finish(self._rows(input), input)
 
     def _require_arguments(self, input: Tensor) -> None:
         """Raise InputError if this is no tensor of ids."""
+        self._require_no_export()
         self._require_ids(input)
 
     def _finish(self, rows: Tensor, input: Tensor) -> Tensor:
@@ -306,6 +311,7 @@ class EmbeddingBag(_TableModule):
 
     def _require_arguments(self, input: Tensor, offsets: Tensor | None = None, weights: Tensor | None = None) -> None:
         """Let torch refuse bad arguments before a lookup inserts rows."""
+        self._require_no_export()
         self._require_ids(input)
         if not self._has_single_ids(input, offsets, weights):
             with torch.no_grad():
@@ -354,6 +360,13 @@ class EmbeddingBag(_TableModule):
         )
 
     __call__: Callable[..., Tensor]
+
+
+def require_no_export(modules: Iterable[torch.nn.Module]) -> None:
+    """Raise ConfigError while torch exports a model that calls these modules, if one is over a table."""
+    for module in modules:
+        if isinstance(module, _TableModule):
+            module._require_no_export()
 
 
 def call_together(modules: Sequence[torch.nn.Module], arguments: Sequence[tuple[Any, ...]]) -> list[Tensor]:

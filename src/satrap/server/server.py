@@ -24,8 +24,7 @@ from satrap.config.cores import thread_count
 from satrap.config.job import Job
 from satrap.config.location import local_path
 from satrap.config.path_allowlist import PathAllowlist
-from satrap.config.tables import LAST_STEP
-from satrap.config.validation import check_choice, check_integer
+from satrap.config.validation import LAST_STEP, check_choice, check_integer
 from satrap.errors import AttemptError, ConfigError, InputError, MovedError, SatrapError, TicketError
 from satrap.rpc import Origin
 from satrap.rpc.release import RELEASE

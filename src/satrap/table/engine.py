@@ -8,6 +8,7 @@ offsets and gradients were checked before. Nothing here saves.
 import json
 import math
 import os
+from base64 import b64decode, b64encode
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
@@ -18,9 +19,10 @@ from numpy.typing import NDArray
 from satrap import _core
 from satrap.config.array_args import as_out, as_step
 from satrap.config.cores import thread_count
+from satrap.config.id_set import IdSet
 from satrap.config.location import local_path
-from satrap.config.tables import LAST_STEP, Constant, Normal, ScaledUniform, Table, Uniform, Zeros
-from satrap.config.validation import check_choice, check_flag, check_integer, is_path
+from satrap.config.tables import Constant, Normal, ScaledUniform, Table, Uniform, Zeros, with_frozen_ids
+from satrap.config.validation import LAST_STEP, check_choice, check_flag, check_integer, is_path
 from satrap.errors import ConfigError, InputError, SharedMemoryError, TicketError
 from satrap.transfer import Transfers
 
@@ -235,12 +237,21 @@ def update(
 
 
 def native_config(table: Table, frame_pool: int | None = None) -> _core.TableConfig:
-    """Return the table's configuration in the core. frame_pool: that of its rows, if they are on a device."""
+    """Return the table's configuration in the core. Frozen ids that are not known are left out: servers do not need
+    them, because updates bring no gradients of frozen ids. frame_pool: that of its rows, if they are on a device."""
     resolved = replace(table, initial=resolved_initial(table), num_buckets=table.resolved_num_buckets)
     frozen: Any = table.frozen
-    if isinstance(frozen, range):
-        frozen = [frozen.start, frozen.stop - 1] if frozen else False
-    return _core.TableConfig(resolved.to_dict() | {"frozen": frozen}, frame_pool)
+    ids = frozen.ids if isinstance(frozen, IdSet) and frozen.has_ids else None
+    if isinstance(frozen, range) and frozen:
+        frozen = [frozen.start, frozen.stop - 1]
+    elif frozen is not True:
+        frozen = False
+    return _core.TableConfig(resolved.to_dict() | {"frozen": frozen}, frame_pool, ids)
+
+
+def state_dim(table: Table) -> int:
+    """Return the number of floats of optimizer state in a row."""
+    return native_config(replace(table, frozen=False)).state_dim
 
 
 def resolved_initial(table: Table) -> Constant | Normal | Uniform:
@@ -290,7 +301,12 @@ def _shared_path(name: str, path: object) -> str:
 
 def _shared_blob(tables: Sequence[Table], seed: int, note: Mapping[str, int]) -> bytes:
     content = {"format": _SHARED_FORMAT, "format_version": _SHARED_FORMAT_VERSION, "seed": seed, "note": dict(note)}
-    return json.dumps(content | {"tables": [table.to_dict() for table in tables]}).encode()
+    content |= {"tables": [table.to_dict() for table in tables]}
+    known = {table.name: table.frozen_ids for table in tables}
+    frozen = {name: ids.ids for name, ids in known.items() if isinstance(ids, IdSet) and ids.has_ids}
+    if frozen:
+        content["frozen_ids"] = {name: b64encode(ids.astype("<u8").tobytes()).decode() for name, ids in frozen.items()}
+    return json.dumps(content).encode()
 
 
 def _read_shared_blob(path: str, blob: bytes) -> tuple[list[Table], int, dict[str, int]]:
@@ -299,6 +315,11 @@ def _read_shared_blob(path: str, blob: bytes) -> tuple[list[Table], int, dict[st
         content: Any = json.loads(blob)
         if (content["format"], content["format_version"]) == (_SHARED_FORMAT, _SHARED_FORMAT_VERSION):
             tables = [Table.from_dict(table) for table in content["tables"]]
+            frozen = {name: b64decode(ids) for name, ids in content.get("frozen_ids", {}).items()}
+            tables = [
+                with_frozen_ids(table, np.frombuffer(frozen[table.name], "<u8")) if table.name in frozen else table
+                for table in tables
+            ]
             return tables, check_integer("store", "seed", content["seed"], 0, 2**64 - 1), content.get("note", {})
     except (ConfigError, ValueError, KeyError, TypeError) as error:
         raise SharedMemoryError(

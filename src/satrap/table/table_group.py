@@ -17,7 +17,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from satrap._core import Ticket
 from satrap.config import array_args
-from satrap.config.tables import Table
+from satrap.config.tables import Table, require_frozen_ids
 from satrap.config.validation import kind_of
 from satrap.errors import ConfigError, InputError, SnapshotError
 from satrap.storage.open_folder import open_folder
@@ -31,6 +31,7 @@ from satrap.table.store import Store, save_lock_of
 from satrap.transfer import Transfer, Transfers
 
 _LOG = logging.getLogger("satrap.table")
+_NO_IDS = np.zeros(0, np.uint64)
 _PathLike = str | os.PathLike[str]
 Chains = dict[str, list[list[Snapshot]]]
 """For each table its levels: the full snapshots of all parts, then their changes."""
@@ -51,7 +52,7 @@ class TableGroup(Mapping[str, Store]):
         simd: str = "auto",
         shared: _PathLike | None = None,
     ) -> None:
-        """Create empty tables, in the order of their ids in every batch. The options are those of `Store`."""
+        """Create empty tables, in the order of their ids in every batch. The options are as in `Store`."""
         if not isinstance(tables, Sequence):
             raise ConfigError(f"tables is a {type(tables).__name__}; expected a list of satrap.Table")
         names = [table.name for table in tables if isinstance(table, Table)]
@@ -220,11 +221,18 @@ class TableGroup(Mapping[str, Store]):
     ) -> NDArray[np.float32]:
         """Return the values of the ids' rows of all tables, table after table, in one flat float32 array.
 
-        ids: as in `Store.lookup`; those of table t are ids[offsets[t]:offsets[t + 1]].
+        ids: as in `Store.lookup`; table t has ids[offsets[t]:offsets[t + 1]].
         offsets: int64 [tables + 1], rising from 0 to the number of ids.
-        The other options are those of `Store.lookup`; `out` is flat too.
+        The other options are as in `Store.lookup`; `out` is flat, too.
         """
         return self._look_up(ids, offsets, train=train, step=step, oldest_open=oldest_open, out=out)[0]
+
+    def lookup_by_table(self, ids: Mapping[str, NDArray[np.uint64]]) -> dict[str, NDArray[np.float32]]:
+        """Return the values of rows by table, [ids, dim], without training, in one call."""
+        given = [ids.get(name, _NO_IDS) for name in self]
+        offsets = np.cumsum([0, *map(len, given)])
+        rows = self.split(self.lookup(np.concatenate(given), offsets, train=False), offsets)
+        return {name: of_table for name, of_table in zip(self, rows, strict=True) if name in ids}
 
     def lookup_for_update(
         self,
@@ -265,6 +273,8 @@ class TableGroup(Mapping[str, Store]):
             raise InputError(
                 f"{self._where}: ticket is {kind_of(ticket)}; expected one from lookup_for_update or prepare"
             )
+        for store in self._stores.values():
+            require_frozen_ids(store.table)
         gradient_array = array_args.as_gradients(self._where, gradients, None)
         update(self._where, self._engine, ticket, gradient_array, step, self._lrs({} if lrs is None else lrs))
 

@@ -31,8 +31,8 @@ from torch import Tensor
 
 from satrap.config.features import Features
 from satrap.config.optimizers import SGD, Adagrad, Adam, AdamW, Optimizer
-from satrap.config.tables import LAST_STEP, Table, Zeros
-from satrap.config.validation import check_number
+from satrap.config.tables import Table, Zeros
+from satrap.config.validation import LAST_STEP, check_number
 from satrap.device.device_stream import current_stream
 from satrap.errors import ConfigError, NonFiniteError, StreamError
 from satrap.train.dense_strategy import DenseStrategy

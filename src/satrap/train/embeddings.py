@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from satrap.config.features import Feature, Features
-from satrap.config.tables import Table
+from satrap.config.tables import Table, require_frozen_ids
 from satrap.config.validation import check_choice, check_integer, kind_of
 from satrap.data.inputs import Inputs
 from satrap.device.home_memory import DTYPES
@@ -84,6 +84,8 @@ class Embeddings(torch.nn.Module):
         super().__init__()
         _refuse(unknown)
         self.features = Features(features)
+        for table in self.features.tables:
+            require_frozen_ids(table)
         self.staleness, self.deterministic = staleness, deterministic
         self.trainers = ProcessGroup()
         check_choice("Embeddings", "dense", dense, tuple(_STRATEGIES))
@@ -224,7 +226,7 @@ class Embeddings(torch.nn.Module):
         ids: returns for a batch of the loader a dict from a table's name to the ids that modules will look up: a tensor
             of any shape, or a list of them, best one for each call of a module. An id that is missing is looked up on
             the spot: `counters().module_ids` counts both. On the devices of several trainers none may be missing.
-        accumulate, overlap: those of `stream`.
+        accumulate, overlap: as in `stream`.
         """
         if not callable(ids):
             raise ConfigError(f"prefetch: ids is {kind_of(ids)}; expected a function of a batch of the loader")

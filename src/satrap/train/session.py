@@ -33,6 +33,7 @@ from satrap.train.ledger import BatchLedger
 from satrap.train.module_lookups import ModuleLookups
 from satrap.train.prefetched_batches import LoaderPass
 from satrap.train.process_group import ProcessGroup, note_missing_trainer
+from satrap.train.step_lookups import read_without_training
 from satrap.train.stream import Stream
 from satrap.worker.rows import Ids
 from satrap.worker.worker import Worker
@@ -298,6 +299,11 @@ class TrainingSession:
         if training is None or (isinstance(training, Stream) and training.is_over):
             training = self._begin_module_lookups()
         return training.look_up(ids, device)
+
+    def read(self, ids: Mapping[str, Ids], device: torch.device) -> dict[str, Tensor]:
+        """Return the rows of ids by table that modules look up without training, as they are."""
+        self.require_whole_rows()
+        return read_without_training(self.worker, ids, device)
 
     def _begin_module_lookups(self) -> ModuleLookups:
         """Start the lookups of modules where no stream is open. All trainers call this."""

@@ -155,6 +155,11 @@ def read_rows(
     }
 
 
+def read_without_training(worker: Worker, ids: Mapping[str, Ids], device: torch.device) -> dict[str, Tensor]:
+    """Return the rows of ids by table as they are, [ids, dim], in one call that changes no table."""
+    return {table: torch.from_numpy(rows).to(device) for table, rows in worker.tables.lookup_by_table(ids).items()}
+
+
 @dataclass(slots=True, eq=False)
 class TakenGradients:
     """The gradients of lookups that one update applies, by table, in the order of the lookups."""

@@ -46,7 +46,7 @@ from satrap.train.joint_batches import JointBatches
 from satrap.train.joint_calls import BatchCalls
 from satrap.train.ledger import BatchLedger, DropTicket, Event, State, Update
 from satrap.train.prefetch_pipeline import PrefetchPipeline
-from satrap.train.step_lookups import StepLookups, read_rows
+from satrap.train.step_lookups import StepLookups, read_rows, read_without_training
 from satrap.worker.rows import Ids, RowStream, Ticket
 from satrap.worker.worker import Worker
 
@@ -370,8 +370,7 @@ class Stream(Iterator[Batch]):
     def _read(self, batch: InFlightBatch, device: torch.device, ids: Mapping[str, Ids]) -> dict[str, Tensor]:
         """Look up rows for modules on the spot; those of a padding batch are not trained."""
         if not batch.has_rows:
-            read = {name: self._worker.tables[name].lookup(of_table, train=False) for name, of_table in ids.items()}
-            return {table: torch.from_numpy(rows).to(device) for table, rows in read.items()}
+            return read_without_training(self._worker, ids, device)
         if self._ledger.deterministic:
             self._pipeline.drain()  # so that the rows have the same updates in every run
         return read_rows(self._worker, ids, batch.step, self._pipeline.oldest_open(), device)

@@ -7,7 +7,7 @@ each server reads what its buckets need of all parts. So all machines must share
 import logging
 import os
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import numpy as np
@@ -18,7 +18,7 @@ from satrap.config.tables import Table
 from satrap.errors import ChangesError, InputError, SatrapError
 from satrap.sharding.owner_split import OwnedIds
 from satrap.storage.open_folder import absolute, open_folder
-from satrap.table.engine import native_config
+from satrap.table.engine import state_dim
 from satrap.table.snapshot.cut import OLD_ROWS_BYTES
 from satrap.table.snapshot.directory import folder_bytes
 from satrap.table.snapshot.saved_table import checksum_of
@@ -29,6 +29,7 @@ from satrap.worker.server_group import ServerGroup, Topology
 from satrap.worker.sharded_cut import ShardedCut
 
 _LOG = logging.getLogger("satrap.worker")
+_NO_IDS = np.zeros(0, np.uint64)
 _WRITE_BYTES = 16 << 20  # values in one message
 
 
@@ -39,7 +40,7 @@ class ShardedTable:
         self.table: Table = servers.job.tables[number]
         """The table's configuration."""
         self._servers, self._number = servers, number
-        self._state_dim = native_config(self.table).state_dim
+        self._state_dim = state_dim(self.table)
 
     def __len__(self) -> int:
         return self.stats()["rows"]
@@ -53,9 +54,19 @@ class ShardedTable:
 
     def read(self, ids: ArrayLike) -> StoredRows:
         """Return what `Store.read` does."""
-        values, state, present = self._call_owners("read", ids, lambda part: (self._number, part.ids))
-        shape = present.size, self.table.dim
-        return StoredRows(values.reshape(shape), state.reshape(present.size, self._state_dim), present.reshape(-1))
+        unsigned_ids = array_args.as_ids(f"table {self.table.name!r}", ids)
+        n = len(unsigned_ids)
+        rows = StoredRows(
+            np.empty((n, self.table.dim), np.float32), np.empty((n, self._state_dim), np.float32), np.empty(n, np.bool_)
+        )
+        parts = self._servers.call_owners(
+            "read", 0, unsigned_ids, self._offsets(n), lambda part: (self._number, part.ids)
+        )
+        for part, (values, state, present) in parts:
+            rows.values[part.positions] = values.reshape(-1, self.table.dim)
+            rows.state[part.positions] = state.reshape(len(part.ids), self._state_dim)
+            rows.present[part.positions] = present
+        return rows
 
     def write(self, ids: ArrayLike, values: ArrayLike, state: ArrayLike | None = None) -> None:
         """Insert or replace rows as `Store.write` does; several trainers may each write a part. Each server writes a
@@ -110,26 +121,8 @@ class ShardedTable:
             raise InputError(
                 f"table {self.table.name!r}: train is {train!r}; rows on servers are trained by a stream or a module"
             )
-        parts = self._call_owners("lookup", ids, lambda part: (part.ids, part.offsets, 0, False, 0))
-        rows: NDArray[np.float32] = parts[0]
-        return rows.reshape(-1, self.table.dim)
-
-    def _call_owners(
-        self, method: str, ids: ArrayLike, arguments: Callable[[OwnedIds], tuple[Any, ...]]
-    ) -> list[NDArray[Any]]:
-        """Return what the ids' owners answer: arrays with one line for each id, in the order of the ids."""
         unsigned_ids = array_args.as_ids(f"table {self.table.name!r}", ids)
-        parts = self._servers.call_owners(method, 0, unsigned_ids, self._offsets(len(unsigned_ids)), arguments)
-        positions = np.concatenate([part.positions for part, _ in parts])
-        lines = []
-        for answers in zip(*(answer for _, answer in parts), strict=True):
-            if answers[0] is None:  # a lookup's rows in the form that was not requested
-                continue
-            flat = np.concatenate(answers)
-            lines_by_server = flat.reshape(len(positions), len(flat) // max(1, len(positions)))
-            lines.append(np.empty_like(lines_by_server))
-            lines[-1][positions] = lines_by_server
-        return lines
+        return _look_up(self._servers, {self._number: unsigned_ids})[self._number]
 
     def _offsets(self, n: int) -> NDArray[np.int64]:
         offsets = np.zeros(len(self._servers.job.tables) + 1, np.int64)
@@ -186,6 +179,24 @@ class ShardedTable:
                     raise  # else a server was restarted, or buckets have migrated
 
 
+def _look_up(servers: ServerGroup, ids: Mapping[int, NDArray[np.uint64]]) -> dict[int, NDArray[np.float32]]:
+    """Return rows, [ids, dim], by the number of their table, without training, in one call to each server."""
+    tables = servers.job.tables
+    given = [ids.get(number, _NO_IDS) for number in range(len(tables))]
+    offsets = np.cumsum([0, *map(len, given)])
+    rows = {number: np.empty((len(of_table), tables[number].dim), np.float32) for number, of_table in ids.items()}
+    parts = servers.call_owners(
+        "lookup", 0, np.concatenate(given), offsets, lambda part: (part.ids, part.offsets, 0, False, 0)
+    )
+    for part, (flat, _) in parts:
+        end = 0
+        for number in sorted(ids):
+            lines = part.positions[slice(*part.offsets[number : number + 2])] - offsets[number]
+            begin, end = end, end + len(lines) * tables[number].dim
+            rows[number][lines] = flat[begin:end].reshape(-1, tables[number].dim)
+    return rows
+
+
 class ShardedTables(Mapping[str, ShardedTable]):
     """The tables of a job on servers, by name."""
 
@@ -204,6 +215,12 @@ class ShardedTables(Mapping[str, ShardedTable]):
 
     def __len__(self) -> int:
         return len(self._tables)
+
+    def lookup_by_table(self, ids: Mapping[str, NDArray[np.uint64]]) -> dict[str, NDArray[np.float32]]:
+        """Return rows of several tables as `ShardedTable.lookup` does of one, in one call to each server."""
+        numbers = {number: ids[name] for number, name in enumerate(self._tables) if name in ids}
+        names = list(self._tables)
+        return {names[number]: rows for number, rows in _look_up(self._servers, numbers).items()}
 
     @property
     def map_version(self) -> int:

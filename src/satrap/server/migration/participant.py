@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from satrap._core import Engine
 from satrap.config.job import Job
 from satrap.errors import AttemptError, InputError, NotReadyError
-from satrap.table.engine import native_config
+from satrap.table.engine import state_dim
 
 Buckets = NDArray[np.uint32]
 MAX_CHUNK_BYTES = 16 << 20
@@ -93,8 +93,7 @@ class MigrationParticipant:
     def chunk(self, buckets: Buckets, table: int, begin: int) -> tuple[BucketChunk, int]:
         """Return the rows of a table from row `begin` on, as many as fit into an answer, and the number of all rows."""
         columns = self._columns(buckets, table)
-        config = native_config(self.job.tables[table])
-        row_bytes = 12 + 4 * config.state_dim + columns["values"].shape[1] * columns["values"].itemsize
+        row_bytes = 12 + 4 * state_dim(self.job.tables[table]) + columns["values"].shape[1] * columns["values"].itemsize
         total, most = len(columns["id"]), max(1, MAX_CHUNK_BYTES // row_bytes)
         part = slice(begin, begin + most)
         last = slice(0, None) if begin + most >= total else slice(0, 0)

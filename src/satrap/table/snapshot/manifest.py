@@ -13,8 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from satrap.config.durable import json_checksum, json_with_checksum, parse_json
-from satrap.config.tables import LAST_STEP, LAST_VERSION, Table
-from satrap.config.validation import LARGEST_FLOAT32, flat
+from satrap.config.tables import LAST_VERSION, Table
+from satrap.config.validation import LARGEST_FLOAT32, LAST_STEP, flat
 from satrap.errors import ConfigError, SnapshotError
 
 FORMAT = "satrap-table"

@@ -16,7 +16,7 @@ from satrap.config.cores import in_threads, thread_count
 from satrap.config.tables import Table
 from satrap.errors import ConfigError, InputError, SatrapError, SnapshotError
 from satrap.storage.folder import Folder
-from satrap.table.engine import Slot, native_config
+from satrap.table.engine import Slot, state_dim
 from satrap.table.snapshot.arrow_files import pyarrow_or_error, schema_of
 from satrap.table.snapshot.directory import read_manifest
 from satrap.table.snapshot.held_bytes import HeldBytes
@@ -219,8 +219,8 @@ class Snapshot:
                     engine.import_removed(index, columns["id"])
 
     def _verify(self, file: DataFile) -> VerifiedFile:
-        manifest, state_dim = self.manifest, native_config(self.table).state_dim
-        schema = schema_of(pyarrow_or_error(), file.kind, manifest.kind, manifest.id, self.table, state_dim)
+        manifest, arrow = self.manifest, pyarrow_or_error()
+        schema = schema_of(arrow, file.kind, manifest.kind, manifest.id, self.table, state_dim(self.table))
         return VerifiedFile(self.path, file, manifest, schema, self._owned, self._held, self._opened)
 
 

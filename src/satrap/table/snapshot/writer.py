@@ -27,7 +27,7 @@ from satrap.config.tables import Table
 from satrap.errors import InputError, SnapshotError
 from satrap.storage.folder import Folder
 from satrap.storage.local_folder import LocalFolder
-from satrap.table.engine import Slot, native_config
+from satrap.table.engine import Slot, state_dim
 from satrap.table.snapshot.arrow_files import Columns, as_batch, pyarrow_or_error, schema_of
 from satrap.table.snapshot.cut import TableCut, require_changes, take_cuts
 from satrap.table.snapshot.directory import ChecksumFile, SnapshotDirectory
@@ -131,7 +131,7 @@ def _directory(
 
 def row_bytes(table: Table) -> int:
     """Return the bytes of one row in a snapshot, with its id and its step."""
-    return table.dim * (4 if table.dtype == "float32" else 2) + 4 * native_config(table).state_dim + 12
+    return table.dim * (4 if table.dtype == "float32" else 2) + 4 * state_dim(table) + 12
 
 
 @dataclass(kw_only=True)

@@ -80,7 +80,7 @@ class WorkerConnection:
     ) -> None:
         """Make a handshake with the worker."""
         self.address, self.servers, self.codec = address, servers, codec
-        self._spec = spec.to_dict()
+        self._spec = spec.to_dict(), as_one(spec.frozen_ids, np.uint64)
         self._client = Client(WorkerCalls, address, keys, deadline=deadline, retry_seconds=retry_seconds)
         self.call = self._client.call
         self.best_effort = self._client.with_deadline(_BEST_EFFORT_SECONDS)
@@ -110,7 +110,7 @@ class WorkerConnection:
     def handshake(self) -> None:
         """Make a handshake and reopen all streams, which is all that the worker must know to continue."""
         with self._handshake_lock:
-            self.call.hello(self.servers.origin(0), self._spec)
+            self.call.hello(self.servers.origin(0), *self._spec)
             with self._name_worker_in_errors():
                 for stream, batches in list(self._streams.items()):
                     self._open(stream, batches)

@@ -35,8 +35,10 @@ Jagged = Mapping[str, NDArray[np.int64]]
 class WorkerCalls(Protocol):
     """The calls of a remote worker."""
 
-    def hello(self, origin: Origin, assignment: dict[str, Any]) -> None:
-        """Handshake: start a session for the trainer in the origin's attempt; sessions of older attempts end."""
+    def hello(self, origin: Origin, assignment: dict[str, Any], frozen: Ids) -> None:
+        """Handshake: start a session for the trainer in the origin's attempt; sessions of older attempts end.
+
+        frozen: `WorkerSpec.frozen_ids` of the assignment."""
 
     def open(self, origin: Origin, stream: int, source: dict[str, Any], start: dict[str, Any]) -> None:
         """Start reading a source. Does nothing if the stream is open."""

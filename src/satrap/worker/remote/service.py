@@ -108,16 +108,16 @@ class WorkerService:
         for session in sessions:
             session.close(wait=True)
 
-    def hello(self, origin: Origin, assignment: dict[str, Any]) -> None:
+    def hello(self, origin: Origin, assignment: dict[str, Any], frozen: Ids) -> None:
         try:
-            self._hello(origin, assignment)
+            self._hello(origin, assignment, frozen)
         except SatrapError as error:
             refused = event("hello_refused", trainer=origin.trainer, attempt=origin.attempt, why=str(error))
             self._log_refusal("hello refused: %s", error, extra=refused)
             raise
 
-    def _hello(self, origin: Origin, assignment: dict[str, Any]) -> None:
-        spec = WorkerSpec.from_dict(assignment)
+    def _hello(self, origin: Origin, assignment: dict[str, Any], frozen: Ids) -> None:
+        spec = WorkerSpec.from_dict(assignment).with_frozen_ids(frozen)
         with self._handshake_lock:
             with self._lock:
                 self._require_same_job(origin, spec)

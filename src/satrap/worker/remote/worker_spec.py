@@ -3,11 +3,13 @@
 Pure. It travels as JSON and is compared field by field.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 from satrap.config.features import Features
+from satrap.config.id_set import IdSet
 from satrap.config.job import Job
-from satrap.config.tables import Table
+from satrap.config.tables import Table, with_frozen_ids
 from satrap.config.validation import Serializable, check_integer, flat, set_field
 
 
@@ -34,6 +36,24 @@ class WorkerSpec(Serializable):
     def job(self) -> Job:
         """What the servers and the worker must agree on."""
         return Job(tables=(*self.features.tables, *self.extra_tables), seed=self.seed)
+
+    @property
+    def frozen_ids(self) -> list[Any]:
+        """The array of each set of frozen ids, which the form in JSON does not have."""
+        return [table.frozen.ids for table in self.features.tables if isinstance(table.frozen, IdSet)]
+
+    def with_frozen_ids(self, ids: Any) -> "WorkerSpec":
+        """Return the specification that was read from JSON with these arrays, one after another."""
+        begin, tables = 0, {}
+        for table in self.features.tables:
+            if isinstance(table.frozen, IdSet):
+                end = begin + len(table.frozen)
+                tables[table.name], begin = with_frozen_ids(table, ids[begin:end]), end
+        features = {
+            name: replace(feature, table=tables.get(feature.table.name, feature.table))
+            for name, feature in self.features.items()
+        }
+        return replace(self, features=Features(features)) if tables else self
 
     def differences(self, other: "WorkerSpec") -> list[str]:
         """Return the differences from `other`, except those of the tables: "feature 'history', pooling: ..."."""

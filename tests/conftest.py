@@ -16,7 +16,8 @@ import signal
 import threading
 import time
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -115,12 +116,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[Any]) -> No
     for item in items:
         fixtures = [definition[-1].func for definition in item._fixtureinfo.name2fixturedefs.values()]
         is_slow = item.path.parent.name in CLUSTERS or item.path.name in SLOWEST
-        if is_slow or starts_processes([item.function, *fixtures]):
+        if is_slow or starts_processes(item.function, *fixtures):
             item.add_marker("cluster")
     items.sort(key=lambda item: SLOWEST.index(item.path.name) if item.path.name in SLOWEST else len(SLOWEST))
 
 
-def starts_processes(functions: Iterable[Any]) -> bool:
+@cache
+def starts_processes(*functions: Any) -> bool:
     """Return whether one of these functions, or of those and the classes in tests/ and benchmarks/ that they use, names
     a way to start processes."""
     used = [inspect.unwrap(function) for function in functions]

@@ -16,9 +16,10 @@ from satrap.data.synthetic import Clicks
 from satrap.planning.calibration import calibrate
 from satrap.planning.coefficients import Coefficients
 from satrap.planning.estimate import Estimate
-from satrap.planning.input_files import memory_row_bytes, read_coefficients, saved_row_bytes, write_coefficients
+from satrap.planning.input_files import memory_row_bytes, read_coefficients, write_coefficients
 from satrap.planning.machines import Layout, Limits, MachineType, Pool
 from satrap.planning.workload import TableLoad, Training, Workload
+from satrap.table.snapshot.writer import row_bytes
 
 SAMPLES = 1 << 16  # in the file, which is read again and again
 FREE = Limits(memory=1.0, cores=1.0, network=1.0, round_trip_ms=0.0)
@@ -110,7 +111,7 @@ def workload_of(job: Mapping[str, Any], line_bytes: float, clicks: Clicks) -> Wo
             table=table,
             rows=count,
             row_bytes=memory_row_bytes(table, count),
-            saved_row_bytes=saved_row_bytes(table),
+            saved_row_bytes=row_bytes(table),
             zipf=clicks.zipf,
         )
         for table, count in zip(script.tables_of(dim).values(), ids, strict=True)

@@ -12,6 +12,12 @@ namespace satrap {
 struct GivenParts {
     bool block;
     std::vector<bool> sequences;
+
+    // Returns all of them.
+    static GivenParts all(const Ticket& ticket) {
+        SATRAP_ASSERT(!ticket.sequences.empty());
+        return {true, std::vector<bool>(ticket.sequences.size() - 1, true)};
+    }
 };
 
 inline constexpr std::uint32_t kNoRow = 0xffffffffU; // kNoFrame of a table
@@ -104,7 +110,7 @@ class BucketRuns {
     // The joined ids of the bucket are in the scratch.
     BucketRuns(Tickets tickets, std::span<const EntryPlaces> given, const FrozenIds& frozen, std::uint32_t b,
                std::uint32_t num_unique, Scratch& scratch)
-        : tickets_(tickets), given_(given), b_(b), numbers_(scratch.joined_numbers.data()) {
+        : tickets_(tickets), given_(given), b_(b), numbers_(scratch.joined_numbers.data()), num_unique_(num_unique) {
         SATRAP_ASSERT(given.size() == tickets.size());
         std::uint8_t* marks = scratch.frozen.reserve(num_unique);
         if (frozen.any() && frozen.mark(scratch.joined_ids.data(), num_unique, marks)) frozen_ = marks;
@@ -114,11 +120,15 @@ class BucketRuns {
         for (std::uint32_t i = 0; i < num_unique; ++i) begin_[i + 1] += begin_[i];
     }
 
-    bool started(std::uint32_t i) const { return begin_[i] != begin_[i + 1]; }
-    std::uint32_t begin(std::uint32_t i) const { return begin_[i]; }
-
-    // Writes the gradient's place and factor of each entry; begin() is undefined afterwards.
-    void write(std::size_t t, std::uint32_t* places, Factor* factors) {
+    // Writes all of the bucket's runs but frames and keys, once.
+    void write(std::size_t t, FrameRuns& runs) {
+        const std::uint32_t run = runs.first_run[b_], entry = runs.first_entry[b_];
+        for (std::uint32_t i = 0; i < num_unique_; ++i) {
+            runs.begin[run + i] = entry + begin_[i];
+            runs.end[run + i] = entry + begin_[i + 1];
+        }
+        std::uint32_t* places = runs.places.data() + entry;
+        Factor* factors = runs.factors.empty() ? nullptr : runs.factors.data() + entry;
         for_each([&](std::uint32_t number, const Batch& batch, std::uint32_t e, std::uint32_t place) {
             const std::uint32_t at = begin_[number]++;
             places[at] = place;
@@ -145,6 +155,7 @@ class BucketRuns {
     const std::uint8_t* frozen_ = nullptr; // by unique id; null: none is
     std::uint32_t b_;
     const std::uint32_t* numbers_;
+    std::uint32_t num_unique_;
     std::uint32_t* begin_;
 };
 

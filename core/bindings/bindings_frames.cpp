@@ -54,12 +54,17 @@ nb::dict lookup_frames(Engine& engine, const std::shared_ptr<Bags>& bags, const 
 }
 
 nb::dict lookup_id_frames(Engine& engine, const Ids& ids, const Offsets& offsets, std::uint64_t step,
-                          std::uint64_t oldest_open, bool train, const FramesOut& frames, bool first_epoch) {
+                          std::uint64_t oldest_open, bool train, const FramesOut& frames, bool first_epoch,
+                          bool want_ticket) {
     const std::vector<std::int64_t> of_tables = checked_offsets(offsets, engine.num_tables(), ids.size());
     const LookupStep when = checked_step(step, oldest_open, train, false, first_epoch);
     require_size("frames", frames.size(), ids.size());
     std::int32_t* memory = frames.data();
-    return absent_of(without_gil([&] { return engine.lookup_id_frames(ids.data(), of_tables, when, memory); }));
+    FrameLookup found =
+        without_gil([&] { return engine.lookup_id_frames(ids.data(), of_tables, when, memory, train && want_ticket); });
+    nb::dict out = absent_of(found);
+    out["ticket"] = std::move(found.ticket);
+    return out;
 }
 
 nb::dict update_id_frames(Engine& engine, const Ids& ids, const Offsets& offsets, const Places& places,
@@ -98,18 +103,32 @@ nb::dict take_moves(Engine& engine) {
 }
 
 nb::dict update_frames(Engine& engine, const std::vector<Ticket*>& tickets, const std::vector<GivenFlags>& given,
-                       std::uint64_t step, bool filter, bool ordered) {
+                       std::uint64_t step, bool filter) {
     require_step("step", step);
     const std::vector<GivenParts> parts =
         checked_parts(tickets, given, [](const Ticket& ticket) { return ticket.bags.get(); });
-    if (ordered && tickets.size() != 1) refuse("ordered runs are those of one ticket");
-    return dict_of(without_gil(
-        [&] { return engine.update_frames(tickets, parts, static_cast<std::uint32_t>(step), filter, ordered); }));
+    return dict_of(
+        without_gil([&] { return engine.update_frames(tickets, parts, static_cast<std::uint32_t>(step), filter); }));
 }
 
 nb::dict order_frames(Engine& engine, Ticket& ticket) {
     if (ticket.bags == nullptr) refuse("the ticket is not one of a batch");
     return dict_of(without_gil([&] { return engine.order_frames(ticket); }));
+}
+
+nb::dict order_id_frames(Engine& engine, Ticket& ticket, const Places& places) {
+    if (ticket.bags != nullptr) refuse("the ticket is one of a batch");
+    require_size("places", places.size(), ticket.size);
+    return dict_of(without_gil([&] { return engine.order_id_frames(ticket, places.data()); }));
+}
+
+nb::object update_ordered_frames(Engine& engine, Ticket& ticket, std::uint64_t step, bool filter) {
+    require_step("step", step);
+    if (ticket.found == nullptr || ticket.found->updated.empty())
+        refuse("the ticket is not ordered: call order_frames");
+    std::optional<FrameRuns> runs =
+        without_gil([&] { return engine.update_ordered_frames(ticket, static_cast<std::uint32_t>(step), filter); });
+    return runs ? nb::object(dict_of(std::move(*runs))) : nb::none();
 }
 
 void settle_frames(Engine& engine, std::size_t t, const Ids& ids, std::uint64_t skipped, std::uint64_t step) {
@@ -191,11 +210,15 @@ void bind_id_frames(nb::class_<Engine>& engine) {
             "shares_buckets", [](const Engine& e, std::size_t t) { return e.ownership().shares(checked_table(e, t)); },
             "table"_a)
         .def("lookup_id_frames", &lookup_id_frames, "ids"_a, "offsets"_a, "step"_a, "oldest_open"_a, "train"_a,
-             "frames"_a, "first_epoch"_a = true,
+             "frames"_a, "first_epoch"_a = true, "want_ticket"_a = false,
              nb::sig("def lookup_id_frames(self, ids: NDArray[numpy.uint64], offsets: NDArray[numpy.int64], step: int, "
-                     "oldest_open: int, train: bool, frames: NDArray[numpy.int32], first_epoch: bool = True) -> "
-                     "dict[str, typing.Any]"),
+                     "oldest_open: int, train: bool, frames: NDArray[numpy.int32], first_epoch: bool = True, "
+                     "want_ticket: bool = False) -> dict[str, typing.Any]"),
              "Finds the frames of ids in flat arrays, table by table.")
+        .def(
+            "order_id_frames", &order_id_frames, "ticket"_a, "places"_a,
+            nb::sig("def order_id_frames(self, ticket: Ticket, places: NDArray[numpy.int32]) -> dict[str, typing.Any]"),
+            "Returns what update_id_frames would, ahead of it.")
         .def("update_id_frames", &update_id_frames, "ids"_a, "offsets"_a, "places"_a, "step"_a, "filter"_a,
              nb::sig("def update_id_frames(self, ids: NDArray[numpy.uint64], offsets: NDArray[numpy.int64], places: "
                      "NDArray[numpy.int32], step: int, filter: bool) -> dict[str, typing.Any]"),
@@ -220,13 +243,17 @@ void bind_frames(nb::class_<Engine>& engine) {
                      "dict[str, typing.Any]"))
         .def("take_inserted", &take_inserted, nb::sig("def take_inserted(self) -> dict[str, NDArray[typing.Any]]"),
              "Returns the rows whose frames have no values yet.")
-        .def("update_frames", &update_frames, "tickets"_a, "given"_a, "step"_a, "filter"_a, "ordered"_a = false,
+        .def("update_frames", &update_frames, "tickets"_a, "given"_a, "step"_a, "filter"_a,
              nb::sig("def update_frames(self, tickets: collections.abc.Sequence[Ticket], given: "
-                     "collections.abc.Sequence[tuple[bool, collections.abc.Sequence[bool]]], step: int, filter: bool, "
-                     "ordered: bool = False) -> dict[str, typing.Any]"))
+                     "collections.abc.Sequence[tuple[bool, collections.abc.Sequence[bool]]], step: int, filter: bool) "
+                     "-> dict[str, typing.Any]"))
         .def("order_frames", &order_frames, "ticket"_a,
              nb::sig("def order_frames(self, ticket: Ticket) -> dict[str, typing.Any]"),
-             "Returns the runs of an update of a whole batch, ahead of it: all but the frames.")
+             "Returns the runs of an update of a whole batch, ahead of it.")
+        .def("update_ordered_frames", &update_ordered_frames, "ticket"_a, "step"_a, "filter"_a,
+             nb::sig("def update_ordered_frames(self, ticket: Ticket, step: int, filter: bool) -> "
+                     "dict[str, typing.Any] | None"),
+             "Returns the frames of an update that was ordered ahead; None: those that were found then.")
         .def(
             "sum_bound",
             [](const Engine& e, const std::vector<Ticket*>& tickets) {

@@ -59,6 +59,11 @@ nb::dict lines(Split& split, SplitTicket& ticket, const Words& groups) {
     return out;
 }
 
+nb::dict order(Split& split, SplitTicket& ticket, const Words& groups) {
+    const std::vector<std::uint32_t> of_tables = checked_groups(split, groups);
+    return dict_of(without_gil([&] { return split.order(ticket, of_tables); }));
+}
+
 nb::tuple runs(Split& split, const std::vector<SplitTicket*>& tickets, const std::vector<GivenFlags>& given,
                const Words& owners, std::uint32_t num_servers, const Words& groups) {
     const std::vector<GivenParts> parts =
@@ -238,6 +243,9 @@ void bind_split(nb::module_& m) {
         .def("lines", &lines, "ticket"_a, "groups"_a,
              nb::sig("def lines(self, ticket: SplitTicket, groups: NDArray[numpy.uint32]) -> dict[str, typing.Any]"),
              "Returns the row of each id of a batch that a device pools, among the rows of its group of tables.")
+        .def("order", &order, "ticket"_a, "groups"_a,
+             nb::sig("def order(self, ticket: SplitTicket, groups: NDArray[numpy.uint32]) -> dict[str, typing.Any]"),
+             "Returns which gradients the sum of each id of the lookup consists of, ahead of the update.")
         .def("runs", &runs, "tickets"_a, "given"_a, "owners"_a, "num_servers"_a, "groups"_a,
              nb::sig("def runs(self, tickets: collections.abc.Sequence[SplitTicket], given: "
                      "collections.abc.Sequence[tuple[bool, collections.abc.Sequence[bool]]], owners: "

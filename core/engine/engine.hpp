@@ -145,12 +145,14 @@ class Engine {
                               std::int32_t* frames, bool want_ticket);
     // Does all of an update but the optimizer. `filter`: gradients may have to be skipped; then rows of tables that
     // skip are neither stamped nor counted before settle_frames.
-    // ordered: each id of the one ticket has a gradient, and `order_frames` was called: only frames and ids are found.
-    FrameRuns update_frames(Tickets tickets, std::span<const GivenParts> given, std::uint32_t step, bool filter = false,
-                            bool ordered = false);
-    // Orders the gradients of a ticket whose ids will all have one, ahead of the update: all of its runs but the
-    // frames.
+    FrameRuns update_frames(Tickets tickets, std::span<const GivenParts> given, std::uint32_t step,
+                            bool filter = false);
+    // Finds all of what update_frames would return for a ticket whose ids will all have a gradient, ahead of the
+    // update.
     FrameRuns order_frames(Ticket& ticket);
+    // The update of such a ticket. Returns frames, and ids if `filter` is set, or nothing: they are those that were
+    // found ahead, since the rows still have them and the lookup's stamps. Then no id is visited.
+    std::optional<FrameRuns> update_ordered_frames(Ticket& ticket, std::uint32_t step, bool filter = false);
     // Called with the ids that had a gradient to apply, after some were skipped.
     void settle_frames(std::size_t t, std::span<const std::uint64_t> ids, std::uint64_t skipped, std::uint32_t step);
     // A sum of these tickets' gradients is at most this many times the largest gradient times the scale.
@@ -160,7 +162,8 @@ class Engine {
     // The same for ids in flat arrays, table by table: those that other processes look up and update here. places[i]:
     // where the gradient of id i begins.
     FrameLookup lookup_id_frames(const std::uint64_t* ids, std::span<const std::int64_t> offsets, LookupStep at,
-                                 std::int32_t* frames);
+                                 std::int32_t* frames, bool want_ticket = false);
+    FrameRuns order_id_frames(Ticket& ticket, const std::int32_t* places);
     FrameRuns update_id_frames(const std::uint64_t* ids, std::span<const std::int64_t> offsets,
                                const std::int32_t* places, std::uint32_t step, bool filter);
     // gradients: in the order of the ids. Returns whether some may have to be skipped.
@@ -232,8 +235,10 @@ class Engine {
     void wait_for_cut_room();
     // Returns where each ticket's gradients of table t begin.
     using GivenOf = std::function<std::vector<EntryPlaces>(std::size_t t)>;
-    FrameRuns take_runs(Claim& claim, Tickets tickets, const GivenOf& given_of, std::uint32_t step, bool filter,
-                        bool ordered);
+    FrameRuns take_runs(Claim& claim, Tickets tickets, const GivenOf& given_of, std::uint32_t step, bool filter);
+    FrameRuns order(Claim& claim, Ticket& ticket, const GivenOf& given_of);
+    std::unique_ptr<FoundRows> begin_found(const LookupStep& at) const;
+    bool stands(const FoundRows& found, std::uint32_t step) const;
     FrameRuns runs_for(Tickets tickets, bool ordered) const;
     void order_bucket(Tickets tickets, std::span<const EntryPlaces> given, std::size_t t, std::uint32_t b,
                       std::uint32_t n, FrameRuns& runs, Scratch& scratch) const;

@@ -17,33 +17,87 @@ FrameLookup Engine::lookup_frames(const std::shared_ptr<const Bags>& bags, const
     const BagInputs& kept = planned.plan->inputs();
     if (kept.offsets != nullptr) found.offsets.assign(kept.offsets, kept.offsets + kept.num_bags + 1);
     if (kept.weights != nullptr) found.weights.assign(kept.weights, kept.weights + found.num_ids);
+    std::unique_ptr<FoundRows> rows = begin_found(at);
     directory_.find(*planned.batch, at, frames, found.absent);
     found.ticket = end_lookup(std::move(planned), bags, want_ticket);
+    if (want_ticket) found.ticket->found = std::move(rows);
     return found;
+}
+
+std::unique_ptr<FoundRows> Engine::begin_found(const LookupStep& at) const {
+    auto found = std::make_unique<FoundRows>(FoundRows{.step = at.step, .versions = {}});
+    for (std::size_t t = 0; t < tables_.size(); ++t) found->versions.push_back(tables_[t].ledger().version.load());
+    return found;
+}
+
+// Returns whether an update in this step would find the rows in the same places, with all of its stamps and marks: no
+// row has left its place since the lookup, and no save has begun a version.
+bool Engine::stands(const FoundRows& found, std::uint32_t step) const {
+    if (!found.all_found || found.step != step) return false;
+    for (std::size_t t = 0; t < tables_.size(); ++t)
+        if (tables_[t].ledger().version.load() != found.versions[t] || tables_[t].expire_before() > step ||
+            !directory_.pool_of(tables_[t]).kept_since(step))
+            return false;
+    return true;
 }
 
 FrameRuns Engine::order_frames(Ticket& ticket) {
     require_rows_on_device();
     Ticket* const tickets[] = {&ticket};
-    const Claim claim(tickets, identity_); // for the duration of the call
-    const GivenParts all[] = {{true, std::vector<bool>(ticket.sequences.size() - 1, true)}};
+    Claim claim(tickets, identity_); // for the duration of the call
+    const GivenParts all[] = {GivenParts::all(ticket)};
     const std::vector<GivenPlaces> places = given_places(tickets, all);
     const std::vector<EntryPlaces> entries(places.begin(), places.end());
-    FrameRuns runs = runs_for(tickets, false);
-    BucketScheduler::ScratchLease lease(scheduler_, size_of(tickets));
-    scheduler_.for_each_occupied(map(), lease, tickets, [&](std::size_t t, std::uint32_t b, Scratch& scratch) {
-        order_bucket(tickets, entries, t, b, join_ids(tickets, b, scratch), runs, scratch);
-    });
+    return order(claim, ticket, [&](std::size_t) { return entries; });
+}
+
+FrameRuns Engine::order_id_frames(Ticket& ticket, const std::int32_t* places) {
+    require_rows_on_device();
+    Ticket* const tickets[] = {&ticket};
+    Claim claim(tickets, identity_); // for the duration of the call
+    const std::vector<std::int64_t>& offsets = ticket.batch->offsets;
+    return order(claim, ticket, [&](std::size_t t) { return std::vector{EntryPlaces(places + offsets[t])}; });
+}
+
+FrameRuns Engine::order(Claim& claim, Ticket& ticket, const GivenOf& given_of) {
+    Ticket* const tickets[] = {&ticket};
+    FrameRuns runs = take_runs(claim, tickets, given_of, 0, false);
+    if (ticket.found == nullptr)
+        ticket.found = begin_found({}); // its rows were not stamped: an update finds them again
+    FoundRows& found = *ticket.found;
+    found.updated.assign(tables_.size(), 0);
+    found.all_found = true;
+    for (std::size_t t = 0; t < tables_.size(); ++t)
+        for (std::uint32_t r = runs.first_run_of_table[t]; r < runs.first_run_of_table[t + 1]; ++r) {
+            if (runs.begin[r] == runs.end[r]) continue;
+            ++found.updated[t];
+            found.all_found &= runs.frames[r] != kNoRow;
+        }
     return runs;
 }
 
-FrameRuns Engine::update_frames(Tickets tickets, std::span<const GivenParts> given, std::uint32_t step, bool filter,
-                                bool ordered) {
+std::optional<FrameRuns> Engine::update_ordered_frames(Ticket& ticket, std::uint32_t step, bool filter) {
+    require_rows_on_device();
+    Ticket* const tickets[] = {&ticket};
+    Claim claim(tickets, identity_);
+    SATRAP_ASSERT(ticket.found != nullptr && ticket.found->updated.size() == tables_.size());
+    if (filter || !stands(*ticket.found, step)) return take_runs(claim, tickets, nullptr, step, filter);
+    claim.keep();
+    for (std::size_t t = 0; t < tables_.size(); ++t) {
+        Bucket& bucket = tables_[t].bucket(0); // the table's count is the sum over buckets
+        std::lock_guard lock(bucket.mutex);
+        bucket.counters.updated += ticket.found->updated[t];
+    }
+    batches_.give(std::move(ticket.batch));
+    return std::nullopt;
+}
+
+FrameRuns Engine::update_frames(Tickets tickets, std::span<const GivenParts> given, std::uint32_t step, bool filter) {
     require_rows_on_device();
     Claim claim(tickets, identity_);
     const std::vector<GivenPlaces> places = given_places(tickets, given);
     const std::vector<EntryPlaces> entries(places.begin(), places.end());
-    return take_runs(claim, tickets, [&](std::size_t) { return entries; }, step, filter, ordered);
+    return take_runs(claim, tickets, [&](std::size_t) { return entries; }, step, filter);
 }
 
 FrameRuns Engine::runs_for(Tickets tickets, bool ordered) const {
@@ -55,27 +109,24 @@ FrameRuns Engine::runs_for(Tickets tickets, bool ordered) const {
 // Orders the gradients of a bucket by unique id. Its n joined ids are in the scratch.
 void Engine::order_bucket(Tickets tickets, std::span<const EntryPlaces> given, std::size_t t, std::uint32_t b,
                           std::uint32_t n, FrameRuns& runs, Scratch& scratch) const {
-    BucketRuns entries(tickets, given, tables_[t].config().frozen, b, n, scratch);
-    const std::uint32_t run = runs.first_run[b], entry = runs.first_entry[b];
-    for (std::uint32_t i = 0; i < n; ++i) {
-        runs.begin[run + i] = entry + entries.begin(i);
-        runs.end[run + i] = entry + entries.begin(i + 1);
-        if (!runs.keys.empty()) runs.keys[run + i] = tables_[t].row_key_of(scratch.joined_ids[i]);
-    }
-    entries.write(t, runs.places.data() + entry, runs.factors.empty() ? nullptr : runs.factors.data() + entry);
+    BucketRuns(tickets, given, tables_[t].config().frozen, b, n, scratch).write(t, runs);
+    for (std::uint32_t i = 0; i < n && !runs.keys.empty(); ++i)
+        runs.keys[runs.first_run[b] + i] = tables_[t].row_key_of(scratch.joined_ids[i]);
 }
 
-// Stamps the rows, finds their frames and orders their gradients, unless they are ordered.
-FrameRuns Engine::take_runs(Claim& claim, Tickets tickets, const GivenOf& given_of, std::uint32_t step, bool filter,
-                            bool ordered) {
+// Finds the frames of the rows, and orders their gradients, unless given_of is empty: then they are ordered. Stamps the
+// rows and uses the tickets up, unless the step is 0.
+FrameRuns Engine::take_runs(Claim& claim, Tickets tickets, const GivenOf& given_of, std::uint32_t step, bool filter) {
+    const bool ordered = given_of == nullptr, ahead = step == 0;
     FrameRuns runs = runs_for(tickets, ordered);
     if (filter) runs.ids.resize(runs.frames.size());
     bool hinted = true;
     for (const Ticket* ticket : tickets) hinted &= ticket->batch->hinted;
     std::vector<std::vector<EntryPlaces>> places;
-    for (std::size_t t = 0; t < tables_.size(); ++t) places.push_back(given_of(t));
+    for (std::size_t t = 0; t < tables_.size(); ++t)
+        places.push_back(ordered ? std::vector<EntryPlaces>{} : given_of(t));
     BucketScheduler::ScratchLease lease(scheduler_, size_of(tickets));
-    claim.keep();
+    if (!ahead) claim.keep();
     const auto places_lock = directory_.lock();
     reach_step(step);
     scheduler_.for_each_occupied(map(), lease, tickets, [&](std::size_t t, std::uint32_t b, Scratch& scratch) {
@@ -95,24 +146,31 @@ FrameRuns Engine::take_runs(Claim& claim, Tickets tickets, const GivenOf& given_
                                 .local = nullptr,
                                 .count = 0,
                                 .hints = scratch.joined_hints.data()};
-        const bool settled = !filter || tables_[t].config().on_nonfinite != OnNonfinite::skip;
+        const bool settled = !ahead && (!filter || tables_[t].config().on_nonfinite != OnNonfinite::skip);
         tables_[t].update_places(visit, started, step, hinted, settled, runs.frames.data() + run, scratch);
         if (filter) std::copy_n(scratch.joined_ids.data(), n, runs.ids.data() + run);
     });
-    for (Ticket* ticket : tickets) batches_.give(std::move(ticket->batch));
+    for (Ticket* ticket : tickets)
+        if (!ahead) batches_.give(std::move(ticket->batch));
     return runs;
 }
 
 FrameLookup Engine::lookup_id_frames(const std::uint64_t* ids, std::span<const std::int64_t> offsets, LookupStep at,
-                                     std::int32_t* frames) {
+                                     std::int32_t* frames, bool want_ticket) {
     require_rows_on_device();
     std::unique_ptr<Batch> batch = group(ids, offsets, true);
     ownership_.require([&](std::uint32_t b) { return occupied(*batch, b); }, at.train);
     take_step(at);
     FrameLookup found;
     found.num_ids = batch->size();
+    std::unique_ptr<FoundRows> rows = begin_found(at);
     directory_.find(*batch, at, frames, found.absent);
-    batches_.give(std::move(batch));
+    if (want_ticket) {
+        found.ticket.reset(new Ticket(ticket_of(std::move(batch), identity_, out_size(offsets))));
+        found.ticket->found = std::move(rows);
+    } else {
+        batches_.give(std::move(batch));
+    }
     return found;
 }
 
@@ -124,7 +182,7 @@ FrameRuns Engine::update_id_frames(const std::uint64_t* ids, std::span<const std
     Claim claim(tickets, identity_);
     ownership_.require([&](std::uint32_t b) { return occupied(tickets, b); }, true);
     const auto given_of = [&](std::size_t t) { return std::vector{EntryPlaces(places + offsets[t])}; };
-    return take_runs(claim, tickets, given_of, step, filter, false);
+    return take_runs(claim, tickets, given_of, step, filter);
 }
 
 void Engine::settle_frames(std::size_t t, std::span<const std::uint64_t> ids, std::uint64_t skipped,

@@ -16,6 +16,14 @@ inline std::uint64_t next_identity() {
     return ++last;
 }
 
+// What a training lookup of rows on a device found, for an update that is ordered ahead (Engine::order_frames).
+struct FoundRows {
+    std::uint32_t step;                   // the lookup's, with which it has stamped the rows
+    std::vector<std::uint32_t> versions;  // of each table, before the lookup
+    std::vector<std::uint64_t> updated{}; // of each table: the runs with a gradient; empty: they are not ordered
+    bool all_found = false;               // each of these runs has a row
+};
+
 struct Ticket {
     std::unique_ptr<Batch> batch;     // touched only by the one call that set `used`
     std::uint64_t maker;              // the identity of the engine or split that issued it
@@ -26,6 +34,7 @@ struct Ticket {
     SequencePlaces sequences;         // for bags
     std::size_t table;                // the table of all ids; the number of tables if there are several
     std::atomic<bool> used{false};
+    std::unique_ptr<FoundRows> found{}; // nullptr: of another lookup
 };
 
 using Tickets = std::span<Ticket* const>;

@@ -1,4 +1,6 @@
 // What a device needs of a split: the row of each id of a batch, and which gradients each sum consists of.
+#include <numeric>
+
 #include "base/errors.hpp"
 #include "sharding/shard_split.hpp"
 
@@ -44,6 +46,24 @@ SplitLines Split::lines(SplitTicket& given, std::span<const std::uint32_t> group
     return found;
 }
 
+FrameRuns Split::order(SplitTicket& given, std::span<const std::uint32_t> groups) {
+    fork_guard_.require_same_process();
+    Ticket* const tickets[] = {&given.ticket};
+    const Claim claim(tickets, identity_); // for the duration of the call
+    const GivenParts all[] = {GivenParts::all(given.ticket)};
+    const std::vector<GivenPlaces> places = given_places(tickets, all);
+    const std::vector<EntryPlaces> entry_places(places.begin(), places.end());
+    const std::vector<std::uint32_t> first = first_lines(*given.layout, groups);
+    FrameRuns runs = reserve_runs(map_, tickets, false);
+    BucketScheduler::ScratchLease lease(scheduler_, size_of(tickets));
+    scheduler_.for_each_occupied(map_, lease, tickets, [&](std::size_t t, std::uint32_t b, Scratch& scratch) {
+        const std::uint32_t n = join_ids(tickets, b, scratch);
+        BucketRuns(tickets, entry_places, summations_[t]->frozen(), b, n, scratch).write(t, runs);
+        std::iota(runs.frames.begin() + runs.first_run[b], runs.frames.begin() + runs.first_run[b] + n, first[b]);
+    });
+    return runs;
+}
+
 SumRuns Split::runs(std::span<SplitTicket* const> given_tickets, std::span<const GivenParts> given,
                     std::vector<std::uint32_t> owners, std::uint32_t num_servers,
                     std::span<const std::uint32_t> groups) {
@@ -61,16 +81,13 @@ SumRuns Split::runs(std::span<SplitTicket* const> given_tickets, std::span<const
     BucketScheduler::ScratchLease lease(scheduler_, size_of(tickets));
     scheduler_.for_each_occupied(map_, lease, tickets, [&](std::size_t t, std::uint32_t b, Scratch& scratch) {
         const std::uint32_t n = join_ids(tickets, b, scratch);
-        BucketRuns entries(tickets, entry_places, summations_[t]->frozen(), b, n, scratch);
-        const std::uint32_t run = runs.first_run[b], entry = runs.first_entry[b];
-        for (std::uint32_t i = 0; i < n; ++i) {
-            runs.begin[run + i] = entry + entries.begin(i);
-            runs.end[run + i] = entry + entries.begin(i + 1);
-            if (!entries.started(i)) continue;
-            ids[run + counts[b]] = scratch.joined_ids[i];
-            runs.frames[run + i] = counts[b]++; // until the layout is known
+        BucketRuns(tickets, entry_places, summations_[t]->frozen(), b, n, scratch).write(t, runs);
+        const std::uint32_t run = runs.first_run[b];
+        for (std::uint32_t i = run; i < run + n; ++i) {
+            if (runs.begin[i] == runs.end[i]) continue;
+            ids[run + counts[b]] = scratch.joined_ids[i - run];
+            runs.frames[i] = counts[b]++; // until the layout is known
         }
-        entries.write(t, runs.places.data() + entry, runs.factors.empty() ? nullptr : runs.factors.data() + entry);
     });
     found.layout = make_layout(std::move(owners), num_servers, counts);
     const std::vector<std::uint32_t> first = first_lines(*found.layout, groups);

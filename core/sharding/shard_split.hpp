@@ -83,6 +83,9 @@ class Split {
     void fill(SplitTicket& ticket, std::span<const float* const> rows, float* block, float* const* sequences);
     // Fills the ticket of a batch that a device pools. groups[t]: that of table t, from 0.
     SplitLines lines(SplitTicket& ticket, std::span<const std::uint32_t> groups);
+    // The sums of all ids of the ticket's lookup, for a device that computes them: runs.frames as in SumRuns. Frozen
+    // ids have no gradient, and a line. Leaves the ticket as it is.
+    FrameRuns order(SplitTicket& ticket, std::span<const std::uint32_t> groups);
     // `sums`, for a device that computes them. Does not look at the gradients.
     SumRuns runs(std::span<SplitTicket* const> tickets, std::span<const GivenParts> given,
                  std::vector<std::uint32_t> owners, std::uint32_t num_servers, std::span<const std::uint32_t> groups);

@@ -88,6 +88,7 @@ struct Bucket {
         if (places != nullptr) {
             SATRAP_ASSERT(!is_frame(place_of(slot)) || in_frames != 0);
             in_frames -= is_frame(place_of(slot));
+            places->note_left(rows.head(slot).stamp);
             places->give(place_of(slot));
         }
         rows.erase(slot);

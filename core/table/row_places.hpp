@@ -6,6 +6,7 @@
 
 #include <memory>
 
+#include "base/atomic_max.hpp"
 #include "table/frame_order.hpp"
 #include "table/frame_pool.hpp"
 
@@ -72,8 +73,14 @@ class RowPlaces {
         }
     }
 
+    // Notes that a row leaves its place that was last used in this step.
+    void note_left(std::uint32_t stamp) { raise_to(last_left_, stamp); }
+    // Returns whether every row that was used in this step or later is still in its place.
+    bool kept_since(std::uint32_t step) const { return last_left_.load() < step; }
+
   private:
     std::unique_ptr<FrameOrder> order_;
+    std::atomic<std::uint32_t> last_left_{0};
 };
 
 } // namespace satrap

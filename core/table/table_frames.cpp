@@ -66,7 +66,7 @@ bool Table::stamp_updated(Bucket& bucket, std::uint32_t slot, std::uint32_t step
 
 void Table::update_places(const BucketVisit& visit, const std::uint8_t* started, std::uint32_t step, bool hinted,
                           bool settled, std::uint32_t* places, Scratch& scratch) {
-    SATRAP_ASSERT(step != 0 && step <= kLastStep);
+    SATRAP_ASSERT((step != 0 || !settled) && step <= kLastStep);
     Bucket& bucket = this->bucket(visit.bucket);
     std::lock_guard lock(bucket.mutex);
     locate(bucket, visit, hinted, scratch);
@@ -98,6 +98,8 @@ std::uint32_t Table::import_place(std::uint64_t id, std::uint32_t step) {
     if (slot == kNoSlot) {
         require_room(bucket, b, id);
         slot = insert_place(bucket, id, mix64(id));
+    } else {
+        bucket.places->note_left(kLastStep); // its stamp may fall: a lookup may then move it, although a step uses it
     }
     bucket.rows.publish(slot, step, ledger_->version.load());
     order_frame(bucket, slot);
@@ -128,6 +130,7 @@ void Table::move_out(std::uint64_t id, std::uint32_t row, std::uint32_t frame, s
     require_at(bucket, row, id, frame);
     SATRAP_ASSERT(is_frame(slot) && bucket.in_frames != 0);
     bucket.set_place(row, slot | kAtHome);
+    bucket.places->note_left(bucket.rows.head(row).stamp);
     --bucket.in_frames;
     ++bucket.moved_out;
 }

@@ -45,6 +45,7 @@ inline void check_random_calls(Random& random, Device& device, const std::vector
     struct Open {
         std::unique_ptr<Ticket> ticket;
         IdsOfTables ids;
+        std::uint32_t step;
     };
     std::vector<Open> open;
     const std::uint32_t kinds = random.pick(std::vector{30U, 300U, 1000U});
@@ -64,16 +65,18 @@ inline void check_random_calls(Random& random, Device& device, const std::vector
                                              : draw_ids(random, kinds, random.pick(std::vector{3U, 20U, kMost})));
         const unsigned kind = random.below(10);
         if (kind < 5) {
-            if (auto ticket = checked_lookup(device, oracles, ids, at)) open.push_back({std::move(ticket), ids});
+            if (auto ticket = checked_lookup(device, oracles, ids, at))
+                open.push_back({std::move(ticket), ids, at.step});
         } else if (kind < 9 && !open.empty()) { // a ticket that may be old: its rows may have gone, or gone home
             std::swap(open[random.below(open.size())], open.back());
             if (random.chance(0.2)) {
                 device.engine->drop(*open.back().ticket);
             } else {
                 const auto gradients = draw_gradients_of(random, configs, open.back().ids);
+                const std::uint32_t step = random.chance(0.5) ? open.back().step : at.step;
                 for (std::size_t t = 0; t < configs.size(); ++t)
-                    oracles[t].update(open.back().ids[t], gradients[t], at.step);
-                device.update(*open.back().ticket, gradients, at.step);
+                    oracles[t].update(open.back().ids[t], gradients[t], step);
+                device.update(*open.back().ticket, gradients, step);
             }
             open.pop_back();
         } else if (kind == 9) {

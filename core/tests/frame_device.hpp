@@ -54,6 +54,8 @@ class Device {
         initialise();
         CHECK_EQ(found.num_ids, flat.ids.size());
         Found out{{}, std::move(found.ticket)};
+        ordered_.erase(out.ticket.get()); // of an earlier ticket at this address
+        if (out.ticket != nullptr && at.step % 2 == 0) ordered_[out.ticket.get()] = engine->order_frames(*out.ticket);
         for (std::size_t t = 0, i = 0; t < tables.size(); ++t)
             for (; i < static_cast<std::size_t>(flat.offsets[t + 1]); ++i)
                 out.rows.push_back(read(t, flat.ids[i], frames[i], found.absent));
@@ -68,15 +70,20 @@ class Device {
         Ticket* const tickets[] = {&ticket};
         const GivenParts given[] = {{false, std::vector<bool>(pools_.size(), true)}};
         const bool filter = std::any_of(flat.begin(), flat.end(), [](float g) { return !std::isfinite(g); });
-        const bool ordered = step % 2 == 0; // the order may be found before: every id has a gradient
-        FrameRuns runs = ordered ? engine->order_frames(ticket) : FrameRuns{};
-        FrameRuns updated = engine->update_frames(tickets, given, step, filter, ordered);
-        if (ordered) {
-            CHECK(runs.first_run_of_table == updated.first_run_of_table);
-            runs.frames = std::move(updated.frames);
-            runs.ids = std::move(updated.ids);
+        FrameRuns runs;
+        if (const auto ahead = ordered_.find(&ticket); ahead != ordered_.end()) { // every id has a gradient
+            std::optional<FrameRuns> updated = engine->update_ordered_frames(ticket, step, filter);
+            runs = std::move(ahead->second);
+            ordered_.erase(ahead);
+            num_found_again += updated.has_value();
+            ++num_ordered;
+            if (updated) {
+                CHECK(runs.first_run_of_table == updated->first_run_of_table);
+                runs.frames = std::move(updated->frames);
+                runs.ids = std::move(updated->ids);
+            }
         } else {
-            runs = std::move(updated);
+            runs = engine->update_frames(tickets, given, step, filter);
         }
         for (std::size_t t = 0; t < pools_.size(); ++t) {
             Ids summed;
@@ -145,6 +152,7 @@ class Device {
     std::shared_ptr<const Bags> bags;
     std::vector<std::vector<float>> memory, home; // for each pool, by frame and by slot
     std::size_t moves = 0;
+    std::size_t num_ordered = 0, num_found_again = 0; // updates that were ordered ahead; those whose rows were visited
 
   private:
     static float& reach(std::vector<float>& values, std::uint32_t at) {
@@ -167,7 +175,8 @@ class Device {
     }
 
     std::vector<BagFeature> features_;
-    std::vector<std::uint32_t> pools_; // for each table
+    std::vector<std::uint32_t> pools_;           // for each table
+    std::map<const Ticket*, FrameRuns> ordered_; // at their lookup
 };
 
 inline std::vector<TableConfig> draw_tables(Random& random) {

@@ -112,6 +112,43 @@ CASE(threads_never_share_a_frame, testing::scaled(8)) {
     device.check();
 }
 
+// An update that was ordered at its lookup visits no row, unless one may have another place, or lacks a mark.
+CASE(ordered_updates_find_rows_again_if_they_may_have_changed, 1) {
+    TableConfig config = testing::counting_table("item", 1);
+    config.capacity = 4;
+    config.frozen = {9, 10};
+    Device device({on_device(config)});
+    const auto lookup = [&](std::uint32_t step) { return device.lookup({{1, 2, 9}}, {true, step, step}).ticket; };
+    const auto update = [&](Ticket& ticket, std::uint32_t step) {
+        const std::size_t before = device.num_found_again;
+        device.update(ticket, {{1.0f, 1.0f, 1.0f}}, step);
+        return device.num_found_again - before;
+    };
+    auto ticket = lookup(2);
+    CHECK_EQ(update(*ticket, 2), 0);
+    CHECK_EQ(device.engine->stats(0).counters.updated, 2); // the frozen id is not
+    CHECK_THROWS(TicketError, "used already", device.engine->order_frames(*ticket));
+    ticket = lookup(4);
+    CHECK_EQ(update(*ticket, 5), 1); // another step
+    ticket = lookup(6);
+    device.engine->table(0).begin_version();
+    CHECK_EQ(update(*ticket, 6), 1);
+    CHECK_EQ(device.engine->export_rows(0, 0, 1, 2).rows, 2); // the save of the new version has them
+    ticket = lookup(8);
+    device.lookup({{3, 4}}, {true, 9, 9}); // evicts the row of id 1
+    CHECK_EQ(update(*ticket, 8), 1);
+    CHECK_EQ(device.engine->stats(0).counters.not_applied_absent, 1);
+    CHECK_EQ(device.engine->stats(0).counters.updated, 2 + 2 + 2 + 1);
+    ticket = lookup(10);
+    device.lookup({{3}}, {true, 11, 10}); // evicts a row that no open step uses
+    CHECK_EQ(update(*ticket, 10), 0);
+    ticket = lookup(12);
+    device.engine->table(0).import_place(1, 3);
+    CHECK_EQ(update(*ticket, 12), 1);
+    CHECK_EQ(device.num_ordered, 6);
+    device.check();
+}
+
 CASE(tickets_are_used_once, 1) {
     Device device({on_device(testing::counting_table("item", 1))}), other({on_device(testing::counting_table("b", 1))});
     Found found = device.lookup({{1, 2}}, {true, 1, 1}), foreign = other.lookup({{1}}, {true, 1, 1});
@@ -216,6 +253,13 @@ CASE(ids_in_flat_arrays_find_the_frames_of_bags, 1) {
     CHECK(of_frame[static_cast<std::uint32_t>(frames[1])] == (std::vector<std::uint32_t>{3}));
     CHECK(of_frame[static_cast<std::uint32_t>(frames[3])] == (std::vector<std::uint32_t>{9}));
     CHECK_EQ(engine.stats(0).counters.updated, 2);
+    const FrameLookup again = engine.lookup_id_frames(ids, offsets, {true, 1, 1}, frames, true);
+    const FrameRuns ordered = engine.order_id_frames(*again.ticket, places);
+    CHECK(ordered.frames == runs.frames && ordered.places == runs.places);
+    CHECK(ordered.begin == runs.begin && ordered.end == runs.end);
+    CHECK(!engine.update_ordered_frames(*again.ticket, 1));
+    CHECK_EQ(engine.stats(0).counters.updated, 4);
+    CHECK_EQ(engine.stats(1).counters.updated, 2);
     const std::uint32_t owners[] = {1, 0}; // the engine's tables have a bucket each
     engine.ownership().set(owners, 0);
     CHECK_THROWS(MovedError, "belongs to server 1", engine.update_id_frames(ids, offsets, places, 2, false));

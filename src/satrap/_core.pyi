@@ -230,8 +230,11 @@ class Engine:
 
     def shares_buckets(self, table: int) -> bool: ...
 
-    def lookup_id_frames(self, ids: NDArray[numpy.uint64], offsets: NDArray[numpy.int64], step: int, oldest_open: int, train: bool, frames: NDArray[numpy.int32], first_epoch: bool = True) -> dict[str, Any]:
+    def lookup_id_frames(self, ids: NDArray[numpy.uint64], offsets: NDArray[numpy.int64], step: int, oldest_open: int, train: bool, frames: NDArray[numpy.int32], first_epoch: bool = True, want_ticket: bool = False) -> dict[str, Any]:
         """Finds the frames of ids in flat arrays, table by table."""
+
+    def order_id_frames(self, ticket: Ticket, places: NDArray[numpy.int32]) -> dict[str, Any]:
+        """Returns what update_id_frames would, ahead of it."""
 
     def update_id_frames(self, ids: NDArray[numpy.uint64], offsets: NDArray[numpy.int64], places: NDArray[numpy.int32], step: int, filter: bool) -> dict[str, Any]:
         """Does all of an update of ids in flat arrays but the optimizer."""
@@ -246,11 +249,14 @@ class Engine:
     def take_inserted(self) -> dict[str, NDArray[Any]]:
         """Returns the rows whose frames have no values yet."""
 
-    def update_frames(self, tickets: Sequence[Ticket], given: Sequence[tuple[bool, Sequence[bool]]], step: int, filter: bool, ordered: bool = False) -> dict[str, Any]: ...
+    def update_frames(self, tickets: Sequence[Ticket], given: Sequence[tuple[bool, Sequence[bool]]], step: int, filter: bool) -> dict[str, Any]: ...
 
     def order_frames(self, ticket: Ticket) -> dict[str, Any]:
+        """Returns the runs of an update of a whole batch, ahead of it."""
+
+    def update_ordered_frames(self, ticket: Ticket, step: int, filter: bool) -> dict[str, Any] | None:
         """
-        Returns the runs of an update of a whole batch, ahead of it: all but the frames.
+        Returns the frames of an update that was ordered ahead; None: those that were found then.
         """
 
     def sum_bound(self, tickets: Sequence[Ticket]) -> float:
@@ -445,6 +451,11 @@ class Split:
     def lines(self, ticket: SplitTicket, groups: NDArray[numpy.uint32]) -> dict[str, Any]:
         """
         Returns the row of each id of a batch that a device pools, among the rows of its group of tables.
+        """
+
+    def order(self, ticket: SplitTicket, groups: NDArray[numpy.uint32]) -> dict[str, Any]:
+        """
+        Returns which gradients the sum of each id of the lookup consists of, ahead of the update.
         """
 
     def runs(self, tickets: Sequence[SplitTicket], given: Sequence[tuple[bool, Sequence[bool]]], owners: NDArray[numpy.uint32], num_servers: int, groups: NDArray[numpy.uint32]) -> tuple[SumRuns, dict[str, Any]]:

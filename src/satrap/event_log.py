@@ -8,7 +8,9 @@ started without `satrap` may do the same: `handler.setFormatter(satrap.event_log
 
 import json
 import logging
+import os
 import re
+import socket
 import threading
 import time
 from collections.abc import Callable
@@ -56,6 +58,11 @@ def describe_process(
         _process.number = number
     _process.job = job or _process.job
     _process.step = step or _process.step
+
+
+def place_of_process(process: int | None = None) -> str:
+    """Return where a process is, in words. process: its id on this machine; None: this process."""
+    return f"process {process or os.getpid()} on {socket.gethostname()}"
 
 
 def event(name: str, /, **values: Any) -> dict[str, Any]:

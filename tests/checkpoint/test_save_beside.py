@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from cluster import ANYWHERE, running_servers
 from disk import small_disk
 from rpc_parts import wait_until
 from satrap import Deployment
-from satrap.checkpoint.checkpoint_writer import BackgroundSave
+from satrap.checkpoint.checkpoint import Checkpoint
 from satrap.errors import CheckpointError, SnapshotError
 from satrap.rpc import Service
 from satrap.server import state
@@ -170,23 +171,24 @@ def killed_in_a_save(run: Path, addresses: list[str], held: Held, old_bytes: Cal
 
 
 def test_the_next_save_waits_for_the_one_that_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    job = Job(str(tmp_path), 4)
     with held_writers() as held:
-        wait = BackgroundSave.wait
-        waited: list[BackgroundSave] = []
+        wait = Checkpoint._wait_for_running
+        waited: list[Future[None]] = []
 
-        def release(save: BackgroundSave) -> None:
-            if not waited:
-                assert not save.is_done
-                held.may_write.set()
-            waited.append(save)
-            wait(save)
+        def release(run: Checkpoint) -> None:
+            if run._running is not None:
+                if not waited:
+                    assert not run._running.done()
+                    held.may_write.set()
+                waited.append(run._running)
+            wait(run)
 
-        monkeypatch.setattr(BackgroundSave, "wait", release)
+        monkeypatch.setattr(Checkpoint, "_wait_for_running", release)
+        job = Job(str(tmp_path), 4)
         for batch in job.embeddings.stream(job.source):
             job.step(batch)
             job.run.save(every_steps=2, wait=False)
-        assert len(waited) == 1 and waited[0].is_done, "the second save waited for the first"
+        assert len(waited) == 1 and waited[0].done(), "the second save waited for the first"
         job.embeddings.close()
         assert len(waited) == 2, "the end waits for the second"
     assert [name for name in names(tmp_path) if not name.startswith(".")] == ["000001-step-2", "000002-step-4"]
@@ -229,7 +231,7 @@ def test_a_save_that_is_not_due_reports_a_failure_too(tmp_path: Path) -> None:
         patch.setattr(writer, "ChecksumFile", None)
         assert job.run.save(wait=False)
         assert job.run._running is not None
-        job.run._running._thread.join(DEADLINE_SECONDS)
+        job.run._running.exception(DEADLINE_SECONDS)
     with pytest.raises(TypeError):
         job.run.save(every_steps=1000)
     assert not job.run.save(every_steps=1000)

@@ -309,7 +309,7 @@ def test_cardinalities_are_checked() -> None:
         Clicks(num_samples=1, num_ids=2, cardinalities=[5, 0])
     with pytest.raises(ConfigError, match="Clicks: cardinalities is 103; expected an integer from 104 to"):
         Clicks(num_samples=1, cardinalities=103)
-    with pytest.raises(ConfigError, match="Clicks: cardinalities is 'many'; expected an integer"):
+    with pytest.raises(ConfigError, match=r"Clicks: cardinalities is 'many' .*; expected an integer"):
         Clicks(num_samples=1, cardinalities="many")  # type: ignore[arg-type]
 
 

@@ -93,6 +93,18 @@ def test_random_steps_on_two_tiers_have_the_bits_of_rows_in_memory(
     assert all(each == found[0] and each["moved_out"]["item"] > 0 for each in found)
 
 
+def test_an_update_of_whole_batches_does_nothing_for_an_id(trainers: Trainers, tmp_path: Path) -> None:
+    """Gradients are ordered when ids are resolved and looked up. If a trainer drops its batch, the ids of the others
+    are sent again, and the next lookup is not ordered ahead."""
+    for_all = ["drop", "lr", "take_inserted", "version"]
+    found = trainers.run([], 2, tmp_path, visits=5, drops=2)
+    for each in found:
+        for step in (1, 4, 5):
+            assert each["calls"][step - 1] == sorted([*for_all, "update_ordered_frames"]), step
+        assert each["calls"][2] == sorted([*for_all, "copy runs", "update_id_frames"])
+    assert found[0]["calls"][1] == sorted([*for_all, "copy runs", "join ids", "send ids", "update_id_frames"])
+
+
 SHARDS = [("rows", "rows"), ("replicated", "columns"), ("columns", "replicated")]
 ALL_SHARDS = [*SHARDS, ("table", "table"), ("table", "columns")]
 

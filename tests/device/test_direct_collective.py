@@ -14,8 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from satrap.config.tables import Table
+from satrap.device.asked_rounds import AskedRounds, AskedRows
 from satrap.device.direct_ids import OwnerNumbers, RowNumbers, RowRuns, num_with, remainders_of
-from satrap.device.direct_rounds import AskedRounds, AskedRows
 from satrap.device.group_exchange import lines_of, of_group
 from satrap.device.segments import TableGroups
 from satrap.device.table_shards import Trainer, owned_buckets
@@ -96,16 +96,17 @@ def test_a_row_of_some_buckets_keeps_its_order_in_runs() -> None:
 
 
 def test_an_update_uses_what_its_lookup_asked_for_if_the_same_trainers_join() -> None:
-    rounds, runs = (
-        AskedRounds(7),
-        RowRuns.of(torch.tensor([1, 0]).int(), RowNumbers([Table("t", dim=1, num_rows=2)], [], CPU)),
-    )
+    rounds = AskedRounds()
     for number, step in ((3, 1), (4, 1), (5, 2)):
-        rounds.keep(number, AskedRows(torch.tensor([1, 0]), runs, step, (0, 2)))
-    assert rounds.of(4, (0, 2)) is not None
-    assert rounds.of(4, (0,)) is None and rounds.of(-1, (0, 2)) is None
+        rounds.keep(number, AskedRows(f"round {number}", step, (0, 2)))
+    found = rounds.of([4], (0, 2))
+    assert found is not None and found.rows == "round 4" and rounds.are_used
+    assert rounds.of([4], (0,)) is None and rounds.of([-1], (0, 2)) is None and rounds.of([3, 4], (0, 2)) is None
+    assert not rounds.are_used
     rounds.forget(1)
-    assert rounds.of(4, (0, 2)) is None and rounds.of(5, (0, 2)) is not None
+    assert rounds.of([4], (0, 2)) is None and rounds.of([5], (0, 2)) is not None
+    rounds.keep(6, AskedRows("late", 1, (0, 2)))  # another trainer may have kept it, and forgotten it, before
+    assert rounds.of([6], (0, 2)) is None
 
 
 @pytest.fixture(scope="module")

@@ -11,10 +11,9 @@ from typing import Any
 import pytest
 
 from browser import NAMES, Browser, find_browser, running_browser
-from report_records import write_long_run
+from report_records import read_records, write_long_run
 from runs import JOB, SATRAP, name_processes, num_checkpoints, start_run, wait_for_exit, wait_until
 from satrap.html_report.chart import number
-from satrap.monitor.record_file import read_records
 
 SCRIPT = JOB.with_name("report_job.py")
 CUT_TEXTS = """[...document.querySelectorAll('.plot svg')].flatMap(svg => {

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from logged import logged
+from report_records import read_records
 from satrap.launch.child_processes import ProcessOutput
 from satrap.launch.logs import RunLogs
 from satrap.launch.run_events import (
@@ -25,7 +26,7 @@ from satrap.launch.run_events import (
 from satrap.launch.run_monitor import CLIENT_KEY, STATUS, RunMonitor
 from satrap.launch.run_state import RunState
 from satrap.launch.supervisor import RunConfig, Supervisor
-from satrap.monitor.record_file import encode, read_records
+from satrap.monitor.record_file import encode
 from satrap.monitor.samples import Sample
 
 SERVERS = [Process(Role.SERVER, number, 1) for number in (0, 1)]

@@ -64,13 +64,6 @@ def test_dlrm_by_hand(num_dense: int) -> None:
         torch.testing.assert_close(logits[sample], expected.float()[0])
 
 
-def test_dlrm_of_one_vector_takes_the_vector_itself() -> None:
-    """Without pairs the top would have no input, and the logit would be one constant."""
-    model = DLRM(0, shape(4), top=(6, 1))
-    _, block = inputs(7, 0, 4)
-    torch.testing.assert_close(model(None, block), model.top(block)[:, 0])
-
-
 @each_kind
 @pytest.mark.parametrize(("num_dense", "num_features"), [(0, 1), (1, 1), (0, 2), (0, 3)])
 def test_the_logit_depends_on_every_feature(kind: type[Any], num_dense: int, num_features: int) -> None:

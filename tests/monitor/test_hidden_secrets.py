@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from report_records import read_records
 from satrap.launch.process_command import Script
 from satrap.monitor.hidden_secrets import HIDDEN, hide_secrets
 from satrap.monitor.progress import Progress
-from satrap.monitor.record_file import read_records
 
 SECRET = "hunter2"
 NAMES = ["password", "PASSWORD", "db_password", "api-key", "apiKey", "aws_secret_access_key", "token", "tokens", "key"]

@@ -2,7 +2,6 @@
 
 import gc
 import io
-import json
 import math
 import re
 import weakref
@@ -25,7 +24,7 @@ from satrap.monitor.meter import Meter
 from satrap.monitor.metrics import auc, normalised_entropy
 from satrap.monitor.progress import Progress
 from satrap.monitor.report import Counters, Report, bar, line, short
-from satrap.monitor.sinks import JsonLines, Screen, Sink, TensorBoard
+from satrap.monitor.sinks import Screen
 
 # -- text --------------------------------------------------------------------------------------------------------------
 
@@ -39,10 +38,9 @@ def test_line() -> None:
     assert " | lost 3 batches/unused | cut 1.5k ids/clicked | ms/step" in line(
         replace(FULL, lost={"batches/unused": 3, "ids/clicked": 1500})
     )
-    assert line(EVALUATED).startswith(
-        "step 1,200 | validation auc 0.7900 log_loss 0.4321 (best) | 4.92M samples in 01:02"
-    )
-    assert " log_loss 0.4321 | " in line(replace(EVALUATED, is_best=False))
+    evaluated = "step 1,200 | validation auc 0.7900 log_loss 0.4321 (best) | 4.92M samples in 01:02, 01:02 left"
+    assert line(EVALUATED) == evaluated
+    assert line(replace(EVALUATED, is_best=False)) == evaluated.replace(" (best)", "")
     assert line(BARE) == "step 3 | 30 samples in 1:02:05 | 0/s"
 
 
@@ -392,24 +390,6 @@ def test_labels_of_several_heads_are_named() -> None:
     with pytest.raises(InputError, match=r"labels have the shape \(2, 2\); expected one column, e\.g\. labels\[:, 0\]"):
         progress.step(batch, scores=np.zeros(2))
     progress.step(batch, scores=np.zeros(2), labels=np.zeros(2))
-
-
-def test_a_whole_run(tmp_path: Path) -> None:
-    """Uses all sinks at once, a real clock, and tensors like those of a loop."""
-    screen = io.StringIO()
-    sinks: list[Sink] = [Screen(screen), JsonLines(tmp_path / "log.jsonl"), TensorBoard(tmp_path / "run")]
-    with Progress(RecordingEmbeddings(Clock()), sinks, total_samples=800, every_seconds=1e-9) as progress:
-        for step in range(1, 9):
-            labels = torch.arange(100) % 2
-            logits = (labels - 0.5).float().requires_grad_()
-            loss = torch.nn.functional.binary_cross_entropy_with_logits(logits, labels.float())
-            progress.step(SteppedBatch(step, 100, labels), loss=loss, scores=logits)
-    lines = screen.getvalue().splitlines()
-    logged = [json.loads(text) for text in (tmp_path / "log.jsonl").read_text().splitlines()]
-    assert len(lines) == len(logged) == 8
-    assert lines[-1].startswith("step 8 | 800 samples in 00:00, 00:00 left")
-    assert "AUC 1.0000" in lines[-1] and "9 rows" in lines[-1]
-    assert [each["step"] for each in logged] == list(range(1, 9))
 
 
 # -- numbers of the script ---------------------------------------------------------------------------------------------

@@ -18,10 +18,11 @@ from hypothesis import given
 
 from example_reports import Clock, ListSink
 from logged import logged
+from report_records import read_records
 from satrap import run_context
 from satrap.errors import ConfigError
 from satrap.monitor.progress import Progress
-from satrap.monitor.record_file import RecordFile, decode, encode, read_records
+from satrap.monitor.record_file import RecordFile, decode, encode
 from satrap.monitor.report import Counters
 from satrap.monitor.training_record import _COST_SHARE, _FREE_SECONDS, _MAX_SECONDS, _MIN_SECONDS, _OF_ELAPSED
 

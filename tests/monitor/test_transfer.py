@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from logged import Records
 from satrap import transfer
 from satrap.byte_sizes import format_bytes
-from satrap.checkpoint.checkpoint_writer import BackgroundSave
+from satrap.checkpoint.checkpoint_writer import in_background
 from satrap.monitor.progress import Progress
 from satrap.monitor.sinks import Screen
 from satrap.transfer import Transfer, Transfers, advance, current_transfer, format_seconds, in_context
@@ -66,7 +66,7 @@ def test_a_bar_shows_how_far_a_save_is(clock: Clock) -> None:
                     clock.now += 0.5
                     advance(20)
 
-        BackgroundSave(save).wait()
+        in_background(save).result()
         notes = re.findall(r"\r([^|]*) \| step 7", stream.getvalue().removeprefix(drawn))
         assert notes == ["save: 40 %, 40 bytes, about 2 s left", "save: 80 %, 80 bytes, about 0 s left"]
         assert stream.getvalue().endswith(drawn.rpartition("\r")[2]), "the note is gone"

@@ -15,7 +15,7 @@ from satrap.errors import ConfigError
 from satrap.planning.coefficients import DEFAULTS
 from satrap.planning.machines import Layout, Limits, MachineType, Pool, PriceList
 from satrap.planning.planner import Plan, make_plan
-from satrap.planning.report import Start, lines_of
+from satrap.planning.report import lines_of
 from satrap.planning.workload import Workload
 
 
@@ -154,7 +154,7 @@ def test_a_bucket_larger_than_a_machine_is_an_error() -> None:
 def test_a_rate_out_of_reach_gives_the_fastest_and_what_to_change() -> None:
     found = plan(workload(load(10**9), samples_per_second=1e9), machine(available=4))
     assert not found.meets
-    text = "\n".join(lines_of(found, Start(script="train.py")))
+    text = "\n".join(lines_of(found, ["train.py"]))
     assert "NOT MET  no plan reaches 1,000,000,000 samples/s; this one reaches" in text
     assert "change   make more than 4 m available" in text
     assert "change   train with staleness 1 or more" in text

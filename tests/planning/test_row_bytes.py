@@ -10,7 +10,8 @@ import pytest
 
 from satrap.config.optimizers import SGD, Adam, Optimizer, RowWiseAdagrad
 from satrap.config.tables import Table
-from satrap.planning.input_files import memory_row_bytes, saved_row_bytes
+from satrap.planning.input_files import memory_row_bytes
+from satrap.table.snapshot.writer import row_bytes
 from satrap.table.store import Store
 
 
@@ -32,7 +33,7 @@ def test_a_saved_row_is_what_a_checkpoint_has(tmp_path: Path) -> None:
     store.lookup(np.arange(50_000, dtype=np.uint64))
     store.save(tmp_path / "saved")
     size = sum(each.stat().st_size for each in (tmp_path / "saved").rglob("*") if each.is_file())
-    assert math.isclose(size, 50_000 * saved_row_bytes(table), rel_tol=0.1)
+    assert math.isclose(size, 50_000 * row_bytes(table), rel_tol=0.1)
 
 
 def test_a_table_that_may_grow_beyond_its_capacity_is_measured_as_one_without() -> None:

@@ -8,9 +8,8 @@ import graphlib
 import re
 import sys
 from collections.abc import Iterable, Iterator
+from functools import cache
 from pathlib import Path
-
-import pytest
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "src/satrap"
@@ -134,10 +133,6 @@ NOT_CODE = re.compile(
 )
 TYPE = re.compile(r"(template\s*<.*>\s*)?(inline\s+)?(namespace|struct|class|union|enum|extern)\b", re.DOTALL)
 
-each_package_file = pytest.mark.parametrize("path", package_files, ids=relative)
-each_python_file = pytest.mark.parametrize("path", python_files, ids=relative)
-each_core_file = pytest.mark.parametrize("path", core_files, ids=relative)
-
 
 def module(path: Path) -> str:
     """Returns the name that a file is imported by, without `satrap.`."""
@@ -155,33 +150,34 @@ def within(name: str, allowed: Iterable[str]) -> bool:
     return any(f"{name}.".startswith(f"{each}.") for each in allowed)
 
 
-def imports(tree: ast.AST) -> Iterator[str]:
+@cache
+def imports(path: Path) -> list[str]:
     """Returns every module imported anywhere in the file, including functions and TYPE_CHECKING blocks."""
-    for node in ast.walk(tree):
+    found: list[str] = []
+    for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
+            found += (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"line {node.lineno}: write imports in full"
-            if node.module == "satrap":
-                yield from (f"satrap.{alias.name}" for alias in node.names)
-            else:
-                yield node.module or ""
+            assert node.level == 0, f"{relative(path)}, line {node.lineno}: write imports in full"
+            is_ours = node.module == "satrap"
+            found += [f"satrap.{alias.name}" for alias in node.names] if is_ours else [node.module or ""]
+    return found
 
 
-@each_package_file
-def test_imports_follow_the_arrows(path: Path) -> None:
-    own = module(path)
-    if own == "__init__":
-        return
-    allowed = {*BASE, package(own), *ARROWS.get(package(own), "").split()}
-    if own in BASE:
-        allowed = {*BASE, "config"}
-    assert package(own) or own in BASE, f"{relative(path)} is in no package of ARROWS"
-    for name in imports(ast.parse(path.read_text())):
-        top, _, rest = name.partition(".")
-        if top == "satrap":
-            found = rest if rest in BASE else package(rest)
-            assert found in allowed, f"{own} imports {name}; {package(own)} may import from {sorted(allowed)}"
+def test_imports_follow_the_arrows() -> None:
+    for path in package_files:
+        own = module(path)
+        if own == "__init__":
+            continue
+        allowed = {*BASE, package(own), *ARROWS.get(package(own), "").split()}
+        if own in BASE:
+            allowed = {*BASE, "config"}
+        assert package(own) or own in BASE, f"{relative(path)} is in no package of ARROWS"
+        for name in imports(path):
+            top, _, rest = name.partition(".")
+            if top == "satrap":
+                found = rest if rest in BASE else package(rest)
+                assert found in allowed, f"{own} imports {name}; {package(own)} may import from {sorted(allowed)}"
 
 
 def test_the_architecture_page_names_all_packages_and_folders_the_lowest_first() -> None:
@@ -199,7 +195,7 @@ def test_no_file_imports_itself_in_a_circle() -> None:
     graph = {
         own: {
             rest
-            for name in imports(ast.parse(path.read_text()))
+            for name in imports(path)
             if name.startswith("satrap.") and (rest := name.removeprefix("satrap.")) in modules
         }
         for own, path in modules.items()
@@ -207,9 +203,8 @@ def test_no_file_imports_itself_in_a_circle() -> None:
     assert len(list(graphlib.TopologicalSorter(graph).static_order())) == len(modules)
 
 
-@each_package_file
-def test_outside_packages_stay_where_they_are_allowed(path: Path) -> None:
-    for name in imports(ast.parse(path.read_text())):
+def test_outside_packages_stay_where_they_are_allowed() -> None:
+    for path, name in ((each, name) for each in package_files for name in imports(each)):
         top = name.partition(".")[0]
         if top == "satrap" or top in sys.stdlib_module_names:
             continue
@@ -220,9 +215,8 @@ def test_outside_packages_stay_where_they_are_allowed(path: Path) -> None:
         assert allowed is None or within(own, allowed.split()), f"{own} imports {top}; only {allowed} may"
 
 
-@each_package_file
-def test_the_environment_is_never_read(path: Path) -> None:
-    for node in ast.walk(ast.parse(path.read_text())):
+def test_the_environment_is_never_read() -> None:
+    for path, node in ((each, node) for each in package_files for node in ast.walk(ast.parse(each.read_text()))):
         names = {node.attr} if isinstance(node, ast.Attribute) else set()
         if isinstance(node, ast.ImportFrom) and node.module == "os":
             names = {alias.name for alias in node.names}
@@ -242,43 +236,45 @@ def test_no_decision_depends_on_the_wall_clock() -> None:
     assert found == WALL_CLOCK
 
 
-@each_python_file
-def test_python_files_open_with_a_paragraph_and_stay_short(path: Path) -> None:
-    text = path.read_text()
-    tree = ast.parse(text)
-    assert ast.get_docstring(tree) or not text.strip(), "a file opens by saying its job"
-    assert len(text.splitlines()) < MAX_FILE_LINES
-    for node in ast.walk(tree):
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            lines = (node.end_lineno or 0) - node.lineno + 1
-            assert lines < MAX_FUNCTION_LINES, f"{node.name} has {lines} lines"
+def test_python_files_open_with_a_paragraph_and_stay_short() -> None:
+    for path in python_files:
+        text = path.read_text()
+        tree = ast.parse(text)
+        assert ast.get_docstring(tree) or not text.strip(), f"{relative(path)}: a file opens by saying its job"
+        assert len(text.splitlines()) < MAX_FILE_LINES, relative(path)
+        for node in ast.walk(tree):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                lines = (node.end_lineno or 0) - node.lineno + 1
+                assert lines < MAX_FUNCTION_LINES, f"{relative(path)}: {node.name} has {lines} lines"
 
 
-@each_core_file
-def test_includes_of_the_core_follow_the_arrows(path: Path) -> None:
-    room = path.parent.name
-    if room == "tests":
-        return
-    allowed = {room, *CORE_ARROWS[room].split()}
-    for header in re.findall(r'^\s*#\s*include\s*"([^"]+)"', path.read_text(), re.MULTILINE):
-        assert header.partition("/")[0] in allowed, f"{relative(path)} includes {header}; {room} may include {allowed}"
+def test_includes_of_the_core_follow_the_arrows() -> None:
+    for path in core_files:
+        room = path.parent.name
+        if room == "tests":
+            continue
+        allowed = {room, *CORE_ARROWS[room].split()}
+        for header in re.findall(r'^\s*#\s*include\s*"([^"]+)"', path.read_text(), re.MULTILINE):
+            assert header.partition("/")[0] in allowed, f"{relative(path)} includes {header}, not of {allowed}"
 
 
-@each_core_file
-def test_only_the_bindings_know_python(path: Path) -> None:
-    if path.parent.name == "bindings":
-        return
-    for header in re.findall(r'^\s*#\s*include\s*[<"]([^>"]+)', path.read_text(), re.MULTILINE):
-        assert not header.startswith(("nanobind", "Python.h", "numpy", "torch", "ATen", "cuda")), header
+def test_only_the_bindings_know_python() -> None:
+    for path in core_files:
+        if path.parent.name == "bindings":
+            continue
+        for header in re.findall(r'^\s*#\s*include\s*[<"]([^>"]+)', path.read_text(), re.MULTILINE):
+            assert not header.startswith(("nanobind", "Python.h", "numpy", "torch", "ATen", "cuda")), (
+                f"{relative(path)} includes {header}"
+            )
 
 
-@each_core_file
-def test_core_files_open_with_a_paragraph_and_stay_short(path: Path) -> None:
-    text = path.read_text()
-    assert text.startswith("// "), "a file opens by saying its job"
-    assert len(text.splitlines()) < MAX_FILE_LINES
-    for first, lines in cpp_functions(text):
-        assert lines < MAX_FUNCTION_LINES, f"the function at line {first} has {lines} lines"
+def test_core_files_open_with_a_paragraph_and_stay_short() -> None:
+    for path in core_files:
+        text = path.read_text()
+        assert text.startswith("// "), f"{relative(path)}: a file opens by saying its job"
+        assert len(text.splitlines()) < MAX_FILE_LINES, relative(path)
+        for first, lines in cpp_functions(text):
+            assert lines < MAX_FUNCTION_LINES, f"{relative(path)}: the function at line {first} has {lines} lines"
 
 
 def cpp_functions(text: str) -> Iterator[tuple[int, int]]:

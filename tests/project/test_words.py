@@ -10,7 +10,9 @@ import ast
 import io
 import re
 import tokenize
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -74,26 +76,32 @@ def phrases_in(path: Path) -> set[str]:
     return set(PHRASES.findall(" ".join(FRAMING.sub(" ", text).lower().split())))
 
 
-@pytest.mark.parametrize("path", [*PYTHON, *CORE], ids=relative)
-def test_names_are_not_retired(path: Path) -> None:
-    assert names_in(path) == set(), "CONTRIBUTING.md has what to use instead"
+def found_in(paths: list[Path], find: Callable[[Path], Any]) -> dict[str, Any]:
+    """What is found in these files, by file."""
+    return {relative(path): found for path in paths if (found := find(path))}
 
 
-@pytest.mark.parametrize("path", [*PYTHON, *CORE, *TESTS, *DOCS], ids=relative)
-def test_phrases_are_not_retired(path: Path) -> None:
-    assert phrases_in(path) == set(), "CONTRIBUTING.md has what to use instead"
+def test_names_are_not_retired() -> None:
+    assert found_in([*PYTHON, *CORE], names_in) == {}, "CONTRIBUTING.md has what to use instead"
 
 
-@pytest.mark.parametrize("path", [*PYTHON, *CORE, *TESTS], ids=relative)
-def test_no_docstring_comment_or_message_begins_with_a_fragment(path: Path) -> None:
-    assert FRAGMENT.findall(path.read_text()) == [], "begin with a noun or a verb"
+def test_phrases_are_not_retired() -> None:
+    assert found_in([*PYTHON, *CORE, *TESTS, *DOCS], phrases_in) == {}, "CONTRIBUTING.md has what to use instead"
 
 
-@pytest.mark.parametrize("path", PYTHON, ids=relative)
-def test_docstrings_of_functions_are_imperative(path: Path) -> None:
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and (text := ast.get_docstring(node)):
-            assert text.split()[0] not in THIRD_PERSON, f"{node.name}: write 'Return the ids', not 'Returns the ids'"
+def test_no_docstring_comment_or_message_begins_with_a_fragment() -> None:
+    found = found_in([*PYTHON, *CORE, *TESTS], lambda path: FRAGMENT.findall(path.read_text()))
+    assert found == {}, "begin with a noun or a verb"
+
+
+def declarative_docstrings(path: Path) -> list[str]:
+    nodes = ast.walk(ast.parse(path.read_text()))
+    functions = (node for node in nodes if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef))
+    return [each.name for each in functions if (ast.get_docstring(each) or "-").split()[0] in THIRD_PERSON]
+
+
+def test_docstrings_of_functions_are_imperative() -> None:
+    assert found_in(PYTHON, declarative_docstrings) == {}, "write 'Return the ids', not 'Returns the ids'"
 
 
 def test_the_lists_are_read() -> None:

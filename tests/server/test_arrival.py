@@ -60,7 +60,7 @@ def test_servers_that_arrive_at_the_same_time(rng: np.random.Generator, monkeypa
         addresses = [stack.enter_context(Service(each, ServerCalls, ANYWHERE)).address for each in servers]
         worker = stack.enter_context(sharded_worker(features(), addresses[:1]))
         step_both([local, worker], rng, [draw_bags(rng, local.features, 60)], 1)
-        arrivals = [Arrival(servers[number], addresses[number], addresses, None) for number in (1, 2)]
+        arrivals = [Arrival(servers[number].status, addresses[number], addresses, None) for number in (1, 2)]
         for arrival in arrivals:
             arrival.start()
         step = 1

@@ -125,7 +125,7 @@ def test_servers_that_leave_at_the_same_time(leaving: tuple[int, ...], rng: np.r
 def test_without_the_answer_of_a_server_it_waits_until_its_time_is_over(
     rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("satrap.server.migration.departure._ASK_SECONDS", 0.1)
+    monkeypatch.setattr("satrap.server.migration.coordinator._ASK_SECONDS", 0.1)
     local = local_worker(features(), num_threads=1)
     with running(3) as servers, sharded_worker(features(), [each.address for _, each in servers]) as worker:
         step_both([local, worker], rng, [draw_bags(rng, local.features, 60)], 1)

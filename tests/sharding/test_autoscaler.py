@@ -62,25 +62,26 @@ def test_no_server_is_removed_without_training() -> None:
     assert follow([servers(0.1, 0.1)], patience=1, step_seconds=0.0)[0].change == 0
 
 
-def test_one_calm_window_resets_the_patience() -> None:
-    full, calm = servers(0.85, 0.5), servers(0.7, 0.5)
-    assert [each.change for each in follow([full, full, calm, full, full, full])] == [0, 0, 0, 0, 0, 1]
+FULL, FULLER, CALM, IDLE = servers(0.85, 0.5), servers(0.95, 0.5), servers(0.7, 0.5), servers(0.1, 0.1)
 
 
-def test_a_window_for_the_opposite_resets_the_patience() -> None:
-    full, idle = servers(0.85, 0.5), servers(0.1, 0.1)
-    assert [each.change for each in follow([full, full, idle, idle, full, full, full])] == [0, 0, 0, 0, 0, 0, 1]
-
-
-def test_patience_requires_the_same_direction_not_the_same_number() -> None:
-    one, two, fewer = servers(0.85, 0.5), servers(0.95, 0.5), servers(0.1, 0.1)
-    assert [each.change for each in follow([one, two, one])] == [0, 0, 1]
-    assert [each.change for each in follow([one, fewer, fewer, fewer])] == [0, 0, 0, -1]
-
-
-def test_patience_counts_at_the_bounds_too() -> None:
-    assert [each.change for each in follow([servers(0.85, 0.5)] * 3, min_servers=2)] == [0, 0, 1]
-    assert [each.change for each in follow([servers(0.1, 0.1)] * 3, max_servers=2)] == [0, 0, -1]
+@pytest.mark.parametrize(
+    ("windows", "bounds", "changes"),
+    [
+        ([FULL, FULL, CALM, FULL, FULL, FULL], {}, [0, 0, 0, 0, 0, 1]),
+        ([FULL, FULL, IDLE, IDLE, FULL, FULL, FULL], {}, [0, 0, 0, 0, 0, 0, 1]),
+        ([FULL, FULLER, FULL], {}, [0, 0, 1]),
+        ([FULL, IDLE, IDLE, IDLE], {}, [0, 0, 0, -1]),
+        ([FULL] * 3, {"min_servers": 2}, [0, 0, 1]),
+        ([IDLE] * 3, {"max_servers": 2}, [0, 0, -1]),
+        ([FULL] * 7, {"pause_seconds": 0.0}, [0, 0, 1, 0, 0, 1, 0]),
+    ],
+)
+def test_patience_counts_windows_of_one_direction_since_the_last_change(
+    windows: Any, bounds: Any, changes: list[int]
+) -> None:
+    """Whatever the number of servers that they ask for, and at the bounds, too."""
+    assert [each.change for each in follow(windows, **bounds)] == changes
 
 
 def test_at_a_mark_nothing_happens_and_the_busiest_server_counts() -> None:
@@ -91,11 +92,6 @@ def test_at_a_mark_nothing_happens_and_the_busiest_server_counts() -> None:
     roomy = [replace(each, limit_bytes=2.0) for each in servers(0.85, 0.5)]
     assert follow([roomy], patience=1)[0].change == 0
     assert follow([servers(0.0, 0.0)], patience=1)[0].change == -1
-
-
-def test_a_change_resets_the_patience() -> None:
-    found = follow([servers(0.85, 0.5)] * 7, pause_seconds=0.0)
-    assert [n for n, each in enumerate(found) if each.change] == [2, 5]
 
 
 def test_after_a_change_there_is_a_pause() -> None:

@@ -1,7 +1,8 @@
 """One of several trainers, for rows on their devices: a job of trainer_child.py, or, with "compare", random steps on
 two workers, with rows on the devices and in the trainers' memory, whose results must be the same bits; or, with
 "refused", options that several trainers cannot have; or, with "differs", a trainer that does not do as the others; or,
-with "unequal", evaluations; or, with "slowly", several streams; or, with "launches", what the devices are given."""
+with "unequal", evaluations; or, with "slowly", several streams; or, with "launches", what the devices are given; or,
+with "visits", what updates do with ids."""
 
 from __future__ import annotations
 
@@ -40,6 +41,8 @@ from satrap.config.tables import Always
 from satrap.data.inputs import Inputs
 from satrap.device.direct_owned_rows import DirectOwnedRows
 from satrap.device.exchange import Exchange, LaunchOrder
+from satrap.device.runs import Runs
+from satrap.device.segments import JoinedIds
 from satrap.errors import ConfigError, StreamError
 from satrap.interrupts import SLICE_SECONDS
 from satrap.train import open_worker
@@ -356,6 +359,61 @@ def train_in_order(job: dict[str, Any], rank: int) -> dict[str, Any]:
     return found | {"launched": launched, "buffers": buffers[-1]}
 
 
+def count_visits(job: dict[str, Any], rank: int) -> dict[str, Any]:
+    """Take steps whose ids are resolved ahead; trainer 1 drops one. For each step return what the update called in the
+    core, and which calls exchanged, joined or copied something for each id."""
+    declared = {name: each for name, each in features(jagged=False).items() if each.table.name != "rare"}
+    embeddings = Embeddings(declared, device="cpu", num_threads=1)
+    worker: Any = embeddings.worker
+    rows, stream, calls, found = worker.rows, worker.open_stream(1), list[str](), list[list[str]]()
+    lookups, engine = rows._lookup_thread._thread, rows._updates._owned()._engine
+
+    def noted(name: str, call: Any) -> Any:
+        def run(*args: Any, **options: Any) -> Any:
+            answer = call(*args, **options)
+            if threading.current_thread() is not lookups:
+                calls.append(name if answer is None or name != "update_ordered_frames" else f"{name}: found again")
+            return answer
+
+        return run
+
+    class Noted:
+        def __init__(self, core: Any) -> None:
+            self._core = core
+
+        def __getattr__(self, name: str) -> Any:
+            return noted(name, getattr(self._core, name))
+
+    plain = Exchange.ids, JoinedIds.join, Runs.to_device
+    engine.core, rows._split = Noted(engine.core), Noted(rows._split)
+    Exchange.ids = noted("send ids", Exchange.ids)  # type: ignore[method-assign]
+    JoinedIds.join = noted("join ids", JoinedIds.join)  # type: ignore[method-assign]
+    Runs.to_device = noted("copy runs", Runs.to_device)  # type: ignore[method-assign]
+    rng = np.random.default_rng(rank)
+    try:
+        for step in range(1, job["visits"] + 1):
+            batch = inputs(rng, 4, ids_of(NUM_IDS), worker.features.names)
+            looked = worker.lookup_resolved(worker.resolve(batch, step=step, oldest_open=step))
+            rows._lookup_thread.submit(lambda: None).result(60)  # it has ordered what the lookup has found
+            calls.clear()
+            if rank == 1 and step == job["drops"]:
+                worker.drop(looked.ticket)
+                worker.skip(step)
+                worker.settle()
+            else:
+                gradients = {name: torch.ones_like(of_rows) for name, of_rows in looked.sequences.items()}
+                worker.update([looked.ticket], [torch.ones_like(looked.block)], [gradients], step=step)
+            found.append(sorted(set(calls)))
+            dist.barrier()
+    finally:
+        Exchange.ids, JoinedIds.join, Runs.to_device = plain  # type: ignore[method-assign]
+    stream.end_lookups()
+    stream.end_updates()
+    dist.barrier()
+    embeddings.close()
+    return {"calls": found}
+
+
 def require_same(looked: list[Any]) -> None:
     host, device = looked
     for rows, expected in (
@@ -413,7 +471,7 @@ def contents(worker: Any, ids: Any) -> dict[str, Any]:
 
 
 def main(rank: int, world_size: int, rendezvous: str, job: dict[str, Any]) -> None:
-    if not {"compare", "launches", "refused", "differs", "unequal", "slowly"} & job.keys():
+    if not {"compare", "launches", "refused", "differs", "unequal", "slowly", "visits"} & job.keys():
         trainer_child.main(rank, world_size, rendezvous, job)
         return
     trainer_child.join(rank, world_size, rendezvous, job)
@@ -425,6 +483,8 @@ def main(rank: int, world_size: int, rendezvous: str, job: dict[str, Any]) -> No
         found = train_slowly(job, rank)
     elif "launches" in job:
         found = train_in_order(job, rank)
+    elif "visits" in job:
+        found = count_visits(job, rank)
     elif "compare" in job:
         found = compare(job)
     else:

@@ -1,15 +1,29 @@
-"""Records for tests of `satrap report`: of a long run with several trainers and launches, written without training."""
+"""Records for tests: reads a file of them, and writes those of a long run with several trainers and launches."""
 
 from __future__ import annotations
 
 import math
 import random
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from satrap.monitor.record_file import RecordFile
+from satrap.monitor.record_file import RecordCounts, RecordFile, scan_records
 
 AT = 1_790_000_000.0
+
+
+@dataclass(slots=True)
+class Records(RecordCounts):
+    """The content of a file of records."""
+
+    lines: list[dict[str, Any]] = field(default_factory=list)
+
+
+def read_records(path: Path) -> Records:
+    found = Records()
+    found.lines = list(scan_records(path, found))
+    return found
 
 
 def write_long_run(folder: Path, *, num_intervals: int = 2000, trainers: int = 2, tables: int = 3) -> None:

@@ -171,11 +171,15 @@ def frame_calls() -> dict[str, Callable[[], object]]:
 
     of_all = np.array([0, len(IDS)], np.int64)
     tickets, values, state = [look_up()], np.zeros_like(GRADIENTS), np.zeros((len(IDS), 0), np.float32)
+    ordered, flat = look_up(), engine.lookup_id_frames(IDS, of_all, 1, 1, True, frames, want_ticket=True)["ticket"]
+    engine.order_frames(ordered)
     return {
         "lookup_frames": look_up,
         "take_inserted": engine.take_inserted,
         "update_frames": lambda: engine.update_frames(tickets, [(True, [])], 1, False),
         "order_frames": lambda: engine.order_frames(tickets[0]),
+        "update_ordered_frames": lambda: engine.update_ordered_frames(ordered, 1, False),
+        "order_id_frames": lambda: engine.order_id_frames(flat, frames),
         "settle_frames": lambda: engine.settle_frames(0, IDS, 0, 1),
         "sum_bound": lambda: engine.sum_bound(tickets),
         "check_gradients": lambda: engine.check_gradients(tickets, [(GRADIENTS.reshape(-1), [])], 1.0),

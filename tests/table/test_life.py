@@ -51,15 +51,6 @@ def test_all_64_bits_count(open_store: OpenStore, rng: np.random.Generator) -> N
     assert len(store) == len(ids)
 
 
-def test_duplicates_are_summed_in_order_of_appearance(open_store: OpenStore) -> None:
-    """Float32 addition is not associative: 1e8 + 1 - 1e8 is 0 in this order and 1 in others."""
-    store = open_store(table(initial=Constant(0.0)))
-    ids = as_ids([9, 9, 9])
-    store.lookup(ids)
-    store.update(ids, np.array([[1e8, 1e8], [1, -1e8], [-1e8, 1]], np.float32))
-    np.testing.assert_array_equal(store.read(as_ids([9])).values, [[0, -1]])
-
-
 # -- admission ---------------------------------------------------------------------------------------------------------
 
 
@@ -84,28 +75,6 @@ def test_probability_is_a_draw_of_seed_table_id_and_step(open_store: OpenStore, 
     for other in (admitted(seed=1), admitted(step=2), admitted(name="user")):
         both = np.mean(base & other)
         assert abs(both - 0.09) < 6 * (0.09 * 0.91 / n) ** 0.5, "draws are not independent"
-
-
-def test_probability_may_admit_at_a_later_step_and_never_at_a_retry(open_store: OpenStore) -> None:
-    store = open_store(table(admission=Probability(0.5)))
-    ids = as_ids(range(1000))
-    store.lookup(ids, step=1)
-    first = len(store)
-    store.lookup(ids, step=1)
-    assert len(store) == first
-    store.lookup(ids, step=2)
-    assert first < len(store) < 1000
-    assert store.stats()["refused"] == 2 * (1000 - first) + (1000 - len(store))
-    store.update(ids, np.ones((1000, 2), np.float32))
-    stats = store.stats()
-    assert (stats["updated"], stats["not_applied_absent"]) == (len(store), 1000 - len(store))
-
-
-def test_the_window_of_sightings_forgets_the_one_that_was_not_seen_for_longest(open_store: OpenStore) -> None:
-    store = open_store(table(admission=MinCount(3, window=2)))
-    for step, id_ in enumerate([1, 2, 1, 3, 1], 1):  # at step 4 it forgets 2
-        store.lookup(as_ids([id_]), step=step)
-    assert present(store, [1, 2, 3]) == [1]
 
 
 # -- capacity ----------------------------------------------------------------------------------------------------------
@@ -170,18 +139,6 @@ def test_memory_does_not_grow_at_capacity(open_store: OpenStore, rng: np.random.
 
 
 # -- expiry ------------------------------------------------------------------------------------------------------------
-
-
-def test_expiry_waits_for_open_steps(open_store: OpenStore) -> None:
-    store = open_store(table(expire_after=2))
-    store.lookup(as_ids([1]), step=1)
-    store.lookup(as_ids([2]), step=50, oldest_open=1)
-    assert present(store, [1, 2]) == [1, 2]
-    store.update(as_ids([1]), np.ones((1, 2), np.float32), step=50)
-    store.lookup(as_ids([3]), step=51, oldest_open=51)
-    assert present(store, [1, 2, 3]) == [1, 2, 3], "the update was a use at step 50"
-    store.lookup(as_ids([3]), step=60)
-    assert present(store, [1, 2, 3]) == [3]
 
 
 def test_a_row_of_a_step_below_the_line_of_expiry_lives(open_store: OpenStore) -> None:

@@ -121,17 +121,3 @@ def test_bfloat16_never_rounds_to_infinity() -> None:
     values = updated(float(top), "bfloat16", start=0.0)
     assert np.all(np.isfinite(values))
     assert np.all(values == np.float32(largest))
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_lookups_return_what_is_stored(dtype: Any) -> None:
-    """Reading rounds nothing: lookup, read and the update that follows see one value."""
-    table = Table("t", dim=3, optimizer=SGD(lr=1.0), dtype=dtype)
-    store = Store(table, num_threads=1)
-    ids = np.arange(100, dtype=np.uint64)
-    first = store.lookup(ids)
-    np.testing.assert_array_equal(first, store.lookup(ids, train=False))
-    np.testing.assert_array_equal(first, store.read(ids).values)
-    store.update(ids, np.zeros((100, 3), np.float32))
-    np.testing.assert_array_equal(first, store.read(ids).values, "a gradient of zero moved a representable value")
-    store.check()

@@ -52,21 +52,6 @@ def test_a_batch_does_to_each_table_what_its_own_calls_do(num_threads: int, rng:
         assert store.stats() == alone[name].stats()
 
 
-def test_the_store_of_a_table_is_one_of_the_batch() -> None:
-    tables = TableGroup(TABLES, num_threads=1)
-    ids = as_ids([3, 3, 9])
-    rows, ticket = tables["item"].lookup_for_update(ids)
-    tables["item"].update(ticket, np.ones_like(rows))
-    tables["word"].lookup(ids)
-    tables["word"].update(ids, np.ones((3, 1), np.float32), lr=0.5)
-    offsets = np.array([0, 0, 3, 3, 6])
-    flat = tables.lookup(np.concatenate([ids, ids]), offsets, train=False)
-    for part, name in zip(tables.split(flat, offsets), tables, strict=True):
-        np.testing.assert_array_equal(part, tables[name].lookup(ids, train=False)[: len(part)])
-    assert [len(tables[name]) for name in tables] == [0, 2, 0, 2]
-    assert tables["user"].latest_step == tables.latest_step == 2
-
-
 def test_prepare_and_out(rng: np.random.Generator) -> None:
     tables = TableGroup(TABLES, num_threads=1)
     ids, offsets = batch(rng, TABLES)

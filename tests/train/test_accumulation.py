@@ -3,8 +3,7 @@ batch and after the last one; a loop that leaves the last batches over finds the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -16,8 +15,7 @@ from torch.nn.functional import binary_cross_entropy_with_logits
 
 from logged import logged
 from loop import BATCH, NUM_IDS, Net, batches, bits, job, loss_of
-from satrap import Checkpoint, Embeddings, Inputs, StreamError
-from satrap.data.inputs import Position
+from satrap import Checkpoint, Embeddings, Inputs, IterableSource, StreamError
 from satrap.train.embeddings import session_of
 from satrap.train.joint_batches import JointBatches
 from satrap.train.joint_calls import Call
@@ -25,20 +23,6 @@ from satrap.train.ledger import BatchLedger
 from satrap.train.stream import Stream
 
 UNSTEPPED = r"optimizer\.step\(\) has not taken its last batches \({}, of 3 in a step\)"
-
-
-class Epochs:
-    """A source that repeats its batches in each epoch."""
-
-    def __init__(self, data: Sequence[Inputs], epochs: int = 1) -> None:
-        self._data = [*data] * epochs
-
-    def signature(self) -> dict[str, Any]:
-        return {"type": "Epochs"}
-
-    def batches(self, features: Mapping[str, Any], position: Position | None = None) -> Iterator[Inputs]:
-        for number in range(0 if position is None else position.batch, len(self._data)):
-            yield replace(self._data[number], position=Position(0, 0, number + 1))
 
 
 def test_a_batch_that_an_interrupt_kept_back_is_another_batch(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -169,17 +153,21 @@ def test_a_batch_says_whether_it_completes_its_step_after_its_stream() -> None:
     assert not next(embeddings.eval().stream(batches(1))).completes_step
 
 
-@pytest.mark.parametrize(("num", "left"), [(601, 1), (602, 2)])
-def test_batches_that_a_loop_leaves_over_are_counted_and_logged(num: int, left: int) -> None:
-    """A loop of three batches for each step that takes no step after the last batch."""
-    embeddings, model, optimizer = job()
-    with logged("satrap.train", match=UNSTEPPED.format(left)):
-        for number, batch in enumerate(embeddings.stream(batches(4) * (num // 4) + batches(num % 4), accumulate=3), 1):
+def leave_over(embeddings: Embeddings, model: Net, optimizer: Any, data: Sequence[Inputs]) -> None:
+    """Run a loop of three batches for each step that takes no step after the last batch."""
+    with logged("satrap.train", match=UNSTEPPED.format(len(data) % 3)):
+        for number, batch in enumerate(embeddings.stream(data, accumulate=3), 1):
             (loss_of(model, batch) / 3).backward()
             if number % 3 == 0:
                 optimizer.step()
                 optimizer.zero_grad()
-    assert embeddings.step == 200 and embeddings.counters().lost == {"batches/unstepped": left}
+
+
+@pytest.mark.parametrize(("num", "left"), [(61, 1), (62, 2)])
+def test_batches_that_a_loop_leaves_over_are_counted_and_logged(num: int, left: int) -> None:
+    embeddings, model, optimizer = job()
+    leave_over(embeddings, model, optimizer, batches(4) * (num // 4) + batches(num % 4))
+    assert embeddings.step == 20 and embeddings.counters().lost == {"batches/unstepped": left}
     embeddings.stream(batches(1)).close()
     assert embeddings.counters().lost == {"batches/unstepped": left}
 
@@ -187,12 +175,7 @@ def test_batches_that_a_loop_leaves_over_are_counted_and_logged(num: int, left: 
 def test_batches_that_are_stepped_after_the_loop_are_not_lost() -> None:
     embeddings, model, optimizer = job()
     plain, data = Plain(embeddings, model), batches(5)
-    with logged("satrap.train", match=UNSTEPPED.format(2)):
-        for number, batch in enumerate(embeddings.stream(data, accumulate=3), 1):
-            (loss_of(model, batch) / 3).backward()
-            if number % 3 == 0:
-                optimizer.step()
-                optimizer.zero_grad()
+    leave_over(embeddings, model, optimizer, data)
     assert embeddings.counters().lost == {"batches/unstepped": 2}
     optimizer.step()
     assert embeddings.step == 2 and embeddings.counters().lost == {}
@@ -215,39 +198,22 @@ def test_a_step_closed_in_the_middle_is_counted_as_closed() -> None:
         loss_of(model, batch).backward()
 
 
-def test_an_epoch_may_end_in_the_middle_of_a_step() -> None:
-    """Epochs belong to the source: one stream over two epochs of 7 batches is one of 14 batches."""
-    data = batches(7)
-    embeddings, model, optimizer = job()
-    plain = Plain(embeddings, model)
-    said = train(optimizer, model, embeddings.stream(Epochs(data, 2), accumulate=3), 3)
-    assert [number for number, each in enumerate(said, 1) if each] == [3, 6, 9, 12, 14]
-    plain.train([*data, *data], 3)
-    plain.require_equal(embeddings, model)
-
-
 def test_a_run_resumes_at_the_step_that_was_not_finished(tmp_path: Path) -> None:
     """Saved after 5 of 8 batches, N = 3: the fourth and the fifth are read again."""
     data, found = batches(8), []
     for until in (8, 5):
         embeddings, model, optimizer = job()
-        source = Epochs(data)
+        source = IterableSource(data)
         run = Checkpoint(tmp_path / str(until), model, optimizer, embeddings, source)
         stream = embeddings.stream(source, accumulate=3)
-        for _ in range(until):
-            batch = next(stream)
-            (loss_of(model, batch) / 3).backward()
-            if batch.completes_step:
-                optimizer.step()
-                optimizer.zero_grad()
+        train(optimizer, model, islice(stream, until), 3)
         run.save()
         stream.close()
         if until == 5:
             embeddings, model, optimizer = job()
-            source = Epochs(data)
+            source = IterableSource(data)
             assert Checkpoint(tmp_path / "5", model, optimizer, embeddings, source).resume()
             assert embeddings.step == 1
-            optimizer.zero_grad()
             said = train(optimizer, model, embeddings.stream(source, accumulate=3), 3)
             assert said == [False, False, True, False, True]
         found.append(bits(embeddings, model))

@@ -70,8 +70,10 @@ class Update:
 
 
 class BatchLife(RuleBasedStateMachine):
-    @initialize(staleness=st.integers(0, 3), deterministic=st.booleans(), overlap=st.booleans())
-    def create(self, staleness: int, deterministic: bool, overlap: bool) -> None:
+    @initialize(
+        staleness=st.integers(0, 3), deterministic=st.booleans(), overlap=st.booleans(), accumulate=st.integers(1, 3)
+    )
+    def create(self, staleness: int, deterministic: bool, overlap: bool, accumulate: int) -> None:
         how: dict[str, Any] = {"dim": 1, "optimizer": SGD(lr=1.0), "initial": Zeros()}
         features = {"own": Table("own", **how), "shared": Table("shared", **how)}
         self.embeddings = Embeddings(features, staleness=staleness, deterministic=deterministic, num_threads=1)
@@ -84,7 +86,7 @@ class BatchLife(RuleBasedStateMachine):
         self.dense, self.dense_gradient = 0.0, 0.0
         self.dense_is_known = True
         self.num_ids = 0
-        self.begin(1, 8)
+        self.begin(accumulate, 8)
 
     # -- the model -----------------------------------------------------------------------------------------------------
 
@@ -222,8 +224,10 @@ class BatchLife(RuleBasedStateMachine):
         self.was_interrupted = False
         try:
             self.call(self.optimizer.step, at)
-        except StreamError:
-            assert not allowed
+        except StreamError as error:
+            is_repeated = self.stepped.intersection(each.step for each in waiting)
+            why = "was already stepped with some" if is_repeated else f"of {self.accumulate} batches; call it after"
+            assert not allowed and why in str(error)
             return
         assert allowed
         self.dense_is_known &= not self.was_interrupted  # an interrupted step may not have reached it, or twice

@@ -11,8 +11,8 @@ import torch
 
 from example_reports import Clock
 from loop import batches, job, loss_of
+from report_records import read_records
 from satrap.monitor.progress import Progress
-from satrap.monitor.record_file import read_records
 from satrap.monitor.sinks import Screen
 
 

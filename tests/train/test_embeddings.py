@@ -4,7 +4,7 @@ import signal
 import subprocess
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import islice, pairwise
 from pathlib import Path
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 import satrap
-from loop import BATCH, NUM_IDS, batches, bits, job, join, loss_of, rows, tables, train, train_step
+from loop import BATCH, batches, bits, job, loss_of, rows, tables, train, train_step
 from satrap import ConfigError, Embeddings, InputError, Inputs, IterableSource, Position, StreamError
 from satrap.train.embeddings import session_of
 
@@ -45,72 +45,6 @@ def test_deterministic_runs_repeat_exactly_inline_and_overlapped(staleness: int)
         embeddings, model, optimizer = job(staleness, deterministic=True)
         found.append((train(embeddings, model, optimizer, batches(15), overlap=overlap), bits(embeddings, model)))
     assert all(each == found[0] for each in found)
-
-
-def test_the_staleness_seen_is_a_histogram() -> None:
-    embeddings, model, optimizer = job(3, deterministic=True)
-    with embeddings.stream(batches(10), overlap=True) as stream:
-        for batch in stream:
-            train_step(model, optimizer, batch)
-        assert stream.staleness_seen == {0: 1, 1: 1, 2: 1, 3: 7}
-
-
-def test_accumulation_sums_and_applies_once() -> None:
-    one, model, optimizer = job()
-    data = batches(4, size=4)
-    with one.stream(data, accumulate=2) as stream:
-        for i, batch in enumerate(stream):
-            (loss_of(model, batch) / 2).backward()
-            if i % 2 == 1:
-                optimizer.step()
-                optimizer.zero_grad()
-        assert one.step == 2 and not stream.dropped
-    other, twin, twin_optimizer = job()
-    train(other, twin, twin_optimizer, [join(data[:2]), join(data[2:])])
-    for name, values in rows(one).items():
-        np.testing.assert_allclose(values, rows(other)[name], rtol=0, atol=1e-6)
-
-
-def test_a_step_in_the_middle_of_accumulation_is_refused() -> None:
-    embeddings, model, optimizer = job()
-    stream = embeddings.stream(batches(4), accumulate=2)
-    loss_of(model, next(stream)).backward()
-    before = [p.detach().clone() for p in model.parameters()]
-    with pytest.raises(StreamError, match="after 1 of 2 batches"):
-        optimizer.step()
-    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
-    stream.close()
-
-
-def test_cleared_gradients_drop_the_batch() -> None:
-    embeddings, model, optimizer = job()
-    stream = embeddings.stream(batches(6))
-    loss_of(model, next(stream)).backward()
-    before, held = rows(embeddings)["user"], embeddings.tables["user"].read(np.arange(NUM_IDS, dtype=np.uint64)).present
-    optimizer.zero_grad()
-    next(stream)
-    assert stream.dropped == {"zero_grad": 1}
-    np.testing.assert_array_equal(rows(embeddings)["user"][held], before[held])
-    stream.close()
-
-
-def test_several_losses_add_up() -> None:
-    results = []
-    for split in (False, True):
-        embeddings, model, optimizer = job()
-        with embeddings.stream(batches(3)) as stream:
-            for batch in stream:
-                optimizer.zero_grad()
-                out = model(batch.dense, batch.embeddings)
-                one, two = out.square().mean(), batch.embeddings.square().sum()
-                if split:
-                    one.backward(retain_graph=True)
-                    two.backward()
-                else:
-                    (one + two).backward()
-                optimizer.step()
-        results.append(rows(embeddings))
-    np.testing.assert_allclose(results[0]["item"], results[1]["item"], rtol=1e-6, atol=1e-7)
 
 
 def test_a_scheduler_changes_the_lr_of_tables() -> None:
@@ -194,18 +128,6 @@ def test_a_compiled_dense_part() -> None:
     plain_embeddings, plain_model, plain_optimizer = job()
     losses = train(embeddings, compiled, optimizer, batches(3))  # type: ignore[arg-type]
     assert losses == train(plain_embeddings, plain_model, plain_optimizer, batches(3))
-
-
-@pytest.mark.parametrize("overlap", [False, True], ids=["inline", "overlap"])
-def test_an_error_of_the_source_reaches_the_loop(overlap: bool) -> None:
-    def torn() -> Iterator[Inputs]:
-        yield from batches(2)
-        raise OSError("part 7 is torn")
-
-    embeddings, model, optimizer = job(1)
-    with pytest.raises(OSError, match="part 7 is torn") as caught:
-        train(embeddings, model, optimizer, torn(), overlap=overlap)
-    assert "in the read stage" in caught.value.__notes__[0]
 
 
 def test_a_list_and_a_generator_train_equally() -> None:

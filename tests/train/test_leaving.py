@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from checkpoint_job import Job, Source
-from loop import BATCH, batches, job, loss_of, rows, train
+from loop import BATCH, batches, job, rows, train, train_step
 from satrap import Checkpoint, Embeddings, Inputs, StreamError
 from satrap.errors import NonFiniteError, SourceError
 from satrap.train.embeddings import session_of
@@ -29,8 +29,7 @@ def test_a_batch_without_a_loss_is_passed_in_order(overlap: bool, staleness: int
     for batch in embeddings.stream(batches(8), overlap=overlap):
         if batch.step in (2, 5):
             continue
-        loss_of(model, batch).backward()
-        optimizer.step()
+        train_step(model, optimizer, batch)
         if saves:
             run.save(every_steps=1)
     embeddings.drain()
@@ -85,39 +84,11 @@ def test_an_error_is_raised_once_without_a_with_block(overlap: bool) -> None:
     assert embeddings.counters().lost["batches/failed"] == 1
 
 
-def test_a_step_that_is_stepped_twice_is_refused() -> None:
-    """With its first batch, and then with its second: servers could not tell that from a duplicate update."""
-    embeddings, model, optimizer = job()
-    with embeddings.stream(batches(4), accumulate=2) as stream:
-        first, second = next(stream), next(stream)
-        loss_of(model, first).backward()
-        optimizer.step()
-        loss_of(model, second).backward()
-        with pytest.raises(StreamError, match="step 1 was already stepped with some of its batches"):
-            optimizer.step()
-
-
-@each_way
-def test_one_step_may_take_the_batches_of_several(overlap: bool) -> None:
-    """In a fixed order its update waits for the lookups that must not see it, which wait for all of its batches."""
-    embeddings, model, optimizer = job(1, deterministic=True)
-    stream = embeddings.stream(batches(6), overlap=overlap)
-    for _ in range(3):
-        first, second = next(stream), next(stream)
-        (loss_of(model, first) + loss_of(model, second)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        embeddings.drain()
-    assert next(stream, None) is None
-    assert embeddings.step == 6 and embeddings.counters().lost == {}
-
-
 @each_way
 def test_one_training_stream_at_a_time(overlap: bool) -> None:
     embeddings, model, optimizer = job(1)
     outer = embeddings.stream(batches(6), overlap=overlap)
-    loss_of(model, next(outer)).backward()
-    optimizer.step()
+    train_step(model, optimizer, next(outer))
     train(embeddings, model, optimizer, batches(2), overlap=overlap)
     with pytest.raises(StreamError, match="ended when another training stream started"):
         next(outer)
@@ -130,15 +101,13 @@ def test_a_closed_stream_is_at_its_end_or_refuses(overlap: bool) -> None:
     embeddings, model, optimizer = job(1)
     stream = embeddings.stream(batches(5), overlap=overlap)
     for _ in range(2):
-        loss_of(model, next(stream)).backward()
-        optimizer.step()
+        train_step(model, optimizer, next(stream))
     stream.close()
     with pytest.raises(StreamError, match="this stream was closed"):
         next(stream)
     assert embeddings.step == 2, "updates that were handed over are applied"
     whole = embeddings.stream(batches(1), overlap=overlap)
-    loss_of(model, next(whole)).backward()
-    optimizer.step()
+    train_step(model, optimizer, next(whole))
     for _ in range(2):
         with pytest.raises(StopIteration):
             next(whole)
@@ -182,8 +151,7 @@ def test_a_checkpoint_from_another_thread(overlap: bool, tmp_path: Path) -> None
     saver = threading.Thread(target=save)
     with embeddings.stream(batches(20), overlap=overlap) as stream:
         for batch in stream:
-            loss_of(model, batch).backward()
-            optimizer.step()
+            train_step(model, optimizer, batch)
             if batch.step == 3:
                 saver.start()
                 assert inside.wait(DEADLINE_SECONDS)
@@ -221,18 +189,6 @@ def test_positions_never_go_back(tmp_path: Path) -> None:
     assert position is not None and position.batch == 8
 
 
-def test_the_last_short_group_steps_inside_the_loop() -> None:
-    """The usual idiom in torch: step at every N-th batch, and at the last."""
-    embeddings, model, optimizer = job()
-    data = batches(5)
-    for i, batch in enumerate(embeddings.stream(data, accumulate=2)):
-        loss_of(model, batch).backward()
-        if i % 2 == 1 or i == len(data) - 1:
-            optimizer.step()
-            optimizer.zero_grad()
-    assert embeddings.step == 3 and not embeddings.counters().lost
-
-
 def test_a_loss_after_the_step_is_refused() -> None:
     embeddings, _, optimizer = job()
     batch = next(embeddings.stream(batches(2)))
@@ -248,8 +204,7 @@ def test_a_cyclic_momentum_schedule_works() -> None:
     optimizer = embeddings.optimizer(torch.optim.Adam(model.parameters()))
     cycle = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=[0.01, 0.1, 0.1], total_steps=6)
     for batch in embeddings.stream(batches(5)):
-        loss_of(model, batch).backward()
-        optimizer.step()
+        train_step(model, optimizer, batch)
         cycle.step()
     assert embeddings.step == 5
 
@@ -266,14 +221,8 @@ def test_training_in_eval_is_refused() -> None:
         for _ in embeddings.stream(batches(1)):  # an evaluation within the training
             pass
         embeddings.train()
-        loss_of(model, batch).backward()
-        optimizer.step()
+        train_step(model, optimizer, batch)
     assert embeddings.step == 4
-
-
-def test_evaluating_empty_tables_warns() -> None:
-    with pytest.warns(UserWarning, match="evaluated, but no table has a row"):
-        next(Embeddings(dict(job()[0].features)).eval().stream(batches(1)))
 
 
 def test_an_iterable_is_iterated_once() -> None:

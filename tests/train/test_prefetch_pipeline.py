@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rpc_parts import DEADLINE_SECONDS, wait_until
-from satrap.errors import NonFiniteError, StreamError
+from satrap.errors import NonFiniteError
 from satrap.train.ledger import BatchLedger, BatchRecord, Event, State, Update
 from satrap.train.prefetch_pipeline import PrefetchPipeline
 
@@ -143,33 +143,6 @@ def test_the_user_is_needed_when_only_a_step_opens_the_gate(mode: str) -> None:
 
 
 @each_way
-@pytest.mark.parametrize("staleness", [0, 1, 4])
-@pytest.mark.parametrize("accumulate", [1, 3])
-@pytest.mark.parametrize("deterministic", [False, True])
-def test_all_batches_may_be_taken_before_the_first_step(
-    mode: str, staleness: int, accumulate: int, deterministic: bool
-) -> None:
-    """Each batch comes once, with its step, and is looked up in order, exactly when the gate allows."""
-    tables = Checked(staleness, 0)
-    loop = Loop(numbers(20), BatchLedger(staleness, accumulate=accumulate, deterministic=deterministic), tables, mode)
-    got = []
-    while (item := loop.next()) is not None:
-        got.append(item)
-    assert got == [(i, 1 + i // accumulate) for i in range(20)]
-    free = accumulate * (staleness + 1)
-    assert tables.looked_up == [1 + i // accumulate for i in range(min(free, 20))]
-    for first in range(0, 20, accumulate):
-        steps = [step for _, step in got[first : first + accumulate]]
-        assert loop.look_up(first + len(steps) - 1)
-        if first + free + accumulate <= 20:
-            assert not loop.look_up(first + free)
-        loop.step(*steps)
-    assert loop.pipeline.drain()
-    loop.pipeline.close()
-    assert tables.applied == tables.looked_up == [step for _, step in got]
-
-
-@each_way
 def test_what_the_user_will_not_have_is_left_out(mode: str) -> None:
     """The end of the data with several trainers is padding, with and without its lookup."""
     tables = Tables()
@@ -247,24 +220,6 @@ def test_closing_in_the_middle_stops_all_threads(mode: str, interrupted: bool) -
     loop.pipeline.close()
     loop.pipeline.close()
     assert set(threading.enumerate()) == before
-
-
-def test_a_source_that_does_not_return_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("satrap.train.prefetch_pipeline._CLOSE_SECONDS", 1.0)
-    entered, release = threading.Event(), threading.Event()
-
-    def stuck() -> Iterator[int]:
-        yield 0
-        entered.set()
-        assert release.wait(DEADLINE_SECONDS)
-
-    loop = Loop(stuck(), BatchLedger(0), Tables(), "overlap")
-    assert loop.next() == (0, 1)
-    assert entered.wait(DEADLINE_SECONDS)
-    with pytest.raises(StreamError, match="satrap-read did not stop"):
-        loop.pipeline.close()
-    release.set()
-    wait_until(lambda: all(thread.name != "satrap-read" for thread in threading.enumerate()))  # the reader's end
 
 
 Concurrent = tuple[Loop, Tables]

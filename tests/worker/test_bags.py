@@ -115,11 +115,6 @@ def test_any_features(features: list[Feature], batch_size: int, accumulate: int,
     follow(worker, rng, num_steps=2, batch_size=batch_size, accumulate=accumulate, single=bool(draw % 2))
 
 
-@pytest.mark.parametrize(("pooling", "weighted"), POOLINGS)
-def test_one_id_in_each_bag_needs_no_offsets(pooling: Any, weighted: bool, rng: np.random.Generator) -> None:
-    follow(make(pooling, weighted, Adagrad(), 16), rng, num_steps=4, batch_size=40, single=True)
-
-
 def test_features_at_most_one_id(rng: np.random.Generator) -> None:
     """Missing values: empty bags among bags of one id are zeros, and get no gradient."""
     table = Table("t", dim=16, initial=Normal())

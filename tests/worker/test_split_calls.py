@@ -68,6 +68,23 @@ def test_no_gradient_at_all() -> None:
     assert sums.offsets(1).tolist() == [0, 0, 0] and sums.num_floats(1) == len(sums.gradients(1)) == 0
 
 
+def test_sums_of_a_whole_batch_are_ordered_ahead() -> None:
+    """They consist of the gradients of the update's runs, and are in the lines of their ids."""
+    split, groups = make_split(BIG_FEATURES), np.zeros(len(BIG_FEATURES.tables), np.uint32)
+    inputs = big_inputs(np.random.default_rng(SEED))
+    owners: dict[str, Any] = {"owners": draw_owners(np.random.default_rng(SEED), BIG_FEATURES, 3), "num_servers": 3}
+    given = inputs.values, inputs.offsets, inputs.weights, inputs.batch_size
+    ticket = split.lookup(*given, **owners, with_indexes=True)
+    ordered, lines = split.order(ticket, groups), split.lines(ticket, groups)["lines"]
+    assert not ticket.used and set(lines.tolist()) == set(ordered["frames"].tolist())
+    sequences = [True for feature in BIG_FEATURES.values() if feature.pooling == "none"]
+    _, runs = split.runs([ticket], [(True, sequences)], **owners, groups=groups)
+    for name, array in runs.items():
+        np.testing.assert_array_equal(ordered[name], array, err_msg=name)
+    with pytest.raises(TicketError, match="used already"):
+        split.order(ticket, groups)
+
+
 # -- what is refused ---------------------------------------------------------------------------------------------------
 
 BAD_LOOKUPS: list[tuple[dict[str, Any], str]] = [
@@ -361,6 +378,7 @@ def test_every_call_is_refused_in_a_fork() -> None:
         "encode_runs": lambda: split.encode_runs(no_dims, no_runs, np.zeros(0, np.float32)),
         "decode_runs": lambda: split.decode_runs(no_dims, no_runs, np.zeros(0, np.uint8)),
         "lines": lambda: split.lines(ticket, groups),
+        "order": lambda: split.order(ticket, groups),
         "runs": lambda: split.runs([ticket], [(True, [True])], **WHERE, groups=groups),
     }
     of_no_rows = {"num_threads", "simd", "num_buckets", "total_dim", "truncated", "made"}

@@ -290,34 +290,6 @@ def test_learning_rates_and_scale() -> None:
 # -- shapes and memory -------------------------------------------------------------------------------------------------
 
 
-def test_an_empty_batch() -> None:
-    worker: Any = local_worker(FEATURES, num_threads=2)
-    for inputs in (
-        Inputs(names=FEATURES.names, values=as_ids([]), weights=np.zeros(0, np.float32), batch_size=0),
-        with_(values=as_ids([]), offsets=offsets(*[0] * 9), weights=np.zeros(0, np.float32)),
-    ):
-        looked = worker.lookup(inputs)
-        size = inputs.batch_size
-        assert looked.block.shape == (size, 7) and not looked.block.any()
-        assert looked.sequences["path"].shape == (size, 2, 2) and not looked.sequences["path"].any()
-        assert looked.masks["path"].shape == (size, 2) and not looked.masks["path"].any()
-        assert isinstance(looked.ticket, Ticket) and looked.ticket.n == 0 and looked.ticket.batch_size == size
-        worker.update([looked.ticket], [np.ones((size, 7), np.float32)], [{"path": np.ones((size, 2, 2), np.float32)}])
-    assert all(len(store) == 0 for store in worker.tables.values())
-
-
-def test_only_sequences() -> None:
-    worker: Any = local_worker(Features({"a": ITEM.sequence(2), "b": ITEM.sequence(3)}))
-    inputs = Inputs(names=("a", "b"), values=as_ids([1, 2, 3, 4]), offsets=offsets(0, 3, 4), batch_size=1)
-    looked = worker.lookup(inputs)
-    assert looked.block.shape == (1, 0)
-    assert looked.masks["a"].tolist() == [[True, True]] and looked.masks["b"].tolist() == [[True, False, False]]
-    assert worker.truncated == {"a": 1, "b": 0}
-    assert len(worker.tables["item"]) == 3, "an id that was truncated has no row"
-    update(worker, looked, looked.block, {name: -np.ones_like(rows) for name, rows in looked.sequences.items()})
-    assert worker.tables["item"].read(as_ids([1, 2, 3, 4])).values.tolist() == [[0, 0], [1, 1], [1, 1], [1, 1]]
-
-
 def test_memory_of_the_caller_and_memory_of_the_engine() -> None:
     table = Table("t", dim=16)
     worker: Any = local_worker(Features({"a": table, "b": table.bag("mean")}))

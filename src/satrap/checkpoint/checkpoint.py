@@ -22,6 +22,7 @@ import logging
 import os
 import time
 from collections.abc import Iterator, Mapping
+from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -29,7 +30,7 @@ from typing import Any
 
 import torch
 
-from satrap.checkpoint.checkpoint_writer import BackgroundSave, CheckpointWriter, Draft
+from satrap.checkpoint.checkpoint_writer import CheckpointWriter, Draft, in_background
 from satrap.checkpoint.run_directory import (
     STATE,
     CheckpointManifest,
@@ -111,7 +112,7 @@ class Checkpoint:
         self._writer = CheckpointWriter(self._directory, keep=keep, full_every=full_every, save_memory=save_memory)
         self._session.track_position(self._data)
         self._saved_step = -1
-        self._running: BackgroundSave | None = None  # trainer 0 has it
+        self._running: Future[None] | None = None  # trainer 0 has it
         self._has_running = False  # whether trainer 0 may have one that not all trainers know to be complete
         self._figures = _SaveFigures()
         self._source: Mapping[str, Any] | None = None
@@ -155,7 +156,7 @@ class Checkpoint:
                 self._directory.require_mine(None)  # fails early, before there is work that cannot be saved
                 self._session.worker.tables.require_permitted(self._directory.folder)
             self._saved_step = max(0, self._saved_step)
-            if self._session.trainers.world_size == 1 and self._running is not None and self._running.is_done:
+            if self._session.trainers.world_size == 1 and self._running is not None and self._running.done():
                 self._settle()
             return False
         if (joint := self._session.joint) is not None:
@@ -220,7 +221,7 @@ class Checkpoint:
                 if is_waiting:
                     self._writer.write(draft)
                     return
-                self._running = BackgroundSave(partial(self._write_beside, draft, started_at))
+                self._running = in_background(partial(self._write_beside, draft, started_at))
 
             try:
                 trainers.run_first(begin, CheckpointError)
@@ -239,12 +240,9 @@ class Checkpoint:
     def _wait_for_running(self) -> None:
         """Wait until the save that this trainer writes beside training is complete; raise its error."""
         if self._running is not None:
-            try:
-                self._running.wait()
-            except Exception:
-                self._running = None
-                raise
-            self._running = None
+            self._running.exception()  # waits
+            save, self._running = self._running, None
+            save.result()
 
     def _settle(self) -> None:
         """Wait until the save that trainer 0 writes beside training is complete. If it failed, all trainers raise."""

@@ -1,11 +1,11 @@
 """Writes checkpoints: a draft is what one will hold, the state of a step that training no longer changes; the writer
-makes a folder of it, in any thread, such as that of a `BackgroundSave`, and decides whether tables are written in full
+makes a folder of it, in any thread, such as that of `in_background`, and decides whether tables are written in full
 or as changes to the checkpoint before.
 """
 
 import logging
-import threading
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,31 +39,12 @@ class Draft:
     cut: TablesCut
 
 
-class BackgroundSave:
-    """Work that runs in a thread; its error is raised by `wait`. The thread keeps the process alive until it ends."""
-
-    def __init__(self, work: Callable[[], None]) -> None:
-        self._work = in_context(work)
-        self._error: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, name="satrap-save", daemon=False)
-        self._thread.start()
-
-    def _run(self) -> None:
-        try:
-            self._work()
-        except BaseException as error:
-            self._error = error
-
-    @property
-    def is_done(self) -> bool:
-        """Whether the save has ended, with or without an error."""
-        return not self._thread.is_alive()
-
-    def wait(self) -> None:
-        """Wait until the work has ended; raise its error."""
-        self._thread.join()
-        if self._error is not None:
-            raise self._error
+def in_background(work: Callable[[], None]) -> Future[None]:
+    """Run a save in a thread, which keeps the process alive until it has ended, for the transfer of this thread."""
+    executor = ThreadPoolExecutor(1, thread_name_prefix="satrap-save")
+    save = executor.submit(in_context(work))
+    executor.shutdown(wait=False)  # the thread ends with the save
+    return save
 
 
 class CheckpointWriter:

@@ -3,7 +3,7 @@
 import argparse
 from collections.abc import Iterator
 
-from satrap.cli.options import Commands, location_option, path_option
+from satrap.cli.options import Commands, add_choice, location_option, path_option
 from satrap.config.tables import Table
 from satrap.errors import InputError
 
@@ -32,12 +32,7 @@ def add_import(commands: Commands) -> None:
         metavar="NAME",
         help="column (default: vector), or tensor if the file has several of two dimensions",
     )
-    parser.add_argument(
-        "--dtype",
-        choices=("float32", "float16", "bfloat16"),
-        default="float32",
-        help="type of the stored values (default: %(default)s)",
-    )
+    add_choice(parser, "--dtype", "type of the stored values", ("float32", "float16", "bfloat16"))
 
 
 def import_vectors(options: argparse.Namespace) -> Iterator[str]:

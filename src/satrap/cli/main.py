@@ -212,7 +212,7 @@ def _server(options: argparse.Namespace) -> Iterator[str]:
         yield from endpoint.attach(service)
         yield from _announce("server", options.advertise, service.address)
         own = advertised_address(options.advertise, service.address)
-        arrival = Arrival(server, own, options.join, client_keys)
+        arrival = Arrival(server.status, own, options.join, client_keys)
         arrival.start()
         number = wait_for_stop()
         arrival.close()

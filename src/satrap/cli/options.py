@@ -1,4 +1,4 @@
-"""Options that several commands of `satrap` have."""
+"""Options that several commands of `satrap` have, and the kinds of options: numbers, files, places, addresses."""
 
 import argparse
 from pathlib import Path
@@ -9,6 +9,7 @@ from satrap.errors import ConfigError
 from satrap.event_log import FORMATS
 
 Commands: TypeAlias = "argparse._SubParsersAction[Any]"
+Group: TypeAlias = argparse._ActionsContainer
 
 
 def path_option(text: str) -> Path:
@@ -27,18 +28,40 @@ def location_option(text: str) -> str:
         raise argparse.ArgumentTypeError(str(error)) from None
 
 
-def add_folder(group: argparse._ActionsContainer, what: str) -> None:
+def add_number(
+    group: Group, option: str, what: str, default: float | None = None, *, metavar: str = "N", kind: Any = int
+) -> None:
+    """Add an option with a number, and its default to the help. kind: float for others than integers."""
+    group.add_argument(option, type=kind, default=default, metavar=metavar, help=_with_default(what, default))
+
+
+def add_path(group: Group, option: str, what: str, default: str | None = None, *, metavar: str = "FILE") -> None:
+    """Add an option with a local path, and its default to the help."""
+    path = None if default is None else Path(default)
+    group.add_argument(option, type=path_option, default=path, metavar=metavar, help=_with_default(what, path))
+
+
+def add_choice(group: Group, option: str, what: str, choices: tuple[str, ...]) -> None:
+    """Add an option with a word, by default the first of the choices."""
+    group.add_argument(option, choices=choices, default=choices[0], help=_with_default(what, choices[0]))
+
+
+def add_names(group: Group, option: str, what: str, *, metavar: str = "ADDRESS", **options: Any) -> None:
+    """Add an option with several words, which may be repeated."""
+    group.add_argument(option, nargs="+", action="extend", default=[], metavar=metavar, help=what, **options)
+
+
+def add_permitted(group: Group, option: str, what: str) -> None:
+    """Add an option with a folder or URL, which may be repeated."""
+    group.add_argument(option, action="append", type=location_option, default=[], metavar="DIR|URL", help=what)
+
+
+def add_folder(group: Group, what: str) -> None:
+    add_path(group, "--folder", what, "satrap-run", metavar="DIR")
+
+
+def add_http(group: Group, more: str) -> None:
     group.add_argument(
-        "--folder",
-        type=path_option,
-        default=Path("satrap-run"),
-        metavar="DIR",
-        help=f"{what} (default: %(default)s)",
-    )
-
-
-def add_http(command: argparse._ActionsContainer, more: str) -> None:
-    command.add_argument(
         "--http",
         metavar="[HOST:]PORT[-LAST]",
         help="serve /metrics for Prometheus, /healthz and /readyz at this port, or the first free one up to LAST; "
@@ -46,23 +69,16 @@ def add_http(command: argparse._ActionsContainer, more: str) -> None:
     )
 
 
-def add_log_format(group: argparse._ActionsContainer) -> None:
+def add_log_format(group: Group) -> None:
+    add_choice(group, "--log-format", "form of the log's lines, on standard error and in log files", FORMATS)
+
+
+def add_keys(group: Group) -> None:
+    add_path(group, "--keys", "path of client.key; required for servers with keys")
+
+
+def add_changes(group: Group, what: str) -> None:
     group.add_argument(
-        "--log-format",
-        choices=FORMATS,
-        default="text",
-        help="form of the log's lines, on standard error and in log files (default: %(default)s)",
-    )
-
-
-def add_keys(command: argparse.ArgumentParser) -> None:
-    command.add_argument(
-        "--keys", type=path_option, metavar="FILE", help="path of client.key; required for servers with keys"
-    )
-
-
-def add_changes(command: argparse.ArgumentParser, what: str) -> None:
-    command.add_argument(
         "--set",
         dest="changes",
         action="append",
@@ -70,3 +86,7 @@ def add_changes(command: argparse.ArgumentParser, what: str) -> None:
         metavar="KEY=VALUE",
         help=f"replace a value of {what}; may be repeated",
     )
+
+
+def _with_default(what: str, default: object) -> str:
+    return what if default is None else f"{what} (default: %(default)s)"

@@ -11,12 +11,17 @@ from satrap.cli.completion import add_completion
 from satrap.cli.import_command import add_import
 from satrap.cli.options import (
     Commands,
+    Group,
     add_changes,
+    add_choice,
     add_folder,
     add_http,
     add_keys,
     add_log_format,
-    location_option,
+    add_names,
+    add_number,
+    add_path,
+    add_permitted,
     path_option,
 )
 from satrap.cli.process_parser import add_server, add_trainer, add_worker
@@ -107,33 +112,32 @@ def _add_run(commands: Commands) -> None:
     )
     run.add_argument("script", metavar="SCRIPT", help="Python file to run; it receives the arguments after --")
     processes = run.add_argument_group("processes")
-    _add_number(processes, "--servers", "parameter servers, which hold the embedding rows", default=1)
-    _add_number(
-        processes, "--workers", "workers, which read data and look up rows; without any, trainers do", default=0
-    )
-    _add_number(processes, "--trainers", "trainers, which run the script", default=1)
-    processes.add_argument(
-        "--restarts",
-        type=int,
-        default=3,
-        metavar="N",
-        help="stop the run when a process has failed more than N times in a row, each time within 5 minutes of its "
-        "start (default: %(default)s)",
-    )
+    for option, what, default in (
+        ("--servers", "number of parameter servers, which hold the embedding rows", 1),
+        ("--workers", "number of workers, which read data and look up rows; without any, trainers do", 0),
+        ("--trainers", "number of trainers, which run the script", 1),
+        (
+            "--restarts",
+            "stop the run when a process has failed more than N times in a row, each time within 5 minutes of its "
+            "start",
+            3,
+        ),
+    ):
+        add_number(processes, option, what, default)
     scaling = run.add_argument_group("autoscaling")
-    scaling.add_argument(
+    add_number(
+        scaling,
         "--max-servers",
-        type=int,
-        metavar="N",
-        help="add servers when memory or load requires it, up to N, and remove them when fewer are enough, down to "
+        "add servers when memory or load requires it, up to N, and remove them when fewer are enough, down to "
         "--servers (default: do not scale)",
     )
-    scaling.add_argument(
+    add_number(
+        scaling,
         "--server-gib",
-        type=float,
-        metavar="GIB",
-        help="memory in GiB that each server may use for rows; requires --max-servers (default: --server-memory, or "
+        "memory in GiB that each server may use for rows; requires --max-servers (default: --server-memory, or "
         "all memory of the machine or container)",
+        metavar="GIB",
+        kind=float,
     )
     add_http(
         run.add_argument_group("monitoring"),
@@ -145,38 +149,21 @@ def _add_run(commands: Commands) -> None:
     add_log_format(run.add_argument_group("log"))
 
 
-def _add_number(group: argparse._ArgumentGroup, option: str, what: str, default: int) -> None:
-    group.add_argument(option, type=int, default=default, metavar="N", help=f"number of {what} (default: {default})")
-
-
-def _add_paths(group: argparse._ArgumentGroup) -> None:
+def _add_paths(group: Group) -> None:
     add_folder(group, "folder for the run's state and logs; only one run can use it at a time")
-    group.add_argument(
-        "--memory",
-        type=path_option,
-        default=Path("/dev/shm"),
-        metavar="DIR",
-        help="folder in shared memory for the servers' rows (default: %(default)s)",
-    )
+    add_path(group, "--memory", "folder in shared memory for the servers' rows", "/dev/shm", metavar="DIR")
     for option, what in (("--checkpoints", "servers write checkpoints"), ("--data", "workers read training data")):
-        group.add_argument(
+        add_permitted(
+            group,
             option,
-            action="append",
-            type=location_option,
-            default=[],
-            metavar="DIR|URL",
-            help=f"let {what} below this folder or URL, too; may be repeated (always allowed: the script's "
+            f"let {what} below this folder or URL, too; may be repeated (always allowed: the script's "
             "folder and the paths in its arguments)",
         )
 
 
 def _add_cluster(run: argparse.ArgumentParser) -> None:
-    run.add_argument_group("cluster").add_argument(
-        "--cluster",
-        choices=["local", "ray"],
-        default="local",
-        help="where processes start: on this machine, or on a Ray cluster (default: %(default)s)",
-    )
+    where = "where processes start: on this machine, or on a Ray cluster"
+    add_choice(run.add_argument_group("cluster"), "--cluster", where, ("local", "ray"))
     ray = run.add_argument_group("Ray cluster (with --cluster ray)")
     ray.add_argument(
         "--address",
@@ -184,39 +171,25 @@ def _add_cluster(run: argparse.ArgumentParser) -> None:
         help="address of the cluster's head node, or auto for the cluster that this machine belongs to (default: start "
         "a private Ray on this machine)",
     )
-    ray.add_argument(
-        "--placement-seconds",
-        type=float,
-        metavar="SECONDS",
-        help="time for Ray to find a node for a process (default: 60)",
-    )
-    ray.add_argument(
+    seconds = "time for Ray to find a node for a process (default: 60)"
+    add_number(ray, "--placement-seconds", seconds, metavar="SECONDS", kind=float)
+    add_path(
+        ray,
         "--node-output",
-        type=path_option,
-        metavar="FILE",
-        help="file on each node for a copy of its processes' output and logs; /proc/1/fd/1 is the standard output of a "
+        "file on each node for a copy of its processes' output and logs; /proc/1/fd/1 is the standard output of a "
         "container (default: output is in the run's logs only)",
     )
     for role in ("server", "worker", "trainer"):
-        ray.add_argument(f"--{role}-cpus", type=int, metavar="N", help=f"CPUs and threads of each {role} (default: 1)")
-        ray.add_argument(
-            f"--{role}-memory",
-            metavar="SIZE",
-            help=f"memory to reserve for each {role}, such as 64GiB (default: none)",
-        )
-        ray.add_argument(
-            f"--{role}-resource",
-            action="append",
-            metavar="NAME=AMOUNT",
-            help=f"custom resource of Ray that each {role} requests; may be repeated (default: none)",
-        )
-        ray.add_argument(
-            f"--{role}-label",
-            action="append",
-            metavar="NAME=VALUE",
-            help=f"label that a node of Ray must have for a {role}; may be repeated (default: none)",
-        )
-    ray.add_argument("--trainer-gpus", type=int, metavar="N", help="GPUs of each trainer (default: 0)")
+        add_number(ray, f"--{role}-cpus", f"CPUs and threads of each {role} (default: 1)")
+        reserved = f"memory to reserve for each {role}, such as 64GiB (default: none)"
+        ray.add_argument(f"--{role}-memory", metavar="SIZE", help=reserved)
+        for option, metavar, what in (
+            ("resource", "NAME=AMOUNT", f"custom resource of Ray that each {role} requests"),
+            ("label", "NAME=VALUE", f"label that a node of Ray must have for a {role}"),
+        ):
+            more = f"{what}; may be repeated (default: none)"
+            ray.add_argument(f"--{role}-{option}", action="append", metavar=metavar, help=more)
+    add_number(ray, "--trainer-gpus", "GPUs of each trainer (default: 0)")
 
 
 def _add_scale(commands: Commands) -> None:
@@ -239,23 +212,12 @@ def _add_status(commands: Commands) -> None:
         "last checkpoint, migrations and faults. This does not slow down training.",
     )
     add_folder(status, "folder of the run: the --folder of satrap run")
-    status.add_argument(
-        "--servers",
-        nargs="+",
-        action="extend",
-        metavar="ADDRESS",
-        help="addresses of one or more servers that were started by hand, instead of --folder",
-    )
+    add_names(status, "--servers", "addresses of one or more servers that were started by hand, instead of --folder")
     add_keys(status)
     status.add_argument("--watch", action="store_true", help="show the state repeatedly, until the run ends or Ctrl-C")
     status.add_argument("--json", action="store_true", help="print JSON instead; with --watch one object at a time")
-    status.add_argument(
-        "--seconds",
-        type=float,
-        default=1.0,
-        metavar="SECONDS",
-        help="time over which rates are measured, and time between two outputs of --watch (default: %(default)s)",
-    )
+    seconds = "time over which rates are measured, and time between two outputs of --watch"
+    add_number(status, "--seconds", seconds, 1.0, metavar="SECONDS", kind=float)
 
 
 def _add_report(commands: Commands) -> None:
@@ -279,12 +241,8 @@ def _add_report(commands: Commands) -> None:
     report.add_argument(
         "other", nargs="?", type=path_option, metavar="OTHER", help="folder of a second run, to compare the two"
     )
-    report.add_argument(
-        "--output",
-        type=path_option,
-        metavar="FILE",
-        help="file to write the page to (default: report.html in RUN; of two runs, comparison.html)",
-    )
+    output = "file to write the page to (default: report.html in RUN; of two runs, comparison.html)"
+    add_path(report, "--output", output)
 
 
 def _add_plan(commands: Commands) -> None:
@@ -305,43 +263,28 @@ def _add_plan(commands: Commands) -> None:
         metavar="JOB",
         help="description of the job in TOML, or a training script",
     )
-    plan.add_argument(
-        "--machines",
-        type=path_option,
-        metavar="FILE",
-        help="list of machine types with their prices, such as examples/planning/machines.toml; required with JOB",
-    )
-    plan.add_argument(
-        "--samples-per-second",
-        type=float,
-        metavar="N",
-        help="requested rate of all trainers together (default: the description's); required for a script",
-    )
+    machines = "list of machine types with their prices, such as examples/planning/machines.toml; required with JOB"
+    add_path(plan, "--machines", machines)
+    rate = "requested rate of all trainers together (default: the description's); required for a script"
+    add_number(plan, "--samples-per-second", rate, kind=float)
     add_changes(
         plan,
         "the job or the price list: training.staleness=4, 'tables.*.zipf=1.2', machines.NAME.available=10 or "
         "limits.memory=0.7",
     )
-    plan.add_argument(
-        "--steps", type=int, default=8, metavar="N", help="number of steps of a script to run (default: %(default)s)"
-    )
-    plan.add_argument(
-        "--coefficients",
-        type=path_option,
-        metavar="FILE",
-        help="what work costs: a file that --calibrate wrote, or is to write (default: built-in coefficients)",
-    )
+    add_number(plan, "--steps", "number of steps of a script to run", 8)
+    coefficients = "what work costs: a file that --calibrate wrote, or is to write (default: built-in coefficients)"
+    add_path(plan, "--coefficients", coefficients)
     plan.add_argument(
         "--calibrate",
         action="store_true",
         help="measure the coefficients of this machine, which takes about half a minute of CPU time, and write them to "
         "--coefficients; JOB is optional",
     )
-    plan.add_argument(
+    add_path(
+        plan,
         "--deploy",
-        type=path_option,
-        metavar="FILE",
-        help="write the number, size and machine type of the processes to this file, for 'satrap deploy render'; the "
+        "write the number, size and machine type of the processes to this file, for 'satrap deploy render'; the "
         "plan then has servers for the rows",
     )
     plan.add_argument("--json", action="store_true", help="print the plan as JSON")
@@ -370,20 +313,9 @@ def _add_deploy(commands: Commands) -> None:
         help="job file in TOML (docs/deploy.md); values of a later file replace those of an earlier one, so a file of "
         "'satrap plan --deploy' may follow",
     )
-    render.add_argument(
-        "--target",
-        choices=("kuberay", "kubernetes"),
-        default="kuberay",
-        help="manifests for KubeRay, or for plain Kubernetes (default: %(default)s)",
-    )
-    render.add_argument(
-        "--output",
-        type=path_option,
-        default=Path("manifests"),
-        metavar="DIR",
-        help="folder for the manifests; it may have files of an earlier rendering, which are replaced (default: "
-        "%(default)s)",
-    )
+    add_choice(render, "--target", "manifests for KubeRay, or for plain Kubernetes", ("kuberay", "kubernetes"))
+    output = "folder for the manifests; it may have files of an earlier rendering, which are replaced"
+    add_path(render, "--output", output, "manifests", metavar="DIR")
     add_changes(render, "the job file, such as trainers.gpus=1")
 
 
@@ -392,20 +324,11 @@ def _add_migrate(commands: Commands) -> None:
         "migrate",
         help="migrate rows between servers that were started by hand",
         description="Migrate rows between servers that were started by hand, while trainers use them. Afterwards the "
-        "target servers own equal shares; the others are empty and may be stopped. If the command is interrupted, "
-        "run it "
-        "again.",
+        "target servers own equal shares; the others are empty and may be stopped. If the command is interrupted, run "
+        "it again.",
     )
     for option, name, which in (("--from", "current", "all current servers"), ("--to", "target", "the target servers")):
-        migrate.add_argument(
-            option,
-            dest=name,
-            nargs="+",
-            action="extend",
-            required=True,
-            metavar="ADDRESS",
-            help=f"addresses of {which}, in order",
-        )
+        add_names(migrate, option, f"addresses of {which}, in order", dest=name, required=True)
     add_keys(migrate)
     add_log_format(migrate)
 
@@ -433,13 +356,7 @@ def _add_keys_and_doctor(commands: Commands) -> None:
         help="CSV, TSV, Parquet or Arrow files with --ids; without --ids Criteo's click logs",
     )
     doctor.add_argument("--ids", nargs="+", default=[], metavar="COLUMN", help="the columns of ids in FILES")
-    doctor.add_argument(
-        "--batch-size", type=int, default=4096, metavar="N", help="samples of a batch of FILES (default: %(default)s)"
-    )
-    doctor.add_argument(
-        "--batches", type=int, default=100, metavar="N", help="read so many batches at most (default: %(default)s)"
-    )
-    doctor.add_argument(
-        "--dim", type=int, default=16, metavar="N", help="embedding dimension of the timed run (default: %(default)s)"
-    )
+    add_number(doctor, "--batch-size", "samples of a batch of FILES", 4096)
+    add_number(doctor, "--batches", "read so many batches at most", 100)
+    add_number(doctor, "--dim", "embedding dimension of the timed run", 16)
     doctor.add_argument("--no-run", action="store_true", help="do not time a training run")

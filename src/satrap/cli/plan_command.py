@@ -20,7 +20,7 @@ from satrap.planning.input_files import (
     write_coefficients,
 )
 from satrap.planning.planner import make_plan
-from satrap.planning.report import Start, deploy_toml, json_of, lines_of
+from satrap.planning.report import deploy_toml, json_of, lines_of
 from satrap.planning.workload import Workload
 
 
@@ -39,8 +39,7 @@ def print_plan(options: argparse.Namespace, arguments: Sequence[str]) -> int:
         return 0
     workload = _workload(options, arguments, changes)
     plan = make_plan(workload, prices, costs, needs_servers=options.deploy is not None)
-    is_script = options.job.suffix != ".toml"
-    start = Start(script=str(options.job) if is_script else "train.py", arguments=tuple(arguments))
+    script = ["train.py" if options.job.suffix == ".toml" else str(options.job), *arguments]
     if options.deploy is not None:
         try:
             text = deploy_toml(workload.name, plan.estimate.layout, plan.estimate.requests)
@@ -50,9 +49,9 @@ def print_plan(options: argparse.Namespace, arguments: Sequence[str]) -> int:
                 f"--deploy {options.deploy} cannot be written ({error.strerror}); choose another file"
             ) from error
     if options.json:
-        print(json.dumps(json_of(plan, start)))
+        print(json.dumps(json_of(plan, script)))
     else:
-        print("\n".join(lines_of(plan, start)))
+        print("\n".join(lines_of(plan, script)))
     return 0 if plan.meets else 3
 
 

@@ -2,7 +2,20 @@
 
 import argparse
 
-from satrap.cli.options import Commands, add_http, add_keys, add_log_format, location_option, path_option
+from satrap.cli.options import (
+    Commands,
+    add_choice,
+    add_http,
+    add_keys,
+    add_log_format,
+    add_names,
+    add_number,
+    add_path,
+    add_permitted,
+)
+
+_THREADS = "threads for each call (default: number of cores)"
+_BELOW = "below this folder or URL; may be repeated (default: nowhere)"
 
 
 def add_server(commands: Commands) -> None:
@@ -13,20 +26,19 @@ def add_server(commands: Commands) -> None:
         "trainer, and runs until SIGTERM or Ctrl-C. ('satrap run' starts servers by itself.)",
     )
     _add_listen(server, "path of server.key; required for tcp:// without --insecure")
-    server.add_argument(
+    add_path(
+        server,
         "--shared",
-        type=path_option,
-        metavar="FILE",
-        help="keep the rows in this shared-memory file, and continue with the rows that it already has, for example "
+        "keep the rows in this shared-memory file, and continue with the rows that it already has, for example "
         "/dev/shm/rows (default: rows are lost when the server exits)",
     )
-    server.add_argument(
+    add_choice(
+        server,
         "--on-stop",
-        choices=("keep", "move"),
-        default="keep",
-        help="what happens to the rows at SIGTERM. keep: rows stay in the file of --shared, for the next server with "
+        "what happens to the rows at SIGTERM. keep: rows stay in the file of --shared, for the next server with "
         "this file. move: the server first moves its rows to the other servers, while training continues; with --keys, "
-        "this needs client.key in the same folder (default: %(default)s)",
+        "this needs client.key in the same folder",
+        ("keep", "move"),
     )
     server.add_argument(
         "--grace",
@@ -36,20 +48,17 @@ def add_server(commands: Commands) -> None:
         help="time for --on-stop move, after which the server ends with the rows that it still has (default: "
         "%(default)g, since Kubernetes kills a pod after 30)",
     )
-    server.add_argument(
+    add_names(
+        server,
         "--join",
-        nargs="+",
-        action="extend",
-        default=[],
-        metavar="ADDRESS",
-        help="addresses of the job's servers: if they train without this server when it starts, it takes an equal "
+        "addresses of the job's servers: if they train without this server when it starts, it takes an equal "
         "share of their buckets, while training continues; with --keys, this needs client.key in the same directory "
         "(default: it stays empty until satrap migrate or a trainer gives it buckets)",
     )
     add_http(server, "")
-    _add_allowed(server, "--checkpoints", "write and read checkpoints")
-    _add_threads(server)
-    _add_process_number(server, "that of the server in its job")
+    add_permitted(server, "--checkpoints", f"write and read checkpoints {_BELOW}")
+    add_number(server, "--threads", _THREADS)
+    add_number(server, "--number", "number of this process in its log (default: that of the server in its job)")
     add_log_format(server)
 
 
@@ -64,9 +73,9 @@ def add_worker(commands: Commands) -> None:
         worker, "path of server.key, with client.key in the same folder; required for tcp:// without --insecure"
     )
     add_http(worker, "")
-    _add_allowed(worker, "--data", "read training data")
-    _add_threads(worker)
-    _add_process_number(worker, "none")
+    add_permitted(worker, "--data", f"read training data {_BELOW}")
+    add_number(worker, "--threads", _THREADS)
+    add_number(worker, "--number", "number of this process in its log (default: none)")
     add_log_format(worker)
 
 
@@ -77,28 +86,13 @@ def add_trainer(commands: Commands) -> None:
         usage="satrap trainer SCRIPT --servers ADDRESS [ADDRESS ...] [options] [-- ARGUMENTS]",
         description="Run a training script in this process, as one trainer on servers that were started by hand. The "
         "script is the same as for 'satrap run'. For several trainers, start this command with torchrun. ('satrap "
-        "run' starts trainers "
-        "by itself.)",
+        "run' starts trainers by itself.)",
         epilog="Example: torchrun --nproc-per-node 8 -m satrap trainer train.py --servers tcp://10.0.0.5:5555 -- "
         "--epochs 3",
     )
     trainer.add_argument("script", metavar="SCRIPT", help="Python file to run; it receives the arguments after --")
-    trainer.add_argument(
-        "--servers",
-        nargs="+",
-        action="extend",
-        default=[],
-        metavar="ADDRESS",
-        help="addresses of all servers, in the same order for every trainer; required",
-    )
-    trainer.add_argument(
-        "--workers",
-        nargs="+",
-        action="extend",
-        default=[],
-        metavar="ADDRESS",
-        help="addresses of all workers (default: none)",
-    )
+    add_names(trainer, "--servers", "addresses of all servers, in the same order for every trainer; required")
+    add_names(trainer, "--workers", "addresses of all workers (default: none)")
     add_keys(trainer)
     trainer.add_argument(
         "--clear",
@@ -126,31 +120,10 @@ def _add_listen(command: argparse.ArgumentParser, keys: str) -> None:
         help="address for other processes, if it differs from --listen: a name that stays the same when the machine or "
         "pod is replaced, such as tcp://server-0.jobs:5555; port 0 stands for the port of --listen (default: --listen)",
     )
-    command.add_argument("--keys", type=path_option, metavar="FILE", help=keys)
+    add_path(command, "--keys", keys)
     command.add_argument(
         "--insecure",
         action="store_true",
         help="serve tcp:// without keys: anyone who can reach the port can read and change rows, read the allowed "
         "files and stop the job; traffic is not encrypted",
-    )
-
-
-def _add_allowed(command: argparse.ArgumentParser, option: str, verb: str) -> None:
-    command.add_argument(
-        option,
-        action="append",
-        type=location_option,
-        default=[],
-        metavar="DIR|URL",
-        help=f"{verb} below this folder or URL; may be repeated (default: nowhere)",
-    )
-
-
-def _add_threads(command: argparse.ArgumentParser) -> None:
-    command.add_argument("--threads", type=int, metavar="N", help="threads for each call (default: number of cores)")
-
-
-def _add_process_number(command: argparse.ArgumentParser, default: str) -> None:
-    command.add_argument(
-        "--number", type=int, metavar="N", help=f"number of this process in its log (default: {default})"
     )

@@ -11,10 +11,9 @@ import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
-from pathlib import Path
 from typing import Any
 
-from satrap.cli.options import Commands, path_option
+from satrap.cli.options import Commands, add_names, add_number, add_path
 from satrap.cli.train_plan import LABEL_NAMES, ColumnPlan, Overrides, plan_columns
 from satrap.cli.train_script import ScriptSettings, write_script
 from satrap.config.location import Location
@@ -66,9 +65,7 @@ def add_train(commands: Commands) -> None:
         ("--numbers", "of numbers for the dense network"),
         ("--ignore", "to leave out, such as those that are known only after the label"),
     ):
-        train.add_argument(
-            option, nargs="+", action="extend", default=[], metavar="COLUMN", help=f"columns {what} (default: inferred)"
-        )
+        add_names(train, option, f"columns {what} (default: inferred)", metavar="COLUMN")
     held_out = train.add_mutually_exclusive_group()
     held_out.add_argument(
         "--test", metavar="FILES", help="files or URL to test on, as FILES (default: a random tenth of FILES)"
@@ -83,17 +80,11 @@ def add_train(commands: Commands) -> None:
         ("--epochs", "most passes over the data (default: 3 to 20, by the number of rows)"),
         ("--batch-size", "samples of a batch (default: 64 to 512, by the number of rows)"),
     ):
-        train.add_argument(option, type=int, metavar="N", help=what)
-    train.add_argument(
-        "--staleness", type=int, default=0, metavar="N", help="steps whose updates a lookup may miss (default: 0)"
-    )
-    train.add_argument("--seed", type=int, default=0, metavar="N", help="seed of all random numbers (default: 0)")
-    train.add_argument(
-        "--out", type=path_option, default=Path("run"), metavar="DIR", help="folder of the run (default: %(default)s)"
-    )
-    train.add_argument(
-        "--script", type=path_option, metavar="FILE", help="write the script to this file and train nothing"
-    )
+        add_number(train, option, what)
+    add_number(train, "--staleness", "steps whose updates a lookup may miss", 0)
+    add_number(train, "--seed", "seed of all random numbers", 0)
+    add_path(train, "--out", "folder of the run", "run", metavar="DIR")
+    add_path(train, "--script", "write the script to this file and train nothing")
 
 
 def train_model(options: argparse.Namespace) -> Iterator[str]:

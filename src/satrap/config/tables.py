@@ -169,7 +169,7 @@ class Table(Serializable):
     on_nonfinite: a NaN or infinite gradient: refuse the whole update, or leave out that position and count it.
     frozen: rows that no update changes: True for all, or those of some ids, such as pretrained rows: a range, or any
         ids in a list, a set, an array or a tensor (int64 as its bit pattern). They are looked up, inserted and written
-        as other rows. A saved table may be restored with other frozen rows. The form in JSON has the number of ids and
+        like other rows. A saved table may be restored with other frozen rows. The form in JSON has the number of ids and
         their checksum alone, unless they are a range.
     num_buckets: how many parts, each with its own lock, the table is divided into: a power of two up to 65536 and at
         most `capacity`. It decides which row is evicted, so it is saved; a table that never evicts may be restored with
@@ -307,8 +307,8 @@ class Feature(Config):
         with its weight, before anything is counted or cut.
     jagged: for "none" only: the rows of all samples follow each other without padding, [ids, dim], beside the offset
         where each sample begins.
-    aligned_with: for "none" only: another sequence of the model, with which this one has its samples' lengths in
-        common, such as the items of which these are the categories. A lookup checks that. Both have one form.
+    aligned_with: for "none" only: another sequence of the model whose samples have the same lengths, such as the items
+        where this one has their categories. Both need the same `max_length`, `keep` and `jagged`.
     """
 
     table: Table

@@ -23,6 +23,14 @@ _FILE_MAGIC = b"ARROW1"
 _STREAM_END = b"\xff\xff\xff\xff\0\0\0\0"
 
 
+def open_ipc(opened: Any) -> tuple[Any, bool]:
+    """Return the reader of an opened file, and whether it is an IPC file; otherwise it is a stream."""
+    ipc = pyarrow_for("reading Arrow data").ipc
+    is_file = bytes(opened.read(len(_FILE_MAGIC))) == _FILE_MAGIC
+    opened.seek(0)
+    return ipc.open_file(opened) if is_file else ipc.open_stream(opened), is_file
+
+
 @dataclass(frozen=True, repr=False)
 class Arrow(FileSource, RowBlockSource):
     """Arrow IPC files or streams, or folders, globs and URLs of them; or a pyarrow Table or RecordBatch."""
@@ -40,10 +48,7 @@ class Arrow(FileSource, RowBlockSource):
         self, file: File, partition: Mapping[str, Any], columns: Columns
     ) -> tuple[list[Block], TableDecoder]:
         with file.open(mapped=True) as opened:
-            ipc = pyarrow_for("reading Arrow data").ipc
-            is_file = bytes(opened.read(len(_FILE_MAGIC))) == _FILE_MAGIC
-            opened.seek(0)
-            reader = ipc.open_file(opened) if is_file else ipc.open_stream(opened)
+            reader, is_file = open_ipc(opened)
             decoder = TableDecoder.for_schema(reader.schema, columns, file.name, self.max_bad_rows, partition)
             if not is_file:
                 if bytes(opened.read_at(len(_STREAM_END), max(0, file.size - len(_STREAM_END)))) != _STREAM_END:

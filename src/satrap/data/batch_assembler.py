@@ -13,7 +13,7 @@ without a copy.
 """
 
 from collections import deque
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from typing import Any
@@ -51,6 +51,8 @@ class BatchAssembler:
     num_chunks: int
     num_threads: int
     max_bad_rows: int
+    selects_all: bool
+    """Whether the blocks have all samples of the data."""
     position: Position
     rank: int
     world_size: int
@@ -71,6 +73,53 @@ class BatchAssembler:
                     "set epochs"
                 )
             at = Position(at.epoch + 1, 0, 0, before=at.before)
+
+    def num_batches(self) -> int:
+        """Return the number of steps from the position to the end; TypeError says why it is unknown.
+
+        It is known where every block knows its rows (Parquet, tables and frames in memory), or where the only block
+        knows its items: samples or batches. With several trainers, all of them run as many steps as the trainer with
+        the most rows has batches.
+        """
+        position = self.position
+        if self.epochs is None:
+            raise TypeError("epochs is None, so there is no end")
+        if not self.selects_all:
+            raise TypeError("share, before or since select some of the samples")
+        if self.max_bad_rows or any(label.missing == "drop" for label in self.columns.label):
+            raise TypeError("rows may be left out, by max_bad_rows or by a label's missing='drop'")
+        if self.limit is not None:
+            raise TypeError("max_ids decides how many samples a batch has")
+        if position.before:
+            raise TypeError("another number of trainers started this epoch")
+        if position.epoch >= self.epochs:
+            return 0
+        sizes = [block.num_items if block.num_rows is None else block.num_rows for block in self.blocks]
+        known = [size for size in sizes if size is not None]
+        if len(known) < len(sizes):
+            raise TypeError("the data does not say how many samples it has before it is read")
+        size, round_up = self.batch_size or 1, 0 if self.drop_last else (self.batch_size or 1) - 1
+        most = -(-sum(known) // self.world_size)
+        later_epochs = self.epochs - position.epoch - 1
+        return (most - self._num_consumed(known) + round_up) // size + later_epochs * ((most + round_up) // size)
+
+    def _num_consumed(self, rows: list[int]) -> int:
+        """Return how many rows of the epoch this trainer has consumed, or how many items where each is a batch."""
+        position = self.position
+        if self.batch_size is None:
+            if position.batch > rows[0]:
+                raise TypeError("the position counts batches that were cut in another way")
+            return position.batch
+        if self.blocks and self.blocks[0].num_rows is None:  # one block of samples, and so one window group
+            return position.sample
+        plan = plan_epoch(self.order(position.epoch), rows, self.world_size)[self.rank]
+        row_ranges = plan.row_ranges[: position.block]
+        return sum((rows[r.block] if r.end is None else r.end) - r.begin for r in row_ranges) + position.sample
+
+    def order(self, epoch: int) -> list[int]:
+        """Return the blocks in the order of an epoch."""
+        count = len(self.blocks)
+        return permutation(count, self.seed, epoch).tolist() if self.shuffle else list(range(count))
 
 
 @dataclass(slots=True)
@@ -161,10 +210,9 @@ class _EpochReader:
         self.offset = start.offset  # where the last chunk ended
         self.before = tuple(stopped for stopped in start.before if max(p.epoch for p in stopped) >= start.epoch)
         self.start = replace(start, before=self.before)
-        num_blocks = len(assembler.blocks)
-        order = permutation(num_blocks, assembler.seed, start.epoch) if assembler.shuffle else np.arange(num_blocks)
         rows = [block.num_rows for block in assembler.blocks]
-        self.plan = plan_epoch(order.tolist(), rows, assembler.world_size, start.epoch, self.before)[assembler.rank]
+        order = assembler.order(start.epoch)
+        self.plan = plan_epoch(order, rows, assembler.world_size, start.epoch, self.before)[assembler.rank]
         if start.block > len(self.plan):
             raise SourceError(
                 f"position {start} is at block {start.block} and rank {assembler.rank} of {assembler.world_size} reads "
@@ -374,9 +422,8 @@ def _is_label_flat(columns: Columns, chunks: list[Chunk]) -> bool:
 class Batches(Iterator[Inputs]):
     """An iterator over the batches of a source. `close`, or dropping the last reference to it, stops its threads."""
 
-    def __init__(self, assembler: BatchAssembler, length: Callable[[], int]) -> None:
-        """length: returns the number of batches, or raises TypeError if it is unknown."""
-        self._length = length
+    def __init__(self, assembler: BatchAssembler) -> None:
+        self._assembler = assembler
         self._skipped_rows = SkippedRows()
         self._batches = assembler.batches(self._skipped_rows)
 
@@ -385,7 +432,7 @@ class Batches(Iterator[Inputs]):
 
     def __len__(self) -> int:
         """Return the number of batches from the first one on; TypeError if it is unknown before they are read."""
-        return self._length()
+        return self._assembler.num_batches()
 
     def __next__(self) -> Inputs:
         return next(self._batches)

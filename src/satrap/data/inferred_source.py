@@ -9,7 +9,7 @@ from pathlib import PurePosixPath
 from typing import Any
 
 from satrap.config.optional_deps import pyarrow_for
-from satrap.data.arrow import Arrow
+from satrap.data.arrow import Arrow, open_ipc
 from satrap.data.delimited import CSV
 from satrap.data.file_source import File, find_files
 from satrap.data.parquet import Parquet
@@ -110,7 +110,4 @@ def _schema(source: FileSource, opened: Any) -> Any:
         from pyarrow.parquet import read_schema
 
         return read_schema(opened)
-    arrow = pyarrow_for("reading Arrow data")
-    is_file = bytes(opened.read(6)) == b"ARROW1"
-    opened.seek(0)
-    return (arrow.ipc.open_file(opened) if is_file else arrow.ipc.open_stream(opened)).schema
+    return open_ipc(opened)[0].schema

@@ -38,7 +38,7 @@ class IterableSource(Source):
     """The items of an iterable, or of the iterable that a function returns.
 
     An item is a batch: a dict of columns, a RecordBatch, Table or DataFrame (what has Arrow's C interface), an Inputs,
-    or (dense, KeyedJaggedTensor, label), of which dense and label may be None. A column of a dict is an array of one or
+    or (dense, KeyedJaggedTensor, label), where dense and label may be None. A column of a dict is an array of one or
     (for lists of one length) two dimensions, a list, or for a feature (values, offsets) or (values, offsets, weights).
 
     An Inputs with exactly these features is not copied unless `batch_size` divides it: do not change its arrays until

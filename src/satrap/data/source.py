@@ -7,7 +7,6 @@ A source of files is a frozen declaration: it holds no data and no open file, so
 import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from functools import partial
 from typing import Any, ClassVar, Self
 
 from satrap.config.columns import Columns, DenseColumn, IdColumn, LabelColumn, as_names, check_column
@@ -24,7 +23,6 @@ from satrap.config.validation import (
 )
 from satrap.data.batch_assembler import BatchAssembler, Batches
 from satrap.data.block import Block
-from satrap.data.epoch_length import num_batches
 from satrap.data.file_source import files_signature
 from satrap.data.id_limit import IdLimit, check_max_ids
 from satrap.data.inputs import Position
@@ -194,23 +192,25 @@ class Source(Config, ABC):
         columns = dataclasses.replace(columns, extra=tuple(dict.fromkeys((*columns.extra, *selection.columns))))
         blocks = self._blocks(columns, position)
         blocks = blocks if selection.selects_all else selection.blocks(blocks)
-        assembler = BatchAssembler(
-            blocks=blocks,
-            columns=columns,
-            batch_size=self.batch_size,
-            limit=None if self.max_ids is None else IdLimit.resolve(where, self.max_ids, columns),
-            shuffle=self.shuffle,
-            seed=self.seed,
-            epochs=self.epochs,
-            drop_last=self.drop_last,
-            num_chunks=self.shuffle_blocks if self.shuffle else 1,
-            num_threads=self._num_threads(),
-            max_bad_rows=self.max_bad_rows,
-            position=position or Position(0, 0, 0),
-            rank=rank,
-            world_size=world_size,
+        return Batches(
+            BatchAssembler(
+                blocks=blocks,
+                columns=columns,
+                batch_size=self.batch_size,
+                limit=None if self.max_ids is None else IdLimit.resolve(where, self.max_ids, columns),
+                shuffle=self.shuffle,
+                seed=self.seed,
+                epochs=self.epochs,
+                drop_last=self.drop_last,
+                num_chunks=self.shuffle_blocks if self.shuffle else 1,
+                num_threads=self._num_threads(),
+                max_bad_rows=self.max_bad_rows,
+                selects_all=selection.selects_all,
+                position=position or Position(0, 0, 0),
+                rank=rank,
+                world_size=world_size,
+            )
         )
-        return Batches(assembler, partial(num_batches, assembler, selects_all=selection.selects_all))
 
     def _columns(self, features: Features | Sequence[str]) -> Columns:
         where = type(self).__name__

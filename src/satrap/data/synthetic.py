@@ -18,7 +18,7 @@ import math
 import numbers
 import os
 import secrets
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -30,6 +30,7 @@ from numpy.typing import NDArray
 
 from satrap.config.location import local_path
 from satrap.config.optional_deps import pyarrow_for
+from satrap.config.validation import check_integer
 from satrap.errors import ConfigError
 from satrap.monitor.metrics import Evaluation
 
@@ -93,8 +94,8 @@ class Clicks:
 
     def __post_init__(self) -> None:
         for name, low in (("num_samples", 0), ("num_dense", 0), ("num_factors", 0), ("first_sample", 0), ("seed", 0)):
-            _integer(name, getattr(self, name), low, _LARGEST)
-        _integer("num_ids", self.num_ids, 1, 1 << 20)
+            check_integer("Clicks", name, getattr(self, name), low, _LARGEST)
+        check_integer("Clicks", "num_ids", self.num_ids, 1, 1 << 20)
         _number("zipf", self.zipf, 0.0, 10.0)
         _number("strength", self.strength, 0.0, 20.0)
         _number("base_rate", self.base_rate, 1e-6, 1 - 1e-6)
@@ -116,7 +117,7 @@ class Clicks:
 
     def batches(self, batch_size: int) -> Iterator[Block]:
         """Yield all samples in order; the last batch may be short."""
-        size = _integer("batch_size", batch_size, 1, _LARGEST)
+        size = check_integer("Clicks", "batch_size", batch_size, 1, _LARGEST)
         for start in range(0, self.num_samples, size):
             yield self._range(start, min(start + size, self.num_samples))
 
@@ -127,7 +128,7 @@ class Clicks:
     def best_metrics(self, num_samples: int | None = None) -> BestMetrics:
         """Return the metrics of the true probabilities on the first `num_samples` samples; None: on all."""
         size = self.num_samples if num_samples is None else num_samples
-        _integer("num_samples", size, 0, self.num_samples)
+        check_integer("Clicks", "num_samples", size, 0, self.num_samples)
         metrics = Evaluation()
         for block in replace(self, num_samples=size).blocks():
             metrics.add(block["label"], block["logit"])
@@ -399,8 +400,8 @@ def _cardinalities(value: object, num_ids: int) -> tuple[int, ...]:
     if isinstance(value, Sequence | np.ndarray) and not isinstance(value, str):
         if len(value) != num_ids:
             raise ConfigError(f"Clicks: {len(value)} cardinalities for num_ids {num_ids}; expected one for each")
-        return tuple(_integer(f"cardinalities[{at}]", number, 1, 1 << 32) for at, number in enumerate(value))
-    total = _integer("cardinalities", value, _SMALLEST * num_ids, num_ids << 32)
+        return _checked(value)
+    total = check_integer("Clicks", "cardinalities", value, _SMALLEST * num_ids, num_ids << 32)
     low, high = 1.0, float(total)
     for _ in range(200):  # the factor from one feature to the next, by bisection
         factor = (low + high) / 2
@@ -408,13 +409,11 @@ def _cardinalities(value: object, num_ids: int) -> tuple[int, ...]:
         low, high = (factor, high) if sum(spread) < total else (low, factor)
     rounded = [max(_SMALLEST, int(_SMALLEST * low**at)) for at in range(num_ids)]
     rounded[-1] += total - sum(rounded)
-    return tuple(_integer(f"cardinalities[{at}]", number, 1, 1 << 32) for at, number in enumerate(rounded))
+    return _checked(rounded)
 
 
-def _integer(name: str, value: object, low: int, high: int) -> int:
-    if isinstance(value, bool) or not isinstance(value, numbers.Integral) or not low <= int(value) <= high:
-        raise ConfigError(f"Clicks: {name} is {value!r}; expected an integer from {low} to {high}")
-    return int(value)
+def _checked(cardinalities: Iterable[object]) -> tuple[int, ...]:
+    return tuple(check_integer("Clicks", f"cardinalities[{i}]", n, 1, 1 << 32) for i, n in enumerate(cardinalities))
 
 
 def _number(name: str, value: object, low: float, high: float) -> None:

@@ -8,6 +8,7 @@ start, so it is one block. The values are decoded in Python, a record at a time;
 import struct
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -94,14 +95,11 @@ def _types_of(files: Sequence[File], columns: Columns) -> dict[str, tuple[int, b
     single = {label.name for label in columns.label} | {dense.name for dense in columns.dense if dense.width is None}
     single |= {name for column in columns.ids for name in ((column.name, *column.crossed) if column.crossed else ())}
     count = 0
-    for file in files:
-        for example in _examples(file):
-            seen |= example.keys()
-            kinds |= {name: kind for name, (kind, values) in example.items() if name in required and values}
-            count += 1
-            if len(kinds) == len(required) or count == _LOOK_AHEAD:
-                break
-        if len(kinds) == len(required) or count == _LOOK_AHEAD:
+    for example in islice((example for file in files for example in _examples(file)), _LOOK_AHEAD):
+        count += 1
+        seen |= example.keys()
+        kinds |= {name: kind for name, (kind, values) in example.items() if name in required and values}
+        if len(kinds) == len(required):
             break
     if not count:
         return None

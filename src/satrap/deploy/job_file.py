@@ -26,6 +26,14 @@ _ENV_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _LABEL = re.compile(r"([a-z0-9.-]{1,253}/)?[A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?")
 _LABEL_VALUE = re.compile(r"([A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?)?")
 _TAINT = re.compile(rf"({_LABEL.pattern})(=(?P<value>{_LABEL_VALUE.pattern}))?:(NoSchedule|NoExecute|PreferNoSchedule)")
+_ANY_TEXT, _SOME_TEXT = re.compile("(?s).*"), re.compile("(?s).+")
+_OWN_KEYS = (
+    ("trainers", "gpus", 0, "only trainers use GPUs"),
+    ("trainers", "per_pod", 1, "only trainers share pods"),
+    ("servers", "rows", None, "only servers hold rows"),
+    ("servers", "on_stop", "move", "only servers hold rows"),
+)
+"""Keys that only one role may have, with their usual values."""
 _MIN_SPARE = 1 << 30  # bytes that a server needs for its process and its requests
 
 
@@ -62,10 +70,8 @@ class Storage(Serializable):
 
     def __post_init__(self) -> None:
         for name in ("checkpoints", "data"):
-            paths: Any = getattr(self, name)
-            if not isinstance(paths, list | tuple) or not all(isinstance(path, str) and path for path in paths):
-                raise ConfigError(f"storage: {name} is {describe(paths)}; expected a list of folders and URLs")
-            set_field(self, name, tuple(paths))
+            paths = _check_list("storage", name, getattr(self, name), _SOME_TEXT, "a list of folders and URLs")
+            set_field(self, name, paths)
             for path in paths:
                 self._require_reachable(name, path)
         for name in ("volume", "credentials"):
@@ -125,17 +131,10 @@ class Role(Serializable):
             size: Any = getattr(self, name)
             if not isinstance(size, str | None):
                 raise ConfigError(f"Role: {name} is {describe(size)}; expected a size, such as '64GiB'")
-        _check_texts("Role", "env", self.env, _ENV_NAME, None)
+        _check_texts("Role", "env", self.env, _ENV_NAME)
         _check_texts("Role", "node_labels", self.node_labels, _LABEL, _LABEL_VALUE)
-        tolerations: Any = self.tolerations
-        if not isinstance(tolerations, list | tuple) or not all(
-            isinstance(toleration, str) and _TAINT.fullmatch(toleration) for toleration in tolerations
-        ):
-            raise ConfigError(
-                f"Role: tolerations is {describe(tolerations)}; expected a list of taints as kubectl writes them, such "
-                "as 'cloud.google.com/gke-spot=true:NoSchedule'"
-            )
-        set_field(self, "tolerations", tuple(tolerations))
+        example = "a list of taints as kubectl writes them, such as 'cloud.google.com/gke-spot=true:NoSchedule'"
+        set_field(self, "tolerations", _check_list("Role", "tolerations", self.tolerations, _TAINT, example))
         if self.machine is not None and not isinstance(self.machine, str):
             raise ConfigError(
                 f"Role: machine is {describe(self.machine)}; expected a machine type, such as 'c2-standard-30'"
@@ -229,37 +228,21 @@ class DeployJob(Serializable):
     def __post_init__(self) -> None:
         self._check_names()
         self._check_script()
-        if not isinstance(self.arguments, list | tuple) or not all(
-            isinstance(argument, str) for argument in self.arguments
-        ):
-            raise ConfigError(f"arguments is {describe(self.arguments)}; expected a list of strings")
-        set_field(self, "arguments", tuple(self.arguments))
-        _check_texts("job", "env", self.env, _ENV_NAME, None)
+        set_field(self, "arguments", _check_list("job", "arguments", self.arguments, _ANY_TEXT, "a list of strings"))
+        _check_texts("job", "env", self.env, _ENV_NAME)
         _check_texts("job", "labels", self.labels, _LABEL, _LABEL_VALUE)
         if taken := sorted(name for name in self.labels if name.startswith(_OWN_LABELS)):
             raise ConfigError(f"job: labels has {taken[0]!r}, which Satrap sets; choose another name")
         for name in ("network_policy", "pod_monitor"):
             check_flag("job", name, getattr(self, name))
-        secrets: Any = self.pull_secrets
-        if not isinstance(secrets, list | tuple):
-            raise ConfigError(f"job: pull_secrets is {describe(secrets)}; expected a list of names of Secrets")
-        for secret in secrets:
-            _check_object_name("job", "pull_secrets", secret)
-        set_field(self, "pull_secrets", tuple(secrets))
+        secrets = _check_list("job", "pull_secrets", self.pull_secrets, _OBJECT_NAME, "a list of names of Secrets")
+        set_field(self, "pull_secrets", secrets)
         for role, low in (("servers", 1), ("trainers", 1), ("head", 1)):
             check_integer(role, "count", getattr(self, role).count, low, 1 if role == "head" else 1 << 20)
-        for role in ("head", "servers", "workers"):
-            if getattr(self, role).gpus:
-                raise ConfigError(f"{role}: gpus is {getattr(self, role).gpus}; only trainers use GPUs: remove it")
-            if getattr(self, role).per_pod != 1:
-                raise ConfigError(
-                    f"{role}: per_pod is {getattr(self, role).per_pod}; expected 1: only trainers share pods"
-                )
-        for role in ("head", "workers", "trainers"):
-            if getattr(self, role).rows is not None:
-                raise ConfigError(f"{role}: rows is {getattr(self, role).rows!r}; only servers hold rows: remove it")
-            if getattr(self, role).on_stop != "move":
-                raise ConfigError(f"{role}: on_stop is 'keep'; only servers hold rows: remove it")
+        for owner, key, usual, why in _OWN_KEYS:
+            for role in ("head", "servers", "workers", "trainers"):
+                if role != owner and (value := getattr(getattr(self, role), key)) != usual:
+                    raise ConfigError(f"{role}: {key} is {value!r}; {why}: remove it")
 
     def _check_script(self) -> None:
         script: Any = self.script
@@ -345,14 +328,21 @@ def _apply(data: dict[str, Any], change: str) -> None:
         data[last] = value
 
 
-def _check_texts(where: str, key: str, texts: Any, names: re.Pattern[str], values: re.Pattern[str] | None) -> None:
-    """Check a table of texts. values: their form; None: any text."""
+def _check_list(where: str, key: str, texts: object, form: re.Pattern[str], expected: str) -> tuple[str, ...]:
+    """Return a list of texts of this form as a tuple."""
+    if not isinstance(texts, list | tuple) or not all(isinstance(text, str) and form.fullmatch(text) for text in texts):
+        raise ConfigError(f"{where}: {key} is {describe(texts)}; expected {expected}")
+    return tuple(texts)
+
+
+def _check_texts(where: str, key: str, texts: Any, names: re.Pattern[str], values: re.Pattern[str] = _ANY_TEXT) -> None:
+    """Check a table of texts. values: their form."""
     if not isinstance(texts, Mapping):
         raise ConfigError(f"{where}: {key} is {describe(texts)}; expected a table of texts, such as {{A = 'b'}}")
     for name, value in texts.items():
         if not isinstance(name, str) or not names.fullmatch(name):
             raise ConfigError(f"{where}: {key} has the name {describe(name)}; expected one that Kubernetes permits")
-        if not isinstance(value, str) or (values is not None and not values.fullmatch(value)):
+        if not isinstance(value, str) or not values.fullmatch(value):
             raise ConfigError(f"{where}: {key}.{name} is {describe(value)}; expected a text that Kubernetes permits")
 
 

@@ -6,6 +6,7 @@ something else is written in double quotes, as JSON does. Needs no package.
 
 import json
 import re
+import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -105,14 +106,10 @@ def _command(prefix: str, command: Command, indent: int) -> Iterator[str]:
     yield pad + " ".join(line)
 
 
-def _comment(text: str, pad: str) -> Iterator[str]:
-    line: list[str] = []
-    for word in text.split():
-        if line and len(" ".join([*line, word])) + len(pad) + 2 > _WIDTH:
-            yield f"{pad}# {' '.join(line)}"
-            line = []
-        line.append(word)
-    yield f"{pad}# {' '.join(line)}"
+def _comment(text: str, pad: str) -> list[str]:
+    start = f"{pad}# "
+    wrapper = textwrap.TextWrapper(_WIDTH, start, start, break_long_words=False, break_on_hyphens=False)
+    return wrapper.wrap(" ".join(text.split()))
 
 
 def _is_short(value: Sequence[Any]) -> bool:

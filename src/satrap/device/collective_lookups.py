@@ -16,10 +16,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from satrap.device.asked_rounds import AskedRounds, AskedRows
 from satrap.device.collective_updates import CollectiveUpdates
 from satrap.device.device_stream import DeviceStream
 from satrap.device.exchange import Exchange, RoundThread, RowExchange
-from satrap.device.owned_rows import LookupTime, OwnedRows
+from satrap.device.owned_rows import FoundIds, LookupTime, OwnedRows
 from satrap.device.segments import TableGroups
 from satrap.errors import InputError
 from satrap.interrupts import Uninterrupted
@@ -47,23 +48,33 @@ class CollectiveLookups:
         self,
         exchange: Exchange,
         groups: TableGroups,
+        asked: AskedRounds,
         owned: Callable[[], Any],
         thread: RoundThread,
         updates: CollectiveUpdates,
         staleness: int,
         stream: DeviceStream,
     ) -> None:
-        """owned: returns the rows that this trainer owns, `OwnedRows` or `DirectOwnedRows`. staleness: how many earlier
-        updates a lookup may miss. stream: of the rows."""
+        """asked: keeps what these lookups ask for. owned: returns the rows that this trainer owns, `OwnedRows` or
+        `DirectOwnedRows`. staleness: how many earlier updates a lookup may miss. stream: of the rows."""
         self._exchange, self._groups, self._owned, self._thread = exchange, groups, owned, thread
-        self._rows_between = RowExchange(exchange, groups)
+        self._rows_between, self._asked = RowExchange(exchange, groups), asked
         self._updates, self._staleness, self._stream = updates, staleness, stream
-        self._num_counts = len(groups.numbers)
+        self._num_counts = self._count_parts(groups)
+        self._to_order: FoundIds | None = None
+        """What the last round has found, unless it is ordered."""
+
+    def _count_parts(self, groups: TableGroups) -> int:
+        """Return into how many parts a trainer's ids are counted."""
+        return len(groups.numbers)
 
     def submit(self, part: LookupPart) -> "Future[Any]":
-        """Submit a lookup. Its result has the rows of each group of tables, owner by owner, in the order of the ids; or
-        it is the error of a batch that a trainer refuses."""
-        return self._thread.submit(lambda: self._rows(part))
+        """Submit a lookup. Its result has the rows of each group of tables, owner by owner, in the order of the ids,
+        and the number of the round; or it is the error of a batch that a trainer refuses. Then, while the caller uses
+        the rows, the gradients that their update will bring are ordered."""
+        future = self._thread.submit(lambda: self._rows(part))
+        self._thread.submit(self._order)
+        return future
 
     def idle(self) -> None:
         """Answer the lookups of other trainers until all are idle."""
@@ -78,7 +89,14 @@ class CollectiveLookups:
 
     def _run_idle(self) -> None:
         while self._round(None) is not None:
-            pass
+            self._order()
+
+    def _order(self) -> None:
+        """Order the gradients that the update of the last round will bring."""
+        found, self._to_order = self._to_order, None
+        if found is not None and (owned := found.owned()) is not None:
+            with self._stream.running():
+                owned.order(found)
 
     def _round(self, part: LookupPart | None) -> Any:
         """Exchange ids and rows; return None if all trainers are idle."""
@@ -104,23 +122,27 @@ class CollectiveLookups:
         return self._exchange_rows(ids, own[:, COUNTS:], headers)
 
     def _exchange_rows(self, ids: Any, sent: NDArray[np.int64], headers: NDArray[np.int64]) -> Any:
-        """Send ids, and return their rows. sent: how many, as in `Sent`. headers: of all trainers."""
+        """Send ids, and return their rows and the number of the round. sent: how many, as in `Sent`. headers: of all
+        trainers."""
         counts, no_ids = headers[:, COUNTS:], [np.empty(0, np.uint64)] * len(headers)
         received, number = self._exchange.ids(no_ids if ids is None else ids, counts.sum(1).tolist())
         with self._stream.running():
-            rows = self._look_up(received, headers)
+            rows = self._look_up(received, headers, number)
             of_groups = zip(rows, self._groups.counts(counts), self._groups.counts(sent), strict=True)
             with self._exchange.in_order(number):
-                return [self._rows_between.rows(group, *part) for group, part in enumerate(of_groups)]
+                return [self._rows_between.rows(group, *part) for group, part in enumerate(of_groups)], number
 
-    def _look_up(self, received: NDArray[np.uint64], headers: NDArray[np.int64]) -> list[Tensor]:
-        """Read the rows here. Trainers that are at different steps, after a pause, are served one step after
-        another."""
+    def _look_up(self, received: NDArray[np.uint64], headers: NDArray[np.int64], number: int) -> list[Tensor]:
+        """Read the rows here, and keep what they are for the update. Trainers that are at different steps, after a
+        pause, are served one step after another. number: of the round."""
         parts = headers[headers[:, KIND] != IDLE]
         times = sorted({(int(step), bool(first)) for step, first in parts[:, [STEP, _FIRST_EPOCH]]})
         oldest_open = int(parts[:, OLDEST_OPEN].min())
         if len(times) == 1:
-            return self._look_up_at(received, headers[:, COUNTS:], *times[0], oldest_open)
+            lines, found = self._look_up_at(received, headers[:, COUNTS:], *times[0], oldest_open)
+            self._asked.keep(number, AskedRows(found, times[0][0], ranks_of(headers)))
+            self._to_order = found
+            return lines
         bounds = np.append(0, headers[:, COUNTS:].sum(1).cumsum())
         answers: list[list[Tensor]] = [[] for _ in headers]
         for step, first_epoch in times:
@@ -128,15 +150,21 @@ class CollectiveLookups:
                 counts = np.zeros_like(headers[:, COUNTS:])
                 counts[rank] = headers[rank, COUNTS:]
                 ids = received[bounds[rank] : bounds[rank + 1]]
-                answers[rank] = self._look_up_at(ids, counts, step, first_epoch, oldest_open)
+                answers[rank], _ = self._look_up_at(ids, counts, step, first_epoch, oldest_open)
         present = [answer for answer in answers if answer]
         return [torch.cat(lines) for lines in zip(*present, strict=True)]
 
     def _look_up_at(
         self, ids: NDArray[np.uint64], counts: NDArray[np.int64], step: int, first_epoch: bool, oldest_open: int
-    ) -> list[Tensor]:
+    ) -> tuple[list[Tensor], FoundIds]:
         owned: OwnedRows = self._owned()
-        return owned.look_up_received(ids, counts, LookupTime(step, min(step, oldest_open), first_epoch))
+        at = LookupTime(step, min(step, oldest_open), first_epoch)
+        return owned.look_up_received(ids, counts, at, may_order=self._asked.are_used)
+
+
+def ranks_of(headers: NDArray[np.int64]) -> tuple[int, ...]:
+    """Return the trainers that have a batch."""
+    return tuple(np.flatnonzero(headers[:, KIND] == PART).tolist())
 
 
 class CollectiveStream(RowStream):

@@ -1,6 +1,7 @@
 """Rows on the devices of several trainers.
 
-    lookup   Split.lookup -> ids of each owner ──> OwnedRows.look_up ──> rows -> pool, copy_sequence -> block, sequences
+    resolve  Split.lookup -> ids of each owner; which gradients the sum of each id has
+    lookup   ids ──> OwnedRows.look_up_received ──> rows -> pool, copy_sequence -> block, sequences
     update   gradients -> sums of each id, on the device ──> OwnedRows.apply, which adds those of all trainers
 
 Each trainer owns some buckets of every table, and all exchange ids, rows and gradients by `all_to_all_single`. Each
@@ -9,7 +10,7 @@ trainer also serves its rows by the calls of a server, which evaluation, reading
 
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -22,6 +23,7 @@ from satrap import _core
 from satrap.config.features import Features
 from satrap.config.optimizers import SGD
 from satrap.config.tables import Table
+from satrap.device.asked_rounds import AskedRounds
 from satrap.device.collective_lookups import CollectiveLookups, CollectiveStream, LookupPart, Sent
 from satrap.device.collective_updates import CollectiveUpdates, UpdatePart
 from satrap.device.device_rows import LARGEST, largest_of, on_cpu
@@ -29,7 +31,16 @@ from satrap.device.device_stream import DeviceStream, to_device
 from satrap.device.exchange import Exchange, LaunchOrder, RoundThread
 from satrap.device.home_memory import DTYPES
 from satrap.device.owned_rows import LookupTime
-from satrap.device.runs import PooledFeatures, RowUpdate, Runs, given_parts, require_sizes, sequence_bags, tensors_of
+from satrap.device.runs import (
+    PooledFeatures,
+    RowUpdate,
+    Runs,
+    flat_gradients,
+    given_parts,
+    is_whole_batch,
+    require_sizes,
+    sequence_bags,
+)
 from satrap.device.segments import TableGroups, send_to_all
 from satrap.device.torch_device import kernels_of
 from satrap.errors import InputError, StreamError, TicketError
@@ -41,13 +52,26 @@ from satrap.worker.sharded_rows import ShardedRows
 _CLOSE_SECONDS = 0.5
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class SplitBatch:
     """A batch whose ids are divided by owner in CPU memory."""
 
     split: _core.SplitTicket
     bound: float
     """A sum of its gradients is at most this many times the largest gradient times the scale."""
+    counts: NDArray[np.int64]
+    """How many ids of each table each trainer has, [trainers, tables]."""
+    sent: Sent
+    """What a lookup sends: ids of replicated tables, for one, go to all trainers."""
+    total_dim: int
+    """The columns of its block."""
+    at: dict[str, Tensor | None] = field(default_factory=dict)
+    """For a lookup, on the device: the "lines" of all ids among the rows of their group, their "offsets" and
+    "weights"."""
+    runs: Runs | None = None
+    """The sums of an update of the whole batch, if it is ordered ahead."""
+    lookup: int = -1
+    """The number of its round; -1: it was not looked up."""
 
     @property
     def batch_size(self) -> int:
@@ -74,6 +98,8 @@ class CollectiveTicket:
 class CollectiveRows(Rows):
     """Implements `satrap.worker.rows.Rows` for tables on the devices of all trainers. Lookups without training call the
     servers."""
+
+    resolves = True
 
     def __init__(
         self,
@@ -102,6 +128,7 @@ class CollectiveRows(Rows):
         self._owners = self._owners_of(servers)
         self._pooled = [PooledFeatures.of(features, tables, device) for tables in self._groups.tables]
         self._id_features = id_features(features)
+        self._updates_whole_batches = True  # as the last update did
         self._absent = [torch.empty((0, dim), device=device) for _, dim in self._groups.layouts]
         self.launches = LaunchOrder(device)
         """The order of all collectives between devices."""
@@ -109,8 +136,10 @@ class CollectiveRows(Rows):
         use_device = partial(torch.cuda.set_device, device) if device.type == "cuda" else lambda: None
         self._update_thread = RoundThread("satrap-exchange-updates", explain, prepare=use_device, failed=self._failed)
         self._lookup_thread = RoundThread("satrap-exchange-lookups", explain, prepare=use_device, failed=self._failed)
-        self._updates = self._updates_by(updates, owned)
-        self._lookups = self._lookups_by(lookups, owned)
+        asked = AskedRounds()
+        self._updates = self._updates_by(updates, asked, owned, self._update_thread, self.device_stream)
+        rounds = self._lookup_thread, self._updates, staleness, self.device_stream
+        self._lookups = self._lookups_by(lookups, asked, owned, *rounds)
         self._stream = CollectiveStream(self._lookups, self._updates)
         self._stream.has_ended_lookups = True  # there is no stream yet
         self._unfinished: tuple[CollectiveTicket | None, Future[Any]] | None = None
@@ -118,12 +147,11 @@ class CollectiveRows(Rows):
     def _grouped(self, tables: Sequence[Table]) -> TableGroups:
         return TableGroups.of(tables)
 
-    def _updates_by(self, exchange: Exchange, owned: Callable[[], Any]) -> CollectiveUpdates:
-        return CollectiveUpdates(exchange, self._groups, owned, self._update_thread, self.device_stream)
+    def _updates_by(self, exchange: Exchange, *given: Any) -> CollectiveUpdates:
+        return CollectiveUpdates(exchange, self._groups, *given)
 
-    def _lookups_by(self, exchange: Exchange, owned: Callable[[], Any]) -> CollectiveLookups:
-        rounds = self._lookup_thread, self._updates, self._staleness, self.device_stream
-        return CollectiveLookups(exchange, self._groups, owned, *rounds)
+    def _lookups_by(self, exchange: Exchange, *given: Any) -> CollectiveLookups:
+        return CollectiveLookups(exchange, self._groups, *given)
 
     def _failed(self, error: Exception) -> None:
         """Let the rounds of the other thread fail that wait for one of a thread that has failed."""
@@ -197,14 +225,15 @@ class CollectiveRows(Rows):
                 sequence.zero_()
             return ticket
         try:
-            rows = self._rows_of(future)
+            rows, number = self._rows_of(future)
         except Exception:
             if future.done():
                 self._unfinished = None
             raise
         assert ticket is not None, "a batch that is refused has no ticket"
+        ticket.batch.lookup = number
         with self.device_stream.joined():
-            self._pool(ticket, rows, request, block, sequences)
+            self._pool(rows, self._lines_of(ticket.batch), request, block, sequences)
         self._unfinished = None
         return ticket
 
@@ -215,8 +244,15 @@ class CollectiveRows(Rows):
             raise rows
         return rows
 
+    def resolve(self, request: BagRequest) -> BagRequest:
+        try:
+            ticket, refused = self._ticket(request), None
+        except InputError as error:  # of all trainers, in the lookup
+            ticket, refused = None, error
+        return replace(request, resolved={"ticket": ticket, "refused": refused})
+
     def id_ticket(self, ids: Mapping[str, Ids]) -> CollectiveTicket:
-        return self._ticket(id_request(self._id_features, ids, None, None))
+        return self._ticket(id_request(self._id_features, ids, None, None), for_lookup=False)
 
     def pad(self, step: int, oldest_open: int) -> None:
         future = self._submit(LookupPart(LookupTime(step, oldest_open, True), None))
@@ -263,20 +299,37 @@ class CollectiveRows(Rows):
             to.copy_(torch.from_numpy(rows))
 
     def _start(self, request: BagRequest, step: int) -> "tuple[CollectiveTicket | None, Future[Any] | None]":
+        resolved = (request if request.resolved else self.resolve(request)).resolved
+        ticket: CollectiveTicket | None = resolved["ticket"]
+        sent = partial(_refuse, resolved["refused"]) if ticket is None else partial(self._sent, ticket.batch)
         at = LookupTime(step, request.oldest_open or step, request.first_epoch)
-        try:
-            ticket = self._ticket(request)
-        except InputError as error:
-            return None, self._submit(LookupPart(at, partial(_refuse, error)))
-        sent = send_to_all(self._to_all, self._rank, *_sent(ticket.batch.split))
-        return ticket, self._submit(LookupPart(at, lambda: sent))
+        return ticket, self._submit(LookupPart(at, sent))
 
-    def _ticket(self, request: BagRequest) -> CollectiveTicket:
-        """Divide the ids of a batch by owner."""
+    def _sent(self, batch: Any) -> Sent:
+        """Return what a batch sends; raise InputError if it is refused."""
+        sent: Sent = batch.sent
+        return sent
+
+    def _ticket(self, request: BagRequest, *, for_lookup: bool = True) -> CollectiveTicket:
+        """Divide the ids of a batch by owner. For a lookup, find the line of each id, and order the gradients."""
         given = request.values, request.offsets, request.weights, request.batch_size
         split = self._split_arrays(*given, self._bags_of(request))
         weight = 1.0 if request.weights is None or not len(request.weights) else np.abs(request.weights).max()
-        return CollectiveTicket(SplitBatch(split, len(request.values) * max(1.0, float(weight))), self)
+        ids, counts = _ids_of(split)
+        batch = SplitBatch(
+            split=split,
+            bound=len(request.values) * max(1.0, float(weight)),
+            counts=counts,
+            sent=send_to_all(self._to_all, self._rank, ids, counts),
+            total_dim=0 if request.of_tables else self._features.total_dim,
+        )
+        if for_lookup:
+            with self.device_stream.joined():
+                if self._updates_whole_batches:
+                    batch.runs = Runs.to_device(self._split.order(split, self._groups.numbers), self.device)
+                for name, array in self._split.lines(split, self._groups.numbers).items():
+                    batch.at[name] = None if array is None else to_device(array, self.device)
+        return CollectiveTicket(batch, self)
 
     def _bags_of(self, request: BagRequest) -> Any:
         """Return the core's form of the features of ids by table; None: those of batches."""
@@ -304,18 +357,15 @@ class CollectiveRows(Rows):
             self._updates.pass_through(part.at.step - self._staleness - 1)  # the gate has settled these steps
             return self._lookups.submit(part)
 
-    def _pool(
-        self, ticket: CollectiveTicket, rows: Any, request: BagRequest, block: Tensor, sequences: list[Tensor]
-    ) -> None:
-        """Pool and copy the rows of all features."""
-        places = self._split.lines(ticket.batch.split, self._groups.numbers)
-        at = (None if (array := places[name]) is None else to_device(array, self.device) for name in places)
-        self._pool_lines(rows, dict(zip(places, at, strict=True)), request, block, sequences)
+    def _lines_of(self, batch: Any) -> Mapping[str, Any]:
+        """Return `SplitBatch.at`."""
+        at: Mapping[str, Any] = batch.at
+        return at
 
-    def _pool_lines(
-        self, rows: list[Tensor], at: dict[str, Any], request: BagRequest, block: Tensor, sequences: list[Tensor]
+    def _pool(
+        self, rows: list[Tensor], at: Mapping[str, Any], request: BagRequest, block: Tensor, sequences: list[Tensor]
     ) -> None:
-        """Do so with the "lines" of all ids among the rows of their group, their "offsets" and "weights"."""
+        """Pool and copy the rows of all features. at: as in `SplitBatch`."""
         features, batch_size = self._id_features if request.of_tables else self._features, request.batch_size
         lines, offsets, weights = at["lines"], at["offsets"], at["weights"]
         for values, absent, pooled in zip(rows, self._absent, self._pooled, strict=True):
@@ -333,7 +383,7 @@ class CollectiveRows(Rows):
     def _part(self, request: UpdateRequest, rates: Sequence[float]) -> UpdatePart:
         """Return the sum of the gradients of each id."""
         scale = float(np.float32(request.scale))
-        flat = torch.cat([part.reshape(-1) for part in tensors_of(request)] or [self.empty(0, 0).view(-1)])
+        flat = flat_gradients(request, self.empty(0, 0))
         bound = largest_of(request) * scale * sum(ticket.batch.bound for ticket in request.tickets)
         if not bound < LARGEST:  # not true of a NaN either
             return self._checked_part(request, rates)
@@ -345,20 +395,28 @@ class CollectiveRows(Rows):
         self, request: UpdateRequest, rates: Sequence[float], flat: Tensor, how: RowUpdate, bound: float
     ) -> UpdatePart:
         """Return the same, summed on the device. flat: all gradients. how: adds them. bound: of each sum."""
-        splits, num_owners = [ticket.batch.split for ticket in request.tickets], len(self.servers.topology)
-        given = given_parts(request)
-        laid_out, places = self._split.runs(splits, given, self._owners, num_owners, self._groups.numbers)
-        ids, counts = _sent(laid_out)
-        runs, sums = Runs.to_device(places, self.device), []
-        for (_, dim), tables, sent in zip(
+        batches: list[SplitBatch] = [ticket.batch for ticket in request.tickets]
+        first, given = batches[0], given_parts(request)
+        self._updates_whole_batches = is_whole_batch(first.total_dim, given)
+        if self._updates_whole_batches and first.runs is not None:
+            self._split.drop(first.split)
+            runs, counts, sent, lookup = first.runs, first.counts, first.sent, first.lookup
+        else:
+            splits, num_owners = [batch.split for batch in batches], len(self.servers.topology)
+            laid_out, places = self._split.runs(splits, given, self._owners, num_owners, self._groups.numbers)
+            ids, counts = _ids_of(laid_out)
+            sent, lookup = send_to_all(self._to_all, self._rank, ids, counts), -1
+            runs = Runs.to_device(places, self.device)
+        sums = []
+        for (_, dim), tables, lines in zip(
             self._groups.layouts, self._groups.tables, self._groups.counts(counts), strict=True
         ):
-            values = torch.full((sum(sent), dim), -0.0, device=self.device)
+            values = torch.full((sum(lines), dim), -0.0, device=self.device)
             for table in tables:
                 of_table = runs.of_tables(range(table, table + 1))
                 self._kernels.update(values, values[:, :0], of_table, flat, how)
             sums.append(values)
-        return UpdatePart(*send_to_all(self._to_all, self._rank, ids, counts), sums, rates, bound)
+        return UpdatePart(*sent, sums, rates, bound, lookup)
 
     def _checked_part(self, request: UpdateRequest, rates: Sequence[float]) -> UpdatePart:
         """Return the same, summed on the CPU: raise NonFiniteError if a table refuses a gradient, or leave it out."""
@@ -373,7 +431,7 @@ class CollectiveRows(Rows):
         given, num_owners = on_cpu(request.gradients), len(self.servers.topology)
         summed = self._split.sums(splits, given, request.scale, self._owners, num_owners)
         self.servers.add_skipped(summed.skipped)
-        ids, counts = _sent(summed)
+        ids, counts = _ids_of(summed)
         by_group: list[list[NDArray[np.float32]]] = [[] for _ in self._groups.tables]
         for server, line in enumerate(counts):
             at, gradients = 0, np.asarray(summed.gradients(server))
@@ -390,7 +448,7 @@ def _refuse(error: InputError) -> Sent:
     raise error
 
 
-def _sent(laid_out: Any) -> tuple[list[NDArray[np.uint64]], NDArray[np.int64]]:
+def _ids_of(laid_out: Any) -> tuple[list[NDArray[np.uint64]], NDArray[np.int64]]:
     """Return the ids for each owner, and how many there are of each table."""
     servers = range(laid_out.num_servers)
     counts = np.stack([np.diff(laid_out.offsets(server)) for server in servers])

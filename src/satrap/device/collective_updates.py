@@ -15,6 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from satrap.device.asked_rounds import AskedRounds
 from satrap.device.device_stream import DeviceStream
 from satrap.device.exchange import Exchange, RoundThread, RowExchange
 from satrap.device.owned_rows import OwnedRows
@@ -93,22 +94,24 @@ class CollectiveUpdates:
         self,
         exchange: Exchange,
         groups: TableGroups,
+        asked: AskedRounds,
         owned: Callable[[], Any],
         thread: RoundThread,
         stream: DeviceStream,
     ) -> None:
-        """owned: returns the rows that this trainer owns, `OwnedRows` or `DirectOwnedRows`. stream: of the rows."""
-        self._stream = stream
+        """asked: by the lookups. owned: returns the rows that this trainer owns, `OwnedRows` or `DirectOwnedRows`.
+        stream: of the rows."""
+        self._asked, self._stream = asked, stream
         self._exchange, self._groups, self._owned, self._thread = exchange, groups, owned, thread
         self._rows_between = RowExchange(exchange, groups)
-        self._counts = slice(_COUNTS, _COUNTS + self._num_counts(groups))
+        self._counts = slice(_COUNTS, _COUNTS + self._count_parts(groups))
         self._rates = slice(self._counts.stop, self._counts.stop + len(groups.numbers))
         self._order, self._lock = StepOrder(), threading.Lock()
         self._applied = 0
         self._has_applied = threading.Condition()
         self._last: Future[None] | None = None
 
-    def _num_counts(self, groups: TableGroups) -> int:
+    def _count_parts(self, groups: TableGroups) -> int:
         """Return into how many parts a trainer's ids are counted."""
         return len(groups.numbers)
 
@@ -166,6 +169,7 @@ class CollectiveUpdates:
     # -- in the thread -------------------------------------------------------------------------------------------------
 
     def _note(self, step: int, *, restart: bool = False) -> None:
+        self._asked.forget(step)
         with self._has_applied:
             self._applied = step if restart else max(self._applied, step)
             self._has_applied.notify_all()
@@ -203,15 +207,19 @@ class CollectiveUpdates:
 
     def _apply(self, step: int, part: UpdatePart | None, own: NDArray[np.int64], headers: NDArray[np.int64]) -> None:
         sent, counts = own[:, self._counts], headers[:, self._counts]
-        no_ids = [np.empty(0, np.uint64)] * len(own)
-        received, number = self._exchange.ids(no_ids if part is None else part.ids, counts.sum(1).tolist())
         owned: OwnedRows = self._owned()
+        if (found := self._asked_by(headers)) is not None:
+            number = self._exchange.number()
+        else:
+            no_ids = [np.empty(0, np.uint64)] * len(own)
+            received, number = self._exchange.ids(no_ids if part is None else part.ids, counts.sum(1).tolist())
+            found = owned.joined(received, counts)
         with self._stream.running():
             sums = self._sums(part)
             of_groups = zip(sums, self._groups.counts(sent), self._groups.counts(counts), strict=True)
             with self._exchange.in_order(number):
                 gradients = [self._rows_between.gradients(group, *part) for group, part in enumerate(of_groups)]
-            owned.apply(received, counts, gradients, step, *self._rates_and_bound(headers))
+            owned.apply(found, gradients, step, *self._rates_and_bound(headers))
 
     def _sums(self, part: UpdatePart | None) -> Sequence[Tensor]:
         """Return the gradients that this trainer sends."""
@@ -219,10 +227,11 @@ class CollectiveUpdates:
             return part.sums
         return [torch.empty((0, dim), device=self._stream.device) for _, dim in self._groups.layouts]
 
-    def _lookups_of(self, headers: NDArray[np.int64]) -> tuple[tuple[int, ...], list[int]]:
-        """Return which trainers have gradients, and the rounds that looked up the same ids, each once."""
+    def _asked_by(self, headers: NDArray[np.int64]) -> Any:
+        """Return the rows here that one lookup has asked for, with the same batches; None: ids are to be sent."""
         ranks = np.flatnonzero(headers[:, _KIND] == _PART)
-        return tuple(ranks.tolist()), np.unique(headers[ranks, _LOOKUP]).tolist()
+        asked = self._asked.of(np.unique(headers[ranks, _LOOKUP]).tolist(), tuple(ranks.tolist()))
+        return None if asked is None else asked.rows
 
     def _rates_and_bound(self, headers: NDArray[np.int64]) -> tuple[list[float], float]:
         """Return the rate of each table, and the bound of all gradients together."""

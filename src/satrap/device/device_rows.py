@@ -34,6 +34,7 @@ from satrap.device.runs import (
     RowUpdate,
     Runs,
     SortedGradients,
+    flat_gradients,
     given_parts,
     is_whole_batch,
     require_sizes,
@@ -67,7 +68,7 @@ class OrderedTicket:
 
     native: _core.Ticket
     runs: Runs
-    """The runs of the whole batch, without their frames."""
+    """The runs of the whole batch."""
 
     @property
     def used(self) -> bool:
@@ -156,7 +157,7 @@ class DeviceRows(Rows):
         scale = float(np.float32(request.scale))
         require_sizes(request.tickets, request.gradients)
         with self._engine.in_order():
-            flat = self._flat(request)
+            flat = flat_gradients(request, self.empty(0, 0))
             sorted_there = claim(request.tickets)
             sorted_runs = self._sorted(request, given, scale) if len(sorted_there) == len(request.tickets) else None
             ordered = self._ordered(request.tickets, given)
@@ -167,8 +168,11 @@ class DeviceRows(Rows):
 
             def record() -> Owed:
                 core = self._engine.core
-                if sorted_runs is None:
-                    runs = core.update_frames(request.tickets, given, request.step, skips, ordered is not None)
+                runs: dict[str, Any] | None
+                if ordered is not None:
+                    runs = core.update_ordered_frames(request.tickets[0], request.step, skips)
+                elif sorted_runs is None:
+                    runs = core.update_frames(request.tickets, given, request.step, skips)
                 else:
                     ids, numbers = sorted_runs.grouped.ids, np.arange(len(sorted_runs.grouped.ids), dtype=np.int32)
                     runs = core.update_id_frames(ids, sorted_runs.grouped.offsets, numbers, request.step, False)
@@ -297,8 +301,8 @@ class DeviceRows(Rows):
         return SortedGradients.of(self.id_layout, tickets, given)
 
     def _ordered(self, tickets: Sequence[AnyTicket], given: Sequence[Given]) -> Runs | None:
-        """Return the runs of an update that were ordered when its batch was resolved, without their frames."""
-        self._updates_whole_batches = is_whole_batch(self.id_layout, given)
+        """Return the runs of an update that were ordered when its batch was resolved."""
+        self._updates_whole_batches = is_whole_batch(self.id_layout.total_dim, given)
         ticket = tickets[0]
         return ticket.runs if self._updates_whole_batches and isinstance(ticket, OrderedTicket) else None
 
@@ -318,11 +322,6 @@ class DeviceRows(Rows):
             return False
         return self._engine.core.check_gradients(request.tickets, on_cpu(request.gradients), scale)
 
-    def _flat(self, request: UpdateRequest) -> Tensor:
-        """Return all gradients as one tensor in the order of their places: float32, if some are."""
-        parts = [part.reshape(-1) for part in tensors_of(request)]
-        return parts[0] if len(parts) == 1 else torch.cat(parts or [self.empty(0, 0).view(-1)])
-
     def _fused_tables(self, lrs: dict[int, float], scale: float, step: int, *, skips: bool) -> Iterator[UpdatedTables]:
         """Yield tables that one kernel updates: neighbours with one memory, optimizer and rate."""
 
@@ -338,28 +337,29 @@ class DeviceRows(Rows):
 
     def _steps(
         self,
-        resolved: dict[str, Any],
+        resolved: dict[str, Any] | None,
         groups: list[UpdatedTables],
         flats: Sequence[Tensor],
         gradients: SortedGradients | None = None,
         ordered: Runs | None = None,
     ) -> Sequence[Owed]:
-        """Copy the runs of an update to the device; return the step of each group of tables. flats: the gradients of
-        each group. gradients: where they are, if they were sorted on the device. ordered: the runs without their
-        frames, if they are there."""
-        if ordered is not None:
-            runs = replace(ordered, frames=to_device(resolved["frames"], self.device), ids=resolved["ids"])
-        elif gradients is not None:
-            runs = gradients.runs(resolved, self.device)
+        """Copy the runs of an update to the device; return the step of each group of tables. resolved: what the core
+        returned; None: it found the frames ahead. flats: the gradients of each group. gradients: where they are, if
+        they were sorted on the device. ordered: the runs, if they are there."""
+        if resolved is None:
+            assert ordered is not None
+            runs = ordered
+        elif ordered is not None:
+            runs = ordered.in_frames(resolved)
         else:
-            runs = Runs.to_device(resolved, self.device)
+            to_runs = Runs.to_device if gradients is None else gradients.runs
+            runs = to_runs(resolved, self.device)
         work: list[Owed] = []
         for group, flat in zip(groups, flats, strict=True):
             work.append(partial(self._step, runs, group, flat))
-            places = resolved["frames"][slice(*(resolved["tables"][i] for i in (group[0].start, group[0].stop)))]
-            if len(at_home := np.flatnonzero(places < -1)):
-                part = runs.of_tables(group[0]).take(at_home)
-                work.append(partial(self._step_at_home, part, places[at_home], group, flat))
+            part = runs.of_tables(group[0])
+            if part.at_home is not None and len(at_home := np.flatnonzero(part.at_home < -1)):
+                work.append(partial(self._step_at_home, part.take(at_home), part.at_home[at_home], group, flat))
         return work
 
     def _step(self, runs: Runs, group: UpdatedTables, flat: Tensor) -> Sequence[Owed]:

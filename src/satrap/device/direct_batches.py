@@ -47,6 +47,18 @@ class DirectBatches:
         self._id_features = id_features(features)
         self._id_layout = IdLayout(self._id_features, device)
         self._last_flat: tuple[Tensor, Tensor | None] | None = None
+        self._num_cut = torch.zeros(len(layout.sequences), dtype=torch.int64, device=device)
+
+    @property
+    def num_cut(self) -> list[int]:
+        """For each sequence, the number of ids beyond its max_length so far. Waits for the device."""
+        counts: list[int] = self._num_cut.tolist()
+        return counts
+
+    def count_cut(self, ids: DirectIds) -> None:
+        """Count what the sequences of a batch cut off."""
+        if len(ids.cut) and ids.offsets is not None:
+            self._num_cut = self._num_cut + ids.cut
 
     def place(self, inputs: Inputs) -> Inputs | IdEntries:
         """Return the ids of a batch on the device; if a part is unusual, the batch in CPU memory, to be checked."""
@@ -99,7 +111,7 @@ class DirectBatches:
 
     def gradients(self, tickets: Sequence[Any], given: Sequence[Given]) -> tuple[RowRuns, Tensor, Tensor | None]:
         """Return the runs of an update, and the places and factors of its gradients in their order."""
-        if is_whole_batch(tickets[0].layout, given):
+        if is_whole_batch(tickets[0].layout.total_dim, given):
             return tickets[0].runs, tickets[0].places, tickets[0].factors
         parts: list[Any] = []
         end = 0

@@ -8,9 +8,8 @@ A lookup waits for the device once, in the thread of the lookups: for the number
 whether the batch is refused. If it is, all trainers raise its error in place of the lookup.
 """
 
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -23,7 +22,7 @@ from satrap.collected import close_when_collected
 from satrap.config.features import Features
 from satrap.config.tables import Table
 from satrap.data.inputs import Inputs
-from satrap.device.collective_lookups import CollectiveLookups, LookupPart, Sent
+from satrap.device.collective_lookups import CollectiveLookups, Sent
 from satrap.device.collective_rows import CollectiveRows, CollectiveTicket
 from satrap.device.collective_updates import CollectiveUpdates, UpdatePart
 from satrap.device.device_blocks import TensorBlocks
@@ -31,11 +30,10 @@ from satrap.device.device_ids import IdLayout
 from satrap.device.device_stream import Mark, current_stream, to_device, to_host
 from satrap.device.direct_batches import DirectBatches, DirectTicket, refusal, require_direct_sizes
 from satrap.device.direct_ids import DirectIds, OwnerNumbers
-from satrap.device.direct_rounds import AskedRounds, DirectLookups, DirectUpdates
+from satrap.device.direct_rounds import DirectLookups, DirectUpdates
 from satrap.device.exchange import Exchange
 from satrap.device.group_exchange import lines_of, of_group
 from satrap.device.own_tables import OwnTables
-from satrap.device.owned_rows import LookupTime
 from satrap.device.runs import RowUpdate, Runs, given_parts
 from satrap.device.segments import TableGroups
 from satrap.worker.rows import BagRequest, PlacedIds, UpdateRequest
@@ -68,40 +66,32 @@ class SharedBatch:
 class DirectCollectiveRows(CollectiveRows):
     """Implements `satrap.worker.rows.Rows` for tables with `num_rows` on the devices of all trainers."""
 
-    resolves = True
-
     def _grouped(self, tables: Sequence[Table]) -> TableGroups:
         groups, world_size = TableGroups.of_neighbours(tables), len(self.servers.topology)
         with self.device_stream.joined():
             self._numbers = OwnerNumbers(tables, groups, world_size, self.device)
             self._id_layout = IdLayout(self._features, self.device)
-            self._cut = torch.zeros(len(self._id_layout.sequences), dtype=torch.int64, device=self.device)
             self._batches = DirectBatches(self._features, self._id_layout, self._numbers, self.device)
-        self._asked = AskedRounds(self._numbers.begins[self.servers.trainer])
+        self._base = self._numbers.begins[self.servers.trainer]
         return groups
 
-    def _updates_by(self, exchange: Exchange, owned: Callable[[], Any]) -> CollectiveUpdates:
-        return DirectUpdates(exchange, self._groups, self._asked, owned, self._update_thread, self.device_stream)
+    def _updates_by(self, exchange: Exchange, *given: Any) -> CollectiveUpdates:
+        return DirectUpdates(exchange, self._groups, self._base, *given)
 
-    def _lookups_by(self, exchange: Exchange, owned: Callable[[], Any]) -> CollectiveLookups:
-        rounds = self._lookup_thread, self._updates, self._staleness, self.device_stream
-        return DirectLookups(exchange, self._groups, self._asked, owned, *rounds)
+    def _lookups_by(self, exchange: Exchange, *given: Any) -> CollectiveLookups:
+        return DirectLookups(exchange, self._groups, self._base, *given)
 
     @property
     def truncated(self) -> list[int]:
         with self.device_stream.joined():
-            counts: list[int] = self._cut.tolist()
-        return [sum(pair) for pair in zip(counts, super().truncated, strict=True)]
+            return [sum(pair) for pair in zip(self._batches.num_cut, super().truncated, strict=True)]
 
     # -- lookup --------------------------------------------------------------------------------------------------------
 
     def place_ids(self, inputs: Inputs, *, train: bool) -> Inputs | PlacedIds:
         return self._batches.place(inputs) if train else super().place_ids(inputs, train=train)
 
-    def resolve(self, request: BagRequest) -> BagRequest:
-        return replace(request, resolved={"ticket": self._ticket(request)})
-
-    def _ticket(self, request: BagRequest) -> CollectiveTicket:
+    def _ticket(self, request: BagRequest, *, for_lookup: bool = True) -> CollectiveTicket:
         """Sort the ids of a batch."""
         with self.device_stream.joined():
             return CollectiveTicket(self._shared(request), self)
@@ -110,17 +100,12 @@ class DirectCollectiveRows(CollectiveRows):
         ids = request.values
         if not isinstance(ids, DirectIds):
             ids = self._batches.place_arrays(request, self._check_arrays)  # the check counts what is cut
-        elif len(ids.cut) and ids.offsets is not None:
-            self._cut = self._cut + ids.cut
+        else:
+            self._batches.count_cut(ids)
         ticket = self._batches.ticket(ids, self._bags_of(request), self._batches.layout_of(request))
         return SharedBatch(ticket, current_stream(self.device).download(ticket.runs.bounds))
 
-    def _start(self, request: BagRequest, step: int) -> "tuple[CollectiveTicket | None, Future[Any] | None]":
-        ticket: CollectiveTicket = request.resolved["ticket"] if request.resolved else self._ticket(request)
-        at = LookupTime(step, request.oldest_open or step, request.first_epoch)
-        return ticket, self._submit(LookupPart(at, partial(self._sent, ticket.batch)))
-
-    def _sent(self, batch: SharedBatch) -> Sent:
+    def _sent(self, batch: Any) -> Sent:
         ids = batch.ticket.ids
         if ids.is_refused:
             raise refusal(ids, partial(self._check_arrays, bags=batch.ticket.bags))
@@ -138,15 +123,10 @@ class DirectCollectiveRows(CollectiveRows):
     def _check_arrays(self, values: Any, offsets: Any, weights: Any, batch_size: int, bags: Any = None) -> None:
         self._split.drop(self._split_arrays(values, offsets, weights, batch_size, bags))
 
-    def _pool(
-        self, ticket: CollectiveTicket, rows: Any, request: BagRequest, block: Tensor, sequences: list[Tensor]
-    ) -> None:
-        batch: SharedBatch = ticket.batch
-        by_group, batch.lookup = rows
+    def _lines_of(self, batch: Any) -> Mapping[str, Any]:
         ids, runs = batch.ticket.ids, batch.ticket.runs
         lines = lines_of(runs.of_entries(), self._counts(batch.downloaded)).int()
-        at = {"lines": lines, "offsets": ids.offsets, "weights": ids.weights}
-        self._pool_lines(by_group, at, request, block, sequences)
+        return {"lines": lines, "offsets": ids.offsets, "weights": ids.weights}
 
     def _drop(self, ticket: CollectiveTicket) -> None:
         """Do nothing: no other process keeps anything of it."""

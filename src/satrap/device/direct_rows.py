@@ -32,7 +32,7 @@ from satrap.device.direct_heads import DirectHeads
 from satrap.device.direct_ids import MOST_ROWS, DirectIds, RowNumbers, RowRuns, num_with, remainders_of
 from satrap.device.exact import mix_keys, signed
 from satrap.device.row_memory import RowMemory
-from satrap.device.runs import Runs, given_parts
+from satrap.device.runs import Runs, flat_gradients, given_parts
 from satrap.device.table_shards import owned_buckets
 from satrap.device.torch_device import initialise_of
 from satrap.table.engine import Slot, slots_of
@@ -41,12 +41,8 @@ from satrap.worker.rows import BagRequest, Ids, UpdateRequest, empty_by_table, i
 _NUMBERS_AT_ONCE = 1 << 22  # that one call initialises, which bounds its memory
 _NO_IDS = np.empty(0, np.uint64)
 _ADVICE = (
-    "A table with num_rows has memory for all of its rows: give (less) device_memory, or leave num_rows out if few of "
-    "the ids are used, or use a smaller dtype or dim"
-)
-_HOME_ADVICE = (
-    "A table with num_rows has memory for all of its rows: give more device_memory, or leave num_rows out if few of "
-    "the ids are used, or use a smaller dtype or dim"
+    "A table with num_rows has memory for all of its rows: give {} device_memory, or leave num_rows out if few of the "
+    "ids are used, or use a smaller dtype or dim"
 )
 
 
@@ -128,14 +124,15 @@ class DirectEngine(DeviceEngine):
         """Allocate the memory of all rows, and write their initial values, once."""
         if self.heads.is_open:
             return None
+        advice = _ADVICE.format("(less)")
         for memory in self.memories:
             names = [self.tables[number].name for number in memory.tables]
             if memory.home is not None:
                 slots = sum(map(self.numbers.num_at_home, memory.tables))
                 if num_missing := memory.home.grow(slots):
-                    return partial(memory.home.allocate, num_missing, names, _HOME_ADVICE)
-            memory.reserve(sum(self.numbers.in_frames[number] for number in memory.tables), names, _ADVICE)
-        heads = self.heads.allocate(_ADVICE)
+                    return partial(memory.home.allocate, num_missing, names, _ADVICE.format("more"))
+            memory.reserve(sum(self.numbers.in_frames[number] for number in memory.tables), names, advice)
+        heads = self.heads.allocate(advice)
         self.owe(lambda: self._open(heads))
         return None
 
@@ -283,14 +280,12 @@ class DirectRows(DeviceRows):
     def use(self, engine: DeviceEngine) -> None:
         super().use(engine)
         with engine.stream.joined():
-            self._cut = torch.zeros(len(self.id_layout.sequences), dtype=torch.int64, device=self.device)
             self._batches = DirectBatches(self._features, self.id_layout, self._engine.numbers, self.device)
 
     @property
     def truncated(self) -> list[int]:
         with self._engine.exclusive():
-            counts: list[int] = self._cut.tolist()
-        return counts
+            return self._batches.num_cut
 
     def place_ids(self, inputs: Inputs, *, train: bool) -> Inputs | IdEntries:
         return self._batches.place(inputs)
@@ -331,7 +326,7 @@ class DirectRows(DeviceRows):
         scale = float(np.float32(request.scale))
         require_direct_sizes(request.tickets, request)
         with self._engine.in_order():
-            flat, tickets = self._flat(request), claim(request.tickets)
+            flat, tickets = flat_gradients(request, self.empty(0, 0)), claim(request.tickets)
             largest = largest_of(request)  # the one wait; what is read next was computed before
             for ticket in tickets:
                 if ticket.ids.is_refused:
@@ -365,8 +360,8 @@ class DirectRows(DeviceRows):
             ids = self._batches.place_arrays(request, self._check_arrays(bags))
         step, oldest = request.step or 0, request.oldest_open or 0
         resolved = self._engine.begin_lookup(step, oldest, train=request.train, first_epoch=request.first_epoch)
-        if len(ids.cut) and ids.offsets is not None and not request.of_tables:  # these cut nothing
-            self._cut = self._cut + ids.cut
+        if not request.of_tables:  # these cut nothing
+            self._batches.count_cut(ids)
         needed = {**resolved, "offsets": ids.offsets, "weights": ids.weights, "moved": None, "ticket": None}
         places = torch.where(ids.rows >= 0, self._engine.numbers.places_of(ids.tables, ids.rows), -1)
         if not request.train:

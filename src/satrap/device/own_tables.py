@@ -57,7 +57,7 @@ class OwnTables:
         if isinstance(engine, DirectEngine):
             self._rows = DirectOwnedRows(self._features, engine)
         else:
-            self._rows = OwnedRows(self._features, engine, self._groups, self.trainer.rank)
+            self._rows = OwnedRows(self._features, engine, self._groups, self.trainer)
         return engine.slots(job.seed)
 
     @property

@@ -1,7 +1,9 @@
 """The rows that a trainer owns of tables that several trainers share: it looks up and updates them for all of them."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -10,15 +12,16 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from satrap import _core
 from satrap.config.features import Features
 from satrap.device.device_blocks import Magnitude
 from satrap.device.device_engine import DeviceEngine, Owed
-from satrap.device.device_rows import LARGEST, DeviceRows, UpdatedTables
+from satrap.device.device_rows import LARGEST, DeviceRows
 from satrap.device.device_stream import to_device, to_host
+from satrap.device.runs import MOST_PLACES, Runs
 from satrap.device.segments import JoinedIds, TableGroups
+from satrap.device.table_shards import Trainer
 from satrap.errors import InputError, NonFiniteError
-
-_MOST_PLACES = 2**31 - 1  # counted in int32
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,20 +33,42 @@ class LookupTime:
     first_epoch: bool
 
 
+@dataclass(slots=True, eq=False)
+class FoundIds:
+    """The ids that all trainers sent, for an update."""
+
+    joined: JoinedIds
+    """Their lines are those of the gradients."""
+    owned: "Callable[[], OwnedRows | None]"
+    """Returns the rows; None: other tables were restored."""
+    ticket: _core.Ticket | None = None
+    """That of their lookup, if the update is ordered ahead."""
+    runs: Runs | None = None
+    """The runs of the update, once it is ordered."""
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    """Held while it is ordered."""
+
+
 class OwnedRows(DeviceRows):
     """The rows that this trainer has of each table."""
 
-    def __init__(self, features: Features, engine: DeviceEngine, groups: TableGroups, rank: int) -> None:
-        """engine: of the features' tables. groups: of these tables. rank: of this trainer."""
+    def __init__(self, features: Features, engine: DeviceEngine, groups: TableGroups, trainer: Trainer) -> None:
+        """engine: of the features' tables. groups: of these tables. trainer: this one."""
         super().__init__(features, engine)
-        self._groups, self._rank, self._replicated = groups, rank, groups.of_kinds("replicated")
-        self._divided = groups.of_kinds("columns")
+        self._groups, self._rank, self._num_trainers = groups, trainer.rank, trainer.world_size
+        self._replicated, self._divided = groups.of_kinds("replicated"), groups.of_kinds("columns")
 
-    def look_up_received(self, received: NDArray[np.uint64], counts: NDArray[np.int64], at: LookupTime) -> list[Tensor]:
-        """Return the rows of ids, in training: for each group its lines, as they are stored. Other trainers have the
-        rows of replicated tables themselves.
+    def joined(self, received: NDArray[np.uint64], counts: NDArray[np.int64]) -> FoundIds:
+        """Join ids for an update. counts: how many of each table each trainer sent, [trainers, tables]."""
+        return FoundIds(JoinedIds.join(received, counts, self._groups), weakref.ref(self))
 
-        counts: how many ids of each table each trainer sent, [trainers, tables]."""
+    def look_up_received(
+        self, received: NDArray[np.uint64], counts: NDArray[np.int64], at: LookupTime, *, may_order: bool
+    ) -> tuple[list[Tensor], FoundIds]:
+        """Return the rows of ids, in training: for each group its lines, as they are stored; and the ids for their
+        update. Other trainers have the rows of replicated tables themselves.
+
+        counts: as in `joined`. may_order: whether `order` may be called."""
         asked = counts.copy()
         asked[np.ix_(np.arange(len(counts)) != self._rank, self._replicated)] = 0
         joined = JoinedIds.join(received, counts, self._groups, asked)
@@ -51,14 +76,24 @@ class OwnedRows(DeviceRows):
         with self._engine.exclusive(np.diff(joined.offsets)):
             try:
                 resolved = self._engine.core.lookup_id_frames(
-                    joined.ids, joined.offsets, at.step, at.oldest_open, True, frames, at.first_epoch
+                    joined.ids, joined.offsets, at.step, at.oldest_open, True, frames, at.first_epoch, may_order
                 )
             finally:  # a lookup that fails has inserted rows too
                 self._engine.place_rows()
             self._engine.moves.wait(self._engine.moves.moved)
             lines = self._lines(joined, frames, resolved, asked)
             self._engine.moves.note_use()
-            return lines
+        found = self.joined(received, counts) if self._replicated else FoundIds(joined, weakref.ref(self))
+        found.ticket = resolved["ticket"]
+        return lines, found
+
+    def order(self, found: FoundIds) -> Runs | None:
+        """Order the gradients of an update, once, if that is done ahead."""
+        with found.lock:
+            if found.runs is None and found.ticket is not None:
+                arrays = self._engine.core.order_id_frames(found.ticket, self._places(found.joined))
+                found.runs = Runs.to_device(arrays, self.device)
+            return found.runs
 
     def _lines(
         self,
@@ -92,51 +127,45 @@ class OwnedRows(DeviceRows):
             for num_lines, layout in zip(self._groups.counts(counts), layouts, strict=True)
         ]
 
-    def apply(
-        self,
-        received: NDArray[np.uint64],
-        counts: NDArray[np.int64],
-        sums: Sequence[Tensor],
-        step: int,
-        lrs: Sequence[float],
-        bound: float,
-    ) -> None:
+    def apply(self, found: FoundIds, sums: Sequence[Tensor], step: int, lrs: Sequence[float], bound: float) -> None:
         """Add up the gradients of each id in the order of the ranks, and step its row once.
 
         sums: for each group the gradient of each line, in float32.
         bound: no sum of an id's gradients is larger, as far as the trainers that sent them know."""
-        joined = JoinedIds.join(received, counts, self._groups)
-        dims = np.array([self._engine.memory(table).layout.dim for table in range(len(self._tables))])
-        places = joined.lines * dims[joined.tables()]
-        if len(places) and int(places.max()) + int(dims.max()) > _MOST_PLACES:
-            raise InputError(
-                f"step {step}: the gradients for one trainer hold more than {_MOST_PLACES} floats, the most "
-                "that fit on a device: make smaller batches"
-            )
+        ordered = self.order(found) if found.owned() is self else None
+        places = self._places(found.joined) if ordered is None else None
         with self._engine.in_order():
-            skips = not bound < LARGEST and self._check_sums(joined, sums, len(counts))  # it may be a NaN
+            skips = not bound < LARGEST and self._check_sums(found.joined, sums)  # it may be a NaN
             groups = list(self._fused_tables(dict(enumerate(lrs)), 1.0, step, skips=skips))
             flats = [sums[self._groups.numbers[tables.start]].reshape(-1) for tables, _ in groups]
-            self._engine.owe(lambda: self._record(joined, places.astype(np.int32), step, skips, groups, flats))
 
-    def _record(
-        self,
-        joined: JoinedIds,
-        places: NDArray[np.int32],
-        step: int,
-        skips: bool,
-        groups: list[UpdatedTables],
-        flats: list[Tensor],
-    ) -> Owed:
-        """Record an update in the core; return its work on the device. places: of the gradient of each id. flats: the
-        gradients of each group of tables."""
-        resolved = self._engine.core.update_id_frames(joined.ids, joined.offsets, places, step, skips)
-        return partial(self._steps, resolved, groups, flats)
+            def record() -> Owed:
+                core, joined = self._engine.core, found.joined
+                resolved: dict[str, Any] | None
+                if places is not None:
+                    resolved = core.update_id_frames(joined.ids, joined.offsets, places, step, skips)
+                else:
+                    assert found.ticket is not None, "it was ordered"
+                    resolved = core.update_ordered_frames(found.ticket, step, skips)
+                return partial(self._steps, resolved, groups, flats, None, ordered)
 
-    def _check_sums(self, joined: JoinedIds, sums: Sequence[Tensor], num_trainers: int) -> bool:
+            self._engine.owe(record)
+
+    def _places(self, joined: JoinedIds) -> NDArray[np.int32]:
+        """Return where the gradient of each id begins among the floats of its group."""
+        dims = np.array([self._engine.memory(table).layout.dim for table in range(len(self._tables))])
+        places: NDArray[np.int64] = joined.lines * dims[joined.tables()]
+        if len(places) and int(places.max()) + int(dims.max()) > MOST_PLACES:
+            raise InputError(
+                f"the gradients of one step for one trainer hold more than {MOST_PLACES} floats, the most that fit on "
+                "a device: make smaller batches"
+            )
+        return places.astype(np.int32)
+
+    def _check_sums(self, joined: JoinedIds, sums: Sequence[Tensor]) -> bool:
         """Raise NonFiniteError if a table refuses a gradient; return whether gradients may have to be skipped."""
         largest = float(Magnitude((tensor, 1.0) for tensor in sums))
-        if largest * num_trainers < LARGEST:  # not true of a NaN
+        if largest * self._num_trainers < LARGEST:  # not true of a NaN
             return False
         on_cpu = [to_host(tensor).numpy() for tensor in sums]
         flat = []

@@ -48,6 +48,8 @@ class Runs:
     """[runs], in this process: the id of each run, if gradients may have to be skipped."""
     alignment: int = 1
     """Every place is a multiple of it: see `alignment_of`."""
+    at_home: NDArray[np.int32] | None = None
+    """[runs], in this process: the frames, if the row of one is at home: a frame below -1 is a slot there."""
 
     @classmethod
     def to_device(cls, arrays: dict[str, Any], device: torch.device) -> Self:
@@ -55,7 +57,13 @@ class Runs:
         names = ("frames", "begin", "end", "places", "factors", "keys")
         tensors: Any = {name: None if arrays[name] is None else to_device(arrays[name], device) for name in names}
         alignment = alignment_of(int(np.bitwise_or.reduce(arrays["places"])))
-        return cls(tables=tuple(arrays["tables"].tolist()), ids=arrays["ids"], alignment=alignment, **tensors)
+        here: Any = {"ids": arrays["ids"], "at_home": _at_home(arrays["frames"])}
+        return cls(tables=tuple(arrays["tables"].tolist()), alignment=alignment, **tensors, **here)
+
+    def in_frames(self, arrays: dict[str, Any]) -> Self:
+        """Return the same runs with the frames and ids that the core returned."""
+        frames = to_device(arrays["frames"], self.frames.device)
+        return replace(self, frames=frames, ids=arrays["ids"], at_home=_at_home(arrays["frames"]))
 
     def of_tables(self, tables: range) -> Self:
         """Return the runs of some tables."""
@@ -67,6 +75,7 @@ class Runs:
             end=self.end[part],
             keys=None if self.keys is None else self.keys[part],
             ids=None if self.ids is None else self.ids[part],
+            at_home=None if self.at_home is None else self.at_home[part],
         )
 
     def take(self, runs: NDArray[np.int64]) -> Self:
@@ -79,7 +88,12 @@ class Runs:
             end=self.end[at],
             keys=None if self.keys is None else self.keys[at],
             ids=None if self.ids is None else self.ids[runs],
+            at_home=None,
         )
+
+
+def _at_home(frames: NDArray[np.int32]) -> NDArray[np.int32] | None:
+    return frames if (frames < -1).any() else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -199,7 +213,7 @@ class SortedGradients:
     def of(cls, layout: IdLayout, tickets: Sequence[DeviceTicket], given: Sequence[Given]) -> Self | None:
         """Sort the gradients of some batches; return None if there are none."""
         feature, places, factors = gradient_entries(layout, tickets, given)
-        is_whole = is_whole_batch(layout, given)
+        is_whole = is_whole_batch(layout.total_dim, given)
         grouped = tickets[0].ids.grouped
         if not is_whole:
             has = (places >= 0).nonzero()[:, 0]
@@ -232,9 +246,15 @@ def tensors_of(request: UpdateRequest) -> list[Tensor]:
     return [part for block, sequences in request.gradients for part in (block, *sequences) if part is not None]
 
 
-def is_whole_batch(layout: IdLayout, given: Sequence[Given]) -> bool:
-    """Return whether the gradients are those of all ids of one batch."""
-    return len(given) == 1 and all((given[0][0] or not layout.total_dim, *given[0][1]))
+def flat_gradients(request: UpdateRequest, nothing: Tensor) -> Tensor:
+    """Return all gradients as one tensor in the order of their places: float32, if some are. nothing: without any."""
+    parts = [part.reshape(-1) for part in tensors_of(request)]
+    return parts[0] if len(parts) == 1 else torch.cat(parts or [nothing.view(-1)])
+
+
+def is_whole_batch(total_dim: int, given: Sequence[Given]) -> bool:
+    """Return whether the gradients are those of all ids of one batch. total_dim: the columns of its block."""
+    return len(given) == 1 and all((given[0][0] or not total_dim, *given[0][1]))
 
 
 def num_floats(layout: IdLayout, samples: int, given: Given, begin: int) -> int:

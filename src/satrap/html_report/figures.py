@@ -109,11 +109,11 @@ def _validation(runs: Sequence[RunRecords], name: str) -> LineChart:
     """Return the chart of a metric of evaluations, with a note on the best one."""
     chart = _lines(runs, f"Validation: {name}", "metrics", name, y=name, absent=f"No finite {name} was recorded.")
     for run in runs:
-        which = f"The best evaluation of {run.name}" if len(runs) > 1 else "The best evaluation"
+        which = f"the best evaluation of {run.name}" if len(runs) > 1 else "the best evaluation"
         best = [evaluation for loop in run.loops for evaluation in loop.evaluations if evaluation.get("is_best")]
         for evaluation in best[-1:]:
             value = number(evaluation["metrics"].get(name))
-            chart.note += f" {which} is that of step {evaluation['step']:,}: {value}."
+            chart.note += f" At {which}, step {evaluation['step']:,}: {value}."
     return chart
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from satrap.errors import ConfigError
 from satrap.html_report.run_records import Interval, Loop, RunRecords
-from satrap.monitor.record_file import FOLDER, Records, scan_records
+from satrap.monitor.record_file import FOLDER, RecordCounts, scan_records
 
 _TRAINER = re.compile(r"trainer-(\d{1,9})")
 _NUMBERS = ("loss", "auc", "ne", "window", "memory", "gradient_norm", "device_bytes")
@@ -42,7 +42,7 @@ def read_run(folder: Path, is_live: bool | None = None) -> RunRecords:
         match = _TRAINER.fullmatch(path.stem)
         if match is None and path.stem != "run":
             continue
-        counts = Records()
+        counts = RecordCounts()
         lines = scan_records(path, counts)
         try:
             if match is None:
@@ -103,7 +103,7 @@ def _add_columns(loop: Loop, line: Mapping[str, Any]) -> None:
 
 
 def _whole(
-    lines: Iterable[dict[str, Any]], kinds: Mapping[str, tuple[str, ...]], counts: Records
+    lines: Iterable[dict[str, Any]], kinds: Mapping[str, tuple[str, ...]], counts: RecordCounts
 ) -> Iterator[dict[str, Any]]:
     """Yield the records of these kinds that have what they must have, and count the others as damaged."""
     for line in lines:

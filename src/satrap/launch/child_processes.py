@@ -9,7 +9,6 @@ import os
 import re
 import selectors
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -20,6 +19,7 @@ from pathlib import Path
 from typing import IO, Literal
 
 from satrap.errors import ConfigError
+from satrap.event_log import place_of_process
 from satrap.launch.run_events import Process, ProcessReady, Role, ScriptStarted, StopMode
 from satrap.monitor.memory import resident_bytes
 
@@ -141,7 +141,7 @@ class ChildProcesses:
         announces_on: Stream | None = ("stderr" if "--http" in arguments else None) if is_trainer else "stdout"
         child = _Child(process, popen, os.pidfd_open(popen.pid), pipes, rows_file, announces_on=announces_on)
         self._children[process] = child
-        self._placed.append(ProcessPlaced(process, f"process {popen.pid} on {socket.gethostname()}"))
+        self._placed.append(ProcessPlaced(process, place_of_process(popen.pid)))
         self._selector.register(child.pidfd, selectors.EVENT_READ, (child, "exit"))
         for name, pipe in pipes.items():
             os.set_blocking(pipe.fileno(), False)

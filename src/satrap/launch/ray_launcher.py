@@ -41,9 +41,8 @@ from satrap.launch.child_processes import (
     Report,
 )
 from satrap.launch.logs import RunLogs
-from satrap.launch.node_reports import NodeReports
 from satrap.launch.process_command import LaunchSite, ProcessSpec, Script
-from satrap.launch.ray_job import job_directory, script_path
+from satrap.launch.ray_nodes import NodeReports, job_directory, script_path
 from satrap.launch.resources import RayConfig, describe_resources, describe_run, total_cpus
 from satrap.launch.rows_file import has_rows, remove_rows, rows_file
 from satrap.launch.run_events import Event, MachineStopping, PlacementFailed, Process, Role, StopMode

@@ -11,7 +11,6 @@ flushed to disk, and is removed at the end of the run. The record remains.
 import json
 import logging
 import os
-import socket
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -20,6 +19,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from satrap.event_log import place_of_process
 from satrap.launch.run_events import (
     Command,
     Event,
@@ -83,7 +83,7 @@ class RunMonitor:
         self._launch = self._num_servers = 0  # as recorded
         self._show, self._memory = show, {} if memory is None else memory
         self._record = self._open_record(folder / FOLDER / "run.jsonl")
-        self._append("run", where=_here(), version=version("satrap"), settings=hide_secrets(settings or {}))
+        self._append("run", where=place_of_process(), version=version("satrap"), settings=hide_secrets(settings or {}))
         self._status: dict[str, Any] = self._summary("servers and workers are starting", 0, 0, None)
 
     def observe(
@@ -228,7 +228,7 @@ class RunMonitor:
 
     def _summary(self, phase: str, launch: int, launches: int, migration: Sequence[int] | None) -> dict[str, Any]:
         return {
-            "where": _here(),
+            "where": place_of_process(),
             "started_at": self._started_at,
             "phase": phase,
             "launch": launch,
@@ -254,7 +254,3 @@ class RunMonitor:
             if not self._has_failed:
                 _LOG.warning("%s cannot be written (%s); satrap status is not current", self._path, error.strerror)
             self._has_failed = True
-
-
-def _here() -> str:
-    return f"process {os.getpid()} on {socket.gethostname()}"

@@ -47,6 +47,9 @@ from satrap.launch.run_events import (
 from satrap.launch.run_state import RunState
 
 MAX_PROCESSES = 65535
+_SETTLED_SECONDS = 300.0
+_EARLY_SECONDS = 60.0
+"""A launch whose script fails by itself within this time is not retried: most likely the script is wrong."""
 _NO_JOB_SECONDS, _MAX_PAUSE_SECONDS = 1.0, 60.0  # between two attempts to migrate
 
 
@@ -58,12 +61,9 @@ class RunConfig:
     workers: int
     trainers: int
     restarts: int = 3
-    """Number of consecutive restarts of a process that each time lived for less than `settled_seconds`."""
-    settled_seconds: float = 300.0
+    """Number of consecutive restarts of a process that each time lived for less than `_SETTLED_SECONDS`."""
     max_servers: int | None = None
     """Upper limit for the autoscaler and for the user's requests; None: no limit."""
-    early_seconds: float = 60.0
-    """A launch whose script fails by itself within this time is not retried: most likely the script is wrong."""
 
     def __post_init__(self) -> None:
         for name, low in (("servers", 1), ("workers", 0), ("trainers", 1), ("restarts", 0)):
@@ -265,7 +265,7 @@ class Supervisor:
     def _exceeds_restarts(self, role: Role, number: int, started_at: float, now: float) -> bool:
         """Count an exit. Return whether more consecutive exits were early than restarts are allowed."""
         key = role, number
-        self._early_exits[key] = self._early_exits[key] + 1 if now - started_at < self._config.settled_seconds else 0
+        self._early_exits[key] = self._early_exits[key] + 1 if now - started_at < _SETTLED_SECONDS else 0
         return self._early_exits[key] > self._config.restarts
 
     def _start_process(self, role: Role, number: int, now: float, address: str | None = None) -> StartProcess:
@@ -437,7 +437,7 @@ class Supervisor:
 
     def _relaunch(self, started_at: float, now: float) -> list[Command]:
         failure = ", ".join([*self._failure.causes, *self._failure.finished])
-        if self._failure.is_script_error and now - started_at < self._config.early_seconds:
+        if self._failure.is_script_error and now - started_at < _EARLY_SECONDS:
             return self._fail(
                 f"{failure}, soon after it started; stopping the run (see the error above)", self._failure.status
             )

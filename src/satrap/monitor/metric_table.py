@@ -7,11 +7,11 @@ only; `samples` has the numbers and `endpoint` serves them.
 from dataclasses import dataclass
 from typing import Literal
 
+Kind = Literal["counter", "gauge", "histogram"]
 SERVER, WORKER, TRAINER, RUN = "server", "worker", "trainer", "run"
 _ALL = (SERVER, WORKER, TRAINER, RUN)
 _SERVICES = (SERVER, WORKER)
 _TABLES = (SERVER, TRAINER)
-_WORK = ("work",)  # save, verify or restore
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +20,7 @@ class Metric:
 
     name: str
     """Name; that of a counter without its suffix "_total"."""
-    kind: Literal["counter", "gauge", "histogram"]
+    kind: Kind
     unit: str
     help: str
     roles: tuple[str, ...]
@@ -33,61 +33,31 @@ class Metric:
         return f"{self.name}_total" if self.kind == "counter" else self.name
 
 
+def _metrics(roles: tuple[str, ...], labels: tuple[str, ...], *rows: tuple[str, Kind, str, str]) -> tuple[Metric, ...]:
+    """Return metrics of the same roles and labels. rows: name, kind, unit and help of each."""
+    return tuple(Metric(*row, roles, labels) for row in rows)
+
+
 GROUPS: dict[str, tuple[Metric, ...]] = {
-    "Tables": (
-        Metric("satrap_table_rows", "gauge", "rows", "Rows in the table.", _TABLES, ("table",)),
-        Metric("satrap_table_bytes", "gauge", "bytes", "Memory of the table.", _TABLES, ("table",)),
-        Metric("satrap_table_sightings", "gauge", "ids", "Ids seen and not yet admitted.", _TABLES, ("table",)),
-        Metric(
-            "satrap_table_lookups",
-            "counter",
-            "ids",
-            "Ids of training lookups; an id counts once in each call.",
-            _TABLES,
-            ("table",),
-        ),
-        Metric("satrap_table_hits", "counter", "ids", "Ids of training lookups with a row.", _TABLES, ("table",)),
-        Metric("satrap_table_inserted", "counter", "rows", "Rows inserted.", _TABLES, ("table",)),
-        Metric(
-            "satrap_table_refused", "counter", "ids", "Ids of training lookups that got no row.", _TABLES, ("table",)
-        ),
-        Metric("satrap_table_evicted", "counter", "rows", "Rows removed to make room for others.", _TABLES, ("table",)),
-        Metric(
-            "satrap_table_expired",
-            "counter",
-            "rows",
-            "Rows removed because they were not used.",
-            _TABLES,
-            ("table",),
-        ),
-        Metric(
-            "satrap_table_updated",
-            "counter",
-            "rows",
-            "Rows updated; a row counts once in each update.",
-            _TABLES,
-            ("table",),
-        ),
-        Metric("satrap_table_absent", "counter", "ids", "Ids with a gradient and without a row.", _TABLES, ("table",)),
-        Metric(
-            "satrap_table_skipped",
-            "counter",
-            "gradients",
-            "Gradients left out because they were not finite.",
-            _TABLES,
-            ("table",),
-        ),
-        Metric(
-            "satrap_table_repeated",
-            "counter",
-            "ids",
-            "Ids of updates that had already been applied.",
-            _TABLES,
-            ("table",),
-        ),
+    "Tables": _metrics(
+        _TABLES,
+        ("table",),
+        ("satrap_table_rows", "gauge", "rows", "Rows in the table."),
+        ("satrap_table_bytes", "gauge", "bytes", "Memory of the table."),
+        ("satrap_table_sightings", "gauge", "ids", "Ids seen and not yet admitted."),
+        ("satrap_table_lookups", "counter", "ids", "Ids of training lookups; an id counts once in each call."),
+        ("satrap_table_hits", "counter", "ids", "Ids of training lookups with a row."),
+        ("satrap_table_inserted", "counter", "rows", "Rows inserted."),
+        ("satrap_table_refused", "counter", "ids", "Ids of training lookups that got no row."),
+        ("satrap_table_evicted", "counter", "rows", "Rows removed to make room for others."),
+        ("satrap_table_expired", "counter", "rows", "Rows removed because they were not used."),
+        ("satrap_table_updated", "counter", "rows", "Rows updated; a row counts once in each update."),
+        ("satrap_table_absent", "counter", "ids", "Ids with a gradient and without a row."),
+        ("satrap_table_skipped", "counter", "gradients", "Gradients left out because they were not finite."),
+        ("satrap_table_repeated", "counter", "ids", "Ids of updates that had already been applied."),
     ),
     "Calls": (
-        Metric("satrap_calls", "counter", "calls", "Calls accepted.", _SERVICES),
+        *_metrics(_SERVICES, (), ("satrap_calls", "counter", "calls", "Calls accepted.")),
         Metric(
             "satrap_call_seconds",
             "histogram",
@@ -96,33 +66,25 @@ GROUPS: dict[str, tuple[Metric, ...]] = {
             _SERVICES,
             ("method",),
         ),
-        Metric("satrap_calls_queued", "gauge", "calls", "Calls that wait for a thread.", _SERVICES),
-        Metric("satrap_calls_running", "gauge", "calls", "Calls that run or wait for other trainers.", _SERVICES),
-        Metric("satrap_calls_duplicate", "counter", "calls", "Duplicates of open calls.", _SERVICES),
-        Metric(
-            "satrap_calls_busy",
-            "counter",
-            "calls",
-            "Calls refused because too many were open; callers retry.",
+        *_metrics(
             _SERVICES,
+            (),
+            ("satrap_calls_queued", "gauge", "calls", "Calls that wait for a thread."),
+            ("satrap_calls_running", "gauge", "calls", "Calls that run or wait for other trainers."),
+            ("satrap_calls_duplicate", "counter", "calls", "Duplicates of open calls."),
+            ("satrap_calls_busy", "counter", "calls", "Calls refused because too many were open; callers retry."),
+            ("satrap_calls_expired", "counter", "calls", "Calls whose deadline passed in the queue."),
+            ("satrap_calls_failed", "counter", "calls", "Calls answered with an error."),
+            ("satrap_calls_unsent", "counter", "calls", "Replies whose caller was disconnected."),
+            ("satrap_frames_bad", "counter", "messages", "Messages that were not readable or named an unknown method."),
+            ("satrap_connections_ended", "counter", "connections", "Connections that a limit has ended."),
+            ("satrap_received_bytes", "counter", "bytes", "Bytes of messages received."),
+            ("satrap_sent_bytes", "counter", "bytes", "Bytes of replies sent."),
         ),
-        Metric("satrap_calls_expired", "counter", "calls", "Calls whose deadline passed in the queue.", _SERVICES),
-        Metric("satrap_calls_failed", "counter", "calls", "Calls answered with an error.", _SERVICES),
-        Metric("satrap_calls_unsent", "counter", "calls", "Replies whose caller was disconnected.", _SERVICES),
-        Metric(
-            "satrap_frames_bad",
-            "counter",
-            "messages",
-            "Messages that were not readable or named an unknown method.",
-            _SERVICES,
-        ),
-        Metric("satrap_connections_ended", "counter", "connections", "Connections that a limit has ended.", _SERVICES),
-        Metric("satrap_received_bytes", "counter", "bytes", "Bytes of messages received.", _SERVICES),
-        Metric("satrap_sent_bytes", "counter", "bytes", "Bytes of replies sent.", _SERVICES),
     ),
     "Training": (
-        Metric("satrap_attempt", "gauge", "", "Number of the current attempt; 0 before the first.", (SERVER, WORKER)),
-        Metric("satrap_step", "gauge", "steps", "Latest step.", (SERVER, TRAINER)),
+        Metric("satrap_attempt", "gauge", "", "Number of the current attempt; 0 before the first.", _SERVICES),
+        Metric("satrap_step", "gauge", "steps", "Latest step.", _TABLES),
         Metric(
             "satrap_staleness_steps",
             "histogram",
@@ -146,12 +108,10 @@ GROUPS: dict[str, tuple[Metric, ...]] = {
             (TRAINER,),
             ("stage",),
         ),
-        Metric(
-            "satrap_stream_seconds",
-            "counter",
-            "seconds",
-            "Time of the training loop in calls of its stream.",
+        *_metrics(
             (TRAINER,),
+            (),
+            ("satrap_stream_seconds", "counter", "seconds", "Time of the training loop in calls of its stream."),
         ),
         Metric(
             "satrap_lost", "counter", "", "Batches, samples and ids not trained on, by cause.", (TRAINER,), ("what",)
@@ -159,57 +119,46 @@ GROUPS: dict[str, tuple[Metric, ...]] = {
         Metric("satrap_sessions", "gauge", "trainers", "Trainers with a session in this worker.", (WORKER,)),
     ),
     "Saves, restores and migrations": (
-        Metric("satrap_checkpoints", "counter", "checkpoints", "Checkpoints that this trainer has saved.", (TRAINER,)),
-        Metric("satrap_checkpoints_failed", "counter", "saves", "Saves of checkpoints that failed.", (TRAINER,)),
-        Metric("satrap_last_checkpoint_step", "gauge", "steps", "Step of the last checkpoint.", (TRAINER,)),
-        Metric("satrap_last_checkpoint_seconds", "gauge", "seconds", "Duration of the last checkpoint.", (TRAINER,)),
-        Metric(
-            "satrap_last_checkpoint_pause_seconds",
-            "gauge",
-            "seconds",
-            "Time that training waited for the last checkpoint.",
+        *_metrics(
             (TRAINER,),
+            (),
+            ("satrap_checkpoints", "counter", "checkpoints", "Checkpoints that this trainer has saved."),
+            ("satrap_checkpoints_failed", "counter", "saves", "Saves of checkpoints that failed."),
+            ("satrap_last_checkpoint_step", "gauge", "steps", "Step of the last checkpoint."),
+            ("satrap_last_checkpoint_seconds", "gauge", "seconds", "Duration of the last checkpoint."),
+            (
+                "satrap_last_checkpoint_pause_seconds",
+                "gauge",
+                "seconds",
+                "Time that training waited for the last checkpoint.",
+            ),
+            (
+                "satrap_last_checkpoint_timestamp_seconds",
+                "gauge",
+                "seconds",
+                "Unix time of the last checkpoint that this process saved or resumed; 0 before the first.",
+            ),
         ),
-        Metric(
-            "satrap_last_checkpoint_timestamp_seconds",
-            "gauge",
-            "seconds",
-            "Unix time of the last checkpoint that this process saved or resumed; 0 before the first.",
-            (TRAINER,),
-        ),
-        Metric(
-            "satrap_snapshots", "counter", "", "Saves, verifications and restores of tables completed.", _TABLES, _WORK
-        ),
-        Metric(
-            "satrap_snapshots_running",
-            "gauge",
-            "",
-            "Saves, verifications and restores of tables in progress.",
+        *_metrics(
             _TABLES,
-            _WORK,
-        ),
-        Metric(
-            "satrap_snapshot_done_bytes", "gauge", "bytes", "Bytes that the work in progress has moved.", _TABLES, _WORK
-        ),
-        Metric(
-            "satrap_snapshot_expected_bytes",
-            "gauge",
-            "bytes",
-            "Estimate of all bytes of the work in progress; 0 if not known, as for a delta.",
-            _TABLES,
-            _WORK,
-        ),
-        Metric(
-            "satrap_snapshot_left_seconds",
-            "gauge",
-            "seconds",
-            "Estimate of the time until the work in progress is completed; absent if not known.",
-            _TABLES,
-            _WORK,
-        ),
-        Metric("satrap_last_snapshot_bytes", "gauge", "bytes", "Bytes of the last completed work.", _TABLES, _WORK),
-        Metric(
-            "satrap_last_snapshot_seconds", "gauge", "seconds", "Duration of the last completed work.", _TABLES, _WORK
+            ("work",),  # save, verify or restore
+            ("satrap_snapshots", "counter", "", "Saves, verifications and restores of tables completed."),
+            ("satrap_snapshots_running", "gauge", "", "Saves, verifications and restores of tables in progress."),
+            ("satrap_snapshot_done_bytes", "gauge", "bytes", "Bytes that the work in progress has moved."),
+            (
+                "satrap_snapshot_expected_bytes",
+                "gauge",
+                "bytes",
+                "Estimate of all bytes of the work in progress; 0 if not known, as for a delta.",
+            ),
+            (
+                "satrap_snapshot_left_seconds",
+                "gauge",
+                "seconds",
+                "Estimate of the time until the work in progress is completed; absent if not known.",
+            ),
+            ("satrap_last_snapshot_bytes", "gauge", "bytes", "Bytes of the last completed work."),
+            ("satrap_last_snapshot_seconds", "gauge", "seconds", "Duration of the last completed work."),
         ),
         Metric(
             "satrap_buckets",

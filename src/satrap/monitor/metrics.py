@@ -154,8 +154,8 @@ class Evaluation:
         return value
 
     def values(self) -> dict[str, float]:
-        """Return the metrics that suit the labels, by name: those of binary outcomes or of numbers; with groups those
-        of ranked lists, of the first 10 samples of each; and those that `evaluate(metrics=)` added."""
+        """Return the metrics that suit the labels, by name: of binary outcomes or of numbers; with groups also of
+        ranked lists (the first 10 samples of each); and the metrics that `evaluate(metrics=)` added."""
         binary, lists = self._other_label is None, bool(self._groups)
         names = [*(_BINARY if binary else _REAL)]
         names += [*(["gauc"] if binary else []), "mrr", *(f"{name}@10" for name in _TOP)] if lists else []

@@ -82,10 +82,10 @@ class Progress:
             many there are.
         every_seconds: interval of reports; None: the shortest that a sink requests, or else 10; a bar requests 1.
         window: number of recent samples for AUC and normalised entropy.
-        record: local folder in which this trainer records the run for `satrap report`, below `records/`; None: under
-            `satrap run` that of the run, elsewhere no record.
-        settings: settings of your own that the report shows beside those of the embeddings, such as `vars(args)`; texts
-            whose names say that they are secret, such as password or token, are neither recorded nor shown.
+        record: local folder in which this trainer records the run for `satrap report`, below `records/`; None: the
+            folder of `satrap run`; without `satrap run`, nothing is recorded.
+        settings: settings of your own that the report shows, such as `vars(args)`; texts whose names say that they are
+            secret, such as password or token, are neither recorded nor shown.
         """
         if every_seconds is not None and not every_seconds > 0:
             raise ConfigError(f"Progress: every_seconds is {every_seconds!r}; expected a number above 0")
@@ -147,8 +147,7 @@ class Progress:
     def report_evaluation(
         self, step: int, metrics: Mapping[str, float], *, is_best: bool | None = None, seconds: float = 0.0
     ) -> None:
-        """Report the metrics of an evaluation now, beside those of the steps since the last report. `Validation` calls
-        this.
+        """Report the metrics of an evaluation now, with the steps since the last report. `Validation` calls this.
 
         is_best: whether it is the best so far; None: not known.
         seconds: how long the evaluation took, which does not count for the throughput of training.

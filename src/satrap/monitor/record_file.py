@@ -1,6 +1,6 @@
 """Records: lines of JSON that a run appends while it trains, from which `satrap report` makes its page.
 
-    TrainingRecord, RunMonitor ──append──> records/trainer-N.jsonl, run.jsonl ──read_records──> satrap.html_report
+    TrainingRecord, RunMonitor ──append──> records/trainer-N.jsonl, run.jsonl ──scan_records──> satrap.html_report
 
 Each line has a checksum. A process may be killed at any moment, so a file may end in the middle of a line; the next
 record starts a new one. A disk that is full, or a pipe that is not read, costs records and never stops training.
@@ -15,7 +15,7 @@ import stat
 import threading
 import zlib
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Self
@@ -83,25 +83,16 @@ class RecordFile:
 
 
 @dataclass(slots=True)
-class Records:
-    """The content of a file of records."""
+class RecordCounts:
+    """What a file of records lacks."""
 
-    lines: list[dict[str, Any]] = field(default_factory=list)
-    """The records, in the order in which they were written."""
     damaged: int = 0
     """Number of lines that are no record, or are incomplete or changed."""
     missing: int = 0
     """Number of records that could not be written."""
 
 
-def read_records(path: Path) -> Records:
-    """Read a file of records; OSError if it cannot be read."""
-    found = Records()
-    found.lines = list(scan_records(path, found))
-    return found
-
-
-def scan_records(path: Path, counts: Records) -> Iterator[dict[str, Any]]:
+def scan_records(path: Path, counts: RecordCounts) -> Iterator[dict[str, Any]]:
     """Yield the records of a file, of which there may be too many to hold, and count what is damaged and missing."""
     with open_regular(path) as file:
         for line in iter(partial(file.readline, _MAX_LINE), b""):  # a longer one is damaged

@@ -160,13 +160,13 @@ def line(report: Report) -> str:
 def bar(report: Report, columns: int, marks: str = "#.", notes: Sequence[str] = ()) -> str:
     """Format a report in at most `columns` columns: a bar if the total is known, then as much of the line as fits.
     notes: in words, such as "save: 40 %"."""
-    return fit([*_drawn_share(report, columns, marks), *notes, *_phrases(report)], columns)
+    return fit([*_bar_of(report, columns, marks), *notes, *_phrases(report)], columns)
 
 
 def run_bar(report: Report, columns: int, marks: str, notes: Sequence[str]) -> str:
     """Format the report of all trainers of a run in at most `columns` columns, the most relevant first: how much is
     done, the time left, the notes, samples, loss, AUC. notes: in words, such as "2 restarts"."""
-    phrases, seconds = _drawn_share(report, columns, marks), _seconds_left(report)
+    phrases, seconds = _bar_of(report, columns, marks), _seconds_left(report)
     if phrases and seconds is not None and report.samples_per_second > 0:
         phrases[0] += f" {_clock(seconds)} left"
     phrases += [*notes, f"{short(report.samples)} samples, {short(report.samples_per_second)}/s"]
@@ -194,13 +194,18 @@ def fit(phrases: Sequence[str], columns: int) -> str:
     return text[:columns]
 
 
-def _drawn_share(report: Report, columns: int, marks: str) -> list[str]:
-    """Return a bar and the percentage, if the total is known; in a narrow terminal the bar is shorter."""
-    if (share := _share(report)) is None:
-        return []
+def _bar_of(report: Report, columns: int, marks: str) -> list[str]:
+    """Return a bar of how much of the run is done, if the total is known: of the samples that the user expects, or of
+    the stream's steps."""
+    done, total = (report.samples, report.total_samples) if report.total_samples else (report.step, report.end_step)
+    return [drawn_share(min(1.0, done / total), columns, marks)] if total else []
+
+
+def drawn_share(share: float, columns: int, marks: str) -> str:
+    """Return a bar and the percentage; in a narrow terminal the bar is shorter."""
     width = min(20, columns // 4)
     full = int(width * share)
-    return [f"{marks[0] * full}{marks[1] * (width - full)} {share:4.0%}"]
+    return f"{marks[0] * full}{marks[1] * (width - full)} {share:4.0%}"
 
 
 def short(number: float) -> str:
@@ -209,13 +214,6 @@ def short(number: float) -> str:
         if abs(number) >= 0.9995 * scale:
             return f"{number / scale:.3g}{letter}"
     return f"{number:.0f}"
-
-
-def _share(report: Report) -> float | None:
-    """Return how much of the run is done: of the samples that the user expects, or of the stream's steps."""
-    if report.total_samples:
-        return min(1.0, report.samples / report.total_samples)
-    return min(1.0, report.step / report.end_step) if report.end_step else None
 
 
 def _seconds_left(report: Report) -> float | None:
@@ -236,6 +234,8 @@ def _phrases(report: Report) -> list[str]:
         metrics = " ".join(f"{name} {value:.4f}" for name, value in report.validation.items())
         phrases.append(f"validation {metrics}{' (best)' if report.is_best else ''}")
     phrases.append(f"{short(report.samples)} samples in {_clock(report.seconds)}{left}")
+    if report.validation:
+        return phrases  # the next line has the numbers of training
     phrases.append(f"{short(report.samples_per_second)}/s")
     if report.loss is not None:
         phrases.append(f"loss {report.loss:.4f}")

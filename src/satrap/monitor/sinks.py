@@ -5,13 +5,12 @@ import math
 import os
 import sys
 import threading
-from contextlib import suppress
 from typing import Any, Protocol, TextIO
 
 from satrap.config.location import Location, local_path
 from satrap.errors import ConfigError
 from satrap.monitor.report import Report, bar, line
-from satrap.monitor.status_line import columns_of, draws_in_place, marks_of
+from satrap.monitor.status_line import columns_of, draws_in_place, marks_of, write_out
 
 BAR_SECONDS, LINE_SECONDS = 1.0, 10.0
 
@@ -66,19 +65,13 @@ class Screen:
         # What remains of a longer earlier bar is erased, or covered by spaces.
         last = ("\x1b[K" if self._is_erased else " " * (self._width - len(text))) if first else ""
         self._width = len(text) if self._open else 0
-        self._put(f"{first}{text}{last}" + ("" if self._open else "\n"))
+        write_out(self._stream, f"{first}{text}{last}" + ("" if self._open else "\n"))
 
     def close(self) -> None:
         """End the line of the last bar."""
         if self._open:
             self._open = False
-            self._put("\n")
-
-    def _put(self, text: str) -> None:
-        if self._stream is not None:
-            with suppress(OSError):
-                self._stream.write(text)
-                self._stream.flush()
+            write_out(self._stream, "\n")
 
 
 class JsonLines:

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from typing import Self, TextIO, TypeVar
 
-from satrap.monitor.report import fit
+from satrap.monitor.report import drawn_share, fit
 
 T = TypeVar("T")
 _MIN_SECONDS = 0.1  # between two drawings of the same work
@@ -38,10 +38,8 @@ class StatusLine:
             return
         self._what, self._due = what, now + _MIN_SECONDS
         columns, marks = columns_of(self._stream) - 1, marks_of(self._stream)
-        width = min(20, columns // 4)
-        full = width * done // max(1, total)
-        share = f"{marks[0] * full}{marks[1] * (width - full)} {done / max(1, total):4.0%}"
-        self._put(f"\r{fit([share, what], columns)}\x1b[K")
+        shown = [drawn_share(done / max(1, total), columns, marks), what]
+        write_out(self._stream, f"\r{fit(shown, columns)}\x1b[K")
 
     def track(self, items: Iterable[T], what: str, total: int) -> Iterator[T]:
         """Yield the items, and show how many were."""
@@ -55,13 +53,15 @@ class StatusLine:
     def __exit__(self, *_: object) -> None:
         if self._what:
             self._what = ""
-            self._put("\r\x1b[K")
+            write_out(self._stream, "\r\x1b[K")
 
-    def _put(self, text: str) -> None:
-        if self._stream is not None:
-            with suppress(OSError):
-                self._stream.write(text)
-                self._stream.flush()
+
+def write_out(stream: TextIO | None, text: str) -> None:
+    """Write to a terminal at once, if there is one. One that is closed stops nothing."""
+    if stream is not None:
+        with suppress(OSError):
+            stream.write(text)
+            stream.flush()
 
 
 def draws_in_place(stream: TextIO | None) -> bool:

@@ -13,7 +13,6 @@ import math
 import os
 import secrets
 import shlex
-import socket
 import subprocess
 import sys
 import time
@@ -25,6 +24,7 @@ from typing import Any
 
 from satrap.config.location import local_path
 from satrap.errors import ConfigError
+from satrap.event_log import place_of_process
 from satrap.monitor.hidden_secrets import hide_secrets
 from satrap.monitor.memory import resident_bytes
 from satrap.monitor.meter import Meter
@@ -41,6 +41,13 @@ _SHOWN_SECONDS = 1.0
 _MAX_ERROR = 500  # characters
 _GIT_SECONDS = 2.0
 _PROCESS = secrets.token_hex(4)
+_SAME_NAMES = ("seconds", "step", "steps", "samples", "loss", "auc", "window", "stages", "rows", "bytes", "lost")
+_FIELDS = {name: name for name in (*_SAME_NAMES, "gradient_norm", "device_bytes", "logged")} | {
+    "rate": "samples_per_second",
+    "ne": "normalised_entropy",
+    "staleness": "staleness_counts",
+}
+"""What an interval has of a report: its names there."""
 
 
 class TrainingRecord:
@@ -79,7 +86,7 @@ class TrainingRecord:
             id=self._id,
             at=time.time(),
             process=_PROCESS,
-            where=f"process {os.getpid()} on {socket.gethostname()}",
+            where=place_of_process(),
             launch=None if context is None else context.launch,
             version=version("satrap"),
             script=sys.argv[0],
@@ -195,23 +202,6 @@ def _commit_of(folder: Path) -> str | None:
 
 def _values(report: Report) -> dict[str, Any]:
     """Return the numbers of a report. What was not given is left out; what is not finite will be null."""
-    entry: dict[str, Any] = {
-        "seconds": report.seconds,
-        "step": report.step,
-        "steps": report.steps,
-        "samples": report.samples,
-        "rate": report.samples_per_second,
-        "loss": report.loss,
-        "auc": report.auc,
-        "ne": report.normalised_entropy,
-        "window": report.window or None,
-        "staleness": report.staleness_counts or None,
-        "stages": report.stages or None,
-        "rows": report.rows or None,
-        "bytes": report.bytes or None,
-        "lost": report.lost or None,
-        "gradient_norm": report.gradient_norm,
-        "device_bytes": report.device_bytes,
-        "logged": report.logged or None,
-    }
-    return {name: value for name, value in entry.items() if value is not None}
+    entry = {name: getattr(report, field) for name, field in _FIELDS.items()}
+    entry["window"] = report.window or None
+    return {name: value for name, value in entry.items() if value is not None and value != {}}

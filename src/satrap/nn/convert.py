@@ -48,7 +48,7 @@ def convert(
         meta, TorchRec's collections have those of their configs.
     min_rows: smallest number of rows of a module that gets a table, if `tables` is an optimizer.
     weights: write the modules' weights into the tables. On servers they must hold no rows of an earlier run.
-    options: those of `Embeddings`.
+    options: as in `Embeddings`.
     """
     check_flag("convert", "weights", weights)
     check_integer("convert", "min_rows", min_rows, 1, 2**63 - 1)

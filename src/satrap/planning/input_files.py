@@ -26,19 +26,8 @@ from satrap.errors import ConfigError
 from satrap.planning.coefficients import Coefficients
 from satrap.planning.machines import PriceList
 from satrap.planning.workload import TableLoad, Training, Workload, whole_number
-from satrap.table.snapshot.writer import row_bytes as saved_row_bytes
+from satrap.table.snapshot.writer import row_bytes
 from satrap.table.store import Store
-
-__all__ = [
-    "memory_row_bytes",
-    "read_coefficients",
-    "read_description",
-    "read_prices",
-    "saved_row_bytes",
-    "split_changes",
-    "workload_of",
-    "write_coefficients",
-]
 
 T = TypeVar("T")
 _KEYS = ("training", "tables")
@@ -145,7 +134,7 @@ def _table_load(data: Mapping[str, Any]) -> TableLoad:
         table=table,
         rows=rows,
         row_bytes=memory_row_bytes(table, rows),
-        saved_row_bytes=saved_row_bytes(table),
+        saved_row_bytes=row_bytes(table),
         vectors_per_sample=vectors,
         ids_per_sample=check_number(where, "ids_per_sample", own.get("ids_per_sample", vectors), 0.0),
         zipf=check_number(where, "zipf", own.get("zipf", 1.05), 0.0),

@@ -8,7 +8,7 @@ import json
 import math
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any
 
 from satrap.planning.machines import ROLES, Layout, Pool, Request
@@ -20,16 +20,8 @@ _BYTES = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
 _MINUTE, _HOUR = 60.0, 3600.0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Start:
-    """The script of a plan."""
-
-    script: str
-    arguments: tuple[str, ...] = ()
-
-
-def lines_of(plan: Plan, start: Start) -> Iterator[str]:
-    """Yield the plan as text."""
+def lines_of(plan: Plan, script: Sequence[str]) -> Iterator[str]:
+    """Yield the plan as text. script: its path and arguments, for the command that starts it."""
     workload, estimate = plan.workload, plan.estimate
     requested = workload.training.samples_per_second
     yield f"plan for {workload.name}: {amount(requested)} samples/s requested"
@@ -44,7 +36,7 @@ def lines_of(plan: Plan, start: Start) -> Iterator[str]:
     yield from _rates(plan)
     yield from _price(plan)
     yield ""
-    yield f"start    {run_line(estimate.layout, estimate.requests, start)}"
+    yield f"start    {run_line(estimate.layout, estimate.requests, script)}"
     for pool in estimate.layout.pools:
         for role in pool.roles:
             if pool.each(role) > 1 and not (role == "trainer" and pool.machine.gpus):
@@ -202,7 +194,7 @@ def _processes(plan: Plan) -> dict[str, dict[str, Any]]:
     }
 
 
-def json_of(plan: Plan, start: Start) -> dict[str, Any]:
+def json_of(plan: Plan, script: Sequence[str]) -> dict[str, Any]:
     """Return the plan as plain JSON types. Bytes, seconds, samples a second; prices in the list's currency."""
     workload, estimate, upkeep = plan.workload, plan.estimate, plan.estimate.upkeep
     servers, batch = estimate.layout.count("server"), workload.training.batch_size
@@ -259,7 +251,7 @@ def json_of(plan: Plan, start: Start) -> dict[str, Any]:
             for alternative in plan.alternatives
         ],
         "assumptions": list(workload.assumptions),
-        "command": run_line(estimate.layout, estimate.requests, start),
+        "command": run_line(estimate.layout, estimate.requests, script),
     }
 
 
@@ -273,12 +265,12 @@ def _pool(pool: Pool) -> dict[str, Any]:
     }
 
 
-def run_line(layout: Layout, requests: Mapping[str, Request], start: Start) -> str:
-    """Return the command that starts a run on these machines."""
-    arguments = list(start.arguments)
+def run_line(layout: Layout, requests: Mapping[str, Request], script: Sequence[str]) -> str:
+    """Return the command that starts a run of the script, its path and arguments, on these machines."""
     if not layout.count("server"):
-        return shlex.join(["python", start.script, *arguments])
-    words = ["satrap", "run", start.script]
+        return shlex.join(["python", *script])
+    path, *arguments = script
+    words = ["satrap", "run", path]
     cluster = layout.num_machines > 1
     if cluster:
         words += ["--cluster", "ray", "--address", "auto"]

@@ -6,9 +6,9 @@ Zipf's law: the id of rank r occurs with a probability proportional to r ** -zip
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, Self
+from typing import Any
 
 from satrap.config.tables import Table
 from satrap.config.validation import (
@@ -153,10 +153,6 @@ class Workload:
         sizes = [(table.bytes / table.num_buckets(num_servers), table) for table in self.tables]
         size, table = max(sizes, key=lambda pair: pair[0])
         return table, size
-
-    def at(self, samples_per_second: float) -> Self:
-        """Return the same job with another requested rate."""
-        return replace(self, training=replace(self.training, samples_per_second=samples_per_second))
 
 
 def whole_number(where: str, name: str, value: object, low: int) -> int:

@@ -152,29 +152,15 @@ class Header:
     @classmethod
     def of_joined(cls, message: bytes) -> "Header | None":
         """Return the header of a message of one frame; None unless `unpack` and `frames_of` would accept it."""
-        if (fields := read_header(message)) is None:
-            return None
-        kind, method, client, call, num_frames, body_bytes, deadline_ms, *origin = fields
-        attempt, trainer, step, map_version = origin
-        return cls(
-            kind=_KINDS[kind],
-            method=method,
-            client=client,
-            call=call,
-            num_frames=num_frames,
-            body_bytes=body_bytes,
-            deadline_ms=deadline_ms,
-            origin=Origin(attempt=attempt, trainer=trainer, step=step, map_version=map_version)
-            if any(origin)
-            else NO_ORIGIN,
-        )
+        fields = read_header(message)
+        return None if fields is None else _header_of(fields)
 
     @classmethod
     def unpack(cls, data: bytes | memoryview) -> "Header":
         """Return the header in the first frame of a message; RpcError unless `pack` could have written it."""
         if len(data) < HEADER_BYTES:
             raise RpcError(f"a message starts with a frame of {len(data)} bytes; expected a header of {HEADER_BYTES}")
-        magic, version, kind, num_frames, *numbers, deadline_ms, attempt, trainer, step, map_version, zero = (
+        magic, version, kind, num_frames, method, client, call, body_bytes, deadline_ms, *origin, zero = (
             _LAYOUT.unpack_from(data)
         )
         if magic != _MAGIC:
@@ -187,19 +173,7 @@ class Header:
             raise RpcError(f"a header has reserved bytes {zero:#010x}; expected zeros")
         if kind == Kind.REQUEST and not deadline_ms:
             raise RpcError("a request has 0 ms until its deadline; expected at least 1")
-        method, client, call, body_bytes = numbers
-        return cls(
-            kind=_KINDS[kind],
-            method=method,
-            client=client,
-            call=call,
-            num_frames=num_frames,
-            body_bytes=body_bytes,
-            deadline_ms=deadline_ms,
-            origin=Origin(attempt=attempt, trainer=trainer, step=step, map_version=map_version)
-            if attempt or trainer or step or map_version
-            else NO_ORIGIN,
-        )
+        return _header_of((kind, method, client, call, num_frames, body_bytes, deadline_ms, *origin))
 
     def check_frames(self, sizes: Sequence[int]) -> None:
         """Check number and total size of the received frames; RpcError if they differ from the header."""
@@ -208,6 +182,23 @@ class Header:
                 f"a message has {len(sizes)} frames and {sum(sizes)} bytes; its header declares {self.num_frames} and "
                 f"{self.body_bytes}"
             )
+
+
+def _header_of(fields: Sequence[int]) -> Header:
+    kind, method, client, call, num_frames, body_bytes, deadline_ms, *origin = fields
+    attempt, trainer, step, map_version = origin
+    return Header(
+        kind=_KINDS[kind],
+        method=method,
+        client=client,
+        call=call,
+        num_frames=num_frames,
+        body_bytes=body_bytes,
+        deadline_ms=deadline_ms,
+        origin=Origin(attempt=attempt, trainer=trainer, step=step, map_version=map_version)
+        if any(origin)
+        else NO_ORIGIN,
+    )
 
 
 def frames_in(message: bytes) -> Sequence[memoryview]:

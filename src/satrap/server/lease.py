@@ -10,7 +10,6 @@ import logging
 import os
 import queue
 import secrets
-import socket
 import threading
 import time
 import weakref
@@ -19,7 +18,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from satrap.errors import SatrapError
-from satrap.event_log import event
+from satrap.event_log import event, place_of_process
 
 if TYPE_CHECKING:
     from satrap.rpc import Client, Origin, PendingCall
@@ -74,7 +73,7 @@ class Lease:
     def _renew(self, seconds: float, wait_seconds: float) -> None:
         """Renew at each server that has answered the previous renewal: more calls to a busy server would only queue up,
         and a late one could arrive after another process's."""
-        where = f"process {os.getpid()} on {socket.gethostname()}"
+        where = place_of_process()
         for client in self.clients:
             if client not in self._calls:
                 with suppress(SatrapError):

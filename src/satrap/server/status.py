@@ -5,12 +5,12 @@ are read one after the other, not at one moment.
 """
 
 import os
-import socket
 from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
+from satrap.event_log import place_of_process
 from satrap.monitor.memory import memory
 from satrap.monitor.samples import Sample, memory_samples, snapshot_samples, staleness_distribution, table_samples
 from satrap.rpc.release import RELEASE
@@ -32,7 +32,7 @@ def server_status(
     leaves: this server was asked to stop, and moves its buckets to other servers first.
     shared: the shared-memory file of the rows, if they are in one."""
     status: dict[str, Any] = {
-        "where": f"process {os.getpid()} on {socket.gethostname()}",
+        "where": place_of_process(),
         "release": RELEASE,
         "not_ready": _not_ready(state, is_restoring, leaves),
         "memory": memory(shared),

@@ -108,8 +108,8 @@ class Reader:
         keys: str | os.PathLike[str] | None = None,
         num_threads: int | None = None,
     ) -> None:
-        """path: the folder of a run's checkpoints (on a disk or a URL), of which the newest is opened, or
-            of a table's snapshot. None: the rows are on servers.
+        """path: the folder of a run, whose newest checkpoint is opened, or of a table's snapshot, on a disk or a URL.
+            None: the rows are on servers.
 
         features: all or some of the features of the model's `Embeddings`. None: only lookups by table and id.
         servers: "tcp://host:port" of one or more servers of the run, which name the others. The default under `satrap

@@ -1,5 +1,6 @@
 """An object store over any file system of fsspec, opened by its URL. Imported only when one is used."""
 
+import errno
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any
@@ -18,6 +19,12 @@ class FsspecStore:
         self._files, path = fsspec.core.url_to_fs(url)
         self.prefix = str(path).rstrip("/")
         """The key that the URL names."""
+
+    @staticmethod
+    def explain(error: Exception) -> tuple[int, str]:
+        kinds = ((FileNotFoundError, errno.ENOENT), (PermissionError, errno.EACCES))
+        code = next((code for kind, code in kinds if isinstance(error, kind)), errno.EIO)
+        return code, f"{type(error).__name__}: {error}"
 
     def get(self, key: str, max_bytes: int | None) -> bytes:
         if max_bytes is not None:

@@ -25,8 +25,11 @@ _PROBE = b"satrap: a test of whether objects can be written, read, listed and de
 
 
 class ObjectStore(Protocol):
-    """The calls of an object store, or of one bucket of it. Their exceptions are the store's own; a missing object is a
-    FileNotFoundError. An OSError with an errno has what the store said as its strerror."""
+    """The calls of an object store, or of one bucket of it. Their exceptions are the store's own, which `explain`
+    translates, or an OSError with an errno."""
+
+    def explain(self, error: Exception) -> tuple[int, str]:
+        """Return the errno and the text of an exception of the store. ENOENT: there is no such object or folder."""
 
     def get(self, key: str, max_bytes: int | None) -> bytes:
         """Return an object; raise OSError if it has more than `max_bytes`."""
@@ -50,7 +53,7 @@ class ObjectStore(Protocol):
         """Return the keys below a folder, without its prefix, with their bytes."""
 
     def delete(self, key: str) -> None:
-        """Delete an object; a missing one may be a FileNotFoundError."""
+        """Delete an object; a missing one may be an error."""
 
     def delete_folder(self, prefix: str) -> None:
         """Delete a folder without objects, where there are folders."""
@@ -87,12 +90,12 @@ class ObjectFolder:
         return ObjectFolder(self._store, self._key(name), f"{self._url}/{name}")
 
     def names(self) -> list[str]:
-        with self._errors(""), suppress(FileNotFoundError):
+        with suppress(FileNotFoundError), self._errors(""):
             return self._store.names(self._prefix)
         return []
 
     def sizes(self) -> dict[str, int]:
-        with self._errors(""), suppress(FileNotFoundError):
+        with suppress(FileNotFoundError), self._errors(""):
             return dict(self._store.sizes(self._prefix))
         return {}
 
@@ -121,7 +124,7 @@ class ObjectFolder:
             return _NamedWriter(self, key, self._store.open_writer(self._key(key)))
 
     def delete(self, key: str) -> None:
-        with self._errors(key), suppress(FileNotFoundError):
+        with suppress(FileNotFoundError), self._errors(key):
             self._store.delete(self._key(key))
 
     def delete_all(self, first: str | None = None) -> None:
@@ -161,16 +164,10 @@ class ObjectFolder:
         try:
             yield
         except Exception as error:
-            text = error.strerror if isinstance(error, OSError) and error.errno else None
-            code = getattr(error, "errno", None) or _errno_of(error)
-            raise OSError(code, text or f"{type(error).__name__}: {error}", self._at(key)) from error
-
-
-def _errno_of(error: Exception) -> int:
-    for kind, code in ((FileNotFoundError, errno.ENOENT), (PermissionError, errno.EACCES)):
-        if isinstance(error, kind):
-            return code
-    return errno.EIO
+            code, text = self._store.explain(error)
+            if isinstance(error, OSError) and error.errno:
+                code, text = error.errno, error.strerror or text
+            raise OSError(code, text, self._at(key)) from error
 
 
 class ObjectReadable:

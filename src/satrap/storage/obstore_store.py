@@ -6,10 +6,9 @@ metadata service gives it. A request that fails for a reason that may pass is re
 
 import errno
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from datetime import timedelta
-from functools import wraps
-from typing import Any, ParamSpec, TypeVar
+from typing import Any
 
 import obstore
 from obstore import exceptions
@@ -17,8 +16,6 @@ from obstore.store import from_url
 
 from satrap.config.regular_file import require_size
 
-_P = ParamSpec("_P")
-_R = TypeVar("_R")
 _PART_BYTES = 8 << 20  # S3 permits 10,000 parts: 80 GB of one file, of which a large table has 64
 _PARTS_IN_FLIGHT = 3
 _CONNECT_SECONDS, _REQUEST_SECONDS = 5, 60
@@ -28,24 +25,6 @@ _SAID = re.compile(r"<Code>(.*?)</Code>.*?<Message>(.*?)</Message>", re.DOTALL)
 _REQUEST = re.compile(r"performing (\w+) (\S+) in")
 _NO_BUCKET = re.compile("NoSuchBucket|ContainerNotFound")
 _QUERY = re.compile(r"\?\S+")
-
-
-def _with_usual_errors(call: Callable[_P, _R]) -> Callable[_P, _R]:
-    """Return the call with OSErrors in place of obstore's exceptions."""
-
-    @wraps(call)
-    def called(*arguments: _P.args, **options: _P.kwargs) -> _R:
-        try:
-            return call(*arguments, **options)
-        except (exceptions.BaseError, OSError) as error:  # some are Python's own
-            text, code = _message(error), errno.EIO
-            if isinstance(error, FileNotFoundError):
-                code = errno.ENXIO if _NO_BUCKET.search(text) else errno.ENOENT  # a missing bucket is no missing object
-            elif isinstance(error, exceptions.PermissionDeniedError | exceptions.UnauthenticatedError):
-                code = errno.EACCES
-            raise OSError(code, text) from error
-
-    return called
 
 
 def _message(error: Exception) -> str:
@@ -63,7 +42,6 @@ def _message(error: Exception) -> str:
 class ObstoreStore:
     """One bucket. Its keys are those of the bucket."""
 
-    @_with_usual_errors
     def __init__(self, bucket_url: str, *, is_patient: bool = True) -> None:
         """is_patient: whether to repeat requests for as long as a store may be disturbed; else for some seconds."""
         retries, seconds = (_RETRIES, _RETRY_SECONDS) if is_patient else (1, 10)
@@ -75,43 +53,44 @@ class ObstoreStore:
         retry: Any = {"max_retries": retries, "retry_timeout": timedelta(seconds=seconds)}
         self._bucket: Any = from_url(bucket_url, client_options=options, retry_config=retry)  # type: ignore[call-overload]
 
-    @_with_usual_errors
+    @staticmethod
+    def explain(error: Exception) -> tuple[int, str]:
+        text, code = _message(error), errno.EIO
+        if isinstance(error, FileNotFoundError):
+            code = errno.ENXIO if _NO_BUCKET.search(text) else errno.ENOENT  # a missing bucket is no missing object
+        elif isinstance(error, exceptions.PermissionDeniedError | exceptions.UnauthenticatedError):
+            code = errno.EACCES
+        return code, text
+
     def get(self, key: str, max_bytes: int | None) -> bytes:
         answer = obstore.get(self._bucket, key)  # its size is known before its bytes are read
         require_size(int(answer.meta["size"]), max_bytes, key)
         return bytes(answer.bytes())
 
-    @_with_usual_errors
     def get_range(self, key: str, begin: int, end: int) -> Any:
         return obstore.get_range(self._bucket, key, start=begin, end=end)
 
-    @_with_usual_errors
     def size(self, key: str) -> int:
         return int(obstore.head(self._bucket, key)["size"])
 
-    @_with_usual_errors
     def put(self, key: str, data: bytes) -> None:
         obstore.put(self._bucket, key, data)
 
-    @_with_usual_errors
     def open_writer(self, key: str) -> "_ObstoreWriter":
         return _ObstoreWriter(
             obstore.open_writer(self._bucket, key, buffer_size=_PART_BYTES, max_concurrency=_PARTS_IN_FLIGHT)
         )
 
-    @_with_usual_errors
     def names(self, prefix: str) -> list[str]:
         listed = obstore.list_with_delimiter(self._bucket, prefix or None)
         paths = [*listed["common_prefixes"], *(entry["path"] for entry in listed["objects"])]
         return [path.rstrip("/").rpartition("/")[2] for path in paths]
 
-    @_with_usual_errors
     def sizes(self, prefix: str) -> Mapping[str, int]:
         start = len(prefix) + 1 if prefix else 0
         chunks = obstore.list(self._bucket, prefix or None)
         return {entry["path"][start:]: int(entry["size"]) for chunk in chunks for entry in chunk}
 
-    @_with_usual_errors
     def delete(self, key: str) -> None:
         obstore.delete(self._bucket, key)
 
@@ -125,11 +104,9 @@ class _ObstoreWriter:
     def __init__(self, file: Any) -> None:
         self._file = file
 
-    @_with_usual_errors
     def write(self, piece: memoryview) -> None:
         self._file.write(piece)
 
-    @_with_usual_errors
     def complete(self) -> None:
         self._file.close()
 

@@ -55,8 +55,10 @@ def _bucket(url: str, is_patient: bool) -> Any:
         raise ConfigError(f"{url} needs the package obstore ({error}): pip install 'satrap[train]'") from error
     try:
         return ObstoreStore(url, is_patient=is_patient)
-    except OSError as error:
-        raise ConfigError(f"{url} cannot be opened: {error.strerror}; expected e.g. s3://bucket/run") from error
+    except Exception as error:
+        raise ConfigError(
+            f"{url} cannot be opened: {ObstoreStore.explain(error)[1]}; expected e.g. s3://bucket/run"
+        ) from error
 
 
 def _file_system(url: str) -> Any:

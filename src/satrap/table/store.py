@@ -180,7 +180,7 @@ class Store:
         out: NDArray[np.float32] | None = None,
     ) -> tuple[NDArray[np.float32], Ticket]:
         """Return what `lookup` returns for training, and a ticket, with which `update` need not de-duplicate or search
-        again. The options are those of `lookup`."""
+        again. The options are as in `lookup`."""
         return self._look_up(ids, train=True, step=step, oldest_open=oldest_open, out=out, with_ticket=True)
 
     def update(
@@ -222,7 +222,7 @@ class Store:
         """Insert or replace rows, such as pretrained ones, whatever `table.admission` says. Bad input changes nothing.
 
         ids: each once. values: finite float32 or float16 [n, dim], rounded to the nearest number that the table stores.
-        state: optimizer state, float32 [n, state_dim], as `read` returns it. None: that of a new row.
+        state: optimizer state, float32 [n, state_dim], as `read` returns it. None: as in a new row.
 
         The rows count as used at the latest step. A gradient of a batch that was looked up before is applied to the
         written row. A full table raises CapacityError; rows that the call wrote before stay. `save` makes them durable.
@@ -318,7 +318,7 @@ class Store:
         simd: str = "auto",
         shared: _PathLike | None = None,
     ) -> Self:
-        """Load the table that `save` wrote, bit for bit, and verify it first. The options are those of `Store`."""
+        """Load the table that `save` wrote, bit for bit, and verify it first. The options are as in `Store`."""
         saved = Snapshot.open(folder_path("Store.load", path), "full", num_threads)
         seed = saved.manifest.seed
         slots = open_engine([saved.table], seed=seed, num_threads=num_threads, simd=simd, shared=shared, complete=False)

@@ -52,7 +52,7 @@ class TableGroup(Mapping[str, Store]):
         simd: str = "auto",
         shared: _PathLike | None = None,
     ) -> None:
-        """Create empty tables, in the order of their ids in every batch. The options are those of `Store`."""
+        """Create empty tables, in the order of their ids in every batch. The options are as in `Store`."""
         if not isinstance(tables, Sequence):
             raise ConfigError(f"tables is a {type(tables).__name__}; expected a list of satrap.Table")
         names = [table.name for table in tables if isinstance(table, Table)]
@@ -221,9 +221,9 @@ class TableGroup(Mapping[str, Store]):
     ) -> NDArray[np.float32]:
         """Return the values of the ids' rows of all tables, table after table, in one flat float32 array.
 
-        ids: as in `Store.lookup`; those of table t are ids[offsets[t]:offsets[t + 1]].
+        ids: as in `Store.lookup`; table t has ids[offsets[t]:offsets[t + 1]].
         offsets: int64 [tables + 1], rising from 0 to the number of ids.
-        The other options are those of `Store.lookup`; `out` is flat too.
+        The other options are as in `Store.lookup`; `out` is flat, too.
         """
         return self._look_up(ids, offsets, train=train, step=step, oldest_open=oldest_open, out=out)[0]
 

@@ -226,7 +226,7 @@ class Embeddings(torch.nn.Module):
         ids: returns for a batch of the loader a dict from a table's name to the ids that modules will look up: a tensor
             of any shape, or a list of them, best one for each call of a module. An id that is missing is looked up on
             the spot: `counters().module_ids` counts both. On the devices of several trainers none may be missing.
-        accumulate, overlap: those of `stream`.
+        accumulate, overlap: as in `stream`.
         """
         if not callable(ids):
             raise ConfigError(f"prefetch: ids is {kind_of(ids)}; expected a function of a batch of the loader")

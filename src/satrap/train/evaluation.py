@@ -37,9 +37,9 @@ def evaluate(
         several heads.
     group: the column whose equal values form a ranked list, such as "user_id": an extra column of the source, or a
         feature with one id in each sample. Or a function that returns a batch's values.
-    metrics: metrics of your own by name: `function(labels, predictions)` over arrays of the whole pass, as those of
-        scikit-learn, or an object of torchmetrics, of which a copy is used. If all labels are 0 or 1, the predictions
-        are probabilities; otherwise they are the scores. Holds all samples, 5 to 9 bytes each.
+    metrics: metrics of your own by name: functions as in scikit-learn, `function(labels, predictions)` over arrays of
+        the whole pass, or objects of torchmetrics, which are copied. If all labels are 0 or 1, the predictions are
+        probabilities; otherwise they are the scores. Holds all samples, 5 to 9 bytes each.
     """
     own = check_metrics("evaluate", metrics)
     result = Evaluation(exact_samples=None) if own or group is not None else Evaluation()

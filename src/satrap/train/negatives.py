@@ -24,7 +24,7 @@ _Ids = NDArray[np.uint64]
 
 class Counts:
     """How often each id occurred, exactly: 16 bytes for each distinct id. `Checkpoint(extra_state=...)` saves it. With
-    several trainers each counts its own batches, whose frequencies estimate those of all."""
+    several trainers each counts its own batches, as a sample of all batches."""
 
     def __init__(self) -> None:
         self._ids, self._counts = np.empty(0, np.uint64), np.empty(0, np.int64)
@@ -53,7 +53,7 @@ class Counts:
         return {"ids": torch.from_numpy(self._ids.view(np.int64)), "counts": torch.from_numpy(self._counts)}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Replace the counts by those of `state_dict`."""
+        """Restore the counts from a `state_dict`."""
         self._ids, self._counts = state["ids"].numpy().view(np.uint64).copy(), state["counts"].numpy().copy()
 
     def by_frequency(self, power: float = 0.75) -> "Draws":
@@ -107,8 +107,8 @@ def add(
     for `IterableSource`. A run that resumes draws the same again if the ids are the same.
 
     draws: or a function that returns them, called before each batch. seed: another one for each trainer.
-    shared: draw `size` ids for the whole batch: those of the first sample of a jagged sequence, whose values are [size,
-        dim]."""
+    shared: draw `size` ids for the whole batch. The feature is a jagged sequence, in which the first sample has all of
+        them; its values are [size, dim]."""
     size = check_integer("negatives.add", "size", size, 1, 2**16, InputError)
     for number, batch in enumerate(batches):
         if feature in batch.names:

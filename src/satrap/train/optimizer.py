@@ -34,7 +34,7 @@ class HybridOptimizer(torch.optim.Optimizer):
     """An optimizer that steps the dense parameters and the tables together; created by `Embeddings.optimizer`.
 
     It is a `torch.optim.Optimizer`, so schedulers, GradScaler, clipping and logging work with it. Its `param_groups`
-    are those of the dense optimizer, then one per table.
+    are the groups of the dense optimizer, then one per table.
     """
 
     _step_supports_amp_scaling = True

@@ -47,7 +47,7 @@ class Sequence:
 
 
 class JaggedSequence:
-    """The rows of a feature without pooling or padding: those of sample s are values[offsets[s] : offsets[s + 1]].
+    """The rows of a feature without pooling or padding. Sample s has the rows values[offsets[s] : offsets[s + 1]].
 
     `values` is [rows, dim], a leaf of autograd; `offsets`, int64, has one element more than the batch has samples.
     """

@@ -64,7 +64,7 @@ class Validation:
             "ndcg@10", or one of `metrics`.
         mode: whether the highest ("max") or the lowest ("min") value is the best; needed for a metric of your own.
         patience: number of consecutive evaluations without a new best after which `is_over` is True; None: any number.
-        score, label, group, metrics: as those of `evaluate`. Trainer 0 alone calls them, so they call the model itself,
+        score, label, group, metrics: as in `evaluate`. Only trainer 0 calls them, so let them call the model itself,
             not its DistributedDataParallel.
         """
         own = check_metrics("Validation", metrics)

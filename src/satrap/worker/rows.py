@@ -179,12 +179,12 @@ class Rows(Protocol):
     def look_up(self, ids: Mapping[str, Ids], step: int, oldest_open: int) -> dict[str, Block]:
         """Return the rows of the ids of some tables, [ids, dim], for training in this step; ids without a row are
         admitted and inserted. No ticket is kept: the update brings the ids, with a ticket of `id_ticket`."""
-        found = ", ".join(f"{len(of_table)} ids of table {name!r}" for name, of_table in ids.items())
-        raise ConfigError(_NO_MODULES.format(found))
+        raise _no_modules(ids)
 
     def id_ticket(self, ids: Mapping[str, Ids]) -> Ticket:
         """Return a ticket for ids of tables that other calls have looked up. An update may have it beside the tickets
         of batches; its gradients are no block and a sequence for each table of the features."""
+        raise _no_modules(ids)
 
     def skip(self, step: int) -> None:
         """Note that this step has no update. The next `settle` or lookup tells processes that wait for it."""
@@ -209,6 +209,11 @@ class Rows(Protocol):
     def close(self) -> None:
         """Stop what serves lookups and updates. Rows in this process are freed with their last reference."""
         return
+
+
+def _no_modules(ids: Mapping[str, Ids]) -> ConfigError:
+    found = ", ".join(f"{len(of_table)} ids of table {name!r}" for name, of_table in ids.items())
+    return ConfigError(_NO_MODULES.format(found))
 
 
 def id_features(features: Features) -> Features:

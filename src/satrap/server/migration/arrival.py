@@ -10,29 +10,20 @@ once a trainer has given it a job, or if the job already lists it: then its rows
 import logging
 import random
 import threading
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
-from typing import Any, Literal, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
 
 from satrap.errors import SatrapError
 from satrap.event_log import event
-from satrap.rpc import Client, Keys, Origin
-from satrap.server.migration.coordinator import Migration
-from satrap.server.protocol import ServerCalls
+from satrap.rpc import Keys, Origin
+from satrap.server.migration.coordinator import Migration, ask_status
 
 Action = Literal["end", "join", "wait"]
+Status = Callable[[Origin], dict[str, Any]]
 
 _LOG = logging.getLogger("satrap.server")
-_ASK_SECONDS = 2.0  # for another server to answer
 _PAUSE_SECONDS = 1.0  # between questions
 _DEADLINE_SECONDS = 30.0  # short, since another coordinator may be active
-
-
-class ArrivingServer(Protocol):
-    """What an arrival needs of its server."""
-
-    def status(self, origin: Origin) -> dict[str, Any]:
-        """Return what `ServerCalls.status` returns."""
 
 
 def next_action(own: str, own_status: Mapping[str, Any], other_status: Mapping[str, Any]) -> Action:
@@ -49,9 +40,10 @@ def next_action(own: str, own_status: Mapping[str, Any], other_status: Mapping[s
 class Arrival:
     """The arrival of one server."""
 
-    def __init__(self, server: ArrivingServer, own: str, others: Sequence[str], keys: Keys | None) -> None:
-        """own: the server's address. others: addresses of servers that its job may have. keys: the client's."""
-        self._server, self._own, self._keys = server, own, keys
+    def __init__(self, status: Status, own: str, others: Sequence[str], keys: Keys | None) -> None:
+        """status: of the server, as `ServerCalls.status`. own: its address. others: addresses of servers that its job
+        may have. keys: the client's."""
+        self._status, self._own, self._keys = status, own, keys
         self._others = [other for other in others if other != own]
         self._is_closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="satrap-arrival", daemon=True)
@@ -71,17 +63,12 @@ class Arrival:
 
     def _run(self) -> None:
         while not self._is_closed.wait(_PAUSE_SECONDS * random.uniform(0.5, 1.5)):
-            status = self._ask(random.choice(self._others))
-            action = next_action(self._own, self._server.status(Origin()), status)
+            status = ask_status(random.choice(self._others), self._keys)
+            action = next_action(self._own, self._status(Origin()), status)
             if action == "end":
                 return
             if action == "join":
                 self._join_job(status["addresses"])
-
-    def _ask(self, address: str) -> dict[str, Any]:
-        with suppress(SatrapError), Client(ServerCalls, address, keys=self._keys, deadline=_ASK_SECONDS) as client:
-            return client.call.status(Origin())
-        return {}
 
     def _join_job(self, addresses: Sequence[str]) -> None:
         try:

@@ -25,7 +25,7 @@ import logging
 import secrets
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
@@ -34,7 +34,7 @@ import numpy as np
 
 from satrap.config.job import Job
 from satrap.config.validation import check_number
-from satrap.errors import AttemptError, DeadlineError, NotReadyError
+from satrap.errors import AttemptError, DeadlineError, NotReadyError, SatrapError
 from satrap.rpc import Backoff, Client, Keys, Origin
 from satrap.rpc.release import require_same_release
 from satrap.server.protocol import Numbers, ServerCalls
@@ -46,10 +46,18 @@ T = TypeVar("T")
 _LOG = logging.getLogger("satrap.server")
 
 _PAUSES = 0.01, 0.5  # between retries: the first and the longest
+_ASK_SECONDS = 2.0
 
 
 class NoJobError(NotReadyError):
     """No trainer has called the servers yet, so they have no buckets to migrate."""
+
+
+def ask_status(address: str, keys: Keys | None) -> dict[str, Any]:
+    """Return the status of another server, as `ServerCalls.status`; empty if it does not answer soon."""
+    with suppress(SatrapError), Client(ServerCalls, address, keys=keys, deadline=_ASK_SECONDS) as client:
+        return client.call.status(Origin())
+    return {}
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,20 +11,17 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from typing import Any, Literal, Protocol
 
 from satrap.errors import SatrapError
 from satrap.event_log import event
-from satrap.rpc import Client, Keys, Origin
-from satrap.server.migration.coordinator import Migration
-from satrap.server.protocol import ServerCalls
+from satrap.rpc import Keys, Origin
+from satrap.server.migration.coordinator import Migration, ask_status
 
 Answer = Literal["leaves", "stays", "silent"]
 Action = Literal["end", "move", "wait"]
 
 _LOG = logging.getLogger("satrap.server")
-_ASK_SECONDS = 2.0  # for another server to answer whether it leaves
 _PAUSE_SECONDS = 0.2  # between questions while another server moves the buckets
 
 
@@ -101,10 +98,8 @@ class Departure:
             on_end()
 
     def _ask(self, address: str) -> Answer:
-        client = Client(ServerCalls, address, keys=self._keys, deadline=_ASK_SECONDS)
-        with suppress(SatrapError), client:
-            return "leaves" if client.call.status(Origin())["leaves"] else "stays"
-        return "silent"
+        status = ask_status(address, self._keys)
+        return "silent" if not status else "leaves" if status["leaves"] else "stays"
 
 
 def own_address(status: Mapping[str, Any]) -> str | None:

@@ -183,6 +183,10 @@ def test_a_table_name_is_short_printable_text(name: Any) -> None:
             lambda: Table("t", dim=4, num_rows=9, frozen=[3, 9, 11]),
             r"table 't': frozen has the id 11; expected ids from 0 to 8, because num_rows is 9",
         ),
+        (
+            lambda: dataclasses.replace(Table("t", dim=4, num_rows=12, frozen=[3, 9, 11]), num_rows=9),
+            "frozen has the id 11; expected ids from 0 to 8",
+        ),
         (lambda: Table("t", dim=4, num_rows=9, frozen=[-1]), "frozen has the id 18446744073709551615; expected ids"),
         (
             lambda: Table.from_dict({"name": "t", "dim": 4, "frozen": [1, 3, 7]}),

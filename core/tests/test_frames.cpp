@@ -133,7 +133,10 @@ CASE(ordered_updates_find_rows_again_if_they_may_have_changed, 1) {
     ticket = lookup(6);
     device.engine->table(0).begin_version();
     CHECK_EQ(update(*ticket, 6), 1);
-    CHECK_EQ(device.engine->export_rows(0, 0, 1, 2).rows, 2); // the save of the new version has them
+    const RowColumns saved = device.engine->export_rows(0, 0, 1, 2);
+    CHECK_EQ(saved.rows, 2); // the save of the new version has them
+    for (BlockPool::Block block : {saved.id, saved.step, saved.values, saved.state})
+        device.engine->blocks()->give(block);
     ticket = lookup(8);
     device.lookup({{3, 4}}, {true, 9, 9}); // evicts the row of id 1
     CHECK_EQ(update(*ticket, 8), 1);

@@ -248,7 +248,7 @@ class CollectiveRows(Rows):
     def resolve(self, request: BagRequest) -> BagRequest:
         try:
             ticket, refused = self._ticket(request), None
-        except InputError as error:  # of all trainers, in the lookup
+        except InputError as error:  # the lookup raises it at all trainers
             ticket, refused = None, error
         return replace(request, resolved={"ticket": ticket, "refused": refused})
 

@@ -44,7 +44,7 @@ struct Scratch {
     Buffer<float> values;
     Buffer<float> sums;
     Buffer<std::uint8_t> started;
-    Buffer<std::uint8_t> frozen; // of the unique ids
+    Buffer<std::uint8_t> frozen; // by unique id
     Buffer<RowStep> steps;
     Buffer<float*> to;         // where the rows of a bucket's entries go
     Buffer<const float*> from; // where their gradients are

@@ -181,7 +181,7 @@ inline void draw_frozen(Random& random, TableConfig& config) {
     if (random.chance(0.3)) {
         config.frozen = {random.below(20), last};
     } else if (random.chance(0.4)) {
-        std::set<std::uint64_t> ids; // of hashed tables and of direct ones
+        std::set<std::uint64_t> ids; // hashed tables and direct ones have such ids
         for (std::uint32_t n = random.between(1, 100); n > 0; --n)
             for (const std::uint64_t apart : {std::uint64_t{1}, kApart}) ids.insert(random.below(300) * apart);
         config.frozen = satrap::FrozenIds::of(Ids(ids.begin(), ids.end()));

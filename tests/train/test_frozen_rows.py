@@ -165,7 +165,7 @@ def test_frozen_rows_stay_and_others_train_as_in_torch(where: str, kind: str, tm
 
 @given(st.sets(st.sampled_from(ENDS) | st.integers(0, 2**64 - 1), max_size=9), st.data())
 def test_any_set_of_ids_is_frozen(frozen: set[int], draw: st.DataObject) -> None:
-    """As a set, a list with repetitions, an array or a tensor of either sign; duplicates in a batch, too."""
+    """The ids come as a set, a list with repetitions, an array or a tensor of either sign; a batch has duplicates."""
     unsigned = np.array(list(frozen), np.uint64)
     forms = [frozen, [*frozen, *frozen], unsigned, unsigned.view(np.int64), torch.from_numpy(unsigned.view(np.int64))]
     table = Table("item", 2, optimizer=SGD(lr=1.0), initial=Zeros(), frozen=draw.draw(st.sampled_from(forms)))

@@ -90,6 +90,8 @@ Frozen = bool | range | IdSet | Collection[int] | ArrayLike
 
 def checked_frozen(where: str, frozen: object, num_rows: int | None) -> bool | range | IdSet:
     """Return the value; ids without a gap become a range, and no ids False."""
+    if isinstance(frozen, IdSet) and frozen.has_ids:
+        _require_below(where, int(frozen.ids[-1]), num_rows)
     if isinstance(frozen, bool | IdSet):
         return frozen
     if isinstance(frozen, range):
@@ -118,8 +120,12 @@ def _compact(where: str, ids: NDArray[np.uint64], num_rows: int | None) -> bool 
     if not len(ids):
         return False
     first, last = int(ids[0]), int(ids[-1])
+    _require_below(where, last, num_rows)
+    return range(first, last + 1) if last - first == len(ids) - 1 else IdSet.of(ids)
+
+
+def _require_below(where: str, last: int, num_rows: int | None) -> None:
     if num_rows is not None and last >= num_rows:
         raise ConfigError(
             f"{where}: frozen has the id {last}; expected ids from 0 to {num_rows - 1}, because num_rows is {num_rows}"
         )
-    return range(first, last + 1) if last - first == len(ids) - 1 else IdSet.of(ids)

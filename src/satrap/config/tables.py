@@ -169,8 +169,8 @@ class Table(Serializable):
     on_nonfinite: a NaN or infinite gradient: refuse the whole update, or leave out that position and count it.
     frozen: rows that no update changes: True for all, or those of some ids, such as pretrained rows: a range, or any
         ids in a list, a set, an array or a tensor (int64 as its bit pattern). They are looked up, inserted and written
-        like other rows. A saved table may be restored with other frozen rows. The form in JSON has the number of ids and
-        their checksum alone, unless they are a range.
+        like other rows. A saved table may be restored with other frozen rows. The form in JSON has the number of ids
+        and their checksum alone, unless they are a range.
     num_buckets: how many parts, each with its own lock, the table is divided into: a power of two up to 65536 and at
         most `capacity`. It decides which row is evicted, so it is saved; a table that never evicts may be restored with
         another number. None: see `resolved_num_buckets`; without a capacity a run on more than 32 servers has more, at

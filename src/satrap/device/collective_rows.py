@@ -248,7 +248,7 @@ class CollectiveRows(Rows):
     def resolve(self, request: BagRequest) -> BagRequest:
         try:
             ticket, refused = self._ticket(request), None
-        except InputError as error:  # the lookup raises it at all trainers
+        except InputError as error:  # every trainer raises it in the lookup
             ticket, refused = None, error
         return replace(request, resolved={"ticket": ticket, "refused": refused})
 

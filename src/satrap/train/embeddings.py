@@ -84,8 +84,6 @@ class Embeddings(torch.nn.Module):
         super().__init__()
         _refuse(unknown)
         self.features = Features(features)
-        for table in self.features.tables:
-            require_frozen_ids(table)
         self.staleness, self.deterministic = staleness, deterministic
         self.trainers = ProcessGroup()
         check_choice("Embeddings", "dense", dense, tuple(_STRATEGIES))
@@ -111,6 +109,8 @@ class Embeddings(torch.nn.Module):
 
     def _require_possible(self, dense: str, device_memory: Any, *, has_servers: bool) -> None:
         """Raise ConfigError if an option is invalid or conflicts with another."""
+        for table in self.features.tables:
+            require_frozen_ids(table)
         check_choice("Embeddings", "output_dtype", self.output_dtype, tuple(DTYPES))
         if device_memory is not None and self.device is None:
             raise ConfigError(f"device_memory is {device_memory!r} without a device; expected device= beside it")

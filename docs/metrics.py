@@ -17,7 +17,7 @@ _HEAD = """\
 With `--http PORT`, each server, worker, trainer and run serves three pages: `/metrics` for
 [Prometheus](https://prometheus.io), `/healthz`, which answers 200 while the process is alive, and `/readyz`, which
 answers 200 while it is ready and otherwise 503 with the reason. [Monitoring](monitoring.md) shows the setup. Timing
-the calls takes 0.06 % of the CPU time of a step of 512 ids (0.68 of 1,129 µs on an AMD EPYC), and less of a larger step.
+the calls takes 0.06 % of the CPU time of a step of 512 ids (0.68 of 1,129 µs on an AMD EPYC), less of a larger one.
 A scrape takes 7.6 ms of CPU time: 0.05 % of a core for one scrape every 15 seconds.
 
 A name that ends in `_total` belongs to a counter, which starts at 0 with the process. A histogram `NAME` has the series

@@ -152,7 +152,7 @@ INTERNAL = {
     "Source": "origin",
     "Store": "fill forget_saves in_engine",
     "Stream": "drop evaluation is_over joint pause release update",
-    "Table": "with_buckets",
+    "Table": "frozen_ids with_buckets",
     "TableGroup": "fill in_engine is_whole keeps_cuts map_version require_permitted restore take_cut verify",
 }
 """Public members and arguments that other packages of Satrap use and users do not, by class; and the forms that an

@@ -11,7 +11,7 @@ void BagSource::open() {
         const Ticket& ticket = *tickets_[k];
         const BagGradients& given = gradients_[k];
         SATRAP_ASSERT(ticket.bags != nullptr && given.sequences.size() == ticket.bags->sequences.size());
-        places_.push_back(places_of(*ticket.bags, ticket.sequences, given.block, given.sequences.data()));
+        places_.push_back(places_of(*ticket.bags, ticket.sequences, given.block, given.sequences.data(), given.groups));
         complete_ &= given.block != nullptr || ticket.bags->total_dim == 0;
         for (const float* sequence : given.sequences) complete_ &= sequence != nullptr;
         largest_weight_ = std::max(largest_weight_, ticket.batch->bags.largest_weight);

@@ -13,6 +13,7 @@ namespace satrap {
 struct BagGradients {
     const float* block;
     std::vector<const float*> sequences;
+    std::vector<std::uint32_t> groups = {}; // how many are interleaved in each sequence; empty: one
 };
 
 // Writes the unique ids of bucket b over all tickets, with a hint each, to scratch.joined_*; joined_numbers has the

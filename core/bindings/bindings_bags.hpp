@@ -99,12 +99,14 @@ inline BagInputs checked_inputs(const Bags& bags, const Ids& values, const std::
     return {values.data(), offsets ? copy.data() : nullptr, weights ? weights->data() : nullptr, batch_size, num_bags};
 }
 
-// Block and sequences of one ticket, each None if the caller passed no gradient.
+// Block and sequences of one ticket, each None if the caller passed no gradient. That of a jagged sequence may be
+// [n, k, dim]: k groups of n rows that are interleaved.
 using GivenGradients = std::pair<std::optional<FloatsIn>, std::vector<std::optional<FloatsIn>>>;
 
 inline BagGradients checked_gradients(const Ticket& ticket, const GivenGradients& given) {
     const Bags& bags = *ticket.bags;
-    BagGradients gradients{nullptr, std::vector<const float*>(bags.sequences.size())};
+    BagGradients gradients{nullptr, std::vector<const float*>(bags.sequences.size()),
+                           std::vector<std::uint32_t>(bags.sequences.size(), 1)};
     if (given.first) {
         require_size("block gradients", given.first->size(), ticket.num_floats);
         gradients.block = given.first->data();
@@ -114,6 +116,10 @@ inline BagGradients checked_gradients(const Ticket& ticket, const GivenGradients
         if (!given.second[q]) continue;
         require_size("a sequence's gradients", given.second[q]->size(), sequence_size(ticket, q));
         gradients.sequences[q] = given.second[q]->data();
+        const BagFeature& feature = bags.features[bags.sequences[q]];
+        if (!feature.jagged || given.second[q]->ndim() != 3 || given.second[q]->size() == 0) continue;
+        require_size("the last dimension of a sequence's gradients", given.second[q]->shape(2), feature.dim);
+        gradients.groups[q] = static_cast<std::uint32_t>(given.second[q]->shape(1));
     }
     return gradients;
 }

@@ -5,13 +5,16 @@
 // then the sequences, feature after feature, each [B][max_length][dim], or if it is jagged [ids][dim], without padding;
 // and during a lookup the loose rows, which are pooled into the block when all have arrived. All places of a batch are
 // below 2^32. The sequence places of a batch, [sequences + 1], are where the rows of each begin, and where the last
-// end. Invariant: the tables of features 0, 1, ... never fall, so a table's ids are those of adjacent features.
+// end. The gradients of a jagged sequence may be interleaved: of k groups of n rows, memory has [n][k][dim], and places
+// count [k][n][dim]. Invariant: the tables of features 0, 1, ... never fall, so a table's ids are those of adjacent
+// features.
 #pragma once
 
 #include <algorithm>
 #include <atomic>
 #include <cmath>
 #include <optional>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -90,9 +93,11 @@ struct BagEntries {
 // The memory behind the places of one table's entries. T is float or const float.
 template <typename T> class Places {
   public:
-    void add(std::uint64_t begin, std::uint64_t end, T* memory) {
+    void add(std::uint64_t begin, std::uint64_t end, T* memory, std::uint32_t groups = 1, std::uint32_t dim = 0) {
         SATRAP_ASSERT(begin <= end && (segments_.empty() || segments_.back().end <= begin));
-        segments_.push_back({begin, end, memory});
+        SATRAP_ASSERT(groups == 1 || (end - begin) % (std::uint64_t{groups} * dim) == 0);
+        if (begin != end)
+            segments_.push_back({begin, end, memory, groups, static_cast<std::uint32_t>((end - begin) / groups), dim});
     }
 
     // Returns nullptr if there is no memory for the place: the caller passed no gradient.
@@ -100,17 +105,17 @@ template <typename T> class Places {
         SATRAP_ASSERT(!segments_.empty() && place < segments_.back().end);
         const Segment* segment = segments_.data();
         while (place >= segment->end) ++segment;
-        return segment->memory == nullptr ? nullptr : segment->memory + (place - segment->begin);
+        return segment->memory == nullptr ? nullptr : segment->at(place);
     }
 
-    // Whether all entries are in the block, and the block has memory.
+    // Whether all entries are in one array, which has memory.
     bool simple() const { return segments_.size() == 1 && segments_[0].memory != nullptr; }
 
     void resolve(const std::uint32_t* places, std::size_t count, T** out) const {
         SATRAP_ASSERT(std::all_of(places, places + count, [&](std::uint32_t at) { return at < segments_.back().end; }));
         if (simple()) {
-            T* const block = segments_[0].memory;
-            for (std::size_t e = 0; e < count; ++e) out[e] = block + places[e];
+            const Segment only = segments_[0];
+            for (std::size_t e = 0; e < count; ++e) out[e] = only.at(places[e]);
         } else {
             for (std::size_t e = 0; e < count; ++e) out[e] = at(places[e]);
         }
@@ -120,6 +125,15 @@ template <typename T> class Places {
     struct Segment {
         std::uint64_t begin, end;
         T* memory;
+        std::uint32_t groups, group_floats; // that are interleaved, and the floats of each
+        std::uint32_t dim;
+
+        T* at(std::uint32_t place) const {
+            const auto offset = static_cast<std::uint32_t>(place - begin);
+            if (groups == 1) return memory + offset;
+            const std::uint32_t group = offset / group_floats;
+            return memory + std::size_t{group} * dim + std::size_t{offset - group * group_floats} * groups;
+        }
     };
     std::vector<Segment> segments_;
 };
@@ -127,13 +141,18 @@ template <typename T> class Places {
 using SequencePlaces = std::vector<std::uint64_t>;
 
 // Returns each table's places in the block and sequences of a batch. Each sequence and the block may be nullptr.
+// groups: for each sequence, how many are interleaved; empty: none are.
 template <typename T>
-std::vector<Places<T>> places_of(const Bags& bags, const SequencePlaces& begins, T* block, T* const* sequences) {
+std::vector<Places<T>> places_of(const Bags& bags, const SequencePlaces& begins, T* block, T* const* sequences,
+                                 std::span<const std::uint32_t> groups = {}) {
     SATRAP_ASSERT(begins.size() == bags.sequences.size() + 1);
     std::vector<Places<T>> places(bags.first.size() - 1);
     for (Places<T>& each : places) each.add(0, begins[0], block);
-    for (std::size_t q = 0; q < bags.sequences.size(); ++q)
-        places[bags.features[bags.sequences[q]].table].add(begins[q], begins[q + 1], sequences[q]);
+    for (std::size_t q = 0; q < bags.sequences.size(); ++q) {
+        const BagFeature& feature = bags.features[bags.sequences[q]];
+        const std::uint32_t interleaved = groups.empty() ? 1 : groups[q];
+        places[feature.table].add(begins[q], begins[q + 1], sequences[q], interleaved, feature.dim);
+    }
     return places;
 }
 

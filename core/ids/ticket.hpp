@@ -19,8 +19,8 @@ inline std::uint64_t next_identity() {
 // What a training lookup of rows on a device found, for an update that is ordered ahead (Engine::order_frames).
 struct FoundRows {
     std::uint32_t step;                   // the lookup's, with which it has stamped the rows
-    std::vector<std::uint32_t> versions;  // of each table, before the lookup
-    std::vector<std::uint64_t> updated{}; // of each table: the runs with a gradient; empty: they are not ordered
+    std::vector<std::uint32_t> versions;  // the tables', before the lookup
+    std::vector<std::uint64_t> updated{}; // runs with a gradient, by table; empty: they are not ordered
     bool all_found = false;               // each of these runs has a row
 };
 

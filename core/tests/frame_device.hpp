@@ -54,7 +54,7 @@ class Device {
         initialise();
         CHECK_EQ(found.num_ids, flat.ids.size());
         Found out{{}, std::move(found.ticket)};
-        ordered_.erase(out.ticket.get()); // of an earlier ticket at this address
+        ordered_.erase(out.ticket.get()); // an earlier ticket had this address
         if (out.ticket != nullptr && at.step % 2 == 0) ordered_[out.ticket.get()] = engine->order_frames(*out.ticket);
         for (std::size_t t = 0, i = 0; t < tables.size(); ++t)
             for (; i < static_cast<std::size_t>(flat.offsets[t + 1]); ++i)

@@ -30,6 +30,24 @@ std::size_t padding_of(const Model& model, const BagCall& call) {
     return padding;
 }
 
+// Interleaves groups of rows in the gradients of some jagged sequences, and returns how many groups each sequence has.
+std::vector<std::uint32_t> interleave(Random& random, const satrap::Bags& described, Floats& gradients) {
+    std::vector<std::uint32_t> groups;
+    for (std::size_t q = 0; q < described.sequences.size(); ++q) {
+        const satrap::BagFeature& feature = described.features[described.sequences[q]];
+        const std::vector<float> rows = gradients.sequences[q];
+        const std::size_t num_rows = rows.size() / feature.dim;
+        std::size_t k = feature.jagged ? random.between(1, 4) : 1;
+        if (num_rows % k != 0) k = 1;
+        for (std::size_t row = 0; row < num_rows; ++row) {
+            const std::size_t group = row / (num_rows / k), at = row % (num_rows / k) * k + group;
+            std::copy_n(rows.data() + row * feature.dim, feature.dim, gradients.sequences[q].data() + at * feature.dim);
+        }
+        groups.push_back(static_cast<std::uint32_t>(k));
+    }
+    return groups;
+}
+
 // Steps of one to three batches each, on an engine with bags and on one with flat ids; returns all that was looked up.
 std::vector<Floats> run_steps(const Model& model, Engine& engine, Engine& flat, std::uint64_t seed,
                               std::size_t most_samples) {
@@ -65,7 +83,9 @@ std::vector<Floats> run_steps(const Model& model, Engine& engine, Engine& flat, 
         }
         for (std::size_t k = 0; k < tickets.size(); ++k) {
             pointers.push_back(tickets[k].get());
+            auto groups = interleave(random, *described, gradients[k]);
             given.push_back(gradients[k].gradients());
+            given.back().groups = std::move(groups);
         }
         testing::update(engine, pointers, given, scale, step);
         testing::update(flat, apart.ids, apart.flat(), step);

@@ -311,6 +311,7 @@ def test_chunks_of_one_block_are_decoded_in_parallel() -> None:
 # -- every format ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.draw(12)
 @pytest.mark.parametrize(("shuffle", "num_threads"), [(False, 0), (False, 3), (True, 1)])
 @pytest.mark.parametrize("kind", KINDS)
 def test_formats_yield_their_samples_resume_and_partition(

@@ -45,11 +45,11 @@ def test_a_batch_waits_for_no_further_sample(
     assert sorted(found) == good
 
 
-@given(st.integers(0, 9000), st.integers(1, 5000), st.booleans())
+@given(st.integers(0, 6000), st.integers(1, 5000), st.booleans())
 @settings(max_examples=30)
 def test_one_trainer_resumes_with_another_batch_size(consumed: int, size: int, offsets: bool) -> None:
     """Also at a position within a group of 4,096 samples that were converted together."""
-    n = 9000
+    n = 6000
 
     def events(offset: int | None = None) -> Iterator[Any]:
         yield from (({"a": i}, i + 1) if offsets else {"a": i} for i in range(offset or 0, n))

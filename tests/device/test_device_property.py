@@ -28,6 +28,8 @@ from satrap.table.engine import native_config
 from satrap.table.store import Store
 from store_machine import StoreMachine, tables
 
+pytestmark = pytest.mark.draw(2)
+
 
 class DeviceStore:
     """The methods of a Store over one table on a device."""

@@ -4,6 +4,7 @@ a batch that one of them has and the core refuses."""
 from __future__ import annotations
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from satrap.device.direct_ids import OwnerNumbers, RowNumbers, RowRuns, num_with
 from satrap.device.group_exchange import lines_of, of_group
 from satrap.device.segments import TableGroups
 from satrap.device.table_shards import Trainer, owned_buckets
+from satrap.errors import StreamError
 from trainers import Trainers
 
 CHILD = Path(__file__).parents[1] / "support/direct_collective_child.py"
@@ -107,6 +109,19 @@ def test_an_update_uses_what_its_lookup_asked_for_if_the_same_trainers_join() ->
     assert rounds.of([4], (0, 2)) is None and rounds.of([5], (0, 2)) is not None
     rounds.keep(6, AskedRows("late", 1, (0, 2)))  # another trainer may have kept it, and forgotten it, before
     assert rounds.of([6], (0, 2)) is None
+
+
+def test_an_update_waits_for_its_lookup() -> None:
+    """The trainer answers it, and has no batch, so that nothing else makes its update wait."""
+    rounds, error = AskedRounds(), StreamError("the lookup failed")
+    with ThreadPoolExecutor(2) as threads:
+        first, second = (threads.submit(rounds.of, [number], (0,)) for number in (2, 3))
+        rounds.keep(2, AskedRows("round 2", 1, (0,)))
+        found = first.result(60)
+        assert found is not None and found.rows == "round 2" and not second.done()
+        rounds.fail(error)
+        with pytest.raises(StreamError, match="the lookup failed"):
+            second.result(60)
 
 
 @pytest.fixture(scope="module")

@@ -79,7 +79,7 @@ def every_worker(declared: Features, device: str, num_rows: int = 45) -> list[An
     return workers
 
 
-@pytest.mark.draw(13)
+@pytest.mark.draw(9)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=lambda each: type(each).__name__)
 def test_bits_and_counters(optimizer: Any, dtype: Any, device: str, rng: np.random.Generator) -> None:

@@ -89,6 +89,7 @@ def on_device(
     return values[at].view(bits).cpu(), state[at].view(torch.int32).cpu()
 
 
+@pytest.mark.draw(32)
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 @pytest.mark.parametrize("initial", INITIALS)
 def test_they_have_the_bits_of_the_core(initial: str, dtype: Any, initialise: Any, rng: np.random.Generator) -> None:

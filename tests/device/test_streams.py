@@ -143,7 +143,7 @@ LOOPS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.draw(8)
+@pytest.mark.draw(6)
 @pytest.mark.parametrize("own", [False, True], ids=["default stream", "own stream"])
 @pytest.mark.parametrize("how", LOOPS)
 def test_everything_is_ordered(
@@ -178,6 +178,7 @@ def lone_trainer(tmp_path: Path, recorder: Recorder, monkeypatch: pytest.MonkeyP
     dist.destroy_process_group()
 
 
+@pytest.mark.draw(3)
 @pytest.mark.parametrize("how", ["inline", "stale", "direct", "direct, accumulates", "direct, at home"])
 def test_exchanges_between_trainers_are_ordered(
     how: str, lone_trainer: None, recorder: Recorder, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch

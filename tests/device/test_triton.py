@@ -143,7 +143,7 @@ def draw_runs(rng: np.random.Generator, gradients: int, dim: int, *, factors: bo
     )
 
 
-@pytest.mark.draw(12)
+@pytest.mark.draw(8)
 @pytest.mark.parametrize("skip_nonfinite", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=lambda each: type(each).__name__)
@@ -242,6 +242,7 @@ def test_a_batch_of_a_model(kernels: Any, rng: np.random.Generator) -> None:
     assert all(map(torch.equal, *ends))
 
 
+@pytest.mark.draw(24)
 @pytest.mark.parametrize("state_dim", [0, 1, 33])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("dim", [1, 5, 16, 1100])

@@ -37,6 +37,7 @@ def shapes(batch: Any, num_dense: int) -> tuple[Any, Any]:
     return {0: batch} if num_dense else None, {0: batch}
 
 
+@pytest.mark.draw(8)
 @each_case
 @pytest.mark.parametrize("strict", [False, True])
 @pytest.mark.parametrize("batch", [Dim.AUTO, Dim.DYNAMIC, Dim("batch")], ids=["AUTO", "DYNAMIC", "named"])
@@ -50,6 +51,7 @@ def test_torch_export(kind: str, num_dense: int, strict: bool, batch: Any, tmp_p
         torch.testing.assert_close(loaded(*given), model(*given))
 
 
+@pytest.mark.draw(2)
 @each_case
 def test_onnx(kind: str, num_dense: int, tmp_path: Path) -> None:
     model, path = build(kind, num_dense), tmp_path / "model.onnx"

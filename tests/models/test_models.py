@@ -307,6 +307,7 @@ def test_autocast(kind: type[Any], num_dense: int, dtype: torch.dtype) -> None:
         assert (narrow - plain).norm() < 0.1 * plain.norm()
 
 
+@pytest.mark.draw(3)
 # torch's tracing creates an object of the Function to hold its context.
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 @each_kind

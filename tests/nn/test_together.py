@@ -104,3 +104,33 @@ def test_bad_arguments_of_one_look_up_nothing() -> None:
 def test_no_modules_are_no_lookup() -> None:
     with embeddings_of(item()):
         assert call_together([], []) == []
+
+
+@pytest.mark.parametrize("where", PLACES)
+def test_ids_that_were_not_named_are_one_lookup(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One of each table is named, so no module finds all of its ids."""
+    found: list[Any] = []
+    for prefetched in (False, True):
+        with embeddings_of(*tables(), where=where) as embeddings:
+            torch.manual_seed(0)
+            modules = modules_of(embeddings)
+            optimizer = embeddings.optimizer(torch.optim.SGD(modules[-1].parameters(), lr=0.1))
+            calls, losses = noted_calls(embeddings, monkeypatch), []
+            loader: Any = [arguments_of(step) for step in range(4)]
+            if prefetched:
+                loader = embeddings.prefetch(
+                    loader, lambda given: {"item": given[0][0][:1], "user": given[1][0][0, :1]}
+                )
+            for given in loader:
+                outputs = call_together(modules, given)
+                loss = torch.stack([part.tanh().square().sum() for part in outputs]).sum()
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+                losses.append(loss.item())
+            assert calls == [["item", "user"]] * 4
+            counted = embeddings.counters().module_ids
+            assert counted["on the spot"] > 0 and (counted.get("ahead", 0) > 0) is prefetched
+            rows = torch.cat([start_rows(embeddings, name, NUM_IDS) for name in embeddings.tables])
+            found.append((torch.tensor(losses), rows))
+    torch.testing.assert_close(found[0], found[1], rtol=1e-5, atol=1e-6)

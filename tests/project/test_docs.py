@@ -107,6 +107,7 @@ def test_a_page_has_blocks_of_python_commands_and_their_output_only(page: Path) 
     outside = FENCE.sub("", text)
     assert "```" not in outside, "a fence is not closed, or is indented"
     assert not re.search(r"^\n    \S", outside, re.MULTILINE), "an indented block of code is run by no test: fence it"
+    assert not re.search(r"^(<{7}|>{7}) ", text, re.MULTILINE), "a conflict of a merge is not resolved"
 
 
 @each_page

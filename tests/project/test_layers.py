@@ -236,16 +236,22 @@ def test_no_decision_depends_on_the_wall_clock() -> None:
     assert found == WALL_CLOCK
 
 
+def faults_of_python(path: Path) -> Iterator[str]:
+    text = path.read_text()
+    tree = ast.parse(text)
+    if text.strip() and not ast.get_docstring(tree):
+        yield "a file opens by saying its job"
+    if (lines := len(text.splitlines())) >= MAX_FILE_LINES:
+        yield f"{lines} lines"
+    functions = (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef))
+    for node in functions:
+        if (lines := (node.end_lineno or 0) - node.lineno + 1) >= MAX_FUNCTION_LINES:
+            yield f"{node.name} has {lines} lines"
+
+
 def test_python_files_open_with_a_paragraph_and_stay_short() -> None:
-    for path in python_files:
-        text = path.read_text()
-        tree = ast.parse(text)
-        assert ast.get_docstring(tree) or not text.strip(), f"{relative(path)}: a file opens by saying its job"
-        assert len(text.splitlines()) < MAX_FILE_LINES, relative(path)
-        for node in ast.walk(tree):
-            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-                lines = (node.end_lineno or 0) - node.lineno + 1
-                assert lines < MAX_FUNCTION_LINES, f"{relative(path)}: {node.name} has {lines} lines"
+    faults = [f"{relative(path)}: {fault}" for path in python_files for fault in faults_of_python(path)]
+    assert not faults, "\n".join(faults)
 
 
 def test_includes_of_the_core_follow_the_arrows() -> None:
@@ -268,13 +274,20 @@ def test_only_the_bindings_know_python() -> None:
             )
 
 
+def faults_of_the_core(path: Path) -> Iterator[str]:
+    text = path.read_text()
+    if not text.startswith("// "):
+        yield "a file opens by saying its job"
+    if (lines := len(text.splitlines())) >= MAX_FILE_LINES:
+        yield f"{lines} lines"
+    for first, lines in cpp_functions(text):
+        if lines >= MAX_FUNCTION_LINES:
+            yield f"the function at line {first} has {lines} lines"
+
+
 def test_core_files_open_with_a_paragraph_and_stay_short() -> None:
-    for path in core_files:
-        text = path.read_text()
-        assert text.startswith("// "), f"{relative(path)}: a file opens by saying its job"
-        assert len(text.splitlines()) < MAX_FILE_LINES, relative(path)
-        for first, lines in cpp_functions(text):
-            assert lines < MAX_FUNCTION_LINES, f"{relative(path)}: the function at line {first} has {lines} lines"
+    faults = [f"{relative(path)}: {fault}" for path in core_files for fault in faults_of_the_core(path)]
+    assert not faults, "\n".join(faults)
 
 
 def cpp_functions(text: str) -> Iterator[tuple[int, int]]:

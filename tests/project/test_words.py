@@ -76,22 +76,22 @@ def phrases_in(path: Path) -> set[str]:
     return set(PHRASES.findall(" ".join(FRAMING.sub(" ", text).lower().split())))
 
 
-def found_in(paths: list[Path], find: Callable[[Path], Any]) -> dict[str, Any]:
-    """What is found in these files, by file."""
-    return {relative(path): found for path in paths if (found := find(path))}
+def refuse(find: Callable[[Path], Any], paths: list[Path], rule: str) -> None:
+    """Fail with each file where something is found; pytest cuts a comparison of many."""
+    found = [f"{relative(path)}: {each}" for path in paths if (each := find(path))]
+    assert not found, "\n".join([rule, *found])
 
 
 def test_names_are_not_retired() -> None:
-    assert found_in([*PYTHON, *CORE], names_in) == {}, "CONTRIBUTING.md has what to use instead"
+    refuse(names_in, [*PYTHON, *CORE], "CONTRIBUTING.md has what to use instead")
 
 
 def test_phrases_are_not_retired() -> None:
-    assert found_in([*PYTHON, *CORE, *TESTS, *DOCS], phrases_in) == {}, "CONTRIBUTING.md has what to use instead"
+    refuse(phrases_in, [*PYTHON, *CORE, *TESTS, *DOCS], "CONTRIBUTING.md has what to use instead")
 
 
 def test_no_docstring_comment_or_message_begins_with_a_fragment() -> None:
-    found = found_in([*PYTHON, *CORE, *TESTS], lambda path: FRAGMENT.findall(path.read_text()))
-    assert found == {}, "begin with a noun or a verb"
+    refuse(lambda path: FRAGMENT.findall(path.read_text()), [*PYTHON, *CORE, *TESTS], "begin with a noun or a verb")
 
 
 def declarative_docstrings(path: Path) -> list[str]:
@@ -101,7 +101,7 @@ def declarative_docstrings(path: Path) -> list[str]:
 
 
 def test_docstrings_of_functions_are_imperative() -> None:
-    assert found_in(PYTHON, declarative_docstrings) == {}, "write 'Return the ids', not 'Returns the ids'"
+    refuse(declarative_docstrings, PYTHON, "write 'Return the ids', not 'Returns the ids'")
 
 
 def test_the_lists_are_read() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import contextlib
 import json
 import os
@@ -81,11 +80,6 @@ class Browser:
     def move_pointer(self, x: float, y: float) -> None:
         """Move the pointer to a place in the window."""
         self.call("Input.dispatchMouseEvent", type="mouseMoved", x=x, y=y)
-
-    def screenshot(self, path: Path) -> None:
-        """Write a picture of the whole page."""
-        data = self.call("Page.captureScreenshot", captureBeyondViewport=True, format="png")["data"]
-        path.write_bytes(base64.b64decode(data))
 
     def _next(self) -> dict[str, Any]:
         deadline = time.monotonic() + DEADLINE_SECONDS

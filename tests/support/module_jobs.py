@@ -114,7 +114,10 @@ def noted(owner: Any, method: str, monkeypatch: pytest.MonkeyPatch, note: Any = 
 
 def noted_calls(embeddings: Any, monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
     """Return a list that receives the tables of each lookup for training."""
-    return noted(embeddings.worker, "look_up_ids", monkeypatch, list)
+    calls = noted(embeddings.worker, "look_up_ids", monkeypatch, list)
+    by_table = embeddings.worker.look_up_ids
+    monkeypatch.setattr(embeddings.worker.rows, "look_up", by_table)  # for the worker that prefetch creates
+    return calls
 
 
 def noted_reads(embeddings: Any, monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:

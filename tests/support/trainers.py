@@ -58,22 +58,9 @@ class Trainers:
         num_gpus = torch.cuda.device_count()
         if "cuda" in (options.get("dense"), options.get("device")) and num_gpus < world_size:
             pytest.skip(f"NCCL needs a CUDA device for each of {world_size} trainers, found {num_gpus}")
-        settings = {
-            "servers": [each.address for each in services] or None,
-            "staleness": 0,
-            "overlap": False,
-            "dropped": [],
-        }
-        settings |= {
-            "overlap": False,
-            "dropped": [],
-            "checkpoint": None,
-            "until": None,
-            "epochs": 1,
-            "accumulate": 1,
-            "workers": None,
-            "file": None,
-        }
+        settings: dict[str, Any] = dict.fromkeys(("checkpoint", "until", "workers", "file"))
+        settings |= {"staleness": 0, "overlap": False, "dropped": [], "epochs": 1, "accumulate": 1}
+        settings["servers"] = [each.address for each in services] or None
         with self.at_work(world_size, folder, settings | options) as trainers:
             meanwhile(trainers)
             return [said(each) for each in trainers]

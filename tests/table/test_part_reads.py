@@ -132,6 +132,7 @@ def counted(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Saved]:
     }
 
 
+@pytest.mark.draw(4)
 @pytest.mark.parametrize("servers", [even, spread])
 @pytest.mark.parametrize("num", range(1, 17) if FULL_SIZE else (1, 3, 8, 16))
 def test_bytes_that_all_servers_read(num: int, servers: Any, counted: dict[int, Saved]) -> None:

@@ -273,6 +273,7 @@ def test_a_second_update_of_a_step_is_refused() -> None:
         assert contents(worker) != before
 
 
+@pytest.mark.draw(5)
 @each_signal
 @pytest.mark.parametrize("connected", [True, False])
 def test_interrupts_at_every_moment_of_a_remote_call(connected: bool, number: int) -> None:
@@ -292,6 +293,7 @@ def test_interrupts_at_every_moment_of_a_remote_call(connected: bool, number: in
         assert at > 50
 
 
+@pytest.mark.draw(3)
 @each_signal
 def test_a_checkpoint_after_an_interrupted_next(number: int, path: Path, rng: np.random.Generator) -> None:
     """Where the order is fixed, an update waits for lookups that wait for the batch that never reached the user."""

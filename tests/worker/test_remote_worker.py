@@ -46,7 +46,7 @@ def test_a_stream_that_a_worker_reads_has_a_length(tmp_path: Path) -> None:
             len(embeddings.stream(data.replace(max_bad_rows=1)))
 
 
-@pytest.mark.draw(4)
+@pytest.mark.draw(3)
 @pytest.mark.parametrize("overlap", [False, True, None])
 @pytest.mark.parametrize(
     "options",

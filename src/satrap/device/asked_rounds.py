@@ -1,6 +1,7 @@
 """What the lookups of several trainers asked for of the rows here, for the updates of the same batches: these need
 neither ids nor an order again."""
 
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,29 +21,47 @@ class AskedRows:
 class AskedRounds:
     """What the lookups whose updates are still to come have asked for, by the number of their round.
 
-    All trainers find the same, although the thread of each keeps rounds when it comes to them: what is found depends
-    on the updates so far alone."""
+    All trainers find the same, although each has a thread for lookups and one for updates: an update waits until its
+    lookup is kept, which may come later where a trainer only answers the others, and what is found depends on the
+    updates before it alone."""
 
     def __init__(self) -> None:
         self.are_used = True
         """Whether the last update found what its lookup had asked for."""
         self._by_number: dict[int, AskedRows] = {}
-        self._updated = 0
+        self._last_kept, self._last_updated = -1, 0
+        self._error: Exception | None = None
+        self._changed = threading.Condition()
 
-    def keep(self, number: int, asked: AskedRows) -> None:
-        """Keep what the round with this number has asked for, before any trainer gets its rows."""
-        self._by_number[number] = asked
+    def keep(self, number: int, asked: AskedRows | None) -> None:
+        """Keep what the round with this number, larger than all before, has asked for. None: no update may use it."""
+        with self._changed:
+            if asked is not None:
+                self._by_number[number] = asked
+            self._last_kept = number
+            self._changed.notify_all()
 
     def of(self, numbers: Sequence[int], ranks: tuple[int, ...]) -> AskedRows | None:
         """Return what the one round has asked for, if these trainers had a batch in it, and no other. numbers: of the
-        rounds, each once."""
-        asked = self._by_number.get(numbers[0]) if len(numbers) == 1 else None
-        self.are_used = asked is not None and asked.ranks == ranks and asked.step > self._updated
-        return asked if self.are_used else None
+        rounds, each once; -1: some ids were not looked up together."""
+        number = numbers[0] if len(numbers) == 1 else -1
+        with self._changed:
+            self._changed.wait_for(lambda: self._last_kept >= number or self._error is not None)
+            if self._last_kept < number:
+                assert self._error is not None
+                raise self._error
+            asked = self._by_number.get(number)
+            self.are_used = asked is not None and asked.ranks == ranks and asked.step > self._last_updated
+            return asked if self.are_used else None
 
     def forget(self, step: int) -> None:
         """Forget the rounds of steps up to this one, the last that is updated."""
-        self._updated = step
-        for number, asked in list(self._by_number.items()):
-            if asked.step <= step:
-                self._by_number.pop(number, None)
+        with self._changed:
+            self._last_updated = step
+            self._by_number = {number: asked for number, asked in self._by_number.items() if asked.step > step}
+
+    def fail(self, error: Exception) -> None:
+        """Let an update raise this error that waits for a lookup, which has failed."""
+        with self._changed:
+            self._error = error
+            self._changed.notify_all()

@@ -143,6 +143,7 @@ class CollectiveLookups:
             self._asked.keep(number, AskedRows(found, times[0][0], ranks_of(headers)))
             self._to_order = found
             return lines
+        self._asked.keep(number, None)
         bounds = np.append(0, headers[:, COUNTS:].sum(1).cumsum())
         answers: list[list[Tensor]] = [[] for _ in headers]
         for step, first_epoch in times:

@@ -136,7 +136,7 @@ class CollectiveRows(Rows):
         use_device = partial(torch.cuda.set_device, device) if device.type == "cuda" else lambda: None
         self._update_thread = RoundThread("satrap-exchange-updates", explain, prepare=use_device, failed=self._failed)
         self._lookup_thread = RoundThread("satrap-exchange-lookups", explain, prepare=use_device, failed=self._failed)
-        asked = AskedRounds()
+        self._asked = asked = AskedRounds()
         self._updates = self._updates_by(updates, asked, owned, self._update_thread, self.device_stream)
         rounds = self._lookup_thread, self._updates, staleness, self.device_stream
         self._lookups = self._lookups_by(lookups, asked, owned, *rounds)
@@ -156,6 +156,7 @@ class CollectiveRows(Rows):
     def _failed(self, error: Exception) -> None:
         """Let the rounds of the other thread fail that wait for one of a thread that has failed."""
         self.launches.fail(error)
+        self._asked.fail(error)
         self._updates.wake()
 
     def _owners_of(self, servers: ServerGroup) -> NDArray[np.uint32]:
@@ -247,7 +248,7 @@ class CollectiveRows(Rows):
     def resolve(self, request: BagRequest) -> BagRequest:
         try:
             ticket, refused = self._ticket(request), None
-        except InputError as error:  # of all trainers, in the lookup
+        except InputError as error:  # every trainer raises it in the lookup
             ticket, refused = None, error
         return replace(request, resolved={"ticket": ticket, "refused": refused})
 

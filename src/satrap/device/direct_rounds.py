@@ -52,8 +52,8 @@ class DirectLookups(CollectiveLookups):
             rows = self._by_group.numbers(own, sent, counts) - self._base
             owned: DirectOwnedRows = self._owned()
             runs = owned.runs(rows)
-            if len(steps) == 1:
-                self._asked.keep(number, AskedRows(FoundNumbers(rows, runs), next(iter(steps)), ranks_of(headers)))
+            asked = AskedRows(FoundNumbers(rows, runs), next(iter(steps)), ranks_of(headers))
+            self._asked.keep(number, asked if len(steps) == 1 else None)
             lines = owned.look_up_rows(rows, runs, counts, steps, oldest)
             return self._by_group.lines(lines, counts, sent), number
 

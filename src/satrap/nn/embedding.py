@@ -38,6 +38,7 @@ _NO_EXPORT = (
     "of the model that takes rows as an input"
 )
 _COPIES_OF_WEIGHT = 4  # rows, gradients, gradients of the update, and what the model computes of them
+_CPU = torch.device("cpu")
 
 
 class _TableModule(torch.nn.Module):
@@ -168,7 +169,7 @@ class _TableModule(torch.nn.Module):
 
     def _kept(self, ids: Tensor) -> tuple[NDArray[np.uint64], Tensor | None]:
         """Return the ids in CPU memory, without padding, and their positions; None: there is no padding."""
-        flat, positions = ids.detach().reshape(-1).to("cpu", torch.int64), None
+        flat, positions = ids.reshape(-1).to(_CPU, torch.int64), None
         if self.padding_idx is not None:
             positions = (flat != self.padding_idx).nonzero().reshape(-1)
             flat, positions = (flat, None) if len(positions) == len(flat) else (flat[positions], positions)

@@ -259,11 +259,7 @@ class _InFolder:
         folder = open_folder(path, "Reader: path")
         self.where, self._num_threads = os.fspath(folder), num_threads
         self._model: Mapping[str, Any] | None = None  # the model's state_dict
-        try:
-            is_snapshot = holds_snapshot(folder)
-        except OSError as error:
-            raise CheckpointError(f"{folder} cannot be read: {error.strerror}") from error
-        if is_snapshot:
+        if holds_snapshot(folder):
             self._fill({"": [folder]})
         else:
             self._take_newest(folder)

@@ -7,6 +7,7 @@ what was named: then the update takes the ticket of that lookup.
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -80,8 +81,8 @@ class AheadRows:
     def take(self, table: str, ids: Ids, lookups: StepLookups) -> Tensor | None:
         """Return the rows of the table's chunk that is these ids, once; None if there is none left."""
         chunks, first = self._chunks[table], self._next[table]
-        for number in (*range(first, len(chunks)), *range(first)):
-            if len(chunks[number]) == len(ids) and np.array_equal(chunks[number], ids):
+        for number in chain(range(first, len(chunks)), range(first)):
+            if len(chunks[number]) == len(ids) and not np.count_nonzero(chunks[number] != ids):
                 if table not in self._left:
                     self._left[table] = [*lookups.add_chunks(table, chunks, self._values[table])]
                 rows: Tensor | None = self._left[table][number]

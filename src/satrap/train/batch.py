@@ -285,6 +285,8 @@ def _never_released() -> object:
 def batch_in_use(in_loop: list[InFlightBatch]) -> InFlightBatch:
     """Return the batch that a loop works on, of those that it received and did not step: of the ones that it still
     holds the one that it used last, or else the first one. StreamError if there is none."""
+    if len(in_loop) == 1:
+        return in_loop[0]
     held = [batch for batch in in_loop if not batch.is_released] or in_loop[-1:]
     if not held:
         raise StreamError(

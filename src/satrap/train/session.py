@@ -3,7 +3,6 @@
 `Embeddings` is the part that users call; `HybridOptimizer` and `Checkpoint` use the session.
 """
 
-import logging
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping
@@ -33,12 +32,13 @@ from satrap.train.ledger import BatchLedger
 from satrap.train.module_lookups import ModuleLookups
 from satrap.train.prefetched_batches import LoaderPass
 from satrap.train.process_group import ProcessGroup, note_missing_trainer
+from satrap.train.row_state import require_own_rows, require_rows, rows_state
 from satrap.train.step_lookups import read_without_training
 from satrap.train.stream import Stream
 from satrap.worker.rows import Ids
 from satrap.worker.worker import Worker
 
-_LOG, _CPU = logging.getLogger("satrap.train"), torch.device("cpu")
+_CPU = torch.device("cpu")
 _NO_ROWS = "the embeddings are evaluated, but no table has a row yet: resume a checkpoint, or train first"
 
 
@@ -67,9 +67,12 @@ class TrainingSession:
         self.expected_rows: Any = None
         """The rows that a loaded state_dict expects, as `rows_state` returns them; None if they were found."""
         self.why_untrained = ""  # the error of a step that finds no gradient of rows, since modules only read
-        self._open_worker, self.staleness, self._deterministic = open_worker, staleness, deterministic
+        self.staleness = staleness
+        self._open_worker = open_worker
+        self._deterministic = deterministic
+        self._output_dtype = output_dtype
         self._worker: Worker | None = None
-        self._output_dtype, self._step = output_dtype, 0
+        self._step = 0
         own = weakref.ref(self)
         describe_process("trainer", number=trainers.rank, step=lambda: None if (me := own()) is None else me.step)
         self._past_counters = Counters()  # totals of ended training streams
@@ -78,8 +81,10 @@ class TrainingSession:
         self._training_data: Any = None
         self._paddings: dict[str, set[int | None]] = {}  # what modules skip, by table
         self._evaluations: weakref.WeakSet[Stream] = weakref.WeakSet()
-        self._before_close, self._awaited = list[Callable[[], None]](), list[Callable[[], None]]()
-        self._has_evaluated_nothing = self._closed = False
+        self._before_close: list[Callable[[], None]] = []
+        self._awaited: list[Callable[[], None]] = []
+        self._has_evaluated_nothing = False
+        self._closed = False
         register(self)
 
     # -- the worker ----------------------------------------------------------------------------------------------------
@@ -111,44 +116,13 @@ class TrainingSession:
             servers.attempt = self.trainers.broadcast_int(servers.attempt)
             servers.latest_step = self.trainers.broadcast_int(servers.latest_step)
 
-    def _require_own_rows(self) -> None:
-        """Raise StreamError if the servers hold rows of an earlier run; remove those of a launch that left no
-        checkpoint."""
-        if self.worker.servers is None:
-            return
-        context, latest = current_context(), self.worker.servers.latest_step
-        if context is not None and context.launch > context.first_launch and self.step == 0:
-            _LOG.warning(
-                "launch %d starts at step 0: found no checkpoint to resume, so all training since launch %d is lost",
-                context.launch,
-                context.first_launch,
-            )
-        if latest > self.step == 0 and context is not None and (context.launch or context.clear):
-            # An earlier launch ended without a checkpoint: the run starts again.
-            if not context.launch:
-                _LOG.warning("starts at step 0: found no checkpoint to resume; removes rows of step %d", latest)
-            tables: Any = self.worker.tables  # on servers
-            self.trainers.run_first(tables.clear, StreamError)
-            self.join_attempt()
-        elif latest > self.step:
-            raise StreamError(
-                f"the servers hold rows of an earlier run, trained up to step {latest}, and this run is at step "
-                f"{self.step}: resume the earlier run's checkpoint, or remove its rows with embeddings.tables.clear()"
-            )
-
     def rows_state(self) -> Tensor:
-        """Return the step and the version of each table. A tensor, since every file format takes one."""
-        return torch.tensor([self.step, *(store.version for store in self.worker.tables.values())])
+        """Return what identifies the rows; see `satrap.train.row_state`."""
+        return rows_state(self.worker, self.step)
 
     def require_rows(self, state: Any) -> None:
         """Raise StreamError if `state`, from `rows_state`, identifies other rows than the current ones."""
-        expected, current = state.tolist(), self.rows_state().tolist()
-        if expected != current:
-            raise StreamError(
-                f"load_state_dict was given the state of {_shown(expected)}, but the tables are at {_shown(current)}: "
-                "a state_dict has no rows, and neither has what Accelerate's save_state or Lightning's checkpoints "
-                "write; save and resume both with satrap.Checkpoint"
-            )
+        require_rows(self.worker, self.step, state)
 
     def require_whole_rows(self) -> None:
         """Raise StreamError if a restore has failed after it had begun to replace the rows."""
@@ -232,7 +206,7 @@ class TrainingSession:
         if joins:
             self.join_attempt()
         self._has_evaluated_nothing = False
-        self._require_own_rows()
+        require_own_rows(self.worker, self.trainers, self.step, self.join_attempt)
         self.dense.begin()
 
     def note_padding(self, table: str, padding: int | None) -> None:
@@ -499,7 +473,3 @@ class _TrackedSource:
     position: Position | None = None
     resume: bool = False
     """Whether the next stream over it starts at the position."""
-
-
-def _shown(rows: list[int]) -> str:
-    return f"step {rows[0]}, table versions {rows[1:]}"

@@ -45,7 +45,7 @@ class StepLookups:
         """Return the rows of each of several arrays of ids, which were looked up together, for a model."""
         self.num_lookups += 1
         lookup = Lookup(self, self.num_lookups, table, chunks)
-        leaf = rows.requires_grad_()
+        leaf = (rows.view(-1, len(chunks), rows.shape[1]) if lookup.is_interleaved else rows).requires_grad_()
         leaf.register_post_accumulate_grad_hook(lookup)
         of_chunks: tuple[Tensor, ...] = _Recorded.apply(leaf, lookup)  # type: ignore[no-untyped-call]
         return of_chunks
@@ -85,11 +85,13 @@ class Lookup:
     """One lookup: the hook of its leaf. Must not refer to the leaf before it has a gradient, so that it is collected
     with the user's last reference."""
 
-    __slots__ = ("__weakref__", "_step", "chunks", "leaf", "number", "reached_chunks", "table")
+    __slots__ = ("__weakref__", "_step", "chunks", "is_interleaved", "leaf", "number", "reached_chunks", "table")
 
     def __init__(self, step: StepLookups, number: int, table: str, chunks: list[Ids]) -> None:
-        """chunks: arrays of ids, whose rows follow one another in the leaf."""
+        """chunks: arrays of ids, whose rows follow one another."""
         self._step, self.number, self.table, self.chunks = step, number, table, chunks
+        self.is_interleaved = len(chunks) > 1 and len({len(ids) for ids in chunks}) == 1
+        """Whether leaf and gradient are [ids, chunks, dim], as the gradient of what joins chunks side by side is."""
         self.leaf: Tensor | None = None
         self.reached_chunks: set[int] = set()
         """The numbers of the chunks that a backward pass has reached: only they have a gradient."""
@@ -116,8 +118,10 @@ class Lookup:
 
     def gradients(self) -> list[tuple[Ids, Tensor]]:
         """Return the ids and the gradient of each chunk that has one."""
-        parts = zip(self.chunks, self.gradient().split([len(ids) for ids in self.chunks]), strict=True)
-        return [part for number, part in enumerate(parts) if number in self.reached_chunks]
+        whole = self.gradient()
+        parts = whole.unbind(1) if self.is_interleaved else whole.split([len(ids) for ids in self.chunks])
+        given = enumerate(zip(self.chunks, parts, strict=True))
+        return [part for number, part in given if number in self.reached_chunks]
 
 
 class _Recorded(torch.autograd.Function):
@@ -128,7 +132,8 @@ class _Recorded(torch.autograd.Function):
     def forward(ctx: Any, leaf: Tensor, lookup: Lookup) -> tuple[Tensor, ...]:
         ctx.lookup = lookup
         ctx.set_materialize_grads(False)
-        return tuple(part.data for part in leaf.data.split([len(ids) for ids in lookup.chunks]))
+        rows = leaf.data.view(-1, leaf.shape[-1])
+        return tuple(part.data for part in rows.split([len(ids) for ids in lookup.chunks]))
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor, None]:
@@ -136,12 +141,33 @@ class _Recorded(torch.autograd.Function):
         lookup.reached_chunks |= {number for number, gradient in enumerate(gradients) if gradient is not None}
         first = next(gradient for gradient in gradients if gradient is not None)
         if len(gradients) == 1:
-            return first, None
+            # Two gradients may be views of one: clipping and GradScaler, which change both in place, must do so once.
+            return first.clone() if first._is_view() else first, None
+        if lookup.is_interleaved and _are_side_by_side(gradients):
+            num_ids, dim = first.shape
+            block = first.as_strided((num_ids, len(gradients), dim), (first.stride(0), dim, 1))
+            return block.clone(memory_format=torch.contiguous_format), None
         parts = [
             first.new_zeros(len(ids), first.shape[1]) if gradient is None else gradient
             for ids, gradient in zip(lookup.chunks, gradients, strict=True)
         ]
-        return torch.cat(parts), None
+        return torch.stack(parts, 1) if lookup.is_interleaved else torch.cat(parts), None
+
+
+def _are_side_by_side(gradients: Sequence[Tensor | None]) -> bool:
+    """Return whether these are columns of one matrix, as the gradients are of what torch.cat joins:
+    to copy all of them at once is faster."""
+    first = gradients[0]
+    if first is None or type(first) is not Tensor or first.stride(1) != 1:
+        return False
+    stride, begin, base, dim = first.stride(), first.storage_offset(), first._base, first.shape[1]
+    return base is not None and all(
+        gradient is not None
+        and gradient._base is base
+        and gradient.stride() == stride
+        and gradient.storage_offset() == begin + number * dim
+        for number, gradient in enumerate(gradients)
+    )
 
 
 def read_rows(
@@ -191,6 +217,8 @@ def joined(worker: Worker, parts: Sequence[tuple[Tensor, float]]) -> Any:
     """Return gradients times their factors as one array, or as one tensor if the rows are on a device."""
     given = [scaled(gradient, weight) for gradient, weight in parts]
     whole = given[0] if len(given) == 1 else torch.cat(given)
+    if whole.dim() == 3 and not worker.rows.takes_interleaved:
+        whole = whole.transpose(0, 1).flatten(0, 1)
     if worker.device is not None:
         return whole.to(worker.device).contiguous()
     return whole.cpu().float().contiguous().numpy()

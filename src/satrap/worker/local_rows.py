@@ -28,6 +28,8 @@ from satrap.worker.worker import Worker, require_features
 class LocalRows(Rows):
     """Implements `satrap.worker.rows.Rows` on one engine."""
 
+    takes_interleaved = True
+
     def __init__(self, features: Features, engine: _core.Engine, tables: Sequence[Table]) -> None:
         """engine: of these tables."""
         self.num_threads = int(engine.num_threads)

@@ -137,6 +137,8 @@ class Rows(Protocol):
     """The order in which the devices of several trainers are given collectives; None: they have no rows."""
     resolves: bool = False
     """Whether `resolve` does a part of a lookup."""
+    takes_interleaved: bool = False
+    """Whether the gradient of a jagged sequence may be [n, k, dim], with k groups of n rows interleaved."""
     output_dtype: str = "float32"
     """The dtype of the rows in batches, and of their gradients. Arrays are float32, and are cast where they become
     tensors."""

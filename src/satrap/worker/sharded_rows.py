@@ -73,6 +73,8 @@ class ShardedTicket:
 class ShardedRows(Rows):
     """Implements `satrap.worker.rows.Rows` on a group of servers."""
 
+    takes_interleaved = True
+
     def __init__(self, features: Features, servers: ServerGroup, *, num_threads: int | None) -> None:
         tables = [native_config(table) for table in servers.job.tables]
         self.num_threads = thread_count(num_threads)

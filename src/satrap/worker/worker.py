@@ -400,12 +400,11 @@ class Worker:
         for sequence in self._sequences:
             given = sequences.get(sequence.name)
             where = f"{_UPDATE}, feature {sequence.name!r}"
-            num_rows = {sequence.name: getattr(given, "shape", ())[:1]}  # the rows check that of a jagged gradient
-            of_sequences.append(
-                None
-                if given is None
-                else self._blocks.check_gradient(where, given, sequence.shape(ticket.batch_size, num_rows))
-            )
+            found: tuple[int, ...] = getattr(given, "shape", ())
+            expected = sequence.shape(ticket.batch_size, {sequence.name: found[:1]})  # rows check the number of jagged
+            if sequence.is_jagged and len(found) == 3 and self.rows.takes_interleaved:
+                expected = expected[0], found[1], expected[1]
+            of_sequences.append(None if given is None else self._blocks.check_gradient(where, given, expected))
         return of_block, of_sequences
 
     def _learning_rates(self, lrs: Mapping[str, float]) -> list[tuple[int, float]]:

@@ -83,8 +83,11 @@ def parts_of(folder: Folder) -> list[Folder]:
 
 
 def holds_snapshot(folder: Folder) -> bool:
-    """Return whether the folder is that of a saved table."""
-    names = folder.names() if not folder.is_local or os.path.isdir(folder) else []
+    """Return whether the folder is that of a saved table; raise SnapshotError if it cannot be listed."""
+    try:
+        names = folder.names() if not folder.is_local or os.path.isdir(folder) else []
+    except OSError as error:
+        raise SnapshotError(f"{folder} cannot be listed: {error.strerror}") from error
     return FILE_NAME in names or PARTS in names or any(map(_PART.fullmatch, names))
 
 

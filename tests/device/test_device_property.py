@@ -96,7 +96,7 @@ class DeviceMachine(StoreMachine):
     def load(self, path: Path, num_threads: int) -> DeviceStore:
         here = Store.load(path, num_threads=1)  # and from there on
         here.save(path.with_name(path.name + "-here"))
-        loaded = self.create(here.table, here.seed, num_threads)
+        loaded = self.create(self.oracle.table, here.seed, num_threads)
         loaded.worker.tables.restore({here.table.name: [path]})
         return loaded
 

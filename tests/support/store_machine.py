@@ -22,11 +22,13 @@ from hypothesis import event
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, precondition, rule
 
 from oracle import Full, NonFinite, Oracle, as_ids
+from satrap.config.id_set import IdSet
 from satrap.config.optimizers import SGD, Adagrad, Adam, AdamW, Ftrl, RowWiseAdagrad
 from satrap.config.tables import Always, Constant, MinCount, Normal, Probability, ScaledUniform, Table, Uniform, Zeros
 from satrap.errors import CapacityError, NonFiniteError, TicketError
 from satrap.table.group_cut import GroupCut
 from satrap.table.store import Store
+from satrap.table.table_group import TableGroup
 
 UNIVERSE = [*range(16), 2**63 - 1, 2**63, 2**64 - 2, 2**64 - 1, *(0x9E3779B97F4A7C15 * k % 2**64 for k in range(1, 9))]
 
@@ -99,7 +101,12 @@ class StoreMachine(RuleBasedStateMachine):
         return Store(table, seed=seed, num_threads=num_threads)
 
     def load(self, path: Path, num_threads: int) -> Any:
-        return Store.load(path, num_threads=num_threads)
+        loaded, table = Store.load(path, num_threads=num_threads), self.oracle.table
+        if not isinstance(table.frozen, IdSet):
+            return loaded
+        group = TableGroup([table], seed=loaded.seed, num_threads=num_threads)  # with the ids, which no snapshot has
+        group.restore({table.name: [path]})
+        return group[table.name]
 
     def __init__(self) -> None:
         super().__init__()

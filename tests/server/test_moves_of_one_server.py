@@ -15,7 +15,7 @@ from logged import logged
 from runs import wait_until
 from satrap.errors import NotReadyError
 from satrap.rpc import Origin
-from satrap.server.migration import arrival, departure
+from satrap.server.migration import arrival, coordinator, departure
 from satrap.server.migration.arrival import Arrival
 from satrap.server.migration.departure import Departure
 
@@ -58,7 +58,7 @@ def migrations(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, dict[str, Any
 
 
 def run_to_the_end(one: Arrival, monkeypatch: pytest.MonkeyPatch, answer: Callable[[str], dict[str, Any]]) -> None:
-    monkeypatch.setattr(one, "_ask", answer)
+    monkeypatch.setattr(arrival, "ask_status", lambda address, keys: answer(address))
     one.start()
     one.join(DEADLINE_SECONDS)
     assert not one._thread.is_alive()
@@ -80,13 +80,13 @@ def test_an_arrival_asks_others_until_it_has_joined(
         logged("satrap.server", "taking a share of the buckets: another migration is running; retrying"),
         logged("satrap.server", "taken 3 buckets of the job's 2 other servers", logging.INFO),
     ):
-        run_to_the_end(Arrival(server, "own", ["own", "a"], None), monkeypatch, answer)
+        run_to_the_end(Arrival(server.status, "own", ["own", "a"], None), monkeypatch, answer)
     assert asked == ["a"] * 5, "never itself"
     assert [made for made, _ in migrations] == [(["a", "b"], ["a", "b", "own"])] * 2
 
 
 def test_an_arrival_without_others_asks_no_server() -> None:
-    one = Arrival(ScriptedServer(IN_NO_JOB), "own", ["own"], None)
+    one = Arrival(ScriptedServer(IN_NO_JOB).status, "own", ["own"], None)
     one.start()
     assert not one._thread.is_alive()
 
@@ -94,7 +94,7 @@ def test_an_arrival_without_others_asks_no_server() -> None:
 def test_an_arrival_that_is_closed_asks_no_longer(
     monkeypatch: pytest.MonkeyPatch, migrations: list[tuple[Any, dict[str, Any]]]
 ) -> None:
-    one = Arrival(ScriptedServer(IN_NO_JOB), "own", ["a"], None)
+    one = Arrival(ScriptedServer(IN_NO_JOB).status, "own", ["a"], None)
 
     def answer(address: str) -> dict[str, Any]:
         one.close()
@@ -193,7 +193,6 @@ def test_the_answer_of_another_server(
         def __exit__(self, *error: object) -> None:
             pass
 
-    for module in (arrival, departure):
-        monkeypatch.setattr(module, "Client", Client)
+    monkeypatch.setattr(coordinator, "Client", Client)
+    assert coordinator.ask_status("a", None) == (status or {})
     assert Departure(ScriptedServer(MEMBER), None, 1.0)._ask("a") == answer
-    assert Arrival(ScriptedServer(IN_NO_JOB), "own", ["a"], None)._ask("a") == (status or {})

@@ -73,9 +73,9 @@ class RowPlaces {
         }
     }
 
-    // Notes that a row leaves its place that was last used in this step.
+    // Notes that a row that was last used in this step leaves its place, or gets an older stamp.
     void note_left(std::uint32_t stamp) { raise_to(last_left_, stamp); }
-    // Returns whether every row that was used in this step or later is still in its place.
+    // Returns whether every row that was used in this step or later is still in its place, with its stamp.
     bool kept_since(std::uint32_t step) const { return last_left_.load() < step; }
 
   private:

@@ -99,7 +99,7 @@ std::uint32_t Table::import_place(std::uint64_t id, std::uint32_t step) {
         require_room(bucket, b, id);
         slot = insert_place(bucket, id, mix64(id));
     } else {
-        bucket.places->note_left(kLastStep); // its stamp may fall: a lookup may then move it, although a step uses it
+        bucket.places->note_left(bucket.rows.head(slot).stamp); // it may fall, and then the row may leave its place
     }
     bucket.rows.publish(slot, step, ledger_->version.load());
     order_frame(bucket, slot);

@@ -88,6 +88,7 @@ def features(shard: str = "rows", num_rows: int | None = None, *, jagged: bool =
         admission=MinCount(2),
         absent="initial",
         expire_after=4,
+        frozen=[5, 6, 8, 11],
         shard=of("rare"),
     )
     last = Table(

@@ -66,6 +66,8 @@ class IdSet(InText):
         return self._num
 
     def __contains__(self, id_: int) -> bool:
+        if not 0 <= id_ < 2**64:
+            return False
         at = int(np.searchsorted(self.ids, np.uint64(id_)))
         return at < self._num and int(self.ids[at]) == id_
 

@@ -1,12 +1,14 @@
 """The tables that a trainer's server has, for calls that are no part of a step, and the rows that the trainer owns of
 them, for the steps of all trainers."""
 
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from satrap.config.features import Features
 from satrap.config.job import Job
+from satrap.config.tables import Table
 from satrap.device.device_engine import DeviceEngine
 from satrap.device.device_memory import DeviceMemory
 from satrap.device.device_stream import new_stream
@@ -45,7 +47,7 @@ class OwnTables:
         """Create empty tables for the server. The previous tables must be unused, since a device may not hold both."""
         self._rows = self._engine = None
         engine = (DirectEngine if self.are_direct else DeviceEngine)(
-            job.tables,
+            self._with_frozen_ids(job),
             self._device,
             seed=job.seed,
             num_threads=self.num_threads,
@@ -59,6 +61,15 @@ class OwnTables:
         else:
             self._rows = OwnedRows(self._features, engine, self._groups, self.trainer)
         return engine.slots(job.seed)
+
+    def _with_frozen_ids(self, job: Job) -> list[Table]:
+        """Return the job's tables with their sets of frozen ids, which a job that was sent does not have: updates here
+        bring gradients of frozen ids, too."""
+        known = {table.name: table.frozen for table in self._features.tables}
+        return [
+            replace(table, frozen=known[table.name]) if known.get(table.name) == table.frozen else table
+            for table in job.tables
+        ]
 
     @property
     def has_columns(self) -> bool:

@@ -86,7 +86,6 @@ def features(shard: str = "rows", num_rows: int | None = None, *, jagged: bool =
         dim=5,
         optimizer=Adam(lr=0.1),
         admission=MinCount(2),
-        absent="initial",
         expire_after=4,
         frozen=[5, 6, 8, 11],
         shard=of("rare"),

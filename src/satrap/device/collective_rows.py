@@ -50,6 +50,9 @@ from satrap.worker.server_group import ServerGroup
 from satrap.worker.sharded_rows import ShardedRows
 
 _CLOSE_SECONDS = 0.5
+_ABANDONED: list[Exchange] = []
+"""The exchanges of rounds that were given up. The destructor of torch's process group waits for its rounds, so it must
+not run: the garbage collector would hang."""
 
 
 @dataclass(slots=True, eq=False)
@@ -194,6 +197,7 @@ class CollectiveRows(Rows):
         for thread, exchange in zip((self._lookup_thread, self._update_thread), self._exchanges, strict=True):
             if not thread.join(_CLOSE_SECONDS):
                 exchange.is_abandoned = True
+                _ABANDONED.append(exchange)
                 self.launches.fail(StreamError("the embeddings were closed before all trainers had joined a step"))
                 thread.join(_CLOSE_SECONDS)
 

@@ -11,7 +11,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
@@ -30,6 +30,9 @@ if TYPE_CHECKING:
 Compress = Literal["float16", "bfloat16"]
 _HOOKS = {"float16": default_hooks.fp16_compress_hook, "bfloat16": default_hooks.bf16_compress_hook}
 _EXCHANGE_TIMEOUT = timedelta(minutes=30)  # torch's default
+_UNMATCHED: dict[int, Any] = {}
+"""The exchanges that another trainer may not have joined, with their groups. torch's destructor of a group waits for
+them, so it must not run: after an error the garbage collector would hang."""
 _ENDING_SECONDS, _PAUSE_SECONDS = 2.0, 0.05  # an ending process closes its connections one after another
 
 
@@ -103,9 +106,11 @@ class ProcessGroup:
         own = torch.tensor([list(numbers)] * self.world_size)
         received = torch.empty_like(own)
         work = dist.all_to_all_single(received, own, group=self._exchange_group, async_op=True)
+        _UNMATCHED[id(work)] = work, self._exchange_group
 
         def receive() -> list[list[int]]:
             work.wait() if patient else work.wait(_EXCHANGE_TIMEOUT)
+            _UNMATCHED.pop(id(work), None)
             return received.tolist()
 
         return receive

@@ -124,7 +124,7 @@ nb::dict order_id_frames(Engine& engine, Ticket& ticket, const Places& places) {
 
 nb::object update_ordered_frames(Engine& engine, Ticket& ticket, std::uint64_t step, bool filter) {
     require_step("step", step);
-    if (ticket.found == nullptr || ticket.found->updated.empty())
+    if (ticket.looked_up == nullptr || ticket.looked_up->updated.empty())
         refuse("the ticket is not ordered: call order_frames");
     std::optional<FrameRuns> runs =
         without_gil([&] { return engine.update_ordered_frames(ticket, static_cast<std::uint32_t>(step), filter); });

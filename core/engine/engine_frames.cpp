@@ -20,14 +20,14 @@ FrameLookup Engine::lookup_frames(const std::shared_ptr<const Bags>& bags, const
     std::unique_ptr<FoundRows> rows = begin_found(at);
     directory_.find(*planned.batch, at, frames, found.absent);
     found.ticket = end_lookup(std::move(planned), bags, want_ticket);
-    if (want_ticket) found.ticket->found = std::move(rows);
+    if (want_ticket) found.ticket->looked_up = std::move(rows);
     return found;
 }
 
 std::unique_ptr<FoundRows> Engine::begin_found(const LookupStep& at) const {
-    auto found = std::make_unique<FoundRows>(FoundRows{.step = at.step, .versions = {}});
-    for (std::size_t t = 0; t < tables_.size(); ++t) found->versions.push_back(tables_[t].ledger().version.load());
-    return found;
+    auto rows = std::make_unique<FoundRows>(FoundRows{.step = at.step, .versions = {}});
+    for (std::size_t t = 0; t < tables_.size(); ++t) rows->versions.push_back(tables_[t].ledger().version.load());
+    return rows;
 }
 
 // Returns whether an update in this step would find the rows in the same places, with all of its stamps and marks: no
@@ -62,16 +62,16 @@ FrameRuns Engine::order_id_frames(Ticket& ticket, const std::int32_t* places) {
 FrameRuns Engine::order(Claim& claim, Ticket& ticket, const GivenOf& given_of) {
     Ticket* const tickets[] = {&ticket};
     FrameRuns runs = take_runs(claim, tickets, given_of, 0, false);
-    if (ticket.found == nullptr)
-        ticket.found = begin_found({}); // its rows were not stamped: an update finds them again
-    FoundRows& found = *ticket.found;
-    found.updated.assign(tables_.size(), 0);
-    found.all_found = true;
+    if (ticket.looked_up == nullptr)
+        ticket.looked_up = begin_found({}); // its rows were not stamped: an update finds them again
+    FoundRows& rows = *ticket.looked_up;
+    rows.updated.assign(tables_.size(), 0);
+    rows.all_found = true;
     for (std::size_t t = 0; t < tables_.size(); ++t)
         for (std::uint32_t r = runs.first_run_of_table[t]; r < runs.first_run_of_table[t + 1]; ++r) {
             if (runs.begin[r] == runs.end[r]) continue;
-            ++found.updated[t];
-            found.all_found &= runs.frames[r] != kNoRow;
+            ++rows.updated[t];
+            rows.all_found &= runs.frames[r] != kNoRow;
         }
     return runs;
 }
@@ -80,13 +80,13 @@ std::optional<FrameRuns> Engine::update_ordered_frames(Ticket& ticket, std::uint
     require_rows_on_device();
     Ticket* const tickets[] = {&ticket};
     Claim claim(tickets, identity_);
-    SATRAP_ASSERT(ticket.found != nullptr && ticket.found->updated.size() == tables_.size());
-    if (filter || !stands(*ticket.found, step)) return take_runs(claim, tickets, nullptr, step, filter);
+    SATRAP_ASSERT(ticket.looked_up != nullptr && ticket.looked_up->updated.size() == tables_.size());
+    if (filter || !stands(*ticket.looked_up, step)) return take_runs(claim, tickets, nullptr, step, filter);
     claim.keep();
     for (std::size_t t = 0; t < tables_.size(); ++t) {
         Bucket& bucket = tables_[t].bucket(0); // the table's count is the sum over buckets
         std::lock_guard lock(bucket.mutex);
-        bucket.counters.updated += ticket.found->updated[t];
+        bucket.counters.updated += ticket.looked_up->updated[t];
     }
     batches_.give(std::move(ticket.batch));
     return std::nullopt;
@@ -167,7 +167,7 @@ FrameLookup Engine::lookup_id_frames(const std::uint64_t* ids, std::span<const s
     directory_.find(*batch, at, frames, found.absent);
     if (want_ticket) {
         found.ticket.reset(new Ticket(ticket_of(std::move(batch), identity_, out_size(offsets))));
-        found.ticket->found = std::move(rows);
+        found.ticket->looked_up = std::move(rows);
     } else {
         batches_.give(std::move(batch));
     }

@@ -34,7 +34,7 @@ struct Ticket {
     SequencePlaces sequences;         // for bags
     std::size_t table;                // the table of all ids; the number of tables if there are several
     std::atomic<bool> used{false};
-    std::unique_ptr<FoundRows> found{}; // nullptr: of another lookup
+    std::unique_ptr<FoundRows> looked_up{}; // nullptr: of another lookup
 };
 
 using Tickets = std::span<Ticket* const>;

@@ -114,8 +114,8 @@ def frozen_from_json(where: str, form: object) -> object:
         if list(map(type, form)) == [int, int]:
             return range(*form)
         raise ConfigError(f"{where}: frozen is {describe(form)}; expected [first, end] of a range of ids")
-    found = IdSet.from_json(form) if isinstance(form, str) else None
-    return form if found is None else found
+    described = IdSet.from_json(form) if isinstance(form, str) else None
+    return form if described is None else described
 
 
 def _compact(where: str, ids: NDArray[np.uint64], num_rows: int | None) -> bool | range | IdSet:

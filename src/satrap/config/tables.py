@@ -406,10 +406,12 @@ def _check_num_rows(where: str, table: Table) -> None:
 
 def with_frozen_ids(table: Table, ids: Any) -> Table:
     """Return a table that was read from JSON with its set of frozen ids, which came beside it."""
-    found = replace(table, frozen=ids)
-    if found != table:
-        raise ConfigError(f"table {table.name!r}: frozen is {table.frozen!r}; expected its ids, found {found.frozen!r}")
-    return found
+    complete = replace(table, frozen=ids)
+    if complete != table:
+        raise ConfigError(
+            f"table {table.name!r}: frozen is {table.frozen!r}; expected its ids, found {complete.frozen!r}"
+        )
+    return complete
 
 
 def require_frozen_ids(table: Table) -> None:

@@ -11,6 +11,7 @@ import math
 import numbers
 import os
 import reprlib
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, fields
 from functools import cache
@@ -27,14 +28,14 @@ _MAX_NAME_BYTES = 255
 _PLAIN = (int, str, float, bool, NoneType)
 
 
-class InText:
+class InText(ABC):
     """A value whose form in JSON is a text."""
 
     __slots__ = ()
 
+    @abstractmethod
     def to_json(self) -> str:
         """Return the text."""
-        raise NotImplementedError
 
 
 class Serializable:

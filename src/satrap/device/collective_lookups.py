@@ -93,10 +93,10 @@ class CollectiveLookups:
 
     def _order(self) -> None:
         """Order the gradients that the update of the last round will bring."""
-        found, self._to_order = self._to_order, None
-        if found is not None and (owned := found.owned()) is not None:
+        asked, self._to_order = self._to_order, None
+        if asked is not None and (owned := asked.owned()) is not None:
             with self._stream.running():
-                owned.order(found)
+                owned.order(asked)
 
     def _round(self, part: LookupPart | None) -> Any:
         """Exchange ids and rows; return None if all trainers are idle."""
@@ -139,9 +139,9 @@ class CollectiveLookups:
         times = sorted({(int(step), bool(first)) for step, first in parts[:, [STEP, _FIRST_EPOCH]]})
         oldest_open = int(parts[:, OLDEST_OPEN].min())
         if len(times) == 1:
-            lines, found = self._look_up_at(received, headers[:, COUNTS:], *times[0], oldest_open)
-            self._asked.keep(number, AskedRows(found, times[0][0], ranks_of(headers)))
-            self._to_order = found
+            lines, asked = self._look_up_at(received, headers[:, COUNTS:], *times[0], oldest_open)
+            self._asked.keep(number, AskedRows(asked, times[0][0], ranks_of(headers)))
+            self._to_order = asked
             return lines
         self._asked.keep(number, None)
         bounds = np.append(0, headers[:, COUNTS:].sum(1).cumsum())
